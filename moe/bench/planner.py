@@ -4,8 +4,8 @@
 those of another folder: every CSV there (moe/bench/tables.py). Lines that cannot be used are counted with their reason, tables of other
 columns are named with what they lack. Without either it runs a small recipe under each kind on this machine and compares the bytes that
 torch holds (planner_runs.py); with `--only published` it prices the layouts of well-known runs (planner_published.py), with `--only speed`
-it measures how long planning them takes (planner_speed.py), and with `--only orders` it holds searched orders of actions against the
-zero-bubble paper's (planner_orders.py).
+it measures how long planning them takes (planner_speed.py), with `--only orders` it holds searched orders of actions against the
+zero-bubble paper's (planner_orders.py), and with `--only best` it looks for plans that are faster than the first (planner_best.py).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from moe.bench import planner_choice, planner_memory, planner_orders, planner_published, planner_speed
+from moe.bench import planner_best, planner_choice, planner_memory, planner_orders, planner_published, planner_speed
 from moe.bench.tables import Table, read_folder
 from moe.launch import exit_codes
 from moe.records.results import write_json
@@ -26,13 +26,15 @@ def main(*, tables: str | None = None, only: str | None = None, json: str | None
     """Returns 1 if a published formula is not met, or a run here differs by more than a tenth; other errors are printed and written.
 
     `only`: cases of the runs here whose name has it, such as zero; or `tables`, the published tables of this checkout, `published`, the
-    runs of recipes/published/, `speed`, the time that planning them takes, or `orders`, searched orders of actions against a rival's.
+    runs of recipes/published/, `speed`, the time that planning them takes, `orders`, searched orders of actions against a rival's, or
+    `best`, plans of random recipes that are faster than the first one.
     """
     named = {
         "tables": lambda: table_rows(TABLES),
         "published": planner_published.rows,
         "speed": planner_speed.rows,
         "orders": planner_orders.rows,
+        "best": planner_best.rows,
     }
     of_runs = named.get(only or "", lambda: _runs(only))
     rows = of_runs() if tables is None else table_rows(tables)

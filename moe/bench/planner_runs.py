@@ -41,6 +41,11 @@ CASES: dict[str, dict[str, Any]] = {
     "tp 2": {"degrees": {"dp": 1, "tp": 2}},
     "pp 2": {"degrees": {"dp": 1, "pp": 2}, "pipeline": {"schedule": "1f1b", "microbatches": 4}},
     "ep 2": {"degrees": {"dp": 2, "ep": 2}, "model": {"moe_every": 2}, **EXPERTS},
+    "lora": {"degrees": {"dp": 2}, "lora": {"rank": 4}},
+    "lora ep 2": {
+        **{"degrees": {"dp": 2, "ep": 2}, "model": {"moe_every": 1}, **EXPERTS, "experts": {"num_experts": 16}},
+        **{"lora": {"rank": 4, "targets": ["attention", "experts"]}, "recompute": {"kind": "full"}},
+    },
 }
 
 
@@ -77,7 +82,7 @@ def rows(only: str | None = None) -> list[dict[str, Any]]:
     torch.set_num_threads(1)
     chosen = [case for case in CASES if only is None or only in case]
     load_engines([kind_of(case) for case in chosen if case in ("fsdp", "zero1", "zero2", "zero3")])
-    print(f"{'case':<8}{'precision':>10}{'measured':>15}{'predicted':>15}{'error':>9}")
+    print(f"{'case':<10}{'precision':>10}{'measured':>15}{'predicted':>15}{'error':>9}")
     found = []
     for case in chosen:
         for precision in ("fp32", "bf16"):
@@ -86,6 +91,6 @@ def rows(only: str | None = None) -> list[dict[str, Any]]:
             row["error"] = row["predicted_bytes"] / row["measured_bytes"] - 1
             row["passed"] = abs(row["error"]) <= WITHIN
             sizes = f"{row['measured_bytes']:>15,}{row['predicted_bytes']:>15,.0f}"
-            print(f"{case:<8}{precision:>10}{sizes}{row['error']:>9.2%}{'' if row['passed'] else '  FAIL'}", flush=True)
+            print(f"{case:<10}{precision:>10}{sizes}{row['error']:>9.2%}{'' if row['passed'] else '  FAIL'}", flush=True)
             found.append(row)
     return found

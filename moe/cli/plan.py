@@ -129,7 +129,8 @@ def _lines(made: Planned, run: Run, seconds: float) -> list[str]:
     lines = [f"{counted(found.tried, 'plan')} tried in {seconds:.1f} s: {found.fitting} run and fit", ""]
     lines.append(f"{'':>3} {'s a step':>9} {'GiB':>6}  plan")
     for place, ranked in enumerate(found.ranked, 1):
-        note = f"   not recommended: {ranked.advice}" if ranked.advice else ""
+        note = "   (the recipe's own)" if ranked.plan == made.own else ""
+        note += f"   not recommended: {ranked.advice}" if ranked.advice else ""
         lines.append(f"{place:>3} {ranked.seconds:>9.4g} {gib(ranked.held_bytes):>6}  {described(ranked.plan)}{note}")
     best = found.ranked[0]
     lines += ["", f"the best: {_parts(made.time(best.plan).parts, best.seconds)}"]

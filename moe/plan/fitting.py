@@ -3,6 +3,7 @@
     1  activations computed again: selective, full          4  2 or 3 and full recompute, with the smallest micro-batches
     2  smaller micro-batches                                5  4 with the loss in chunks
     3  states sharded: ZeRO-1, 2, 3, FSDP                   6  5 with states in the host's memory, where that is another one
+    7  4 with the loss in chunks and shorter sequences
 
 Each is tried by the recipe's own checks and by the prediction, so the words that are printed work. Source of the order: the decision guide
 (parallel/plan/guide.py), and ZeRO-Infinity (arXiv 2104.07857), section 3, for the last.
@@ -18,6 +19,7 @@ from moe.recipe.sections import Run
 from parallel.errors import BadInput
 
 Values = dict[str, Any]  # dotted key: value
+SHORTEST = 64  # tokens: shorter sequences are not proposed
 
 
 @dataclass(frozen=True)
@@ -71,3 +73,5 @@ def _changes(run: Run, *, has_gpus: bool) -> Iterator[Values]:
         yield from (again[1] | less | states | more for less in smaller for states in sharded)
     if has_gpus:
         yield from (again[1] | less | chunked | host for less in ({}, *smaller))
+    lengths = (run.model.max_length // 2**n for n in range(1, 8) if run.model.max_length // 2**n >= SHORTEST)
+    yield from (again[1] | less | chunked | {"model.max_length": length} for length in lengths for less in ({}, *smaller))

@@ -15,7 +15,7 @@ from moe.recipe.shapes import GATED, T5_BUCKETS
 from moe.router.methods.catalog import method_of
 from parallel.pipeline.schedules.catalog import DEFAULT_CHUNKS, SCHEDULES, placed
 from parallel.plan.cut import cut
-from parallel.plan.job import Experts, Latent, Network, Plan, Router
+from parallel.plan.job import Adapters, Experts, Latent, Network, Plan, Router
 from parallel.plan.states import BF16, FP32, FP32_AND_COPY, MIXED, MIXED_FP32_GRADIENTS, Storage
 
 
@@ -72,6 +72,7 @@ def _decoder(run: Run) -> Network:
         windows_in_runs=sum(in_runs(m, layer=layer) for layer in range(m.num_layers)) / m.num_layers,
         experts=_experts(run),
         latent=_latent(m),
+        adapters=Adapters(run.lora.rank, run.lora.targets) if run.lora.rank else None,
         sparse_layers=m.layers_with_experts(),
     )
 
@@ -179,8 +180,6 @@ def _engine(run: Run) -> Any:
 def _storage(run: Run) -> Storage:
     """With what the recipe's optimizer keeps in the place of AdamW's moments."""
     storage, (dense, expert) = _with_adam(run), optimizer_bytes(run)
-    if run.lora.rank:  # frozen weights, and beside those with adapters, counted as if all had them, W + s B A; adapters are few
-        return replace(FP32, optimizer=0)
     if run.optimizer.kind in ("adamw", "kfac"):
         return storage
     other = storage.optimizer - (4 if storage is BF16 else 8)  # a master copy, where there is one

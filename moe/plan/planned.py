@@ -3,8 +3,8 @@
     round 1    every way to cut the ranks (pp, tp, sp, dp, ep), each with a few choices within          -> the fastest ways
     round 2    those ways, with every engine, schedule, tensor kind, micro-batch and form of experts    -> ranked
 
-Round 2 costs as much as it has ways, whatever the cluster's size; `ways=None` takes all of them and needs no first round. What is ranked
-has passed the recipe's own checks.
+Round 2 costs as much as it has ways, whatever the cluster's size; `ways=None` takes all of them and needs no first round, nor does a
+cluster that has few. The recipe's own plan is ranked among the others. What is ranked has passed the recipe's own checks.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from moe.plan.recipe_of import as_stored, recipe_of
 from moe.recipe.sections import Run
 from parallel.errors import BadInput, counted
 from parallel.plan.candidates import Space, Way, candidates, way_of
+from parallel.plan.candidates import ways as ways_to_cut
 from parallel.plan.choose import Found, Ranked, Refused, choose, described
 from parallel.plan.cluster import FOLDER, Cluster, load_cluster
 from parallel.plan.cost import Time, step_time
@@ -45,12 +46,14 @@ FIRST = Space(
 
 @dataclass(frozen=True)
 class Planned:
-    """`found`: ranked and refused; `runs`: the recipes of those ranked, in the same order."""
+    """`found`: ranked and refused; `runs`: the recipes of those ranked, in the same order; `own`: the recipe's plan, if its checks accept
+    it on the cluster."""
 
     network: Network
     cluster: Cluster
     found: Found
     runs: tuple[Run, ...]
+    own: Plan | None = None
 
     def time(self, plan: Plan) -> Time:
         return step_time(self.network, plan, self.cluster)
@@ -73,13 +76,20 @@ def planned(
     Raises BadInput where no plan fits, with the change that would make one fit.
     """
     space = _offloading(space or Space(), run)
+    own_run = None
+    with suppress(BadInput):
+        own_run = checked(run, cluster.world)
+    own = None if own_run is None else plan_of(own_run)
     run = run.resolve(cluster.world)
     network = network_of(run)
+    cuts = ways_to_cut(network, world=cluster.world, global_batch=run.train.global_batch, space=space)
+    if ways is not None and next(islice(cuts, ways, None), None) is None:
+        ways = None
 
     def bound(how: How) -> Callable[[Plan], float]:
         return lambda plan: step_time(network, plan, cluster, pipeline=how).step
 
-    def chosen(plans: Iterable[Plan], space: Space, *, top: int, enough: Callable[[Ranked], bool]) -> Found:
+    def chosen(plans: Iterable[Plan], space: Space, *, top: int, enough: Callable[[Ranked], bool], given: Plan | None = None) -> Found:
         simulates = any(name not in CLOSED for name, _ in space.schedules)
         return choose(
             network,
@@ -91,10 +101,11 @@ def planned(
             devices_per_node=cluster.devices_per_node,
             top=top,
             enough=enough,
+            given=given,
         )
 
     only: dict[Way, None] = {}
-    first, accepted = None, _Accepted(run, cluster.world, top, checked)
+    first, accepted = None, _Accepted(run, cluster.world, top, checked, own, own_run)
     if ways is not None:
 
         def cut_so(ranked: Ranked) -> bool:
@@ -104,7 +115,7 @@ def planned(
         small = replace(_offloading(FIRST, run), largest_tp=space.largest_tp, largest_sp=space.largest_sp, largest_pp=space.largest_pp)
         first = chosen(_plans(run, cluster, small), small, top=100 * ways, enough=cut_so)
     # where none of the first round fits, one of all ways may
-    found = chosen(_plans(run, cluster, space, only or None), space, top=100 * top, enough=accepted)
+    found = chosen(_plans(run, cluster, space, only or None), space, top=100 * top, enough=accepted, given=own)
     if not found.ranked:
         raise _nothing_fits(found, run, cluster, checked)
     if first is not None:
@@ -129,8 +140,9 @@ def _offloading(space: Space, run: Run) -> Space:
 class _Accepted:
     """Of plans that are ranked, asked best first, `top` that the recipe's checks accept; the others are refused with the checks' words."""
 
-    def __init__(self, run: Run, world: int, top: int, checked: Callable[[Run, int], Run]) -> None:
-        self.run, self.world, self.top, self.checked = run, world, top, checked
+    def __init__(self, run: Run, world: int, top: int, checked: Callable[[Run, int], Run], own: Plan | None, own_run: Run | None) -> None:
+        """`own`: the recipe's plan, of which `own_run` is the checked recipe."""
+        self.run, self.world, self.top, self.checked, self.own, self.own_run = run, world, top, checked, own, own_run
         self.kept: list[Ranked] = []
         self.runs: list[Run] = []
         self.refused: dict[str, Refused] = {}
@@ -139,7 +151,8 @@ class _Accepted:
     def __call__(self, ranked: Ranked) -> bool:
         """Whether there are enough."""
         try:
-            made = self.checked(recipe_of(ranked.plan, self.run), self.world)
+            own = self.own_run if ranked.plan == self.own else None
+            made = own or self.checked(recipe_of(ranked.plan, self.run), self.world)
         except BadInput as reason:
             self.first = self.first or reason
             before = self.refused.get(str(reason), Refused(str(reason), 0, ranked.plan))
@@ -159,7 +172,7 @@ class _Accepted:
                 needed=self.first.needed,
                 fix=self.first.fix,
             )
-        return Planned(network, cluster, replace(found, ranked=tuple(self.kept), refused=refused), tuple(self.runs))
+        return Planned(network, cluster, replace(found, ranked=tuple(self.kept), refused=refused), tuple(self.runs), self.own)
 
 
 def _storages(run: Run, base: Plan, engines: Iterable[Engine]) -> dict[str, Plan]:
@@ -279,5 +292,4 @@ GUIDED = Space(
     schedules=(("1f1b", 1), ("interleaved", 2)),
     etp=(1,),
     largest_sp=1,
-    largest_microbatch=8,
 )

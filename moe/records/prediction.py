@@ -60,8 +60,8 @@ def _fix(change: Change | None, found: Prediction, bound: Bound) -> str:
         assert then.tightest is not None
         return f"add {change.words}: then {size(then.tightest.least)}{f', and {size(host)} in the memory of its host' if host else ''}"
     many = f"with about {bound.least / bound.limit:.1f} times as much" if bound.limit > 2**20 else "with more"
-    disk = "states on a disk (sharding.offload), " if found.place.kind == "cpu" else ""
-    return f"take a smaller model.max_length, {disk}or ranks {many} memory together (moe plan chooses a layout)"
+    disk = "states on a disk (sharding.offload), or " if found.place.kind == "cpu" else ""
+    return f"take {disk}ranks {many} memory together (moe plan chooses a layout)"
 
 
 def record(found: Prediction) -> dict[str, Any]:

@@ -20,8 +20,8 @@ from parallel.plan.stage_layers import layer_lists
 
 @dataclass(frozen=True)
 class Space:
-    """What is tried. `schedules`: (name, chunks); `lists`: of layers for the stages of each, at most; largest degrees; micro-batches of 1,
-    2, 4, ... sequences up to the largest."""
+    """What is tried. `schedules`: (name, chunks); `lists`: of layers for the stages of each, at most; largest degrees; micro-batches of
+    every size that divides a replica's batch, or up to the largest."""
 
     engines: tuple[Engine, ...] = ("ddp", "zero1", "zero2", "fsdp")
     tensors: tuple[str, ...] = ("sliced", "1d", "2d", "2.5d", "3d")
@@ -31,7 +31,7 @@ class Space:
     largest_tp: int = 64
     largest_sp: int = 64
     largest_pp: int = 128
-    largest_microbatch: int = 16
+    largest_microbatch: int | None = None
     etp: tuple[int, ...] = (1, 2)
 
 
@@ -57,6 +57,13 @@ def way_of(plan: Plan) -> Way:
     return Way(plan.pp, plan.tp, plan.sp, plan.dp, plan.ep)
 
 
+def ways(network: Network, *, world: int, global_batch: int, space: Space) -> Iterator[Way]:
+    """Every way to cut the ranks that shares the batch out equally."""
+    for pp, tp, sp, dp in degrees(network, world=world, space=space):
+        if global_batch % dp == 0:
+            yield from dict.fromkeys(Way(pp, tp, sp, dp, ep) for ep, _ in _experts(network, dp * sp * tp, space))
+
+
 def candidates(
     network: Network,
     *,
@@ -74,7 +81,7 @@ def candidates(
     for pp, tp, sp, dp in degrees(network, world=world, space=space):
         if global_batch % dp:
             continue
-        sizes = [n for n in divisors(global_batch // dp) if n <= space.largest_microbatch]
+        sizes = [n for n in divisors(global_batch // dp) if space.largest_microbatch is None or n <= space.largest_microbatch]
         experts = [one for one in _experts(network, dp * sp * tp, space) if only is None or Way(pp, tp, sp, dp, one[0]) in only]
         if not experts:
             continue

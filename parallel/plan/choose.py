@@ -3,7 +3,8 @@
     candidates -> legal? -> fits? (recompute: none, then selective, then full) -> least seconds -> seconds of those in question -> ranked
 
 Memory comes before time because it is cheaper to ask. A plan that fits without recompute is never tried with it: that would only be
-slower. The last kind of recompute holds least, so a plan that does not fit with it is refused without asking the others. With bounds
+slower. The last kind of recompute holds least, so a plan that does not fit with it is refused without asking the others; nor is the same
+plan asked with a larger micro-batch, which holds more unless it is the step's only one. With bounds
 (`least`), the plan whose bound is smallest is asked for its next bound, and at last for its seconds, until the smallest is a plan's own
 seconds: that one is ranked next, and no more are asked than are ranked (branch and bound, best first). Among plans that are equally fast
 the one that holds less comes first, then the one with fewer kinds of parallelism.
@@ -83,31 +84,42 @@ def choose(
     devices_per_node: int | None = None,
     top: int = 10,
     enough: Callable[[Ranked], bool] = lambda ranked: False,
+    given: Plan | None = None,
 ) -> Found:
     """The best `top` of the plans under `limit_bytes` a rank, or fewer: up to the one that is `enough`. Not recommended plans come after
     all others.
 
     `least`: bounds, each cheaper to ask than the next, none above it or above `seconds`, so that most plans are ruled out by the first.
-    `recompute`: kinds in the order in which they are preferred; a plan holds least with the last.
+    `recompute`: kinds in the order in which they are preferred; a plan holds least with the last. `given`: a plan that is ranked as it is,
+    with its own recompute.
     """
     kept: dict[bool, list[_Fitting]] = {False: [], True: []}  # by whether something is said against them
     reasons, tried = _Reasons(), 0
     nearest: tuple[Plan, float] | None = None
-    nothing_fitted = False
-    for plan in plans:
+    nothing_fitted, too_large = False, dict[Plan, float]()  # by plan but for its micro-batch: bytes too much
+    as_it_is = () if given is None else (given,)
+    for plan in chain(as_it_is, plans):
         tried += 1
         reason = refusal(network, plan)
         if reason is not None:
             reasons.add(reason, plan)
             continue
-        found, held = _first_that_fits(plan, recompute, held_bytes, limit_bytes, doubtful=nothing_fitted)
+        kinds = (plan.recompute,) if plan is given else recompute
+        alike = plan.but(microbatch=1, microbatches=1)
+        if plan.microbatches > 1 and alike in too_large:
+            reasons.add(f"it does not fit, with recompute {kinds[-1]} too", plan.but(recompute=kinds[-1]), too_large[alike])
+            continue
+        found, held = _first_that_fits(plan, kinds, held_bytes, limit_bytes, doubtful=nothing_fitted)
         nothing_fitted = found is None
         if found is not None:
-            against = advice(network, found, devices_per_node=devices_per_node)
-            kept[against is not None].append(_Fitting(found, held, against))
+            if plan is given or found != given:
+                against = advice(network, found, devices_per_node=devices_per_node)
+                kept[against is not None].append(_Fitting(found, held, against))
             continue
-        last, over = plan.but(recompute=recompute[-1]), held - limit_bytes
-        reasons.add(f"it does not fit, with recompute {recompute[-1]} too", last, over)
+        last, over = plan.but(recompute=kinds[-1]), held - limit_bytes
+        if plan is not given:
+            too_large.setdefault(alike, over)
+        reasons.add(f"it does not fit, with recompute {kinds[-1]} too", last, over)
         if nearest is None or over < nearest[1]:
             nearest = last, over
     refused = sorted(reasons.found.values(), key=lambda r: -r.count)

@@ -21,20 +21,40 @@ from parallel.plan.job import Network, Plan
 
 @dataclass(frozen=True)
 class Elements:
-    """`dense`: copied over dp and sp. `expert`: over edp."""
+    """`dense`: copied over dp and sp. `expert`: over edp. `frozen_dense`, `frozen_expert`: of them those that are not trained, which have
+    neither gradients nor states of an optimizer."""
 
     dense: float = 0.0
     expert: float = 0.0
+    frozen_dense: float = 0.0
+    frozen_expert: float = 0.0
 
     @property
     def total(self) -> float:
         return self.dense + self.expert
 
+    @property
+    def frozen(self) -> Elements:
+        return Elements(self.frozen_dense, self.frozen_expert)
+
+    @property
+    def trained(self) -> Elements:
+        return Elements(self.dense - self.frozen_dense, self.expert - self.frozen_expert)
+
+    def as_frozen(self) -> Elements:
+        """The same elements, none of them trained."""
+        return Elements(self.dense, self.expert, self.dense, self.expert)
+
     def __add__(self, other: Elements) -> Elements:
-        return Elements(self.dense + other.dense, self.expert + other.expert)
+        return Elements(
+            self.dense + other.dense,
+            self.expert + other.expert,
+            self.frozen_dense + other.frozen_dense,
+            self.frozen_expert + other.frozen_expert,
+        )
 
     def times(self, count: int) -> Elements:
-        return Elements(count * self.dense, count * self.expert)
+        return Elements(count * self.dense, count * self.expert, count * self.frozen_dense, count * self.frozen_expert)
 
 
 def split_of(plan: Plan) -> int:
@@ -48,7 +68,34 @@ def heads_over(plan: Plan) -> int:
 
 
 def layer(network: Network, plan: Plan, index: int) -> Elements:
-    """One layer's, `index` of its run."""
+    """One layer's, `index` of its run, with its adapters if there are any."""
+    whole = _matrices(network, plan, index)
+    return whole if network.adapters is None else whole.as_frozen() + _adapters(network, plan, index)
+
+
+def _adapters(network: Network, plan: Plan, index: int) -> Elements:
+    """Elements of a layer's adapters, whole on every rank but for those of experts: rank times both sides of each matrix."""
+    n, a, latent = network, network.adapters, network.latent
+    assert a is not None
+    sides, of_experts = 0.0, 0.0
+    if n.trains("attention"):
+        inner, keys = n.heads * n.channels, n.groups * n.channels
+        pairs = [(n.width, inner), (n.width, keys), (n.width, keys), (inner, n.width)]
+        if latent is not None:
+            query, content = n.heads * (n.channels + latent.rotary_size), n.heads * (n.channels + latent.value_size)
+            pairs = [(latent.query_rank or n.width, query), (n.width, latent.key_rank + latent.rotary_size), (latent.key_rank, content)]
+            pairs += [(n.heads * latent.value_size, n.width), *([(n.width, latent.query_rank)] if latent.query_rank else [])]
+        sides += (2 if n.source else 1) * sum(map(sum, pairs))
+    e = n.experts if index in n.sparse_layers else None
+    if n.trains("dense") and (e is None or e.shared_hidden):
+        gated, hidden = (n.gated, n.hidden) if e is None else (e.gated, e.shared_hidden)
+        sides += (3 if gated else 2) * (n.width + hidden)
+    if n.trains("experts") and e is not None:
+        of_experts = e.count / plan.ep * (3 if e.gated else 2) * (n.width + e.hidden / plan.etp)
+    return Elements(a.rank * sides, a.rank * of_experts)
+
+
+def _matrices(network: Network, plan: Plan, index: int) -> Elements:
     n, t = network, split_of(plan)
     attentions = 2 if n.source else 1  # each with a norm
     dense = attentions * attention(n, t, over=heads_over(plan)) + (attentions + 1) * norm(n)
@@ -113,7 +160,8 @@ def ends(network: Network, plan: Plan, *, first: bool, last: bool) -> Elements:
     positions = network.length * network.width if network.learned_positions and first else 0
     runs = (run for run in network.halves if (last if run is network else first))
     found = Elements(tables * table + positions + sum(norm(run) + _shared_bias(run, plan) for run in runs))
-    return found + ahead(network, plan).times(network.ahead) if last and network.ahead else found
+    found = found + ahead(network, plan).times(network.ahead) if last and network.ahead else found
+    return found if network.adapters is None else found.as_frozen()
 
 
 def _shared_bias(run: Network, plan: Plan) -> float:

@@ -42,12 +42,14 @@ def gathered(plan: Plan, stack: Stack, at: At, unit: Unit, *, held: Elements, ta
     """Bytes at a moment of this project's engines. `held`: elements of a rank's stages; `table`: of the vocabulary's."""
     c, r, whole = plan.compute_bytes, stack.reduce_bytes, _shared(plan, held)
     table, layer, behind = _shared(plan, Elements(table)), _shared(plan, unit.at_once), _shared(plan, unit.behind)
+    of_table = 0.0 if held.frozen_dense else table  # elements with gradients
+    of_layer, of_behind = _shared(plan, unit.at_once.trained), _shared(plan, unit.behind.trained)
     if plan.engine == "zero3" and plan.pp == 1:  # with stages FSDP carries it out
-        bucket = min(stack.bucket_elements, whole)
+        bucket, sums = min(stack.bucket_elements, whole), min(stack.bucket_elements, _shared(plan, held.trained))
         widest = min(unit.matrix, layer) if at == "work" else table
         live = min(whole, max(2 * stack.bucket_elements, widest))
         if at == "bucket":  # the layers that filled it have been given back
-            return c * min(live, whole - bucket) + (2 + 1 / plan.copies) * r * bucket
+            return c * min(live, whole - bucket) + (2 + 1 / plan.copies) * r * sums
         return c * (live + (bucket if at == "forward" or (at == "work" and live < whole) else 0.0))
     kept = plan.pp > 1 or not plan.reshard
     left = whole - behind if plan.pp == 1 else whole  # what has worked is given back, unless other micro-batches need it
@@ -55,13 +57,14 @@ def gathered(plan: Plan, stack: Stack, at: At, unit: Unit, *, held: Elements, ta
         case "loss":
             return c * (whole if kept else table if plan.loss_chunks > 1 else 0.0)
         case "work":
-            return c * (left if kept else 2 * layer) + r * behind
+            return c * (left if kept else 2 * layer) + r * of_behind
         case "head":  # `behind`: the layer that works next
-            return max(c * (whole if kept else table + behind) + r * table, c * (whole - table if kept else behind) + 2 * r * table)
+            return max(c * (whole if kept else table + behind) + r * of_table, c * (whole - table if kept else behind) + 2 * r * of_table)
         case "sums":
-            return max(c * (left if kept else 2 * layer) + r * (behind + layer), c * (left - layer if kept else layer) + 2 * r * layer)
+            most = c * (left if kept else 2 * layer) + r * (of_behind + of_layer)
+            return max(most, c * (left - layer if kept else layer) + 2 * r * of_layer)
         case "embedding":
-            return c * (whole if plan.pp > 1 else 0.0) + (2 * r - c) * table
+            return c * (whole if plan.pp > 1 else 0.0) + (2 * r - c) * of_table
     return 0.0
 
 

@@ -72,6 +72,14 @@ class Latent:
     value_size: int
 
 
+@dataclass(frozen=True)
+class Adapters:
+    """LoRA (arXiv 2106.09685): of the matrices of `targets` two narrow ones of `rank` are trained, and everything else is frozen."""
+
+    rank: int
+    targets: tuple[Literal["attention", "dense", "experts"], ...]
+
+
 @hashed_once
 @dataclass(frozen=True)
 class Network:
@@ -113,6 +121,7 @@ class Network:
     experts: Experts | None = None
     sparse_layers: tuple[int, ...] = ()
     latent: Latent | None = None
+    adapters: Adapters | None = None
     ahead: int = 0
     core_work: float = 1.0
     windows_in_runs: float = 0.0
@@ -149,6 +158,10 @@ class Network:
     def at(self, index: int) -> tuple[Network, int]:
         """The run of one of all layers, and the layer's number in it."""
         return (self, index - self.before) if self.encoder is None or index >= self.before else (self.encoder, index)
+
+    def trains(self, target: Literal["attention", "dense", "experts"]) -> bool:
+        """Whether these matrices, or adapters of them, are trained."""
+        return self.adapters is None or target in self.adapters.targets
 
     @property
     def channels(self) -> int:

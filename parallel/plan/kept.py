@@ -21,6 +21,8 @@ from parallel.plan.counts import attention_matrices, heads_over, network_element
 from parallel.plan.job import Experts, Network, Plan, Recomputed, repeats
 from parallel.plan.stack import PARTS, Part, Stack
 
+FP32_BYTES = 4
+
 
 @dataclass(frozen=True)
 class Tokens:
@@ -44,7 +46,8 @@ def layer_parts(network: Network, plan: Plan, stack: Stack, index: int) -> dict[
     norms = 2 * norm_kept(n, plan, stack) * n.width
     parts: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
     parts["norm_inputs"] = at.between * (norms + 2 * stack.statistics * 2)
-    parts["norm_outputs"] = c * n.width * (at.read + (at.read if n.latent is None else at.between))
+    first, second = _norm_outputs(n, index)
+    parts["norm_outputs"] = c * n.width * (second * at.read + first * (at.read if n.latent is None else at.between))
     parts["attention"] = at.inside * (c * _attention(n, stack) + stack.lse * n.heads + _head_norms(n, stack, c))
     parts["attention"] += _latents(n, plan, stack, at)
     if plan.sp > 1:
@@ -65,12 +68,18 @@ def layer_parts(network: Network, plan: Plan, stack: Stack, index: int) -> dict[
         parts["masks"] = 2 * _mask(stack, c) * n.width * at.between
     if n.experts is None or index not in n.sparse_layers:
         count = stack.gated if n.gated else 1 if n.activation == "relu" else stack.plain
+        count -= not n.trains("dense") and count > 1  # a frozen product keeps its weight, and what it reads is for the weight's gradient
         came_out = min(count, stack.activation_of)
         parts["activation"] = c * came_out * n.hidden * at.inside
         parts["network"] = c * (count - came_out) * n.hidden * at.inside
     else:
         parts["experts"] = _experts(n, plan, stack)
     return parts
+
+
+def _norm_outputs(n: Network, index: int) -> tuple[bool, bool]:
+    """Whether what attention and the network read is kept: not if all that reads it is frozen. A router keeps it always."""
+    return n.trains("attention"), n.trains("dense") or (n.experts is not None and index in n.sparse_layers)
 
 
 def _cross(n: Network, encoder: Network, plan: Plan, stack: Stack) -> float:
@@ -96,8 +105,8 @@ def norm_kept(n: Network, plan: Plan, stack: Stack) -> int:
 
 
 def _norm(n: Network, stack: Stack, itemsize: int) -> int:
-    """Bytes per element that a norm keeps of its input."""
-    return max(stack.norm, itemsize) + (stack.rms if n.norm == "rmsnorm" else 0)
+    """Bytes per element that a norm keeps of its input. What RMSNorm's steps keep besides is for the gradient of its gain."""
+    return max(stack.norm, itemsize) + (stack.rms if n.norm == "rmsnorm" and n.adapters is None else 0)
 
 
 def _head_norms(n: Network, stack: Stack, itemsize: int) -> float:
@@ -171,12 +180,19 @@ def _experts(n: Network, plan: Plan, stack: Stack) -> float:
     e, c, rows = n.experts, plan.compute_bytes, rows_of(n, plan)
     assert e is not None
     hidden = (stack.expert_gated if e.gated else stack.expert_plain) * e.hidden / plan.etp
+    of_weights = FP32_BYTES * expert_elements(n, plan) if n.adapters is not None and n.trains("experts") else 0.0  # W + s B A
     moved = stack.expert_rows if plan.ep * plan.etp > 1 or stack.expert_rows == 1 else 0
     here = plan.microbatch * n.length / plan.sp
     count = stack.gated if e.gated else 1 if n.activation == "relu" else stack.plain
     shared = c * count * e.shared_hidden * here / plan.tp
     of_token = stack.maps * e.choices + c * e.gates * n.width + _router(n, e, stack, c)
-    return rows * c * (moved * n.width + hidden) + here / plan.tp * of_token + shared
+    return rows * c * (moved * n.width + hidden) + here / plan.tp * of_token + shared + of_weights
+
+
+def expert_elements(n: Network, plan: Plan) -> float:
+    """Of all matrices of the experts that a rank holds of one layer."""
+    e = n.experts
+    return 0.0 if e is None else e.count / plan.ep * network_elements(n, e.hidden, gated=e.gated) / plan.etp
 
 
 def _router(n: Network, e: Experts, stack: Stack, itemsize: int) -> float:
@@ -226,8 +242,11 @@ def cast_weights(network: Network, plan: Plan, index: int) -> float:
     (n, number), e, recompute = network.at(index), network.experts, recompute_of(plan, index)
     if recompute == "full":
         return 0.0
-    elements = (2 if n.source else 1) * attention_matrices(n, split_of(plan), over=heads_over(plan))
-    if recompute == "none":
+    made_again = n.adapters is not None  # W + s B A is, in the backward pass
+    elements = 0.0
+    if not (made_again and n.trains("attention")):
+        elements = (2 if n.source else 1) * attention_matrices(n, split_of(plan), over=heads_over(plan))
+    if recompute == "none" and not (made_again and n.trains("dense")):
         sparse = e is not None and number in n.sparse_layers
         second = network_elements(n, e.shared_hidden, gated=e.gated) if e and sparse else network_elements(n, n.hidden, gated=n.gated)
         elements += second / split_of(plan)
@@ -255,10 +274,11 @@ def ends_kept(network: Network, plan: Plan, stack: Stack, *, first: bool, last: 
 
 
 def _last_norm(run: Network, plan: Plan, stack: Stack) -> float:
-    """Bytes of a token: the norm's input and output, and behind it a mask where runs are halves of one model."""
+    """Bytes of a token: the norm's input and what the head reads of its output, and behind it a mask where runs are halves of one model."""
     c = plan.compute_bytes
     masked = run.dropout and (run.encoder is not None or run.sees == "all")
-    return (norm_kept(run, plan, stack) + c) * run.width + 2 * stack.statistics + (_mask(stack, c) * run.width if masked else 0)
+    read = c if run.adapters is None else 0  # by the head, for its gradient
+    return (norm_kept(run, plan, stack) + read) * run.width + 2 * stack.statistics + (_mask(stack, c) * run.width if masked else 0)
 
 
 def _ahead(network: Network, plan: Plan, stack: Stack, index: int) -> float:

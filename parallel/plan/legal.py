@@ -147,6 +147,16 @@ def _ahead(network: Network, plan: Plan) -> Iterator[str]:
         yield f"offload of the parameters does not go with model.ahead={network.ahead}"
 
 
+def _adapters(network: Network, plan: Plan) -> Iterator[str]:
+    if network.adapters is None:
+        return
+    for key, value in (("degrees.tp", plan.tp), ("degrees.pp", plan.pp), ("tiling.ffn", plan.tiles)):
+        if value != 1:
+            yield f"{key}={value} does not go with lora.rank={network.adapters.rank}"
+    if (plan.offload_optimizer, plan.offload_parameters) != ("none", "none"):
+        yield f"offload does not go with lora.rank={network.adapters.rank}"
+
+
 def _sequence(network: Network, plan: Plan) -> Iterator[str]:
     sp = plan.sp
     if sp == 1:
@@ -232,4 +242,7 @@ def _engine(network: Network, plan: Plan) -> Iterator[str]:
             yield f"offload of the {what} to {place} needs zero stage {lowest}, not {plan.engine}"
 
 
-RULES: tuple[Callable[[Network, Plan], Iterator[str]], ...] = (_halves, _ahead, _tensor, _sequence, _experts, _stages, _batch, _engine)
+RULES: tuple[Callable[[Network, Plan], Iterator[str]], ...] = (
+    *(_halves, _ahead, _adapters, _tensor),
+    *(_sequence, _experts, _stages, _batch, _engine),
+)

@@ -325,7 +325,7 @@ def _fullest_moment(plan: Plan, stack: Stack, rank: _Rank) -> _Full:
     found = [
         _Full(
             one,
-            dense * one.to_come.dense + expert * one.to_come.expert,
+            dense * one.to_come.trained.dense + expert * one.to_come.trained.expert,
             head * one.waiting,
             _gathered(plan, stack, rank, one),
             _bucket(plan, stack, one.at),
@@ -340,7 +340,7 @@ def _fullest_moment(plan: Plan, stack: Stack, rank: _Rank) -> _Full:
 def _new_buckets(plan: Plan, rank: _Rank) -> _Full:
     """DDP makes its buckets anew when the second step begins, so all that they hold is there twice. More than two ranks have it done before
     the optimizer has states (parallel/data/ddp.py)."""
-    of_experts = _states(plan, Elements(expert=rank.held.expert * _freed(plan)[1].expert))[0].gradients
+    of_experts = _states(plan, Elements(expert=rank.held.trained.expert * _freed(plan)[1].expert))[0].gradients
     empty = _Moment((0.0, 0.0, 0.0, 0.0, 0.0), 0.0, NOTHING, 0.0, 0.0, "forward")
     return _Full(empty, of_experts, 0.0, 0.0, _states(plan, rank.held)[0].gradients - of_experts)
 
@@ -432,11 +432,11 @@ class _Job:
         of_loss = ends[-1] - beside.keeps[last == 0, False] if last in layers else 0.0
         ends = [end + self._inputs(stage) * beside.crossing for stage, end in zip(layers, ends, strict=True)]
         table = beside.table if 0 in layers or last in layers else 0.0
-        tied = beside.table if self.network.tied and 0 in layers and last == 0 else 0.0
+        tied = beside.table if self.network.tied and 0 in layers and last == 0 and self.network.adapters is None else 0.0
         work = max([of.work for mine in layers.values() for of, _ in mine], default=0.0)
         whole = self._gathered(held, table)
         wide = WIDE if self.stack.casts and not self.gathers else self.plan.compute_bytes  # rows are taken, then cast; FSDP's are narrow
-        of_embedding = wide * (2 if tied else 1) * table  # tied: and its sum with the head's gradient
+        of_embedding = wide * (2 if tied else 1) * table if self.network.adapters is None else 0.0  # tied: and its sum with the head's
 
         def moment(at: At, *parts: float, to_come: Elements, waiting: float = 0.0, gathered: float | None = None) -> _Moment:
             activations, loss, embedding, at_work, dispatch = parts
@@ -506,7 +506,8 @@ class _Job:
         lasts: dict[tuple[_Layer, Elements], tuple[_Layer, float, Elements]] = {}
         first: dict[_Layer, tuple[_Layer, float, Elements, Elements]] = {}
         gone, to_come = 0.0, sum((of.elements.times(n) for of, n in kinds), NOTHING) if once else NOTHING
-        behind = Elements(table) if self.gathers and stage == len(self.stages) - 1 else NOTHING
+        behind = Elements(table, frozen_dense=table if held.frozen_dense else 0.0)
+        behind = behind if self.gathers and stage == len(self.stages) - 1 else NOTHING
         for of in map(self.layer, reversed(self.stages[stage])):
             lasts.setdefault((of, behind), (of, gone, to_come))
             if once:
@@ -540,10 +541,17 @@ def _states(plan: Plan, held: Elements) -> tuple[States, dict[str, float]]:
     stages they add up on the device first, and the host gets the sums of its part."""
 
     def states(stage: int) -> States:
-        dense = model_states(held.dense, stage=stage, copies=plan.copies, storage=plan.storage)
-        if not held.expert:
+        return (
+            _of(held.trained, stage) + replace(_of(held.frozen, stage), gradients=0.0, optimizer=0.0)
+            if held.frozen_dense
+            else _of(held, stage)
+        )
+
+    def _of(elements: Elements, stage: int) -> States:
+        dense = model_states(elements.dense, stage=stage, copies=plan.copies, storage=plan.storage)
+        if not elements.expert:
             return dense
-        return dense + model_states(held.expert, stage=stage, copies=max(1, plan.edp), storage=plan.storage.expert)
+        return dense + model_states(elements.expert, stage=stage, copies=max(1, plan.edp), storage=plan.storage.expert)
 
     whole = states(plan.stage)
     if plan.offload_parameters == plan.offload_optimizer == "none":
@@ -574,7 +582,7 @@ def _tiled(network: Network, plan: Plan, layer: Elements, *, sparse: bool) -> El
     if plan.tiles == 1 or sparse:
         return layer
     network_s = counts.network_elements(network, network.hidden, gated=network.gated) / counts.split_of(plan)
-    return Elements(layer.dense - network_s * (1 - 1 / plan.tiles), layer.expert)
+    return replace(layer, dense=layer.dense - network_s * (1 - 1 / plan.tiles))
 
 
 # --- moments ----------------------------------------------------------------------------------------------------------
@@ -587,7 +595,8 @@ def _loss(network: Network, plan: Plan, stack: Stack) -> float:
     if plan.loss_chunks > 1:
         narrow = plan.compute_bytes if plan.compute_bytes < WIDE else 0
         one = stack.logits if plan.tensor in GRIDS else WIDE + narrow  # a grid's product is computed again by autograd
-        return logits(network, plan) * one / plan.loss_chunks + WIDE * counts.embedding(network, plan)
+        of_table = WIDE * counts.embedding(network, plan) if network.adapters is None else 0.0
+        return logits(network, plan) * one / plan.loss_chunks + of_table
     return logits(network, plan) * (stack.logits + (stack.logits_shared if shared else 0.0) - stack.logits_kept)
 
 
@@ -630,6 +639,8 @@ def _gradient(network: Network, plan: Plan, stack: Stack, *, sparse: bool) -> fl
     dtype, then cast to that of the weights; experts' products give those of all their matrices, as wide as the weights."""
     c, e = plan.compute_bytes, network.experts
     largest = _widest(network, plan, sparse=sparse)
+    if network.adapters is not None and not (sparse and network.trains("experts")):
+        return 0.0  # of frozen matrices none; those of adapters are narrow
     if not stack.casts:
         return c * largest
     if e is not None and sparse:

@@ -1,0 +1,91 @@
+"""The first plan of a ranking is the fastest that fits: against every plan there is, and against the recipe's own.
+
+What this file alone would notice: a choice that is not tried (large micro-batches, the recipe's layout), and a way to cut the ranks that
+the first round leaves out. `moe bench planner --only best` has 200 draws.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from moe.bench.planner_best import Draw, drawn
+from moe.checks.together import check_run
+from moe.plan.job import network_of, plan_of
+from moe.plan.planned import planned
+from moe.plan.predicted import held_bytes
+from moe.plan.recipe_of import as_stored, recipe_of
+from moe.recipe.load import build_run
+from parallel.errors import BadInput
+from parallel.plan.candidates import Space, candidates
+from parallel.plan.cluster import load_cluster
+from parallel.plan.cost import step_time
+from parallel.plan.job import Plan
+from parallel.plan.legal import advice, refusal
+
+FOUR = replace(load_cluster("h100-8"), devices_per_node=4)
+
+
+def fastest(of: Draw) -> float:
+    """Seconds of the fastest plan that fits, is recommended and is accepted by the recipe's checks, each plan asked by itself."""
+    run, cluster = of.run.resolve(of.cluster.world), of.cluster
+    network, batch, made = network_of(run), run.train.global_batch, list[Plan]()
+    for plan in candidates(network, world=cluster.world, global_batch=batch, base=plan_of(run), space=Space()):
+        kept = as_stored(plan, run)
+        if refusal(network, kept) is None and advice(network, kept, devices_per_node=cluster.devices_per_node) is None:
+            kinds = [kept.but(recompute=kind) for kind in ("none", "selective", "full")]
+            made += [one for one in kinds if held_bytes(network, one, cluster) <= cluster.memory_bytes()][:1]
+    bounds = sorted(((step_time(network, plan, cluster, pipeline="alone").step, n) for n, plan in enumerate(made)))
+    best = float("inf")
+    for bound, n in bounds:
+        if bound >= best:
+            break
+        seconds = step_time(network, made[n], cluster).step
+        try:
+            best = min(best, seconds if seconds >= best or check_run(recipe_of(made[n], run), cluster.world) else best)
+        except BadInput:
+            continue
+    return best
+
+
+@pytest.mark.parametrize("seed", (1, 4))
+def test_nothing_that_fits_is_faster_than_the_first(seed: int) -> None:
+    run, _ = drawn(random.Random(seed))
+    of = Draw(run, FOUR)
+    first = planned(*of, checked=check_run, top=1).found.ranked[0]
+    assert first.seconds == pytest.approx(fastest(of), rel=1e-9)
+
+
+def test_the_recipes_own_plan_is_ranked_among_the_others() -> None:
+    """Here with a micro-batch of 64 sequences, and once more with its layers computed again, which is no candidate where it fits without."""
+    model = {"num_layers": 2, "d_model": 128, "num_heads": 2, "d_ff": 256, "max_length": 64, "vocab_size": 512}
+    values = {"model": model, "train": {"global_batch": 256, "eval_sequences": 256}, "precision": {"compute": "bf16"}}
+    for recompute in ("none", "full"):
+        run = build_run(values | {"recompute": {"kind": recompute}})
+        made = planned(run, FOUR, checked=check_run, top=10_000)
+        (place,) = (n for n, one in enumerate(made.found.ranked) if one.plan == made.own)
+        assert made.own is not None and (made.own.microbatch, made.own.recompute) == (64, recompute)
+        assert plan_of(made.runs[place]) == made.own
+        times = [one.seconds for one in made.found.ranked if one.advice is None]
+        assert times == sorted(times) and max(one.plan.microbatch for one in made.found.ranked) >= 64
+
+
+def test_a_larger_micro_batch_holds_no_less() -> None:
+    """Unless it is the step's only one: therefore a plan is not asked with larger ones once it does not fit."""
+    groups: dict[Plan, list[float]] = {}
+    for seed in range(3):
+        run = drawn(random.Random(seed)).run.resolve(4)
+        network = network_of(run)
+        plans = candidates(network, world=4, global_batch=run.train.global_batch, base=plan_of(run), space=Space(etp=(1,)))
+        legal = [plan for plan in plans if refusal(network, plan) is None and plan.microbatches > 1]
+        groups.clear()
+        for plan in random.Random(seed).sample(legal, min(1000, len(legal))):
+            groups.setdefault(plan.but(microbatch=1, microbatches=1), []).append(plan.microbatch)
+        for alike, sizes in groups.items():
+            whole = run.train.global_batch // alike.dp
+            made = [alike.but(microbatch=n, microbatches=whole // n, recompute="full") for n in sorted(sizes)]
+            held = [held_bytes(network, one, FOUR) for one in made]
+            assert all(a <= b * (1 + 1e-9) for a, b in pairwise(held)), (seed, alike, sizes, held)
