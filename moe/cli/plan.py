@@ -127,11 +127,14 @@ def _about(run: Run, cluster: Cluster) -> str:
 def _lines(made: Planned, run: Run, seconds: float) -> list[str]:
     found = made.found
     lines = [f"{counted(found.tried, 'plan')} tried in {seconds:.1f} s: {found.fitting} run and fit", ""]
-    lines.append(f"{'':>3} {'s a step':>9} {'GiB':>6}  plan")
+    lines.append(f"{'':>3} {'s a step':>9} {'tokens/s':>11} {'TFLOP/s':>8} {'MFU':>6} {'GiB':>6}  plan")
     for place, ranked in enumerate(found.ranked, 1):
         note = "   (the recipe's own)" if ranked.plan == made.own else ""
+        note += "   tight: it uses the last tenth of the memory" if made.tight(ranked) else ""
         note += f"   not recommended: {ranked.advice}" if ranked.advice else ""
-        lines.append(f"{place:>3} {ranked.seconds:>9.4g} {gib(ranked.held_bytes):>6}  {described(ranked.plan)}{note}")
+        speed = made.speed(ranked)
+        rates = f"{speed.tokens_per_s:>11,.0f} {speed.tflops:>8.3g} {'' if speed.mfu is None else f'{speed.mfu:.1%}':>6}"
+        lines.append(f"{place:>3} {ranked.seconds:>9.4g} {rates} {gib(ranked.held_bytes):>6}  {described(ranked.plan)}{note}")
     best = found.ranked[0]
     lines += ["", f"the best: {_parts(made.time(best.plan).parts, best.seconds)}"]
     lines.append(f"its fullest rank: {_bytes(made.memory(best.plan).parts)}")
@@ -212,4 +215,11 @@ def _row(made: Planned, one: Ranked) -> dict[str, Any]:
     plan = {name: getattr(one.plan, name) for name in ("dp", "tp", "sp", "pp", "ep", "etp", "engine", "tensor", "depth", "sequence")}
     plan |= {name: getattr(one.plan, name) for name in ("schedule", "chunks", "stage_layers", "microbatch", "microbatches", "recompute")}
     parts = {"time": made.time(one.plan).parts, "memory": made.memory(one.plan).parts}
-    return {"plan": described(one.plan), **plan, _SECONDS: one.seconds, "held_bytes": one.held_bytes, "advice": one.advice, **parts}
+    about = {
+        _SECONDS: one.seconds,
+        "held_bytes": one.held_bytes,
+        "advice": one.advice,
+        "tight": made.tight(one),
+        **made.speed(one)._asdict(),
+    }
+    return {"plan": described(one.plan), **plan, **about, **parts}

@@ -8,7 +8,6 @@ A plan that does not fit is priced all the same: whether it fits is said. What t
 from __future__ import annotations
 
 from moe.checks.together import check_run
-from moe.plan.flops import counted_training
 from moe.plan.job import network_of, plan_of
 from moe.plan.planned import Planned, gib
 from moe.plan.predicted import held_bytes, stack_on
@@ -35,12 +34,15 @@ def lines(made: Planned) -> list[str]:
     from moe.report.planned import table
     from parallel.plan.memory import memory
 
-    (ranked,), run, cluster = made.found.ranked, made.runs[0], made.cluster
+    (ranked,), cluster = made.found.ranked, made.cluster
     fits = "fits" if made.found.fitting else f"does not fit {cluster.memory_bytes() / 2**30:.4g} GiB"
-    tflops = counted_training(run) * run.train.global_batch * run.model.read_length / cluster.world / ranked.seconds / 1e12
+    speed = made.speed(ranked)
+    share = "" if speed.mfu is None else f" ({speed.mfu:.1%} of the peak)"
+    fits += ", but tight: it uses the last tenth" if made.found.fitting and made.tight(ranked) else ""
     said = [
         f"the recipe's own plan: {described(ranked.plan)}",
-        f"{ranked.seconds:.4g} s a step, {tflops:.4g} TFLOP/s a device; {gib(ranked.held_bytes)} GiB on the fullest rank: {fits}",
+        f"{ranked.seconds:.4g} s a step, {speed.tokens_per_s:,.0f} tokens/s, {speed.tflops:.4g} TFLOP/s a device{share}; "
+        f"{gib(ranked.held_bytes)} GiB on the fullest rank: {fits}",
     ]
     if ranked.advice:
         said.append(f"not recommended: {ranked.advice}")

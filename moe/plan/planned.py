@@ -13,8 +13,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
+from typing import NamedTuple
 
 from moe.plan.fitting import Values, with_values
+from moe.plan.flops import counted_training
 from moe.plan.job import network_of, plan_of
 from moe.plan.predicted import held_bytes, stack_on
 from moe.plan.recipe_of import as_stored, recipe_of
@@ -32,6 +34,7 @@ from parallel.plan.memory import Memory, peak
 from parallel.plan.pipeline_time import CLOSED, How
 
 WAYS = 24
+TIGHT = 0.9  # of the memory
 _GIB = 2**30
 FIRST = Space(
     engines=("zero1", "fsdp"),
@@ -42,6 +45,14 @@ FIRST = Space(
     etp=(1,),
     largest_microbatch=4,
 )
+
+
+class Speed(NamedTuple):
+    """`tflops`: TFLOP/s of one device; `mfu`: their share of its peak in the dtype that the model computes in, None if that is unknown."""
+
+    tokens_per_s: float
+    tflops: float
+    mfu: float | None
 
 
 @dataclass(frozen=True)
@@ -60,6 +71,18 @@ class Planned:
 
     def memory(self, plan: Plan) -> Memory:
         return peak(self.network, plan, stack_on(self.cluster))
+
+    def speed(self, ranked: Ranked) -> Speed:
+        """Of the model's FLOPs, without what is computed again."""
+        run, cluster = self.runs[0], self.cluster
+        tokens = run.train.global_batch * run.model.read_length
+        tflops = counted_training(run) * tokens / cluster.world / ranked.seconds / 1e12
+        top = cluster.device.peak_tflops.get(run.precision.compute)
+        return Speed(tokens / ranked.seconds, tflops, tflops / top if top else None)
+
+    def tight(self, ranked: Ranked) -> bool:
+        """Whether the last tenth of the memory is used, where an allocator that finds no block waits for the device and tries again."""
+        return ranked.held_bytes > TIGHT * self.cluster.memory_bytes()
 
 
 def planned(

@@ -96,7 +96,7 @@ def choose(
     kept: dict[bool, list[_Fitting]] = {False: [], True: []}  # by whether something is said against them
     reasons, tried = _Reasons(), 0
     nearest: tuple[Plan, float] | None = None
-    nothing_fitted, too_large = False, dict[Plan, float]()  # by plan but for its micro-batch: bytes too much
+    nothing_fitted, too_large = False, dict[Plan, tuple[int, float]]()  # by plan but for its micro-batch: that, and bytes too much
     as_it_is = () if given is None else (given,)
     for plan in chain(as_it_is, plans):
         tried += 1
@@ -106,8 +106,9 @@ def choose(
             continue
         kinds = (plan.recompute,) if plan is given else recompute
         alike = plan.but(microbatch=1, microbatches=1)
-        if plan.microbatches > 1 and alike in too_large:
-            reasons.add(f"it does not fit, with recompute {kinds[-1]} too", plan.but(recompute=kinds[-1]), too_large[alike])
+        smaller, too_much = too_large.get(alike, (plan.microbatch + 1, 0.0))
+        if plan.microbatches > 1 and smaller <= plan.microbatch:
+            reasons.add(f"it does not fit, with recompute {kinds[-1]} too", plan.but(recompute=kinds[-1]), too_much)
             continue
         found, held = _first_that_fits(plan, kinds, held_bytes, limit_bytes, doubtful=nothing_fitted)
         nothing_fitted = found is None
@@ -118,7 +119,7 @@ def choose(
             continue
         last, over = plan.but(recompute=kinds[-1]), held - limit_bytes
         if plan is not given:
-            too_large.setdefault(alike, over)
+            too_large.setdefault(alike, (plan.microbatch, over))
         reasons.add(f"it does not fit, with recompute {kinds[-1]} too", last, over)
         if nearest is None or over < nearest[1]:
             nearest = last, over
