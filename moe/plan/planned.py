@@ -35,6 +35,7 @@ from parallel.plan.pipeline_time import CLOSED, How
 
 WAYS = 24
 TIGHT = 0.9  # of the memory
+SMALL = 32  # devices: up to these the first round tries larger micro-batches too
 _GIB = 2**30
 FIRST = Space(
     engines=("zero1", "fsdp"),
@@ -136,6 +137,8 @@ def planned(
             return len(only) == ways
 
         small = replace(_offloading(FIRST, run), largest_tp=space.largest_tp, largest_sp=space.largest_sp, largest_pp=space.largest_pp)
+        if cluster.world <= SMALL:
+            small = replace(small, largest_microbatch=8 * cluster.devices_per_node)
         first = chosen(_plans(run, cluster, small), small, top=100 * ways, enough=cut_so)
     # where none of the first round fits, one of all ways may
     found = chosen(_plans(run, cluster, space, only or None), space, top=100 * top, enough=accepted, given=own)

@@ -21,7 +21,7 @@ from parallel.plan.stage_layers import layer_lists
 @dataclass(frozen=True)
 class Space:
     """What is tried. `schedules`: (name, chunks); `lists`: of layers for the stages of each, at most; largest degrees; micro-batches of
-    every size that divides a replica's batch, or up to the largest (times tp with experts: each rank of tp then has whole sequences)."""
+    every size that divides a replica's batch, or up to the largest (with experts at least a sequence for each rank of tp)."""
 
     engines: tuple[Engine, ...] = ("ddp", "zero1", "zero2", "fsdp")
     tensors: tuple[str, ...] = ("sliced", "1d", "2d", "2.5d", "3d")
@@ -83,7 +83,7 @@ def candidates(
             continue
         sizes, unit = divisors(global_batch // dp), tp if network.experts else 1
         if space.largest_microbatch is not None:
-            sizes = [n for n in sizes if n % unit == 0 and n <= space.largest_microbatch * unit]
+            sizes = [n for n in sizes if n % unit == 0 and n <= max(space.largest_microbatch, unit)]
         experts = [one for one in _experts(network, dp * sp * tp, space) if only is None or Way(pp, tp, sp, dp, one[0]) in only]
         if not experts:
             continue
