@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import re
 import traceback
 import unicodedata
 from collections.abc import Iterable
+from pathlib import Path
 
 _LONGEST = 800  # characters of an input that an error message shows
 _SOME = 5  # names in a line
@@ -23,7 +25,22 @@ class BadInput(ValueError):
 
     def __init__(self, what: str, *, got: object, needed: str, fix: str) -> None:
         self.what, self.got, self.needed, self.fix = what, got, needed, fix
-        super().__init__(plain(" ".join(f"{cut(what)}: got {cut(got) or repr(got)}, needed {needed}; fix: {fix}".split())))
+        line = f"{cut(what)}: got {cut(got) or repr(got)}, needed {needed}; fix: {_PAGE.sub(_place_of, fix)}"
+        super().__init__(plain(" ".join(line.split())))
+
+
+_PAGE = re.compile(r"\bdocs/([a-z]+/\w+\.md)\b")
+
+
+def _place_of(page: re.Match[str]) -> str:
+    """Return the path of a page of docs that exists here: in a checkout the page's own, in an installed package the installed file's."""
+    if not (Path(__file__).parents[1] / page[0]).exists():
+        from importlib import metadata
+
+        for file in metadata.files("moe-parallel") or ():
+            if file.as_posix().endswith(f"share/doc/moe-parallel/{page[1]}"):
+                return str(Path(str(file.locate())).resolve())
+    return page[0]
 
 
 def plain(text: str) -> str:

@@ -1,0 +1,80 @@
+"""The built wheel, installed into an empty folder: documented commands find their recipes, and errors name pages that are there."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+RUN = """
+import contextlib, io, json, sys
+from moe.cli.main import main
+
+found = {}
+for words in json.load(sys.stdin):
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        try:
+            code = main(words.split())
+        except SystemExit as left:
+            code = left.code
+    found[words] = [code, said.getvalue()]
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of packages of an installation from the wheel. It is built from a copy: setuptools writes next to the sources."""
+    pytest.importorskip("setuptools", "77", reason="a wheel is built by setuptools 77 or newer")
+    folder = tmp_path_factory.mktemp("wheel")
+    ignored = shutil.ignore_patterns("__pycache__", "*.json", "*.png", "log.md")
+    for name in ("moe", "parallel", "recipes", "docs"):
+        shutil.copytree(ROOT / name, folder / "source" / name, ignore=ignored)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder / "source" / name)
+    pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
+    build = [*pip, "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(folder), str(folder / "source")]
+    subprocess.run(build, check=True, capture_output=True, timeout=200)
+    (wheel,) = folder.glob("*.whl")
+    install = [*pip, "install", "--no-deps", "--no-index", "--no-compile", "--ignore-installed", "--prefix", str(folder / "prefix")]
+    subprocess.run([*install, str(wheel)], check=True, capture_output=True, timeout=200)
+    (found,) = (folder / "prefix").rglob("site-packages")
+    return found
+
+
+def test_documented_commands_run_from_the_wheel(site: Path, tmp_path: Path) -> None:
+    """Every recipe that a page names is shown, and every documented `moe plan ... --as-is` of a published run is priced."""
+    text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    published = sorted(set(re.findall(r"\bpublished/[a-z0-9]+(?:_[a-z0-9]+)+\b", text)))
+    priced = re.findall(r"^(?:\$ )?moe (plan published/\S+ --cluster \S+ --as-is)(?= *(?:#.*)?$)", text, flags=re.M)
+    assert len(published) > 3 and priced
+    commands = ["recipes", *(f"show {name}" for name in ["switch_tiny", *published]), *sorted(set(priced))]
+    wrong = {words: said for words, (code, said) in in_wheel(site, tmp_path, RUN, json.dumps(commands)).items() if code}
+    assert wrong == {}
+
+
+def test_errors_of_an_installed_package_name_pages_that_are_there(site: Path, tmp_path: Path) -> None:
+    code = "import json\nfrom parallel.errors import BadInput\nprint(json.dumps(str(BadInput('a', got=1, needed='2', fix='see: {}'))))"
+    pages = {page for path in (ROOT / "moe").rglob("*.py") for page in re.findall(r"fix=.*(docs/\w+/\w+\.md)", path.read_text("utf-8"))}
+    assert pages
+    for page in sorted(pages):
+        said = in_wheel(site, tmp_path, code.format(page))
+        assert Path(said.rpartition(" ")[2]).read_text(encoding="utf-8") == (ROOT / page).read_text(encoding="utf-8")
+
+
+def in_wheel(site: Path, folder: Path, code: str, given: str = "") -> object:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"PYTHONPATH": str(site)}
+    ran = subprocess.run(
+        [sys.executable, "-P", "-c", code], input=given, cwd=folder, env=environment, capture_output=True, text=True, timeout=200
+    )
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout)
