@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sysconfig
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from parallel.errors import BadInput
 
 MODEL = {"num_layers": 2, "d_model": 24, "num_heads": 3, "d_ff": 40, "ffn": "swiglu", "max_length": 16, "moe_every": 2}
 EXPERTS = {"num_experts": 4, "d_ff": 20}
+HEADERS = Path(sysconfig.get_path("include"), "Python.h").exists()
 
 
 def _model(**sections: Any) -> Transformer:
@@ -43,6 +46,8 @@ def _trained(model: Transformer) -> tuple[Tensor, dict[str, Tensor]]:
     return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.packages
+@pytest.mark.skipif(not HEADERS, reason="torch's compiler needs Python's headers (Debian, Ubuntu: apt install python3-dev)")
 def test_a_compiled_model_gives_the_losses_and_gradients_of_the_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """All three kernels; a fourth size would take a second more of a processor for each."""
     from torch._inductor import config
