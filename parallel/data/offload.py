@@ -12,7 +12,9 @@ Sources: ZeRO-Offload (arXiv 2101.06840), ZeRO-Infinity (arXiv 2104.07857).
 
 from __future__ import annotations
 
+import fcntl
 import os
+import re
 import shutil
 import socket
 import tempfile
@@ -27,6 +29,30 @@ Place = Literal["none", "cpu", "nvme"]
 GROUP_ELEMENTS = 2**22  # 16 MiB of each state: larger reads are not faster on a disk
 
 
+class SwapFolder(tempfile.TemporaryDirectory[str]):
+    """A folder that is deleted with this object, and locked as long as its process lives: another container may not see its process id."""
+
+    def __init__(self, path: Path, prefix: str) -> None:
+        super().__init__(dir=path, prefix=prefix, ignore_cleanup_errors=True)
+        self._open = os.open(self.name, os.O_RDONLY)
+        fcntl.flock(self._open, fcntl.LOCK_SH)
+
+    def __del__(self) -> None:
+        os.close(self._open)
+
+    @staticmethod
+    def in_use(folder: Path) -> bool:
+        """Return whether a living process of this machine holds the folder."""
+        opened = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return True
+        finally:
+            os.close(opened)
+        return False
+
+
 @dataclass(frozen=True)
 class Offload:
     """Places of optimizer states and parameters. `path`: folder for nvme, in which each rank makes its own folder, deleted at the end."""
@@ -39,15 +65,17 @@ class Offload:
     def on_disk(self) -> bool:
         return "nvme" in (self.optimizer, self.parameters)
 
-    def folder(self) -> tempfile.TemporaryDirectory[str] | None:
+    def folder(self) -> SwapFolder | None:
         """Make this rank's swap folder, deleted together with the returned object. First delete folders of killed runs of this machine."""
         if not self.on_disk:
             return None
         prefix = f"moe-swap-{socket.gethostname()}-"
-        for left in Path(self.path or ".").glob(f"{prefix}*"):
-            if not psutil.pid_exists(int(left.name.removeprefix(prefix).partition("-")[0])):
+        mine = re.compile(rf"{re.escape(prefix)}(\d+)-\w+")  # the whole name: another host's name may begin with this host's
+        for left in Path(self.path or ".").iterdir():
+            named = mine.fullmatch(left.name)
+            if named and not psutil.pid_exists(int(named[1])) and not SwapFolder.in_use(left):
                 shutil.rmtree(left, ignore_errors=True)
-        return tempfile.TemporaryDirectory(dir=self.path, prefix=f"{prefix}{os.getpid()}-", ignore_cleanup_errors=True)
+        return SwapFolder(Path(self.path or "."), f"{prefix}{os.getpid()}-")
 
     def sections(self, folder: str | None, *, largest: int) -> dict[str, Any]:
         """Return DeepSpeed's settings, to be added to `zero_optimization`. `largest`: elements of the largest swapped shard."""
