@@ -174,11 +174,11 @@ def batch(microbatches: int, size: int, length: int) -> tuple[list[Tensor], list
 
 def schedule_for(name: str, ranks: int, microbatches: int, *, batches: int = 2) -> Schedule:
     """The schedule of one step; of a schedule that does not drain, with as many micro-batches as `batches` steps have."""
-    if not SCHEDULES[name].continuous:
+    kind = SCHEDULES[name]
+    if not kind.continuous:
         return make_schedule(name, ranks=ranks, microbatches=microbatches)
-    if name == "pipedream":
-        return make_schedule(name, ranks=ranks, microbatches=1, batches=batches * microbatches)
-    return make_schedule(name, ranks=ranks, microbatches=microbatches, batches=batches)
+    each = kind.update_every or microbatches
+    return make_schedule(name, ranks=ranks, microbatches=each, batches=batches * microbatches // each)
 
 
 def connect(rank: int, ranks: int) -> Mesh:

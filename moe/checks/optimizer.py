@@ -4,6 +4,7 @@ before torch is imported.
 
 from __future__ import annotations
 
+from moe.plan.pipeline import continuous
 from moe.recipe.sections import Optimizer, Run, Section
 from parallel.errors import BadInput
 
@@ -40,7 +41,7 @@ def check_optimizer(run: Run) -> None:
             needed=f"below optimizer.kfac.refresh_every={o.kfac.refresh_every}: one refresh ends before the next begins",
             fix=f"set it to {o.kfac.refresh_every - 1}, or raise optimizer.kfac.refresh_every",
         )
-    if run.degrees.pp > 1 and run.pipeline.schedule in ("pipedream", "two_bw"):
+    if continuous(run):
         raise BadInput(
             "optimizer.kind",
             got=f"kfac with pipeline.schedule={run.pipeline.schedule}",

@@ -98,12 +98,13 @@ def _check_continuous(run: Run) -> None:
     """Refuse what needs all stages before an update: in a continuous pipeline, stages update at different times."""
     p, name = run.pipeline, run.pipeline.schedule
     own = f"{name}, whose stages update without waiting for each other"
-    if name == "pipedream" and p.microbatches != 1:
+    every = kind_of(name).update_every or p.microbatches
+    if p.microbatches != every:
         raise BadInput(
             "pipeline.microbatches",
-            got=f"{p.microbatches} with pipedream",
-            needed="1: there is an update a micro-batch, so a step is one",
-            fix="set it to 1 and train.global_batch to the size of a micro-batch, or pipeline.schedule to two_bw",
+            got=f"{p.microbatches} with {name}",
+            needed=f"{every}: an update of {name} sums {every}, and a step is one update",
+            fix=f"set it to {every} and train.global_batch to the sequences of one update, or pipeline.schedule to two_bw",
         )
     if run.sharding.kind != "ddp":
         raise BadInput(

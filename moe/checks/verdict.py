@@ -17,6 +17,7 @@ from moe.checks.pipeline import slow_sharding
 from moe.checks.together import check_run
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
+from parallel.pipeline.schedules.catalog import SCHEDULES
 
 Status = Literal["runs", "not recommended", "refused"]
 
@@ -51,11 +52,9 @@ def _pipeline(run: Run) -> Iterator[str]:
     slow = slow_sharding(run)
     if slow is not None:
         yield f"{slow.what} with degrees.pp: {slow.needed.partition(': ')[2]}; better: zero of stage 1"
-    name = run.pipeline.schedule
-    if name == "naive":
-        yield "pipeline.schedule naive: one rank works at a time; better: 1f1b"
-    if name in ("pipedream", "two_bw"):
-        yield f"pipeline.schedule {name}: gradients are computed with older weights, so losses differ from one process; better: zb_h1"
+    kind = SCHEDULES.get(run.pipeline.schedule)
+    if kind is not None and kind.advice is not None:
+        yield f"pipeline.schedule {run.pipeline.schedule}: {kind.advice}"
 
 
 def _sequence(run: Run) -> Iterator[str]:

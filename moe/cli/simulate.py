@@ -78,9 +78,10 @@ def main(
     if name == NAME:
         from_file = searched(size, costs, placement=placement, memory=memory)
     if from_file is not None:
-        row, timeline = _row(lambda n: from_file.repeated(n or 1), batches, costs, drains=True)
+        row, timeline = _row(from_file.repeated, batches or 1, costs, drains=True)
     else:
-        row, timeline = _row(_from_catalog(name, size), batches, costs, drains=not kind_of(name).continuous)
+        kind = kind_of(name)
+        row, timeline = _row(_from_catalog(name, size), batches or kind.batches, costs, drains=not kind.continuous)
     print_one(row, timeline)
     if out is not None:
         _write(timeline, out, title=said(row), seconds=recipe is not None)
@@ -91,7 +92,8 @@ def main(
 def simulated(name: str, *, stages: int, microbatches: int, **times: Any) -> tuple[dict[str, Any], Timeline]:
     """The row of a schedule of the catalog as `moe simulate` prints it, and its timeline."""
     size = {"stages": stages, "microbatches": microbatches, "chunks": None} | dict.fromkeys(OPTIONS)
-    return _row(_from_catalog(name, size), None, times_of(times), drains=not kind_of(name).continuous)
+    kind = kind_of(name)
+    return _row(_from_catalog(name, size), kind.batches, times_of(times), drains=not kind.continuous)
 
 
 def _at_least_1(size: dict[str, int | None]) -> None:
@@ -106,34 +108,31 @@ def _refuse_with_file(path: str, size: dict[str, int | None]) -> None:
             raise BadInput(f"--{flag}", got=f"it with {path}", needed="the file alone, which says that", fix=f"remove --{flag}")
 
 
-def _from_catalog(name: str, size: dict[str, Any]) -> Callable[[int | None], Schedule]:
+def _from_catalog(name: str, size: dict[str, Any]) -> Callable[[int], Schedule]:
     own = {option: size[option] for option in OPTIONS}
     return lambda batches: make_schedule(
         name, ranks=size["stages"], microbatches=size["microbatches"], chunks=size["chunks"], batches=batches, **own
     )
 
 
-def _row(
-    of_batches: Callable[[int | None], Schedule], batches: int | None, costs: Times | OfRecipe, *, drains: bool
-) -> tuple[dict[str, Any], Timeline]:
+def _row(of_batches: Callable[[int], Schedule], batches: int, costs: Times | OfRecipe, *, drains: bool) -> tuple[dict[str, Any], Timeline]:
     schedule = of_batches(batches)
-    num_batches = batches or (2 if schedule.name == "two_bw" else 1)
-    microbatches = schedule.microbatches // num_batches
+    microbatches = schedule.microbatches // batches
     fill = max(2, ceil(2 * schedule.num_ranks / microbatches))  # batches until a pipeline that never drains reaches its steady state
     if drains:
-        time_per_batch = costs.period(schedule if num_batches == 1 else of_batches(1), fill)
+        time_per_batch = costs.period(schedule if batches == 1 else of_batches(1), fill)
     else:
-        check_filled(stages=schedule.num_ranks, microbatches=microbatches, batches=batches or 1, filled=fill + 1)
+        check_filled(stages=schedule.num_ranks, microbatches=microbatches, batches=batches, filled=fill + 1)
         time_per_batch = period(of_batches, costs.makespan, batches=fill)
     timeline = costs.run(schedule)
-    ideal = sum(timeline.busy(rank) for rank in range(schedule.num_ranks)) / num_batches
+    ideal = sum(timeline.busy(rank) for rank in range(schedule.num_ranks)) / batches
     versions, sent = weight_versions(schedule), Counter(transfer.message.source for transfer in timeline.transfers)
     row = {
         "schedule": schedule.name,
         "stages": schedule.num_ranks,
         "microbatches": microbatches,
         "chunks": schedule.num_stages // schedule.num_ranks,
-        "batches": num_batches,
+        "batches": batches,
         "bubble": schedule.num_ranks * time_per_batch / ideal - 1,
         "bubble_with_ramps": timeline.bubble(),
         "bubbles_with_ramps": list(timeline.bubbles()),
@@ -146,7 +145,7 @@ def _row(
         "weight_versions_by_rank": list(versions),
         "messages_by_rank": [sent[rank] for rank in range(schedule.num_ranks)],
     }
-    return row | (costs.of_memory(timeline, num_batches, time_per_batch) if isinstance(costs, OfRecipe) else {}), timeline
+    return row | (costs.of_memory(timeline, batches, time_per_batch) if isinstance(costs, OfRecipe) else {}), timeline
 
 
 def _all(size: dict[str, Any], costs: Times | OfRecipe, json: Path | None) -> int:
@@ -155,7 +154,7 @@ def _all(size: dict[str, Any], costs: Times | OfRecipe, json: Path | None) -> in
         own = size | {option: None for option in OPTIONS if kind_of(name).option != option}
         own["chunks"] = size["chunks"] if kind.chunks is None else None
         try:
-            rows.append(_row(_from_catalog(name, own), own["batches"], costs, drains=not kind.continuous)[0])
+            rows.append(_row(_from_catalog(name, own), own["batches"] or kind.batches, costs, drains=not kind.continuous)[0])
         except BadInput as bad:
             refused.append({"schedule": name, "reason": str(bad)})
             of_flags += [bad] * bad.what.startswith("--")

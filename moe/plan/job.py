@@ -13,7 +13,8 @@ from moe.plan.stages import layer_flops
 from moe.recipe.sections import Model, Run
 from moe.recipe.shapes import GATED, T5_BUCKETS
 from moe.router.methods.catalog import method_of
-from parallel.pipeline.schedules.catalog import DEFAULT_CHUNKS, SCHEDULES, placed
+from parallel.pipeline.schedules.catalog import SCHEDULES, placed
+from parallel.pipeline.schedules.kind import DEFAULT_CHUNKS
 from parallel.plan.cut import cut
 from parallel.plan.job import Adapters, Experts, Latent, Network, Plan, Router
 from parallel.plan.states import BF16, FP32, FP32_AND_COPY, MIXED, MIXED_FP32_GRADIENTS, Storage

@@ -21,15 +21,13 @@ from parallel.pipeline.schedule import Op, Schedule
 from parallel.pipeline.schedules.catalog import SCHEDULES, fewer_ranks, make_schedule
 from parallel.pipeline.simulator.simulate import costs, simulate
 from parallel.plan.cut import cut, empty_rank
+from parallel.plan.legal import KEYS
 
 
 def continuous(run: Run) -> bool:
     """Whether updates follow each other without draining the pipeline in between."""
     kind = SCHEDULES.get(run.pipeline.schedule)
     return run.degrees.pp > 1 and kind is not None and kind.continuous
-
-
-_KEYS = {"stages": "degrees.pp"} | {key: f"pipeline.{key}" for key in ("microbatches", "chunks", "schedule", "vertical_sync", "pipelines")}
 
 
 def schedule_of(run: Run, *, batches: int = 1) -> Schedule:
@@ -61,7 +59,7 @@ def _named(run: Run, batches: int) -> Schedule:
     try:
         return _checked(p.schedule, run.degrees.pp, p.microbatches, p.chunks, batches, p.vertical_sync or None, p.pipelines)
     except BadInput as refused:
-        what = _KEYS.get(refused.what, refused.what)
+        what = KEYS.get(refused.what, refused.what)
         fix = re.sub(rf"\b{refused.what}\b", what, refused.fix)
         raise BadInput(what, got=refused.got, needed=refused.needed, fix=fix) from None
 

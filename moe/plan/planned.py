@@ -22,6 +22,7 @@ from moe.plan.predicted import held_bytes, stack_on
 from moe.plan.recipe_of import as_stored, recipe_of
 from moe.recipe.sections import Run
 from parallel.errors import BadInput, counted
+from parallel.pipeline.schedules.catalog import closed_form
 from parallel.plan.candidates import Space, Way, candidates, way_of
 from parallel.plan.candidates import ways as ways_to_cut
 from parallel.plan.choose import Found, Ranked, Refused, choose, described
@@ -31,7 +32,7 @@ from parallel.plan.guide import FAMILIES, Said, walk
 from parallel.plan.job import Engine, Network, Plan
 from parallel.plan.legal import refusal
 from parallel.plan.memory import Memory, peak
-from parallel.plan.pipeline_time import CLOSED, How
+from parallel.plan.pipeline_time import How
 
 WAYS = 24
 TIGHT = 0.9  # of the memory
@@ -114,7 +115,7 @@ def planned(
         return lambda plan: step_time(network, plan, cluster, pipeline=how).step
 
     def chosen(plans: Iterable[Plan], space: Space, *, top: int, enough: Callable[[Ranked], bool], given: Plan | None = None) -> Found:
-        simulates = any(name not in CLOSED for name, _ in space.schedules)
+        simulates = any(closed_form(name) is None for name, _ in space.schedules)
         return choose(
             network,
             plans,

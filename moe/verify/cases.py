@@ -24,6 +24,7 @@ from moe.router.methods.catalog import METHODS
 from moe.verify.small import small
 from parallel.mesh import divisors
 from parallel.pipeline.schedules.catalog import SCHEDULES
+from parallel.pipeline.schedules.kind import DEFAULT_CHUNKS, Size
 
 BATCH, LENGTH, EXPERTS = 12, 10, 8
 SLICED = 24  # the length of sequences that are cut, which 2 * sp divides for sp 2, 3 and 4
@@ -245,7 +246,7 @@ class Case:
     @property
     def delayed(self) -> bool:
         """Whether gradients are of older weights than those they change: the twin's are too. Then nothing may ask for the whole batch."""
-        return self.schedule in ("pipedream", "two_bw")
+        return SCHEDULES[self.schedule].continuous
 
 
 def sharding_of(kind: str) -> dict[str, Any]:
@@ -646,7 +647,7 @@ def _empty_stage_cases(nproc: int) -> list[Case]:
     def one(
         model: str, engine: str, world: int, schedule: str, stages: tuple[int, ...], precision: str = "fp32", recompute: str = "none"
     ) -> Case:
-        pp = len(stages) // (SCHEDULES[schedule].chunks or 2)
+        pp = len(stages) // (SCHEDULES[schedule].chunks or DEFAULT_CHUNKS)
         return replace(_staged(model, engine, world, pp, schedule, precision, recompute), layers=sum(stages), stages=stages)
 
     found = (
@@ -674,9 +675,11 @@ def _empty_stage_cases(nproc: int) -> list[Case]:
 
 def _staged(model: str, engine: str, world: int, pp: int, schedule: str, precision: str, recompute: str = "none") -> Case:
     dp = world // pp
-    layers = LAYERS[pp][int(SCHEDULES[schedule].chunks != 1)]
-    least = {"zb_h2": 2 * pp - 1, "dualpipe_v": 2 * pp, "dualpipe": 2 * pp}.get(schedule, 4)
-    microbatches = 1 if schedule == "pipedream" else next(m for m in divisors(BATCH // dp) if m >= least and m % pp == 0)
+    kind = SCHEDULES[schedule]
+    layers = LAYERS[pp][int(kind.chunks != 1)]
+    least = 2 * pp - 1 if schedule == "zb_h2" else 4  # with fewer, zb_h2 puts no weight gradient into a bubble
+    fit = (m for m in divisors(BATCH // dp) if m >= least and m % pp == 0 and kind.refusal(Size(pp, m)) is None)
+    microbatches = kind.update_every or next(fit)
     ep = dp if model != "dense" else 1
     return Case(model, engine, world, ep, microbatches, precision, recompute, pp=pp, schedule=schedule, layers=layers)
 

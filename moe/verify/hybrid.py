@@ -159,4 +159,5 @@ def _microbatches(schedule: str, dp: int) -> int:
     """Several where they can be: a batch of 24 in at most 12 parts with one exception, a pipeline of four replicas."""
     if schedule == "none":
         return 3 if dp <= 4 else 1
-    return {"pipedream": 1, "two_bw": 3}.get(schedule, 6)
+    kind = SCHEDULES[schedule]
+    return kind.update_every or (3 if kind.continuous else 6)

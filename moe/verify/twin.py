@@ -34,6 +34,8 @@ from moe.verify.plain_step import PlainAdamW, moved_bias, norms
 from moe.verify.tape import TAPED, Step, Tape
 from parallel.checkpoint import pieces
 from parallel.mesh import Degrees, Mesh
+from parallel.pipeline.schedules.catalog import SCHEDULES
+from parallel.pipeline.schedules.kind import Size
 
 STEPS = 10
 
@@ -138,7 +140,8 @@ def version_read(step: int, age: int) -> int:
 
 def ages(case: Case, names: list[str]) -> dict[str, int]:
     """By how many updates the weights that a gradient is taken at are older than those it changes; {} where by none."""
-    if not case.delayed:
+    age = SCHEDULES[case.schedule].age
+    if age is None:
         return {}
     run = case.run()
     held = layers_of(run, schedule_of(run))
@@ -148,7 +151,8 @@ def ages(case: Case, names: list[str]) -> dict[str, int]:
             return 0 if name == "embedding" else len(held) - 1
         return next(stage for stage, layers in enumerate(held) if int(name.split(".")[1]) in layers)
 
-    return {name: 1 if case.schedule == "two_bw" else case.pp - 1 - stage(name) for name in names}
+    size = Size(case.pp, case.microbatches)
+    return {name: age(size, stage(name)) for name in names}
 
 
 def _copy(tensors: Weights) -> Weights:

@@ -18,14 +18,15 @@ from functools import cached_property, lru_cache
 from itertools import product
 from math import inf
 
-from parallel.pipeline.schedules.catalog import Placed, placed
+from parallel.pipeline.schedules.catalog import closed_form, kind_of, placed
+from parallel.pipeline.schedules.kind import Placed
 from parallel.plan import counts
 from parallel.plan.cluster import Cluster
 from parallel.plan.collective_times import Group, all_reduce, gather, group_of, send
 from parallel.plan.counts import sizes_of
 from parallel.plan.job import Network, Plan, Recomputed, repeats
 from parallel.plan.layer_time import Layer, Pass, head_time, join_time, layer_time, of_layer, tokens_of
-from parallel.plan.pipeline_time import CLOSED, SPLIT, How, crossings, head_rank, homes_at, pipeline_time, tails
+from parallel.plan.pipeline_time import How, crossings, head_rank, homes_at, pipeline_time, tails
 from parallel.plan.program import OWN, OWN_ON_CPU, Program
 
 OVERLAP_SLOWDOWN = 0.126  # of products while collectives run beside them: Galvatron's measured coefficient, 1.126
@@ -127,7 +128,7 @@ def step_time(
     sent = transfer_time(network, plan, cluster, program)
     m = plan.microbatches
     times = [s.ahead for s in stages], [s.back for s in stages], [s.weights for s in stages]
-    apart = None if plan.chunks == 1 or plan.schedule in CLOSED else _by_stage(network, plan, cluster, program, imbalance)
+    apart = None if plan.chunks == 1 or closed_form(plan.schedule) is not None else _by_stage(network, plan, cluster, program, imbalance)
     passes = pipeline_time(plan, *times, sent, stages=apart, how=pipeline)
     some = () if pipeline == "alone" else sorted({0, len(ranks) - 1, stages.index(slowest)})
     shared = [_sharing(network, plan, cluster, program, *held[kinds[i]], stages[i], _spare(plan, stages, i)) for i in some]
@@ -426,7 +427,7 @@ def _spare(plan: Plan, stages: list[Stage], rank: int) -> Spare:
 
     others = 0.0
     if placed(plan.schedule) != "both_ways":
-        split = plan.schedule in SPLIT
+        split = kind_of(plan.schedule).splits_backward
         inputs = sum(of.back - (of.weights if split else 0.0) for of in stages[:rank]) / plan.chunks
         left = [seconds(of_ranks[r].late, stages[r]) for r in (0, rank)]
         others = max(0.0, inputs + left[0] - left[1])

@@ -16,9 +16,12 @@ from dataclasses import dataclass
 from parallel.errors import counted
 from parallel.grids import GRIDS, LINES
 from parallel.pipeline.schedules.catalog import SCHEDULES
+from parallel.pipeline.schedules.kind import ScheduleKind, Size
 from parallel.plan.cut import empty_rank
 from parallel.plan.job import Network, Plan
-from parallel.plan.pipeline_time import SPLIT, homes_of
+from parallel.plan.pipeline_time import homes_of
+
+KEYS = {"stages": "degrees.pp"} | {key: f"pipeline.{key}" for key in ("microbatches", "chunks", "schedule", "vertical_sync", "pipelines")}
 
 
 @dataclass(frozen=True)
@@ -66,8 +69,8 @@ def _advice(plan: Plan, devices_per_node: int | None) -> Iterator[str]:
     if devices_per_node is not None and plan.tp > devices_per_node:
         yield f"degrees.tp={plan.tp} is more than the {devices_per_node} devices of a node: each layer's sums would cross the network"
     kind = SCHEDULES.get(plan.schedule)
-    if plan.pp > 1 and kind is not None and kind.continuous:
-        yield f"{plan.schedule} computes gradients with older weights: not the same training as one process"
+    if plan.pp > 1 and kind is not None and kind.advice is not None:
+        yield f"pipeline.schedule {plan.schedule}: {kind.advice}"
     if plan.pp > 1 and plan.microbatches < plan.pp:
         few = counted(plan.microbatches, "micro-batch")
         yield f"{few} on {plan.pp} stages: most ranks wait most of the time"
@@ -211,26 +214,24 @@ def _stages(network: Network, plan: Plan) -> Iterator[str]:
         yield f"pipeline.layers leaves rank {empty} of the pipeline without weights"
     if kind is not None and kind.chunks not in (None, plan.chunks):
         yield f"{name} has {kind.chunks} stages a rank, not {plan.chunks}"
-    yield from _microbatches(plan)
-    if kind is not None and kind.continuous and plan.engine != "ddp":
-        yield f"{name} updates its stages at different times: ddp alone does"
-    if name in SPLIT and plan.stage >= 2:
-        yield f"{name} puts weight gradients off, and {plan.engine} has summed them before"
+    if kind is not None:
+        yield from _schedule(kind, plan)
     offload = plan.offload_optimizer, plan.offload_parameters
     if offload != ("none", "none") and (*offload, plan.engine) != ("cpu", "none", "zero1"):
         yield f"with degrees.pp={pp} the optimizer goes to cpu with zero1 alone: FSDP carries out the other stages, and it does not offload"
 
 
-def _microbatches(plan: Plan) -> Iterator[str]:
-    pp, m, name = plan.pp, plan.microbatches, plan.schedule
-    if name == "pipedream" and m > 1:
-        yield f"pipedream has one micro-batch a step, not {m}"
-    if name == "dualpipe_v" and m < 2 * pp:
-        yield f"dualpipe_v needs two micro-batches a stage's rank: {2 * pp}, not {m}"
-    if name == "dualpipe" and (pp % 2 or m % 2 or m < 2 * pp):
-        yield f"dualpipe needs an even degrees.pp, and an even number of micro-batches, two a rank: not {pp} and {m}"
-    if name == "chimera" and (pp % 2 or m % pp):
-        yield f"chimera needs an even degrees.pp, and micro-batches in groups of it: not {pp} and {m}"
+def _schedule(kind: ScheduleKind, plan: Plan) -> Iterator[str]:
+    m, name = plan.microbatches, plan.schedule
+    refused = kind.refusal(Size(plan.pp, m, plan.chunks))
+    if refused is not None:
+        yield f"{KEYS[refused.what]}={refused.got}: needed {refused.needed}"
+    if kind.continuous and (every := kind.update_every or m) != m:
+        yield f"pipeline.microbatches={m}: an update of {name} sums {every}, and a step is one update"
+    if kind.continuous and plan.engine != "ddp":
+        yield f"{name} updates its stages at different times: ddp alone does"
+    if plan.stage >= 2 and kind.splits_backward:
+        yield f"{name} puts weight gradients off, and {plan.engine} has summed them before"
 
 
 def _engine(network: Network, plan: Plan) -> Iterator[str]:

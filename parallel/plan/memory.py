@@ -31,10 +31,11 @@ from operator import attrgetter, ge, mul
 from typing import Any, Literal, NamedTuple
 
 from parallel.grids import GRIDS
+from parallel.pipeline.simulator.held import Rank
 from parallel.plan import counts
 from parallel.plan.counts import Elements
 from parallel.plan.gathered import NOTHING, At, Unit, at_any_moment, gathered
-from parallel.plan.in_flight import Rank, in_flight
+from parallel.plan.in_flight import in_flight
 from parallel.plan.job import Network, Plan, repeats
 from parallel.plan.kept import (
     bias_elements,

@@ -1,14 +1,13 @@
 """Seconds of a pipeline by the times of its ranks for one micro-batch: closed forms, else the simulator; and a bound below it.
 
-    1F1B          T = sum t + (m - 1) max t        GPipe: the same of its forward and of its backward wave
-    interleaved   T = m max t + (sum t - max t) / chunks
-    others        the project's simulator; of long steps three rounds and the next, which repeats
+    closed form   the schedule's own (`seconds` in its row of the catalog), as sum t + (m - 1) max t of 1F1B
+    else          the project's simulator; of long steps three rounds and the next, which repeats
 
     least         for every rank what comes before its first forward pass, all of its work, and what must follow its last input gradient;
                   and one micro-batch's way down and up. No order of actions undercuts it, and it costs microseconds: a planner need not
                   simulate what it rules out
 
-Sources: Narayanan et al. (arXiv 2104.04473) for the closed forms; the bound follows from `Schedule.needs` alone.
+The bound follows from `Schedule.needs` alone.
 """
 
 from __future__ import annotations
@@ -20,16 +19,14 @@ from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from parallel.pipeline.schedule import COMPUTE, Action, Op, folded
-from parallel.pipeline.schedules.catalog import Placed, placed
+from parallel.pipeline.schedules.catalog import closed_form, kind_of, placed
+from parallel.pipeline.schedules.kind import Passes, Placed
 from parallel.pipeline.simulator.simulate import costs, makespan
 from parallel.pipeline.sums import whole_at
-from parallel.plan.in_flight import made, steady
+from parallel.plan.in_flight import made, possible, steady
 from parallel.plan.job import Plan
 
-NEVER_STEADY = ("v_half",)  # whose rounds differ one from another where stages do
 MOST_WEIGHTS = 0.99  # of a backward pass
-CLOSED = ("naive", "gpipe", "1f1b", "pipedream", "two_bw", "interleaved")  # the others are simulated
-SPLIT = ("zb_h1", "zb_h2", "zb_v", "v_half", "v_min", "dualpipe_v", "dualpipe")  # schedules that put weight gradients off
 How = Literal["simulated", "least", "alone"]  # `least`: a bound where no closed form is known; `alone`: of a step, without sums too
 
 
@@ -72,21 +69,11 @@ def pipeline_time(
     once in each direction; `stages`: the forward and backward times of each stage, where ranks have several and are simulated (None: a
     rank's are alike). `how`: `least` never exceeds `simulated`, and stands for `alone` too.
     """
-    m, waits = plan.microbatches, 2 * sent * crossings(plan)
-    total = [f + b + waits for f, b in zip(forward, backward, strict=True)]
+    passes = Passes(forward, backward, 2 * sent * crossings(plan), plan.microbatches, plan.chunks)
     if plan.pp == 1:
-        return m * total[0]
-    if plan.schedule == "naive":
-        return m * sum(total)
-    if plan.schedule == "gpipe":  # a wave of forward passes, then one of backward passes, each as fast as its slowest stage
-        ways = ([x + waits / 2 for x in forward], [x + waits / 2 for x in backward])
-        return sum(sum(way) + (m - 1) * max(way) for way in ways)
-    if plan.schedule in ("1f1b", "pipedream", "two_bw"):
-        return sum(total) + (m - 1) * max(total)
-    if plan.schedule == "interleaved" and m < plan.pp:  # one group, which is through a chunk before the ranks are
-        return sum(total) + (m - 1) * max(total) / plan.chunks
-    if plan.schedule == "interleaved":
-        return m * max(total) + (sum(total) - max(total)) / plan.chunks
+        return plan.microbatches * passes.total[0]
+    if (closed := closed_form(plan.schedule)) is not None:
+        return closed(passes)
     share = min(MOST_WEIGHTS, sum(weights) / max(1e-12, sum(backward)))
     apart = stages or (_of_stages(plan, forward), _of_stages(plan, backward))
     unit = max(map(max, apart)) / 1000  # rounded so, similar plans share a simulation
@@ -130,8 +117,8 @@ def _simulated(plan: Plan, forward: tuple[float, ...], backward: tuple[float, ..
     def seconds(microbatches: int) -> float:
         return _makespan(plan.schedule, p, microbatches, plan.chunks, forward, backward, share, sent)
 
-    few = steady(p, m)
-    if m <= few + p or plan.schedule in NEVER_STEADY:
+    few = steady(plan.schedule, p, m)
+    if m <= few + p or not kind_of(plan.schedule).steady or not possible(plan.schedule, p, few + p):
         return seconds(m)
     first = seconds(few)
     return first + (seconds(few + p) - first) * (m - few) / p
@@ -162,9 +149,9 @@ class Tail(NamedTuple):
 
 def tails(schedule: str, ranks: int, microbatches: int, chunks: int) -> tuple[Tail, ...]:
     """Of each rank. A step ends alike however long it is."""
-    if chunks == 1 and schedule in CLOSED:  # a rank's one stage ends with its actions
+    if chunks == 1 and placed(schedule) == "line" and not kind_of(schedule).splits_backward:  # a rank's one stage ends with its actions
         return (Tail(((),), ()),) * ranks
-    return _tails(schedule, ranks, steady(ranks, microbatches), chunks)
+    return _tails(schedule, ranks, steady(schedule, ranks, microbatches), chunks)
 
 
 @lru_cache(maxsize=500)

@@ -44,7 +44,7 @@ def priced(
 def pictured(plan: Plan) -> int:
     """Of how many micro-batches a picture can be read: up to four for each rank, as many as MOST_ACTIONS allows, and at least two."""
     kind = SCHEDULES.get(plan.schedule)
-    splits = 3 if kind is not None and plan.schedule.startswith(("zb", "dualpipe")) else 2
+    splits = 3 if kind is not None and kind.splits_backward else 2
     for each in (4, 3, 2):
         if plan.pp * plan.pp * each * plan.chunks * splits <= MOST_ACTIONS:
             break

@@ -6,100 +6,102 @@ build("interleaved", ranks=4, microbatches=8, chunks=2)
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
 
 from parallel.errors import BadInput, did_you_mean, some
 from parallel.pipeline.schedule import Schedule, at_least
-from parallel.pipeline.schedules.chimera import chimera
-from parallel.pipeline.schedules.dualpipe import dualpipe
-from parallel.pipeline.schedules.dualpipe_v import dualpipe_v
-from parallel.pipeline.schedules.gpipe import gpipe
-from parallel.pipeline.schedules.interleaved import interleaved
+from parallel.pipeline.schedules.chimera import chimera, chimera_refusal
+from parallel.pipeline.schedules.dualpipe import dualpipe, dualpipe_refusal
+from parallel.pipeline.schedules.dualpipe_v import dualpipe_v, dualpipe_v_refusal
+from parallel.pipeline.schedules.gpipe import all_at_once, gpipe, gpipe_seconds
+from parallel.pipeline.schedules.interleaved import interleaved, interleaved_held, interleaved_seconds
+from parallel.pipeline.schedules.kind import DEFAULT_CHUNKS, Passes, Placed, ScheduleKind, Size
 from parallel.pipeline.schedules.looped_bfs import looped_bfs
-from parallel.pipeline.schedules.naive import naive
-from parallel.pipeline.schedules.one_f_one_b import one_f_one_b
-from parallel.pipeline.schedules.pipedream import pipedream
-from parallel.pipeline.schedules.two_bw import two_bw
+from parallel.pipeline.schedules.naive import naive, naive_seconds
+from parallel.pipeline.schedules.one_f_one_b import one_f_one_b, one_f_one_b_seconds
+from parallel.pipeline.schedules.pipedream import pipedream, pipedream_age
+from parallel.pipeline.schedules.two_bw import two_bw, two_bw_age, two_bw_refusal
 from parallel.pipeline.schedules.v_memory import v_half, v_min
 from parallel.pipeline.schedules.zb_v import zb_v
 from parallel.pipeline.schedules.zero_bubble import zb_h1, zb_h2
 
-Placed = Literal["line", "v", "both_ways"]
-
-
-@dataclass(frozen=True)
-class Size:
-    """The parameters of a schedule: `microbatches` in each of `batches`, `chunks` stages per rank; each other belongs to one schedule."""
-
-    ranks: int
-    microbatches: int
-    chunks: int = 1
-    batches: int = 1
-    vertical_sync: bool = False
-    pipelines: int = 2
-
-    def one_after_the_other(self, schedule: Callable[[int, int], Schedule]) -> Schedule:
-        """For schedules with a flush: the schedule of one batch, repeated."""
-        return schedule(self.ranks, self.microbatches).repeated(self.batches)
-
-
-@dataclass(frozen=True)
-class ScheduleKind:
-    """One row of the catalog. `chunks`: the only possible number per rank, None if it is a choice. `option`: the Size field only it uses.
-
-    continuous: updates do not wait for the pipeline to drain, so gradients are computed from older weights than those they update.
-    placed: where stages are: on a `line`, stage s on rank s modulo ranks; on a `v`, down the ranks and up again; `both_ways`, in replicas.
-    """
-
-    make: Callable[[Size], Schedule]
-    about: str
-    chunks: int | None = 1
-    batches: int = 1
-    continuous: bool = False
-    option: str | None = None
-    placed: Placed = "line"
-
+_OLDER = "gradients are computed with older weights, so losses differ from one process; better: zb_h1"
 
 SCHEDULES: dict[str, ScheduleKind] = {
-    "naive": ScheduleKind(lambda s: s.one_after_the_other(naive), "one rank works at a time"),
-    "gpipe": ScheduleKind(lambda s: s.one_after_the_other(gpipe), "all forwards, then all backwards"),
+    "naive": ScheduleKind(
+        lambda s: s.one_after_the_other(naive),
+        "one rank works at a time",
+        seconds=naive_seconds,
+        rounds=1,
+        advice="one rank works at a time; better: 1f1b",
+    ),
+    "gpipe": ScheduleKind(
+        lambda s: s.one_after_the_other(gpipe), "all forwards, then all backwards", seconds=gpipe_seconds, held=all_at_once
+    ),
     "pipedream": ScheduleKind(
         lambda s: pipedream(s.ranks, s.microbatches, batches=s.batches, vertical_sync=s.vertical_sync),
         "an update a micro-batch, stashed weights",
-        continuous=True,
         option="vertical_sync",
+        seconds=one_f_one_b_seconds,
+        rounds=2,
+        age=pipedream_age,
+        advice=_OLDER,
     ),
     "two_bw": ScheduleKind(
         lambda s: two_bw(s.ranks, s.microbatches, batches=s.batches),
         "two weight versions, updates one batch late",
         batches=2,
-        continuous=True,
+        refusal=two_bw_refusal,
+        seconds=one_f_one_b_seconds,
+        rounds=2,
+        age=two_bw_age,
+        advice=_OLDER,
     ),
-    "1f1b": ScheduleKind(lambda s: s.one_after_the_other(one_f_one_b), "PipeDream-Flush: forward and backward in turn"),
+    "1f1b": ScheduleKind(
+        lambda s: s.one_after_the_other(one_f_one_b),
+        "PipeDream-Flush: forward and backward in turn",
+        seconds=one_f_one_b_seconds,
+        rounds=1,
+    ),
     "interleaved": ScheduleKind(
-        lambda s: interleaved(s.ranks, s.microbatches, s.chunks).repeated(s.batches), "1F1B over several chunks a rank", chunks=None
+        lambda s: interleaved(s.ranks, s.microbatches, s.chunks).repeated(s.batches),
+        "1F1B over several chunks a rank",
+        chunks=None,
+        seconds=interleaved_seconds,
+        held=interleaved_held,
     ),
     "chimera": ScheduleKind(
         lambda s: chimera(s.ranks, s.microbatches, pipelines=s.pipelines).repeated(s.batches),
         "two directions, replicas of each stage",
         option="pipelines",
         placed="both_ways",
+        refusal=chimera_refusal,
     ),
-    "zb_h1": ScheduleKind(lambda s: s.one_after_the_other(zb_h1), "weight gradients fill bubbles, memory as 1F1B"),
-    "zb_h2": ScheduleKind(lambda s: s.one_after_the_other(zb_h2), "weight gradients fill bubbles, twice the memory"),
-    "zb_v": ScheduleKind(lambda s: s.one_after_the_other(zb_v), "zero bubble on stages laid out as a V", chunks=2, placed="v"),
-    "v_half": ScheduleKind(lambda s: s.one_after_the_other(v_half), "half of 1F1B's memory, on a V", chunks=2, placed="v"),
-    "v_min": ScheduleKind(lambda s: s.one_after_the_other(v_min), "a third of 1F1B's memory, on a V", chunks=2, placed="v"),
-    "dualpipe_v": ScheduleKind(lambda s: s.one_after_the_other(dualpipe_v), "forward beside backward on a V", chunks=2, placed="v"),
+    "zb_h1": ScheduleKind(lambda s: s.one_after_the_other(zb_h1), "weight gradients fill bubbles, memory as 1F1B", rounds=1),
+    "zb_h2": ScheduleKind(lambda s: s.one_after_the_other(zb_h2), "weight gradients fill bubbles, twice the memory", rounds=2),
+    "zb_v": ScheduleKind(lambda s: s.one_after_the_other(zb_v), "zero bubble on stages laid out as a V", chunks=2, placed="v", rounds=2),
+    "v_half": ScheduleKind(lambda s: s.one_after_the_other(v_half), "half of 1F1B's memory, on a V", chunks=2, placed="v", steady=False),
+    "v_min": ScheduleKind(lambda s: s.one_after_the_other(v_min), "a third of 1F1B's memory, on a V", chunks=2, placed="v", rounds=2),
+    "dualpipe_v": ScheduleKind(
+        lambda s: s.one_after_the_other(dualpipe_v),
+        "forward beside backward on a V",
+        chunks=2,
+        placed="v",
+        refusal=dualpipe_v_refusal,
+        rounds=2,
+    ),
     "dualpipe": ScheduleKind(
-        lambda s: s.one_after_the_other(dualpipe), "the same in two directions, replicas of each stage", placed="both_ways"
+        lambda s: s.one_after_the_other(dualpipe),
+        "the same in two directions, replicas of each stage",
+        placed="both_ways",
+        refusal=dualpipe_refusal,
     ),
     "looped_bfs": ScheduleKind(
-        lambda s: looped_bfs(s.ranks, s.microbatches, s.chunks).repeated(s.batches), "all micro-batches through each chunk", chunks=None
+        lambda s: looped_bfs(s.ranks, s.microbatches, s.chunks).repeated(s.batches),
+        "all micro-batches through each chunk",
+        chunks=None,
+        held=all_at_once,
     ),
 }
-DEFAULT_CHUNKS = 2  # used if chunks are a choice and none are given
 
 
 def make_schedule(
@@ -138,7 +140,11 @@ def make_schedule(
     if batches is not None:
         at_least("batches", batches, 1)
     given = {option: value for option, value in own.items() if value is not None}
-    return kind.make(Size(ranks, microbatches, kind.chunks or chunks or DEFAULT_CHUNKS, batches or kind.batches, **given))  # type: ignore[arg-type]
+    size = Size(ranks, microbatches, kind.chunks or chunks or DEFAULT_CHUNKS, batches or kind.batches, **given)  # type: ignore[arg-type]
+    refused = kind.refusal(size)
+    if refused is not None:
+        raise refused
+    return kind.make(size)
 
 
 def placed(name: str) -> Placed:
@@ -147,9 +153,19 @@ def placed(name: str) -> Placed:
     return "line" if kind is None else kind.placed
 
 
+def closed_form(name: str) -> Callable[[Passes], float] | None:
+    """The closed form of a schedule's time; None if it is simulated, as orders from a file are."""
+    kind = SCHEDULES.get(name)
+    return None if kind is None else kind.seconds
+
+
 def fewer_ranks(name: str, most: int) -> int:
-    """The largest number of ranks up to `most` that the schedule can have; 1 (no pipeline) where it can have none."""
-    return max(1, most - most % 2 if placed(name) == "both_ways" else most)
+    """The largest number of ranks up to `most` that the schedule can have; 1 (no pipeline) if it can have none."""
+    kind = SCHEDULES.get(name)
+    if kind is None:
+        return max(1, most)
+    refused = ((ranks, kind.refusal(Size(ranks, 1))) for ranks in range(most, 0, -1))
+    return next((ranks for ranks, why in refused if why is None or why.what != "stages"), 1)
 
 
 def kind_of(name: str) -> ScheduleKind:

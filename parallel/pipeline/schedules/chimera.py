@@ -22,28 +22,11 @@ from heapq import heapify, heappop, heappush
 
 from parallel.errors import BadInput
 from parallel.pipeline.schedule import Action, Op, Schedule, flushed
+from parallel.pipeline.schedules.kind import Size
 
 
 def chimera(ranks: int, microbatches: int, *, pipelines: int = 2) -> Schedule:
-    """Raises BadInput for an odd number of ranks, micro-batches that are not a multiple of it, and an impossible number of pipelines."""
-    if ranks % 2:
-        near = f"{ranks - 1} or {ranks + 1}" if ranks > 1 else "2"
-        raise BadInput(
-            "stages", got=ranks, needed="an even number for chimera, whose two directions meet in the middle", fix=f"set stages to {near}"
-        )
-    fit = [n for n in range(2, ranks + 1, 2) if ranks % n == 0]
-    if pipelines not in fit:
-        near = str(min(fit, key=lambda n: abs(n - pipelines)))
-        needed = f"an even number that divides {ranks} stages: {', '.join(map(str, fit))}"
-        raise BadInput("pipelines", got=pipelines, needed=needed, fix=f"set pipelines to {near}")
-    if microbatches % ranks:
-        near = " or ".join(str(n) for n in (microbatches // ranks * ranks, (microbatches // ranks + 1) * ranks) if n)
-        raise BadInput(
-            "microbatches",
-            got=microbatches,
-            needed=f"a multiple of {ranks} stages for chimera, half each way",
-            fix=f"set microbatches to {near}",
-        )
+    """An even number of ranks, micro-batches that are a multiple of it, and an even number of pipelines that divides it."""
     homes = [sorted(_rank(stage, at, ranks, pipelines) for at in range(pipelines)) for stage in range(ranks)]
     if pipelines == 2 and microbatches > ranks > 2:
         orders = _Filled(ranks, microbatches).orders()
@@ -51,6 +34,25 @@ def chimera(ranks: int, microbatches: int, *, pipelines: int = 2) -> Schedule:
         orders = [_order(rank, ranks, microbatches, pipelines) for rank in range(ranks)]
     orders = [_with_sums(order) for order in orders]
     return flushed("chimera", homes, microbatches, orders)
+
+
+def chimera_refusal(size: Size) -> BadInput | None:
+    """An odd number of ranks, an impossible number of pipelines, or micro-batches that are not a multiple of the ranks."""
+    ranks, microbatches, pipelines = size.ranks, size.microbatches, size.pipelines
+    if ranks % 2:
+        near = f"{ranks - 1} or {ranks + 1}" if ranks > 1 else "2"
+        needed = "an even number for chimera, whose two directions meet in the middle"
+        return BadInput("stages", got=ranks, needed=needed, fix=f"set stages to {near}")
+    fit = [n for n in range(2, ranks + 1, 2) if ranks % n == 0]
+    if pipelines not in fit:
+        near = str(min(fit, key=lambda n: abs(n - pipelines)))
+        needed = f"an even number that divides {ranks} stages: {', '.join(map(str, fit))}"
+        return BadInput("pipelines", got=pipelines, needed=needed, fix=f"set pipelines to {near}")
+    if microbatches % ranks:
+        near = " or ".join(str(n) for n in (microbatches // ranks * ranks, (microbatches // ranks + 1) * ranks) if n)
+        needed = f"a multiple of {ranks} stages for chimera, half each way"
+        return BadInput("microbatches", got=microbatches, needed=needed, fix=f"set microbatches to {near}")
+    return None
 
 
 def _rank(stage: int, pipeline: int, ranks: int, pipelines: int) -> int:

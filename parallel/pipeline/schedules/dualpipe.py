@@ -16,24 +16,30 @@ from dataclasses import replace
 from parallel.errors import BadInput
 from parallel.pipeline.schedule import Action, Node, Op, Schedule, flushed
 from parallel.pipeline.schedules.dualpipe_v import dualpipe_v
+from parallel.pipeline.schedules.kind import Size
 
 
 def dualpipe(ranks: int, microbatches: int, *, paired: bool = True) -> Schedule:
-    """Raises BadInput for an odd number of ranks or of micro-batches, and for fewer than two micro-batches a rank."""
-    if ranks % 2:
-        near = f"{ranks - 1} or {ranks + 1}" if ranks > 1 else "2"
-        raise BadInput(
-            "stages", got=ranks, needed="an even number for dualpipe, whose directions meet in the middle", fix=f"set stages to {near}"
-        )
-    if microbatches % 2 or microbatches < 2 * ranks:
-        near = str(max(2 * ranks, microbatches + microbatches % 2))
-        needed = f"an even number of at least {2 * ranks}, two a rank, for dualpipe"
-        raise BadInput("microbatches", got=microbatches, needed=needed, fix=f"set microbatches to {near}")
+    """An even number of ranks, and an even number of micro-batches, at least two a rank."""
     half = dualpipe_v(ranks // 2, microbatches // 2, paired=paired)
     orders = [_order(half.orders[min(rank, ranks - 1 - rank)], rank, ranks, microbatches // 2) for rank in range(ranks)]
     homes = [sorted((stage, ranks - 1 - stage)) for stage in range(ranks)]
     pairs = frozenset(Node(rank, at) for of, at in half.pairs for rank in (of, ranks - 1 - of))
     return replace(flushed("dualpipe", homes, microbatches, orders), pairs=pairs)
+
+
+def dualpipe_refusal(size: Size) -> BadInput | None:
+    """An odd number of ranks or of micro-batches, or fewer than two micro-batches a rank."""
+    ranks, microbatches = size.ranks, size.microbatches
+    if ranks % 2:
+        near = f"{ranks - 1} or {ranks + 1}" if ranks > 1 else "2"
+        needed = "an even number for dualpipe, whose directions meet in the middle"
+        return BadInput("stages", got=ranks, needed=needed, fix=f"set stages to {near}")
+    if microbatches % 2 or microbatches < 2 * ranks:
+        near = str(max(2 * ranks, microbatches + microbatches % 2))
+        needed = f"an even number of at least {2 * ranks}, two a rank, for dualpipe"
+        return BadInput("microbatches", got=microbatches, needed=needed, fix=f"set microbatches to {near}")
+    return None
 
 
 def _order(side: tuple[Action, ...], rank: int, ranks: int, each: int) -> list[Action]:

@@ -13,20 +13,23 @@ from dataclasses import replace
 from parallel.errors import BadInput
 from parallel.pipeline.schedule import Action, Node, Schedule, flushed, folded
 from parallel.pipeline.schedules.counted import Counted
+from parallel.pipeline.schedules.kind import Size
 
 
 def dualpipe_v(ranks: int, microbatches: int, *, paired: bool = True) -> Schedule:
-    """Raises BadInput for fewer micro-batches than stages; there are two stages per rank."""
-    if microbatches < 2 * ranks:
-        raise BadInput(
-            "microbatches",
-            got=microbatches,
-            needed=f"at least {2 * ranks}, two a rank, for dualpipe_v",
-            fix=f"set microbatches to {2 * ranks}",
-        )
+    """At least as many micro-batches as stages, of which there are two per rank."""
     pairs: set[Node] = set()
     orders = [_order(rank, ranks, microbatches, pairs) for rank in range(ranks)]
     return replace(flushed("dualpipe_v", folded(ranks), microbatches, orders), pairs=frozenset(pairs if paired else ()))
+
+
+def dualpipe_v_refusal(size: Size) -> BadInput | None:
+    """Fewer than two micro-batches a rank."""
+    least = 2 * size.ranks
+    if size.microbatches >= least:
+        return None
+    needed = f"at least {least}, two a rank, for dualpipe_v"
+    return BadInput("microbatches", got=size.microbatches, needed=needed, fix=f"set microbatches to {least}")
 
 
 def _order(rank: int, ranks: int, microbatches: int, pairs: set[Node]) -> list[Action]:

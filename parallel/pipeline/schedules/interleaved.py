@@ -15,10 +15,14 @@ Where m // p divides m, the order is torch's; Megatron-Core has groups of a give
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import accumulate, pairwise
+from operator import sub
 
 from parallel.pipeline.schedule import Action, Op, Schedule, flushed, looped
+from parallel.pipeline.schedules.kind import Passes, Size
 from parallel.pipeline.schedules.one_f_one_b import alternate
+from parallel.pipeline.simulator.held import Rank, undominated
 
 
 def interleaved(ranks: int, microbatches: int, chunks: int) -> Schedule:
@@ -38,3 +42,34 @@ def groups(ranks: int, microbatches: int) -> list[int]:
     count = max(1, microbatches // ranks)
     each, more = divmod(microbatches, count)
     return [each + 1] * more + [each] * (count - more)
+
+
+def interleaved_seconds(passes: Passes) -> float:
+    """m max t + (sum t - max t) / v, t a rank's seconds for one micro-batch; fewer than p micro-batches are one group."""
+    total, m, v = passes.total, passes.microbatches, passes.chunks
+    if m < len(total):
+        return sum(total) + (m - 1) * max(total) / v
+    return m * max(total) + (sum(total) - max(total)) / v
+
+
+def interleaved_held(size: Size) -> tuple[Rank, ...]:
+    """Of two rounds, after which no more is kept; of p + 1 if some groups have one more, because each rank then sees another mixture."""
+    p, more = size.ranks, size.microbatches % size.ranks
+    return _held(p, min(size.microbatches, (p + 1) * p + more if more else 2 * p), size.chunks)
+
+
+@cache
+def _held(ranks: int, microbatches: int, chunks: int) -> tuple[Rank, ...]:
+    """By the passes alone, since uneven groups need long orders: from the warm-up on, a pass forward and one backward in turn. How many
+    micro-batches of each chunk are kept are the digits of one number."""
+    sizes, base = groups(ranks, microbatches), microbatches + 1
+    passes = [chunk for size in sizes for chunk in range(chunks) for _ in range(size)]
+    forward = list(accumulate((base ** (chunks - 1 - chunk) for chunk in passes), initial=0))
+    backward = list(accumulate((base**chunk for chunk in passes), initial=0))  # the last chunk first
+    found = []
+    for rank in range(ranks):
+        ahead = min(2 * (ranks - 1 - rank) + (chunks - 1) * sizes[0] + 1, len(passes))
+        peaks = sorted(set(map(sub, forward[ahead:], backward)), reverse=True)
+        most = [tuple(peak // base ** (chunks - 1 - chunk) % base for chunk in range(chunks)) for peak in peaks]
+        found.append(Rank(tuple(range(rank, ranks * chunks, ranks)), undominated(most)))
+    return tuple(found)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from parallel.pipeline.schedule import Action, Op, Schedule, flushed, one_stage_a_rank
+from parallel.pipeline.schedules.kind import Passes
 
 
 def one_f_one_b(ranks: int, microbatches: int, *, extra_warmup: Sequence[int] | None = None) -> Schedule:
@@ -31,3 +32,9 @@ def alternate(forwards: Sequence[Action], backwards: Sequence[Action], *, warmup
     for forward, backward in zip(forwards[ahead:], backwards, strict=False):
         order += [forward, backward]
     return [*order, *backwards[len(forwards) - ahead :]]
+
+
+def one_f_one_b_seconds(passes: Passes) -> float:
+    """sum t + (m - 1) max t, t a rank's seconds for one micro-batch [2104.04473]."""
+    total = passes.total
+    return sum(total) + (passes.microbatches - 1) * max(total)

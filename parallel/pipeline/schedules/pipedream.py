@@ -11,6 +11,7 @@ that the first stage reads, w(t - p + 1): one delay for the whole model, and eve
 from __future__ import annotations
 
 from parallel.pipeline.schedule import Action, Op, Schedule, one_stage_a_rank
+from parallel.pipeline.schedules.kind import Size
 from parallel.pipeline.schedules.one_f_one_b import alternate
 
 
@@ -34,3 +35,8 @@ def with_updates(order: list[Action], *, every: int) -> list[Action]:
         if action.op is Op.B and (action.microbatch + 1) % every == 0:
             updated.append(Action(Op.U, action.stage, version=(action.microbatch + 1) // every))
     return updated
+
+
+def pipedream_age(size: Size, stage: int) -> int:
+    """p - 1 - s on stage s; with vertical sync p - 1 on all."""
+    return size.ranks - 1 - (0 if size.vertical_sync else stage)

@@ -9,22 +9,29 @@ from __future__ import annotations
 
 from parallel.errors import BadInput
 from parallel.pipeline.schedule import Action, Op, Schedule, one_stage_a_rank
+from parallel.pipeline.schedules.kind import Size
 from parallel.pipeline.schedules.one_f_one_b import alternate
 from parallel.pipeline.schedules.pipedream import with_updates
 
 
 def two_bw(ranks: int, microbatches: int, *, batches: int = 2) -> Schedule:
-    """Raises BadInput for fewer micro-batches than ranks: a forward would need weights that do not exist yet."""
-    if microbatches < ranks:
-        raise BadInput(
-            "microbatches",
-            got=microbatches,
-            needed=f"at least {ranks}, one a stage, for two_bw: with fewer two versions are not enough",
-            fix=f"set microbatches to {ranks}",
-        )
+    """At least as many micro-batches as ranks."""
     orders = []
     for rank in range(ranks):
         forwards = [Action(Op.F, rank, j, max(0, j // microbatches - 1)) for j in range(batches * microbatches)]
         order = alternate(forwards, [a._replace(op=Op.B) for a in forwards], warmup=ranks - 1 - rank)
         orders.append(tuple(with_updates(order, every=microbatches)))
     return Schedule("two_bw", tuple(one_stage_a_rank(ranks)), batches * microbatches, microbatches, tuple(orders))
+
+
+def two_bw_refusal(size: Size) -> BadInput | None:
+    """Fewer micro-batches than ranks: a forward would need weights that do not exist yet."""
+    if size.microbatches >= size.ranks:
+        return None
+    needed = f"at least {size.ranks}, one a stage, for two_bw: with fewer two versions are not enough"
+    return BadInput("microbatches", got=size.microbatches, needed=needed, fix=f"set microbatches to {size.ranks}")
+
+
+def two_bw_age(size: Size, stage: int) -> int:
+    """One update, on every stage."""
+    return 1

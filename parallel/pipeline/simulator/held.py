@@ -3,9 +3,54 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import ge
 
 from parallel.pipeline.schedule import Op, Schedule
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What a rank keeps. `most`: micro-batches of each of its `stages` at once, in each moment that no other moment exceeds in all of them.
+
+    `versions` of the weights, the newest among them.
+    """
+
+    stages: tuple[int, ...]
+    most: tuple[tuple[int, ...], ...]
+    versions: int = 1
+
+
+def held(schedule: Schedule) -> tuple[Rank, ...]:
+    """What each rank keeps, counted in its order."""
+    ranks = range(schedule.num_ranks)
+    versions = weight_versions(schedule) if schedule.num_updates > 1 else [1] * len(ranks)
+    return tuple(Rank(schedule.stages_of(rank), _most(schedule, rank), versions[rank]) for rank in ranks)
+
+
+def _most(schedule: Schedule, rank: int) -> tuple[tuple[int, ...], ...]:
+    """What waits for W counts as what waits for B: I frees about as much as its output's gradients take."""
+    places = {stage: i for i, stage in enumerate(schedule.stages_of(rank))}
+    now, peaks, rising = [0] * len(places), set(), False
+    change = {Op.F: 1, Op.B: -1, Op.W: -1}
+    for action in schedule.orders[rank]:
+        step = change.get(action.op, 0)
+        if step:
+            if step < 0 and rising:
+                peaks.add(tuple(now))
+            rising = step > 0
+            now[places[action.stage]] += step
+    return undominated(sorted(peaks, reverse=True)) or ((0,) * len(now),)
+
+
+def undominated(peaks: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+    """The peaks that no other exceeds in all stages. `peaks`: the largest first, so that a peak comes after those that exceed it."""
+    kept: list[tuple[int, ...]] = []
+    for peak in peaks:
+        if not any(all(map(ge, more, peak)) for more in kept):
+            kept.append(peak)
+    return tuple(kept)
 
 
 def _one(stage: int) -> float:

@@ -1,0 +1,188 @@
+"""A made-up schedule is a function and a row in the catalog: checks, simulator, planner, verify and trainer ask the row.
+
+What the rows say of the real schedules is what their orders do, and no other file names a schedule.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from moe.checks.together import check_run
+from moe.checks.verdict import verdict
+from moe.cli import simulate as simulate_verb
+from moe.plan.job import network_of, plan_of
+from moe.recipe.load import build_run
+from moe.recipe.sections import Run
+from moe.verify import expected, layouts, twin
+from moe.verify.cases import pipeline_cases
+from moe.verify.compare import compare
+from parallel.errors import BadInput
+from parallel.pipeline.schedule import Op, Schedule
+from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
+from parallel.pipeline.schedules.kind import ScheduleKind, Size
+from parallel.pipeline.schedules.one_f_one_b import one_f_one_b
+from parallel.pipeline.simulator.held import peak_held
+from parallel.pipeline.simulator.simulate import costs, makespan
+from parallel.plan.candidates import Space, candidates
+from parallel.plan.cluster import load_cluster
+from parallel.plan.cost import step_time
+from parallel.plan.in_flight import in_flight
+from parallel.plan.job import Plan
+from parallel.plan.legal import refusal
+from parallel.plan.memory import peak
+from parallel.plan.pipeline_time import homes_at, pipeline_time
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# --- the made-up schedule ---------------------------------------------------------------------------------------------
+
+EAGER = "eager"
+
+
+def eager(ranks: int, microbatches: int) -> Schedule:
+    """1F1B with one more forward pass before the first backward pass, on every rank."""
+    return replace(one_f_one_b(ranks, microbatches, extra_warmup=[1] * ranks), name=EAGER)
+
+
+def eager_refusal(size: Size) -> BadInput | None:
+    """Micro-batches that are not a multiple of twice the ranks."""
+    each = 2 * size.ranks
+    if size.microbatches % each == 0:
+        return None
+    near = (size.microbatches // each + 1) * each
+    return BadInput("microbatches", got=size.microbatches, needed=f"a multiple of {each} for eager", fix=f"set microbatches to {near}")
+
+
+ROW = ScheduleKind(lambda s: s.one_after_the_other(eager), "1F1B, one more forward ahead", refusal=eager_refusal)
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SCHEDULES, EAGER, ROW)
+
+
+def run_of(schedule: str, pp: int, microbatches: int) -> Run:
+    model = {"num_layers": 8, "d_model": 24, "num_heads": 4, "d_ff": 48, "max_length": 16, "tied_embeddings": False}
+    values = {
+        "model": model,
+        "degrees": {"pp": pp, "dp": 1},
+        "pipeline": {"schedule": schedule, "microbatches": microbatches},
+        "optimizer": {"clip_norm": None},
+        "train": {"global_batch": 24, "eval_sequences": 24},
+    }
+    return build_run(values).resolve(pp)
+
+
+def test_checks_and_planner_refuse_its_sizes_in_its_words(listed: None) -> None:
+    assert verdict(run_of(EAGER, 3, 6), 3).status == "runs"
+    with pytest.raises(
+        BadInput, match="pipeline.microbatches: got 3, needed a multiple of 6 for eager; fix: set pipeline.microbatches to 6"
+    ):
+        check_run(run_of(EAGER, 3, 3), 3)
+    for microbatches, said in ((3, "pipeline.microbatches=3: needed a multiple of 6 for eager"), (6, None)):
+        run = run_of(EAGER, 3, microbatches)
+        assert refusal(network_of(run), plan_of(run)) == said
+
+
+def test_the_simulator_lists_it(listed: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate_verb.main(stages=3, microbatches=6) == simulate_verb.main(EAGER, stages=3, microbatches=6) == 0
+    out = capsys.readouterr().out
+    assert re.search(rf"{EAGER} +\d.* 4 3 2 .*1F1B, one more forward ahead", out) and f"{EAGER}: 3 ranks, 6 micro-batches" in out
+    simulate_verb.main(stages=3, microbatches=3)
+    assert f"{EAGER}: microbatches: got 3, needed a multiple of 6" in capsys.readouterr().out
+
+
+def test_the_planner_times_and_fills_it_as_the_simulator_does(listed: None) -> None:
+    draw = random.Random(5)
+    for ranks, microbatches in ((2, 4), (3, 6), (3, 42), (4, 56)):
+        made = make_schedule(EAGER, ranks=ranks, microbatches=microbatches)
+        assert tuple(max(of.most)[0] for of in in_flight(EAGER, ranks=ranks, microbatches=microbatches)) == peak_held(made)
+        forward = [float(draw.randint(200, 1000)) for _ in range(ranks)]
+        backward, plan = [2 * x for x in forward], Plan(pp=ranks, microbatches=microbatches, schedule=EAGER)
+        least, whole = (
+            pipeline_time(plan, forward, backward, [x / 2 for x in backward], 40.0, how=how)  # type: ignore[arg-type]
+            for how in ("least", "simulated")
+        )
+        plain = makespan(made, costs(forward, backward), transfer_time=40.0)
+        assert least <= whole == pytest.approx(plain, rel=2e-3)
+    network, cluster = network_of(run_of(EAGER, 2, 4)), load_cluster("a100-80-8").holding(4)
+    space = Space(engines=("ddp",), schedules=((EAGER, 1), ("1f1b", 1)), largest_tp=1, largest_sp=1)
+    plans = [plan for plan in candidates(network, world=4, global_batch=24, base=Plan(), space=space) if plan.pp == 4]
+    allowed = [plan for plan in plans if plan.schedule == EAGER and refusal(network, plan) is None]
+    assert {plan.microbatches for plan in allowed} == {8, 24}
+    for plan in allowed:
+        plain_plan = replace(plan, schedule="1f1b")
+        assert peak(network, plan).used > peak(network, plain_plan).used
+        assert step_time(network, plan, cluster).step == pytest.approx(step_time(network, plain_plan, cluster).step, rel=0.2)
+
+
+def test_two_ranks_train_it_as_one_process_does(listed: None, five_steps: None) -> None:
+    """`moe verify` has rows of it without a word in its files, in a batch that it can have."""
+    rows = [case for case in pipeline_cases(2) if case.schedule == EAGER and case.precision == "fp32" and case.recompute == "none"]
+    assert {(case.model, case.microbatches) for case in rows} == {("dense", 4), ("gshard", 4), ("deepseek", 4)}
+    case = next(case for case in rows if case.model == "gshard")
+    ((_, ran),) = layouts.run_world([case], 2)
+    assert not isinstance(ran, str), ran
+    assert max(compare(ran[0], twin.reference(expected.twin_of(case))).values()) < 1e-5
+
+
+# --- the rows of the real ones ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_row_says_what_the_order_does(name: str) -> None:
+    """Where stages are, which passes are split, when updates come, and by how many updates the weights that they change are newer."""
+    kind, p, m = SCHEDULES[name], 4, 8
+    m = kind.update_every or m
+    made = make_schedule(name, ranks=p, microbatches=m, batches=p)
+    assert made.homes == homes_at(kind.placed, p, made.num_stages // p)
+    assert kind.splits_backward == any(a.op is Op.I for order in made.orders for a in order)
+    assert made.microbatches_per_update == m
+    forward = [a for order in made.orders for a in order if a.op is Op.F]
+    for stage in range(made.num_stages):
+        age = max(a.microbatch // m - a.version for a in forward if a.stage == stage)
+        assert age == (0 if kind.age is None else kind.age(Size(p, m), stage))
+    assert (kind.continuous and kind.advice is not None) == kind.continuous
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_checks_and_planner_refuse_the_same_sizes(name: str) -> None:
+    for pp in (2, 3, 4):
+        for microbatches in (1, 3, 4, 8):
+            run = run_of(name, pp, microbatches)
+            assert (refusal(network_of(run), plan_of(run)) is None) == (verdict(run, pp).status != "refused"), (pp, microbatches)
+
+
+MAY_NAME = {
+    "moe/recipe/sections.py": "the default",
+    "parallel/plan/job.py": "the default",
+    "moe/plan/pipeline.py": "a fix",
+    "parallel/plan/candidates.py": "presets of what a planner tries",
+    "moe/plan/planned.py": "presets of what a planner tries",
+    "moe/cli/energy.py": "EnvPipe is made for 1F1B",
+    "parallel/pipeline/energy/plan_file.py": "the example of a file",
+    "moe/checks/backends.py": "what other systems accept",
+    "moe/verify/cases.py": "rows",
+    "moe/verify/hybrid.py": "rows",
+    "moe/verify/recipe.py": "rows",
+    "moe/verify/mutations/pipeline.py": "rows",
+}
+
+
+def test_no_other_file_names_a_schedule() -> None:
+    """But for the schedules' own files, the listed ones, and benches, which measure schedules by name."""
+    named = re.compile(rf"""["']({"|".join(SCHEDULES)})["']""")
+    found = {
+        path.relative_to(ROOT).as_posix()
+        for folder in ("moe", "parallel")
+        for path in (ROOT / folder).rglob("*.py")
+        if named.search(path.read_text(encoding="utf-8"))
+    }
+    assert {path for path in found if not path.startswith(("parallel/pipeline/schedules/", "moe/bench/"))} == set(MAY_NAME)
