@@ -1,4 +1,4 @@
-"""A made-up schedule is a function and a row in the catalog: checks, simulator, planner, verify and trainer ask the row.
+"""Made-up schedules are a function and a row in the catalog: checks, simulator, planner, verify and trainer ask the row.
 
 What the rows say of the real schedules is what their orders do, and no other file names a schedule.
 """
@@ -26,6 +26,7 @@ from parallel.pipeline.schedule import Op, Schedule
 from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
 from parallel.pipeline.schedules.kind import ScheduleKind, Size
 from parallel.pipeline.schedules.one_f_one_b import one_f_one_b
+from parallel.pipeline.schedules.pipedream import pipedream
 from parallel.pipeline.simulator.held import peak_held
 from parallel.pipeline.simulator.simulate import costs, makespan
 from parallel.plan.candidates import Space, candidates
@@ -39,7 +40,7 @@ from parallel.plan.pipeline_time import homes_at, pipeline_time
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# --- the made-up schedule ---------------------------------------------------------------------------------------------
+# --- the made-up schedules --------------------------------------------------------------------------------------------
 
 EAGER = "eager"
 
@@ -58,14 +59,26 @@ def eager_refusal(size: Size) -> BadInput | None:
     return BadInput("microbatches", got=size.microbatches, needed=f"a multiple of {each} for eager", fix=f"set microbatches to {near}")
 
 
-ROW = ScheduleKind(lambda s: s.one_after_the_other(eager), "1F1B, one more forward ahead", refusal=eager_refusal)
+SYNCED = "synced"
+
+
+def synced(size: Size) -> Schedule:
+    """PipeDream whose stages all read weights as old as those of the first."""
+    return replace(pipedream(size.ranks, size.microbatches, batches=size.batches, vertical_sync=True), name=SYNCED)
+
+
+ROWS = {
+    EAGER: ScheduleKind(lambda s: s.one_after_the_other(eager), "1F1B, one more forward ahead", refusal=eager_refusal),
+    SYNCED: ScheduleKind(synced, "one age of weights", age=lambda size, stage: size.ranks - 1, advice="weights are older; better: zb_h1"),
+}
 
 # ----------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SCHEDULES, EAGER, ROW)
+    for name, row in ROWS.items():
+        monkeypatch.setitem(SCHEDULES, name, row)
 
 
 def run_of(schedule: str, pp: int, microbatches: int) -> Run:
@@ -89,6 +102,22 @@ def test_checks_and_planner_refuse_its_sizes_in_its_words(listed: None) -> None:
     for microbatches, said in ((3, "pipeline.microbatches=3: needed a multiple of 6 for eager"), (6, None)):
         run = run_of(EAGER, 3, microbatches)
         assert refusal(network_of(run), plan_of(run)) == said
+
+
+def test_checks_and_planner_know_that_its_updates_do_not_wait(listed: None) -> None:
+    run = run_of(SYNCED, 3, 1)
+    assert verdict(run, 3).advice == ("pipeline.schedule synced: weights are older; better: zb_h1",)
+    for section, keys, said in (
+        ("pipeline", {"microbatches": 4}, "pipeline.microbatches: got 4 with synced, needed 1: an update of synced sums 1"),
+        ("optimizer", {"clip_norm": 1.0}, "optimizer.clip_norm: got 1.0 with synced, whose stages update without waiting"),
+        ("optimizer", {"kind": "kfac"}, "optimizer.kind: got kfac with pipeline.schedule=synced"),
+        ("sharding", {"kind": "zero", "stage": 1}, "sharding.kind: got zero with synced"),
+    ):
+        changed = run.model_copy(update={section: getattr(run, section).model_copy(update=keys)})
+        with pytest.raises(BadInput, match=re.escape(said)):
+            check_run(changed, 3)
+        if section != "optimizer":  # of which a plan knows nothing
+            assert SYNCED in (refusal(network_of(changed), plan_of(changed)) or "")
 
 
 def test_the_simulator_lists_it(listed: None, capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,13 +153,14 @@ def test_the_planner_times_and_fills_it_as_the_simulator_does(listed: None) -> N
 
 
 def test_two_ranks_train_it_as_one_process_does(listed: None, five_steps: None) -> None:
-    """`moe verify` has rows of it without a word in its files, in a batch that it can have."""
-    rows = [case for case in pipeline_cases(2) if case.schedule == EAGER and case.precision == "fp32" and case.recompute == "none"]
-    assert {(case.model, case.microbatches) for case in rows} == {("dense", 4), ("gshard", 4), ("deepseek", 4)}
-    case = next(case for case in rows if case.model == "gshard")
-    ((_, ran),) = layouts.run_world([case], 2)
-    assert not isinstance(ran, str), ran
-    assert max(compare(ran[0], twin.reference(expected.twin_of(case))).values()) < 1e-5
+    """`moe verify` names neither, and has rows of both with micro-batches that they can have. The twin's gradients are as old."""
+    rows = [case for case in pipeline_cases(2) if case.schedule in ROWS and case.precision == "fp32" and case.recompute == "none"]
+    assert {(case.schedule, case.microbatches) for case in rows} == {(EAGER, 4), (SYNCED, 1)} and len(rows) == 6
+    ran = list(layouts.run_world([case for case in rows if case.model == "gshard"], 2))
+    assert [case.schedule for case, _ in ran] == list(ROWS)
+    for case, found in ran:
+        assert not isinstance(found, str), found
+        assert max(compare(found[0], twin.reference(expected.twin_of(case))).values()) < 1e-5
 
 
 # --- the rows of the real ones ----------------------------------------------------------------------------------------
