@@ -77,6 +77,7 @@ CACHED = {
     "parallel/plan/pipeline_time.py: _tails": "the end of an order follows from the sizes that are its arguments",
     "parallel/plan/device.py: _product": "likewise",
     "parallel/plan/in_flight.py: _found": "what a schedule of these sizes holds",
+    "parallel/pipeline/schedules/interleaved.py: _held": "what interleaved stages of these sizes hold",
     "parallel/plan/pipeline_time.py: homes_at": "ranks of stages follow from the sizes that are its arguments",
     "parallel/plan/layer_time.py: _only": "of a network alone",
     "parallel/plan/layer_time.py: _of_layer": "a plan of the degrees that are its arguments",
