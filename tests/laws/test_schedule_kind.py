@@ -198,6 +198,7 @@ MAY_NAME = {
     "moe/plan/planned.py": "presets of what a planner tries",
     "moe/cli/energy.py": "EnvPipe is made for 1F1B",
     "parallel/pipeline/energy/plan_file.py": "the example of a file",
+    "moe/recipe/other_tools.py": "flags of other systems, with their keys here",
     "moe/checks/backends.py": "what other systems accept",
     "moe/verify/cases.py": "rows",
     "moe/verify/hybrid.py": "rows",
