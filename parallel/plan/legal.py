@@ -21,6 +21,7 @@ from parallel.plan.cut import empty_rank
 from parallel.plan.job import Network, Plan
 from parallel.plan.pipeline_time import homes_of
 
+# the sizes of a schedule, as a recipe names them
 KEYS = {"stages": "degrees.pp"} | {key: f"pipeline.{key}" for key in ("microbatches", "chunks", "schedule", "vertical_sync", "pipelines")}
 
 

@@ -74,3 +74,8 @@ def test_a_picture_has_a_number_of_micro_batches_that_the_schedule_takes(pp: int
     assert pictured(replace(plan, microbatches=1)) == 1
     if pp <= 16:
         assert timeline(replace(NETWORK, layers=2 * pp), plan, CLUSTER, microbatches=shown).makespan > 0
+
+
+def test_schedules_with_equally_many_actions_are_pictured_alike() -> None:
+    """Two stages a rank, each with F, I and W."""
+    assert {pictured(replace(LINE, pp=16, schedule=name, chunks=2, microbatches=512)) for name in ("zb_v", "v_half", "v_min")} == {32}
