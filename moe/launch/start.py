@@ -145,7 +145,7 @@ def _run(launch: Launch) -> End:
         status.empty(launch.out, token)
         return _lived(launch, token, folder)
     finally:
-        status.clear(folder, token)
+        status.delete(folder, token)
 
 
 def _lived(launch: Launch, token: str, folder: Path) -> End:

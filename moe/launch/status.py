@@ -53,7 +53,7 @@ def empty(out: Path, token: str = "") -> Path:
     return folder
 
 
-def clear(folder: Path, token: str) -> None:
+def delete(folder: Path, token: str) -> None:
     """Remove the ranks' files of a launch that is over: not those of another one, for which this run's folder was renamed."""
     if _is_of(folder, token):
         shutil.rmtree(folder, ignore_errors=True)

@@ -549,9 +549,9 @@ def test_the_words_of_another_launch_are_neither_written_nor_removed(tmp_path: P
     folder = status.empty(tmp_path, "the other")
     monkeypatch.setenv(TOKEN, "this")
     status.leave(tmp_path, 0, 1, "an error")
-    status.clear(folder, "this")
+    status.delete(folder, "this")
     assert [path.name for path in folder.iterdir()] == [status.STARTED]
-    status.clear(folder, "the other")
+    status.delete(folder, "the other")
     assert not folder.exists()
 
 
