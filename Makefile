@@ -13,10 +13,11 @@ UNCOMPILED := $(if $(PYTHONDONTWRITEBYTECODE),,--no-compile)
 SOURCES := moe parallel tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test docs lint format clean
+.PHONY: help setup train check test docs lint format clean
 
 help:
 	@echo "make train    train $(RECIPE) on $(NPROC) processes; RECIPE=glam_tiny NPROC=4 EP=2 FLAGS='--train.steps 50' change it"
+	@echo "make check    ruff, mypy and the quick laws: before each commit, at most 3 minutes on two cores"
 	@echo "make test     ruff, mypy and the tests, on every core; WORKERS=1 on one"
 	@echo "make setup    only make .venv; PYTHON=python3.12 chooses the interpreter"
 	@echo "make docs     the documentation as a site, build/docs/index.html; fails where a link leads nowhere"
@@ -29,6 +30,10 @@ setup: $(STAMP)
 # The degree of expert parallelism `auto` is the largest that fits: 2 for switch_tiny on 2 processes.
 train: setup
 	@.venv/bin/moe train "$(RECIPE)" --nproc $(NPROC) --degrees.ep $(EP) $(FLAGS)
+
+# Kills, resumes, the site and the wheel take most of the laws' time.
+check: lint
+	.venv/bin/pytest -q -n $(WORKERS) --dist worksteal tests/laws -k "not site" $(addprefix --ignore tests/laws/test_,kill.py resume.py wheel.py)
 
 test: lint
 	.venv/bin/pytest -n $(WORKERS) --dist worksteal
