@@ -71,6 +71,7 @@ class Saved:
 
 def saved(folder: Path) -> Saved:
     """Save a tiny model twice, as a run of one process does."""
+    folder.mkdir(parents=True)
     run, mesh = build_run(RUN), Mesh.of(Degrees())
     values: dict[int, Values] = {}
     states = {}

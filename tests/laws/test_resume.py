@@ -97,6 +97,7 @@ def save_what_was_loaded(again: Path) -> None:
     loop = trainer._loop
 
     def hooked(job: trainer.Job, asked: Callable[[], bool]) -> None:
+        again.mkdir(exist_ok=True)
         first, job.saver = job.saver, Saver(again / "checkpoints", job.mesh.axis("world"), keep=1)
         trainer._save(job, wait=True)
         job.saver = first
@@ -278,8 +279,8 @@ def test_a_finished_run_started_again_keeps_its_summary(
 ) -> None:
     whole, _ = left("dp 1")
     out = copied(whole, tmp_path / "run")
+    shutil.copytree(out / "checkpoints/step-9", out / "checkpoints/step-3")  # one too many, as after a kill: nothing is trained, it stays
     before = trained.files(out / "checkpoints") | {"summary": (out / "summary.json").read_text()}
-    shutil.copytree(out / "checkpoints/step-9", out / "checkpoints/step-3")  # one too many: killed between a commit and the removal
     summary = trainer.train(recipe(home), out=out, world=World(), display=True)
     assert summary == metrics.read_summary(whole)
     assert before == trained.files(out / "checkpoints") | {"summary": (out / "summary.json").read_text()}
