@@ -106,7 +106,7 @@ def _check_continuous(run: Run) -> None:
             needed=f"{every}: an update of {name} sums {every}, and a step is one update",
             fix=f"set it to {every} and train.global_batch to the sequences of one update, or pipeline.schedule to two_bw",
         )
-    if run.sharding.kind != "ddp":
+    if run.sharding.kind != "ddp" and not (run.sharding.kind == "zero" and run.sharding.stage == 0):  # which is DDP
         raise BadInput(
             "sharding.kind", got=f"{run.sharding.kind} with {own}", needed="ddp: the other engines step once for all", fix="set it to ddp"
         )

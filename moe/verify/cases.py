@@ -21,7 +21,7 @@ from typing import Any
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from moe.router.methods.catalog import METHODS
-from moe.verify.small import small
+from moe.verify.small import LINEAR, small
 from parallel.mesh import divisors
 from parallel.pipeline.schedules.catalog import SCHEDULES
 from parallel.pipeline.schedules.kind import DEFAULT_CHUNKS, Size
@@ -77,9 +77,8 @@ HALVES: dict[str, dict[str, Any]] = {
         "data": {"objective": "span_corruption"},
     },
 }
-# options of published models, several in each. Adam's eps is larger than most gradients: of what begins at 0 an update is all there is
-# after a step, and where gradients are smaller than eps it is as exact as they are
-_LINEAR = {"optimizer": {"eps": 0.1}}
+# options of published models, several in each
+_LINEAR = {"optimizer": LINEAR}
 OPTIONS: dict[str, dict[str, Any]] = {
     "gpt_oss": _LINEAR
     | {

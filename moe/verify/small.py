@@ -25,6 +25,8 @@ _SIZES_OF_MODEL = (
 )
 _SIZES_OF_EXPERTS = "num_experts d_ff shared_d_ff rebalance_every kernels"
 _WINDOW = 4  # where layers have one: less than any case's sequence
+# A parameter that begins at 0 is its update alone after a step. With an eps larger than most gradients that is as exact as they are.
+LINEAR = {"eps": 0.1}
 _OF_OPTIMIZER = ("kind", "beta1", "beta2", "weight_decay", "kfac", "muon", "adafactor", "sgd")
 
 
@@ -51,6 +53,7 @@ def small(path: str, *, ep: int = 1) -> dict[str, dict[str, Any]]:
         model["latent"] = _latent(run)
     optimizer = {key: value for key, value in run.optimizer.model_dump().items() if key in _OF_OPTIMIZER}
     optimizer["clip_norm"] = None if run.optimizer.clip_norm is None else 0.5
+    optimizer |= LINEAR if _begins_at_zero(run) else {}
     values = {"model": model, "experts": experts, "optimizer": optimizer, "data": {"objective": run.data.objective}}
     values["train"] = {"compile": run.train.compile}
     if sparse:
@@ -58,6 +61,12 @@ def small(path: str, *, ep: int = 1) -> dict[str, dict[str, Any]]:
         values |= {"dispatch": _dispatch(run, ep)} if ep > 1 else {}
         experts["num_experts"] = _num_experts(run)
     return values
+
+
+def _begins_at_zero(run: Run) -> bool:
+    """Return whether parameters begin at 0: after a step they are the update alone, which Adam makes of the gradient's sign."""
+    m, x = run.model, run.experts
+    return m.qkv_bias or m.out_bias or m.attention_sinks or x.biases or run.router.spec.logits == "affine"
 
 
 def _without(section: Section, keys: str) -> dict[str, Any]:

@@ -689,6 +689,17 @@ def test_any_text_for_any_key_is_a_run_or_a_bad_input(key: str, text: str, recip
         assert len(str(bad).splitlines()) <= 1 and "; fix: " in str(bad)
 
 
+@pytest.mark.parametrize("stage", ["0", "1"])
+def test_a_continuous_pipeline_takes_zero_of_stage_0_which_is_ddp(stage: str) -> None:
+    changed = {"degrees.pp": "2", "pipeline.schedule": "pipedream", "optimizer.clip_norm": "null", "sharding.kind": "zero"}
+    run = load("switch_tiny", changed | {"sharding.stage": stage})[0]
+    if stage == "0":
+        check_run(run, 2)
+        return
+    with pytest.raises(BadInput, match="sharding.kind: got zero with pipedream"):
+        check_run(run, 2)
+
+
 def test_a_disk_without_libaio_is_refused_only_where_it_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The line names the command that installs it. The recipe itself is right on any machine. (The machine that tests may have libaio.)"""
     monkeypatch.setattr("moe.checks.sharding.missing_for_nvme", lambda: ["libaio-dev"])

@@ -55,6 +55,13 @@ def test_a_small_recipe_keeps_windows_and_tells_of_adapters(tmp_path: Path) -> N
         assert said[0].startswith("not compared: lora.rank 4")
 
 
+def test_parameters_that_begin_at_zero_are_compared_by_more_than_the_sign_of_their_gradient(tmp_path: Path) -> None:
+    """Biases of queries, keys and values as in Qwen2: with Adam's usual eps the first update of 4 of 4 correct layouts was 3e-5 off."""
+    path = tmp_path / "biases.yaml"
+    path.write_text("model: {qkv_bias: true}\n")
+    assert main(nproc=1, recipe=str(path)) == 0
+
+
 def test_a_small_recipe_turns_some_of_the_channels(tmp_path: Path) -> None:
     """Of heads with 6 channels; 0.5 would be 3."""
     for given, kept in ((0.03125, 2), (0.25, 2), (0.5, 4), (0.96875, 4), (1.0, 6)):
