@@ -96,7 +96,7 @@ def hostfile(home: Path, hosts: Hosts, number: signal.Signals = signal.SIGTERM, 
             return f"moe train ended with {process.returncode}: {said[-600:]}"
         if wanted == STOPPED and not re.search(r"^exit code 75: every rank saved", said, flags=re.M):
             return f"it said {said[-600:]}"
-        return _left(hosts) or (_unsaved(out) if wanted == STOPPED else "")
+        return _left(hosts)
 
     problem = life(number)
     if not problem:
