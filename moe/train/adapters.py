@@ -1,8 +1,8 @@
-"""A run of adapters and its base: what its checkpoints say of the base, and both read as one model (moe/nn/lora.py).
+"""Runs that train adapters (LoRA, moe/nn/lora.py): the record of the base in their checkpoints, and base and adapters read as one model.
 
 checkpoints/step-40      layers.0.attention.q.lora_a, ...     state: "base": the folder of the base's checkpoint, its manifest's hash
-whole(path)              W + s B A by the names of the base, under the recipe without adapters: for texts, evaluation, export, and as
-                         the base of another run
+whole(path)              W + s B A under the base's parameter names and the recipe without adapters: for generation, evaluation,
+                         export, and as the base of another run
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from parallel.errors import BadInput
 from parallel.layout import Box
 from parallel.stored import Reader
 
-WHERE = "base"  # in a checkpoint's state
+WHERE = "base"  # key in a checkpoint's state
 
 
 def described(base: Reader) -> dict[str, str]:
-    """What a checkpoint of adapters says of its base."""
+    """Return the entry of an adapter checkpoint's state that identifies its base."""
     return {"path": str(base.path.resolve()), "manifest": _hash(base.path)}
 
 
 def base_of(found: Reader, moved: Path | None = None) -> Reader:
-    """The base of a checkpoint of adapters, whole; `moved`: the folder where its checkpoint is now. Raises BadInput."""
+    """Return the whole base model of an adapter checkpoint. `moved`: the present folder of the base's checkpoint. Raises BadInput."""
     said = found.state.get(WHERE)
     said = said if isinstance(said, dict) and isinstance(said.get("path"), str) else {}
     path = moved or Path(said.get("path", ""))
@@ -50,13 +50,13 @@ def base_of(found: Reader, moved: Path | None = None) -> Reader:
 
 
 def whole(path: Path) -> Reader:
-    """A checkpoint's model: its own tensors, or with adapters those of its base and theirs together. Raises BadInput."""
+    """Return the model of a checkpoint. Adapters are merged into their base. Raises BadInput."""
     reader = opened(path)
     return Merged(reader, base_of(reader)) if WHERE in reader.state else reader
 
 
 class Merged(Reader):
-    """What `adapters` and `base` are together, weight by weight; no moments."""
+    """Reader of base and adapters merged, weight by weight. It has no moments."""
 
     def __init__(self, adapters: Reader, base: Reader) -> None:
         self.path, self.base, self.adapters = adapters.path, base, adapters
@@ -85,7 +85,7 @@ class Merged(Reader):
 
 
 def check_base(rank: int, *, source: Reader | None, found: Reader | None) -> None:
-    """Refuse adapters beside nothing, and to go on with adapters from whole weights or the other way round. Raises BadInput."""
+    """Refuse adapters without a base, and resuming adapters from a full-weight checkpoint or the reverse. Raises BadInput."""
     if rank and source is None and found is None:
         raise no_base(rank)
     if found is not None and bool(rank) != (WHERE in found.state):

@@ -1,6 +1,6 @@
-"""The next step of a run, or the next few: data, gradients, update. What the trainer's loop does not need to know of.
+"""The next step of a run, or the next few: data, gradients, update. Hides pipelines and audits from the trainer's loop.
 
-one         a batch, drained: gradients, then the norm over all ranks, then the update or a skip
+one         a batch, then a drained pipeline: gradients, then the norm over all ranks, then the update or a skip
 several     batches through a pipeline that is not drained between them (moe/train/stream.py)
 """
 
@@ -26,12 +26,12 @@ from parallel.pipeline.schedule import Schedule
 
 
 def advance(job: Job, asked: Callable[[], bool]) -> list[Made]:
-    """At least one step; `asked`: whether a signal asks the run to stop."""
+    """Make at least one step. `asked` returns True if a signal asks the run to stop."""
     return _stream(job, asked) if continuous(job.run) else [_step(job, asked)]
 
 
 class Made(NamedTuple):
-    """One step."""
+    """Results of one step."""
 
     numbers: Numbers
     norm: GradientNorm
@@ -74,13 +74,14 @@ def _step(job: Job, asked: Callable[[], bool]) -> Made:
 
 
 def _flag(job: Job, asked: Callable[[], bool]) -> int:
-    """Whether any rank of tp is asked to stop: they read the same tokens, so numbers, which carry flags, are not summed over them."""
+    """Return a nonzero flag if any rank of tp is asked to stop. Ranks of tp read the same tokens, so the step's numbers, and the flags in
+    them, are not summed over tp."""
     tp = job.mesh.axis("tp", label="who is asked to stop")
     return int(sum_over(torch.tensor(int(asked()), device=job.world.device), tp)) if tp.size > 1 else int(asked())
 
 
 def _stream(job: Job, asked: Callable[[], bool]) -> list[Made]:
-    """The steps up to the next drain of the pipeline: where something is evaluated or saved, and every so many."""
+    """Make the steps up to the next drain: the next evaluation, save, end of training, or multiple of `drain_every`."""
     run, counters = job.run, job.counters
     steps = (run.train.steps, run.pipeline.drain_every, run.train.eval_every, run.train.save_every)
     count = min(every - counters.step % every for every in steps if every)

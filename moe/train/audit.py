@@ -1,13 +1,13 @@
-"""`train.audit_every: n`: every n-th step looks for silent corruption, by what parallel/audit.py can compare.
+"""`train.audit_every: n` checks every n-th step for silent corruption, with the comparisons of parallel/audit.py.
 
-    before the step     copies of weights and of what the optimizer keeps have equal hashes, or the odd ones are replaced
+    before the step     copies of weights and optimizer states have equal hashes; a differing copy is replaced
     passes, once        gradients and the step's numbers are hashed, and dropped
-    passes, again       ... and must come out the same, bit by bit, on every rank; what nobody wrote meanwhile has not changed
-    after the update    copies are equal again; and so before every save, so that no checkpoint holds one that differs
+    passes, again       hashes must be equal bit by bit on every rank; tensors that no code wrote meanwhile must not have changed
+    after the update    copies are equal again; also before every save, so that no checkpoint holds a corrupt copy
 
-Noise, dropout and routing are functions of a token's place in the run, so nothing need be put back between the two. Passes that differ are
-made until two of them agree: those gradients stay, and are the ones of an undisturbed step. Where no copy is known to be intact, all ranks
-end in one line that names the checkpoint to go on from.
+Noise, dropout and routing are functions of a token's place in the run, so nothing is restored between the two computations. If they differ,
+they are repeated until two agree. The gradients of those two are kept and are the same as without the disturbance. If no copy is known to
+be intact, all ranks end with one line that names the checkpoint to resume from.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from parallel.errors import Ended
 from parallel.layout import dense
 from parallel.mesh import Mesh
 
-ATTEMPTS = 6  # at most so many passes of one step
+ATTEMPTS = 6  # limit on computations of one step
 MOST_NAMED = 3
 
 
 class Auditor:
-    """One rank's part of the audits. `record` writes an event, `note` says a line; `checkpoints`: the run's folder of them."""
+    """Audits of one rank. `record` writes an event, `note` prints a line. `checkpoints`: the run's folder of checkpoints."""
 
     def __init__(
         self,
@@ -51,16 +51,17 @@ class Auditor:
     ) -> None:
         self.engine, self.mesh, self.every, self.world = engine, mesh, every, mesh.axis("world", label="the audit")
         self.record, self.note, self.checkpoints = record, note, checkpoints
-        self.step = 0  # the last one of which copies were compared
+        self.step = 0  # the last step whose copies were compared
 
     def due(self, step: int) -> bool:
-        """Whether the step of this number, from 1, is audited."""
+        """Return whether step number `step`, counted from 1, is audited."""
         return self.every > 0 and step % self.every == 0
 
     def passes(self, compute: Callable[[], Numbers], *, step: int) -> Numbers:
-        """What `compute`, an accumulate, gives where two of its calls agree; the engine holds the gradients of the second. Collective.
+        """Return the numbers from `compute`, an accumulate, once two calls agree. The engine then holds the second call's gradients.
+        Collective.
 
-        Raises Ended on all ranks where weights cannot be mended, or no two calls agree.
+        Raises Ended on all ranks if weights cannot be repaired or no two calls agree.
         """
         held, before = self.compare_copies(step, "before the step")
         seen: list[tuple[Tensor, dict[str, int]]] = []
@@ -74,7 +75,7 @@ class Auditor:
             if attempt:
                 changed = by_change(held, before, fingerprints(held), self.mesh)
                 if self._settle(changed, step, "during the step"):
-                    seen.clear()  # they read what has changed
+                    seen.clear()  # the earlier passes read corrupt tensors
                 elif reasons := self._unlike(grads, mine, heard, seen):
                     self._tell(step, "computed otherwise the second time", reasons, "the passes are made again")
                 else:
@@ -85,27 +86,27 @@ class Auditor:
         raise Ended(f"step {step}: no two of {ATTEMPTS} equal passes agree ({named}); {self._otherwise()}", speaker=self.world.index == 0)
 
     def compare_copies(self, step: int, when: str) -> tuple[list[Held], Tensor]:
-        """What this rank keeps, and its hashes, once all copies are equal. Collective. Raises Ended on all ranks where they cannot be."""
+        """Return this rank's tensors and their hashes once all copies are equal. Collective. Raises Ended on all ranks if repair fails."""
         held = self._held()
         prints = fingerprints(held)
         if self._settle(by_majority(held, prints, self.mesh), step, when, looks_again=True):
             held = self._held()
             prints = fingerprints(held)
             left = by_majority(held, prints, self.mesh)
-            if said := said_by_all([str(one) for one in left], self.world):  # of stages' holders, or a fault that comes again
+            if said := said_by_all([str(one) for one in left], self.world):  # copies on other stages, or a fault that recurs
                 self._end(step, when, said)
         self.step = step
         return held, prints
 
     def before_save(self, step: int) -> None:
-        """What is saved was compared in this step, now if not before. Collective."""
+        """Compare copies before a save, unless this step has compared them already. Collective."""
         if self.every and self.step != step:
             self.compare_copies(step, "before saving")
 
     # --- findings ------------------------------------------------------------------------------------------------------------
 
     def _held(self) -> list[Held]:
-        """Weights, what the optimizer keeps, and routers' biases."""
+        """Return weights, optimizer states, and the routers' biases."""
         extra = extra_state(self.engine.module)
         holders = {f"layers.{n}": self.engine.layouts[f"layers.{n}.ffn_norm.weight"].holders for n in _layers(self.engine.module)}
         return [
@@ -114,14 +115,15 @@ class Auditor:
         ]
 
     def _settle(self, found: Sequence[Finding], step: int, when: str, *, looks_again: bool = False) -> bool:
-        """Replace what has an intact copy; whether any rank had found something. Raises Ended where one has none. Collective.
+        """Replace every corrupt tensor that has an intact copy; return whether any rank found one. Raises Ended if one has no copy.
+        Collective.
 
-        `looks_again`: the caller does, so a tensor that is intact elsewhere need not be so over stages yet.
+        `looks_again`: the caller compares again, so a tensor without an intact copy here may still be repaired from another stage.
         """
         said = said_by_all([str(one) for one in found], self.world)
         if not said:
             return False
-        again = self.engine.copy_again()  # then the optimizer's own weights are the intact copy of what the model reads
+        again = self.engine.copy_again()  # then the optimizer's own weights are the intact copy for the model's weights
         mended = said_by_all([str(one.held) for one in found if one.source is not None], self.world) if looks_again else []
         lost = [one for one in found if one.source is None and not (again and one.held.kind == "weight" and one.held.axes)]
         lost = [one for one in lost if str(one.held) not in mended]
@@ -135,8 +137,8 @@ class Auditor:
         return True
 
     def _unlike(self, grads: list[Held], mine: Tensor, heard: dict[str, int], seen: Sequence[tuple[Tensor, dict[str, int]]]) -> list[str]:
-        """Where these passes differ from each of the earlier ones on some rank, of all ranks; empty where they agree with one of them and
-        copies of gradients are equal. The same on every rank. Collective."""
+        """Return the places at which these passes differ from every earlier one on some rank. The list is the same on every rank. It is
+        empty if they agree with an earlier one and copies of gradients are equal. Collective."""
         apart = [largest(float(not torch.equal(mine, earlier)), self.world) for earlier, _ in seen]
         copies = said_by_all([str(one) for one in by_majority(grads, mine[:-1], self.mesh)], self.world)
         if copies or all(apart):
@@ -175,7 +177,7 @@ def _few(found: Sequence[str]) -> str:
 
 @contextmanager
 def listening(model: torch.nn.Module) -> Iterator[dict[str, int]]:
-    """While it lasts, hashes of what each block gives and of the gradient that comes back to it, summed over micro-batches."""
+    """Collect, until the context exits, hashes of each layer's output and of the gradient that reaches it, summed over micro-batches."""
     noted: dict[str, list[Tensor]] = {}
     handles = []
 
@@ -201,7 +203,7 @@ def listening(model: torch.nn.Module) -> Iterator[dict[str, int]]:
 
 
 def _layers(model: torch.nn.Module) -> dict[int, Block]:
-    """This rank's blocks by number."""
+    """Return this rank's blocks by layer number."""
     assert isinstance(model, Transformer)
     return {number: block for number, block in enumerate(model.layers) if isinstance(block, Block)}
 
@@ -210,6 +212,6 @@ _NOWHERE = 10**6
 
 
 def _order(name: str) -> int:
-    """As passes run: forward through the layers, and backward."""
+    """Sort key in order of computation: forward through the layers, then backward."""
     layer = int(name.rpartition(".")[2])
     return layer if "forward" in name else _NOWHERE - 1 - layer

@@ -1,11 +1,11 @@
-"""What a balance loss over the global batch needs before the first backward pass: each layer's sums over the whole step.
+"""Sums over the whole step, for each layer: a balance loss over the global batch needs them before the first backward pass.
 
     one micro-batch a rank     the layer's own forward pass sums them over the data ranks        one small all-reduce a layer
     several                    a counting pass first: forward over all micro-batches without
                                gradient, then one all-reduce; the real passes are given the sums    about one forward more
 
-The counting pass decides what the real ones will: noise is a function of (seed, step, layer, token), weights and
-biases stand still within a step.
+The counting pass routes as the real passes will: noise is a function of (seed, step, layer, token), and weights and biases do not change
+within a step.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ Sums = Callable[[int, Tensor], Tensor]
 
 
 def whole_step(executor: Executor, passes: Sequence[Pass], shard: TokenShard) -> Sums | None:
-    """(layer, sums of this pass) -> sums over all passes of all ranks; None where no layer asks. Collective."""
+    """Return a function (layer, sums of this pass) -> sums over all passes of all ranks, or None if no layer needs it. Collective."""
     if not _asks(executor.model):
         return None
     return _on_the_spot(shard.axes) if len(passes) == 1 else _counted(executor, passes, shard.axes)
 
 
 def _asks(model: Transformer) -> bool:
-    """A loss of weight 0 is only reported, and the mean of the parts will do for that."""
+    """A loss with weight 0 is only reported, and for reports the mean over micro-batches is enough."""
     spec = model.router_spec
     return bool(model.expert_counts) and spec.balance_scope == "global_batch" and spec.asks_balance
 
@@ -44,7 +44,7 @@ def _on_the_spot(axes: Sequence[Axis]) -> Sums:
     known: dict[int, Tensor] = {}
 
     def sums(layer: int, mine: Tensor) -> Tensor:
-        if layer not in known:  # a recomputed pass asks again, and its ranks may be at different layers by then
+        if layer not in known:  # a recomputed forward pass asks again, when ranks may be at different layers
             known[layer] = sum_over_all(mine.clone(), [replace(axis, label=f"layers.{layer}.balance") for axis in axes])
         return known[layer]
 

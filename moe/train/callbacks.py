@@ -7,8 +7,8 @@
 
     train(run, callbacks=[Best()])                          the same on every rank, in this order
 
-Every rank calls them, so one may use the model's parts or a collective; for what is to happen once, ask `now.rank == 0`. After each call
-ranks agree: what one raises ends the run on all of them, and where one asks to stop, all stop after this step.
+Every rank calls them, so a callback may use the model's shards or a collective. For an action by one rank alone, test `now.rank == 0`.
+After each call ranks agree: an exception on one rank ends the run on all, and if one asks to stop, all stop after this step.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ EVENTS = ("on_train_begin", "on_step_end", "on_evaluate", "on_save", "on_train_e
 
 @dataclass
 class Now:
-    """Where a run is. `step`: so many are made, of `steps`; `record`: what this moment left, as metrics.jsonl and summary.json have it.
+    """Progress of a run as a callback sees it. `step`: steps made, of `steps`. `record`: the new line of metrics.jsonl, or summary.json.
 
     | event | `record` |
     |---|---|
     | on_train_begin | empty |
     | on_step_end | kind train: loss, lr, grad_norm, tokens_per_second, dropped_share, load of each MoE layer under "moe" |
     | on_evaluate | kind eval: validation_loss, bits_per_byte |
-    | on_save | kind event, "saved": step and path of the checkpoint that is there now |
+    | on_save | kind event, "saved": step and path of the new checkpoint |
     | on_train_end | the summary |
 
-    `model`: what this rank holds of it. Its parameters are for reading: a change on one rank alone makes copies differ.
+    `model`: this rank's shard or copy. Its parameters are for reading: a change on one rank alone makes copies differ.
     """
 
     run: Run
@@ -65,26 +65,26 @@ class Now:
 
 
 class Callback:
-    """Override what is needed; each is called on every rank, with where the run is."""
+    """Base class of callbacks: override the methods you need. Every rank calls each of them, with the run's progress."""
 
     def on_train_begin(self, now: Now) -> None:
-        """Before the first step of this process, of a run that goes on too."""
+        """Called before the first step of this process, also if the run is resumed."""
 
     def on_step_end(self, now: Now) -> None:
-        """After each step, one whose gradients were dropped too ("skipped" in its record)."""
+        """Called after each step, also if its gradients were dropped ("skipped" in its record)."""
 
     def on_evaluate(self, now: Now) -> None:
-        """After each evaluation on held-out text."""
+        """Called after each evaluation on held-out text."""
 
     def on_save(self, now: Now) -> None:
-        """When a checkpoint is whole on disk; with train.save_mode async that is a save later, or at the end."""
+        """Called when a checkpoint is whole on disk. With train.save_mode async this is at the next save, or at the end."""
 
     def on_train_end(self, now: Now) -> None:
-        """After the last step, or after a stop that a callback asked for; not after a signal."""
+        """Called after the last step, or after a stop that a callback asked for; not after a signal."""
 
 
 class Callbacks:
-    """The callbacks of one rank, called together with those of the others. `stopped`: the reason, once any has asked."""
+    """Callbacks of one rank, called at the same time as on the other ranks. `stopped`: the reason, once one has asked to stop."""
 
     def __init__(self, each: Sequence[Callback], world: Axis) -> None:
         self.each, self.world = tuple(each), world
@@ -95,7 +95,7 @@ class Callbacks:
             raise BadInput("callbacks", got="others on one rank than on another", needed=needed, fix="ask now.rank == 0 within one")
 
     def call(self, event: str, now: Now) -> None:
-        """Call each that has overridden `event`. Raises Ended, on every rank, where one raised. Collective where there are any."""
+        """Call each callback that overrides `event`. Raises Ended, on every rank, if one raised. Collective if there are callbacks."""
         for callback in self.each:
             if event not in _overridden(callback):
                 continue
@@ -103,7 +103,7 @@ class Callbacks:
             watchdog.enter(name, patience=watchdog.FIRST)
             training = now.model.training
             outcome = agree(lambda c=callback: getattr(c, event)(now), self.world, said=where)  # type: ignore[misc]
-            if now.model.training != training:  # a callback that generates or evaluates may leave it so
+            if now.model.training != training:  # a callback that generates or evaluates may leave another mode
                 now.model.train(training)
             if outcome.failure is not None:
                 failure = outcome.failure
@@ -117,12 +117,12 @@ class Callbacks:
 
 
 def _overridden(callback: Callback) -> list[str]:
-    """A method of its class, or a function that was set on the object."""
+    """Return the events that a method of its class overrides, or a function set on the object."""
     return [event for event in EVENTS if getattr(getattr(callback, event), "__func__", None) is not getattr(Callback, event)]
 
 
 def check(each: object) -> None:
-    """Raises BadInput for what is no callback: a class instead of an object of it, a function, a method whose name no event has."""
+    """Refuse values that are no callbacks: a class instead of its object, a function, a method that no event calls. Raises BadInput."""
     if not isinstance(each, list | tuple):
         got = f"a {type(each).__name__}"
         raise BadInput("callbacks", got=got, needed="a list of them", fix="write callbacks=[...]")

@@ -1,10 +1,10 @@
-"""Texts continued token by token: what is read for the next token, and where a context that is full begins anew.
+"""Texts continued token by token: which context is read for the next token, and where a full context begins anew.
 
     tokens so far    0 1 2 3 4 5 6 7     8      9      10     11     12       (a model of at most 8)
     context          all                 4..8   4..9   4..10  4..11  8..12    a full one begins anew with its newer half
 
-So a token costs one token's work with a cache, and a whole context's only once in half a context. `Recomputed` reads the whole
-context for every token: it needs nothing of the model but to be called, and is what `Cached` is held against.
+With a key-value cache a token costs the work of one token, and of a whole context only once per half context. `Recomputed` reads the whole
+context for every token. It works with any callable model, and is the reference for `Cached`.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from parallel.errors import BadInput
 
 
 class Reads(Protocol):
-    """Logits fp32 [B, V] after contexts of one length, int64 [B, S], which begin with token number `start` of their texts."""
+    """Function that returns logits, fp32 [B, V], after contexts int64 [B, S] of one length, which begin at token `start` of their texts."""
 
     def __call__(self, context_BS: Tensor, start: int) -> Tensor: ...
 
 
 def start_of(length: int, max_length: int) -> int:
-    """Where the context of a text of so many tokens begins."""
+    """Return the first token of the context of a text with `length` tokens."""
     half = max(1, max_length // 2)
     return max(0, -(-(length - max_length) // half) * half)
 
 
 class Recomputed:
-    """`model` reads every context whole, filled up to one length: each new length costs new code, and a causal model does not see
-    what comes after."""
+    """Reads every context whole, padded to `max_length`. One length avoids new code for each length; a causal model does not see the
+    padding."""
 
     def __init__(self, model: Callable[[Tensor], Output], max_length: int) -> None:
         self.model, self.max_length = model, max_length
@@ -57,10 +57,10 @@ class Recomputed:
 
 
 class Cached:
-    """A whole model on one device, which keeps the keys and values of what it has read of a context, of at most `max_length` tokens.
+    """A whole model on one device, with a key-value cache for the context of at most `max_length` tokens.
 
-    `source`: so many tokens, the first ones, are an encoder's, which reads them once; `max_length` is that of the others. `record`: the
-    experts of each token that is read are written there (not of an encoder-decoder, nor of texts longer than a context).
+    `source`: number of leading tokens that an encoder reads once; `max_length` then limits the other tokens. `record`: receives the experts
+    of each token that is read. It is refused for an encoder-decoder, and for texts longer than a context.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Cached:
             )
         self.record = record
         self.model, self.source, self.max_length = model, source, max_length or model.config.max_length
-        self.at_once = at_once  # tokens: a long prompt needs no more memory for its logits than these
+        self.at_once = at_once  # tokens: bounds the memory of logits for a long prompt
         self.cache, self.start = KeyValueCache(0, 0), -1
         self.source_BSD: Tensor | None = None
         reads = [block for block in model.layers if isinstance(block, Block)][model.config.decoder_begins :]
@@ -106,13 +106,13 @@ class Cached:
         return logits_BV
 
     def _turned_anew(self, length: int) -> bool:
-        """Whether all places turn otherwise in a text of so many tokens than in a shorter one: then nothing of it is still true."""
+        """Return True if all positions rotate differently in a text of this length than in a shorter one: the cache is then invalid."""
         rope = self.model.config.rope
         return rope.scaling == "dynamic" and length > rope.length
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        """Meanwhile tokens meet in the cache."""
+        """Let attention layers read from and write to the cache until the context exits."""
         cores, whole = [layer.core for layer in self.layers], self.model.whole_sequences
         products = [cross.products for cross in self.crosses]
         for layer in self.layers:
@@ -135,8 +135,8 @@ class Cached:
 
 
 class Written:
-    """An encoder-decoder: the first `source` tokens of a context are the encoder's. Both halves are read again for every token, which is
-    what `Cached` is held against, and the way of routers whose experts choose their tokens."""
+    """Encoder-decoder without a cache: the encoder reads the first `source` tokens of a context. Both halves are computed again for every
+    token. It is the reference for `Cached`, and is needed for routers whose experts choose their tokens."""
 
     def __init__(self, model: Transformer, source: int) -> None:
         self.model, self.source = model, source
@@ -148,12 +148,12 @@ class Written:
 
 
 def can_cache(model: Transformer) -> bool:
-    """Whether every token is computed from those before it alone: experts that choose their tokens see those after it, too."""
+    """Return whether every token depends on earlier tokens alone. Experts that choose their tokens also see later ones."""
     return all(method_of(layer.router.spec).tokens_choose for layer in moe_layers(model))
 
 
 def for_continuing(model: Transformer) -> None:
-    """Have no token dropped in evaluation, where tokens choose their experts, and MoE layers count no loads or losses."""
+    """Set MoE layers to count no loads or losses and, if tokens choose their experts, to drop no token in evaluation."""
     for layer in moe_layers(model):
         layer.reporting = False
         if method_of(layer.router.spec).tokens_choose:
@@ -172,9 +172,9 @@ def continued(
     seeds: Sequence[int],
     device: torch.device | None = None,
 ) -> Iterator[list[int]]:
-    """The next token of every text, so many times; the prompts have one length, at least 1, of which the last max_length tokens count.
+    """Yield the next token of every text, `num_tokens` times. Prompts have one length of at least 1; the last max_length tokens count.
 
-    A text draws by its own seed: which others are continued beside it changes nothing. Tokens from `vocab_size` on never come.
+    Each text draws by its own seed, so other texts of the batch change nothing. Tokens from `vocab_size` on are never chosen.
     """
     texts = [list(prompt[-max_length:]) for prompt in prompts]
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]

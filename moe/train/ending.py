@@ -1,4 +1,4 @@
-"""The end of a run: a sample of text, the summary of all its lives, and the report."""
+"""The end of a run: a sample of text, the summary over all its starts, and the report."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from parallel.precision import DTYPES
 
 
 def finish(job: Job) -> dict[str, Any]:
-    """Write the summary and give it; of a run that had made all its steps before, the one from then. Collective."""
+    """Write the summary and return it. If an earlier start had made all steps, return the stored summary. Collective."""
     run, world = job.run, job.mesh.axis("world")
     before = None if job.seconds else read_summary(job.out)
     if before is not None and before.get("steps") == job.counters.step:
-        if job.counters.step == run.train.steps:  # else a callback stopped this life before its first step
+        if job.counters.step == run.train.steps:  # else a callback stopped this process before its first step
             job.progress.note(f"train.steps {job.counters.step} was reached before: raise train.steps to go on, or start over with --fresh")
         job.progress.close(before)
         return before
-    if not job.evaluated:  # an earlier life made the last step, then died before the summary
+    if not job.evaluated:  # an earlier process made the last step, then died before the summary
         evaluate(job, record=not was_evaluated(job))
     watchdog.enter("ending after the step", patience=watchdog.FIRST)
     job.engine.module.eval()
@@ -86,8 +86,8 @@ def finish(job: Job) -> dict[str, Any]:
 
 
 def _totals(job: Job) -> list[float]:
-    """Tokens, seconds, dropped shares of all and of the last steps, what was made again, earlier lives included: from the records, which
-    rank 0 holds."""
+    """Return totals over all starts of the run, from rank 0's records: tokens, seconds, dropped shares of all and of the last steps, and
+    repeated work."""
     totals = [0.0] * (4 + len(NOTHING))
     if job.world.rank == 0:
         found = read(job.out)

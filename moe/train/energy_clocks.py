@@ -1,9 +1,9 @@
-"""An energy plan's clocks in training (`pipeline.energy_plan`) where this machine lets them be set; elsewhere one note and no change.
+"""GPU clocks of an energy plan (`pipeline.energy_plan`), set if this machine permits it; otherwise one note and no change.
 
-    with planned_clocks(...):     each rank locks its own GPU's clock before the actions whose planned clock is another
-                                  after the last step, a signal or an error, every clock is given back
+    with planned_clocks(...):     each rank locks its own GPU's clock before an action with another planned clock
+                                  after the last step, a signal or an error, every clock is unlocked
 
-All ranks or none: with some at planned clocks and the others not, what a run takes would be neither the plan's nor the full clock's.
+All ranks follow the plan, or none. With a mixture, time and energy would match neither the plan nor full clocks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ AT_FULL_CLOCK = "training goes on at the clocks there are"
 
 @contextmanager
 def planned_clocks(run: Run, executor: Executor, mesh: Mesh, world: World, *, note: Callable[[str], None]) -> Iterator[None]:
-    """While it lasts, the run's pipeline keeps to its plan's clocks. `note`: shown by rank 0. Collective where there is a plan."""
+    """Run the pipeline at its plan's clocks until the context exits. `note`: shown by rank 0. Collective if there is a plan."""
     if run.pipeline.energy_plan is None:
         yield
         return
@@ -58,7 +58,7 @@ def planned_clocks(run: Run, executor: Executor, mesh: Mesh, world: World, *, no
 
 
 def _own_gpu(stack: ExitStack, world: World) -> tuple[Gpus | None, str]:
-    """This rank's GPU until the stack closes, or why its clock cannot be set."""
+    """Return this rank's GPU, connected until the stack closes, or the reason why its clock cannot be set."""
     try:
         return stack.enter_context(connect([gpu_of(world.device)])), ""
     except NoControl as refused:
@@ -66,7 +66,7 @@ def _own_gpu(stack: ExitStack, world: World) -> tuple[Gpus | None, str]:
 
 
 def gpu_of(device: torch.device) -> str:
-    """NVML's name of a GPU, whatever CUDA_VISIBLE_DEVICES leaves to be seen. Raises NoControl for a CPU."""
+    """Return NVML's name of a GPU, independent of CUDA_VISIBLE_DEVICES. Raises NoControl for a CPU."""
     if device.type != "cuda":
         raise NoControl("this rank computes on a CPU, and plans are for GPUs")
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
@@ -79,13 +79,13 @@ def _first_without(lacking: bool, mesh: Mesh, world: World) -> int | None:
 
 
 def _settle(device: torch.device) -> None:
-    """Wait for this rank's own kernels: not for the device, which also has receives posted that only later actions make others send."""
+    """Wait for this rank's own kernels. Waiting for the device would also wait for posted receives that only later actions satisfy."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
 
 def _give_back(gpus: Gpus, lost: Callable[[str], None]) -> None:
-    """A driver that refuses must not end a finished run, nor hide what did."""
+    """Unlock the clocks. A driver's refusal must not end a finished run or hide its error."""
     try:
         gpus.release()
     except gpus.nvml.NVMLError as error:

@@ -1,9 +1,9 @@
 """A trained model's loss on held-out text, or on any text of the user's: `moe eval`.
 
-    text -> tokens -> as many sequences as asked for, spread evenly -> loss, bits per byte; of each MoE layer, load and drops
+    text -> tokens -> as many sequences as asked for, spread evenly -> loss, bits per byte; load and drops of each MoE layer
 
-With the recipe's own text and as many sequences as `train.eval_sequences`, the loss is the one that training recorded. Not so of several
-sources (data.sources): training takes of each by its weight, and this by its length.
+With the recipe's own text and `train.eval_sequences` sequences, the loss equals the one that training recorded. With several sources
+(data.sources) it differs: training weights each source by its weight, and this by its length.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Text = ValidationSet | CorruptedValidation
 
 @dataclass(frozen=True)
 class Evaluated:
-    """`loss` in nats a token; `layers`: each MoE layer's choices and drops over all tokens."""
+    """Results of an evaluation. `loss` in nats a token; `layers`: each MoE layer's choices and drops over all tokens."""
 
     sequences: int
     tokens: int
@@ -49,13 +49,13 @@ class Evaluated:
 
     @property
     def perplexity(self) -> float:
-        """Of a token; infinite where it is beyond a float."""
+        """Perplexity of a token; infinite if it exceeds a float."""
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
 
 @torch.no_grad()
 def evaluate(model: Transformer, texts: Sequence[Text], *, sequences: int) -> Evaluated:
-    """Over `sequences` windows of these texts, by their lengths; 0: all there are. With the recipe's capacity for evaluation."""
+    """Evaluate on `sequences` windows of these texts, shared by length; 0: all windows. Uses the recipe's capacity for evaluation."""
     device, m = next(model.parameters()).device, model.config
     there = [text.windows.num_windows for text in texts]
     asked = sum(there) if sequences == 0 else min(sequences, sum(there))
@@ -78,13 +78,13 @@ def evaluate(model: Transformer, texts: Sequence[Text], *, sequences: int) -> Ev
 
 
 def whole_groups(model: Transformer) -> int:
-    """Of how many sequences a run must be a multiple, so that capacity is counted over the recipe's groups."""
+    """Return the number that micro-batches must be multiples of, so that capacity is counted over the recipe's groups of sequences."""
     group = model.router_spec.group
     return group if isinstance(group, int) else 1
 
 
 def _on(device: torch.device, sequences_NL: Tensor, multiple: int) -> Iterator[Tensor]:
-    """A few sequences at a time, on the model's device; what is less than a group comes last, by itself."""
+    """Yield a few sequences at a time, on the model's device. Sequences that do not fill a group come last, alone."""
     at_once = max(1, TOKENS_AT_ONCE // (multiple * sequences_NL.shape[1])) * multiple
     whole = len(sequences_NL) // multiple * multiple
     parts = [*sequences_NL[:whole].split(at_once), sequences_NL[whole:]]
@@ -94,7 +94,7 @@ def _on(device: torch.device, sequences_NL: Tensor, multiple: int) -> Iterator[T
 def main(
     run_dir: str, *, overrides: Mapping[str, str] | None = None, sequences: int = 512, step: int | None = None, json: str | None = None
 ) -> None:
-    """`moe eval`: print what the model makes of the run's validation text, or of all of another (`--data.path`, `--data.sources`)."""
+    """`moe eval`: print the loss on the run's validation text, or on all of another text (`--data.path`, `--data.sources`)."""
     overrides = dict(overrides or {})
     for key in overrides:
         if not key.startswith("data."):
@@ -148,7 +148,7 @@ def main(
 
 
 def _whole(data: Dataset) -> list[Text]:
-    """Both parts of a text: nothing of it was trained on."""
+    """Return both parts of each text, because the model was not trained on it."""
     train = data.train.inner if isinstance(data.train, CorruptedTrain) else data.train
     assert not isinstance(train, Stream), "samples are given to train() alone"
     trained = train.parts if isinstance(train, MixedTrain) else (train,)
@@ -161,7 +161,7 @@ def _whole(data: Dataset) -> list[Text]:
 
 
 def _held_out(data: Dataset) -> list[Text]:
-    """The held-out part of each source."""
+    """Return the held-out part of each source."""
     return _as_asked(data, _parts(data))
 
 
@@ -172,7 +172,7 @@ def _parts(data: Dataset) -> list[ValidationSet]:
 
 
 def _as_asked(data: Dataset, parts: list[ValidationSet]) -> list[Text]:
-    """As the objective has them."""
+    """Wrap the parts with span corruption if the objective of the recipe has it."""
     if isinstance(data.validation, CorruptedValidation):
         return [CorruptedValidation(part, data.validation.objective) for part in parts]
     return list(parts)

@@ -1,12 +1,12 @@
-"""Carries out a batch's passes, in one piece or over the stages of a pipeline; who trains, evaluates or samples need not know which.
+"""Runs a batch's forward and backward passes, on a whole model or over pipeline stages. Callers need not know which.
 
     executor = start_executor(run, model, layouts, mesh)    Single(engine)  or  Pipelined(engine, runtime)
     executor.run(passes, each)                              forward and backward of a batch; then the engine holds summed gradients
     executor.forward(passes, each)                          forward alone, without gradient
 
-`each(number of the pass, Output)` is told of every pass that this rank computes; what it gives for the last stage's is the scalar to
-go backward from. On stages, F of stage s and micro-batch j is the engine's forward pass of part s of the model, over tokens or what
-came from the stage before.
+`each(number of the micro-batch, Output)` is called for every forward pass on this rank. On the last stage it returns the scalar for the
+backward pass. With stages, F of stage s and micro-batch j is the engine's forward pass of part s of the model, over tokens or the previous
+stage's output.
 """
 
 from __future__ import annotations
@@ -39,28 +39,28 @@ from parallel.pipeline.schedule import Schedule
 from parallel.pipeline.weights import Versions
 
 Each = Callable[[int, Output], Tensor | None]
-Crossing = Callable[[Sequence[int]], tuple[int, ...]]  # of a pass's tokens [B, L] the shape of what crosses from stage to stage
+Crossing = Callable[[Sequence[int]], tuple[int, ...]]  # maps the shape of a micro-batch's tokens [B, L] to the shape sent between stages
 
 
 class Executor(Protocol):
-    """`pp_axis`: the axis over whose ranks the model is cut, each of which sees a part of the layers; of one rank where it is whole."""
+    """Interface of both executors. `pp_axis`: the pipeline axis over which layers are cut; it has one rank if the model is whole."""
 
     engine: Engine
     model: Transformer
     pp_axis: Axis
 
     def run(self, passes: Sequence[Pass], each: Each) -> None:
-        """Forward and backward of one batch; afterwards the engine holds summed gradients. Collective."""
+        """Run forward and backward of one batch; afterwards the engine holds summed gradients. Collective."""
         ...
 
     def forward(self, passes: Sequence[Pass], each: Each) -> None:
-        """Forward without gradient, as `model.training` says. Collective."""
+        """Run forward without gradient, in training or evaluation mode as `model.training` says. Collective."""
         ...
 
 
 def start_executor(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh: Mesh, *, rule: Rule | None = None) -> Executor:
-    """The data-parallel kind that the recipe names, around the model, and where it is cut into stages what carries them out. `rule`: a
-    user's own optimizer. Collective."""
+    """Return the executor of this recipe: the model in its data-parallel engine, with a pipeline runtime if it is cut into stages. `rule`:
+    a user's own optimizer. Collective."""
     engine = start_engine(run, model, layouts, mesh, rule=rule)
     if mesh.axis("pp").size == 1:
         return Single(engine)
@@ -68,14 +68,14 @@ def start_executor(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh:
 
 
 def pipelined(run: Run, engine: Engine, mesh: Mesh, *, watchers: Sequence[Watcher] = ()) -> Pipelined:
-    """This rank's stages. Collective: groups are made."""
+    """Return an executor of this rank's stages. Collective: groups are made."""
     runtime = stages.start_runtime(run, engine.module, engine.layouts, mesh)
     sums = stages.sums_beside(run, engine, runtime)
     return Pipelined(engine, runtime, crossing=lambda tokens: stages.crossing_shape(run, tokens), watchers=watchers, sums=sums)
 
 
 def fillers(run: Run, engine: Engine, mesh: Mesh) -> list[Filler]:
-    """What puts K-FAC's work into a pipeline's waits; none for another optimizer."""
+    """Return watchers that do K-FAC's work in a pipeline's idle times; none for another optimizer."""
     if not isinstance(engine, Curved):
         return []
     assert isinstance(engine.module, Transformer)
@@ -84,7 +84,7 @@ def fillers(run: Run, engine: Engine, mesh: Mesh) -> list[Filler]:
 
 
 class Single:
-    """The whole model on every rank."""
+    """Executor of the whole model on every rank."""
 
     def __init__(self, engine: Engine) -> None:
         assert isinstance(engine.module, Transformer)
@@ -106,8 +106,8 @@ class Single:
 
 
 class Pipelined:
-    """A rank's stages. `crossing`: the shape of what crosses between them; `watchers` see every action in training, `sums` those of a
-    batch whose gradients are summed at its end: it begins sooner for stages that are done."""
+    """Executor of a rank's stages. `crossing`: shape of the tensor sent between stages. `watchers` see every action in training. `sums`
+    sees the actions of a batch whose gradients are summed at its end, and begins that sum early for finished stages."""
 
     def __init__(
         self, engine: Engine, runtime: Runtime, *, crossing: Crossing, watchers: Sequence[Watcher] = (), sums: Watcher | None = None
@@ -130,7 +130,7 @@ class Pipelined:
         versions: Mapping[int, Versions],
         update: Callable[[int, int], None],
     ) -> None:
-        """Several batches without a drain between them; `versions` by stage, `update(stage, version)`: the schedule's U."""
+        """Run several batches without a drain between them. `versions` by stage; `update(stage, version)` does the schedule's U."""
         self.runtime.run(_Stages(self, passes, each, self._train, versions, update), schedule, watchers=self.watchers)
 
     def forward(self, passes: Sequence[Pass], each: Each) -> None:
@@ -138,7 +138,7 @@ class Pipelined:
 
     @contextmanager
     def watched(self, watcher: Watcher) -> Iterator[None]:
-        """While it lasts, one watcher more."""
+        """Add one watcher until the context exits."""
         self.watchers = (*self.watchers, watcher)
         try:
             yield
@@ -146,7 +146,7 @@ class Pipelined:
             self.watchers = tuple(w for w in self.watchers if w is not watcher)
 
     def _work(self, passes: Sequence[Pass], each: Each, compute: Callable[..., Any]) -> _Stages:
-        """A batch without an update of its own: the step follows once all gradients are known to be finite."""
+        """Return a batch's work without updates: the step follows once all gradients are known to be finite."""
         return _Stages(self, passes, each, compute, {}, lambda stage, version: None)
 
     def _train(self, *args: Any) -> Output:
@@ -155,7 +155,7 @@ class Pipelined:
 
 
 class _Stages:
-    """The Work of this rank's stages (parallel/pipeline/runtime.py); `compute`: the model's forward pass."""
+    """Work of this rank's stages (parallel/pipeline/runtime.py). `compute`: the model's forward pass."""
 
     def __init__(
         self,
@@ -191,7 +191,8 @@ class _Stages:
 
 
 def logits_of(executor: Executor, shard: TokenShard) -> Callable[[Tensor], Output]:
-    """tokens [B, length of the shard] -> Output of logits on every rank, whatever the model and the sequences are cut into. Collective."""
+    """Return a function: tokens [B, length of the shard] -> Output with logits on every rank, for any sharding of model and sequences.
+    Collective."""
     model, places, (_, sp) = executor.model, shard.places, shard.axes
 
     def run(tokens_BL: Tensor) -> Output:
@@ -203,6 +204,6 @@ def logits_of(executor: Executor, shard: TokenShard) -> Callable[[Tensor], Outpu
 
         mine_BL = tokens_BL[:, places]
         executor.forward([Pass(mine_BL, None, Context.of(mine_BL, places=places, length=shard.length), 1.0)], each)
-        return Output(sum_over_all(found, (sp, executor.pp_axis)), torch.empty(0), ())  # other slices' and stages' are zeros
+        return Output(sum_over_all(found, (sp, executor.pp_axis)), torch.empty(0), ())  # zeros from the other sequence shards and stages
 
     return run

@@ -1,8 +1,8 @@
 """Continue texts with a trained model.
 
-    prompts -> tokens -> continued (decode.py), with keys and values kept -> text, as it comes
+    prompts -> tokens -> continued (decode.py), with a key-value cache -> text, as it comes
 
-Every rank of an expert-parallel model must call `sample` with the same arguments: the experts are exchanged as in training.
+Every rank of an expert-parallel model must call `sample` with the same arguments, because each token is exchanged as in training.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from parallel.files import read_text
 
 @dataclass(frozen=True)
 class Continued:
-    """`ids`: what was added, up to a separator, which ends a text and is not part of it. `ended`: whether one came."""
+    """One continuation. `ids`: the new tokens before a separator, which ends a text. `ended`: whether a separator came."""
 
     prompt: str
     sample: int
@@ -53,7 +53,7 @@ def sample(
     seed: int = 0,
     device: torch.device | None = None,
 ) -> str:
-    """The prompt and `num_tokens` more, by a model of which nothing is known but that it can be called, on one rank or on several."""
+    """Return the prompt and `num_tokens` more. `model` may be any callable, on one rank or on several."""
     ids = tokenizer.beginning(prompt)
     sampling = Sampling(temperature)
     size, reads = tokenizer.vocab_size, Recomputed(model, max_length)
@@ -75,11 +75,12 @@ def generate(
     max_batch: int = 64,
     heard: Callable[[str], None] | None = None,
 ) -> list[Continued]:
-    """`samples` continuations of each prompt, in order; sample n draws by seed + n, whatever else is asked for.
+    """Return `samples` continuations of each prompt, in order. Sample n draws by seed + n, independent of the other arguments.
 
-    Prompts of the same number of tokens are continued together, at most `max_batch` texts at once. `heard` gets a single text piece by
-    piece, as soon as it is whole characters. Nothing is dropped for lack of capacity. Where experts choose their tokens, every token
-    reads the whole context again. An encoder reads a prompt, and its decoder writes; sentinels are spelled <extra_id_0>, <extra_id_1>, ...
+    Prompts of the same number of tokens are continued together, at most `max_batch` texts at once. If there is one text alone, `heard`
+    receives it piece by piece, in whole characters. No token is dropped for lack of capacity. If experts choose their tokens, the whole
+    context is read again for every token. In an encoder-decoder the encoder reads the prompt, and the decoder writes. Sentinels are spelled
+    <extra_id_0>, <extra_id_1>, ...
     """
     for_continuing(model)
     m, halves = model.config, model.config.kind == "encoder_decoder"
@@ -106,20 +107,20 @@ def generate(
 
 
 def _read(model: Transformer, ids: list[int]) -> tuple[int, ...]:
-    """What is there before the first token is written: of an encoder-decoder, what the encoder reads, and what its decoder begins with."""
+    """Return the tokens read before the first new one: the prompt, or the encoder's tokens and the decoder's START."""
     m = model.config
     return (*ids[-m.max_length :], START) if m.kind == "encoder_decoder" else tuple(ids)
 
 
 def _reads(model: Transformer, length: int, num_tokens: int) -> Reads:
-    """How the model reads texts that begin with so many tokens and get so many more."""
+    """Return the reader of contexts for texts of `length` tokens that get `num_tokens` more."""
     if model.config.kind == "encoder_decoder":
         return Cached(model, source=length - 1, max_length=1 + num_tokens) if can_cache(model) else Written(model, length - 1)
     return Cached(model) if can_cache(model) else Recomputed(model, model.config.max_length)
 
 
 def _groups(asked: Sequence[tuple[tuple[int, ...], str, int]], most: int, max_length: int) -> Iterator[list[int]]:
-    """Numbers of texts that can be continued together."""
+    """Yield indices of texts that can be continued together."""
     by_length: dict[int, list[int]] = {}
     for i, (ids, _, _) in enumerate(asked):
         by_length.setdefault(min(len(ids), max_length), []).append(i)
@@ -131,7 +132,7 @@ def _groups(asked: Sequence[tuple[tuple[int, ...], str, int]], most: int, max_le
 def _until_separators(
     steps: Iterator[list[int]], count: int, tokenizer: Tokenizer, heard: Callable[[str], None] | None
 ) -> list[tuple[list[int], bool]]:
-    """What each text got before its first separator, and whether one came; no more steps than the longest needs."""
+    """Return each text's tokens before its first separator, and whether one came. Stops when all texts have ended."""
     texts: list[list[int]] = [[] for _ in range(count)]
     ended = [False] * count
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -163,7 +164,7 @@ def main(
     step: int | None = None,
     json: str | None = None,
 ) -> None:
-    """`moe generate`: print continuations, one text as it comes; then, to stderr, how fast."""
+    """`moe generate`: print continuations, a single text as it comes; then print tokens a second to stderr."""
     for what, value in (("--tokens", tokens), ("--samples", samples)):
         if value < 1:
             raise BadInput(what, got=value, needed="at least 1", fix=f"try {what} {200 if what == '--tokens' else 1}")
@@ -179,7 +180,7 @@ def main(
         there = "<extra_id_0>" if count == 1 else f"<extra_id_0> to <extra_id_{count - 1}>"
         print(f"{other} is no sentinel of this model, which has {there}: it is read as text", file=sys.stderr)
     one = len(prompts) * samples == 1
-    between = "\n" if halves else ""  # what a decoder writes does not go on where the encoder's text ends
+    between = "\n" if halves else ""  # a decoder's output does not continue the last line of the encoder's text
     if one:
         _say(prompts[0] + between)
     started = time.perf_counter()
@@ -194,7 +195,7 @@ def main(
 
 
 def _prompts(path: str) -> list[str]:
-    """One prompt a line, or of a .jsonl file each line's "prompt"."""
+    """Read one prompt a line; in a .jsonl file, each line's "prompt"."""
     try:
         lines = [line for line in read_text(path).splitlines() if line.strip()]
     except (OSError, UnicodeError) as error:
@@ -218,5 +219,5 @@ def _prompts(path: str) -> list[str]:
 
 
 def _say(text: str) -> None:
-    """A file gets the text as it is; a terminal must not obey what a model writes."""
+    """Print text, unchanged to a file; to a terminal without control characters, which it would obey."""
     print(printable(text) if sys.stdout.isatty() else text, end="", flush=True)

@@ -1,4 +1,4 @@
-"""Everything one rank needs to train, as one value that the loop, the steps and the records share."""
+"""All objects that one rank needs to train, as one value shared by the loop, the steps and the records."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ T = TypeVar("T")
 
 @dataclass
 class Job:
-    """One rank's part of a run; `evaluated` is what the last evaluation gave, `seconds` the training time of this process.
+    """One rank's share of a run. `evaluated`: results of the last evaluation. `seconds`: training time of this process.
 
-    `predicted`: what was said before it started, if anything could be; `measured`: what to hold against that.
-    `recording`: of this rank's time, where a profile was asked for.
-    `schedules` of a pipeline by how many batches they take without a drain: one object each, as its runtime keeps what it works out of it.
+    `predicted`: memory and time predicted before the start, if possible. `measured`: the figures to compare it with. `recording`: profiler
+    of this rank's time, if a profile was asked for. `schedules` of a pipeline, by the number of batches between drains. Each is made once,
+    because the runtime caches its analysis.
     """
 
     run: Run
@@ -60,16 +60,16 @@ class Job:
     predicted: Prediction | None = None
     measured: Measured | None = None
     recording: Recording | None = None
-    auditor: Auditor | None = None  # of a rehearsal there is none
+    auditor: Auditor | None = None  # None in a rehearsal
     schedules: dict[int, Schedule] = field(default_factory=dict)
-    callbacks: Callbacks | None = None  # of a rehearsal there are none
-    code: dict[str, str] = field(default_factory=dict)  # hashes of the parts that the recipe names, by key
-    own_data: bool = False  # samples that a user's program makes: what it raises on one rank ends all of them
-    saved_at: int | None = None  # the step whose checkpoint was begun last, or gone on from
-    told_saved: int | None = None  # the step of the last one that callbacks know of
+    callbacks: Callbacks | None = None  # None in a rehearsal
+    code: dict[str, str] = field(default_factory=dict)  # hashes of the plug-ins that the recipe names, by key
+    own_data: bool = False  # samples from a user's program: an exception on one rank ends all ranks
+    saved_at: int | None = None  # the step of the last checkpoint begun, or resumed from
+    told_saved: int | None = None  # the last saved step that callbacks were told
     evaluated_at: int | None = None
-    base: dict[str, str] | None = None  # of a run of adapters, what its checkpoints say of the other weights
-    table: Table | None = None  # of routers that were given one
+    base: dict[str, str] | None = None  # the entry for the base in checkpoints of adapters
+    table: Table | None = None  # for hash routers with a table
 
     @property
     def engine(self) -> Engine:
@@ -81,15 +81,16 @@ class Job:
 
     @property
     def stopped(self) -> str | None:
-        """Why a callback has asked to stop, if one has."""
+        """Reason of a callback to stop, or None."""
         return None if self.callbacks is None else self.callbacks.stopped
 
     def read(self, samples: Callable[[], T]) -> T:
-        """What reading them gives. Raises BadInput on every rank where a user's own cannot be made on one. Collective for those."""
+        """Return the samples that `samples` reads. With a user's own data it is collective, and raises BadInput on all ranks if one
+        fails."""
         return of_all(samples, self.mesh.axis("world"), what="data") if self.own_data else samples()
 
     def tell(self, event: str, record: Mapping[str, Any]) -> None:
-        """Call the callbacks. Collective where there are any."""
+        """Call the callbacks. Collective if there are callbacks."""
         if self.callbacks is not None:
             w = self.world
             self.callbacks.call(event, Now(self.run, self.counters.step, record, w.rank, w.size, self.out, self.engine.module))

@@ -1,4 +1,4 @@
-"""Files that came with a model of transformers and are not its tensors: they go from run to run, and back.
+"""Files of an imported transformers model other than its tensors. They are copied from run to run, and exported again.
 
 hf:A  ->  runs/base/huggingface/      config.json, generation_config.json, tokenizer files, chat template, dtypes.json
           runs/tuned/huggingface/     the same files, copied when runs/tuned began with runs/base (--init_from, moe convert --to)
@@ -15,7 +15,7 @@ KEPT = "huggingface"  # in the folder of a run
 
 
 def kept(checkpoint: Path) -> Path:
-    """The folder of these files, which may not exist, in the run of a checkpoint."""
+    """Return the folder of these files, which may not exist, in the run of a checkpoint."""
     return checkpoint.parent.parent / KEPT
 
 
@@ -26,5 +26,5 @@ def pass_on(checkpoint: Path, out: Path) -> None:
         return
     part = out / f".{KEPT}.partial-{os.getpid()}"
     shutil.copytree(source, part)
-    shutil.rmtree(target, ignore_errors=True)  # a copy, of an earlier start that got no further
+    shutil.rmtree(target, ignore_errors=True)  # a copy left by an earlier, interrupted start
     part.rename(target)

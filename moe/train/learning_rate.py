@@ -4,8 +4,8 @@ warm-up    linear from 0 over warmup_steps
 cosine     half a cosine down to min_lr_share                    (arXiv 1608.03983)
 linear     straight down to min_lr_share
 wsd        constant, then linear down over the last decay_share  (warm-up, stable, decay: arXiv 2404.06395)
-module:name    a share of the rate, by a function of the user's own: (update after the warm-up, of so many) -> 0 or more
-inverse_sqrt   sqrt(warmup_steps / update): the same however long the run is  (arXiv 1706.03762, section 5.3; T5, Switch)
+module:name    a user's own function (update after the warm-up, number of such updates) -> share of the rate, 0 or more
+inverse_sqrt   sqrt(warmup_steps / update), independent of the length of the run  (arXiv 1706.03762, section 5.3; T5, Switch)
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from parallel.errors import BadInput, where
 
 
 def own_share(name: str, update: int, total: int) -> float:
-    """What a user's own function makes of it. Raises BadInput for anything but a number of at least 0, and for what it raises."""
+    """Return the share that a user's own function gives. Raises BadInput if it raises or returns anything but a number of at least 0."""
     function = loaded("optimizer.schedule", name, arguments=2)
     try:
         share: Any = function(update, total)
@@ -33,7 +33,7 @@ def own_share(name: str, update: int, total: int) -> float:
 
 
 def learning_rate(update: int, settings: Optimizer, *, total: int) -> float:
-    """The rate of update number `update` (0 for the first) of `total`."""
+    """Return the rate of update number `update` (0 for the first) of `total`."""
     warm = settings.warmup_steps
     if update < warm:
         return settings.lr * (update + 1) / warm

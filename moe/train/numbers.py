@@ -1,4 +1,4 @@
-"""What a step says of itself: loss and each MoE layer's load, drops and losses, over all micro-batches, stages and data ranks."""
+"""Results of a step: loss, and load, drops and losses of each MoE layer, over all micro-batches, stages and data ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MEANS = 7  # numbers of a layer before its experts' choices
 
 @dataclass(frozen=True)
 class LayerNumbers:
-    """One MoE layer's step over all ranks: `choices` of each expert, before dropping; the losses are means over valid tokens."""
+    """One MoE layer's step over all ranks. `choices` of each expert, before dropping; the losses are means over valid tokens."""
 
     layer: int
     choices: list[int]
@@ -31,13 +31,13 @@ class LayerNumbers:
 
     @property
     def load(self) -> list[float]:
-        """Shares of the choices, summing to 1."""
+        """Shares of the choices, with sum 1."""
         return [n / max(1, sum(self.choices)) for n in self.choices]
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """What all ranks together computed in one step: means over the global batch; `flags` is the sum of the ranks' flags."""
+    """Results of one step over all ranks: means over the global batch. `flags` is the sum of the ranks' flags."""
 
     loss: float
     layers: list[LayerNumbers]
@@ -58,7 +58,7 @@ class Numbers:
 
 
 class Sums:
-    """One step's numbers on this rank as they come, a micro-batch of a stage at a time; over ranks they add up."""
+    """Sums of one step's numbers on this rank, added micro-batch by micro-batch. Their sums over ranks are the step's numbers."""
 
     def __init__(self, expert_counts: dict[int, int], device: torch.device) -> None:
         self.expert_counts, self.device = expert_counts, device  # {layer with experts: how many}, of the whole model
@@ -66,7 +66,7 @@ class Sums:
         self.rows: dict[tuple[int, ...], Tensor] = {}
 
     def add(self, loss: Tensor | None, layers: Sequence[LayerReport], share: float) -> None:
-        """`loss`: this pass's share of the global mean; `share` of the global batch's tokens."""
+        """Add one forward pass. `loss`: its share of the global mean. `share`: its share of the global batch's tokens."""
         if loss is not None:
             self.loss += loss.detach()
         if layers:
@@ -74,7 +74,7 @@ class Sums:
             self.rows[key] = self.rows[key] + row if key in self.rows else row
 
     def loads(self) -> dict[int, Tensor]:
-        """{layer: choices of each expert, float64 [E]} so far, of this rank."""
+        """Return {layer: choices of each expert, float64 [E]} of this rank so far."""
         return {layer: row[_MEANS:] for layer, row in self._by_layer().items()}
 
     def _by_layer(self) -> dict[int, Tensor]:
@@ -86,13 +86,13 @@ class Sums:
         return found
 
     def packed(self, flag: int = 0) -> Tensor:
-        """Float64: flag, loss, then every layer of the model in order; zeros for those of other stages."""
+        """Return float64: flag, loss, then every layer of the model in order, with zeros for layers of other stages."""
         mine = self._by_layer()
         parts = [mine.get(layer, self.loss.new_zeros(_MEANS + count)) for layer, count in self.expert_counts.items()]
         return torch.cat((self.loss.new_tensor([flag]), self.loss.reshape(1), *parts))
 
     def total(self, axes: Sequence[Axis], flag: int = 0) -> Numbers:
-        """Over all ranks. Collective."""
+        """Return the numbers over all ranks. Collective."""
         return numbers_of(sum_over_all(self.packed(flag), axes), self.expert_counts)
 
 
@@ -102,7 +102,7 @@ def _row(r: LayerReport, share: float) -> Tensor:
 
 
 def numbers_of(packed: Tensor, expert_counts: dict[int, int]) -> Numbers:
-    """What `packed` says."""
+    """Unpack a tensor from `packed`."""
     row = packed.tolist()
     layers, at = [], 2
     for layer, count in expert_counts.items():

@@ -1,6 +1,6 @@
-"""From a recipe to a job that can train: mesh, data, model in its engine, what a checkpoint holds, records and display.
+"""Build a job from a recipe: mesh, data, model in its engine, checkpoint, records and display.
 
-checkpoint of this run  ->  gone on from          none, but another run's (--init_from)  ->  its weights and tokenizer
+checkpoint of this run  ->  resumed               none, but another run's (--init_from)  ->  its weights and tokenizer
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from parallel.stored import Reader
 
 @dataclass(frozen=True)
 class Asked:
-    """What a run is told beside its recipe; the fields are those of `train` (moe/train/trainer.py)."""
+    """Arguments of a run other than its recipe; the fields are the arguments of `train` (moe/train/trainer.py)."""
 
     name: str
     out: Path
@@ -72,13 +72,13 @@ class Asked:
     code: dict[str, str] = field(default_factory=dict)
 
     def say(self, line: str) -> None:
-        """Print it, on the one rank that does."""
+        """Print the line on rank 0, if the run has a display."""
         if self.world.rank == 0 and self.display:
             print(line)
 
 
 def open_job(run: Run, asked: Asked) -> Job:
-    """This rank's part of the run, as far as its newest checkpoint has come. Collective. Raises BadInput."""
+    """Return this rank's job, restored from the newest checkpoint. Collective. Raises BadInput."""
     world, out, first = asked.world, asked.out, asked.world.rank == 0
     mesh = process.connect(run.mesh_degrees(), world)
     callbacks = Callbacks(asked.own.callbacks, mesh.axis("world"))
@@ -120,7 +120,7 @@ def open_job(run: Run, asked: Asked) -> Job:
     if found is not None:
         rebalancer.resume(found.state.get(state.PLACED), where=f"checkpoint {found.path.name}")
     with during(RESUMING):
-        if base is not None:  # before what goes on from a checkpoint, whose steps count
+        if base is not None:  # before `resume`, which sets the counters
             state.begin(base, executor.engine, mesh, log=asked.say, whole=whole)
         state.resume(
             found,
@@ -213,7 +213,7 @@ def open_job(run: Run, asked: Asked) -> Job:
 
 
 def _is_done(run: Run, found: Reader | None, out: Path, mesh: Mesh) -> bool:
-    """Whether all steps were made before, and summed up: then nothing is trained, and nothing written. Rank 0 looks. Collective."""
+    """Return whether all steps were made and summed up before. Then nothing is trained or written. Rank 0 looks. Collective."""
     world = mesh.axis("world")
 
     def look() -> bool:
@@ -226,14 +226,14 @@ def _is_done(run: Run, found: Reader | None, out: Path, mesh: Mesh) -> bool:
 
 
 def _moved(asked: Asked) -> Path | None:
-    """Where the base of a run of adapters is said to be now: the folder of a checkpoint."""
+    """Return the given present place of an adapter run's base: a checkpoint's folder, or None."""
     given = asked.init_from
     return given if given is not None and (given / "manifest.json").is_file() else None
 
 
 def start_model(run: Run, mesh: Mesh, world: World, *, rule: Rule | None = None, table: Table | None = None) -> Executor:
-    """The model as this rank holds it, in its engine and with what carries out its passes. `rule`: a user's own optimizer; `table`: of
-    routers, where a checkpoint has it. Collective."""
+    """Return the executor of this rank's share of the model. `rule`: a user's own optimizer. `table`: of hash routers, from a checkpoint.
+    Collective."""
     with during(WEIGHTS):
         model, layouts = build(run, mesh, device=world.device, table=table)
     with during(STATES):

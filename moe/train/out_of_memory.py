@@ -1,12 +1,11 @@
 """When memory runs out: one line that says what did not fit and what to try next, instead of a traceback.
 
-    with during("the optimizer's step"): ...      leaves its name on an exception that passes
-    did_not_fit(error, run, cpu=...)              the line, or None where it was not memory
+    with during("the optimizer's step"): ...      adds its name to an exception from the block
+    did_not_fit(error, run, cpu=...)              the line, or None if the error is not about memory
 
-What to try follows the decision guide, one step at a time: activations first where they are what failed (a single sequence that is
-larger than the model's states is cut over ranks), then the states: shard them, then the host's memory, then a disk, then the largest
-layer in tiles.
-Source of the order: ZeRO-Infinity (arXiv 2104.07857), section 3.
+The advice follows the decision guide, one step at a time. If activations did not fit, reduce them first; a single sequence larger than the
+model's states is cut over ranks. Then treat the states: shard them, offload them to host memory, then to a disk, then tile the largest
+layer. Source of the order: ZeRO-Infinity (arXiv 2104.07857), section 3.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ WEIGHTS, STATES, PASSES, STEP = "the model's weights", "the engine's copies of t
 RESUMING, EVALUATION = "resuming from the checkpoint", "the sequences of an evaluation"
 _NOTE = "during "
 _ZERO_3 = "--sharding.kind zero --sharding.stage 3"
-_SAYINGS = ("allocate memory", "out of memory", "not enough memory")  # said by torch's allocators, the C library and the kernel
+_SAYINGS = ("allocate memory", "out of memory", "not enough memory")  # messages of torch's allocators, the C library and the kernel
 
 
 @contextlib.contextmanager
@@ -38,7 +37,8 @@ def during(what: str) -> Iterator[None]:
 
 
 def did_not_fit(error: BaseException, run: Run, *, world: int, cpu: bool) -> str | None:
-    """`cpu`: whether the device's memory is the host's. Needs no torch: an error is known by its words."""
+    """Return the line for an out-of-memory error, else None. `cpu`: whether the device's memory is the host's. Errors are recognised by
+    their text, so torch is not needed."""
     said = str(error)
     ran_out = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
     if not ran_out and not (isinstance(error, RuntimeError) and any(words in said.lower() for words in _SAYINGS)):
@@ -59,7 +59,7 @@ def did_not_fit(error: BaseException, run: Run, *, world: int, cpu: bool) -> str
 
 
 def next_step(run: Run, where: str, *, world: int, cpu: bool) -> str:
-    """Flags to add: one step further than the recipe is."""
+    """Return flags to add: one step further than the recipe."""
     s, microbatches = run.sharding, run.pipeline.microbatches
     if where == EVALUATION and run.train.eval_sequences > run.train.global_batch:
         return f"--train.eval_sequences {run.train.global_batch}"
@@ -81,6 +81,6 @@ def next_step(run: Run, where: str, *, world: int, cpu: bool) -> str:
 
 
 def _is_long(run: Run) -> bool:
-    """Whether what full recompute keeps of one sequence on a rank, each layer's input, is more than weights, gradients and moments."""
+    """Return whether one sequence's checkpointed activations (each layer's input) exceed weights, gradients and moments on a rank."""
     m, total = run.model, flops.size(run.model, run.experts, run.router, vocab_size=run.vocab_size).total
     return 4 * m.max_length * m.d_model * m.num_layers > 16 * total * max(1, run.degrees.sp)

@@ -1,7 +1,7 @@
-"""The parts of a run that its user's program brings, as objects: callbacks, samples instead of text, an optimizer.
+"""Parts of a run that its user's program passes as objects: callbacks, samples instead of text, an optimizer.
 
-A recipe says that they are there, `data.source: given` and `optimizer.kind: given`, so that a run's folder tells what it was trained with
-and a start without them is refused.
+The recipe names them, `data.source: given` and `optimizer.kind: given`. So a run's folder tells how it was trained, and a start without
+them is refused.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from parallel.optim.given import Factory, Given
 from parallel.outcome import of_all
 
 GIVEN = "given"
-# what the parts that a recipe names are called with (docs/use/plugins.md)
+# numbers of arguments of the plug-ins that a recipe names (docs/use/plugins.md)
 ARGUMENTS: dict[str, int | None] = {
     "optimizer.kind": 1, "optimizer.schedule": 2, "data.source": 1, "dispatch.kind": None, "router.score": 1, "router.select": 2
 }  # fmt: skip
@@ -33,14 +33,14 @@ ARGUMENTS: dict[str, int | None] = {
 
 @dataclass(frozen=True)
 class Own:
-    """`data`: as of moe/data/given.py; `optimizer`: as of parallel/optim/given.py."""
+    """A user's parts. `data`: see moe/data/given.py; `optimizer`: see parallel/optim/given.py."""
 
     callbacks: Sequence[Callback] = ()
     data: Any = None
     optimizer: Factory | None = None
 
     def named_in(self, run: Run) -> Run:
-        """The run that says what is given. Raises BadInput where it says so and nothing is, or says something else as well."""
+        """Return the run with `given` for each part given. Raises BadInput if the recipe says so without a part, or names another one."""
         check(self.callbacks)
         rows = (("data.source", "data", self.data, run.data.source), ("optimizer.kind", "optimizer", self.optimizer, run.optimizer.kind))
         for key, argument, value, said in rows:
@@ -59,7 +59,7 @@ class Own:
 
     @staticmethod
     def code(run: Run) -> dict[str, str]:
-        """The parts that the recipe names, imported, and a schedule tried: SHA-256 of each one's file by its key. Raises BadInput."""
+        """Import the plug-ins that the recipe names, and try a schedule. Return the SHA-256 of each file by key. Raises BadInput."""
         for key, value in run.plugins().items():
             load_plugin(key, value, arguments=ARGUMENTS[key])
         decayed = run.train.steps - run.optimizer.warmup_steps
@@ -68,7 +68,7 @@ class Own:
         return {key: source_of(value) for key, value in run.plugins().items()}
 
     def rule(self, run: Run, mesh: Mesh) -> Given | None:
-        """The optimizer, tried on small parameters with every name of the model's. Raises BadInput, on every rank alike."""
+        """Return the optimizer, tried on small parameters with all names of the model. Raises BadInput, on every rank alike."""
         if not run.optimizer.is_own:
             return None
         rule = optimizer_of(run.optimizer) if self.optimizer is None else given_of(run.optimizer, self.optimizer)
@@ -78,11 +78,11 @@ class Own:
 
 
 def the_same(read: Callable[[], Dataset], world: Axis) -> Dataset:
-    """Samples of a user's program, opened. Collective. Raises BadInput on every rank where they cannot be on one, or are others there."""
+    """Open the samples of a user's program. Collective. Raises BadInput on all ranks if one cannot open them, or has other samples."""
 
     def opened() -> tuple[Dataset, bytes]:
         data = read()
-        first = data.train.first().tobytes() if isinstance(data.train, Stream) else b""  # those with [] are in the key
+        first = data.train.first().tobytes() if isinstance(data.train, Stream) else b""  # samples with [] are in the key
         return data, data.key.encode() + first
 
     data, what = of_all(opened, world, what="data")

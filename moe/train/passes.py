@@ -1,4 +1,4 @@
-"""A rank's share of a batch as micro-batches, each with what its forward pass must know: place in the step, padding, share of tokens."""
+"""A rank's share of a batch as micro-batches, each with the context of its forward pass: place in the step, padding, share of tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from parallel.errors import BadInput
 
 @dataclass(frozen=True)
 class Tokens:
-    """Of the global batch: tokens that are read, tokens that are predicted (at least 1 each), and whether any place is padding."""
+    """Token counts of the global batch: tokens read, tokens predicted (at least 1 each), and whether it has padding."""
 
     inputs: int
     targets: int
@@ -29,8 +29,8 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Pass:
-    """One micro-batch of this rank; `share` of the global batch's tokens. Without targets logits are asked for. Targets may be marks of
-    tokens that are read but not predicted (moe/nn/vocabulary.py)."""
+    """One micro-batch of this rank; `share` of the global batch's tokens. Without targets, logits are computed. Targets may mark tokens
+    that are read but not predicted (moe/nn/vocabulary.py)."""
 
     inputs_BL: Tensor
     targets_BL: Tensor | None
@@ -39,7 +39,7 @@ class Pass:
 
 
 def count_tokens(sequences_NL: Tensor, shard: TokenShard) -> Tokens:
-    """Agreed over the ranks that read the batch, so that every one divides by the same numbers. Raises BadInput on all of them alike."""
+    """Count tokens over all ranks that read the batch, so that all divide by the same numbers. Raises BadInput on all of them alike."""
     assert tuple(sequences_NL.shape) == shard.shape, f"{tuple(sequences_NL.shape)} is not {shard.shape}"
     valid_NL = sequences_NL != PADDING
     reads_NL, predicted_NL = shard.inputs(valid_NL), shard.targets(sequences_NL >= 0)
@@ -63,7 +63,7 @@ def count_tokens(sequences_NL: Tensor, shard: TokenShard) -> Tokens:
 def passes_of(
     parts: Iterable[Tensor], tokens: Tokens, shard: TokenShard, *, seed: int = 0, step: int = 0, loss_scale: float = 1.0
 ) -> list[Pass]:
-    """For micro-batches [B, columns of the shard], in order, that this rank's part of one step is cut into."""
+    """Return the passes of this rank's micro-batches, each int64 [B, columns of the shard], in order."""
     passes, first_sequence = [], shard.sequences.start
     for part in parts:
         inputs_BL, valid_BL = as_inputs(shard.inputs(part)), None
@@ -89,6 +89,6 @@ def passes_of(
 
 
 def without_padding(inputs_BL: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens with 0 where padding stood, and which ones are valid."""
+    """Return tokens with padding replaced by 0, and the mask of valid tokens."""
     valid_BL = inputs_BL != PADDING
     return inputs_BL.masked_fill(~valid_BL, 0), valid_BL

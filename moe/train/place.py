@@ -1,4 +1,4 @@
-"""What a run needs of the place it runs in: a folder that can be written, a dtype that every rank has, memory, signals."""
+"""The machine that a run uses: a writable folder, a dtype that every rank supports, memory, signals."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PROBE_BYTES = 64 << 10  # the recipe and the first lines of the records
 
 
 def settle_precision(run: Run, world: World) -> Run:
-    """`auto` made a dtype, the same on every rank: bf16 only where all of them have it."""
+    """Replace `auto` by a dtype, the same on every rank: bf16 if all ranks support it, else fp32."""
     if run.precision.compute != "auto":
         return run
     compute = "bf16" if _everywhere(torch.bfloat16, world) else "fp32"
@@ -34,7 +34,7 @@ def settle_precision(run: Run, world: World) -> Run:
 
 
 def check_precision(run: Run, world: World) -> str | None:
-    """Refuse fp16 where a processor of any rank would emulate it; of bf16, a line of warning. Raises BadInput."""
+    """Refuse fp16 if the processor of any rank would emulate it. For emulated bf16, return a warning. Raises BadInput."""
     compute = run.precision.compute
     if compute == "fp32" or _everywhere(DTYPES[compute], world):
         return None
@@ -57,7 +57,7 @@ def _everywhere(dtype: torch.dtype, world: World) -> bool:
 
 
 def make_writable(out: Path, world: World) -> None:
-    """Refuse a run folder that cannot be written before anything is computed, on every rank if on one."""
+    """Refuse a run folder that cannot be written, before anything is computed; on all ranks if on one. Raises BadInput."""
     problem = ""
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -77,7 +77,7 @@ def make_writable(out: Path, world: World) -> None:
 def set_aside(folder: Path, world: World, *, after: int | None = None) -> Path | None:
     """Rename the folder (--fresh), or its checkpoints of steps after `after` (--from_step), instead of deleting them. Collective.
 
-    Returns the new folder on rank 0; None on the others, and if there is nothing to rename.
+    Returns the new folder on rank 0; None on other ranks, or if there is nothing to rename.
     """
     process.barrier()
     aside = _renamed(folder, after) if world.rank == 0 else None
@@ -101,7 +101,7 @@ def _renamed(folder: Path, after: int | None) -> Path | None:
 
 
 def own_peak_bytes() -> float:
-    """This rank's peak: allocated on a GPU, resident on a CPU."""
+    """Return this rank's peak bytes: allocated on a GPU, resident on a CPU."""
     if torch.cuda.is_available():
         return float(torch.cuda.max_memory_allocated())
     unit = 1 if sys.platform == "darwin" else 1024
@@ -109,14 +109,15 @@ def own_peak_bytes() -> float:
 
 
 def peak_memory_bytes(mesh: Mesh) -> float:
-    """The largest rank's. Collective."""
+    """Return the maximum of the ranks' peak bytes. Collective."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return float(max_over(torch.tensor(own_peak_bytes(), dtype=torch.float64, device=device), mesh.axis("world")).item())
 
 
 @contextmanager
 def asked_to_stop() -> Iterator[Callable[[], bool]]:
-    """SIGTERM, SIGINT, SIGUSR1 and SIGHUP (a closed terminal) set a flag; whether it is set. What nohup ignores stays ignored."""
+    """Yield a function that returns True once SIGTERM, SIGINT, SIGUSR1 or SIGHUP (a closed terminal) came. A SIGHUP ignored by nohup stays
+    ignored."""
     seen: list[int] = []
 
     def handler(number: int, _: Any) -> None:
@@ -133,6 +134,6 @@ def asked_to_stop() -> Iterator[Callable[[], bool]]:
         yield lambda: bool(seen)
     finally:
         for number, old in before.items():
-            if getattr(old, "before_training", False):  # moe/launch/launch.py's, which would say that nothing had begun
+            if getattr(old, "before_training", False):  # the handler of moe/launch/launch.py, which would report that nothing had begun
                 old = signal.SIG_IGN
-            signal.signal(number, signal.SIG_DFL if old is None else old)  # None: it was not Python's, and cannot be put back
+            signal.signal(number, signal.SIG_DFL if old is None else old)  # None: a handler set outside Python, which cannot be restored

@@ -1,10 +1,10 @@
-"""Before a run starts: what it will need, said in a line, and refused where it cannot fit. At its end: what it took.
+"""Predicts memory and time before a run starts, prints them in a line, and refuses a run that cannot fit. Measures both at its end.
 
     foretell(run, ...)      on every rank, before anything is built     -> the same decision on all of them
-    Measured                peak, model states and seconds of the steps, and what else was in memory when they began
+    Measured                peak, model states and seconds of the steps, and other memory in use when they began
 
-On a GPU bytes are those that torch allocated. On a CPU nobody counts them: they are the process's peak, and what it held beside tensors
-when the model was built is added to the prediction. A prediction that cannot be made is a line, never an error.
+On a GPU, bytes are torch's allocations. On a CPU torch counts none, so bytes are the process's peak; memory that it used for other things
+than tensors when the model was built is added to the prediction. A failed prediction is a line, never an error.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from parallel.plan.cluster import load_cluster
 from parallel.plan.this_machine import measured_cluster, memory_limit_bytes, own_limit_bytes, processor, resident_bytes
 from parallel.process import World
 
-STEPS_OF_MEMORY = 2  # moments are there from the second on
+STEPS_OF_MEMORY = 2  # moments exist from the second on
 
 
 def here(world: World) -> Place:
-    """This machine: memory of the GPU or a share of the host's, and the cluster file that was measured on it, if there is one."""
+    """Return this machine as a place: memory of the GPU or a share of the host's, and the cluster file measured on it, if there is one."""
     if world.device.type == "cuda":
         made = torch.cuda.get_device_properties(world.device)
         return Place("cuda", float(made.total_memory), measured_cluster(made.name))
@@ -46,7 +46,8 @@ def here(world: World) -> Place:
 
 
 def foretell(run: Run, asked: Run, world: World, *, cluster: str | None, force: bool, say: Callable[[str], None]) -> Prediction | None:
-    """Collective. `run`: checked; `asked`: as the user has it, from which the line's fix goes on. Raises BadInput for what cannot fit."""
+    """Predict memory and time. Collective. `run`: checked; `asked`: the user's own, on which the fix is based. Raises BadInput if the run
+    cannot fit."""
     found: Prediction | None = None
     limits = [float("inf")] * 2
     host = memory_limit_bytes() / world.local_size
@@ -56,7 +57,7 @@ def foretell(run: Run, asked: Run, world: World, *, cluster: str | None, force: 
             place = replace(place, cluster=place.cluster.holding(world.size))
         found = predict(run, place)
         limits = [float("inf") if limit is None else limit for limit in (place.limit_bytes, place.own_bytes)]
-    except Exception as error:  # a number that cannot be given must not stop a run that works
+    except Exception as error:  # a failed prediction must not stop a run that works
         say(f"no prediction of memory and time ({type(error).__name__}: {error})".splitlines()[0])
     least = torch.tensor([-limit for limit in (*limits, host)], dtype=torch.float64, device=world.device)
     *least_of_all, host = (-max_over(least, process.everyone(world))).tolist()
@@ -67,7 +68,7 @@ def foretell(run: Run, asked: Run, world: World, *, cluster: str | None, force: 
         say(f"going on all the same (--force): {large.what}: got {large.got}")
     if found is None:
         return None
-    found = replace(found, place=replace(found.place, limit_bytes=whole, own_bytes=own))  # the smallest rank's decide on all of them alike
+    found = replace(found, place=replace(found.place, limit_bytes=whole, own_bytes=own))  # the minima over ranks, so that all decide alike
     say(prediction.line(found))
     if found.over_bytes > 0:
         refused = prediction.refusal(found, asked.model_copy(update={"precision": run.precision}), world.size, checked=check_run)
@@ -80,7 +81,7 @@ def foretell(run: Run, asked: Run, world: World, *, cluster: str | None, force: 
 
 
 def _too_large_evaluation(run: Run, host_bytes: float) -> BadInput | None:
-    """For sequences of an evaluation, ids of 64 bits, that would take most of a rank's share of its host."""
+    """Return an error if the token ids of an evaluation, 64 bits each, take more than half of a rank's share of host memory."""
     assert isinstance(run.degrees.dp, int)
     needed_bytes = 8.0 * (run.model.max_length + 1) * run.train.eval_sequences / run.degrees.dp
     if needed_bytes <= host_bytes / 2:
@@ -91,9 +92,9 @@ def _too_large_evaluation(run: Run, host_bytes: float) -> BadInput | None:
 
 
 class Measured:
-    """Made when the model and its engine are there, and given every step's peak: bytes of the fullest rank, and seconds.
+    """Measurements of a run, begun when the model and its engine exist: each step's peak bytes and seconds.
 
-    `beside`: what a process on a CPU holds then that is no tensor; of a GPU's memory torch counts tensors alone.
+    `beside`: resident bytes of a process on a CPU, other than tensors. It is 0 on a GPU, where torch counts tensors alone.
     """
 
     def __init__(self, world: World) -> None:
@@ -104,23 +105,23 @@ class Measured:
 
     @property
     def looks(self) -> bool:
-        """Whether a step's memory is looked at: the first two alone decide it, what is saved and evaluated later is not theirs."""
+        """Return whether memory is still measured. The first two steps decide it, so later saves and evaluations do not count."""
         return len(self.seconds) < STEPS_OF_MEMORY
 
     def gradients(self, engine: Engine) -> None:
-        """Before a step."""
+        """Measure gradients before an update."""
         if self.looks:
             self.states.before_step(engine)
 
     def step(self, seconds: float, engine: Engine) -> None:
-        """After a step."""
+        """Measure memory and seconds after a step."""
         if self.looks:
             self.peak_bytes = own_peak_bytes()
             self.states.after_step(engine)
         self.seconds.append(seconds)
 
     def against(self, found: Prediction | None, mesh: Mesh) -> dict[str, Any] | None:
-        """What the summary says of prediction and measurement, of the fullest and the slowest rank; None where either is missing.
+        """Return the summary's comparison of prediction and measurement, with maxima over ranks; None if either is missing.
 
         Collective.
         """
@@ -133,11 +134,11 @@ class Measured:
 
 
 def _tensor_bytes() -> int:
-    """Of all tensors that Python knows of, each storage once."""
+    """Return bytes of all tensors known to Python, each storage once."""
     found: dict[int, int] = {}
     for thing in gc.get_objects():
         if issubclass(type(thing), torch.Tensor):
-            with contextlib.suppress(RuntimeError):  # a DTensor has no storage: the tensor within has it, and is another object
+            with contextlib.suppress(RuntimeError):  # a DTensor has no storage; its inner tensor is another object and has it
                 storage = thing.untyped_storage()
                 found[storage.data_ptr()] = storage.nbytes()
     return sum(found.values())

@@ -1,12 +1,12 @@
-"""Where the time of a step goes: `moe train RECIPE --profile` records a few steps with torch's profiler, then tells it by regions.
+"""Time of a step by region: `moe train RECIPE --profile` records a few steps with torch's profiler, then prints a table.
 
     steps of this process    1  2  | 3  4  5 |  6 ...
                              warm    recorded                ->  RUN/profile/rank-0.json.gz   a Chrome trace: ui.perfetto.dev
                                                                  RUN/profile/rank-0.txt       region: forward, backward, share
 
-An operation belongs to the innermost region (parallel/regions.py) that was open when it began. In the backward pass none is open for
-it: there it belongs to the region of the forward operation that made its node, which carries the same sequence number. What a step
-spends in no region is `between`: norms, residual sums, Python. The parts add up to the step.
+An operation belongs to the innermost region (parallel/regions.py) open at its start. In the backward pass no region is open. There an
+operation belongs to the region of the forward operation that made its node, found by its sequence number. Time of a step in no region is
+`between`: norms, residual sums, Python. The rows add up to the step.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Phase = Literal["forward", "backward"]
 
 
 class Spent(NamedTuple):
-    """Milliseconds a step in one region, on the host; `device`: of the kernels that it started there, 0 on a CPU."""
+    """Milliseconds a step in one region, on the host. `device`: time of the kernels started in it, 0 on a CPU."""
 
     region: str
     forward: float
@@ -41,19 +41,19 @@ class Spent(NamedTuple):
 
 
 class Recording:
-    """Give it every step's work: `recording.of(work)`. It records some, writes the files, and does nothing from then on.
+    """Recorder of a few steps. Pass it each step's work, `recording.of(work)`; it writes its files after RECORDED steps and is then idle.
 
-    `name` of the files, such as rank-0; `note`: where the lines go that a user reads.
+    `name` of the files, such as rank-0. `note` prints lines for the user.
     """
 
     def __init__(self, folder: Path, name: str, *, note: Callable[[str], None]) -> None:
         self.folder, self.name, self.note = folder, name, note
         activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
         self._profiler: profile | None = profile(activities=activities)
-        self._done, self._recorded = 0, list[int]()  # steps: how many so far; of each region `step`
+        self._done, self._recorded = 0, list[int]()  # steps so far; steps of each region `step`
 
     def of(self, work: Callable[[], list[Any]]) -> list[Any]:
-        """Do the work of one step, or of several that are made in one go, and give what it gives."""
+        """Do the work of one step, or of several steps done in one call, and return its result."""
         if self._profiler is None:
             return work()
         if self._done < WARM:
@@ -70,7 +70,7 @@ class Recording:
         return made
 
     def close(self) -> None:
-        """Write what was recorded; a run may have had fewer steps than it takes."""
+        """Write the recorded steps, also if the run ended before RECORDED steps."""
         profiler, self._profiler = self._profiler, None
         if profiler is None:
             return
@@ -95,19 +95,20 @@ class Recording:
 
 
 def first_of_its_stage(mesh: Mesh) -> bool:
-    """Whether this rank is the one of its pipeline stage that records: the others of the stage do the same work."""
+    """Return whether this rank records for its pipeline stage. The others of the stage do the same work."""
     return all(mesh.axis(name).index == 0 for name in ("dp", "sp", "tp"))
 
 
 def spent(events: Iterable[Any], *, steps: Sequence[int]) -> list[Spent]:
-    """Of a profiler's events (torch.autograd.profiler_util.FunctionEvent), most time first, of the quickest region `step` among them.
+    """Return time by region, longest first, for the quickest region `step` in a profiler's events
+    (torch.autograd.profiler_util.FunctionEvent).
 
-    `steps`: how many steps each of these regions was. The quickest is what other work on the machine disturbed least.
+    `steps`: the number of steps in each of these regions. The quickest was least disturbed by other work on the machine.
     """
-    number, end = -1, 0.0  # of the region `step`
+    number, end = -1, 0.0  # of the current region `step`
     host: dict[int, dict[tuple[str, Phase], float]] = defaultdict(lambda: defaultdict(float))  # by the number of the region `step`
     device: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    place: dict[int, tuple[str, Phase]] = {}  # of an event within a step, by its id
+    place: dict[int, tuple[str, Phase]] = {}  # region and phase of an event within a step, by its id
     region_of_node: dict[int, str] = {}  # by sequence number
     for event in sorted(events, key=lambda e: (e.time_range.start, -e.time_range.end)):
         where, phase = place.get(id(event.cpu_parent), ("", "forward"))
@@ -120,7 +121,7 @@ def spent(events: Iterable[Any], *, steps: Sequence[int]) -> list[Spent]:
         elif event.name.startswith(PREFIX):
             where = event.name.removeprefix(PREFIX)
         elif event.sequence_nr >= 0:
-            region_of_node[event.sequence_nr] = where  # the last one that has this number made the node
+            region_of_node[event.sequence_nr] = where  # the last operation with this number made the node
         place[id(event)] = (where, phase)
         host[number][where, phase] += event.self_cpu_time_total / 1e3 / steps[number]
         device[number][where] += event.self_device_time_total / 1e3 / steps[number]
@@ -131,7 +132,7 @@ def spent(events: Iterable[Any], *, steps: Sequence[int]) -> list[Spent]:
 
 
 def table(rows: list[Spent]) -> list[str]:
-    """As lines of text: milliseconds a step, and the share of the step."""
+    """Format rows as lines of text: milliseconds a step, and the share of the step."""
     whole = sum(row.forward + row.backward for row in rows) or 1.0
     devices = any(row.device for row in rows)
     head = f"{'region':<28} {'forward ms':>11} {'backward ms':>12} {'share':>7}" + (f" {'kernels ms':>11}" if devices else "")

@@ -1,12 +1,12 @@
-"""Live rebalancing: between steps experts move to other ranks by the load measured since the last time, with their optimizer state.
+"""Live rebalancing: between steps, experts and their optimizer states move to other ranks, by the load counted since the last move.
 
     every n steps, each layer:  load of its experts -> balanced_placement -> less on the fullest rank?  -> move, else stay
 
-The decision is a pure function of numbers that all ranks have (each step's choices, summed over them), so nobody has to be asked.
-An expert's weights and both moments travel over the ep axis; layouts then say where it is, so norms and checkpoints go on
-by global names, and dispatchers send its rows there. Each expert sees the same rows in the same order as before; what may
-still round otherwise (clipping, rows of odd bytes, blocks of other neighbours, all_gather's sums): docs/moe/dispatch.md.
-A checkpoint has the places, and the load counted so far. A run that resumes with the same ep takes them over, so it goes on bit by bit.
+The decision is a pure function of numbers that all ranks have (each step's choices, summed over ranks), so it needs no message. An expert's
+weights and both moments travel over the ep axis. Layouts then name its new place, so norms and checkpoints keep its global name, and
+dispatchers send its rows there. Each expert sees the same rows in the same order as before. Rounding may still differ (clipping, rows of
+odd bytes, blocks of other neighbours, all_gather's sums): docs/moe/dispatch.md. A checkpoint has the placement, and the load counted so
+far. A run resumed with the same ep restores both, so it continues bit by bit.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from parallel.mesh import Axis, Mesh
 
 
 def nothing_to_move(run: Run) -> str | None:
-    """Why `experts.rebalance_every` has no effect on a resolved run that sets it; None where it may have."""
+    """Return why `experts.rebalance_every` has no effect on a resolved run; None if it may have one or is not set."""
     if not run.experts.rebalance_every:
         return None
     if not run.model.layers_with_experts():
@@ -47,7 +47,7 @@ def nothing_to_move(run: Run) -> str | None:
 
 
 class Rebalancer:
-    """Counts load by layer and moves experts where `experts.rebalance_every` says so. All ranks must call it alike."""
+    """Counts load by layer, and moves experts every `experts.rebalance_every` steps. All ranks must call its methods alike."""
 
     def __init__(self, run: Run, engine: Engine, mesh: Mesh) -> None:
         self.run, self.engine, self.mesh = run, engine, mesh
@@ -56,14 +56,14 @@ class Rebalancer:
         self.placements: dict[int, Placement] = {}
 
     def state(self) -> dict[str, Any] | None:
-        """What a checkpoint says of it; None for a run that moves nothing."""
+        """Return the entry for a checkpoint; None for a run that moves no expert."""
         if not self.every:
             return None
         return {"ranks": self.mesh.axis("ep").size, "placements": _named(self.placements), "load": _named(self.load)}
 
     def resume(self, state: Any, *, where: str) -> None:
-        """Take over what a checkpoint says, before it is loaded: places if ep is what it was, the load in any case. None, as of checkpoints
-        without it, changes nothing. Raises BadInput, about `where`, for what no run has."""
+        """Restore the entry of a checkpoint, before its tensors are loaded. The load is always restored, the placement only for the same
+        ep. None, from a checkpoint without the entry, changes nothing. Raises BadInput, about `where`, for an impossible entry."""
         if state is None or not self.every:
             return
         experts = {layer: self.run.experts.of_layer(nth) for nth, layer in enumerate(self.run.model.layers_with_experts())}
@@ -78,7 +78,8 @@ class Rebalancer:
                 self._place(held[number], placement)
 
     def after_step(self, numbers: Numbers, *, step: int, updates: int, record: Callable[[dict[str, Any]], None]) -> None:
-        """Once after every step; `updates`: optimizer steps made so far. Writes an event for the layers that moved."""
+        """Count a step's load and, if due, move experts. `updates`: optimizer steps made so far. Records an event for the layers that
+        moved."""
         if not self.every:
             return
         for layer in numbers.layers:
@@ -86,7 +87,7 @@ class Rebalancer:
             self.load[layer.layer] = [a + b for a, b in zip(before, layer.choices, strict=True)]
         if step % self.every:
             return
-        held = {layer.layer: layer for layer in moe_layers(self.engine.module)}  # of this rank's stages; all are decided alike
+        held = {layer.layer: layer for layer in moe_layers(self.engine.module)}  # layers of this rank's stages; all layers are decided
         moved = [said for number in self.load if (said := self._rebalance(number, held.get(number), updates=updates))]
         self.load.clear()
         if moved:
@@ -106,7 +107,7 @@ class Rebalancer:
         return f"layer {number}: {before / total:.3f} to {after / total:.3f} of the load"
 
     def move(self, layer: MoELayer, now: Placement, then: Placement, *, updates: int) -> None:
-        """Weights and moments of one layer's experts to their new places. Collective."""
+        """Move weights and moments of one layer's experts to their new places. Collective."""
         ep = self.mesh.axis("ep", label=f"layers.{layer.layer} rebalancing")
         states = {
             name: {kind: exchange_experts(t, now, then, ep) for kind, t in self.engine.state(name).items()} for name in self._names(layer)
@@ -119,7 +120,7 @@ class Rebalancer:
         return [name for name, parameter in self.engine.module.named_parameters() if id(parameter) in own]
 
     def _place(self, layer: MoELayer, then: Placement) -> None:
-        """Say where its experts are: in layouts, in the layer, and to its dispatcher."""
+        """Set the places of experts in the layouts, in the layer, and in its dispatcher."""
         ep = self.mesh.axis("ep")
         for name in self._names(layer):
             self.engine.layouts[name] = replace(self.engine.layouts[name], placement=then)
@@ -131,12 +132,12 @@ class Rebalancer:
 
 
 def _named(by_layer: Mapping[int, Sequence[int]]) -> dict[str, list[int]]:
-    """Layers by name, as JSON has them."""
+    """Convert layer numbers to names, as JSON requires."""
     return {str(number): list(values) for number, values in by_layer.items()}
 
 
 def _checked(state: Any, experts: Mapping[int, int], *, where: str) -> tuple[dict[int, Placement], dict[int, list[int]]]:
-    """(placements, load) by layer. `experts`: the number of each layer's."""
+    """Return (placements, load) by layer. `experts`: each layer's number of experts. Raises BadInput for an impossible entry."""
     try:
         placements, load = ({int(name): [int(n) for n in values] for name, values in state[key].items()} for key in ("placements", "load"))
         right = all(sorted(found) == list(range(experts[number])) for number, found in placements.items())
@@ -152,12 +153,12 @@ def _checked(state: Any, experts: Mapping[int, int], *, where: str) -> tuple[dic
 
 @torch.no_grad()
 def exchange_experts(stack: Tensor, now: Placement, then: Placement, ep: Axis) -> Tensor:
-    """A rank's experts [E / P, ...] at the places `now` to those that it holds at the places `then`. Collective over ep."""
+    """Exchange a rank's experts [E / P, ...], placed as in `now`, for its experts under `then`. Collective over ep."""
     places = len(now) // ep.size
     mine = range(ep.index * places, (ep.index + 1) * places)
     goal = {expert: place for place, expert in enumerate(then)}
     source = {expert: place for place, expert in enumerate(now)}
-    out = sorted(mine, key=lambda place: goal[now[place]])  # by their new rank, and there by their new place
+    out = sorted(mine, key=lambda place: goal[now[place]])  # by new rank, then by new place on that rank
     come = sorted(mine, key=lambda place: (source[then[place]] // places, place))
     send = [sum(goal[now[place]] // places == rank for place in mine) for rank in range(ep.size)]
     receive = [sum(source[then[place]] // places == rank for place in mine) for rank in range(ep.size)]

@@ -1,4 +1,4 @@
-"""What a step leaves: counters, a line of the records, and the end of a run whose gradients stay without a finite norm."""
+"""Bookkeeping after a step: counters, a line of the records, and the end of a run whose gradients stay without a finite norm."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from parallel.stored import finite
 
 
 def count(job: Job, norm: GradientNorm) -> None:
-    """One step more; one without a finite norm was skipped."""
+    """Count one step; a step without a finite norm was skipped."""
     c = job.counters
     c.step += 1
     if norm.finite:
@@ -28,7 +28,7 @@ def count(job: Job, norm: GradientNorm) -> None:
 
 
 def record(job: Job, made: Made, seconds: float) -> dict[str, Any]:
-    """The step's line in the records and on the display; `seconds` that it took."""
+    """Write and display the step's line, and return it. `seconds`: duration of the step."""
     run, c = job.run, job.counters
     numbers, norm, rate, scale = made
     tokens = run.train.global_batch * run.model.read_length
@@ -62,12 +62,12 @@ def record(job: Job, made: Made, seconds: float) -> dict[str, Any]:
 
 def _layer_line(layer: LayerNumbers) -> dict[str, Any]:
     line = vars(layer) | {"load": [round(share, 5) for share in layer.load]}
-    del line["choices"]  # the load says it, in fewer digits
+    del line["choices"]  # the load gives the same information with fewer digits
     return line
 
 
 def refuse_endless_skips(job: Job, norm: GradientNorm) -> None:
-    """Stop, on all ranks alike, where skipping cannot help. Collective after a step that was skipped."""
+    """End the run on all ranks if skipping cannot help. Collective after a skipped step. Raises BadInput."""
     run, c = job.run, job.counters
     if norm.finite:
         return
@@ -99,7 +99,7 @@ def refuse_endless_skips(job: Job, norm: GradientNorm) -> None:
 
 
 def _refuse_bad_weights(job: Job) -> None:
-    """Gradients through a weight that is not finite never are."""
+    """Refuse weights that are not finite, because gradients through them are never finite. Raises BadInput."""
     bad = next((held for held in job.engine.tensors() if not finite(held.tensor)), None)
     if bad is None:
         return

@@ -1,4 +1,4 @@
-"""A run's checkpoint as one whole model on this device, whatever layout trained it: to continue texts, to evaluate, to convert."""
+"""Load a run's checkpoint as one whole model on this device, for any training layout: to generate, to evaluate, to convert."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from parallel.stored import check_same_parameters
 
 
 def choose(run_dir: Path, *, step: int | None = None) -> Path:
-    """The folder of a run's newest whole checkpoint, or of the one of a step. Raises BadInput."""
+    """Return the folder of a run's newest whole checkpoint, or of the checkpoint of `step`. Raises BadInput."""
     world, log = Mesh.of(Degrees()).axis("world"), lambda text: print(text, file=sys.stderr)
     path = checkpoint.newest(run_dir / "checkpoints", world=world, log=log, step=step, flag="--step")
     if path is None:
@@ -32,14 +32,14 @@ def choose(run_dir: Path, *, step: int | None = None) -> Path:
 
 
 def load_model(run_dir: Path, *, step: int | None = None) -> tuple[Transformer, Tokenizer, int]:
-    """Of that checkpoint, the model whole on this device: (model, tokenizer, step). Raises BadInput."""
+    """Return (model, tokenizer, step) of the chosen checkpoint, the model whole on this device. Raises BadInput."""
     path = choose(run_dir, step=step)
     state = opened(path).state
     return restore(path), load_tokenizer(state["tokenizer"]), int(state["counters"]["step"])
 
 
 def restore(path: Path) -> Transformer:
-    """The model of one checkpoint, whole on this device, ready to evaluate; adapters are merged into it."""
+    """Return the model of one checkpoint, whole on this device, in evaluation mode. Adapters are merged into it."""
     mesh, reader = Mesh.of(Degrees()), whole(path)
     run = build_run(reader.state["recipe"] | {"degrees": {"dp": 1, "ep": 1}, "tiling": {}})
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

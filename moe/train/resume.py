@@ -1,7 +1,7 @@
-"""What a run takes over from the checkpoint that it goes on or begins from, beside tensors: its tokenizer, and the right to be its model.
+"""State other than tensors that a run takes over from a checkpoint that it resumes or begins with, and the check that the model fits.
 
 checkpoint's recipe + this run's recipe  ->  refused, or allowed; told; recorded        (the table: moe/recipe/changes.py)
-checkpoint's tokenizer                   ->  tokenises whatever the text is now: other ids would scramble the model
+checkpoint's tokenizer                   ->  tokenizes the text even if that changed: other ids would scramble the model
 checkpoint's table of experts by id      ->  is taken, and another in the recipe's file refused       (moe/recipe/hash_table.py)
 """
 
@@ -22,10 +22,10 @@ from parallel.stored import Reader
 
 @dataclass(frozen=True)
 class Resumed:
-    """`tokenizer`: the description to use, None where the text decides; `changed`: every key that differs; `function`: some of them;
-    `table`: of the routers, None where they have none.
+    """Result of the check. `tokenizer`: the description to use, None if the text decides. `changed`: every key that differs. `function`:
+    the changes that alter the model's function. `table`: of hash routers, or None.
 
-    `world`: on how many ranks the steps before were made; None where nothing was trained.
+    `world`: number of ranks of the earlier steps; None if nothing was trained.
     """
 
     tokenizer: dict[str, Any] | None = None
@@ -36,7 +36,8 @@ class Resumed:
 
     @staticmethod
     def of(found: Reader | None, run: Run, allowed: Sequence[str]) -> Resumed:
-        """Of a checkpoint, or of none. Raises BadInput for a recipe that makes another function of its weights, unless `allowed`."""
+        """Check a recipe against a checkpoint, if there is one. Raises BadInput if its weights would compute another function, unless
+        `allowed`."""
         if found is None:
             return Resumed(table=hash_table.read(run))
         before = build_run(found.state["recipe"])
@@ -52,25 +53,26 @@ class Resumed:
 
     @staticmethod
     def begun(source: Reader, run: Run, allowed: Sequence[str]) -> Resumed:
-        """Of another run's checkpoint, of which only the model is taken over (`--init_from`): nothing of how it was trained."""
+        """Check another run's checkpoint (`--init_from`). Only the model is taken over, no training state."""
         before = build_run(source.state["recipe"])
         check_function(before, run, allowed=allowed, where=str(source.path), otherwise="leave --init_from out")
         table, other = _table(source, run, allowed, where=str(source.path))
         return Resumed(source.state["tokenizer"], (), (*function_changes(before, run), *other), table=table)
 
     def recorded(self) -> dict[str, Any]:
-        """For the event of going on: what changed, and which of it was allowed by name."""
+        """Return the fields of the resume event: the changes, and the keys allowed by name."""
         about = {"changed": ", ".join(map(str, self.changed)), "allowed": ", ".join(change.key for change in self.function)}
         return {key: text for key, text in about.items() if text}
 
     def unused(self, allowed: Sequence[str]) -> list[str]:
-        """A line for every permission that nothing needed."""
+        """Return a line for every permission that was not needed."""
         used = {change.key for change in self.function}
         return [f"--allow-change {key} has no effect: it has not changed, or nothing reads it" for key in allowed if key not in used]
 
 
 def _table(found: Reader, run: Run, allowed: Sequence[str], *, where: str) -> tuple[Table | None, list[Change]]:
-    """The checkpoint's table, or the recipe's file where it has none or another is `allowed`: then the change, which no key says."""
+    """Return the checkpoint's table. Return the recipe's file if the checkpoint has none, or if another is `allowed`; then also return the
+    change, because no key of the recipe shows it."""
     if hash_table.wanted(run) is None:
         return None, []
     stored = found.state.get(hash_table.STATE)

@@ -1,7 +1,7 @@
-"""The next token from logits: the likeliest, or one drawn by softmax(logits / temperature) among the likely ones.
+"""Chooses the next token from logits: the likeliest, or one drawn by softmax(logits / temperature) among the likely ones.
 
 top_k    only the k likeliest                                               Fan et al., arXiv 1805.04833
-top_p    only the fewest likeliest that have probability p together         nucleus sampling, Holtzman et al., arXiv 1904.09751
+top_p    the smallest set of likeliest tokens with total probability p      nucleus sampling, Holtzman et al., arXiv 1904.09751
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from parallel.errors import BadInput
 
 @dataclass(frozen=True)
 class Sampling:
-    """`temperature` 0 takes the likeliest token; `top_k` and `top_p` None: every token may come. Raises BadInput."""
+    """Settings of sampling. `temperature` 0 takes the likeliest token; `top_k` and `top_p` None allow every token. Raises BadInput."""
 
     temperature: float = 0.8
     top_k: int | None = None
@@ -33,7 +33,7 @@ class Sampling:
             raise BadInput("--top_p", got=self.top_p, needed="more than 0, at most 1", fix="--top_p 0.9")
 
     def choose(self, logits_BV: Tensor, generators: Sequence[torch.Generator]) -> list[int]:
-        """One token for each row of logits, fp32 on the host; each row draws from its own generator."""
+        """Choose one token for each row of logits, fp32 on the host. Each row draws from its own generator. Raises BadInput."""
         if not logits_BV.isfinite().all():
             fix = "take an earlier checkpoint (--step), or lower optimizer.lr"
             raise BadInput("model", got="logits that are not finite", needed="finite weights", fix=fix)
@@ -43,13 +43,13 @@ class Sampling:
         return [int(torch.multinomial(row, 1, generator=g)) for row, g in zip(probs_BV, generators, strict=True)]
 
     def _likely(self, logits_BV: Tensor) -> Tensor:
-        """-inf where a token may not come. Of tokens as likely as the last that may, all may."""
+        """Set logits of excluded tokens to -inf. Tokens tied with the last of top_k stay."""
         if self.top_k is not None and self.top_k < logits_BV.shape[1]:
             least_B1 = logits_BV.topk(self.top_k, dim=-1).values[:, -1:]
             logits_BV = logits_BV.masked_fill(logits_BV < least_B1, -math.inf)
         if self.top_p is not None and self.top_p < 1:
             sorted_BV, order_BV = logits_BV.sort(dim=-1, descending=True, stable=True)
             probs_BV = sorted_BV.softmax(-1)
-            enough_BV = probs_BV.cumsum(-1) - probs_BV >= self.top_p  # those before it have p already
+            enough_BV = probs_BV.cumsum(-1) - probs_BV >= self.top_p  # the tokens before it have p already
             logits_BV = logits_BV.masked_fill(torch.zeros_like(enough_BV).scatter(1, order_BV, enough_BV), -math.inf)
         return logits_BV

@@ -1,4 +1,4 @@
-"""A training run's state on disk and back: weights, moments, routers' biases, counters, loss scale, through the project's checkpoints."""
+"""Saves and loads a training run's state as checkpoints: weights, moments, routers' biases, counters, loss scale."""
 
 from __future__ import annotations
 
@@ -32,15 +32,16 @@ from parallel.outcome import of_all
 from parallel.precision import LossScale
 from parallel.stored import Reader, Unreadable, check_same_parameters, finite
 
-FACTOR = "kfac.{}"  # the kinds of K-FAC's tensors, which have a layout of their own
-SQUARES = "exp_avg_sq"  # how the kinds of means of squares begin
-PLACED = "rebalancing"  # in the state
-EXTRA = "buffer"  # the kind of what is no parameter, so has neither layout nor moments
+FACTOR = "kfac.{}"  # kinds of K-FAC's tensors, which have their own layout
+SQUARES = "exp_avg_sq"  # prefix of the kinds that are means of squares
+PLACED = "rebalancing"  # key in the state
+EXTRA = "buffer"  # kind of tensors that are no parameters, so have neither layout nor moments
 
 
 @dataclass
 class Counters:
-    """`step`: batches consumed; `updates`: optimizer steps made; `skipped`: the others; `in_a_row`: skipped since the last update."""
+    """Counters of a run. `step`: batches consumed; `updates`: optimizer steps made; `skipped`: the others; `in_a_row`: skipped since the
+    last update."""
 
     step: int = 0
     updates: int = 0
@@ -49,7 +50,7 @@ class Counters:
 
 
 def save(folder: Path, engine: Engine, mesh: Mesh, *, keep: int, **described: Any) -> Path:
-    """Commit a checkpoint of this step; `described` as of `parts`. Collective."""
+    """Commit a checkpoint of this step; `described`: see `parts`. Collective."""
     return checkpoint.save(folder, world=mesh.axis("world"), keep=keep, **parts(engine, mesh, **described))
 
 
@@ -67,10 +68,11 @@ def parts(
     table: Table | None = None,
     placed: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """What a checkpoint of this step is made of: `step`, `held` and `state` of parallel/checkpoint.py. Taking `held` is collective.
+    """Return the content of a checkpoint of this step: `step`, `held` and `state` of parallel/checkpoint.py. Iterating `held` is
+    collective.
 
-    `base`: of a run of adapters, what it says of the other weights (moe/train/adapters.py). `table`: of routers that were given one.
-    `placed`: where experts are that move between ranks (moe/train/rebalance.py).
+    `base`: entry for the base in checkpoints of adapters (moe/train/adapters.py). `table`: of hash routers that were given one. `placed`:
+    placement of experts that move between ranks (moe/train/rebalance.py).
     """
     state: dict[str, Any] = {
         "counters": vars(counters),
@@ -87,8 +89,8 @@ def parts(
 
 
 def held(engine: Engine, mesh: Mesh) -> Iterator[tuple[str, Piece]]:
-    """(kind, piece) of everything that this rank owns of a checkpoint. Collective: an engine may gather what it has cut. What is frozen
-    is its base's."""
+    """Yield (kind, piece) for all tensors that this rank owns in a checkpoint. Frozen weights are in the base's checkpoint. Collective: an
+    engine may gather shards."""
     for name, layout in adapters_of(engine.layouts)[0].items():
         parts = engine.state(name)  # every rank must ask, owner or not: an engine may have to gather
         if layout.is_owner(mesh):
@@ -104,20 +106,21 @@ def held(engine: Engine, mesh: Mesh) -> Iterator[tuple[str, Piece]]:
 
 
 def extra_owned(model: nn.Module, layouts: dict[str, Layout], mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
-    """What is no parameter, once over the world: the same on every rank of the stages that hold the layer, which its norm names."""
+    """Yield tensors that are no parameters, once over the world. All ranks of the stages with the layer have the same; the layout of the
+    layer's norm names these stages."""
     for layer in moe_layers(model):
         if dense((), holders=layouts[f"layers.{layer.layer}.ffn_norm.weight"].holders).is_owner(mesh):
             yield from extra_state(layer).items()
 
 
 def _of_kind(engine: Engine, name: str, kind: str, layout: Layout) -> Layout:
-    """How a parameter's weight, or what the optimizer keeps beside it, lies: that may be a mean over a dim."""
+    """Return the layout of a parameter's weight, or of an optimizer state for it, which may be a mean over a dim."""
     dim = None if kind == "weight" else engine.rule.kept(name, len(layout.shape))[kind]
     return layout if dim is None else layout.without(dim)
 
 
 def _kept(engine: Engine, layouts: dict[str, Layout]) -> dict[str, dict[str, Layout]]:
-    """What the optimizer keeps, by kind, and of which parameters; a kind that it keeps of none is not there."""
+    """Return {kind: {parameter: layout}} of the optimizer states. A kind that no parameter has is left out."""
     found: dict[str, dict[str, Layout]] = {}
     for name, layout in layouts.items():
         for kind in engine.rule.kept(name, len(layout.shape)):
@@ -126,7 +129,7 @@ def _kept(engine: Engine, layouts: dict[str, Layout]) -> dict[str, dict[str, Lay
 
 
 def find(folder: Path, mesh: Mesh, *, log: Callable[[str], None], step: int | None = None) -> Reader | None:
-    """The newest checkpoint of a run that verifies, or that of `step`, whatever layout wrote it; None if there is none. Collective."""
+    """Return the newest valid checkpoint of a run, or the checkpoint of `step`, from any layout; None if there is none. Collective."""
     world = mesh.axis("world")
     path = checkpoint.newest(folder, world=world, log=log, step=step)
     return None if path is None else of_all(lambda: opened(path), world, what=f"checkpoint {path.name}")
@@ -144,12 +147,12 @@ def resume(
     log: Callable[[str], None],
     whole: dict[str, Layout] | None = None,
 ) -> bool:
-    """Load what `find` found; False if that was nothing. Collective.
+    """Load the checkpoint from `find`; return False if it is None. Collective.
 
-    `whole`: the layouts of the whole model, where this rank has some of its stages.
+    `whole`: the layouts of the whole model, if this rank has some of its stages.
 
-    Raises BadInput, naming the parameter, for a checkpoint of another model; says what else has changed since. Whether the recipe
-    computes the same with those parameters is the caller's to check (moe/recipe/changes.py).
+    Raises BadInput, naming the parameter, for a checkpoint of another model; logs other changes. The caller checks whether the recipe still
+    computes the same function with those parameters (moe/recipe/changes.py).
     """
     if found is None:
         return False
@@ -157,7 +160,7 @@ def resume(
     mine, _ = adapters_of(engine.layouts)
     everywhere, _ = adapters_of(whole or engine.layouts)
     kept = _kept(engine, everywhere)
-    fresh = not begun and not all(found.names(kind) for kind in kept)  # nor need it have what this optimizer keeps
+    fresh = not begun and not all(found.names(kind) for kind in kept)  # then it may lack this optimizer's states
     check_same_parameters(found, global_layouts(everywhere))
     for kind, layouts in kept.items() if not fresh else ():
         check_same_parameters(found, global_layouts(layouts), (kind,))
@@ -185,7 +188,7 @@ def resume(
 
 
 def source(path: Path, mesh: Mesh, *, log: Callable[[str], None]) -> Path:
-    """The checkpoint in this folder, or the newest one of this run, verified. Collective. Raises BadInput."""
+    """Return the checkpoint in this folder, or this run's newest one, verified. Collective. Raises BadInput."""
     world = mesh.axis("world")
     named = largest(float(world.index == 0 and (path / "manifest.json").is_file()), world)  # on one rank the folder may be another
     given = path if named else checkpoint.newest(path / "checkpoints", world=world, log=log)
@@ -197,7 +200,7 @@ def source(path: Path, mesh: Mesh, *, log: Callable[[str], None]) -> Path:
 
 
 def _verify(given: Path, log: Callable[[str], None]) -> None:
-    """Raises BadInput about --init_from."""
+    """Verify a checkpoint; raise BadInput about --init_from if it is damaged."""
     try:
         checkpoint.verify(given)
     except Unreadable:
@@ -209,10 +212,10 @@ def _verify(given: Path, log: Callable[[str], None]) -> None:
 
 
 def begin(found: Reader, engine: Engine, mesh: Mesh, *, log: Callable[[str], None], whole: dict[str, Layout] | None = None) -> None:
-    """Take over another run's weights and routers' biases, and nothing else: moments are zero and no step is counted. Collective.
+    """Load another run's weights and routers' biases, and nothing else: moments are zero and no step is counted. Collective.
 
-    Of a model with adapters these are the frozen ones. `whole`: the layouts of the whole model, where this rank has some of its stages.
-    Raises BadInput, naming the parameter, for another model.
+    In a model with adapters only the frozen weights are loaded. `whole`: the layouts of the whole model, if this rank has some of its
+    stages. Raises BadInput, naming the parameter, for another model.
     """
     fix = "give this recipe the other's sizes (its recipe.yaml has them), or convert it: moe convert"
     mine, everywhere = (_of_base(layouts) for layouts in (engine.layouts, whole or engine.layouts))
@@ -231,7 +234,7 @@ def begin(found: Reader, engine: Engine, mesh: Mesh, *, log: Callable[[str], Non
 
 
 def _of_base(layouts: dict[str, Layout]) -> dict[str, Layout]:
-    """Those that another run's weights take the place of."""
+    """Return the layouts of parameters that another run's weights replace."""
     trained, frozen = adapters_of(layouts)
     return frozen or trained
 
@@ -240,7 +243,7 @@ _SECTIONS = {"counters": dict, "loss_scale": dict, "recipe": dict, "tokenizer": 
 
 
 def opened(path: Path) -> Reader:
-    """A verified checkpoint of a run. Raises BadInput where its state is none that a run has: what wrote it was no save of this project."""
+    """Open a verified checkpoint of a run. Raises BadInput if its state lacks a section or has an impossible value."""
     what, fix = f"checkpoint {path.name}", "take another checkpoint, or write these as moe convert does"
     if not (path / "manifest.json").is_file():  # another rank has verified it
         needed = "the folder that rank 0 reads, on every machine"
@@ -266,7 +269,7 @@ def opened(path: Path) -> Reader:
 
 
 def check_values(tensor: Tensor, what: str, *, squares: bool) -> None:
-    """Refuse what hashes cannot see, because somebody wrote it so: integers, numbers that are not finite, means of squares below 0."""
+    """Refuse bad values, which hashes cannot detect if they were saved so: integers, values not finite, negative means of squares."""
     got = None
     if not tensor.is_floating_point():
         got = f"values of {str(tensor.dtype).removeprefix('torch.')}"
@@ -280,7 +283,7 @@ def check_values(tensor: Tensor, what: str, *, squares: bool) -> None:
 
 
 def load_factors(reader: Reader, kfac: Kfac, mesh: Mesh, *, updates: int, log: Callable[[str], None]) -> None:
-    """K-FAC's factors and inverses, which a run that was AdamW's so far has none of: that is said; AdamW's steps go on until a refresh."""
+    """Load K-FAC's factors and inverses. If some are missing, as after AdamW, log it; AdamW's steps are used until a refresh."""
 
     def stored(kind: str, name: str, layout: Layout) -> Tensor | None:
         full, kind = global_name(name), FACTOR.format(kind)
@@ -296,13 +299,13 @@ def load_factors(reader: Reader, kfac: Kfac, mesh: Mesh, *, updates: int, log: C
 
 
 def load_extra(reader: Reader, model: nn.Module, *, log: Callable[[str], None], staged: bool = False) -> None:
-    """Routers' biases, which a recipe may gain or lose between two lives of a run: that is said, and no reason to refuse.
+    """Load routers' biases. A recipe may gain or lose them between two starts of a run: this is logged, not refused.
 
     `staged`: the model is some stages of the recipe's, and the other routers' biases are on other ranks.
     """
     stored, held = reader.names(EXTRA), extra_state(model)
     before = build_run(reader.state["recipe"])
-    saved = reader.state["counters"]["step"] > 0 and before.router.spec.bias_rate is not None  # a converted model may come without
+    saved = reader.state["counters"]["step"] > 0 and before.router.spec.bias_rate is not None  # a converted model may lack them
     for name, tensor in held.items():
         lost = name not in stored and saved and _layer(name) in before.model.layers_with_experts()
         if lost or stored.get(name, tuple(tensor.shape)) != tuple(tensor.shape):
@@ -327,5 +330,5 @@ def _layer(name: str) -> int:
 
 
 def global_layouts(layouts: dict[str, Layout]) -> dict[str, Layout]:
-    """The same records by the names that checkpoints use."""
+    """Return the same layouts by the names used in checkpoints."""
     return {global_name(name): layout for name, layout in layouts.items()}

@@ -4,8 +4,8 @@
     after the last: global norm by ownership -> all finite? -> unscale, clip, step            -> or drop and count a skip
     after a step: routers' selection biases move by the step's load
 
-The loss is the mean over the predicted tokens of the *global* batch, whatever each rank holds; auxiliary losses are means
-over its routed tokens. Padding is neither.
+The loss is the mean over the predicted tokens of the *global* batch, for any sharding; auxiliary losses are means over its routed tokens.
+Padding is neither predicted nor routed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def accumulate(
     loss_scale: float = 1.0,
     flag: int = 0,
 ) -> Numbers:
-    """Forward and backward over this rank's tokens (int64, of the shard's shape); afterwards the engine holds summed gradients.
+    """Run forward and backward over this rank's tokens (int64, of the shard's shape). Afterwards the engine holds summed gradients.
 
     PADDING at the end of a sequence is neither predicted nor routed; a marked token is read and not predicted. The ranks of one pipeline
     hold the same tokens. Collective.
@@ -69,9 +69,9 @@ def accumulate(
 def finish(
     engine: Engine, numbers: Numbers, *, world: Axis, scale: LossScale, lr: float, clip_norm: float | None, device: torch.device
 ) -> GradientNorm:
-    """Clip and step, or drop the gradients where any is not finite on any rank; the loss scale learns of it.
+    """Clip and step, or drop the gradients if any is not finite on any rank; update the loss scale. Collective.
 
-    `numbers` are what `accumulate` gave: with a finished step, and only then, each router's bias moves by the step's load.
+    `numbers`: the result of `accumulate`. After a finished step, and only then, each router's bias moves by the step's load.
     """
     norm = gradient_norm(engine.owned_gradients(), families=FAMILIES, world=world, device=device).divided_by(scale.value)
     if norm.finite:
@@ -88,13 +88,13 @@ def finish(
 
 
 def update_biases(model: nn.Module, numbers: Numbers) -> None:
-    """Every router with a selection bias learns the global batch's load before dropping: the same on all ranks, once a step."""
+    """Update every router's selection bias by the global batch's load before dropping: the same on all ranks, once a step."""
     move_biases(model, {seen.layer: torch.tensor(seen.choices) for seen in numbers.layers})
 
 
 @torch.no_grad()
 def move_biases(model: nn.Module, load: dict[int, Tensor]) -> None:
-    """By the load of each layer [E], summed over all ranks."""
+    """Move biases by the load of each layer [E], summed over all ranks."""
     for layer in moe_layers(model):
         bias_E, rate = layer.router.bias_E, layer.router.spec.bias_rate
         if bias_E is not None and rate is not None:
@@ -103,7 +103,7 @@ def move_biases(model: nn.Module, load: dict[int, Tensor]) -> None:
 
 @torch.no_grad()
 def validation_loss(executor: Executor, sequences_NL: Tensor, *, shard: TokenShard, at_once: int) -> float:
-    """Mean loss in nats a token over all ranks' tokens; deterministic, with the recipe's evaluation capacity."""
+    """Return the mean loss in nats a token over all ranks' tokens; deterministic, with the recipe's evaluation capacity."""
     tokens = count_tokens(sequences_NL, shard)
     total = torch.zeros((), dtype=torch.float64, device=sequences_NL.device)
 

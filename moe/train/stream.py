@@ -1,7 +1,7 @@
-"""Several steps without a drain between them (PipeDream, 2BW): every stage updates as soon as its own gradients are there.
+"""Several steps without a drain between them (PipeDream, 2BW): every stage updates as soon as it has its own gradients.
 
     rank 0   F0 F1 F2 F3 B0 U F4 B1 U ...      batch b + 1 is under way when batch b's update is made: its weights are older than
-    rank 3            F0 B0 U F1 B1 U ...      those that its gradient changes, by the schedule's delay and by no more
+    rank 3            F0 B0 U F1 B1 U ...      the weights that its gradient changes, by the schedule's delay and no more
 
 There is no gradient norm of the whole model before an update, so nothing is clipped and no step is skipped.
 """
@@ -41,7 +41,7 @@ def stream(
     rate: Callable[[int], float],
     flag: int = 0,
 ) -> list[tuple[Numbers, GradientNorm]]:
-    """One step for each batch (this rank's, int64 of the shard's shape), of which the first has the number `step`; `schedule`: of them all.
+    """Make one step for each batch (this rank's, int64 of the shard's shape). `step`: number of the first. `schedule` covers all batches.
 
     `rate(n)`: the learning rate of the n-th update, from 0. Afterwards the pipeline is empty. Collective.
     """

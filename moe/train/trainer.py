@@ -1,9 +1,9 @@
-"""Train a recipe: the loop around one step, with evaluation, checkpoints, records, and an orderly way out.
+"""Train a recipe: the loop around one step, with evaluation, checkpoints, records, and an orderly end.
 
     data(step) -> step.accumulate -> step.finish -> records -> every n-th step: evaluate, save -> flag agreed? save and leave
 
-`train(run)` is the library's entry and never reads argv. It resumes from the newest checkpoint in `out` by default. A
-signal only sets a flag; the flag is summed with the step's numbers, so that all ranks leave at the same step.
+`train(run)` is the library's entry and never reads argv. It resumes from the newest checkpoint in `out` by default. A signal only sets a
+flag. The flag is summed with the step's numbers, so that all ranks leave at the same step.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from parallel.process import World
 
 
 class Stopped(Exception):
-    """A signal came and the checkpoint is saved."""
+    """Raised after a signal, once the checkpoint is saved."""
 
 
 def train(
@@ -68,17 +68,16 @@ def train(
 ) -> dict[str, Any]:
     """Train a checked or unchecked Run and return its summary (the fields of summary.json).
 
-    In one process, or on every rank that a launcher started. `fresh` sets earlier checkpoints aside
-    instead of resuming; `from_step` resumes from the checkpoint of that step, and sets later ones aside. `allow_changes`: keys of the
-    recipe that may change what a resumed model computes. `cluster`: a file that predicts memory and time (else this machine's own);
-    `force` tries what is predicted not to fit. `init_from`: another run, or one of its checkpoints, whose weights and tokenizer this one
-    begins with. `restart`: that the run was started again without its user, for its records. `profile`: record where a few steps' time
-    goes.
+    Runs in one process, or on every rank that a launcher started. `fresh` sets earlier checkpoints aside instead of resuming. `from_step`
+    resumes from the checkpoint of that step, and sets later ones aside. `allow_changes`: keys of the recipe that may change the function of
+    a resumed model. `cluster`: a file to predict memory and time with (else this machine's own). `force` starts a run that is predicted not
+    to fit. `init_from`: another run, or one of its checkpoints, whose weights and tokenizer this one begins with. `restart`: set if a
+    launcher restarted the run, for its records. `profile`: record time by region for a few steps.
 
     A user's own parts, the same on every rank: `callbacks` (moe/train/callbacks.py), `data`, samples instead of text (moe/data/given.py),
     `optimizer`, a function of torch's parameter groups (parallel/optim/given.py).
 
-    Raises BadInput before anything is written, Stopped after a signal once the state is saved, and Ended where a callback raised.
+    Raises BadInput before anything is written, Stopped after a signal once the state is saved, and Ended if a callback raised.
     """
     world = world or process.read_environment()
     check_allowed(allow_changes)
@@ -146,7 +145,7 @@ def _loop(job: Job, asked: Callable[[], bool]) -> None:
         unsaved = unsaved or due(run.train.save_every)
         # put off while steps are skipped: those weights may be lost, and a save would prune a good checkpoint
         if last or flags or (unsaved and not counters.in_a_row):
-            _save(job, wait=last or bool(flags))  # before the evaluation: whatever becomes of that, these steps are kept
+            _save(job, wait=last or bool(flags))  # before the evaluation, so that its failure cannot lose these steps
             unsaved = False
         if last or due(run.train.eval_every):
             job.tell("on_evaluate", evaluate(job))
@@ -159,7 +158,7 @@ def _loop(job: Job, asked: Callable[[], bool]) -> None:
 
 
 def _end_early(job: Job) -> None:
-    """A callback asked to stop: what its moment left undone of a run's end is done now."""
+    """Finish a run that a callback stopped: save and evaluate, unless done at this step."""
     step = job.counters.step
     if job.saved_at != step:
         _save(job, wait=True)
@@ -208,7 +207,7 @@ def _record_saved(job: Job) -> None:
 
 
 def _tell_saved(job: Job) -> None:
-    """Callbacks learn of a checkpoint when every rank knows of it: rank 0 may before."""
+    """Tell callbacks of a checkpoint when every rank knows of it. Rank 0 may know earlier."""
     step = job.saver.known
     if step is not None and step != job.told_saved:
         job.told_saved = step

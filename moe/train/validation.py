@@ -1,4 +1,4 @@
-"""Validation within a run: the loss on held-out text, as records and display tell it."""
+"""Validation within a run: the loss on held-out text, recorded and displayed."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from parallel.collectives import max_over
 
 
 def evaluate(job: Job, *, record: bool = True) -> dict[str, Any]:
-    """Evaluate at this step; `record`: write it down too. The line of it. Collective."""
+    """Evaluate at this step and return the record's line. `record`: also write it. Collective."""
     run = job.run
     watchdog.enter("evaluation after the step")
     shard = shard_of(run, job.mesh, run.train.eval_sequences)
     at_once = max(1, len(job.shard.sequences) // run.pipeline.microbatches)
-    with during(EVALUATION):  # passes are those of a step, which fitted: what can be too much are its sequences
+    with during(EVALUATION):  # micro-batches are as large as a step's, which fitted; only the sequences can be too large
         held = job.read(partial(job.data.validation.held, shard))
         loss = validation_loss(job.executor, torch.from_numpy(held.sequences).to(job.world.device), shard=shard, at_once=at_once)
     job.evaluated_at, job.evaluated = (
@@ -38,7 +38,8 @@ def evaluate(job: Job, *, record: bool = True) -> dict[str, Any]:
 
 
 def was_evaluated(job: Job) -> bool:
-    """Whether the records, which rank 0 has, hold an evaluation of this step: an earlier life may have died between saving and that."""
+    """Return whether the records, which rank 0 has, hold an evaluation of this step. An earlier process may have died between save and
+    evaluation. Collective."""
     lines = read(job.out) if job.world.rank == 0 else ()
     found = any(line["kind"] == "eval" and line["step"] == job.counters.step for line in lines)
     return bool(max_over(torch.tensor(int(found), device=job.world.device), job.mesh.axis("world")).item())
