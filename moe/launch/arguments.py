@@ -1,4 +1,4 @@
-"""The words by which a parent starts a rank, and what the rank reads from them: one table, so that both sides know the same flags.
+"""Command line of a rank: written by the parent, parsed by the rank, from one table of flags.
 
 Arguments(...).words()  ->  switch_tiny --degrees.ep=2 --out runs/a --fresh  ->  parse(words) == Arguments(...)
 """
@@ -17,7 +17,7 @@ USAGE = (
     "RECIPE [--section.key VALUE ...] [--out DIR] [--fresh] [--from-step STEP] [--allow-change KEY ...] [--init-from RUN] "
     "[--cluster NAME] [--force] [--profile] [--debug-collectives] [--elastic MIN]"
 )
-# a flag with a value: (what it needs, an example); the others have none
+# flags with a value: (needed, an example); other flags have none
 _VALUES = {
     "--out": ("a folder", "--out runs/NAME"),
     "--from-step": ("the step of a checkpoint", "--from-step 400"),
@@ -31,7 +31,7 @@ _ALONE = ("--fresh", "--force", "--profile", "--debug-collectives")
 
 @dataclass(frozen=True)
 class Arguments:
-    """What the command line of a rank says."""
+    """Parsed command line of a rank."""
 
     recipe: str
     overrides: Mapping[str, str] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class Arguments:
             raise BadInput("--from_step", got=f"{self.from_step} with --fresh", needed="a beginning or a checkpoint", fix=fix)
 
     def words(self) -> list[str]:
-        """The command line."""
+        """Return the command line as a list of words."""
         values = (("from-step", self.from_step), ("init-from", self.init_from), ("cluster", self.cluster), ("elastic", self.elastic))
         words = [self.recipe, *(f"--{key}={value}" for key, value in self.overrides.items())]
         words += ["--out", str(self.out)] if self.out else []
@@ -68,7 +68,7 @@ class Arguments:
 
 
 def parse(argv: Sequence[str]) -> Arguments:
-    """The arguments of a rank. Accepts and ignores `--local_rank`, which DeepSpeed's launcher adds. Raises BadInput."""
+    """Parse the arguments of a rank. Accepts and ignores `--local_rank`, which DeepSpeed's launcher adds. Raises BadInput."""
     words, overrides = take_overrides(list(argv))
     recipe: str | None = None
     given: dict[str, list[str]] = {name: [] for name in _VALUES}

@@ -1,11 +1,11 @@
-"""A run with fewer processes than it is meant for, `--elastic MIN`: dp shrinks, and each rank computes more micro-batches of a step.
+"""A run with fewer processes than planned, `--elastic MIN`: dp shrinks, and each rank computes more micro-batches of a step.
 
     4 processes    dp 4  ep 4    1 micro-batch of 2 sequences          lost: 2 ranks
     2 processes    dp 2  ep 2    2 micro-batches of 2 sequences        the same 8 sequences a step, in the same order
 
-A micro-batch never holds more sequences than it is meant to, so activations fit where they fitted before. tp, pp, sp and etp stay; ep is
-the recipe's, or its largest divisor that divides what is left. Losses are a function of the global batch, so they stay what they were, to
-rounding; with a router whose decisions depend on the micro-batch, only numbers of processes with micro-batches of the same size will do.
+A micro-batch never holds more sequences than planned, so activations still fit. tp, pp, sp and etp stay; ep is the recipe's, or its largest
+divisor that divides the remaining ranks. Losses are a function of the global batch, so they do not change, except by rounding. If a
+router's decisions depend on the micro-batch, only numbers of processes with micro-batches of the same size are allowed.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from moe.router.groups import needs_group
 from parallel.errors import BadInput
 from parallel.mesh import divisors
 
-ORIGIN = "--elastic"  # of the values that this changes
-_TRIES = 8  # numbers of micro-batches for one number of processes: the fewest come first
+ORIGIN = "--elastic"  # origin of the values changed here
+_TRIES = 8  # numbers of micro-batches tried for one number of processes, fewest first
 
 
 def whole(run: Run, processes: int | None) -> Run:
-    """The recipe for all its processes: where `degrees.dp` is auto, for these. Raises BadInput where nobody says how many those are."""
+    """Return the recipe for all its processes. If `degrees.dp` is auto, `processes` sets it. Raises BadInput if that is None."""
     if run.degrees.dp != "auto":
         return run
     if processes is None:
@@ -34,13 +34,14 @@ def whole(run: Run, processes: int | None) -> Run:
 
 
 def size(run: Run) -> int:
-    """How many processes a run with a number for `degrees.dp` is meant for."""
+    """Return the planned number of processes of a run. Its `degrees.dp` must be a number."""
     assert isinstance(run.degrees.dp, int)
     return run.degrees.dp * _ranks_each(run)
 
 
 def for_world(run: Run, world: int, *, least: int) -> Run:
-    """The run of all processes (`whole`), which must be legal, for `world` of them. Raises BadInput where that does not divide."""
+    """Return the run for `world` processes. `run` must be legal for all processes (see `whole`). Raises BadInput if `world` does not divide
+    it."""
     found = None if world < least else run if world == size(run) else _fitted(run, world)
     if found is not None:
         return found
@@ -57,14 +58,15 @@ def _advice(works: list[int], world: int, least: int) -> str:
 
 
 def smaller(run: Run, *, below: int, least: int) -> list[int]:
-    """The numbers of processes under `below` on which the run of all processes (`whole`) can go on, at least `least`; largest first."""
+    """Return numbers of processes under `below` and at least `least` on which `run`, made for all processes, can continue; largest
+    first."""
     each = _ranks_each(run)
     worlds = range((below - 1) // each * each, max(least, each) - 1, -each)
     return [world for world in worlds if world == size(run) or _fitted(run, world) is not None]
 
 
 def check_smaller(run: Run, *, below: int, least: int) -> list[int]:
-    """`smaller`, of a start on `below` processes. Raises BadInput where there is none, and names those that there are below `least`."""
+    """Return `smaller` for a start on `below` processes. Raises BadInput if it is empty, and names possible numbers below `least`."""
     found = smaller(run, below=below, least=least)
     if found:
         return found
@@ -76,7 +78,7 @@ def check_smaller(run: Run, *, below: int, least: int) -> list[int]:
 
 
 def layout(run: Run) -> str:
-    """What changes with the number of processes, in a few words, of a resolved run."""
+    """Describe the settings that change with the number of processes, in a few words, for a resolved run."""
     d, m = run.degrees, run.pipeline.microbatches
     ep = f" ep {d.ep}" if run.model.layers_with_experts() else ""
     held = run.train.global_batch // (int(d.dp) * m)
@@ -84,7 +86,7 @@ def layout(run: Run) -> str:
 
 
 def _fitted(run: Run, world: int) -> Run | None:
-    """The legal run on `world` processes with the fewest micro-batches that hold no more than they should; None where there is none."""
+    """Return the legal run on `world` processes with the fewest micro-batches no larger than planned, or None."""
     each = _ranks_each(run)
     if world < each or world % each or run.train.global_batch % (world // each):
         return None
@@ -107,7 +109,7 @@ def _candidates(run: Run, dp: int) -> Iterator[Run]:
 
 
 def _expert_degrees(run: Run, dp: int) -> list[int | str]:
-    """The recipe's, or if it no longer divides the ranks that experts lie over, its divisors that do, largest first."""
+    """Return the recipe's ep; if it no longer divides the ranks that hold experts, its divisors that do, largest first."""
     ep, d = run.degrees.ep, run.degrees
     if ep == "auto":
         return ["auto"]
@@ -115,7 +117,7 @@ def _expert_degrees(run: Run, dp: int) -> list[int | str]:
 
 
 def _same_size(run: Run) -> bool:
-    """Whether the router decides, or asks for balance, over what a rank holds in a micro-batch: then that must stay the same sequences."""
+    """Return whether the router decides or balances within a rank's micro-batch. Then that must keep its number of sequences."""
     spec = run.router.spec
     if not run.model.layers_with_experts():
         return False
@@ -124,13 +126,13 @@ def _same_size(run: Run) -> bool:
 
 
 def _held(run: Run) -> int:
-    """Sequences in a micro-batch of a rank, of the run of all processes."""
+    """Return sequences in a rank's micro-batch, for the run of all processes."""
     assert isinstance(run.degrees.dp, int)
     return max(1, run.train.global_batch // (run.degrees.dp * run.pipeline.microbatches))
 
 
 def _ranks_each(run: Run) -> int:
-    """Ranks of one place on dp."""
+    """Return the number of ranks for each index on dp."""
     d = run.degrees
     return max(1, d.pp * d.tp * d.sp)
 
@@ -147,5 +149,5 @@ def _why(run: Run) -> str:
 
 
 def listed(worlds: list[int]) -> str:
-    """Numbers of processes in words."""
+    """Format numbers of processes, 16 at most."""
     return " ".join(map(str, worlds[:16])) + (f" and {len(worlds) - 16} fewer" if len(worlds) > 16 else "") if worlds else "none"

@@ -1,6 +1,6 @@
 """The environment that `moe train` gives its ranks before torch is imported: port, cores, devices, open files, folder of extensions.
 
-Everything is decided from files and package metadata, because importing torch to ask would take two seconds.
+All values come from files and package metadata, because importing torch to ask would take two seconds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from moe.launch.processes import PARENT, STDIN
 from parallel.errors import BadInput, counted
 from parallel.extensions import extensions_dir, remove_stale_locks, version_of
 
-# Variables of an outer job's launcher are removed: a rank must take its place from its own launcher.
+# Variables of an outer job's launcher are removed: a rank must take its rank number from its own launcher.
 _OF_A_LAUNCHER = (
     "RANK",
     "LOCAL_RANK",
@@ -31,26 +31,27 @@ _OF_A_LAUNCHER = (
     STDIN,
 )
 
-# What torch's libraries read when they are loaded. Those of speed were chosen by measuring: `moe bench environment`.
+# Variables that torch's libraries read when loaded. The values for speed were measured: `moe bench environment`.
 BEFORE_TORCH = {
     # Two caches hold compiled products for 1,024 shapes each, and an expert's number of rows is a new shape at nearly every step.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32",
     "LRU_CACHE_CAPACITY": "32",
-    # A waiting thread spins for a moment, then sleeps. GNU's 300,000 turns keep a core from the thread that is waited for as soon as
-    # anything else runs too; to sleep at once costs the time of waking where nothing does.
+    # A waiting thread spins for a moment, then sleeps. GNU's 300,000 turns block a core that the awaited thread may need, as soon as other
+    # work runs too. Sleeping immediately costs the time of waking on an idle machine.
     "GOMP_SPINCOUNT": "10000",
     # Torch's profiler prints a line of its own when it starts and stops (`moe train --profile`).
     "KINETO_LOG_LEVEL": "9",
 }
 
-# Of a rank: libraries, groups with a connection to each member; of rank 0, also the store's to every rank. Measured: 33 with 2, 63 with 4.
+# Open files of a rank: libraries, and groups with a connection to each member; rank 0 also has the store's. Measured: 33 with 2, 63 with 4.
 _OPEN_FILES, _OPEN_FILES_EACH = 128, 3
 
 
 def child_environment(environment: Mapping[str, str], nproc: int | None) -> dict[str, str]:
-    """The launcher's environment: cores divided among `nproc` ranks, DeepSpeed's device, and the folder of compiled extensions.
+    """Return the launcher's environment: cores divided among `nproc` ranks, DeepSpeed's device, and the folder of compiled extensions.
 
-    Without `nproc`, where ranks start on other machines, nothing that is found out about this one; but their torch is as this one.
+    `nproc` None means that ranks start on other machines. Then nothing measured on this machine is set, except that its torch is assumed
+    there too.
     """
     env = {
         name: value
@@ -74,14 +75,14 @@ def child_environment(environment: Mapping[str, str], nproc: int | None) -> dict
 
 
 def set_before_torch(environment: MutableMapping[str, str]) -> None:
-    """Set what torch's libraries read as they load, unless the user has. Where no launcher of ours does it, each process does."""
+    """Set the variables of BEFORE_TORCH, unless the user has. Each process calls it, in case our launcher did not start it."""
     for name, value in BEFORE_TORCH.items():
-        if name != "GOMP_SPINCOUNT" or "OMP_WAIT_POLICY" not in environment:  # that would count for less than the number of turns
+        if name != "GOMP_SPINCOUNT" or "OMP_WAIT_POLICY" not in environment:  # else the number of turns would overrule it
             environment.setdefault(name, value)
 
 
 def allow_open_files(world: int) -> None:
-    """Raise the limit of open files of this process, and of what it starts, to what each of several ranks needs. Raises BadInput."""
+    """Raise the limit of open files of this process and its children to the need of one of `world` ranks. Raises BadInput."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = _OPEN_FILES + _OPEN_FILES_EACH * world
     if world == 1 or soft == resource.RLIM_INFINITY or soft >= needed:
@@ -93,9 +94,9 @@ def allow_open_files(world: int) -> None:
 
 
 def import_path(environment: Mapping[str, str]) -> dict[str, str]:
-    """Where ranks look for modules: not in the working folder first, whose `parallel.py` or `moe.py` would stand for this project's.
+    """Return variables for ranks' module search, without the working folder: a `parallel.py` or `moe.py` there would hide this project's.
 
-    A checkout that is not installed is named instead. An installed one is not: its folder holds other packages, and would come before
+    A checkout that is not installed is added to the path. An installed one is not: its folder holds other packages, and would come before
     the standard library.
     """
     safe = {"PYTHONSAFEPATH": "1"}
@@ -107,7 +108,7 @@ def import_path(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def usable_cores() -> int:
-    """The number of cores that this process may use: its affinity, and a container's quota if there is one."""
+    """Return the number of cores that this process may use: its affinity, limited by a container's quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
@@ -117,7 +118,7 @@ def usable_cores() -> int:
 
 
 def has_gpu(environment: Mapping[str, str]) -> bool:
-    """Whether torch will find a GPU. If that is uncertain, True, so that nothing is forced to the CPU."""
+    """Return whether torch will find a GPU. If that is uncertain, True, so that nothing is forced to the CPU."""
     if version_of("torch").endswith("+cpu") or environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return False
     return (
@@ -126,7 +127,7 @@ def has_gpu(environment: Mapping[str, str]) -> bool:
 
 
 def devices(environment: Mapping[str, str], nproc: int) -> str | None:
-    """The first `nproc` of the GPUs that CUDA_VISIBLE_DEVICES allows, for DeepSpeed, which would otherwise take 0, 1, ... ."""
+    """Return the first `nproc` GPUs of CUDA_VISIBLE_DEVICES, for DeepSpeed, which would otherwise take 0, 1, ... . Raises BadInput."""
     visible = environment.get("CUDA_VISIBLE_DEVICES", "")
     if not visible or not has_gpu(environment):
         return None
@@ -144,7 +145,7 @@ def devices(environment: Mapping[str, str], nproc: int) -> str | None:
 
 
 def devices_without(gone: int | None, environment: Mapping[str, str], nproc: int) -> dict[str, str]:
-    """CUDA_VISIBLE_DEVICES for a run on fewer than `nproc` GPUs, without the one of its rank `gone`; nothing where there are none."""
+    """Return CUDA_VISIBLE_DEVICES without the GPU of rank `gone`, for a run on fewer than `nproc` GPUs; empty without GPUs."""
     if gone is None or not has_gpu(environment):
         return {}
     visible = environment.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(nproc)))
@@ -153,14 +154,14 @@ def devices_without(gone: int | None, environment: Mapping[str, str], nproc: int
 
 
 def free_port() -> int:
-    """A TCP port on which nothing listens."""
+    """Return a free TCP port."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
 
 
 def port_from(environment: Mapping[str, str], *, local: bool = True) -> int:
-    """MASTER_PORT if it is set and free, else any free port (and one line says so). Raises BadInput."""
+    """Return MASTER_PORT if it is set and free, else any free port (and print one line). Raises BadInput."""
     asked = environment.get("MASTER_PORT")
     if asked is None:
         return free_port()

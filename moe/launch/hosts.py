@@ -1,9 +1,9 @@
-"""The machines of a hostfile beside DeepSpeed's launcher: whether they can be reached, and signals to their ranks, by pdsh and ssh.
+"""The machines of a hostfile, reached without DeepSpeed's launcher: checks them and signals their ranks, by pdsh and ssh.
 
-    moe train -> pdsh -> ssh worker-1 -> python -m moe.launch.hosts send TOKEN 15      on all machines at once
+    moe train -> pdsh -> ssh worker-1 -> python -m moe.launch.hosts send TOKEN 15      on all machines in parallel
 
-DeepSpeed's launcher ends what runs there by the name of its program, which every other run of the same user has too, one rank after
-another, and kills those that save for longer than half a minute. So it is never asked to: ranks are found by the token of their launch.
+DeepSpeed's launcher ends remote processes by program name, which all runs of a user share. It ends ranks one after another, and kills ranks
+that save for longer than half a minute. So it is never asked to: ranks are found by the token of their launch.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from moe.launch.processes import kill_all, ranks_of, send
 from moe.launch.status import STARTED
 from parallel.errors import BadInput
 
-_LIMIT_S = 60  # of a command there, with the start of Python
+_LIMIT_S = 60  # limit of a remote command, including the start of Python
 _POLL_S = 0.05
 
 
 @dataclass(frozen=True)
 class Hosts:
-    """The machines by their names, the token of the launch on them, and how many ranks each has."""
+    """Names of the machines, the token of the launch, and the number of ranks (slots) on each."""
 
     names: tuple[str, ...]
     token: str
     slots: tuple[int, ...]
 
     def ranks_on(self, number: int) -> range:
-        """Those of one machine: ranks are counted through the machines in their order."""
+        """Return the ranks of one machine. Ranks are numbered through the machines in order."""
         before = sum(self.slots[:number])
         return range(before, before + self.slots[number])
 
     def check(self, folder: Path, *, no_more: Callable[[], bool]) -> bool:
         """Refuse machines that ssh does not reach, that lack this program, or that do not see this run's `folder`. Raises BadInput.
 
-        False where it was broken off: `no_more` is asked for that.
+        Returns False if `no_more` returned True, which aborts the check.
         """
         for program in ("pdsh", "ssh"):
             if shutil.which(program) is None:
@@ -67,27 +67,27 @@ class Hosts:
         return True
 
     def send(self, number: int, *, no_more: Callable[[], bool]) -> tuple[set[int], list[str]]:
-        """Send a signal to all ranks of the launch, at once. Returns those that got it, and the machines that did not answer."""
+        """Send a signal to all ranks of the launch in parallel. Returns the ranks that got it, and the machines that did not answer."""
         answers, _ = self._all("send", self.token, str(number), no_more=no_more)
         got = {int(rank) for answer in answers.values() for rank in answer.split() if rank.isdecimal()}
         return got, [name for name in self.names if name not in answers]
 
     def end(self) -> list[str]:
-        """SIGKILL every process of the launch. Returns a line for each machine on which that is not certain."""
+        """SIGKILL every process of the launch. Returns a line for each machine that did not confirm it."""
         answers, errors = self._all("end", self.token)
         wrong = {name: answers.get(name) or errors[name] for name in self.names if answers.get(name) != "none"}
         return [f"whether all processes on {name} have ended is not known: {why}" for name, why in wrong.items()]
 
     def _all(self, *words: str, no_more: Callable[[], bool] = lambda: False) -> tuple[dict[str, str], dict[str, str]]:
-        """What each machine answered to `python -m moe.launch.hosts WORDS`, and what went wrong on those that did not.
+        """Return each machine's answer to `python -m moe.launch.hosts WORDS`, and each machine's error.
 
-        `no_more`: asked again and again whether to break it off.
+        `no_more` is polled, and aborts the command when it returns True.
         """
         paths = [f"{name}={quoted(value)}" for name, value in import_path(os.environ).items()]
         command = ["pdsh", "-R", "ssh", "-f", "1024", "-u", str(_LIMIT_S), "-w", ",".join(self.names), "env", *paths]
         command += [quoted(sys.executable), "-m", "moe.launch.hosts", "%n", *map(quoted, words)]
         said: list[str] = []
-        with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as problems:  # an ssh that lives on would hold a pipe open
+        with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as problems:  # a surviving ssh would hold a pipe open
             try:
                 process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=problems, start_new_session=True)
             except OSError as error:
@@ -105,12 +105,13 @@ class Hosts:
 
 
 def quoted(word: str) -> str:
-    """A word for pdsh, which replaces %h and %n, and for the shell behind it."""
+    """Quote a word for pdsh, which replaces %h and %n, and for the remote shell."""
     return shlex.quote(word).replace("%", "%%")
 
 
 def answered(names: Sequence[str], text: str) -> dict[str, str]:
-    """{machine: its answer} from pdsh's lines `worker-1: 1 here`: the number counts, since pdsh cuts names at the first dot."""
+    """Parse pdsh's lines `worker-1: 1 here` as {machine: answer}. The number identifies a machine, since pdsh cuts names at the first
+    dot."""
     found: dict[str, str] = {}
     for line in text.splitlines():
         number, _, said = line.partition(": ")[2].partition(" ")
@@ -120,7 +121,7 @@ def answered(names: Sequence[str], text: str) -> dict[str, str]:
 
 
 def _error(name: str, text: str) -> str:
-    """The last line that is about a machine."""
+    """Return the last line about a machine."""
     host = name.rpartition("@")[2]
     lines = [line.partition(": ") for line in text.splitlines()]
     said = [rest.strip() for label, _, rest in lines if rest and (host == label or host.startswith(f"{label}."))]
@@ -128,7 +129,7 @@ def _error(name: str, text: str) -> str:
 
 
 def main(words: Sequence[str]) -> int:
-    """Carried out on each machine, whose number is the first word."""
+    """Run a command on each machine. The first word is the machine's number."""
     match words[1:]:
         case ["check", folder, word]:
             try:

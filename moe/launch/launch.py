@@ -1,4 +1,4 @@
-"""The code that every rank runs, whatever started it: deepspeed, torchrun, srun, or plain python.
+"""The program of every rank, for all launchers: deepspeed, torchrun, srun, or plain python.
 
     deepspeed --num_accelerators 2 --module moe.launch.launch switch_tiny --degrees.ep 2
     torchrun --nproc_per_node 2 -m moe.launch.launch switch_tiny
@@ -41,13 +41,13 @@ from parallel.extensions import use_extensions_dir
 from parallel.lock import is_held
 
 _LAUNCHERS = ("TORCHELASTIC_RUN_ID", "CROSS_RANK", "OMPI_COMM_WORLD_RANK")  # set by torchrun, DeepSpeed's launcher and Open MPI's
-_SAID = ".moe-said-"  # begins the names of files in the system's temporary folder: a line that a rank of one launch has printed
+_SAID = ".moe-said-"  # prefix of files in the system's temporary folder, one for each line that a rank of a launch has printed
 _KEPT_S = 600.0
 
 
 @dataclass
 class Life:
-    """The facts known so far about a rank's run: its folder, if a parent holds it and reads there how the rank ended, and its recipe."""
+    """Facts about a rank's run so far. `place`: its folder, once known, if a parent reads the rank's status there. `run`: its recipe."""
 
     place: list[Path] = field(default_factory=list)
     run: Run | None = None
@@ -59,8 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def script(work: Callable[[], object]) -> NoReturn:
-    """Run a script's own code around `train`, and leave Python as `moe train` does: what a user can mend in one line, said once; the exit
-    codes of moe/launch/exit_codes.py; ranks that leave together.
+    """Run a script's own code around `train`, and exit Python as `moe train` does. Errors that the user can fix are one line, printed once.
+    Exit codes are those in moe/launch/exit_codes.py, and ranks leave together.
 
         script(lambda: train(run, callbacks=[Best()]))
     """
@@ -68,7 +68,7 @@ def script(work: Callable[[], object]) -> NoReturn:
 
 
 def live(work: Callable[[Life], int]) -> int:
-    """One rank's life around `work`, which gives its exit code. Returns that, or the one for what was raised, which is said and left."""
+    """Run `work` as one rank, and return its exit code. An exception is printed, noted for the parent, and converted to an exit code."""
     die_with_parent()
     use_extensions_dir()
     set_before_torch(os.environ)
@@ -96,7 +96,7 @@ def _from_words(argv: Sequence[str] | None, life: Life) -> int:
 
 
 def _ended(work: Callable[[Life], int], life: Life, rank: int) -> int:
-    """Exit code of `work`. Prints how it ended, and notes it for the parent that reads it in the run's folder."""
+    """Return the exit code of `work`. Prints how it ended, and writes it to the status in the run's folder for the parent."""
     error: str | None = None
     code, of_all, repeats = FAILED, False, False
     try:
@@ -105,13 +105,13 @@ def _ended(work: Callable[[Life], int], life: Life, rank: int) -> int:
         code, error = BAD_INPUT, str(bad)
         if _is_to_say(bad, rank):
             print(f"error: {error}", file=sys.stderr, flush=True)
-    except Ended as ended:  # it names rank and collective, so a stack trace adds nothing
+    except Ended as ended:  # the message names rank and collective, so a stack trace adds nothing
         error, of_all = str(ended), True
-        if ended.speaker and TOKEN not in os.environ:  # else the parent says it once for all
+        if ended.speaker and TOKEN not in os.environ:  # else the parent prints it once for all
             print(f"error on rank {rank}: {error}", file=sys.stderr, flush=True)
     except KeyboardInterrupt:  # before training began; during it, a signal saves and stops
         code, error = INTERRUPTED, "interrupted"
-    except BaseException as failure:  # whatever it was, the other ranks and the parent must learn of it
+    except BaseException as failure:  # the other ranks and the parent must learn of any exception
         error = None if life.run is None else _did_not_fit(failure, life.run)
         if error is None:
             error = f"{type(failure).__name__}: {failure}".splitlines()[0]
@@ -125,8 +125,8 @@ def _ended(work: Callable[[Life], int], life: Life, rank: int) -> int:
 
 
 def _is_to_say(bad: BadInput, rank: int) -> bool:
-    """Whether this rank prints what its user can mend, so that it is said once, be it every rank's or that of one alone."""
-    if TOKEN in os.environ:  # the parent has all ranks' words, and says what rank 0 does not
+    """Return whether this rank prints a BadInput, so that an error of one rank or of all is printed once."""
+    if TOKEN in os.environ:  # the parent has all ranks' status, and prints errors that rank 0 does not
         return rank == 0
     if bad.speaker is not None:
         return bad.speaker
@@ -135,7 +135,8 @@ def _is_to_say(bad: BadInput, rank: int) -> bool:
 
 
 def _first_here(line: str) -> bool:
-    """Whether no other child of this process's launcher has said this line: an empty file of its name is made by the first."""
+    """Return whether no other child of this process's launcher has printed this line. The first one creates an empty file named by its
+    hash."""
     began = Path(f"/proc/{os.getppid()}/stat")
     with contextlib.suppress(OSError):
         parent = f"{os.getppid()} {began.read_text().rpartition(')')[2].split()[19]}"
@@ -154,9 +155,9 @@ def _first_here(line: str) -> bool:
 
 @dataclass(frozen=True)
 class _TooEarly:
-    """A signal's handler for the time before training, which does not put it back afterwards (moe/train/place.py).
+    """Signal handler for the time before training, which does not restore it afterwards (moe/train/place.py).
 
-    It is for one process: a child that was forked meanwhile ends as it would by itself, and without a word in the rank's name.
+    It acts for one process: a forked child ends by the signal's default and prints nothing for the rank.
     """
 
     place: list[Path]
@@ -165,7 +166,7 @@ class _TooEarly:
     before_training = True
 
     def __call__(self, number: int, _: object) -> None:
-        if number == signal.SIGINT or os.getpid() != self.process:  # ends as it would by itself
+        if number == signal.SIGINT or os.getpid() != self.process:  # ends by the signal's default
             ctypes.CDLL(None).signal(number, 0)  # the default; Python would allow it in the main thread alone
             os.kill(os.getpid(), number)
         if self.place:
@@ -177,11 +178,11 @@ class _TooEarly:
 
 @contextlib.contextmanager
 def _early_signals(place: list[Path], rank: int) -> Iterator[None]:
-    """Until training catches them, SIGTERM, SIGUSR1 and SIGHUP end this process at once, with word that nothing is lost. So does Ctrl-C in
-    a rank, without a word.
+    """End this process on SIGTERM, SIGUSR1 and SIGHUP before training catches them, with the message that nothing is lost. Ctrl-C in a rank
+    also ends it, without a message.
 
-    No exception is raised: it would come out of the middle of an import, which some libraries cannot be left in. `place`: the run's
-    folder, once it is known.
+    No exception is raised, because it could interrupt an import, after which some libraries do not work. `place`: the run's folder, once
+    known.
     """
 
     stop = _TooEarly(place, rank, os.getpid())
@@ -201,7 +202,7 @@ def _early_signals(place: list[Path], rank: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _heard_at_once(stop: _TooEarly) -> Iterator[None]:
-    """Have a thread call the handler as well: Python's own call waits while the main thread is in C, such as for ranks that never come."""
+    """Let a thread call the handler too. Python's own call waits while the main thread is in C code, such as waiting for missing ranks."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -209,7 +210,7 @@ def _heard_at_once(stop: _TooEarly) -> Iterator[None]:
     os.set_blocking(told, False)
     hears = [told]
 
-    def hear(fd: int) -> None:  # a forked child's signals are its own, from its first moment: they would be heard as this process's
+    def hear(fd: int) -> None:  # else signals of a forked child would be handled as this process's
         if hears:
             with contextlib.suppress(ValueError):  # another thread than the main one forks
                 signal.set_wakeup_fd(fd, warn_on_full_buffer=False)
@@ -234,7 +235,8 @@ def _heard_at_once(stop: _TooEarly) -> Iterator[None]:
 
 
 def _refuse_fresh_again(given: Arguments, environment: Mapping[str, str]) -> None:
-    """torchrun starts a rank again with the same words, and those would set aside what the run has saved since. Raises BadInput."""
+    """Refuse --fresh and --from_step under torchrun's restarts. It repeats the same arguments, which would set newer checkpoints aside.
+    Raises BadInput."""
     restarts = environment.get("TORCHELASTIC_MAX_RESTARTS", "0")
     flag = "--fresh" if given.fresh else "--from_step" if given.from_step is not None else None
     if flag and restarts.isdecimal() and int(restarts) > 0:
@@ -244,7 +246,7 @@ def _refuse_fresh_again(given: Arguments, environment: Mapping[str, str]) -> Non
 
 
 def _for_those_left(run: Run, origins: dict[str, str], least: int) -> tuple[Run, dict[str, str]]:
-    """The recipe for the processes that are there, and where its values come from. Raises BadInput."""
+    """Return the recipe for the present number of processes, and the origins of its values. Raises BadInput."""
     from parallel import process
 
     world = process.read_environment()
@@ -291,7 +293,8 @@ def _train(run: Run, origins: dict[str, str], name: str, out: Path, given: Argum
 
 
 def _carried_out(work: Callable[[], object]) -> int:
-    """Train, and leave in good order: the exit code. Raises what ended the run on all ranks in the place of this rank's echo of it."""
+    """Do the training `work`, stop the process groups, and return the exit code. If another rank caused this rank's error, its error is
+    raised instead."""
     from moe.train.trainer import Stopped
     from parallel import process, watchdog
 
@@ -320,7 +323,7 @@ def _ignore_signals() -> None:
 
 
 def _last_word(place: list[Path], rank: int) -> Callable[[str, bool], None]:
-    """What the watchdog does before it ends this process, whose main thread is stuck."""
+    """Return the function that the watchdog calls before it ends this process. The main thread is stuck then."""
 
     def end(line: str, speaker: bool) -> None:
         for out in place:
@@ -334,7 +337,7 @@ def _last_word(place: list[Path], rank: int) -> Callable[[str, bool], None]:
 
 
 def _did_not_fit(failure: BaseException, run: Run) -> str | None:
-    """The line for a run out of memory, with the next thing to try; None for any other failure."""
+    """Return the line for a run out of memory, with the next thing to try; None for any other failure."""
     from moe.train.out_of_memory import did_not_fit
     from parallel import process
 

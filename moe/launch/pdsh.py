@@ -1,12 +1,12 @@
-"""DeepSpeed's launcher for the machines of a hostfile, with what it says and passes on mended.
+"""DeepSpeed's launcher for the machines of a hostfile, with corrected arguments, output and environment.
 
     moe train -> this, on DeepSpeed's runner -> pdsh -> ssh -> deepspeed.launcher.launch on each machine -> ranks
 
 python -m moe.launch.pdsh FOLDER [the runner's arguments]
 
-DeepSpeed puts what it was given into a command line for a shell on the other machines: here every word arrives as it was. It puts the
-working folder before all modules, and its log before those of the run: here it does not. The environment that ranks need goes along. And
-each machine leaves word in FOLDER of how its launcher ended (moe/launch/status.py): pdsh waits for all of them before it says anything.
+DeepSpeed joins its arguments to a shell command for the other machines; here each word is quoted. DeepSpeed puts the working folder before
+all modules, and its log before the run's output; here it does not. Variables that ranks need are passed on. Each machine writes to FOLDER
+how its launcher ended (moe/launch/status.py), because pdsh reports only when all have ended.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from moe.launch.processes import PARENT, STDIN, TOKEN, die_with_input
 from moe.launch.status import machine
 from parallel.errors import BadInput
 
-PASSED = ("MOE_", "PYTHON", "OMP_", "GLOO_", "NCCL_", "UCX_", "TORCH_", "DS_ACCELERATOR")  # variables whose names begin so
+PASSED = ("MOE_", "PYTHON", "OMP_", "GLOO_", "NCCL_", "UCX_", "TORCH_", "DS_ACCELERATOR")  # prefixes of the variables passed on
 
 
 def passed(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that ranks on other machines get; a process of this one would mean nothing there."""
+    """Return the variables for ranks on other machines, without PARENT, a process id of this machine."""
     return {name: value for name, value in environment.items() if name.startswith(PASSED) and name != PARENT}
 
 
 def of_file(path: Path) -> dict[str, str]:
-    """{name: its value as the command line has it} of a file of NAME=VALUE lines, as DeepSpeed's: `$HOME` is read on the other machine.
+    """Read a file of NAME=VALUE lines, as DeepSpeed's, as {name: its value for the command line}. `$HOME` is expanded on the other machine.
 
-    A value may stand in quotes, which mean what they mean to a shell. Raises BadInput.
+    A value may be in quotes, with their meaning in a shell. Raises BadInput.
     """
     found: dict[str, str] = {}
     for number, line in enumerate(path.read_text(errors="surrogateescape").splitlines(), 1):
@@ -51,7 +51,7 @@ def of_file(path: Path) -> dict[str, str]:
 
 
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
-_OBEYED = re.compile(r"""\\[$`"\\]|["`\\]|\$(?=\()""")  # in double quotes: what is escaped already, and what is to be
+_OBEYED = re.compile(r"""\\[$`"\\]|["`\\]|\$(?=\()""")  # in double quotes: characters already escaped, and characters to escape
 
 
 def _worded(value: str) -> str:
@@ -66,7 +66,7 @@ def _worded(value: str) -> str:
 
 
 def main() -> int:
-    """DeepSpeed's runner, with its way to the machines replaced by one whose command line is made here."""
+    """Run DeepSpeed's runner, with its pdsh command line replaced by this module's."""
     from deepspeed.launcher import runner
 
     folder, given = Path(sys.argv[1]), sys.argv[2:]
@@ -101,7 +101,7 @@ def main() -> int:
             return command, kill, environment
 
     runner.PDSHRunner = Hosts
-    if STDIN in os.environ:  # pdsh does not see that its input has ended; those that it started see that it has
+    if STDIN in os.environ:  # pdsh does not notice the end of its input; its remote processes do
         die_with_input(lambda: os.killpg(os.getpgrp(), signal.SIGKILL))
     runner.main(given)
     return DONE

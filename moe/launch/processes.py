@@ -1,9 +1,9 @@
-"""The processes of one launch: finding them, signalling them, noticing their deaths, and ending every one of them.
+"""The processes of one launch: find them, signal them, notice their deaths, and end every one of them.
 
-    moe train (this process) -> launcher -> (second launcher) -> ranks -> whatever they start
+    moe train (this process) -> launcher -> (second launcher) -> ranks -> their child processes
 
-Launchers lose signals and exit codes, so ranks are looked up directly. Every process of a launch carries the same TOKEN in its
-environment, and keeps it when its parent dies or when it leaves the session. A rank is the topmost process with a RANK.
+Launchers lose signals and exit codes, so ranks are looked up directly. Every process of a launch carries the same TOKEN in its environment,
+and keeps it when its parent dies or when it leaves the session. A rank is the topmost process with a RANK.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from parallel.parent import die_with
 
 TOKEN = "MOE_LAUNCH"
 PARENT = "MOE_LAUNCH_PARENT"
-STDIN = "MOE_LAUNCH_STDIN"  # set where this process's input ends with `moe train`, on whatever machine that runs
+STDIN = "MOE_LAUNCH_STDIN"  # set if this process's input ends with `moe train`, on any machine
 _NAMED = "moe rank "
-_LAUNCHERS = (TOKEN, "TORCHELASTIC_RUN_ID", "CROSS_RANK")  # only our parent, torchrun or DeepSpeed's launcher set these
+_LAUNCHERS = (TOKEN, "TORCHELASTIC_RUN_ID", "CROSS_RANK")  # set only by our parent, torchrun or DeepSpeed's launcher
 
 
 def own_launch() -> str:
-    """Token of the launch that this process belongs to; empty if there is none."""
+    """Return the token of this process's launch; empty if there is none."""
     return os.environ.get(TOKEN, "")
 
 
 def die_with_parent() -> None:
-    """Called in a rank: have it killed when the launcher that started it dies, or `moe train` above that (Linux).
+    """Have this rank killed when its launcher dies, or the `moe train` process above it (Linux).
 
-    An early Ctrl-C also ends it, without a traceback, until training catches signals. Does nothing in a process that no
-    launcher started: its parent is a shell, and the run may outlive that (nohup).
+    An early Ctrl-C also ends it, without a traceback, until training catches signals. Does nothing in a process without a launcher: its
+    parent is a shell, and the run may outlive that (nohup).
     """
     if not any(name in os.environ for name in _LAUNCHERS):
         return
@@ -56,7 +56,7 @@ def die_with_parent() -> None:
 
 
 def _die_with(pid: int) -> None:
-    """Wait in the kernel until `pid` has ended, then end this process: launchers between the two do not do so when a process dies."""
+    """Wait in the kernel until `pid` has ended, then end this process. Launchers between the two do not pass a death on."""
     try:
         handle = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -69,7 +69,7 @@ def _die_with(pid: int) -> None:
 
 
 def die_with_input(end: Callable[[], None]) -> None:
-    """Call `end` when the input of this process, to which nobody writes, comes to its end: `moe train`, or the way to it, is gone."""
+    """Call `end` at end of file on this process's input: `moe train`, or the connection to it, is gone. No process writes to that input."""
 
     def wait() -> None:
         with contextlib.suppress(OSError):
@@ -82,9 +82,9 @@ def die_with_input(end: Callable[[], None]) -> None:
 
 @dataclass
 class Rank:
-    """One rank as its ancestor sees it. `code` is its exit code (negative: a signal), if it could be read before it was reaped.
+    """One rank as seen by its ancestor. `code`: its exit code (negative: a signal), if it was read before the process was reaped.
 
-    `pid` is 0 for a rank on another machine, of which nothing is seen from here.
+    `pid` is 0 for a rank on another machine, which cannot be observed here.
     """
 
     rank: int
@@ -118,20 +118,20 @@ def wait(ranks: list[Rank], wait_s: float) -> None:
 
 
 def find_ranks(ancestor: int) -> list[Rank]:
-    """The ranks among the descendants of a launcher, in order of rank."""
+    """Return the ranks among the descendants of a launcher, in order of rank."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return _ranks({p.pid: _environment(p) | _named(p) for p in psutil.Process(ancestor).children(recursive=True)})
     return []
 
 
 def ranks_of(token: str) -> list[Rank]:
-    """The ranks of a launch on this machine, in order of rank."""
+    """Return the ranks of a launch on this machine, in order of rank."""
     environments = {process.pid: _environment(process) for process in psutil.process_iter()}
     return _ranks({pid: found for pid, found in environments.items() if found.get(TOKEN) == token})
 
 
 def name_rank(rank: int) -> None:
-    """Called in a rank that is a fork, whose environment the system still shows as that of the process it came from."""
+    """Name the process of a forked rank. The system still shows its environment as its parent's."""
     with contextlib.suppress(OSError):  # not Linux
         Path("/proc/self/comm").write_text(f"{_NAMED}{rank}")
 
@@ -144,7 +144,7 @@ def _named(process: psutil.Process) -> dict[str, str]:
 
 
 def _ranks(family: Mapping[int, Mapping[str, str]]) -> list[Rank]:
-    """Those with a RANK whose parents have none."""
+    """Return the ranks: processes with a RANK and parents without one."""
     found = []
     for pid, environment in family.items():
         rank = environment.get("RANK", "")
@@ -155,7 +155,7 @@ def _ranks(family: Mapping[int, Mapping[str, str]]) -> list[Rank]:
 
 
 def send(ranks: list[Rank], number: int) -> int:
-    """Send the signal to all living ranks at once. Returns how many got it."""
+    """Send the signal to all living ranks. Returns the number that got it."""
     sent = 0
     for rank in ranks:
         rank.look()
@@ -167,9 +167,9 @@ def send(ranks: list[Rank], number: int) -> int:
 
 
 def kill_all(session: int | None, *tokens: str, spared: int | None = None, wait_s: float = 10.0) -> list[int]:
-    """SIGKILL every process of a launch until none is left. Returns the ids of those alive after `wait_s` (stuck in the kernel).
+    """SIGKILL every process of a launch until none is left. Returns the ids still alive after `wait_s` (stuck in the kernel).
 
-    `session`: that of the launcher, where it runs on this machine; `spared`: a process that stays.
+    `session`: the launcher's session, if it runs on this machine. `spared`: a process that stays.
     """
     until = time.monotonic() + wait_s
     while True:
@@ -186,7 +186,7 @@ def kill_all(session: int | None, *tokens: str, spared: int | None = None, wait_
 
 
 def _members(session: int | None, tokens: Collection[str], spared: int | None) -> list[int]:
-    """Living processes in the launcher's session, or with one of the launch's tokens."""
+    """Return living processes in the launcher's session, or with one of the launch's tokens."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, ProcessLookupError, PermissionError):
@@ -205,7 +205,7 @@ def _environment(process: psutil.Process) -> dict[str, str]:
 
 
 def _state(pid: int) -> tuple[str, int | None]:
-    """('R', None) for a living process, ('Z', exit code) for one that waits to be reaped, ('X', None) for one that is gone."""
+    """Return ('R', None) for a living process, ('Z', exit code) for one that waits to be reaped, ('X', None) for one that is gone."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (ProcessLookupError, FileNotFoundError):

@@ -1,12 +1,12 @@
-"""The ranks of a run's next life, kept ready: a process that has loaded what ranks load, and forks them when they are needed.
+"""Spare ranks for a restart: a warm process that has imported the ranks' modules, and forks ranks when they are needed.
 
-    moe train --restarts N -> launcher -> ranks            the first life
+    moe train --restarts N -> launcher -> ranks            the first attempt
                            -> this                         from its first checkpoint on; loads torch and the trainer, once
-                           -> this -> leader -> ranks      every later life, in a tenth of a second instead of ten
+                           -> this -> leader -> ranks      every later attempt, in a tenth of a second instead of ten
 
-A fork has its parent's memory and none of its threads, so this process has no thread, process group or GPU of its own; where loading has
-taken a GPU, the next life comes from the launcher. The leader stands for the launcher: ranks die with it, it ends when all have, and its
-session is theirs. One line of JSON goes each way: what to start -> the processes; and one more says how the leader ended.
+A fork has its parent's memory and none of its threads, so this process has no thread, process group or GPU of its own. If imports have
+taken a GPU, the launcher starts the next attempt. The leader replaces the launcher: ranks die with it, it ends when all have, and they
+share its session. Messages are lines of JSON: a request to start, the process ids in answer, and later how the leader ended.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from moe.recipe.load import load
 from parallel.parent import die_with
 
 _FORK_S, _LEAVE_S, _LOOK_S = 10.0, 10.0, 0.1
-# what a rank imports only as it comes to it: torch's optimizers ask for the compiler, rank 0 for TensorBoard
+# imported late in a rank: torch's optimizers need the compiler, rank 0 TensorBoard
 _LATER = ("torch._dynamo", "torch.utils.tensorboard")
 _BY_SHARDING = {"zero": ("parallel.data.deepspeed", "deepspeed"), "fsdp": ("torch.distributed.fsdp",)}
 
 
 class Forked:
-    """A life's leader as `subprocess.Popen` would show it, and its ranks."""
+    """The leader of an attempt, with the interface of `subprocess.Popen`, and its ranks."""
 
     def __init__(self, pids: Sequence[int], hear: Callable[[float], dict[str, Any] | None]) -> None:
         self.pid, self.ranks = pids[0], [Rank(number, pid) for number, pid in enumerate(pids[1:])]
@@ -49,7 +49,7 @@ class Forked:
     def poll(self, wait_s: float = 0.0) -> int | None:
         while self.returncode is None and (word := self._hear(wait_s)) is not None:
             for rank, code in zip(self.ranks, word.get("codes", ()), strict=False):
-                rank.code = code  # where it was not seen in time
+                rank.code = code  # for exit codes not read in time
             if "codes" not in word:
                 self.returncode = int(word.get("ended", FAILED))
         return self.returncode
@@ -60,7 +60,7 @@ class Forked:
 
 
 class Ready:
-    """The process that waits, from the first moment at which `wanted()` until `close`. `words`, `environment`, `nproc`: of the ranks."""
+    """Handle of the warm process, started once `wanted()` is True and kept until `close`. `words`, `environment`, `nproc`: of the ranks."""
 
     def __init__(self, words: Sequence[str], environment: Mapping[str, str], nproc: int, *, wanted: Callable[[], bool]) -> None:
         self._words, self._environment, self._nproc, self._wanted = list(words), environment, nproc, wanted
@@ -69,7 +69,7 @@ class Ready:
         self._token, self._loaded, self._unread = secrets.token_hex(8), False, b""
 
     def look(self) -> None:
-        """Start it, where it is time. Called now and then while a life is under way."""
+        """Start the process if it is wanted. Called now and then during an attempt."""
         if self._process is not None or not self._wanted():
             return
         self._channel, theirs = socket.socketpair()
@@ -79,9 +79,9 @@ class Ready:
         theirs.close()
 
     def begin(self, words: Sequence[str], environment: Mapping[str, str], world: int, *, no_more: Callable[[], bool]) -> Forked | None:
-        """Ranks with these words and variables, already under way; None where they are to be started from nothing.
+        """Fork ranks with these arguments and variables. None if the launcher must start them.
 
-        What is still loading is waited for, unless `no_more` says so: it is ahead of any other start.
+        If the process is still importing, this waits, unless `no_more` returns True: any other start would take longer.
         """
         while self._channel is not None and not self._loaded and not no_more():
             self._loaded = self._hear(_LOOK_S) == {"loaded": True}
@@ -98,7 +98,7 @@ class Ready:
         return None
 
     def end(self, leader: Forked, token: str) -> list[int]:
-        """End what is left of a life, and the process that waits not. Returns processes that could not be ended."""
+        """End all processes of an attempt except the warm process. Returns processes that could not be ended."""
         assert self._process is not None
         return kill_all(leader.pid, token, self._token, spared=self._process.pid)
 
@@ -110,7 +110,7 @@ class Ready:
         self._channel = None  # it is not started again
 
     def _hear(self, wait_s: float) -> dict[str, Any] | None:
-        """The next line of the process that waits, or of its end; None where none comes in so long."""
+        """Return the next message of the warm process, {} if it has ended, or None after `wait_s` seconds."""
         assert self._channel is not None
         until = time.monotonic() + wait_s
         while b"\n" not in self._unread:
@@ -127,7 +127,7 @@ class Ready:
 
 
 def main() -> int:
-    """Load, then fork a life for each line that comes. In a rank of such a life, the rank's exit code."""
+    """Import modules, then fork an attempt for each line received. In a forked rank, returns the rank's exit code."""
     die_with(int(os.environ[PARENT]))
     channel = socket.socket(fileno=int(sys.argv[1]))
     with _silent():
@@ -145,7 +145,7 @@ def main() -> int:
 
 
 def _load(words: list[str]) -> None:
-    """Import what ranks with these words do, once for all of them."""
+    """Import the modules of the ranks, once for all of them."""
     given = parse(words)
     run, _ = load(given.recipe, given.overrides)
     for name in ("moe.launch.launch", "moe.train.trainer", *_LATER, *_BY_SHARDING.get(run.sharding.kind, ())):
@@ -155,10 +155,10 @@ def _load(words: list[str]) -> None:
 
 
 def _lead(channel: socket.socket, *, words: list[str], environment: dict[str, str], world: int) -> int:
-    """Fork the ranks, wait until all have ended, and end as the first of them that failed; in a rank, its life."""
+    """Fork the ranks, wait until all have ended, and return the code of the first that failed; in a rank, its exit code."""
     import torch
 
-    if torch.cuda._is_in_bad_fork():  # loading has taken a GPU, which a fork cannot use
+    if torch.cuda._is_in_bad_fork():  # imports have taken a GPU, which a fork cannot use
         _say(channel, pids=[])
         return FAILED
     os.environ.clear()
@@ -172,7 +172,7 @@ def _lead(channel: socket.socket, *, words: list[str], environment: dict[str, st
         pids.append(pid)
     _say(channel, pids=[os.getpid(), *pids])
     for pid in pids:
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # the parent can read how it ended until it is waited for
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # the parent can read the exit code until the rank is waited for
     codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
     _say(channel, codes=codes)
     return next((code if code > 0 else 128 - code for code in codes if code), DONE)
@@ -188,7 +188,7 @@ def _live(rank: int, words: list[str]) -> int:
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """What libraries say as they are loaded does not come into the midst of a run's lines."""
+    """Discard output of libraries during their import, so that it does not mix with the run's lines."""
     nowhere, before = os.open(os.devnull, os.O_WRONLY), [os.dup(1), os.dup(2)]
     try:
         for stream in (1, 2):
@@ -202,7 +202,7 @@ def _silent() -> Iterator[None]:
 
 
 def _say(channel: socket.socket, **word: Any) -> None:
-    with contextlib.suppress(OSError):  # nobody listens any more: this process is about to be killed
+    with contextlib.suppress(OSError):  # no reader any more: this process is about to be killed
         channel.sendall(json.dumps(word).encode() + b"\n")
 
 

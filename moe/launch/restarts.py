@@ -1,17 +1,17 @@
-"""Restart in place, `moe train --restarts N`: a run whose ranks died begins again from its newest checkpoint, without its user.
+"""Restart in place, `moe train --restarts N`: a run whose ranks died starts again from its newest checkpoint, without its user.
 
     ranks die -> the others are ended -> wait -> all start again, resume -> ...
 
-N is how often in a row that may be without a new checkpoint between: each new one begins the count again, so a long run may outlive any
-number of faults, and one that cannot get as far as to save ends soon. (torchrun counts all restarts of a run.) The first restart after a
-new checkpoint comes at once, the next ones after 1, 2, 4, ... seconds, a minute at most.
+A run gives up after N restarts in a row without a new checkpoint. Each new checkpoint resets the count, so a long run survives any number
+of faults, and a run that never saves ends soon. (torchrun counts all restarts of a run.) The first restart after a new checkpoint is
+immediate, the next ones wait 1, 2, 4, ... seconds, a minute at most.
 
-Only what may pass is tried again. Not bad input (exit code 2), the user's own signals, memory that ran out, a launcher that starts no
-rank, nor an error of Python's that comes again in the same words before anything new was saved.
+Only failures that may be temporary are retried. Not retried: bad input (exit code 2), the user's signals, memory that ran out, a launcher
+that starts no rank, and a Python error that recurs with the same message before a new checkpoint.
 
-With `--elastic MIN` the run goes on with fewer processes where it would end because ranks die again and again, or because some of them
-meet the same error again: 4 processes, 3, 2 ... (moe/launch/elastic.py says which numbers will do). The count then begins again. The rank
-that was first to die in most of these lives is the one that leaves: on a GPU, its device is left out.
+With `--elastic MIN` a run that would give up, because of restarts in a row or a recurring error, continues with fewer processes: 4, 3, 2
+... (moe/launch/elastic.py says which numbers are possible). The count then begins again. The rank that died first in most of these attempts
+is left out: on a GPU, its device.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _POLL_S = 0.1
 
 @dataclass(frozen=True)
 class End:
-    """How one life of a run ended: its exit code, what was said about it, what each rank left, and whether any rank had begun.
+    """End of one attempt of a run: exit code, printed lines, each rank's status, whether any rank had started, and whether one is stuck.
 
-    `first`: the rank that was first to die, or that the others waited for; None where nobody knows.
+    `first`: the rank that died first, or that the others waited for; None if unknown.
     """
 
     code: int
@@ -49,11 +49,10 @@ class End:
 
 
 class Restarts:
-    """The lives of one run in `out`. `limit`: restarts in a row without a new checkpoint; 0: none at all. `fresh`, `from_step`: as of
-    train.
+    """Restarts of one run in `out`. `limit`: restarts in a row without a new checkpoint; 0: none at all. `fresh`, `from_step`: see train.
 
-    `smaller`: numbers of processes with which it may go on, largest first. `processes`: with how many the next life begins, None for all;
-    `gone`: the rank that left before it, by its number in the life before, if the number of processes has just changed.
+    `smaller`: numbers of processes with which the run may continue, largest first. `processes`: the next attempt's number, None for all.
+    `gone`: the rank left out of it, by its number in the previous attempt, if the number of processes has just changed.
     """
 
     def __init__(self, out: Path, *, limit: int, fresh: bool, from_step: int | None = None, smaller: Sequence[int] = ()) -> None:
@@ -67,30 +66,31 @@ class Restarts:
         self._wait_s = 0.0
         self._why = ""
         self._smaller = list(smaller)
-        self._left_for: tuple[str, ...] = ()  # the error for which a rank has left: where it comes again, that did not help
-        self._first: Counter[int] = Counter()  # how often each rank was first to die since something was saved
+        self._left_for: tuple[str, ...] = ()  # the error for which a rank was left out: if it recurs, that did not help
+        self._first: Counter[int] = Counter()  # how often each rank died first since the last checkpoint
         self.processes: int | None = None
         self.gone: int | None = None
 
     def fresh(self) -> bool:
-        """Whether the next life has still to set earlier checkpoints aside: not those of a life of this run."""
+        """Return whether the next attempt must still set earlier checkpoints aside. Checkpoints of this run's own attempts stay."""
         return self._fresh and (self._count == 0 or (self._old is not None and _inode(self._checkpoints) == self._old))
 
     def from_step(self) -> int | None:
-        """The step of the checkpoint from which the next life has to resume; None once a life has set later ones aside and saved."""
+        """Return the step to resume from in the next attempt; None once an attempt has set later checkpoints aside and saved."""
         return self._from_step if self._count == 0 or _newest(self._checkpoints) == self._first_newest else None
 
     def variables(self) -> dict[str, str]:
-        """What the ranks of the next life are told in their environment."""
+        """Return environment variables that tell the ranks of the next attempt about the restart."""
         return Restart(self._count, self._why, self._since).variables() if self._count else {}
 
     def saved(self) -> bool:
-        """Whether this life has made a checkpoint."""
+        """Return whether this attempt has made a checkpoint."""
         newest = _newest(self._checkpoints)
         return newest is not None and newest != self._newest
 
     def after(self, end: End) -> int | None:
-        """The exit code where the run is over, None where it begins again. One line says which and why, unless no restart was asked for."""
+        """Return the exit code if the run is over, None if it restarts. Prints one line with the decision and reason, if restarts are
+        enabled."""
         if end.code != FAILED or not self._limit:
             return end.code
         newest, saved = _newest(self._checkpoints), self.saved()
@@ -133,7 +133,7 @@ class Restarts:
         return None
 
     def _leave(self, reason: str) -> None:
-        """The next life has fewer processes; restarts are counted from it."""
+        """Set a smaller number of processes for the next attempt; restarts are counted from it."""
         self.processes, self._in_a_row = self._smaller.pop(0), -1
         self.gone = max(self._first, key=self._first.__getitem__, default=None)
         self._first.clear()
@@ -141,7 +141,7 @@ class Restarts:
         _say(f"{who} leaves for good: {reason}")
 
     def wait(self, caught: Sequence[object]) -> bool:
-        """Wait as long as is due before the next life. False, with a line, where a signal came meanwhile."""
+        """Wait before the next attempt. Returns False, and prints a line, if a signal came meanwhile."""
         until = time.monotonic() + self._wait_s
         while not caught and time.monotonic() < until:
             time.sleep(_POLL_S)
@@ -151,7 +151,7 @@ class Restarts:
 
 
 def _newest(checkpoints: Path) -> tuple[str, int] | None:
-    """(name, inode) of the newest complete checkpoint; the inode tells one that was written again."""
+    """Return (name, inode) of the newest complete checkpoint. The inode differs if it was written again."""
     try:
         found = [(step, path) for path in checkpoints.iterdir() if (step := step_of(path.name)) is not None and path.is_dir()]
         _, newest = max(found, default=(None, None))

@@ -2,11 +2,11 @@
 
     start() -> deepspeed | torchrun -> ranks: moe.launch.launch -> <out>/.status/<rank>.json {"exit", "pid", "error"}
 
-Launchers alone do not suffice: `deepspeed` does not pass SIGTERM on, ends its ranks one after another, and can exit with 0
-after a rank was killed. So each rank writes down its own end, which decides success; signals go to all ranks at once; and
-in every case no process of the launch stays alive. Nothing here imports torch.
+Launchers alone do not suffice: `deepspeed` does not pass SIGTERM on, ends its ranks one after another, and can exit with 0 after a rank was
+killed. So each rank writes its own status, which decides success, and signals are sent to all ranks directly. In every case no process of
+the launch stays alive. Nothing here imports torch.
 
-How it went is decided in moe/launch/verdict.py; whether it begins again (`--restarts`), in moe/launch/restarts.py.
+moe/launch/verdict.py judges the end; moe/launch/restarts.py decides whether to start again (`--restarts`).
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ from parallel.lock import HELD, alone_in
 Launcher = Literal["deepspeed", "torchrun"]
 _POLL_S = 0.1
 _FIND_S = 0.5
-_LEAVE_S = 5.0  # what is left of a run after a rank failed may say so, and is then ended: launchers wait half a minute for each
+_LEAVE_S = 5.0  # time for the other ranks' reports after a failure; then they are ended: launchers wait half a minute for each
 _KILLED = [-number for number in (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)]
-_WORDS_S = 5.0  # until what ranks on other machines have written is seen here, and where all of them have: NFS looks once a minute
+_WORDS_S = 5.0  # until status from other machines is visible here; the second if all have ended: NFS looks once a minute
 _ALL_WORDS_S = 65.0
 _SAME_SIGNAL_S = 1.0  # `timeout` and shells may deliver one request twice
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One life of a run: `words` for its `world` ranks and the `environment` of the command, `nproc` of them here or on each host.
+    """One attempt of a run: `words` for its `world` ranks and the `environment` of the command, `nproc` of them here or on each host.
 
-    `caught`: the signals that have come meanwhile, each with its time; `module`: what a rank runs; `ready`: ranks kept for it.
+    `caught`: the signals received so far, each with its time. `module`: the program of a rank. `ready`: warm process for its ranks.
     """
 
     words: list[str]
@@ -94,10 +94,9 @@ def start(
 ) -> int:
     """Run `module` on `nproc` processes (with a hostfile: on each of its hosts). Returns this command's exit code.
 
-    After a signal the ranks have `grace_s` to save; after that, or at a second signal, all are killed. `restarts`: so many times in a row
-    a run whose ranks died is started again without having saved in between; `smaller`: numbers of processes on which it goes on after that,
-    largest first, and `elastic` the least of them, for the ranks. Raises BadInput before anything starts. Call it from the main thread,
-    which receives the signals.
+    After a signal the ranks have `grace_s` to save; then, or at a second signal, all are killed. `restarts`: number of restarts in a row
+    without a new checkpoint after ranks died. `smaller`: numbers of processes to continue on after that, largest first. `elastic`: their
+    minimum, for the ranks. Raises BadInput before anything starts. Call it from the main thread, which receives the signals.
     """
     world = world_size(nproc, launcher=launcher, hostfile=hostfile)
     allow_open_files(world)
@@ -130,7 +129,7 @@ def start(
             if again.processes not in (None, nproc):
                 environment |= devices_without(again.gone, environment, world)
                 world = nproc = again.processes or world
-                if ready is not None:  # what it has loaded is for other cores and devices
+                if ready is not None:  # the warm process was set up for the old number of ranks: other cores and devices
                     ready.close()
             if not again.wait(caught):
                 code = INTERRUPTED if caught[0][0] == signal.SIGINT else STOPPED
@@ -139,7 +138,7 @@ def start(
 
 
 def _run(launch: Launch) -> End:
-    """One life, and the folder in which its ranks note how they ended. Raises BadInput."""
+    """Run one attempt, and create and remove the folder of its ranks' status. Raises BadInput."""
     token, folder = secrets.token_hex(8), launch.out / status.NAME
     try:
         status.empty(launch.out, token)
@@ -149,7 +148,7 @@ def _run(launch: Launch) -> End:
 
 
 def _lived(launch: Launch, token: str, folder: Path) -> End:
-    """Start the launcher, wait, end what is left, and say how it went."""
+    """Start the launcher, wait, end remaining processes, and print how it went."""
     world, nproc, caught, here = launch.world, launch.nproc, launch.caught, launch.hostfile is None
     env = child_environment(launch.environment, (nproc or 1) if here else None) | {TOKEN: token, HELD: str(launch.out.resolve())}
     hosts = None
@@ -170,10 +169,10 @@ def _lived(launch: Launch, token: str, folder: Path) -> End:
     else:
         command = _command(launch.launcher, nproc, launch.hostfile, visible, port=port, module=launch.module, words_of_ranks=folder)
         print(f"waiting for {launch.launcher} to start {_processes(world)}: it loads torch first, and so does each of them", flush=True)
-        # nothing is written to what is read on other machines: it ends with this process
+        # for ranks on other machines a pipe without data, which ends with this process
         stdin = subprocess.DEVNULL if here else subprocess.PIPE
         process = subprocess.Popen(command + launch.words, env=env, stdin=stdin, start_new_session=True)
-    left: set[int] = set()  # ranks that are ended here
+    left: set[int] = set()  # ranks that this process ends
     also: list[str] = []
     try:
         how = _watch(launch, process, ranks, folder, hosts=hosts)
@@ -200,7 +199,7 @@ def _lived(launch: Launch, token: str, folder: Path) -> End:
 
 
 def _from_ready(launch: Launch, environment: Mapping[str, str], visible: str | None, port: int) -> Forked | None:
-    """The ranks of this life as forks of a process that was kept ready; None where there is none."""
+    """Return the ranks of this attempt as forks of the warm process; None without one."""
     if launch.ready is None:
         return None
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}", "WORLD_SIZE": f"{launch.world}", "LOCAL_WORLD_SIZE": f"{launch.world}"}
@@ -219,7 +218,7 @@ def _end(
     also: Sequence[str] = (),
     uncertain: Sequence[str] = (),
 ) -> End:
-    """How it went, said. `also`: lines for the case that it failed; `uncertain`: for processes that may be left."""
+    """Judge the end and print it. `also`: lines printed if it failed. `uncertain`: lines about processes that may be left."""
     for rank in ranks:
         rank.look()
     number = launch.caught[0][0] if launch.caught else None
@@ -233,14 +232,14 @@ def _end(
 
 
 def _words_s(how: Watched, launcher_code: int | None) -> float:
-    """For how long what ranks on other machines have written is waited for."""
+    """Return the time limit for status from ranks on other machines."""
     if how == "early":
         return 0.0
     return _ALL_WORDS_S if how == "ended" and launcher_code in (DONE, STOPPED) else _WORDS_S
 
 
 def world_size(nproc: int | None, *, launcher: Launcher = "deepspeed", hostfile: Path | None = None) -> int:
-    """The number of ranks of a launch: `nproc` on each host of a hostfile; without `nproc`, the hosts' slots. Raises BadInput."""
+    """Return the number of ranks of a launch: `nproc` on each host of a hostfile; without `nproc`, the hosts' slots. Raises BadInput."""
     if nproc is not None and nproc < 1:
         raise BadInput("--nproc", got=nproc, needed="at least 1 process", fix="--nproc 1")
     if hostfile is None:
@@ -259,15 +258,15 @@ def world_size(nproc: int | None, *, launcher: Launcher = "deepspeed", hostfile:
 def _command(
     launcher: Launcher, nproc: int | None, hostfile: Path | None, visible: str | None, *, port: int, module: str, words_of_ranks: Path
 ) -> list[str]:
-    """The launcher's command line, up to the arguments for the ranks."""
+    """Return the launcher's command line, up to the arguments for the ranks."""
     if launcher == "torchrun":
         codes = str(words_of_ranks / "launcher.json")
         where = ["--nproc_per_node", str(nproc or 1), "--master_addr", "127.0.0.1", "--master_port", str(port)]
         return [sys.executable, "-m", "moe.launch.torchrun", codes, *where, "-m", module]
-    # "-q" still shows the launcher's own errors, which repeat what the ranks and this process say
+    # "-q" still shows the launcher's own errors, which duplicate messages of the ranks and this process
     runner = ["deepspeed.launcher.runner"] if hostfile is None else ["moe.launch.pdsh", str(words_of_ranks)]
     command = [sys.executable, "-m", *runner, "--log_level", "critical", "--master_port", str(port), "--no_local_rank"]
-    if hostfile is not None:  # one host, too, is another machine; and pdsh would put its name before each line (-N: not)
+    if hostfile is not None:  # a single host is another machine, too; -N: no name of the host before each line
         command += ["--hostfile", str(hostfile), "--force_multi", "--launcher_args=-N"]
         command += ["--num_accelerators", str(nproc)] if nproc else []
     else:
@@ -281,7 +280,7 @@ def _watch(
 ) -> Watched:
     """Wait until the launcher ends; meanwhile find ranks, note their ends, pass signals on. Returns whether it ended, or is to be killed.
 
-    `ranks` gets them as they are found; those on other machines when a signal is passed on to them.
+    `ranks` is filled as they are found; ranks on other machines are added when a signal is passed on to them.
     """
     world, caught = launch.world, launch.caught
     looked = passed_at = -1.0
@@ -316,7 +315,8 @@ def _watch(
 
 
 def _failed_before(ranks: list[Rank], folder: Path, now: float) -> bool:
-    """Whether a rank failed so long ago that the others have said what they had to; at once, where it spoke for all of them."""
+    """Return whether a rank failed and the time for other ranks' reports is over: immediately, if its error message stands for all
+    ranks."""
     ended = [rank for rank in ranks if rank.ended_at is not None]
     left = status.read(folder) if ended else {}
     for rank in ended:
@@ -329,7 +329,8 @@ def _failed_before(ranks: list[Rank], folder: Path, now: float) -> bool:
 
 
 def _failed_elsewhere(folder: Path, token: str, seen: dict[object, float], now: float) -> bool:
-    """The same of ranks on other machines, from what they and the launchers there have left; `seen`: since when that is here."""
+    """Do as `_failed_before` for ranks on other machines, from status files of ranks and launchers. `seen`: when each became visible
+    here."""
     codes: dict[object, tuple[int, float]] = {
         rank: (word.get("exit", FAILED), _leave_s(word)) for rank, word in status.read(folder).items()
     }
@@ -339,12 +340,12 @@ def _failed_elsewhere(folder: Path, token: str, seen: dict[object, float], now: 
 
 
 def _leave_s(word: Mapping[str, Any], code: int | None = None) -> float:
-    """For how long the others may speak: what a rank has said for all, or what killed it, they would only repeat."""
+    """Return the time for reports of other ranks. It is short if they would only repeat a common error, or a kill."""
     return _LEAVE_S / 10 if word.get("of_all") or (not word and code in _KILLED) else _LEAVE_S
 
 
 def _asked_again(caught: Sequence[tuple[int, float]]) -> bool:
-    """Whether a second signal has come, which ends all ranks at once."""
+    """Return whether a second signal has come, which ends all ranks immediately."""
     return any(at - caught[0][1] > _SAME_SIGNAL_S for _, at in caught)
 
 
@@ -358,17 +359,17 @@ def _add(ranks: list[Rank], found: list[Rank]) -> None:
 
 
 def _sent(number: int) -> int:
-    """What ranks get for a signal: a closed terminal is a request to stop."""
+    """Return the signal to send to ranks: a closed terminal is a request to stop."""
     return signal.SIGTERM if number == signal.SIGHUP else number
 
 
 def _pass_on(launch: Launch, ranks: list[Rank], folder: Path, hosts: Hosts | None) -> bool:
-    """Send the first signal to all ranks at once. False if not all of them have started, so that there is nothing to wait for."""
+    """Send the first signal to all ranks. Returns False if not all of them have started, so that none needs to be waited for."""
     number = launch.caught[0][0]
     name, silent = signal.Signals(number).name, list[str]()
     if hosts is not None:
         found, silent = hosts.send(_sent(number), no_more=lambda: _asked_again(launch.caught))
-        ranks.extend(Rank(rank, 0) for rank in sorted(found | status.read(folder).keys()))  # those that have ended had started
+        ranks.extend(Rank(rank, 0) for rank in sorted(found | status.read(folder).keys()))  # a rank that has ended had started
         for host in silent:
             print(f"stopping: {name} did not reach {host}, which does not answer", file=sys.stderr, flush=True)
     if len(ranks) < launch.world and not silent:
@@ -384,12 +385,12 @@ def _pass_on(launch: Launch, ranks: list[Rank], folder: Path, hosts: Hosts | Non
 
 
 _SLOTS = re.compile(r"[1-9][0-9]{0,4}")
-# ssh and a shell get it, and pdsh: nothing that they would carry out, or take for several hosts or another way to them
+# safe for ssh, a shell and pdsh: no command, no list of hosts, no other way to reach them
 _HOST = re.compile(r"\w[\w.@-]*", re.ASCII)
 
 
 def read_hostfile(path: Path) -> dict[str, int]:
-    """{host: slots} from DeepSpeed's hostfile, which has one `host slots=N` per line and # for comments. Raises BadInput."""
+    """Read {host: slots} from DeepSpeed's hostfile, which has one `host slots=N` per line and # for comments. Raises BadInput."""
     try:
         lines = read_text(path).splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -421,7 +422,7 @@ def read_hostfile(path: Path) -> dict[str, int]:
 
 @contextlib.contextmanager
 def _caught_signals() -> Iterator[list[tuple[int, float]]]:
-    """The signals received, each with its time. Signals that are ignored in this process (nohup) stay ignored."""
+    """Collect the signals received, each with its time. Signals that are ignored in this process (nohup) stay ignored."""
     caught: list[tuple[int, float]] = []
     numbers = [s for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1) if signal.getsignal(s) is not signal.SIG_IGN]
     before = {s: signal.signal(s, lambda number, _: caught.append((number, time.monotonic()))) for s in numbers}

@@ -1,10 +1,10 @@
-"""The folder in which ranks note how they ended, for the parent that started them: launchers lose exit codes.
+"""The folder in which ranks write their status at the end, for the parent that started them: launchers lose exit codes.
 
     <run folder>/.status/<rank>.json                {"exit", "pid", "error", "of_all", "repeats"}
     <run folder>/.status/started                    the token of the launch: machines of a hostfile that see it see this folder
-    <run folder>/.status/machine-<token>-<n>.json   the exit code of the launcher on the n-th of these machines, where it is not 0
+    <run folder>/.status/machine-<token>-<n>.json   the exit code of the launcher on the n-th of these machines, if not 0
 
-The parent makes it when it holds the run's folder, and removes it at the end of each launch. Ranks of other launchers leave nothing.
+The parent makes it when it holds the run's folder, and removes it at the end of each launch. Ranks of other launchers write nothing.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _POLL_S = 0.1
 
 
 def leave(out: Path, rank: int, code: int, error: str | None, *, of_all: bool = False, repeats: bool = False) -> None:
-    """Called in a rank, last of all. `of_all`: the error is what ended all ranks, and the same line on each of them; `repeats`: another
-    start would end so too. If the run's folder was renamed or removed, one of its name is made, which goes when the parent has read it."""
+    """Write this rank's status, as its last action. `of_all`: the error ended all ranks, with the same line on each. `repeats`: another
+    start would fail too. If the run's folder was renamed or removed, a new one is made, which the parent removes after reading."""
     folder = out / NAME
     word = {"exit": code, "pid": os.getpid(), "error": error, "of_all": of_all, "repeats": repeats}
     with contextlib.suppress(OSError):
@@ -39,7 +39,7 @@ def leave(out: Path, rank: int, code: int, error: str | None, *, of_all: bool = 
 
 
 def empty(out: Path, token: str = "") -> Path:
-    """An empty folder for the ranks' files; those of an earlier run are removed. `token`: that of the launch. Raises BadInput."""
+    """Make the folder for the ranks' status, without files of an earlier run. `token`: of the launch. Raises BadInput."""
     folder = out / NAME
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -54,13 +54,13 @@ def empty(out: Path, token: str = "") -> Path:
 
 
 def delete(folder: Path, token: str) -> None:
-    """Remove the ranks' files of a launch that is over: not those of another one, for which this run's folder was renamed."""
+    """Remove the status of a finished launch, but not of another launch, for which this run's folder was renamed."""
     if _is_of(folder, token):
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _is_of(folder: Path, token: str) -> bool:
-    """Whether the files in it are those of this launch, as far as it says."""
+    """Return whether the folder belongs to this launch, or names none."""
     try:
         return (folder / STARTED).read_text().strip() in ("", token)
     except (OSError, ValueError):
@@ -68,7 +68,7 @@ def _is_of(folder: Path, token: str) -> bool:
 
 
 def read(folder: Path) -> dict[int, dict[str, Any]]:
-    """What each rank left; for ranks that left nothing, the exit codes that torchrun gave."""
+    """Return each rank's status; for ranks without one, the exit codes from torchrun."""
     status: dict[int, dict[str, Any]] = {}
     with contextlib.suppress(OSError, ValueError):
         status = {int(rank): {"exit": code} for rank, code in json.loads((folder / "launcher.json").read_text()).items()}
@@ -80,12 +80,12 @@ def read(folder: Path) -> dict[int, dict[str, Any]]:
 
 
 def machine(token: str, number: object) -> str:
-    """The file's name for a machine: one of an earlier launch, which may end later than this begins, has another token."""
+    """Return the name of a machine's file. A machine of an earlier launch, which may end after this one begins, has another token."""
     return f"machine-{token}-{number}.json"
 
 
 def machines(folder: Path, token: str) -> dict[int, int]:
-    """The exit codes of the launchers on other machines that have ended otherwise than with 0."""
+    """Return nonzero exit codes of the launchers on other machines."""
     codes: dict[int, int] = {}
     for path in folder.glob(machine(token, "*")):
         with contextlib.suppress(OSError, ValueError):  # or it is being written
@@ -94,7 +94,7 @@ def machines(folder: Path, token: str) -> dict[int, int]:
 
 
 def wait_for(folder: Path, world: int, wait_s: float, *, no_more: Callable[[], bool]) -> None:
-    """Wait until every rank has left word: what other machines write may be seen here late. `no_more`: to be asked whether to go on."""
+    """Wait until every rank's status is visible: files from other machines may appear late. `no_more` returns True to abort."""
     until = time.monotonic() + wait_s
     while time.monotonic() < until and not no_more() and sum(path.stem.isdecimal() for path in folder.glob("*.json")) < world:
         time.sleep(_POLL_S)

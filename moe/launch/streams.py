@@ -1,6 +1,6 @@
-"""Output that outlives its reader: `moe train ... | tee log` and Ctrl-C ends tee first, and a closed terminal takes both streams along.
+"""Output that outlives its reader: `moe train ... | tee log` and Ctrl-C ends tee first, and a closed terminal ends both streams.
 
-What cannot be written is dropped, and the run goes on to save: its records are in its folder.
+Output that cannot be written is dropped, and the run continues and saves: its records are in its folder.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class Lasting:
-    """A text stream of which writing never fails: at the first error its descriptor is pointed at the null device."""
+    """Text stream on which writing never fails: at the first error its descriptor is pointed at the null device."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream

@@ -2,7 +2,8 @@
 
 python -m moe.launch.torchrun CODES.json [torchrun's arguments]
 
-What torchrun keeps of a launch is in a folder next to that file, and goes with it: its own would stay in the system's temporary folder.
+torchrun's own files are kept in a folder next to that file, and removed with it. Otherwise they would stay in the system's temporary
+folder.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from parallel.errors import BadInput
 
 
 def main() -> int:
-    """Exit code 0; that of bad input if a rank ended with it; else 1. {"rank": exit code} is in CODES.json (negative: a signal), unless the
-    disk is full."""
+    """Return exit code 0; BAD_INPUT if a rank ended with it; else 1. Writes {"rank": exit code} to CODES.json (negative: a signal), unless
+    the disk is full."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 

@@ -1,7 +1,7 @@
-"""How a run on several processes went: from what its ranks wrote down, what they died of, and the launcher's exit code.
+"""Judges the end of a run on several processes, from its ranks' status files, their deaths, and the launcher's exit code.
 
-Exit codes (moe/launch/exit_codes.py): DONE, every rank finished; STOPPED, every rank saved and stopped for a signal; BAD_INPUT, found
-by the ranks; FAILED, all else.
+Exit codes (moe/launch/exit_codes.py): DONE, every rank finished; STOPPED, every rank saved and stopped for a signal; BAD_INPUT, found by
+the ranks; FAILED, all else.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def verdict(
     how: Watched = "ended",
     ended_here: Collection[int] = (),
 ) -> tuple[int, list[str]]:
-    """(exit code, one line for each rank that failed, the first to die first). A rank without a status has not finished.
+    """Return (exit code, one line for each rank that failed, the first to die first). A rank without a status has not finished.
 
-    `asked`: the signal that was passed on. `how`: whether the launcher ended by itself, or what was left was killed: early, where the
-    signal came before all ranks had started. `ended_here`: ranks that this process killed because others had ended.
+    `asked`: the signal that was passed on. `how`: the launcher ended by itself, or was killed; "early": a signal came before all ranks had
+    started. `ended_here`: ranks that this process killed because others had ended.
     """
     killed = how != "ended"
     exits = [left.get(rank, {}).get("exit") for rank in range(world)]
@@ -50,7 +50,7 @@ def verdict(
         code = INTERRUPTED if asked == signal.SIGINT else STOPPED
         name = "a signal" if asked is None else signal.Signals(asked).name
         return code, [f"exit code {code}: {name} came before training began, and {status.NOTHING_LOST}"]
-    if not left and not ranks and (asked is not None or not killed):  # else one on another machine has, and ended without a word
+    if not left and not ranks and (asked is not None or not killed):  # else a rank on another machine started, and ended without a status
         return FAILED, [
             "no rank had started"
             if killed
@@ -89,15 +89,15 @@ def verdict(
 
 
 def _was_bad_input(left: Mapping[str, Any] | None, seen: Rank | None, launcher_code: int) -> bool:
-    """Whether a rank ended with one line about its input. If it could not note it, its exit code tells, or that of the launcher, which has
-    it from the first rank that failed."""
+    """Return whether a rank ended with BAD_INPUT. Without a status, its exit code decides, or the launcher's, which is the first failed
+    rank's."""
     if left is not None:
         return left.get("exit") == BAD_INPUT
     return seen is not None and (launcher_code if seen.code is None else seen.code) == BAD_INPUT
 
 
 def first_to_fail(left: Mapping[int, Mapping[str, Any]], ranks: list[Rank], *, ended_here: Collection[int]) -> int | None:
-    """The rank that failed before the others, which say what ended all of them; or the one that they waited for. None: nobody knows."""
+    """Return the rank that failed first on its own, or the rank that the others waited for; None if unknown."""
     own = [rank for rank in ranks if not left.get(rank.rank, {}).get("of_all") and rank.ended_at is not None]
     failed = [rank for rank in own if rank.rank not in ended_here and left.get(rank.rank, {}).get("exit") not in (DONE, STOPPED)]
     waited_for = [rank for rank in own if rank.rank in ended_here and "pid" not in left.get(rank.rank, {})]
@@ -108,8 +108,8 @@ def first_to_fail(left: Mapping[int, Mapping[str, Any]], ranks: list[Rank], *, e
 def _too_early(
     left: Mapping[int, Mapping[str, Any]], ranks: list[Rank], world: int, launcher_code: int, asked: int | None, how: Watched
 ) -> bool:
-    """Whether a signal ended the run before its first step: some ranks left for it before they could have trained, and nobody has failed
-    but those that waited for them, in the first step at the most."""
+    """Return whether a signal ended the run before its first step. Then some ranks left before training, and all others failed only because
+    they waited for them."""
     early = {rank for rank in range(world) if _came_too_early(left.get(rank), rank, ranks, launcher_code, asked, how)}
     return bool(early) and all(left.get(rank, {}).get("of_all") for rank in range(world) if rank not in early)
 
@@ -117,7 +117,8 @@ def _too_early(
 def _came_too_early(
     left: Mapping[str, Any] | None, rank: int, ranks: list[Rank], launcher_code: int, asked: int | None, how: Watched
 ) -> bool:
-    """Whether a rank ended for the signal before it could have trained: it said so, had not started, or did not catch signals yet."""
+    """Return whether a rank ended by the signal before training: its status says so, it had not started, or it did not catch signals
+    yet."""
     if left is not None and left.get("error") == status.TOO_EARLY:
         return True
     if asked is None:
@@ -129,13 +130,13 @@ def _came_too_early(
     seen = next((r for r in ranks if r.rank == rank), None)
     if seen is None:
         return False
-    if not seen.pid:  # on another machine, where the launcher ends as its first rank has, and pdsh with the largest of their codes
+    if not seen.pid:  # on another machine: its launcher returns the first rank's code, and pdsh the largest of these
         return how == "ended" and launcher_code == 256 - asked
     return seen.code in (-asked, STOPPED)
 
 
 def in_words(code: int | None) -> str:
-    """How a process ended, from its exit code. Launchers give a signal as -9, 137 or (DeepSpeed) 247."""
+    """Describe the end of a process by its exit code. Launchers give a signal as -9, 137 or (DeepSpeed) 247."""
     if code is None:
         return "no word: its exit code is not known"
     number = -code if code < 0 else 256 - code if code > 192 else code - 128 if code > 128 else 0
