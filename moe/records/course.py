@@ -1,8 +1,8 @@
-"""What went wrong in the course of a run's loss, in one line, from its records.
+"""Warns about the course of a run's loss, in one line, from its records.
 
     ended above its first value | rose above it for long | fell, and rose again at the end        nothing of these: no line
 
-Windows are tenths of the steps: of a loss that falls as it should, none of them is above an earlier one by more than its noise explains.
+Windows are tenths of the steps. If a loss falls as it should, no window is above an earlier one by more than noise explains.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from typing import Any
 from moe.records.summary import known
 
 WINDOWS = 10
-LEAST_STEPS = 20  # of fewer, two to a window, nothing can be said
-LONG = 0.05  # of the steps: above the first value for at least this share
+LEAST_STEPS = 20  # with fewer, two to a window, no verdict is possible
+LONG = 0.05  # share of the steps: a warning if the loss was above its first value at least as often
 ERRORS = 4.0  # standard errors of two windows' means
 _FIX = "lower optimizer.lr, or lengthen optimizer.warmup_steps"
 
 
 def loss_warning(lines: Iterable[Mapping[str, Any]]) -> str | None:
-    """The line, or None for a loss that fell. Steps whose loss is no number are left out: they are skipped steps, which are counted."""
+    """Return the warning, or None for a loss that fell. Steps whose loss is not a finite number are left out: they are counted as
+    skipped."""
     train = [line for line in lines if line.get("kind", "train") == "train" and known(line.get("loss"))]
     if len(train) < LEAST_STEPS:
         return None
@@ -31,7 +32,7 @@ def loss_warning(lines: Iterable[Mapping[str, Any]]) -> str | None:
     end = statistics.fmean(losses[-size:])
     highest = max(line["lr"] for line in train if known(line.get("lr"))) if any(known(line.get("lr")) for line in train) else None
     fix = f"{_FIX} (the highest rate was {highest:.3g})" if highest is not None else _FIX
-    noise = statistics.stdev(losses[-size:]) * math.sqrt(1 + 1 / size)  # of one step, and of a mean of some
+    noise = statistics.stdev(losses[-size:]) * math.sqrt(1 + 1 / size)  # of one step, and of a mean of `size`
     if end - first > max(2 * noise, 0.02 * abs(first)):
         return f"the loss ended at {end:.4g}, above the {first:.4g} that it began with: {fix}"
     above = [step for step, loss in zip(steps, losses, strict=True) if loss > first]
@@ -45,7 +46,7 @@ def loss_warning(lines: Iterable[Mapping[str, Any]]) -> str | None:
 
 
 def _risen(steps: Sequence[int], losses: Sequence[float], size: int, fix: str) -> str | None:
-    """For a loss whose last tenth is above its best one, when the noise within both does not explain it."""
+    """Return a warning if the last tenth of the loss is above its best one by more than the noise within both explains."""
     windows = [losses[at : at + size] for at in range(len(losses) % size, len(losses), size)]
     means = [statistics.fmean(window) for window in windows]
     best = min(range(len(means) - 1), key=means.__getitem__)

@@ -29,12 +29,12 @@ FILES = {
 
 
 def ending(state: State, summary: Mapping[str, Any], out: Path | None) -> Group:
-    """The summary's table, the generated text, and the folder with the run's files."""
+    """Return the summary's table, the generated text, and the list of the run's files."""
     table = Table(title=Text(title(state), style="bold"), title_justify="left", box=box.ROUNDED, show_header=False, border_style="cyan")
     table.add_column(style=LABEL, no_wrap=True)
     table.add_column(style="bold", overflow="fold")
     for label, value in summary_rows(summary):
-        if label != LOSS:  # a sentence, which gets a line of its own
+        if label != LOSS:  # a sentence, printed on a line of its own
             table.add_row(label, Text(value))
     parts: list[RenderableType] = [table]
     if warning := summary.get("loss_warning"):

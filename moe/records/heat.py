@@ -1,9 +1,9 @@
-"""One row of expert load: a cell per expert, its height and colour the load relative to uniform.
+"""One row of expert load: a cell per expert, with height and colour by the load relative to uniform.
 
     relative  0   ⅛       ½       1       1½      2 and more
     cell      ·   ▁       ▂       ▄       ▆       █            blue: too little, grey: a fair share, orange: too much
 
-Height saturates at twice the fair share; colour goes on to four times. Blue to orange can be told apart with any colour vision.
+Height saturates at twice the fair share, colour at four times. Blue and orange can be told apart with any colour vision.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ LITTLE, MUCH = (60, 140, 230), (230, 120, 20)
 
 
 def relative(load: Sequence[float | None]) -> list[float]:
-    """Each expert's load over the mean load: 1 is uniform. A null becomes NaN; if no tokens were routed, all are 0."""
+    """Return each expert's load over the mean load: 1 is uniform. A null becomes NaN; if no tokens were routed, all are 0."""
     known = [share for share in load if share is not None]
     mean = sum(known) / len(known) if known else 0.0
     return [math.nan if share is None else share / mean if mean else 0.0 for share in load]
 
 
 def imbalance(load: Sequence[float | None]) -> float:
-    """The busiest expert's load over the mean load: 1 is balanced, num_experts is collapse. NaN if nothing is known."""
+    """Return the busiest expert's load over the mean load: 1 is balanced, num_experts is collapse. NaN if nothing is known."""
     return max((value for value in relative(load) if not math.isnan(value)), default=math.nan)
 
 
 def binned(values: Sequence[float], cells: int) -> list[float]:
-    """At most `cells` values: neighbours are averaged in bins of equal size (the last bin may be smaller)."""
+    """Return at most `cells` values: neighbours are averaged in bins of equal size (the last bin may be smaller)."""
     per_bin = max(1, math.ceil(len(values) / max(1, cells)))
     return [sum(part) / len(part) for part in (values[i : i + per_bin] for i in range(0, len(values), per_bin))]
 
 
 def cell(value: float, ramp: str = BLOCKS) -> str:
-    """One expert's character. Only a load of exactly 0 gets the first character of `ramp`: a dead expert must stand out."""
+    """Return one expert's character. Only a load of exactly 0 gets the first character of `ramp`, so that dead experts are visible."""
     if math.isnan(value):
         return UNKNOWN
     if value <= 0:
@@ -46,7 +46,7 @@ def cell(value: float, ramp: str = BLOCKS) -> str:
 
 
 def colour(value: float) -> str:
-    """One expert's colour as `#rrggbb`, by the logarithm of its load: fully blue at ¼ and less, fully orange at 4 times and more."""
+    """Return one expert's colour as `#rrggbb`, by the logarithm of its load: fully blue at ¼ and less, fully orange at 4 times and more."""
     if math.isnan(value):
         return "#808080"
     strength = max(-1.0, min(1.0, math.log2(value) / 2)) if value > 0 else -1.0
@@ -55,5 +55,5 @@ def colour(value: float) -> str:
 
 
 def row(load: Sequence[float | None], *, cells: int = 64, ramp: str = BLOCKS) -> str:
-    """The row of cells as plain text."""
+    """Return the row of cells as plain text."""
     return "".join(cell(value, ramp) for value in binned(relative(load), cells))

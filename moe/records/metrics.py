@@ -33,11 +33,11 @@ PREVIOUS, PREVIOUS_SUMMARY = "metrics.previous.jsonl", "summary.previous.json"
 
 
 class Records:
-    """The metrics of one run, open for appending. With `out=None` (every rank but 0) the same calls write nothing.
+    """Metrics of one run, open for appending. With `out=None` (every rank but 0) the same calls write nothing.
 
     `resume_step=n` keeps the lines of steps up to n (0: only lines from before the first step). `resume_step=None` starts a new run: the
-    predecessor's lines move to `metrics.previous.jsonl`, with its summary beside them. Raises BadInput if the folder cannot be
-    written. `say` is called with one line if TensorBoard is missing. `trackers` by name open when the file is there.
+    earlier run's lines move to `metrics.previous.jsonl`, and its summary to `summary.previous.json`. Raises BadInput if the folder cannot
+    be written. `say` is called with one line if TensorBoard is missing. `trackers` by name are opened after the file.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Records:
         for name, opened in (trackers or {}).items():
             try:
                 self._trackers[name] = opened()
-            except Exception as error:  # no account, no network: a view is no reason to stop
+            except Exception as error:  # no account, no network: a failed view must not stop a run
                 say(f"{name} is off ({type(error).__name__}: {_first_line(error)}); {METRICS} has every number")
 
     def write(self, line: Mapping[str, Any]) -> None:
@@ -88,7 +88,7 @@ class Records:
             line_bytes = json.dumps(clean, allow_nan=False).encode() + b"\n"
             if self._file.write(line_bytes) != len(line_bytes):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            if not self._is_there():  # what is written would go nowhere, and checkpoints to another place than these lines
+            if not self._is_there():  # the line is lost, and checkpoints would go to another folder than the lines
                 raise FileNotFoundError(errno.ENOENT, f"{METRICS} was removed or renamed, or its folder was, while the run went on")
         except OSError as error:
             raise _unwritable(self._path, error) from None
@@ -102,7 +102,7 @@ class Records:
             self._say(f"TensorBoard stops here ({type(error).__name__}: {_first_line(error)}); {METRICS} goes on")
 
     def _is_there(self) -> bool:
-        """Whether the file still has its name."""
+        """Return whether the open file still has its name."""
         assert self._file is not None
         try:
             return os.path.samestat(os.fstat(self._file.fileno()), os.stat(self._path))
@@ -132,7 +132,7 @@ class Records:
         if board is not None:
             try:
                 board.close()
-            except Exception as error:  # a full disk: why the run ends is said by what ended it
+            except Exception as error:  # a full disk: the error that ends the run is printed elsewhere
                 self._say(f"TensorBoard's last numbers are lost ({type(error).__name__}: {_first_line(error)}); {METRICS} has them")
 
     def __enter__(self) -> Records:
@@ -143,7 +143,7 @@ class Records:
 
 
 class TensorBoard:
-    """The scalars of each line, under <run>/tensorboard. Steps from `first_step` on in older files are hidden.
+    """Scalars of each line, under <run>/tensorboard. Steps from `first_step` on in older files are hidden.
 
     Raises ImportError if tensorboard is not installed.
     """
@@ -151,7 +151,7 @@ class TensorBoard:
     def __init__(self, folder: Path, *, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # late, since it is optional and takes half a second
 
-        folder.mkdir(exist_ok=True)  # the writer would make the run's folder again, were that renamed meanwhile
+        folder.mkdir(exist_ok=True)  # the writer would recreate a run's folder that was renamed meanwhile
         older = any(folder.glob("events.*"))
         _silence_writers()
         self._writer: Any = SummaryWriter(str(folder), purge_step=first_step if older else None, flush_secs=10)
@@ -165,7 +165,7 @@ class TensorBoard:
 
 
 def _silence_writers() -> None:
-    """A thread of TensorBoard's that cannot write prints no traceback: the next write raises the same error, which is said in one line."""
+    """Suppress tracebacks of TensorBoard's writer threads. The next write raises the same error, which is printed in one line."""
     before = threading.excepthook
 
     def said(args: threading.ExceptHookArgs) -> None:
@@ -176,7 +176,7 @@ def _silence_writers() -> None:
 
 
 def scalars(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """(tag, value) pairs for TensorBoard, without nulls. Loads are relative to uniform: 1 is a fair share, 0 a dead expert."""
+    """Yield (tag, value) pairs for TensorBoard, without nulls. Loads are relative to uniform: 1 is a fair share, 0 a dead expert."""
     if line.get("kind") == "event":
         return
     validation = line.get("kind") == "eval"
@@ -202,9 +202,9 @@ def scalars(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl, or of the run folder that holds it; a half-written last line is left out.
+    """Read the lines of a metrics.jsonl, or of the run folder that holds it. A half-written last line is left out.
 
-    Raises BadInput where there is no such file, or a line before the last is not a JSON object.
+    Raises BadInput if the file is missing, or a line before the last is not a JSON object.
     """
     path = Path(path) / METRICS if Path(path).is_dir() else Path(path)
     try:
@@ -231,12 +231,13 @@ def cut_after(path: Path, step: int) -> None:
 
 
 def whole_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines that `cut_after` keeps of any step: no half-written or damaged ones. None where there is no file yet. Raises BadInput."""
+    """Return all lines that are neither half-written nor damaged; an empty list if there is no file. Raises BadInput."""
     return [line for _, line in _whole(_there(path))]
 
 
 def latest_lines(path: Path, step: int, *, key: str) -> list[dict[str, Any]]:
-    """Of `whole_lines`, those after `step`, and those that have `key`. No others are parsed: a run of many steps is to go on at once."""
+    """Return the lines of `whole_lines` that come after `step` or have `key`. Other lines are not parsed, so that a long run resumes
+    immediately."""
     named, found = f'"{key}"'.encode(), []
     for text in _there(path).split(b"\n"):
         steps = _STEP.findall(text)
@@ -246,12 +247,12 @@ def latest_lines(path: Path, step: int, *, key: str) -> list[dict[str, Any]]:
 
 
 def first_time(path: Path) -> float | None:
-    """When the first line was written, as it says; None where no line does."""
+    """Return the time of the first line that has one, in Unix seconds, or None."""
     return next((line["time"] for _, line in _whole(_there(path)) if line.get("time")), None)
 
 
 def _there(path: Path) -> bytes:
-    """The whole file; nothing where there is none yet. Raises BadInput."""
+    """Return the whole file, empty if there is none yet. Raises BadInput."""
     try:
         return _regular(path).read_bytes() if path.exists() else b""
     except OSError as error:
@@ -289,7 +290,7 @@ def write_summary(out: Path, summary: Mapping[str, Any]) -> Path:
 
 
 def read_summary(out: Path) -> dict[str, Any] | None:
-    """The run's summary, or None if it has none yet. Raises BadInput for a file that is not JSON."""
+    """Return the run's summary, or None if it has none yet. Raises BadInput for a file that is not JSON."""
     path = Path(out) / SUMMARY
     if not path.exists():
         return None
@@ -310,7 +311,7 @@ def read_summary(out: Path) -> dict[str, Any] | None:
 
 
 def finite(line: Mapping[str, Any]) -> dict[str, Any]:
-    """The same line in plain JSON values. NaN and inf become null, and `nonfinite` lists their places ("moe.0.z_loss")."""
+    """Return the same line in plain JSON values. NaN and inf become null, and `nonfinite` lists their places ("moe.0.z_loss")."""
     lost: list[str] = []
     clean: dict[str, Any] = _plain(line, "", lost)
     return {**clean, "nonfinite": lost} if lost else clean
@@ -338,7 +339,7 @@ def _parse(text: bytes) -> dict[str, Any] | None:
 
 
 def _typed(line: dict[str, Any]) -> bool:
-    """Whether what readers count with has the types that runs write; other keys may hold anything."""
+    """Return whether the keys that readers compute with have the types that runs write. Other keys may hold anything."""
     layers, parts, places = (line.get(key) or kind() for key, kind in (("moe", list), ("grad_norm_parts", dict), ("nonfinite", list)))
     return (
         type(line.get("step")) is int
@@ -356,7 +357,7 @@ def _typed(line: dict[str, Any]) -> bool:
 
 
 def counts(value: Any) -> bool:
-    """Whether it is nothing, or numbers by name."""
+    """Return whether the value is None, or a dict of numbers."""
     return value is None or (isinstance(value, dict) and all(_is_number(number) and number is not None for number in value.values()))
 
 
@@ -365,14 +366,14 @@ def _is_number(value: Any) -> bool:
 
 
 def _sizes(value: Any) -> bool:
-    """Whether all numbers in it can be counted with."""
+    """Return whether all numbers in it are finite, and integers fit in 64 bits."""
     if isinstance(value, dict | list):
         return all(map(_sizes, value.values() if isinstance(value, dict) else value))
     return math.isfinite(value) if isinstance(value, float) else not isinstance(value, int) or abs(value) < 2**63
 
 
 def _regular(path: Path) -> Path:
-    """The same path. Raises OSError for a pipe, which would wait, and for a device, which has no end."""
+    """Return the path. Raises OSError for a pipe, which would block, and for a device, which has no end."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(0, "not a regular file", str(path))
     return path

@@ -33,7 +33,7 @@ MAX_POINTS = 1024  # points kept of the loss curve, which is one row of characte
 
 @dataclass
 class State:
-    """The part of a run's records that the display needs."""
+    """Records that the display needs."""
 
     steps: int
     recipe: str
@@ -75,7 +75,7 @@ def title(state: State) -> str:
 
 
 def panel(state: State, *, width: int, height: int) -> Panel:
-    """The whole display for a terminal of `width` x `height` characters."""
+    """Return the whole display for a terminal of `width` x `height` characters."""
     inner = max(20, width - 4)
     parts: list[RenderableType] = [Text(line, style=LABEL, no_wrap=True, overflow="ellipsis") for line in state.lines]
     parts += [_bar(state, inner), _numbers(state, inner)]
@@ -101,7 +101,7 @@ def _bar(state: State, width: int) -> Table:
 
 
 def _numbers(state: State, width: int) -> Table:
-    """Label-value pairs, up to three per row, then the rows that need the whole width. Cropped, never wrapped."""
+    """Return label-value pairs, up to three per row, then the rows that need the whole width. Cropped, never wrapped."""
     s, sparse = state.step, bool(state.step.get("moe"))
     pairs = [
         ("loss", fixed(s.get("loss"), ".4f")),
@@ -127,7 +127,7 @@ def _numbers(state: State, width: int) -> Table:
 
 
 def _wide_rows(state: State, width: int) -> list[tuple[str, str, str]]:
-    """(label, text, style) of the rows that need the whole width."""
+    """Return (label, text, style) of the rows that need the whole width."""
     s = state.step
     rows = [("gradient", _norms(s), "bold")]
     if label := _skips(s)[0]:
@@ -150,7 +150,8 @@ def _evaluation(line: Mapping[str, Any]) -> str:
 
 
 def _skips(s: Mapping[str, Any]) -> tuple[str, str]:
-    """Loss scale and skipped steps, as a label and a text; without a scale, skipped steps with their reason. Empty if there are neither."""
+    """Return loss scale and skipped steps, as (label, text). Without a scale, skipped steps with their reason. Empty if there are
+    neither."""
     scale, skips = s.get("loss_scale"), s.get("skipped_total") or 0
     steps, too = f"{skips:,} step{'s' if skips > 1 else ''}", ", this one too" if s.get("skipped") else ""
     if known(scale) and scale != 1:
@@ -159,7 +160,7 @@ def _skips(s: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def sparkline(values: Sequence[float], *, cells: int, ramp: str = heat.BLOCKS) -> str:
-    """A curve in one row of at most `cells` characters, from its lowest value to its highest. Logarithmic if all values are positive."""
+    """Return a curve in one row of at most `cells` characters, from its lowest value to its highest. Logarithmic if all are positive."""
     n = min(cells, len(values))
     parts = [values[i * len(values) // n : (i + 1) * len(values) // n] for i in range(n)]
     means = [sum(part) / len(part) for part in parts]
@@ -173,7 +174,7 @@ def sparkline(values: Sequence[float], *, cells: int, ramp: str = heat.BLOCKS) -
 
 
 def worst(layers: Sequence[Mapping[str, Any]], room: int) -> list[Mapping[str, Any]]:
-    """At most `room` layers, in order. If not all fit, the most unbalanced ones."""
+    """Return at most `room` layers, in order. If not all fit, the most unbalanced ones."""
     if len(layers) <= room:
         return list(layers)
     by_imbalance = sorted(layers, key=lambda layer: -_imbalance(layer))[: max(1, room)]
@@ -191,7 +192,7 @@ def _dropped(layer: Mapping[str, Any]) -> float | None:
 
 
 def _heat_rows(layers: Sequence[Mapping[str, Any]], width: int, room: int, ramp: str) -> list[RenderableType]:
-    """A heading and one row per layer: cells as wide as fit, then max/mean, and the dropped share if there is room."""
+    """Return a heading and one row per layer: cells as wide as fit, then max/mean, and the dropped share if there is room."""
     shown = worst(layers, room)
     experts = max(len(layer.get("load") or ()) for layer in layers)
     name = max(len(_name(layer)) for layer in layers) + 1
@@ -231,7 +232,7 @@ def _name(layer: Mapping[str, Any]) -> str:
 
 
 def plain_step(state: State, *, max_layers: int = 4) -> str:
-    """One step as one line of a log."""
+    """Format one step as one line of a log."""
     s, layers = state.step, state.step.get("moe") or []
     parts = [f"step {s.get('step', 0)}/{state.steps}", f"loss {fixed(s.get('loss'), '.4f')}"]
     if layers:
@@ -259,7 +260,7 @@ def plain_evaluation(state: State) -> str:
 
 
 def unicode_ramp(encoding: str | None) -> str:
-    """The block characters if the stream's encoding has them, else ASCII."""
+    """Return the block characters if the stream's encoding has them, else ASCII."""
     try:
         heat.BLOCKS.encode(encoding or "ascii")
     except (UnicodeEncodeError, LookupError):

@@ -1,10 +1,10 @@
-"""What a run is told about itself before it starts, and at its end: predicted memory and time, in words and for the summary.
+"""Predicted memory and time of a run, in words before it starts, and compared with measurements in its summary.
 
     line(p), warning(p)     at the start: bytes of the fullest rank, seconds of a step
     refusal(p, ...)         the error of a run that cannot fit, with a change that makes it fit (moe/plan/fitting.py)
-    record(p), against(...) at the end: what was predicted, what was measured, and measured / predicted
+    record(p), against(...) at the end: prediction, measurement, and measured / predicted
 
-The prediction itself is moe/plan/predicted.py. Needs no torch.
+moe/plan/predicted.py makes the prediction. Needs no torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CALIBRATE = "moe plan --calibrate"
 
 
 def line(found: Prediction) -> str:
-    """For the start of a run."""
+    """Return the line printed at the start of a run."""
     of = "" if found.tightest is None else f" of {size(found.tightest.limit)}"
     said = f"predicted: {size(found.rank_bytes)} of tensors on the fullest rank{of}, "
     if found.time is None or found.place.cluster is None:
@@ -31,7 +31,7 @@ def line(found: Prediction) -> str:
 
 
 def warning(found: Prediction) -> str | None:
-    """Where a run may not fit though it is not refused."""
+    """Return a warning if a run that is not refused may still not fit, else None."""
     limit = found.place.limit_bytes
     if limit is None or found.over_bytes > 0 or found.needed_bytes <= limit:
         return None
@@ -39,7 +39,7 @@ def warning(found: Prediction) -> str | None:
 
 
 def refusal(found: Prediction, run: Run, world: int, *, checked: Callable[[Run, int], Run]) -> BadInput:
-    """For a prediction with `over_bytes` above 0. `run`: as the user has it; `checked`: the recipe's own checks."""
+    """Return the error for a prediction with `over_bytes` above 0. `run`: the user's own; `checked`: the recipe's checks."""
     bound = found.tightest
     assert bound is not None
     change = change_that_fits(
@@ -65,7 +65,7 @@ def _fix(change: Change | None, found: Prediction, bound: Bound) -> str:
 
 
 def record(found: Prediction) -> dict[str, Any]:
-    """What the summary keeps, before anything was measured."""
+    """Return the prediction's entry in the summary, without measurements."""
     cluster = found.place.cluster
     step = None if found.time is None else found.time.step
     return {"memory_bytes": found.rank_bytes, "step_seconds": step, "cluster": None if cluster is None else cluster.name}
@@ -74,8 +74,8 @@ def record(found: Prediction) -> dict[str, Any]:
 def against(
     recorded: dict[str, Any] | None, *, memory_bytes: float, beside_bytes: float, step_seconds: float | None
 ) -> dict[str, Any] | None:
-    """The same with what was measured: ratios are measured / predicted. `beside_bytes`: what a process on a CPU has that is no tensor,
-    which the measured peak contains, and what is predicted not: it is added to that for the ratio."""
+    """Add measurements to the entry from `record`. Ratios are measured / predicted. `beside_bytes`: memory of a process on a CPU other than
+    tensors. The measured peak contains it and the prediction does not, so it is added to the prediction for the ratio."""
     if recorded is None:
         return None
     measured = {"beside_bytes": beside_bytes, "measured_memory_bytes": memory_bytes, "measured_step_seconds": step_seconds}
@@ -91,5 +91,5 @@ def _ratio(measured: float | None, predicted: float | None) -> float | None:
 
 
 def seconds(value: float) -> str:
-    """Three digits with their unit."""
+    """Format seconds with three digits and a unit."""
     return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms"

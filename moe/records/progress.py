@@ -42,14 +42,14 @@ def open_progress(
 ) -> Progress:
     """Start the display of a run of `steps` steps. `lines` are shown under the title (device, layout, parameters).
 
-    `out` is the run's folder; its files are listed at the end. `kind` "auto" is live on a terminal and plain elsewhere; "none" is for
-    ranks other than 0. Never raises.
+    `out` is the run's folder; its files are listed at the end. `kind` "auto" is live on a terminal and plain elsewhere; "none" is for ranks
+    other than 0. Never raises.
     """
     return Progress(State(steps=steps, recipe=recipe, world=world, lines=tuple(lines)), out=out, kind=kind, console=console)
 
 
 class Progress:
-    """Takes the lines of metrics.jsonl as they are written. Use it as a context manager, or call `close` at the end."""
+    """Display that takes the lines of metrics.jsonl as they are written. Use it as a context manager, or call `close` at the end."""
 
     def __init__(self, state: State, *, out: Path | None, kind: Kind, console: Console | None) -> None:
         self._state, self._out, self._kind = state, out, kind
@@ -68,7 +68,7 @@ class Progress:
         self._guarded(lambda: self._evaluation(line))
 
     def note(self, text: str) -> None:
-        """Print one line that stays: a save, a resume, a warning."""
+        """Print one line that stays on the screen: a save, a resume, a warning."""
         self._guarded(lambda: self._print(text))
 
     def close(self, summary: Mapping[str, Any] | None = None) -> None:
@@ -117,7 +117,7 @@ class Progress:
                 self._print(text)
 
     def _panel(self) -> RenderableType:
-        """Called by rich's thread, where nobody catches exceptions: a failure is shown instead."""
+        """Draw in rich's thread, where no code catches exceptions: a failure is shown instead."""
         try:
             return panel(self._state, width=min(self._console.width, 110), height=self._console.height)
         except Exception as error:

@@ -1,12 +1,13 @@
-"""What a run had to do again: going on from a checkpoint throws away the steps that were made after it.
+"""Repeated work of a run: a resume discards the steps made after the checkpoint, and they are made again.
 
     metrics.jsonl ... step 40 (saved), 41, 42, 43 | resumed at 40: steps 41 to 43 are made again
 
-Each event `resumed` says how much, and carries the sums so far; the last one's are the summary's. Whoever started the run again counts:
-its user, `moe train --restarts`, torchrun or SLURM.
+Each event `resumed` records the repeated steps, and the sums so far; the summary has the sums of the last one. Every restart counts: by the
+user, `moe train --restarts`, torchrun or SLURM.
 
-A run that is started again before anything was saved goes on from its own records, with all their steps made again. Records that are older
-than whatever starts the ranks are those of an earlier run in the folder, and are kept as such: the lives before have not come to theirs.
+A run that restarts before its first save continues its own records, and makes all their steps again. Records that are older than the
+process that starts the ranks belong to an earlier run in the folder. They are kept as that run's, because this run's earlier attempts wrote
+none.
 """
 
 from __future__ import annotations
@@ -28,20 +29,20 @@ _TORCHRUN = "TORCHELASTIC_RESTART_COUNT"
 
 @dataclass(frozen=True)
 class Restart:
-    """That a run was started again without its user: the how manyeth time (from 1), and what ended it before. `since`: when what starts
-    the ranks began, in Unix seconds."""
+    """A restart without the user. `number`: counted from 1. `why`: the error that ended the last attempt. `since`: start time of the
+    process that starts the ranks, in Unix seconds."""
 
     number: int
     why: str = ""
     since: float = 0.0
 
     def variables(self) -> dict[str, str]:
-        """The environment by which ranks learn of it."""
+        """Return the environment variables that tell ranks of the restart."""
         return {_RESTART: f"{self.number} {self.since:.2f} {self.why}"}
 
     @staticmethod
     def of(environment: Mapping[str, str]) -> Restart | None:
-        """From this project's parent, or from torchrun, which does not say why; None in a run's first start."""
+        """Read the restart from this project's parent, or from torchrun, which gives no reason; None in a run's first start."""
         if _RESTART in environment:
             number, since, why = [*environment[_RESTART].split(" ", 2), "", ""][:3]
             return Restart(int(number), why, float(since))
@@ -49,7 +50,7 @@ class Restart:
         return Restart(int(number), since=_parent_began()) if number.isdecimal() and int(number) > 0 else None
 
     def has_records(self, out: Path) -> bool:
-        """Whether the records in `out` are of this run's earlier lives, or there are none."""
+        """Return whether the records in `out` are from this run's earlier attempts, or do not exist."""
         first = first_time(out / METRICS)
         return first is None or first >= self.since
 
@@ -62,7 +63,7 @@ def _parent_began() -> float:
 
 
 def going_on(out: Path, step: int, restart: Restart | None) -> dict[str, Any]:
-    """The fields of the event `resumed` for a run that goes on from `step`, read before the lines after that step are removed."""
+    """Return the fields of the event `resumed` for a run resumed at `step`. Call it before the lines after that step are removed."""
     lines = latest_lines(out / METRICS, step, key="so_far")
     gone = [line.get("step_seconds") or 0.0 for line in lines if line.get("kind") == "train" and line["step"] > step]
     before = sums(lines)
@@ -77,5 +78,5 @@ def going_on(out: Path, step: int, restart: Restart | None) -> dict[str, Any]:
 
 
 def sums(lines: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """`resumes`, `restarts` (of these, without the user), `steps` made again and their `seconds`: as the last event has them."""
+    """Return the last event's sums: `resumes`, `restarts` (resumes without the user), `steps` made again and their `seconds`."""
     return NOTHING | next((dict(line["so_far"]) for line in reversed(list(lines)) if line.get("so_far")), {})

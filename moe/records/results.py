@@ -1,4 +1,4 @@
-"""The JSON that every verb writes for `--json FILE`: {"verb", "commit", "hardware", "rows", "passed", "failed"}."""
+"""JSON that every verb writes for `--json FILE`: {"verb", "commit", "hardware", "rows", "passed", "failed"}."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from parallel.errors import counted
 
 
 def matmul_flops(dtype: torch.dtype, device: torch.device, *, seconds: float = 0.3) -> float:
-    """FLOP/s of one rank on large square products, with the threads that the run has: the best of several measurements."""
+    """Return FLOP/s of one rank on large square products, with the threads that the run has: the best of several measurements."""
     n = 4096 if device.type == "cuda" else 1024
     a = torch.randn(n, n, device=device).to(dtype)
     out = torch.empty_like(a)
@@ -28,7 +28,7 @@ def matmul_flops(dtype: torch.dtype, device: torch.device, *, seconds: float = 0
 
 
 def hardware(device: torch.device) -> str:
-    """A short name for the device."""
+    """Return a short name for the device."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:
@@ -39,7 +39,7 @@ def hardware(device: torch.device) -> str:
 
 
 def source_commit() -> str | None:
-    """The commit of the checkout that this code runs from, with + if files were changed; None outside a checkout."""
+    """Return the commit of the checkout that this code runs from, with + if files were changed; None outside a checkout."""
     here = Path(__file__).resolve().parent
 
     def git(*words: str) -> str:

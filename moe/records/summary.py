@@ -14,7 +14,7 @@ LOSS = "course of the loss"  # the row of a warning
 
 
 def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """(label, value) pairs for the values in the summary; a missing or null value has no row."""
+    """Return (label, value) pairs for the values in the summary; a missing or null value has no row."""
     share = ("share of measured matrix product", "matmul_share")
     if summary.get("mfu") is not None:
         share = ("model FLOPs utilisation (MFU)", "mfu")
@@ -42,11 +42,11 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(label, value) for label, value in rows if value != MISSING]
 
 
-LAST = 0.1  # of a run's steps: what it drops once it has learned to route, which its beginning says little about
+LAST = 0.1  # share of a run's steps: its drops after it has learned to route, which the first steps do not show
 
 
 def dropped_shares(lines: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """`dropped_share` of all training lines' choices, and `dropped_share_last` of those in the last part of the steps."""
+    """Return `dropped_share` over all training lines, and `dropped_share_last` over the last part of the steps."""
     training = [line for line in lines if line.get("kind", "train") == "train"]
     counts = [[sum(layer.get(what) or 0 for layer in line.get("moe") or ()) for what in ("kept", "dropped")] for line in training]
     last = counts[-max(1, round(LAST * len(counts))) :]
@@ -64,13 +64,13 @@ def _dropped(summary: Mapping[str, Any]) -> str:
 
 
 def why_skipped(loss_scale: Any) -> str:
-    """The reason for a skipped step. With a dynamic loss scale an overflow is expected, and the scale is halved."""
+    """Return the reason for a skipped step. With a dynamic loss scale an overflow is expected, and the scale is halved."""
     scaled = known(loss_scale) and loss_scale != 1
     return "gradients overflowed at a higher loss scale" if scaled else "gradients that were not finite"
 
 
 def _skipped(summary: Mapping[str, Any]) -> str:
-    """Number of skipped steps with the reason, and how many of them were the last ones; MISSING if none was skipped."""
+    """Return the number of skipped steps with the reason, and the number at the end of the run; MISSING if none was skipped."""
     skipped, last = summary.get("skipped") or 0, summary.get("skipped_last") or 0
     if not skipped:
         return MISSING
@@ -80,7 +80,7 @@ def _skipped(summary: Mapping[str, Any]) -> str:
 
 
 def _redone(summary: Mapping[str, Any]) -> str:
-    """Only of a run that was started more than once."""
+    """Describe repeated work of a run that was started more than once; else MISSING."""
     found = NOTHING | (summary.get("redone") or {})
     if not found["resumes"]:
         return MISSING
@@ -97,7 +97,8 @@ def _parameters(summary: Mapping[str, Any]) -> str:
 
 
 def _states(summary: Mapping[str, Any]) -> str:
-    """Of the process with most of each: sharding lowers these, while the peak has libraries, activations and messages too."""
+    """Describe model states, each of the process with the most. Sharding lowers these; the peak also has libraries, activations and
+    messages."""
     parts = summary.get("state_bytes") or {}
     there = {name: bytes_ for name, bytes_ in parts.items() if known(bytes_) and bytes_}
     return f"{size(sum(there.values()))}: {', '.join(f'{name} {size(of)}' for name, of in there.items())}" if there else MISSING
@@ -115,7 +116,7 @@ def _against(summary: Mapping[str, Any], what: str, words: Callable[[Any], str])
 
 
 def known(value: Any) -> TypeGuard[int | float]:
-    """Whether the value is a finite number (True and False are not numbers)."""
+    """Return whether the value is a finite number (True and False are not numbers)."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -130,17 +131,17 @@ def _text(value: Any) -> str:
 
 
 def fixed(value: Any, form: str) -> str:
-    """A number in the given format, or a dash for anything else."""
+    """Format a number as given, or return a dash for anything else."""
     return _number(value, form)
 
 
 def percent(value: Any) -> str:
-    """A share in per cent."""
+    """Format a share in per cent."""
     return f"{100 * value:.1f} %" if known(value) else MISSING
 
 
 def size(value: Any) -> str:
-    """A number of bytes in a binary unit."""
+    """Format a number of bytes in a binary unit."""
     if not known(value):
         return MISSING
     power = min(4, int(math.log2(value) // 10)) if value >= 1 else 0
@@ -148,7 +149,7 @@ def size(value: Any) -> str:
 
 
 def count(value: Any) -> str:
-    """A large count with three digits: 12.3 M."""
+    """Format a large count with three digits: 12.3 M."""
     if not known(value):
         return MISSING
     for unit, name in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -159,7 +160,7 @@ def count(value: Any) -> str:
 
 
 def duration(seconds: Any) -> str:
-    """A number of seconds as 42 s, 4 min 12 s or 3 h 05 min."""
+    """Format seconds as 42 s, 4 min 12 s or 3 h 05 min."""
     if not known(seconds):
         return MISSING
     if seconds < 10:
@@ -170,7 +171,7 @@ def duration(seconds: Any) -> str:
 
 
 def clock(seconds: Any) -> str:
-    """A number of seconds as a clock: 1:09, 2:05:07."""
+    """Format seconds as a clock: 1:09, 2:05:07."""
     if not known(seconds):
         return MISSING
     minutes, rest = divmod(max(0, round(seconds)), 60)
@@ -179,5 +180,5 @@ def clock(seconds: Any) -> str:
 
 
 def printable(text: str) -> str:
-    """Generated text with control characters replaced by a mark (a byte model also writes escape sequences)."""
+    """Replace control characters in generated text by a mark (a byte model also writes escape sequences)."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)

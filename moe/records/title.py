@@ -35,7 +35,7 @@ def title(run: Run, world: World) -> list[str]:
 
 
 def _attention(run: Run) -> str:
-    """How the slices of sequences attend."""
+    """Describe the attention of sequence parallelism."""
     sequence = run.sequence
     heads = [f"heads {sequence.heads}"] if sequence.heads > 1 else []
     return ", ".join([sequence.kind, sequence.places, *heads])

@@ -1,10 +1,10 @@
-"""Trackers beside TensorBoard: the same scalars to wandb, trackio or mlflow, each imported only where a recipe asks for it.
+"""Trackers in addition to TensorBoard: the same scalars to wandb, trackio or mlflow, each imported only if a recipe asks for it.
 
     train.trackers: [wandb]        metrics.jsonl --> scalars(line) --> wandb.log({...}, step=...)
 
-wandb and trackio share an interface, mlflow's has other words for it. A run that goes on goes on in the tracker's run, whose id is kept in
-the run's folder. A tracker is a view: one that fails is off from there on, in one line, and the run goes on. Project: WANDB_PROJECT,
-TRACKIO_PROJECT or MLFLOW_EXPERIMENT_NAME, else moe-parallel; where it sends to is the tracker's own affair (WANDB_MODE=offline, ...).
+wandb and trackio share an interface; mlflow's has other names. A resumed run continues the tracker's run, whose id is kept in the run's
+folder. A tracker is a view: if it fails, it is off from then on, with one line, and training continues. Project: WANDB_PROJECT,
+TRACKIO_PROJECT or MLFLOW_EXPERIMENT_NAME, else moe-parallel. The tracker's own settings choose its destination (WANDB_MODE=offline, ...).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PROJECT = {"wandb": "WANDB_PROJECT", "trackio": "TRACKIO_PROJECT", "mlflow": "M
 
 
 class Board(Protocol):
-    """Where the scalars of a run's lines go."""
+    """Receiver of the scalars of a run's lines."""
 
     def log(self, values: Mapping[str, float], step: int) -> None: ...
 
@@ -33,7 +33,7 @@ class Board(Protocol):
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raises BadInput for one that is not installed, without importing any, and for one that is named twice."""
+    """Refuse a tracker that is not installed or is named twice. Imports none. Raises BadInput."""
     for name in names:
         if find_spec(name) is None:
             fix = f"pip install {name}, or remove it from train.trackers"
@@ -43,7 +43,7 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 def open_tracker(name: str, out: Path, *, recipe: str, config: Mapping[str, Any], goes_on: bool) -> Board:
-    """The tracker's run of this run, a new one unless it `goes_on`. `config`: what the tracker shows of the recipe."""
+    """Open the tracker's run for this run, a new one unless it `goes_on`. `config`: recipe values shown by the tracker."""
     module, project = importlib.import_module(name), os.environ.get(_PROJECT[name], "moe-parallel")
     kept = _ids(out) if goes_on else {}
     made = Mlflow if name == "mlflow" else Wandb
@@ -53,7 +53,7 @@ def open_tracker(name: str, out: Path, *, recipe: str, config: Mapping[str, Any]
 
 
 class Wandb:
-    """wandb's interface, which trackio has too; trackio goes by the run's name."""
+    """Interface of wandb, shared by trackio, which identifies a run by its name."""
 
     def __init__(self, module: Any, *, project: str, name: str, id: str | None, config: Mapping[str, Any], folder: Path) -> None:
         self.module, self.id = module, id or secrets.token_hex(4)
@@ -70,7 +70,7 @@ class Wandb:
 
 
 class Mlflow:
-    """mlflow's: parameters are flat texts."""
+    """Interface of mlflow: parameters are flat texts."""
 
     def __init__(self, module: Any, *, project: str, name: str, id: str | None, config: Mapping[str, Any], folder: Path) -> None:
         self.module = module
