@@ -1,6 +1,6 @@
-"""Two runs beside each other: what their recipes say differently, what came of it, and a picture of both validation losses.
+"""Compares two runs: differences of their recipes, their results, and a picture of both validation losses.
 
-Recipes are compared as the runs had them (recipe.yaml), so a run that is still going on, or was stopped, can be compared too.
+Recipes are compared as the runs had them (recipe.yaml), so an unfinished or stopped run can be compared too.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from moe.records.metrics import read, read_summary
 from moe.records.summary import summary_rows
 from moe.report.compare import compare
 
-Row = tuple[str, str, str]  # what, of the first run, of the second
+Row = tuple[str, str, str]  # label, value in the first run, value in the second
 
 
 def beside(first: Path, second: Path) -> Path:
-    """Print what differs and what came of it; draw both losses into the first run's folder. Returns the picture's path.
+    """Print differences and results; draw both losses into the first run's folder. Returns the picture's path.
 
     Raises BadInput for a folder without a run, and for runs that evaluated at no step.
     """
@@ -34,13 +34,13 @@ def beside(first: Path, second: Path) -> Path:
 
 
 def recipe_rows(first: Path, second: Path) -> list[Row]:
-    """Every key whose value differs."""
+    """Return (key, value, value) for every key with different values."""
     before, after = (load(folder / "recipe.yaml")[0] for folder in (first, second))
     return [(change.key, shown(change.before), shown(change.after)) for change in changes(before, after)]
 
 
 def result_rows(first: Path, second: Path) -> list[Row]:
-    """The rows of both summaries; of a run without one, its last evaluation."""
+    """Return the rows of both summaries. A run without a summary has its last evaluation."""
     a, b = (dict(summary_rows(read_summary(folder) or _so_far(folder))) for folder in (first, second))
     return [(label, a.get(label, "–"), b.get(label, "–")) for label in {**a, **b}]
 

@@ -45,7 +45,7 @@ def compare(
 
 
 def evaluations(label: str, seeds: Sequence[Lines], *, key: str = "validation_loss") -> tuple[Array, Array]:
-    """(steps, values [seeds, steps]) at the steps that every seed evaluated. Raises BadInput if there are none."""
+    """Return (steps, values [seeds, steps]) at the steps that every seed evaluated. Raises BadInput if there are none."""
     import numpy as np
 
     from moe.report.history import History
@@ -102,7 +102,7 @@ def _band(ax: Any, steps: Array, values: Array, *, tone: Any, mark: str, label: 
 
 
 def _range(curves: Any) -> tuple[float, float]:
-    """The y-range: from the lowest value to the values after a tenth of the steps. Including the start would flatten the end."""
+    """Return the y-range: from the lowest value to the values after a tenth of the steps. Including the start would flatten the end."""
     import numpy as np
 
     everything = [(steps, values) for steps, values in curves]

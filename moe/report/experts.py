@@ -1,7 +1,7 @@
 """Pictures of the experts: each expert's load over time (one panel per layer), and the share of dropped choices.
 
-The colour is the logarithm of the load relative to uniform, so that half and double are equally far from fair. A fair share is white
-(in the dark theme: the background). An expert without any token has a colour of its own.
+The colour is the logarithm of the load relative to uniform, so that half and double are equally far from fair. A fair share is white (in
+the dark theme: the background). An expert without any token has a separate colour.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 MOST_WINDOWS = 300  # columns of a panel: more would be narrower than a pixel or two
 
-REACH = 2  # the colour scale spans so many doublings to each side of fair, as in the terminal's row
+REACH = 2  # doublings to each side of fair on the colour scale, as in the terminal's row
 HEAT_AT = (0.0, 0.22, 0.4, 0.5, 0.6, 0.78, 1.0)  # positions of the theme's heat colours: small deviations from fair are already visible
 
 
 def expert_load(history: History, theme: Theme) -> Figure | None:
-    """Heat maps of load, step by expert, all on one scale."""
+    """Draw heat maps of load, step by expert, all on one scale."""
     from matplotlib.colors import LinearSegmentedColormap
 
     loads = {layer: history.load_SE(layer) for layer in history.layers}

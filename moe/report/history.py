@@ -1,6 +1,6 @@
-"""A run's JSON lines as arrays: one entry per training step, NaN where a line has no finite number.
+"""A run's JSON lines as arrays: one entry per training step, NaN if a line has no finite number.
 
-S steps, E experts. Where a step was written twice (a file joined by hand), its last line counts.
+S steps, E experts. If a step was written twice (a file joined by hand), its last line counts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class History:
-    """Training lines in the order of steps, evaluation lines likewise, event lines as they came; the weights of router losses, if known."""
+    """Training and evaluation lines in the order of steps, event lines in the order of the file, and the weights of router losses, if
+    known."""
 
     train: tuple[Mapping[str, Any], ...]
     evals: tuple[Mapping[str, Any], ...]
@@ -37,29 +38,29 @@ class History:
         return np.array([line["step"] for line in self.train], dtype=float)
 
     def series_S(self, key: str) -> Array:
-        """One number of every training line. A dot in `key` goes into a nested object: `grad_norm_parts.expert`."""
+        """Return one number of every training line. A dot in `key` selects from a nested object: `grad_norm_parts.expert`."""
         outer, _, inner = key.partition(".")
         if not inner:
             return _numbers([line.get(outer) for line in self.train])
         return _numbers([(line.get(outer) or {}).get(inner) for line in self.train])
 
     def evaluations(self, key: str = "validation_loss") -> tuple[Array, Array]:
-        """(steps, values) of the evaluations with a finite value."""
+        """Return (steps, values) of the evaluations with a finite value."""
         steps, values = np.array([line["step"] for line in self.evals], dtype=float), _numbers([line.get(key) for line in self.evals])
         return steps[np.isfinite(values)], values[np.isfinite(values)]
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """The numbers of the MoE layers; empty for a dense run."""
+        """Indices of the MoE layers; empty for a dense run."""
         return tuple(sorted({layer["layer"] for line in self.train for layer in line.get("moe") or ()}))
 
     @property
     def families(self) -> tuple[str, ...]:
-        """The parts of the gradient norm that occur in any step."""
+        """Parameter families of the gradient norm that occur in any step."""
         return tuple(dict.fromkeys(name for line in self.train for name in line.get("grad_norm_parts") or {}))
 
     def load_SE(self, layer: int) -> Array:
-        """Each expert's load over the mean load, before dropping: 1 is uniform. A step without this layer is NaN."""
+        """Return each expert's load over the mean load, before dropping: 1 is uniform. A step without this layer is NaN."""
         rows = [found.get("load") or [] for found in self._layer(layer)]
         experts = max((len(row) for row in rows), default=0)
         load_SE = np.array([_numbers(row) if len(row) == experts else np.full(experts, np.nan) for row in rows]).reshape(len(rows), experts)
@@ -69,7 +70,7 @@ class History:
         return relative_SE
 
     def dropped_S(self, layer: int) -> Array:
-        """The share of (token, choice) pairs that found no slot."""
+        """Return the share of (token, choice) pairs that found no slot."""
         kept_S, dropped_S = (_numbers([found.get(key) for found in self._layer(layer)]) for key in ("kept", "dropped"))
         total_S = kept_S + dropped_S
         return np.divide(dropped_S, total_S, out=np.full_like(total_S, np.nan), where=total_S > 0)
@@ -83,7 +84,7 @@ def _numbers(values: Sequence[Any]) -> Array:
 
 
 def smoothed(values_S: Array) -> Array:
-    """The mean over a centred window of 1/30 of the run (3 to 501 steps), ignoring NaN; at the ends the window is cut off."""
+    """Return the mean over a centred window of 1/30 of the run (3 to 501 steps), ignoring NaN. At the ends the window is cut off."""
     width = int(min(501, max(3, len(values_S) // 30))) | 1
     known = np.isfinite(values_S)
     kernel = np.ones(width)
@@ -95,7 +96,7 @@ def smoothed(values_S: Array) -> Array:
 
 
 def windows(values_SE: Array, steps_S: Array, most: int) -> tuple[Array, Array]:
-    """At most `most` means over equal windows of steps, [W, E], and the W + 1 edges of these windows in steps."""
+    """Return at most `most` means over equal windows of steps, [W, E], and the W + 1 edges of these windows in steps."""
     size = max(1, -(-len(steps_S) // most))
     starts = range(0, len(steps_S), size)
     parts = [values_SE[start : start + size] for start in starts]

@@ -1,7 +1,7 @@
 """The report: one self-contained HTML page about a run, with embedded pictures, no script, no external link, in light and dark mode.
 
-metrics.jsonl --> History --> PLOTS --> plots/*.png (light) --> report.html (light and dark, base64)
-summary.json and recipe.yaml are added if they exist. Everything that comes from a file is escaped.
+metrics.jsonl --> History --> PLOTS --> plots/*.png (light) --> report.html (light and dark, base64) summary.json and recipe.yaml are added
+if they exist. All text from files is escaped.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Picture:
 
 
 def main(run_dir: Path | str, json: Path | str | None = None) -> Path:
-    """`moe report RUN`: write the report, and with `json` the list of its files, as every verb does. Returns report.html's path."""
+    """`moe report RUN`: write the report, and with `json` also the list of its files. Returns report.html's path."""
     folder = Path(run_dir)
     page = write_report(folder)
     if json is not None:
@@ -52,7 +52,7 @@ def main(run_dir: Path | str, json: Path | str | None = None) -> Path:
 
 
 def write_report(run_dir: Path | str) -> Path:
-    """Draw plots/*.png and write report.html into a run's folder, whether the run is finished or not. Returns the page's path.
+    """Draw plots/*.png and write report.html into a run's folder, finished or not. Returns the page's path.
 
     Raises BadInput for a folder without metrics.jsonl, or if files in it cannot be read.
     """
@@ -85,14 +85,14 @@ def write_report(run_dir: Path | str) -> Path:
 
 
 def _of_this_run(summary: Mapping[str, Any] | None, lines: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """The summary, or None if it belongs to an earlier run in this folder: the run has since gone on, or was started afresh."""
+    """Return the summary, or None if it is of an earlier run in this folder: the run has since continued or was restarted from step 0."""
     last = max((line["step"] for line in lines if line.get("kind", "train") == "train"), default=None)
     stale = summary is not None and last is not None and summary.get("steps", last) != last
     return None if stale else summary
 
 
 def _weights(recipe: Path) -> dict[str, float]:
-    """With what weight each of the router's losses was trained; empty where the recipe cannot tell."""
+    """Return the weight of each router loss in training; empty if the recipe cannot be read."""
     if not recipe.is_file():
         return {}
     try:
@@ -131,7 +131,7 @@ def draw(lines: Sequence[Mapping[str, Any]], folder: Path, *, weights: Mapping[s
 def page_text(
     *, name: str, lines: Sequence[Mapping[str, Any]], summary: Mapping[str, Any] | None, recipe: str | None, pictures: Sequence[Picture]
 ) -> str:
-    """The whole page as HTML; `lines` as read from metrics.jsonl."""
+    """Return the whole page as HTML. `lines`: from metrics.jsonl."""
     evals = [line for line in lines if line.get("kind") == "eval"]
     events = _events(lines)
     sample = (summary or {}).get("sample")
@@ -150,7 +150,7 @@ def page_text(
 
 
 def _state(lines: Sequence[Mapping[str, Any]], summary: Mapping[str, Any] | None) -> str:
-    """The sentence under the title: how far the run is, and when it last wrote."""
+    """Return the sentence under the title: steps made, and the time of the last line."""
     train = [line for line in lines if line.get("kind", "train") == "train"]
     steps = counted(train[-1]["step"], "step") if train else "no step yet"
     times = [line["time"] for line in lines if isinstance(line.get("time"), int | float)]
@@ -159,7 +159,7 @@ def _state(lines: Sequence[Mapping[str, Any]], summary: Mapping[str, Any] | None
 
 
 def _cards(summary: Mapping[str, Any] | None, lines: Sequence[Mapping[str, Any]]) -> str:
-    """The most important numbers; a run without a summary shows its latest ones."""
+    """Return the most important numbers as HTML. A run without a summary shows its latest ones."""
     rows = dict(summary_rows(summary or _latest(lines)))
     wanted = ("validation loss", "bits per byte", "tokens per second", "dropped tokens", "parameters", "training time")
     cards = [(label, rows[label].partition(" nats")[0].partition(", ")[0]) for label in wanted if label in rows]
@@ -182,7 +182,7 @@ def _evaluation(line: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _events(lines: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """Everything but plain steps: event lines, skipped steps, numbers that were not finite."""
+    """Return all rows of the events table: event lines, skipped steps, numbers that were not finite."""
     found: list[tuple[str, ...]] = []
     explained = {line["step"] for line in lines if line.get("event") == "skipped"}
     for line in lines:

@@ -1,7 +1,7 @@
-"""What a plan takes on each rank of its pipeline, part by part: a table, and a picture of stacked bars.
+"""Memory of a plan on each rank of its pipeline, part by part: a table, and a picture of stacked bars.
 
-Parts are those of parallel/plan/memory.py, largest at the bottom; above them what the allocator and CUDA's context add, and across all
-bars a line where the device is full.
+Parts are defined in parallel/plan/memory.py, and drawn with the largest at the bottom. Above them is the memory of the allocator and CUDA's
+context. A line across all bars marks the device's capacity.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ GIB = 2**30
 
 
 def parts_of(ranks: Sequence[Memory]) -> tuple[str, ...]:
-    """The parts that any rank has, those that take most first."""
+    """Return the parts that any rank has, largest first."""
     most = {name: max(rank.parts.get(name, 0.0) for rank in ranks) for rank in ranks for name in rank.parts}
     return tuple(sorted((name for name, size in most.items() if size > 0), key=lambda name: -most[name]))
 
 
 def table(ranks: Sequence[Memory], *, context: bool = True) -> str:
-    """GiB of each part on each pipeline rank, their sum, and what the device gives for it. `context`: not on a host's own memory."""
+    """Format GiB of each part on each pipeline rank, their sum, and the device memory needed for it. `context`: False for host memory."""
     head = f"{'GiB of pipeline rank':<24}" + "".join(f"{rank.rank:>9}" for rank in ranks)
     lines = [(name, [rank.parts[name] for rank in ranks]) for name in parts_of(ranks)]
     lines.append(("allocated", [rank.allocated for rank in ranks]))
@@ -46,7 +46,7 @@ def table(ranks: Sequence[Memory], *, context: bool = True) -> str:
 
 
 def bars(ranks: Sequence[Memory], theme: Theme, *, capacity: float | None = None, context: bool = True) -> Figure:
-    """`capacity`: bytes of the device. Call it inside `drawn_in`, or through `save` of moe/report/style.py."""
+    """Draw the bars. `capacity`: bytes of the device. Call it inside `drawn_in`, or through `save` of moe/report/style.py."""
     names = parts_of(ranks)
     fig = figure(width=max(6.4, 3.0 + 0.7 * len(ranks)), height=4.2)
     ax = fig.subplots()
@@ -58,7 +58,7 @@ def bars(ranks: Sequence[Memory], theme: Theme, *, capacity: float | None = None
         ax.bar([str(rank.rank) for rank in ranks], sizes, bottom=bottoms, label=name, width=0.7, color=colour, alpha=alpha)
         bottoms = [bottom + size for bottom, size in zip(bottoms, sizes, strict=True)]
     title = "Memory at the peak"
-    if capacity is not None and max(bottoms) < capacity / GIB / 20:  # below the line nobody would see the bars
+    if capacity is not None and max(bottoms) < capacity / GIB / 20:  # below the line the bars would be invisible
         title += f", of the device's {capacity / GIB:.4g} GiB"
     elif capacity is not None:
         ax.axhline(capacity / GIB, color=theme.text, linewidth=1.2, linestyle=(0, (4, 3)), label="the device's")

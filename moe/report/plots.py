@@ -1,6 +1,6 @@
-"""The pictures of one run, one function each: takes history and theme; returns a figure, or None if the run has nothing to show.
+"""The pictures of one run, one function each: takes history and theme; returns a figure, or None if the run has no data for it.
 
-`PLOTS` is the table that the report goes through. A new picture is a function, a line in that table and a caption.
+`PLOTS` is the table of the report's pictures. A new picture is a function, a line in that table and a caption.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Plot:
-    """One kind of plot. `name` is the file's stem under plots/; a wide plot takes the whole width of the page."""
+    """One kind of plot. `name`: the file's stem under plots/. A wide plot takes the whole width of the page."""
 
     name: str
     title: str
@@ -31,7 +31,7 @@ class Plot:
 
     @property
     def caption(self) -> str:
-        """The text below the plot: what to look for."""
+        """Text below the plot, which says what to look for."""
         return CAPTIONS[self.name]
 
 
@@ -44,7 +44,7 @@ def _raw_and_smooth(ax: Axes, steps_S: Array, values_S: Array, *, colour: str, l
 
 
 def _events(ax: Axes, history: History, theme: Theme) -> None:
-    """A dotted line where a run was resumed, the usual reason for a kink."""
+    """Draw a dotted line at each resume, the usual reason for a kink."""
     for event in history.events:
         if event.get("event") == "resumed":
             ax.axvline(event["step"], color=theme.muted, linewidth=0.9, linestyle=(0, (1, 2)), zorder=0)
@@ -143,7 +143,7 @@ def speed_and_memory(history: History, theme: Theme) -> Figure | None:
 
 
 def learning_rate(history: History, theme: Theme) -> Figure | None:
-    """The learning rate. The loss scale is added if it ever differed from 1, with a mark at each skipped step."""
+    """Draw the learning rate. The loss scale is added if it ever differed from 1, with a mark at each skipped step."""
     steps_S, rate_S, scale_S = history.steps_S, history.series_S("lr"), history.series_S("loss_scale")
     if not np.isfinite(rate_S).any():
         return None

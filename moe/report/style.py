@@ -24,7 +24,7 @@ DPI = 150
 
 @dataclass(frozen=True)
 class Theme:
-    """The colours of a picture: `lines` in order of use; `heat` from too little load over fair to too much; `dead` for no load at all."""
+    """Colours of a picture: `lines` in order of use; `heat` from too little load over fair to too much; `dead` for no load at all."""
 
     name: str
     background: str
@@ -93,7 +93,7 @@ def settings(theme: Theme) -> Any:  # matplotlib types each of its 300 keys
 
 
 def drawn_in(theme: Theme) -> AbstractContextManager[Any]:
-    """A context in which figures take the theme; afterwards the caller's settings are back."""
+    """Return a context in which figures take the theme; afterwards the caller's settings are restored."""
     import matplotlib
 
     return matplotlib.rc_context(settings(theme))
@@ -108,7 +108,7 @@ def figure(*, width: float = NARROW, height: float = 3.6) -> Figure:
 
 
 def png(fig: Figure) -> bytes:
-    """The picture as a PNG file. Call it inside the `drawn_in` in which the figure was made."""
+    """Return the picture as a PNG file. Call it inside the `drawn_in` in which the figure was made."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     buffer = io.BytesIO()
@@ -144,7 +144,7 @@ def log_axis(ax: Axes) -> None:
 
 
 def colours(theme: Theme, number: int) -> list[Any]:
-    """`number` line colours: the theme's own if they suffice, else a scale from dark to bright in order (of layer depth)."""
+    """Return `number` line colours: the theme's own if they suffice, else a scale from dark to bright in order (of layer depth)."""
     if number <= len(theme.lines):
         return list(theme.lines[:number])
     import matplotlib
@@ -154,5 +154,5 @@ def colours(theme: Theme, number: int) -> list[Any]:
 
 
 def marker(values: Any) -> str:
-    """A marker that shows single points, where a line alone would be invisible."""
+    """Return a marker that makes single points visible, for which a line alone would not."""
     return "o" if int(np.isfinite(values).sum()) < 3 else ""
