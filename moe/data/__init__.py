@@ -2,7 +2,7 @@
 
 corpus.py  documents, each train or validation    ->  tokenizer.py  text to ids
 tokens.py  ids in memory-mapped files, built once ->  order.py      the sequences of each step
-ids.py     ids that others made, where they lie   ->  mixture.py    the same of several sources, with weights
+ids.py     ids from other programs, read in place ->  mixture.py    sequences of several sources, with weights
                                                       span_corruption.py  for an encoder-decoder: sequences with spans hidden
 """
 
@@ -51,7 +51,7 @@ __all__ = [
 class Dataset:
     """Opened data: endless training sequences, fixed validation sequences, their tokenizer, and the index of the token files.
 
-    `key` is that of the text and of what the recipe says about it: runs with the same key see the same text.
+    `key` identifies the text and the recipe's settings for it: runs with the same key see the same text.
     """
 
     train: TrainSet | MixedTrain | CorruptedTrain | Stream
@@ -75,14 +75,13 @@ def open_data(
     given: Any = None,
     text_key_set_by: str = "data.text_key",
 ) -> Dataset:
-    """Open a recipe's data, and tokenise it first if it is not in the cache. Every rank calls this.
+    """Open a recipe's data, and tokenize it first if it is not in the cache. Every rank calls this.
 
-    `max_length` is in tokens, of span corruption those of the encoder; `vocab_size` is the model's; `seed` decides the order. `tokenizer`:
-    the description of the one that a model was trained with, which is used whatever the text is now; None trains one where the recipe
-    wants one. `verify` also hashes large token files whose times have not changed; `as_key` as of Windows; `given`: samples that a user's
-    program makes (moe/data/given.py), for data.source given; `text_key_set_by`: the setting to name if a text_key is wrong. Raises
-    BadInput for an unusable path or text, text shorter than one sequence, a vocabulary smaller than the tokenizer's, and a cache folder
-    that cannot be read or written.
+    `max_length` is in tokens; for span corruption, of the encoder. `vocab_size` is the model's; `seed` decides the order. `tokenizer`: the
+    description of a trained model's tokenizer, used for any text; None uses the recipe's, and trains it if needed. `verify` also hashes
+    large token files with unchanged times. `as_key`: see Windows. `given`: samples from a user's program (moe/data/given.py), for
+    data.source given. `text_key_set_by`: the setting to name in errors about a text_key. Raises BadInput for an unusable path or text, text
+    shorter than one sequence, a vocabulary smaller than the tokenizer's, and a cache folder that cannot be read or written.
     """
     if is_plugin(data_config.source) or (data_config.source == "given" and data_config.path is None and not data_config.sources):
         return _given(data_config, given, max_length=max_length, vocab_size=vocab_size, seed=seed, log=log)
@@ -94,7 +93,7 @@ def open_data(
         return _corrupted(made, SpanCorruption(spans, vocab_size, max(made.tokenizer.separator, START), seed))
     if data_config.sources:
         each: list[Dataset] = []
-        for source in data_config.sources:  # the first one's tokenizer is that of all
+        for source in data_config.sources:  # all sources use the first one's tokenizer
             text_key = source.text_key or data_config.text_key
             one = data_config.model_copy(update={"path": source.path, "sources": (), "text_key": text_key})
             tokenizer = each[0].tokenizer.describe() if each else tokenizer

@@ -2,13 +2,13 @@
 
     files in sorted order -> documents -> each on one side: train or validation, never both
 
-The SHA-256 of a document's name (files) or text (lines, rows) decides its side, and nothing else does: a new file never changes
-the side of another. If this leaves a side empty, as with one file, the last share of every document is held out instead.
+The SHA-256 of a document's name (files) or text (lines, rows) alone decides its side: a new file never changes the side of another. If this
+leaves a side empty, as with one file, the last share of every document is held out instead.
 
-Three parts of the standard library are left out. Test suites, because many systems install Python without them (Debian, container
-images). Files that record how and where this Python was built. And generated tables (encodings, pydoc's topics), which are not source
-code and, at 0.75 MB in one file, could fill most of either side. The rest depends on the Python version only, except for parts that a
-system packages separately.
+Three parts of the standard library are left out. Test suites, because many systems install Python without them (Debian, container images).
+Files that record how and where this Python was built. And generated tables (encodings, pydoc's topics), which are not source code and, at
+0.75 MB in one file, could fill most of either side. The rest depends on the Python version only, except for parts that a system packages
+separately.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ STDLIB_FILES_LEFT_OUT = ("_sysconfigdata", "sitecustomize", "usercustomize")
 class Corpus:
     """Files as sorted POSIX paths under `root`, and how to read documents from them; nothing has been read yet.
 
-    `source` mixed: *.jsonl by lines, tables by rows, every other file as text. `left_out`: what is in the folder, but not among `names`;
+    `source` mixed: *.jsonl by lines, tables by rows, every other file as text. `left_out`: entries of the folder that are not in `names`.
     `chosen`: the recipe names the source itself.
     """
 
@@ -64,7 +64,7 @@ class Corpus:
 
 
 class Document(NamedTuple):
-    """One document. `key` decides its side. `text` is None if a file is not text or a line is empty; then `why`."""
+    """One document. `key` decides its side. `text` is None if a file is not text or a line is empty; `why` is the reason."""
 
     key: str
     text: str | None
@@ -72,7 +72,7 @@ class Document(NamedTuple):
 
 
 class Survey(NamedTuple):
-    """Counts over a whole corpus. `split` says what is divided between the sides: files, lines, both, or each document by position."""
+    """Counts over a whole corpus. `split`: the unit divided between the sides: files, lines, both, or each document by position."""
 
     split: Literal["file", "line", "document", "position"]
     documents: int
@@ -85,7 +85,7 @@ class Survey(NamedTuple):
 
 
 def find_corpus(data: Data, *, text_key_set_by: str = "data.text_key") -> Corpus:
-    """The corpus that a recipe's data section names. Raises BadInput for a path that is missing or holds no usable file."""
+    """Return the corpus of a recipe's data section. Raises BadInput for a path that is missing or holds no usable file."""
     text_key = formats.TextKey(data.text_key, text_key_set_by)
     if data.path is None:
         if data.source != "python_stdlib":
@@ -113,7 +113,7 @@ def find_corpus(data: Data, *, text_key_set_by: str = "data.text_key") -> Corpus
     tables = [name for name in names if formats.is_table(name)]
     found: Literal["text", "jsonl", "mixed"] = "jsonl" if names and len(lines) == len(names) else "mixed" if lines or tables else "text"
     named: dict[str, Literal["text", "jsonl"]] = {"text": "text", "jsonl": "jsonl"}
-    source = named.get(data.source, found)  # where no kind is named, the path decides
+    source = named.get(data.source, found)  # if no kind is named, the path decides
     if source == "jsonl" and path.is_dir():
         left_out += [Remark(name, SKIPPED, "not *.jsonl") for name in names if name not in lines]
         names = lines
@@ -139,8 +139,8 @@ def _python_stdlib(text_key: formats.TextKey) -> Corpus:
 
 
 def _walk(root: Path, keep_folder: Callable[[str], bool], keep_file: Callable[[str], bool]) -> tuple[list[str], list[Remark]]:
-    """Regular files under a folder as sorted relative POSIX paths, and what is left out: links to folders, which may form circles, and what
-    this user may not read. Raises BadInput if that is the folder itself."""
+    """List the regular files under a folder as sorted relative POSIX paths, and left-out entries: links to folders, which may form circles,
+    and files without read permission. Raises BadInput if the folder itself cannot be read."""
     left_out: list[Remark] = []
 
     def relative(path: Path) -> str:
@@ -167,7 +167,7 @@ def _walk(root: Path, keep_folder: Callable[[str], bool], keep_file: Callable[[s
 
 
 def read_documents(corpus: Corpus) -> Iterator[Document]:
-    """Every document in order, with one in memory at a time. Raises BadInput for an unreadable file and for a bad JSONL line."""
+    """Yield every document in order, with one in memory at a time. Raises BadInput for an unreadable file and for a bad JSONL line."""
     for name in corpus.names:
         yield from read_file(corpus, name)
 
@@ -193,7 +193,7 @@ def _read_lines(path: Path, text_key: formats.TextKey) -> Iterator[Document]:
 
 
 def _line_text(line: bytes, where: str, text_key: formats.TextKey) -> str:
-    """The text of one JSONL line, which is also its key: the same text anywhere gets the same side."""
+    """Return the text of one JSONL line, which is also its key: the same text anywhere gets the same side. Raises BadInput."""
     try:
         value: Any = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
@@ -215,7 +215,7 @@ def _line_text(line: bytes, where: str, text_key: formats.TextKey) -> str:
 
 
 def unreadable(path: Path, error: OSError) -> BadInput:
-    """What to raise for a file that the system does not give."""
+    """Return the error for a file that the system cannot read."""
     return BadInput(
         f"data file {path}", got=error.strerror or error, needed="a readable file", fix="change its permissions or move it elsewhere"
     )
@@ -225,7 +225,7 @@ def unreadable(path: Path, error: OSError) -> BadInput:
 
 
 def side_of(key: str, validation_share: float) -> Side:
-    """The side of a document, from its key alone: its SHA-256, read as a number in [0, 1), is compared with the share."""
+    """Return the side of a document, from its key alone: its SHA-256, read as a number in [0, 1), is compared with the share."""
     digest = hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
     return "validation" if int.from_bytes(digest[:8], "big") < int(validation_share * 2**64) else "train"
 
@@ -278,7 +278,7 @@ def _size(path: Path) -> int:
 
 
 def split_documents(corpus: Corpus, validation_share: float, *, split: str) -> Iterator[tuple[Side, str]]:
-    """Every document with its side, in the corpus's order; parts of documents where `split` is position."""
+    """Yield every document with its side, in the corpus's order; if `split` is position, the two pieces of each document."""
     for key, text, _ in read_documents(corpus):
         if text is None:
             continue
@@ -291,7 +291,7 @@ def split_documents(corpus: Corpus, validation_share: float, *, split: str) -> I
 
 
 def cut(text: str, validation_share: float) -> int:
-    """Index at which the last share of a text begins: the nearest line start, or a place between characters where lines are too long."""
+    """Return the index at which the last share of a text begins: the nearest line start, or between characters if lines are too long."""
     at = int(len(text) * (1 - validation_share))
     reach = int(len(text) * min(validation_share, 1 - validation_share) / 2)
     ends = (text.rfind("\n", max(at - reach, 0), at), text.find("\n", at, at + reach))
@@ -302,7 +302,7 @@ def cut(text: str, validation_share: float) -> int:
 
 
 def content_hash(corpus: Corpus) -> str:
-    """SHA-256 over every path and its file's own SHA-256: the same on any machine for the same names and contents."""
+    """Return the SHA-256 over every path and its file's own SHA-256: the same on any machine for the same names and contents."""
     whole = hashlib.sha256()
     for name in corpus.names:
         path = corpus.root / name
@@ -316,7 +316,7 @@ def content_hash(corpus: Corpus) -> str:
 
 
 class Stamp(NamedTuple):
-    """A fingerprint of a corpus's files, taken without reading them."""
+    """Fingerprint of a corpus's files, taken without reading them."""
 
     size_bytes: int
     changed_ns: int
@@ -324,7 +324,7 @@ class Stamp(NamedTuple):
 
 
 def stamp(corpus: Corpus) -> Stamp:
-    """Sizes and times of all files. Includes the change time (ctime), which programs cannot set back, unlike mtime."""
+    """Return sizes and times of all files. Includes the change time (ctime), which programs cannot set back, unlike mtime."""
     whole, size_bytes, changed_ns = hashlib.sha256(os.fsencode(corpus.root.resolve())), 0, 0
     for name in corpus.names:
         path = corpus.root / name

@@ -1,10 +1,10 @@
-"""Files that are no plain text: compressed ones, read as a stream, and tables (Parquet, Arrow), read row by row.
+"""Files that are not plain text: compressed ones, read as a stream, and tables (Parquet, Arrow), read row by row.
 
-    a.txt.gz  a.jsonl.zst     unpacked a piece at a time while they are read: memory does not grow with what a file holds
-    a.parquet  a.arrow        one column, a few rows at a time; Arrow as a file and as a stream (what `datasets` saves)
+    a.txt.gz  a.jsonl.zst     unpacked in small pieces while they are read, so memory does not grow with the unpacked size
+    a.parquet  a.arrow        one column, a few rows at a time; Arrow as a file and as a stream (as saved by `datasets`)
 
-A small compressed file can hold any amount, so what would be one document, line or cell has a limit. What is cut off or damaged is refused
-in one line, and so is a format whose package is not installed. Formats: RFC 1952 (gzip), RFC 8878 (Zstandard).
+A small compressed file can hold any amount, so one document, line or cell has a size limit. A truncated or damaged file is refused in one
+line, and so is a format without its package. Formats: RFC 1952 (gzip), RFC 8878 (Zstandard).
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from parallel.errors import BadInput, did_you_mean
 
 PACKED = (".gz", ".zst")
 TABLES = (".parquet", ".arrow", ".feather")
-LONGEST_BYTES = 256 << 20  # of one unpacked document, line or cell
-_ZST_READ_BYTES = 1024  # an input block of 4 bytes can stand for 128 KiB: what this much gives still fits in memory
+LONGEST_BYTES = 256 << 20  # limit of one unpacked document, line or cell
+_ZST_READ_BYTES = 1024  # an input block of 4 bytes can unpack to 128 KiB: the output for this input still fits in memory
 _ZST_WINDOW_BYTES = 1 << 31  # the longest that the format's own program writes (--long=31)
-_ROWS = 16  # of a Parquet file at once: a row holds anything
+_ROWS = 16  # rows of a Parquet file read together: a row can have any size
 _PARQUET_READ_BYTES = 1 << 16
 _ARROW_FILE = b"ARROW1"
 
 
 class TextKey(NamedTuple):
-    """The field or column that holds the text, the setting that names it, and whether one file alone is read by it."""
+    """Field or column with the text. `set_by`: the setting that names it. `alone`: only one file is read by it."""
 
     name: str
     set_by: str = "data.text_key"
     alone: bool = True
 
     def fix(self, near: str | None) -> str:
-        """What to do about a file without it; `near`: what that file has. With other files, its own key may be wrong for those."""
+        """Advise on a file without this key; `near`: a key of that file. If several files use it, that key may be wrong for others."""
         value = near or "the name of the one that holds the text"
         if self.alone:
             return f"set {self.set_by} to {value}"
@@ -46,7 +46,7 @@ class TextKey(NamedTuple):
 
 
 def unpacked_name(name: str) -> str:
-    """The name without the ending of its compression: a.jsonl.gz -> a.jsonl."""
+    """Return the name without the ending of its compression: a.jsonl.gz -> a.jsonl."""
     path = PurePosixPath(name)
     return str(path.with_suffix("")) if path.suffix.lower() in PACKED else name
 
@@ -57,7 +57,7 @@ def is_table(name: str) -> bool:
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[BinaryIO]:
-    """The bytes of a file, unpacked as they are read. Raises BadInput for a damaged one, OSError for one that cannot be read."""
+    """Open a file's bytes, unpacked as they are read. Raises BadInput for a damaged one, OSError for one that cannot be read."""
     kind = path.suffix.lower()
     if kind not in PACKED:
         with path.open("rb") as file:
@@ -77,7 +77,7 @@ def opened(path: Path) -> Iterator[BinaryIO]:
 
 
 def whole(path: Path) -> bytes:
-    """All of a file; of a compressed one what it holds. Raises BadInput where that is more than one document may be."""
+    """Read a whole file, unpacked. Raises BadInput if a compressed file exceeds the limit of a document."""
     with opened(path) as file:
         if path.suffix.lower() not in PACKED:
             return file.read()
@@ -88,7 +88,7 @@ def whole(path: Path) -> bytes:
 
 
 def lines(path: Path) -> Iterator[bytes]:
-    """A file's lines. Raises BadInput for a line of a compressed file that is longer than a document may be."""
+    """Yield a file's lines. Raises BadInput for a line of a compressed file that exceeds the limit of a document."""
     limit = LONGEST_BYTES + 1 if path.suffix.lower() in PACKED else -1
     with opened(path) as file:
         while line := file.readline(limit):
@@ -106,7 +106,7 @@ def _too_long(path: Path, what: str, fix: str) -> BadInput:
 
 
 def needed_package(name: str, path: Path, *, module: str | None = None) -> Any:
-    """An optional package's module. Raises BadInput with the command that installs it."""
+    """Import an optional package's module. Raises BadInput with the command that installs it."""
     try:
         return import_module(module or name)
     except ImportError:
@@ -117,13 +117,13 @@ def needed_package(name: str, path: Path, *, module: str | None = None) -> Any:
 
 
 class _Zst(io.RawIOBase):
-    """The frames of a file, one after another, unpacked. The library's own reader takes a file that was cut off for a shorter one."""
+    """Unpacked frames of a file, one after another. The library's own reader treats a truncated file as a shorter one."""
 
     def __init__(self, file: BinaryIO, path: Path) -> None:
         self.file, self.path, self.library = file, path, needed_package("zstandard", path)
         self.frame: Any = None  # None: between two frames
         self.packed = b""
-        self.ready = memoryview(b"")  # of a bomb it is long, and cut in many pieces
+        self.ready = memoryview(b"")  # unpacked bytes; long for a zip bomb, and returned in many pieces
 
     def readable(self) -> bool:
         return True
@@ -151,9 +151,9 @@ class _Zst(io.RawIOBase):
 
 
 def texts(path: Path, column: TextKey) -> Iterator[str | None]:
-    """The texts of a table's column, in order; None for an empty cell.
+    """Yield the texts of a table's column, in order; None for an empty cell.
 
-    Raises BadInput for another column, type or file, and for a cell that is no UTF-8 or longer than a document may be.
+    Raises BadInput for another column, type or file, and for a cell that is not UTF-8 or exceeds the limit of a document.
     """
     arrow = needed_package("pyarrow", path)
     try:
@@ -198,7 +198,7 @@ def _strings(batch: Any, path: Path, column: TextKey, arrow: Any) -> Iterator[st
         raise BadInput(
             f"data file {path}, column {column.name}", got=str(held.type), needed="strings", fix=column.fix("the column of texts")
         )
-    for cell in held:  # what `datasets` saves may be one batch of any size
+    for cell in held:  # `datasets` may save one batch of any size
         if cell.is_valid and cell.as_buffer().size > LONGEST_BYTES:
             raise _too_long(path, "a cell", "write its documents a row each")
         yield cell.as_py()

@@ -1,18 +1,18 @@
-"""Samples that a user's program makes, instead of text: `train(run, data=...)`.
+"""Samples from a user's program, instead of text: `train(run, data=...)`.
 
     indexable    len(samples), samples[i]       shuffled by the seed, epoch after epoch, as windows of a text are
-    iterable     for ids in samples             in its own order, and again from its beginning where it ends
+    iterable     for ids in samples             in its own order, and again from its beginning after its end
 
-A sample is one sequence of at most max_length + 1 ids: a list, an array, a tensor, or a row of columns. What is shorter is padded, and
+A sample is one sequence of at most max_length + 1 ids: a list, an array, a tensor, or a row of columns. A shorter one is padded, and
 padding is neither predicted nor routed.
 
     input_ids          5  9  2  7  7
     attention_mask     1  1  1  1  0      optional: zeros at the end alone, as padding that is cut off
     labels          -100 -100 2  7 -100   optional: the same ids, or -100 where an id is read and not predicted; any other column is refused
 
-Which samples a step reads is a function of the step for both, so a resumed run and any number
-of ranks read the same. Every rank has to be given all samples, and reads those of its own: an iterable's others it reads and drops, and
-a resumed run reads through it up to its place.
+The samples of a step are a function of the step for both kinds, so a resumed run and any number of ranks read the same. Every rank must be
+given all samples, and uses its own. From an iterable it also reads the others and drops them, and a resumed run reads through it up to its
+place.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from moe.recipe.shapes import PADDING, marked
 from parallel.errors import BadInput, counted
 
 _IDS, _MASK, _LABELS = _COLUMNS = ("input_ids", "attention_mask", "labels")
-_LOOKED_AT = 8  # samples by which data is told from other data
+_LOOKED_AT = 8  # samples hashed to identify the data
 
 Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Samples:
-    """An indexable source in the place of a text's windows (moe/data/order.py). `first`, `count`: the run of it that is read."""
+    """Indexable source that replaces a text's windows (moe/data/order.py). `first`, `count`: the range that is read."""
 
     source: Any
     max_length: int
@@ -53,7 +53,7 @@ class Samples:
         return self.count
 
     def read(self, windows: Ints, columns: Ints | None = None) -> Ints:
-        """Samples by number [n] -> ids [n, max_length + 1] int64, or these columns of them. Raises BadInput, naming the sample."""
+        """Return samples by number [n] as ids [n, max_length + 1] int64, or only these columns. Raises BadInput, naming the sample."""
         rows = np.stack([self._row(self.first + int(number)) for number in windows]) if len(windows) else self._none()
         return rows if columns is None else rows[:, columns]
 
@@ -71,7 +71,7 @@ class Samples:
 
 @dataclass
 class Stream:
-    """An iterable's samples in its own order, without end. It knows how far it has read."""
+    """Samples of an iterable in its own order, without end. Counts the samples read."""
 
     source: Any
     max_length: int
@@ -79,10 +79,10 @@ class Stream:
     say: Callable[[str], object]
     _rows: Iterator[Any] = field(default_factory=lambda: iter(()))
     _at: int = -1  # samples read so far; -1: not begun
-    _read: int = 0  # of this time through
+    _read: int = 0  # samples read in this pass over the source
 
     def batch(self, step: int, shard: TokenShard) -> Ints:
-        """One rank's part of step `step` (the first is 0), int64 of the shard's shape."""
+        """Return one rank's part of step `step` (the first is 0), int64 of the shard's shape. Raises BadInput."""
         first = step * shard.num_sequences
         if self._at != first:
             if first:
@@ -96,7 +96,7 @@ class Stream:
         return np.stack([self._row(at, sample) for at, sample in enumerate(mine, first + shard.sequences.start)])[:, shard.columns]
 
     def first(self) -> Ints:
-        """The first sample, before any is read: it stays where it is."""
+        """Return the first sample without consuming it. Call it before any other."""
         self._begin()
         sample = self._next()
         self._rows, self._at, self._read = chain([sample], self._rows), 0, 0
@@ -142,14 +142,14 @@ class GivenValidation:
     windows: Samples
 
     def held(self, shard: TokenShard) -> Held:
-        """One rank's part of as many samples; where there are fewer, they come again, each about as often as the others."""
+        """Return one rank's part of `num_sequences` samples. If there are fewer, they repeat, each about equally often."""
         chosen = np.arange(shard.num_sequences, dtype=np.int64) * self.windows.count // shard.num_sequences
         return Held(self.windows.read(chosen[shard.sequences.start : shard.sequences.stop], shard.columns), 1.0)
 
 
 @dataclass(frozen=True)
 class Given:
-    """What data was given: both sides, and by what it is told from other data."""
+    """Given data: both sides, and a key that identifies it."""
 
     train: TrainSet | Stream
     validation: GivenValidation
@@ -157,7 +157,7 @@ class Given:
 
 
 def open_given(given: Any, *, max_length: int, vocab_size: int, validation_share: float, seed: int, say: Callable[[str], object]) -> Given:
-    """Samples, or {"train": samples, "validation": samples}. Raises BadInput for what is neither, or too few."""
+    """Open samples, or {"train": samples, "validation": samples}. Raises BadInput for anything else, or too few."""
     sides = dict(given) if isinstance(given, Mapping) else {"train": given}
     if "train" not in sides or sides.keys() - {"train", "validation"}:
         needed, fix = "train, and validation if there is one", 'write {"train": samples, "validation": samples}'
@@ -192,7 +192,7 @@ def open_given(given: Any, *, max_length: int, vocab_size: int, validation_share
 
 
 def _length(name: str, side: Any) -> int | None:
-    """How many samples an indexable source has; None for an iterable. Raises BadInput for what is neither, or has none."""
+    """Return the length of an indexable source; None for an iterable. Raises BadInput for anything else, or an empty source."""
     if hasattr(side, "__getitem__") and hasattr(side, "__len__") and not isinstance(side, str | bytes | Mapping):
         count = len(side)
         if count < 1:
@@ -208,8 +208,8 @@ def _length(name: str, side: Any) -> int | None:
 
 
 def row(sample: Any, *, what: str, max_length: int, vocab_size: int) -> Ints:
-    """A sample as ids [max_length + 1] int64, with PADDING behind and marks for ids that are not predicted. Raises BadInput for anything
-    else."""
+    """Return a sample as ids [max_length + 1] int64, with PADDING behind and marks for ids that are not predicted. Raises BadInput for
+    anything else."""
     columns = {name: _numbers(column, f"{what}, {name}") for name, column in _columns(sample, what).items()}
     ids = columns[_IDS]
     for name, column in columns.items():
@@ -233,7 +233,7 @@ _NOTHING = "leave it out: nothing is predicted in it"
 
 
 def _columns(sample: Any, what: str) -> dict[str, Any]:
-    """What a sample has, by name. Raises BadInput for a row without ids, and for a column that nothing reads."""
+    """Return a sample's columns by name. Raises BadInput for a row without ids, and for an unknown column."""
     if not (isinstance(sample, Mapping) or (hasattr(sample, "keys") and hasattr(sample, "__getitem__"))):
         return {_IDS: sample}
     names = list(sample.keys())
@@ -261,7 +261,7 @@ def _numbers(column: Any, what: str) -> Ints:
 
 
 def _unmasked(columns: dict[str, Ints], what: str) -> int:
-    """The number of ids before the padding. Raises BadInput for zeros elsewhere than at the end, and for a label in the padding."""
+    """Return the number of ids before the padding. Raises BadInput for zeros elsewhere than at the end, and for a label in the padding."""
     mask = columns[_MASK]
     count = int(np.count_nonzero(mask))
     if not np.array_equal(mask, np.arange(len(mask)) < count):
@@ -276,14 +276,14 @@ def _unmasked(columns: dict[str, Ints], what: str) -> int:
 
 
 def _labelled(ids: Ints, labels: Ints, what: str) -> Ints:
-    """Ids, with a mark in place of each that is not predicted. Raises BadInput for labels that are other ids, and where none is left."""
+    """Return ids, with a mark in place of each that is not predicted. Raises BadInput for labels that are other ids, or if none remains."""
     left_out = labels == PADDING
     wrong = np.flatnonzero(~left_out & (labels != ids))
     if len(wrong):
         at = int(wrong[0])
         got, needed = f"{labels[at]} at place {at}, where input_ids has {ids[at]}", f"the same id, or {PADDING}"
         raise BadInput(f"{what}, {_LABELS}", got=got, needed=needed, fix="do not shift labels: each id is predicted from those before it")
-    if left_out[1:].all():  # the first id has none before it
+    if left_out[1:].all():  # the first id has no id before it
         raise BadInput(f"{what}, {_LABELS}", got=f"{PADDING} alone", needed="at least one id after the first", fix=_NOTHING)
     return np.where(left_out, marked(ids.astype(np.int64)), ids)
 

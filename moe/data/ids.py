@@ -1,11 +1,11 @@
-"""Token ids that another program made, read where they lie: Megatron's `.bin` with its `.idx`, and nanoGPT's `.bin`.
+"""Token ids from another program, read in place: Megatron's `.bin` with its `.idx`, and nanoGPT's `.bin`.
 
     Megatron   NAME.bin   ids, one document after another         NAME.idx   magic, dtype, each sequence's length and place, documents
     nanoGPT    NAME.bin   ids as little-endian uint16             a folder with train.bin and val.bin: both sides are given
 
-What stands for which text is known to that program alone: the vocabulary is what the recipe says (data.vocab_size), and texts are shown and
-given as numbers. Every id is compared with the vocabulary once; what was found is kept in the cache folder by the files' hash.
-Formats: Megatron-LM, megatron/core/datasets/indexed_dataset.py; nanoGPT, data/*/prepare.py.
+The texts of the ids are unknown here. The recipe gives the vocabulary (data.vocab_size), and texts are shown and entered as numbers. Every
+id is compared with the vocabulary once; the result is cached by the files' hash. Formats: Megatron-LM,
+megatron/core/datasets/indexed_dataset.py; nanoGPT, data/*/prepare.py.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Stream = npt.NDArray[np.integer]
 
 
 class _Found(NamedTuple):
-    """Files, and their ids. `ends`: where documents end, if known."""
+    """Files and their ids. `ends`: ends of documents, if known."""
 
     files: tuple[Path, ...]
     train: Stream
@@ -46,9 +46,9 @@ class _Found(NamedTuple):
 
 
 def open_ids(data: Data, *, cache: Path, log: Log = print) -> TokenFiles:
-    """The ids that `data.path` names, as token files.
+    """Open the ids of `data.path` as token files.
 
-    Raises BadInput for files that are missing, unreadable, damaged, of another kind or of more ids.
+    Raises BadInput for files that are missing, unreadable, damaged, of another kind, or with ids outside the vocabulary.
     """
     path = user_path(data.path or "", what="data.path")
     try:
@@ -102,7 +102,7 @@ def _nanogpt(path: Path) -> Stream:
 
 
 def _megatron(ids: Path, index: Path) -> _Found:
-    """Both files, each held against the other."""
+    """Open both files, and check each against the other. Raises BadInput."""
     if not ids.is_file():
         raise BadInput(f"data file {index}", got=f"no {ids.name} beside it", needed="both files", fix="copy the other one here as well")
     content = index.read_bytes()
@@ -134,13 +134,13 @@ def _mapped(path: Path, dtype: str) -> Stream:
 
 
 def _range(streams: list[Stream]) -> tuple[int, int]:
-    """The least and the largest id, read a part at a time."""
+    """Return the least and the largest id, read in chunks."""
     parts = [stream[at : at + _AT_ONCE] for stream in streams for at in range(0, len(stream), _AT_ONCE)]
     return min(int(part.min()) for part in parts), max(int(part.max()) for part in parts)
 
 
 def _keep(note: Path, found: list[int]) -> None:
-    """Losing it costs only time. Written whole or not at all: other ranks write the same."""
+    """Cache the range of ids. A failure costs only time. The file is replaced atomically, since other ranks write the same."""
     try:
         note.parent.mkdir(parents=True, exist_ok=True)
         written = note.with_name(f"{note.name}.{os.getpid()}")
@@ -151,7 +151,7 @@ def _keep(note: Path, found: list[int]) -> None:
 
 
 def _cut(found: _Found, validation_share: float) -> tuple[Stream, Stream]:
-    """The last share is held out: from the nearest document's end, if one is near enough, as with lines of a text (corpus.cut)."""
+    """Hold out the last share, from the end of the nearest document if one is near enough, as with lines of a text (corpus.cut)."""
     at = round(len(found.train) * (1 - validation_share))
     reach = int(len(found.train) * min(validation_share, 1 - validation_share) / 2)
     near = np.zeros(0, np.int64) if found.ends is None else found.ends[np.abs(found.ends - at) <= reach]

@@ -1,7 +1,7 @@
-"""What a folder's files are, by kind and size: which were read as text, which were not, and whether that can be what was meant.
+"""Kinds and sizes of a folder's files: read as text or skipped, and whether that is plausible.
 
-A folder of which more is skipped than read is refused, unless the recipe asks for its text alone (data.source): its texts are likely in
-another form, and training would go on, on a README. Of what `datasets` saves to disk, the files that its state names are read.
+If more bytes are skipped than read, the folder is refused, unless the recipe asks for its text alone (data.source). Its texts are likely in
+another form, and training would use only a README. In a dataset saved by `datasets`, the files named in its state are read.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from pathlib import Path, PurePosixPath
 from parallel.errors import BadInput, plain
 from parallel.files import read_text
 
-LINK = "/"  # ends the name of a link to a folder, which is not followed
+LINK = "/"  # suffix of the name of a linked folder, which is not followed
 _SHOWN = 4
 _PACKED = "unpack it first"
-# formats that hold texts which nobody reads here, and what to do with them; {} is the path
+# formats with texts that are not read here, and advice on them; {} is the path
 ADVICE = {
     **dict.fromkeys(
         (".parquet", ".arrow", ".feather"), "leave data.source out: the rows of tables are read where it does not ask for text"
@@ -48,13 +48,13 @@ class Kinds:
 
     @property
     def advice(self) -> str | None:
-        """What to do with the largest part of what was skipped; None if nothing is known about it."""
+        """Advice on the kind with the most skipped bytes; None without advice."""
         kinds = [kind for kind, _ in self.skipped_bytes.most_common() if kind in ADVICE]
         return ADVICE[kinds[0]] if kinds else None
 
 
 def kind_of(name: str) -> str:
-    """A name's ending with its dot; the whole name where it has none."""
+    """Return a name's ending with its dot; the whole name if it has none."""
     if name.endswith(LINK):
         return "linked folder"
     path = PurePosixPath(name)
@@ -62,7 +62,7 @@ def kind_of(name: str) -> str:
 
 
 def check_kinds(kinds: Kinds, *, path: str, text_alone: bool) -> None:
-    """Refuse a folder that holds its texts in another form. `text_alone`: the recipe asks for what is text in it. Raises BadInput."""
+    """Refuse a folder with texts in another form. `text_alone`: the recipe asks for its plain text alone. Raises BadInput."""
     more = kinds.skipped_bytes.total() > kinds.read_bytes.total()
     if not (more and (kinds.advice or not text_alone)):
         return
@@ -76,7 +76,7 @@ def check_kinds(kinds: Kinds, *, path: str, text_alone: bool) -> None:
 
 
 def saved_files(path: Path, names: Sequence[str]) -> list[str]:
-    """A folder's files, as they are; of a dataset that `datasets` saved there, those of its rows. Raises BadInput for several of them."""
+    """Return a folder's files unchanged; in a dataset saved by `datasets`, the files of its rows. Raises BadInput for several datasets."""
     saved = [PurePosixPath(name).parent for name in names if PurePosixPath(name).name == SAVED_STATE]
     saved = [folder for folder in saved if str(folder / SAVED_TO_DISK) in names]
     if not saved:
@@ -95,7 +95,7 @@ def saved_files(path: Path, names: Sequence[str]) -> list[str]:
 
 
 def _listed(files: Counter[str], sizes: Counter[str]) -> str:
-    """`3 .parquet (512 MB), 1 .md (2 kB)`, the largest first."""
+    """Format as `3 .parquet (512 MB), 1 .md (2 kB)`, the largest first."""
     kinds = sorted(files, key=lambda kind: (-sizes[kind], kind))
     shown = [f"{files[kind]:,} {kind} ({size(sizes[kind])})" for kind in kinds[:_SHOWN]]
     rest = kinds[_SHOWN:]
@@ -106,6 +106,6 @@ def _listed(files: Counter[str], sizes: Counter[str]) -> str:
 
 
 def size(num_bytes: int) -> str:
-    """In decimal units, as disks and the docs count: 9.9 MB."""
+    """Format bytes in decimal units, as disks and the docs count: 9.9 MB."""
     unit = next((u for u in (9, 6, 3) if num_bytes >= 10**u), 0)
     return f"{num_bytes / 10**unit:.{1 if unit else 0}f} {('B', 'kB', 'MB', 'GB')[unit // 3]}"

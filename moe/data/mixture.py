@@ -1,11 +1,11 @@
-"""Several sources with weights: which of them gives the sequence at a place of the order, as a function of the place alone.
+"""Several sources with weights: the source of the sequence at a place of the order, as a function of the place alone.
 
     places      0 .. 9999 | 10000 .. 19999 | ...           blocks of 10,000
     a block     A A A A A A B B B C  shuffled               each source has its share of every block, to the sequence
     place g     block, A's n-th sequence of all so far      n = block * (A's share) + its rank in the block
 
-So any number of ranks reads the same sequences, a resumed run goes on exactly, and each source goes through its own epochs, shuffled as
-it would be alone. Shares are whole numbers of 10,000, by largest remainders (Hamilton's method), and at least one.
+So any number of ranks reads the same sequences, and a resumed run continues exactly. Each source has its own epochs, shuffled as if it were
+alone. Shares are whole numbers of 10,000, by largest remainders (Hamilton's method), and at least one.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ Ints = npt.NDArray[np.int64]
 
 
 def shares(weights: Sequence[float], whole: int, *, least: int = 0) -> tuple[int, ...]:
-    """So many of `whole` for each weight: rounded down, and what is left to the largest remainders; the first of equal ones."""
+    """Divide `whole` by weights, rounded down. The rest goes to the largest remainders, the first of equal ones. `least`: minimum share."""
     exact = np.array(weights, dtype=np.float64) / np.sum(weights) * whole
     found = np.maximum(np.floor(exact).astype(np.int64), least)
-    while found.sum() > whole:  # what the least ones got is taken from the largest
+    while found.sum() > whole:  # the surplus for minimum shares is taken from the largest
         found[found.argmax()] -= 1
     for i in np.argsort(np.floor(exact) - exact, kind="stable")[: whole - found.sum()]:
         found[i] += 1
@@ -37,43 +37,43 @@ def shares(weights: Sequence[float], whole: int, *, least: int = 0) -> tuple[int
 
 @dataclass(frozen=True)
 class MixedTrain:
-    """The training sequences of several sources in the order of one seed, without end. `weights` need not add up to anything."""
+    """Training sequences of several sources in the order of one seed, without end. `weights` may have any sum."""
 
     parts: tuple[TrainSet, ...]
     weights: tuple[float, ...]
     seed: int
 
     def places(self, global_indices: npt.ArrayLike) -> tuple[Ints, Ints]:
-        """Of these places of the order [n]: the source's number [n], and which sequence of that source's order [n]."""
+        """Return, for places of the order [n], the index of the source [n] and the place in that source's order [n]."""
         counts = shares(self.weights, BLOCK, least=1)
         starts = np.concatenate([[0], np.cumsum(counts)])
         blocks, at = np.divmod(np.array(global_indices, dtype=np.int64).reshape(-1), BLOCK)
-        for block in np.unique(blocks):  # below 0: another shuffle than that of any epoch
+        for block in np.unique(blocks):  # negative epochs: a shuffle that no epoch uses
             here = blocks == block
             at[here] = permutation(at[here], size=BLOCK, seed=self.seed, epoch=-1 - int(block))
         source = np.searchsorted(starts, at, side="right") - 1
         return source, blocks * np.array(counts)[source] + at - starts[source]
 
     def sequences(self, global_indices: npt.ArrayLike, columns: Ints | None = None) -> Ints:
-        """The sequences at these places: [n] -> [n, max_length + 1], or of these columns of them."""
+        """Return the sequences at these places: [n] -> [n, max_length + 1] int64, or only these columns."""
         source, places = self.places(global_indices)
         return gathered([part.windows.read(part.order(places[source == i]), columns) for i, part in enumerate(self.parts)], source)
 
     def batch(self, step: int, shard: TokenShard) -> Ints:
-        """One rank's part of step `step` (the first is 0), int64 of the shard's shape."""
+        """Return one rank's part of step `step` (the first is 0), int64 of the shard's shape."""
         first = step * shard.num_sequences
         return self.sequences(np.arange(first + shard.sequences.start, first + shard.sequences.stop, dtype=np.int64), shard.columns)
 
 
 @dataclass(frozen=True)
 class MixedValidation:
-    """The held-out sequences of several sources, in the same shares: those of the first, then those of the second, ..."""
+    """Held-out sequences of several sources, in the same shares, one source after another."""
 
     parts: tuple[ValidationSet, ...]
     weights: tuple[float, ...]
 
     def held(self, shard: TokenShard) -> Held:
-        """One rank's part of as many windows. Bytes are counted over the windows of all ranks."""
+        """Return one rank's part of `num_sequences` windows. Bytes are counted over the windows of all ranks."""
         counts = shares(self.weights, shard.num_sequences)
         source = np.repeat(np.arange(len(self.parts)), counts)
         mine, text_bytes, found = slice(shard.sequences.start, shard.sequences.stop), 0.0, []
@@ -88,7 +88,7 @@ class MixedValidation:
 
 
 def gathered(found: Sequence[Ints], source: Ints) -> Ints:
-    """Rows of several arrays, each in its own order, as `source` says which array each row is of."""
+    """Merge rows of several arrays, each in its own order. `source` [n]: the array of each row."""
     rows = np.empty((len(source), found[0].shape[1]), dtype=np.int64)
     for i, part in enumerate(found):
         rows[source == i] = part

@@ -3,11 +3,11 @@
     tokens    |s a a a a s b b b b b b s c c|      windows of max_length + 1 tokens at stride max_length:
     windows   |----0----|                          neighbours share one token, so each token is predicted once an epoch
                       |----1----|                  (the last tokens that fill no window are not)
-    step s    global indices s*G .. (s+1)*G - 1, of which a rank reads what its TokenShard says
+    step s    global indices s*G .. (s+1)*G - 1, of which a rank reads its TokenShard
     index g   epoch = g // num_windows, window = permutation(g % num_windows; seed, epoch)
 
-The permutation is computed for a single index, without computing it for all. It is a Feistel network (Luby and Rackoff 1988) over
-the smallest near-square grid that holds all windows. From cells past the last window it walks on (cycle walking; Black and
+The permutation is computed for a single index, without computing it for all. It is a Feistel network (Luby and Rackoff 1988) over the
+smallest near-square grid that holds all windows. If it reaches a cell past the last window, it is applied again (cycle walking; Black and
 Rogaway 2002). It uses integers only, so every machine computes the same.
 """
 
@@ -30,9 +30,9 @@ ROUNDS = 8
 
 
 def permutation(places: npt.ArrayLike, *, size: int, seed: int, epoch: int, of: str = "order") -> npt.NDArray[np.int64]:
-    """The images of `places` (0 .. size - 1, any shape [n]) under this seed's and epoch's shuffle, a bijection of 0 .. size - 1.
+    """Return the images of `places` (0 .. size - 1, any shape [n]) under this seed's and epoch's shuffle, a bijection of 0 .. size - 1.
 
-    `of`: what is shuffled; another name is another shuffle.
+    `of`: name of the shuffled objects; another name gives another shuffle.
     """
     rows = math.isqrt(size - 1) + 1
     columns = -(-size // rows)
@@ -46,7 +46,7 @@ def permutation(places: npt.ArrayLike, *, size: int, seed: int, epoch: int, of: 
 
 
 def _feistel(cells: npt.NDArray[np.uint64], rows: np.uint64, columns: np.uint64, keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Permute the cells of a grid: each round adds a hash of one coordinate to the other, which subtracting it could undo."""
+    """Permute the cells of a grid: each round adds a hash of one coordinate to the other, which is invertible by subtraction."""
     row, column = cells // columns, cells % columns
     for n in range(ROUNDS):
         if n % 2:
@@ -57,7 +57,8 @@ def _feistel(cells: npt.NDArray[np.uint64], rows: np.uint64, columns: np.uint64,
 
 
 def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The finaliser of SplitMix64 (Steele, Lea and Flood 2014): every input bit changes every output bit. Arithmetic is modulo 2^64."""
+    """Apply the finaliser of SplitMix64 (Steele, Lea and Flood 2014): every input bit changes every output bit. Arithmetic is modulo
+    2^64."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
@@ -74,10 +75,10 @@ class Sequences(Protocol):
 
 @dataclass(frozen=True)
 class Windows:
-    """A stream of tokens [num_tokens], any integer type, read as overlapping windows. Raises BadInput if it is shorter than one window.
+    """Stream of tokens [num_tokens], any integer type, read as overlapping windows. Raises BadInput if it is shorter than one window.
 
-    `as_key`: the model.max_length of windows of so many tokens, where that is another number. `num_ids`: of the vocabulary; a larger id is
-    refused where it is read.
+    `as_key`: converts a window's length in tokens to model.max_length, if they differ. `num_ids`: size of the vocabulary; reading a larger
+    id raises BadInput.
     """
 
     tokens: npt.NDArray[np.integer]
@@ -104,7 +105,8 @@ class Windows:
         return (len(self.tokens) - 1) // self.max_length
 
     def read(self, windows: npt.NDArray[np.int64], columns: npt.NDArray[np.int64] | None = None) -> npt.NDArray[np.int64]:
-        """Windows by number [n] -> tokens [n, max_length + 1] int64: inputs are [:, :-1], targets [:, 1:]. `columns`: those alone."""
+        """Return windows by number [n] as tokens [n, max_length + 1] int64: inputs are [:, :-1], targets [:, 1:]. `columns`: only these.
+        Raises BadInput."""
         places = windows[:, None] * self.max_length + (np.arange(self.max_length + 1) if columns is None else columns)
         file = _file_of(self.tokens)
         if file is not None:
@@ -121,7 +123,7 @@ class Windows:
 
 
 def _file_of(tokens: npt.NDArray[np.integer]) -> np.memmap[Any, Any] | None:
-    """The file that is mapped as these tokens, or of which they are a part."""
+    """Return the mapped file of these tokens, or of the array that they are a view of; None if there is none."""
     at: Any = tokens
     while at is not None and not isinstance(at, np.memmap):
         at = getattr(at, "base", None)
@@ -129,7 +131,7 @@ def _file_of(tokens: npt.NDArray[np.integer]) -> np.memmap[Any, Any] | None:
 
 
 def _check_whole(file: np.memmap[Any, Any]) -> None:
-    """Refuse a file that was cut since it was mapped: to read beyond its end would kill the process by SIGBUS."""
+    """Refuse a file that was truncated after it was mapped: a read beyond its end would kill the process by SIGBUS."""
     mapped: Any = file.base
     if isinstance(mapped, mmap.mmap) and mapped.size() < len(mapped):
         fix = "leave it as it is while a run reads it, and start again; token files of the cache are then made again"
@@ -139,7 +141,7 @@ def _check_whole(file: np.memmap[Any, Any]) -> None:
 
 @dataclass(frozen=True)
 class TrainSet:
-    """The training sequences in the order of one seed, without end: epoch after epoch, each shuffled anew."""
+    """Training sequences in the order of one seed, without end: epoch after epoch, each shuffled anew."""
 
     windows: Sequences
     seed: int
@@ -150,27 +152,27 @@ class TrainSet:
         return self.windows.num_windows
 
     def order(self, global_indices: npt.ArrayLike) -> npt.NDArray[np.int64]:
-        """The windows at these places of the endless order: [n] -> [n]."""
+        """Return the windows at these places of the endless order: [n] -> [n]."""
         epochs, places = np.divmod(np.array(global_indices, dtype=np.int64).reshape(-1), self.num_windows)
         found = np.empty_like(places)
-        for epoch in np.unique(epochs):  # one, or two where an epoch ends inside the batch
+        for epoch in np.unique(epochs):  # one, or two if an epoch ends inside the batch
             here = epochs == epoch
             found[here] = permutation(places[here], size=self.num_windows, seed=self.seed, epoch=int(epoch))
         return found
 
     def sequences(self, global_indices: npt.ArrayLike) -> npt.NDArray[np.int64]:
-        """The sequences at these places of the endless order: [n] -> [n, max_length + 1] int64."""
+        """Return the sequences at these places of the endless order: [n] -> [n, max_length + 1] int64."""
         return self.windows.read(self.order(global_indices))
 
     def batch(self, step: int, shard: TokenShard) -> npt.NDArray[np.int64]:
-        """One rank's part of step `step` (the first is 0), int64 of the shard's shape."""
+        """Return one rank's part of step `step` (the first is 0), int64 of the shard's shape."""
         places = step * shard.num_sequences + np.arange(shard.sequences.start, shard.sequences.stop, dtype=np.int64)
         return self.windows.read(self.order(places), shard.columns)
 
 
 @dataclass(frozen=True)
 class Held:
-    """One rank's part of the validation sequences, int64 [n, tokens + 1]; the bytes of text that a predicted token stands for in all.
+    """One rank's part of the validation sequences, int64 [n, tokens + 1], and the mean bytes of text for a predicted token over all ranks.
 
     bits per byte = loss in nats / ln 2 / bytes_per_token
     """
@@ -181,19 +183,19 @@ class Held:
 
 @dataclass(frozen=True)
 class ValidationSet:
-    """The held-out sequences: the same in every evaluation, spread evenly over the validation text."""
+    """Held-out sequences: the same in every evaluation, spread evenly over the validation text."""
 
     windows: Windows
     bytes_per_id: npt.NDArray[np.int64]
 
     def held(self, shard: TokenShard) -> Held:
-        """One rank's part of as many windows; where the text has fewer, they come again, each about as often as the others."""
+        """Return one rank's part of `num_sequences` windows. If the text has fewer, they repeat, each about equally often."""
         sequences = shard.num_sequences
         chosen = np.arange(sequences, dtype=np.int64) * self.windows.num_windows // sequences
         mine = chosen[shard.sequences.start : shard.sequences.stop]
         return Held(self.windows.read(mine, shard.columns), self.counted_bytes(chosen) / (sequences * self.windows.max_length))
 
     def counted_bytes(self, chosen: npt.NDArray[np.int64]) -> int:
-        """Bytes of text that the predicted tokens of these windows stand for. Every rank counts all: the mean covers those of all ranks."""
+        """Return the bytes of text of the predicted tokens in these windows. Every rank counts all windows, so all have the same mean."""
         parts = np.array_split(chosen, -(-len(chosen) // 256)) if len(chosen) else []
         return sum(int(self.bytes_per_id[self.windows.read(part)[:, 1:]].sum()) for part in parts)

@@ -1,9 +1,9 @@
-"""Files of a user's text that were skipped, or read as plain text although they hold something else: which ones, and why.
+"""Files of a user's text that were skipped, or read as plain text although they are another format: names and reasons.
 
-data: skipped notes/old.txt: not UTF-8, likely Windows-1252 (iconv -f WINDOWS-1252 -t UTF-8 converts it)
-data: read notes/table.csv as plain text: its separators become text, too; JSONL or Parquet has a column for the text
+data: skipped notes/old.txt: not UTF-8, likely Windows-1252 (iconv -f WINDOWS-1252 -t UTF-8 converts it) data: read notes/table.csv as plain
+text: its separators become text, too; JSONL or Parquet has a column for the text
 
-A run says so at each start, in at most ten lines, one of each reason first; `data_files.txt` in its folder lists all of them.
+A run prints them at each start, in at most ten lines, one of each reason first; `data_files.txt` in its folder lists all of them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NO_TEXT = "no text in it"
 UNREADABLE = "this user may not read it"
 LINKED = "a link to a folder, which is not followed"
 _LINES = 10
-# what is in a file of a kind that is read as plain text, beside its text
+# contents other than text in files that are read as plain text, by kind
 _RAW = {
     **dict.fromkeys((".csv", ".tsv"), "its separators become text, too; JSONL or Parquet has a column for the text"),
     **dict.fromkeys((".html", ".htm", ".xhtml", ".xml", ".svg"), "its tags become text, too"),
@@ -32,7 +32,7 @@ _RAW = {
 
 
 class Remark(NamedTuple):
-    """`what`: SKIPPED or AS_TEXT."""
+    """One file. `what`: SKIPPED or AS_TEXT."""
 
     name: str
     what: str
@@ -40,12 +40,12 @@ class Remark(NamedTuple):
 
 
 def raw(name: str) -> str | None:
-    """What becomes text with the text of a file of this name; None for a file of plain text, as far as a name can tell."""
+    """Describe the markup that becomes text if a file of this name is read as text; None for plain text, judged by the name alone."""
     return _RAW.get(PurePosixPath(name).suffix.lower())
 
 
 def decoded(content: bytes) -> tuple[str | None, str]:
-    """UTF-8 text without a byte order mark and with unchanged line endings, or None and the reason.
+    """Return UTF-8 text without a byte order mark and with unchanged line endings, or None and the reason.
 
     A NUL byte means binary, as in git: text never needs one, and token 0 must stay free to separate documents.
     """
@@ -60,7 +60,7 @@ def decoded(content: bytes) -> tuple[str | None, str]:
 
 
 def _of_windows(content: bytes) -> bool:
-    """Whether it reads as Western European text: no control characters, and most of it ASCII."""
+    """Return whether the bytes read as Western European text: no control characters, and most of it ASCII."""
     try:
         text = content.decode("cp1252")
     except UnicodeDecodeError:
@@ -69,12 +69,13 @@ def _of_windows(content: bytes) -> bool:
 
 
 def with_left_out(index: dict[str, Any], *, label: str, left_out: Sequence[Remark]) -> dict[str, Any]:
-    """The index of token files for the corpus that they are opened for now: the same text may have been elsewhere, next to other files."""
+    """Return the index with the present corpus's label and left-out files. The same text may have been elsewhere when the index was
+    written."""
     return index | {"corpus": index["corpus"] | {"label": label}, "remarks": [*left_out, *index.get("remarks", ())]}
 
 
 def remarks(index: dict[str, Any]) -> list[Remark]:
-    """The remarks in the index of opened data, with whole paths."""
+    """Return the remarks in the index of opened data, with whole paths."""
     if "sources" in index:
         return [remark for each in index["sources"] for remark in remarks(each)]
     label = str(index.get("corpus", {}).get("label", ""))
@@ -83,7 +84,7 @@ def remarks(index: dict[str, Any]) -> list[Remark]:
 
 
 def told(index: dict[str, Any], listing: Path | None = None) -> list[str]:
-    """At most ten lines; of more files, the last one says how many, and where they are listed."""
+    """Return at most ten lines. If there are more files, the last line gives their number, and the listing."""
     found = _one_of_each_first(remarks(index))
     shown = found if len(found) <= _LINES else found[: _LINES - 1]
     more = len(found) - len(shown)
@@ -91,7 +92,7 @@ def told(index: dict[str, Any], listing: Path | None = None) -> list[str]:
 
 
 def list_in(folder: Path, index: dict[str, Any]) -> None:
-    """Write all of them into a run's folder, a line each; without any, no file stays there."""
+    """Write all remarks into a run's folder, a line each; without any, remove the file."""
     found, path = remarks(index), folder / LISTING
     if found:
         path.write_text("".join(f"{_line(remark)}\n" for remark in found))

@@ -1,14 +1,14 @@
-"""Span corruption (T5: Raffel et al. 2020, arXiv 1910.10683, section 3.1.4): what an encoder reads of a text, and what a decoder writes.
+"""Span corruption (T5: Raffel et al. 2020, arXiv 1910.10683, section 3.1.4): inputs of an encoder and targets of a decoder, from a text.
 
-    text       a b c d e f g h i j          the hidden tokens c d and h stand in two spans
+    text       a b c d e f g h i j          the hidden tokens c d and h form two spans
     inputs     a b X e f g Y i j .          each span is one sentinel, X the first; the end (.) is the tokenizer's separator
-    targets    X c d Y h .                  a sentinel, and what it hides
+    targets    X c d Y h .                  each sentinel, and the tokens it hides
     a row      inputs | START | targets     the encoder reads inputs, the decoder START and the targets but the last; it writes the targets
 
-How many spans there are, and how long inputs and targets are, follows from the length alone (moe/recipe/spans.py). Where they lie is
-drawn anew for every sequence that is read: hidden tokens are cut into spans, and the others into runs before and between them, each way
-of cutting as likely as any other. The draw is a function of the seed and of the sequence's place in the order, so a resumed run and any
-number of ranks see the same. Sentinels are the vocabulary's last ids, the last one first.
+The number of spans and the lengths of inputs and targets follow from the text's length alone (moe/recipe/spans.py). The spans' places are
+drawn anew for every sequence read. Hidden tokens are cut into spans, and visible tokens into runs before and between them; every way of
+cutting is equally likely. The draw is a function of the seed and of the sequence's place in the order, so a resumed run and any number of
+ranks see the same. Sentinels are the vocabulary's last ids, the last one first.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TRAIN, _VALIDATION = 0, 1
 
 @dataclass(frozen=True)
 class SpanCorruption:
-    """`end`: the id that ends inputs and targets. `vocab_size`: of the model, whose last ids are sentinels."""
+    """Objective of span corruption. `end`: the id that ends inputs and targets. `vocab_size`: of the model, including sentinels."""
 
     spans: Spans
     vocab_size: int
@@ -38,7 +38,7 @@ class SpanCorruption:
     seed: int
 
     def rows(self, texts: Ints, places: npt.ArrayLike, *, side: int = _TRAIN) -> Ints:
-        """Texts [n, text] at these places of the order -> rows [n, inputs + 1 + targets] int64."""
+        """Convert texts [n, text] at these places of the order to rows [n, inputs + 1 + targets] int64."""
         hidden = [self._row(text, int(place), side) for text, place in zip(texts, np.array(places).reshape(-1), strict=True)]
         return np.array(hidden, dtype=np.int64).reshape(len(texts), self.spans.inputs + 1 + self.spans.targets)
 
@@ -56,7 +56,7 @@ class SpanCorruption:
         return np.concatenate([*inputs, end, np.array([START]), *targets, end])
 
     def _cut(self, tokens: int, place: int, what: int) -> list[int]:
-        """The lengths, 1 or more, of as many parts of so many tokens as there are spans."""
+        """Cut `tokens` into as many parts as there are spans, and return their lengths, each at least 1."""
         count = self.spans.num_spans
         if count == 1:
             return [tokens]
@@ -66,13 +66,13 @@ class SpanCorruption:
 
 @dataclass(frozen=True)
 class CorruptedTrain:
-    """The training sequences of `inner`, each read with other spans hidden every time it comes."""
+    """Training sequences of `inner`, with other spans hidden each time a sequence recurs."""
 
     inner: TrainSet | MixedTrain
     objective: SpanCorruption
 
     def batch(self, step: int, shard: TokenShard) -> Ints:
-        """One rank's part of step `step` (the first is 0), int64 of the shard's shape."""
+        """Return one rank's part of step `step` (the first is 0), int64 of the shard's shape."""
         places = step * shard.num_sequences + np.arange(shard.sequences.start, shard.sequences.stop, dtype=np.int64)
         texts = self.inner.sequences(places)[:, :-1]  # the window's last token is the next one's first
         return self.objective.rows(texts, places)
@@ -80,19 +80,19 @@ class CorruptedTrain:
 
 @dataclass(frozen=True)
 class CorruptedValidation:
-    """The held-out sequences of `inner`, with the same spans hidden in every evaluation."""
+    """Held-out sequences of `inner`, with the same spans hidden in every evaluation."""
 
     inner: ValidationSet | MixedValidation
     objective: SpanCorruption
 
     @property
     def windows(self) -> Windows:
-        """Of a single source."""
+        """Windows of a single source."""
         assert isinstance(self.inner, ValidationSet)
         return self.inner.windows
 
     def held(self, shard: TokenShard) -> Held:
-        """One rank's part. Its bytes are those that hidden tokens stand for on average, over all that is written, sentinels too."""
+        """Return one rank's part. Its bytes per token are the mean bytes of hidden text over all target tokens, including sentinels."""
         s = self.objective.spans
         read = self.inner.held(replace(shard, length=s.text, positions=tuple(range(s.text)), source=0))
         rows = self.objective.rows(read.sequences[:, :-1], shard.sequences, side=_VALIDATION)

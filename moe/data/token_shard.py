@@ -1,13 +1,13 @@
-"""Who reads which tokens of a batch: one value, made of the mesh here and nowhere else.
+"""Assignment of a batch's tokens to ranks, as one value. Only this module derives it from the mesh.
 
-    dp 2, sp 2                 tokens 0 .. 5          tokens 6 .. 11           pp, and tp but for its grids' rows: all read the same
-    sequences 0, 1             dp 0  sp 0             dp 0  sp 1               targets stand one place further right: a slice
+    dp 2, sp 2                 tokens 0 .. 5          tokens 6 .. 11           ranks of pp, and of tp except a grid's rows, read the same
+    sequences 0, 1             dp 0  sp 0             dp 0  sp 1               targets are one place further right: a shard
     sequences 2, 3             dp 1  sp 0             dp 1  sp 1               is read with one token more
 
-Which places of a sequence sp gives to whom is one of several orders (parallel/sequence/order.py); here they are contiguous.
+Sequence parallelism can distribute places in several orders (parallel/sequence/order.py); here they are contiguous.
 
-Data order, positions and noise, the number of tokens that a loss is divided by, sums of numbers, validation and groups of capacity
-follow from it.
+Derived from it: data order, positions and noise, the number of tokens that a loss is divided by, sums of numbers, validation and capacity
+groups.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ Batch = TypeVar("Batch", bound=Any)  # an array or a tensor
 
 @dataclass(frozen=True)
 class TokenShard:
-    """Of a batch of `num_sequences` sequences of `length` tokens that are read, the part of one rank: some sequences, some places of each.
+    """One rank's part of a batch of `num_sequences` sequences of `length` tokens read: some sequences, some places of each.
 
-    A part is stored as the batch's `columns` that it needs, ascending: its places and those one further, [sequences, columns].
-    Of an encoder-decoder the first `source` places are what the encoder reads: they are no targets.
-    `axes`: together their ranks read every token once, so sums over tokens (losses, counts, loads) are summed over them.
+    A part is stored as its `columns` of the batch, ascending: the rank's places and the places after them, [sequences, columns]. In an
+    encoder-decoder the first `source` places are the encoder's input, and no targets. `axes`: together their ranks read every token once,
+    so sums over tokens (losses, counts, loads) are summed over them.
     """
 
     num_sequences: int
@@ -47,7 +47,8 @@ class TokenShard:
     def of(
         mesh: Mesh, *, num_sequences: int, length: int, order: str = "contiguous", over: tuple[str, ...] = ("dp",), source: int = 0
     ) -> TokenShard:
-        """This rank's part; `over`: the axes whose ranks have other sequences. Raises BadInput where the batch does not divide."""
+        """Return this rank's part. `over`: the axes along which ranks have different sequences. Raises BadInput if the batch does not
+        divide."""
         dp, sp = mesh.axis(*over), mesh.axis("sp")
         sequences = _run(num_sequences, dp, what="sequences", fix="change train.global_batch, train.eval_sequences or degrees.dp")
         positions = order_of(mesh, order, length).places(sp.index)
@@ -55,46 +56,46 @@ class TokenShard:
 
     @staticmethod
     def whole(num_sequences: int, length: int, *, source: int = 0) -> TokenShard:
-        """Everything, for one process."""
+        """Return the whole batch, for one process."""
         return TokenShard.of(Mesh.of(Degrees()), num_sequences=num_sequences, length=length, source=source)
 
     @staticmethod
     def holding(mesh: Mesh, shape: Sequence[int]) -> TokenShard:
-        """The same, of a rank whose part is contiguous tokens of this shape [sequences, tokens + 1], and so is every other's."""
+        """Return the shard of a rank with contiguous tokens of this shape [sequences, tokens + 1], as every other rank has."""
         sequences, tokens = shape
         return TokenShard.of(mesh, num_sequences=sequences * mesh.axis("dp").size, length=(tokens - 1) * mesh.axis("sp").size)
 
     @property
     def num_tokens(self) -> int:
-        """Of the whole batch."""
+        """Tokens of the whole batch."""
         return self.num_sequences * self.length
 
     @cached_property
     def places(self) -> npt.NDArray[np.int64]:
-        """The positions, as every step indexes with them."""
+        """Positions as an array, which every step uses as an index."""
         return np.array(self.positions, dtype=np.int64)
 
     @cached_property
     def columns(self) -> npt.NDArray[np.int64]:
-        """Of the batch, those that this rank reads as inputs or targets."""
+        """Columns of the batch that this rank reads as inputs or targets."""
         return np.union1d(self.places, self.places + 1)
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of this rank's part: [sequences, columns]."""
+        """Shape of this rank's part: [sequences, columns]."""
         return len(self.sequences), len(self.columns)
 
     def of_batch(self, batch: Batch) -> Batch:
-        """This rank's part of tokens [num_sequences, length + 1]; a view of it where its columns are one run."""
+        """Return this rank's part of tokens [num_sequences, length + 1]; a view if its columns are contiguous."""
         rows, columns = batch[self.sequences.start : self.sequences.stop], self.columns
         return rows[:, slice(columns[0], columns[-1] + 1) if self._is_run else columns]  # type: ignore[no-any-return]
 
     def inputs(self, part: Batch) -> Batch:
-        """Of a part, or of some of its sequences, the tokens that are read [sequences, places]."""
+        """Return the tokens read, [sequences, places], of a part or some of its sequences."""
         return self._at(part, 0)
 
     def targets(self, part: Batch) -> Batch:
-        """The tokens after them; of an encoder-decoder, after those that the decoder reads."""
+        """Return the next token for each token read; in an encoder-decoder, for each that the decoder reads."""
         return self._at(part, 1)[:, self.source :]  # type: ignore[no-any-return]
 
     def _at(self, part: Batch, further: int) -> Batch:
@@ -108,18 +109,18 @@ class TokenShard:
 
     @cached_property
     def _where(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Among the columns, the places and those one further."""
+        """Indices of the places, and of the places after them, among the columns."""
         at, after = (np.searchsorted(self.columns, self.places + further) for further in (0, 1))
         return at, after
 
 
 def order_of(mesh: Mesh, kind: str, length: int) -> Order:
-    """Which places of sequences of `length` tokens each rank of the sp axis holds. Raises BadInput where the length does not divide."""
+    """Return the assignment of places in sequences of `length` tokens to ranks of sp. Raises BadInput if the length does not divide."""
     return Order(kind, mesh.axis("sp_ring").size, length, inner=mesh.axis("sp_heads").size)
 
 
 def _run(size: int, axis: Axis, *, what: str, fix: str) -> range:
-    """The equal run of 0 .. size - 1 that one rank of the axis takes."""
+    """Return one rank's equal range of 0 .. size - 1. Raises BadInput if `size` does not divide."""
     if size < 1 or size % axis.size:
         raise BadInput(what, got=size, needed=f"a multiple of {axis.name}={axis.size}", fix=fix)
     each = size // axis.size

@@ -2,11 +2,11 @@
 
     bytes   id = byte                    256 ids, nothing to train
     bpe     id = a frequent byte string  data.vocab_size ids; Sennrich et al., arXiv 1508.07909, on bytes as in GPT-2
-    given   a tokenizer.json that came with a model (moe/convert/huggingface/): its own ids, and the one that ends a text between texts
-    ids     no text: token ids that another program made (moe/data/ids.py)
+    given   a model's own tokenizer.json (moe/convert/huggingface/): its own ids, with its end-of-text id between texts
+    ids     no text: token ids from another program (moe/data/ids.py)
 
-In the first two, id 0 separates documents; its text is the NUL character. A NUL inside a text becomes U+FFFD, so that no text can contain
-a separator. Everything else is restored exactly, including CRLF and emoji.
+In the first two, id 0 separates documents; its text is the NUL character. A NUL inside a text becomes U+FFFD, so that no text can contain a
+separator. Everything else is restored exactly, including CRLF and emoji.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ _NOT_TEXT = re.compile("[\0\ud800-\udfff]")
 
 
 def pieces(text: str) -> Iterator[str]:
-    """A text in the tokenizers' form: cleaned, and cut after line ends where it is so long that encoding it whole would cost gigabytes."""
+    """Yield a text in the tokenizers' form: cleaned, and cut after line ends, since encoding a very long text whole would cost
+    gigabytes."""
     text = _NOT_TEXT.sub("\ufffd", text)
     start = 0
     while start < len(text):
@@ -44,10 +45,10 @@ def pieces(text: str) -> Iterator[str]:
 
 
 class Tokenizer(ABC):
-    """Ids 0 .. vocab_size - 1, each with its byte string in `token_bytes`. The id `separator` stands between documents."""
+    """Ids 0 .. vocab_size - 1, each with its byte string in `token_bytes`. The id `separator` separates documents."""
 
     separator = SEPARATOR
-    example = "def "  # how a sample of a trained model begins
+    example = "def "  # start of a trained model's sample text
 
     def __init__(self, token_bytes: Sequence[bytes]) -> None:
         self.token_bytes = tuple(token_bytes)
@@ -63,22 +64,22 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode_pieces(self, parts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
-        """The ids of each of many `pieces`, encoded in one call."""
+        """Return the ids of each of many `pieces`, encoded in one call."""
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
-        """Everything that `load` needs, as plain JSON values. Checkpoints keep it."""
+        """Return everything that `load` needs, as plain JSON values. Checkpoints keep it."""
 
     def encode(self, text: str) -> npt.NDArray[np.int64]:
-        """The ids of a text, [number of tokens] int64."""
+        """Return the ids of a text, [number of tokens] int64."""
         return np.concatenate([np.zeros(0, np.int64), *self.encode_pieces(list(pieces(text)))])
 
     def beginning(self, prompt: str) -> list[int]:
-        """The ids that a text is continued from: the prompt's, or what stands before every document."""
+        """Return the ids to continue from: the prompt's, or the separator for an empty prompt."""
         return self.encode(prompt).tolist() or [self.separator]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids. Bytes that are not UTF-8, and ids past the vocabulary (a model may have more), become U+FFFD."""
+        """Return the text of ids. Bytes that are not UTF-8, and ids past the vocabulary (a model may have more), become U+FFFD."""
         unknown = "\ufffd".encode()
         held = (self.token_bytes[i] if 0 <= i < self.vocab_size else unknown for i in (int(i) for i in ids))
         return b"".join(held).decode("utf-8", errors="replace")
@@ -101,7 +102,7 @@ class Bytes(Tokenizer):
 
     @staticmethod
     def for_others() -> dict[str, Any]:
-        """The same as a tokenizer.json: byte-level BPE that merges nothing, and the separator as a token of its own."""
+        """Return the same tokenizer as a tokenizer.json: byte-level BPE without merges, and the separator as a special token."""
         from tokenizers import Tokenizer as Library
         from tokenizers import decoders, models, pre_tokenizers
 
@@ -141,7 +142,7 @@ class Bpe(Tokenizer):
 
 @final
 class Given(Tokenizer):
-    """A tokenizer.json of the `tokenizers` library, by whomever it was trained. Text that spells a special token becomes that token."""
+    """A tokenizer.json of the `tokenizers` library, from any source. Text that spells a special token becomes that token."""
 
     name = "given"
 
@@ -153,7 +154,7 @@ class Given(Tokenizer):
             raise _bad_description(f"the id {largest}")
         spelled = _spelled_by(model)
         special = {token["content"] for token in model.get("added_tokens") or ()}
-        held = [b""] * (max(vocabulary.values(), default=-1) + 1)  # ids that no token has are never met
+        held = [b""] * (max(vocabulary.values(), default=-1) + 1)  # unused ids never occur
         try:
             for token, i in vocabulary.items():
                 held[i] = token.encode() if token in special else spelled(token)
@@ -165,7 +166,7 @@ class Given(Tokenizer):
         self.separator = separator
 
     def beginning(self, prompt: str) -> list[int]:
-        """With what this tokenizer puts before a text (BOS), unless the prompt spells it."""
+        """Return the ids to continue from, after the tokenizer's prefix (BOS), unless the prompt spells it."""
         ids: list[int] = self.encode(prompt).tolist()
         before = self._before_a_text()
         return ids if before and ids[: len(before)] == before else [*before, *ids] or [self.separator]
@@ -176,7 +177,7 @@ class Given(Tokenizer):
 
     @staticmethod
     def read(model: dict[str, Any], ends: int | None) -> Given:
-        """Of a model whose texts end with the id `ends`. Raises BadInput for one that cannot be used."""
+        """Make the tokenizer of a model whose texts end with the id `ends`. Raises BadInput if it cannot be used."""
         if ends is None:
             raise _bad_description("no eos_token_id")
         return Given(model, ends)
@@ -193,24 +194,25 @@ _MOST_GROWTH = 16
 
 
 def _library(model: dict[str, Any]) -> Any:
-    """The library's tokenizer of this JSON. Raises BadInput where there is none, and where its replacements let texts grow without end."""
+    """Load the library's tokenizer from this JSON. Raises BadInput if it is invalid, or if its replacements can grow a text without
+    bound."""
     from tokenizers import Tokenizer as Library
 
     try:
         if (growth := _growth(model.get("normalizer"))) > _MOST_GROWTH:
             raise ValueError(f"replacements that make a text {growth:.2g} times as long")
         library = Library.from_str(json.dumps(model))
-        library.no_truncation()  # a file may say either, for its model's inputs; a text would lose its end, or ids would be put in
+        library.no_truncation()  # a file may set either for its model; truncation would lose text, and padding would add ids
         library.no_padding()
         return library
-    except BaseException as error:  # the library raises plain Exception for any error in its JSON, and where it panics no Exception
+    except BaseException as error:  # the library raises plain Exception for any error in its JSON; its panic is no Exception
         if not _from_library(error):
             raise
         raise _bad_description(error) from None
 
 
 def _growth(normalizer: Any) -> float:
-    """How many times as long a text can become, at most: replacements one after another multiply."""
+    """Return the maximum growth factor of a text's length: successive replacements multiply."""
     if not isinstance(normalizer, dict):
         return 1.0
     found = math.prod(_growth(each) for each in normalizer.get("normalizers") or ())
@@ -221,7 +223,7 @@ def _growth(normalizer: Any) -> float:
 
 
 def _encoded(library: Any, parts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
-    """The ids of each part. Raises BadInput where the library gives up: on a pattern that is searched for ever, say."""
+    """Return the ids of each part. Raises BadInput if the library gives up, such as on a pattern with an endless search."""
     try:
         found = library.encode_batch_fast(list(parts), add_special_tokens=False)
     except BaseException as error:
@@ -232,12 +234,12 @@ def _encoded(library: Any, parts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
 
 
 def _from_library(error: BaseException) -> bool:
-    """A panic of Rust is no Exception, and has no name that could be imported."""
+    """Return whether the library raised it. A Rust panic is no Exception, and its class cannot be imported."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def _spelled_by(model: dict[str, Any]) -> Callable[[str], bytes]:
-    """How a tokenizer.json spells bytes: GPT-2's characters, or SentencePiece's, with <0xE2> for a byte that no token holds."""
+    """Return the byte decoding of a tokenizer.json: GPT-2's characters, or SentencePiece's, with <0xE2> for a byte that no token holds."""
     if any('"ByteLevel"' in json.dumps(model.get(part)) for part in ("pre_tokenizer", "decoder")):
         return lambda token: bytes(_BYTE_OF[character] for character in token)
     if isinstance(model.get("model"), dict) and model["model"].get("byte_fallback"):
@@ -250,7 +252,7 @@ _BYTE = re.compile("<0x[0-9A-F]{2}>")
 
 @final
 class Ids(Tokenizer):
-    """Ids that another program made: their texts are their numbers. Nobody knows which id separates documents, nor the bytes of one."""
+    """Ids from another program: their texts are their numbers. Their separator and byte lengths are unknown."""
 
     name = "ids"
     separator, example = -1, "0"
@@ -263,7 +265,7 @@ class Ids(Tokenizer):
         return np.ones(self.vocab_size, dtype=np.int64)
 
     def encode_pieces(self, parts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
-        """Raises BadInput for a text that is no list of ids."""
+        """Parse ids. Raises BadInput for a text that is no list of ids."""
         words = [part.split() for part in parts]
         wrong = next((word for held in words for word in held if not word.isdecimal() or int(word) >= self.vocab_size), None)
         if wrong is not None or not any(words):
@@ -280,7 +282,7 @@ class Ids(Tokenizer):
 
 
 def check_separator(tokenizer: Tokenizer, separator: int | None) -> None:
-    """Raises BadInput if a model whose attention stays within documents looks for another id than this tokenizer puts between them."""
+    """Refuse a model with attention within documents if it expects another separator than this tokenizer's. Raises BadInput."""
     if isinstance(tokenizer, Ids) or tokenizer.separator == (SEPARATOR if separator is None else separator):
         return
     needed, fix = f"{tokenizer.separator}, which stands between the documents of this tokenizer", f"set it to {tokenizer.separator}"
@@ -309,7 +311,7 @@ def train_bpe(texts: Iterable[str], *, vocab_size: int) -> Bpe:
 
 
 def load(description: Any) -> Tokenizer:
-    """The tokenizer that a `describe` result describes. Raises BadInput for anything else."""
+    """Return the tokenizer of a `describe` result. Raises BadInput for anything else."""
     kind = description.get("kind") if isinstance(description, dict) else description
     if kind == Bytes.name:
         return Bytes()
@@ -335,7 +337,7 @@ def _bad_description(got: object) -> BadInput:
 
 
 def _byte_characters() -> dict[str, int]:
-    """GPT-2's characters for bytes: printable Latin-1 characters stand for themselves, other bytes for the characters from 256 on."""
+    """Return GPT-2's characters for bytes: a printable Latin-1 character represents itself, other bytes use the characters from 256 on."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}

@@ -1,12 +1,12 @@
-"""Token files: text tokenised once, kept in the user's cache folder, and read through memory maps by every process.
+"""Token files: text tokenized once, kept in the user's cache folder, and read through memory maps by every process.
 
-    <cache>/<key>/  train.bin  validation.bin    little-endian uint16 (uint32 where the vocabulary is larger than 65,536)
+    <cache>/<key>/  train.bin  validation.bin    little-endian uint16 (uint32 for a vocabulary larger than 65,536)
                     tokenizer.json  index.json   sizes, SHA-256 of each file and of the corpus, counts
 
-The key is a hash of everything that the files depend on, so they are never out of date. They are built in a temporary folder, synced,
-then renamed: a reader sees all or nothing, a killed build leaves nothing that counts, and two builders cannot mix their files. A
-lock saves the second builder the work. The kernel frees it when its holder dies, and correctness does not depend on it.
-At every start contents are compared with their SHA-256, of files beyond ALWAYS_READ_BYTES only where sizes or times have changed.
+The key is a hash of everything that the files depend on, so they are never out of date. They are built in a temporary folder, synced, then
+renamed. So a reader sees all files or none, a killed build leaves nothing valid, and two builders cannot mix their files. A lock saves the
+second builder the work. The kernel frees it when its holder dies, and correctness does not depend on it. At every start contents are
+compared with their SHA-256; files beyond ALWAYS_READ_BYTES only if sizes or times have changed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from moe.recipe.sections import Data
 from parallel.errors import BadInput, counted
 from parallel.files import of_contents
 
-FORMAT = 2  # of token files, and of what a corpus is read as: another number is another key
+FORMAT = 2  # version of token files and of corpus reading: another number gives another key
 ENCODE_TOGETHER_CHARACTERS = 1 << 21
 # Corpora and token files up to this size are hashed at every start: at 1.1 GB/s (measured, one core) that takes less than half a second.
 ALWAYS_READ_BYTES = 512 << 20
@@ -50,7 +50,8 @@ class Damaged(Exception):
 
 @dataclass(frozen=True)
 class TokenFiles:
-    """Opened token files: two read-only memory maps, their tokenizer and their index; `key` of the text, whoever gave the tokenizer."""
+    """Opened token files: two read-only memory maps, their tokenizer and their index. `key`: of the text, for any origin of the
+    tokenizer."""
 
     folder: Path
     train: npt.NDArray[np.integer]
@@ -61,7 +62,7 @@ class TokenFiles:
 
 
 def cache_folder() -> Path:
-    """$XDG_CACHE_HOME or ~/.cache, then moe-parallel/data. A relative XDG_CACHE_HOME is ignored, as its specification demands."""
+    """Return $XDG_CACHE_HOME or ~/.cache, then moe-parallel/data. A relative XDG_CACHE_HOME is ignored, as its specification demands."""
     named = Path(os.environ.get("XDG_CACHE_HOME", ""))
     try:
         return (named if named.is_absolute() else Path.home() / ".cache") / "moe-parallel" / "data"
@@ -72,10 +73,10 @@ def cache_folder() -> Path:
 def open_or_build(
     corpus: Corpus, data: Data, *, cache: Path, given: dict[str, Any] | None = None, verify: bool = False, log: Log = print
 ) -> TokenFiles:
-    """The token files of a corpus, built first if missing or damaged. Raises BadInput for bad text and for an unusable cache.
+    """Open the token files of a corpus, built first if missing or damaged. Raises BadInput for bad text and for an unusable cache.
 
-    `given` describes a tokenizer that must be used. The text's own files serve only if theirs is the same: another text, or another
-    version of the library, would have trained another one.
+    `given` describes a tokenizer that must be used. The text's own files are used only if they have the same one. Another text, or another
+    version of the library, would have trained a different one.
     """
     found = corpus_hash(corpus, cache)
     key = _key(corpus, data, found)
@@ -111,7 +112,7 @@ def _open_or_build(
 
 @contextlib.contextmanager
 def _usable(cache: Path) -> Iterator[None]:
-    """Around reading and writing the cache. Raises BadInput where the system does not let it."""
+    """Convert OSError while reading and writing the cache to BadInput."""
     try:
         yield
     except OSError as error:
@@ -124,12 +125,12 @@ def _usable(cache: Path) -> Iterator[None]:
 
 
 def corpus_hash(corpus: Corpus, cache: Path) -> str:
-    """The corpus's content hash."""
+    """Return the corpus's content hash."""
     return _by_stamp(corpus, cache, lambda: content_hash(corpus))
 
 
 def _by_stamp(corpus: Corpus, cache: Path, hashed: Callable[[], str]) -> str:
-    """`hashed()` of these files. If they are large it is cached by sizes and times, so that a restart need not read gigabytes."""
+    """Return `hashed()` of these files. For large files it is cached by sizes and times, so that a restart need not read gigabytes."""
     before = stamp(corpus)
     if before.size_bytes <= ALWAYS_READ_BYTES:
         return hashed()
@@ -149,7 +150,8 @@ def _by_stamp(corpus: Corpus, cache: Path, hashed: Callable[[], str]) -> str:
 
 
 def _key(corpus: Corpus, data: Data, corpus_hash: str, *, given: dict[str, Any] | None = None) -> str:
-    """A hash of everything that the token files depend on. A `given` tokenizer is hashed itself, instead of how to train one."""
+    """Return a hash of everything that the token files depend on. A `given` tokenizer is hashed itself, instead of its training
+    settings."""
     settings = {
         "format": FORMAT,
         "corpus": corpus_hash,
@@ -166,7 +168,7 @@ def _key(corpus: Corpus, data: Data, corpus_hash: str, *, given: dict[str, Any] 
 
 
 def open_files(folder: Path, *, verify: bool = False) -> TokenFiles:
-    """Open token files. Checks sizes, and contents against their SHA-256; of large files without `verify` only if their times have changed.
+    """Open token files. Checks sizes, and contents against their SHA-256; without `verify`, contents of large files only if times changed.
 
     Raises FileNotFoundError if the folder does not exist, Damaged if the files do not match their index, and OSError if they cannot be
     read, though they may be whole.
@@ -197,7 +199,7 @@ def _open_side(path: Path, dtype: str, entry: dict[str, Any]) -> npt.NDArray[np.
 
 
 def _check_contents(folder: Path, index: dict[str, Any], *, always: bool) -> None:
-    """Raises Damaged, naming the file whose contents are others than the index has."""
+    """Raise Damaged, naming the file, if its contents do not match the index."""
     recorded = {f"{side}.bin": index[side]["sha256"] for side in SIDES}
     whole = hashlib.sha256(json.dumps(recorded).encode()).hexdigest()
 
@@ -217,7 +219,7 @@ def _check_contents(folder: Path, index: dict[str, Any], *, always: bool) -> Non
 
 
 def _build(folder: Path, corpus: Corpus, data: Data, corpus_hash: str, tokenizer: Tokenizer | None, log: Log) -> TokenFiles:
-    """Tokenise a corpus into a temporary folder beside `folder`, then rename it to `folder`."""
+    """Tokenize a corpus into a temporary folder next to `folder`, then rename it to `folder`."""
     start_s = time.monotonic()
     found = survey(corpus, data.validation_share)
     if len(corpus.names) + len(corpus.left_out) > 1 and corpus.source != "python_stdlib":
@@ -349,14 +351,14 @@ def _publish(temporary: Path, folder: Path) -> None:
 
 
 def _made_beside(folder: Path, suffix: str) -> Path:
-    """A new folder of another name, and with the mode of any new one: others may share the cache."""
+    """Make a new folder next to `folder`, with the default mode, since users may share the cache."""
     made = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}{suffix}")
     made.mkdir()
     return made
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Delete what killed builders of this folder left. Call it with the lock held, when no builder is alive."""
+    """Delete the temporary folders of killed builders. Call it with the lock held, when no builder is alive."""
     for left in folder.parent.glob(f".{folder.name}.*"):
         shutil.rmtree(left, ignore_errors=True)
 
