@@ -1,12 +1,12 @@
 """`moe plan --calibrate`: measures this machine and writes a cluster file, by which `moe plan --cluster FILE` and `moe train` predict.
 
-    kernels.py      products by size, attention, memory bandwidth, shortest kernel     every rank that a core can have, at once
+    kernels.py      products by size, attention, memory bandwidth, shortest kernel     one rank a core, in parallel
     links.py        collectives by number of ranks and bytes                           2, 4, 8, ... ranks up to --nproc
-    own_step.py     whole steps of small models, each rank by itself                   what the program adds to its products
+    own_step.py     whole steps of small models, each rank by itself                   the program's time besides products
 
-The steps decide three constants by least squares without negative values, relative to each step: predicted = products + attention +
-launch_us * kernels + pointwise * bytes of what streams + step_ms. A fourth, gather_us, is what FSDP's steps on two ranks take longer than
-DDP's for each gather, beyond the collective. On GPUs the program's constants stay those of parallel/plan/program.py.
+The steps determine three constants by least squares without negative values, relative to each step: predicted = products + attention +
+launch_us * kernels + pointwise * streamed bytes + step_ms. A fourth, gather_us, is the extra time of FSDP's steps on two ranks compared
+with DDP's, for each gather, beyond the collective. On GPUs the constants of parallel/plan/program.py are kept.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from parallel.precision import multiplies
 
 TIMEOUT_S = 600.0
 MOST_AT_ONCE = 16  # ranks that measure kernels
-THREADED = (1024, 768, 768)  # the product by which threads are judged
+THREADED = (1024, 768, 768)  # the product that measures the speed of threads
 # (layers, width, hidden, heads, positions, sequences): from mostly launches to mostly products
 STEPS = ((2, 64, 256, 2, 64, 4), (6, 64, 256, 2, 64, 4), (2, 128, 512, 4, 128, 8), (4, 192, 768, 8, 160, 8), (2, 320, 1280, 8, 128, 8))
-SHARDED = (6, 64, 256, 2, 64, 16)  # the same of steps with FSDP and DDP, in which gathers of few bytes decide
+SHARDED = (6, 64, 256, 2, 64, 16)  # sizes of the steps with FSDP and DDP, dominated by gathers of few bytes
 
 
 def main(*, out: Path | None = None, nproc: int | None = None) -> int:
@@ -62,12 +62,13 @@ def main(*, out: Path | None = None, nproc: int | None = None) -> int:
 
 
 def text(cluster: Cluster) -> str:
-    """The file."""
+    """Return the text of the cluster file."""
     return "# This machine, as moe plan --calibrate measured it.\n" + yaml.safe_dump(told_of(cluster), sort_keys=False)
 
 
 def host(ranks: int) -> Cluster:
-    """A host without accelerators: its devices are processes, which share cores and memory. One has no collectives: two are measured."""
+    """Measure a host without accelerators. Its devices are processes, which share cores and memory. At least two are measured: one has no
+    collectives."""
     ranks = max(2, ranks)
     cores = usable_cores()
     at_once = min(cores, MOST_AT_ONCE)
@@ -90,7 +91,7 @@ def host(ranks: int) -> Cluster:
 
 
 def _gpus(count: int, ranks: int) -> Cluster:
-    """The first GPU stands for all; links between them by NCCL."""
+    """Measure GPUs: the first one represents all; links between them by NCCL."""
     times = _times(min(ranks, count), "cuda")  # before this process has a context, which a fork cannot use
     (found,) = run_on_ranks(_of_gpu, 1, timeout_s=TIMEOUT_S)
     gpu = device(found["name"], found["memory_gib"], found["units"], found)
@@ -119,13 +120,13 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def _times(ranks: int, place: str) -> dict[int, dict[str, dict[int, float]]]:
-    """Of collectives by number of ranks: 2, 4, 8, ..., and `ranks`."""
+    """Return times of collectives by number of ranks: 2, 4, 8, ..., and `ranks`."""
     counts = sorted({n for n in (2, 4, 8, 16, 32, 64) if n <= ranks} | ({ranks} if ranks > 1 else set()))
     return {n: run_on_ranks(links.measure, n, n, place, timeout_s=TIMEOUT_S)[0] for n in counts}
 
 
 def _threads(cores: int) -> dict[int, float]:
-    """How much faster a process is with so many threads."""
+    """Return a process's speed-up by number of threads."""
     found = {}
     for count in sorted({n for n in (1, 2, 4, 8, 16, 32, 64) if n <= cores} | {cores}):
         (seconds,) = run_on_ranks(_with_threads, 1, count, timeout_s=TIMEOUT_S)
@@ -149,26 +150,26 @@ def _sharded_steps(rank: int, ranks: int) -> list[float]:
 
 
 def sharded(kind: str) -> dict[str, Any]:
-    """Many gathers of few parameters."""
+    """Return the recipe of a step with many gathers of few parameters."""
     return recipe(*SHARDED) | {"sharding": {"kind": kind}, "pipeline": {"microbatches": 4}}
 
 
 def recipe(layers: int, width: int, hidden: int, heads: int, length: int, sequences: int) -> dict[str, Any]:
-    """A dense model in fp32 on one rank."""
+    """Return the recipe of a dense model in fp32 on one rank."""
     model = {"num_layers": layers, "d_model": width, "d_ff": hidden, "num_heads": heads, "max_length": length, "vocab_size": 512}
     train = {"global_batch": sequences, "eval_sequences": sequences}
     return {"model": model, "train": train, "precision": {"compute": "fp32"}, "optimizer": {"warmup_steps": 0}}
 
 
 def _typical(found: list[Any]) -> Any:
-    """The median over ranks of each number in equal nests of mappings and lists."""
+    """Return the median over ranks of each number in equal nests of mappings and lists."""
     first = found[0]
     if isinstance(first, dict):
         return {key: _typical([one[key] for one in found]) for key in first}
     return [_typical(list(of)) for of in zip(*found, strict=True)] if isinstance(first, list) else median(found)
 
 
-# --- what the numbers become -----------------------------------------------------------------------------------------
+# --- results as a cluster file -----------------------------------------------------------------------------------------
 
 
 def device(name: str, memory_gib: float, units: int, found: dict[str, Any]) -> Device:
@@ -208,7 +209,7 @@ def inside(times: dict[int, dict[str, dict[int, float]]]) -> Inside:
 
 
 def program(cluster: Cluster, at_once: int) -> dict[str, float]:
-    """The three constants, from steps that `at_once` ranks make beside each other."""
+    """Fit the three constants to steps that `at_once` ranks make in parallel."""
     from scipy.optimize import nnls
 
     found = run_on_ranks(_own_steps, at_once, at_once, timeout_s=TIMEOUT_S)
@@ -231,7 +232,7 @@ def program(cluster: Cluster, at_once: int) -> dict[str, float]:
 
 
 def gather_us(cluster: Cluster) -> float:
-    """The host's time around a gather of parameters: what FSDP's step on two ranks takes longer than DDP's, less what the model says."""
+    """Return the host's time for a gather of parameters: FSDP's step on two ranks minus DDP's, minus the predicted difference."""
     importlib.import_module("parallel.data.fsdp")  # once, before ranks are forked
     measured = run_on_ranks(_sharded_steps, 2, 2, timeout_s=TIMEOUT_S)[0]
     two = cluster.holding(2)

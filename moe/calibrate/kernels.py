@@ -1,8 +1,7 @@
-"""What one device computes: products by size, attention, what streams through memory, the shortest kernel. Medians of a few calls.
+"""Speed of one device: products by size, attention, memory bandwidth, the shortest kernel. Medians of a few calls.
 
-On a host without accelerators as many ranks as it has cores measure at the same time, each with one thread: a core beside busy cores is
-slower than one alone. The median of the ranks counts. There the seconds are those that the process had a core, so other work that runs
-beside takes little from them.
+On a host without accelerators one rank for each core measures at the same time, with one thread: a core next to busy cores is slower than
+one alone. The median over ranks counts. Seconds are the process's CPU time there, so other work on the machine has little effect.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-# (m, n, k): rows as of micro-batches, widths as of small and larger models
+# (m, n, k): rows as in micro-batches, widths as in small and larger models
 PRODUCTS = ((256, 64, 64), (512, 128, 128), (1024, 192, 192), (1024, 512, 256), (1024, 768, 768), (2048, 2048, 1024))
-LARGE_PRODUCTS = ((2048, 4096, 4096), (8192, 8192, 8192))  # of accelerators
+LARGE_PRODUCTS = ((2048, 4096, 4096), (8192, 8192, 8192))  # for accelerators
 ATTENTION = (4, 4, 256)  # sequences, heads, places
 HEADS = (32, 128)  # channels
 STREAM_BYTES = 64 * 2**20
@@ -26,7 +25,7 @@ SECONDS = 0.15  # for each measurement
 
 
 def timed(call: Callable[[], Any], device: torch.device, *, seconds: float = SECONDS) -> float:
-    """Median seconds of a call, after two that do not count."""
+    """Return the median seconds of a call, after two warm-up calls."""
     clock = time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
     found: list[float] = []
     until = None
@@ -42,7 +41,7 @@ def timed(call: Callable[[], Any], device: torch.device, *, seconds: float = SEC
 
 
 def products(device: torch.device, dtype: torch.dtype) -> dict[float, float]:
-    """TFLOP/s of a product by its floating-point operations."""
+    """Return TFLOP/s of a product by its floating-point operations."""
     rates = {}
     for m, n, k in PRODUCTS + (LARGE_PRODUCTS if device.type == "cuda" else ()):
         a, b = torch.randn(m, k, device=device).to(dtype), torch.randn(k, n, device=device).to(dtype)
@@ -53,10 +52,10 @@ def products(device: torch.device, dtype: torch.dtype) -> dict[float, float]:
 
 
 def attention(device: torch.device, dtype: torch.dtype) -> list[float]:
-    """Picoseconds of an operation of causal attention and of a pair of places, forward and then backward.
+    """Return picoseconds of an operation of causal attention and of a pair of places, forward and then backward.
 
-    Two sizes of heads give both: the work of a pair does not grow with its channels. Pairs are half of all, and the backward pass has 2.5
-    times the operations, as parallel/plan counts.
+    Two head sizes give both: a part of a pair's time does not grow with its channels. Half of all pairs are computed, and the backward pass
+    has 2.5 times the operations, as parallel/plan counts.
     """
     sequences, heads, length = ATTENTION
     pairs = sequences * heads * length**2 / 2
@@ -65,7 +64,7 @@ def attention(device: torch.device, dtype: torch.dtype) -> list[float]:
     for way, operations in enumerate((4.0, 10.0)):  # for each pair and channel
         of_pair = [1e12 * seconds[way] / pairs for seconds in (small, large)]
         slope = max(0.0, of_pair[1] - of_pair[0]) / (HEADS[1] - HEADS[0])
-        slope = min(slope, of_pair[0] / HEADS[0])  # nothing takes less than no time
+        slope = min(slope, of_pair[0] / HEADS[0])  # no negative times
         found += [slope / operations, of_pair[0] - slope * HEADS[0]]
     return found
 
@@ -84,13 +83,13 @@ def _attention_seconds(shape: tuple[int, ...], device: torch.device, dtype: torc
 
 
 def bandwidth(device: torch.device) -> float:
-    """GB/s of a sum of two tensors that no cache holds: two are read and one is written."""
+    """Return GB/s of a sum of two tensors too large for caches: two are read and one is written."""
     a, b = (torch.randn(STREAM_BYTES // 4, device=device) for _ in range(2))
     return 3 * STREAM_BYTES / timed(lambda: a.add_(b), device) / 1e9
 
 
 def launch_us(device: torch.device) -> float:
-    """Microseconds from one tiny kernel to the next, hundred of them in a row."""
+    """Return microseconds from one tiny kernel to the next, of a hundred in a row."""
     a = torch.zeros(16, device=device)
 
     def hundred() -> None:
@@ -101,7 +100,7 @@ def launch_us(device: torch.device) -> float:
 
 
 def measure(device: torch.device, dtypes: dict[str, torch.dtype]) -> dict[str, Any]:
-    """All of them: `rates` and `attention` by kind, `memory_gb_s`, `launch_us`."""
+    """Return all measurements: `rates` and `attention` by kind, `memory_gb_s`, `launch_us`."""
     return {
         "rates": {kind: products(device, dtype) for kind, dtype in dtypes.items()},
         "attention": {kind: attention(device, dtype) for kind, dtype in dtypes.items()},

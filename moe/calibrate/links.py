@@ -1,11 +1,11 @@
-"""How long collectives take between ranks of this machine: microseconds by kind, number of ranks and bytes.
+"""Times of collectives between ranks of this machine: microseconds by kind, number of ranks and bytes.
 
-    bytes     of the whole tensor on every rank, as parallel/plan/collective_times.py counts: all-reduce and all-to-all of what a rank
-              has, all-gather of what it gets; a message of what is sent
+    bytes     of the whole tensor on every rank, as parallel/plan/collective_times.py counts: input of all-reduce and all-to-all, output
+              of all-gather; a message counts the bytes sent
     backend   gloo between processes of a CPU, NCCL between GPUs
 
-A call takes as long as its slowest rank, and the median of the calls counts: a step has many, and some of them wait for a core. A
-collective on processes takes their cores, so eight on two cores take turns: that is in the numbers.
+A call takes as long as its slowest rank, and the median over calls counts: a step has many, and some of them wait for a core. A collective
+on processes takes their cores, so eight on two cores take turns. The times include this.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 def measure(rank: int, ranks: int, place: str) -> dict[str, dict[int, float]]:
-    """Microseconds by kind and bytes, on ranks that are running. `place`: cpu or cuda."""
+    """Return microseconds by kind and bytes, on running ranks. `place`: cpu or cuda. Collective."""
     device = torch.device(place, rank) if place == "cuda" else torch.device(place)
     group = dist.new_group(backend="nccl") if place == "cuda" else dist.group.WORLD
     found: dict[str, dict[int, float]] = {}
@@ -37,13 +37,13 @@ def measure(rank: int, ranks: int, place: str) -> dict[str, dict[int, float]]:
             seconds = torch.tensor(_calls(kind, size, rank, ranks, device, group), dtype=torch.float64, device=device)
             dist.all_reduce(seconds, dist.ReduceOp.MAX, group=group)
             found[kind][size] = round(1e6 * median(seconds.tolist()), 1)
-        for smaller, larger in reversed(list(pairwise(SIZES))):  # less never takes longer: where it seems to, something else ran
+        for smaller, larger in reversed(list(pairwise(SIZES))):  # fewer bytes never take longer: if they seem to, other work disturbed them
             found[kind][smaller] = min(found[kind][smaller], found[kind][larger])
     return found
 
 
 def _calls(kind: str, size: int, rank: int, ranks: int, device: torch.device, group: Any) -> list[float]:
-    """Seconds of each call on this rank."""
+    """Return seconds of each call on this rank."""
     whole = torch.zeros(max(ranks, size // 4 // ranks * ranks), device=device)
     part = whole[: whole.numel() // ranks].clone()
     other = torch.empty_like(whole)

@@ -1,6 +1,6 @@
-"""Seconds of this project's own training step, on ranks that are running: model, engine, batch and update as the trainer has them.
+"""Seconds of this project's own training step, on running ranks: model, engine, batch and update as in the trainer.
 
-    in_turn(rank, ranks, recipes)     recipes' values -> of each the median step of the slowest rank
+    in_turn(rank, ranks, recipes)     recipes' values -> for each the median step of the slowest rank
 
 No data is read and nothing is recorded: tokens are random, the same on all ranks of a replica.
 """
@@ -32,12 +32,12 @@ from parallel.process import World
 
 CPU = torch.device("cpu")
 STEPS = 9
-WARM_UP = 4  # steps until the process has all the memory that it will use: before, pages are cleared at their first touch
+WARM_UP = 4  # steps until the process has all its memory: before, pages are cleared at their first touch
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A recipe that is trained on ranks that are running."""
+    """A recipe trained on running ranks."""
 
     run: Run
     mesh: Mesh
@@ -57,9 +57,10 @@ class Trained:
 
 
 def in_turn(rank: int, ranks: int, recipes: list[dict[str, Any]], *, alone: bool = False) -> list[float]:
-    """Median of STEPS of each recipe after WARM_UP, the slowest rank's. They take turns: the machine's speed changes for all alike.
+    """Return the median of STEPS steps of each recipe after WARM_UP, maximum over ranks. Recipes take turns, so that a change of the
+    machine's speed affects all alike.
 
-    `alone`: each rank trains by itself, beside the others, and its seconds are those that it had a core.
+    `alone`: each rank trains by itself, at the same time as the others, and its seconds are CPU time.
     """
     clock = time.process_time if alone else time.perf_counter
     trained = [Trained.start(values, World() if alone else World(rank, ranks, rank, ranks)) for values in recipes]
@@ -78,14 +79,14 @@ def in_turn(rank: int, ranks: int, recipes: list[dict[str, Any]], *, alone: bool
 
 
 def take_step(run: Run, mesh: Mesh, executor: Executor, shard: TokenShard, batch: Tensor, step: int) -> None:
-    """Gradients and update. Collective."""
+    """Compute gradients and update. Collective."""
     numbers = accumulate(executor, batch, shard=shard, microbatches=run.pipeline.microbatches, seed=0, step=step)
     world, scale = mesh.axis("world"), LossScale.of("none")
     finish(executor.engine, numbers, world=world, scale=scale, lr=1e-3, clip_norm=1.0, device=CPU)
 
 
 def tokens_of(shard: TokenShard, vocab: int, step: int) -> Tensor:
-    """The rank's part of a batch of random tokens."""
+    """Return the rank's part of a batch of random tokens."""
     generator = torch.Generator().manual_seed(step)
     part: Tensor = shard.of_batch(torch.randint(vocab, (shard.num_sequences, shard.length + 1), generator=generator))
     return part

@@ -1,4 +1,4 @@
-"""`moe rehearse`: what one rank of a run would hold and send, said without the other ranks and without a GPU.
+"""`moe rehearse`: memory and messages of one rank of a run, computed without the other ranks and without a GPU.
 
 moe rehearse dense_8b --world 1024 --rank 37 --device cuda --degrees.tp 8 --degrees.pp 4
 """
@@ -21,7 +21,7 @@ DEVICES = ("cpu", "cuda")
 
 
 def check_place(*, world: int, rank: int, device: str) -> None:
-    """Raises BadInput, one line, for a rank, a world or a device that there cannot be."""
+    """Refuse an impossible rank, world or device. Raises BadInput."""
     if world < 1:
         raise BadInput("--world", got=world, needed="at least 1 rank", fix="--world 8")
     if not 0 <= rank < world:
@@ -31,9 +31,9 @@ def check_place(*, world: int, rank: int, device: str) -> None:
 
 
 def carried(run: Run) -> tuple[Run, str]:
-    """The run by engines that take tensors without values, and a line that says what stands for what; "" where nothing has to.
+    """Return the run with engines that accept tensors without values, and a line about the replaced engine; "" if none is replaced.
 
-    Raises BadInput for offload and for DP, which nothing can stand for.
+    Raises BadInput for offload and for DP, which have no replacement.
     """
     s = run.sharding
     if s.kind == "dp":
@@ -64,7 +64,8 @@ def _with(run: Run, **sharding: Any) -> Run:
 
 
 def main(run: Run, *, recipe: str, world: int, rank: int = 0, device: str = "cpu", json: str | None = None) -> int:
-    """Print the table; 1 if the run would fail, with the place in one line. Raises BadInput for what would be refused."""
+    """Print the table and return the exit code: FAILED, with the place in one line, if the run would fail. Raises BadInput if it would be
+    refused."""
     check_place(world=world, rank=rank, device=device)
     run = check_run(run, world)
     run, stands_for = carried(run)
@@ -86,7 +87,7 @@ def _place(rank: int, world: int, device: str) -> dict[str, Any]:
 
 
 def row_of(walked: Walked) -> dict[str, Any]:
-    """As JSON: bytes of this rank; collectives of one step."""
+    """Return the result as JSON values: bytes of this rank; collectives of one step."""
     row = _place(walked.rank, walked.world, walked.device) | {"passed": True}
     row |= {"build_seconds": walked.build_s, "step_seconds": walked.step_s, "save_seconds": walked.save_s}
     row |= {"built_bytes": walked.built_bytes, "peak_bytes": walked.peak_bytes, "saved_bytes": walked.saved_bytes}
@@ -98,7 +99,7 @@ def row_of(walked: Walked) -> dict[str, Any]:
 
 
 def table(run: Run, walked: Walked) -> list[str]:
-    """Lines to print."""
+    """Format the result as lines."""
     d = run.degrees
     place = " ".join(f"{name} {size}" for name in ("pp", "dp", "sp", "tp", "ep", "etp") if (size := getattr(d, name)) != 1)
     lines = [f"rank {walked.rank} of {walked.world} ({place or 'alone'}) on {walked.device}: build, two steps and a save go through"]

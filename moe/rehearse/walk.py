@@ -1,11 +1,11 @@
-"""One rank of a run walks through build, two steps and a save, by the trainer's own code, and nothing is computed.
+"""Runs build, two steps and a save of one rank, by the trainer's own code, without computing anything.
 
     connect -> build -> engine, executor          parameters
-    step 0                                        gradients; the optimizer's moments are born
-    step 1                                        what every later step does: its collectives are counted, its peak is the run's
+    step 0                                        gradients; the optimizer's moments are allocated
+    step 1                                        like every later step: its collectives are counted, its peak is the run's
     save                                          each owned tensor gathered and taken to the host; nothing is written
 
-Tokens are zeros in the recipe's shapes, routing is balanced, every other rank is taken to be like this one (parallel/rehearse/).
+Tokens are zeros in the recipe's shapes, routing is balanced, and every other rank is assumed to be like this one (parallel/rehearse/).
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ from parallel.saver import Saver
 
 @dataclass(frozen=True)
 class Walked:
-    """What a rank would hold and send. Bytes are of this rank's device: `held` by kind at the peak of a step, `saved_bytes` those of its
-    part of a checkpoint. `counts` of one step."""
+    """Memory and messages of a rank. Bytes are on this rank's device: `held` by kind at the peak of a step; `saved_bytes` of its part of a
+    checkpoint. `counts`: of one step."""
 
     rank: int
     world: int
@@ -72,12 +72,12 @@ class _Zeros:
 
 
 def walk(run: Run, world: World, *, steps: int = 2) -> Walked:
-    """Of a checked run that is as large as the world; the last step is told of. Of a pipeline that is not drained between batches, a step
+    """Rehearse a checked run of the world's size, and return the last step's figures. If a pipeline is not drained between batches, a step
     is as many batches as it has ranks, at least 2.
 
-    Raises BadInput as the run itself would, and Found for what does not fit together.
+    Raises BadInput as the run itself would, and Found for a contradiction.
     """
-    run = run.model_copy(update={"train": run.train.model_copy(update={"compile": False})})  # nothing is computed, whoever computes it
+    run = run.model_copy(update={"train": run.train.model_copy(update={"compile": False})})  # nothing is computed, compiled or not
     if continuous(run):
         run = run.model_copy(update={"pipeline": run.pipeline.model_copy(update={"drain_every": max(2, int(run.degrees.pp))})})
     with rehearsal(world) as pretended:
@@ -85,7 +85,7 @@ def walk(run: Run, world: World, *, steps: int = 2) -> Walked:
 
 
 def open_job(run: Run, world: World) -> Job:
-    """What a rank needs to train, as the trainer opens it, with tokens of nothing and no folder. Collective."""
+    """Return a job as the trainer opens it, with zero tokens and no folder. Collective."""
     run = settle_precision(run, world)
     check_precision(run, world)
     mesh = process.connect(run.mesh_degrees(), world)
@@ -108,7 +108,7 @@ def open_job(run: Run, world: World) -> Job:
 
 
 def take_step(job: Job) -> None:
-    """The next step, or the next few of a pipeline that is not drained. Its collectives alone are counted. Collective."""
+    """Make the next step, or the next few of a pipeline that is not drained. Only their collectives are counted. Collective."""
     job.mesh.communicator.reset_counts()
     made = advance(job, lambda: False)
     job.counters.step += len(made)
@@ -153,12 +153,12 @@ class _Data:
 
 
 def _naming(engine: Engine, ledger: Ledger, built: int) -> Callable[[float], None]:
-    """The engine's step, around which it is seen what gradients are, and what stays for the next one."""
+    """Return the engine's step, with names for gradients before it and for optimizer states after it."""
     step = engine.step
 
     def named(lr: float) -> None:
         ledger.name("gradients", _gradients(engine))
-        ledger.name_alive("optimizer", before=built)  # what an engine has made with the model, and no parameter or gradient lies in
+        ledger.name_alive("optimizer", before=built)  # tensors made by the engine with the model, and outside parameters and gradients
         now = ledger.mark()
         step(lr)
         ledger.name_alive("optimizer", since=now)
@@ -174,6 +174,6 @@ def _gradients(engine: Engine) -> Iterator[Tensor]:
 
 
 def local(tensor: Any) -> Tensor:
-    """What is here of a tensor that torch's FSDP has cut."""
+    """Return this rank's shard of a tensor that torch's FSDP has cut; other tensors unchanged."""
     found: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return found
