@@ -3,13 +3,13 @@
     balance    = E * sum_e f_e P_e      f_e: share of the choices that went to e, before dropping, no gradient
                                         P_e: mean router probability of e            (Switch, arXiv 2101.03961, eq. 4-6)
     importance = CV^2 of the experts' summed gates: variance / mean^2                (Shazeer et al., arXiv 1701.06538, eq. 6-7)
-    load       = CV^2 of the experts' expected loads: of each token's chances    (the same, eq. 8-11; moe/router/noise.py)
+    load       = CV^2 of the experts' expected loads: sums of tokens' probabilities  (the same paper, eq. 8-11; moe/router/noise.py)
     z          = mean_t logsumexp(logits_t)^2                                        (ST-MoE, arXiv 2202.08906, eq. 5)
 
-When the load is even, balance is 1 for any k, and importance is 0. The scope says over which tokens f, P and the gates are taken:
+When the load is even, balance is 1 for any k, and importance is 0. The scope names the tokens over which f, P and the gates are taken:
 each capacity group (a mean over groups, weighted by their tokens), one rank's micro-batch, or the global batch. Products and squares
-do not add up over the parts of a step, so each part must know the sums of the whole step. Given them, a part's loss has the gradient
-that the whole step's loss has, and the mean over parts is the whole step's value. Losses are summed over layers.
+do not add up over the micro-batches and ranks of a step, so each of them must know the sums of the whole step. Given these sums, its
+loss has its share of the gradient of the step's loss, and the mean over all is the step's value. Losses are summed over layers.
 `join` adds a loss to the backward pass at the place where it arises: no global list is needed, and it works across pipeline stages.
 """
 
@@ -35,7 +35,10 @@ def balance_loss(
     counted_TK: Tensor | None = None,
     step: StepMeans | None = None,
 ) -> Tensor:
-    """Balance loss, scalar fp32. The gradient goes through `probs_TE` only. With `step`, f is the whole step's and groups are ignored."""
+    """Return the balance loss, scalar fp32. The gradient flows through `probs_TE` only.
+
+    With `step`, f is taken over the whole step, and groups are ignored.
+    """
     num_experts = probs_TE.shape[1]
     if step is not None:
         return num_experts * (step.share_E * group_means(probs_TE, num_groups=1, valid_T=valid_T)[0]).sum()
@@ -46,9 +49,9 @@ def balance_loss(
 
 
 def importance_loss(gate_TE: Tensor, *, num_groups: int = 1, valid_T: Tensor | None = None, step: StepMeans | None = None) -> Tensor:
-    """Importance loss, scalar fp32, of the gates [T, E]: 0 at experts that a token did not choose (`spread_gates`).
+    """Return the importance loss, scalar fp32, of the gates [T, E], which are 0 at experts that a token did not choose (`spread_gates`).
 
-    With `step`, the value is the whole step's and the gradient is this part's share of it.
+    With `step`, the value is the whole step's, and the gradient is this rank's and micro-batch's share of it.
     """
     if step is None:
         return _weighted(cv_squared(group_means(gate_TE, num_groups=num_groups, valid_T=valid_T)), valid_T)
@@ -57,14 +60,14 @@ def importance_loss(gate_TE: Tensor, *, num_groups: int = 1, valid_T: Tensor | N
 
 
 def load_loss(chance_TE: Tensor, *, num_groups: int = 1, valid_T: Tensor | None = None, step: StepMeans | None = None) -> Tensor:
-    """Load loss, scalar fp32, of how likely each expert was to be chosen [T, E]; `step` as of the importance loss."""
+    """Return the load loss, scalar fp32, of each expert's probability of being chosen [T, E]. `step` works as in `importance_loss`."""
     if step is None or step.chance_E is None:
         return importance_loss(chance_TE, num_groups=num_groups, valid_T=valid_T)
     return importance_loss(chance_TE, valid_T=valid_T, step=replace(step, gate_E=step.chance_E))
 
 
 def z_loss(logits_TE: Tensor, *, valid_T: Tensor | None = None) -> Tensor:
-    """Router z-loss, scalar fp32, of the logits [T, E]."""
+    """Return the router z-loss, scalar fp32, of the logits [T, E]."""
     return mean_over_tokens(torch.logsumexp(logits_TE.float(), dim=-1).square(), valid_T=valid_T)
 
 
@@ -73,8 +76,11 @@ def z_loss(logits_TE: Tensor, *, valid_T: Tensor | None = None) -> Tensor:
 
 @dataclass(frozen=True)
 class StepMeans:
-    """One layer's means over the whole step, fp32: `share_E` of all counted choices; `gate_E`, each expert's mean gate over all tokens, and
-    `chance_E` its mean chance, where that is asked for."""
+    """One layer's means over the whole step, fp32 [E].
+
+    `share_E`: each expert's share of all counted choices. `gate_E`: its mean gate over all tokens. `chance_E`: its mean probability of
+    being chosen, None unless a load loss is used.
+    """
 
     share_E: Tensor
     gate_E: Tensor
@@ -91,8 +97,11 @@ def step_means(
     chance_TE: Tensor | None = None,
     whole: Callable[[Tensor], Tensor],
 ) -> StepMeans:
-    """The step's means. `whole` sums a float64 [2 E + 1] of this part over all parts of the step, with chances [3 E + 1]. Without gates,
-    `gate_E` is 0."""
+    """Return the step's means. `whole` sums a float64 tensor [2 E + 1], or [3 E + 1] with chances, over all ranks and micro-batches of
+    the step.
+
+    Without gates, `gate_E` is 0.
+    """
     count_GE = count_choices(expert_TK, num_groups=1, num_experts=num_experts, valid_T=valid_T, counted_TK=counted_TK)
     count_E = count_GE[0].double()
     gate_E = torch.zeros_like(count_E) if gate_TE is None else _masked(gate_TE.detach(), valid_T).double().sum(0)
@@ -113,7 +122,9 @@ def size_of_sums(num_experts: int, *, chances: bool = False) -> int:
 def count_choices(
     expert_TK: Tensor, *, num_groups: int, num_experts: int, valid_T: Tensor | None = None, counted_TK: Tensor | None = None
 ) -> Tensor:
-    """Choices of each expert in each group, before dropping: int64 [G, E]. Skips padding tokens and choices that are not counted."""
+    """Count the choices of each expert in each group, before dropping: int64 [G, E]. Skips padding tokens and choices that are not
+    counted.
+    """
     group_T = torch.arange(expert_TK.shape[0], device=expert_TK.device) // (expert_TK.shape[0] // num_groups)
     key_TK = group_T.unsqueeze(1) * num_experts + expert_TK
     bins = num_groups * num_experts
@@ -124,12 +135,12 @@ def count_choices(
 
 
 def spread_gates(gate_TK: Tensor, expert_TK: Tensor, *, num_experts: int) -> Tensor:
-    """Fp32 [T, E]: each token's gate at the experts it chose, 0 elsewhere."""
+    """Return each token's gates at the experts that it chose, and 0 elsewhere: fp32 [T, E]."""
     return gate_TK.new_zeros((len(gate_TK), num_experts), dtype=torch.float32).scatter(1, expert_TK, gate_TK.float())
 
 
 def group_means(x_TE: Tensor, *, num_groups: int, valid_T: Tensor | None = None) -> Tensor:
-    """Means over the valid tokens of each group: fp32 [G, E]; 0 where a group has no valid token."""
+    """Means over the valid tokens of each group: fp32 [G, E]. A group without valid tokens has mean 0."""
     x_GSE = rearrange(_masked(x_TE.float(), valid_T), "(g s) e -> g s e", g=num_groups)
     if valid_T is None:
         return x_GSE.mean(1)
@@ -137,17 +148,17 @@ def group_means(x_TE: Tensor, *, num_groups: int, valid_T: Tensor | None = None)
 
 
 def mean_over_tokens(x_T: Tensor, *, valid_T: Tensor | None = None) -> Tensor:
-    """Scalar: the mean over valid tokens; 0 where there are none."""
+    """Mean over valid tokens, a scalar; 0 without valid tokens."""
     return group_means(x_T.unsqueeze(1), num_groups=1, valid_T=valid_T)[0, 0]
 
 
 def cv_squared(x: Tensor) -> Tensor:
-    """Population variance over squared mean, along the last dim; 0 where all is 0."""
+    """Squared coefficient of variation along the last dim: population variance / mean^2. Rows of zeros give 0."""
     return x.var(-1, correction=0) / x.mean(-1).square().clamp(min=1e-20)
 
 
 def _weighted(x_G: Tensor, valid_T: Tensor | None) -> Tensor:
-    """The mean over groups, each weighted by its share of the valid tokens."""
+    """Mean over groups, each weighted by its share of the valid tokens."""
     if valid_T is None:
         return x_G.mean()
     tokens_G = valid_T.view(len(x_G), -1).sum(1)
@@ -173,6 +184,6 @@ class _Join(torch.autograd.Function):
 
 
 def join(x: Tensor, loss: Tensor, *, scale: float) -> Tensor:
-    """Return x unchanged; backward adds the gradient of scale * loss, as if that stood in the final loss."""
+    """Return x unchanged; backward adds the gradient of scale * loss, as if this term were part of the final loss."""
     out: Tensor = _Join.apply(x, loss, scale)
     return out

@@ -11,5 +11,7 @@ from torch import Tensor
 
 
 def updated_bias(bias_E: Tensor, load_E: Tensor, rate: float) -> Tensor:
-    """The bias [E] after one step in which experts were chosen load_E times (whole numbers). At the mean load a bias stays unchanged."""
+    """Return the bias [E] after one step in which experts were chosen load_E times (whole numbers). At the mean load a bias stays
+    unchanged.
+    """
     return bias_E + rate * (load_E.sum() - load_E * len(load_E)).sign().to(bias_E.dtype)

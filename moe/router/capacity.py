@@ -1,4 +1,4 @@
-"""Capacity: which choices are kept, where an expert takes C tokens from one group (C: moe/router/slots.py).
+"""Capacity: the choices that are kept if an expert takes C tokens from one group (C: moe/router/slots.py).
 
 A choice is kept if its position in the expert's queue is below C.
 
@@ -36,9 +36,10 @@ def kept_choices(
     queue: Literal["choices_first", "tokens_first"] = "choices_first",
     priority_TK: Tensor | None = None,
 ) -> Tensor:
-    """The choices that get a slot: bool [T, K]. Where `active_TK` is False the router declined the choice, and it takes no slot.
+    """Return the choices that get a slot: bool [T, K]. Choices with `active_TK` False were declined by the router and take no slot.
 
-    `priority_TK` fp32: higher values are served first, equal ones in queue order. None: queue order alone.
+    `priority_TK` fp32: higher values are served first, equal ones in queue order. None: queue order alone. Raises BadInput if the tokens
+    do not divide into groups.
     """
     if expert_TK.shape[0] % num_groups:
         raise BadInput(

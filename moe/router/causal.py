@@ -1,4 +1,4 @@
-"""Whether a token's output depends on later tokens, and whether choices are dropped: facts of a spec (no torch here).
+"""Facts of a router's spec: does a token's output depend on later tokens, and are choices dropped? No torch is imported here.
 
 A decoder that predicts the next token must not see later ones. A method of selection can look ahead (moe/router/methods/), and so can
 a queue for slots in which a later choice comes before an earlier one.
@@ -35,7 +35,7 @@ def looks_ahead(spec: RouterSpec) -> str | None:
 
 
 def only_second_choices_look_ahead(spec: RouterSpec) -> bool:
-    """Return whether the spec looks ahead through GShard's queue alone, never for first choices. GShard and GLaM do: a recipe may."""
+    """Return whether the spec looks ahead through GShard's queue alone, never for first choices. A recipe may: GShard and GLaM do it."""
     return looks_ahead(spec) == _SECOND_CHOICES
 
 

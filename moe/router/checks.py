@@ -1,7 +1,7 @@
-"""Combinations of router settings that are refused, each with its reason, before anything runs (no torch here).
+"""Combinations of router settings that are refused before a run begins, each with its reason. No torch is imported here.
 
 Some of them would run and be silently wrong: a top-1 gate normalised to sum to 1 is always 1, so the router has no gradient; a balance
-loss where selection is not learned; a router that sees future tokens in a causal model; a value that nothing reads.
+loss for a selection that is not learned; a router that sees future tokens in a causal model; a value that nothing reads.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from moe.router.methods.catalog import METHODS, method_of
 from moe.router.slots import slots_of
 from parallel.errors import BadInput
 
-_LEAST_FACTOR = 0.001  # of a capacity: with less, rounding decides, and each expert has one slot, or none
+_LEAST_FACTOR = 0.001  # of a capacity: below it rounding decides, and each expert has one slot, or none
 
 
 def check_spec(spec: RouterSpec, num_experts: int) -> None:
@@ -46,7 +46,9 @@ def check_read(spec: RouterSpec, own: Mapping[str, Any]) -> None:
 
 
 def unread(s: RouterSpec) -> dict[str, tuple[str, str, str]]:
-    """The fields that have no effect beside the other fields' values: field -> (the setting to blame, why, what would change that)."""
+    """Return the fields without effect under the other fields' values: field -> (the setting to blame, the reason, the change that
+    helps).
+    """
     method = method_of(s)
     found = {
         key: (f"select {s.select}", reason, f"router.select to {other.name}")
@@ -125,7 +127,9 @@ def _check_selection(s: RouterSpec, num_experts: int) -> None:
 
 
 def check_slots(s: RouterSpec, *, group_tokens: int, num_experts: int) -> None:
-    """That experts take something at all: with a small factor, rounded down, a whole run would route nothing. Raises BadInput."""
+    """Refuse capacity factors that give experts no slot: rounded down, a small factor would route nothing in a whole run. Raises
+    BadInput.
+    """
     for key, factor, training in (("capacity_factor", s.capacity_factor, True), ("eval_capacity_factor", s.eval_capacity_factor, False)):
         if factor is None or s.min_capacity:
             continue

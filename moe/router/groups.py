@@ -1,10 +1,10 @@
-"""Whether a router's groups of tokens are cut, where ranks read slices of sequences.
+"""Groups of tokens that sequence parallelism would cut: the settings that need whole groups, and a check.
 
-    router.group sequence, sp 2        tokens 0 .. 5 on sp 0 | 6 .. 11 on sp 1       one group, one capacity: who is dropped on sp 1
-                                                                                     depends on how many sp 0 has sent before
+    router.group sequence, sp 2        tokens 0 .. 5 on sp 0 | 6 .. 11 on sp 1       one group, one capacity: tokens dropped on sp 1
+                                                                                     depend on the number that sp 0 routed before
 
 A group is a sequence, or several, whatever the layout (docs/moe/moe.md). Data parallelism gives whole sequences to a rank and cuts none.
-Ranks that hold parts of one group exchange scores before they decide (moe/router/slices.py).
+Ranks that hold shards of one group exchange scores before they decide (moe/router/slices.py).
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ def needs_group(spec: RouterSpec) -> str | None:
 
 
 def check_groups(spec: RouterSpec, degrees: Degrees) -> None:
-    """Refuse groups that are what one rank holds, where that is a slice of each sequence: no other layout has them. Raises BadInput."""
+    """Refuse `router.group: rank` with sequence parallelism: a rank holds shards of sequences, so no other layout has its groups. Raises
+    BadInput.
+    """
     if degrees.sp > 1 and spec.group == "rank" and needs_group(spec):
         raise BadInput(
             "router.group",

@@ -1,11 +1,11 @@
-"""Noise that lets a router explore, from keyed uniform numbers: the same on every layout (parallel/random.py). Training only.
+"""Noise that lets a router explore, from keyed uniform numbers: equal on every layout (parallel/random.py). Training only.
 
 jitter         x' = x * uniform(1 - e, 1 + e)           on a copy: experts get x             Switch (arXiv 2101.03961, app. C)
 gumbel         the highest of l_e + G_e is expert e     G = -log(-log u)                     "RSample" of DeepSpeed
                with its softmax probability
 noisy_top_k    l_e + N_e softplus((W_noise x)_e)        N normal, size learned               Shazeer et al. (arXiv 1701.06538, eq. 4)
 
-With the last, how likely an expert is to be chosen can be told, and so can the load that it may expect (appendix A, eq. 8-10).
+With noisy_top_k the probability that an expert is chosen has a formula, and so does its expected load (appendix A, eq. 8-10).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 # T tokens, D model, E experts
 
-_LEAST = 1e-6  # size of noise that is divided by
+_LEAST = 1e-6  # smallest size of noise that is divided by
 _EDGE = 2.0**-24  # keeps u off 0 and 1, where the logarithms are infinite
 
 
@@ -35,19 +35,19 @@ def normal(uniform_TE: Tensor) -> Tensor:
 
 
 def noise_size(x_TD: Tensor, noise_weight: Tensor) -> Tensor:
-    """The learned size of the noise [T, E], with gradient to `noise_weight` [E, D]."""
+    """Return the learned size of the noise [T, E], with gradient to `noise_weight` [E, D]."""
     return F.softplus(F.linear(x_TD, noise_weight.float()))
 
 
 def noisy_logits(logits_TE: Tensor, size_TE: Tensor, uniform_TE: Tensor) -> Tensor:
-    """The logits [T, E] with noise."""
+    """Return the logits [T, E] plus normal noise of size `size_TE`."""
     return logits_TE + normal(uniform_TE) * size_TE
 
 
 def chance_of_choice(logits_TE: Tensor, noisy_TE: Tensor, size_TE: Tensor, k: int) -> Tensor:
-    """How likely each expert is to be among a token's k if its own noise alone is drawn again: [T, E], with gradient (eq. 8, 9).
+    """Probability that each expert is among a token's k if its own noise alone is drawn again: [T, E], with gradient (eq. 8, 9).
 
-    Phi((l_e - the k-th highest noisy logit of the other experts) / size_e); k is less than the number of experts.
+    It is Phi((l_e - the k-th highest noisy logit of the other experts) / size_e). k must be less than the number of experts.
     """
     best_TK = noisy_TE.topk(k + 1).values
     chosen_TE = noisy_TE > best_TK[:, k:]

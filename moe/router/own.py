@@ -1,9 +1,9 @@
-"""A user's own function of a router's, named in the recipe: scores of logits, or the choice of experts. Tried before it is taken.
+"""A user's own function for the router, named in the recipe: scores from logits, or the choice of experts. It is tried before a run.
 
     router.score: my_parts:squared      logits_TE -> scores_TE, fp32, 0 or more, with gradient
     router.select: my_parts:pairs       (preferred_TE, num_choices) -> expert_TK int64, different experts of each token; no gradient
 
-Each token's result may depend on that token alone: then it is the same however tokens are spread over ranks, and no token sees a later one.
+Each token's result may depend on that token alone. Then it does not change with the layout, and no token sees a later one.
 """
 
 from __future__ import annotations
@@ -22,13 +22,17 @@ _TOKENS = 7
 
 
 def own_scores(logits_TE: Tensor, name: str) -> Tensor:
-    """The scores [T, E] by the function of this name."""
+    """Return the scores [T, E] fp32 that the function of this name computes."""
     scores_TE: Tensor = loaded("router.score", name, arguments=1)(logits_TE)
     return scores_TE
 
 
 def check_own(spec: RouterSpec, num_experts: int) -> None:
-    """Load the functions that the spec names, and try them on a few tokens. Raises BadInput for what they must not be or give."""
+    """Load the functions that the spec names, and try them on a few tokens.
+
+    Raises BadInput if one cannot be loaded or raises an error, or if its results have a wrong shape, dtype or range, lack a gradient, or
+    depend on other tokens.
+    """
     for key, name, arguments in (("router.score", spec.score, 1), ("router.select", spec.select, 2)):
         if is_plugin(name):
             load_plugin(key, name, arguments=arguments)
@@ -73,7 +77,7 @@ def _try_select(name: str, scores_TE: Tensor, k: int) -> None:
 
 
 def _by_token(key: str, name: str, function: object, rows_TE: Tensor) -> None:
-    """The same for a token whoever stands beside it, and every time."""
+    """Refuse a function if its result for a token changes with the other rows, or from call to call."""
     assert callable(function)
     whole = _called(key, name, lambda: function(rows_TE))
     alone = torch.cat([_called(key, name, lambda n=n: function(rows_TE[n : n + 1])) for n in range(len(rows_TE))])  # type: ignore[misc]

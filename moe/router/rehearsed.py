@@ -1,7 +1,7 @@
-"""The routing of a rehearsal (parallel/supposed.py), where logits have no values: every expert is chosen equally often.
+"""The routing of a rehearsal (parallel/supposed.py), in which logits have no values: every expert is chosen equally often.
 
-token   0     1     2     3          E 6, K 2: token t chooses the K experts from t K on, in this order
-experts 0 1   2 3   4 5   0 1        of T tokens each expert gets T K / E choices; with what is left over, the first get one more
+token   0     1     2     3          E 6, K 2: token t chooses K experts in a row, from expert t K (modulo E)
+experts 0 1   2 3   4 5   0 1        each expert gets T K / E choices; if this is no whole number, the first ones get one more
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from torch import Tensor
 
 # T tokens, E experts, K choices
 
-CHOSEN = 20.0  # far above what noise adds; others have its negative
+CHOSEN = 20.0  # far above the size of noise; experts that are not chosen get -CHOSEN
 
 
 def balanced_logits(tokens: int, *, num_experts: int, num_choices: int) -> Tensor:
-    """Float32 [T, E] on the CPU: a token's first choice has the highest, its next ones a little less."""
+    """Return logits [T, E] in fp32 on the CPU. A token's first choice has the highest logit, the next ones slightly lower logits."""
     choice_K = torch.arange(num_choices)
     expert_TK = (torch.arange(tokens).unsqueeze(1) * num_choices + choice_K) % num_experts
     return torch.full((tokens, num_experts), -CHOSEN).scatter_(1, expert_TK, (CHOSEN - choice_K / num_choices).expand(tokens, -1))

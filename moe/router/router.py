@@ -2,11 +2,11 @@
 
     forward = scores (with gradient) -> decide (no gradient: experts of each token, slots) -> gates (with gradient)
 
-A Decision is a small value of integers and bools, and is made once. A pass that is computed again to save memory reuses the first
-pass's Decision, so that differences in rounding cannot change the choices. Everything inside is fp32. Training noise is keyed by a
-token's position in the step; evaluation has no noise. The settings are data (moe/recipe/router_spec.py, moe/recipe/presets.py). How
-experts are selected is a method, an object of its own (moe/router/methods/); a record of routing replaces its choices
-(moe/nn/routing_record.py). Scores, noise and slots are in scores.py, noise.py and capacity.py.
+A Decision is a small value of integers and bools, and is made once. Recomputation reuses the Decision of the first forward pass, so
+that differences in rounding cannot change the choices. Everything inside is fp32. Training noise is keyed by a token's position in the
+step; evaluation has no noise. The settings are data (moe/recipe/router_spec.py, moe/recipe/presets.py). How experts are selected is a
+method, an object of its own (moe/router/methods/); a record of routing replaces its choices (moe/nn/routing_record.py). Scores, noise
+and slots are in scores.py, noise.py and capacity.py.
 Sources: Switch (arXiv 2101.03961, eq. 1-2), GShard (arXiv 2006.16668, algorithm 1).
 """
 
@@ -43,8 +43,8 @@ class Decision:
     """The router's choices, without gradient.
 
     `chosen`: the experts, as the method of selection returns them. `kept_TK` bool: the choice got a slot. `capacity`: slots of an expert
-    in a group, None if dropless. `num_groups`: number of groups, equal in size, in token order; the same on ranks that hold shards of
-    their sequences. `load_TK` int64: experts that the balance loss counts; None: the choices.
+    in a group, None if dropless. `num_groups`: number of groups, equal in size, in token order; ranks that hold shards of their sequences
+    have the same number. `load_TK` int64: experts that the balance loss counts; None: the choices.
     """
 
     chosen: Chosen
@@ -59,7 +59,7 @@ class Routing:
     """One layer's routing of T tokens: the fields of a Decision, and tensors with gradients.
 
     `gate_TK` fp32; `probs_TE` fp32, rows sum to 1; `logits_TE` fp32, before noise. `valid_T` bool, None if no token is padding: a padding
-    token is never kept and never counted. `chance_TE` fp32: where a load loss is asked for, how likely each expert was to be chosen.
+    token is never kept and never counted. `chance_TE` fp32: each expert's probability of being chosen, None without a load loss.
     """
 
     expert_TK: Tensor
@@ -76,11 +76,11 @@ class Routing:
 
 
 class Router(nn.Module):
-    """Linear router; `weight` [E, D], and `logit_bias` [E] where logits are affine. `name` keys its random numbers. `expert_scale` [E] and
-    the gain of `input_norm` [D], where the spec has them, begin at 1.
+    """Linear router with `weight` [E, D] and, for affine logits, `logit_bias` [E]. `name` keys its random numbers.
 
     `bias_E` fp32, a buffer: the selection bias, None if the spec has none. `noise_weight` [E, D] learns the size of noisy_top_k's noise.
-    Raises BadInput for a spec that cannot work with so many experts.
+    `expert_scale` [E] and the gain of `input_norm` [D] exist if the spec asks for them, and begin at 1. Raises BadInput for a spec that
+    cannot work with `num_experts`.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Router(nn.Module):
         self.expert_scale = nn.Parameter(torch.empty(num_experts)) if spec.expert_scale == "learned" else None
         self.bias_E: Tensor | None
         self.register_buffer("bias_E", None if spec.bias_rate is None else torch.zeros(num_experts))
-        self.table_VK: Tensor | None  # the experts of each id, where they are given: moe/recipe/hash_table.py
+        self.table_VK: Tensor | None  # the experts of each token id, set if the recipe names a table: moe/recipe/hash_table.py
         self.register_buffer("table_VK", None, persistent=False)
         self.slices: Slices | None = None  # set if ranks hold different shards of a group's sequences
 
@@ -115,7 +115,7 @@ class Router(nn.Module):
 
     @in_region("route")
     def forward(self, x_TD: Tensor, *, sequence_tokens: int, context: Context) -> Routing:
-        """Route the tokens x_TD [T, D], sequence after sequence, each of `sequence_tokens` tokens."""
+        """Route the tokens x_TD [T, D], sequence after sequence, each of `sequence_tokens` tokens. Raises BadInput if groups do not fit."""
         spec = self.spec
         logits_TE, noisy_TE, chance_TE = self._logits(x_TD, context)
         scores_TE = scores_of(noisy_TE, spec)
@@ -147,9 +147,10 @@ class Router(nn.Module):
         )
 
     def _logits(self, x_TD: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Logits of the (jittered, normed) input, and the same logits with noise of learned size; without noise both are the same tensor.
+        """Return logits [T, E] of the (jittered, normed) input, the same with noise of learned size, and each expert's probability of
+        being chosen.
 
-        And, where a load loss is asked for, how likely each expert was to be chosen.
+        Without noise, both logits are one tensor. The probability is None unless the spec has a load loss.
         """
         spec = self.spec
         if self.training and spec.jitter:
@@ -172,7 +173,7 @@ class Router(nn.Module):
         return lambda: balanced_logits(len(x_TD), num_experts=self.num_experts, num_choices=self.spec.num_choices)
 
     def _decide(self, scores_TE: Tensor, logits_TE: Tensor, *, sequence_tokens: int, context: Context) -> Decision:
-        """Decide over whole groups: with sequence parallelism from the scores of all ranks that hold their tokens. Collective then."""
+        """Decide over whole groups. With sequence parallelism this gathers the scores of all ranks that hold their tokens: a collective."""
         slices = self.slices
         if slices is None:
             return self.decide(scores_TE, logits_TE, sequence_tokens=sequence_tokens, context=context)
@@ -222,7 +223,7 @@ class Router(nn.Module):
         return Decision(chosen, kept_TK, slots, num_groups, load_TK)
 
     def _preferred(self, scores_TE: Tensor, logits_TE: Tensor, context: Context) -> Tensor:
-        """Scores [T, E] with noise and bias. Gates are always taken from the unchanged scores."""
+        """Return scores [T, E] with noise and bias. Gates are always taken from the unchanged scores."""
         spec = self.spec
         preferred_TE = logits_TE if spec.softmax_over == "chosen" else scores_TE
         if spec.noise == "gumbel" and self.training:
@@ -231,7 +232,7 @@ class Router(nn.Module):
         return preferred_TE if self.bias_E is None else preferred_TE + self.bias_E
 
     def _given(self, context: Context) -> Tensor | None:
-        """Return the experts [T, K] of a record, -1 where the router chooses; None without a record. Raises BadInput."""
+        """Return the experts [T, K] of a record, -1 if the router chooses; None without a record. Raises BadInput."""
         if not self.method.tokens_choose and (context.record_routing or context.replay_routing):
             needed, fix = "a router whose tokens choose: here experts choose tokens", "give no record, or set router.select to top_k"
             raise BadInput("record_routing or replay_routing", got=f"one with router.select {self.spec.select}", needed=needed, fix=fix)
@@ -241,7 +242,7 @@ class Router(nn.Module):
         return context.replay_routing.take(self.name, context.position_T, **sizes)
 
     def _active(self, scores_TE: Tensor, expert_TK: Tensor, context: Context) -> Tensor:
-        """The choices that ask for a slot: neither those of padding tokens nor declined second choices."""
+        """Return the choices that ask for a slot, bool [T, K]: all but padding tokens' choices and declined second choices."""
         active_TK = torch.ones_like(expert_TK, dtype=torch.bool)
         if self.training and self.spec.random_second:
             gate_TK = scores_TE.gather(1, expert_TK)
@@ -250,14 +251,14 @@ class Router(nn.Module):
         return active_TK if context.valid_T is None else active_TK & context.valid_T.unsqueeze(1)
 
     def _priority(self, scores_TE: Tensor, logits_TE: Tensor, expert_TK: Tensor, context: Context) -> Tensor | None:
-        """Priority of service [T, K], or None if queue order alone decides."""
+        """Return each choice's priority of service [T, K], or None if queue order alone decides."""
         spec = self.spec
         if spec.drop == "random" and self.training:
             return context.uniform(f"{self.name}.lot", expert_TK.shape[1])
         if spec.drop != "lowest_gate":
             return None
         gate_TK = chosen_scores(scores_TE, logits_TE, expert_TK, spec=spec)
-        # V-MoE serves whole tokens, by their highest gate; where tokens queue instead of choices, each choice has its own priority
+        # V-MoE serves whole tokens, by their highest gate; with queue tokens_first, each choice has its own priority
         return gate_TK.amax(1, keepdim=True).expand_as(gate_TK) if spec.queue == "choices_first" else gate_TK
 
     def _num_groups(self, tokens: int, sequence_tokens: int) -> int:

@@ -4,8 +4,8 @@
     sigmoid            1 / (1 + exp(-l_e))            each expert on its own          DeepSeek-V3 (arXiv 2412.19437, eq. 15)
     sqrt_softplus      sqrt(log(1 + exp(l_e)))        grows without bound, slowly     Megatron-LM's sqrtsoftplus
 
-Gates that sum to 1 are exp(a_i) / sum exp(a_j) over a token's choices, where a is the logarithm of a score: no sum of scores is
-divided by, so scores too small to be added up in fp32 still give gates that sum to 1.
+Gates that sum to 1 are exp(a_i) / sum exp(a_j) over a token's choices, where a is the logarithm of a score. Nothing is divided by a sum
+of scores, so gates sum to 1 even if fp32 cannot add up such small scores.
 
 A gate made to sum to 1 over one expert is always 1: such a router gets no gradient from the model's loss
 (moe/router/checks.py refuses it).
@@ -23,11 +23,11 @@ from moe.router.own import own_scores
 
 # T tokens, E experts, K choices
 
-_TINY = 1e-20  # the smallest sum of scores that is divided by
+_TINY = 1e-20  # lower bound of scores and their sums before a logarithm or a division
 
 
 def scores_of(logits_TE: Tensor, spec: RouterSpec) -> Tensor:
-    """The scores [T, E] that select experts and give gates (unless softmax is over the chosen experts)."""
+    """Return the scores [T, E] that select experts and give gates (unless softmax is over the chosen experts)."""
     if spec.score == "softmax":
         return logits_TE.softmax(-1)
     if is_plugin(spec.score):
@@ -38,24 +38,24 @@ def scores_of(logits_TE: Tensor, spec: RouterSpec) -> Tensor:
 
 
 def probabilities(scores_TE: Tensor, spec: RouterSpec) -> Tensor:
-    """Scores normalised to sum to 1 over the experts [T, E]; balance losses and the entropy use them."""
+    """Return the scores normalised to sum to 1 over the experts [T, E], for balance losses and the entropy."""
     return scores_TE if spec.score == "softmax" else scores_TE / scores_TE.sum(-1, keepdim=True).clamp(min=_TINY)
 
 
 def chosen_scores(scores_TE: Tensor, logits_TE: Tensor, expert_TK: Tensor, *, spec: RouterSpec) -> Tensor:
-    """The gates [T, K] of the chosen experts as they are before they are made to sum to 1: who is dropped goes by them."""
+    """Return the gates [T, K] of the chosen experts before they are made to sum to 1. `router.drop: lowest_gate` compares these."""
     if spec.softmax_over == "chosen":
         return logits_TE.gather(1, expert_TK).softmax(-1)
     return scores_TE.gather(1, expert_TK)
 
 
 def chosen_gates(scores_TE: Tensor, logits_TE: Tensor, expert_TK: Tensor, *, spec: RouterSpec, of_TK: Tensor | None) -> Tensor:
-    """Gates [T, K] of the chosen experts. `of_TK` bool: where it is False the gate is 0, and others sum to 1 without it."""
+    """Return the gates [T, K] of the chosen experts. `of_TK` bool: a choice with False has gate 0, and the others sum to 1 without it."""
     if spec.gates == "as_is":
         gate_TK = chosen_scores(scores_TE, logits_TE, expert_TK, spec=spec)
         gate_TK = gate_TK if of_TK is None else gate_TK * of_TK
     else:
-        own = is_plugin(spec.score)  # whose scores need not be of each logit alone
+        own = is_plugin(spec.score)  # its score may depend on all of a token's logits
         log_TK = scores_TE.gather(1, expert_TK).clamp(min=_TINY).log() if own else _log_scores(logits_TE.gather(1, expert_TK), spec)
         gate_TK = _sum_to_one(log_TK, of_TK)
     return gate_TK if spec.gate_scale == 1 else gate_TK * spec.gate_scale
@@ -67,13 +67,13 @@ def _log_scores(logits_TK: Tensor, spec: RouterSpec) -> Tensor:
         return logits_TK
     if spec.score == "sigmoid":
         return F.logsigmoid(logits_TK)
-    # log(softplus(l)) is l where exp(l) is too small to be added to 1
+    # log(softplus(l)) is l if exp(l) is too small to be added to 1
     small_TK = logits_TK < -15
     return 0.5 * logits_TK.where(small_TK, F.softplus(logits_TK.masked_fill(small_TK, 0.0)).log())
 
 
 def _sum_to_one(log_TK: Tensor, of_TK: Tensor | None) -> Tensor:
-    """Softmax over a token's entries, those where `of_TK` is False left out; 0 for a token that has none."""
+    """Softmax over the entries with `of_TK` True. All other entries get 0, and a token with none gets 0 everywhere."""
     if of_TK is None:
         return log_TK.softmax(-1)
     none_T1 = ~of_TK.any(-1, keepdim=True)

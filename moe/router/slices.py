@@ -1,11 +1,11 @@
-"""Groups whose tokens lie on several ranks: each rank decides over the whole group, from everybody's scores.
+"""Groups with tokens on several ranks (sequence parallelism): each rank decides over the whole group, from all ranks' scores.
 
-    sp 0: tokens 0 .. 5     scores [6, E]   \\                       the same decision on both ranks, of which each
-    sp 1: tokens 6 .. 11    scores [6, E]   /   all-gather: [12, E]  goes on with its own tokens
+    sp 0: tokens 0 .. 5     scores [6, E]   \\                       the same decision on both ranks,
+    sp 1: tokens 6 .. 11    scores [6, E]   /   all-gather: [12, E]  and each keeps the rows of its own tokens
 
-Who is dropped on one rank depends on who asked on the others (capacity, expert choice), and a balance loss per sequence counts all
-of it. What travels are fp32 scores, 4 E bytes a token and not the 2 D of its activations; the choice itself costs each rank as much as
-one rank alone would have. Tokens are put in the order of their places, so the same ones are dropped as on one rank.
+The choices dropped on one rank depend on the other ranks' choices (capacity, expert choice), and a balance loss per sequence counts the
+whole sequence. The all-gather sends fp32 scores, 4 E bytes a token, not the 2 D bytes of its activations. The choice itself costs each
+rank as much as it would cost one rank alone. Tokens are sorted by position, so the same ones are dropped as on one rank.
 """
 
 from __future__ import annotations
@@ -23,43 +23,45 @@ from moe.nn.context import Context
 from parallel.collectives import all_gather
 from parallel.mesh import Axis
 
-# T tokens held here, B sequences of L of them; G = N T those of all ranks
+# T tokens held here, B sequences, L tokens of each held here, N ranks, G = N T tokens of all ranks
 
-Made = TypeVar("Made", bound=Any)  # a dataclass of tensors by token, and of what is the same for all
+Made = TypeVar("Made", bound=Any)  # a dataclass of tensors with one row a token, and of values that all tokens share
 
 
 @dataclass(frozen=True)
 class Slices:
-    """`places`: of each rank of the axis, where its tokens stand in a sequence, ascending."""
+    """Shards of sequences over `axis`. `places`: for each rank of the axis, the positions of its tokens in a sequence, ascending."""
 
     axis: Axis
     places: Sequence[Sequence[int]]
 
     def whole(self, x_T: Tensor) -> Tensor:
-        """[T, ...] of this rank's tokens -> [G, ...] of all, sequence after sequence; backward: the sum over ranks for one's own."""
+        """Gather this rank's tokens [T, ...] into all ranks' tokens [G, ...], sequence after sequence. Backward: sum over ranks, own
+        tokens only.
+        """
         x_BL = rearrange(x_T, "(b l) ... -> b l ...", l=len(self.places[self.axis.index]))
         return rearrange(self.whole_sequences(x_BL), "b s ... -> (b s) ...")
 
     def whole_sequences(self, x_BL: Tensor) -> Tensor:
-        """[B, L, ...] of this rank's places -> [B, N L, ...] of all."""
+        """Gather this rank's shards [B, L, ...] into whole sequences [B, N L, ...]."""
         return all_gather(x_BL, self.axis, dim=1)[:, self._sorted.to(x_BL.device)]
 
     def mine(self, x_G: Tensor) -> Tensor:
-        """The other way, without a collective."""
+        """Return this rank's tokens [T, ...] of all tokens [G, ...]: the inverse of `whole`, without a collective."""
         x_BS = rearrange(x_G, "(b s) ... -> b s ...", s=len(self._sorted))
         return rearrange(x_BS[:, self._held.to(x_G.device)], "b l ... -> (b l) ...")
 
     def context(self, context: Context) -> Context:
-        """What is known of all tokens."""
+        """Return the context of all ranks' tokens: their positions, validity and token ids. Collective."""
         valid_T, tokens_T = (None if x is None else self.whole(x) for x in (context.valid_T, context.tokens_T))
         return replace(context, position_T=self.whole(context.position_T), valid_T=valid_T, tokens_T=tokens_T)
 
     def each_mine(self, made: Made) -> Made:
-        """A dataclass whose tensors are of all tokens, for this rank's alone."""
+        """Return a dataclass with every tensor [G, ...] cut to this rank's tokens [T, ...]."""
         return self._mapped(made, self.mine)
 
     def each_whole(self, made: Made) -> Made:
-        """And the other way. Collective."""
+        """Return a dataclass with every tensor [T, ...] gathered to all ranks' tokens [G, ...]. Collective."""
         return self._mapped(made, self.whole)
 
     def _mapped(self, made: Made, change: Any) -> Made:
@@ -74,10 +76,10 @@ class Slices:
 
     @cached_property
     def _held(self) -> Tensor:
-        """This rank's places."""
+        """Positions of this rank's tokens in a sequence."""
         return torch.tensor(self.places[self.axis.index])
 
     @cached_property
     def _sorted(self) -> Tensor:
-        """Of the ranks' tokens one after another, which one stands at each place."""
+        """Indices that sort the gathered tokens by position."""
         return torch.tensor([place for held in self.places for place in held]).argsort()

@@ -1,4 +1,4 @@
-"""Slots: how many tokens an expert takes from one group (no torch here: recipes are checked by it, too).
+"""Slots: the number of tokens that an expert takes from one group. No torch here: recipes are checked by it, too.
 
     C = max(min_capacity, rounded(factor * group_tokens * k / num_experts))     (top-2 with factor 1 equals top-1 with factor 2)
 
@@ -24,7 +24,7 @@ def capacity(
     rounding: Literal["ceil", "floor", "round"] = "ceil",
     multiple: int = 1,
 ) -> int | None:
-    """Slots per expert and group; None means dropless. Never more than the group's tokens, since a token chooses an expert only once."""
+    """Return the slots per expert and group; None if dropless. Never more than the group's tokens: a token chooses an expert only once."""
     if factor is None:
         return None
     # round in decimal first: 200 * 1.1 / 4 is 55, and binary error must not make it 56
@@ -34,7 +34,7 @@ def capacity(
 
 
 def slots_of(spec: RouterSpec, group_tokens: int, *, num_experts: int, training: bool) -> int | None:
-    """The slots per expert and group that `spec` gives for training or evaluation."""
+    """Return the slots per expert and group that `spec` sets for training or evaluation."""
     return capacity(
         group_tokens,
         num_experts=num_experts,
