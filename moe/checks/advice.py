@@ -1,11 +1,11 @@
-"""Advice that has been tried: the words of a fix are read as changes of the recipe, and those that do not lead to a run are left out.
+"""Advice that has been tried: the text of a fix is read as changes of the recipe, and changes that do not lead to a run are left out.
 
     "set degrees.tp to one of [1, 2, 4], or model.num_heads to 8"        on 2 processes
         ->  {degrees.tp: 1}  {degrees.tp: 2}  {degrees.tp: 4} x  {model.num_heads: 8} x        each applied alone, then all checks again
         ->  "set degrees.tp to one of [1, 2]"
 
-Where none works alone, the line that it leads to is followed: "set degrees.tp to 2, and add --nproc 2". A check thus needs to know its
-own reason and no other one. Advice without a value ("check the spelling") is kept as it is.
+If no change works alone, the advice of the next refusal is added: "set degrees.tp to 2, and add --nproc 2". A check thus needs to know
+its own reason and no other one. Advice without a value ("check the spelling") is kept as it is.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _TRY_S, _FURTHER = 0.3, 3  # a line is to come in under a second; changes after 
 
 @dataclass(frozen=True)
 class Proposal:
-    """One way to mend the recipe: keys that get a value, keys that go, one with another name, another number of processes."""
+    """One way to mend the recipe: keys to set, keys to remove, a key to rename, another number of processes."""
 
     said: str
     values: dict[str, Any] = field(default_factory=dict)
@@ -51,10 +51,10 @@ Origins = Mapping[str, str]
 
 
 def check_for_user(run: Run, world: int, origins: Origins | None = None) -> Run:
-    """`check_run`, and where it refuses, a line whose advice has been tried on this recipe and number of processes; and the table of
-    experts that the recipe names, if it is there: a run that goes on has it in its checkpoint. Raises BadInput.
+    """Return `check_run`'s result. If it refuses, raise BadInput with advice that has been tried on this recipe and number of processes.
 
-    `origins`: where each value of the recipe comes from, so that no advice leaves one that the user gives unread.
+    Also reads the table of experts that the recipe names, if the file exists; a resumed run has it in its checkpoint.
+    `origins`: the source of each value of the recipe, so that no advice makes a value that the user gave unread.
     """
     try:
         checked = check_run(run, world)
@@ -65,7 +65,10 @@ def check_for_user(run: Run, world: int, origins: Origins | None = None) -> Run:
 
 
 def tried(bad: BadInput, run: Run, world: int, origins: Origins) -> BadInput:
-    """The same line without the advice that does not lead to a run. Where none does, with what at least mends this mistake, if anything."""
+    """Return the same refusal without the advice that does not lead to a run.
+
+    If no single change does, advise several changes; else a change that mends at least this mistake; else say that none was found.
+    """
     until = time.process_time() + _TRY_S
     kept: list[str] = []
     failed: list[tuple[Proposal, BadInput]] = []
@@ -76,7 +79,7 @@ def tried(bad: BadInput, run: Run, world: int, origins: Origins) -> BadInput:
         failed += [(p, refused) for p, refused in again if refused is not None]
         if working and len(working) < len(proposed):
             kept.append(_said_of(working))
-        elif len(working) == len(proposed):  # also where there was nothing to try
+        elif len(working) == len(proposed):  # also if there was nothing to try
             kept.append(said)
     if not failed:
         return bad
@@ -85,13 +88,13 @@ def tried(bad: BadInput, run: Run, world: int, origins: Origins) -> BadInput:
         if found is not None:
             kept.insert(0, ", and ".join(_said_of([p]) for p in found))
         else:
-            mends = [p for p, refused in failed if refused.what not in (bad.what, *p.values)]  # there is another mistake beside this one
+            mends = [p for p, refused in failed if refused.what not in (bad.what, *p.values)]  # the recipe has a second mistake
             kept += [_said_of([p]) for p in mends[:1]] or ([] if kept else [_NO_ADVICE])
     return BadInput(bad.what, got=bad.got, needed=bad.needed, fix=_joined(kept))
 
 
 def _further(ways: list[tuple[list[Proposal], BadInput]], run: Run, world: int, origins: Origins, until: float) -> list[Proposal] | None:
-    """The fewest changes that lead to a run, each the advice about what the one before led to; None where there are none."""
+    """Return the fewest changes that lead to a run, each taken from the refusal after the one before; None if none are found."""
     for _ in range(_FURTHER):
         longer: list[tuple[list[Proposal], BadInput]] = []
         for way, refused in ways:
@@ -108,7 +111,7 @@ def _further(ways: list[tuple[list[Proposal], BadInput]], run: Run, world: int, 
 
 
 def _refused(proposal: Proposal, run: Run, world: int, origins: Origins) -> BadInput | None:
-    """Why the recipe is refused with this change too, which the user would type; None where it is not."""
+    """Return the refusal of the recipe with this change, as if the user had typed it; None if it is accepted."""
     try:
         changed = _applied(proposal, run)
         if changed == run and proposal.nproc in (None, world):
@@ -121,7 +124,7 @@ def _refused(proposal: Proposal, run: Run, world: int, origins: Origins) -> BadI
 
 
 def origins_with(proposal: Proposal, origins: Origins) -> dict[str, str]:
-    """Where values come from once the proposal's have been typed."""
+    """Return the sources of values after the proposal's have been typed on the command line."""
     return {**origins, **dict.fromkeys(proposal.removed, "default"), **dict.fromkeys(proposal.values, COMMAND_LINE)}
 
 
@@ -130,7 +133,7 @@ def _applied(proposal: Proposal, run: Run) -> Run:
 
 
 def _said_of(working: list[Proposal]) -> str:
-    """Proposals of one alternative that work, in words: one change, or values of one key."""
+    """Return the text of one alternative's proposals that work: one change, or the values of one key."""
     first = working[0]
     if first.nproc is not None:
         return f"add --nproc {first.nproc}"
@@ -152,7 +155,7 @@ def _yaml(value: Any) -> str:
 
 
 def _joined(parts: list[str]) -> str:
-    """Alternatives with "or" between; a verb that was in one that is left out comes back."""
+    """Join alternatives by "or". The verb of an alternative that is left out is put back in front of the next one."""
     bare = rf"^({_KEY}|it) to "
     return ", or ".join(
         f"set {part}" if re.match(bare, part) and (at == 0 or not parts[at - 1].startswith("set ")) else part
@@ -161,12 +164,12 @@ def _joined(parts: list[str]) -> str:
 
 
 def proposals(bad: BadInput) -> list[Proposal]:
-    """What the line proposes, each that can be applied without a guess."""
+    """Return the line's proposals, all that can be applied without a guess."""
     return [each for said in alternatives(bad.fix) for each in proposals_of(said, bad)]
 
 
 def apply(proposal: Proposal, values: dict[str, Any]) -> dict[str, Any]:
-    """The recipe's plain values with the proposal's changes."""
+    """Return the recipe's plain values with the proposal's changes."""
     made = copy.deepcopy(values)
     for key in proposal.removed:
         take(made, key)
@@ -192,7 +195,7 @@ def put(values: dict[str, Any], key: str, value: Any) -> None:
 
 
 def take(values: dict[str, Any], key: str) -> Any:
-    """Remove a dotted key; its value, or None where it is not there."""
+    """Remove a dotted key. Returns its value, or None if it does not exist."""
     *outer, last = key.split(".")
     for name in outer:
         values = values.get(name) or {}
@@ -200,19 +203,19 @@ def take(values: dict[str, Any], key: str) -> Any:
 
 
 def alternatives(fix: str) -> list[str]:
-    """The parts of a fix between "or"s, outside brackets."""
+    """Split a fix into its alternatives, at each "or" outside brackets."""
     parts = re.split(r"(?:, |; )or (?![^\[(]*[\])])", _MORE.sub("", fix))
     return [part.strip() for part in parts if part.strip()]
 
 
 def proposals_of(said: str, bad: BadInput) -> list[Proposal]:
-    """What one alternative proposes: several for "one of [1, 2]", nothing where it names no value."""
+    """Return the proposals of one alternative: several for "one of [1, 2]", none if it names no value."""
     return list(_read(said, bad))
 
 
 def _read(said: str, bad: BadInput) -> Iterator[Proposal]:
     text = re.sub(r"\s*\([^)]*\)$", "", said)
-    if ", and " in text:  # what `_further` has found
+    if ", and " in text:  # found by `_further`
         each = [proposals_of(part, bad) for part in text.split(", and ")]
         if all(each):
             yield _together(said, [found[0] for found in each])
@@ -236,14 +239,14 @@ def _read(said: str, bad: BadInput) -> Iterator[Proposal]:
 
 
 def _together(said: str, parts: list[Proposal]) -> Proposal:
-    """Several changes as one."""
+    """Return several changes as one."""
     values = {key: value for p in parts for key, value in p.values.items()}
     removed = tuple(key for p in parts for key in p.removed)
     return Proposal(said, values, removed, nproc=next((p.nproc for p in reversed(parts) if p.nproc), None))
 
 
 def _pair(part: str, what: str) -> tuple[str, list[Any]]:
-    """ "degrees.ep to one of [1, 2]" as the key and its values; no values where the words name none."""
+    """Return the key and the values of an instruction like "degrees.ep to one of [1, 2]"; no values if the text names none."""
     match = _SET.match(part.strip())
     assert match is not None
     key, text = (

@@ -1,4 +1,4 @@
-"""Where a step cannot be computed twice with the same bits: for `train.audit_every` and for `train.deterministic`."""
+"""Combinations in which a step cannot be computed twice with the same bits: for `train.audit_every` and `train.deterministic`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from parallel.errors import BadInput
 
 
 def check_audit(run: Run) -> None:
-    """Refuse audits of steps that cannot be made again, and what is not deterministic. Raises BadInput."""
+    """Refuse audits of steps that cannot be computed again, and `deterministic` with sums in no fixed order. Raises BadInput."""
     threads = "one order of sums: replicas' gradients are added as their threads end"
     if run.train.deterministic and run.sharding.kind == "dp":
         raise BadInput(

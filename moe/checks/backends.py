@@ -1,7 +1,7 @@
-"""What three other systems do with combinations that this project judges too, as their code says it: which run, which are refused.
+"""Combinations that three other systems accept or refuse, according to their source code.
 
-Read in their sources; a system that is not named with a combination is not known to accept or refuse it. Conditions on sizes
-(heads by ulysses ranks, layers by stages) are not here: every system has them.
+A system that is not named with a combination is not known to accept or refuse it. Conditions on sizes (heads by ulysses ranks, layers by
+stages) are left out: every system has them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ System = Literal["DeepSpeed", "Megatron-Core", "torchtitan"]
 
 @dataclass(frozen=True)
 class Rule:
-    """`one` and `other`: factors of moe/verify/hybrid.py with some of their values. `source`: a file of the system."""
+    """A system's verdict on a pair of choices.
+
+    `one` and `other`: factors of moe/verify/hybrid.py with some of their values. `source`: a file of the system.
+    """
 
     system: System
     one: tuple[str, tuple[str, ...]]

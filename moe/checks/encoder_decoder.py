@@ -1,4 +1,4 @@
-"""What an encoder-decoder needs (model.kind), and what it does not go with; and what only an encoder-decoder has."""
+"""Checks of an encoder-decoder (model.kind): keys that it needs, keys that it cannot have, and keys that only it reads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _HALVES = "nothing here cuts an encoder-decoder so"
 
 
 def check_encoder_decoder(run: Run) -> None:
-    """Refuse keys of one kind of model beside the other. Raises BadInput for the first reason found."""
+    """Refuse keys of one kind of model with the other kind. Raises BadInput for the first reason found."""
     m = run.model
     halves, spans = m.kind == "encoder_decoder", run.data.objective == "span_corruption"
     if spans and not halves:

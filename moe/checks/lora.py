@@ -1,4 +1,4 @@
-"""Where adapters beside frozen weights cannot be trained (moe/nn/lora.py); anything refused is one line, before torch is imported."""
+"""Combinations in which adapters on frozen weights cannot be trained (moe/nn/lora.py). Refused in one line, before torch is imported."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from parallel.errors import BadInput
 
 
 def check_lora(run: Run) -> None:
-    """Refuse keys without adapters, targets that the model has not, and splits that would cut a product of two. Raises BadInput."""
+    """Refuse keys without adapters, targets that the model lacks, and layouts that would cut an adapter's product. Raises BadInput."""
     lora = run.lora
     if not lora.rank:
         if (key := lora.changed("alpha", "targets")) is not None:

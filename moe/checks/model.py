@@ -1,4 +1,7 @@
-"""What the keys of a model need of one another: sizes, positions, windows, latents, layers with experts, tokens ahead; no torch here."""
+"""Checks of a model's keys against each other: sizes, positions, windows, latents, layers with experts, multi-token prediction.
+
+No torch is imported here.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from parallel.mesh import divisors
 
 
 def check_model(run: Run) -> None:
-    """Refuse sizes that do not divide, layers that are not there, and keys that nothing of this model reads. Raises BadInput."""
+    """Refuse sizes that do not divide, layers that do not exist, and keys that this model does not read. Raises BadInput."""
     m = run.model
     heads = m.num_kv_heads or m.num_heads
     if m.head_size is None and m.d_model % m.num_heads:
@@ -67,7 +70,7 @@ def check_model(run: Run) -> None:
 
 
 def _check_latent(m: Model) -> None:
-    """Sizes that go together, and nothing that has no place beside latents."""
+    """Refuse sizes that do not fit together, and keys that latent attention excludes or that only it reads."""
     if m.latent.key_rank is None:
         if (key := m.latent.changed()) is not None:
             fix = "set model.latent.key_rank, or remove it"
@@ -96,7 +99,7 @@ def _check_latent(m: Model) -> None:
 
 
 def _check_windows(m: Model) -> None:
-    """Layers that exist, of a window that does; and nothing that an encoder-decoder has not."""
+    """Refuse sliding layers that do not exist or have no window, and keys that an encoder-decoder lacks."""
     if (scaled := m.scales.changed()) is not None and m.kind == "encoder_decoder":
         got = f"{getattr(m.scales, scaled):g} with model.kind=encoder_decoder"
         raise BadInput(f"model.scales.{scaled}", got=got, needed="a decoder: T5 and Switch have none", fix=f"remove model.scales.{scaled}")
@@ -123,7 +126,7 @@ def _check_windows(m: Model) -> None:
 
 
 def _check_rope(m: Model) -> None:
-    """Values that no positions would read, or that leave what to stretch unsaid."""
+    """Refuse rotary keys that nothing reads, and a stretch without the length that it starts from."""
     r = m.rope
     if (key := r.changed()) is not None and m.positions == "t5":
         raise BadInput(f"model.rope.{key}", got="it with model.positions=t5", needed="rotary positions", fix=f"remove model.rope.{key}")
@@ -159,7 +162,7 @@ def _check_rope(m: Model) -> None:
 
 
 def _check_fraction(m: Model) -> None:
-    """A share of a head's channels that is a number of pairs, of heads that have channels of one kind."""
+    """Refuse a share of a head's channels that is no whole number of pairs, and any share with latent attention."""
     share, size = m.rope.fraction, m.head_size or m.d_model // m.num_heads
     if m.latent.key_rank is not None:
         got, fix = f"{share:g} with model.latent.key_rank={m.latent.key_rank}", "remove it, and set model.latent.rotary_size"
@@ -178,7 +181,7 @@ def _check_fraction(m: Model) -> None:
 
 
 def _check_swiglu(run: Run) -> None:
-    """Bounds of an activation that no network has."""
+    """Refuse bounds of swiglu in a model without swiglu networks."""
     m, s = run.model, run.model.swiglu
     networks = {m.ffn, (run.experts.ffn or m.ffn) if m.layers_with_experts() else m.ffn}
     if (key := s.changed()) is not None and "swiglu" not in networks:
@@ -191,7 +194,7 @@ def _check_swiglu(run: Run) -> None:
 
 
 def _check_ahead(run: Run) -> None:
-    """Where further tokens cannot be predicted."""
+    """Refuse models and layouts in which multi-token prediction (model.ahead) does not work."""
     m = run.model
     if not m.ahead:
         if m.changed("ahead_weight"):

@@ -1,5 +1,5 @@
-"""Which optimizers go with which ways to hold weights, as the table of docs/use/optimizers.md says; anything else is refused in one line,
-before torch is imported.
+"""Optimizers and the ways to hold weights that they go with (table in docs/use/optimizers.md). All else is refused before torch is
+imported.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ OWN = ("kfac", "muon", "adafactor", "sgd")  # kinds with a section of settings o
 
 
 def check_optimizer(run: Run) -> None:
-    """Refuse what the recipe's optimizer cannot do with the rest of the recipe. Raises BadInput for the first reason found."""
+    """Refuse an optimizer that does not work with the rest of the recipe. Raises BadInput for the first reason found."""
     o, s = run.optimizer, run.sharding
     for kind in OWN:
         if kind != o.kind:
@@ -59,7 +59,7 @@ def check_optimizer(run: Run) -> None:
 
 
 def _check_unset(o: Optimizer, kind: str) -> None:
-    """Refuse settings of an optimizer that the recipe does not choose, where they would have no effect."""
+    """Refuse settings of an optimizer that the recipe does not choose: they would have no effect."""
     settings: Section = getattr(o, kind)
     for key, field in type(settings).model_fields.items():
         value = getattr(settings, key)
@@ -73,7 +73,7 @@ def _check_unset(o: Optimizer, kind: str) -> None:
 
 
 def _check_deepspeed(run: Run) -> None:
-    """Refuse DeepSpeed's engine: it steps flat runs of elements, by AdamW here."""
+    """Refuse DeepSpeed's engine: it steps flat chunks of elements, here by AdamW only."""
     o, s = run.optimizer, run.sharding
     if s.kind == "zero" and s.stage > 0 and s.engine != "fsdp":
         other = "ddp" if o.kind == "adafactor" else "fsdp"
@@ -86,7 +86,7 @@ def _check_deepspeed(run: Run) -> None:
 
 
 def _check_matrices(run: Run) -> None:
-    """Refuse weights that a rank does not hold as matrices, or as whole ones."""
+    """Refuse tiles, and for Adafactor every shard: a rank must hold weights as matrices, or as whole matrices."""
     kind, refused = run.optimizer.kind, [("tiling.ffn", run.tiling.ffn, "a tile is a part of a matrix")]
     if kind == "adafactor":
         tp = 1 if run.tensor.kind == "copied" else run.degrees.tp

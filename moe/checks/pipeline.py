@@ -1,4 +1,4 @@
-"""Refuses what a pipeline cannot be combined with: sharding that gathers weights, and methods that make all stages wait for each other."""
+"""Checks of pipeline stages: sharding that gathers weights, and methods that make all stages wait for each other, are refused."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from parallel.pipeline.schedules.catalog import fewer_ranks, kind_of
 
 
 def check_pipeline(run: Run) -> None:
-    """Refuse what the pipeline cannot do, and what would be wrong with it. Raises BadInput."""
+    """Refuse combinations that the pipeline cannot run, or would run wrongly. Raises BadInput."""
     pp = run.degrees.pp
     if pp < 1:
         raise BadInput("degrees.pp", got=pp, needed="a whole number of at least 1", fix="set degrees.pp to 1")
     if pp == 1:
         _check_without_stages(run)
         return
-    if pp > run.model.num_layers + (0 if run.pipeline.layers is None else 2):  # before a schedule of so many ranks is made
+    if pp > run.model.num_layers + (0 if run.pipeline.layers is None else 2):  # before a schedule for `pp` ranks is made
         raise BadInput(
             "degrees.pp",
             got=pp,
@@ -32,7 +32,7 @@ def check_pipeline(run: Run) -> None:
 
 
 def _check_without_stages(run: Run) -> None:
-    """A recipe for stages also runs on one, but what it names must be there."""
+    """Check the pipeline's keys on one stage: a recipe for stages runs there too, but its schedule and layers must be valid."""
     p, layers = run.pipeline, run.model.num_layers
     if not p.schedule.endswith(".csv"):
         try:
@@ -81,7 +81,9 @@ def _check_sharding(run: Run, schedule: Schedule) -> None:
 
 
 def slow_sharding(run: Run) -> BadInput | None:
-    """Why the recipe's sharding is slow beside stages, which is refused unless sharding.allow_slow is true; None where it is not."""
+    """Return why the recipe's sharding is slow with stages; None if it is not. Slow sharding is refused unless sharding.allow_slow is
+    true.
+    """
     s = run.sharding
     if run.degrees.pp == 1 or not (s.kind == "fsdp" or (s.kind == "zero" and s.stage >= 2)):
         return None
@@ -95,7 +97,7 @@ def slow_sharding(run: Run) -> BadInput | None:
 
 
 def _check_continuous(run: Run) -> None:
-    """Refuse what needs all stages before an update: in a continuous pipeline, stages update at different times."""
+    """Refuse methods that need all stages before an update: in a continuous pipeline, stages update at different times."""
     p, name = run.pipeline, run.pipeline.schedule
     own = f"{name}, whose stages update without waiting for each other"
     every = kind_of(name).update_every or p.microbatches

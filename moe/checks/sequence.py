@@ -1,4 +1,4 @@
-"""What degrees.sp needs, and what it does not go with."""
+"""Checks of degrees.sp: divisible positions and heads, whole routing groups, and keys that it excludes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from parallel.sequence.order import Order
 
 
 def check_sequence(run: Run) -> None:
-    """Refuse places, heads and groups that the ranks of sp cannot share out. Raises BadInput."""
+    """Refuse positions, heads and routing groups that the ranks of sp cannot share out. Raises BadInput."""
     sp, sequence = run.degrees.sp, run.sequence
     if sp < 1:
         raise BadInput("degrees.sp", got=sp, needed="a whole number of at least 1", fix="set degrees.sp to 1")
@@ -31,7 +31,7 @@ def check_sequence(run: Run) -> None:
 
 
 def without_effect(run: Run) -> list[str]:
-    """Of the section sequence, what a run sets though its sequences are whole: a recipe for many ranks, on fewer."""
+    """Return a line for each key of section `sequence` that has no effect because degrees.sp is 1: a recipe for many ranks, on fewer."""
     if run.degrees.sp > 1:
         return []
     fields = type(run.sequence).model_fields.items()
@@ -40,7 +40,7 @@ def without_effect(run: Run) -> list[str]:
 
 
 def _check_idle(run: Run) -> None:
-    """Refuse what changes nothing beside the other values."""
+    """Refuse keys of `sequence` that change nothing under the other values."""
     sequence, recompute = run.sequence, run.recompute.kind
     if sequence.keep_attention and recompute != "full":
         raise BadInput(
@@ -72,7 +72,7 @@ def _check_places(run: Run) -> None:
 
 
 def _check_heads(run: Run, degree: int) -> None:
-    """Each rank of tp has its heads, and shares them out over the ranks that trade heads for tokens."""
+    """Refuse heads that do not divide: the heads of a tp rank are shared out over the ranks that trade heads for tokens."""
     held = run.model.num_heads // run.dense_parts()
     if held % degree:
         what = "degrees.sp" if run.sequence.kind == "ulysses" else "sequence.heads"

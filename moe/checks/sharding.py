@@ -1,8 +1,10 @@
-"""Which states each kind of data parallelism can shard and offload; anything else is refused in one line, before torch is imported.
+"""Weights, gradients and optimizer states that each kind of data parallelism can shard and offload. All else is refused in one line.
 
 kind zero   stage 0  nothing is sharded: DDP          offload: nothing
             1, 2     by DeepSpeed                     optimizer: cpu
             3        by DeepSpeed, or FSDP            optimizer, parameters: cpu or nvme (DeepSpeed)
+
+The checks run before torch is imported.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from parallel.files import user_path
 
 
 def check_sharding(run: Run) -> None:
-    """Refuse what the recipe's kind and stage of sharding cannot do. Raises BadInput."""
+    """Refuse values that the recipe's kind and stage of sharding cannot carry out. Raises BadInput."""
     if run.sharding.kind == "zero":
         _check_zero(run)
     else:
@@ -33,7 +35,7 @@ def check_sharding(run: Run) -> None:
 
 
 def _check_not_zero(s: Sharding) -> None:
-    """Refuse zero's keys with another kind, where they would have no effect."""
+    """Refuse zero's keys with another kind: they would have no effect."""
     if (idle := s.changed("stage", "engine")) is not None:
         raise BadInput(
             f"sharding.{idle}",
@@ -53,7 +55,7 @@ def _check_not_zero(s: Sharding) -> None:
 
 
 def _check_fsdp(s: Sharding) -> None:
-    """Refuse fsdp's keys with another kind, where they would have no effect."""
+    """Refuse fsdp's keys with another kind: they would have no effect."""
     if s.kind == "fsdp" or (s.kind == "zero" and s.stage == 3 and s.engine == "fsdp"):
         return
     if (key := s.changed("reshard", "prefetch")) is not None:
@@ -107,7 +109,7 @@ def _check_zero(run: Run) -> None:
 
 
 def _check_disk(o: Offload) -> None:
-    """Check the folder for states offloaded to disk. Raises BadInput."""
+    """Check the folder for states offloaded to disk: it must be named, exist and be writable. Raises BadInput."""
     if "nvme" not in (o.optimizer, o.parameters):
         if o.path is not None:
             raise BadInput(
@@ -145,7 +147,7 @@ def _check_disk(o: Offload) -> None:
 def check_installed(run: Run) -> None:
     """Refuse to train with states on a disk if this machine lacks a package that DeepSpeed's async_io is compiled with. Raises BadInput.
 
-    Not part of `check_run`: a recipe is right or wrong on any machine, and `moe plan` and `moe rehearse` take it for another one.
+    Not part of `check_run`: a recipe is right or wrong on any machine, and `moe plan` and `moe rehearse` read it for another machine.
     """
     if "nvme" not in (run.sharding.offload.optimizer, run.sharding.offload.parameters):
         return

@@ -1,4 +1,4 @@
-"""What degrees.tp needs, and what it does not go with; a size that it does not divide is told with the degrees that work."""
+"""Checks of degrees.tp: sizes that it must divide, and keys that it excludes. A refusal names the degrees that work."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from parallel.mesh import divisors
 
 
 def check_tensor(run: Run) -> None:
-    """Refuse sizes that the ranks of tp cannot share out, and what needs whole matrices. Raises BadInput."""
+    """Refuse sizes that the ranks of tp cannot share out, and methods that need whole matrices. Raises BadInput."""
     tp = run.degrees.tp
     if tp < 1:
         raise BadInput("degrees.tp", got=tp, needed="a whole number of at least 1", fix="set degrees.tp to 1")
@@ -64,7 +64,7 @@ def check_tensor(run: Run) -> None:
 
 
 def _check_slices(run: Run) -> None:
-    """Sequence parallelism is a form of 1D, whoever carries it out, and cuts sequences into equal slices."""
+    """Refuse sequence parallelism without 1D tensor parallelism (this toolkit's or DTensor's), or with sequences that do not divide."""
     tp, length = run.degrees.tp, run.model.max_length
     if tp == 1 or run.tensor.kind not in LINES:
         raise BadInput(
@@ -84,7 +84,7 @@ def _check_slices(run: Run) -> None:
 
 
 def _check_overlap(run: Run) -> None:
-    """Runs of tokens are summed as they come out of one product, of 1D."""
+    """Refuse overlap except with 1D: chunks of tokens are summed over tp while the next chunk of the product is computed."""
     if run.degrees.tp == 1 or run.tensor.kind != "1d":
         raise BadInput(
             "tensor.overlap_chunks",
@@ -102,7 +102,9 @@ def _check_overlap(run: Run) -> None:
 
 
 def _check_line(run: Run) -> None:
-    """Heads, hidden units and vocabulary lie over tp; of fewer key-value heads than ranks, 1d holds equally many copies."""
+    """Refuse heads, hidden units or a vocabulary that tp cannot share out. If key-value heads are fewer than ranks, 1d holds equal
+    copies.
+    """
     tp, m = run.degrees.tp, run.model
     heads = m.num_kv_heads or m.num_heads
     units = m.d_ff if len(m.layers_with_experts()) < m.num_layers or m.ahead else 0
@@ -131,7 +133,10 @@ def _check_line(run: Run) -> None:
 
 
 def _check_grid(run: Run) -> None:
-    """Sides divide heads and hidden units, and channels, a cube's twice; of fewer key-value heads, each is held in equally many copies."""
+    """Refuse sizes that a grid's sides do not divide: heads, hidden units, and d_model (by both sides of a cube).
+
+    If key-value heads are fewer than a side, the side must be a multiple of their number: each is held in equally many copies.
+    """
     m, (depth, _, side) = run.model, run.tp_grid()
     inputs = side * (depth if run.tensor.kind == "3d" else 1)
     sizes = {"model.d_model": (m.d_model, inputs), "model.num_heads": (m.num_heads, side)}
@@ -156,9 +161,10 @@ def _check_grid(run: Run) -> None:
 
 
 def _check_sequences(run: Run) -> None:
-    """What a data-parallel rank reads is shared out over tp: among the rows of its grids, and whole groups of it for a MoE layer among all.
+    """Refuse a batch that tp cannot share out: a grid's rows read equal parts of it, and in a MoE model every rank of tp routes whole
+    groups.
 
-    In training and in evaluation; nothing where a dense model's ranks all read the same.
+    Checked for training and evaluation. Ranks of 1D in a dense model all read the same, so any number passes.
     """
     tp, group, rows, dp = run.degrees.tp, run.router.spec.group, run.sequence_parts(), int(run.degrees.dp)
     unit, words, each = rows, f"the {rows} rows of tp's grid", "each row reads an equal part of them"

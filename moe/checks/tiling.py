@@ -38,13 +38,13 @@ def check_tiling(run: Run) -> None:
 
 
 def _split(run: Run) -> str:
-    """By what tp divides what is dense."""
+    """Return the text of the divisor that tp applies to dense sizes."""
     parts = run.dense_parts()
     return "" if parts == 1 else f" / degrees.tp={parts}" if run.tensor.kind in LINES else f" / {parts}, the side of tp's grid"
 
 
 def _widths(run: Run) -> dict[str, int]:
-    """The number of hidden units that a rank holds, by kind of network."""
+    """Number of hidden units that a rank holds, by kind of network."""
     m, x, sparse = run.model, run.experts, run.model.layers_with_experts()
     units = x.d_ff or m.d_ff
     widths = {f"model.d_ff{_split(run)}": m.d_ff // run.dense_parts()} if len(sparse) < m.num_layers or m.ahead else {}

@@ -26,10 +26,12 @@ from parallel.mesh import Degrees, check_world, divisors
 
 
 def check_run(run: Run, world_size: int) -> Run:
-    """The run with its `auto` degrees resolved for `world_size` processes. Raises BadInput for the first combination that cannot work."""
+    """Return the run with its `auto` degrees resolved for `world_size` processes. Raises BadInput for the first combination that cannot
+    work.
+    """
     run = run.resolve(world_size)
     d = run.degrees
-    if isinstance(d.dp, int) and min(d.dp, d.pp, d.tp, d.sp) > 0:  # else what is wrong with one degree comes first
+    if isinstance(d.dp, int) and min(d.dp, d.pp, d.tp, d.sp) > 0:  # otherwise the check of the wrong degree comes first
         check_world(Degrees(dp=d.dp, pp=d.pp, tp=d.tp, sp=d.sp), world_size)
     check_together(run)
     check_world(run.mesh_degrees(), world_size)
@@ -83,7 +85,7 @@ def _check_experts(run: Run) -> None:
 
 
 def _check_free(run: Run) -> None:
-    """Choices that cost nothing are for tokens that choose, and stay where they are."""
+    """Check choices that cost nothing (zero, skip): tokens must choose experts, and experts must stay where they are."""
     x = run.experts
     key = "skip" if x.skip else "zero"
     reasons: dict[str, tuple[bool, object, str]] = {
@@ -97,7 +99,7 @@ def _check_free(run: Run) -> None:
 
 
 def _check_networks(run: Run) -> None:
-    """Check the number of experts of each layer, and the dense networks beside them."""
+    """Check the number of experts of each layer, and the dense networks next to them."""
     x, layers = run.experts, run.model.layers_with_experts()
     if isinstance(x.num_experts, tuple) and len(x.num_experts) != len(layers):
         raise BadInput(
@@ -230,7 +232,9 @@ def _check_data(run: Run) -> None:
 
 
 def _check_given(d: Data) -> None:
-    """Samples of a user's program are ids already, and all that is read. What a path means is for a part that a recipe names to say."""
+    """Check keys for samples that a user's program gives: they are token ids, and the only source. A recipe's own part interprets its
+    path.
+    """
     if d.tokenizer == "bpe":
         needed = "ids, which the samples are, or bytes"
         raise BadInput(
@@ -311,7 +315,7 @@ def _check_batch(run: Run) -> None:
         sequences = group if isinstance(group, int) else held if group == "rank" else 1
         length = min(run.model.max_length, run.model.target_length or run.model.max_length)  # of the shorter half
         check_slots(run.router.spec, group_tokens=sequences * length, num_experts=max(run.experts.counts))
-    # where evaluation has a capacity, every rank needs whole groups, or the loss would depend on the layout
+    # if evaluation has a capacity, every rank needs whole groups, or the loss would depend on the layout
     grouped = run.model.layers_with_experts() and run.router.spec.eval_capacity_factor is not None and isinstance(group, int)
     unit = dp * group if grouped and isinstance(group, int) else dp
     if run.train.eval_sequences % unit:

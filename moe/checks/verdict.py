@@ -32,7 +32,7 @@ class Verdict:
 
 
 def verdict(run: Run, world_size: int) -> Verdict:
-    """The verdict on a recipe with this number of processes."""
+    """Return the verdict on a recipe with this number of processes."""
     try:
         run = check_run(run, world_size)
     except BadInput as refused:
@@ -42,7 +42,7 @@ def verdict(run: Run, world_size: int) -> Verdict:
 
 
 def not_recommended(run: Run) -> list[str]:
-    """Reasons against a resolved run that the checks accept, each with a better choice."""
+    """Return reasons against a resolved run that the checks accept, each with a better choice."""
     return [*_pipeline(run), *_sequence(run), *_tensor(run)]
 
 
