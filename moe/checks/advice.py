@@ -33,7 +33,7 @@ _TOLD = re.compile(rf"(?:--({_KEY}) |({_KEY}): )([^\s?]+)")  # did you mean --a.
 _PLAIN = re.compile(r"^(null|true|false|-?[\d.][\w.+-]*|[a-z0-9_]+|\[[\d, ]*\])$")
 _MORE = re.compile(r" \(\d+ more wrong values? after this one\)$")
 _NO_ADVICE = "no change of one key alone was found that works: see docs/use/recipes.md"
-_TRY_S, _FURTHER = 0.3, 3  # a line is to come in under a second; changes after the first one
+_TRY_S, _FURTHER = 0.3, 3  # seconds for all trials, so that an error comes in under a second; most changes after the first one
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,7 @@ def _check_experts(run: Run) -> None:
 
 
 def _check_free(run: Run) -> None:
-    """Check choices that cost nothing (zero, skip): tokens must choose experts, and experts must stay where they are."""
+    """Check choices that cost nothing (zero, skip): tokens must choose experts, and experts must stay on their rank."""
     x = run.experts
     key = "skip" if x.skip else "zero"
     reasons: dict[str, tuple[bool, object, str]] = {

@@ -24,7 +24,7 @@ Status = Literal["runs", "not recommended", "refused"]
 
 @dataclass(frozen=True)
 class Verdict:
-    """`advice`: why it is not recommended, each a line; `refused`: why it cannot run."""
+    """`advice`: reasons why the recipe is not recommended, one a line; `refused`: the reason why it cannot run."""
 
     status: Status
     advice: tuple[str, ...] = ()
