@@ -1,12 +1,12 @@
-"""What the operators of a dense recipe's graph compute, for parts of them: an annotated recipe by torch's DTensor.
+"""Computes the operators of a dense recipe's graph on shards of tensors: an annotated recipe, carried out by torch's DTensor.
 
-    program = gspmd.program(graph_of(run, sequences=n), mesh, annotations)          any annotations, no kind of the project needed
+    program = gspmd.program(graph_of(run, sequences=n), mesh, annotations)          any annotations, also of no tensor.kind
     ranks = Annotated(program, device_mesh(mesh), compute_of(run))                   parallel/tensor/annotated.py
     values = {name: ranks.placed(name, t) for name, t in values_of(model, program.graph).items()}
     ranks(values | tokens and targets)["loss"]                                       of each token, [sequences, length]
 
 The model is the Transformer of moe/model/transformer.py in fp32, so both have the same weights, loss and gradients. Refused: MoE layers
-(a graph says how many rows an expert has, and not which), T5's bias, sliding windows, documents and dropout.
+(a graph gives the number of an expert's rows, but not the rows), T5's bias, sliding windows, documents and dropout.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ from parallel.tensor.annotated import Compute, Rank
 
 
 def compute_of(run: Run) -> Compute:
-    """The parts of its operators. Raises BadInput for what only its modules can compute."""
+    """Return the function that computes one operator on one rank's shards. Raises BadInput for a model that its graph does not describe
+    fully.
+    """
     m = run.model
     refused = {
         "model.moe_every": ("MoE layers", bool(m.layers_with_experts()), "set it to 0, or use a layout that is a kind of the project"),
@@ -75,7 +77,7 @@ def compute_of(run: Run) -> Compute:
 
 
 def values_of(model: nn.Module, graph: Graph) -> dict[str, Tensor]:
-    """A model's parameters by their names in its graph, with their dims there: those of products have inputs first."""
+    """Return a model's parameters by their names in its graph, with the graph's dims: weights of products are transposed, inputs first."""
     found = {}
     for name, parameter in model.named_parameters():
         size = tuple(graph.dims[letter].size for letter in graph.parameters[name])
@@ -85,7 +87,7 @@ def values_of(model: nn.Module, graph: Graph) -> dict[str, Tensor]:
 
 
 def _norm(op: Operator, x: Tensor, gain: Tensor, rank: Rank, *, kind: str, eps: float) -> Tensor:
-    """RMSNorm or LayerNorm; of cut channels the statistics are summed over ranks."""
+    """RMSNorm or LayerNorm. If channels are sharded, the statistics are summed over ranks."""
     letter = op.statistics
     width = rank.factors[letter]
     if kind == "layernorm":
@@ -95,7 +97,7 @@ def _norm(op: Operator, x: Tensor, gain: Tensor, rank: Rank, *, kind: str, eps: 
 
 
 def _here(rows: Tensor, letter: str, rank: Rank) -> tuple[Tensor, Tensor]:
-    """Rows by their number among those of this rank (0 for others'), and which are here."""
+    """Return row indices relative to this rank's shard (0 for rows of other ranks), and a mask of the rows that it holds."""
     part = rank.region(letter)
     here = (rows >= part.start) & (rows < part.stop)
     return torch.where(here, rows - part.start, 0), here
@@ -107,7 +109,7 @@ def _look_up(op: Operator, tokens: Tensor, table: Tensor, rank: Rank) -> Tensor:
 
 
 def _attention(op: Operator, q_BLKGC: Tensor, k_BSKC: Tensor, v_BSKC: Tensor, rank: Rank, *, rope: Rope) -> Tensor:
-    """Causal, with rotary positions; the queries may be those of some places."""
+    """Causal attention with rotary positions. The queries may be a shard of the sequence's."""
     places = rank.region(op.output[1])
     query_L = torch.arange(places.start, places.stop)
     key_S = torch.arange(k_BSKC.shape[1])
@@ -121,7 +123,8 @@ def _attention(op: Operator, q_BLKGC: Tensor, k_BSKC: Tensor, v_BSKC: Tensor, ra
 
 
 def _loss(op: Operator, logits_BLV: Tensor, targets_BL: Tensor, rank: Rank) -> Tensor:
-    """Cross-entropy of each token; of a cut vocabulary the largest logit, the sum of exponentials and the target's come from all ranks."""
+    """Cross-entropy of each token. If the vocabulary is sharded, maximum logit, sum of exponentials and target logit come from all ranks.
+    """
     letter = op.statistics
     rows, here = _here(targets_BL, letter, rank)
     target = rank.total(logits_BLV.gather(-1, rows.unsqueeze(-1)).squeeze(-1) * here, letter, read="in copies")

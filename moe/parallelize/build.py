@@ -1,7 +1,7 @@
 """Where the model meets the mesh: one line per step, in the order of application.
 
 model on the meta device -> adapters (moe/nn/lora.py), tiles, recompute (memory.py) -> its plan (plan.py) -> layers of this rank's stages
--> parts of this rank, slots filled (plan.py, sequence.py) -> weights born here -> what is compiled (compiled.py)
+-> shards of this rank, slots filled (plan.py, sequence.py) -> weights allocated and filled here -> compilation (compiled.py)
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ from parallel.tensor.style import Plan, apply
 
 
 def laid_out(run: Run, mesh: Mesh) -> tuple[Transformer, Plan, dict[str, Layout]]:
-    """This rank's parts of the model on the meta device, its layers' slots filled; the plan, and each held parameter's layout by name."""
+    """Return this rank's shards of the model on the meta device with its layers' slots filled, the plan, and the layout of each held
+    parameter.
+    """
     with torch.device("meta"):
         compute = DTYPES.get(run.precision.compute, torch.float32)
         model = Transformer(run.model, run.experts, run.router, vocab_size=run.vocab_size, compute=compute)
@@ -43,7 +45,7 @@ def laid_out(run: Run, mesh: Mesh) -> tuple[Transformer, Plan, dict[str, Layout]
     plan = plan_for(run)
     layouts = lay_out(model, plan)
     for layout in layouts.values():
-        data_axis(layout, mesh)  # groups are made by all ranks alike, whatever their stages hold
+        data_axis(layout, mesh)  # all ranks make the same groups, whatever their stages hold
     if mesh.axis("pp").size > 1:
         layouts = stages.hold(run, model, layouts, mesh)
     apply(model, plan, layouts, mesh)
@@ -52,14 +54,18 @@ def laid_out(run: Run, mesh: Mesh) -> tuple[Transformer, Plan, dict[str, Layout]
 
 
 def build(run: Run, mesh: Mesh, *, device: torch.device, table: Table | None = None) -> tuple[Transformer, dict[str, Layout]]:
-    """The model as this rank holds it, and every parameter's layout by module name. `table`: the routers' of a checkpoint, in the place of
-    the recipe's file. Raises BadInput for a compute dtype left `auto`, and for a table that is not the recipe's."""
+    """Return the model as this rank holds it, and every parameter's layout by module name. Collective.
+
+    `table`: the routers' table of a checkpoint, which replaces the recipe's file. Raises BadInput if the compute dtype is still `auto`,
+    or
+    if the table does not fit the recipe.
+    """
     if run.precision.compute not in DTYPES:
         raise BadInput(
             "precision.compute", got=run.precision.compute, needed="a dtype here", fix="settle it first, as train() does, or set bf16"
         )
     model, _, layouts = laid_out(run, mesh)
-    for num_experts in set(model.expert_counts.values()):  # here: a plan is made of anybody's recipe, and runs none of its code
+    for num_experts in set(model.expert_counts.values()):  # here, because a plan can be made of any recipe and must run none of its code
         check_own(run.router.spec, num_experts)
     first = FirstValues(run.model, layouts, mesh, seed=run.train.seed)
     if by_fsdp(run):
@@ -92,7 +98,7 @@ def _give_tables(run: Run, model: Transformer, table: Table | None, *, device: t
     else:
         hash_table.check(table, run, where="the checkpoint")
     assert table is not None
-    made: dict[int, torch.Tensor] = {}  # a table of all layers is there once
+    made: dict[int, torch.Tensor] = {}  # one tensor for a table that all layers share
     for layer in moe_layers(model):
         rows = hash_table.of_layer(table, layer.layer)
         if id(rows) not in made:
@@ -101,7 +107,7 @@ def _give_tables(run: Run, model: Transformer, table: Table | None, *, device: t
 
 
 def whole_layouts(run: Run) -> dict[str, Layout]:
-    """Every parameter of the recipe's model, whoever holds it."""
+    """Return the layouts of all parameters of the recipe's model, on whichever rank they are."""
     with torch.device("meta"):
         model = Transformer(run.model, run.experts, run.router, vocab_size=run.vocab_size)
         adapt(model, run.lora)

@@ -1,14 +1,14 @@
-"""`train.compile`: what stands between matrix products as one kernel each, made by torch's compiler (Inductor).
+"""`train.compile`: the operations between matrix products as one kernel each, made by torch's compiler (Inductor).
 
     x -> norm -> [q, k, v] -> turn -> [attention] -> [out] -> + -> norm -> [w1, w3] -> activation -> [w2] -> + ... [head] -> loss
          ====                                                 ====                     ==========                            ====
 
-What is underlined reads its tensors once and writes its result once, also in the backward pass; otherwise it is several kernels, which
-go through memory one after another. Products and attention, in brackets, are libraries' kernels either way. At them stand collectives,
-gathered weights, engines' hooks and gradients that are put off, so nothing of a layout is in what is compiled, and every layout can be
-compiled. Left as they are: turned queries and keys, which moe/nn/rotary.py writes in place; experts, whose sizes change from step to
-step and whose kernels are moe/kernels/; norms of channels that other ranks have (tensor parallelism in 2D to 3D); a loss in tiles, in
-runs, or of a vocabulary that ranks share.
+Each underlined function reads its tensors once and writes its result once, also in the backward pass. Uncompiled it is several kernels,
+each of which reads and writes memory. Products and attention, in brackets, are libraries' kernels either way. Collectives, gathered
+weights, engines' hooks and deferred weight gradients are attached to them. So the compiled functions contain nothing of a layout, and
+every layout can be compiled. Not compiled: rotary positions, which moe/nn/rotary.py applies in place; experts, whose sizes change from
+step to step and whose kernels are moe/kernels/; norms of channels that are sharded (tensor parallelism in 2D to 3D); a loss in tiles,
+in chunks, or of a vocabulary that ranks share.
 
 Without gradients (evaluation, generation) lengths change, and the plain functions run.
 """
@@ -27,13 +27,13 @@ from moe.nn.linear import FeedForward, Norm, normed
 from moe.nn.vocabulary import cross_entropy
 from parallel.errors import BadInput
 
-_SIZES = 64  # so many sizes and dtypes of one function are compiled; torch itself stops at 8
+_SIZES = 64  # most sizes and dtypes that are compiled of one function; torch itself stops at 8
 
 
 class Compiled:
-    """A function of tensors, compiled for each size with which it is called, where gradients are asked for.
+    """A function of tensors, compiled for each size with which it is called while gradients are enabled.
 
-    The compiler is imported with the first such call, which takes seconds. Raises BadInput there if this machine cannot compile.
+    The compiler is imported with the first such call, which takes seconds. That call raises BadInput if this machine cannot compile.
     """
 
     def __init__(self, function: Callable[..., Tensor]) -> None:
@@ -53,13 +53,13 @@ class Compiled:
 
     def _prepared(self) -> Callable[..., Tensor]:
         torch._dynamo.config.recompile_limit = max(_SIZES, torch._dynamo.config.recompile_limit)
-        # in this process: a pool of helping processes takes more memory and time than these few kernels
+        # compile in this process: a pool of compiler processes takes more memory and time than these few kernels
         self._fast = torch.compile(self.plain, dynamic=False, fullgraph=True, options={"compile_threads": 1})
         return self._fast
 
 
 def compile_between_products(model: Transformer) -> None:
-    """Fill the slots, in place."""
+    """Compile the model's norms, activations and loss, in place."""
     norm, activation = Compiled(normed), Compiled(activate)
     for module in model.modules():
         if isinstance(module, Norm) and module.normed is normed:

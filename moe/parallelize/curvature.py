@@ -1,11 +1,11 @@
-"""Which matrices of a model K-FAC sees, and how it comes to see their rows.
+"""The matrices of a model that K-FAC handles, and the hooks through which it sees their rows.
 
     plain linears   attention's four, feed-forward networks, shared and residual experts: a hook on each module
-    experts         each expert's matrices on the rows routed to it: in a step that factors are taken of, its network runs matrix by
-                    matrix instead of fused, so that what goes in and what comes back can be seen
+    experts         each expert's matrices on the rows routed to it: in a step that updates factors, its network runs matrix by
+                    matrix instead of fused, so that inputs and gradients of each matrix can be seen
 
-Embedding, vocabulary projection, router, gates and norms are AdamW's. q, k and v read the same rows, as do w1 and w3: they share a
-factor of inputs.
+Embedding, vocabulary projection, router, gates and norms take AdamW's steps. q, k and v read the same rows, as do w1 and w3: they share
+a factor of inputs.
 """
 
 from __future__ import annotations
@@ -32,12 +32,14 @@ if TYPE_CHECKING:
 
 # R rows, D model, F hidden, E experts held, T tokens, K choices
 
-_READS_WHAT = {"k": "q", "v": "q", "w3": "w1"}  # a matrix, and the one beside it that reads the same rows
-_GATES = ("shared_gate", "coefficient")  # a number or two a token, in fp32
+_READS_WHAT = {"k": "q", "v": "q", "w3": "w1"}  # a matrix, and the matrix that represents all those with the same input rows
+_GATES = ("shared_gate", "coefficient")  # with one or two outputs a token, in fp32
 
 
 def watched(model: nn.Module, layouts: dict[str, Layout], mesh: Mesh, *, settings: Settings, experts: bool) -> Kfac:
-    """K-FAC over the model's linears, which tell it what they read and what came back from now on; `experts`: theirs too."""
+    """Return K-FAC over the model's linears, with hooks that report inputs and gradients to it. `experts`: hook the experts' matrices,
+    too.
+    """
     linears: dict[str, Linear] = {}
     plain: list[tuple[str, Plain]] = []
     stacks: list[tuple[str, Experts]] = []
@@ -64,13 +66,13 @@ def watched(model: nn.Module, layouts: dict[str, Layout], mesh: Mesh, *, setting
 
 
 def _total(sums: dict[str, Tensor], layouts: dict[str, Layout], *, mesh: Mesh) -> None:
-    """Over the ranks that saw other tokens, then over those of a pipeline that hold the same stage; every rank takes them in one order."""
+    """Sum over the ranks that saw other tokens, then over pipeline ranks that hold the same stage, in the same order on every rank."""
     sum_gradients(sums, layouts, mesh)
     sum_over_holders(sums, layouts, mesh)
 
 
 def _place(layout: Layout, *, mesh: Mesh) -> tuple[int, int]:
-    """This rank's among those that `_total` sums over, and how many they are."""
+    """Return this rank's index among the ranks that `_total` sums over, and their number."""
     place, count = 0, 1
     for axis in map(mesh.axis, layout.summed_over()):
         place, count = place * axis.size + axis.index, count * axis.size
@@ -84,7 +86,7 @@ def _hook(kfac: Kfac, name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Ten
 
 
 class Seen:
-    """Kernels whose experts' networks K-FAC sees; all else is the kernels' own."""
+    """Kernels with expert networks that report to K-FAC; everything else is delegated to `kernels`."""
 
     def __init__(self, kernels: ModuleType, kfac: Kfac, path: str) -> None:
         self.kernels, self.kfac, self.path = kernels, kfac, path
@@ -94,7 +96,7 @@ class Seen:
 
     @property
     def _looks(self) -> bool:
-        """The same in a pass and in its second pass of recompute, which must do the same."""
+        """True if this forward pass is recorded. Recomputation gets the same answer, since both passes must do the same operations."""
         return self.kfac.records and torch.is_grad_enabled()
 
     def grouped_ffn(

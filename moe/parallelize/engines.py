@@ -36,12 +36,12 @@ from parallel.precision import DTYPES
 
 
 def prepare(run: Run, say: Callable[[str], None]) -> None:
-    """Have compiled, once on a machine, what the kind needs; collective as `build` is, and before it. Raises BadInput."""
+    """Compile DeepSpeed's async_io, if states are on a disk: once on a machine, before `build`. Collective. Raises BadInput."""
     if offload_of(run.sharding.offload).on_disk:
         from parallel.data.deepspeed import compile_async_io
 
         compile_async_io(say)
-        give_freed_memory_back()  # memory is what is scarce then, and speed is the disk's
+        give_freed_memory_back()  # memory is scarce then, and the disk limits the speed anyway
 
 
 def offload_of(settings: sections.Offload) -> Offload:
@@ -49,15 +49,17 @@ def offload_of(settings: sections.Offload) -> Offload:
 
 
 def by_fsdp(run: Run) -> bool:
-    """Whether torch's fully_shard carries out the kind that the recipe names."""
+    """Return whether torch's fully_shard carries out the recipe's sharding."""
     s = run.sharding
-    slow = run.degrees.pp > 1 and s.allow_slow and s.stage >= 2  # with stages nobody else can
+    slow = run.degrees.pp > 1 and s.allow_slow and s.stage >= 2  # with stages no other engine can
     return s.kind == "fsdp" or (s.kind == "zero" and (s.engine == "fsdp" or slow))
 
 
 def start_engine(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh: Mesh, *, rule: Rule | None = None) -> Engine:
-    """The data-parallel kind that the recipe names, around the model; `rule`: a user's own optimizer. What carries out its passes is
-    moe/train/executor.py. Collective."""
+    """Start the engine of the recipe's data parallelism around the model. Collective.
+
+    `rule`: a user's own optimizer, instead of the recipe's. moe/train/executor.py runs the engine's forward and backward passes.
+    """
     optimizer = rule or optimizer_of(run.optimizer)
     if run.sharding.kind == "dp":
         first = next(model.parameters()).device
@@ -86,7 +88,7 @@ def _start_ddp(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh: Mes
 
 
 def _start_zero(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh: Mesh, optimizer: Rule) -> Engine:
-    """ZeRO by DeepSpeed's engine; stage 0 shards nothing and is DDP, and so are a pipeline's stages without replicas or offload."""
+    """Start ZeRO by DeepSpeed's engine. Stage 0 shards nothing and is DDP, and so is a pipeline stage without replicas or offload."""
     assert isinstance(model, Transformer)
     wide, offload = DTYPES[run.precision.master], offload_of(run.sharding.offload)
     alone = mesh.axis("pp").size > 1 and mesh.axis("dp", "sp").size == 1
@@ -110,7 +112,7 @@ def _start_zero(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh: Me
 
 
 def optimizer_of(settings: sections.Optimizer) -> Rule:
-    """The optimizer that a recipe names, as data; of K-FAC the part that is AdamW's."""
+    """Return the optimizer that a recipe names, as data; for K-FAC its AdamW part."""
     s, betas = settings, (settings.beta1, settings.beta2)
     if is_plugin(s.kind):
         return given_of(s, load_plugin("optimizer.kind", s.kind, arguments=1))
@@ -127,21 +129,22 @@ def optimizer_of(settings: sections.Optimizer) -> Rule:
 
 
 def given_of(settings: sections.Optimizer, factory: Factory) -> Given:
-    """A user's own optimizer as a rule."""
+    """Return a user's own optimizer as a rule."""
     return Given(factory, "optimizer.kind" if is_plugin(settings.kind) else "optimizer", settings.lr, settings.weight_decay, decays)
 
 
 def check_given(rule: Given, run: Run, layouts: dict[str, Layout], mesh: Mesh) -> None:
-    """Refuse an optimizer whose state no checkpoint can hold, or whose steps of a parameter depend on which parts and others a rank holds.
+    """Refuse an optimizer that does not work on shards: no checkpoint can hold its state, or a step depends on the shard or on other
+    parameters.
 
-    `layouts`: of the whole model, so that every rank finds the same. Raises BadInput for the first parameter.
+    `layouts`: layouts of the whole model, so that every rank finds the same mistake. Raises BadInput for the first parameter.
     """
-    unlike = mesh.axis("pp").size > 1  # ranks hold different parameters, or different parts
+    unlike = mesh.axis("pp").size > 1  # ranks hold different parameters, or different shards
     for name, layout in layouts.items():
         num_dims = len(layout.shape)
         rule.kept(name, num_dims)
         apart = {dim for dim in range(num_dims) if any(mesh.axis(axis).size > 1 for axis in layout.cut_by(dim))}
-        stacked = {0} if num_dims > 2 else set()  # experts, each by itself wherever it lies
+        stacked = {0} if num_dims > 2 else set()  # experts, each stepped by itself on any rank
         if by_fsdp(run) or layout.tile is not None:
             apart |= set(range(num_dims))
         unlike = unlike or bool(apart)
@@ -165,16 +168,16 @@ def check_given(rule: Given, run: Run, layouts: dict[str, Layout], mesh: Mesh) -
 
 
 _TABLES = ("embedding", "head")
-_GATES = (".router.", ".shared_gate.", ".coefficient.")  # a few numbers a token
+_GATES = (".router.", ".shared_gate.", ".coefficient.")  # with few outputs a token
 
 
 def matrix(name: str, num_dims: int) -> Orientation | None:
-    """How a parameter's matrices lie, for Muon; None for what is no matrix inside the model: tables of the vocabulary, gates, norms."""
+    """Return the orientation of a parameter's matrices for Muon, or None for tables of the vocabulary, gates, norms and biases."""
     if num_dims < 2 or is_bias(name) or name.split(".")[0] in _TABLES or any(part in name for part in _GATES):
         return None
     return "in_out" if ".experts." in name else "out_in"
 
 
 def decays(name: str, parameter: Tensor) -> bool:
-    """Weight decay on matrices only: not on norms, biases, or the router."""
+    """Return whether weight decay applies: to matrices only, not to norms, biases, or the router."""
     return parameter.ndim > 1 and ".router." not in name and not is_bias(name)

@@ -1,6 +1,6 @@
-"""What saves memory at the price of time, applied to a model before its parameters are laid out: parts computed again, tiles.
+"""Methods that save memory and cost time, applied to a model before its parameters are laid out: recomputation and tiles.
 
-recompute    which blocks, or which part of each, run once more in the backward pass; the loss in runs of tokens
+recompute    blocks, or the feed-forward part of each, run once more in the backward pass; the loss in chunks of tokens
 tiling       TILED and the vocabulary's matrices become sums of narrower ones (parallel/data/tiling.py), values kept
 """
 
@@ -17,11 +17,11 @@ VOCABULARY = ("embedding", "head")
 
 
 def save_memory(model: Transformer, *, recompute: sections.Recompute | None = None, tiling: sections.Tiling | None = None) -> Transformer:
-    """The same model, changed in place."""
+    """Set recomputation and tiles in place, and return the same model."""
     recompute, tiling = recompute or sections.Recompute(), tiling or sections.Tiling()
     model.loss_chunks = recompute.loss_chunks
     for block in model.modules():
-        if isinstance(block, Block):  # those of further tokens too, whose numbers go on
+        if isinstance(block, Block):  # also blocks of multi-token prediction, numbered after the layers
             block.recompute = recompute.of_layer(block.layer)
     if tiling.head > 1:
         embedding_as_module(model)

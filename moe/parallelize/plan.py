@@ -1,4 +1,4 @@
-"""The project's plan: which of its parameters lies how on the mesh, and how rows reach the experts.
+"""The project's plan: the layout of each parameter on the mesh, and how rows reach the experts.
 
 print(plan_of(run.dispatch, kernels="auto", tensor="1d"))      the whole of it, as a table
 """
@@ -41,7 +41,7 @@ def _name_of(path: str) -> str:
     return name
 
 
-# how ranks hold the tokens of a layer together: over which axis, and how each comes to whole sequences
+# how the ranks of tp hold one layer's tokens together: the axis, and the exchange that gives each rank whole sequences
 SHARED: dict[str, tuple[str, Callable[[Axis], Exchange] | None]] = {
     "copies": ("tp", None),
     "slices": ("tp", partial(Exchanged, dim=1)),
@@ -59,7 +59,7 @@ class Spread:
 
     dispatch: sections.Dispatch
     kernels: str
-    held: str = "copies"  # of tokens by the ranks of tp: a key of SHARED
+    held: str = "copies"  # how the ranks of tp hold tokens: a key of SHARED
     experts: Stacked = field(default=EXPERTS)
 
     def layout(self, name: str, shape: tuple[int, ...]) -> Layout:
@@ -78,24 +78,28 @@ class Spread:
 
 
 NORMS = ("layers.*.attention_norm.weight", "layers.*.ffn_norm.weight", "norm.weight")
-OF_HEADS = Copied(alike=())  # norms of queries and keys, of whose heads each rank has others
+OF_HEADS = Copied(alike=())  # norms of queries and keys: each rank has other heads, so copies see other tokens' channels
 
 
 def _one_dimension(*, sliced: bool) -> tuple[tuple[str, Style], ...]:
-    """Keys and values over tp_row_heads, which is tp unless their heads are fewer."""
+    """Styles of 1D. Keys and values are sharded over tp_row_heads, which is tp unless there are fewer key-value heads than ranks."""
     column, keys, table = Column(sliced=sliced), Column("tp_row_heads", sliced=sliced), Column(dim=1, sliced=sliced)
     return _line(column, keys, table, Row(sliced=sliced), sliced=sliced, key_heads="tp_row_heads")
 
 
 def _by_dtensor(*, sliced: bool) -> tuple[tuple[str, Style], ...]:
-    """The same parts, and torch's collectives within layers."""
+    """Styles of 1D with the same shards, and torch's collectives within layers."""
     column, table = DTensorColumn(sliced=sliced), DTensorColumn(dim=1, sliced=sliced)
     return _line(column, column, table, DTensorRow(sliced=sliced), sliced=sliced, key_heads="tp")
 
 
 def _line(column: Style, keys: Style, table: Style, row: Style, *, sliced: bool, key_heads: str) -> tuple[tuple[str, Style], ...]:
-    """`key_heads`: the axis over which those of keys and values lie. What is added behind the sum over tp is added by each rank to the
-    tokens that it has: to all, or to other ones in slices. So are latents made and normed, and what is joined for a token ahead."""
+    """Styles of one axis of ranks. `key_heads`: the axis over which keys and values are sharded. `sliced`: with sequence parallelism.
+
+    Parameters applied after the sum over tp, latents, and the joined input of multi-token prediction are copied. Each rank applies them
+    to
+    the tokens that it holds: to all, or to its slice.
+    """
     of_tokens = Copied(alike=() if sliced else ("tp",))
     of_attention = (
         ("q_bias.weight", Channels("tp")),
@@ -131,7 +135,9 @@ def _line(column: Style, keys: Style, table: Style, row: Style, *, sliced: bool,
 
 
 def _grid(first: Style, keys: Style, second: Style, vocabulary: Style, *, heads: str) -> tuple[tuple[str, Style], ...]:
-    """`keys`: as `first`, of keys and values, whose heads may be fewer. `heads`: the axis over which a layer's inner channels lie."""
+    """Styles of a grid. `keys`: the style of keys and values, which may have fewer heads than queries. `heads`: the axis of inner
+    channels.
+    """
     return (
         ("layers.*.attention.*_norm.weight", OF_HEADS),
         ("layers.*.attention.k.weight", keys),
@@ -148,7 +154,7 @@ def _grid(first: Style, keys: Style, second: Style, vocabulary: Style, *, heads:
     )
 
 
-# of tensor.kind; sliced: with tensor.sequence_parallel
+# by tensor.kind; sliced: with tensor.sequence_parallel
 TENSOR: dict[str, tuple[tuple[str, Style], ...]] = {
     "copied": (),
     "1d": _one_dimension(sliced=False),
@@ -161,15 +167,15 @@ TENSOR: dict[str, tuple[tuple[str, Style], ...]] = {
 }
 HELD = {"1d sliced": "slices", "dtensor sliced": "slices"} | dict.fromkeys(
     GRIDS, "channels"
-)  # of tokens in a MoE layer, where not in copies
+)  # how tp holds tokens in a MoE layer, if not as copies
 
 
 def plan_of(dispatch: sections.Dispatch, *, kernels: str, tensor: str = "copied", chunks: int = 1) -> Plan:
-    """What no row fits is copied, and its copies see the same tokens: norms, and without `tensor` all that is dense.
+    """Return the plan. Parameters that no row matches are copied, and their copies see the same tokens: norms, and dense ones without
+    `tensor`.
 
-    In a MoE layer every token is on one rank alone (moe/experts/copies.py), so what it holds in copies sees other tokens on each:
-    its router, and the networks beside its experts.
-    `chunks`: as tensor.overlap_chunks.
+    In a MoE layer every token is on one rank alone (moe/experts/copies.py), so each copy there sees other tokens: the router's, and the
+    networks' next to the experts. `chunks`: tensor.overlap_chunks.
     """
     return Plan(
         (
@@ -182,12 +188,12 @@ def plan_of(dispatch: sections.Dispatch, *, kernels: str, tensor: str = "copied"
 
 
 def plan_for(run: sections.Run) -> Plan:
-    """The recipe's."""
+    """Return the recipe's plan."""
     kind = f"{run.tensor.kind} sliced" if run.tensor.sequence_parallel else run.tensor.kind
     kind = kind if run.degrees.tp > 1 else "copied"
     return plan_of(run.dispatch, kernels=run.experts.kernels, tensor=kind, chunks=run.tensor.overlap_chunks)
 
 
 def lay_out(model: nn.Module, plan: Plan | None = None) -> dict[str, Layout]:
-    """Layouts of the whole model by module name, before anything is cut; how rows travel does not matter to them."""
+    """Return layouts of the whole model by module name, before anything is cut. They do not depend on the dispatcher."""
     return style.lay_out(model, plan or plan_of(sections.Dispatch(), kernels="auto"), tiled_dim=tiled_dim)

@@ -1,7 +1,7 @@
-"""What a replica of DP gets of one pass, and how the replicas' outputs become one: the model's side of parallel/data/dp.py.
+"""Splits a micro-batch over replicas of DP, and joins their outputs: the model's side of parallel/data/dp.py.
 
-A replica has an equal run of the micro-batch's sequences, with the tokens' own indices in the step, so that noise, capacity
-groups and losses are those of one process; auxiliary losses count by its share of the tokens.
+A replica has an equal share of the micro-batch's sequences, with the tokens' own indices in the step, so that noise, capacity
+groups and losses equal those on one device. Auxiliary losses are weighted by the replica's share of the tokens.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from moe.nn.context import Context
 from parallel.data.dp import Together
 from parallel.layout import Tile
 
-Args = tuple[Tensor, Context, Tensor]  # inputs [B, L], what is known of them, targets [B, L]
+Args = tuple[Tensor, Context, Tensor]  # inputs [B, L], their context, targets [B, L]
 
 
 def scatter(args: tuple[Any, ...], devices: Sequence[torch.device], together: Sequence[Together]) -> list[tuple[Any, ...]]:
-    """Each replica's run of sequences."""
+    """Return the arguments of each replica: its share of the sequences, on its device."""
     inputs_BL, context, targets_BL = args
     shares = _shares(args, len(devices))
     parts: list[tuple[Any, ...]] = []
@@ -35,7 +35,7 @@ def scatter(args: tuple[Any, ...], devices: Sequence[torch.device], together: Se
 
 
 def _shares(args: tuple[Any, ...], count: int) -> list[float]:
-    """Each replica's share of the pass's valid tokens."""
+    """Share of the micro-batch's valid tokens on each replica."""
     inputs_BL, context, _ = args
     valid_BL = torch.ones_like(inputs_BL) if context.valid_T is None else context.valid_T.view(inputs_BL.shape)
     held = [int(valid_BL[Tile(0, i, count).run(len(inputs_BL))].sum()) for i in range(count)]
@@ -43,7 +43,7 @@ def _shares(args: tuple[Any, ...], count: int) -> list[float]:
 
 
 def gather(args: tuple[Any, ...], outputs: Sequence[Output], device: torch.device) -> Output:
-    """One output on `device`: the losses added up, the reports as of one pass."""
+    """Join outputs on `device`: losses are summed, and layer reports combined as if one replica had run the micro-batch."""
     shares = _shares(args, len(outputs))
     layers = []
     for reports in zip(*(output.layers for output in outputs), strict=True):

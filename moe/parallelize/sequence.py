@@ -1,9 +1,9 @@
-"""Where ranks hold slices of sequences: attention's cores and the routers' groups, filled from outside.
+"""Fills the slots of layers for sequence parallelism: attention's cores, and the routers' groups.
 
     attention.core     <-  the method that the recipe names (parallel/sequence/), over the sp axis
-    router.slices      <-  where a router decides over whole sequences, whose tokens are on several ranks
+    router.slices      <-  set if a router decides over whole sequences, which have tokens on several ranks
 
-The sp axis is sp_ring x sp_heads: rings of ranks whose neighbours trade heads for tokens, of which either may be 1.
+The sp axis is sp_ring x sp_heads: a ring of groups, in each of which neighbours trade heads for tokens. Either may be 1.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from parallel.tensor.grid import Turn
 
 METHODS: dict[str, Callable[[Axis, Order, int | None], Method]] = {
     "ring": Ring,
-    "ulysses": Ring,  # of one rank: what heads are traded for
+    "ulysses": Ring,  # of one rank: runs on the heads that were traded for tokens
     "lightseq": Balanced,
     "colossal_ring": ColossalRing,
 }
@@ -40,7 +40,9 @@ METHODS: dict[str, Callable[[Axis, Order, int | None], Method]] = {
 
 @dataclass(frozen=True)
 class Exchanging:
-    """An attention core (moe/nn/core.py) whose tokens are on several ranks. `keep`: by this name; None: nothing is kept."""
+    """An attention core (moe/nn/core.py) for tokens on several ranks. `keep`: the name under which recomputation finds its output; None:
+    not kept.
+    """
 
     method: Method | Ulysses
     keep: str | None
@@ -54,15 +56,15 @@ class Exchanging:
 
 
 def shard_of(run: Run, mesh: Mesh, num_sequences: int) -> TokenShard:
-    """What this rank reads of a batch, in the recipe's order of places."""
+    """Return the shard of a batch that this rank reads, in the recipe's order of positions."""
     over = ("dp", "tp_depth", "tp_row") if run.sequence_parts() > 1 else ("dp",)
     m, order = run.model, run.sequence.places
     return TokenShard.of(mesh, num_sequences=num_sequences, length=m.read_length, order=order, over=over, source=m.source_length)
 
 
 def slice_sequences(run: Run, model: Transformer, mesh: Mesh) -> None:
-    """Fill the slots of the layers held here. Nothing where sequences are whole, but for those that a cube's attention sees."""
-    if run.tensor.kind == "3d" and run.degrees.tp > 1:  # sequences within a layer are others than between layers
+    """Fill the slots of the layers held here. Without sequence parallelism only a cube's attention needs one."""
+    if run.tensor.kind == "3d" and run.degrees.tp > 1:  # a rank has other sequences within a layer than between layers
         turn = Turn(replace(mesh.axis("tp_row"), label="documents"), replace(mesh.axis("tp_col"), label="documents"))
         model.inner_sequences = turn
     if mesh.axis("sp").size == 1:

@@ -1,6 +1,6 @@
-"""A recipe's plan as one rank carries it out, as a table: which parameter, which style, what of it is here. Needs no process group.
+"""A recipe's plan on one rank, as a table: each parameter, its style, and the shard held here. Needs no process group.
 
-moe show RECIPE --plan --nproc 4          rank 0's part; layers that are alike are one line
+moe show RECIPE --plan --nproc 4          rank 0's shards; layers that are alike are one line
 ... --json FILE                           each parameter, whole and here, in elements and bytes
 """
 
@@ -18,7 +18,9 @@ from parallel.precision import DTYPES
 
 
 def plan_rows(run: Run, *, rank: int) -> list[dict[str, Any]]:
-    """Of a checked recipe, one for each parameter that a rank holds. `bytes`: of its weight, before an engine shards it over its copies."""
+    """Return a row for each parameter that a rank holds, for a checked recipe. `bytes`: its weight, before ZeRO or FSDP shards it over
+    copies.
+    """
     mesh = Mesh.of(run.mesh_degrees(), rank)
     model, plan, layouts = laid_out(run, mesh)
     size = DTYPES[run.precision.master].itemsize
@@ -35,7 +37,7 @@ def plan_rows(run: Run, *, rank: int) -> list[dict[str, Any]]:
 
 
 def table(rows: list[dict[str, Any]], *, rank: int, world: int) -> list[str]:
-    """Lines to print; parameters that differ in the number of their layer or tile alone are one."""
+    """Return lines to print. Parameters that differ only in the number of their layer or tile share one line."""
     alike: dict[tuple[str, ...], list[int]] = {}
     for row in rows:
         where = re.sub(r"\.(\d+)(?=\.)", ".*", row["parameter"])
@@ -57,7 +59,7 @@ def _sizes(shape: list[int]) -> str:
 
 
 def main(run: Run, *, world: int, rank: int, json: str | None, recipe: str) -> None:
-    """`moe show --plan`, of a recipe that was checked for so many processes."""
+    """Run `moe show --plan` for a recipe that was checked for `world` processes."""
     rows = plan_rows(run, rank=rank)
     print(*table(rows, rank=rank, world=world), sep="\n")
     if json is not None:

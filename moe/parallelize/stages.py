@@ -1,4 +1,4 @@
-"""A recipe's pipeline: its schedule, which layers each stage has, and which ranks of the pp axis hold a parameter.
+"""A recipe's pipeline: its schedule, the layers of each stage, and the ranks of the pp axis that hold a parameter.
 
 layers cut by FLOPs (or pipeline.layers)  ->  Part of each stage  ->  Transformer.hold  +  Layout.holders  ->  Runtime
 """
@@ -25,13 +25,15 @@ from parallel.weight_gradient import splittable
 
 
 def parts_of(run: Run, schedule: Schedule) -> tuple[Part, ...]:
-    """What each stage computes. Raises BadInput where the layers cannot be cut so."""
+    """Return the part of the model that each stage computes. Raises BadInput if the layers cannot be cut this way."""
     layers, last = layers_of(run, schedule), schedule.num_stages - 1
     return tuple(Part(run_of, begins=stage == 0, ends=stage == last) for stage, run_of in enumerate(layers))
 
 
 def hold(run: Run, model: Transformer, layouts: dict[str, Layout], mesh: Mesh) -> dict[str, Layout]:
-    """Leave this rank its stages, on the meta device; the layouts of what is left, with who else holds it."""
+    """Keep only this rank's stages of a model on the meta device. Returns the layouts of the kept parameters, with all ranks that hold
+    them.
+    """
     schedule = schedule_of(run)
     parts = parts_of(run, schedule)
     homes = {name: _homes(model, name, parts, schedule) for name in layouts}
@@ -50,7 +52,7 @@ def _homes(model: Transformer, name: str, parts: tuple[Part, ...], schedule: Sch
 
 
 def stages_with(model: Transformer, name: str, parts: Iterable[Part]) -> list[int]:
-    """The stages that read a parameter: one, or two for an embedding that the last one reads too."""
+    """Return the stages that read a parameter: one, or two for an embedding that the last stage reads, too."""
     words, shared = name.split("."), model.config.ends_read_embedding
 
     def reads(part: Part) -> bool:
@@ -62,13 +64,13 @@ def stages_with(model: Transformer, name: str, parts: Iterable[Part]) -> list[in
 
 
 def stage_of_each(run: Run, model: Transformer, names: Iterable[str]) -> dict[str, int]:
-    """The stage of each of these parameters, which one stage alone reads."""
+    """Return the stage of each of these parameters, all of which one stage alone reads."""
     parts = parts_of(run, schedule_of(run))
     return {name: stages_with(model, name, parts)[0] for name in names}
 
 
 def _names_of(model: Transformer, parts: tuple[Part, ...]) -> dict[int, list[str]]:
-    """Of each stage the parameters held here that no other stage reads, in the model's order."""
+    """Names of the parameters held here that one stage alone reads, by stage, in the model's order."""
     found: dict[int, list[str]] = {}
     for name, _ in model.named_parameters():
         stages = stages_with(model, name, parts)
@@ -78,7 +80,7 @@ def _names_of(model: Transformer, parts: tuple[Part, ...]) -> dict[int, list[str
 
 
 def sums_beside(run: Run, engine: Engine, runtime: Runtime) -> SumsBeside:
-    """What starts the sums over data-parallel ranks of each stage's own parameters, as soon as their gradients are whole."""
+    """Return the object that starts the data-parallel sums of a stage's own parameters as soon as their gradients are complete."""
     assert isinstance(engine.module, Transformer)
     names = _names_of(engine.module, parts_of(run, runtime.schedule))
     alone = {stage: [name for name in of if not engine.layouts[name].holders] for stage, of in names.items()}
@@ -86,7 +88,7 @@ def sums_beside(run: Run, engine: Engine, runtime: Runtime) -> SumsBeside:
 
 
 def start_runtime(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh: Mesh) -> Runtime:
-    """This rank's end of the pipeline. Collective: groups are made."""
+    """Return this rank's end of the pipeline. Collective: groups are made."""
     assert isinstance(model, Transformer)
     schedule = schedule_of(run)
     for ranks in sorted({homes for homes in schedule.homes if len(homes) > 1} | _embedding_shared(run, schedule)):
@@ -95,14 +97,14 @@ def start_runtime(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh: 
     assert down is not None
     replicas = StageReplicas(dict(model.named_parameters()), layouts, mesh, of_stage=_names_of(model, parts_of(run, schedule)))
     if splits_backward(schedule) or model.compute.itemsize < next(model.parameters()).dtype.itemsize:
-        splittable(model)  # in 16 bits too: else every micro-batch in flight keeps a cast copy of each weight
+        splittable(model)  # also with 16 bits: otherwise every micro-batch in flight keeps a cast copy of each weight
     return Runtime(schedule, mesh.axis("pp"), Links(mesh.axis("pp"), down), replicas)
 
 
 def crossing_shape(run: Run, tokens_BL: Sequence[int]) -> tuple[int, ...]:
-    """Of what one rank hands from stage to stage, for a micro-batch of which it reads tokens [B, L].
+    """Shape of the activations that one rank sends to the next stage, for a micro-batch of which it reads tokens [B, L].
 
-    Whole activations of those tokens, but where tp has slices of the sequences, or of the channels, between layers.
+    The shape is [B, L, D], with a smaller L if tp has slices of the sequences between layers, or a smaller D if it has channels.
     """
     batch, length = tokens_BL
     columns = run.tp_grid()[2] if run.sequence_parts() > 1 else 1
@@ -110,6 +112,6 @@ def crossing_shape(run: Run, tokens_BL: Sequence[int]) -> tuple[int, ...]:
 
 
 def _embedding_shared(run: Run, schedule: Schedule) -> set[tuple[int, ...]]:
-    """The ranks that hold an embedding of both ends, where they are several."""
+    """Ranks that hold the embedding which both ends of the pipeline read; empty if a single rank does."""
     ranks = tuple(sorted({*schedule.homes[0], *schedule.homes[-1]}))
     return {ranks} if run.model.ends_read_embedding and len(ranks) > 1 else set()

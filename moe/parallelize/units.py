@@ -1,4 +1,4 @@
-"""What engines must know of the model: which parameters are gathered together, and which are read in fp32."""
+"""Facts about the model that engines need: the parameters that are gathered together, and the parameters that are read in fp32."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from parallel.tensor.style import fits
 if TYPE_CHECKING:
     from parallel.data.fsdp import Unit
 
-# modules by path; a tile is a unit of its own besides
+# modules by path; in addition, each tile is a unit
 UNITS = ("embedding", "layers.*", "layers.*.moe", "layers.*.moe.shared", "layers.*.moe.residual", "ahead.*", "head")
 
 # parameters by path that the model never casts to its compute dtype, all of them small
@@ -45,9 +45,13 @@ READ_IN_FP32 = (
 
 
 def units_of(model: Transformer, ranks_of: Callable[[str], tuple[int, ...]] = lambda name: ()) -> list[Unit]:
-    """What FSDP gathers together, in the order in which it runs: embedding, blocks, in a block its experts and what stands beside
-    them, head; each tile alone, and what is cut over other ranks than the rest of its unit (`ranks_of` a parameter). In the compute
-    dtype, but for the embedding, whose gradient sums over tokens in fp32. What a model reads in fp32 besides is in no unit.
+    """Return the units that FSDP gathers, in forward order: embedding, blocks, the experts and other networks in a block, head.
+
+    Each tile is a unit, and so are parameters that are sharded over other ranks than the rest of their unit (`ranks_of` a parameter).
+    Units
+    are gathered in the compute dtype, except the embedding, whose gradient sums over tokens in fp32. Parameters that the model reads in
+    fp32
+    are in no unit.
     """
     from parallel.data.fsdp import Unit
 
@@ -70,7 +74,9 @@ def units_of(model: Transformer, ranks_of: Callable[[str], tuple[int, ...]] = la
 
 
 def _of_equal_ranks(owned: Mapping[str, list[str]], ranks_of: Callable[[str], tuple[int, ...]]) -> Iterator[tuple[str, list[str]]]:
-    """Units by path; after each, the layers in it that have parameters cut over other ranks than the unit's first, with those."""
+    """Yield units by path with their parameters; after each, its layers with parameters sharded over other ranks than the unit's first
+    one.
+    """
     for path, names in owned.items():
         apart = [name for name in names if ranks_of(name) != ranks_of(names[0])]
         yield path, [name for name in names if name not in apart]
@@ -78,5 +84,5 @@ def _of_equal_ranks(owned: Mapping[str, list[str]], ranks_of: Callable[[str], tu
 
 
 def read_in_fp32(model: nn.Module) -> set[str]:
-    """The parameters that READ_IN_FP32 names."""
+    """Return the parameters that READ_IN_FP32 names."""
     return {name for name, _ in model.named_parameters() if any(fits(pattern, name) for pattern in READ_IN_FP32)}
