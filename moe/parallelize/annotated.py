@@ -123,8 +123,7 @@ def _attention(op: Operator, q_BLKGC: Tensor, k_BSKC: Tensor, v_BSKC: Tensor, ra
 
 
 def _loss(op: Operator, logits_BLV: Tensor, targets_BL: Tensor, rank: Rank) -> Tensor:
-    """Cross-entropy of each token. If the vocabulary is sharded, maximum logit, sum of exponentials and target logit come from all ranks.
-    """
+    """Cross-entropy of each token. With a sharded vocabulary, maximum logit, sum of exponentials and target logit come from all ranks."""
     letter = op.statistics
     rows, here = _here(targets_BL, letter, rank)
     target = rank.total(logits_BLV.gather(-1, rows.unsqueeze(-1)).squeeze(-1) * here, letter, read="in copies")

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 # R rows, D model, F hidden, E experts held, T tokens, K choices
 
-_READS_WHAT = {"k": "q", "v": "q", "w3": "w1"}  # a matrix, and the matrix that represents all those with the same input rows
+_READS_WHAT = {"k": "q", "v": "q", "w3": "w1"}  # a matrix, and the first matrix that reads the same input rows
 _GATES = ("shared_gate", "coefficient")  # with one or two outputs a token, in fp32
 
 

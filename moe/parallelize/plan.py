@@ -52,9 +52,9 @@ EXPERTS = Stacked("ep", hidden="etp", hidden_dim=HIDDEN_DIM, name_of=_name_of)
 
 @dataclass(frozen=True)
 class Spread:
-    """Stacked, and each MoE layer has the dispatcher that brings rows to the ranks that hold their experts.
+    """Stacked experts, with a dispatcher in each MoE layer that sends rows to the ranks that hold their experts.
 
-    Each token is routed once: of tokens that tp holds in copies, in slices or by channels, each of its ranks takes some sequences.
+    Each token is routed once. If the ranks of tp hold tokens as copies, slices or channels, each of them routes some of the sequences.
     """
 
     dispatch: sections.Dispatch

@@ -49,7 +49,7 @@ def units_of(model: Transformer, ranks_of: Callable[[str], tuple[int, ...]] = la
 
     Each tile is a unit, and so are parameters that are sharded over other ranks than the rest of their unit (`ranks_of` a parameter).
     Units
-    are gathered in the compute dtype, except the embedding, whose gradient sums over tokens in fp32. Parameters that the model reads in
+    are gathered in the compute dtype, except the embedding: its gradient sums over tokens in fp32. Parameters that the model reads in
     fp32
     are in no unit.
     """

@@ -1,12 +1,12 @@
-"""What it means to change a key of a recipe between two lives of a run: one table for every key.
+"""The effect of changing a recipe's key when a run is resumed: one table for every key.
 
-    shape      the names and shapes of parameters say so themselves: a checkpoint that does not fit is refused by the parameter
-    function   the same shapes, but another function: a trained model would compute something else than what it was trained for
-    training   how the model is trained from here on: its text, batches, optimizer, losses, drops, noise, dtypes
-    cost       speed, memory, layout, what is kept and recorded: the same losses, to rounding
-    name       stands for other keys, and they are what is compared
+    shape      decides names and shapes of parameters: a checkpoint that does not fit is refused, with the parameter
+    function   the same shapes, but another function: a trained model would compute something else than it was trained for
+    training   how training continues: its text, batches, optimizer, losses, drops, noise, dtypes
+    cost       speed, memory, layout, checkpoints and records: the same losses, to rounding
+    name       stands for other keys, which are compared instead
 
-"Function" is what the model makes of a text in evaluation. So a training capacity is training, and an evaluation capacity function.
+"Function" is the model's output for a text in evaluation. So a training capacity is training, and an evaluation capacity function.
 """
 
 from __future__ import annotations
@@ -77,9 +77,9 @@ KINDS: dict[Kind, dict[str, str]] = {
     },
     "name": {"router": "preset"},
 }
-# what the order of samples depends on
+# keys on which the order of samples depends
 ORDER = ("train.global_batch", "train.seed", "model.max_length")
-# what only a capacity reads; in evaluation there is one only with router.eval_capacity_factor
+# keys that only a capacity reads; evaluation has one only with router.eval_capacity_factor
 _OF_CAPACITY = ("group", "min_capacity", "capacity_counts", "capacity_rounding", "capacity_multiple", "drop", "queue")
 
 
@@ -98,16 +98,16 @@ class Change:
 
 
 def changes(before: Run, after: Run) -> list[Change]:
-    """Every key whose value differs, the router's values as its preset gives them."""
+    """Return every key with a different value. The router's values are its preset's with the recipe's own."""
     old, new = _values(before), _values(after)
     return [Change(key, old[key], new[key]) for key in known_keys() if old[key] != new[key]]
 
 
 def function_changes(before: Run, after: Run) -> list[Change]:
-    """Every key by whose change parameters compute something else; what decides their shapes is left to their shapes."""
+    """Return every key with a change after which parameters compute something else. Keys that decide shapes are checked by the shapes."""
     old, new = _function(before), _function(after)
     found = [Change(key, old[key], new[key]) for key in keys_of("function") if key in old.keys() & new.keys() and old[key] != new[key]]
-    follows = before.experts.ffn is None and after.experts.ffn is None  # then model.ffn says it
+    follows = before.experts.ffn is None and after.experts.ffn is None  # then model.ffn decides
     return [c for c in found if not (c.key == "experts.ffn" and follows) and not (c.key == "router.bias_rate" and c.before is None)]
 
 
@@ -117,10 +117,10 @@ def _values(run: Run) -> dict[str, Any]:
 
 
 def _function(run: Run) -> dict[str, Any]:
-    """The values that decide what the parameters compute; keys that nothing reads are left out."""
+    """Return the values that decide the model's function, without keys that nothing reads."""
     values = _values(run)
-    values["router.bias_rate"] = None if run.router.spec.bias_rate is None else "a bias"  # which starts at zero: only to lose it matters
-    values["router.hash_table"] = None if run.router.spec.hash_table is None else "a table"  # moe/train/resume.py compares what is in it
+    values["router.bias_rate"] = None if run.router.spec.bias_rate is None else "a bias"  # a new bias starts at zero, so only losing one matters
+    values["router.hash_table"] = None if run.router.spec.hash_table is None else "a table"  # moe/train/resume.py compares its contents
     values["experts.ffn"] = run.experts.ffn or run.model.ffn
     defaults = {NORM_EPS[kind] for kind in _norms(run)}
     values["model.norm_eps"] = None if defaults == {run.model.norm_eps} else run.model.norm_eps
@@ -139,7 +139,7 @@ def _function(run: Run) -> dict[str, Any]:
 
 
 def _norms(run: Run) -> set[str]:
-    """The kinds of norms that read model.norm_eps; those of queries, keys and a router's input are always RMSNorms."""
+    """Return the kinds of norms that read model.norm_eps. Norms of queries, keys and a router's input are always RMSNorms."""
     routed = run.router.spec.input_norm == "rmsnorm" and run.model.layers_with_experts()
     return {run.model.norm} | ({"rmsnorm"} if routed or run.model.qk_norm != "none" else set())
 
@@ -152,7 +152,7 @@ def _unread_rope(model: Model) -> list[str]:
 
 
 def check_allowed(allowed: Sequence[str]) -> None:
-    """Refuse `--allow-change KEY` where it could not mean anything. Raises BadInput."""
+    """Refuse `--allow-change KEY` for a key that it does not apply to. Raises BadInput."""
     for key in allowed:
         kind = next((kind for kind in KINDS if key in keys_of(kind)), None)
         if kind is None:
@@ -171,7 +171,7 @@ def check_allowed(allowed: Sequence[str]) -> None:
 def check_function(
     before: Run, after: Run, *, allowed: Sequence[str], where: str, otherwise: str = "start over with --fresh or another --out"
 ) -> None:
-    """Refuse to go on with another function, unless every key of it is `allowed`. `where` names the checkpoint. Raises BadInput."""
+    """Refuse to resume with another function, unless every changed key is `allowed`. `where` names the checkpoint. Raises BadInput."""
     refused = [change for change in function_changes(before, after) if change.key not in allowed]
     if not refused:
         return
@@ -185,11 +185,11 @@ def check_function(
     )
 
 
-_MOMENTS = {"kfac": "adamw"}  # kinds that keep of a parameter what another one keeps
+_MOMENTS = {"kfac": "adamw"}  # optimizer kinds that keep another kind's states
 
 
 def check_moments(before: Run, after: Run, *, where: str) -> None:
-    """Refuse to go on with an optimizer that keeps other tensors than the checkpoint has. Raises BadInput."""
+    """Refuse to resume with an optimizer that keeps other states than the checkpoint has. Raises BadInput."""
     old, new = before.optimizer.kind, after.optimizer.kind
     if _MOMENTS.get(old, old) != _MOMENTS.get(new, new):
         fix = f"--optimizer.kind {old}, or begin anew with its weights alone: --init_from RUN --out ANOTHER"
@@ -197,7 +197,7 @@ def check_moments(before: Run, after: Run, *, where: str) -> None:
 
 
 def told(before: Run, after: Run, *, begun: bool) -> list[str]:
-    """Every change, in a line for each thing that it means; nothing for none. `begun`: whether the run has seen samples."""
+    """Return one line for each effect of the changes, with its keys; none without changes. `begun`: the run has seen samples."""
     function = {change.key for change in function_changes(before, after)}
     lines: dict[str, list[Change]] = {}
     for change in changes(before, after):
@@ -209,5 +209,5 @@ def told(before: Run, after: Run, *, begun: bool) -> list[str]:
 
 
 def shown(value: Any) -> str:
-    """A value as a recipe has it."""
+    """Return a value as a recipe writes it."""
     return value if isinstance(value, str) else json.dumps(value)

@@ -1,4 +1,4 @@
-"""The keys of a recipe's sections in words, for `moe show --keys SECTION`: value, what it may be, meaning."""
+"""The keys of a recipe's sections, explained for `moe show --keys SECTION`: value, possible values, meaning."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ _INDENT: dict[str, Any] = {"initial_indent": "    ", "subsequent_indent": "     
 
 
 def keys_of_section(section: str, run: Run | None) -> list[str]:
-    """Lines on each key of a section such as model or model.rope, or of all: its value in `run`, else its default. Raises BadInput."""
+    """Return lines on each key of a section such as model or model.rope, or of all sections: its value in `run`, else its default.
+
+    Raises BadInput for a section that does not exist.
+    """
     name = section.replace("-", "_")
     keys = [key for key in known_keys() if name == ALL or key.startswith(f"{name}.") or key == name]
     if not keys:
@@ -29,7 +32,7 @@ def keys_of_section(section: str, run: Run | None) -> list[str]:
 
 
 def choices(key: str) -> list[str]:
-    """The names that a key takes; none for a key that takes no names, and for one that does not exist."""
+    """Return the names that a key takes; none for a key that takes no names or does not exist."""
     field = field_of(key)
     return [] if field is None else choices_of(field.annotation)
 

@@ -1,12 +1,12 @@
-"""A given table for `router.select: hash`: the experts of each id of the vocabulary (Hash Layers, arXiv 2106.04426). No torch here.
+"""A given table for `router.select: hash`: the experts of each token id (Hash Layers, arXiv 2106.04426). No torch here.
 
     [3, 0, 5, ...]                       JSON: one expert for each id
-    [[3, 1], [0, 4], ...]                router.num_choices experts for each
+    [[3, 1], [0, 4], ...]                router.num_choices experts for each id
     {"1": [...], "3": [...]}             another table for each layer with experts, by its number
 
-    file --read--> checked --> the routers --> every checkpoint's state, as the tokenizer   --check--> a resumed run's routers
+    file --read--> checked --> the routers --> the state of every checkpoint, like the tokenizer   --check--> a resumed run's routers
 
-The paper's balanced hash: ids from the most frequent to the rarest, each to the experts that have the fewest tokens so far.
+The paper's balanced hash: ids from the most frequent to the rarest, each to the experts that have the fewest tokens at that point.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from moe.recipe.sections import Run
 from parallel.errors import BadInput
 from parallel.files import read_text, user_path
 
-STATE = "hash_table"  # in a checkpoint's state, and the name of the copy in a run's folder
+STATE = "hash_table"  # its key in a checkpoint's state, and the name of the copy in a run's folder
 KEY = "router.hash_table"
-Table = list[Any] | dict[str, list[Any]]  # of all layers, or of each
+Table = list[Any] | dict[str, list[Any]]  # one for all layers, or one for each
 
 
 def wanted(run: Run) -> str | None:
-    """The file that the recipe names, where its model has routers that read it."""
+    """Return the file that the recipe names, if its model has MoE layers; else None."""
     return run.router.spec.hash_table if run.model.layers_with_experts() else None
 
 
 def read(run: Run, *, or_none: bool = False) -> Table | None:
-    """The table of the recipe's file; None where it names none, or with `or_none` where the file is not there. Raises BadInput."""
+    """Return the table in the recipe's file; None if it names none, or with `or_none` if the file does not exist. Raises BadInput."""
     name = wanted(run)
     if name is None:
         return None
@@ -54,7 +54,7 @@ def of_layer(table: Table, layer: int) -> list[Any]:
 
 
 def check(table: Any, run: Run, *, where: str) -> None:
-    """That it has the experts of each id, for each layer. Raises BadInput, which names the first that is wrong."""
+    """Refuse a table that lacks the experts of an id or a layer. Raises BadInput, which names the first mistake."""
     fix = "make one for this recipe: moe hash-table RECIPE FILE.json"
     layers = run.model.layers_with_experts()
     if not isinstance(table, list | dict) or (isinstance(table, dict) and table.keys() != {str(layer) for layer in layers}):
@@ -79,7 +79,7 @@ def _check_one(rows: Any, run: Run, num_experts: int, *, where: str) -> None:
 
 
 def same(one: Table, other: Table) -> bool:
-    """Whether two tables send every id to the same experts."""
+    """Return whether two tables send every id to the same experts."""
     layers = {*(one if isinstance(one, dict) else ()), *(other if isinstance(other, dict) else ())} or {"0"}
     return all(_rows(of_layer(one, int(layer))) == _rows(of_layer(other, int(layer))) for layer in layers)
 
@@ -89,7 +89,9 @@ def _rows(table: Sequence[Any]) -> list[list[int]]:
 
 
 def balanced(counts: Sequence[int], num_experts: int, num_choices: int) -> list[Any]:
-    """Of how often each id occurs, the table that gives experts about equally many tokens; ids that never occur are spread evenly too."""
+    """Return the table that gives experts about equally many tokens. `counts`: occurrences of each id; ids without any are spread evenly,
+    too.
+    """
     heap, table = [(0, 0, expert) for expert in range(num_experts)], [[0]] * len(counts)  # (tokens, ids, expert)
     for token in sorted(range(len(counts)), key=lambda token: (-counts[token], token)):
         emptiest = [heapq.heappop(heap) for _ in range(num_choices)]

@@ -1,11 +1,12 @@
-"""Values that a user writes and nothing reads: keys of experts in a dense model, of text where there are token ids, AdamW's of another
-optimizer, a warm-up that the run does not live to see the end of.
+"""Values that a user writes and nothing reads: keys of experts in a dense model, of text with token ids, of AdamW with another optimizer,
+or a warm-up longer than the run.
 
     default < parent < the recipe's own file < command line        each value's origin, as a level
 
-A value is refused where the user says it beside what makes it idle, or nearer: `--router.jitter 0.1` of a dense recipe. One that comes
-from further away stays, for what was nearer has turned it off on purpose: `moe train switch_tiny --model.moe_every 0`. What a file says
-at its default stays too; on the command line it was meant: `moe train dense_tiny --experts.num_experts 8` is no model of 8 experts.
+A value is refused if its level is at least the level of the setting that makes it idle: `--router.jitter 0.1` with a dense recipe. A
+value of a lower level stays, because the nearer setting turned it off on purpose: `moe train switch_tiny --model.moe_every 0`. A file's
+value that equals the default stays, too. On the command line it is refused: `moe train dense_tiny --experts.num_experts 8` would not
+give a model with 8 experts.
 """
 
 from __future__ import annotations
@@ -23,10 +24,9 @@ _SPARSE = ("experts", "router", "dispatch")
 
 
 def check_read(run: Run, origins: Mapping[str, str], *, file: str) -> None:
-    """Refuse what the recipe `file` or the command line says to no effect. Raises BadInput for the first such key.
+    """Refuse values of the recipe `file` or the command line that have no effect. Raises BadInput for the first such key.
 
-    A file that has nearly every key is one that a run has left: a run writes all its keys, whether they were wanted or not, so they count
-    as a parent's.
+    A file with nearly every key was written by a run, which writes all its keys, wanted or not. Its values have the level of a parent.
     """
     left = sum(origin == "default" for origin in origins.values()) < len(origins) / 5
     level = {file: 1 if left else 2, COMMAND_LINE: 3, "default": 0}
@@ -73,8 +73,8 @@ def _check_optimizer(run: Run, nearness: Callable[[str], int], said: _Said) -> N
 
 
 def _check_sparse(run: Run, nearness: Callable[[str], int], said: _Said) -> None:
-    """Refuse keys of experts where no layer has any."""
-    if run.model.layers_with_experts() or run.model.moe_every:  # more than there are layers is another mistake
+    """Refuse keys of experts if no layer has any."""
+    if run.model.layers_with_experts() or run.model.moe_every:  # moe_every above the number of layers is another mistake
         return
     dense = max(2, nearness("model.moe_every"), nearness("model.moe_layers"))
     idle = [
@@ -93,7 +93,7 @@ def _check_sparse(run: Run, nearness: Callable[[str], int], said: _Said) -> None
 
 
 def _check_ids(data: Data, nearness: Callable[[str], int], said: _Said) -> None:
-    """Refuse keys of text where there are token ids, and a share to hold out where the files say what is held out."""
+    """Refuse keys of text if the data are token ids, and validation_share if the folders hold validation files."""
     paths = [source.path for source in data.sources] or ([] if data.path is None else [data.path])
     if data.tokenizer != "ids" or not paths:
         return

@@ -3,7 +3,7 @@
     YAML file --extends--> parent        command line > file > parent > default
          \\______ merge ______/          `load` returns the Run and each value's origin
 
-Every mistake in them is one line with its fix; for an unknown key, that is the most similar known key.
+Every mistake is reported in one line with its fix; for an unknown key, the fix is the most similar known key.
 """
 
 from __future__ import annotations
@@ -31,36 +31,38 @@ from parallel.files import read_text, user_path
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 PUBLISHED = "published"
-ALL = "all"  # the word for every section
+ALL = "all"  # stands for every section
 _HUB = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 ON_HUB = ", which is not here, and may be a model of the Hugging Face hub"
 _OWN_FOLDERS = ("runs", "recipes", PUBLISHED, "docs", "checkpoints")
 
 
 def recipe_names() -> list[str]:
-    """The names of the recipes that ship with the project."""
+    """Names of the recipes that ship with the project."""
     return sorted(p.stem for p in RECIPES.glob("*.yaml"))
 
 
 def published_names() -> list[str]:
-    """The names of well-known runs as recipes, such as published/bloom_176b: to be planned and read, on clusters of their size."""
+    """Names of the recipes of well-known runs, such as published/bloom_176b: to be planned and read, on clusters of their size."""
     return sorted(f"{PUBLISHED}/{p.stem}" for p in (RECIPES / PUBLISHED).glob("*.yaml"))
 
 
 def run_name(recipe: str) -> str:
-    """The default name of a run: the recipe's name, or for a run folder's own recipe.yaml that run's name."""
+    """Return the default name of a run: the recipe's name, or for a run folder's own recipe.yaml that run's name."""
     path = Path(recipe)
     return path.resolve().parent.name if path.name == "recipe.yaml" else path.stem
 
 
 def of_transformers(folder: Path) -> bool:
-    """Whether transformers saved a model there."""
+    """Return whether a folder holds a model that transformers saved."""
     return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
 
 
 def download_of(name: str) -> tuple[str, str] | None:
-    """Of a name on the Hugging Face hub (Qwen/Qwen3-30B-A3B), the command that downloads it and the folder that it makes, as hf:FOLDER;
-    None for a folder of this machine, and for a name that is none of the hub."""
+    """Return the command that downloads a model of the Hugging Face hub (Qwen/Qwen3-30B-A3B), and the folder that it makes, as hf:FOLDER.
+
+    None for a folder of this machine, and for a name that the hub cannot have.
+    """
     hub = name.removeprefix("hf:")
     if _HUB.fullmatch(hub) is None or Path(hub).exists() or ("/" not in hub and hub == name):
         return None
@@ -71,7 +73,7 @@ def download_of(name: str) -> tuple[str, str] | None:
 
 
 def recipe_path(name: str) -> Path:
-    """The path of a recipe, given the name of a shipped one or a path. Raises BadInput, which lists the names."""
+    """Return the path of a recipe, given the name of a shipped one or a path. Raises BadInput, which lists the names."""
     given = user_path(name, what="recipe")
     for path in (RECIPES / f"{name}.yaml", given):
         if path.is_file():
@@ -97,7 +99,7 @@ def recipe_path(name: str) -> Path:
 
 
 def read_recipe(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """A recipe merged with its parents, and each value's origin: {'model': {'d_ff': 512}} and {'model.d_ff': 'dense_tiny.yaml'}."""
+    """Return a recipe merged with its parents, and each value's origin: {'model': {'d_ff': 512}} and {'model.d_ff': 'dense_tiny.yaml'}."""
     chain: list[tuple[Path, dict[str, Any]]] = []
     while True:
         if any(path.resolve() == seen.resolve() for seen, _ in chain):
@@ -143,11 +145,11 @@ def _merge(fields: dict[str, Any], into: dict[str, Any], origins: dict[str, str]
 
 _PRESET = "router.preset"
 _OF_PRESET = ("preset", *(field.name for field in dataclasses.fields(RouterSpec)))
-_DROPPED = "; not "  # begins the origin of a value that went with the preset it was for
+_DROPPED = "; not "  # begins the origin of a value that was dropped together with its preset
 
 
 def _drop_router(values: dict[str, Any], origins: dict[str, str]) -> None:
-    """A preset that is chosen anew is whole: what a parent changed in its own preset does not reach into this one."""
+    """Drop a parent's preset and its changes to it: a newly chosen preset is complete."""
     held = values.get("router") or {}
     for key in [key for key in held if key in _OF_PRESET]:
         origin, value = origins.pop(f"router.{key}"), held.pop(key)
@@ -175,9 +177,9 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 def load(recipe: str | Path, overrides: Mapping[str, Any] | None = None) -> tuple[Run, dict[str, str]]:
-    """A recipe by name or path, with dotted overrides: the Run and each value's origin. Raises BadInput.
+    """Load a recipe by name or path, with dotted overrides: returns the Run and each value's origin. Raises BadInput.
 
-    Text among the overrides is read as YAML, as on a command line; any other value is taken as it is.
+    Text among the overrides is read as YAML, as on a command line; any other value is taken unchanged.
     """
     path = recipe_path(str(recipe))
     values, origins = read_recipe(path)
@@ -209,11 +211,11 @@ def load(recipe: str | Path, overrides: Mapping[str, Any] | None = None) -> tupl
 
 
 def _read_value(text: Any, annotation: Any) -> Any:
-    """A command-line value, read as YAML. Where text is wanted it stays as typed (a folder may be called 2024 or no)."""
+    """Read a command-line value as YAML. For a key that takes text it stays as typed (a folder may be called 2024 or no)."""
     if not isinstance(text, str):
         return os.fspath(text) if isinstance(text, os.PathLike) else text
     if not text.strip() and str in (annotation, *get_args(annotation)):
-        return ""  # YAML's null, but nobody types an empty word for it: see Section
+        return ""  # YAML reads it as null, but an empty text is never meant as null: see Section
     try:
         value = yaml_text.load(text)
     except yaml_text.NOT_YAML:
@@ -222,7 +224,7 @@ def _read_value(text: Any, annotation: Any) -> Any:
 
 
 def build_run(values: dict[str, Any]) -> Run:
-    """A Run from plain values. Raises BadInput for the first mistake in them."""
+    """Build a Run from plain values. Raises BadInput for the first mistake in them."""
     try:
         return Run.model_validate(values)
     except ValidationError as error:
@@ -233,7 +235,7 @@ def build_run(values: dict[str, Any]) -> Run:
 
 
 def known_keys() -> list[str]:
-    """Every dotted key of a recipe, as `section.key`, or `section.inner.key` where a section contains another."""
+    """Return every dotted key of a recipe, as `section.key`, or `section.inner.key` if a section contains another."""
     return list(_keys())
 
 
@@ -243,7 +245,7 @@ def field_of(key: str) -> Any:
 
 
 def names_beside_plugins(key: str) -> list[str]:
-    """The names of a key that a user's own part may stand in for, built-in and registered ones; none for any other key."""
+    """Return the names of a key that also takes a user's own part, built-in and registered ones; none for any other key."""
     field = _field(key.split("."))
     return [*choices_of(field.annotation), *registered(key)] if field is not None and Plugin in get_args(field.annotation) else []
 
@@ -289,7 +291,7 @@ def _place(loc: Sequence[Any]) -> list[Any]:
 
 
 def _refuse_key(path: tuple[Any, ...], value: Any = None, *, typed: bool = False) -> None:
-    """Raise BadInput for a key that no recipe has. `typed`: on a command line, so that the fix is one for it."""
+    """Raise BadInput for a key that no recipe has. `typed`: the key is from the command line, and so is the fix."""
     dotted, last = ".".join(map(str, path)), str(path[-1])
     elsewhere = [k for k in known_keys() if k.rpartition(".")[2] == last]
     outer = next(path[:n] for n in range(len(path) - 1, -1, -1) if n == 0 or _field(path[:n]) is not None)
@@ -331,7 +333,7 @@ _RANGES = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
 
 
 def _explain(error: dict[str, Any], more: int) -> BadInput:
-    """pydantic's first error as one line in the project's form."""
+    """Turn pydantic's first error into one line in the project's form."""
     raised = error.get("ctx", {}).get("error")
     if isinstance(raised, BadInput):
         return raised
@@ -371,7 +373,7 @@ def _explain(error: dict[str, Any], more: int) -> BadInput:
 
 
 def _shown(value: Any) -> str:
-    """A wrong value in a few words, however deeply nested."""
+    """Return a short form of a wrong value, however deeply nested."""
     short = reprlib.Repr()
     short.maxlevel, short.maxstring, short.maxother = 2, 80, 80
     return json.dumps(value) if value is None or isinstance(value, bool | int | float) else short.repr(value)

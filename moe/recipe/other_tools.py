@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-# one key, whose value is the same, or the same in other words (WORDS)
+# one key, and its names there: the value is the same, or WORDS translates it
 KEYS: dict[str, str] = {
     "model.d_model": "hidden_size=4096 n_embd=768 dim=4096 hidden_dim=512 embed_dim=768 embedding_dim=768",
     "model.num_layers": "num_hidden_layers=32 n_layer=12 n_layers=32",
@@ -101,7 +101,7 @@ KEYS: dict[str, str] = {
     "train.timeout_s": "ddp_timeout=1800 train_timeout_seconds=100",
     "train.trackers": "report_to=wandb tracker=wandb",
 }
-# keys with their values, where the name was given as true, or as anything but false
+# keys with values: they apply if the name there is given as true, or as anything but false
 SWITCHES: dict[str, str] = {
     "precision.compute=bf16": "bf16 bf16.enabled use_bf16 bfloat16",
     "precision.compute=fp16": "fp16 fp16.enabled use_fp16 use_amp",
@@ -123,7 +123,7 @@ SWITCHES: dict[str, str] = {
     "train.save_mode=async": "async_save use_async_checkpoint",
     "train.trackers=wandb": "enable_wandb wandb_log use_wandb with_tracking",
 }
-# keys of which one has the value that was given
+# keys of which one takes the value
 WITH_OTHERS: dict[str, str] = {
     "sharding.kind=zero sharding.stage={}": "zero_stage=3 zero_optimization.stage=2 ds_zero_stage=1",
     "sharding.kind=fsdp degrees.dp={}": "data_parallel_shard_degree=8 dp_shard=8",
@@ -139,7 +139,7 @@ WITH_OTHERS: dict[str, str] = {
     "model.rope.scaling=linear model.rope.factor={}": "rope_scaling_factor=8",
     "optimizer.schedule=wsd optimizer.decay_share={}": "decay_ratio=0.2",
 }
-# a key whose number is another one: its unit
+# a key with the same number in another unit
 OTHER_UNITS: dict[str, str] = {
     "train.global_batch, of all ranks and micro-batches together": "per_device_train_batch_size micro_batch_size local_batch_size "
     "train_micro_batch_size_per_gpu per_gpu_train_batch_size device_batch_size micro_batch",
@@ -170,7 +170,7 @@ FLAGS: dict[str, str] = {
     "--samples": "num_return_sequences=2 num_samples=2 n_samples=2",
     "--prompt": "start=text text=text input=text",
 }
-# names whose matter is settled without them
+# names that need no key here, each with the reason
 NEEDLESS: dict[str, str] = {
     "moe train continues from the newest checkpoint of its run folder; --out names another folder": "resume resume_from_checkpoint "
     "auto_resume resume_from load load_checkpoint checkpoint.enable enable_checkpoint continue_from",
@@ -182,7 +182,7 @@ NEEDLESS: dict[str, str] = {
     "several machines are named in a file, --hostfile FILE, with one line `host slots=N` each": "nnodes num_nodes nodes num_machines",
     "the fastest kernels of the device are taken": "use_flash_attn attn_implementation use_flash_attention moe_grouped_gemm",
 }
-# a value in other words
+# values with other names there
 WORDS: dict[str, dict[str, str]] = {
     "precision.compute": dict.fromkeys(("bfloat16", "bf16-mixed", "torch.bfloat16", "mixed_bf16"), "bf16")
     | dict.fromkeys(("float16", "half", "16-mixed", "torch.float16", "16"), "fp16")

@@ -1,14 +1,13 @@
-"""A user's own part by its name, `module:name`, in the place of a built-in one's.
+"""A user's own part by its name, `module:name`, instead of a built-in one's.
 
     optimizer.kind: my_parts:lion        ->  the object `lion` of the module my_parts
-    optimizer.kind: lion                 ->  the same, where an installed package registers lion = my_parts:lion in moe_parallel.optimizers
+    optimizer.kind: lion                 ->  the same, if an installed package registers lion = my_parts:lion in moe_parallel.optimizers
 
-A registered name is looked up as the recipe is read, in the packages' metadata, and stands for module:name from there on; built-in names
-come first.
-To read a recipe imports nothing: `moe show`, `moe plan` and checks are safe with anybody's. What makes its model for use (training,
-evaluation, generation, verify, conversion) imports the module, which is code with all that its user may do, and says so in a line. The
-module is looked for as Python does, and then in the working folder, behind everything else: no file there stands for a package that is
-installed, but where `python -m` has put that folder first itself.
+A registered name is looked up in the packages' metadata when the recipe is read, and replaced by module:name. Built-in names come first.
+Reading a recipe imports nothing: `moe show`, `moe plan` and checks are safe with any recipe. Commands that build its model to use it
+(training, evaluation, generation, verify, conversion) import the module and print a line about it. The module's code has all the rights
+of the user. Python's own search comes first, then the working folder: no file there replaces an installed package, unless `python -m`
+has put that folder first itself.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from typing import Annotated, Any
 from parallel.errors import BadInput, did_you_mean, where
 
 _PATTERN = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"
-GROUPS = {  # of entry points, by the key whose names they are
+GROUPS = {  # groups of entry points, by key
     "optimizer.kind": "moe_parallel.optimizers",
     "optimizer.schedule": "moe_parallel.schedules",
     "data.source": "moe_parallel.sources",
@@ -39,7 +38,7 @@ GROUPS = {  # of entry points, by the key whose names they are
 
 
 class _Spelled:
-    """How a recipe's reader checks such a name; who only uses a router as data needs no package that reads recipes."""
+    """Check of such a name for pydantic. It is imported here, so that a router as data needs no pydantic."""
 
     def __get_pydantic_core_schema__(self, *_: Any) -> Any:
         from pydantic_core import core_schema
@@ -52,19 +51,19 @@ WORDS = "module:name of a part of your own"
 
 
 def is_plugin(value: object) -> bool:
-    """Whether a recipe's value names a user's own part."""
+    """Return whether a recipe's value names a user's own part."""
     return isinstance(value, str) and ":" in value
 
 
 def registered(key: str) -> list[str]:
-    """The names that installed packages register for this key, by their metadata: nothing is imported."""
+    """Return the names that installed packages register for this key, by their metadata: nothing is imported."""
     return sorted(entry_points(group=GROUPS[key]).names) if key in GROUPS else []
 
 
 def by_name(key: str, name: str) -> str:
-    """module:name of the part that an installed package registers; the name itself where none does.
+    """Return module:name of the part that an installed package registers under `name`; `name` itself if none does.
 
-    Raises BadInput for a name that packages register for different parts, and for one that is registered as no part.
+    Raises BadInput for a name that packages register for different parts, and for an entry point that is not module:name.
     """
     found = {point.value.partition("[")[0].strip(): point for point in entry_points(group=GROUPS[key], name=name)} if key in GROUPS else {}
     packages = " and ".join(sorted({point.dist.name if point.dist else "a package" for point in found.values()}))
@@ -80,7 +79,7 @@ def by_name(key: str, name: str) -> str:
 
 
 def check_there(key: str, value: str) -> None:
-    """Refuse a module that no place has, without importing anything. Raises BadInput."""
+    """Refuse a module that cannot be found, without importing anything. Raises BadInput."""
     top = value.partition(":")[0].partition(".")[0]
     if top in sys.modules or _in_folder(top):
         return
@@ -93,9 +92,10 @@ def check_there(key: str, value: str) -> None:
 
 
 def load_plugin(key: str, value: str, *, arguments: int | None) -> Any:
-    """The object that `key` names. `arguments`: how many it must be callable with; None: any.
+    """Return the object that `key` names. `arguments`: number of arguments that it must be callable with; None: any.
 
-    Raises BadInput for a module that is not there or raises as it is imported, a name that it has not, and what cannot be called so.
+    Raises BadInput for a module that is missing or raises an error on import, a name that it lacks, and an object that cannot be called
+    so.
     """
     module, _, name = value.partition(":")
     found = _imported(key, value, module)
@@ -114,14 +114,14 @@ def load_plugin(key: str, value: str, *, arguments: int | None) -> Any:
 
 
 def loaded(key: str, value: str, *, arguments: int | None) -> Any:
-    """The same for every pass and step, where it is nearly always there: what was loaded before is not looked into again."""
+    """Return the object that `key` names, for use in every step: an object that was loaded before is not checked again."""
     module, _, name = value.partition(":")
     found = getattr(sys.modules.get(module), name, None)
     return load_plugin(key, value, arguments=arguments) if found is None else found
 
 
 def source_of(value: str) -> str:
-    """SHA-256 of the file that a loaded part is defined in; nothing where there is none."""
+    """SHA-256 of the file that defines a loaded part; empty if it has no file."""
     path = file_of(sys.modules[value.partition(":")[0]])
     try:
         return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path else ""

@@ -1,11 +1,11 @@
 """The published routers, each with all its settings; docs/moe/routing.md shows the table and the source of each number.
 
 switch          top-1, gate as it is                                Switch (arXiv 2101.03961); capacity as DeepSpeed rounds it
-switch_mtf      the same, with the released code's numbers          Mesh TensorFlow, mesh_tensorflow/transformer/moe.py
+switch_mtf      top-1, with the released code's numbers             Mesh TensorFlow, mesh_tensorflow/transformer/moe.py
 gshard          top-2, the second at random                         GShard (arXiv 2006.16668, algorithm 1)
 glam            top-2, both always                                  GLaM (arXiv 2112.06905)
 mixtral         top-2 of 8, softmax over the chosen, dropless       Mixtral (arXiv 2401.04088)
-qwen2_moe       top-4 as it is, beside a gated shared expert        Qwen1.5-MoE, Qwen2 (arXiv 2407.10671)
+qwen2_moe       top-4 as it is, with a gated shared expert          Qwen1.5-MoE, Qwen2 (arXiv 2407.10671)
 olmoe           top-8 as it is, with the z loss                     OLMoE (arXiv 2409.02060)
 qwen3_moe       top-8, renormalised, balanced over the batch        Qwen3 (arXiv 2505.09388)
 gpt_oss         top-4, affine logits, softmax over the chosen       GPT-OSS (arXiv 2508.10925); transformers, models/gpt_oss

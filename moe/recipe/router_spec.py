@@ -3,10 +3,10 @@
     scores      x -> logits -> noise -> scores                       input_norm, logits, score, softmax_over, jitter, noise
     selection   scores (+ bias) -> the experts of each token         select, num_choices, expert_groups ... bias_rate
     gates       scores of the chosen -> weights of their outputs     gates, gate_scale, gate_on
-    capacity    choices -> which of them get a slot                  group ... queue
-    losses      what keeps experts evenly used                       balance_weight ... z_weight
+    capacity    choices -> the choices that get a slot               group ... queue
+    losses      terms that keep experts evenly used                  balance_weight ... z_weight
 
-moe/recipe/presets.py describes the published routers with it; a recipe names one and replaces what it wants (`sections.Router.spec`).
+moe/recipe/presets.py describes the published routers with it. A recipe names one and replaces some values (`sections.Router.spec`).
 """
 
 from __future__ import annotations
@@ -33,30 +33,29 @@ class RouterSpec:
     """One complete router. A recipe's section `router` has the same fields, made from these (moe/recipe/sections.py).
 
     scores
-        `input_norm`: of the router's input, with a gain of its own; experts read what the layer does (Gemma 4).
-        `logits` of the router's input: `linear` W x, or `affine` W x + b (GPT-OSS); `logit_cap` c: c tanh(l / c) of them.
+        `input_norm`: norm of the router's input, with its own gain; experts read the layer's input without it (Gemma 4).
+        `logits` of the router's input: `linear` W x, or `affine` W x + b (GPT-OSS). `logit_cap` c bounds them: c tanh(l / c).
         `score`: function of a logit. `softmax_over`: all experts, or only the chosen ones (after selection, Mixtral's order).
         `jitter` e: the router's input times uniform(1 - e, 1 + e). `noise` on logits: `gumbel` for selection only, so that an
         expert is drawn with its probability; `noisy_top_k` for gates too, with a learned size (Shazeer et al. 2017). Training only.
     selection
-        `select`: `top_k`; `group_limited`: top-k within the `top_groups` best of `expert_groups` equal runs of experts,
-        by the sum of a run's two best scores (DeepSeek-V3) or by its best one (`group_score`, DeepSeek-V2);
+        `select`: `top_k`; `group_limited`: top-k within the `top_groups` best of `expert_groups` equal groups of consecutive experts,
+        by the sum of a group's two best scores (DeepSeek-V3) or by its best one (`group_score`, DeepSeek-V2);
         `expert_choice`: experts choose tokens, on average num_choices experts per token; `hash` of the token's id, or its experts in the
         file `hash_table`; `sinkhorn`: top-k of a balanced plan in training; `sparsemixer`: one after another, drawn in training among
-        those whose logit is within `mixer_margin` of the best (Phi-3.5-MoE). `second` expert: always, or with probability 2 g_2
+        experts with a logit within `mixer_margin` of the best (Phi-3.5-MoE). `second` expert: always, or with probability 2 g_2
         (GShard). `bias_rate`: step of the selection bias; None: no bias; 0: a bias that stays as loaded.
     gates
-        `as_is`; normalised to sum 1 over a token's choices (`before_drop`), or over those with a slot (`after_drop`). Times `gate_scale`.
-        `expert_scale`: times a learned number of the expert (Gemma 4). `gate_on`: g E(x), or E(g x) (Llama 4).
+        `as_is`; normalised to sum 1 over a token's choices (`before_drop`), or over the choices that got a slot (`after_drop`). Times
+        `gate_scale`. `expert_scale`: times a learned number of the expert (Gemma 4). `gate_on`: g E(x), or E(g x) (Llama 4).
     capacity
         slots = factor * tokens of the `group` [* k] / experts, rounded, up to a multiple of `capacity_multiple`, at least
         `min_capacity`. Factor None is dropless. `drop`: the last by `position`, the `lowest_gate`, or at `random` (training only).
         `queue`: all first choices of a group, then all second ones; or token after token.
     losses
         weights of Switch's balance loss, the importance loss, with noisy_top_k the load loss, and the z-loss, each summed over layers.
-        `balance_counts`:
-        what f counts: all choices, each token's first, or the experts of its k highest scores, whichever it chose (`unbiased`).
-        `balance_scope`: over which tokens f is taken.
+        `balance_counts`: choices that f counts: all, each token's first, or the experts of its k highest scores, even if the router
+        chose others (`unbiased`). `balance_scope`: the tokens over which f is taken.
     """
 
     num_choices: Annotated[int, Key("experts of a token", above=0)]
@@ -120,7 +119,7 @@ class RouterSpec:
 
     @property
     def vectors(self) -> int:
-        """Learned numbers of each expert beside its row."""
+        """Number of learned numbers of each expert, in addition to its row of the weight."""
         return (self.logits == "affine") + (self.expert_scale == "learned")
 
     @property
@@ -129,5 +128,5 @@ class RouterSpec:
 
     @property
     def asks_balance(self) -> bool:
-        """Whether a loss over `balance_scope` moves the router."""
+        """Return whether a loss over `balance_scope` moves the router."""
         return bool(self.balance_weight or self.importance_weight or self.load_weight)

@@ -32,19 +32,19 @@ OneOrMore = BeforeValidator(lambda value: (value,) if isinstance(value, str) els
 
 
 def choices_of(annotation: Any) -> list[str]:
-    """The names that a field takes."""
+    """Return the names that a field takes."""
     if get_origin(annotation) is Literal:
         return [str(a) for a in get_args(annotation)]
     return [c for a in get_args(annotation) for c in choices_of(a)]
 
 
 def takes_number(annotation: Any) -> bool:
-    """Whether a value of this type may be a number."""
+    """Return whether a value of this type may be a number."""
     return annotation in (int, float) or any(takes_number(a) for a in get_args(annotation))
 
 
 def takes_whole(annotation: Any) -> bool:
-    """Whether a number of this type has to be whole."""
+    """Return whether a number of this type has to be whole."""
     return takes_number(annotation) and annotation is not float and float not in get_args(annotation)
 
 
@@ -54,7 +54,9 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _plain(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse what pydantic accepts: true for a number (`steps: yes` would be 1), and numbers so large that checks would not end."""
+        """Refuse values that pydantic would accept: true for a number (`steps: yes` would be 1), and numbers so large that checks would
+        not end.
+        """
         kind = cls.model_fields[str(info.field_name)].annotation
         if takes_whole(kind):
             value = [whole(each) for each in value] if isinstance(value, list) else whole(value)
@@ -74,7 +76,7 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _registered(cls, value: Any, info: ValidationInfo) -> Any:
-        """For a name that is not built in, the part that an installed package registers by it."""
+        """Replace a name that is not built in by the part that an installed package registers under it."""
         key = f"{cls.__name__.lower()}.{info.field_name}"
         if key not in GROUPS or not isinstance(value, str) or is_plugin(value):
             return value
@@ -88,13 +90,13 @@ class Section(BaseModel):
         return value
 
     def changed(self, *keys: str) -> str | None:
-        """The first of these keys, or of all, whose value is not the default; None where there is none."""
+        """Return the first of these keys, or of all, that differs from its default; None if none does."""
         fields = type(self).model_fields
         return next((key for key in keys or fields if getattr(self, key) != fields[key].default), None)
 
 
 class Rope(Section):
-    """Rotary positions: how fast channels turn, and how that is stretched to sequences longer than those of training."""
+    """Rotary positions: the angle by which channels turn, and its stretch to sequences longer than in training."""
 
     base: float = Field(10_000.0, gt=1, description="the pair of channels i of C / 2 turns by place / base^(2 i / C)")
     scaling: Literal["none", "linear", "ntk", "dynamic", "llama3", "yarn"] = Field(
@@ -115,21 +117,21 @@ class Rope(Section):
     fraction: float = Field(1.0, gt=0, le=1, description="of a head's channels, the first ones turn: C is so many of them (GLM-4.5: 0.5)")
 
     def turning(self, channels: int) -> int:
-        """Of so many channels of a head those that turn: rounded down, as transformers does."""
+        """Number of a head's channels that turn: rounded down, as transformers does."""
         return int(self.fraction * channels)
 
     @property
     def length(self) -> int:
-        """Before the stretch. Check the recipe first: dynamic, llama3 and yarn have one."""
+        """Sequence length before the stretch. Check the recipe first: dynamic, llama3 and yarn have one."""
         assert self.trained_length is not None
         return self.trained_length
 
     def base_of(self, channels: int) -> float:
-        """Of a head of which so many channels turn: with ntk a larger one."""
+        """Base for a head with this number of turning channels: larger with ntk."""
         return self.base * self.factor ** (channels / (channels - 2)) if self.scaling == "ntk" and channels > 2 else self.base
 
     def at(self, length: int) -> Rope:
-        """The same for sequences of so many tokens: of dynamic, the fixed stretch by ntk that they get."""
+        """Return the positions for sequences of `length` tokens: for dynamic, the fixed stretch by ntk that they get."""
         if self.scaling != "dynamic":
             return self
         factor = max(1.0, self.factor * length / self.length - (self.factor - 1))
@@ -141,7 +143,7 @@ class Rope(Section):
 
 
 class Swiglu(Section):
-    """How swiglu networks gate: h = min(x w1, limit), g = x w3 within +-limit, and (h sigmoid(alpha h)) (g + offset)."""
+    """Gating of swiglu networks: h = min(x w1, limit), g = x w3 within +-limit, and (h sigmoid(alpha h)) (g + offset)."""
 
     alpha: float = Field(1.0, gt=0, le=1e3, description="GPT-OSS: 1.702")
     limit: float | None = Field(None, ge=1e-3, description="null: none; GPT-OSS: 7")
@@ -153,7 +155,7 @@ class Swiglu(Section):
 
 
 class Scales(Section):
-    """Factors in the stream of a model (Granite), which let the learning rate of a small model do for a large one."""
+    """Factors on a model's activations (Granite), with which a small model's learning rate also fits a large one."""
 
     embedding: float = Field(1.0, ge=1e-6, le=1e6, description="on what the embedding gives (Granite)")
     residual: float = Field(1.0, ge=1e-6, le=1e6, description="on what attention, network and experts add to the stream")
@@ -162,7 +164,7 @@ class Scales(Section):
 
 
 class Latent(Section):
-    """Multi-head latent attention (DeepSeek-V2): keys and values of all heads are made of one small vector a token."""
+    """Multi-head latent attention (DeepSeek-V2): keys and values of all heads are computed from one small vector a token."""
 
     key_rank: int | None = Field(None, gt=0, description="channels of that vector; null: attention with keys and values of its own")
     query_rank: int | None = Field(None, gt=0, description="channels of another one, of which queries are made; null: of the token itself")
@@ -241,41 +243,41 @@ class Model(Section):
         return tuple(layer for half in halves for layer in half[self.moe_every - 1 :: self.moe_every]) if self.moe_every else ()
 
     def window_of(self, layer: int) -> int | None:
-        """Tokens that one of this layer sees, itself the last; None: all before it."""
+        """Number of tokens that a token of this layer sees, itself the last; None: all before it."""
         return self.sliding_window if self.sliding_layers is None or layer in self.sliding_layers else None
 
     @property
     def gating(self) -> Swiglu | None:
-        """How swiglu networks gate; None: silu(x w1) (x w3), for which there are faster kernels."""
+        """Settings of swiglu networks; None: silu(x w1) (x w3), for which there are faster kernels."""
         return None if self.swiglu == Swiglu() else self.swiglu
 
     @property
     def logit_scale(self) -> float:
-        """What plain attention's logits are multiplied with."""
+        """Factor on plain attention's logits."""
         return self.scales.attention or float((self.head_size or self.d_model // self.num_heads) ** -0.5)
 
     @property
     def ends_read_embedding(self) -> bool:
-        """Whether the last stage reads the embedding, too: as its head, or to look up the tokens that further ones are predicted from."""
+        """Return whether the last stage reads the embedding, too: as its head, or for the input tokens of multi-token prediction."""
         return self.tied_embeddings or self.ahead > 0
 
     @property
     def latent_sizes(self) -> LatentSizes:
-        """Of latent attention. Check the recipe first: model.latent.key_rank says whether there is one."""
+        """Sizes of latent attention. Check the recipe first: model.latent.key_rank is None without it."""
         assert self.latent.key_rank is not None
         content = self.head_size or self.d_model // self.num_heads
         return LatentSizes(self.latent.key_rank, content, self.latent.rotary_size or content // 2, self.latent.value_size or content)
 
     @property
     def decoder_begins(self) -> int:
-        """The number of the decoder's first layer: so many are the encoder's."""
+        """Number of the decoder's first layer, which is the number of the encoder's layers."""
         if self.kind == "decoder":
             return 0
         return self.num_layers // 2 if self.encoder_layers is None else self.encoder_layers
 
     @property
     def spans(self) -> Spans:
-        """How the objective hides spans of a text of which the encoder reads max_length tokens."""
+        """Spans that the objective hides in a text of which the encoder reads max_length tokens."""
         return spans_of(self.max_length)
 
     @property
@@ -319,17 +321,17 @@ class Experts(Section):
         return value
 
     def of_layer(self, nth: int) -> int:
-        """The number of experts in the nth layer with experts, counted from 0."""
+        """Number of experts in the nth layer with experts, counted from 0."""
         return self.num_experts if isinstance(self.num_experts, int) else self.num_experts[nth]
 
     @property
     def free(self) -> int:
-        """What a router may choose without an expert's work."""
+        """Number of choices without an expert's work."""
         return self.skip + self.zero
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """The distinct numbers of experts that layers have."""
+        """Numbers of experts of the layers; a single one if all layers have the same."""
         return (self.num_experts,) if isinstance(self.num_experts, int) else self.num_experts
 
 
@@ -348,7 +350,7 @@ class _RouterSection(Section):
 
     @property
     def unlike_preset(self) -> dict[str, Any]:
-        """Those of the recipe's own values that differ from the preset's."""
+        """The recipe's own values that differ from the preset's."""
         return {key: value for key, value in self.own.items() if value != getattr(PRESETS[self.preset], key)}
 
     @property
@@ -387,7 +389,7 @@ else:
 
 
 class Dispatch(Section):
-    """How rows travel to the ranks that hold their experts, and back. All kinds give the same numbers."""
+    """How rows are sent to the ranks that hold their experts, and back. All kinds give the same numbers."""
 
     kind: Literal["auto", "all_to_all", "padded", "all_gather", "hierarchical"] | Plugin = Field(
         "auto", description="auto: all_to_all; where one rank holds every expert, nothing travels whatever is set"
@@ -450,7 +452,7 @@ class Tensor(Section):
 
 
 class Sequence(Section):
-    """Sequences cut over degrees.sp ranks: which of their tokens meet in attention, and how."""
+    """Sequence parallelism over degrees.sp ranks: the positions that each rank holds, and the method of attention."""
 
     kind: Literal["ring", "lightseq", "colossal_ring", "ulysses"] = Field(
         "ring", description="ring: keys go round; lightseq: idle ranks help; colossal_ring: whole scores; ulysses: heads for tokens"
@@ -462,12 +464,12 @@ class Sequence(Section):
     keep_attention: bool = Field(False, description="with recompute full: keep attention's output, so that no keys travel a second time")
 
     def heads_of(self, sp: int) -> int:
-        """How many neighbours on the sp axis trade heads for tokens."""
+        """Number of neighbours on the sp axis that trade heads for tokens."""
         return sp if self.kind == "ulysses" else self.heads if sp > 1 else 1
 
     @property
     def places(self) -> Literal["contiguous", "striped", "zigzag"]:
-        """The order, chosen where it was not given."""
+        """The order of positions; chosen by the kind if the recipe gives none."""
         return self.order or ("zigzag" if self.kind == "ring" else "contiguous")
 
 
@@ -534,12 +536,12 @@ class Data(Section):
 
     @property
     def is_own(self) -> bool:
-        """Whether the samples are those of a user's program."""
+        """True if a user's program gives the samples."""
         return self.source == "given" or is_plugin(self.source)
 
     @property
     def name(self) -> str:
-        """What the text is, in a few words."""
+        """Name of the text, for reports: its path, its sources' paths, or its source."""
         return self.path or ", ".join(source.path for source in self.sources) or self.source
 
 
@@ -554,7 +556,7 @@ class Kfac(Section):
 
 
 class Muon(Section):
-    """Settings of Muon: of matrices; embedding, head, router, gates and norms take AdamW's steps."""
+    """Settings of Muon, for matrices; embedding, head, router, gates and norms take AdamW's steps."""
 
     momentum: float = Field(0.95, ge=0, lt=1)
     nesterov: bool = True
@@ -581,7 +583,7 @@ class Sgd(Section):
 
 
 class Optimizer(Section):
-    """Which optimizer, its rate and its decay. No weight decay on norms, biases and the router."""
+    """The optimizer, its learning rate and its weight decay. No weight decay on norms, biases and the router."""
 
     kind: Literal["adamw", "kfac", "muon", "adafactor", "sgd", "given"] | Plugin = Field(
         "adamw",
@@ -604,12 +606,12 @@ class Optimizer(Section):
 
     @property
     def is_own(self) -> bool:
-        """Whether it is one of a user's program."""
+        """True if a user's program gives the optimizer."""
         return self.kind == "given" or is_plugin(self.kind)
 
 
 class Lora(Section):
-    """Adapters: two narrow matrices beside frozen ones, which begin as those of another run (--init_from)."""
+    """LoRA adapters: two narrow matrices for each frozen one. The frozen weights are loaded from another run (--init_from)."""
 
     rank: int = Field(0, ge=0, le=100_000, description="W + alpha / rank B A in the place of W; 0: none, and everything is trained")
     alpha: float = Field(16.0, gt=0, le=1e6)
@@ -674,16 +676,16 @@ class Run(Section):
 
     @property
     def least_vocab_size(self) -> int:
-        """The tokenizer's ids, and the objective's sentinels behind them."""
+        """Number of the tokenizer's ids and of the objective's sentinels after them."""
         return (256 if self.data.tokenizer == "bytes" else self.data.vocab_size) + self.num_sentinels
 
     @property
     def num_sentinels(self) -> int:
-        """How many ids at the end of the vocabulary stand for hidden spans."""
+        """Number of ids at the end of the vocabulary that stand for hidden spans."""
         return self.model.spans.num_spans if self.data.objective == "span_corruption" else 0
 
     def plugins(self) -> dict[str, str]:
-        """The user's own parts that the recipe names, by key."""
+        """Return the user's own parts that the recipe names, by key."""
         values = {
             "optimizer.kind": self.optimizer.kind,
             "optimizer.schedule": self.optimizer.schedule,
@@ -695,7 +697,7 @@ class Run(Section):
         return {key: value for key, value in values.items() if is_plugin(value)}
 
     def resolve(self, world_size: int) -> Run:
-        """The same run with `auto` degrees made numbers for so many processes."""
+        """Return the run with `auto` degrees replaced by numbers for `world_size` processes."""
         tp, sp = max(1, self.degrees.tp), max(1, self.degrees.sp)
         dp = max(1, world_size // max(1, self.degrees.pp * tp * sp)) if self.degrees.dp == "auto" else self.degrees.dp
         ep = self.degrees.ep
@@ -704,7 +706,7 @@ class Run(Section):
         return self.model_copy(update={"degrees": self.degrees.model_copy(update={"dp": dp, "ep": ep})})
 
     def tp_grid(self) -> tuple[int, int, int]:
-        """The ranks of tp as (depth, rows, columns). Raises BadInput where they make no grid of the kind that is named."""
+        """Return the ranks of tp as (depth, rows, columns). Raises BadInput if they make no grid of tensor.kind."""
         tp, tensor = self.degrees.tp, self.tensor
         if tp > 1 and tensor.kind in GRIDS:
             heads = self.model.num_kv_heads or self.model.num_heads
@@ -713,21 +715,21 @@ class Run(Section):
         return 1, tp, 1
 
     def sequence_parts(self) -> int:
-        """Into how many parts tp cuts what a data-parallel rank reads: 1, or the rows of all grids."""
+        """Number of shards into which tp cuts the sequences that a data-parallel rank reads: 1, or the rows of all grids."""
         depth, rows, _ = self.tp_grid()
         return depth * rows if self.tensor.kind in GRIDS else 1
 
     def dense_parts(self) -> int:
-        """Into how many parts tp cuts heads, hidden units and the vocabulary."""
+        """Number of shards into which tp cuts heads, hidden units and the vocabulary."""
         return 1 if self.tensor.kind == "copied" else self.degrees.tp if self.tensor.kind in LINES else self.tp_grid()[2]
 
     def head_copies(self) -> int:
-        """How many ranks of those that heads lie over hold the same key-value head: 1 where there are at least as many heads."""
+        """Number of ranks that hold the same key-value head, among the ranks that share heads: 1 unless heads are fewer than ranks."""
         heads, ways = self.model.num_kv_heads or self.model.num_heads, self.dense_parts()
         return ways // heads if self.tensor.kind != "dtensor" and ways > heads and ways % heads == 0 else 1
 
     def mesh_degrees(self) -> Degrees:
-        """The resolved degrees. Call `resolve` first."""
+        """Return the resolved degrees. Call `resolve` first: raises BadInput if one is still `auto`."""
         d = self.degrees
         if d.dp == "auto" or d.ep == "auto":
             raise BadInput("degrees", got="auto", needed="numbers", fix="call run.resolve(world_size) first")
