@@ -4,7 +4,7 @@
     function   the same shapes, but another function: a trained model would compute something else than it was trained for
     training   how training continues: its text, batches, optimizer, losses, drops, noise, dtypes
     cost       speed, memory, layout, checkpoints and records: the same losses, to rounding
-    name       stands for other keys, which are compared instead
+    name       replaced by other keys, which are compared instead
 
 "Function" is the model's output for a text in evaluation. So a training capacity is training, and an evaluation capacity function.
 """
@@ -119,7 +119,7 @@ def _values(run: Run) -> dict[str, Any]:
 def _function(run: Run) -> dict[str, Any]:
     """Return the values that decide the model's function, without keys that nothing reads."""
     values = _values(run)
-    values["router.bias_rate"] = None if run.router.spec.bias_rate is None else "a bias"  # a new bias starts at zero, so only losing one matters
+    values["router.bias_rate"] = None if run.router.spec.bias_rate is None else "a bias"  # it starts at zero: only losing one matters
     values["router.hash_table"] = None if run.router.spec.hash_table is None else "a table"  # moe/train/resume.py compares its contents
     values["experts.ffn"] = run.experts.ffn or run.model.ffn
     defaults = {NORM_EPS[kind] for kind in _norms(run)}

@@ -31,7 +31,7 @@ from parallel.files import read_text, user_path
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 PUBLISHED = "published"
-ALL = "all"  # stands for every section
+ALL = "all"  # names every section
 _HUB = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 ON_HUB = ", which is not here, and may be a model of the Hugging Face hub"
 _OWN_FOLDERS = ("runs", "recipes", PUBLISHED, "docs", "checkpoints")

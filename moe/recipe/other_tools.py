@@ -216,7 +216,7 @@ _FALSE = ("false", "0", "no", "off")
 
 @dataclass(frozen=True)
 class Meant:
-    """The meaning of a name: keys of a recipe with their values, one key in another unit, a flag, or nothing that has to be said."""
+    """Meaning of a name: keys of a recipe with their values, one key in another unit, a flag, or nothing to set."""
 
     keys: dict[str, Any] = field(default_factory=dict)
     unit: str | None = None
@@ -224,7 +224,7 @@ class Meant:
     needless: str | None = None
 
     def fix(self, value: Any, *, typed: bool) -> str:
-        """The advice. `typed`: on a command line, as flags with values; else for a recipe's file."""
+        """Return the advice. `typed`: for a command line, as flags with values; else for a recipe's file."""
         if self.flag is not None:
             return f"remove it, and give moe train {self.flag}"
         if self.unit is not None:
@@ -239,7 +239,7 @@ class Meant:
 
 
 def meant_by(name: str, value: Any = None, *, flags: Sequence[str] = ()) -> Meant | None:
-    """The meaning of another tool's name that was given with this value; None if no other tool has it. `flags`: of the verb, as --out."""
+    """Return the meaning of another tool's name with this value; None if no other tool has it. `flags`: of the verb, such as --out."""
     rows = _table().get(name.lower().replace("-", "_"), [])
     if (flag := next((here for kind, here in rows if kind == "flag" and here in flags), None)) is not None:
         return Meant(flag=flag)
@@ -254,7 +254,7 @@ def meant_by(name: str, value: Any = None, *, flags: Sequence[str] = ()) -> Mean
 
 
 def in_our_words(key: str, value: Any) -> Any:
-    """A key's value as recipes write it, where another tool writes another word, or the same one in capitals."""
+    """Return a key's value as recipes write it, if another tool has another word for it, or the same one in capitals."""
     if key not in WORDS or not isinstance(value, str | int):
         return value
     lower = str(value).lower()
@@ -262,7 +262,7 @@ def in_our_words(key: str, value: Any) -> Any:
 
 
 def first_leaf(value: Any) -> tuple[str, Any]:
-    """The path to the first value in nested mappings, with a dot before each name, and that value."""
+    """Return the path to the first value in nested mappings, with a dot before each name, and the value."""
     path = ""
     while isinstance(value, dict) and value:
         name, value = next(iter(value.items()))
@@ -272,7 +272,7 @@ def first_leaf(value: Any) -> tuple[str, Any]:
 
 @cache
 def _table() -> dict[str, list[tuple[str, str]]]:
-    """The rows of all tables by the other tool's name: (kind, name here)."""
+    """Return the rows of all tables by the other tool's name: (kind, name here)."""
     table: dict[str, list[tuple[str, str]]] = {}
     tables = {"key": KEYS, "switch": SWITCHES, "others": WITH_OTHERS, "unit": OTHER_UNITS, "needless": NEEDLESS, "flag": FLAGS}
     for kind, rows in tables.items():

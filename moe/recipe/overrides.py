@@ -37,7 +37,7 @@ def take_overrides(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
 
 
 def whole(value: Any) -> Any:
-    """The number of a text that is a whole number with an exponent, 1e3 or 2.5e4; any other value as it is."""
+    """Return the number for text that is a whole number with an exponent, such as 1e3 or 2.5e4; any other value unchanged."""
     if not isinstance(value, str) or _POWER.fullmatch(value) is None or not float(value).is_integer():
         return value
     return int(float(value))

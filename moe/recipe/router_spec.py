@@ -60,39 +60,37 @@ class RouterSpec:
 
     num_choices: Annotated[int, Key("experts of a token", above=0)]
     input_norm: Annotated[
-        Literal["none", "rmsnorm"], Key("of the router's input, with a gain; experts read the input as it is (Gemma 4)")
+        Literal["none", "rmsnorm"], Key("norm of the router's input, with a gain; experts read the input without it (Gemma 4)")
     ] = "none"
     logits: Annotated[Literal["linear", "affine"], Key("W x, or W x + b with a learned b")] = "linear"
     logit_cap: Annotated[float | None, Key("c of c tanh(l / c), which bounds logits; null: none", least=1e-3)] = None
-    score: Annotated[Literal["softmax", "sigmoid", "sqrt_softplus"] | Plugin, Key("of a logit")] = "softmax"
+    score: Annotated[Literal["softmax", "sigmoid", "sqrt_softplus"] | Plugin, Key("function from a logit to a score")] = "softmax"
     softmax_over: Annotated[Literal["all", "chosen"], Key("all experts, or the chosen ones after selection")] = "all"
     jitter: Annotated[float, Key("the router's input times uniform(1 - jitter, 1 + jitter), train only", least=0, below=1)] = 0.0
     noise: Annotated[Literal["none", "gumbel", "noisy_top_k"], Key("on logits, train only")] = "none"
     select: Annotated[
-        Literal["top_k", "group_limited", "expert_choice", "hash", "sinkhorn", "sparsemixer"] | Plugin, Key("who is chosen")
+        Literal["top_k", "group_limited", "expert_choice", "hash", "sinkhorn", "sparsemixer"] | Plugin, Key("method that selects experts")
     ] = "top_k"
     hash_table: Annotated[
         str | None, Key("of hash: a JSON file with each token id's experts (moe hash-table makes one); null: a hash of id and layer")
     ] = None
     mixer_margin: Annotated[
-        float, Key("of sparsemixer: experts may be drawn whose logit is below the best by at most twice this share of it", above=0)
+        float, Key("of sparsemixer: an expert may be drawn if its logit is below the best by at most twice this share of it", above=0)
     ] = 0.01
-    expert_groups: Annotated[int, Key("of group_limited: equal runs of experts", above=0)] = 1
-    top_groups: Annotated[int, Key("of group_limited: runs a token may choose from", above=0)] = 1
-    group_score: Annotated[Literal["two_best", "best"], Key("of group_limited: a run is as good as these of its experts together")] = (
+    expert_groups: Annotated[int, Key("of group_limited: number of equal groups of consecutive experts", above=0)] = 1
+    top_groups: Annotated[int, Key("of group_limited: number of groups that a token may choose from", above=0)] = 1
+    group_score: Annotated[Literal["two_best", "best"], Key("of group_limited: experts with scores that sum to a group's score")] = (
         "two_best"
     )
     second: Annotated[Literal["always", "random"], Key("the second of top-2; random: with probability 2 g_2")] = "always"
     bias_rate: Annotated[float | None, Key("step of the selection bias (aux-loss-free balance); null: no bias", least=0, most=10)] = None
-    gates: Annotated[Literal["as_is", "before_drop", "after_drop"], Key("when gates are made to sum to 1")] = "as_is"
+    gates: Annotated[Literal["as_is", "before_drop", "after_drop"], Key("step at which gates are made to sum to 1; as_is: never")] = "as_is"
     gate_scale: Annotated[float, Key("factor on all gates", least=1e-6, most=1e6)] = 1.0
-    expert_scale: Annotated[Literal["none", "learned"], Key("what gates are multiplied with: a number of each expert (Gemma 4)")] = "none"
-    gate_on: Annotated[Literal["output", "input"], Key("what a gate is multiplied with: what its expert gives, or what it reads")] = (
-        "output"
-    )
+    expert_scale: Annotated[Literal["none", "learned"], Key("factor on gates: a learned number of each expert (Gemma 4)")] = "none"
+    gate_on: Annotated[Literal["output", "input"], Key("tensor that a gate multiplies: its expert's output or input")] = "output"
     group: Annotated[
         Literal["sequence", "rank"] | int,
-        Key("tokens that share a capacity: one sequence, n sequences, or all that a rank holds (not layout-free)", above=0),
+        Key("tokens that share a capacity: one sequence, n sequences, or all of a rank (not layout-free)", above=0),
     ] = "sequence"
     capacity_factor: Annotated[float | None, Key("null: dropless", above=0)] = None
     eval_capacity_factor: Annotated[float | None, Key("null: dropless", above=0)] = None
@@ -100,16 +98,16 @@ class RouterSpec:
     capacity_counts: Annotated[Literal["choices", "tokens"], Key("whether k is a factor of the capacity")] = "choices"
     capacity_rounding: Annotated[Literal["ceil", "floor", "round"], Key()] = "ceil"
     capacity_multiple: Annotated[int, Key("slots are rounded up to a multiple of it", above=0)] = 1
-    drop: Annotated[Literal["position", "lowest_gate", "random"], Key("who has no slot")] = "position"
+    drop: Annotated[Literal["position", "lowest_gate", "random"], Key("choices that get no slot")] = "position"
     queue: Annotated[Literal["choices_first", "tokens_first"], Key("all first choices before second ones, or not")] = "choices_first"
     balance_weight: Annotated[float, Key("Switch eq. 4, summed over layers", least=0, most=1e9)] = 0.0
     balance_counts: Annotated[
         Literal["all", "first", "unbiased"],
-        Key("what counts as load: all choices, the first (GShard), or the top k of all scores without bias or groups (DeepSeek-V3)"),
+        Key("choices counted as load: all, the first (GShard), or the top k of all scores without bias or groups (DeepSeek-V3)"),
     ] = "all"
     balance_scope: Annotated[
         Literal["sequence", "micro_batch", "global_batch"],
-        Key("tokens over which balance is asked: a capacity group, a rank's micro-batch (not layout-free) or a step"),
+        Key("tokens over which load should be even: a capacity group, a rank's micro-batch (not layout-free) or a step"),
     ] = "sequence"
     importance_weight: Annotated[float, Key("squared variation of the experts' gates (Shazeer et al. 2017)", least=0, most=1e9)] = 0.0
     load_weight: Annotated[

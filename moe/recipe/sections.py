@@ -98,23 +98,25 @@ class Section(BaseModel):
 class Rope(Section):
     """Rotary positions: the angle by which channels turn, and its stretch to sequences longer than in training."""
 
-    base: float = Field(10_000.0, gt=1, description="the pair of channels i of C / 2 turns by place / base^(2 i / C)")
+    base: float = Field(10_000.0, gt=1, description="channel pair i of C / 2 turns by position / base^(2 i / C)")
     scaling: Literal["none", "linear", "ntk", "dynamic", "llama3", "yarn"] = Field(
         "none",
-        description="linear: all turn slower by factor; ntk: the slowest do, by a larger base; dynamic: so beyond trained_length, by each "
-        "sequence's length; llama3, yarn: only those that are slow in trained_length",
+        description="linear: all pairs turn slower by factor; ntk: mainly the slowest, by a larger base; dynamic: ntk beyond "
+        "trained_length, by each sequence's length; llama3, yarn: only pairs that turn slowly in trained_length",
     )
-    factor: float = Field(1.0, ge=1, description="of scaling: how much longer sequences are")
-    trained_length: int | None = Field(None, gt=0, description="of dynamic, llama3 and yarn: the length before the stretch")
-    low: float = Field(1.0, gt=0, description="of llama3 and yarn: a pair that turns fewer times in trained_length is slowed by factor")
-    high: float | None = Field(None, gt=0, description="a pair that turns more often stays as it is; null: 4 for llama3, 32 for yarn")
-    whole_pairs: bool = Field(True, description="of yarn: the two ends are rounded outwards to whole pairs; GPT-OSS: false")
-    mscale: float = Field(1.0, ge=0, description="of yarn: cos and sin times 0.1 mscale ln(factor) + 1, over the same of mscale_all")
+    factor: float = Field(1.0, ge=1, description="of scaling: factor by which sequences are longer")
+    trained_length: int | None = Field(None, gt=0, description="of dynamic, llama3 and yarn: sequence length before the stretch")
+    low: float = Field(1.0, gt=0, description="of llama3 and yarn: a pair with fewer turns in trained_length is slowed by factor")
+    high: float | None = Field(None, gt=0, description="a pair with more turns stays unchanged; null: 4 for llama3, 32 for yarn")
+    whole_pairs: bool = Field(True, description="of yarn: both limits are rounded outwards to whole pairs; GPT-OSS: false")
+    mscale: float = Field(1.0, ge=0, description="of yarn: cos and sin times (0.1 mscale ln(factor) + 1) / (0.1 mscale_all ln(factor) + 1)")
     mscale_all: float = Field(
         0.0, ge=0, description="of yarn with latents: logits times the square of 0.1 mscale_all ln(factor) + 1 (DeepSeek)"
     )
     pairs: Literal["halves", "neighbours"] = Field("halves", description="channels that turn together: i and i + C / 2, or 2 i and 2 i + 1")
-    fraction: float = Field(1.0, gt=0, le=1, description="of a head's channels, the first ones turn: C is so many of them (GLM-4.5: 0.5)")
+    fraction: float = Field(
+        1.0, gt=0, le=1, description="share of a head's channels that turn, the first ones; C is their number (GLM-4.5: 0.5)"
+    )
 
     def turning(self, channels: int) -> int:
         """Number of a head's channels that turn: rounded down, as transformers does."""
@@ -157,24 +159,30 @@ class Swiglu(Section):
 class Scales(Section):
     """Factors on a model's activations (Granite), with which a small model's learning rate also fits a large one."""
 
-    embedding: float = Field(1.0, ge=1e-6, le=1e6, description="on what the embedding gives (Granite)")
-    residual: float = Field(1.0, ge=1e-6, le=1e6, description="on what attention, network and experts add to the stream")
+    embedding: float = Field(1.0, ge=1e-6, le=1e6, description="factor on the embedding's output (Granite)")
+    residual: float = Field(
+        1.0, ge=1e-6, le=1e6, description="factor on the outputs of attention, network and experts before they are added"
+    )
     attention: float | None = Field(None, ge=1e-6, le=1e6, description="on attention's logits; null: 1 / sqrt(channels of a head)")
-    head: float = Field(1.0, ge=1e-6, le=1e6, description="logits of the vocabulary are divided by it")
+    head: float = Field(1.0, ge=1e-6, le=1e6, description="divisor of the vocabulary's logits")
 
 
 class Latent(Section):
     """Multi-head latent attention (DeepSeek-V2): keys and values of all heads are computed from one small vector a token."""
 
-    key_rank: int | None = Field(None, gt=0, description="channels of that vector; null: attention with keys and values of its own")
-    query_rank: int | None = Field(None, gt=0, description="channels of another one, of which queries are made; null: of the token itself")
-    rotary_size: int | None = Field(None, gt=0, description="channels of a head that turn, beside head_size; null: half of head_size")
+    key_rank: int | None = Field(None, gt=0, description="channels of the latent vector; null: attention without latents")
+    query_rank: int | None = Field(
+        None, gt=0, description="channels of a second latent, for queries; null: queries come from the token itself"
+    )
+    rotary_size: int | None = Field(
+        None, gt=0, description="channels of a head that turn, in addition to head_size; null: half of head_size"
+    )
     value_size: int | None = Field(None, gt=0, description="channels of a head's values; null: head_size")
 
 
 @dataclass(frozen=True)
 class LatentSizes:
-    """Channels: of the latent, and of a head's queries and keys, `content` and `rotary`, and values."""
+    """Channels of the latent (`rank`), of a head's queries and keys (`content` + `rotary`), and of its values (`value`)."""
 
     rank: int
     content: int
@@ -191,8 +199,10 @@ class Model(Section):
 
     kind: Literal["decoder", "encoder_decoder"] = Field("decoder", description="encoder_decoder: as T5 and Switch, with data.objective")
     vocab_size: int | None = Field(None, gt=0, description="null: the tokenizer's, and the objective's sentinels")
-    num_layers: int = Field(4, gt=0, le=10_000, description="of encoder_decoder: those of both halves, the encoder's first")
-    encoder_layers: int | None = Field(None, gt=0, le=10_000, description="of encoder_decoder: so many of num_layers; null: half of them")
+    num_layers: int = Field(4, gt=0, le=10_000, description="of encoder_decoder: layers of both halves, the encoder's first")
+    encoder_layers: int | None = Field(
+        None, gt=0, le=10_000, description="of encoder_decoder: the encoder's part of num_layers; null: half"
+    )
     d_model: int = Field(256, gt=0)
     num_heads: int = Field(4, gt=0)
     num_kv_heads: int | None = Field(None, gt=0, description="grouped-query attention; null: as many as num_heads")
@@ -205,15 +215,17 @@ class Model(Section):
     qk_norm: Literal["none", "heads", "whole"] = Field(
         "none", description="RMSNorm of queries and of keys: of each head (Qwen3), or of all heads' channels together (OLMoE)"
     )
-    qkv_bias: bool = Field(False, description="a bias behind the products that make queries, keys and values (Qwen2)")
+    qkv_bias: bool = Field(False, description="a bias after the products for queries, keys and values (Qwen2)")
     clip_qkv: float | None = Field(
         None, ge=1e-3, description="queries, keys and values are kept within +-this (OLMo, DBRX); null: as they are"
     )
-    out_bias: bool = Field(False, description="a bias behind attention's last product (GPT-OSS)")
+    out_bias: bool = Field(False, description="a bias after attention's last product (GPT-OSS)")
     attention_sinks: bool = Field(
-        False, description="a learned logit a head, which takes a share of the softmax and gives nothing (GPT-OSS)"
+        False, description="a learned logit a head, which takes a share of the softmax and adds no value (GPT-OSS)"
     )
-    sliding_window: int | None = Field(None, gt=0, description="a token sees so many, itself and those before it (Mistral); null: all")
+    sliding_window: int | None = Field(
+        None, gt=0, description="number of tokens that a token sees, itself the last (Mistral); null: all before it"
+    )
     sliding_layers: tuple[int, ...] | None = Field(None, description="layers with sliding_window by number; null: all")
     positions: Literal["rotary", "t5"] = Field("rotary", description="t5: relative position bias, 32 buckets")
     rope: Rope = Rope()
@@ -222,16 +234,18 @@ class Model(Section):
     logit_cap: float | None = Field(
         None, ge=1e-3, le=1e6, description="c of c tanh(l / c), which bounds the vocabulary's logits (Gemma 2); null: none"
     )
-    document_mask: bool = Field(False, description="attention sees the tokens of its own document alone, where a sequence packs several")
+    document_mask: bool = Field(False, description="attention sees only tokens of the same document, if a sequence packs several")
     document_separator: int | None = Field(
         None, ge=0, description="the id that begins a document for document_mask; null: the project's own, 0"
     )
-    max_length: int = Field(256, gt=0, le=2**30, description="tokens in one sequence; of encoder_decoder: those that the encoder reads")
+    max_length: int = Field(256, gt=0, le=2**30, description="tokens in one sequence; of encoder_decoder: tokens that the encoder reads")
     moe_every: int = Field(0, ge=0, description="every n-th layer, of each half, has experts (2: layers 1, 3, ...); 0: dense")
     moe_layers: tuple[int, ...] | None = Field(None, description="layers with experts by number, instead of moe_every")
     tied_embeddings: bool = True
-    ahead: int = Field(0, ge=0, le=16, description="so many tokens after the next one are predicted too, in training (DeepSeek-V3: 1)")
-    ahead_weight: float = Field(0.3, ge=0, le=1e6, description="of their loss; DeepSeek-V3: 0.3, later 0.1")
+    ahead: int = Field(
+        0, ge=0, le=16, description="multi-token prediction in training: tokens predicted after the next one (DeepSeek-V3: 1)"
+    )
+    ahead_weight: float = Field(0.3, ge=0, le=1e6, description="weight of the multi-token prediction loss; DeepSeek-V3: 0.3, later 0.1")
     dropout: float = Field(0.0, ge=0, lt=1)
     init_scale: float = Field(1.0, ge=1e-12, le=1e6, description="s of sigma = sqrt(s / fan_in), truncated normal; Switch: 0.1")
 
@@ -302,15 +316,15 @@ class Experts(Section):
     num_experts: int | tuple[int, ...] = Field(8, description="a list (pyramid): one number for each layer with experts, in order")
     d_ff: int | None = Field(None, gt=0, description="null: model.d_ff")
     ffn: Literal["relu", "gelu", "geglu", "swiglu"] | None = Field(None, description="null: model.ffn")
-    skip: int = Field(0, ge=0, le=100_000, description="choices beside the experts that give the token back as it is (LongCat-Flash)")
-    zero: int = Field(0, ge=0, le=100_000, description="choices beside the experts that give nothing (MoE++)")
-    biases: bool = Field(False, description="behind the products of each expert (GPT-OSS)")
+    skip: int = Field(0, ge=0, le=100_000, description="choices in addition to the experts that return the token unchanged (LongCat-Flash)")
+    zero: int = Field(0, ge=0, le=100_000, description="choices in addition to the experts that add nothing (MoE++)")
+    biases: bool = Field(False, description="biases after the products of each expert (GPT-OSS)")
     shared: int = Field(0, ge=0, description="experts that every token passes, as one wider network")
     shared_d_ff: int | None = Field(None, gt=0, description="hidden width of one shared expert; null: of an expert")
     shared_gate: bool = Field(False, description="the shared network times sigmoid(w x), as in Qwen2-MoE")
-    residual: bool = Field(False, description="a dense network beside the experts, mixed with them by a learned softmax (PR-MoE)")
+    residual: bool = Field(False, description="a dense network in each MoE layer, mixed with its experts by a learned softmax (PR-MoE)")
     dropout: float = Field(0.0, ge=0, lt=1, description="inside the experts; Switch fine-tunes with 0.4")
-    rebalance_every: int = Field(0, ge=0, description="steps between moves of experts to even out the ranks' load; 0: never")
+    rebalance_every: int = Field(0, ge=0, description="steps between moves of experts that even out the ranks' load; 0: never")
     kernels: Literal["auto", "reference", "cpu", "triton"] = "auto"
 
     @field_validator("num_experts")
@@ -382,7 +396,7 @@ if TYPE_CHECKING:
         def __getattr__(self, name: str) -> Any: ...
 
 else:
-    _NONCAUSAL = Field(False, description="train a router whose choices for a token depend on later tokens")
+    _NONCAUSAL = Field(False, description="train a router that looks at later tokens when it chooses")
     Router = create_model(
         "Router", __base__=_RouterSection, __doc__=_RouterSection.__doc__, **_router_keys(), allow_noncausal=(bool, _NONCAUSAL)
     )
@@ -392,9 +406,11 @@ class Dispatch(Section):
     """How rows are sent to the ranks that hold their experts, and back. All kinds give the same numbers."""
 
     kind: Literal["auto", "all_to_all", "padded", "all_gather", "hierarchical"] | Plugin = Field(
-        "auto", description="auto: all_to_all; where one rank holds every expert, nothing travels whatever is set"
+        "auto", description="auto: all_to_all; if one rank holds every expert, no rows are sent whatever is set"
     )
-    overlap_chunks: int = Field(1, gt=0, description="of all_to_all: so many runs of the experts held; one computes, the next travels")
+    overlap_chunks: int = Field(
+        1, gt=0, description="of all_to_all: chunks of the held experts; one is computed while the next is exchanged"
+    )
     node_size: int | None = Field(None, gt=0, description="of hierarchical: ranks of the ep axis that share a node")
 
 
@@ -405,30 +421,32 @@ class Parallel(Section):
     ep: int | Literal["auto"] = "auto"
     etp: int = Field(1, description="ranks that share each expert's matrices, split by hidden units")
     tp: int = Field(1, description="tensor parallelism: ranks that share each dense layer's matrices, as tensor.kind says")
-    sp: int = Field(1, description="ranks that each hold a part of every sequence: section sequence says how they attend")
-    pp: int = Field(1, description="stages' ranks of the pipeline")
+    sp: int = Field(1, description="sequence parallelism: ranks that each hold a shard of every sequence (section sequence)")
+    pp: int = Field(1, description="pipeline parallelism: ranks that each hold one or more stages")
 
 
 class Offload(Section):
     """The place of states that do not stay on the device."""
 
-    optimizer: Literal["none", "cpu", "nvme"] = Field("none", description="master weights and moments: of zero; nvme: stage 3")
-    parameters: Literal["none", "cpu", "nvme"] = Field("none", description="a rank's part of the working weights: of zero stage 3")
+    optimizer: Literal["none", "cpu", "nvme"] = Field(
+        "none", description="of zero: optimizer states, which are master weights and moments; nvme: stage 3"
+    )
+    parameters: Literal["none", "cpu", "nvme"] = Field("none", description="of zero stage 3: a rank's shard of the working weights")
     path: str | None = Field(None, description="of nvme: a folder on the disk")
 
 
 class Sharding(Section):
     kind: Literal["dp", "ddp", "fsdp", "zero"] = "ddp"
     replicas: int = Field(
-        2, gt=1, description="of dp: copies of the model in the one process, each on a GPU of its own where there are enough"
+        2, gt=1, description="of dp: copies of the model in the one process, each on a GPU of its own if there are enough"
     )
-    stage: Literal[0, 1, 2, 3] = Field(1, description="of zero: shards nothing, the optimizer's state, gradients too, weights too")
-    engine: Literal["auto", "deepspeed", "fsdp"] = Field("auto", description="of zero: who carries the stage out")
+    stage: Literal[0, 1, 2, 3] = Field(1, description="of zero: 0 shards nothing, 1 optimizer states, 2 gradients too, 3 weights too")
+    engine: Literal["auto", "deepspeed", "fsdp"] = Field("auto", description="of zero: engine that carries the stage out")
     offload: Offload = Offload()
     reshard: bool = Field(
-        True, description="of fsdp: free gathered weights after the forward pass and gather them again for the backward one"
+        True, description="of fsdp: free gathered weights after the forward pass and gather them again for the backward pass"
     )
-    prefetch: int = Field(1, ge=0, description="of fsdp: blocks that are gathered ahead of the one that runs")
+    prefetch: int = Field(1, ge=0, description="of fsdp: number of blocks gathered ahead of the running one")
     allow_slow: bool = Field(False, description="of fsdp and zero 2, 3 with degrees.pp above 1: run it, by FSDP without reshard")
 
 
@@ -439,15 +457,15 @@ class Tensor(Section):
         "weights and activations in blocks; dtensor: 1d by torch's DTensor; copied: each rank of tp has all weights and "
         "the same tokens, a check of engines",
     )
-    depth: int | None = Field(None, gt=0, description="of 2.5d: how many grids of q x q ranks; null: the smallest number above 1")
+    depth: int | None = Field(None, gt=0, description="of 2.5d: number of grids of q x q ranks; null: the smallest above 1")
     sequence_parallel: bool = Field(
         False,
-        description="of 1d and dtensor: between layers each rank of tp has a slice of every sequence, so norms and dropout too",
+        description="of 1d and dtensor: between layers, in norms and dropout too, each rank of tp has a shard of every sequence",
     )
     overlap_chunks: int = Field(
         1,
         gt=0,
-        description="of 1d: tokens of a layer's products are cut into so many runs; one is computed, another is summed or gathered",
+        description="of 1d: chunks of tokens in a layer's products; one is computed while another is summed or gathered",
     )
 
 
@@ -455,13 +473,13 @@ class Sequence(Section):
     """Sequence parallelism over degrees.sp ranks: the positions that each rank holds, and the method of attention."""
 
     kind: Literal["ring", "lightseq", "colossal_ring", "ulysses"] = Field(
-        "ring", description="ring: keys go round; lightseq: idle ranks help; colossal_ring: whole scores; ulysses: heads for tokens"
+        "ring", description="ring: keys go round; lightseq: idle ranks help; colossal_ring: whole scores; ulysses: ranks trade heads"
     )
     order: Literal["contiguous", "striped", "zigzag"] | None = Field(
-        None, description="which places a rank holds; null: zigzag for ring, so that all ranks work alike, and else contiguous"
+        None, description="positions that a rank holds; null: zigzag for ring, which gives ranks equal work, else contiguous"
     )
-    heads: int = Field(1, gt=0, description="of degrees.sp, so many neighbours trade heads for tokens inside the ring; ulysses: all")
-    keep_attention: bool = Field(False, description="with recompute full: keep attention's output, so that no keys travel a second time")
+    heads: int = Field(1, gt=0, description="number of neighbours on sp that trade heads for tokens inside the ring; ulysses: all")
+    keep_attention: bool = Field(False, description="with recompute full: keep attention's output, so that keys are not sent a second time")
 
     def heads_of(self, sp: int) -> int:
         """Number of neighbours on the sp axis that trade heads for tokens."""
@@ -477,20 +495,22 @@ class Pipeline(Section):
     """Layers cut into stages on degrees.pp ranks. Without stages only `microbatches` has an effect."""
 
     schedule: str = Field("1f1b", description="a name that moe simulate lists, or a file of actions, *.csv")
-    microbatches: int = Field(1, gt=0, le=100_000, description="each rank's share of the batch is cut into so many; gradients accumulate")
-    chunks: int | None = Field(None, gt=0, le=10_000, description="stages a rank; null: the schedule's own, 2 where it is a choice")
-    layers: tuple[int, ...] | None = Field(None, description="of each stage; null: cut by FLOPs")
+    microbatches: int = Field(1, gt=0, le=100_000, description="micro-batches in each rank's share of the batch; gradients accumulate")
+    chunks: int | None = Field(None, gt=0, le=10_000, description="stages of a rank; null: the schedule's own number, 2 if it can vary")
+    layers: tuple[int, ...] | None = Field(None, description="number of layers of each stage; null: cut by FLOPs")
     drain_every: int = Field(16, gt=0, le=1000, description="of pipedream and two_bw: steps between two drains")
     vertical_sync: bool = Field(False, description="of pipedream: every stage reads the version that the first one reads")
-    pipelines: int | None = Field(None, gt=1, description="of chimera: through the same ranks, half of them each way; null: 2")
-    energy_plan: str | None = Field(None, description="a file by moe energy --out: its order, and its clocks where NVML may set them")
+    pipelines: int | None = Field(
+        None, gt=1, description="of chimera: pipelines through the same ranks, half of them in each direction; null: 2"
+    )
+    energy_plan: str | None = Field(None, description="a file by moe energy --out: its order, and its clocks if NVML may set them")
 
 
 class Tiling(Section):
     """Large matrices cut into tiles, each a separate parameter that an engine gathers, steps and frees on its own."""
 
-    ffn: int = Field(1, gt=0, description="of feed-forward networks and experts, by hidden units")
-    head: int = Field(1, gt=0, description="of the embedding table and the vocabulary projection, by tokens of the vocabulary")
+    ffn: int = Field(1, gt=0, description="tiles of feed-forward networks and experts, by hidden units")
+    head: int = Field(1, gt=0, description="tiles of the embedding table and the vocabulary projection, by tokens of the vocabulary")
 
 
 class Recompute(Section):
@@ -498,7 +518,7 @@ class Recompute(Section):
 
     kind: Literal["none", "full", "selective"] = Field("none", description="full: whole blocks; selective: their feed-forward or MoE part")
     every: int = Field(1, gt=0, description="of every n-th block (2: blocks 0, 2, ...)")
-    loss_chunks: int = Field(1, gt=0, description="logits and cross-entropy in so many runs of tokens, computed again in the backward pass")
+    loss_chunks: int = Field(1, gt=0, description="chunks of tokens for logits and cross-entropy, computed again in the backward pass")
 
     def of_layer(self, layer: int) -> Literal["none", "full", "selective"]:
         return self.kind if layer % self.every == 0 else "none"
@@ -527,11 +547,11 @@ class Data(Section):
     path: str | None = Field(None, description="a file or folder of text, JSONL, Parquet or Arrow, also .gz or .zst; of ids: *.bin")
     sources: tuple[Source, ...] = Field((), description="instead of path: several, as {path, weight} or {path, weight, text_key}")
     text_key: str = Field("text", description="the field of a JSONL line, or the column of a table, that holds the text")
-    tokenizer: Literal["bytes", "bpe", "ids"] = Field("bytes", description="ids: there is no text, but token ids that are made already")
+    tokenizer: Literal["bytes", "bpe", "ids"] = Field("bytes", description="ids: the data are token ids, not text")
     vocab_size: int = Field(4096, gt=0, description="of bpe, above 256; and of ids")
     validation_share: float = Field(0.05, gt=0, lt=1, description="of the files")
     objective: Literal["next_token", "span_corruption"] = Field(
-        "next_token", description="span_corruption: an encoder reads a text with spans hidden, a decoder writes what they hide (T5)"
+        "next_token", description="span_corruption: an encoder reads a text with hidden spans, a decoder writes the hidden tokens (T5)"
     )
 
     @property
@@ -548,10 +568,10 @@ class Data(Section):
 class Kfac(Section):
     """Settings of K-FAC: how its factors are estimated and damped."""
 
-    damping: float = Field(0.3, gt=0, le=1e6, description="added to each factor, whose mean eigenvalue is 1: its square root")
-    ema: float = Field(0.5, ge=0, lt=1, description="what remains of the old factors at a refresh")
-    refresh_every: int = Field(5, gt=0, description="steps from one taking of factors to the next; inverses are stale between")
-    delay: int = Field(0, ge=0, description="steps until new inverses are used: time in which bubbles can do the work")
+    damping: float = Field(0.3, gt=0, le=1e6, description="its square root is added to each factor, scaled to mean eigenvalue 1")
+    ema: float = Field(0.5, ge=0, lt=1, description="share of the old factors that is kept at a refresh")
+    refresh_every: int = Field(5, gt=0, description="steps from one update of factors to the next; inverses are stale between")
+    delay: int = Field(0, ge=0, description="steps until new inverses are used, so that pipeline bubbles can compute them")
     experts: bool = Field(True, description="false: experts' matrices take AdamW's steps")
 
 
@@ -562,7 +582,7 @@ class Muon(Section):
     nesterov: bool = True
     iterations: int = Field(5, gt=0, le=100, description="of Newton-Schulz")
     scale: Literal["rms", "spectral"] = Field("rms", description="rms: steps as large as AdamW's; spectral: sqrt(max(1, out / in))")
-    lr_factor: float = Field(1.0, gt=0, le=1e6, description="times optimizer.lr: the rate of matrices")
+    lr_factor: float = Field(1.0, gt=0, le=1e6, description="factor on optimizer.lr for matrices")
 
 
 class Adafactor(Section):
@@ -613,10 +633,10 @@ class Optimizer(Section):
 class Lora(Section):
     """LoRA adapters: two narrow matrices for each frozen one. The frozen weights are loaded from another run (--init_from)."""
 
-    rank: int = Field(0, ge=0, le=100_000, description="W + alpha / rank B A in the place of W; 0: none, and everything is trained")
+    rank: int = Field(0, ge=0, le=100_000, description="W + alpha / rank B A replaces W; 0: no adapters, all weights are trained")
     alpha: float = Field(16.0, gt=0, le=1e6)
     targets: Annotated[tuple[Literal["attention", "experts", "dense"], ...], OneOrMore] = Field(
-        ("attention",), description="whose matrices; dense: networks that are no experts, shared and residual ones too"
+        ("attention",), description="modules that get adapters; dense: networks that are no experts, shared and residual ones too"
     )
 
     @property
@@ -631,23 +651,25 @@ class Train(Section):
     eval_sequences: int = Field(64, gt=0)
     save_every: int = Field(100, ge=0, description="steps; 0: only at the end")
     keep: int = Field(2, gt=0, description="newest checkpoints kept")
-    save_mode: Literal["sync", "async"] = Field("sync", description="async: steps go on while a copy in host memory is written")
-    grace_s: float = Field(600.0, ge=1, le=86_400, description="after a signal the ranks have so many seconds to end their step and save")
+    save_mode: Literal["sync", "async"] = Field("sync", description="async: steps continue while a copy in host memory is written")
+    grace_s: float = Field(600.0, ge=1, le=86_400, description="seconds that ranks have after a signal to end their step and save")
     timeout_s: float | None = Field(
-        None, ge=1, le=86_400, description="a rank that waits longer for others ends the run, on all ranks; default: gloo 120, NCCL 600"
+        None, ge=1, le=86_400, description="seconds that a rank waits for others before the run ends on all ranks; null: gloo 120, NCCL 600"
     )
     seed: int = Field(0, ge=0)
     audit_every: int = Field(
-        0, ge=0, description="steps between two that are computed twice and compare copies, to find silent corruption; 0: never"
+        0, ge=0, description="steps between audits, which compute a step twice and compare copies, to find silent corruption; 0: never"
     )
-    compile: bool = Field(False, description="norms, activations and the loss as kernels that torch's compiler makes in the first step")
+    compile: bool = Field(False, description="torch's compiler makes kernels for norms, activations and the loss in the first step")
     deterministic: bool = Field(False, description="the same run twice gives the same bits, or says what cannot")
-    on_nan: Literal["skip", "stop"] = Field("skip", description="a step whose gradient is not finite")
+    on_nan: Literal["skip", "stop"] = Field("skip", description="reaction to a gradient that is not finite")
     max_skips: int = Field(20, gt=0, description="skipped steps in a row before the run stops (dynamic loss scale: at its floor)")
-    sample_tokens: int = Field(160, ge=0, le=10_000, description="of a text that the model writes after the last step; 0: none")
-    measure_speed: bool = Field(True, description="after the last step: plain matrix products, for the share of their speed")
+    sample_tokens: int = Field(160, ge=0, le=10_000, description="tokens of a text that the model writes after the last step; 0: none")
+    measure_speed: bool = Field(
+        True, description="after the last step: time plain matrix products, to report the run's share of their speed"
+    )
     report: bool = Field(True, description="after the last step: pictures and page; false: moe report makes them")
-    trackers: Annotated[tuple[Literal["wandb", "trackio", "mlflow"], ...], OneOrMore] = Field((), description="beside TensorBoard")
+    trackers: Annotated[tuple[Literal["wandb", "trackio", "mlflow"], ...], OneOrMore] = Field((), description="in addition to TensorBoard")
 
 
 class Run(Section):
@@ -681,7 +703,7 @@ class Run(Section):
 
     @property
     def num_sentinels(self) -> int:
-        """Number of ids at the end of the vocabulary that stand for hidden spans."""
+        """Number of ids at the end of the vocabulary that mark hidden spans."""
         return self.model.spans.num_spans if self.data.objective == "span_corruption" else 0
 
     def plugins(self) -> dict[str, str]:
