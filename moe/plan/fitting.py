@@ -1,12 +1,12 @@
-"""A change of a recipe with which it fits: the first of a list, from what costs least time to what costs most.
+"""A change of a recipe with which it fits in memory: the first of a list that works, cheapest in time first.
 
     1  activations computed again: selective, full          4  2 or 3 and full recompute, with the smallest micro-batches
     2  smaller micro-batches                                5  4 with the loss in chunks
-    3  states sharded: ZeRO-1, 2, 3, FSDP                   6  5 with states in the host's memory, where that is another one
+    3  states sharded: ZeRO-1, 2, 3, FSDP                   6  5 with states in the host's memory, if the device has its own memory
     7  4 with the loss in chunks and shorter sequences
 
-Each is tried by the recipe's own checks and by the prediction, so the words that are printed work. Source of the order: the decision guide
-(parallel/plan/guide.py), and ZeRO-Infinity (arXiv 2104.07857), section 3, for the last.
+Each is tried by the recipe's own checks and by the prediction, so the printed flags work. Source of the order: the decision guide
+(parallel/plan/guide.py), and ZeRO-Infinity (arXiv 2104.07857), section 3, for step 6.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SHORTEST = 64  # tokens: shorter sequences are not proposed
 
 @dataclass(frozen=True)
 class Change:
-    """`run`: changed and checked; `words`: for the command line."""
+    """A change of a recipe. `run`: changed and checked; `words`: flags for the command line."""
 
     words: str
     run: Run
@@ -33,7 +33,7 @@ class Change:
 def change_that_fits(
     run: Run, world: int, *, fits: Callable[[Run], bool], checked: Callable[[Run, int], Run], has_gpus: bool
 ) -> Change | None:
-    """None if none of them makes it fit on as many ranks."""
+    """Return the first change with which the run fits on `world` ranks; None if there is none."""
     for values in _changes(run, has_gpus=has_gpus):
         try:
             changed = checked(with_values(run, values), world)

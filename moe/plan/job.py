@@ -1,4 +1,4 @@
-"""A recipe as the planner sees it: network_of(run) is what is trained, plan_of(run) how. Both without a model."""
+"""A recipe as the planner's input: network_of(run) is the model, plan_of(run) the way to train it. Neither builds the model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from parallel.plan.states import BF16, FP32, FP32_AND_COPY, MIXED, MIXED_FP32_GR
 
 
 def network_of(run: Run) -> Network:
-    """The recipe's model. Layers that have different numbers of experts count by their mean."""
+    """Return the recipe's model. Layers with different numbers of experts count by their mean."""
     m = run.model
     decoder = _decoder(run)
     if m.kind == "decoder":
@@ -45,7 +45,7 @@ def network_of(run: Run) -> Network:
 
 
 def _decoder(run: Run) -> Network:
-    """As if all its layers were a decoder's."""
+    """Return the network as if all its layers were a decoder's."""
     m = run.model
     return Network(
         layers=m.num_layers,
@@ -118,7 +118,7 @@ def _experts(run: Run) -> Experts | None:
 
 
 def plan_of(run: Run) -> Plan:
-    """How the recipe trains it. Call `run.resolve(world)` first."""
+    """Return the recipe's parallel plan. Call `run.resolve(world)` first."""
     d = run.mesh_degrees()
     replicas = d.dp * run.pipeline.microbatches
     return Plan(
@@ -151,7 +151,7 @@ def plan_of(run: Run) -> Plan:
 
 
 def stage_layers(run: Run) -> tuple[int, ...] | None:
-    """Layers of each stage where the recipe leaves them to the trainer, which cuts them by FLOPs; None without such stages."""
+    """Return the layers of each stage, cut by FLOPs as the trainer cuts them; None without a pipeline or with more stages than layers."""
     stages = run.mesh_degrees().pp * (1 if placed(run.pipeline.schedule) == "both_ways" else _chunks(run))
     if run.mesh_degrees().pp == 1 or stages > run.model.num_layers:
         return None
@@ -164,7 +164,7 @@ def _cut(costs: tuple[float, ...], stages: int) -> tuple[int, ...]:
 
 
 def _chunks(run: Run) -> int:
-    """Stages a rank: the recipe's, else the schedule's own; of an order in a file as many as pipeline.layers says."""
+    """Number of stages of a rank: the recipe's, else the schedule's own. For an order in a file, pipeline.layers decides."""
     p, pp = run.pipeline, run.degrees.pp
     if pp == 1:
         return p.chunks or 1
@@ -179,16 +179,18 @@ def _engine(run: Run) -> Any:
 
 
 def _storage(run: Run) -> Storage:
-    """With what the recipe's optimizer keeps in the place of AdamW's moments."""
+    """Return the bytes of parameters, gradients and optimizer states, with the states that the recipe's optimizer keeps."""
     storage, (dense, expert) = _with_adam(run), optimizer_bytes(run)
     if run.optimizer.kind in ("adamw", "kfac"):
         return storage
-    other = storage.optimizer - (4 if storage is BF16 else 8)  # a master copy, where there is one
+    other = storage.optimizer - (4 if storage is BF16 else 8)  # the bytes of a master copy, if the storage has one
     return replace(storage, optimizer=other + dense, of_experts=other + expert)
 
 
 def _with_adam(run: Run) -> Storage:
-    """Parameters are stored in `master`; DeepSpeed's engine keeps another copy, and its own in 16 bits where it computes in them."""
+    """Return the storage with AdamW. Parameters are stored in `master`; DeepSpeed's engine keeps a copy, in 16 bits if it computes in 16
+    bits.
+    """
     copied = run.sharding.kind == "zero" and run.sharding.engine != "fsdp"
     if run.precision.master == "bf16":
         return MIXED if copied else BF16

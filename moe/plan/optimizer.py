@@ -1,6 +1,6 @@
-"""Bytes that a recipe's optimizer keeps beside each parameter, without a model: of dense ones and of experts, on average.
+"""Bytes of optimizer states per parameter, without a model: means over dense parameters and over experts.
 
-    adamw, kfac   8     two moments; a user's own is counted so, too
+    adamw, kfac   8     two moments; a user's own optimizer counts the same
     sgd           4     a momentum
     muon          4     of matrices, 8 of embedding, head, gates and norms
     adafactor     4 (n + m) / (n m)     of an n x m matrix; 4 of a vector
@@ -19,7 +19,7 @@ from moe.recipe.shapes import GATED, T5_BUCKETS
 
 
 class Matrices(NamedTuple):
-    """`num` matrices of `rows` times `columns`. inner: what Muon's steps are of; outer: vocabulary's tables and gates."""
+    """`num` matrices of `rows` times `columns`. inner: matrices that Muon steps; outer: vocabulary's tables and gates."""
 
     kind: Literal["inner", "outer", "expert"]
     num: int
@@ -32,7 +32,7 @@ class Matrices(NamedTuple):
 
 
 def optimizer_bytes(run: Run) -> tuple[float, float]:
-    """(of a dense parameter, of an expert's), each the mean over all of them."""
+    """Return the bytes of states per (dense parameter, expert's parameter), means over all of them."""
     kind, found = run.optimizer.kind, list(_matrices(run))
     if kind in ("adamw", "kfac") or run.optimizer.is_own:
         return 8.0, 8.0
@@ -55,7 +55,7 @@ def _matrices(run: Run) -> Iterator[Matrices]:
     if m.latent.key_rank is not None:
         yield from _latents(m)
     else:
-        attentions = m.num_layers + (0 if m.kind == "decoder" else m.num_layers - m.decoder_begins)  # across, too
+        attentions = m.num_layers + (0 if m.kind == "decoder" else m.num_layers - m.decoder_begins)  # cross attention, too
         yield Matrices("inner", 2 * attentions, m.num_heads * head, width)
         yield Matrices("inner", 2 * attentions, (m.num_kv_heads or m.num_heads) * head, width)
     if m.positions == "t5":
@@ -73,7 +73,7 @@ def _matrices(run: Run) -> Iterator[Matrices]:
 
 
 def _latents(m: Model) -> Iterator[Matrices]:
-    """Of latent attention (moe/nn/latent.py)."""
+    """Yield the matrices of latent attention (moe/nn/latent.py)."""
     size, rank = m.latent_sizes, m.latent.query_rank
     if rank is not None:
         yield Matrices("inner", m.num_layers, rank, m.d_model)

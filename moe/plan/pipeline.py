@@ -1,4 +1,4 @@
-"""A recipe's pipeline, planned without tensors: its schedule, the layers of each stage, and what it cannot be combined with.
+"""A recipe's pipeline, planned without tensors: its schedule, the layers of each stage, and combinations that it refuses.
 
 schedule_of(run)      the actions of one step, or of several steps between two drains
 layers_of(run, ...)   the layers of each stage: cut by FLOPs, or as pipeline.layers says
@@ -25,18 +25,18 @@ from parallel.plan.legal import KEYS
 
 
 def continuous(run: Run) -> bool:
-    """Whether updates follow each other without draining the pipeline in between."""
+    """Return whether updates follow each other without draining the pipeline in between."""
     kind = SCHEDULES.get(run.pipeline.schedule)
     return run.degrees.pp > 1 and kind is not None and kind.continuous
 
 
 def schedule_of(run: Run, *, batches: int = 1) -> Schedule:
-    """The schedule of `batches` steps on the recipe's ranks. Raises BadInput for what its schedule cannot do."""
+    """Return the schedule of `batches` steps on the recipe's ranks. Raises BadInput for sizes that the schedule cannot have."""
     return _named(run, batches) if run.pipeline.energy_plan is None else energy_plan(run).schedule
 
 
 def energy_plan(run: Run) -> Clocked:
-    """The recipe's energy plan. Raises BadInput for a plan of another schedule, and if steps are not drained before the next."""
+    """Return the recipe's energy plan. Raises BadInput for a plan of another schedule, and for a schedule without drains between steps."""
     p, what = run.pipeline, "pipeline.energy_plan"
     if run.degrees.pp == 1 or continuous(run):
         got, fix = ("it with degrees.pp=1", "degrees.pp") if run.degrees.pp == 1 else (f"it with {p.schedule}", "pipeline.schedule")
@@ -68,7 +68,7 @@ def _named(run: Run, batches: int) -> Schedule:
 def _checked(
     name: str, ranks: int, microbatches: int, chunks: int | None, batches: int, vertical_sync: bool | None, pipelines: int | None
 ) -> Schedule:
-    """Built and checked once: a run asks for it several times, and a planner for that of each plan that it shows."""
+    """Build and check a schedule once: a run needs it several times, and a planner for each plan that it shows."""
     size = {"ranks": ranks, "microbatches": microbatches, "chunks": chunks, "batches": batches}
     return check(make_schedule(name, **size, vertical_sync=vertical_sync, pipelines=pipelines))  # type: ignore[arg-type]
 
@@ -93,9 +93,10 @@ def _from_file(run: Run) -> Schedule:
 
 
 def layers_of(run: Run, schedule: Schedule, *, smaller: str | None = None) -> tuple[range, ...]:
-    """The layers of each stage. Raises BadInput for more stages than layers without a list of them, and for a list that does not fit.
+    """Return the layers of each stage.
 
-    `smaller`: the advice for fewer stages; None: by degrees.pp.
+    `smaller`: the advice for fewer stages; None: advice to lower degrees.pp. Raises BadInput for more stages than layers without
+    pipeline.layers, and for a pipeline.layers that does not fit.
     """
     layers, stages, given = run.model.num_layers, schedule.num_stages, run.pipeline.layers
     smaller = smaller or f"set degrees.pp to {fewer_ranks(schedule.name, layers // max(1, stages // schedule.num_ranks))}"
@@ -112,9 +113,9 @@ def layers_of(run: Run, schedule: Schedule, *, smaller: str | None = None) -> tu
 
 
 def _check_list(run: Run, schedule: Schedule, given: tuple[int, ...], *, otherwise: str) -> None:
-    """Refuse a pipeline.layers that is not of this schedule's stages, or leaves a rank without weights.
+    """Refuse a pipeline.layers that does not fit the schedule's stages, or leaves a rank without weights.
 
-    `otherwise`: the advice where these stages have no list that would do.
+    `otherwise`: the advice if no list fits these stages.
     """
     layers, stages = run.model.num_layers, schedule.num_stages
     if len(given) != stages or sum(given) != layers or min(given) < 0:
@@ -137,7 +138,7 @@ def _check_list(run: Run, schedule: Schedule, given: tuple[int, ...], *, otherwi
 
 
 def _some_list(run: Run, stages: int) -> list[int] | None:
-    """Layers cut by FLOPs; of a stage or two more than layers, the head and then the embedding alone."""
+    """Return layers cut by FLOPs. With one stage more than layers the head is alone, with two more the embedding, too."""
     layers = run.model.num_layers
     if stages <= layers:
         return list(cut(layer_flops(run), stages))
@@ -145,7 +146,7 @@ def _some_list(run: Run, stages: int) -> list[int] | None:
 
 
 def described(run: Run) -> str:
-    """The stages in words, with the schedule's idle share: simulated by FLOPs, backward as twice forward, without transfers."""
+    """Describe the stages, and the schedule's idle share: simulated by FLOPs, backward as twice forward, without transfers."""
     batches = run.pipeline.drain_every if continuous(run) else 1
     schedule = schedule_of(run, batches=batches)
     layers = layers_of(run, schedule)
@@ -157,5 +158,5 @@ def described(run: Run) -> str:
 
 
 def splits_backward(schedule: Schedule) -> bool:
-    """Whether the schedule has actions that compute only the input's gradient, or only the weights'."""
+    """Return whether the schedule has actions that compute only the input's gradient, or only the weights'."""
     return any(action.op is Op.I for order in schedule.orders for action in order)

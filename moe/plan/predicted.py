@@ -1,11 +1,10 @@
-"""What a run will need, before it starts: bytes of each rank, seconds of a step, and whether the bytes are there.
+"""Memory and time of a run, predicted before it starts: bytes of each rank, seconds of a step, and whether it fits.
 
     predict(run, Place)     Prediction: parallel/plan/memory.py of each rank, parallel/plan/cost.py on the place's cluster if it has one
 
-What "cannot fit" means is said in favour of the run: on a GPU the tensors alone exceed the device, without the allocator's share and the
-context; on a host without one the tensors of all its ranks exceed its memory, or those of one rank what `ulimit` leaves its process.
-Between that and what a device really takes, a run may fit and is only warned of (the words are in moe/records/prediction.py). Needs no
-torch.
+"Cannot fit" is a lower bound. On a GPU the tensors alone exceed the device, without the allocator's share and the context. On a CPU
+host the tensors of all its ranks exceed its memory, or the tensors of one rank exceed its process's `ulimit`. If the need is between
+this bound and the device's memory, the run may fit, and only a warning is printed (moe/records/prediction.py has its text). No torch.
 """
 
 from __future__ import annotations
@@ -25,9 +24,10 @@ from parallel.plan.stack import OURS, OURS_ON_CPU, Stack
 
 @dataclass(frozen=True)
 class Place:
-    """Where ranks train. `limit_bytes`: of one rank, on a cpu its share of the host's; None if unknown. `cluster`: predicts time.
+    """The devices on which ranks train. `cluster`: predicts time.
 
-    `own_bytes`: on a cpu what one process may still take (`ulimit`), None without such a limit.
+    `limit_bytes`: memory of one rank, on a CPU its share of the host's; None if unknown. `own_bytes`: bytes that one process on a CPU may
+    still allocate (`ulimit`); None without such a limit.
     """
 
     kind: Literal["cpu", "cuda"]
@@ -37,13 +37,13 @@ class Place:
 
     @classmethod
     def of(cls, cluster: Cluster, world: int) -> Place:
-        """As many of the cluster's nodes as so many ranks need."""
+        """Return the place with as many of the cluster's nodes as `world` ranks need."""
         return cls("cpu" if cluster.cores else "cuda", cluster.memory_bytes(world), cluster.holding(world))
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """`ranks`: one of each pipeline stage; those of the other axes are alike."""
+    """The prediction. `ranks`: memory of one rank of each pipeline stage; ranks that differ only in other axes need the same."""
 
     place: Place
     network: Network
@@ -57,22 +57,22 @@ class Prediction:
 
     @property
     def rank_bytes(self) -> float:
-        """Tensors of the fullest rank. On a cpu what is offloaded to the host counts: it is the same memory."""
+        """Bytes of the fullest rank's tensors. On a CPU, states offloaded to the host count: they use the same memory."""
         return _held(self.place)(self.fullest)
 
     @property
     def needed_bytes(self) -> float:
-        """Of one rank, as the limit counts: on a GPU with the allocator's share and the context."""
+        """Bytes of one rank, as the limit counts them: on a GPU with the allocator's share and the context."""
         return self.least_bytes if self.place.kind == "cpu" else RESERVED * self.rank_bytes + CONTEXT_BYTES
 
     @property
     def least_bytes(self) -> float:
-        """What no allocator undercuts: the fullest rank's tensors on a GPU, the mean of those that share a host's memory."""
+        """Lower bound of bytes for any allocator: the fullest rank's tensors on a GPU, the mean of the ranks that share a host."""
         return sum(map(_held(self.place), self.ranks)) / len(self.ranks) if self.place.kind == "cpu" else self.rank_bytes
 
     @property
     def tightest(self) -> Bound | None:
-        """Of what is known the bound that is missed by most, or met by least."""
+        """The known bound that is exceeded by most, or has the least room left; None if none is known."""
         known = []
         if self.place.limit_bytes is not None:
             of = "on the fullest rank" if self.place.kind == "cuda" else "a rank, all of which share this host's memory"
@@ -83,18 +83,18 @@ class Prediction:
 
     @property
     def over_bytes(self) -> float:
-        """How far beyond the tightest bound; negative where it fits or nothing is known."""
+        """Bytes above the tightest bound; negative if the run fits or no bound is known."""
         return -1.0 if self.tightest is None else self.tightest.over
 
     @property
     def fits(self) -> bool:
-        """With the allocator's share and the context, too."""
+        """True if the run fits with the allocator's share and the context, too."""
         return self.over_bytes <= 0 and (self.place.limit_bytes is None or self.needed_bytes <= self.place.limit_bytes)
 
 
 @dataclass(frozen=True)
 class Bound:
-    """`least`: bytes that no allocator undercuts; `limit`: what there is of them; `of`: on which ranks."""
+    """A bound. `least`: bytes that any allocator needs; `limit`: bytes that are available; `of`: the ranks, in words."""
 
     least: float
     limit: float
@@ -106,7 +106,7 @@ class Bound:
 
 
 def predict(run: Run, place: Place) -> Prediction:
-    """Of a checked run, whose degrees are numbers. Raises BadInput for a schedule that the planner does not know."""
+    """Predict memory and time of a checked run with resolved degrees. Raises BadInput for a schedule that the planner does not know."""
     network, plan = network_of(run), plan_of(run)
     ranks = memory(network, plan, OURS_ON_CPU if place.kind == "cpu" else OURS)
     time = step_time(network, plan, place.cluster) if place.cluster else None
@@ -114,7 +114,7 @@ def predict(run: Run, place: Place) -> Prediction:
 
 
 def settled(run: Run, cluster: Cluster) -> Run:
-    """`precision.compute: auto` as the cluster's devices have it: bf16, or fp32 where they lack it (moe/train/place.py)."""
+    """Replace `precision.compute: auto` by the dtype of the cluster's devices: bf16, or fp32 if they lack it (moe/train/place.py)."""
     if run.precision.compute != "auto":
         return run
     compute = "bf16" if "bf16" in cluster.device.peak_tflops else "fp32"
@@ -126,7 +126,9 @@ def stack_on(cluster: Cluster) -> Stack:
 
 
 def held_bytes(network: Network, plan: Plan, cluster: Cluster) -> float:
-    """Of the fullest rank, as Cluster.memory_bytes counts: with allocator and context, or on a host with what is offloaded to it."""
+    """Bytes of the fullest rank, as Cluster.memory_bytes counts: with allocator and context, or on a CPU with states offloaded to the
+    host.
+    """
     fullest = peak(network, plan, stack_on(cluster))
     return fullest.allocated + sum(fullest.host.values()) if cluster.cores else fullest.used
 

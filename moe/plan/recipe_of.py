@@ -1,4 +1,4 @@
-"""A plan as changes of a recipe: recipe_of(plan, run) is trained as the plan says, and plan_of gives the plan back (moe/plan/job.py)."""
+"""A plan as changes of a recipe: recipe_of(plan, run) is trained by the plan, and plan_of returns the plan from it (moe/plan/job.py)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from parallel.plan.legal import grid_of
 
 
 def recipe_of(plan: Plan, run: Run) -> Run:
-    """The run with the plan's degrees, kinds, pipeline, batch and recomputation; model, data, precision and optimizer stay. An evaluation
-    reads a few sequences more where the plan's ranks could not share them out equally.
+    """Return the run with the plan's degrees, kinds, pipeline, batch and recomputation; model, data, precision and optimizer stay.
 
-    plan_of(recipe_of(plan, run)) == plan for a plan whose element sizes are the recipe's: `as_stored` gives it those. Raises BadInput where
-    they are others. Whether the run can be trained is told by check_run (moe/checks/together.py).
+    train.eval_sequences is rounded up until the plan's ranks can share them. plan_of(recipe_of(plan, run)) == plan if the plan's element
+    sizes are the recipe's, which `as_stored` sets. Raises BadInput otherwise. Call check_run (moe/checks/together.py) on the result.
     """
     fitting = as_stored(plan, run)
     for key in ("storage", "compute_bytes"):
@@ -32,7 +31,7 @@ def recipe_of(plan: Plan, run: Run) -> Run:
 
 
 def as_stored(plan: Plan, run: Run) -> Plan:
-    """The same plan with the bytes that an element has by the recipe's precision and the plan's engine."""
+    """Return the plan with the element sizes of the recipe's precision and the plan's engine."""
     made = plan_of(_changed(plan, run))
     return replace(plan, storage=made.storage, compute_bytes=made.compute_bytes)
 
@@ -76,7 +75,7 @@ def _changed(plan: Plan, run: Run) -> Run:
 
 
 def _evaluated(plan: Plan, run: Run) -> int:
-    """The recipe's sequences of an evaluation, up to the next number that the ranks' checks accept: else 64 of them would rule out dp 6."""
+    """Round train.eval_sequences up to a number that the ranks' checks accept; otherwise 64 sequences would rule out dp 6."""
     unit, spec = plan.dp, run.router.spec
     if run.model.layers_with_experts():
         grouped = isinstance(spec.group, int) and (plan.tp > 1 or spec.eval_capacity_factor is not None)

@@ -1,9 +1,9 @@
-"""The cost of each stage of a recipe's model, computed without the model: pipelines are cut and simulated by it.
+"""The cost of each stage of a recipe's model, computed without the model, for cutting and simulating pipelines.
 
-    layer_flops(run)          forward FLOPs per token of each layer, in order; the last includes those of the head and of tokens ahead
-    stage_flops(run, layers)  the same of each stage; the head's are those of the last, which may have no layer
+    layer_flops(run)          forward FLOPs per token of each layer; the last has the head's and multi-token prediction's, too
+    stage_flops(run, layers)  forward FLOPs per token of each stage; the last stage has the head's, even without a layer
     stages_of(run, layers)    FLOPs and bytes of one micro-batch on each stage that has these layers
-    Device.cost(stages)       the same in seconds: FLOPs over a speed, bytes over a link's bandwidth
+    Device.cost(stages)       seconds: FLOPs over a speed, bytes over a link's bandwidth
 
 For each forward product, the backward pass has two: the weights' gradient (action W) and the input's gradient. Attention between q, k
 and v has no weights, so both of its products belong to the input's gradient. Recomputed parts run forward again with the input's
@@ -66,21 +66,21 @@ class Device:
 
 
 def layer_flops(run: Run) -> tuple[float, ...]:
-    """Forward FLOPs per token of each layer, with what ends the model in the last. Experts count by a token's choices."""
+    """Forward FLOPs per token of each layer, with the head and multi-token prediction in the last. Experts count by a token's choices."""
     flops = [block_size(run.model, run.experts, run.router, layer=layer).forward for layer in range(run.model.num_layers)]
     flops[-1] += end_flops(run)
     return tuple(flops)
 
 
 def stage_flops(run: Run, layers: Sequence[range]) -> tuple[float, ...]:
-    """Forward FLOPs per token of each stage that has these layers, with what ends the model in the last."""
+    """Forward FLOPs per token of each stage with these layers, with the head and multi-token prediction in the last."""
     end, of_layer = end_flops(run), layer_flops(run)
     of_stage = [sum(of_layer[layer] - (end if layer == run.model.num_layers - 1 else 0.0) for layer in held) for held in layers]
     return (*of_stage[:-1], of_stage[-1] + end)
 
 
 def end_flops(run: Run) -> float:
-    """Forward FLOPs per token of the vocabulary's projection, and of predicting further tokens, as training does."""
+    """Forward FLOPs per token of the vocabulary's projection and of multi-token prediction, which training runs."""
     head = head_forward(run.model, vocab_size=run.vocab_size)
     return head + ahead_size(run.model, run.experts, run.router, vocab_size=run.vocab_size)[1]
 
@@ -101,7 +101,7 @@ def micro_batch(run: Run, microbatches: int) -> int:
 
 
 def stages_of(run: Run, layers: Sequence[range], *, sequences: int) -> tuple[Stage, ...]:
-    """The stages that have these layers (moe/plan/pipeline.py), with the costs of micro-batches of `sequences` sequences."""
+    """Return the stages with these layers (moe/plan/pipeline.py), with the costs of micro-batches of `sequences` sequences."""
     tokens, last = sequences * run.model.max_length, len(layers) - 1
     return tuple(_stage(run, held, tokens, first=stage == 0, last=stage == last) for stage, held in enumerate(layers))
 
@@ -128,7 +128,7 @@ def _stage(run: Run, layers: range, tokens: int, *, first: bool, last: bool) -> 
 
 
 def _ends(run: Run, *, first: bool, last: bool) -> int:
-    """Number of parameters beside the layers: tables, the last norm, and what predicts further tokens."""
+    """Number of parameters outside the layers: tables, the last norm, and multi-token prediction."""
     m = run.model
     tables = first + (last and not (first and m.tied_embeddings)) + (last and not first and m.ahead > 0 and not m.tied_embeddings)
     ahead, _ = ahead_size(m, run.experts, run.router, vocab_size=run.vocab_size)
