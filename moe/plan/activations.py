@@ -1,28 +1,27 @@
-"""Bytes held between forward and backward, from a recipe alone: what a micro-batch in flight keeps on its stage.
+"""Bytes of activations held between forward and backward, for one micro-batch in flight on its stage, from a recipe alone.
 
 Bytes per token of a block; c bytes per element of the compute dtype, D channels, w = heads * channels of a head, F hidden units:
 
     attention    4 D + c (D + 4 w) + 4 heads + 8      norm's input in fp32, its output, q, k, v, attention output, log-sum-exp
                  norms of q and k: 4 (w + k) + 4 (heads + kv_heads) more, their inputs and statistics
-                 with a clip of q, k and v: c (w + 2 k) more, what is clipped
+                 with a clip of q, k and v: c (w + 2 k) more, the unclipped tensors
                  with T5's bias 4 D + c (D + w) + 12 w + 4 heads L: the scores themselves
-                 with a sliding window of at most L / 2 tokens 3 c w more: runs of keys and values come twice, and the output
+                 with a sliding window of at most L / 2 tokens 3 c w more: chunks of keys and values come twice, and the output
                  with sinks c (w + 4 heads) more, a channel for each head and the output without it
     dense        4 D + c (D + n F) + 8                n: relu 1, gelu 2, gated 4 hidden tensors that the activation and w2 need
     experts      4 D + c (D + k n F) + 8 E + 8        n: 1, gated 2, in each of k rows (rows_of_token); 2 c k D more if exchanged (ep > 1)
                  router: jitter 8 D more; a norm 4 D + 4 and, like noisy_top_k, 4 D for an fp32 copy in 16 bits without jitter;
                  noisy_top_k 8 E, capped logits 4 E, sparsemixer 5 k E
     recomputed   c D instead of the whole block (full), or instead of everything but attention (selective)
-    the head     4 D + c D + 8, and 4 V for logits (capped 8 V) unless loss_chunks cuts them; for each further token that is predicted
-                 the same again, a block, and 8 D + 2 c D + 16 of two norms and the product behind them
+    the head     4 D + c D + 8, and 4 V for logits (capped 8 V) unless loss_chunks cuts them; multi-token prediction adds, for each
+                 further token, the same again, a block, and 8 D + 2 c D + 16 of two norms and the product after them
 
-RMSNorm on a CPU keeps its input once more: its steps are kernels of their own there, and x / rms(x) is one of them; CUDA has one
-kernel for all.
+RMSNorm on a CPU keeps x / rms(x), too, because its steps are separate kernels there. CUDA has one kernel for all.
 
 A stage also keeps its input, c D (in fp32 it is the norm's input). For each micro-batch it keeps 9 L^2 for T5's buckets and, without
 stages, a copy of the dense weights in the compute dtype if parameters are wider; stages cast them again (parallel/weight_gradient.py).
-tests/moe/plan/test_activations.py counts what autograd really keeps; the experts' rows are not padded there. Not counted: memory that is
-in use only while an action runs.
+tests/moe/plan/test_activations.py counts the tensors that autograd really keeps; the experts' rows are not padded there. Not counted:
+memory that is in use only while an action runs.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ def block_bytes(run: Run, layer: int, device: Device = "cuda") -> float:
 
 
 def head_bytes(run: Run, device: Device = "cuda") -> float:
-    """Bytes held per token by the last norm and the loss, and by what predicts further tokens."""
+    """Bytes held per token by the last norm and the loss, and by multi-token prediction."""
     m, c = run.model, compute_bytes(run)
     of_logits = 4 if m.logit_cap is None else 8
     held = _norm(run, device) + c * m.d_model + 8 + (of_logits * run.vocab_size if run.recompute.loss_chunks == 1 else 0)
@@ -71,7 +70,7 @@ def head_bytes(run: Run, device: Device = "cuda") -> float:
 def input_bytes(run: Run, layer: int | None, *, first: bool, last: bool) -> float:
     """Bytes held per token for a stage's input, if nothing in the stage holds that tensor itself. `layer`: the stage's first, or None.
 
-    `first`, `last`: whether the model begins or ends there. A stage of the embedding alone keeps no more than tokens.
+    `first`, `last`: the model begins or ends in this stage. A stage of the embedding alone keeps no more than tokens.
     """
     if layer is None and first:
         return 0
@@ -81,9 +80,9 @@ def input_bytes(run: Run, layer: int | None, *, first: bool, last: bool) -> floa
 
 
 def fixed_bytes(run: Run, layer: int, casts: Literal["kept", "again"] = "kept") -> float:
-    """Bytes held per micro-batch whatever its tokens: dense weights in the compute dtype if parameters are wider, and T5's buckets.
+    """Bytes held per micro-batch, independent of its tokens: dense weights in the compute dtype if parameters are wider, and T5's buckets.
 
-    `casts`: whether the copies are kept, or made again in the backward pass, as with stages.
+    `casts`: the copies are kept, or made again in the backward pass, as with stages.
     """
     m, kind = run.model, run.recompute.of_layer(layer)
     if kind == "full":
@@ -98,34 +97,34 @@ def fixed_bytes(run: Run, layer: int, casts: Literal["kept", "again"] = "kept") 
 
 
 def _norm(run: Run, device: Device) -> float:
-    """What a norm keeps of its input, in fp32."""
+    """Bytes per token that a norm keeps of its input, in fp32."""
     return (8 if device == "cpu" and run.model.norm == "rmsnorm" else 4) * run.model.d_model
 
 
 def _attention(run: Run, layer: int, device: Device) -> float:
-    """Without what its norm keeps."""
+    """Bytes per token that attention keeps, without its norm."""
     m, c = run.model, compute_bytes(run)
     if m.latent.key_rank is not None:
         return _latent(run, layer, device)
     width = m.num_heads * (m.head_size or m.d_model // m.num_heads)
     if m.positions == "t5":
         return c * m.d_model + (12 + c) * width + 4 * m.num_heads * m.max_length + 8
-    if m.attention_sinks:  # a channel more in what meets, and the output without it
+    if m.attention_sinks:  # one more channel in queries, keys and values, and the output without it
         return c * m.d_model + (7 if in_runs(m, layer=layer) else 5) * c * width + 4 * c * m.num_heads + 4 * m.num_heads + 8
     return c * m.d_model + (7 if in_runs(m, layer=layer) else 4) * c * width + 4 * m.num_heads + 8
 
 
 def _latent(run: Run, layer: int, device: Device) -> float:
-    """Latents before and behind their norms, queries, keys, values filled up, outputs of the core and without the filling."""
+    """Bytes per token of latents before and after their norms, queries, keys, padded values, and outputs with and without padding."""
     m, c, size = run.model, compute_bytes(run), run.model.latent_sizes
     low = size.rank + (m.latent.query_rank or 0)
-    of_norms = (8 if device == "cpu" else 4) * low + 8 + (c * size.rotary if c == 4 else 0)  # in fp32 their input is what came out
+    of_norms = (8 if device == "cpu" else 4) * low + 8 + (c * size.rotary if c == 4 else 0)  # in fp32 it is the product's output
     of_core = (7 if in_runs(m, layer=layer) else 4) * m.num_heads * size.key
     return c * (m.d_model + of_core + m.num_heads * size.value + low) + of_norms + 4 * m.num_heads + 8
 
 
 def _head_norms(run: Run, device: Device) -> float:
-    """What norms of queries and keys keep: their inputs in fp32, and a statistic for each head or one for all."""
+    """Bytes per token that norms of queries and keys keep: inputs in fp32, and a statistic for each head or one for all."""
     m = run.model
     heads, groups = m.num_heads, m.num_kv_heads or m.num_heads
     if m.qk_norm == "none":
@@ -135,7 +134,7 @@ def _head_norms(run: Run, device: Device) -> float:
 
 
 def _clipped(run: Run) -> float:
-    """Queries, keys and values before they are clipped."""
+    """Bytes per token of queries, keys and values before they are clipped."""
     m = run.model
     heads = m.num_heads + 2 * (m.num_kv_heads or m.num_heads)
     return 0 if m.clip_qkv is None else compute_bytes(run) * heads * (m.head_size or m.d_model // m.num_heads)
@@ -153,7 +152,7 @@ def _experts(run: Run, layer: int, device: Device) -> float:
 
 
 def router_bytes(run: Run, num_experts: int, device: Device = "cuda") -> float:
-    """Bytes held per token by a router and its losses, in fp32. What it reads is the layer's input, unless jitter or norm change it."""
+    """Bytes held per token by a router and its losses, in fp32. Its input is the layer's own, unless jitter or norm change it."""
     spec, d, count = run.router.spec, run.model.d_model, num_experts + run.experts.free
     normed, noisy = spec.input_norm == "rmsnorm", spec.noise == "noisy_top_k"
     held = 8 * d if spec.jitter else 4 * d if (normed or noisy) and compute_bytes(run) < 4 else 0

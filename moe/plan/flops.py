@@ -1,11 +1,11 @@
 """Parameters and floating-point operations of a model, from its recipe alone: total and active per token.
 
     forward per token = 2 * (active matrix parameters) + 4 * (mean attended length) * heads * channels * layers
-    training          = 3 * forward                                                    (backward has two products for each one)
+    training          = 3 * forward                                                    (backward has two products for each)
 
-A causal token attends to (L + 1) / 2 positions on average, with a sliding window to fewer. A token of an encoder-decoder is the mean one
-of those that are read: each passes the layers of its half, and keys and values of cross attention are made of the encoder's. Capacity is
-ignored: dropped choices would only lower the count.
+A causal token attends to (L + 1) / 2 positions on average, with a sliding window to fewer. In an encoder-decoder, figures
+are means over the tokens that either half reads: each passes the layers of its half, and keys and values of cross attention come from
+the encoder's. Capacity is ignored: dropped choices would only lower the count.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from moe.router.methods.catalog import method_of
 
 @dataclass(frozen=True)
 class Size:
-    """`total` and `active` parameters; `forward` and `training` FLOPs per token."""
+    """Size of a model or a block: `total` and `active` parameters; `forward` and `training` FLOPs per token."""
 
     total: int
     active: int
@@ -29,7 +29,7 @@ class Size:
 
 
 def size(model: sections.Model, experts: sections.Experts, router: sections.Router, *, vocab_size: int) -> Size:
-    """The size of the whole model: its blocks, the embedding table, the last norm and the projection to the vocabulary."""
+    """Return the size of the whole model: its blocks, the embedding table, the last norm and the projection to the vocabulary."""
     blocks = [block_size(model, experts, router, layer=layer) for layer in range(model.num_layers)]
     halves = 1 if model.kind == "decoder" else 2  # each with a norm at its end
     ends = vocab_size * model.d_model * (1 if model.tied_embeddings else 2) + halves * model.d_model
@@ -40,7 +40,7 @@ def size(model: sections.Model, experts: sections.Experts, router: sections.Rout
 
 
 def ahead_size(model: sections.Model, experts: sections.Experts, router: sections.Router, *, vocab_size: int) -> tuple[int, float]:
-    """Parameters, and forward FLOPs of a token, of predicting further tokens: each depth a dense block, a product, norms and the head."""
+    """Parameters and forward FLOPs per token of multi-token prediction: for each depth a dense block, a product, norms and the head."""
     block = block_size(model, experts, router, layer=model.num_layers)
     join = 2 * model.d_model**2
     each = block.forward + 2.0 * join + head_forward(model, vocab_size=vocab_size)
@@ -48,7 +48,7 @@ def ahead_size(model: sections.Model, experts: sections.Experts, router: section
 
 
 def block_size(model: sections.Model, experts: sections.Experts, router: sections.Router, *, layer: int) -> Size:
-    """The size of one block: attention, and a feed-forward network or experts. `active` counts only the experts that a token chooses."""
+    """Return the size of one block: attention, and a network or experts. `active` counts only the experts that a token chooses."""
     products = attention_products(model)
     idle = vectors = 0
     if layer in model.layers_with_experts():
@@ -61,7 +61,7 @@ def block_size(model: sections.Model, experts: sections.Experts, router: section
         products += one_expert + 2 * model.d_model if experts.residual else 0
         products += model.d_model * (num_experts + experts.free) * (2 if router.spec.noise == "noisy_top_k" else 1)
         products += chosen * one_expert
-        products += num_experts * model.d_model if experts.biases else 0  # what stands behind w2: a product with the gates
+        products += num_experts * model.d_model if experts.biases else 0  # the biases after w2: a product with the gates
         vectors += chosen * expert_vectors(model, experts)
         vectors += (num_experts + experts.free) * router.spec.vectors
         vectors += model.d_model if router.spec.input_norm == "rmsnorm" else 0
@@ -80,7 +80,7 @@ def block_size(model: sections.Model, experts: sections.Experts, router: section
 
 
 def _half_forward(model: sections.Model, own: float, *, layer: int) -> float:
-    """Forward FLOPs of one block of an encoder-decoder for each token that is read by either half; `own`: of a token that passes it."""
+    """Forward FLOPs of one block of an encoder-decoder per token that either half reads; `own`: FLOPs of a token that passes it."""
     read, written, groups = model.max_length, model.target_length, model.num_kv_heads or model.num_heads
     head = model.head_size or model.d_model // model.num_heads
     width = 4.0 * model.num_heads * head
@@ -92,14 +92,16 @@ def _half_forward(model: sections.Model, own: float, *, layer: int) -> float:
 
 
 def rows_of_token(router: sections.Router, num_experts: int) -> float:
-    """Rows that experts compute for a token, on average: its choices, but at most one for each expert, and as many as capacities have
-    places for. Experts that choose tokens fill their places. The least capacity of a small group and its rounding are left out."""
+    """Mean number of rows that experts compute for a token: its choices, but at most one for each expert, and at most its slots.
+
+    Experts that choose tokens fill their slots. Minimum and rounding of a small group's capacity are left out.
+    """
     spec, places = router.spec, places_of_token(router)
     return min(min(spec.num_choices, places) if method_of(spec).tokens_choose else places, num_experts)
 
 
 def places_of_token(router: sections.Router) -> float:
-    """Places that all experts together have for a token, filled or not."""
+    """Slots of all experts together, filled or not, per token; infinite if dropless."""
     spec = router.spec
     return inf if spec.capacity_factor is None else spec.capacity_factor * (spec.num_choices if spec.capacity_counts == "choices" else 1)
 
@@ -131,21 +133,21 @@ def core_forward(model: sections.Model, *, layer: int) -> float:
 
 
 def core_width(model: sections.Model) -> float:
-    """Channels of all heads, in the mean of keys and values."""
+    """Channels of all heads: the mean of keys and values."""
     if model.latent.key_rank is not None:
         return model.num_heads * (model.latent_sizes.key + model.latent_sizes.value) / 2
     return model.num_heads * (model.head_size or model.d_model // model.num_heads)
 
 
 def attended(model: sections.Model, *, layer: int) -> float:
-    """Tokens that one of a decoder's layer sees, itself among them, in the mean over a sequence's places."""
+    """Number of tokens that a token of a decoder's layer sees, itself included: the mean over a sequence's positions."""
     length = model.max_length
     window = min(model.window_of(layer) or length, length)
     return window - window * (window - 1) / (2 * length)  # the first window - 1 tokens see fewer
 
 
 def core_work(model: sections.Model, *, layer: int) -> float:
-    """Pairs of a query and a key that a layer's attention computes (moe/nn/core.py), over those that a causal one does, half of all."""
+    """Pairs of query and key that a layer's attention computes (moe/nn/core.py), relative to the half of all pairs of causal attention."""
     length, window = model.max_length, model.window_of(layer)
     if window is None or window >= length:
         return 1.0
@@ -153,7 +155,7 @@ def core_work(model: sections.Model, *, layer: int) -> float:
 
 
 def in_runs(model: sections.Model, *, layer: int) -> bool:
-    """Whether a layer's window is computed by runs of its length."""
+    """Return whether a layer's sliding window is computed in chunks of its length."""
     window = model.window_of(layer)
     return window is not None and 2 * window <= model.max_length and model.positions != "t5" and not model.document_mask
 
@@ -161,12 +163,12 @@ def in_runs(model: sections.Model, *, layer: int) -> bool:
 def counted_training(run: sections.Run) -> float:
     """Training FLOPs per token as speeds are published: 6 for each active matrix weight, and 12 w L for each layer's attention.
 
-    All pairs of positions count, those that a causal token does not see too (PaLM, arXiv 2204.02311, appendix B), but with a sliding
-    window no more keys than it holds; recomputation does not. Of an encoder-decoder for each token that either half reads.
+    All pairs of positions count, also pairs hidden by the causal mask (PaLM, arXiv 2204.02311, appendix B), but with a sliding window no
+    more keys than it holds. Recomputation does not count. For an encoder-decoder: per token that either half reads.
     """
     m = run.model
     counted = size(m, run.experts, run.router, vocab_size=run.vocab_size).training
-    if m.kind == "encoder_decoder":  # both halves and cross attention count whole pairs but for the decoder's past
+    if m.kind == "encoder_decoder":  # only the decoder's self-attention was counted by its causal half
         written = m.target_length
         unseen = 4.0 * (written - 1) / 2 * core_width(m) * written / m.read_length
         return counted + 3 * (m.num_layers - m.decoder_begins) * unseen
@@ -183,7 +185,7 @@ def expert_size(model: sections.Model, experts: sections.Experts) -> int:
 
 
 def expert_vectors(model: sections.Model, experts: sections.Experts) -> int:
-    """Number of biases that stand behind one expert's first products."""
+    """Number of biases after one expert's first products."""
     return (experts.d_ff or model.d_ff) * (2 if (experts.ffn or model.ffn) in GATED else 1) * experts.biases
 
 

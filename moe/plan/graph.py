@@ -1,11 +1,11 @@
-"""A recipe's operators: one forward pass on the meta device, whose modules say in which order they ran, on which shapes.
+"""A recipe's operators, recorded in one forward pass on the meta device: modules in order, with their shapes.
 
     graph_of(run, sequences=8)  ->  embedding, layers.0.attention_norm, layers.0.attention.q, ..., norm, head, loss
 
-Hooks see every module's call; what a module computes inside is told by one function for its kind, by its own parameters' sizes. A MoE layer
-is not run (where tokens go is not known without data): it counts as its products on `slots` rows for each expert and sequence, as many as
-are computed of a balanced router's choices, rounded up, in GShard's notation: dispatch "bld,ble->ebud", experts "ebud,edm->ebum", combine
-"ebud,ble->bld". Not there: dropout, noise, the router's choices and losses, which all move with their neighbours.
+Hooks see every module's call. One function for each kind of module adds its operators, with the sizes of its parameters. A MoE layer is
+not run, because routing needs data. It counts as products on `slots` rows for each expert and sequence: the rows of a balanced router's
+choices, rounded up. In GShard's notation: dispatch "bld,ble->ebud", experts "ebud,edm->ebum", combine "ebud,ble->bld". Left out:
+dropout, noise, the router's choices and losses, which are all sharded like their neighbours.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LETTERS = {
 
 
 def graph_of(run: Run, *, sequences: int) -> Graph:
-    """The operators of a forward pass of so many sequences, of all replicas. Raises BadInput for latents, tokens ahead, an encoder."""
+    """Return the operators of all replicas' forward pass. Raises BadInput for latents, multi-token prediction, an encoder."""
     if run.model.latent.key_rank is not None:
         needed, fix = (
             "null: an operator of latent attention has no rule here",
@@ -74,7 +74,7 @@ def graph_of(run: Run, *, sequences: int) -> Graph:
 
 @dataclass
 class _Trace:
-    """Writes down operators as modules run; `stream` is what goes from layer to layer, `x` what the next module reads."""
+    """Records operators as modules run. `stream`: the residual stream between layers; `x`: the next module's input."""
 
     run: Run
     sequences: int
@@ -91,7 +91,7 @@ class _Trace:
             self.letter(role, size)
 
     def letter(self, role: str, size: int) -> str:
-        """A role's letter; another one where the role has another size already."""
+        """Return a role's letter; another letter if the role already has another size."""
         wanted = next((a for a, dim in self.dims.items() if dim == Dim(role, size)), _LETTERS[role])
         if self.dims.get(wanted, Dim(role, size)) != Dim(role, size):
             wanted = next(chr(c) for c in range(ord("A"), ord("Z") + 1) if chr(c) not in self.dims)
@@ -105,7 +105,7 @@ class _Trace:
         return name
 
     def product(self, name: str, rule: str, x: str) -> str:
-        """With a matrix of its own."""
+        """Add a product of `x` with the module's own matrix."""
         self.parameters[f"{name}.weight"] = rule.partition("->")[0].split(",")[1]
         return self.add(name, "product", rule, x, f"{name}.weight")
 
@@ -117,7 +117,7 @@ class _Trace:
         self.stream = self.x = self.add("embedding.rows", "lookup", f"bl,{v}d->bld", "tokens", "embedding")
 
     def norm(self, name: str, module: Any) -> None:
-        """A block's first norm begins its layer; the last norm of all ends them. Those of queries and keys come with their attention."""
+        """Add a norm. A block's first norm begins its layer; the model's last norm ends them. Attention adds norms of q and k."""
         parts = name.split(".")
         if parts[-1] in ("q_norm", "k_norm"):
             return
@@ -126,7 +126,7 @@ class _Trace:
         self.x = self.add(name, "norm", "bld,d->bld", self.stream, f"{name}.weight", statistics="d")
 
     def _join(self, name: str, y: str) -> None:
-        """The residual connection around attention, network or experts."""
+        """Add the residual connection around attention, network or experts."""
         self.stream = self.add(name, "pointwise", "bld,bld->bld", self.stream, y)
 
     def attention(self, name: str, module: Any) -> None:
@@ -215,7 +215,7 @@ class _Trace:
         self._join(f"{name}.add", self._beside(name, module, y))
 
     def _beside(self, name: str, module: Any, y: str) -> str:
-        """The networks that every token passes."""
+        """Add the networks that every token passes: residual and shared."""
         if module.residual is not None:
             n, parts = self.letter("shared_hidden", module.residual.w1.weight.shape[0]), self.letter("parts", 2)
             other = self._network(f"{name}.residual", n, self.x, gated=module.residual.w3 is not None)

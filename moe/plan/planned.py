@@ -1,10 +1,10 @@
-"""The best plans of a recipe on a cluster: candidates, refused or ranked (parallel/plan/choose.py), and the recipe of the one chosen.
+"""The best plans of a recipe on a cluster: candidates, refused or ranked (parallel/plan/choose.py), and the recipe of each ranked plan.
 
     round 1    every way to cut the ranks (pp, tp, sp, dp, ep), each with a few choices within          -> the fastest ways
     round 2    those ways, with every engine, schedule, tensor kind, micro-batch and form of experts    -> ranked
 
-Round 2 costs as much as it has ways, whatever the cluster's size; `ways=None` takes all of them and needs no first round, nor does a
-cluster that has few. The recipe's own plan is ranked among the others. What is ranked has passed the recipe's own checks.
+The cost of round 2 grows with the number of ways, not with the cluster. `ways=None` takes all ways without a first round, and so does a
+cluster with few ways. The recipe's own plan is ranked among the others. Ranked plans have passed the recipe's own checks.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ FIRST = Space(
 
 
 class Speed(NamedTuple):
-    """`tflops`: TFLOP/s of one device; `mfu`: their share of its peak in the dtype that the model computes in, None if that is unknown."""
+    """Speed of a plan. `tflops`: TFLOP/s of one device; `mfu`: its share of the peak in the compute dtype, None if unknown."""
 
     tokens_per_s: float
     tflops: float
@@ -59,8 +59,9 @@ class Speed(NamedTuple):
 
 @dataclass(frozen=True)
 class Planned:
-    """`found`: ranked and refused; `runs`: the recipes of those ranked, in the same order; `own`: the recipe's plan, if its checks accept
-    it on the cluster."""
+    """Result of planning. `found`: ranked and refused plans; `runs`: the recipes of the ranked plans, in the same order; `own`: the
+    recipe's plan, if its checks accept it on the cluster.
+    """
 
     network: Network
     cluster: Cluster
@@ -75,7 +76,7 @@ class Planned:
         return peak(self.network, plan, stack_on(self.cluster))
 
     def speed(self, ranked: Ranked) -> Speed:
-        """Of the model's FLOPs, without what is computed again."""
+        """Return the speed of a ranked plan, by the model's FLOPs without recomputation."""
         run, cluster = self.runs[0], self.cluster
         tokens = run.train.global_batch * run.model.read_length
         tflops = counted_training(run) * tokens / cluster.world / ranked.seconds / 1e12
@@ -83,7 +84,7 @@ class Planned:
         return Speed(tokens / ranked.seconds, tflops, tflops / top if top else None)
 
     def tight(self, ranked: Ranked) -> bool:
-        """Whether the last tenth of the memory is used, where an allocator that finds no block waits for the device and tries again."""
+        """Return whether the plan uses the last tenth of the memory, in which the allocator may have to wait for freed blocks."""
         return ranked.held_bytes > TIGHT * self.cluster.memory_bytes()
 
 
@@ -96,9 +97,9 @@ def planned(
     space: Space | None = None,
     ways: int | None = WAYS,
 ) -> Planned:
-    """The best plans for all devices of the cluster. `checked`: the recipe's own checks (moe/checks/together.py).
+    """Return the best plans for all devices of the cluster. `checked`: the recipe's own checks (moe/checks/together.py).
 
-    Raises BadInput where no plan fits, with the change that would make one fit.
+    Raises BadInput if no plan fits, with a change that makes one fit.
     """
     space = _offloading(space or Space(), run)
     own_run = None
@@ -141,7 +142,7 @@ def planned(
         if cluster.world <= SMALL:
             small = replace(small, largest_microbatch=8 * cluster.devices_per_node)
         first = chosen(_plans(run, cluster, small), small, top=100 * ways, enough=cut_so)
-    # where none of the first round fits, one of all ways may
+    # if no plan of the first round fits, a plan of any way may
     found = chosen(_plans(run, cluster, space, only or None), space, top=100 * top, enough=accepted, given=own)
     if not found.ranked:
         raise _nothing_fits(found, run, cluster, checked)
@@ -151,24 +152,24 @@ def planned(
 
 
 def _plans(run: Run, cluster: Cluster, space: Space, only: Collection[Way] | None = None) -> Iterator[Plan]:
-    """Of a resolved run, legal or not, each with the bytes that an element has under its engine."""
+    """Yield plans of a resolved run, legal or not, each with the element sizes of its engine."""
     base, stored = plan_of(run), _storages(run, plan_of(run), space.engines)
     for plan in candidates(network_of(run), world=cluster.world, global_batch=run.train.global_batch, base=base, space=space, only=only):
         yield plan.but(storage=stored[plan.engine].storage, compute_bytes=stored[plan.engine].compute_bytes)
 
 
 def _offloading(space: Space, run: Run) -> Space:
-    """With the engines that keep states on the host, where the recipe has them there."""
+    """Return the space; if the recipe offloads states to the host, with the engines that can."""
     offload = run.sharding.offload
     on_host = (offload.optimizer, offload.parameters) != ("none", "none")
     return replace(space, engines=("zero1", "zero2", "zero3")) if on_host else space
 
 
 class _Accepted:
-    """Of plans that are ranked, asked best first, `top` that the recipe's checks accept; the others are refused with the checks' words."""
+    """Collects the `top` best ranked plans that the recipe's checks accept. Other plans are refused with the checks' error."""
 
     def __init__(self, run: Run, world: int, top: int, checked: Callable[[Run, int], Run], own: Plan | None, own_run: Run | None) -> None:
-        """`own`: the recipe's plan, of which `own_run` is the checked recipe."""
+        """`own`: the recipe's plan; `own_run`: its checked recipe."""
         self.run, self.world, self.top, self.checked, self.own, self.own_run = run, world, top, checked, own, own_run
         self.kept: list[Ranked] = []
         self.runs: list[Run] = []
@@ -176,7 +177,7 @@ class _Accepted:
         self.first: BadInput | None = None
 
     def __call__(self, ranked: Ranked) -> bool:
-        """Whether there are enough."""
+        """Check the next best plan. Returns True once `top` plans are accepted."""
         try:
             own = self.own_run if ranked.plan == self.own else None
             made = own or self.checked(recipe_of(ranked.plan, self.run), self.world)
@@ -203,7 +204,7 @@ class _Accepted:
 
 
 def _storages(run: Run, base: Plan, engines: Iterable[Engine]) -> dict[str, Plan]:
-    """By engine a plan with the bytes that an element has under it."""
+    """Return, for each engine, a plan with its element sizes."""
     return {engine: as_stored(replace(base, engine=engine), run) for engine in {*engines, *FIRST.engines, "ddp"}}  # type: ignore[arg-type]
 
 
@@ -216,7 +217,7 @@ def _joined(found: Found, first: Found) -> tuple[Refused, ...]:
 
 
 def _nothing_fits(found: Found, run: Run, cluster: Cluster, checked: Callable[[Run, int], Run]) -> BadInput:
-    """The line of a recipe that no plan trains there. Its fix has been tried."""
+    """Return the refusal of a recipe that no plan trains on the cluster. Its fix has been tried."""
     if found.nearest is None:
         reason = (
             found.refused[0].reason if found.refused else f"its ways to cut ranks do not divide train.global_batch={run.train.global_batch}"
@@ -237,11 +238,11 @@ def _nothing_fits(found: Found, run: Run, cluster: Cluster, checked: Callable[[R
 
 
 def _mends(run: Run, cluster: Cluster, checked: Callable[[Run, int], Run], *, least: float) -> Iterator[str]:
-    """A change of the recipe with which something fits, and a number of nodes. `least`: times of the devices that need be tried."""
+    """Yield a change of the recipe with which a plan fits, and a number of nodes. `least`: least multiple of the devices to try."""
     chunks: Values = {"recompute.loss_chunks": 8}
     optimizer: Values = {"sharding.kind": "zero", "sharding.offload.optimizer": "cpu"}
     changes = [chunks]
-    if not cluster.cores:  # there states on the host stay in the same memory
+    if not cluster.cores:  # on a CPU, states on the host stay in the same memory
         changes += [optimizer, optimizer | {"sharding.stage": 3, "sharding.offload.parameters": "cpu"}]
         changes.append(changes[-1] | chunks)
     for values in changes:
@@ -263,12 +264,12 @@ def _words(values: Values) -> str:
 
 
 def _that_fits(run: Run, cluster: Cluster, checked: Callable[[Run, int], Run]) -> Plan | None:
-    """A plan of the first round that fits and that the recipe's checks accept, with everything computed again."""
+    """Return a plan of the first round with full recomputation that fits and that the recipe's checks accept; None if none is found."""
     run = run.resolve(cluster.world)
     network, limit = network_of(run), cluster.memory_bytes()
     again = (plan.but(recompute="full") for plan in _plans(run, cluster, _offloading(FIRST, run)))
     fitting = (plan for plan in again if refusal(network, plan) is None and held_bytes(network, plan, cluster) <= limit)
-    for plan in islice(fitting, 100):  # checks that refuse so many refuse the recipe
+    for plan in islice(fitting, 100):  # checks that refuse 100 plans refuse the recipe
         with suppress(BadInput):
             checked(recipe_of(plan, run), cluster.world)
             return plan
@@ -276,13 +277,13 @@ def _that_fits(run: Run, cluster: Cluster, checked: Callable[[Run, int], Run]) -
 
 
 def gib(size_bytes: float) -> str:
-    """With one digit after the point, or two digits of what is less than a tenth."""
+    """Format bytes as GiB: one digit after the point, or two significant digits below 0.1."""
     size = size_bytes / _GIB
     return f"{size:.1f}" if size >= 0.1 else f"{size:.2g}"
 
 
 def guided(run: Run, cluster: Cluster) -> Iterator[Said]:
-    """The guide that chooses a strategy, with this recipe's numbers on this cluster. A batch that no division fits is left out."""
+    """Yield the steps of the guide that chooses a strategy, with this recipe's numbers on this cluster."""
     network, batch = network_of(run.resolve(cluster.world)), run.train.global_batch
     base = plan_of(run.resolve(cluster.world))
     stored = _storages(run, base, GUIDED.engines)
