@@ -1,4 +1,4 @@
-"""Which conversions exist: what a recipe may ask of a source checkpoint. Anything else is refused in one line (no torch here).
+"""Checks of a conversion: the new models that can be made from a source checkpoint. All else is refused in one line (no torch here).
 
 A layer is kept, grown (dense to experts) or shrunk (experts to fewer experts, or to one dense network). One conversion does not do both.
 """
@@ -19,7 +19,7 @@ Method = Literal["auto", "copy", "granular", "noise", "drop", "merge", "prune"]
 GROWING: tuple[Method, ...] = ("copy", "granular", "noise", "drop")
 SHRINKING: tuple[Method, ...] = ("merge", "prune")
 
-# values that a conversion keeps, though others might give the same shapes
+# keys that a conversion keeps, even if another value would give the same shapes
 SAME: tuple[str, ...] = (
     *(f"rope.{key}" for key in Rope.model_fields),
     *(f"swiglu.{key}" for key in Swiglu.model_fields),
@@ -46,14 +46,14 @@ SAME: tuple[str, ...] = (
     "positions",
     "ahead",
 )
-# what decides which tensors a router has, of layers that have experts on both sides
+# keys that decide a router's tensors, compared for layers with experts on both sides
 ROUTER: tuple[str, ...] = ("logits", "input_norm", "expert_scale")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How to convert. `method` auto: copy or merge, whichever fits. `share` and `scale`: for noise and drop. `weights`: those of the mean
-    over experts. `approximate`: allows gates that do not sum to a constant.
+    """Settings of a conversion. `method` auto: copy or merge, whichever fits. `share` and `scale`: for noise and drop. `weights`: weights
+    of the mean over experts. `approximate`: allows gates that do not sum to a constant.
     """
 
     method: Method = "auto"
@@ -69,7 +69,7 @@ class Settings:
 
 
 def settings_of(given: dict[str, Any], *, approximate: bool) -> Settings:
-    """Settings from the command line's values. Without a method, takes the one that keeps the outputs unchanged. Raises BadInput."""
+    """Return the settings for the command line's values. The default method keeps the outputs unchanged. Raises BadInput."""
     takes = {"share": ("noise", "drop"), "scale": ("noise",), "weights": ("merge",), "moments": ("copy",)}
     for key, methods in takes.items():
         if key in given and "method" in given and given["method"] not in methods and given[key] != "fresh":
@@ -86,13 +86,13 @@ def settings_of(given: dict[str, Any], *, approximate: bool) -> Settings:
 
 
 def experts_of(run: Run, layer: int) -> int:
-    """The number of experts in a layer; 0 if it is dense."""
+    """Number of experts in a layer; 0 if it is dense."""
     layers = run.model.layers_with_experts()
     return run.experts.of_layer(layers.index(layer)) if layer in layers else 0
 
 
 def change(before: Run, run: Run, layer: int) -> Literal["grow", "shrink"] | None:
-    """How the conversion changes a layer; None if the layer is kept."""
+    """Return how the conversion changes a layer; None if the layer is kept."""
     old, new = experts_of(before, layer), experts_of(run, layer)
     return None if old == new else "grow" if old == 0 else "shrink"
 
@@ -102,26 +102,26 @@ def layers_that(what: str | None, before: Run, run: Run) -> list[int]:
 
 
 def parts(before: Run, run: Run) -> int:
-    """G, the number of shards into which one dense network is cut."""
+    """Return G, the number of shards into which one dense network is cut."""
     return max(1, before.model.d_ff // _units(run))
 
 
 def gate_sum(router: Router) -> float | None:
-    """The sum of a token's gates if nothing is dropped; None if it depends on the token, or if gates are no factors of outputs."""
+    """Return the sum of a token's gates if nothing is dropped; None if it depends on the token, or if gates are no factors of outputs."""
     s = router.spec
     one = s.gates != "as_is" or (s.score == "softmax" and s.softmax_over == "chosen")
     return s.gate_scale if one and method_of(s).tokens_choose and s.gate_on == "output" else None
 
 
 def even_gate_sum(router: Router, num_experts: int) -> float:
-    """The same sum for a router without any preference, on average."""
+    """Return the mean sum of a token's gates for a router without any preference."""
     s = router.spec
     score = {"softmax": 1 / num_experts, "sigmoid": 0.5, "sqrt_softplus": math.sqrt(math.log(2))}[s.score]
     return gate_sum(router) or s.gate_scale * s.num_choices * score
 
 
 def check_convertible(before: Run, run: Run, settings: Settings) -> Settings:
-    """The settings with their method resolved. Raises BadInput for the first reason why the conversion is impossible."""
+    """Return the settings with their method resolved. Raises BadInput for the first reason why the conversion is impossible."""
     _check_same(before, run)
     routed = any(experts_of(before, layer) and experts_of(run, layer) for layer in range(run.model.num_layers))
     if routed and before.router.spec.bias_rate is not None and run.router.spec.bias_rate is None:
@@ -281,7 +281,7 @@ def _check_shrunk(before: Run, run: Run, settings: Settings, layers: list[int]) 
 
 
 def _units(run: Run) -> int:
-    """The number of hidden units of one expert."""
+    """Number of hidden units of one expert."""
     return run.experts.d_ff or run.model.d_ff
 
 

@@ -45,11 +45,11 @@ from parallel.mesh import Degrees, Mesh
 from parallel.precision import LossScale
 from parallel.process import World
 
-RECENT = 100  # a run's load is the mean over so many of its last training lines
+RECENT = 100  # a run's load is the mean over this number of its last training lines
 
 
 def find(source: Path) -> Path:
-    """The checkpoint at `source`, or the newest good one in a run's folder. Raises BadInput."""
+    """Return the checkpoint at `source`, or the newest good one in a run's folder. Raises BadInput."""
     if (source / "manifest.json").is_file():
         verify(source)
         return source
@@ -60,7 +60,7 @@ def find(source: Path) -> Path:
 
 
 def loads(source: Path, before: Run, *, step: int) -> dict[int, list[float]]:
-    """Each layer's share of choices by expert: the mean over a run's last RECENT training lines up to `step`, or read from a JSON file.
+    """Return each layer's share of choices by expert: the mean over a run's last RECENT training lines up to `step`, or from a JSON file.
 
     The JSON file is an object of lists by layer number: {"1": [900, 20, 4, 76]}. Raises BadInput if a layer is missing.
     """
@@ -85,7 +85,7 @@ def loads(source: Path, before: Run, *, step: int) -> dict[int, list[float]]:
 
 
 def convert(run: Run, source: Path, settings: Settings, *, load_from: Path | None = None) -> tuple[Engine, Conversion, Counters]:
-    """The new model with its optimizer, in one process. Raises BadInput if the source cannot be converted."""
+    """Return the new model with its optimizer, in one process. Raises BadInput if the source cannot be converted."""
     reader = whole(source)
     before = build_run(reader.state["recipe"])
     settings = check_convertible(before, run, settings)
@@ -130,7 +130,7 @@ def _by_global_name(model: Transformer, layouts: dict[str, Layout]) -> Values:
 
 
 def _parts(name: str, layout: Layout, whole: Tensor) -> list[tuple[str, Tensor]]:
-    """A parameter under its names in checkpoints: itself, or each element of a stack."""
+    """Return a parameter under its names in checkpoints: itself, or each element of a stack."""
     if layout.unstack is None:
         return [(global_name(name), whole)]
     return [(layout.unstack.format(i), part) for i, part in enumerate(whole)]
@@ -147,7 +147,7 @@ def main(
     check: bool = False,
     json: str | None = None,
 ) -> int:
-    """Convert, write the checkpoint to `to`, and print what was done."""
+    """Convert, write the checkpoint to `to`, and print a report."""
     from moe.convert.report import became, compared, promise, told
 
     out, path = Path(to), find(Path(source))
@@ -190,7 +190,7 @@ def _check_new(out: Path) -> None:
 
 
 def load_recipe(recipe: str, overrides: dict[str, str]) -> tuple[Run, dict[str, str]]:
-    """A recipe that is valid by itself, with its dtypes resolved, and the origin of each value."""
+    """Load and check a recipe. Returns it with its dtypes resolved, and the origin of each value."""
     run, origins = load(recipe, overrides)
     check_together(run.resolve(1))
     return settle_precision(run, World()), origins

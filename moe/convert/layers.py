@@ -39,7 +39,7 @@ class Conversion:
     shapes: dict[str, tuple[int, ...]]  # shapes of the new model's tensors, by global name
     first: Callable[[str], Tensor]  # initial value of a tensor in a new model
     load: dict[int, list[float]] = field(default_factory=dict)  # load of each expert in the source's MoE layers
-    table: Table | None = None  # of the new routers, where they are given one
+    table: Table | None = None  # the new routers' table, if the recipe names one
     used: set[str] = field(default_factory=set)  # the source's tensors read so far
 
     @cached_property
@@ -68,7 +68,7 @@ class Conversion:
     # --- one layer
 
     def grown(self, layer: int) -> Values:
-        """A dense layer's network converted to experts. A shared or residual network beside them does not change the output at first."""
+        """Convert a dense layer's network to experts. A new shared or residual network does not change the output at first."""
         s, x, network = self.settings, self.run.experts, self.dense(f"layers.{layer}.ffn")
         count, g = experts_of(self.run, layer), parts(self.before, self.run)
         key, seed = f"layers.{layer}.experts", self.run.train.seed
@@ -91,9 +91,9 @@ class Conversion:
         return values
 
     def grown_moments(self, layer: int, kind: str) -> Values:
-        """Optimizer moments for copied experts: each expert gets an equal part of the dense network's gradient.
+        """Return optimizer moments for copied experts: each expert gets an equal part of the dense network's gradient.
 
-        Beside a residual network, which gets half of the gradient, the experts share the other half. If a token's gates sum to s, w2 is
+        With a residual network, which gets half of the gradient, the experts share the other half. If a token's gates sum to s, w2 is
         stored as w2 / s, so its gradient is s times as large.
         """
         x, power = self.run.experts, {"exp_avg": 1, "exp_avg_sq": 2}[kind]
@@ -105,7 +105,7 @@ class Conversion:
         return _experts(layer, upcycle.copies(expert, count)) | beside
 
     def shrunk(self, layer: int) -> Values:
-        """A sparse layer converted to fewer experts, or to one dense network."""
+        """Convert a sparse layer to fewer experts, or to one dense network."""
         sparse = experts_of(self.run, layer)
         groups, weights = self._groups(layer)
         factor = (gate_sum(self.before.router) or 1.0) / ((gate_sum(self.run.router) or 1.0) if sparse else 1.0)
@@ -123,14 +123,14 @@ class Conversion:
         return _dense(f"layers.{layer}.ffn", upcycle.joined(made))
 
     def _groups(self, layer: int) -> tuple[list[list[int]], list[float]]:
-        """The groups of experts that become one expert each, and the weight of each expert in its group's mean."""
+        """Return the groups of experts that become one expert each, and the weight of each expert in its group's mean."""
         count, into = experts_of(self.before, layer), experts_of(self.run, layer) or 1
         weights = self.load[layer] if self.settings.needs_load else [1.0] * count
         prune = self.settings.method == "prune"
         return (upcycle.most_used(weights, into) if prune else upcycle.neighbours(count, into)), weights
 
     def bias(self, name: str, new_E: Tensor) -> Tensor:
-        """A router's selection bias: the source's; merged like the experts where there are fewer; zero for a new router."""
+        """Return a router's selection bias: the source's, merged if experts are merged; zero for a new router."""
         layer = int(name.split(".")[1])
         if name not in self.reader.names(EXTRA):
             return torch.zeros_like(new_E)
@@ -138,14 +138,14 @@ class Conversion:
         return old_E if change(self.before, self.run, layer) is None else upcycle.merged_rows(old_E, *self._groups(layer))
 
     def _router_rows(self, layer: int, count: int) -> list[str]:
-        """The router's parameters that have one row per expert."""
+        """Names of the router's parameters that have one row per expert."""
         of_router = [n for n in self.shapes if n.startswith(f"layers.{layer}.router.") and not n.endswith("norm.weight")]
         return [n for n in of_router if self.shapes[n][0] == count]
 
     # --- the whole model
 
     def values(self) -> Values:
-        """All new weights. Raises BadInput for a tensor without a place, or with another shape."""
+        """Return all new weights. Raises BadInput for a tensor without a place, or with another shape."""
         out = {name: self.read(name) for name in self.kept()}
         for layer in range(self.run.model.num_layers):
             what = change(self.before, self.run, layer)
@@ -159,7 +159,7 @@ class Conversion:
         return out
 
     def moments(self, kind: str) -> Values:
-        """Optimizer moments for everything that is copied. The rest is left out and starts at 0."""
+        """Return optimizer moments for all copied tensors. The rest is left out and starts at 0."""
         out = {name: self.read(name, kind) for name in self.kept()}
         for layer in range(self.run.model.num_layers):
             if change(self.before, self.run, layer) is not None:
@@ -167,12 +167,12 @@ class Conversion:
         return out
 
     def kept(self) -> list[str]:
-        """Tensors outside the feed-forward part of changed layers."""
+        """Names of tensors outside the feed-forward part of changed layers."""
         return [n for n in self.shapes if not feed_forward(n) or change(self.before, self.run, int(n.split(".")[1])) is None]
 
 
 def feed_forward(name: str) -> bool:
-    """Whether a tensor belongs to the feed-forward half of a block, the part that conversions change."""
+    """Return whether a tensor belongs to the feed-forward half of a block, the part that conversions change."""
     part = name.split(".")
     return part[0] == "layers" and part[2] not in ("attention", "attention_norm", "cross", "cross_norm", "ffn_norm")
 

@@ -16,7 +16,7 @@ from moe.train.restore import restore
 
 
 def told(conversion: Conversion, source: Path, out: Path) -> list[str]:
-    """One line for each family of tensors, then what to expect and the next command."""
+    """Return one line for each family of tensors, then the expected output and the next command."""
     rows = became(conversion)
     width = max(len(part) for part, _ in rows)
     return [
@@ -28,7 +28,7 @@ def told(conversion: Conversion, source: Path, out: Path) -> list[str]:
 
 
 def became(conversion: Conversion) -> list[tuple[str, str]]:
-    """(part of the model, how it was converted) for each part."""
+    """Return (part of the model, how it was converted) for each part."""
     s, before, run = conversion.settings, conversion.before, conversion.run
     changed = layers_that("grow", before, run) + layers_that("shrink", before, run)
     kept = [n for n in conversion.shapes if not (feed_forward(n) and int(n.split(".")[1]) in changed)]
@@ -68,7 +68,7 @@ def _layer(conversion: Conversion, layer: int) -> str:
 
 
 def promise(conversion: Conversion) -> str:
-    """Whether, and under what condition, the new model computes the same function as the source."""
+    """Describe the condition under which the new model computes the same function as the source, if any."""
     s, before, run = conversion.settings, conversion.before, conversion.run
     if s.method in ("noise", "drop"):
         return "near the source's: the experts differ from its network on purpose"

@@ -39,20 +39,20 @@ class Network:
         return self.w1.shape[1]
 
     def each(self, change: Callable[[str, Tensor], Tensor]) -> Network:
-        """The network with `change` applied to every matrix, by name."""
+        """Return the network with `change` applied to every matrix, by name."""
         return Network(change("w1", self.w1), change("w2", self.w2), None if self.w3 is None else change("w3", self.w3))
 
     def scaled(self, factor: float) -> Network:
-        """The network times `factor`, by scaling w2."""
+        """Return the network times `factor`, by scaling w2."""
         return self if factor == 1.0 else replace(self, w2=self.w2 * factor)
 
     def cut(self, units: slice) -> Network:
-        """The network of some hidden units: their part of the sum."""
+        """Return the network of some hidden units: their terms of the sum."""
         return self.each(lambda name, w: w[units] if name == "w2" else w[:, units])
 
 
 def joined(networks: Sequence[Network]) -> Network:
-    """One wider network: the sum of these."""
+    """Return one wider network: the sum of these."""
     w3 = [n.w3 for n in networks if n.w3 is not None]
     return Network(torch.cat([n.w1 for n in networks], 1), torch.cat([n.w2 for n in networks]), torch.cat(w3, 1) if w3 else None)
 
@@ -65,7 +65,7 @@ def copies(network: Network, count: int) -> list[Network]:
 
 
 def shards(network: Network, count: int, *, parts: int) -> list[Network]:
-    """Expert e is shard e % parts of copy e // parts, scaled by `parts`, since its gate is one of `parts` equal ones."""
+    """Return shards: expert e is shard e % parts of copy e // parts, scaled by `parts`, since its gate is one of `parts` equal ones."""
     size = network.units // parts
     return [network.cut(slice(e % parts * size, (e % parts + 1) * size)).scaled(parts) for e in range(count)]
 
@@ -111,13 +111,13 @@ def shared_rows(rows_ED: Tensor, *, parts: int) -> Tensor:
 
 
 def neighbours(count: int, into: int) -> list[list[int]]:
-    """The groups when `count` experts are merged in order into `into` groups of equal size."""
+    """Return the groups when `count` experts are merged in order into `into` groups of equal size."""
     size = count // into
     return [list(range(i * size, (i + 1) * size)) for i in range(into)]
 
 
 def most_used(load: Sequence[float], into: int) -> list[list[int]]:
-    """The `into` experts of highest load, each a group of its own, in ascending order; of equal loads the first."""
+    """Return the `into` experts of highest load, each a group of its own, in ascending order; ties go to the first."""
     best = sorted(range(len(load)), key=lambda e: (-load[e], e))[:into]
     return [[e] for e in sorted(best)]
 
