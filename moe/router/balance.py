@@ -10,7 +10,7 @@ When the load is even, balance is 1 for any k, and importance is 0. The scope na
 each capacity group (a mean over groups, weighted by their tokens), one rank's micro-batch, or the global batch. Products and squares
 do not add up over the micro-batches and ranks of a step, so each of them must know the sums of the whole step. Given these sums, its
 loss has its share of the gradient of the step's loss, and the mean over all is the step's value. Losses are summed over layers.
-`join` adds a loss to the backward pass at the place where it arises: no global list is needed, and it works across pipeline stages.
+`join` adds a loss to the backward pass in the layer that computes it: no global list is needed, and it works across pipeline stages.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ class Router(nn.Module):
         """Return logits [T, E] of the (jittered, normed) input, the same with noise of learned size, and each expert's probability of
         being chosen.
 
-        Without noise, both logits are one tensor. The probability is None unless the spec has a load loss.
+        The noise has learned size; without it, both logits are one tensor. The probability is None unless the spec has a load loss.
         """
         spec = self.spec
         if self.training and spec.jitter:
