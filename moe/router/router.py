@@ -147,7 +147,7 @@ class Router(nn.Module):
         )
 
     def _logits(self, x_TD: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return logits [T, E] of the (jittered, normed) input, the same with noise of learned size, and each expert's probability of
+        """Return logits [T, E] of the (jittered, normed) input, noisy logits, and each expert's probability of
         being chosen.
 
         The noise has learned size; without it, both logits are one tensor. The probability is None unless the spec has a load loss.
