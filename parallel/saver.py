@@ -81,6 +81,11 @@ class Saver:
         """The step of the newest checkpoint of this run that every rank knows to be there."""
         return self._newest
 
+    @property
+    def under_way(self) -> int | None:
+        """The step of a save that has begun and that not every rank knows to be committed; None if there is none."""
+        return None if self._writer is None else self._writer.step
+
     def leave(self) -> None:
         """Where the run fails: give what is on its way a while to be committed, without the other ranks."""
         if self._writer is not None:
