@@ -6,14 +6,14 @@
     summary = train(run, origins=origins)
 
     load           a recipe by name or path, with overrides        moe/recipe/load.py
-    train          the whole loop; resumes where it stopped        moe/train/trainer.py
+    train          the whole loop; resumes where it stopped        moe/train/loop/trainer.py
     script         a script of your own, ended as a run is         moe/launch/launch.py
     verify         every layout against one process                moe/verify/verify.py
     Transformer    the model, alone: no process group is needed    moe/model/transformer.py
     MoELayer       one MoE layer, for a model of your own          moe/experts/layer.py
     Context        where the tokens of a pass stand                moe/nn/context.py
     RoutingRecord  experts that one pass chose, for another        moe/nn/routing_record.py
-    Callback       your own code after steps, evaluations, saves   moe/train/callbacks.py
+    Callback       your own code after steps, evaluations, saves   moe/train/parts/callbacks.py
 
 Each is imported when it is first used, so that `import moe` takes no time and loads no torch.
 """
@@ -34,15 +34,15 @@ if TYPE_CHECKING:
     from moe.nn.context import Context as Context
     from moe.nn.routing_record import RoutingRecord as RoutingRecord
     from moe.recipe.load import load as load
-    from moe.train.callbacks import Callback as Callback
-    from moe.train.trainer import train as train
+    from moe.train.loop.trainer import train as train
+    from moe.train.parts.callbacks import Callback as Callback
     from moe.verify.verify import main as verify
 
 __version__ = "0.1.0"
 __all__ = ["Callback", "Context", "MoELayer", "RoutingRecord", "Transformer", "__version__", "load", "script", "train", "verify"]
 
 _HOME = {
-    "Callback": "moe.train.callbacks",
+    "Callback": "moe.train.parts.callbacks",
     "Context": "moe.nn.context",
     "MoELayer": "moe.experts.layer",
     "RoutingRecord": "moe.nn.routing_record",

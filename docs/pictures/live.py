@@ -20,7 +20,7 @@ from moe.recipe.load import load  # noqa: E402
 from moe.records.metrics import read, read_summary  # noqa: E402
 from moe.records.panel import State, panel  # noqa: E402
 from moe.records.title import title  # noqa: E402
-from parallel.process import World  # noqa: E402
+from parallel.process.process import World  # noqa: E402
 
 
 def main(run_dir: str, step: str) -> None:

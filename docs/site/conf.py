@@ -1,9 +1,9 @@
 """The documentation as a site: `make docs` builds docs/ with Sphinx into build/docs, and fails where a link leads nowhere.
 
-    docs/**/*.md                        the pages, as they are
-    docs/index.md, its tables           the table of contents beside every page
-    docs/site/api.rst, docstrings       the reference
-    README, CONTRIBUTING, CHANGELOG     stand at docs/site/*.md
+docs/**/*.md                        the pages, as they are
+docs/index.md, its tables           the table of contents beside every page
+docs/site/api.rst, docstrings       the reference
+README, CONTRIBUTING, CHANGELOG     stand at docs/site/*.md
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 
 The steps determine three constants by least squares without negative values, relative to each step: predicted = products + attention +
 launch_us * kernels + pointwise * streamed bytes + step_ms. A fourth, gather_us, is the extra time of FSDP's steps on two ranks compared
-with DDP's, for each gather, beyond the collective. On GPUs the constants of parallel/plan/program.py are kept.
+with DDP's, for each gather, beyond the collective. On GPUs the constants of moe/plan/machine/program.py are kept.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ import yaml
 from moe.calibrate import kernels, links, own_step
 from moe.launch import exit_codes
 from moe.launch.environment import usable_cores
-from moe.plan.job import network_of, plan_of
+from moe.plan.job.of_recipe import network_of, plan_of
+from moe.plan.machine.cluster import Between, Cluster, Inside, told_of
+from moe.plan.machine.device import Device
+from moe.plan.machine.program import OWN_ON_CPU
+from moe.plan.machine.this_machine import measured_file, memory_limit_bytes, processor
+from moe.plan.time.cost import own_program, step_time
 from moe.recipe.load import build_run
 from parallel.errors import counted
-from parallel.files import check_writable, write_text
-from parallel.fork import run_on_ranks
-from parallel.plan.cluster import Between, Cluster, Inside, told_of
-from parallel.plan.cost import own_program, step_time
-from parallel.plan.device import Device
-from parallel.plan.program import OWN_ON_CPU
-from parallel.plan.this_machine import measured_file, memory_limit_bytes, processor
-from parallel.precision import multiplies
+from parallel.numerics.precision import multiplies
+from parallel.process.fork import run_on_ranks
+from parallel.store.files import check_writable, write_text
 
 TIMEOUT_S = 600.0
 MOST_AT_ONCE = 16  # ranks that measure kernels

@@ -1,6 +1,6 @@
 """Times of collectives between ranks of this machine: microseconds by kind, number of ranks and bytes.
 
-    bytes     of the whole tensor on every rank, as parallel/plan/collective_times.py counts: input of all-reduce and all-to-all, output
+    bytes     of the whole tensor on every rank, as moe/plan/time/collective_times.py counts: input of all-reduce and all-to-all, output
               of all-gather; a message counts the bytes sent
     backend   gloo between processes of a CPU, NCCL between GPUs
 

@@ -23,12 +23,12 @@ from moe.parallelize.engines import prepare
 from moe.parallelize.sequence import shard_of
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
-from moe.train.executor import Executor, start_executor
-from moe.train.step import accumulate, finish
-from parallel import process
-from parallel.mesh import Mesh
-from parallel.precision import LossScale
-from parallel.process import World
+from moe.train.loop.step import accumulate, finish
+from moe.train.parts.executor import Executor, start_executor
+from parallel.mesh.mesh import Mesh
+from parallel.numerics.precision import LossScale
+from parallel.process import process
+from parallel.process.process import World
 
 CPU = torch.device("cpu")
 STEPS = 9

@@ -9,8 +9,8 @@ import math
 
 from moe.recipe.sections import Model, Rope, Run
 from parallel.errors import BadInput
-from parallel.grids import GRIDS
-from parallel.mesh import divisors
+from parallel.mesh.grids import GRIDS
+from parallel.mesh.mesh import divisors
 
 
 def check_model(run: Run) -> None:

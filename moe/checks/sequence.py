@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from moe.recipe.sections import Run
-from moe.router.groups import check_groups
+from moe.router.slots.groups import check_groups
 from parallel.errors import BadInput
-from parallel.mesh import Degrees, divisors
+from parallel.mesh.mesh import Degrees, divisors
 from parallel.sequence.order import Order
 
 

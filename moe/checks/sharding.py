@@ -13,8 +13,8 @@ import tempfile
 
 from moe.recipe.sections import Offload, Run, Sharding
 from parallel.errors import BadInput, did_you_mean
-from parallel.extensions import missing_for_nvme
-from parallel.files import user_path
+from parallel.process.extensions import missing_for_nvme
+from parallel.store.files import user_path
 
 
 def check_sharding(run: Run) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
-from parallel.grids import GRIDS, LINES
-from parallel.mesh import divisors
+from parallel.mesh.grids import GRIDS, LINES
+from parallel.mesh.mesh import divisors
 
 
 def check_tensor(run: Run) -> None:

@@ -6,8 +6,8 @@ import math
 
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
-from parallel.grids import LINES
-from parallel.mesh import divisors
+from parallel.mesh.grids import LINES
+from parallel.mesh.mesh import divisors
 
 
 def check_tiling(run: Run) -> None:

@@ -17,12 +17,12 @@ from moe.checks.tensor import check_tensor
 from moe.checks.tiling import check_tiling
 from moe.recipe.plugin import check_there
 from moe.recipe.sections import Data, Run
-from moe.router.causal import check_causal
 from moe.router.checks import check_read, check_slots, check_spec
 from moe.router.methods.catalog import method_of
+from moe.router.slots.causal import check_causal
 from parallel.errors import BadInput, counted, did_you_mean
-from parallel.files import user_path
-from parallel.mesh import Degrees, check_world, divisors
+from parallel.mesh.mesh import Degrees, check_world, divisors
+from parallel.store.files import user_path
 
 
 def check_run(run: Run, world_size: int) -> Run:

@@ -15,7 +15,7 @@ from moe.launch import exit_codes
 from moe.verify.hybrid import FACTORS, Idle, case_of, completed
 from moe.verify.pairwise import Pair, every_pair, together
 from parallel.errors import BadInput
-from parallel.files import write_text
+from parallel.store.files import write_text
 
 MARKS = {"runs": "yes", "not recommended": "slow", "refused": "no", "no effect": "-"}
 PAGE = """# Combinations

@@ -12,14 +12,14 @@ from collections.abc import Iterator
 from moe.checks.advice import check_for_user
 from moe.checks.together import check_run
 from moe.launch import exit_codes
-from moe.plan.flops import size as flops_of
-from moe.plan.predicted import Place, Prediction, predict, settled
+from moe.plan.choose.choose import described
+from moe.plan.choose.predicted import Place, Prediction, predict, settled
+from moe.plan.job.flops import size as flops_of
+from moe.plan.machine.cluster import load_cluster
+from moe.plan.memory.memory import CONTEXT_BYTES
 from moe.recipe.sections import Run
 from moe.records import prediction
 from moe.records.summary import count, size
-from parallel.plan.choose import described
-from parallel.plan.cluster import load_cluster
-from parallel.plan.memory import CONTEXT_BYTES
 
 
 def main(run: Run, *, world: int | None, cluster: str | None, force: bool = False) -> int:
@@ -44,9 +44,9 @@ def main(run: Run, *, world: int | None, cluster: str | None, force: bool = Fals
 
 def _here(run: Run, world: int) -> tuple[Run, Place]:
     """The same for this machine."""
-    from moe.train.place import settle_precision
-    from moe.train.prediction import here
-    from parallel.process import World
+    from moe.train.start.place import settle_precision
+    from moe.train.start.prediction import here
+    from parallel.process.process import World
 
     return settle_precision(run, World()), here(World(size=world, local_size=world))
 

@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from moe.cli.simulate_text import duration
-from moe.cli.simulate_times import OfRecipe, Times, check_size, of_recipe, times_of
+from moe.cli.simulate.text import duration
+from moe.cli.simulate.times import OfRecipe, Times, check_size, of_recipe, times_of
 from moe.launch import exit_codes
 from parallel.errors import BadInput, counted
 from parallel.pipeline.energy.clocks import Clock, Measured, PowerModel, Profile, read_profile

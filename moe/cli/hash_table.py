@@ -18,7 +18,7 @@ from moe.launch import exit_codes
 from moe.recipe.hash_table import Table, balanced
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
-from parallel.files import user_path, write_text
+from parallel.store.files import user_path, write_text
 
 _AT_ONCE = 2**24  # tokens
 _OF_A_MIXTURE = 2**40  # tokens that its counts come to

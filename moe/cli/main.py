@@ -41,7 +41,7 @@ from moe.launch import exit_codes
 from moe.launch.environment import set_before_torch
 from moe.recipe.overrides import take_overrides
 from parallel.errors import BadInput, did_you_mean, harmless, some
-from parallel.files import check_writable, user_path
+from parallel.store.files import check_writable, user_path
 
 if TYPE_CHECKING:
     from moe.recipe.sections import Run
@@ -65,7 +65,7 @@ def _train(flags: Train, overrides: dict[str, str]) -> int:
         counted = flags.nproc is not None or flags.hostfile is not None
         return _call("moe.cli.dry_run", run, world=world if counted else None, cluster=flags.cluster, force=flags.force)
     if flags.cluster is not None:
-        from parallel.plan.cluster import load_cluster
+        from moe.plan.machine.cluster import load_cluster
 
         load_cluster(flags.cluster)  # an unknown one is an error now; the ranks read it again
     source = _begins_with(flags, overrides)
@@ -152,7 +152,7 @@ def _begins_with(flags: Train, overrides: dict[str, str]) -> Path | None:
         needed = "a run, which all ranks of a launcher read"
         raise BadInput("--init_from", got=said, needed=needed, fix=f"moe convert {said} runs/BASE, then --init_from runs/BASE")
     from moe.convert.huggingface.convert import begin_from
-    from parallel.lock import alone_in
+    from parallel.store.lock import alone_in
 
     source = user_path(said.removeprefix("hf:"), what="--init_from")
     with alone_in(out):
@@ -214,7 +214,7 @@ def _verify(flags: Verify, _: dict[str, str]) -> int:
     if flags.timeout_s is not None and not 0 < flags.timeout_s < float("inf"):
         raise BadInput("--timeout_s", got=flags.timeout_s, needed="seconds, more than 0", fix="--timeout_s 600")
     if flags.debug_collectives:
-        from parallel.debug_collectives import DEBUG
+        from parallel.mesh.debug_collectives import DEBUG
 
         os.environ[DEBUG] = "20"  # seconds; ranks are forked from this process, so they inherit it
     if flags.mutations:
@@ -222,7 +222,7 @@ def _verify(flags: Verify, _: dict[str, str]) -> int:
             if getattr(flags, name) != getattr(Verify, name):
                 got = f"{getattr(flags, name)} with --mutations"
                 raise BadInput(f"--{name}", got=got, needed="nothing: each mutation names its layout", fix=f"remove --{name}")
-        return _call("moe.verify.mutations.run", json=_text(flags.json), only=flags.only)
+        return _call("tests.mutations.run", json=_text(flags.json), only=flags.only)
     if flags.recipe is not None and flags.kinds != Verify.kinds:
         raise BadInput("--kinds", got=f"{flags.kinds} with --recipe", needed="nothing: the recipe decides", fix="remove --kinds")
     return _call(
@@ -244,7 +244,7 @@ def _generate(flags: Generate, _: dict[str, str]) -> int:
         if name in given and given[name] < low:
             raise BadInput(f"--{name}", got=given[name], needed=f"at least {low}", fix=f"--{name} {low}")
     run_dir = _run_dir(given.pop("run_dir"), "checkpoints")
-    return _call("moe.train.generate", run_dir, **given)
+    return _call("moe.train.use.generate", run_dir, **given)
 
 
 def _eval(flags: Eval, overrides: dict[str, str]) -> int:
@@ -252,7 +252,7 @@ def _eval(flags: Eval, overrides: dict[str, str]) -> int:
     for name, value in given.items():
         if value < 0:
             raise BadInput(f"--{name}", got=value, needed="at least 0", fix=f"--{name} 0")
-    return _call("moe.train.evaluate", _run_dir(flags.run_dir, "checkpoints"), overrides=overrides, json=_text(flags.json), **given)
+    return _call("moe.train.use.evaluate", _run_dir(flags.run_dir, "checkpoints"), overrides=overrides, json=_text(flags.json), **given)
 
 
 def _report(flags: Report, _: dict[str, str]) -> int:
@@ -314,7 +314,7 @@ def _plan(flags: Plan, overrides: dict[str, str]) -> int:
     if flags.recipe is None:
         raise BadInput("moe plan", got="no RECIPE", needed="moe plan RECIPE", fix="name one: moe plan dense_8b --cluster h100-8x4")
     if flags.cluster is None:
-        from parallel.plan.cluster import some_clusters
+        from moe.plan.machine.cluster import some_clusters
 
         raise BadInput(
             "--cluster",
@@ -323,7 +323,7 @@ def _plan(flags: Plan, overrides: dict[str, str]) -> int:
             fix="--cluster a100-80-8x4",
         )
     given = {f.name: getattr(flags, f.name) for f in dataclasses.fields(flags) if f.name not in ("recipe", "calibrate", "nproc")}
-    return _call("moe.cli.plan", flags.recipe, overrides=overrides, **given)
+    return _call("moe.cli.plan.plan", flags.recipe, overrides=overrides, **given)
 
 
 def _calibrate(flags: Plan, overrides: dict[str, str]) -> int:
@@ -343,7 +343,7 @@ def _calibrate(flags: Plan, overrides: dict[str, str]) -> int:
 
 def _simulate(flags: Simulate, overrides: dict[str, str]) -> int:
     given = {name: value for name, value in dataclasses.asdict(flags).items() if value is not None}
-    return _call("moe.cli.simulate", given.pop("name", None), overrides=overrides, **given)
+    return _call("moe.cli.simulate.simulate", given.pop("name", None), overrides=overrides, **given)
 
 
 def _energy(flags: Energy, overrides: dict[str, str]) -> int:
@@ -410,7 +410,7 @@ def _hash_table(flags: HashTable, overrides: dict[str, str]) -> int:
 
 
 def _show(flags: Show, overrides: dict[str, str]) -> int:
-    from moe.plan.flops import size
+    from moe.plan.job.flops import size
     from moe.recipe.described import keys_of_section
     from moe.recipe.load import load, resolved_yaml
     from moe.records.summary import count
@@ -480,7 +480,7 @@ def _combinations(flags: Combinations, _: dict[str, str]) -> int:
 
 
 def _recipes(_: Recipes, __: dict[str, str]) -> int:
-    from moe.plan.flops import size
+    from moe.plan.job.flops import size
     from moe.recipe.load import load, published_names, recipe_names, recipe_path
     from moe.records.summary import count
 

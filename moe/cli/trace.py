@@ -10,8 +10,8 @@ from typing import Any
 from moe.launch import exit_codes
 from moe.records.results import write_json
 from parallel.errors import plain
-from parallel.files import user_path
-from parallel.flight_recorder import Found, diagnose, read_folder
+from parallel.store.files import user_path
+from parallel.watch.flight_recorder import Found, diagnose, read_folder
 
 
 def main(folder: str, *, json: str | None = None) -> int:

@@ -29,21 +29,21 @@ from moe.recipe.load import build_run, load, resolved_yaml
 from moe.recipe.sections import Parallel, Run, Sharding, Tiling
 from moe.records import metrics
 from moe.records.results import write_json
-from moe.train import state
-from moe.train.adapters import whole
-from moe.train.kept import pass_on
-from moe.train.place import make_writable, settle_precision
-from moe.train.state import Counters
-from parallel import checkpoint
-from parallel.checkpoint import verify
+from moe.train.start import state
+from moe.train.start.adapters import whole
+from moe.train.start.kept import pass_on
+from moe.train.start.place import make_writable, settle_precision
+from moe.train.start.state import Counters
 from parallel.data.engine import MOMENTS, Engine
 from parallel.data.load import given
 from parallel.errors import BadInput, counted
-from parallel.layout import Layout
-from parallel.lock import alone_in
-from parallel.mesh import Degrees, Mesh
-from parallel.precision import LossScale
-from parallel.process import World
+from parallel.mesh.layout import Layout
+from parallel.mesh.mesh import Degrees, Mesh
+from parallel.numerics.precision import LossScale
+from parallel.process.process import World
+from parallel.store import checkpoint
+from parallel.store.checkpoint import verify
+from parallel.store.lock import alone_in
 
 RECENT = 100  # a run's load is the mean over this number of its last training lines
 

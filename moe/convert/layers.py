@@ -21,9 +21,9 @@ from moe.convert.checks import Settings, change, even_gate_sum, experts_of, gate
 from moe.convert.upcycle import Network
 from moe.recipe.hash_table import Table
 from moe.recipe.sections import Run
-from moe.train.state import EXTRA
+from moe.train.start.state import EXTRA
 from parallel.errors import BadInput
-from parallel.stored import Reader
+from parallel.store.stored import Reader
 
 Values = dict[str, Tensor]  # by global name
 

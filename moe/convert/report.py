@@ -12,7 +12,7 @@ from moe.convert.layers import Conversion, feed_forward
 from moe.model.transformer import Transformer
 from moe.nn.context import Context
 from moe.recipe.changes import ORDER, changes, function_changes
-from moe.train.restore import restore
+from moe.train.start.restore import restore
 
 
 def told(conversion: Conversion, source: Path, out: Path) -> list[str]:

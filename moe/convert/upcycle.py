@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from parallel.random import key_of
+from parallel.numerics.random import key_of
 
 # D model, F hidden, E experts
 

@@ -31,7 +31,7 @@ from moe.data.kinds import LINK, Kinds, check_kinds, saved_files
 from moe.data.remarks import AS_TEXT, LINKED, NO_TEXT, SKIPPED, UNREADABLE, Remark, decoded, raw
 from moe.recipe.sections import Data
 from parallel.errors import BadInput, counted, did_you_mean
-from parallel.files import user_path
+from parallel.store.files import user_path
 
 Side = Literal["train", "validation"]
 SIDES: tuple[Side, Side] = ("train", "validation")

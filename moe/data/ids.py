@@ -26,7 +26,7 @@ from moe.data.tokenizer import Ids
 from moe.data.tokens import FORMAT, Log, TokenFiles, corpus_hash
 from moe.recipe.sections import Data
 from parallel.errors import BadInput
-from parallel.files import user_path
+from parallel.store.files import user_path
 
 _MAGIC = b"MMIDIDX\0\0"
 _HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype, sequences, documents (with one for the end)

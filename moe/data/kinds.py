@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from parallel.errors import BadInput, plain
-from parallel.files import read_text
+from parallel.store.files import read_text
 
 LINK = "/"  # suffix of the name of a linked folder, which is not followed
 _SHOWN = 4

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from parallel.errors import BadInput
-from parallel.mesh import Axis, Degrees, Mesh
+from parallel.mesh.mesh import Axis, Degrees, Mesh
 from parallel.sequence.order import Order
 
 Batch = TypeVar("Batch", bound=Any)  # an array or a tensor

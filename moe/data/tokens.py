@@ -32,7 +32,7 @@ from moe.data.formats import TextKey
 from moe.data.tokenizer import Bytes, Tokenizer, load, pieces, train_bpe
 from moe.recipe.sections import Data
 from parallel.errors import BadInput, counted
-from parallel.files import of_contents
+from parallel.store.files import of_contents
 
 FORMAT = 2  # version of token files and of corpus reading: another number gives another key
 ENCODE_TOGETHER_CHARACTERS = 1 << 21

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from moe.nn.context import Context
-from parallel.collectives import cut_copies, join_copies, sum_over
 from parallel.errors import BadInput
-from parallel.mesh import Axis
+from parallel.mesh.collectives import cut_copies, join_copies, sum_over
+from parallel.mesh.mesh import Axis
 
 # B batch, L length, D model, T = B*L tokens
 

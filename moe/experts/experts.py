@@ -19,8 +19,8 @@ from moe.kernels import Plan, choose
 from moe.kernels.activation import GATED
 from moe.nn.lora import adapted
 from parallel.data.tiling import summed, take
-from parallel.layout import Tile
-from parallel.regions import in_region
+from parallel.mesh.layout import Tile
+from parallel.mesh.regions import in_region
 
 if TYPE_CHECKING:
     from moe.recipe.sections import Swiglu

@@ -26,7 +26,7 @@ from moe.experts.experts import Experts
 from moe.nn.context import Context
 from moe.nn.linear import FeedForward, Linear, linear_fp32
 from moe.recipe.router_spec import RouterSpec
-from moe.router.balance import (
+from moe.router.losses.balance import (
     balance_loss,
     count_choices,
     importance_loss,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moe.kernels import cpu
-from parallel.supposed import pretended
+from parallel.numerics.supposed import pretended
 
 __all__ = ["combine", "grouped_ffn", "permute", "plan", "reorder", "routed_ffn", "slots", "top_k"]
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from moe.kernels.grouped import grouped_ffn, routed_ffn
 from moe.kernels.plan import Plan
 from moe.kernels.rows import combine, permute, reorder
-from parallel.regions import in_region
-from parallel.supposed import pretended
+from parallel.mesh.regions import in_region
+from parallel.numerics.supposed import pretended
 
 __all__ = ["combine", "grouped_ffn", "permute", "plan", "reorder", "routed_ffn", "slots", "top_k"]
 

@@ -26,8 +26,8 @@ from torch import Tensor
 from moe.kernels.activation import activate, activate_backward
 from moe.kernels.plan import Plan
 from moe.kernels.rows import combine, permute
-from parallel.precision import gradient_dtype
-from parallel.weight_gradient import Owed, if_later, owed_for
+from parallel.numerics.precision import gradient_dtype
+from parallel.numerics.weight_gradient import Owed, if_later, owed_for
 
 if TYPE_CHECKING:
     from moe.recipe.sections import Swiglu

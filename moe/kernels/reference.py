@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moe.kernels.activation import activate
 from moe.kernels.plan import Plan
-from parallel.weight_gradient import product
+from parallel.numerics.weight_gradient import product
 
 if TYPE_CHECKING:
     from moe.recipe.sections import Swiglu

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moe.kernels.plan import Plan
-from parallel.regions import in_region
+from parallel.mesh.regions import in_region
 
 # T tokens, K choices, R rows, D model
 

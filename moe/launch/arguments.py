@@ -11,7 +11,7 @@ from pathlib import Path
 
 from moe.recipe.overrides import take_overrides
 from parallel.errors import BadInput
-from parallel.files import user_path
+from parallel.store.files import user_path
 
 USAGE = (
     "RECIPE [--section.key VALUE ...] [--out DIR] [--fresh] [--from-step STEP] [--allow-change KEY ...] [--init-from RUN] "

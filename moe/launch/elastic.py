@@ -15,9 +15,9 @@ from collections.abc import Iterator
 
 from moe.checks.together import check_run
 from moe.recipe.sections import Run
-from moe.router.groups import needs_group
+from moe.router.slots.groups import needs_group
 from parallel.errors import BadInput
-from parallel.mesh import divisors
+from parallel.mesh.mesh import divisors
 
 ORIGIN = "--elastic"  # origin of the values changed here
 _TRIES = 8  # numbers of micro-batches tried for one number of processes, fewest first

@@ -35,10 +35,10 @@ from moe.launch.streams import outlive_readers
 from moe.recipe.load import load, run_name
 from moe.recipe.sections import Run
 from moe.records.redone import Restart
-from parallel.debug_collectives import DEBUG, TIMEOUT_S
 from parallel.errors import BadInput, Ended
-from parallel.extensions import use_extensions_dir
-from parallel.lock import is_held
+from parallel.mesh.debug_collectives import DEBUG, TIMEOUT_S
+from parallel.process.extensions import use_extensions_dir
+from parallel.store.lock import is_held
 
 _LAUNCHERS = ("TORCHELASTIC_RUN_ID", "CROSS_RANK", "OMPI_COMM_WORLD_RANK")  # set by torchrun, DeepSpeed's launcher and Open MPI's
 _SAID = ".moe-said-"  # prefix of files in the system's temporary folder, one for each line that a rank of a launch has printed
@@ -155,7 +155,7 @@ def _first_here(line: str) -> bool:
 
 @dataclass(frozen=True)
 class _TooEarly:
-    """Signal handler for the time before training, which does not restore it afterwards (moe/train/place.py).
+    """Signal handler for the time before training, which does not restore it afterwards (moe/train/start/place.py).
 
     It acts for one process: a forked child ends by the signal's default and prints nothing for the rank.
     """
@@ -247,7 +247,7 @@ def _refuse_fresh_again(given: Arguments, environment: Mapping[str, str]) -> Non
 
 def _for_those_left(run: Run, origins: dict[str, str], least: int) -> tuple[Run, dict[str, str]]:
     """Return the recipe for the present number of processes, and the origins of its values. Raises BadInput."""
-    from parallel import process
+    from parallel.process import process
 
     world = process.read_environment()
     run = elastic.whole(run, None)
@@ -261,7 +261,7 @@ def _for_those_left(run: Run, origins: dict[str, str], least: int) -> tuple[Run,
 
 
 def _train(run: Run, origins: dict[str, str], name: str, out: Path, given: Arguments, place: list[Path]) -> int:
-    from parallel import process  # it imports torch, so only after the recipe has been read
+    from parallel.process import process  # it imports torch, so only after the recipe has been read
 
     world = process.read_environment()
     check_for_user(run, world.size, origins)
@@ -269,7 +269,7 @@ def _train(run: Run, origins: dict[str, str], name: str, out: Path, given: Argum
     allow_open_files(world.size)
 
     def work() -> None:
-        from moe.train.trainer import train
+        from moe.train.loop.trainer import train
 
         process.share_cores(world)
         process.start(world, timeout_s=run.train.timeout_s, end=_last_word(place, world.rank))
@@ -295,8 +295,9 @@ def _train(run: Run, origins: dict[str, str], name: str, out: Path, given: Argum
 def _carried_out(work: Callable[[], object]) -> int:
     """Do the training `work`, stop the process groups, and return the exit code. If another rank caused this rank's error, its error is
     raised instead."""
-    from moe.train.trainer import Stopped
-    from parallel import process, watchdog
+    from moe.train.loop.trainer import Stopped
+    from parallel.process import process
+    from parallel.watch import watchdog
 
     try:
         work()
@@ -338,8 +339,8 @@ def _last_word(place: list[Path], rank: int) -> Callable[[str, bool], None]:
 
 def _did_not_fit(failure: BaseException, run: Run) -> str | None:
     """Return the line for a run out of memory, with the next thing to try; None for any other failure."""
-    from moe.train.out_of_memory import did_not_fit
-    from parallel import process
+    from moe.train.start.out_of_memory import did_not_fit
+    from parallel.process import process
 
     world = process.read_environment()
     return did_not_fit(failure, run, world=world.size, cpu=world.device.type == "cpu")

@@ -30,7 +30,7 @@ from moe.launch.environment import child_environment
 from moe.launch.exit_codes import DONE, FAILED
 from moe.launch.processes import PARENT, TOKEN, Rank, kill_all, name_rank
 from moe.recipe.load import load
-from parallel.parent import die_with
+from parallel.process.parent import die_with
 
 _FORK_S, _LEAVE_S, _LOOK_S = 10.0, 10.0, 0.1
 # imported late in a rank: torch's optimizers need the compiler, rank 0 TensorBoard
@@ -148,7 +148,7 @@ def _load(words: list[str]) -> None:
     """Import the modules of the ranks, once for all of them."""
     given = parse(words)
     run, _ = load(given.recipe, given.overrides)
-    for name in ("moe.launch.launch", "moe.train.trainer", *_LATER, *_BY_SHARDING.get(run.sharding.kind, ())):
+    for name in ("moe.launch.launch", "moe.train.loop.trainer", *_LATER, *_BY_SHARDING.get(run.sharding.kind, ())):
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # a collection in a fork would copy every page that holds an object

@@ -27,7 +27,7 @@ from typing import Any
 from moe.launch import status
 from moe.launch.exit_codes import FAILED, STOPPED
 from moe.records.redone import Restart
-from parallel.files import step_of
+from parallel.store.files import step_of
 
 _LONGEST_S = 60.0
 _POLL_S = 0.1

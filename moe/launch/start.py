@@ -37,8 +37,8 @@ from moe.launch.streams import outlive_readers
 from moe.launch.verdict import Watched, first_to_fail, in_words, verdict
 from moe.recipe.load import run_name
 from parallel.errors import BadInput, counted
-from parallel.files import read_text
-from parallel.lock import HELD, alone_in
+from parallel.store.files import read_text
+from parallel.store.lock import HELD, alone_in
 
 Launcher = Literal["deepspeed", "torchrun"]
 _POLL_S = 0.1

@@ -1,6 +1,6 @@
 """First values of weights: functions of (seed, global name, index in the whole tensor) only.
 
-So every layout starts from the same bits, and a rank draws only its shards (parallel/first_values.py): some experts or shards of
+So every layout starts from the same bits, and a rank draws only its shards (parallel/numerics/first_values.py): some experts or shards of
 them, some stages' layers, one tile, 1/N of a matrix. Truncated normal within 2 sigma, sigma = sqrt(init_scale / fan_in)
 (Switch, arXiv 2101.03961, section 2.4, init_scale 0.1).
 """
@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from moe.model.names import global_name, stack_of, tiled_dim
 from moe.recipe import sections
 from parallel.data.tiling import tile_of
-from parallel.first_values import key_of_tensor, stored, truncated_normal
-from parallel.layout import Box, Layout
-from parallel.mesh import Degrees, Mesh
+from parallel.mesh.layout import Box, Layout
+from parallel.mesh.mesh import Degrees, Mesh
+from parallel.numerics.first_values import key_of_tensor, stored, truncated_normal
 
 
 class FirstValues:

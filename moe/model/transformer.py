@@ -32,10 +32,10 @@ from moe.nn.linear import FeedForward, Norm, drop, scaled
 from moe.nn.vocabulary import CrossEntropy, Rows, TiledRows, as_targets, capped, cross_entropy, look_up, project, summed_loss
 from moe.recipe import sections
 from moe.recipe.shapes import SEPARATOR
-from moe.router.balance import join
+from moe.router.losses.balance import join
 from parallel.data.tiling import Tiled
-from parallel.recompute import recomputed
-from parallel.regions import in_region
+from parallel.mesh.regions import in_region
+from parallel.numerics.recompute import recomputed
 
 # B batch, L length, D model, V vocabulary
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from moe.nn.routing_record import RoutingRecord
 from parallel.errors import BadInput
-from parallel.random import key_of, uniform
-from parallel.recompute import Replay
+from parallel.numerics.random import key_of, uniform
+from parallel.numerics.recompute import Replay
 
 Value = TypeVar("Value")
 

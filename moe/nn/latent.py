@@ -31,7 +31,7 @@ from moe.nn.linear import Added, Linear, Norm
 from moe.nn.rotary import logit_factor, turned, turns_of
 from moe.recipe import sections
 from parallel.data.tiling import Slot, as_it_is
-from parallel.regions import in_region
+from parallel.mesh.regions import in_region
 
 # B batch, L length, D model, H heads, C channels of a head's query or key: N content and P rotary ones; V of a value, R of the latent
 

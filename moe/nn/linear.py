@@ -15,10 +15,10 @@ from moe.nn.lora import adapted
 from moe.nn.lora import product as adapted_product
 from moe.recipe.shapes import NORM_EPS
 from parallel.data.tiling import Products, Slot, Tiled, as_it_is, one_by_one, take
-from parallel.layout import Tile
-from parallel.precision import gradient_dtype
-from parallel.regions import in_region
-from parallel.weight_gradient import gradient_or_later, linear
+from parallel.mesh.layout import Tile
+from parallel.mesh.regions import in_region
+from parallel.numerics.precision import gradient_dtype
+from parallel.numerics.weight_gradient import gradient_or_later, linear
 
 if TYPE_CHECKING:
     from moe.recipe.sections import Swiglu
@@ -30,7 +30,7 @@ class Linear(nn.Module):
     """A linear layer x W^T without bias, in x's dtype; `weight` [out, in].
 
     `recast`: cast the weight again in the backward pass instead of saving the cast one; its gradient can then be deferred
-    (parallel/weight_gradient.py). `product(x, weight)`: replaces the product if ranks hold blocks of x and the weight, else None.
+    (parallel/numerics/weight_gradient.py). `product(x, weight)`: replaces the product if ranks hold blocks of x and the weight, else None.
     """
 
     def __init__(self, in_size: int, out_size: int, *, recast: bool = False) -> None:

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallel.precision import gradient_dtype
+from parallel.numerics.precision import gradient_dtype
 
 if TYPE_CHECKING:
     from moe.recipe.sections import Lora

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from moe.recipe.shapes import PADDING as PADDING
 from moe.recipe.shapes import marked
 from parallel.data.tiling import Tiled, take, with_branches
-from parallel.layout import Tile
-from parallel.precision import gradient_dtype
-from parallel.recompute import recomputed
-from parallel.weight_gradient import linear
+from parallel.mesh.layout import Tile
+from parallel.numerics.precision import gradient_dtype
+from parallel.numerics.recompute import recomputed
+from parallel.numerics.weight_gradient import linear
 
 # N tokens, D model, V vocabulary or a tile of it
 

@@ -1,7 +1,7 @@
 """Computes the operators of a dense recipe's graph on shards of tensors: an annotated recipe, carried out by torch's DTensor.
 
     program = gspmd.program(graph_of(run, sequences=n), mesh, annotations)          any annotations, also of no tensor.kind
-    ranks = Annotated(program, device_mesh(mesh), compute_of(run))                   parallel/tensor/annotated.py
+    ranks = Annotated(program, device_mesh(mesh), compute_of(run))                   parallel/annotations/annotated.py
     values = {name: ranks.placed(name, t) for name, t in values_of(model, program.graph).items()}
     ranks(values | tokens and targets)["loss"]                                       of each token, [sequences, length]
 
@@ -23,9 +23,9 @@ from moe.nn.core import repeated
 from moe.nn.rotary import rotate
 from moe.recipe.sections import Rope, Run, Scales
 from moe.recipe.shapes import NORM_EPS
+from parallel.annotations.annotated import Compute, Rank
+from parallel.annotations.graph import Graph, Operator
 from parallel.errors import BadInput
-from parallel.plan.graph import Graph, Operator
-from parallel.tensor.annotated import Compute, Rank
 
 
 def compute_of(run: Run) -> Compute:

@@ -23,10 +23,10 @@ from moe.recipe.hash_table import Table
 from moe.recipe.sections import Run
 from moe.router.own import check_own
 from parallel.errors import BadInput
-from parallel.gradients import data_axis
-from parallel.layout import Layout
-from parallel.mesh import Mesh
-from parallel.precision import DTYPES
+from parallel.mesh.gradients import data_axis
+from parallel.mesh.layout import Layout
+from parallel.mesh.mesh import Mesh
+from parallel.numerics.precision import DTYPES
 from parallel.tensor.style import Plan, apply
 
 

@@ -22,10 +22,10 @@ from moe.experts.experts import MATRICES, Experts
 from moe.kernels import Plan
 from moe.kernels.activation import activate
 from moe.nn.linear import Linear as Plain
-from parallel.gradients import sum_gradients, sum_over_holders
 from parallel.kfac.kfac import Kfac, Linear, Settings
-from parallel.layout import Layout
-from parallel.mesh import Mesh
+from parallel.mesh.gradients import sum_gradients, sum_over_holders
+from parallel.mesh.layout import Layout
+from parallel.mesh.mesh import Mesh
 
 if TYPE_CHECKING:
     from moe.recipe.sections import Swiglu

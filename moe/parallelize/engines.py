@@ -25,14 +25,14 @@ from parallel.data.offload import Offload
 from parallel.errors import BadInput
 from parallel.kfac.grafted import Curved, Grafted
 from parallel.kfac.kfac import Settings
-from parallel.layout import Layout
-from parallel.malloc import give_freed_memory_back
-from parallel.mesh import Mesh
+from parallel.mesh.layout import Layout
+from parallel.mesh.mesh import Mesh
+from parallel.numerics.precision import DTYPES
 from parallel.optim.adafactor import Adafactor
 from parallel.optim.given import Factory, Given
 from parallel.optim.muon import Muon, Orientation
 from parallel.optim.sgd import Sgd
-from parallel.precision import DTYPES
+from parallel.process.malloc import give_freed_memory_back
 
 
 def prepare(run: Run, say: Callable[[str], None]) -> None:
@@ -58,7 +58,7 @@ def by_fsdp(run: Run) -> bool:
 def start_engine(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh: Mesh, *, rule: Rule | None = None) -> Engine:
     """Start the engine of the recipe's data parallelism around the model. Collective.
 
-    `rule`: a user's own optimizer, instead of the recipe's. moe/train/executor.py runs the engine's forward and backward passes.
+    `rule`: a user's own optimizer, instead of the recipe's. moe/train/parts/executor.py runs the engine's forward and backward passes.
     """
     optimizer = rule or optimizer_of(run.optimizer)
     if run.sharding.kind == "dp":

@@ -16,7 +16,7 @@ from moe.experts.layer import LayerReport
 from moe.model.transformer import Output
 from moe.nn.context import Context
 from parallel.data.dp import Together
-from parallel.layout import Tile
+from parallel.mesh.layout import Tile
 
 Args = tuple[Tensor, Context, Tensor]  # inputs [B, L], their context, targets [B, L]
 

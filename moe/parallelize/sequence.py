@@ -18,9 +18,9 @@ from moe.model.transformer import Block, Transformer, moe_layers
 from moe.nn.context import Context
 from moe.nn.core import Bias
 from moe.recipe.sections import Run
-from moe.router.groups import needs_group
-from moe.router.slices import Slices
-from parallel.mesh import Axis, Mesh
+from moe.router.slots.groups import needs_group
+from moe.router.slots.slices import Slices
+from parallel.mesh.mesh import Axis, Mesh
 from parallel.sequence.balanced import Balanced
 from parallel.sequence.colossal_ring import ColossalRing
 from parallel.sequence.method import Method

@@ -13,8 +13,8 @@ from typing import Any
 from moe.parallelize.build import laid_out
 from moe.recipe.sections import Run
 from moe.records.results import write_json
-from parallel.mesh import Mesh
-from parallel.precision import DTYPES
+from parallel.mesh.mesh import Mesh
+from parallel.numerics.precision import DTYPES
 
 
 def plan_rows(run: Run, *, rank: int) -> list[dict[str, Any]]:

@@ -14,14 +14,14 @@ from moe.model.transformer import Part, Transformer
 from moe.plan.pipeline import layers_of, schedule_of, splits_backward
 from moe.recipe.sections import Run
 from parallel.data.engine import Engine
-from parallel.layout import Layout
-from parallel.mesh import Mesh
+from parallel.mesh.layout import Layout
+from parallel.mesh.mesh import Mesh
+from parallel.numerics.weight_gradient import splittable
 from parallel.pipeline.links import Links
 from parallel.pipeline.replicas import StageReplicas
 from parallel.pipeline.runtime import Runtime
 from parallel.pipeline.schedule import Schedule
 from parallel.pipeline.sums import SumsBeside
-from parallel.weight_gradient import splittable
 
 
 def parts_of(run: Run, schedule: Schedule) -> tuple[Part, ...]:

@@ -120,7 +120,9 @@ def _function(run: Run) -> dict[str, Any]:
     """Return the values that decide the model's function, without keys that nothing reads."""
     values = _values(run)
     values["router.bias_rate"] = None if run.router.spec.bias_rate is None else "a bias"  # it starts at zero: only losing one matters
-    values["router.hash_table"] = None if run.router.spec.hash_table is None else "a table"  # moe/train/resume.py compares its contents
+    values["router.hash_table"] = (
+        None if run.router.spec.hash_table is None else "a table"
+    )  # moe/train/start/resume.py compares its contents
     values["experts.ffn"] = run.experts.ffn or run.model.ffn
     defaults = {NORM_EPS[kind] for kind in _norms(run)}
     values["model.norm_eps"] = None if defaults == {run.model.norm_eps} else run.model.norm_eps

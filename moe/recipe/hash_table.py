@@ -19,7 +19,7 @@ from typing import Any
 
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
-from parallel.files import read_text, user_path
+from parallel.store.files import read_text, user_path
 
 STATE = "hash_table"  # its key in a checkpoint's state, and the name of the copy in a run's folder
 KEY = "router.hash_table"

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from moe.recipe.plugin import is_plugin
 from moe.recipe.sections import Data, Run
 from parallel.errors import BadInput
-from parallel.files import user_path
+from parallel.store.files import user_path
 
 COMMAND_LINE = "command line"
 _Said = Callable[[str, object, object], bool]

@@ -27,7 +27,7 @@ from moe.recipe.router_spec import RouterSpec
 from moe.recipe.sections import Run, Section, choices_of, takes_number
 from parallel import yaml_text
 from parallel.errors import BadInput, did_you_mean, some
-from parallel.files import read_text, user_path
+from parallel.store.files import read_text, user_path
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 PUBLISHED = "published"

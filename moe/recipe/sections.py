@@ -22,8 +22,8 @@ from moe.recipe.presets import PRESETS
 from moe.recipe.router_spec import RouterSpec
 from moe.recipe.spans import Spans, spans_of
 from parallel.errors import BadInput, harmless
-from parallel.grids import GRIDS, LINES, grid_of
-from parallel.mesh import Degrees, divisors
+from parallel.mesh.grids import GRIDS, LINES, grid_of
+from parallel.mesh.mesh import Degrees, divisors
 from parallel.tensor import linear_2p5d
 
 _LARGEST = 2**40

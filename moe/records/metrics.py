@@ -24,7 +24,7 @@ from typing import Any
 
 from moe.records.tracker import Board
 from parallel.errors import BadInput
-from parallel.files import read_text
+from parallel.store.files import read_text
 
 METRICS, SUMMARY, TENSORBOARD = "metrics.jsonl", "summary.json", "tensorboard"
 _STEP = re.compile(rb'"step":\s*([0-9]{1,18})\b')

@@ -1,10 +1,10 @@
 """Predicted memory and time of a run, in words before it starts, and compared with measurements in its summary.
 
     line(p), warning(p)     at the start: bytes of the fullest rank, seconds of a step
-    refusal(p, ...)         the error of a run that cannot fit, with a change that makes it fit (moe/plan/fitting.py)
+    refusal(p, ...)         the error of a run that cannot fit, with a change that makes it fit (moe/plan/choose/fitting.py)
     record(p), against(...) at the end: prediction, measurement, and measured / predicted
 
-moe/plan/predicted.py makes the prediction. Needs no torch.
+moe/plan/choose/predicted.py makes the prediction. Needs no torch.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from moe.plan.fitting import Change, change_that_fits
-from moe.plan.predicted import Bound, Prediction, predict
+from moe.plan.choose.fitting import Change, change_that_fits
+from moe.plan.choose.predicted import Bound, Prediction, predict
 from moe.recipe.sections import Run
 from moe.records.summary import size
 from parallel.errors import BadInput

@@ -14,7 +14,7 @@ from moe.recipe.sections import Run
 from moe.records.results import write_json
 from moe.rehearse.walk import Walked, walk
 from parallel.errors import BadInput
-from parallel.process import World
+from parallel.process.process import World
 from parallel.rehearse.pretended import Found
 
 DEVICES = ("cpu", "cuda")

@@ -28,21 +28,22 @@ from moe.plan.pipeline import continuous
 from moe.recipe.sections import Run
 from moe.records.metrics import Records
 from moe.records.progress import open_progress
-from moe.train import state
-from moe.train.advance import advance
-from moe.train.job import Job
-from moe.train.opening import start_model
-from moe.train.place import check_precision, settle_precision
-from moe.train.rebalance import Rebalancer
-from parallel import checkpoint, process
-from parallel.communicator import Count
+from moe.train.loop.advance import advance
+from moe.train.parts.rebalance import Rebalancer
+from moe.train.start import state
+from moe.train.start.job import Job
+from moe.train.start.opening import start_model
+from moe.train.start.place import check_precision, settle_precision
 from parallel.data.engine import Engine
-from parallel.precision import LossScale
-from parallel.process import World
+from parallel.mesh.communicator import Count
+from parallel.numerics.precision import LossScale
+from parallel.process import process
+from parallel.process.process import World
 from parallel.rehearse.ledger import Ledger
 from parallel.rehearse.pretended import Pretended
 from parallel.rehearse.stage import rehearsal
-from parallel.saver import Saver
+from parallel.store import checkpoint
+from parallel.store.saver import Saver
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Memory of a plan on each rank of its pipeline, part by part: a table, and a picture of stacked bars.
 
-Parts are defined in parallel/plan/memory.py, and drawn with the largest at the bottom. Above them is the memory of the allocator and CUDA's
-context. A line across all bars marks the device's capacity.
+Parts are defined in moe/plan/memory/memory.py, and drawn with the largest at the bottom. Above them is the memory of the allocator and
+CUDA's context. A line across all bars marks the device's capacity.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from moe.plan.memory.memory import Memory
 from moe.report.style import Theme, figure, save
-from parallel.plan.memory import Memory
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

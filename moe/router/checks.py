@@ -11,9 +11,9 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from moe.recipe.router_spec import RouterSpec
-from moe.router.causal import drops
 from moe.router.methods.catalog import METHODS, method_of
-from moe.router.slots import slots_of
+from moe.router.slots.causal import drops
+from moe.router.slots.slots import slots_of
 from parallel.errors import BadInput
 
 _LEAST_FACTOR = 0.001  # of a capacity: below it rounding decides, and each expert has one slot, or none

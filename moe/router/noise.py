@@ -1,4 +1,4 @@
-"""Noise that lets a router explore, from keyed uniform numbers: equal on every layout (parallel/random.py). Training only.
+"""Noise that lets a router explore, from keyed uniform numbers: equal on every layout (parallel/numerics/random.py). Training only.
 
 jitter         x' = x * uniform(1 - e, 1 + e)           on a copy: experts get x             Switch (arXiv 2101.03961, app. C)
 gumbel         the highest of l_e + G_e is expert e     G = -log(-log u)                     "RSample" of DeepSpeed

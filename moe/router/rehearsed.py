@@ -1,4 +1,4 @@
-"""The routing of a rehearsal (parallel/supposed.py), in which logits have no values: every expert is chosen equally often.
+"""The routing of a rehearsal (parallel/numerics/supposed.py), in which logits have no values: every expert is chosen equally often.
 
 token   0     1     2     3          E 6, K 2: token t chooses K experts in a row, from expert t K (modulo E)
 experts 0 1   2 3   4 5   0 1        each expert gets T K / E choices; if this is no whole number, the first ones get one more

@@ -22,18 +22,18 @@ from moe.kernels import choose
 from moe.nn.context import Context
 from moe.nn.linear import Norm, linear_fp32
 from moe.recipe.router_spec import RouterSpec
-from moe.router.capacity import kept_choices
 from moe.router.checks import check_spec
 from moe.router.methods.catalog import method_of
 from moe.router.methods.method import Asked, Chosen, Method
 from moe.router.noise import chance_of_choice, gumbel, jittered, noise_size, noisy_logits
 from moe.router.rehearsed import balanced_logits
 from moe.router.scores import chosen_gates, chosen_scores, probabilities, scores_of
-from moe.router.slices import Slices
-from moe.router.slots import slots_of
+from moe.router.slots.capacity import kept_choices
+from moe.router.slots.slices import Slices
+from moe.router.slots.slots import slots_of
 from parallel.errors import BadInput, counted
-from parallel.regions import in_region
-from parallel.supposed import supposed
+from parallel.mesh.regions import in_region
+from parallel.numerics.supposed import supposed
 
 # T tokens, D model, E experts, K choices
 

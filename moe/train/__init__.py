@@ -1,4 +1,4 @@
-"""The training loop. The package can be called: `from moe import train; train(run)` is `moe.train.trainer.train(run)`."""
+"""The training loop. The package can be called: `from moe import train; train(run)` is `moe.train.loop.trainer.train(run)`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 class _Train(ModuleType):
     def __call__(self, *args: Any, **named: Any) -> dict[str, Any]:
-        from moe.train.trainer import train  # here, because it loads torch
+        from moe.train.loop.trainer import train  # here, because it loads torch
 
         return train(*args, **named)
 

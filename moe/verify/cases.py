@@ -22,7 +22,7 @@ from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from moe.router.methods.catalog import METHODS
 from moe.verify.small import LINEAR, small
-from parallel.mesh import divisors
+from parallel.mesh.mesh import divisors
 from parallel.pipeline.schedules.catalog import SCHEDULES
 from parallel.pipeline.schedules.kind import DEFAULT_CHUNKS, Size
 
@@ -171,7 +171,7 @@ class Case:
     schedule: str = "1f1b"
     layers: int = 2
     stages: tuple[int, ...] | None = None  # how many layers each has; None: cut by FLOPs
-    padded: bool = False  # sequences end early: moe/verify/batches.py
+    padded: bool = False  # sequences end early: moe/verify/plain/batches.py
     overflow: bool = False  # a gradient that one rank alone has is infinite at step OVERFLOWS
     tp: int = 1  # ranks with the same tokens
     tensor: str = "copied"  # how they share weights: tensor.kind, or a key of FORMS

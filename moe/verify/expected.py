@@ -8,7 +8,7 @@
                    so that one process cannot be wrong in 16 bits unseen
 
 The bound is measured as well (Monte Carlo arithmetic, Parker 1997): the twin runs in fp32, and every number that a 16-bit run would
-round (moe/verify/plain_model.py, Rounding) is disturbed at random by up to the unit roundoff u of the dtype, 2^-8 or 2^-11 of
+round (moe/verify/plain/model.py, Rounding) is disturbed at random by up to the unit roundoff u of the dtype, 2^-8 or 2^-11 of
 itself, in the forward and in the backward pass. What comes out differs as much as rounding may make it differ: errors that grow,
 tokens at a near tie that go to another expert. The bound is twice the largest of MOST_DRAWS such runs. A near tie shows in some of
 them only; whoever is within the bound of the first few is within that of all, so the rest run for those who are not.
@@ -26,11 +26,11 @@ import torch
 from moe.verify.cases import GRIDS, LINES, ROWS_OF_GRID, Case
 from moe.verify.compare import NUMBERS, compare, gradient_deviations
 from moe.verify.layouts import compute
-from moe.verify.plain_model import Rounding
+from moe.verify.plain.model import Rounding
 from moe.verify.small import known
 from moe.verify.twin import Result, reference
-from parallel.fork import each_on_ranks
-from parallel.precision import DTYPES
+from parallel.numerics.precision import DTYPES
+from parallel.process.fork import each_on_ranks
 
 FP32_TOLERANCE = 1e-5
 CUTS = (2, 3, 4, 6, 12)  # of a batch: other orders of the same sums

@@ -20,8 +20,8 @@ from moe.model.transformer import Transformer
 from moe.nn.core import Bias
 from moe.parallelize.plan import lay_out, plan_for
 from moe.recipe.sections import Run
-from parallel.layout import Box
-from parallel.mesh import Mesh
+from parallel.mesh.layout import Box
+from parallel.mesh.mesh import Mesh
 
 
 def in_parts(model: Transformer, run: Run, *, first: int) -> None:

@@ -16,7 +16,7 @@ from moe.model.transformer import Block, Transformer
 from moe.parallelize.sequence import Exchanging
 from moe.recipe import sections
 from moe.verify.cases import ATTENTION, Case
-from parallel.mesh import Axis
+from parallel.mesh.mesh import Axis
 from parallel.sequence.colossal_ring import ColossalRing
 from parallel.sequence.method import Kept, Known, Method
 from parallel.sequence.order import Order

@@ -19,28 +19,28 @@ from moe.parallelize.engines import check_given, optimizer_of
 from moe.parallelize.sequence import shard_of
 from moe.plan.pipeline import schedule_of
 from moe.recipe.sections import Run
-from moe.train.executor import Executor, start_executor
-from moe.train.numbers import LayerNumbers, Numbers
-from moe.train.state import extra_owned
-from moe.train.step import accumulate, finish
-from moe.train.stream import stream
-from moe.verify.batches import batch
+from moe.train.loop.step import accumulate, finish
+from moe.train.loop.stream import stream
+from moe.train.parts.executor import Executor, start_executor
+from moe.train.parts.numbers import LayerNumbers, Numbers
+from moe.train.start.state import extra_owned
 from moe.verify.cases import OVERFLOWS, Case
 from moe.verify.in_blocks import in_blocks
 from moe.verify.in_parts import in_parts
 from moe.verify.in_slices import in_slices
 from moe.verify.older import OlderWeights
+from moe.verify.plain.batches import batch
 from moe.verify.tape import TAPED, Step, Tape, listen, of_ranks, plain
 from moe.verify.twin import STEPS, Result
-from parallel import process
-from parallel.checkpoint import pieces
-from parallel.clip import GradientNorm
 from parallel.data.engine import Engine
-from parallel.fork import each_on_ranks
-from parallel.mesh import Degrees, Mesh
+from parallel.mesh.mesh import Degrees, Mesh
+from parallel.numerics.clip import GradientNorm
+from parallel.numerics.precision import LossScale
 from parallel.optim.given import Given
-from parallel.precision import LossScale
-from parallel.process import World
+from parallel.process import process
+from parallel.process.fork import each_on_ranks
+from parallel.process.process import World
+from parallel.store.checkpoint import pieces
 
 Ran = tuple[Result, Tape | None] | str  # what came of a case, or its ranks' errors
 Inside = Callable[[], AbstractContextManager[Any]]  # entered on every rank around each case

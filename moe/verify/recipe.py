@@ -6,11 +6,11 @@ from dataclasses import replace
 
 from moe.checks.together import check_run
 from moe.recipe.load import load
-from moe.train.own import Own
+from moe.train.start.own import Own
 from moe.verify.cases import SLICED, Case
 from moe.verify.small import told
 from parallel.errors import BadInput
-from parallel.mesh import divisors
+from parallel.mesh.mesh import divisors
 
 
 def recipe_cases(path: str, nproc: int) -> tuple[list[Case], list[str]]:

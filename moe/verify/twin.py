@@ -1,7 +1,7 @@
 """The plain twin of `moe verify`: ten steps of whole batches in one loop, with a model and an update of its own.
 
-    moe/verify/plain_layer.py   the MoE layer, from the papers       moe/verify/plain_model.py   everything around it
-    moe/verify/plain_step.py    decay groups, clipping, AdamW, the biases     moe/verify/plain_encoder_decoder.py   T5's two halves
+    moe/verify/plain/layer.py   the MoE layer, from the papers       moe/verify/plain/model.py   everything around it
+    moe/verify/plain/step.py    decay groups, clipping, AdamW, the biases     moe/verify/plain/encoder_decoder.py   T5's two halves
 
 It shares with what it checks the recipe, the first values of the parameters and the hash of keyed random numbers; no module, kernel,
 engine, process group or optimizer. It computes in float64, so that what a layout may be off by is not taken by the twin's own rounding:
@@ -24,18 +24,19 @@ from moe.nn.lora import adapt
 from moe.parallelize.plan import lay_out
 from moe.plan.pipeline import layers_of, schedule_of
 from moe.recipe.sections import Run
-from moe.verify import plain_encoder_decoder, plain_model
-from moe.verify.batches import PADDING, batch
 from moe.verify.cases import OVERFLOWS, Case
-from moe.verify.plain_layer import Layer, Weights
-from moe.verify.plain_lora import adapters, effective
-from moe.verify.plain_model import Rounding
-from moe.verify.plain_step import PlainAdamW, moved_bias, norms
+from moe.verify.plain import encoder_decoder as plain_encoder_decoder
+from moe.verify.plain import model as plain_model
+from moe.verify.plain.batches import PADDING, batch
+from moe.verify.plain.layer import Layer, Weights
+from moe.verify.plain.lora import adapters, effective
+from moe.verify.plain.model import Rounding
+from moe.verify.plain.step import PlainAdamW, moved_bias, norms
 from moe.verify.tape import TAPED, Step, Tape
-from parallel.checkpoint import pieces
-from parallel.mesh import Degrees, Mesh
+from parallel.mesh.mesh import Degrees, Mesh
 from parallel.pipeline.schedules.catalog import SCHEDULES
 from parallel.pipeline.schedules.kind import Size
+from parallel.store.checkpoint import pieces
 
 STEPS = 10
 

@@ -29,7 +29,7 @@ from moe.verify.cases import Case
 from moe.verify.compare import deviation
 from moe.verify.expected import DRAWS, FP32_TOLERANCE, Expected, alone, reorderings
 from moe.verify.layouts import compute
-from moe.verify.plain_model import Rounding
+from moe.verify.plain.model import Rounding
 from moe.verify.tape import AGAIN, TAPED, Step, Tape
 from moe.verify.twin import Result, reference
 

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.nn.parallel import DistributedDataParallel
 
-from parallel.audit import Held, copies_of
 from parallel.data.engine import Load, Rule
 from parallel.data.load import fill_stepped, held_of, kept_of
 from parallel.data.whole import Whole
-from parallel.gradients import Started, data_axis, start_flat, start_sums, sum_gradients
-from parallel.layout import Layout, dense
-from parallel.mesh import Axis, Mesh
+from parallel.mesh.gradients import Started, data_axis, start_flat, start_sums, sum_gradients
+from parallel.mesh.layout import Layout, dense
+from parallel.mesh.mesh import Axis, Mesh
+from parallel.watch.audit import Held, copies_of
 
 
 class DDP:

@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch import nn
 
 from parallel.errors import BadInput
-from parallel.gradients import data_axis
-from parallel.layout import Layout, dense
-from parallel.mesh import Axis, Mesh
+from parallel.mesh.gradients import data_axis
+from parallel.mesh.layout import Layout, dense
+from parallel.mesh.mesh import Axis, Mesh
 
 _DEFINED_TWICE = ("c_library_name", "c_block_size", "c_io_queue_depth")  # constants in files of async_io
 

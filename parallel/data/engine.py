@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from parallel.audit import Held
 from parallel.data.whole import Whole
-from parallel.layout import Box, Layout
+from parallel.mesh.layout import Box, Layout
+from parallel.watch.audit import Held
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's
 Load = Callable[[str, str, Box], Tensor]  # (parameter, "weight" or an optimizer state, box of this rank's shard) -> that box

@@ -28,15 +28,15 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter  # no public module has them
 from torch.distributed.tensor import DTensor, Shard
 
-from parallel.audit import Held, copies_of
-from parallel.collectives import gather_into, scatter_sum_into
 from parallel.data.engine import Load, Rule
 from parallel.data.load import fill_stepped, held_of, kept_of
 from parallel.data.whole import Cut, Whole
-from parallel.first_values import Fill
-from parallel.gradients import data_axis, sum_gradients
-from parallel.layout import Box, Layout
-from parallel.mesh import Axis, Mesh
+from parallel.mesh.collectives import gather_into, scatter_sum_into
+from parallel.mesh.gradients import data_axis, sum_gradients
+from parallel.mesh.layout import Box, Layout
+from parallel.mesh.mesh import Axis, Mesh
+from parallel.numerics.first_values import Fill
+from parallel.watch.audit import Held, copies_of
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel.data.engine import Kept, Load
-from parallel.layout import Box
+from parallel.mesh.layout import Box
 
 ELEMENTS_AT_ONCE = 2**22  # 16 MiB in fp32: larger reads are not faster on a disk
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel.layout import Tile
+from parallel.mesh.layout import Tile
 
 Slot = Callable[[Tensor], Tensor]  # a replaceable function of a layer's input or output, for communication in tensor parallelism
 Products = Callable[[Tensor, Sequence[nn.Module]], Sequence[Tensor]]  # x times the matrices of several modules; can send x once for all

@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel.collectives import all_gather
-from parallel.gradients import data_axis
-from parallel.layout import Layout
-from parallel.mesh import Axis, Mesh
+from parallel.mesh.collectives import all_gather
+from parallel.mesh.gradients import data_axis
+from parallel.mesh.layout import Layout
+from parallel.mesh.mesh import Axis, Mesh
 
 
 @dataclass(frozen=True)

@@ -25,14 +25,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from parallel.audit import Held, copies_of
 from parallel.data.deepspeed import dense_axis, marked, start_deepspeed, tell_groups
 from parallel.data.engine import MOMENTS, AdamW, Load, Rule
 from parallel.data.load import fill, fill_run, held_of
 from parallel.data.offload import Offload
-from parallel.gradients import data_axis
-from parallel.layout import Layout
-from parallel.mesh import Mesh
+from parallel.mesh.gradients import data_axis
+from parallel.mesh.layout import Layout
+from parallel.mesh.mesh import Mesh
+from parallel.watch.audit import Held, copies_of
 
 Working = Callable[[str], torch.dtype]  # parameter name -> the dtype in which the model reads it
 BUCKET_ELEMENTS = 8 * 2**20  # gradients summed together, 32 MiB in fp32

@@ -22,16 +22,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallel.audit import Held
 from parallel.data.deepspeed import group_of, start_deepspeed, tell_groups
 from parallel.data.engine import MOMENTS, AdamW, Load
 from parallel.data.load import boxes, fill_run
 from parallel.data.offload import Offload
 from parallel.data.zero import BUCKET_ELEMENTS, DeepSpeed, Group, Working, group_parameters, in_partition, settings
-from parallel.first_values import Fill
-from parallel.gradients import data_axis
-from parallel.layout import Layout
-from parallel.mesh import Mesh
+from parallel.mesh.gradients import data_axis
+from parallel.mesh.layout import Layout
+from parallel.mesh.mesh import Mesh
+from parallel.numerics.first_values import Fill
+from parallel.watch.audit import Held
 
 
 class Birth:

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from parallel.supposed import supposed
+from parallel.numerics.supposed import supposed
 
 # R rows, W width, E matrices of a stack (1 for a single linear), I in, O out
 

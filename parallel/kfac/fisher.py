@@ -18,10 +18,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from parallel.collectives import largest
 from parallel.errors import BadInput
 from parallel.kfac.kfac import Item, Kfac
-from parallel.mesh import Axis
+from parallel.mesh.collectives import largest
+from parallel.mesh.mesh import Axis
 from parallel.pipeline.runtime import Took
 from parallel.pipeline.schedule import Action, Op, Schedule
 from parallel.pipeline.simulator.bubbles import BubbleWork, Packing, Placed, bubbles, pack

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from parallel.audit import Held
 from parallel.data.engine import Engine, Load
 from parallel.kfac.factors import direction
 from parallel.kfac.kfac import Kfac
-from parallel.layout import Layout
+from parallel.mesh.layout import Layout
 from parallel.optim.step import AdamWBut, decay_and_subtract
+from parallel.watch.audit import Held
 
 Group = dict[str, Any]
 

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel.kfac.factors import averaged, damped_inverse, summed_products
-from parallel.layout import Layout
+from parallel.mesh.layout import Layout
 
 # R rows, W width, E matrices of a stack, I in, O out
 

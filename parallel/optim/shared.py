@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from parallel.collectives import all_to_all, start_gather
 from parallel.data.whole import Whole
-from parallel.mesh import Axis
+from parallel.mesh.collectives import all_to_all, start_gather
+from parallel.mesh.mesh import Axis
 
 # K matrices of one parameter, R rows, C columns
 

@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.collectives import count
-from parallel.mesh import Axis
+from parallel.mesh.collectives import count
+from parallel.mesh.mesh import Axis
+from parallel.mesh.regions import region
 from parallel.pipeline.schedule import Message, Schedule
-from parallel.regions import region
 
 Empty = Callable[[Message], Tensor]  # makes the tensor into which a message is received
 

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from parallel.errors import BadInput
-from parallel.files import read_text, write_text
 from parallel.pipeline.check import check
 from parallel.pipeline.schedule import COMPUTE, OF_A_BATCH, Action, Node, Op, Schedule, updates
+from parallel.store.files import read_text, write_text
 
 _ACTION = re.compile(r"(\d{1,9})([FBIWSU])(\d{0,9})(?:@(\d{1,9}))?", re.ASCII)
 _PAIR = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")

@@ -10,9 +10,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from parallel.gradients import Started, holders, start_sum
-from parallel.layout import Layout
-from parallel.mesh import Mesh
+from parallel.mesh.gradients import Started, holders, start_sum
+from parallel.mesh.layout import Layout
+from parallel.mesh.mesh import Mesh
 
 
 class StageReplicas:

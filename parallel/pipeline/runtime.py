@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from parallel.collectives import max_over
 from parallel.errors import BadInput
-from parallel.mesh import Axis
+from parallel.mesh.collectives import max_over
+from parallel.mesh.mesh import Axis
+from parallel.numerics.weight_gradient import Owed, put_off
 from parallel.pipeline.links import Links, Traffic
 from parallel.pipeline.replicas import StageReplicas
 from parallel.pipeline.schedule import COMPUTE, Action, Message, Node, Op, Schedule
-from parallel.weight_gradient import Owed, put_off
 
 
 class Work(Protocol):

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed import fake_pg
 
-from parallel.process import World
+from parallel.process.process import World
 from parallel.rehearse.pretended import Pretended
 
 _FSDP = "torch.distributed.fsdp._fully_shard"

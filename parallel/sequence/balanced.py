@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel.collectives import Messages
+from parallel.mesh.collectives import Messages
 from parallel.sequence.method import Kept, Known, Method
 from parallel.sequence.order import ALL
 from parallel.sequence.softmax import Gradients, Partial, attend, attend_backward, merge, nothing

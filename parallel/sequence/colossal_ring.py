@@ -24,7 +24,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from parallel.collectives import scatter_sum_into, start_shift
+from parallel.mesh.collectives import scatter_sum_into, start_shift
 from parallel.sequence.method import Kept, Known, Method
 from parallel.sequence.softmax import Gradients, of_table, repeated, scores, summed, wide_dtype
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel.mesh import Axis
+from parallel.mesh.mesh import Axis
 from parallel.sequence.order import Order
 from parallel.sequence.softmax import Bias, Bucket, Gradients, Tokens
 

@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from parallel.collectives import Messages, start_shift
-from parallel.mesh import Axis
+from parallel.mesh.collectives import Messages, start_shift
+from parallel.mesh.mesh import Axis
 from parallel.sequence.method import Kept, Known, Method
 from parallel.sequence.softmax import Gradients, Partial, attend, attend_backward, merge, nothing
 

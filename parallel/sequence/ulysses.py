@@ -24,8 +24,8 @@ from typing import Any
 from einops import rearrange
 from torch import Tensor
 
-from parallel.collectives import all_to_all
-from parallel.mesh import Axis
+from parallel.mesh.collectives import all_to_all
+from parallel.mesh.mesh import Axis
 from parallel.sequence.softmax import Bias
 
 # B batch, L tokens held here, S = N L tokens of the N ranks, H heads of queries, K heads of keys and values, C channels of a head

@@ -25,8 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel.layout import Layout
-from parallel.mesh import Axis, Mesh
+from parallel.mesh.layout import Layout
+from parallel.mesh.mesh import Axis, Mesh
 from parallel.tensor.linear_1d import Column, Row, layers_of
 from parallel.tensor.style import Shape
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from parallel.collectives import all_gather, all_to_all
-from parallel.mesh import Axis
+from parallel.mesh.collectives import all_gather, all_to_all
+from parallel.mesh.mesh import Axis
 
 # B sequences, L length, D model
 

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel.collectives import Messages, gathered, sum_over
 from parallel.data.tiling import without_tiles
-from parallel.layout import Layout
-from parallel.mesh import Axis, Mesh, view_of
+from parallel.mesh.collectives import Messages, gathered, sum_over
+from parallel.mesh.layout import Layout
+from parallel.mesh.mesh import Axis, Mesh, view_of
 from parallel.tensor.style import Shape
 
 # B sequences, L length, D channels here, N tokens here

@@ -27,10 +27,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from parallel.collectives import all_gather, all_reduce, reduce_backward, reduce_scatter
 from parallel.data.tiling import without_tiles
-from parallel.layout import Layout
-from parallel.mesh import Axis, Mesh, view_of
+from parallel.mesh.collectives import all_gather, all_reduce, reduce_backward, reduce_scatter
+from parallel.mesh.layout import Layout
+from parallel.mesh.mesh import Axis, Mesh, view_of
 from parallel.tensor.overlapped import column_products, row_product
 from parallel.tensor.style import Shape
 

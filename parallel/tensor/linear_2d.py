@@ -25,13 +25,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallel.collectives import start_broadcast, start_sum_to
-from parallel.layout import Layout
-from parallel.mesh import Axis, Mesh, view_of
-from parallel.precision import gradient_dtype
+from parallel.mesh.collectives import start_broadcast, start_sum_to
+from parallel.mesh.layout import Layout
+from parallel.mesh.mesh import Axis, Mesh, view_of
+from parallel.numerics.precision import gradient_dtype
+from parallel.numerics.weight_gradient import gradients_or_later
 from parallel.tensor.grid import apart, fill_products, together
 from parallel.tensor.style import Shape
-from parallel.weight_gradient import gradients_or_later
 
 # N tokens of this rank's row, I inputs and O outputs of this rank's block
 

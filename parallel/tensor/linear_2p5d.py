@@ -19,8 +19,8 @@ import math
 from collections.abc import Sequence
 
 from parallel.errors import BadInput
-from parallel.grids import refused
-from parallel.mesh import divisors
+from parallel.mesh.grids import refused
+from parallel.mesh.mesh import divisors
 
 
 def grid_of(tp: int, depth: int | None, *, sides: Sequence[int]) -> tuple[int, int, int]:

@@ -26,13 +26,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallel.collectives import gathered, scattered_sum
-from parallel.layout import Layout
-from parallel.mesh import Axis, Mesh, view_of
-from parallel.precision import gradient_dtype
+from parallel.mesh.collectives import gathered, scattered_sum
+from parallel.mesh.layout import Layout
+from parallel.mesh.mesh import Axis, Mesh, view_of
+from parallel.numerics.precision import gradient_dtype
+from parallel.numerics.weight_gradient import gradients_or_later
 from parallel.tensor.grid import apart, fill_products, together
 from parallel.tensor.style import Shape
-from parallel.weight_gradient import gradients_or_later
 
 # i, j, k are indices on tp_depth, tp_row and tp_col; I inputs, O outputs of a gathered weight
 

@@ -30,11 +30,11 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from parallel.collectives import Started, start_gather, start_scatter_sum, start_sum
-from parallel.layout import Tile
-from parallel.mesh import Axis
-from parallel.precision import gradient_dtype
-from parallel.weight_gradient import gradients_or_later
+from parallel.mesh.collectives import Started, start_gather, start_scatter_sum, start_sum
+from parallel.mesh.layout import Tile
+from parallel.mesh.mesh import Axis
+from parallel.numerics.precision import gradient_dtype
+from parallel.numerics.weight_gradient import gradients_or_later
 
 # B sequences, L length, l length of a shard, I inputs here, O outputs here, T tokens, R ranks, n positions of a chunk
 

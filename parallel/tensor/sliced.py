@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from parallel.layout import Layout, dense
-from parallel.mesh import Axis, Mesh
+from parallel.mesh.layout import Layout, dense
+from parallel.mesh.mesh import Axis, Mesh
 from parallel.tensor.style import Shape
 
 

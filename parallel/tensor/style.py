@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 from parallel.data.tiling import tile_of, without_tiles
-from parallel.layout import Layout, dense, stacked_over
-from parallel.mesh import Mesh
+from parallel.mesh.layout import Layout, dense, stacked_over
+from parallel.mesh.mesh import Mesh
 
 Shape = tuple[int, ...]
 

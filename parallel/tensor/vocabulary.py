@@ -21,10 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallel.collectives import all_gather, all_reduce, join_copies, max_over, reduce_backward, reduce_scatter, sum_over
 from parallel.data.tiling import without_tiles
-from parallel.layout import Layout, Tile
-from parallel.mesh import Axis, Mesh
+from parallel.mesh.collectives import all_gather, all_reduce, join_copies, max_over, reduce_backward, reduce_scatter, sum_over
+from parallel.mesh.layout import Layout, Tile
+from parallel.mesh.mesh import Axis, Mesh
 from parallel.tensor.linear_1d import tensor_axis
 from parallel.tensor.style import Shape
 

@@ -18,10 +18,10 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
-from parallel.collectives import all_gather, gathered, reduce_scatter
 from parallel.data.tiling import without_tiles
-from parallel.layout import Layout
-from parallel.mesh import GRID, Mesh
+from parallel.mesh.collectives import all_gather, gathered, reduce_scatter
+from parallel.mesh.layout import Layout
+from parallel.mesh.mesh import GRID, Mesh
 from parallel.tensor import linear_2d, linear_3d
 from parallel.tensor.grid import Turn, of_one, transposed
 from parallel.tensor.style import Shape

@@ -22,13 +22,13 @@ LAYERS = {"moe": {"moe", "parallel"}, "parallel": {"parallel"}}  # what of this 
 TEXT = {".py", ".md", ".toml", ".yaml", ".yml", ".txt", ".json", ".sh", ".cfg", ""}
 
 READS_THE_ENVIRONMENT = {
-    "parallel/process.py": "which rank this process is",
+    "parallel/process/process.py": "which rank this process is",
     "parallel/data/deepspeed.py": "DeepSpeed takes its device and its rank from there: set before it is imported",
     "moe/cli/main.py": "whether this process is already a rank of somebody's launcher",
     "moe/cli/doctor.py": "reports what the launchers and torch would see",
-    "parallel/deterministic.py": "cuBLAS reads its workspace there: set, not read",
-    "parallel/lock.py": "whether the parent of these ranks holds their folder",
-    "parallel/extensions.py": "where compiled extensions are kept",
+    "parallel/process/deterministic.py": "cuBLAS reads its workspace there: set, not read",
+    "parallel/store/lock.py": "whether the parent of these ranks holds their folder",
+    "parallel/process/extensions.py": "where compiled extensions are kept",
     "moe/launch/environment.py": "what ranks inherit: cores, devices, port, torch's libraries",
     "moe/launch/launch.py": "which rank reports",
     "moe/launch/processes.py": "the marks by which a launch finds its processes",
@@ -39,22 +39,22 @@ READS_THE_ENVIRONMENT = {
     "moe/data/tokens.py": "the user's cache folder",
     "moe/recipe/plugin.py": "which rank says whose code runs",
     "moe/records/tracker.py": "a tracker's project, by that tracker's own variable",
-    "moe/bench/resume.py": "keeps torch's profiler quiet: set, not read",
-    "moe/bench/hostile.py": "set for a forked command, not read",
-    "moe/bench/hangs.py": "what a forked rank inherits, as from a launcher",
-    "moe/bench/lives.py": "likewise",
-    "moe/bench/restarts.py": "what it passes on to the command that it kills",
-    "moe/bench/elastic.py": "the same",
-    "moe/bench/hosts.py": "where daemons are looked for",
-    "moe/bench/machines.py": "what a user's commands have on each machine",
-    "moe/bench/environment.py": "what it passes on to the commands that it measures",
+    "tests/counted/resume.py": "keeps torch's profiler quiet: set, not read",
+    "tests/campaigns/hostile.py": "set for a forked command, not read",
+    "tests/campaigns/hangs.py": "what a forked rank inherits, as from a launcher",
+    "tests/campaigns/lives.py": "likewise",
+    "tests/campaigns/restarts.py": "what it passes on to the command that it kills",
+    "tests/campaigns/elastic.py": "the same",
+    "tests/campaigns/hosts.py": "where daemons are looked for",
+    "tests/campaigns/machines.py": "what a user's commands have on each machine",
+    "tests/measured/environment.py": "what it passes on to the commands that it measures",
 }
 IMPORTS_DEEPSPEED = {
     "parallel/data/deepspeed.py": "its start",
     "parallel/data/zero.py": "its engine",
     "moe/cli/doctor.py": "its version",
     "moe/launch/pdsh.py": "its launcher for several machines",
-    "moe/bench/step.py": "a peer to measure",
+    "moe/bench/training/step.py": "a peer to measure",
 }
 # What runs before a bad recipe is refused, and at `moe --help`; and before a process sets what torch's libraries read as they load.
 QUICK = ("moe", "moe.cli.main", "moe.checks.together", "moe.recipe.sections", "moe.recipe.load", "moe.launch.start", "moe.launch.launch")

@@ -16,18 +16,18 @@ from pathlib import Path
 
 import pytest
 
-from moe.bench import faults
 from moe.cli import main as cli
 from moe.cli.main import BENCHES, _arguments_of_main, bench_names
 from moe.cli.verbs import RECIPE_VERBS, VERBS, is_word
 from moe.convert.huggingface.families import FAMILIES
 from moe.launch import exit_codes
+from moe.plan.memory.stack import OURS_ON_CPU
 from moe.recipe.load import flat, known_keys
 from moe.recipe.presets import PRESETS
 from moe.recipe.sections import Run
-from moe.verify.mutations.every import MUTATIONS
 from parallel.pipeline.schedules.catalog import SCHEDULES
-from parallel.plan.stack import OURS_ON_CPU
+from tests.campaigns import faults
+from tests.mutations.every import MUTATIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -204,4 +204,4 @@ def test_the_pages_are_a_site_in_which_no_link_leads_nowhere(tmp_path: Path) -> 
     assert all((tmp_path / page).is_file() for page in pages)
     front = (tmp_path / "index.html").read_text(encoding="utf-8")
     assert all(f'href="{page.as_posix()}"' in front for page in pages if page.name != "index.html")  # each is in the contents
-    assert "moe.train.trainer." in (tmp_path / "site/api.html").read_text(encoding="utf-8")
+    assert "moe.train.loop.trainer." in (tmp_path / "site/api.html").read_text(encoding="utf-8")

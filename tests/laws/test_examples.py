@@ -13,7 +13,7 @@ import pytest
 
 import moe
 from moe.recipe.load import load
-from parallel import process
+from parallel.process import process
 from tests.support.ranks import run_on_ranks
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/use/python.md"

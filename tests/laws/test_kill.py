@@ -19,8 +19,9 @@ import pytest
 
 from moe.recipe.sections import Run
 from moe.records import metrics
-from moe.train import ending, state
-from parallel import checkpoint, stored
+from moe.train.loop import ending
+from moe.train.start import state
+from parallel.store import checkpoint, stored
 from tests.support import trained
 
 STEPS, EVERY = 15, 3

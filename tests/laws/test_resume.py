@@ -17,10 +17,10 @@ import pytest
 
 from moe.recipe.sections import Run
 from moe.records import metrics
-from moe.train import trainer
-from parallel.process import World
-from parallel.saver import Saver
-from parallel.stored import Reader
+from moe.train.loop import trainer
+from parallel.process.process import World
+from parallel.store.saver import Saver
+from parallel.store.stored import Reader
 from tests.support import trained
 
 STEPS, AT = 9, 4  # AT: where a run is left; no multiple of save_every

@@ -14,8 +14,16 @@ import pytest
 
 from moe.checks.together import check_run
 from moe.checks.verdict import verdict
-from moe.cli import simulate as simulate_verb
-from moe.plan.job import network_of, plan_of
+from moe.cli.simulate import simulate as simulate_verb
+from moe.plan.choose.candidates import Space, candidates
+from moe.plan.choose.legal import refusal
+from moe.plan.job.in_flight import in_flight
+from moe.plan.job.network import Plan
+from moe.plan.job.of_recipe import network_of, plan_of
+from moe.plan.machine.cluster import load_cluster
+from moe.plan.memory.memory import peak
+from moe.plan.time.cost import step_time
+from moe.plan.time.pipeline_time import homes_at, pipeline_time
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from moe.verify import expected, layouts, twin
@@ -29,14 +37,6 @@ from parallel.pipeline.schedules.one_f_one_b import one_f_one_b
 from parallel.pipeline.schedules.pipedream import pipedream
 from parallel.pipeline.simulator.held import peak_held
 from parallel.pipeline.simulator.simulate import costs, makespan
-from parallel.plan.candidates import Space, candidates
-from parallel.plan.cluster import load_cluster
-from parallel.plan.cost import step_time
-from parallel.plan.in_flight import in_flight
-from parallel.plan.job import Plan
-from parallel.plan.legal import refusal
-from parallel.plan.memory import peak
-from parallel.plan.pipeline_time import homes_at, pipeline_time
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -192,10 +192,10 @@ def test_checks_and_planner_refuse_the_same_sizes(name: str) -> None:
 
 MAY_NAME = {
     "moe/recipe/sections.py": "the default",
-    "parallel/plan/job.py": "the default",
+    "moe/plan/job/network.py": "the default",
     "moe/plan/pipeline.py": "a fix",
-    "parallel/plan/candidates.py": "presets of what a planner tries",
-    "moe/plan/planned.py": "presets of what a planner tries",
+    "moe/plan/choose/candidates.py": "presets of what a planner tries",
+    "moe/plan/choose/planned.py": "presets of what a planner tries",
     "moe/cli/energy.py": "EnvPipe is made for 1F1B",
     "parallel/pipeline/energy/plan_file.py": "the example of a file",
     "moe/recipe/other_tools.py": "flags of other systems, with their keys here",
@@ -203,7 +203,7 @@ MAY_NAME = {
     "moe/verify/cases.py": "rows",
     "moe/verify/hybrid.py": "rows",
     "moe/verify/recipe.py": "rows",
-    "moe/verify/mutations/pipeline.py": "rows",
+    "tests/mutations/pipeline.py": "rows",
 }
 
 

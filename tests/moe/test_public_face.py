@@ -47,10 +47,10 @@ def test_a_file_of_the_users_does_not_stand_for_a_package_of_ours(tmp_path: Path
 
 
 def test_a_package_that_is_called_does_what_its_name_says() -> None:
-    import moe.train.trainer as trainer
+    import moe.train.loop.trainer as trainer
     import moe.verify.verify as oracle
 
-    assert moe.train.trainer is trainer and moe.verify.verify is oracle, "the packages are still packages"
+    assert moe.train.loop.trainer is trainer and moe.verify.verify is oracle, "the packages are still packages"
     with pytest.raises(BadInput, match="--only"):  # no row: nothing was shown
         moe.verify(nproc=1, only="no such layout", say=lambda line: None)
 

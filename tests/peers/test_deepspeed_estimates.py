@@ -1,10 +1,10 @@
-"""DeepSpeed's estimates of model states (its functions estimate_zero*) against the closed forms of parallel/plan/states.py."""
+"""DeepSpeed's estimates of model states (its functions estimate_zero*) against the closed forms of moe/plan/job/states.py."""
 
 from __future__ import annotations
 
 import pytest
 
-from parallel.plan.states import MIXED_BOTH_GRADIENTS, MIXED_FP32_GRADIENTS, model_states
+from moe.plan.job.states import MIXED_BOTH_GRADIENTS, MIXED_FP32_GRADIENTS, model_states
 
 pytest.importorskip("deepspeed")
 PARAMETERS, LARGEST = 2_851_000_000, 32_800_000

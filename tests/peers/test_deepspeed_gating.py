@@ -19,7 +19,7 @@ from torch import Tensor
 
 from moe.nn.context import Context
 from moe.recipe import sections
-from moe.router.balance import balance_loss
+from moe.router.losses.balance import balance_loss
 from moe.router.router import Router, Routing
 from moe.router.slots import capacity
 

@@ -13,9 +13,9 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from parallel import process
-from parallel.mesh import Degrees
-from parallel.process import World
+from parallel.mesh.mesh import Degrees
+from parallel.process import process
+from parallel.process.process import World
 from parallel.sequence.order import Order
 from parallel.sequence.ring import Ring
 from tests.support.ranks import run_on_ranks

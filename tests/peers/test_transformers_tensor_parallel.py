@@ -18,9 +18,9 @@ from moe.checks.together import check_run
 from moe.nn.context import Context
 from moe.parallelize.build import build
 from moe.recipe.load import build_run
-from parallel import process
-from parallel.gradients import sum_gradients
-from parallel.process import World
+from parallel.mesh.gradients import sum_gradients
+from parallel.process import process
+from parallel.process.process import World
 from tests.support.ranks import run_on_ranks
 
 transformers = pytest.importorskip("transformers", reason="pip install moe-parallel[hf]")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from parallel.plan.graph import Dim, Graph, Operator
+from parallel.annotations.graph import Dim, Graph, Operator
 
 
 def chain(layers: int, *, b: int, d: int, f: int, then: Literal["nothing", "pointwise"] = "nothing") -> Graph:

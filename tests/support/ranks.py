@@ -3,7 +3,7 @@
     def work(rank: int, width: int) -> Tensor: ...      # torch.distributed is initialised here, with gloo
     first, second = run_on_ranks(work, 2, 8)
 
-`work` may be a closure, and what it prints is captured with the test's output. See parallel/fork.py for how.
+`work` may be a closure, and what it prints is captured with the test's output. See parallel/process/fork.py for how.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from parallel import fork
+from parallel.process import fork
 
 
 def run_on_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:

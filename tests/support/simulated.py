@@ -1,6 +1,6 @@
 """A program of all ranks, carried out by one process: every tensor is a list of the ranks' arrays, a collective a loop over them.
 
-The plain twin of parallel/plan/partition.py: it takes the program's shardings and steps as they are, knows what a collective is, and
+The plain twin of parallel/annotations/partition.py: it takes the program's shardings and steps as they are, knows what a collective is, and
 fails where ranks that should hold the same do not. Products, dispatch and combine are einsums, pointwise operators tanh of one input or
 the product of several.
 """
@@ -12,9 +12,9 @@ from itertools import product
 
 import numpy as np
 
-from parallel.plan.graph import Graph, Operator
-from parallel.plan.partition import Program, shape
-from parallel.plan.resharding import Sharding, Sizes, Step, reshard
+from parallel.annotations.graph import Graph, Operator
+from parallel.annotations.partition import Program, shape
+from parallel.annotations.resharding import Sharding, Sizes, Step, reshard
 
 Parts = list[np.ndarray]
 

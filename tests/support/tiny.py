@@ -19,18 +19,18 @@ from moe.model.transformer import Transformer
 from moe.parallelize.build import build
 from moe.parallelize.sequence import shard_of
 from moe.recipe.sections import Run
-from moe.train import state
-from moe.train.executor import Executor, start_executor
-from moe.train.numbers import Numbers
-from moe.train.step import accumulate, finish
-from moe.verify.batches import batch
+from moe.train.loop.step import accumulate, finish
+from moe.train.parts.executor import Executor, start_executor
+from moe.train.parts.numbers import Numbers
+from moe.train.start import state
 from moe.verify.cases import Case
-from parallel import process
-from parallel.clip import GradientNorm
+from moe.verify.plain.batches import batch
 from parallel.data.engine import Engine
-from parallel.mesh import Mesh
-from parallel.precision import LossScale
-from parallel.process import World
+from parallel.mesh.mesh import Mesh
+from parallel.numerics.clip import GradientNorm
+from parallel.numerics.precision import LossScale
+from parallel.process import process
+from parallel.process.process import World
 
 State = dict[str, dict[str, Tensor]]
 CPU = torch.device("cpu")

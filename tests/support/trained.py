@@ -27,10 +27,10 @@ from moe.data.token_shard import TokenShard
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from moe.records import metrics
-from moe.train import ending, trainer
+from moe.train.loop import ending, trainer
 from parallel.errors import BadInput, Ended
-from parallel.process import World
-from parallel.stored import Reader
+from parallel.process.process import World
+from parallel.store.stored import Reader
 from tests.support.ranks import run_on_ranks
 
 STOPPED = "stopped"

@@ -3,7 +3,7 @@
     config.json       <->  recipe              config.py: what the recipe cannot say is refused, by the key
     *.safetensors     <->  checkpoints/step-0  tensors.py: name by name, one tensor in memory at a time
     tokenizer.json    <->  its tokenizer       tokenizer.py
-    chat template ... <->  huggingface/        moe/train/kept.py: files that go with the model from run to run
+    chat template ... <->  huggingface/        moe/train/start/kept.py: files that go with the model from run to run
 
 All names and shapes are compared before anything is written. A folder is written under another name and renamed when it is whole, so
 nothing half-converted stays. Tensors go back in the dtype that they came in, so there and back is exact to the bit.
@@ -40,15 +40,15 @@ from moe.recipe.changes import Change, function_changes, keys_of
 from moe.recipe.load import build_run, load, resolved_yaml
 from moe.recipe.sections import Run
 from moe.records.results import write_json
-from moe.train.adapters import whole
-from moe.train.kept import KEPT, kept
-from moe.train.state import EXTRA, Counters
-from parallel import checkpoint
-from parallel.checkpoint import Piece
+from moe.train.start.adapters import whole
+from moe.train.start.kept import KEPT, kept
+from moe.train.start.state import EXTRA, Counters
 from parallel.errors import BadInput, some
-from parallel.files import read_text, user_path
-from parallel.mesh import Degrees, Mesh
-from parallel.precision import DTYPES, LossScale
+from parallel.mesh.mesh import Degrees, Mesh
+from parallel.numerics.precision import DTYPES, LossScale
+from parallel.store import checkpoint
+from parallel.store.checkpoint import Piece
+from parallel.store.files import read_text, user_path
 
 PREFIX = "hf:"
 CAME_IN = "dtypes.json"  # among the kept files: of the tensors
@@ -194,8 +194,8 @@ def _take_along(source: Path, into: Path) -> None:
 
 
 def from_run(source: Path, out: Path, *, dtype: str | None = None) -> list[str]:
-    """Write the folder; returns what there is to say of it. `dtype`: of the weights, a key of DTYPES (parallel/precision.py); None: as
-    they came, or as the run has them. Raises BadInput, with nothing written."""
+    """Write the folder; returns what there is to say of it. `dtype`: of the weights, a key of DTYPES (parallel/numerics/precision.py);
+    None: as they came, or as the run has them. Raises BadInput, with nothing written."""
     path = find(source)
     reader = whole(path)
     run, biases = build_run(reader.state["recipe"]), reader.names(EXTRA)

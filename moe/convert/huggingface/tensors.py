@@ -5,7 +5,7 @@
     Source.tensor(name)        one parameter, read alone, of a stack of experts its part; finite
     write(folder, tensors)     model.safetensors, or numbered files with their index
 
-Nothing is opened as a whole: a tensor is in memory while it is on its way (parallel/stored.py reads the same format).
+Nothing is opened as a whole: a tensor is in memory while it is on its way (parallel/store/stored.py reads the same format).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from torch import Tensor
 
 from moe.convert.huggingface.families import EXPERTS, NOT_READ, Family, Row
 from parallel.errors import BadInput
-from parallel.files import read_text, usual_mode
-from parallel.layout import Box
-from parallel.stored import TensorFile, finite
+from parallel.mesh.layout import Box
+from parallel.store.files import read_text, usual_mode
+from parallel.store.stored import TensorFile, finite
 
 FILE_BYTES = 2**29  # of tensors, after which another file begins; while one is written, its tensors are in memory twice
 Shape = tuple[int, ...]

@@ -14,7 +14,7 @@ from moe.data.tokenizer import Bpe, Bytes, Given, Ids
 from moe.data.tokenizer import load as load_tokenizer
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
-from parallel.files import read_text
+from parallel.store.files import read_text
 
 
 def read_tokenizer(source: Path, config: dict[str, Any], run: Run) -> tuple[dict[str, Any], list[str]]:

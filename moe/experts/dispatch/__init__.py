@@ -27,7 +27,7 @@ from moe.experts.dispatch.padded import Padded
 from moe.experts.dispatch.split import Split
 from moe.recipe.plugin import is_plugin, load_plugin
 from parallel.errors import BadInput
-from parallel.mesh import Mesh
+from parallel.mesh.mesh import Mesh
 
 if TYPE_CHECKING:
     from moe.recipe import sections

@@ -16,8 +16,8 @@ from moe.experts.dispatch.base import Dropout, Network, place_of, whole
 from moe.experts.experts import Experts
 from moe.kernels import Plan, choose
 from moe.router.router import Routing
-from parallel.collectives import all_gather, max_over, reduce_scatter
-from parallel.mesh import Axis
+from parallel.mesh.collectives import all_gather, max_over, reduce_scatter
+from parallel.mesh.mesh import Axis
 
 # T tokens here, A tokens of all ranks (each padded to the longest), D model, K choices, E experts
 

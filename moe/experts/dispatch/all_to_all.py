@@ -17,8 +17,8 @@ from moe.experts.dispatch.base import Dropout, Network, plan_rows, whole
 from moe.experts.experts import Experts
 from moe.kernels import Plan, choose
 from moe.router.router import Routing
-from parallel.exchange import by_bin, exchange_counts, exchange_rows
-from parallel.mesh import Axis
+from parallel.mesh.exchange import by_bin, exchange_counts, exchange_rows
+from parallel.mesh.mesh import Axis
 
 # T tokens, D model, R rows held here, W any width, K choices, E experts, P ranks of the ep axis
 

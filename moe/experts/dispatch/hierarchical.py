@@ -19,8 +19,8 @@ from moe.experts.dispatch.base import Dropout, Network, plan_rows, whole
 from moe.experts.experts import Experts
 from moe.kernels import Plan, choose
 from moe.router.router import Routing
-from parallel.exchange import by_bin, exchange_counts, exchange_rows
-from parallel.mesh import Axis
+from parallel.mesh.exchange import by_bin, exchange_counts, exchange_rows
+from parallel.mesh.mesh import Axis
 
 # T tokens, D model, R rows, O nodes, I ranks of a node, E experts held by a rank
 

@@ -18,9 +18,9 @@ from moe.experts.dispatch.base import Dropout, Network, plan_rows, whole
 from moe.experts.experts import Experts
 from moe.kernels import Plan, choose
 from moe.router.router import Routing
-from parallel.collectives import max_over
-from parallel.exchange import collect, exchange_counts, exchange_rows, runs, spread
-from parallel.mesh import Axis
+from parallel.mesh.collectives import max_over
+from parallel.mesh.exchange import collect, exchange_counts, exchange_rows, runs, spread
+from parallel.mesh.mesh import Axis
 
 # T tokens, D model, R rows, S slots in a block, E experts, P ranks of the ep axis
 

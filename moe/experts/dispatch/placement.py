@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from parallel.errors import BadInput
-from parallel.mesh import divisors
+from parallel.mesh.mesh import divisors
 
 Placement = tuple[int, ...]
 

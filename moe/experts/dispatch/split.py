@@ -14,9 +14,9 @@ from torch import Tensor
 
 from moe.experts.dispatch.base import Dropout
 from moe.experts.experts import Experts, Part
-from parallel.collectives import all_gather, reduce_scatter
-from parallel.exchange import by_bin, collect, spread
-from parallel.mesh import Axis
+from parallel.mesh.collectives import all_gather, reduce_scatter
+from parallel.mesh.exchange import by_bin, collect, spread
+from parallel.mesh.mesh import Axis
 
 # R rows here, A rows of all ranks, D model, F hidden units held here, E experts, P ranks of the etp axis
 

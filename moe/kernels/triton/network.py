@@ -24,7 +24,7 @@ from moe.kernels.plan import Plan
 from moe.kernels.triton import gemm, moves
 from moe.kernels.triton.device import Tile, check_dtype, hopper, most_rows, on, rows_each, tile
 from moe.kernels.triton.rows import total
-from parallel.weight_gradient import Owed, if_later, owed_for
+from parallel.numerics.weight_gradient import Owed, if_later, owed_for
 
 if TYPE_CHECKING:
     from moe.recipe.sections import Swiglu

@@ -14,7 +14,7 @@ from torch import Tensor
 from moe.kernels.plan import Plan
 from moe.kernels.triton import moves
 from moe.kernels.triton.device import on
-from parallel.regions import in_region
+from parallel.mesh.regions import in_region
 
 # T tokens, K choices, R rows, E experts, G groups, B blocks of a group
 

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from moe.kernels.plan import Plan
 from moe.kernels.triton import moves
 from moe.kernels.triton.device import check_dtype, on
-from parallel.regions import in_region
+from parallel.mesh.regions import in_region
 
 # T tokens, K choices, R rows, D width
 

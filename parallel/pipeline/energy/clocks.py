@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from parallel.errors import BadInput
-from parallel.files import read_text
 from parallel.pipeline.schedule import Action, Op
+from parallel.store.files import read_text
 
 
 class Clock(NamedTuple):

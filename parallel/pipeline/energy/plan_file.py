@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from parallel.errors import BadInput
-from parallel.files import read_text, write_text
 from parallel.pipeline.check import check
 from parallel.pipeline.energy.energy import EnergyPlan
 from parallel.pipeline.schedule import Action, Schedule
+from parallel.store.files import read_text, write_text
 
 _MOST_MHZ = 1e5
 

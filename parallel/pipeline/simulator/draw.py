@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parallel.errors import counted
-from parallel.files import writing
 from parallel.pipeline.schedule import Op
 from parallel.pipeline.simulator.simulate import Span, Timeline
 from parallel.pipeline.simulator.timeline import label
+from parallel.store.files import writing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

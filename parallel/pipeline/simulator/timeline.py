@@ -10,9 +10,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from parallel.files import write_text
 from parallel.pipeline.schedule import Action, Op, Schedule
 from parallel.pipeline.simulator.simulate import Span, Timeline
+from parallel.store.files import write_text
 
 
 def label(schedule: Schedule, action: Action) -> str:

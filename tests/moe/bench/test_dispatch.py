@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe.bench import dispatch
-from moe.bench.layers import LayerCase, Shape
+from moe.bench.layers import dispatch
+from moe.bench.layers.layers import LayerCase, Shape
 from moe.bench.timing import in_turn, peak_bytes, ratio
 from parallel.errors import BadInput
 
@@ -40,7 +40,7 @@ def test_inputs_are_routed_as_they_are_made_to(case: LayerCase) -> None:
 SETUP = """
 import sys
 from moe.bench import dispatch, layers
-from moe.bench.layers import LayerCase, Shape
+from moe.bench.layers.layers import LayerCase, Shape
 dispatch.SHAPES = dict.fromkeys(("cpu", "cuda"), (Shape(96, 24, 40, 8, 1), Shape(64, 32, 16, 16, 4)))
 dispatch.GROWTH = {"tokens x2": (Shape(32, 8, 8, 4, 1), Shape(64, 8, 8, 4, 1))}
 """

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from moe.bench import exchange
-from moe.bench.exchange import Shape, expected, measure, skewed
+from moe.bench.layers import exchange
+from moe.bench.layers.exchange import Shape, expected, measure, skewed
 from parallel.errors import BadInput
 from tests.support.ranks import run_on_ranks
 

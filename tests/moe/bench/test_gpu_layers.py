@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe.bench import dispatch, gpu_layers, layers, moves
-from moe.bench.layers import LayerCase, Shape
+from moe.bench.layers import dispatch, gpu_layers, layers, moves
+from moe.bench.layers.layers import LayerCase, Shape
 
 CASE = LayerCase(Shape(48, 24, 20, 6, 3), torch.float32, "skewed")
 CPU, GPU = torch.device("cpu"), torch.device("cuda")

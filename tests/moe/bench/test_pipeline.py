@@ -8,17 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe.bench import delay, pipeline
-from moe.bench.alive import Alive
-from moe.bench.delay import VARIANTS, ages_of, losses_of, values_of
-from moe.bench.pipeline_memory import memory_rows
-from moe.bench.pipeline_peers import SAME, peers_row
-from moe.bench.pipeline_times import WITHIN, times_rows
+from moe.bench.grids import pipeline
+from moe.bench.grids.pipeline_peers import SAME, peers_row
+from moe.bench.grids.pipeline_times import WITHIN, times_rows
 from moe.model.transformer import Transformer
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
 from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
 from parallel.pipeline.simulator.held import peak_activations, peak_held, peak_kept
+from tests.counted.alive import Alive
+from tests.counted.pipeline import memory_rows
+from tests.measured import delay
+from tests.measured.delay import VARIANTS, ages_of, losses_of, values_of
 
 
 @pytest.mark.alone

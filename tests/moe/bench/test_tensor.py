@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moe.bench import tensor, tensor_hidden
+from moe.bench.grids import tensor, tensor_hidden
 
 
 def test_every_way_computes_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

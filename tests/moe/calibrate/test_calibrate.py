@@ -15,12 +15,12 @@ import yaml
 
 from moe.calibrate import calibrate, kernels, links, own_step
 from moe.cli.main import main
-from moe.plan.job import network_of, plan_of
+from moe.plan.job.network import Network, Plan
+from moe.plan.job.of_recipe import network_of, plan_of
+from moe.plan.machine.cluster import Cluster, cluster_of, load_cluster
+from moe.plan.time.collective_times import Group, all_reduce, all_to_all, gather, send
+from moe.plan.time.cost import own_program, step_time
 from moe.recipe.load import build_run
-from parallel.plan.cluster import Cluster, cluster_of, load_cluster
-from parallel.plan.collective_times import Group, all_reduce, all_to_all, gather, send
-from parallel.plan.cost import own_program, step_time
-from parallel.plan.job import Network, Plan
 
 NETWORK = Network(layers=4, width=96, heads=3, hidden=384, vocab=512, length=64)
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from moe.bench import recipes
 from moe.checks.advice import apply, check_for_user, proposals, tried
 from moe.checks.together import check_run
 from moe.recipe.load import build_run, load, resolved_yaml
 from parallel.errors import BadInput
+from tests.campaigns import recipes
 
 
 def refused(recipe: str, changed: dict[str, str], world: int) -> BadInput:

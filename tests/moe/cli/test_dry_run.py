@@ -16,12 +16,12 @@ import pytest
 from moe.checks.together import check_run
 from moe.cli.main import main
 from moe.launch import launch, start
-from moe.plan.flops import size
-from moe.plan.job import network_of, plan_of
+from moe.plan.job.flops import size
+from moe.plan.job.of_recipe import network_of, plan_of
+from moe.plan.memory.memory import peak
 from moe.recipe.load import load
 from moe.records.summary import count
 from moe.records.summary import size as bytes_of
-from parallel.plan.memory import peak
 
 ELSEWHERE = ["dense_8b", "--cluster", "h100-8x128", "--train.global_batch", "2048"]
 REFUSED = {

@@ -13,18 +13,18 @@ import pytest
 import yaml
 
 from moe.checks.together import check_run
-from moe.cli import plan_search
 from moe.cli.main import main
-from moe.plan.job import network_of, plan_of
-from moe.plan.predicted import Place, predict, settled
+from moe.cli.plan import search as plan_search
+from moe.plan.choose.choose import described
+from moe.plan.choose.predicted import Place, predict, settled
+from moe.plan.job.of_recipe import network_of, plan_of
+from moe.plan.machine.cluster import load_cluster, told_of
+from moe.plan.time.timeline import priced
 from moe.recipe.load import load
 from parallel.pipeline.order_file import read_order
 from parallel.pipeline.schedule import Action, Op, Schedule
 from parallel.pipeline.simulator.held import peak_held
 from parallel.pipeline.simulator.simulate import Cost
-from parallel.plan.choose import described
-from parallel.plan.cluster import load_cluster, told_of
-from parallel.plan.timeline import priced
 
 WORDS = ["plan", "glam_tiny", "--cluster", "a100-80-8", "--top", "3"]
 

@@ -23,9 +23,9 @@ from moe.convert.huggingface.convert import from_run, to_run
 from moe.data import load as load_tokenizer
 from moe.data.tokenizer import Bytes, Given, Ids, check_separator
 from moe.recipe.load import build_run, load
-from moe.train.restore import load_model
+from moe.train.start.restore import load_model
 from parallel.errors import BadInput
-from parallel.stored import Reader
+from parallel.store.stored import Reader
 from tests.support import trained
 
 transformers = pytest.importorskip("transformers", reason="pip install moe-parallel[hf]")

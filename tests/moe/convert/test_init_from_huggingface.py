@@ -10,7 +10,7 @@ import torch
 import yaml
 
 from moe.cli.main import main
-from parallel.stored import Reader
+from parallel.store.stored import Reader
 from tests.moe.convert.test_huggingface import made
 
 pytest.importorskip("transformers", reason="pip install moe-parallel[hf]")

@@ -13,7 +13,7 @@ import yaml
 from moe.cli.main import main
 from moe.convert.huggingface.convert import from_run, to_run
 from moe.recipe.load import load
-from moe.train.restore import load_model
+from moe.train.start.restore import load_model
 from parallel.errors import BadInput
 from tests.moe.convert.test_huggingface import files, logits, made, tokenizer
 from tests.support import trained

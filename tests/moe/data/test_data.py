@@ -27,7 +27,7 @@ from moe.data.token_shard import TokenShard
 from moe.data.tokenizer import Bpe, Bytes, Tokenizer, load, train_bpe
 from moe.recipe.sections import Data
 from parallel.errors import BadInput
-from parallel.mesh import Degrees, Mesh
+from parallel.mesh.mesh import Degrees, Mesh
 
 ROOT = Path(__file__).resolve().parents[3]
 UNICODE = "Žluťoučký kůň 🐎 naïve\n数据 und Übermut\n"

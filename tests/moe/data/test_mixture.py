@@ -16,7 +16,7 @@ from moe.data.mixture import BLOCK, MixedValidation, shares
 from moe.data.order import ValidationSet, Windows
 from moe.data.token_shard import TokenShard
 from moe.recipe.sections import Data
-from parallel.mesh import Degrees, Mesh
+from parallel.mesh.mesh import Degrees, Mesh
 
 LENGTH = 3
 

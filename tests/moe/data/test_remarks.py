@@ -13,7 +13,7 @@ from moe.data import Dataset, corpus, open_data
 from moe.data.remarks import LISTING, list_in, told
 from moe.recipe.load import load
 from moe.recipe.sections import Data
-from moe.train import trainer
+from moe.train.loop import trainer
 from parallel.errors import BadInput
 from tests.support import trained
 

@@ -21,7 +21,7 @@ from moe.data.tokenizer import Bytes
 from moe.recipe.sections import Data
 from moe.recipe.spans import inputs_within, spans_of
 from parallel.errors import BadInput
-from parallel.mesh import Degrees, Mesh
+from parallel.mesh.mesh import Degrees, Mesh
 
 V, END = 300, 7
 

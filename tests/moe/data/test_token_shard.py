@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from moe.data.order import TrainSet, ValidationSet, Windows
 from moe.data.token_shard import TokenShard
 from moe.nn.vocabulary import PADDING
-from moe.train.passes import Tokens, passes_of
+from moe.train.parts.passes import Tokens, passes_of
 from parallel.errors import BadInput
-from parallel.mesh import Degrees, Mesh
+from parallel.mesh.mesh import Degrees, Mesh
 from parallel.sequence.order import ORDERS
 
 DEGREES = st.builds(Degrees, dp=st.integers(1, 3), sp=st.integers(1, 4), tp=st.integers(1, 3), pp=st.integers(1, 2))

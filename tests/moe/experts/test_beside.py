@@ -17,7 +17,7 @@ from moe.model.transformer import Transformer, moe_layers
 from moe.nn.context import Context
 from moe.nn.linear import FeedForward
 from moe.parallelize.plan import lay_out
-from moe.plan.flops import size
+from moe.plan.job.flops import size
 from moe.recipe import sections
 from moe.recipe.load import build_run
 from moe.records import metrics

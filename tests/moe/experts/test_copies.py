@@ -13,11 +13,11 @@ from moe.experts.layer import MoELayer
 from moe.nn.context import Context
 from moe.nn.linear import FeedForward
 from moe.recipe.sections import Experts, Router
-from parallel import process
 from parallel.errors import BadInput
-from parallel.fork import run_on_ranks
-from parallel.mesh import Axis, Degrees
-from parallel.process import World
+from parallel.mesh.mesh import Axis, Degrees
+from parallel.process import process
+from parallel.process.fork import run_on_ranks
+from parallel.process.process import World
 
 B, L, D, F, E = 6, 5, 8, 12, 4  # batch, length, width, hidden, experts
 MEANS = ("balance_loss", "z_loss", "entropy")

@@ -19,7 +19,7 @@ from moe.nn.context import Context
 from moe.nn.linear import FeedForward
 from moe.recipe import sections
 from moe.router.router import Routing
-from parallel.mesh import Axis
+from parallel.mesh.mesh import Axis
 from tests.support.ranks import run_on_ranks
 
 # B sequences, L length, T = B*L tokens, D model, F hidden, E experts, K choices, R rows

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from moe.experts.dispatch.placement import balanced_placement, rank_loads
 from moe.kernels.grouped import blocks, grouped_ffn
-from moe.train.rebalance import Rebalancer, exchange_experts, nothing_to_move
+from moe.train.parts.rebalance import Rebalancer, exchange_experts, nothing_to_move
 from moe.verify.cases import Case
-from parallel import process
 from parallel.data.deepspeed import load_deepspeed
 from parallel.errors import BadInput
-from parallel.mesh import Degrees, Mesh, divisors
-from parallel.process import World
+from parallel.mesh.mesh import Degrees, Mesh, divisors
+from parallel.process import process
+from parallel.process.process import World
 from tests.moe.experts.dispatch.test_dispatch_training import held
 from tests.support import trained
 from tests.support.ranks import run_on_ranks

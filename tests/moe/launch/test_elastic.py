@@ -22,7 +22,7 @@ from moe.launch.verdict import first_to_fail
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
-from parallel.meet import meet
+from parallel.watch.meet import meet
 from tests.support import trained
 
 

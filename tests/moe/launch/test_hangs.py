@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from moe.bench import hangs
-from moe.bench.faults import Row
+from tests.campaigns import hangs
+from tests.campaigns.faults import Row
 
 SAMPLE = [
     "stopped (SIGSTOP) at a collective",

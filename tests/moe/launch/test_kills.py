@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from moe.bench import hangs, kills, lives
-from moe.bench.faults import Row
+from tests.campaigns import hangs, kills, lives
+from tests.campaigns.faults import Row
 
 
 def test_a_run_whose_launcher_was_killed_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:

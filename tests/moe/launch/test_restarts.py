@@ -23,9 +23,9 @@ from moe.launch.restarts import End, Restarts
 from moe.records import metrics
 from moe.records.redone import Restart
 from moe.records.summary import summary_rows
-from moe.train import trainer
-from parallel import watchdog
-from parallel.process import World
+from moe.train.loop import trainer
+from parallel.process.process import World
+from parallel.watch import watchdog
 from tests.support import trained
 
 KILLED = End(1, ["rank 1 ended with signal SIGKILL"], {0: {"exit": 1, "pid": 5, "error": "x", "of_all": True}})

@@ -1,4 +1,4 @@
-"""Two machines for real, in namespaces (moe/bench/hosts.py): sshd, pdsh and SLURM's own daemons between them, and ranks that train.
+"""Two machines for real, in namespaces (tests/campaigns/hosts.py): sshd, pdsh and SLURM's own daemons between them, and ranks that train.
 
 A sample of `moe bench faults --only machines`. It alone would notice a start, a signal or an end that works on one machine only: another
 space of processes, no variable that ssh does not carry, shells that read the words again.
@@ -17,15 +17,15 @@ from pathlib import Path
 
 import pytest
 
-from moe.bench import hangs, machines, slurm
-from moe.bench.hosts import PROGRAMS, missing, two_hosts
-from moe.bench.two_machines import two_machines, why_not
 from moe.launch import hosts as remote
 from moe.launch import pdsh, start, status
 from moe.launch.exit_codes import STOPPED
 from moe.launch.processes import TOKEN, Rank
 from moe.launch.verdict import verdict
 from parallel.errors import BadInput
+from tests.campaigns import hangs, machines, slurm
+from tests.campaigns.hosts import PROGRAMS, missing, two_hosts
+from tests.campaigns.two_machines import two_machines, why_not
 
 ROOT = machines.ROOT
 

@@ -31,9 +31,9 @@ from moe.launch.launch import _early_signals
 from moe.launch.launch import main as rank_main
 from moe.launch.processes import STDIN, TOKEN, Rank
 from moe.launch.verdict import verdict
-from moe.train.place import asked_to_stop
-from parallel import extensions
+from moe.train.start.place import asked_to_stop
 from parallel.errors import BadInput
+from parallel.process import extensions
 
 ROOT = Path(__file__).resolve().parents[3]
 MARK = "MOE_TEST_MARK"

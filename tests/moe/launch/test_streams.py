@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from parallel.errors import BadInput
-from parallel.files import read_text, user_path
+from parallel.store.files import read_text, user_path
 
 
 def test_a_process_outlives_the_reader_of_both_its_streams(tmp_path: Path) -> None:

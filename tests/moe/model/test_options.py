@@ -18,7 +18,7 @@ from moe.model.transformer import Transformer
 from moe.nn.rotary import DEFAULT, rates, rotate
 from moe.recipe.load import build_run
 from moe.recipe.sections import Model, Rope, Run, Scales
-from moe.train.decode import Cached, Recomputed
+from moe.train.use.decode import Cached, Recomputed
 from moe.verify.cases import Case
 from moe.verify.compare import compare
 from moe.verify.layouts import compute, run_world

@@ -21,8 +21,8 @@ from moe.nn.rotary import _Rotate, rotate
 from moe.parallelize.build import build
 from moe.recipe import sections
 from moe.recipe.load import build_run
-from parallel.layout import Layout
-from parallel.mesh import Degrees, Mesh
+from parallel.mesh.layout import Layout
+from parallel.mesh.mesh import Degrees, Mesh
 
 # B batch, L length, D model, V vocabulary, H heads, C channels of a head, E experts
 B, L, V = 3, 14, 37

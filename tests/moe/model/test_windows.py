@@ -21,7 +21,7 @@ from moe.nn.context import Context
 from moe.nn.core import softmax_core
 from moe.recipe.load import build_run
 from moe.recipe.sections import Model, Run
-from moe.train.decode import Cached, Recomputed
+from moe.train.use.decode import Cached, Recomputed
 from moe.verify.cases import Case
 from moe.verify.compare import compare
 from moe.verify.layouts import compute, run_world

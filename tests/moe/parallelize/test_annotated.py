@@ -11,14 +11,14 @@ from torch.distributed.tensor import DTensor  # noqa: F401 (before ranks are for
 
 from moe.model.transformer import Transformer
 from moe.parallelize.annotated import compute_of, values_of
-from moe.plan.graph import graph_of
+from moe.plan.operators import gspmd, mesh_tensorflow
+from moe.plan.operators.of_recipe import graph_of
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
+from parallel.annotations.annotated import Annotated, device_mesh
+from parallel.annotations.graph import Graph
+from parallel.annotations.partition import Program
 from parallel.errors import BadInput
-from parallel.plan import gspmd, mesh_tensorflow
-from parallel.plan.graph import Graph
-from parallel.plan.partition import Program
-from parallel.tensor.annotated import Annotated, device_mesh
 from tests.support.ranks import run_on_ranks
 
 MESH = {"rows": 2, "columns": 2}

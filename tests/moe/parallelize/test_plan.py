@@ -16,8 +16,8 @@ from moe.parallelize.units import read_in_fp32, units_of
 from moe.recipe import sections
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
-from parallel.layout import Tile
-from parallel.mesh import DENSE, EXPERT, Degrees, Mesh
+from parallel.mesh.layout import Tile
+from parallel.mesh.mesh import DENSE, EXPERT, Degrees, Mesh
 
 MODEL = {
     "num_layers": 2, "d_model": 24, "num_heads": 4, "num_kv_heads": 2, "d_ff": 40, "ffn": "geglu", "positions": "t5", "moe_every": 2,

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from moe.train.executor import logits_of
-from moe.train.step import validation_loss
-from moe.verify.batches import batch
+from moe.train.loop.step import validation_loss
+from moe.train.parts.executor import logits_of
 from moe.verify.cases import BATCH, SLICED, Case
+from moe.verify.plain.batches import batch
 from parallel.data.deepspeed import load_deepspeed
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny import Tiny, hand_over, start

@@ -21,7 +21,7 @@ from moe.plan.pipeline import described, layers_of, schedule_of
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
-from parallel.mesh import Mesh
+from parallel.mesh.mesh import Mesh
 from parallel.pipeline.order_file import write_order
 from parallel.pipeline.schedules.catalog import SCHEDULES
 

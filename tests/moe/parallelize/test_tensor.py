@@ -15,7 +15,7 @@ from moe.parallelize.shown import plan_rows, table
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from moe.verify.cases import BATCH, LENGTH, Case
-from parallel.mesh import Mesh
+from parallel.mesh.mesh import Mesh
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny import start
 

@@ -16,7 +16,7 @@ from moe.recipe.load import build_run, known_keys
 from moe.recipe.sections import Run
 from moe.recipe.shapes import SEPARATOR
 from parallel.errors import BadInput
-from parallel.mesh import Degrees, Mesh
+from parallel.mesh.mesh import Degrees, Mesh
 
 BASE: dict[str, dict[str, Any]] = {
     "model": {"num_layers": 2, "d_model": 16, "num_heads": 2, "d_ff": 24, "max_length": 12, "moe_every": 2, "ffn": "gelu"},

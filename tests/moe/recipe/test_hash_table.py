@@ -23,13 +23,13 @@ from moe.nn.context import Context
 from moe.recipe.hash_table import balanced, check, read, same
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
-from moe.train.restore import restore
+from moe.train.start.restore import restore
 from moe.verify.cases import Case
 from moe.verify.compare import compare
 from moe.verify.layouts import compute, run_world
 from moe.verify.twin import reference
 from parallel.errors import BadInput
-from parallel.stored import Reader
+from parallel.store.stored import Reader
 from tests.support import trained
 
 HASH: dict[str, Any] = {"select": "hash", "balance_weight": 0.0}

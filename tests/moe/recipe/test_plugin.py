@@ -17,7 +17,7 @@ import torch
 from moe.checks.together import check_run
 from moe.cli.main import main
 from moe.experts.dispatch import AllToAll
-from moe.plan.graph import graph_of
+from moe.plan.operators.of_recipe import graph_of
 from moe.recipe.load import load
 from moe.recipe.plugin import load_plugin
 from moe.recipe.sections import Run
@@ -152,7 +152,7 @@ def test_code_that_changed_since_the_checkpoint_is_told(home: Path, folder: Path
     def run(steps: int) -> Run:
         return trained.recipe(home, optimizer={"kind": "parts_xq:sgd"}, train={"steps": steps, "save_every": 0})
 
-    from moe.train import trainer
+    from moe.train.loop import trainer
 
     trainer.train(run(1), out=folder / "run")
     trainer.train(run(2), out=folder / "run")

@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from moe.bench.alive import Alive
 from moe.checks.together import check_run
 from moe.cli.main import main
 from moe.nn import attention
 from moe.nn.rotary import Turns
-from moe.plan.job import network_of, plan_of
+from moe.plan.job.of_recipe import network_of, plan_of
+from moe.plan.memory.memory import memory
+from moe.plan.memory.stack import OURS
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from moe.rehearse.rehearse import carried
@@ -27,10 +28,9 @@ from moe.router.rehearsed import balanced_logits
 from moe.verify.cases import ATTENTION, FORMS, GRIDS, LAYERS, ROWS, SLICED, Case, divisors
 from parallel.errors import BadInput
 from parallel.pipeline.schedules.catalog import SCHEDULES
-from parallel.plan.memory import memory
-from parallel.plan.stack import OURS
-from parallel.process import World
+from parallel.process.process import World
 from parallel.rehearse.pretended import Found
+from tests.counted.alive import Alive
 from tests.support.ranks import run_on_ranks
 
 
@@ -103,7 +103,7 @@ def test_states_at_the_peak_are_those_of_the_closed_form() -> None:
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(("reshard", "recompute"), [(True, "none"), (True, "full"), (False, "full")])
 def test_predicted_bytes_of_fsdp_are_those_of_a_rehearsed_gpu(tied: bool, reshard: bool, recompute: str) -> None:
-    """Weights outweigh activations, so what is gathered decides: parallel/plan/gathered.py."""
+    """Weights outweigh activations, so what is gathered decides: moe/plan/memory/gathered.py."""
     model = {"num_layers": 6, "d_model": 512, "d_ff": 1536, "num_heads": 8, "vocab_size": 1000, "max_length": 96, "positions": "rotary"}
     run = build_run(
         {
@@ -235,9 +235,9 @@ def test_a_tensor_on_the_wrong_device_is_named_by_file_and_line(monkeypatch: pyt
 
 
 def test_a_collective_of_a_host_tensor_is_found() -> None:
-    from parallel import collectives
-    from parallel.mesh import Degrees
-    from parallel.process import connect
+    from parallel.mesh import collectives
+    from parallel.mesh.mesh import Degrees
+    from parallel.process.process import connect
     from parallel.rehearse.stage import rehearsal
 
     world = World(3, 8, place="cuda")

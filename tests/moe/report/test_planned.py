@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from moe.plan.job.network import Network, Plan
+from moe.plan.memory.memory import memory
 from moe.report.planned import bars, draw, parts_of, table
 from moe.report.style import LIGHT, drawn_in
-from parallel.plan.job import Network, Plan
-from parallel.plan.memory import memory
 
 NETWORK = Network(layers=8, width=512, heads=8, hidden=2048, vocab=32000, length=1024)
 RANKS = memory(NETWORK, Plan(dp=2, pp=4, microbatches=8, microbatch=4, engine="zero1", offload_optimizer="cpu"))

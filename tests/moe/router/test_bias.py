@@ -12,18 +12,18 @@ from torch import Tensor
 from moe.checks.together import check_run
 from moe.model.transformer import extra_state
 from moe.parallelize.build import build
-from moe.router.bias import updated_bias
-from moe.train import state
-from moe.train.state import Counters
-from moe.train.step import update_biases, validation_loss
-from moe.verify.batches import batch
+from moe.router.losses.bias import updated_bias
+from moe.train.loop.step import update_biases, validation_loss
+from moe.train.start import state
+from moe.train.start.state import Counters
 from moe.verify.cases import Case
-from parallel import checkpoint
+from moe.verify.plain.batches import batch
 from parallel.data.deepspeed import load_deepspeed
 from parallel.errors import BadInput
-from parallel.mesh import Degrees, Mesh
-from parallel.precision import LossScale
-from parallel.stored import Reader
+from parallel.mesh.mesh import Degrees, Mesh
+from parallel.numerics.precision import LossScale
+from parallel.store import checkpoint
+from parallel.store.stored import Reader
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny import Tiny, start
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.moe.train.test_batch_counts import PLAIN, Layout, assert_same, computed, lengthened
+from tests.moe.train.parts.test_batch_counts import PLAIN, Layout, assert_same, computed, lengthened
 
 ROUTERS: dict[str, dict[str, Any]] = {
     "switch_mtf": {"preset": "switch_mtf", "group": "sequence"},

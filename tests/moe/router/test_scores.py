@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe.recipe.router_spec import RouterSpec
-from moe.router.balance import balance_loss
+from moe.router.losses.balance import balance_loss
 from moe.router.noise import gumbel, normal
 from moe.router.scores import chosen_gates, probabilities, scores_of
-from parallel.random import key_of, uniform
+from parallel.numerics.random import key_of, uniform
 from tests.support.routed import B, D, E, L, context, from_logits, layer_of, random, route, router_of
 
 SCORES = {

@@ -23,7 +23,7 @@ from torch import Tensor
 import moe.experts.layer
 import moe.nn.attention
 import moe.parallelize.engines
-import moe.train.step
+import moe.train.loop.step
 from moe.checks.together import check_run
 from moe.experts.dispatch import AllToAll
 from moe.experts.experts import Experts
@@ -40,14 +40,14 @@ from moe.verify.layouts import compute
 from moe.verify.tape import Tape
 from moe.verify.twin import Result, reference
 from moe.verify.where import Standard
-from parallel.clip import GradientNorm
-from parallel.collectives import Started, sum_over
 from parallel.data import ddp
 from parallel.data.ddp import DDP
 from parallel.data.zero import Zero
 from parallel.errors import BadInput
-from parallel.layout import Layout
-from parallel.mesh import Mesh
+from parallel.mesh.collectives import Started, sum_over
+from parallel.mesh.layout import Layout
+from parallel.mesh.mesh import Mesh
+from parallel.numerics.clip import GradientNorm
 from parallel.tensor import overlapped
 
 
@@ -458,7 +458,7 @@ def norms_of_ranks_averaged(patch: pytest.MonkeyPatch) -> None:
         mine = torch.stack([grad.norm() for _, grad in owned]).norm().double()
         return GradientNorm(float(sum_over(mine, world)) / world.size, {})
 
-    patch.setattr(moe.train.step, "gradient_norm", wrong)
+    patch.setattr(moe.train.loop.step, "gradient_norm", wrong)
 
 
 def balance_loss_lost_on_one_rank(patch: pytest.MonkeyPatch) -> None:

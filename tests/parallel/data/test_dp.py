@@ -24,8 +24,8 @@ HEAD = """
 import json
 import torch
 from dataclasses import replace
-from moe.train.step import accumulate, finish
-from moe.verify.batches import batch
+from moe.train.loop.step import accumulate, finish
+from moe.verify.plain.batches import batch
 from moe.verify.cases import BATCH, Case
 from moe.verify.compare import compare
 from moe.verify.layouts import compute

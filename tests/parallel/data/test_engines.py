@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from moe.model.names import global_name
 from moe.parallelize.plan import FAMILIES
 from moe.verify.cases import Case
-from parallel.clip import gradient_norm
 from parallel.data.ddp import DDP
 from parallel.data.deepspeed import load_deepspeed
 from parallel.data.engine import AdamW
 from parallel.data.load import given
-from parallel.fork import run_on_ranks
-from parallel.layout import dense
-from parallel.mesh import Degrees, Mesh
+from parallel.mesh.layout import dense
+from parallel.mesh.mesh import Degrees, Mesh
+from parallel.numerics.clip import gradient_norm
+from parallel.process.fork import run_on_ranks
 from tests.support.tiny import CPU, State, Tiny, same, start
 
 KINDS = ("ddp", "fsdp", "zero1", "zero2", "zero3", "zero2+cpu", "zero3+cpu-all")

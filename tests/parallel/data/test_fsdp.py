@@ -21,16 +21,16 @@ from moe.model.initialise import FirstValues
 from moe.model.names import global_name
 from moe.verify.cases import Case
 from moe.verify.layouts import owned
-from parallel import process
 from parallel.data.ddp import DDP
 from parallel.data.engine import MOMENTS, AdamW
 from parallel.data.fsdp import FSDP, Unit, dim_to_cut, shard
 from parallel.data.load import given
-from parallel.debug_collectives import DEBUG, Agreement
-from parallel.layout import Box, dense
-from parallel.mesh import Degrees, Mesh
-from parallel.precision import DTYPES
-from parallel.process import World
+from parallel.mesh.debug_collectives import DEBUG, Agreement
+from parallel.mesh.layout import Box, dense
+from parallel.mesh.mesh import Degrees, Mesh
+from parallel.numerics.precision import DTYPES
+from parallel.process import process
+from parallel.process.process import World
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny import Tiny, start
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from parallel.data import load
 from parallel.data.load import boxes, fill, fill_run
-from parallel.layout import Box
+from parallel.mesh.layout import Box
 
 
 @sampled(st.lists(st.integers(1, 5), max_size=4), st.integers(1, 40), st.data())

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from parallel import process
 from parallel.errors import BadInput
-from parallel.layout import Layout
-from parallel.mesh import Degrees, Mesh
+from parallel.mesh.layout import Layout
+from parallel.mesh.mesh import Degrees, Mesh
+from parallel.numerics.weight_gradient import linear
 from parallel.pipeline.check import check
 from parallel.pipeline.links import Links
 from parallel.pipeline.replicas import StageReplicas
@@ -24,8 +24,8 @@ from parallel.pipeline.runtime import Recorder, Runtime, Took, forwards
 from parallel.pipeline.schedule import Action, Op, Schedule, flushed
 from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
 from parallel.pipeline.schedules.chimera import chimera
-from parallel.process import World
-from parallel.weight_gradient import linear
+from parallel.process import process
+from parallel.process.process import World
 from tests.support.ranks import run_on_ranks
 
 ROWS, WIDTH = 3, 5

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe.train.executor import Pipelined
+from moe.train.parts.executor import Pipelined
 from moe.verify.cases import Case
 from parallel.pipeline.runtime import Took
 from parallel.pipeline.schedule import Action, Op

@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel import process
-from parallel.mesh import Axis, Degrees
-from parallel.plan.attention import Attention, cost
-from parallel.process import World
-from parallel.recompute import Replay
+from moe.plan.time.attention import Attention, cost
+from parallel.mesh.mesh import Axis, Degrees
+from parallel.numerics.recompute import Replay
+from parallel.process import process
+from parallel.process.process import World
 from parallel.sequence.balanced import Balanced
 from parallel.sequence.colossal_ring import ColossalRing
 from parallel.sequence.method import Known, Method

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor.debug import CommDebugMode  # before ranks are forked: it takes seconds
 
+from moe.plan.operators import gspmd, mesh_tensorflow
+from parallel.annotations.annotated import Annotated, Rank, device_mesh, product
+from parallel.annotations.graph import Dim, Graph, Operator
+from parallel.annotations.partition import Program, shape
 from parallel.errors import BadInput
-from parallel.plan import gspmd, mesh_tensorflow
-from parallel.plan.graph import Dim, Graph, Operator
-from parallel.plan.partition import Program, shape
-from parallel.tensor.annotated import Annotated, Rank, device_mesh, product
 from tests.support.ranks import run_on_ranks
 
 MESH = {"rows": 2, "columns": 2}

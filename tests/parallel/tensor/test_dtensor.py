@@ -32,12 +32,12 @@ from moe.nn.rotary import rotate
 from moe.parallelize.shown import plan_rows
 from moe.recipe import sections
 from moe.verify.cases import Case
-from parallel import process
 from parallel.data.tiling import without_tiles
-from parallel.gradients import sum_gradients
-from parallel.layout import Layout
-from parallel.mesh import Degrees, Mesh
-from parallel.process import World
+from parallel.mesh.gradients import sum_gradients
+from parallel.mesh.layout import Layout
+from parallel.mesh.mesh import Degrees, Mesh
+from parallel.process import process
+from parallel.process.process import World
 from parallel.tensor.dtensor import DTensorColumn, DTensorRow
 from parallel.tensor.sliced import Sliced
 from parallel.tensor.style import Plan, apply, lay_out

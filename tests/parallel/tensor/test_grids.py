@@ -15,15 +15,16 @@ from torch import Tensor, nn
 
 from moe.nn.linear import Linear, Norm
 from moe.nn.vocabulary import PADDING, Rows, look_up, summed_loss
-from parallel import process
 from parallel.data.tiling import Products, one_by_one
 from parallel.errors import BadInput
-from parallel.gradients import sum_gradients
-from parallel.grids import GRIDS as GRIDS_OF
-from parallel.grids import grid_of
-from parallel.layout import Layout
-from parallel.mesh import Degrees, Mesh
-from parallel.process import World
+from parallel.mesh.gradients import sum_gradients
+from parallel.mesh.grids import GRIDS as GRIDS_OF
+from parallel.mesh.grids import grid_of
+from parallel.mesh.layout import Layout
+from parallel.mesh.mesh import Degrees, Mesh
+from parallel.numerics.weight_gradient import put_off
+from parallel.process import process
+from parallel.process.process import World
 from parallel.tensor import linear_2p5d
 from parallel.tensor.exchanged import Exchanged
 from parallel.tensor.grid import ChannelsNorm
@@ -31,7 +32,6 @@ from parallel.tensor.linear_2d import Block
 from parallel.tensor.linear_3d import Cube
 from parallel.tensor.style import Plan, Style, apply, lay_out
 from parallel.tensor.vocabulary_grid import VocabularyBlock, VocabularyCube
-from parallel.weight_gradient import put_off
 from tests.support.ranks import run_on_ranks
 
 # B sequences, L length, D model, V vocabulary

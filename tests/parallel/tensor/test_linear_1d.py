@@ -22,12 +22,12 @@ from moe.nn.core import softmax_core
 from moe.nn.linear import FeedForward
 from moe.nn.rotary import rotate
 from moe.recipe import sections
-from parallel import process
 from parallel.data.tiling import without_tiles
-from parallel.gradients import sum_gradients
-from parallel.layout import Layout
-from parallel.mesh import Degrees, Mesh
-from parallel.process import World
+from parallel.mesh.gradients import sum_gradients
+from parallel.mesh.layout import Layout
+from parallel.mesh.mesh import Degrees, Mesh
+from parallel.process import process
+from parallel.process.process import World
 from parallel.tensor.linear_1d import Column, Row
 from parallel.tensor.style import Plan, apply, lay_out
 from tests.support.ranks import run_on_ranks

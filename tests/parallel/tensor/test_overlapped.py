@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from parallel import process
-from parallel.collectives import Started, all_gather, all_reduce, reduce_backward, reduce_scatter
-from parallel.mesh import Axis, Degrees, Mesh
-from parallel.process import World
+from parallel.mesh.collectives import Started, all_gather, all_reduce, reduce_backward, reduce_scatter
+from parallel.mesh.mesh import Axis, Degrees, Mesh
+from parallel.numerics.weight_gradient import linear, put_off
+from parallel.process import process
+from parallel.process.process import World
 from parallel.tensor import overlapped
 from parallel.tensor.overlapped import column_products, row_product
-from parallel.weight_gradient import linear, put_off
 from tests.support.ranks import run_on_ranks
 
 # B sequences, L length, IN inputs of all ranks, OUT outputs

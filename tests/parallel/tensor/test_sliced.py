@@ -7,10 +7,10 @@ import torch
 
 from moe.nn.context import Context
 from moe.verify.cases import BATCH, LENGTH, Case
-from parallel import process
-from parallel.communicator import Count
-from parallel.mesh import Degrees, Mesh
-from parallel.process import World
+from parallel.mesh.communicator import Count
+from parallel.mesh.mesh import Degrees, Mesh
+from parallel.process import process
+from parallel.process.process import World
 from parallel.tensor.exchanged import Exchanged
 from parallel.tensor.sliced import Sliced, SlicePlaces
 from tests.support.ranks import run_on_ranks

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallel.data.tiling import Tiled
-from parallel.layout import Layout, dense
-from parallel.mesh import Axis, Degrees, Mesh
+from parallel.mesh.layout import Layout, dense
+from parallel.mesh.mesh import Axis, Degrees, Mesh
 from parallel.tensor.style import Copied, Plan, Shape, Stacked, apply, fits, lay_out
 
 # --- a made-up layer and its style: ten lines each --------------------------------------------------------------------------

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from moe.model.names import tiled_dim
 from moe.nn.vocabulary import PADDING, Rows, TiledRows, look_up, project, summed_loss
-from parallel import process
-from parallel.layout import Layout
-from parallel.mesh import Degrees, Mesh
-from parallel.process import World
+from parallel.mesh.layout import Layout
+from parallel.mesh.mesh import Degrees, Mesh
+from parallel.process import process
+from parallel.process.process import World
 from parallel.tensor.style import Plan, apply, lay_out
 from parallel.tensor.vocabulary import VocabularyRows
 from tests.support.ranks import run_on_ranks

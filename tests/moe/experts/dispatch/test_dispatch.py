@@ -18,9 +18,10 @@ from moe.experts.experts import HIDDEN_DIM, Experts
 from moe.nn.context import Context
 from moe.recipe import sections
 from moe.router.router import Routing
-from parallel import collectives, process
-from parallel.mesh import Degrees, Mesh
-from parallel.process import World
+from parallel.mesh import collectives
+from parallel.mesh.mesh import Degrees, Mesh
+from parallel.process import process
+from parallel.process.process import World
 from tests.support.ranks import run_on_ranks
 
 # T tokens, D model, F hidden, E experts, K choices, R rows

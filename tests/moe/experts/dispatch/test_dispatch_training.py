@@ -15,10 +15,10 @@ from torch import Tensor
 
 from moe.checks.together import check_run
 from moe.verify.cases import Case
-from parallel.checkpoint import pieces
 from parallel.data.deepspeed import load_deepspeed
-from parallel.fork import run_on_ranks
-from parallel.process import World
+from parallel.process.fork import run_on_ranks
+from parallel.process.process import World
+from parallel.store.checkpoint import pieces
 from tests.support.tiny import CPU, Tiny, hand_over, start
 
 STEPS = 3
@@ -125,7 +125,7 @@ def test_a_checkpoint_of_one_way_goes_on_in_another(tmp_path: Path, before: str,
 def test_parts_of_an_expert_start_from_the_bits_of_the_whole() -> None:
     """Initialisation draws each expert's whole matrix by its global name; a rank keeps its part."""
     from moe.parallelize.build import build
-    from parallel.mesh import Degrees, Mesh
+    from parallel.mesh.mesh import Degrees, Mesh
 
     run = check_run(case_of("gshard", "ddp", 1).run(), 1)
     whole = dict(build(run, Mesh.of(Degrees()), device=CPU)[0].named_parameters())

@@ -1,0 +1,1 @@
+"""Measurements of tensor, sequence and pipeline parallelism."""

@@ -1,0 +1,147 @@
+"""Time of sequence-parallel attention, forward and backward, beside others that compute the same; all in turn, in one run.
+
+    ring      contiguous and striped       against ring-attention-pytorch on the same gloo ranks
+    zigzag, lightseq                       against the contiguous ring: what an even share of the work is worth
+    ulysses                                against gathering all keys and values, as Llama 3 does
+    hidden                                 a link slowed by a known time: how many of a ring's hops are not behind its blocks
+
+A ratio is taken within each round and is the median over rounds, with its quartiles (moe/bench/races.py).
+`moe bench sequence --nproc 2 --json FILE`.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor
+
+from moe.bench.races import Race, race_row, slowest
+from moe.bench.timing import in_turn
+from moe.launch import exit_codes
+from moe.records.results import write_json
+from parallel.mesh.collectives import Messages, all_gather, start_shift
+from parallel.mesh.mesh import Axis, Degrees
+from parallel.process import process
+from parallel.process.fork import run_on_ranks
+from parallel.process.process import World
+from parallel.sequence import ring
+from parallel.sequence.balanced import Balanced
+from parallel.sequence.order import Order
+from parallel.sequence.ring import Ring
+from parallel.sequence.ulysses import Ulysses
+
+BATCH, LENGTH, HEADS, KV_HEADS, HEAD_SIZE = 1, 2048, 8, 4, 64
+CPU = torch.device("cpu")
+LINK_S = 0.02  # of a slowed hop: less than a block takes
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+RACES = (
+    Race("ring contiguous", "contiguous", "peer contiguous", 1.0),
+    Race("ring striped", "striped", "peer striped", 1.0),
+    Race("zigzag over contiguous", "zigzag", "contiguous", None),
+    Race("lightseq over contiguous", "lightseq", "contiguous", None),
+    Race("ulysses over gathered", "ulysses", "gathered", 1.0),
+)
+
+
+def main(*, nproc: int = 2, rounds: int = 15, peers: str = "all", json: str | None = None) -> int:
+    """`moe bench sequence`: returns 1 if ours is slower than a peer, beyond the quartiles."""
+    torch.set_num_threads(1)
+    with_peer = peers != "none" and _peer() is not None
+    seconds = run_on_ranks(_times, nproc, nproc, rounds, with_peer, timeout_s=600)
+    times = slowest(seconds)
+    rows = [race_row(race, times, ranks=nproc) for race in RACES if {race.ours, race.theirs} <= times.keys()]
+    rows.append(_hidden_row(times, nproc))
+    if json:
+        write_json(json, verb="bench sequence", rows=rows, shape=[BATCH, LENGTH, HEADS, KV_HEADS, HEAD_SIZE], rounds=rounds)
+    return exit_codes.of(all(row.get("passed") is not False for row in rows))
+
+
+def _hidden_row(seconds: dict[str, list[float]], ranks: int) -> dict[str, Any]:
+    """Hops: forward N - 1 of keys, backward N - 1 of keys and N of gradients, of which the last has nothing left to hide behind."""
+    hops = 3 * ranks - 2
+    seen = statistics.median(slow - fast for slow, fast in zip(seconds["zigzag slowed"], seconds["zigzag"], strict=True)) / LINK_S
+    row = {"race": "hops not hidden", "ranks": ranks, "hops": hops, "expected": 1, "measured": seen, "link_seconds": LINK_S}
+    print(f"{'hops not hidden':<36}{ranks} ranks {seen:8.2f} of {hops}, each {LINK_S} s; 1 has nothing to hide behind", flush=True)
+    return row
+
+
+def _times(rank: int, ranks: int, rounds: int, with_peer: bool) -> dict[str, list[float]]:
+    axis = process.connect(Degrees(sp=ranks), World(rank, ranks)).axis("sp")
+    held = LENGTH // ranks
+    generator = torch.Generator().manual_seed(rank)
+    q, k, v = (torch.randn(BATCH, n, held, HEAD_SIZE, generator=generator).requires_grad_() for n in (HEADS, KV_HEADS, KV_HEADS))
+
+    def both_ways(attend: Attend) -> None:
+        dist.barrier()
+        attend(q, k, v).sum().backward()
+
+    work = {name: partial(both_ways, attend) for name, attend in _methods(axis, with_peer).items()}
+
+    def slowed() -> None:
+        with patch.object(ring, "start_shift", _slowed_shift):
+            both_ways(Ring(axis, Order("zigzag", ranks, LENGTH)))
+
+    return in_turn(work | {"zigzag slowed": slowed}, rounds=rounds, device=CPU, warmups=1)
+
+
+def _methods(axis: Axis, with_peer: bool) -> dict[str, Attend]:
+    alone = Ring(Axis("alone"), Order("contiguous", 1, LENGTH))
+    found: dict[str, Attend] = {kind: Ring(axis, Order(kind, axis.size, LENGTH)) for kind in ("contiguous", "striped", "zigzag")}
+    found |= {"lightseq": Balanced(axis, Order("contiguous", axis.size, LENGTH))}
+    if KV_HEADS % axis.size == 0:
+        found |= {"ulysses": Ulysses(axis, alone), "gathered": partial(_gathered, axis)}
+    if with_peer:
+        found |= {f"peer {kind}": partial(_peers, axis, kind) for kind in ("contiguous", "striped")}
+    return found
+
+
+def _gathered(axis: Axis, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Every rank has all keys and values, and its own queries."""
+    k, v = (all_gather(x, axis, dim=2).repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (k, v))
+    place = torch.arange(q.shape[2]) + axis.index * q.shape[2]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=torch.arange(LENGTH) <= place.unsqueeze(1))
+
+
+def _peers(axis: Axis, kind: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    attend, striped = _peer(), kind == "striped"
+    assert attend is not None
+    q, k, v = (rearrange(x, "b h l c -> b l h c") for x in (q, k, v))
+    found: Tensor = attend(q, k, v, None, True, q.shape[1] if striped else 512, True, striped, None, axis.size)
+    return found
+
+
+def _peer() -> Callable[..., Tensor] | None:
+    try:
+        from ring_attention_pytorch.ring_flash_attention import ring_flash_attn
+    except ImportError:
+        return None
+    return ring_flash_attn  # type: ignore[no-any-return]
+
+
+class _Slowed(Messages):
+    """Messages that are LINK_S on their way."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.started = time.perf_counter()
+        super().__init__(*args, **kwargs)
+
+    def wait(self) -> list[Tensor]:
+        time.sleep(max(0.0, self.started + LINK_S - time.perf_counter()))
+        return super().wait()
+
+
+def _slowed_shift(tensors: list[Tensor], axis: Axis, *, steps: int = 1) -> Messages:
+    with patch("parallel.mesh.collectives.Messages", _Slowed):
+        return start_shift(tensors, axis, steps=steps)

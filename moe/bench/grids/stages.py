@@ -1,0 +1,213 @@
+"""Plain modules as stages in the pipeline's runtime: `moe bench pipeline` measures their time and memory and compares them with peers.
+
+Each process builds one model, of which its rank uses only its stages. Where updates do not wait, weights have versions, as in training.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+
+from moe.model.transformer import Output, Part, Transformer
+from moe.nn.context import Context
+from moe.recipe.sections import Model
+from parallel.mesh.layout import Layout
+from parallel.mesh.mesh import Degrees, Mesh
+from parallel.numerics.weight_gradient import gradient_or_later
+from parallel.pipeline.links import Links
+from parallel.pipeline.replicas import StageReplicas
+from parallel.pipeline.runtime import Runtime
+from parallel.pipeline.schedule import Schedule
+from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
+from parallel.pipeline.weights import Versions
+from parallel.process import process
+from parallel.process.process import World
+
+CPU = torch.device("cpu")
+Loss = Callable[[Tensor, int], Tensor]  # takes the last stage's output and the micro-batch's number
+
+
+class Stages:
+    """The Work of one rank (parallel/pipeline/runtime.py). `crossing`: shape of the tensors between stages. `change`: the update."""
+
+    dtype, device = torch.float32, CPU
+
+    def __init__(
+        self,
+        stages: Mapping[int, nn.Module],
+        schedule: Schedule,
+        rank: int,
+        *,
+        inputs: Sequence[Tensor],
+        crossing: tuple[int, ...],
+        loss: Loss,
+        change: Callable[[nn.Module], None] | None = None,
+    ) -> None:
+        self.stages, self.inputs, self.crossing, self.loss, self.change = stages, inputs, crossing, loss, change
+        self.last = schedule.num_stages - 1
+        order = schedule.orders[rank]
+        self.versions = {s: Versions(list(m.parameters()), order, s) for s, m in stages.items()} if change is not None else {}
+        self.losses: dict[int, Tensor] = {}
+
+    def shape(self, microbatch: int) -> tuple[int, ...]:
+        return self.crossing
+
+    def forward(self, stage: int, microbatch: int, x: Tensor | None) -> Tensor:
+        output: Tensor = self.stages[stage](self.inputs[microbatch] if x is None else x)
+        if stage < self.last:
+            return output
+        loss = self.loss(output, microbatch)
+        self.losses[microbatch] = loss.detach()
+        return loss
+
+    def backward(self, output: GradientEdge, gradient: Tensor | None) -> None:
+        torch.autograd.backward(output, gradient)
+
+    def reading(self, stage: int, version: int) -> AbstractContextManager[None]:
+        return self.versions[stage].reading(version) if stage in self.versions else nullcontext()
+
+    def update(self, stage: int, version: int) -> None:
+        if self.change is not None:
+            change, module = self.change, self.stages[stage]
+            self.versions[stage].update(version, lambda: change(module))
+
+
+def descend(module: nn.Module) -> None:
+    """A step of gradient descent, too small to change anything that is measured."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.grad is not None:
+                parameter.sub_(parameter.grad, alpha=1e-6)
+                parameter.grad.zero_()
+
+
+# --- the stages' modules ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """The duration of F, I and W on one stage, and of its update. B takes as long as I and W together."""
+
+    forward: float
+    inputs: float
+    weights: float
+    update: float
+
+
+class Asleep(nn.Module):
+    """x W, with sleeps as if a device were computing, so that few cores serve many ranks."""
+
+    def __init__(self, width: int, seconds: Seconds) -> None:
+        super().__init__()
+        self.weight, self.seconds = nn.Parameter(torch.eye(width)), seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = _Asleep.apply(x, self.weight, self.seconds)
+        return y
+
+
+class _Asleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, seconds: Seconds) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.seconds = weight, seconds
+        time.sleep(seconds.forward)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        (x,), seconds = ctx.saved_tensors, ctx.seconds
+
+        def of_weight() -> Tensor:
+            time.sleep(seconds.weights)
+            product: Tensor = x.t() @ grad
+            return product
+
+        time.sleep(seconds.inputs)
+        return grad @ ctx.weight.t(), gradient_or_later(ctx.weight, of_weight), None
+
+
+class Layers(nn.Module):
+    """A part of a Transformer as a separate module: tokens or hidden states -> hidden states or logits."""
+
+    def __init__(self, model: Transformer, part: Part, tokens_BL: Tensor) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(model.layers[layer] for layer in part.layers)
+        self.model, self.part, self.context = [model], part, Context.of(tokens_BL)  # in a list, so that torch registers no submodule
+        self.ends = nn.ParameterList([*([model.embedding] if part.begins else []), *(_head(model) if part.ends else [])])
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Output = self.model[0](x, self.context, None, self.part)
+        return output.logits_BLV if output.hidden_BLD is None else output.hidden_BLD
+
+
+def _head(model: Transformer) -> Iterator[nn.Parameter]:
+    for module in (model.norm, model.head):
+        assert module is not None
+        yield from module.parameters()
+
+
+def layers(config: Model, schedule: Schedule, tokens_BL: Tensor) -> tuple[Transformer, dict[int, nn.Module]]:
+    """A model with the same weights on every rank, and its stages with equally many layers."""
+    model, stages = Transformer(config), schedule.num_stages
+    each = config.num_layers // stages
+    parts = [Part(range(s * each, (s + 1) * each), begins=s == 0, ends=s == stages - 1) for s in range(stages)]
+    return model, {stage: Layers(model, part, tokens_BL) for stage, part in enumerate(parts)}
+
+
+def batch(microbatches: int, size: int, length: int) -> tuple[list[Tensor], list[Tensor]]:
+    """The tokens and the targets of each micro-batch, [size, length] each."""
+    tokens = torch.randint(0, 256, (microbatches * size, length + 1), generator=torch.Generator().manual_seed(1))
+    return list(tokens[:, :-1].contiguous().split(size)), list(tokens[:, 1:].contiguous().split(size))
+
+
+# --- the runtime ------------------------------------------------------------------------------------------------------
+
+
+def schedule_for(name: str, ranks: int, microbatches: int, *, batches: int = 2) -> Schedule:
+    """The schedule of one step; of a schedule that does not drain, with as many micro-batches as `batches` steps have."""
+    kind = SCHEDULES[name]
+    if not kind.continuous:
+        return make_schedule(name, ranks=ranks, microbatches=microbatches)
+    each = kind.update_every or microbatches
+    return make_schedule(name, ranks=ranks, microbatches=each, batches=batches * microbatches // each)
+
+
+def connect(rank: int, ranks: int) -> Mesh:
+    return process.connect(Degrees(pp=ranks), World(rank, ranks))
+
+
+def runtime_for(schedule: Schedule, mesh: Mesh, stages: Mapping[int, nn.Module]) -> Runtime:
+    """This rank's runtime. Collective, since it makes groups. `stages`: all stages, of which this rank uses its own."""
+    axis = mesh.axis("pp")
+    for homes in sorted({homes for homes in schedule.homes if len(homes) > 1}):
+        mesh.part("pp", homes, label="replicas")
+    down = mesh.part("pp", tuple(range(axis.size)), label="down")
+    assert down is not None
+    return Runtime(schedule, axis, Links(axis, down), _replicas(schedule, mesh, stages))
+
+
+def _replicas(schedule: Schedule, mesh: Mesh, stages: Mapping[int, nn.Module]) -> StageReplicas:
+    parameters: dict[str, nn.Parameter] = {}
+    layouts: dict[str, Layout] = {}
+    of_stage: dict[int, list[str]] = {}
+    for stage in schedule.stages_of(mesh.axis("pp").index):
+        held, homes = {f"{stage}.{name}": p for name, p in stages[stage].named_parameters()}, schedule.homes[stage]
+        layouts |= {name: Layout(tuple(p.shape), holders=homes if len(homes) > 1 else ()) for name, p in held.items()}
+        of_stage[stage] = list(held)
+        parameters |= held
+    return StageReplicas(parameters, layouts, mesh, of_stage=of_stage)
+
+
+def barrier() -> float:
+    """A barrier. Returns when this rank left it, in seconds of a clock that all processes of the machine share."""
+    dist.barrier()
+    return time.perf_counter()

@@ -1,0 +1,161 @@
+"""Time of 1D tensor parallelism, forward and backward through a stack of Transformer blocks, beside torch's; all in turn, in one run.
+
+    1d        against the same blocks with tensor.kind dtensor
+    1d        against torch's parallelize_module: the same blocks with nn.Linear for every product, cut by torch's styles
+    sliced    both again, with slices of the sequences between layers (tensor.sequence_parallel; SequenceParallel)
+    hidden    collectives on a link slowed by a known time: how much of each is not behind a product (moe/bench/grids/tensor_hidden.py)
+
+Weights are the same, and so must outputs and gradients of the input be: how far they are apart is told. Two widths: in the narrow one
+what counts is the time that an operation takes beside its arithmetic. `moe bench tensor --nproc 2 --json FILE`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from moe.bench.grids import tensor_hidden
+from moe.bench.races import Race, race_row, slowest
+from moe.bench.timing import in_turn
+from moe.launch import exit_codes
+from moe.model.transformer import Block
+from moe.nn.context import Context
+from moe.parallelize.plan import lay_out, plan_of
+from moe.recipe import sections
+from moe.records.results import write_json
+from parallel.mesh.mesh import Degrees, Mesh
+from parallel.process import process
+from parallel.process.fork import run_on_ranks
+from parallel.process.process import World
+from parallel.tensor.style import apply
+
+BATCH, LENGTH, LAYERS = 2, 256, 2
+WIDTHS = {128: 4, 512: 8}  # the model's width -> heads, of which key-value heads are half
+WITHIN = 1e-4  # relative: outputs and gradients of different orders of sums in fp32
+CPU = torch.device("cpu")
+
+RACES = (
+    Race("1d over dtensor", "1d", "dtensor", 1.0),
+    Race("1d over torch's styles", "1d", "torch", 1.0),
+    Race("dtensor over torch's styles", "dtensor", "torch", None),
+    Race("1d sliced over dtensor sliced", "1d sliced", "dtensor sliced", 1.0),
+    Race("1d sliced over torch's styles", "1d sliced", "torch sliced", 1.0),
+    Race("1d sliced over 1d", "1d sliced", "1d", None),
+    Race("1d in 4 chunks over 1d", "1d in 4 chunks", "1d", None),
+    Race("1d sliced in 4 chunks over 1d sliced", "1d sliced in 4 chunks", "1d sliced", None),
+)
+Both = Callable[[], tuple[Tensor, Tensor]]
+
+
+def main(*, nproc: int = 2, rounds: int = 15, json: str | None = None) -> int:
+    """`moe bench tensor`: returns 1 if ours is slower than torch's, beyond the quartiles, or computes something else."""
+    torch.set_num_threads(1)
+    rows = []
+    for width in WIDTHS:
+        found = run_on_ranks(_measured, nproc, nproc, width, rounds, timeout_s=600)
+        times, apart = slowest([seconds for seconds, _ in found]), max(apart for _, apart in found)
+        print(f"width {width}, {LAYERS} layers of {BATCH} x {LENGTH} tokens; results apart by {apart:.0e}", flush=True)
+        rows += [{"width": width, "apart": apart} | race_row(race, times, ranks=nproc) for race in RACES]
+    rows += tensor_hidden.rows_of(slowest(run_on_ranks(tensor_hidden.seconds_of, nproc, nproc, rounds, timeout_s=600)), ranks=nproc)
+    if json:
+        write_json(json, verb="bench tensor", rows=rows, shape=[BATCH, LENGTH, LAYERS], rounds=rounds)
+    return exit_codes.of(all(row.get("passed") is not False and row.get("apart", 0.0) <= WITHIN for row in rows))
+
+
+def _measured(rank: int, ranks: int, width: int, rounds: int) -> tuple[dict[str, list[float]], float]:
+    """Seconds of each way in each round, and how far the ways' results are apart."""
+    mesh = process.connect(Degrees(tp=ranks), World(rank, ranks))
+    model = sections.Model(
+        d_model=width,
+        num_heads=WIDTHS[width],
+        num_kv_heads=WIDTHS[width] // 2,
+        d_ff=4 * width,
+        ffn="swiglu",
+        moe_every=0,
+        num_layers=LAYERS,
+    )
+    ways: dict[str, Both] = {}
+    for sliced in (False, True):
+        suffix = " sliced" if sliced else ""
+        for kind in ("1d", "dtensor"):
+            ways[kind + suffix] = partial(_both_ways, _ours(model, mesh, kind + suffix), mesh, width, sliced)
+        ways["torch" + suffix] = partial(_both_ways, _theirs(model, mesh, sliced=sliced), mesh, width, sliced)
+    for sliced, kind in ((False, "1d"), (True, "1d sliced")):
+        ways[f"{kind} in 4 chunks"] = partial(_both_ways, _ours(model, mesh, kind, chunks=4), mesh, width, sliced)
+    results = {name: way() for name, way in ways.items()}
+    apart = max(_apart(found, results["1d sliced" if " sliced" in name else "1d"]) for name, found in results.items())
+    return in_turn(ways, rounds=rounds, device=CPU, warmups=1), apart
+
+
+def _both_ways(blocks: nn.ModuleList, mesh: Mesh, width: int, sliced: bool) -> tuple[Tensor, Tensor]:
+    """Output, and gradient of the input: of this rank's slice of the sequences, or of all."""
+    dist.barrier()
+    x = torch.randn(BATCH, LENGTH, width, generator=torch.Generator().manual_seed(1))
+    x = (x.chunk(mesh.axis("tp").size, 1)[mesh.axis("tp").index] if sliced else x).clone().requires_grad_()
+    y: Tensor = x
+    context = Context.of(torch.zeros(BATCH, LENGTH, dtype=torch.long))
+    for block in blocks:
+        y, _ = block(y, context)
+    y.square().sum().backward()
+    for parameter in blocks.parameters():
+        parameter.grad = None
+    assert x.grad is not None
+    return y.detach(), x.grad
+
+
+def _apart(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> float:
+    return max(float((x - y).abs().max() / y.abs().max()) for x, y in zip(a, b, strict=True))
+
+
+def _blocks(model: sections.Model) -> nn.Module:
+    with torch.device("meta"):
+        made = [Block(model, sections.Experts(), sections.Router(), layer) for layer in range(model.num_layers)]
+    return nn.ModuleDict({"layers": nn.ModuleList(made)})
+
+
+def _values(name: str, shape: tuple[int, ...]) -> Tensor:
+    if len(shape) == 1:
+        return torch.ones(shape)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(map(ord, name)))).div(shape[1] ** 0.5)
+
+
+def _ours(model: sections.Model, mesh: Mesh, kind: str, *, chunks: int = 1) -> nn.ModuleList:
+    """By the project's plan for this `tensor`."""
+    whole = _blocks(model)
+    plan = plan_of(sections.Dispatch(), kernels="auto", tensor=kind, chunks=chunks)
+    layouts = lay_out(whole, plan)
+    apply(whole, plan, layouts, mesh)
+    for name, layout in layouts.items():
+        path, _, last = name.rpartition(".")
+        setattr(whole.get_submodule(path), last, nn.Parameter(_values(name, layout.shape)[layout.region(mesh)].clone()))
+    return whole.get_submodule("layers")  # type: ignore[return-value]
+
+
+def _theirs(model: sections.Model, mesh: Mesh, *, sliced: bool) -> nn.ModuleList:
+    """The same blocks, whose products are torch's modules, by torch's plan."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel, parallelize_module
+
+    whole = _blocks(model)
+    for name, parameter in list(whole.named_parameters()):
+        path, _, last = name.rpartition(".")
+        values, (parent, _, own) = _values(name, tuple(parameter.shape)), path.rpartition(".")
+        if values.ndim == 2:
+            setattr(whole.get_submodule(parent), own, nn.Linear(values.shape[1], values.shape[0], bias=False))
+        setattr(whole.get_submodule(path), last, nn.Parameter(values))
+    between = Shard(1) if sliced else Replicate()
+    plan: dict[str, Any] = {f"layers.*.attention.{name}": ColwiseParallel() for name in ("q", "k", "v")}
+    plan |= {f"layers.*.ffn.{name}": ColwiseParallel() for name in ("w1", "w3")}
+    plan |= {f"layers.*.{path}": RowwiseParallel(output_layouts=between) for path in ("attention.out", "ffn.w2")}
+    plan["layers.*.attention"] = PrepareModuleInput(input_layouts=(between, None), desired_input_layouts=(Replicate(), None))
+    plan["layers.*.ffn"] = PrepareModuleInput(input_layouts=between, desired_input_layouts=Replicate())
+    if sliced:
+        plan |= {f"layers.*.{norm}": SequenceParallel(use_local_output=True) for norm in ("attention_norm", "ffn_norm")}
+    cut = parallelize_module(whole, DeviceMesh.from_group(mesh.axis("tp").group, "cpu"), plan)
+    return cut.get_submodule("layers")  # type: ignore[return-value]

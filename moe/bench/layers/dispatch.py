@@ -1,0 +1,233 @@
+"""Speed of one MoE layer, forward and backward, against its peers and against the limit, in one process.
+
+    limit   batched matrix products of the same rows in equal parts, without routing
+    peers   as installed: DeepSpeed MoE and AutoEP, transformers' Switch and Mixtral, torch grouped_mm used plainly; dense at equal FLOPs;
+            on a GPU also ScatterMoE, SonicMoE and MegaBlocks
+    ours    the layer as a model trains it, with router, balance loss and report
+
+All run in turn in every round; a ratio is the median over rounds. `over_limit` is the time divided by the limit's; `over_peers` is
+our time divided by the peer's (below 1: ours is faster). Peak memory is what torch holds beyond weights and input, gradients included.
+Two more tables: growth with tokens and experts, and moving rows compared with a plain copy (moe/bench/layers/moves.py).
+`moe bench dispatch --peers all --json FILE`.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import statistics
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from moe.bench.layers import gpu_layers, layers, moves
+from moe.bench.layers.layers import LayerCase, Pass, Shape
+from moe.bench.timing import in_turn, peak_bytes, ratio
+from moe.launch import exit_codes
+from parallel.errors import BadInput, did_you_mean
+from parallel.process.malloc import keep_freed_memory
+
+SHAPES = {
+    "cpu": (
+        Shape(4096, 512, 2048, 8, 1),
+        Shape(4096, 512, 2048, 8, 2),
+        Shape(4096, 256, 512, 64, 2),
+        Shape(4096, 256, 512, 128, 1),
+        Shape(8192, 256, 256, 256, 8),
+    ),
+    "cuda": (
+        Shape(8192, 4096, 14336, 8, 2),  # Mixtral 8x7B
+        Shape(16384, 2048, 768, 128, 8),  # Qwen3-30B-A3B
+        Shape(32768, 768, 3072, 128, 1),  # Switch-Base
+    ),
+}
+GROWTH = {
+    "tokens x4": (Shape(4096, 256, 512, 64, 1), Shape(16384, 256, 512, 64, 1)),
+    "experts 8 to 256": (Shape(8192, 256, 256, 8, 1), Shape(8192, 256, 256, 256, 1)),
+}
+
+Make = Callable[[LayerCase], Pass]
+OURS: dict[str, dict[str, Make]] = {
+    "relu": {"ours": partial(layers.ours, ffn="relu"), "ours, fp32 weights": partial(layers.ours, ffn="relu", master=torch.float32)},
+    "swiglu": {"ours swiglu": partial(layers.ours, ffn="swiglu")},
+}
+PEERS: dict[str, dict[str, Make]] = {
+    "relu": {
+        "deepspeed": layers.deepspeed,
+        "transformers-switch": layers.hf_switch,
+        "grouped_mm": layers.grouped_mm,
+        "dense": layers.dense,
+        **{name: partial(make, ffn="relu") for name, make in gpu_layers.LAYERS.items()},
+    },
+    "swiglu": {
+        **{f"transformers-mixtral-{form}": partial(layers.hf_mixtral, form=form) for form in ("eager", "batched_mm", "grouped_mm")},
+        "deepspeed-autoep": layers.deepspeed_autoep,
+        **{name: partial(make, ffn="swiglu") for name, make in gpu_layers.LAYERS.items()},
+    },
+}
+TABLES = ("growth", "moves")  # tables beside those of the shapes; --only accepts these names
+
+
+def main(*, peers: str = "all", only: str | None = None, rounds: int = 7, json: str | None = None) -> int:
+    """`moe bench dispatch`: returns 1 if a layer computes something else than its peers. Speed is reported, not judged."""
+    chosen = _chosen(peers)
+    keep_freed_memory()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtypes = (torch.bfloat16,) if device.type == "cuda" else (torch.float32, torch.bfloat16)
+    cases = [
+        LayerCase(shape, dtype, routing, device) for shape in SHAPES[device.type] for dtype in dtypes for routing in ("balanced", "skewed")
+    ]
+    cases = [case for case in cases if only is None or only in _label(case)]
+    if not cases and only not in TABLES:
+        needed = f"part of a row's text, such as E64 or bf16 or skewed, or {' or '.join(TABLES)}"
+        raise BadInput("--only", got=only, needed=needed, fix="leave it out")
+    rows: list[dict[str, Any]] = []
+    for case in cases:
+        for ffn in ("relu", "swiglu"):
+            rows += _measure(case, ffn, [name for name in PEERS[ffn] if name in chosen], rounds=rounds)
+            _keep_what_is_loaded()
+    if only in (None, "growth"):
+        rows += _growth(device, rounds=rounds)
+    if only in (None, "moves"):
+        rows += moves.measure(
+            [LayerCase(shape, dtype, "balanced", device) for shape in SHAPES[device.type] for dtype in dtypes], rounds=rounds
+        )
+    if json:
+        from moe.records.results import write_json
+
+        write_json(json, verb="bench dispatch", rows=rows, rounds=rounds, threads=torch.get_num_threads())
+    return exit_codes.of(all(row.get("passed") is not False for row in rows))
+
+
+def _keep_what_is_loaded() -> None:
+    """Collections of garbage before peaks need not visit the peers' libraries: 0.3 s each, and one before every peak."""
+    gc.collect()
+    gc.freeze()
+
+
+def _chosen(peers: str) -> list[str]:
+    known = list(dict.fromkeys(name for family in PEERS.values() for name in family))
+    if peers in ("all", "none"):
+        return known if peers == "all" else []
+    for name in (names := peers.split(",")):
+        if name not in known:
+            near = did_you_mean(name, known)
+            raise BadInput(
+                "--peers", got=name, needed=f"all, none, or of {', '.join(known)}", fix=f"did you mean {near}?" if near else "--peers all"
+            )
+    return names
+
+
+def _label(case: LayerCase) -> str:
+    return f"{case.shape} {str(case.dtype).removeprefix('torch.').replace('float32', 'fp32').replace('bfloat16', 'bf16')} {case.routing}"
+
+
+def _measure(case: LayerCase, ffn: str, peers: list[str], *, rounds: int) -> list[dict[str, Any]]:
+    """One table: the limit, our layer and the peers with this network."""
+    if ffn == "swiglu" and not peers:
+        return []
+    mine = {name: make for name, make in OURS[ffn].items() if case.dtype != torch.float32 or "fp32 weights" not in name}
+    passes: dict[str, Pass] = {}
+    absent: dict[str, str] = {}
+    makes: dict[str, Make] = {f"limit {ffn}": partial(layers.limit, ffn=ffn), **mine, **{p: PEERS[ffn][p] for p in peers}}
+    for name, make in makes.items():
+        made = _made(case, name, make)
+        if isinstance(made, str):
+            absent[name] = made
+        else:
+            passes[name] = made
+    seconds = in_turn(passes, rounds=rounds, device=case.device)
+    peaks = {name: _peak(run, case.device) for name, run in passes.items()}
+    print(f"\n{_label(case)}\n  {'implementation':<32} {'ms':>8} {'over limit':>10} {'ours over it':>12} {'peak MiB':>9}")
+    first = next(iter(mine))
+    rows = []
+    for name in passes:
+        kind = "limit" if name.startswith("limit") else "ours" if name in mine else "peer"
+        row: dict[str, Any] = {
+            "shape": [getattr(case.shape, field) for field in ("tokens", "width", "hidden", "experts", "k")],
+            "dtype": str(case.dtype).removeprefix("torch."),
+            "routing": case.routing,
+            "implementation": name,
+            "kind": kind,
+            "seconds": statistics.median(seconds[name]),
+            "over_limit": ratio(seconds[name], seconds[f"limit {ffn}"]),
+            "peak_bytes": peaks[name],
+        }
+        if kind == "ours":
+            row["over_peers"] = {p: ratio(seconds[name], seconds[p]) for p in peers if p in passes}
+            row["over_peers_bytes"] = {p: peaks[name] / peaks[p] for p in peers if p in passes}
+        if name in peers and name != "dense":
+            row["passed"] = _same(passes[first], passes[name])
+        rows.append(row)
+        over = f"{ratio(seconds[first], seconds[name]):.2f}" if kind == "peer" else ""
+        wrong = "" if row.get("passed", True) else "  ANOTHER RESULT"
+        print(
+            f"  {name:<32} {row['seconds'] * 1e3:>8.1f} {row['over_limit']:>10.2f} {over:>12} {peaks[name] / 2**20:>9.1f}{wrong}",
+            flush=True,
+        )
+    for name, reason in absent.items():
+        print(f"  {name:<32} {reason}")
+        like = {field: rows[0][field] for field in ("shape", "dtype", "routing")}
+        rows.append(like | {"implementation": name, "kind": "peer", "not_run": reason})
+    return rows
+
+
+def _made(case: LayerCase, name: str, make: Make) -> Pass | str:
+    """The layer's pass, or the reason why it cannot run."""
+    if reason := _reason_not_to_run(case, name):
+        return reason
+    try:
+        made = make(case)
+        if name in gpu_layers.LAYERS:
+            made()  # compiles its kernels for this GPU and these sizes, or fails
+        return made
+    except ImportError as error:
+        return f"not installed: {error.name}"
+    except Exception as error:
+        if name not in gpu_layers.LAYERS:
+            raise
+        said = (str(error).splitlines() or [""])[0]  # packages report an unsupported GPU or size in their own ways
+        return f"not run: {type(error).__name__}: {said}"
+
+
+def _reason_not_to_run(case: LayerCase, name: str) -> str | None:
+    if reason := gpu_layers.why_not(name, case.device):
+        return reason
+    if not name.endswith("batched_mm"):
+        return "top-1 only" if name == "transformers-switch" and case.shape.k > 1 else None
+    needed, there = layers.bytes_of_batched_mm(case), _free_bytes(case.device)
+    return f"not run: needs {needed / 2**30:.0f} GiB, {there / 2**30:.0f} may be used" if needed > there else None
+
+
+def _free_bytes(device: torch.device) -> int:
+    """The bytes that a peer may use: a GPU's free memory, or half of this machine's."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def _peak(run: Pass, device: torch.device) -> int:
+    gc.collect()
+    run.clear()
+    return peak_bytes(run, device)
+
+
+def _same(ours: Pass, peer: Pass) -> bool:
+    """Whether every token's outputs point in the same direction. Weights are the same, but some layers renormalise a top-1 gate."""
+    a_TD, b_TD = (run().detach().float().reshape(-1, run.x.shape[-1]) for run in (ours, peer))
+    return bool(torch.nn.functional.cosine_similarity(a_TD, b_TD).min() > 0.99)
+
+
+def _growth(device: torch.device, *, rounds: int) -> list[dict[str, Any]]:
+    """Growth of time and memory with tokens (at most 4.3 expected), and with experts at equal rows (at most 2)."""
+    rows = []
+    print(f"\ngrowth, fp32 balanced\n  {'what':<20} {'time':>6} {'memory':>7}")
+    for what, shapes in GROWTH.items():
+        small, large = (layers.ours(LayerCase(shape, torch.float32, "balanced", device), "relu") for shape in shapes)
+        seconds = in_turn({"small": small, "large": large}, rounds=rounds, device=device)
+        time, memory = ratio(seconds["large"], seconds["small"]), _peak(large, device) / _peak(small, device)
+        rows.append({"kind": "growth", "what": what, "shapes": [str(s) for s in shapes], "time": time, "memory": memory})
+        print(f"  {what:<20} {time:>6.2f} {memory:>7.2f}")
+    return rows

@@ -1,0 +1,81 @@
+"""Speed of moving rows, tokens to rows and back, against a copy of as many bytes on the same device.
+
+    permute     tokens [T, D] -> rows [R, D], sorted by expert      reads R D, writes R D      a copy of R D
+    unpermute   rows [R, D] -> tokens [T, D], weighted by gates     reads R D, writes T D      a copy of (R + T) D / 2
+
+`share` is a copy's time divided by theirs: 1 is the full memory bandwidth. A part of `moe bench dispatch` (--only moves).
+The fused path gathers rows inside its products and does neither (docs/moe/kernels.md).
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from moe.bench.layers.layers import LayerCase
+from moe.bench.timing import in_turn, ratio
+from moe.kernels import choose
+
+# T tokens, D width, R rows, K choices
+
+_BYTES = {"cpu": 2**25, "cuda": 2**33}  # bytes moved in one timing, so that launches and clock reads hardly count
+_MOST = 64  # repetitions in one timing, at most
+
+
+def measure(cases: list[LayerCase], *, rounds: int) -> list[dict[str, Any]]:
+    """Print the table. Returns one row for each case and direction."""
+    print(f"\nrows moved\n  {'shape and dtype':<34} {'what':<10} {'MiB':>7} {'GB/s':>8} {'copy GB/s':>9} {'share':>6}")
+    return [row for case in cases for row in _case(case, rounds=rounds)]
+
+
+@torch.no_grad()
+def _case(case: LayerCase, *, rounds: int) -> list[dict[str, Any]]:
+    s, kernels = case.shape, choose()
+    expert_TK = case.experts_of_tokens()
+    plan = kernels.plan(expert_TK, torch.ones_like(expert_TK, dtype=torch.bool), num_experts=s.experts)
+    x_TD, gate_TK = case.inputs(), torch.full(expert_TK.shape, 1 / s.k, device=case.device)
+    rows_RD = kernels.permute(x_TD, plan)
+    work: dict[str, tuple[int, Callable[[], object]]] = {
+        "permute": (2 * s.rows * s.width, lambda: kernels.permute(x_TD, plan)),
+        "unpermute": ((s.rows + s.tokens) * s.width, lambda: kernels.combine(rows_RD, gate_TK, plan)),
+    }
+    found = []
+    for what, (numbers, move) in work.items():
+        moved = numbers * case.dtype.itemsize
+        source = torch.ones(numbers // 2, dtype=case.dtype, device=case.device)
+        copied = torch.empty_like(source)
+        times = min(_MOST, max(1, _BYTES[case.device.type] // moved))
+        seconds = in_turn(
+            {"ours": _repeated(move, times), "copy": _repeated(partial(copied.copy_, source), times)},
+            rounds=rounds,
+            device=case.device,
+        )
+        speed = {name: moved * times / statistics.median(values) / 1e9 for name, values in seconds.items()}
+        row = {
+            "kind": "moves",
+            "what": what,
+            "shape": [s.tokens, s.width, s.hidden, s.experts, s.k],
+            "dtype": str(case.dtype).removeprefix("torch."),
+            "bytes": moved,
+            "gb_per_s": speed["ours"],
+            "copy_gb_per_s": speed["copy"],
+            "share": ratio(seconds["copy"], seconds["ours"]),
+        }
+        label = f"{s} {row['dtype']}"
+        print(
+            f"  {label:<34} {what:<10} {moved / 2**20:>7.1f} {speed['ours']:>8.1f} {speed['copy']:>9.1f} {row['share']:>6.2f}", flush=True
+        )
+        found.append(row)
+    return found
+
+
+def _repeated(run: Callable[[], object], times: int) -> Callable[[], None]:
+    def work() -> None:
+        for _ in range(times):
+            run()
+
+    return work

@@ -1,0 +1,102 @@
+"""A training step whose norms, activations and loss torch's compiler makes (`train.compile`), beside the same step without it.
+
+    plain       forward and backward pass, one process, one thread
+    compiled    the same weights and tokens, moe/parallelize/compiled.py
+    whole       transformers' Llama of the same sizes, all of it given to torch.compile; `--peers none` leaves it out
+
+A ratio is of seconds, taken within each round: the median over rounds, with its quartiles. What the first step takes, with everything
+that is compiled in it, is told beside it. `moe bench compiled --rounds 15 --json FILE`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe.bench.races import Race, race_row
+from moe.bench.timing import in_turn
+from moe.launch import exit_codes
+from moe.model.transformer import Transformer
+from moe.nn.context import Context
+from moe.parallelize.compiled import compile_between_products
+from moe.recipe import sections
+from moe.records.results import write_json
+from parallel.numerics.precision import DTYPES
+
+LAYERS, HEADS, LENGTH, BATCH, VOCABULARY = 4, 4, 256, 4, 2048
+WIDTHS = (256, 512)
+CPU = torch.device("cpu")
+Step = Callable[[], float]  # gives the loss
+
+
+def main(*, rounds: int = 15, peers: str = "all", json: str | None = None) -> int:
+    """`moe bench compiled`: returns 1 if a compiled step gives another loss, or is slower beyond the quartiles."""
+    torch.set_num_threads(1)
+    rows = [row for width in WIDTHS for precision in ("fp32", "bf16") for row in _rows(width, precision, rounds, with_peer=peers != "none")]
+    if json:
+        sizes = {"layers": LAYERS, "sequences": BATCH, "length": LENGTH, "vocabulary": VOCABULARY}
+        write_json(json, verb="bench compiled", rows=rows, rounds=rounds, **sizes)
+    return exit_codes.of(all(row["passed"] for row in rows))
+
+
+def _rows(width: int, precision: str, rounds: int, *, with_peer: bool) -> list[dict[str, Any]]:
+    tokens_BL = torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(0))
+    steps = {"plain": _ours(width, precision, tokens_BL, compiled=False), "compiled": _ours(width, precision, tokens_BL, compiled=True)}
+    races = [Race(f"compiled over plain, {width} wide, {precision}", "compiled", "plain", 1.0)]
+    if with_peer and (peer := _llama(width, precision, tokens_BL)) is not None:
+        steps["whole"] = peer
+        races.append(Race(f"compiled over transformers compiled whole, {width} wide, {precision}", "compiled", "whole", None))
+    first, losses = {}, {}
+    for name, step in steps.items():
+        began = time.perf_counter()
+        losses[name] = step()
+        first[f"{name}_first_seconds"] = time.perf_counter() - began
+    near = abs(losses["compiled"] / losses["plain"] - 1) <= {"fp32": 1e-6, "bf16": 1e-3}[precision]
+    seconds = in_turn(steps, rounds=rounds, device=CPU, warmups=1)
+    about = {"width": width, "precision": precision, "loss": losses["compiled"], "plain_loss": losses["plain"]} | first
+    rows = [race_row(race, seconds, ranks=1) | about for race in races]
+    return [row | {"passed": row.get("passed", True) and near} for row in rows]
+
+
+def _ours(width: int, precision: str, tokens_BL: Tensor, *, compiled: bool) -> Step:
+    sizes: dict[str, Any] = {"num_layers": LAYERS, "d_model": width, "num_heads": HEADS, "d_ff": 3 * width, "max_length": LENGTH}
+    model = Transformer(
+        sections.Model(ffn="swiglu", moe_every=0, tied_embeddings=False, **sizes), vocab_size=VOCABULARY, compute=DTYPES[precision]
+    ).train()
+    if compiled:
+        compile_between_products(model)
+
+    def step() -> float:
+        loss = model(tokens_BL[:, :-1], Context.of(tokens_BL[:, :-1]), tokens_BL[:, 1:]).loss / (BATCH * LENGTH)
+        return _through(model, loss)
+
+    return step
+
+
+def _llama(width: int, precision: str, tokens_BL: Tensor) -> Step | None:
+    """In 16 bits by autocast, which keeps weights in fp32, as ours does."""
+    try:
+        from transformers import LlamaConfig, LlamaForCausalLM
+    except ImportError:
+        return None
+    sizes: dict[str, Any] = {"num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "max_position_embeddings": LENGTH}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, hidden_size=width, intermediate_size=3 * width, **sizes)).train()
+    fast: Any = torch.compile(model, dynamic=False)
+    read_BL, next_BL = tokens_BL[:, :-1].contiguous(), tokens_BL[:, 1:].contiguous()  # it looks at them as one row
+
+    def step() -> float:
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            loss = fast(read_BL, labels=next_BL, shift_labels=next_BL, use_cache=False).loss
+        return _through(model, loss)
+
+    return step
+
+
+def _through(model: torch.nn.Module, loss: Tensor) -> float:
+    loss.backward()
+    model.zero_grad(set_to_none=True)
+    return loss.item()

@@ -1,0 +1,215 @@
+"""Bytes of model states on each rank, measured, against the ZeRO formulas (moe/plan/job/states.py).
+
+    torch holds    after the backward pass and before the step: parameters, gradients, optimizer state and everything else
+                   (moe/bench/training/held.py), except buckets of a fixed size. Whole gradients (stages 0 and 1) count while they arrive,
+                   because an engine may drop those of other ranks before the backward pass returns
+    resident       the process's memory at that time beyond that before the model was made, as the system sees it, without those buckets
+    device         offload: what is left on the device, by purpose, and what was moved to the host or is in files on disk
+
+Two more kinds of rows: what tiling leaves whole at once (tests/counted/tiling.py), and what a resume takes (tests/counted/resume.py).
+Each case runs in processes of its own, which return freed memory to the system. The model has two wide layers and gets few tokens, so that
+activations do not matter.
+
+moe bench memory            ddp and ZeRO's stages on two ranks, 25M parameters: about 20 s on two idle cores
+moe bench memory --full     all kinds on 1, 2 and 4 ranks, 100M parameters, a sparse model, tiling and resuming: many minutes
+moe bench memory --kinds ddp,fsdp --only dense          parts of that
+`--kinds sequence` measures what sequence-parallel attention keeps instead (tests/counted/sequence.py).
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe.bench.training.held import Arriving, Held, held, living, resident_bytes
+from moe.bench.training.shapes import DENSE, LENGTH, SPARSE, Shape, warm_up
+from moe.bench.training.sharded import CPU, ShardedKind, Started, kind_of, kinds_of, load_engines, start, tokens_of
+from moe.launch import exit_codes
+from moe.plan.job.states import MIXED, STAGES, model_states, sparse_model_states
+from moe.records.results import write_json
+from moe.train.loop.step import finish
+from moe.train.parts.model_states import storages
+from parallel.mesh.mesh import divisors
+from parallel.numerics.precision import LossScale
+from parallel.process.extensions import missing_for_nvme
+from parallel.process.fork import run_on_ranks
+from parallel.process.malloc import give_freed_memory_back
+from tests.counted import resume
+from tests.counted import sequence as attention
+from tests.counted import tensor as tensor_grids
+from tests.counted import tiling as tiles
+
+TOLERANCE = 0.05
+KINDS = (
+    *("ddp", "fsdp", "zero1", "zero2", "zero3", "deepspeed1", "deepspeed2", "deepspeed3"),
+    *("zero2+cpu", "zero3+cpu", "zero3+cpu-all", "zero3+nvme", "zero3+nvme-all"),
+)
+QUICK, QUICK_SHAPE = "ddp,zero1,zero2,zero3", Shape(width=1024, hidden=4096)
+
+
+# --- one case ---------------------------------------------------------------------------------------------------------
+
+
+def measure(rank: int, ranks: int, kind: ShardedKind, shape: Shape, precision: str, ep: int, folder: str) -> dict[str, Any]:
+    """This rank's row of one case, on ranks that are running."""
+    give_freed_memory_back()
+    warm_up(shape, precision)
+    before, known = resident_bytes(), set(storages(living()))
+    started = start(kind, shape.recipe(kind.with_path(folder), ranks, ep=ep, precision=precision), rank, ranks)
+    engine, mesh, model = started.engine, started.mesh, started.model
+    batch = tokens_of(rank, sequences=1, length=LENGTH)
+    numbers = started.accumulate(batch, step=0)
+    finish(engine, numbers, world=mesh.axis("world"), scale=LossScale.of("none"), lr=1e-3, clip_norm=1.0, device=CPU)  # moments are born
+    arriving = Arriving(model).watch()
+    started.accumulate(batch, step=1)
+    found, resident = held(model, engine, before=known), resident_bytes()
+    states = found.states
+    if kind.stage < 2 and kind.place == "device" and arriving.gradients > states.gradients:
+        resident, found = arriving.resident, replace(found, states=replace(states, gradients=arriving.gradients), buckets=0)
+    return row_of(kind, shape, started, found, resident=resident - before, disk=_bytes_in(folder) // ranks)
+
+
+def row_of(kind: ShardedKind, shape: Shape, started: Started, found: Held, *, resident: int, disk: int) -> dict[str, Any]:
+    """The measured bytes beside the formula's."""
+    mesh, precision, states = started.mesh, started.run.precision.compute, found.states
+    dp, ep, etp = (mesh.axis(name).size for name in ("dp", "ep", "etp"))
+    sizes = {True: 0, False: 0}  # of the whole model: experts (True), and everything else (False)
+    for layout in started.layouts.values():
+        sizes["ep" in layout.cut_by()] += torch.Size(layout.shape).numel()
+    storage = kind.storage(precision)
+    want = sparse_model_states(dense=sizes[False], expert=sizes[True], stage=kind.stage, dp=dp, ep=ep, etp=etp, storage=storage)
+    measured, expected, resident = states.total + found.other, want.total, resident - found.buckets
+    row: dict[str, Any] = {
+        "kind": kind.name,
+        "model": shape.name,
+        "ranks": dp,
+        "ep": ep,
+        "precision": precision,
+    }
+    row |= {"num_parameters": sizes[True] + sizes[False], "measured_bytes": int(measured), "expected_bytes": expected}
+    row |= {"error": measured / expected - 1, "resident_bytes": resident, "resident_error": resident / expected - 1}
+    row |= {f"measured_{name}": int(value) for name, value in vars(states).items()}
+    row |= {"measured_other": found.other, "buckets": found.buckets} | {f"expected_{name}": value for name, value in vars(want).items()}
+    if kind.place != "device":  # bytes left on the device, and bytes moved
+        left = states.parameters - (found.shards if kind.moves_parameters else 0)
+        should = 0.0 if kind.moves_parameters else want.parameters
+        row |= {
+            "moved_to": kind.place,
+            "moved_bytes": int(states.total - left) + disk,
+            "device_bytes": int(left),
+            "expected_device_bytes": should,
+            "disk_bytes": disk,
+        }
+        row["device_error"] = (left - should) / expected
+        row["passed"] = abs(row["device_error"]) <= TOLERANCE
+    elif not kind.is_peer:
+        row["passed"] = max(abs(row["error"]), abs(row["resident_error"])) <= TOLERANCE
+    return row
+
+
+def _bytes_in(folder: str) -> int:
+    return sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
+
+
+# --- the verb -----------------------------------------------------------------------------------------------------------
+
+
+def papers_gb(parameters: float, ranks: int) -> list[float]:
+    """GB of model states on each rank, for each stage."""
+    return [model_states(parameters, stage=stage, copies=ranks, storage=MIXED).total / 1e9 for stage in STAGES]
+
+
+def print_papers_table(say: Callable[[str], None] = print) -> None:
+    """Print table 1 of the ZeRO paper, computed by the same code: GB of model states on each rank."""
+    say("ZeRO paper, table 1: GB of model states on each of N ranks, 16 bits and Adam")
+    say(f"{'parameters':>11}{'N':>6}" + "".join(f"{name:>10}" for name in ("DP", "stage 1", "stage 2", "stage 3")))
+    for parameters in (7.5e9, 128e9, 1e12):
+        for ranks in (1, 4, 16, 64, 256, 1024):
+            say(f"{parameters / 1e9:>10g}B{ranks:>6}" + "".join(f"{size:>10.4g}" for size in papers_gb(parameters, ranks)))
+
+
+def cases(names: str | None, nproc: int) -> list[tuple[Shape, ShardedKind, int]]:
+    """Each kind on each number of ranks that divides nproc. Peers not on one rank; offload on two, as it moves the same on any number.
+
+    Sparse models: from two ranks on, without peers and offload to disk. Raises BadInput.
+    """
+    nvme = missing_for_nvme()
+    if names is None and nvme:
+        print(f"no rows of nvme: {', '.join(nvme)} not here\n")
+    chosen = kinds_of(names or ",".join(name for name in KINDS if not (nvme and "nvme" in name)))
+    return [
+        (shape, kind, ranks)
+        for shape in (DENSE, SPARSE)
+        for kind in chosen
+        for ranks in divisors(nproc)
+        if ranks > 1 or (shape is DENSE and not kind.is_peer and kind.place == "device")
+        if kind.place == "device" or ranks == 2
+        if shape is DENSE or not (kind.is_peer or kind.place == "nvme")
+    ]
+
+
+def main(*, kinds: str | None = None, nproc: int = 4, only: str | None = None, full: bool = False, json: str | None = None) -> int:
+    """`moe bench memory`: returns 1 if a kind's bytes differ from the formula by more than 5 %; with offload, only those on the device.
+
+    Also returns 1 if a kind takes over 10 % more memory to resume than to train. `only`: part of dense, sparse, tiling, resume. Without
+    `kinds`, `only` and `full`: the quick rows.
+    """
+    if kinds == "sequence":
+        return attention.run("memory", "kept", nproc=nproc, json=json)
+    if kinds == "tensor":
+        return tensor_grids.run("memory", nproc=nproc, json=json)
+    quick = kinds is None and only is None and not full
+    two = min(2, nproc)
+    chosen = [(QUICK_SHAPE, kind, two) for kind in kinds_of(QUICK)] if quick else cases(kinds, nproc)
+    torch.set_num_threads(1)
+    load_engines([kind for _, kind, _ in chosen])
+    print_papers_table()
+    print(f"\n{'model':<8}{'kind':<15}{'ranks':>6}{'ep':>4}{'torch holds':>15}{'formula':>15}{'error':>9}{'resident':>15}{'error':>9}")
+    rows = [case(kind, shape, ranks) for shape, kind, ranks in chosen if only is None or only in shape.name]
+    if not quick and (only is None or only in "tiling") and nproc > 1:
+        gathering = {kind.name: kind for _, kind, _ in chosen if kind.stage == 3 and not kind.is_peer and kind.place == "device"}
+        rows += [row for kind in gathering.values() for row in tiling_cases(kind)]
+    if not quick and (only is None or only in "resume"):
+        resume.print_head()
+        rows += [resume.case(kind_of(name), DENSE, min(2, nproc)) for name in dict.fromkeys(k.name for _, k, _ in chosen if not k.is_peer)]
+    if json:
+        paper = {"parameters": 7.5e9, "ranks": 64, "gb_by_stage": papers_gb(7.5e9, 64)}
+        write_json(json, verb="bench memory", rows=rows, tolerance=TOLERANCE, papers_table=paper)
+    return exit_codes.of(all(row.get("passed") is not False for row in rows))
+
+
+def case(kind: ShardedKind, shape: Shape, ranks: int) -> dict[str, Any]:
+    """Run one case in processes of its own and print its row, for the rank that differs most from the formula."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = run_on_ranks(measure, ranks, ranks, kind, shape, "bf16", 2 if shape.experts else 1, folder, timeout_s=300)
+    row: dict[str, Any] = max(found, key=lambda row: max(abs(row["error"]), abs(row["resident_error"])))
+    cells = "".join(f"{row[name]:>15,.0f}" for name in ("measured_bytes", "expected_bytes"))
+    said = "" if row.get("passed", True) else "  FAIL"
+    if kind.place != "device":
+        said = f"  device {row['device_bytes']:,} (formula {row['expected_device_bytes']:,.0f}), disk {row['disk_bytes']:,}{said}"
+    print(
+        f"{row['model']:<8}{kind.name:<15}{ranks:>6}{row['ep']:>4}{cells}{row['error']:>9.2%}"
+        f"{row['resident_bytes']:>15,.0f}{row['resident_error']:>9.2%}{said}",
+        flush=True,
+    )
+    return row
+
+
+def tiling_cases(kind: ShardedKind) -> list[dict[str, Any]]:
+    """Print and return the rows of tests/counted/tiling.py on two ranks."""
+    rows: list[dict[str, Any]] = []
+    for sparse in (False, True):
+        with tempfile.TemporaryDirectory() as folder:
+            rows += run_on_ranks(tiles.measure, 2, 2, kind, sparse, "bf16", folder, timeout_s=120)[0]
+    for row in rows:
+        print(
+            f"{kind.name}, {row['model']}, {row['tiles']} tiles: {row['measured_bytes']:,} bytes of feed-forward weights whole at once,"
+            f" formula {row['expected_bytes']:,.0f}{'' if row['passed'] else '  FAIL'}",
+            flush=True,
+        )
+    return rows

@@ -1,0 +1,209 @@
+"""Kinds of data parallelism under the short names that `moe bench memory`, `comm` and `kinds` take, and how to start them.
+
+The names:
+    ddp, fsdp, zero1, zero2, zero3             through the recipe's `sharding`
+    zero2+cpu, zero3+nvme ...                  with the optimizer's state there; +cpu-all, +nvme-all: parameters too
+    deepspeed1, deepspeed2, deepspeed3         DeepSpeed's engine alone, in bf16 with fp32 master weights, as in the ZeRO paper
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import tempfile
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, cast
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from moe.checks.sharding import check_sharding
+from moe.checks.together import check_run
+from moe.data.token_shard import TokenShard
+from moe.model.transformer import Transformer
+from moe.parallelize.build import build
+from moe.parallelize.engines import optimizer_of, prepare, start_engine
+from moe.plan.job.states import FP32, FP32_AND_COPY, MIXED, MIXED_FP32_GRADIENTS, Storage
+from moe.recipe.load import build_run
+from moe.recipe.sections import Run
+from moe.train.loop.step import accumulate
+from moe.train.parts.executor import Single
+from moe.train.parts.numbers import Numbers
+from parallel.data.engine import Engine
+from parallel.errors import BadInput, did_you_mean
+from parallel.mesh.layout import Layout
+from parallel.mesh.mesh import Mesh
+from parallel.process import process
+from parallel.process.extensions import use_extensions_dir
+from parallel.process.process import World
+
+CPU = torch.device("cpu")
+PLAIN = ("ddp", "fsdp", "zero1", "zero2", "zero3")
+
+
+@dataclass(frozen=True)
+class ShardedKind:
+    """`stage` in the closed forms (moe/plan/job/states.py). `sharding` of the recipe; empty for peers, which do not go through one."""
+
+    name: str
+    stage: int
+    sharding: dict[str, Any]
+
+    def storage(self, precision: str) -> Storage:
+        """The bytes of one parameter's states before sharding, if the model computes in fp32 or bf16."""
+        if self.is_peer:
+            return MIXED
+        if self.sharding["kind"] != "zero":
+            return FP32
+        return FP32_AND_COPY if precision == "fp32" else MIXED_FP32_GRADIENTS
+
+    def travels(self, precision: str) -> Storage:
+        """The same bytes as they are sent: FSDP gathers in the compute dtype."""
+        storage = self.storage(precision)
+        if self.sharding.get("kind") == "fsdp" and precision != "fp32":
+            return Storage(2, storage.gradients, storage.optimizer)
+        return storage
+
+    @property
+    def by_deepspeed(self) -> bool:
+        return self.is_peer or bool(self.sharding["kind"] == "zero")
+
+    @property
+    def is_peer(self) -> bool:
+        """Whether this kind does not go through the recipe."""
+        return not self.sharding
+
+    @property
+    def place(self) -> str:
+        """Where the optimizer's state is stored: device, cpu or nvme."""
+        return str(self.sharding.get("offload", {}).get("optimizer", "device"))
+
+    @property
+    def moves_parameters(self) -> bool:
+        return bool(self.sharding.get("offload", {}).get("parameters", "none") != "none")
+
+    def with_path(self, folder: str) -> ShardedKind:
+        """The same kind with a folder for states offloaded to disk."""
+        if self.place != "nvme":
+            return self
+        return ShardedKind(self.name, self.stage, self.sharding | {"offload": self.sharding["offload"] | {"path": folder}})
+
+
+def kind_of(name: str) -> ShardedKind:
+    """The kind with this name. Raises BadInput for an unknown one."""
+    if name in ("deepspeed1", "deepspeed2", "deepspeed3"):
+        return ShardedKind(name, int(name[-1]), {})
+    found = re.fullmatch(r"(ddp|fsdp|zero([0-3]))(\+(cpu|nvme)(-all)?)?", name)
+    if not found:
+        near = did_you_mean(name, list(PLAIN))
+        fix = f"did you mean {near}?" if near else f"--kinds {','.join(PLAIN)}"
+        raise BadInput("--kinds", got=name, needed=f"of {', '.join(PLAIN)}, and after some +cpu, +nvme, +cpu-all, +nvme-all", fix=fix)
+    place, parameters = found[4], found[4] if found[5] else "none"
+    offload = {"offload": {"optimizer": place, "parameters": parameters}} if place else {}
+    if found[2] is None:
+        return ShardedKind(name, 3 if found[1] == "fsdp" else 0, {"kind": found[1]} | offload)
+    return ShardedKind(name, int(found[2]), {"kind": "zero", "stage": int(found[2])} | offload)
+
+
+def kinds_of(names: str | None) -> list[ShardedKind]:
+    """The kinds named, separated by commas; by default all without offload. Raises BadInput for one that a recipe cannot have, too."""
+    kinds = [kind_of(name) for name in (names.split(",") if names is not None else PLAIN)]
+    for kind in kinds:
+        try:
+            check_sharding(build_run({"sharding": kind.with_path(tempfile.gettempdir()).sharding}))
+        except BadInput as refused:
+            needed = f"what a recipe may say ({refused.what}: {refused.needed})"
+            raise BadInput("--kinds", got=kind.name, needed=needed, fix=f"--kinds {','.join(PLAIN)}") from refused
+    return kinds
+
+
+def load_engines(kinds: list[ShardedKind]) -> None:
+    """Import what the kinds need once, before ranks are forked."""
+    if any(kind.by_deepspeed for kind in kinds):
+        from parallel.data.deepspeed import load_deepspeed
+
+        use_extensions_dir()
+        load_deepspeed()
+    if any(kind.sharding.get("kind") == "fsdp" for kind in kinds):
+        importlib.import_module("parallel.data.fsdp")  # 40 MB of modules, which must not count as the model's memory
+
+
+def without_look_ahead() -> AbstractContextManager[Any]:
+    """A context in which DeepSpeed's stage 3 gathers weights only when due. Otherwise a small model is whole within its window."""
+    return mock.patch.dict("parallel.data.zero3._LIMITS", {"stage3_prefetch_bucket_size": 0})
+
+
+@dataclass(frozen=True)
+class Started:
+    """One engine with its model, on ranks that are running."""
+
+    run: Run
+    mesh: Mesh
+    model: Transformer
+    layouts: dict[str, Layout]
+    engine: Engine
+
+    def accumulate(self, tokens: Tensor, *, step: int, microbatches: int = 1) -> Numbers:
+        """Forward and backward over this rank's tokens [sequences, length + 1], as the trainer makes them."""
+        shard = TokenShard.holding(self.mesh, tokens.shape)
+        return accumulate(Single(self.engine), tokens, shard=shard, microbatches=microbatches, seed=0, step=step)
+
+
+def start(kind: ShardedKind, values: dict[str, Any], rank: int, ranks: int) -> Started:
+    """The recipe's engine around its model, as the trainer makes it; for a peer, its engine around the same model. Collective."""
+    run = check_run(build_run(values), ranks)
+    mesh = process.connect(run.mesh_degrees(), World(rank, ranks))
+    prepare(run, print)
+    model, layouts = build(run, mesh, device=CPU)
+    if kind.is_peer:
+        alone = DeepSpeedAlone(run, model.to(torch.bfloat16), layouts, stage=kind.stage)
+        return Started(run, mesh, model, layouts, cast(Engine, alone))  # it has what a training step calls
+    return Started(run, mesh, model, layouts, start_engine(run, model, layouts, mesh))
+
+
+class DeepSpeedAlone:
+    """DeepSpeed's engine with its own settings around a bf16 model, with what a step calls. It averages gradients and does not clip."""
+
+    pipeline = None
+
+    def __init__(self, run: Run, model: nn.Module, layouts: dict[str, Layout], *, stage: int) -> None:
+        from parallel.data.deepspeed import start_deepspeed
+        from parallel.data.zero import BUCKET_ELEMENTS
+
+        self.module, self.layouts, adamw = model, layouts, optimizer_of(run.optimizer)
+        settings = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": run.pipeline.microbatches}
+        optimizer = adamw.build(adamw.groups(model.named_parameters()))
+        self.engine, *_ = start_deepspeed().initialize(
+            model=model,
+            optimizer=optimizer,
+            dist_init_required=False,
+            config=settings | {"bf16": {"enabled": True}, "zero_optimization": {"stage": stage, "reduce_bucket_size": BUCKET_ELEMENTS}},
+        )
+
+    def forward(self, *args: Any, last: bool) -> Any:
+        return self.engine(*args)
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        self.engine.backward(loss)
+        if not last:
+            self.engine.step()  # counts a micro-batch; steps only at the last one
+
+    def owned_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        for parts in self.engine.optimizer.averaged_gradients.values():
+            yield from (("dense", part) for part in parts or ())
+
+    def scale_gradients(self, factor: float) -> None:
+        pass
+
+    def step(self, lr: float) -> None:
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = lr
+        self.engine.step()
+
+
+def tokens_of(rank: int, *, sequences: int, length: int, step: int = 0) -> Tensor:
+    """Byte tokens, int64 [sequences, length + 1]."""
+    return torch.randint(256, (sequences, length + 1), generator=torch.Generator().manual_seed(1000 * step + rank))

@@ -1,0 +1,62 @@
+"""`moe plan --search alpa | flexflow | mesh-tf | gspmd`: a plan found on the graph of operators (moe/plan/search/search.py, layouts.py).
+
+The recipe gives the number of micro-batches. What a search finds freely is brought to the nearest plan that the trainer runs; its seconds
+and bytes are then predicted as those of every other plan.
+"""
+
+from __future__ import annotations
+
+from moe.checks.together import check_run
+from moe.plan.choose.choose import Ranked
+from moe.plan.choose.predicted import held_bytes
+from moe.plan.choose.recipe_of import as_stored, recipe_of
+from moe.plan.job.activations import compute_bytes
+from moe.plan.job.network import Plan
+from moe.plan.job.of_recipe import network_of, plan_of
+from moe.plan.machine.cluster import Cluster
+from moe.plan.operators.links import machine_of
+from moe.plan.operators.of_recipe import graph_of
+from moe.plan.search.layouts import gspmd, mesh_tf
+from moe.plan.search.search import alpa, flexflow
+from moe.plan.search.strategies import Settings
+from moe.plan.time.cost import step_time
+from moe.plan.time.layer_time import KIND
+from moe.recipe.sections import Run
+from parallel.errors import BadInput
+
+BY_LAYOUT = {"mesh-tf": mesh_tf, "gspmd": gspmd}
+OF_RECIPE = ("recompute_every", "loss_chunks", "tiles", "offload_optimizer", "offload_parameters")  # what no search decides
+SEARCHES = ("enumerate", "alpa", "flexflow", "mesh-tf", "gspmd")
+
+
+def searched(run: Run, cluster: Cluster, search: str) -> tuple[Ranked, Run, str]:
+    """(the plan with its predicted seconds and bytes, its recipe, what the search says). Raises BadInput where nothing fits."""
+    batch, m = run.train.global_batch, run.pipeline.microbatches
+    if batch % m:
+        fix = f"set pipeline.microbatches to a divisor of {batch}"
+        raise BadInput("pipeline.microbatches", got=m, needed=f"a divisor of train.global_batch={batch}", fix=fix)
+
+    own = plan_of(run.resolve(cluster.world))
+    kept = {name: getattr(own, name) for name in (*OF_RECIPE, *(["recompute"] if search in BY_LAYOUT else []))}
+
+    def filled(plan: Plan) -> Plan:
+        return as_stored(plan.but(microbatches=m, microbatch=max(1, batch // m // plan.dp), **kept), run)
+
+    def allowed(plan: Plan) -> bool:
+        try:
+            made = check_run(recipe_of(filled(plan), run), cluster.world)
+        except BadInput:
+            return False
+        return held_bytes(network_of(made), filled(plan), cluster) <= cluster.memory_bytes()
+
+    graph, machine = graph_of(run, sequences=batch // m), machine_of(cluster, kind=KIND[compute_bytes(run)])
+    if search in BY_LAYOUT:
+        found = BY_LAYOUT[search](graph, machine, m, allowed=allowed)
+    else:
+        settings = Settings(microbatches=m, sharded=("none", "zero1", "zero3"))
+        found = (alpa if search == "alpa" else flexflow)(graph, machine, settings, allowed=allowed)
+    plan = filled(found.plan)
+    made = check_run(recipe_of(plan, run), cluster.world)
+    network = network_of(made)
+    said = f"{search}: {found.said}; by its own costs {found.seconds:.4g} s"
+    return Ranked(plan, step_time(network, plan, cluster).step, held_bytes(network, plan, cluster)), made, said

@@ -1,0 +1,203 @@
+"""Durations of actions in `moe simulate`: given by flags, in any unit, or derived from a recipe's model on a given device, in seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isqrt
+from typing import Any
+
+from moe.plan.job.stages import STATE_BYTES, WEIGHT_BYTES, Device, Stage, micro_batch, stages_of
+from moe.plan.pipeline import layers_of
+from moe.recipe.sections import Run
+from parallel.errors import BadInput
+from parallel.pipeline.schedule import Schedule
+from parallel.pipeline.schedules.catalog import fewer_ranks
+from parallel.pipeline.simulator.held import peak_held, weight_versions
+from parallel.pipeline.simulator.simulate import Cost, Timeline, costs, drained_period, makespan, simulate
+
+WITHOUT_RECIPE = ("forward_time", "backward_time", "weight_share", "transfer_time")
+WITH_RECIPE = {"tflops": 140.0, "link_gb_s": 25.0}  # Megatron-LM on an A100 in 16 bits (SC21, table 1); one 200 Gbit/s card per rank
+
+
+@dataclass(frozen=True)
+class Times:
+    """Times from flags: one number for all layers of a rank, which its chunks share, or a comma-separated number for each stage."""
+
+    forward_time: str = "1"
+    backward_time: str = "2"
+    weight_share: float = 0.5
+    transfer_time: float = 0
+    overlap: str = "on"
+
+    def cost(self, schedule: Schedule) -> Cost:
+        forward = _numbers("--forward_time", self.forward_time, schedule)
+        backward = _numbers("--backward_time", self.backward_time, schedule)
+        return costs(forward, backward, weight_share=self.weight_share)
+
+    def transfer_of(self, schedule: Schedule) -> float:
+        """The time of one message."""
+        return self.transfer_time
+
+    def run(self, schedule: Schedule) -> Timeline:
+        return simulate(schedule, self.cost(schedule), transfer_time=self.transfer_time, overlap=self.overlap == "on")
+
+    def makespan(self, schedule: Schedule) -> float:
+        return makespan(schedule, self.cost(schedule), transfer_time=self.transfer_time, overlap=self.overlap == "on")
+
+    def period(self, schedule: Schedule, batches: int) -> float:
+        """The time of one batch more, of a schedule of one batch that drains."""
+        cost, overlap = self.cost(schedule), self.overlap == "on"
+        return drained_period(schedule, cost, transfer_time=self.transfer_time, overlap=overlap, batches=batches)
+
+
+MOST_ACTIONS = 2**20  # of a pipeline's step: about a minute
+
+
+def check_size(
+    *, stages: int, microbatches: int, chunks: int | None = None, batches: int | None = None, most_actions: int | None = None
+) -> None:
+    """Refuse an order that nobody would wait for. Raises BadInput, with sizes that every schedule takes."""
+    allowed = most_actions or MOST_ACTIONS
+    most = allowed // ((chunks or 1) * (batches or 1))
+    if stages * microbatches <= most:
+        return
+    times = stages * (chunks or 1) * (batches or 1)
+    got = f"{microbatches} on {times} stages" + (f" of {batches} batches" if batches and batches > 1 else "")
+    fits, fewer = most // stages // (2 * stages) * 2 * stages, 2 ** (isqrt(most // 2).bit_length() - 1)  # DualPipe needs two a rank
+    if fits:
+        fix = f"--microbatches {fits}"
+    else:
+        fix = f"--stages {fewer} --microbatches {2 * fewer}" if fewer > 1 else "fewer --chunks or --batches"
+    raise BadInput("--microbatches", got=got, needed=f"at most {allowed:,} passes in all", fix=fix)
+
+
+def check_filled(*, stages: int, microbatches: int, batches: int, filled: int) -> None:
+    """The same of a pipeline that never drains, of which `filled` batches follow each other until its period is known."""
+    if stages * microbatches * filled <= MOST_ACTIONS:
+        return
+    most = MOST_ACTIONS // max(3, batches)  # as many micro-batches as stages fill it with two batches, and the third is its period
+    fewer = 2 ** (isqrt(most).bit_length() - 1)
+    fix = f"--microbatches {most // stages // stages * stages}" if stages**2 <= most else f"--stages {fewer} --microbatches {fewer}"
+    got = f"{microbatches} on {stages} stages, {filled} batches of which fill a pipeline that never drains"
+    raise BadInput("--microbatches", got=got, needed=f"at most {MOST_ACTIONS:,} passes in all", fix=fix)
+
+
+def times_of(given: dict[str, Any]) -> Times:
+    """Times from flags. Raises BadInput for flags that need a recipe, and for impossible numbers."""
+    for flag in WITH_RECIPE:
+        if flag in given:
+            raise BadInput(f"--{flag}", got="it without a recipe", needed="--recipe RECIPE, whose FLOPs and bytes it times", fix="add it")
+    times = Times(**given)
+    if not 0 <= times.weight_share <= 1:
+        raise BadInput("--weight_share", got=times.weight_share, needed="a share from 0 to 1", fix="--weight_share 0.5")
+    if times.transfer_time < 0:
+        raise BadInput("--transfer_time", got=times.transfer_time, needed="at least 0", fix="--transfer_time 0")
+    return times
+
+
+def _numbers(flag: str, value: str, schedule: Schedule) -> float | list[float]:
+    try:
+        numbers = [float(word) for word in value.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or not all(0 < number < 1e12 for number in numbers):
+        raise BadInput(flag, got=value, needed="a time above 0 and below 1e12, or one for each stage with commas between", fix=f"{flag} 1")
+    if len(numbers) not in (1, schedule.num_stages):
+        needed = f"1 time, or {schedule.num_stages}: one for each stage of {schedule.name}"
+        raise BadInput(flag, got=f"{len(numbers)} times", needed=needed, fix=f"{flag} {','.join(['1'] * schedule.num_stages)}")
+    return numbers[0] * schedule.num_ranks / schedule.num_stages if len(numbers) == 1 else numbers
+
+
+@dataclass(frozen=True)
+class OfRecipe:
+    """Times of a recipe's model, cut into a schedule's stages, for micro-batches of `sequences`. Each rank is one Device."""
+
+    recipe: Run
+    sequences: int
+    device: Device
+    overlap: str = "on"
+    of_file: bool = False
+
+    def stages(self, schedule: Schedule) -> tuple[Stage, ...]:
+        layers, stages = self.recipe.model.num_layers, schedule.num_stages
+        chunks = max(1, stages // schedule.num_ranks)
+        most = fewer_ranks(schedule.name, layers // chunks)
+        has_fewer = chunks <= layers and not self.of_file and (most > 1 or len(schedule.homes[0]) == 1)
+        smaller = (f"--stages {most} or " if has_fewer else "") + f"--model.num_layers {stages}"
+        if stages > layers and self.recipe.pipeline.layers is None:  # a list may leave stages without any
+            got = f"{schedule.num_ranks}, {stages} stages" if chunks > 1 else schedule.num_ranks
+            raise BadInput("stages", got=got, needed=f"at most one a layer: {layers}", fix=smaller)
+        return stages_of(self.recipe, layers_of(self.recipe, schedule, smaller=smaller), sequences=self.sequences)
+
+    def cost(self, schedule: Schedule) -> Cost:
+        return self.device.cost(self.stages(schedule), replicas=len(schedule.homes[0]))
+
+    def transfer_of(self, schedule: Schedule) -> float:
+        """The time of one message: every stage boundary is as wide as the model."""
+        return self.stages(schedule)[0].crossing / (self.device.link_gb_s * 1e9)
+
+    def run(self, schedule: Schedule) -> Timeline:
+        crossing, overlap = self.stages(schedule)[0].crossing, self.overlap == "on"
+        transfer = self.transfer_of(schedule)
+        return simulate(schedule, self.cost(schedule), transfer_time=transfer, message_bytes=crossing, overlap=overlap)
+
+    def makespan(self, schedule: Schedule) -> float:
+        return makespan(schedule, self.cost(schedule), transfer_time=self.transfer_of(schedule), overlap=self.overlap == "on")
+
+    def period(self, schedule: Schedule, batches: int) -> float:
+        """The time of one batch more, of a schedule of one batch that drains."""
+        cost, transfer, overlap = self.cost(schedule), self.transfer_of(schedule), self.overlap == "on"
+        return drained_period(schedule, cost, transfer_time=transfer, overlap=overlap, batches=batches)
+
+    def of_memory(self, timeline: Timeline, batches: int, time_per_batch: float) -> dict[str, Any]:
+        """The extra values of a table row when there is a model: layers, bytes of each rank, speed."""
+        schedule, stages = timeline.schedule, self.stages(timeline.schedule)
+        ranks = range(schedule.num_ranks)
+        parameters = [sum(stages[stage].parameters for stage in schedule.stages_of(rank)) for rank in ranks]
+        versions = weight_versions(schedule)
+        states = [STATE_BYTES * parameters[rank] + WEIGHT_BYTES * parameters[rank] * (versions[rank] - 1) for rank in ranks]
+        activations = peak_held(schedule, lambda stage: stages[stage].held)
+        tokens = self.sequences * self.recipe.model.max_length * schedule.microbatches // batches
+        return {
+            "time_unit": "s",
+            "tflops": self.device.tflops,
+            "link_gb_s": self.device.link_gb_s,
+            "sequences_a_microbatch": self.sequences,
+            "layers_by_stage": [len(stage.layers) for stage in stages],
+            "flops_by_stage": [stage.forward for stage in stages],
+            "parameters_by_rank": parameters,
+            "state_bytes_by_rank": states,
+            "activation_bytes_by_rank": list(activations),
+            "memory_gb_by_rank": [(states[rank] + activations[rank]) / 1e9 for rank in ranks],
+            "sent_bytes_by_rank": list(timeline.sent_bytes()),
+            "tokens_per_second": tokens / time_per_batch,
+            "not_counted": not_counted(self.recipe),
+        }
+
+
+def not_counted(run: Run) -> list[str]:
+    """What a recipe has and its costs here leave out: a stage counts as one device's, whole."""
+    found = [f"degrees.{axis} {getattr(run.degrees, axis)}" for axis in ("tp", "sp", "etp") if getattr(run.degrees, axis) != 1]
+    return found + ([f"sharding.kind {run.sharding.kind}"] if run.sharding.kind in ("fsdp", "zero") else [])
+
+
+def of_recipe(recipe: str, overrides: dict[str, str], given: dict[str, Any], size: dict[str, Any], file: Schedule | None) -> OfRecipe:
+    """The costs of a recipe. Adds the recipe's stages and micro-batches to `size` if the flags give none. Raises BadInput."""
+    from moe.recipe.load import load
+
+    for flag in WITHOUT_RECIPE:
+        if flag in given:
+            raise BadInput(f"--{flag}", got="it with --recipe", needed="one of the two: the model decides times", fix=f"remove --{flag}")
+    speeds = {flag: given.get(flag, usual) for flag, usual in WITH_RECIPE.items()}
+    for flag, speed in speeds.items():
+        if speed <= 0:
+            raise BadInput(f"--{flag}", got=speed, needed="a speed above 0", fix=f"--{flag} {WITH_RECIPE[flag]:g}")
+    run, _ = load(recipe, overrides)
+    if run.model.kind == "encoder_decoder":
+        needed = "a decoder: where the encoder's output crosses every stage of the decoder there is no pipeline yet"
+        raise BadInput("--recipe", got=f"{recipe}, an encoder-decoder", needed=needed, fix="--recipe switch_tiny")
+    if file is None:
+        size["stages"] = size["stages"] or (run.degrees.pp if run.degrees.pp > 1 else None)
+        size["microbatches"] = size["microbatches"] or (run.pipeline.microbatches if run.pipeline.microbatches > 1 else 8)
+    microbatches = size["microbatches"] if file is None else file.microbatches_per_update
+    return OfRecipe(run, micro_batch(run, microbatches), Device(**speeds), given.get("overlap", "on"), file is not None)

@@ -1,0 +1,1 @@
+"""All plans, and the choice among them."""

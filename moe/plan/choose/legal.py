@@ -1,0 +1,250 @@
+"""Which plans of a network can run, and which can but should not: each rule in words, by arithmetic alone.
+
+    refusal(network, plan)    the first rule that the plan breaks, or None
+    advice(network, plan)     why a plan that runs is not recommended, or None
+
+These are the rules of the recipe's checks (moe/checks/) for what a planner varies; tests/moe/plan/choose/test_legal.py holds both against
+each other. They cost a microsecond, so that a planner can ask them of a hundred thousand plans.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from moe.plan.job.cut import empty_rank
+from moe.plan.job.network import Network, Plan
+from moe.plan.time.pipeline_time import homes_of
+from parallel.errors import counted
+from parallel.mesh.grids import GRIDS, LINES
+from parallel.pipeline.schedules.catalog import SCHEDULES
+from parallel.pipeline.schedules.kind import ScheduleKind, Size
+
+# the sizes of a schedule, as a recipe names them
+KEYS = {"stages": "degrees.pp"} | {key: f"pipeline.{key}" for key in ("microbatches", "chunks", "schedule", "vertical_sync", "pipelines")}
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Ranks of tp as depth x side x side; a line is 1 x tp x 1."""
+
+    depth: int
+    rows: int
+    side: int
+
+    @property
+    def sequence_parts(self) -> int:
+        """Into how many parts the ranks of tp cut the sequences of a data-parallel rank."""
+        return self.depth * self.rows
+
+
+def grid_of(plan: Plan) -> Grid | None:
+    """None where tp makes no grid of the plan's kind. Lines cut no sequences apart: one part."""
+    if plan.tp == 1 or plan.tensor not in GRIDS:
+        return Grid(1, 1, plan.tp)
+    if plan.tensor == "3d":
+        side = round(plan.tp ** (1 / 3))
+        return Grid(side, side, side) if side**3 == plan.tp and side > 1 else None
+    depth = plan.depth if plan.tensor == "2.5d" else 1
+    side = math.isqrt(plan.tp // depth)
+    fits = depth * side * side == plan.tp and side > 1 and (plan.tensor == "2d" or depth > 1)
+    return Grid(depth, side, side) if fits else None
+
+
+def refusal(network: Network, plan: Plan) -> str | None:
+    """The first reason why the plan cannot run, such as `degrees.tp=3 does not divide model.num_heads=8`."""
+    return next((reason for rule in RULES for reason in rule(network, plan)), None)
+
+
+def advice(network: Network, plan: Plan, *, devices_per_node: int | None = None) -> str | None:
+    """The first reason not to take a plan that runs."""
+    return next(_advice(plan, devices_per_node), None)
+
+
+def _advice(plan: Plan, devices_per_node: int | None) -> Iterator[str]:
+    if plan.pp > 1 and plan.stage >= 2:
+        yield f"degrees.pp={plan.pp} with {plan.engine}: gradients or weights would travel again for each micro-batch"
+    if plan.tp > 1 and plan.tensor == "copied":
+        yield "tensor.kind=copied saves nothing: it is there to check engines"
+    if devices_per_node is not None and plan.tp > devices_per_node:
+        yield f"degrees.tp={plan.tp} is more than the {devices_per_node} devices of a node: each layer's sums would cross the network"
+    kind = SCHEDULES.get(plan.schedule)
+    if plan.pp > 1 and kind is not None and kind.advice is not None:
+        yield f"pipeline.schedule {plan.schedule}: {kind.advice}"
+    if plan.pp > 1 and plan.microbatches < plan.pp:
+        few = counted(plan.microbatches, "micro-batch")
+        yield f"{few} on {plan.pp} stages: most ranks wait most of the time"
+
+
+def _tensor(network: Network, plan: Plan) -> Iterator[str]:
+    tp = plan.tp
+    if tp == 1:
+        if plan.tensor == "sliced":
+            yield "tensor.sequence_parallel needs degrees.tp above 1"
+        return
+    if plan.tensor != "copied" and network.qk_norm == "whole":
+        yield f"degrees.tp={tp} does not go with model.qk_norm=whole"
+    if plan.tensor in (*GRIDS, "dtensor") and network.latent is not None:
+        yield f"tensor.kind={plan.tensor} does not go with model.latent.key_rank={network.latent.key_rank}"
+    if plan.tensor in GRIDS and (network.qkv_biases or network.out_bias):
+        yield f"tensor.kind={plan.tensor} does not go with model.{'qkv_bias' if network.qkv_biases else 'out_bias'}"
+    if plan.tensor in (*LINES, "sliced"):
+        yield from _line(network, plan)
+    if plan.tensor in GRIDS:
+        yield from _grid(network, plan)
+
+
+def _line(network: Network, plan: Plan) -> Iterator[str]:
+    tp, dense = plan.tp, len(network.with_experts) < network.depth or network.ahead > 0
+    for what, size in (("model.num_heads", network.heads), ("model.d_ff", network.hidden if dense else 0)):
+        if size % tp:
+            yield f"degrees.tp={tp} does not divide {what}={size}"
+    groups = network.groups
+    if groups % tp and (tp % groups or plan.tensor == "dtensor"):
+        yield f"degrees.tp={tp} neither divides model.num_kv_heads={groups} nor holds equally many copies of them"
+    if network.vocab < tp:
+        yield f"degrees.tp={tp} is more than the vocabulary's {network.vocab}"
+    if plan.tensor == "sliced" and network.length % (tp * plan.sp):
+        yield f"slices over degrees.tp * degrees.sp={tp * plan.sp} do not divide model.max_length={network.length}"
+
+
+def _grid(network: Network, plan: Plan) -> Iterator[str]:
+    grid = grid_of(plan)
+    if grid is None:
+        yield f"degrees.tp={plan.tp} is no grid of tensor.kind={plan.tensor}"
+        return
+    side = grid.side
+    inputs = side * side if plan.tensor == "3d" else side
+    sizes = [
+        ("model.d_model", network.width, inputs),
+        ("model.num_heads", network.heads, side),
+    ]
+    if side % network.groups:
+        sizes.append(("model.num_kv_heads", network.groups, side))
+    if len(network.sparse_layers) < network.layers:
+        sizes.append(("model.d_ff", network.hidden, side))
+    for what, size, ways in sizes:
+        if size % ways:
+            yield f"a side of tp's grid, {ways}, does not divide {what}={size}"
+    if network.vocab < side:
+        yield f"a side of tp's grid, {side}, is more than the vocabulary's {network.vocab}"
+
+
+def _halves(network: Network, plan: Plan) -> Iterator[str]:
+    if network.encoder is None:
+        return
+    for name, size in (("pp", plan.pp), ("sp", plan.sp)):
+        if size > 1:
+            yield f"degrees.{name}={size} does not go with model.kind=encoder_decoder"
+    if plan.tp > 1 and plan.tensor not in ("1d", "copied"):
+        words = "tensor.sequence_parallel" if plan.tensor == "sliced" else f"tensor.kind={plan.tensor}"
+        yield f"{words} does not go with model.kind=encoder_decoder"
+
+
+def _ahead(network: Network, plan: Plan) -> Iterator[str]:
+    if not network.ahead:
+        return
+    if plan.tensor in GRIDS:
+        yield f"tensor.kind={plan.tensor} does not go with model.ahead={network.ahead}"
+    if plan.offload_parameters != "none":
+        yield f"offload of the parameters does not go with model.ahead={network.ahead}"
+
+
+def _adapters(network: Network, plan: Plan) -> Iterator[str]:
+    if network.adapters is None:
+        return
+    for key, value in (("degrees.tp", plan.tp), ("degrees.pp", plan.pp), ("tiling.ffn", plan.tiles)):
+        if value != 1:
+            yield f"{key}={value} does not go with lora.rank={network.adapters.rank}"
+    if (plan.offload_optimizer, plan.offload_parameters) != ("none", "none"):
+        yield f"offload does not go with lora.rank={network.adapters.rank}"
+
+
+def _sequence(network: Network, plan: Plan) -> Iterator[str]:
+    sp = plan.sp
+    if sp == 1:
+        return
+    ways = 2 * sp if plan.sequence == "ring" else sp
+    if network.length % ways:
+        yield f"degrees.sp={sp} cuts sequences into {ways} runs, which do not divide model.max_length={network.length}"
+    grid = grid_of(plan)
+    held = network.heads // (grid.side if grid else 1)
+    if plan.sequence == "ulysses" and held % sp:
+        yield f"degrees.sp={sp} ranks that trade heads for tokens do not divide the {held} heads that each holds"
+
+
+def _experts(network: Network, plan: Plan) -> Iterator[str]:
+    ep, etp, of = plan.ep, plan.etp, network.experts
+    if of is None:
+        if ep * etp > 1:
+            yield "degrees.ep and degrees.etp are 1 for a dense model"
+        return
+    if of.count % ep:
+        yield f"degrees.ep={ep} does not divide experts.num_experts={of.count}"
+    if of.hidden % etp:
+        yield f"degrees.etp={etp} does not divide the experts' hidden units, {of.hidden}"
+    stage = plan.dp * plan.sp * plan.tp
+    if stage % (ep * etp):
+        yield f"degrees.ep * degrees.etp={ep * etp} does not divide the {counted(stage, 'rank')} of a stage"
+
+
+def _batch(network: Network, plan: Plan) -> Iterator[str]:
+    grid = grid_of(plan)
+    if grid is None:
+        return
+    unit, words = grid.sequence_parts, f"the {grid.sequence_parts} rows of tp's grid"
+    if network.experts is not None and plan.tp > 1:
+        unit, words = plan.tp, f"degrees.tp={plan.tp}, whose ranks each route whole sequences"
+    if plan.microbatch % unit:
+        yield f"a micro-batch of {counted(plan.microbatch, 'sequence')} is not a multiple of {words}"
+
+
+def _stages(network: Network, plan: Plan) -> Iterator[str]:
+    pp, name = plan.pp, plan.schedule
+    if pp == 1:
+        return
+    kind = SCHEDULES.get(name)  # None: a file of actions, which says itself where stages are
+    stages = pp * plan.chunks
+    given = plan.stage_layers
+    if given is None and stages > network.layers:
+        yield f"{stages} stages are more than model.num_layers={network.layers}"
+    if given is not None and (len(given) != stages or sum(given) != network.layers or min(given) < 0):
+        yield f"pipeline.layers is not {stages} numbers that add up to model.num_layers={network.layers}"
+    elif given is not None and kind is not None and (empty := empty_rank(given, homes_of(plan))) is not None:
+        yield f"pipeline.layers leaves rank {empty} of the pipeline without weights"
+    if kind is not None and kind.chunks not in (None, plan.chunks):
+        yield f"{name} has {kind.chunks} stages a rank, not {plan.chunks}"
+    if kind is not None:
+        yield from _schedule(kind, plan)
+    offload = plan.offload_optimizer, plan.offload_parameters
+    if offload != ("none", "none") and (*offload, plan.engine) != ("cpu", "none", "zero1"):
+        yield f"with degrees.pp={pp} the optimizer goes to cpu with zero1 alone: FSDP carries out the other stages, and it does not offload"
+
+
+def _schedule(kind: ScheduleKind, plan: Plan) -> Iterator[str]:
+    m, name = plan.microbatches, plan.schedule
+    refused = kind.refusal(Size(plan.pp, m, plan.chunks))
+    if refused is not None:
+        yield f"{KEYS[refused.what]}={refused.got}: needed {refused.needed}"
+    if kind.continuous and (every := kind.update_every or m) != m:
+        yield f"pipeline.microbatches={m}: an update of {name} sums {every}, and a step is one update"
+    if kind.continuous and plan.engine != "ddp":
+        yield f"{name} updates its stages at different times: ddp alone does"
+    if plan.stage >= 2 and kind.splits_backward:
+        yield f"{name} puts weight gradients off, and {plan.engine} has summed them before"
+
+
+def _engine(network: Network, plan: Plan) -> Iterator[str]:
+    for what, place in (("optimizer", plan.offload_optimizer), ("parameters", plan.offload_parameters)):
+        if place == "none":
+            continue
+        lowest = 1 if (what, place) == ("optimizer", "cpu") else 3
+        if plan.engine == "fsdp" or plan.stage < lowest:
+            yield f"offload of the {what} to {place} needs zero stage {lowest}, not {plan.engine}"
+
+
+RULES: tuple[Callable[[Network, Plan], Iterator[str]], ...] = (
+    *(_halves, _ahead, _adapters, _tensor),
+    *(_sequence, _experts, _stages, _batch, _engine),
+)

@@ -1,0 +1,139 @@
+"""Memory and time of a run, predicted before it starts: bytes of each rank, seconds of a step, and whether it fits.
+
+    predict(run, Place)     Prediction: moe/plan/memory/memory.py of each rank, moe/plan/time/cost.py on the place's cluster if it has one
+
+"Cannot fit" is a lower bound. On a GPU the tensors alone exceed the device, without the allocator's share and the context. On a CPU
+host the tensors of all its ranks exceed its memory, or the tensors of one rank exceed its process's `ulimit`. If the need is between
+this bound and the device's memory, the run may fit, and only a warning is printed (moe/records/prediction.py has its text). No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from moe.plan.job.network import Network, Plan
+from moe.plan.job.of_recipe import network_of, plan_of
+from moe.plan.machine.cluster import Cluster
+from moe.plan.memory.memory import CONTEXT_BYTES, RESERVED, Memory, memory, peak
+from moe.plan.memory.stack import OURS, OURS_ON_CPU, Stack
+from moe.plan.time.cost import Time, step_time
+from moe.recipe.sections import Run
+
+
+@dataclass(frozen=True)
+class Place:
+    """The devices on which ranks train. `cluster`: predicts time.
+
+    `limit_bytes`: memory of one rank, on a CPU its share of the host's; None if unknown. `own_bytes`: bytes that one process on a CPU may
+    still allocate (`ulimit`); None without such a limit.
+    """
+
+    kind: Literal["cpu", "cuda"]
+    limit_bytes: float | None = None
+    cluster: Cluster | None = None
+    own_bytes: float | None = None
+
+    @classmethod
+    def of(cls, cluster: Cluster, world: int) -> Place:
+        """Return the place with as many of the cluster's nodes as `world` ranks need."""
+        return cls("cpu" if cluster.cores else "cuda", cluster.memory_bytes(world), cluster.holding(world))
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The prediction. `ranks`: memory of one rank of each pipeline stage; ranks that differ only in other axes need the same."""
+
+    place: Place
+    network: Network
+    plan: Plan
+    ranks: tuple[Memory, ...]
+    time: Time | None
+
+    @property
+    def fullest(self) -> Memory:
+        return max(self.ranks, key=_held(self.place))
+
+    @property
+    def rank_bytes(self) -> float:
+        """Bytes of the fullest rank's tensors. On a CPU, states offloaded to the host count: they use the same memory."""
+        return _held(self.place)(self.fullest)
+
+    @property
+    def needed_bytes(self) -> float:
+        """Bytes of one rank, as the limit counts them: on a GPU with the allocator's share and the context."""
+        return self.least_bytes if self.place.kind == "cpu" else RESERVED * self.rank_bytes + CONTEXT_BYTES
+
+    @property
+    def least_bytes(self) -> float:
+        """Lower bound of bytes for any allocator: the fullest rank's tensors on a GPU, the mean of the ranks that share a host."""
+        return sum(map(_held(self.place), self.ranks)) / len(self.ranks) if self.place.kind == "cpu" else self.rank_bytes
+
+    @property
+    def tightest(self) -> Bound | None:
+        """The known bound that is exceeded by most, or has the least room left; None if none is known."""
+        known = []
+        if self.place.limit_bytes is not None:
+            of = "on the fullest rank" if self.place.kind == "cuda" else "a rank, all of which share this host's memory"
+            known.append(Bound(self.least_bytes, self.place.limit_bytes, of))
+        if self.place.own_bytes is not None:
+            known.append(Bound(self.rank_bytes, self.place.own_bytes, "on the fullest rank, beside what ulimit lets its process have"))
+        return max(known, key=lambda bound: bound.over, default=None)
+
+    @property
+    def over_bytes(self) -> float:
+        """Bytes above the tightest bound; negative if the run fits or no bound is known."""
+        return -1.0 if self.tightest is None else self.tightest.over
+
+    @property
+    def fits(self) -> bool:
+        """True if the run fits with the allocator's share and the context, too."""
+        return self.over_bytes <= 0 and (self.place.limit_bytes is None or self.needed_bytes <= self.place.limit_bytes)
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A bound. `least`: bytes that any allocator needs; `limit`: bytes that are available; `of`: the ranks, in words."""
+
+    least: float
+    limit: float
+    of: str
+
+    @property
+    def over(self) -> float:
+        return self.least - self.limit
+
+
+def predict(run: Run, place: Place) -> Prediction:
+    """Predict memory and time of a checked run with resolved degrees. Raises BadInput for a schedule that the planner does not know."""
+    network, plan = network_of(run), plan_of(run)
+    ranks = memory(network, plan, OURS_ON_CPU if place.kind == "cpu" else OURS)
+    time = step_time(network, plan, place.cluster) if place.cluster else None
+    return Prediction(place, network, plan, ranks, time)
+
+
+def settled(run: Run, cluster: Cluster) -> Run:
+    """Replace `precision.compute: auto` by the dtype of the cluster's devices: bf16, or fp32 if they lack it (moe/train/start/place.py)."""
+    if run.precision.compute != "auto":
+        return run
+    compute = "bf16" if "bf16" in cluster.device.peak_tflops else "fp32"
+    return run.model_copy(update={"precision": run.precision.model_copy(update={"compute": compute})})
+
+
+def stack_on(cluster: Cluster) -> Stack:
+    return OURS_ON_CPU if cluster.cores else OURS
+
+
+def held_bytes(network: Network, plan: Plan, cluster: Cluster) -> float:
+    """Bytes of the fullest rank, as Cluster.memory_bytes counts: with allocator and context, or on a CPU with states offloaded to the
+    host.
+    """
+    fullest = peak(network, plan, stack_on(cluster))
+    return fullest.allocated + sum(fullest.host.values()) if cluster.cores else fullest.used
+
+
+def _held(place: Place) -> Callable[[Memory], float]:
+    if place.kind == "cpu":
+        return lambda rank: rank.allocated + sum(rank.host.values())
+    return lambda rank: rank.allocated

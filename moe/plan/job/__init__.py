@@ -1,0 +1,1 @@
+"""The job that is planned: network, plan, counts, stages."""

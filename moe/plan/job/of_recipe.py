@@ -1,0 +1,199 @@
+"""A recipe as the planner's input: network_of(run) is the model, plan_of(run) the way to train it. Neither builds the model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+from moe.plan.job.activations import compute_bytes
+from moe.plan.job.cut import cut
+from moe.plan.job.flops import core_work, in_runs, places_of_token, rows_of_token
+from moe.plan.job.network import Adapters, Experts, Latent, Network, Plan, Router
+from moe.plan.job.optimizer import optimizer_bytes
+from moe.plan.job.stages import layer_flops
+from moe.plan.job.states import BF16, FP32, FP32_AND_COPY, MIXED, MIXED_FP32_GRADIENTS, Storage
+from moe.recipe.sections import Model, Run
+from moe.recipe.shapes import GATED, T5_BUCKETS
+from moe.router.methods.catalog import method_of
+from parallel.pipeline.schedules.catalog import SCHEDULES, placed
+from parallel.pipeline.schedules.kind import DEFAULT_CHUNKS
+
+
+def network_of(run: Run) -> Network:
+    """Return the recipe's model. Layers with different numbers of experts count by their mean."""
+    m = run.model
+    decoder = _decoder(run)
+    if m.kind == "decoder":
+        return decoder
+    begins, sparse = m.decoder_begins, m.layers_with_experts()
+    encoder = replace(
+        decoder,
+        layers=begins,
+        shared_buckets=True,
+        sees="all",
+        sparse_layers=tuple(layer for layer in sparse if layer < begins),
+    )
+    return replace(
+        decoder,
+        layers=m.num_layers - begins,
+        length=m.target_length,
+        shared_buckets=True,
+        sparse_layers=tuple(layer - begins for layer in sparse if layer >= begins),
+        encoder=encoder,
+    )
+
+
+def _decoder(run: Run) -> Network:
+    """Return the network as if all its layers were a decoder's."""
+    m = run.model
+    return Network(
+        layers=m.num_layers,
+        width=m.d_model,
+        heads=m.num_heads,
+        hidden=m.d_ff,
+        vocab=run.vocab_size,
+        length=m.max_length,
+        kv_heads=m.num_kv_heads,
+        head_size=m.head_size,
+        gated=m.ffn in GATED,
+        activation="relu" if m.ffn == "relu" else "gelu",
+        tied=m.tied_embeddings,
+        norm=m.norm,
+        qk_norm=m.qk_norm,
+        qkv_biases=m.qkv_bias,
+        out_bias=m.out_bias,
+        buckets=T5_BUCKETS if m.positions == "t5" else 0,
+        sinks=m.attention_sinks,
+        clipped=m.clip_qkv is not None,
+        logit_cap=m.logit_cap is not None,
+        dropout=m.dropout > 0,
+        ahead=m.ahead,
+        core_work=sum(core_work(m, layer=layer) for layer in range(m.num_layers)) / m.num_layers,
+        windows_in_runs=sum(in_runs(m, layer=layer) for layer in range(m.num_layers)) / m.num_layers,
+        experts=_experts(run),
+        latent=_latent(m),
+        adapters=Adapters(run.lora.rank, run.lora.targets) if run.lora.rank else None,
+        sparse_layers=m.layers_with_experts(),
+    )
+
+
+def _latent(m: Model) -> Latent | None:
+    if m.latent.key_rank is None:
+        return None
+    size = m.latent_sizes
+    return Latent(m.latent.query_rank or 0, size.rank, size.rotary, size.value)
+
+
+def _experts(run: Run) -> Experts | None:
+    m, e, spec = run.model, run.experts, run.router.spec
+    sparse = m.layers_with_experts()
+    if not sparse:
+        return None
+    hidden = e.d_ff or m.d_ff
+    count = round(sum(map(e.of_layer, range(len(sparse)))) / len(sparse))
+    choices = min(spec.num_choices, count)
+    return Experts(
+        count=count,
+        choices=choices,
+        hidden=hidden,
+        gated=(e.ffn or m.ffn) in GATED,
+        shared_hidden=(e.shared_d_ff or hidden) * e.shared + (hidden if e.residual else 0),
+        gates=e.shared_gate + 2 * e.residual,
+        biases=e.biases,
+        free=e.free,
+        router=Router(
+            vectors=spec.vectors,
+            noise=spec.noise == "noisy_top_k",
+            norm=spec.input_norm == "rmsnorm",
+            jitter=spec.jitter > 0,
+            capped=spec.logit_cap is not None,
+            kept=method_of(spec).kept_bytes(num_choices=choices, num_experts=count + e.free),
+        ),
+        rows=None if spec.capacity_factor is None else rows_of_token(run.router, count) / choices,
+        sent=min(places_of_token(run.router), count) / choices
+        if run.dispatch.kind == "padded" and spec.capacity_factor is not None
+        else None,
+    )
+
+
+def plan_of(run: Run) -> Plan:
+    """Return the recipe's parallel plan. Call `run.resolve(world)` first."""
+    d = run.mesh_degrees()
+    replicas = d.dp * run.pipeline.microbatches
+    return Plan(
+        dp=d.dp,
+        tp=d.tp,
+        sp=d.sp,
+        pp=d.pp,
+        ep=d.ep,
+        etp=d.etp,
+        engine=_engine(run),
+        tensor="sliced" if run.tensor.sequence_parallel and run.tensor.kind == "1d" else run.tensor.kind,
+        depth=d.tp_depth,
+        sequence=run.sequence.kind,
+        order=run.sequence.places,
+        schedule=run.pipeline.schedule,
+        chunks=_chunks(run),
+        stage_layers=run.pipeline.layers or stage_layers(run),
+        microbatch=max(1, run.train.global_batch // replicas),
+        microbatches=run.pipeline.microbatches,
+        recompute=run.recompute.kind,
+        recompute_every=run.recompute.every,
+        loss_chunks=run.recompute.loss_chunks,
+        compute_bytes=compute_bytes(run),
+        storage=_storage(run),
+        offload_optimizer=run.sharding.offload.optimizer,
+        offload_parameters=run.sharding.offload.parameters,
+        tiles=run.tiling.ffn,
+        reshard=run.sharding.reshard,
+    )
+
+
+def stage_layers(run: Run) -> tuple[int, ...] | None:
+    """Return the layers of each stage, cut by FLOPs as the trainer cuts them; None without a pipeline or with more stages than layers."""
+    stages = run.mesh_degrees().pp * (1 if placed(run.pipeline.schedule) == "both_ways" else _chunks(run))
+    if run.mesh_degrees().pp == 1 or stages > run.model.num_layers:
+        return None
+    return _cut(layer_flops(run), stages)
+
+
+@lru_cache(maxsize=1_000)
+def _cut(costs: tuple[float, ...], stages: int) -> tuple[int, ...]:
+    return cut(costs, stages)
+
+
+def _chunks(run: Run) -> int:
+    """Number of stages of a rank: the recipe's, else the schedule's own. For an order in a file, pipeline.layers decides."""
+    p, pp = run.pipeline, run.degrees.pp
+    if pp == 1:
+        return p.chunks or 1
+    if p.schedule not in SCHEDULES:
+        return p.chunks or (len(p.layers) // pp if p.layers and len(p.layers) % pp == 0 else 1)
+    return SCHEDULES[p.schedule].chunks or p.chunks or DEFAULT_CHUNKS
+
+
+def _engine(run: Run) -> Any:
+    kind, stage = run.sharding.kind, run.sharding.stage
+    return {"dp": "ddp", "zero": f"zero{stage}" if stage else "ddp"}.get(kind, kind)
+
+
+def _storage(run: Run) -> Storage:
+    """Return the bytes of parameters, gradients and optimizer states, with the states that the recipe's optimizer keeps."""
+    storage, (dense, expert) = _with_adam(run), optimizer_bytes(run)
+    if run.optimizer.kind in ("adamw", "kfac"):
+        return storage
+    other = storage.optimizer - (4 if storage is BF16 else 8)  # the bytes of a master copy, if the storage has one
+    return replace(storage, optimizer=other + dense, of_experts=other + expert)
+
+
+def _with_adam(run: Run) -> Storage:
+    """Return the storage with AdamW. Parameters are stored in `master`; DeepSpeed's engine keeps a copy, in 16 bits if it computes in 16
+    bits.
+    """
+    copied = run.sharding.kind == "zero" and run.sharding.engine != "fsdp"
+    if run.precision.master == "bf16":
+        return MIXED if copied else BF16
+    if copied and compute_bytes(run) == 2:
+        return MIXED_FP32_GRADIENTS
+    return FP32_AND_COPY if copied else FP32

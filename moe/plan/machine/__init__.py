@@ -1,0 +1,1 @@
+"""Devices, nodes, links and software."""

@@ -1,0 +1,129 @@
+"""How long one accelerator takes for one kernel: a roofline with tiles, waves and a floor.
+
+    product (m, n, k)     tiles of a by b outputs, one after another on `units` processors: waves = ceil(tiles / units)
+                          seconds = max(waves * (k + ramp) * 2 a b / (rate of one processor), bytes / memory bandwidth, floor)
+    all else              seconds = max(bytes / memory bandwidth, floor)
+
+`rate` is what large products sustain, not the data sheet's peak. Several tile sizes are tried, and the fastest counts: small tiles fill a
+device better and run slower each. Products whose sizes are no multiple of 64 elements (128 bytes) load badly.
+
+Sources: NVIDIA, "Matrix Multiplication Background" (tiles, waves, alignment); Williams et al., Roofline (CACM 2009).
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Literal
+
+from moe.plan.job.hashed import hashed_once
+
+Kind = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
+
+# Sides of an output tile, and how much of a processor's rate it reaches: each side shares what the other loads, so that
+# small tiles wait for loads (the first is the kernels' standard size; NVIDIA's guide measures 128x128 at about nine tenths of it).
+TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (128, 64, 0.78), (64, 128, 0.78), (64, 64, 0.6))
+RATED = ("bf16", "fp16", "tf32", "fp32")  # kinds of products, narrow ones first, of which a device has a rate
+RAMP = 96  # elements of k in whose time a tile is begun and written out
+SPLITS = (1, 2, 4, 8)  # parts into which k may be cut when tiles leave processors idle; the parts are then summed in fp32
+
+
+@hashed_once
+@dataclass(frozen=True)
+class Device:
+    """One accelerator. Rates in TFLOP/s and GB/s (10^9), power in watts.
+
+    `rates`: by kind TFLOP/s of one product by its floating-point operations, where they were measured; then no tiles are assumed.
+    `attention_times`: by kind picoseconds of an operation of fused attention and of a pair of places, forward and then backward, where
+    they were measured: on a core a pair's softmax counts beside its products.
+    `sustained`: the share of the peak that large products keep up in a long run; `attention`: of fused attention, forward and backward;
+    `memory_share`: of the memory bandwidth that streaming kernels reach; `launch_us`: the shortest time from one kernel to the next.
+    """
+
+    name: str
+    memory_gib: float
+    memory_gb_s: float
+    units: int
+    peak_tflops: dict[str, float] = field(hash=False)
+    sustained: float
+    attention: tuple[float, float]
+    memory_share: float = 0.85
+    launch_us: float = 4.0
+    watts: float = 0.0
+    idle_watts: float = 0.0
+    rates: dict[str, dict[float, float]] = field(default_factory=dict, hash=False)
+    attention_times: dict[str, list[float]] = field(default_factory=dict, hash=False)
+
+    def rate(self, kind: str = "bf16") -> float:
+        """FLOP/s that large products sustain. A kind that the device lacks runs at the nearest wider one's rate."""
+        for wider in (kind, *RATED):
+            if wider in self.peak_tflops:
+                return self.peak_tflops[wider] * 1e12 * self.sustained
+        raise AssertionError(f"{self.name} has no rate")
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second of streaming kernels."""
+        return self.memory_gb_s * 1e9 * self.memory_share
+
+    def product(self, m: float, n: float, k: float, *, count: float = 1, kind: str = "bf16") -> float:
+        """Seconds of `count` products of m x k by k x n that start together."""
+        if min(m, n, k, count) <= 0:
+            return 0.0
+        return _product(self, round(m), round(n), round(k), max(1, round(count)), kind)
+
+    def stream(self, num_bytes: float, *, kernels: float = 1) -> float:
+        """Seconds of `kernels` kernels that together read and write so many bytes."""
+        return max(num_bytes / self.bandwidth, kernels * self.launch_us * 1e-6)
+
+    def fused_attention(self, flops: float, pairs: float, *, backward: bool = False, kind: str = "bf16") -> float:
+        """Seconds of attention in one kernel (FlashAttention), which does not write the scores: operations, and pairs of places."""
+        if kind in self.attention_times:
+            of_operation, of_pair = self.attention_times[kind][2:] if backward else self.attention_times[kind][:2]
+            seconds = (of_operation * flops + of_pair * pairs) * 1e-12
+        else:
+            seconds = flops / (self.rate(kind) / self.sustained * self.attention[1 if backward else 0])
+        return max(seconds, self.launch_us * 1e-6)
+
+
+@lru_cache(maxsize=200_000)
+def _product(device: Device, m: int, n: int, k: int, count: int, kind: str) -> float:
+    if kind in device.rates:
+        return max(count * _measured(device.rates[kind], 2.0 * m * n * k), device.launch_us * 1e-6)
+    element = {"fp32": 4, "tf32": 4, "fp8": 1}.get(kind, 2)
+    of_unit = device.rate(kind) / device.units * min(alignment(size * element) for size in (n, k))
+    best = math.inf
+    for a, b, share in TILES:
+        tiles = math.ceil(m / a) * math.ceil(n / b) * count
+        for parts in SPLITS:
+            if parts > 1 and tiles * parts > device.units:
+                break
+            waves = math.ceil(tiles * parts / device.units)
+            summed = 4 * 2 * parts * m * n * count / device.bandwidth if parts > 1 else 0.0
+            best = min(best, waves * (k / parts + RAMP) * 2 * a * b / (of_unit * share) + summed)
+    moved = element * count * (m * k + k * n + m * n) / device.bandwidth
+    return max(best, moved, device.launch_us * 1e-6)
+
+
+def _measured(rates: dict[float, float], flops: float) -> float:
+    """Seconds of a product of so many operations: its rate lies between those of its neighbours, straight over the logarithm."""
+    sizes = sorted(rates)
+    at = bisect_left(sizes, flops)
+    if at in (0, len(sizes)):
+        return flops / (rates[sizes[min(at, len(sizes) - 1)]] * 1e12)
+    low, high = sizes[at - 1], sizes[at]
+    share = math.log(flops / low) / math.log(high / low)
+    return flops / ((rates[low] + share * (rates[high] - rates[low])) * 1e12)
+
+
+def alignment(num_bytes: int) -> float:
+    """The share of the rate that rows of so many bytes reach: all of it for multiples of 128 bytes, a third for odd ones.
+
+    NVIDIA's guide: A100 is most efficient at multiples of 128 bytes, and below 16 bytes loads go element by element.
+    """
+    for multiple, share in ((128, 1.0), (64, 0.85), (32, 0.8), (16, 0.7), (4, 0.5)):
+        if num_bytes % multiple == 0:
+            return share
+    return 0.3

@@ -1,0 +1,301 @@
+"""Bytes that one micro-batch keeps on a rank from the forward to the backward pass, layer by layer and part by part.
+
+Parts and coefficients are those of moe/plan/memory/stack.py; a Plan cuts them:
+
+    sp                   every part is of length / sp tokens
+    tp 1d                what is inside attention and network: 1 / t; norms and masks whole (Korthikanti: s b h (10 + 24 / t + 5 a s / h t))
+    tp sliced            everything 1 / t (34 s b h / t), but gathered inputs if the software keeps them
+    tp 2d, 2.5d, 3d      everything 1 / tp (moe/plan/time/tensor.py)
+    recompute full       the layer's input alone; selective: the shares that the software's `selective` says
+    ep, etp              rows of experts: choices * tokens / tp on average, or as many as capacities let; hidden units 1 / etp
+
+Source: Korthikanti et al. (arXiv 2205.05198), section 4.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from moe.plan.job.counts import attention_matrices, heads_over, network_elements, split_of
+from moe.plan.job.network import Experts, Network, Plan, Recomputed, repeats
+from moe.plan.memory.stack import PARTS, Part, Stack
+from parallel.mesh.grids import GRIDS
+
+FP32_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Of one micro-batch on one rank: `inside` attention and networks, `between` them (norms, masks), `read` as inputs of products."""
+
+    inside: float
+    between: float
+    read: float
+
+
+def tokens_of(network: Network, plan: Plan, stack: Stack) -> Tokens:
+    here, t = plan.microbatch * network.length / plan.sp, 1 if plan.tensor == "copied" else plan.tp
+    cut = plan.tensor == "sliced" or plan.tensor in GRIDS
+    between = here / t if cut else here
+    return Tokens(here / t, between, here if plan.tensor == "sliced" and not stack.reads_again else between)
+
+
+def layer_parts(network: Network, plan: Plan, stack: Stack, index: int) -> dict[Part, float]:
+    """Bytes of each part of one layer when nothing is recomputed."""
+    n, c, at = network, plan.compute_bytes, tokens_of(network, plan, stack)
+    norms = 2 * norm_kept(n, plan, stack) * n.width
+    parts: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
+    parts["norm_inputs"] = at.between * (norms + 2 * stack.statistics * 2)
+    first, second = _norm_outputs(n, index)
+    parts["norm_outputs"] = c * n.width * (second * at.read + first * (at.read if n.latent is None else at.between))
+    parts["attention"] = at.inside * (c * _attention(n, stack) + stack.lse * n.heads + _head_norms(n, stack, c))
+    parts["attention"] += _latents(n, plan, stack, at)
+    if plan.sp > 1:
+        parts["attention"] += at.inside * c * stack.over_ranks * n.heads * n.channels
+    if n.buckets and plan.sp == 1:  # over slices the bias is made again in the backward pass
+        if stack.biased == "scores":
+            parts["attention"] = at.inside * ((12 + c) * n.heads * n.channels + 4 * n.heads * n.length + _head_norms(n, stack, c))
+        else:
+            parts["attention"] += c * bias_elements(n, plan, stack)
+        parts["attention"] += (9 if n.sees == "past" else 8) * n.length**2  # int64 buckets, with a causal mask where only the past is seen
+    elif stack.core == "scores":
+        parts["core"] = at.inside * (2 * c + 1) * n.heads * n.length
+    if keeps_scores(plan):
+        parts["core"] = at.inside * c * n.heads * n.length
+    if n.encoder is not None:
+        parts["cross"] = _cross(n, n.encoder, plan, stack)
+    if stack.masks == "always" or n.dropout:
+        parts["masks"] = 2 * _mask(stack, c) * n.width * at.between
+    if n.experts is None or index not in n.sparse_layers:
+        count = stack.gated if n.gated else 1 if n.activation == "relu" else stack.plain
+        count -= not n.trains("dense") and count > 1  # a frozen product keeps its weight, and what it reads is for the weight's gradient
+        came_out = min(count, stack.activation_of)
+        parts["activation"] = c * came_out * n.hidden * at.inside
+        parts["network"] = c * (count - came_out) * n.hidden * at.inside
+    else:
+        parts["experts"] = _experts(n, plan, stack)
+    return parts
+
+
+def _norm_outputs(n: Network, index: int) -> tuple[bool, bool]:
+    """Whether what attention and the network read is kept: not if all that reads it is frozen. A router keeps it always."""
+    return n.trains("attention"), n.trains("dense") or (n.experts is not None and index in n.sparse_layers)
+
+
+def _cross(n: Network, encoder: Network, plan: Plan, stack: Stack) -> float:
+    """Of attention to what the encoder gave: keys and values are of its tokens. What they are made of all layers share (`ends_kept`)."""
+    c, at, read = plan.compute_bytes, tokens_of(n, plan, stack), tokens_of(encoder, plan, stack)
+    inner, keys = n.heads * n.channels, (n.heads if stack.keys == "repeated" else n.groups) * n.channels
+    of_norm = (_norm(n, stack, c) * n.width + 2 * stack.statistics) * at.between + c * n.width * at.read
+    core = (2 * c + 1) * n.heads * encoder.length if stack.core == "scores" else 0
+    kept = of_norm + at.inside * (2 * c * inner + stack.lse * n.heads + core + _head_norm(n, stack, c, n.heads))
+    kept += read.inside * (2 * c * keys + _head_norm(n, stack, c, n.groups))
+    return kept + (_mask(stack, c) * n.width * at.between if stack.masks == "always" or n.dropout else 0.0)
+
+
+def bias_elements(n: Network, plan: Plan, stack: Stack) -> float:
+    """Of what T5's bias adds to the logits, which all sequences of a micro-batch share."""
+    heads = n.heads * tokens_of(n, plan, stack).inside / (plan.microbatch * n.length)
+    return heads * n.length**2
+
+
+def norm_kept(n: Network, plan: Plan, stack: Stack) -> int:
+    """Bytes per element that a norm between layers keeps of its input: that itself on grids, whose norms compute their steps again."""
+    return plan.compute_bytes if plan.tensor in GRIDS else _norm(n, stack, plan.compute_bytes)
+
+
+def _norm(n: Network, stack: Stack, itemsize: int) -> int:
+    """Bytes per element that a norm keeps of its input. What RMSNorm's steps keep besides is for the gradient of its gain."""
+    return max(stack.norm, itemsize) + (stack.rms if n.norm == "rmsnorm" and n.adapters is None else 0)
+
+
+def _head_norms(n: Network, stack: Stack, itemsize: int) -> float:
+    """What norms of queries and keys keep of a token: their inputs, and a statistic for each head or one for all."""
+    if n.qk_norm == "none":
+        return 0.0
+    return sum(_head_norm(n, stack, itemsize, heads) for heads in (n.heads, n.groups))
+
+
+def _head_norm(n: Network, stack: Stack, itemsize: int, heads: int) -> float:
+    """The same of queries or of keys alone, which have so many heads."""
+    if n.qk_norm == "none":
+        return 0.0
+    of_input = _norm(replace(n, norm="rmsnorm"), stack, itemsize) * heads * n.channels
+    return of_input + stack.statistics * (heads if n.qk_norm == "heads" else 1)
+
+
+def _mask(stack: Stack, itemsize: int) -> int:
+    return 1 if stack.mask == "byte" else itemsize
+
+
+def _attention(n: Network, stack: Stack) -> float:
+    inner = n.heads * n.channels
+    if n.latent is None:
+        keys = inner if stack.keys == "repeated" else n.groups * n.channels
+        return (
+            2 * inner
+            + 2 * keys
+            + n.windows_in_runs * (inner + 2 * keys)
+            + ((1 - n.windows_in_runs) * inner + 4 * n.heads if n.sinks else 0)
+            + (inner + 2 * n.groups * n.channels if n.clipped else 0)
+        )
+    late, key = n.latent, n.heads * (n.channels + n.latent.rotary_size)  # keys have the rotary channels repeated
+    value = n.heads * late.value_size
+    if stack.keys == "repeated":  # values are filled up to the size of keys for the core, and its output is cut back
+        return 4 * key + 3 * n.windows_in_runs * key + value
+    return 2 * key + 2 * value
+
+
+def _latents(n: Network, plan: Plan, stack: Stack, at: Tokens) -> float:
+    """Before their norms, of the tokens between layers here, and behind them, of all tokens. Where tp cuts the heads, what these read is
+    one tensor: the turned key is in it, and x where queries have no latent."""
+    late, c = n.latent, plan.compute_bytes
+    if late is None:
+        return 0.0
+    low = late.query_rank + late.key_rank
+    if stack.keys == "repeated":  # in fp32 a norm's input is the whole product that made it
+        before = _norm(replace(n, norm="rmsnorm"), stack, c) * low + 2 * stack.statistics + (c * late.rotary_size if c == 4 else 0)
+    else:
+        before = c * (low + late.rotary_size)
+    beside = late.rotary_size + (0 if late.query_rank else n.width) if plan.tp > 1 and plan.tensor != "copied" else 0
+    return at.between * before + plan.microbatch * n.length / plan.sp * c * (low + beside)
+
+
+def rows_of(network: Network, plan: Plan) -> float:
+    """Rows that the experts of one rank compute for one micro-batch, if the router is balanced; etp's ranks compute the same."""
+    e = network.experts
+    if e is None:
+        return 0.0
+    each = 1.0 if e.rows is None else e.rows
+    return plan.microbatch * network.length / plan.sp / plan.tp * e.choices * each * plan.etp
+
+
+def sent_of(network: Network, plan: Plan) -> float:
+    """Rows that travel to the experts of one rank for one micro-batch."""
+    e = network.experts
+    return rows_of(network, plan) if e is None or e.sent is None else rows_of(replace(network, experts=replace(e, rows=e.sent)), plan)
+
+
+def _experts(n: Network, plan: Plan, stack: Stack) -> float:
+    e, c, rows = n.experts, plan.compute_bytes, rows_of(n, plan)
+    assert e is not None
+    hidden = (stack.expert_gated if e.gated else stack.expert_plain) * e.hidden / plan.etp
+    of_weights = FP32_BYTES * expert_elements(n, plan) if n.adapters is not None and n.trains("experts") else 0.0  # W + s B A
+    moved = stack.expert_rows if plan.ep * plan.etp > 1 or stack.expert_rows == 1 else 0
+    here = plan.microbatch * n.length / plan.sp
+    count = stack.gated if e.gated else 1 if n.activation == "relu" else stack.plain
+    shared = c * count * e.shared_hidden * here / plan.tp
+    of_token = stack.maps * e.choices + c * e.gates * n.width + _router(n, e, stack, c)
+    return rows * c * (moved * n.width + hidden) + here / plan.tp * of_token + shared + of_weights
+
+
+def expert_elements(n: Network, plan: Plan) -> float:
+    """Of all matrices of the experts that a rank holds of one layer."""
+    e = n.experts
+    return 0.0 if e is None else e.count / plan.ep * network_elements(n, e.hidden, gated=e.gated) / plan.etp
+
+
+def _router(n: Network, e: Experts, stack: Stack, itemsize: int) -> float:
+    """Bytes of one token, in fp32: a jitter's numbers and what they make, what a norm and a second product read, and shares of experts."""
+    r, held = e.router, 0.0
+    if r.jitter:
+        held += 8 * n.width
+    elif (r.norm or r.noise) and itemsize < 4:
+        held += 4 * n.width
+    if r.norm:
+        held += (4 + stack.rms) * n.width + stack.statistics
+    return held + r.kept + (e.count + e.free) * (8 + 8 * r.noise + 4 * r.capped)
+
+
+def layer_kept(network: Network, plan: Plan, stack: Stack, index: int, recompute: Recomputed) -> float:
+    """Bytes of one layer as it is recomputed."""
+    at = tokens_of(network, plan, stack)
+    if recompute == "full":
+        return plan.compute_bytes * network.width * at.between
+    parts = layer_parts(network, plan, stack, index)
+    if recompute == "selective":
+        shares = dict(stack.selective)
+        kept = sum(size * shares.get(part, 1.0) for part, size in parts.items())
+        whole = shares.get("network") == 0.0  # then the whole second half is computed again, from what it was given
+        return kept + (plan.compute_bytes * network.width * at.between if whole else 0.0)
+    return sum(parts.values())
+
+
+def keeps_scores(plan: Plan) -> bool:
+    """Whether attention over slices keeps the softmax of all pairs, whatever the software."""
+    return plan.sp > 1 and plan.sequence == "colossal_ring"
+
+
+def recompute_of(plan: Plan, index: int) -> Recomputed:
+    """How one layer is recomputed: each `recompute_every`-th is."""
+    return plan.recompute if repeats(index, plan.recompute_every) else "none"
+
+
+def casts_kept(plan: Plan, stack: Stack) -> bool:
+    """Whether autograd keeps weights in the compute dtype, for each micro-batch. With stages they are cast again in the backward pass:
+    every micro-batch in flight would keep its own."""
+    return stack.casts and plan.storage.parameters > plan.compute_bytes and plan.stage < 3 and plan.pp == 1
+
+
+def cast_weights(network: Network, plan: Plan, index: int) -> float:
+    """Bytes of one of all layers' weights in the compute dtype, where they are kept: of dense products that are not computed again."""
+    (n, number), e, recompute = network.at(index), network.experts, recompute_of(plan, index)
+    if recompute == "full":
+        return 0.0
+    made_again = n.adapters is not None  # W + s B A is, in the backward pass
+    elements = 0.0
+    if not (made_again and n.trains("attention")):
+        elements = (2 if n.source else 1) * attention_matrices(n, split_of(plan), over=heads_over(plan))
+    if recompute == "none" and not (made_again and n.trains("dense")):
+        sparse = e is not None and number in n.sparse_layers
+        second = network_elements(n, e.shared_hidden, gated=e.gated) if e and sparse else network_elements(n, n.hidden, gated=n.gated)
+        elements += second / split_of(plan)
+    return plan.compute_bytes * elements
+
+
+def cast_ahead(network: Network, plan: Plan) -> float:
+    """The same for one further token's layer, and the product that joins its inputs."""
+    return cast_weights(replace(network, experts=None), plan, network.layers) + plan.compute_bytes * 2 * network.width**2
+
+
+def ends_kept(network: Network, plan: Plan, stack: Stack, *, first: bool, last: bool) -> float:
+    """Bytes of the embedding's dropout, and of the last norm and the loss; of an encoder also its norm and what it gives."""
+    at, c = tokens_of(network, plan, stack), plan.compute_bytes
+    total = 0.0
+    if first and (stack.masks == "always" or network.dropout):
+        total += sum(_mask(stack, c) * network.width * tokens_of(run, plan, stack).between for run in network.halves)
+    if first and network.encoder is not None:
+        total += _last_norm(network.encoder, plan, stack) * tokens_of(network.encoder, plan, stack).between
+    if last:
+        total += _last_norm(network, plan, stack) * at.between
+        total += logits(network, plan) * logit_kept(network, stack) if plan.loss_chunks == 1 else 0.0
+        total += sum(_ahead(network, plan, stack, network.layers + depth) for depth in range(network.ahead))
+    return total
+
+
+def _last_norm(run: Network, plan: Plan, stack: Stack) -> float:
+    """Bytes of a token: the norm's input and what the head reads of its output, and behind it a mask where runs are halves of one model."""
+    c = plan.compute_bytes
+    masked = run.dropout and (run.encoder is not None or run.sees == "all")
+    read = c if run.adapters is None else 0  # by the head, for its gradient
+    return (norm_kept(run, plan, stack) + read) * run.width + 2 * stack.statistics + (_mask(stack, c) * run.width if masked else 0)
+
+
+def _ahead(network: Network, plan: Plan, stack: Stack, index: int) -> float:
+    """Bytes of one further token's prediction: two norms' inputs, the product's; its layer, `index` of all; the norm, the logits."""
+    at, c = tokens_of(network, plan, stack), plan.compute_bytes
+    same = c if stack.norm <= c else 0  # in fp32 a norm keeps its input itself, which the norm before the head keeps too
+    joined = (2 * _norm(network, stack, c) - same + 2 * c) * network.width + 4 * stack.statistics
+    read = (_norm(network, stack, c) + c) * network.width + 2 * stack.statistics
+    of_layer = layer_kept(replace(network, experts=None), plan, stack, index, recompute_of(plan, index))
+    return of_layer + (joined + read) * at.between + (logits(network, plan) * stack.logits_kept if plan.loss_chunks == 1 else 0.0)
+
+
+def logit_kept(network: Network, stack: Stack) -> float:
+    """Bytes of a logit that wait for the backward pass; of a bounded one also what tanh gave, in fp32."""
+    return stack.logits_kept + (4 if network.logit_cap else 0)
+
+
+def logits(network: Network, plan: Plan) -> float:
+    """Elements of one micro-batch's logits on a rank."""
+    return plan.microbatch * network.length / plan.sp * network.vocab / (1 if plan.tensor == "copied" else plan.tp)

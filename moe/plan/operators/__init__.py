@@ -1,0 +1,1 @@
+"""Plans of single operators: GSPMD, Mesh-TensorFlow."""

@@ -1,0 +1,140 @@
+"""What searches over operators ask of devices: seconds of work and of collectives on a logical mesh, and an alpha-beta answer to it.
+
+    n ranks, S bytes of the whole buffer      all-reduce        alpha + 2 (n-1)/n S beta
+                                              all-gather        alpha +   (n-1)/n S beta
+                                              reduce-scatter    alpha +   (n-1)/n S beta
+    S of what one rank holds                  all-to-all        alpha +   (n-1)/n S beta
+
+The forms are those of Alpa (arXiv 2201.12023, section 4.2), but for its all-to-all, which counts n / 2 times as much. Any other model of a
+cluster can stand in `AlphaBeta`'s place: searches know `Mesh` alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+from typing import Protocol
+
+from moe.plan.machine.cluster import Cluster
+
+
+class Mesh(Protocol):
+    """Equal devices in a grid: `sizes` of its axes, the last one's neighbours being nearest. `memory_bytes`: of one device."""
+
+    @property
+    def sizes(self) -> tuple[int, ...]: ...
+    @property
+    def memory_bytes(self) -> float: ...
+    def work(self, flops: float, moved_bytes: float) -> float:
+        """Seconds of one device, for products and what is read and written beside them."""
+        ...
+
+    def all_reduce(self, size_bytes: float, axis: int) -> float: ...
+    def all_gather(self, size_bytes: float, axis: int) -> float: ...
+    def reduce_scatter(self, size_bytes: float, axis: int) -> float: ...
+    def all_to_all(self, size_bytes: float, axis: int) -> float: ...
+    def __hash__(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Link:
+    """Seconds of one message: `alpha_s` + bytes * `beta_s`; in an exchange of all with all `exchange_s` for each byte (None: beta_s)."""
+
+    alpha_s: float
+    beta_s: float
+    exchange_s: float | None = None
+
+
+@dataclass(frozen=True)
+class AlphaBeta:
+    """`flops` that a device reaches in a second, `moved` bytes of its memory; one link for each axis."""
+
+    sizes: tuple[int, ...]
+    links: tuple[Link, ...]
+    flops: float
+    moved: float = inf
+    memory_bytes: float = inf
+
+    def work(self, flops: float, moved_bytes: float) -> float:
+        return flops / self.flops + moved_bytes / self.moved
+
+    def _ring(self, size_bytes: float, axis: int, turns: int) -> float:
+        n, link = self.sizes[axis], self.links[axis]
+        return 0.0 if n == 1 else link.alpha_s + turns * (n - 1) / n * size_bytes * link.beta_s
+
+    def all_reduce(self, size_bytes: float, axis: int) -> float:
+        return self._ring(size_bytes, axis, 2)
+
+    def all_gather(self, size_bytes: float, axis: int) -> float:
+        return self._ring(size_bytes, axis, 1)
+
+    def reduce_scatter(self, size_bytes: float, axis: int) -> float:
+        return self._ring(size_bytes, axis, 1)
+
+    def all_to_all(self, size_bytes: float, axis: int) -> float:
+        n, link = self.sizes[axis], self.links[axis]
+        each = link.beta_s if link.exchange_s is None else link.exchange_s
+        return 0.0 if n == 1 else link.alpha_s + (n - 1) / n * size_bytes * each
+
+
+@dataclass(frozen=True)
+class Machine:
+    """`nodes` of `node_size` devices: links `inside` a node, and `between` nodes as one device has its share of them."""
+
+    nodes: int
+    node_size: int
+    flops: float
+    inside: Link
+    between: Link
+    moved: float = inf
+    memory_bytes: float = inf
+
+    @property
+    def devices(self) -> int:
+        return self.nodes * self.node_size
+
+    def link(self, count: int, stride: int) -> Link:
+        """Of an axis of so many ranks, `stride` apart. Where it goes over nodes, rings go within each first, and only what is left between.
+
+        n ranks, w in each of m nodes: (n-1)/n beta = (w-1)/w beta_inside + (m-1)/m beta_between / w; of an exchange, what has to leave
+        the node leaves it.
+        """
+        near = min(count, max(1, self.node_size // stride))
+        if count == 1 or near == count:
+            return self.inside
+        far, inside, between = count // near, self.inside, self.between
+        beta = (near - 1) / near * inside.beta_s + (far - 1) / far * between.beta_s / near
+        exchange = (near - 1) / count * inside.beta_s + (count - near) / count * between.beta_s
+        scale = count / (count - 1)
+        return Link((inside.alpha_s if near > 1 else 0.0) + between.alpha_s, beta * scale, exchange * scale)
+
+    def mesh(self, *sizes: int) -> AlphaBeta:
+        """A run of the devices as a grid, the last axis being next to each other."""
+        links, stride = [], 1
+        for size in reversed(sizes):
+            links.append(self.link(size, stride))
+            stride *= size
+        return AlphaBeta(sizes, tuple(reversed(links)), self.flops, self.moved, self.memory_bytes)
+
+    def submeshes(self) -> tuple[int, ...]:
+        """Numbers of devices that a stage may have, as in Alpa: 1, 2, 4, ... of a node, or whole nodes."""
+        parts = [n for n in (2**i for i in range(self.node_size.bit_length())) if self.node_size % n == 0]
+        return tuple(sorted({*parts, *(k * self.node_size for k in range(1, self.nodes + 1))}))
+
+
+def machine_of(cluster: Cluster, *, kind: str = "bf16") -> Machine:
+    """A cluster file's (cluster.py) rates and bandwidths as one speed and two links. Of the memory a tenth is the allocator's.
+
+    `kind`: of the products. Processes of a host share its cores, and its memory.
+    """
+    device, inside, between = cluster.device, cluster.inside, cluster.between
+    share = between.node_gb_s * 1e9 * between.share / cluster.devices_per_node
+    return Machine(
+        nodes=cluster.nodes,
+        node_size=cluster.devices_per_node,
+        flops=device.rate(kind) / cluster.crowd(cluster.world),
+        inside=Link(inside.latency_us * 1e-6, 1 / inside.bus(cluster.devices_per_node)),
+        between=Link(between.latency_us * 1e-6, 1 / share),
+        moved=device.bandwidth,
+        memory_bytes=cluster.memory_bytes() / 1.1,
+    )

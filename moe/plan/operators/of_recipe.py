@@ -1,0 +1,240 @@
+"""A recipe's operators, recorded in one forward pass on the meta device: modules in order, with their shapes.
+
+    graph_of(run, sequences=8)  ->  embedding, layers.0.attention_norm, layers.0.attention.q, ..., norm, head, loss
+
+Hooks see every module's call. One function for each kind of module adds its operators, with the sizes of its parameters. A MoE layer is
+not run, because routing needs data. It counts as products on `slots` rows for each expert and sequence: the rows of a balanced router's
+choices, rounded up. In GShard's notation: dispatch "bld,ble->ebud", experts "ebud,edm->ebum", combine "ebud,ble->bld". Left out:
+dropout, noise, the router's choices and losses, which are all sharded like their neighbours.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from moe.plan.job.activations import compute_bytes
+from moe.plan.job.flops import attended, rows_of_token
+from moe.recipe.sections import Run
+from parallel.annotations.graph import Dim, Graph, Kind, Operator
+from parallel.errors import BadInput
+
+_LETTERS = {
+    "batch": "b", "length": "l", "places": "s", "width": "d", "vocab": "v", "heads": "k", "queries": "g", "channels": "c", "hidden": "f",
+    "experts": "e", "slots": "u", "expert_hidden": "m", "shared_hidden": "n", "buckets": "z", "parts": "x",
+}  # fmt: skip
+
+
+def graph_of(run: Run, *, sequences: int) -> Graph:
+    """Return the operators of all replicas' forward pass. Raises BadInput for latents, multi-token prediction, an encoder."""
+    if run.model.latent.key_rank is not None:
+        needed, fix = (
+            "null: an operator of latent attention has no rule here",
+            "take another recipe; moe plan without --search prices this one",
+        )
+        raise BadInput("model.latent.key_rank", got=run.model.latent.key_rank, needed=needed, fix=fix)
+    if run.model.kind != "decoder":
+        needed, fix = "decoder: an operator of two sequences has no rule here", "take moe plan without --search, which prices both halves"
+        raise BadInput("model.kind", got=run.model.kind, needed=needed, fix=fix)
+    if run.model.ahead:
+        needed, fix = "0: an operator that predicts further tokens has no rule here", "take moe plan without --search, which prices them"
+        raise BadInput("model.ahead", got=run.model.ahead, needed=needed, fix=fix)
+    import torch
+
+    from moe.experts.layer import MoELayer
+    from moe.model.transformer import Transformer
+    from moe.nn.attention import Attention
+    from moe.nn.linear import FeedForward, Norm
+
+    with torch.device("meta"):
+        model = Transformer(run.model, run.experts, run.router, vocab_size=run.vocab_size).eval()
+        tokens_BL = torch.empty(sequences, run.model.max_length, dtype=torch.int64)
+    trace = _Trace(run, sequences)
+    trace.embedding()
+    rules: dict[type, Callable[..., None]] = {Norm: trace.norm, Attention: trace.attention, FeedForward: trace.feed_forward}
+    hooks = []
+    for name, module in model.named_modules():
+        if isinstance(module, MoELayer):
+            setattr(module, "forward", lambda x_BLD, context: (x_BLD, None))  # noqa: B010 (on this one alone)
+            hooks.append(module.register_forward_hook(lambda m, *_, name=name: trace.experts(name, m)))
+        elif (rule := rules.get(type(module))) is not None:
+            hooks.append(module.register_forward_hook(lambda m, *_, name=name, rule=rule: rule(name, m)))
+    with torch.no_grad():
+        model(tokens_BL)
+    for hook in hooks:
+        hook.remove()
+    trace.head()
+    graph = Graph(trace.dims, {"tokens": "bl", "targets": "bl"}, trace.parameters, tuple(trace.operators), compute_bytes(run))
+    for name, parameter in model.named_parameters():
+        assert graph.size(graph.parameters[name]) == parameter.numel(), f"{name} is not in the graph as it is in the model"
+    return graph
+
+
+@dataclass
+class _Trace:
+    """Records operators as modules run. `stream`: the residual stream between layers; `x`: the next module's input."""
+
+    run: Run
+    sequences: int
+    dims: dict[str, Dim] = field(default_factory=dict)
+    parameters: dict[str, str] = field(default_factory=dict)
+    operators: list[Operator] = field(default_factory=list)
+    stream: str = ""
+    x: str = ""
+    layer: int = -1
+
+    def __post_init__(self) -> None:
+        m = self.run.model
+        for role, size in (("batch", self.sequences), ("length", m.max_length), ("width", m.d_model)):
+            self.letter(role, size)
+
+    def letter(self, role: str, size: int) -> str:
+        """Return a role's letter; another letter if the role already has another size."""
+        wanted = next((a for a, dim in self.dims.items() if dim == Dim(role, size)), _LETTERS[role])
+        if self.dims.get(wanted, Dim(role, size)) != Dim(role, size):
+            wanted = next(chr(c) for c in range(ord("A"), ord("Z") + 1) if chr(c) not in self.dims)
+        self.dims[wanted] = Dim(role, size)
+        return wanted
+
+    def add(self, name: str, kind: Kind, rule: str, *inputs: str, flops: float | None = None, **more: str) -> str:
+        if kind == "product":
+            flops = 2.0 * math.prod(self.dims[a].size for a in set(rule) - set(",->"))
+        self.operators.append(Operator(name, kind, rule, inputs, flops or 0.0, self.layer, **more))
+        return name
+
+    def product(self, name: str, rule: str, x: str) -> str:
+        """Add a product of `x` with the module's own matrix."""
+        self.parameters[f"{name}.weight"] = rule.partition("->")[0].split(",")[1]
+        return self.add(name, "product", rule, x, f"{name}.weight")
+
+    # --- one function for each kind of module --------------------------------------------------------------------------------
+
+    def embedding(self) -> None:
+        v = self.letter("vocab", self.run.vocab_size)
+        self.parameters["embedding"] = f"{v}d"
+        self.stream = self.x = self.add("embedding.rows", "lookup", f"bl,{v}d->bld", "tokens", "embedding")
+
+    def norm(self, name: str, module: Any) -> None:
+        """Add a norm. A block's first norm begins its layer; the model's last norm ends them. Attention adds norms of q and k."""
+        parts = name.split(".")
+        if parts[-1] in ("q_norm", "k_norm"):
+            return
+        self.layer = int(parts[1]) if len(parts) > 1 else self.run.model.num_layers
+        self.parameters[f"{name}.weight"] = "d"
+        self.x = self.add(name, "norm", "bld,d->bld", self.stream, f"{name}.weight", statistics="d")
+
+    def _join(self, name: str, y: str) -> None:
+        """Add the residual connection around attention, network or experts."""
+        self.stream = self.add(name, "pointwise", "bld,bld->bld", self.stream, y)
+
+    def attention(self, name: str, module: Any) -> None:
+        m = self.run.model
+        groups, length = m.num_kv_heads or m.num_heads, m.max_length
+        k, g, c = self.letter("heads", groups), self.letter("queries", m.num_heads // groups), self.letter("channels", module.head_size)
+        s = self.letter("places", length)
+        q = self.product(f"{name}.q", f"bld,d{k}{g}{c}->bl{k}{g}{c}", self.x)
+        keys, values = (self.product(f"{name}.{part}", f"bld,d{k}{c}->bl{k}{c}", self.x) for part in ("k", "v"))
+        if module.q_bias is not None:
+            q = self._add_bias(f"{name}.q_bias", k + g + c, q)
+            keys, values = (self._add_bias(f"{name}.{part}_bias", k + c, x) for part, x in (("k", keys), ("v", values)))
+        if module.q_norm is not None:
+            q, keys = self._head_norm(f"{name}.q_norm", k + g + c, q), self._head_norm(f"{name}.k_norm", k + c, keys)
+        rule, inputs = f"bl{k}{g}{c},b{s}{k}{c},b{s}{k}{c}", [q, keys, values]
+        if module.bias is not None:
+            self.parameters[f"{name}.bias.weight"] = self.letter("buckets", module.bias.buckets) + k + g
+            rule, inputs = f"{rule},{self.parameters[f'{name}.bias.weight']}", [*inputs, f"{name}.bias.weight"]
+        if module.sinks is not None:
+            self.parameters[f"{name}.sinks.weight"] = k + g
+            rule, inputs = f"{rule},{k}{g}", [*inputs, f"{name}.sinks.weight"]
+        flops = 4.0 * self.sequences * m.num_heads * module.head_size * length * attended(m, layer=self.layer)
+        whole = s + c + (self.letter("buckets", module.bias.buckets) if module.bias is not None else "")
+        core = self.add(f"{name}.core", "attention", f"{rule}->bl{k}{g}{c}", *inputs, flops=flops, whole=whole)
+        out = self.product(f"{name}.out", f"bl{k}{g}{c},{k}{g}{c}d->bld", core)
+        out = out if module.out_bias is None else self._add_bias(f"{name}.out_bias", "d", out)
+        self._join(f"{name}.add", out)
+
+    def _add_bias(self, name: str, dims: str, x: str) -> str:
+        self.parameters[f"{name}.weight"] = dims
+        return self.add(name, "pointwise", f"bl{dims},{dims}->bl{dims}", x, f"{name}.weight")
+
+    def _head_norm(self, name: str, dims: str, x: str) -> str:
+        over = dims if self.run.model.qk_norm == "whole" else dims[-1]
+        self.parameters[f"{name}.weight"] = over
+        return self.add(name, "norm", f"bl{dims},{over}->bl{dims}", x, f"{name}.weight", statistics=over)
+
+    def feed_forward(self, name: str, module: Any) -> None:
+        out = self._network(name, self.letter("hidden", module.w1.weight.shape[0]), self.x, gated=module.w3 is not None)
+        self._join(f"{name}.add", out)
+
+    def _network(self, name: str, f: str, x: str, *, gated: bool) -> str:
+        first = [self.product(f"{name}.{w}", f"bld,d{f}->bl{f}", x) for w in (("w1", "w3") if gated else ("w1",))]
+        act = self.add(f"{name}.act", "pointwise", ",".join([f"bl{f}"] * len(first)) + f"->bl{f}", *first)
+        return self.product(f"{name}.w2", f"bl{f},{f}d->bld", act)
+
+    def experts(self, name: str, module: Any) -> None:
+        count, hidden, length = module.experts.num_experts, module.experts.d_ff, self.run.model.max_length
+        among = module.router.num_experts  # with the choices that cost nothing
+        slots = max(1, math.ceil(rows_of_token(self.run.router, among) * length / among))
+        e, u, m = self.letter("experts", count), self.letter("slots", slots), self.letter("expert_hidden", hidden)
+        r = self.letter("experts", among)
+        read = self.x
+        if module.router.input_norm is not None:
+            self.parameters[f"{name}.router.input_norm.weight"] = "d"
+            read = self.add(f"{name}.router.input_norm", "norm", "bld,d->bld", read, f"{name}.router.input_norm.weight", statistics="d")
+        gates = self.product(f"{name}.router", f"bld,{r}d->bl{r}", read)
+        if module.router.logit_bias is not None:
+            self.parameters[f"{name}.router.logit_bias"] = r
+            gates = self.add(f"{name}.router.affine", "pointwise", f"bl{r},{r}->bl{r}", gates, f"{name}.router.logit_bias")
+        if module.router.noise_weight is not None:
+            self.parameters[f"{name}.router.noise_weight"] = f"{r}d"
+            noise = self.add(f"{name}.router.noise", "product", f"bld,{r}d->bl{r}", read, f"{name}.router.noise_weight")
+            gates = self.add(f"{name}.router.noisy", "pointwise", f"bl{r},bl{r}->bl{r}", gates, noise)
+        if module.router.expert_scale is not None:
+            self.parameters[f"{name}.router.expert_scale"] = r
+            gates = self.add(f"{name}.router.scaled", "pointwise", f"bl{r},{r}->bl{r}", gates, f"{name}.router.expert_scale")
+        rows = self.add(f"{name}.dispatch", "dispatch", f"bld,bl{r}->{e}b{u}d", self.x, gates)
+        first = []
+        for w in ("w1", "w3") if module.experts.w3 is not None else ("w1",):
+            self.parameters[f"{name}.experts.{w}"] = f"{e}d{m}"
+            first.append(self.add(f"{name}.experts.{w}.rows", "product", f"{e}b{u}d,{e}d{m}->{e}b{u}{m}", rows, f"{name}.experts.{w}"))
+            if module.experts.biases:
+                bias = f"{name}.experts.b{w[1]}"
+                self.parameters[bias] = f"{e}{m}"
+                first[-1] = self.add(f"{bias}.rows", "pointwise", f"{e}b{u}{m},{e}{m}->{e}b{u}{m}", first[-1], bias)
+        act = self.add(f"{name}.experts.act", "pointwise", ",".join([f"{e}b{u}{m}"] * len(first)) + f"->{e}b{u}{m}", *first)
+        self.parameters[f"{name}.experts.w2"] = f"{e}{m}d"
+        rows = self.add(f"{name}.experts.w2.rows", "product", f"{e}b{u}{m},{e}{m}d->{e}b{u}d", act, f"{name}.experts.w2")
+        y = self.add(f"{name}.combine", "combine", f"{e}b{u}d,bl{r}->bld", rows, gates)
+        if module.output_bias is not None:
+            self.parameters[f"{name}.output_bias"] = f"{e}d"
+            gates = gates if r == e else self.add(f"{name}.of_experts", "dispatch", f"bl{r}->bl{e}", gates)
+            biases = self.add(f"{name}.biases", "product", f"bl{e},{e}d->bld", gates, f"{name}.output_bias")
+            y = self.add(f"{name}.biased", "pointwise", "bld,bld->bld", y, biases)
+        self._join(f"{name}.add", self._beside(name, module, y))
+
+    def _beside(self, name: str, module: Any, y: str) -> str:
+        """Add the networks that every token passes: residual and shared."""
+        if module.residual is not None:
+            n, parts = self.letter("shared_hidden", module.residual.w1.weight.shape[0]), self.letter("parts", 2)
+            other = self._network(f"{name}.residual", n, self.x, gated=module.residual.w3 is not None)
+            share = self.product(f"{name}.coefficient", f"bld,{parts}d->bl{parts}", self.x)
+            y = self.add(f"{name}.mixed", "pointwise", f"bld,bld,bl{parts}->bld", y, other, share, whole=parts)
+        if module.shared is not None:
+            n = self.letter("shared_hidden", module.shared.w1.weight.shape[0])
+            shared = self._network(f"{name}.shared", n, self.x, gated=module.shared.w3 is not None)
+            if module.shared_gate is not None:
+                self.parameters[f"{name}.shared_gate.weight"] = "d"
+                gate = self.add(f"{name}.shared_gate", "product", "bld,d->bl", self.x, f"{name}.shared_gate.weight")
+                shared = self.add(f"{name}.gated", "pointwise", "bld,bl->bld", shared, gate)
+            y = self.add(f"{name}.beside", "pointwise", "bld,bld->bld", y, shared)
+        return y
+
+    def head(self) -> None:
+        v = self.letter("vocab", self.run.vocab_size)
+        if self.run.model.tied_embeddings:
+            logits = self.add("head", "product", f"bld,{v}d->bl{v}", self.x, "embedding")
+        else:
+            logits = self.product("head", f"bld,{v}d->bl{v}", self.x)
+        self.add("loss", "loss", f"bl{v},bl->bl", logits, "targets", statistics=v)

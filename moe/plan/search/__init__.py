@@ -1,0 +1,1 @@
+"""Automatic searches: Alpa, FlexFlow."""

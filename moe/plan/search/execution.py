@@ -1,0 +1,307 @@
+"""FlexFlow's execution simulator (arXiv 1807.05358, section 5): the tasks of one pass over placed operators, and when each ends.
+
+    each operator cut into parts on devices  ->  tasks: compute forward, backward; fetch what other devices have; sum gradients
+
+A part needs the region of each input that its rule names. What of it lies on other devices is one fetch on its device's port; partial sums
+count as a ring's share, 2/t of each of t parts; a region that several devices have comes from the own one, or evenly from all. A device
+computes one task at a time, and its port serves one at a time, in the order in which tasks become ready (ties: by their keys).
+
+Delta simulation: tasks that became ready before anything changed run as before, so their times are kept, and the rest is simulated again.
+The paper instead times again what follows a change; both give the full simulation's result.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from moe.plan.job.states import model_states
+from moe.plan.operators.links import Machine
+from moe.plan.search.strategies import Settings
+from parallel.annotations.graph import Graph, Operator
+
+Key = tuple[int, int, int]
+FORWARD, BACKWARD, FETCH, RETURN, SUM, MET = range(6)  # kinds of tasks; MET: several parts have ended, no time
+FINE_S_PER_BYTE = 1e-9  # what a byte above a device's memory costs: 1 ms a MB, as in FlexFlow
+
+
+@dataclass(frozen=True)
+class Placed:
+    """How an operator is cut, outermost first, as (factor, parts); factor "": copies that do the same work. Part i runs on device
+    first + i * stride."""
+
+    degrees: tuple[tuple[str, int], ...] = ()
+    first: int = 0
+    stride: int = 1
+
+    @cached_property
+    def parts(self) -> int:
+        return prod(n for _, n in self.degrees)
+
+    def ways(self, letters: str) -> int:
+        """Into how many different pieces a tensor with these letters is cut."""
+        return prod(n for letter, n in self.degrees if letter and letter in letters)
+
+
+Placement = Mapping[str, Placed]
+
+
+class Task(NamedTuple):
+    """On resource `where` (a device, or its port; -1: none) for `seconds`, after other tasks."""
+
+    where: int
+    seconds: float
+    after: tuple[Key, ...]
+
+
+@dataclass
+class Ran:
+    """`order`: (ready, key) as they were taken; the ends of all; and the tasks themselves."""
+
+    tasks: dict[Key, Task]
+    order: list[tuple[float, Key]] = field(default_factory=list)
+    ready: dict[Key, float] = field(default_factory=dict)
+    ends: dict[Key, float] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        return max(self.ends.values(), default=0.0)
+
+
+def run(tasks: dict[Key, Task], before: Ran | None = None) -> Ran:
+    """Times of all tasks; with `before`, the run of others of which most are the same, only what can differ is simulated."""
+    ran = Ran(tasks)
+    since = 0.0 if before is None else _first_change(tasks, before)
+    free: dict[int, float] = {}
+    for ready, key in [] if before is None else before.order:
+        if ready >= since:
+            break
+        ran.order.append((ready, key))
+        ran.ready[key], ran.ends[key] = ready, before.ends[key]  # type: ignore[union-attr]
+        free[tasks[key].where] = ran.ends[key]
+    waits: dict[Key, int] = {}
+    after: dict[Key, list[Key]] = {}
+    heap: list[tuple[float, Key]] = []
+    ready_at: dict[Key, float] = {}
+    for key, task in tasks.items():
+        if key in ran.ends:
+            continue
+        open_ = 0
+        latest = 0.0
+        for other in task.after:
+            if other in ran.ends:
+                latest = max(latest, ran.ends[other])
+            else:
+                open_ += 1
+                after.setdefault(other, []).append(key)
+        waits[key], ready_at[key] = open_, latest
+        if open_ == 0:
+            heap.append((latest, key))
+    heapq.heapify(heap)
+    while heap:
+        ready, key = heapq.heappop(heap)
+        task = tasks[key]
+        end = ready + task.seconds if task.where < 0 else max(ready, free.get(task.where, 0.0)) + task.seconds
+        if task.where >= 0:
+            free[task.where] = end
+        ran.order.append((ready, key))
+        ran.ready[key], ran.ends[key] = ready, end
+        for later in after.get(key, ()):
+            ready_at[later] = max(ready_at[later], end)
+            waits[later] -= 1
+            if not waits[later]:
+                heapq.heappush(heap, (ready_at[later], later))
+    assert len(ran.ends) == len(tasks), "tasks that wait for each other"
+    return ran
+
+
+def _first_change(tasks: dict[Key, Task], before: Ran) -> float:
+    """No task that became, or becomes, ready earlier is another than before."""
+    gone = [before.ready[key] for key in before.tasks.keys() - tasks.keys()]
+    new = {key for key, task in tasks.items() if before.tasks.get(key) != task}
+    old = [before.ready[key] for key in new if key in before.ready]
+    least = [
+        max((before.ends[other] for other in tasks[key].after if other in before.ends and other not in new), default=0.0) for key in new
+    ]
+    return min([*gone, *old, *least], default=before.seconds + 1.0)
+
+
+@dataclass(frozen=True)
+class _Pieces:
+    """One term of a placed operator: of each part the region (as shares of each dim), its device, and who has the same."""
+
+    low: Any  # [parts, dims]
+    high: Any
+    device: Any  # [parts]
+    group: Any  # [parts]: number of the region, among copies of which any will do
+    copies: int
+    partial: int  # over so many parts whole sums are spread
+
+
+class Simulator:
+    """The simulated seconds of placements of one graph on one machine; blocks of tasks are kept for choices seen before."""
+
+    def __init__(self, graph: Graph, machine: Machine, settings: Settings, weight: Mapping[int, float] | None = None):
+        self.graph, self.machine, self.settings = graph, machine, settings
+        self.weight = {op.name: (weight or {}).get(op.layer, 1.0) for op in graph.operators}
+        self.number = {op.name: i for i, op in enumerate(graph.operators)}
+        self._blocks: dict[Any, dict[Key, Task]] = {}
+        self._seen: dict[Any, _Pieces] = {}
+
+    def tasks(self, placement: Placement) -> dict[Key, Task]:
+        """Of one pass forward and backward."""
+        made: dict[Key, Task] = {}
+        for op in self.graph.operators:
+            made |= self._block((op.name, placement[op.name]), self._own, op, placement)
+        for i, edge in enumerate(self.graph.edges):
+            made |= self._block((i, placement[edge.writer], placement[edge.reader]), self._between, i, placement)
+        return made
+
+    def seconds(self, placement: Placement, ran: Ran) -> float:
+        """The run's, and a fine for devices that hold more than their memory."""
+        return ran.seconds + FINE_S_PER_BYTE * self.excess(placement)
+
+    def excess(self, placement: Placement) -> float:
+        """Bytes above the memory of the fullest device."""
+        held = np.zeros(self.machine.devices)
+        for op in self.graph.operators:
+            placed = placement[op.name]
+            one = self.graph.size(op.output) * self.graph.itemsize / placed.ways(op.output)
+            for name, term in zip(op.inputs, op.terms, strict=True):
+                if name in self.graph.parameters:
+                    stage = 1 if "zero1" in self.settings.sharded else 0
+                    ways = placed.ways(term)
+                    states = model_states(
+                        self.graph.size(term) / ways, stage=stage, copies=placed.parts // ways, storage=self.settings.storage
+                    )
+                    one += states.total
+            held[self._devices(placed)] += one * self.weight[op.name]
+        return max(0.0, float(held.max()) - self.machine.memory_bytes)
+
+    def _block(self, key: Any, make: Any, *args: Any) -> dict[Key, Task]:
+        if key not in self._blocks:
+            self._blocks[key] = make(*args)
+        return self._blocks[key]
+
+    def _devices(self, placed: Placed) -> Any:
+        return placed.first + placed.stride * np.arange(placed.parts)
+
+    def _own(self, op: Operator, placement: Placement) -> dict[Key, Task]:
+        """Forward and backward of each part, and the sums of its parameters' gradients."""
+        placed, n, made = placement[op.name], self.number[op.name], {}
+        devices, weight = self._devices(placed), self.weight[op.name]
+        moved = sum(self.graph.size(term) / placed.ways(term) for term in (*op.terms, op.output)) * self.graph.itemsize
+        once = op.flops / placed.ways(op.factors) / self.machine.flops + moved / self.machine.moved + self._statistics(op, placed)
+        edges_in = [(i, e) for i, e in enumerate(self.graph.edges) if e.reader == op.name]
+        edges_out = [(i, e) for i, e in enumerate(self.graph.edges) if e.writer == op.name]
+        for part, device in enumerate(devices.tolist()):
+            made[FORWARD, n, part] = Task(device, once * weight, tuple((FETCH, i, part) for i, _ in edges_in))
+            if self.settings.backward:
+                after = ((FORWARD, n, part), *((RETURN, i, part) for i, _ in edges_out))
+                made[BACKWARD, n, part] = Task(device, 2 * once * weight, after)
+        if self.settings.backward:
+            for place, (name, term) in enumerate(zip(op.inputs, op.terms, strict=True)):
+                if name in self.graph.parameters:
+                    made |= self._sum(op, place, name, term, placed)
+        return made
+
+    def _statistics(self, op: Operator, placed: Placed) -> float:
+        rest = "".join(a for a in op.output if a not in op.statistics)
+        ways = placed.ways(op.statistics)
+        size = self.graph.size(rest) * 4 / placed.ways(rest)
+        return self._all_reduce(size, placed.parts, ways) if ways > 1 else 0.0
+
+    def _all_reduce(self, size_bytes: float, span: int, count: int) -> float:
+        """Over `count` of devices that stand among `span` in a row: within nodes first."""
+        within = min(count, max(1, self.machine.node_size * count // max(span, self.machine.node_size)))
+        inside, between, nodes = self.machine.inside, self.machine.between, max(1, count // within)
+        seconds = inside.alpha_s + 2 * (within - 1) / within * size_bytes * inside.beta_s if within > 1 else 0.0
+        return seconds + (between.alpha_s + 2 * (nodes - 1) / nodes * size_bytes / within * between.beta_s if nodes > 1 else 0.0)
+
+    def _sum(self, op: Operator, place: int, name: str, term: str, placed: Placed) -> dict[Key, Task]:
+        """Of one parameter's gradient, over the parts that have different shares of the same piece of it; a step's share for one pass."""
+        count = prod(n for letter, n in placed.degrees if letter and letter not in term)
+        if count == 1:
+            return {}
+        number, made = self.number[op.name], {}
+        size = self.graph.size(term) * self.settings.gradient_bytes / placed.ways(term)
+        seconds = self._all_reduce(size, placed.parts * placed.stride, count) / self.settings.microbatches * self.weight[op.name]
+        pieces = self._pieces(op.factors, term, placed)
+        for part, device in enumerate(self._devices(placed).tolist()):
+            met = (MET, number * 100 + 50 + place, int(pieces.group[part]) % 10_000)
+            same = np.flatnonzero((pieces.low == pieces.low[part]).all(1) & (pieces.high == pieces.high[part]).all(1))
+            made[met] = Task(-1, 0.0, tuple((BACKWARD, number, int(other)) for other in same))
+            made[SUM, number * 100 + place, part] = Task(self.machine.devices + device, seconds, (met,))
+        return made
+
+    def _pieces(self, factors: str, term: str, placed: Placed) -> _Pieces:
+        """Regions of a tensor with the letters of `term`; other factors make partial results of it."""
+        key = (factors, term, placed)
+        if key in self._seen:
+            return self._seen[key]
+        counts = [n for _, n in placed.degrees] or [1]
+        index = np.unravel_index(np.arange(placed.parts), counts)
+        low, high = np.zeros((placed.parts, len(term))), np.ones((placed.parts, len(term)))
+        partial, part_of = 1, np.zeros(placed.parts, dtype=int)
+        for i, (letter, n) in enumerate(placed.degrees):
+            if letter and letter in term:
+                place = term.index(letter)
+                width = (high[:, place] - low[:, place]) / n
+                low[:, place] = low[:, place] + index[i] * width
+                high[:, place] = low[:, place] + width
+            elif letter:
+                partial, part_of = partial * n, part_of * n + index[i]
+        _, group = np.unique(np.column_stack([np.round(low, 9), part_of]), axis=0, return_inverse=True)
+        copies = prod(n for letter, n in placed.degrees if not letter)
+        made = _Pieces(low, high, self._devices(placed), group.reshape(-1), copies, partial)
+        self._seen[key] = made
+        return made
+
+    def _between(self, i: int, placement: Placement) -> dict[Key, Task]:
+        """What the parts of an edge's reader fetch, and what the writer's get back."""
+        edge = self.graph.edges[i]
+        writer, reader = self.graph.named[edge.writer], self.graph.named[edge.reader]
+        size = self.graph.size(writer.output) * self.graph.itemsize
+        given = self._pieces(writer.factors, writer.output, placement[edge.writer])
+        read = self._pieces(reader.factors, reader.terms[edge.place], placement[edge.reader])
+        made = self._fetches(given, read, size, (FORWARD, self.number[edge.writer]), (FETCH, i), self.weight[edge.reader])
+        if self.settings.backward:
+            made |= self._fetches(read, given, size, (BACKWARD, self.number[edge.reader]), (RETURN, i), self.weight[edge.reader])
+        return made
+
+    def _fetches(
+        self, have: _Pieces, need: _Pieces, size: float, source: tuple[int, int], what: tuple[int, int], weight: float
+    ) -> dict[Key, Task]:
+        # a reader whose result is a part of a sum needs its region whole all the same; [needing parts, having parts]
+        sides = np.minimum(need.high[:, None], have.high[None]) - np.maximum(need.low[:, None], have.low[None])
+        overlap = np.clip(sides, 0.0, 1.0).prod(axis=2)
+        overlap[overlap < 1e-12] = 0.0
+        own = need.device[:, None] == have.device[None]
+        groups = np.eye(int(have.group.max()) + 1)[have.group]
+        mine = (own @ groups)[:, have.group] > 0  # this device has the same region, in this or another part
+        from_there = overlap * size / have.copies * (2.0 / have.partial if have.partial > 1 else 1.0) * ~mine
+        near = need.device[:, None] // self.machine.node_size == have.device[None] // self.machine.node_size
+        inside, between = (from_there * near).sum(1), (from_there * ~near).sum(1)
+        waits = (overlap > 0) & (own | ~mine)
+        made: dict[Key, Task] = {}
+        met: dict[bytes, Key] = {}
+        for part in range(len(need.device)):
+            row = waits[part].tobytes()
+            others = np.flatnonzero(waits[part])
+            if len(others) > 1 and row not in met:
+                met[row] = (MET, what[1] * 2_000 + (what[0] == RETURN) * 1_000 + 1_000_000, part)
+                made[met[row]] = Task(-1, 0.0, tuple((*source, int(other)) for other in others))
+            after = (met[row],) if row in met else tuple((*source, int(other)) for other in others)
+            a, b = float(inside[part]), float(between[part])
+            link_s = (self.machine.inside.alpha_s + a * self.machine.inside.beta_s if a else 0.0) + (
+                self.machine.between.alpha_s + b * self.machine.between.beta_s if b else 0.0
+            )
+            where = self.machine.devices + int(need.device[part]) if link_s else -1
+            made[what[0], what[1], part] = Task(where, link_s * weight, after)
+        return made

@@ -1,0 +1,216 @@
+"""Alpa's intra-operator search (arXiv 2201.12023, section 4): the strategies that cost least together, as an integer linear program.
+
+    minimise    sum_i  s_i . c_i   +   sum_ij  e_ij . R_ij           s_i: one of operator i's strategies; e_ij: of i's output, as j reads it
+    such that   e_ij's rows add up to s_i, its columns to s_j, by state        and at every time what lives fits into memory
+
+Of a layer that the backward pass computes again, the forward third is paid once more, and of its outputs the last alone lives.
+R counts how a tensor travels from the state in which i gives it to that in which j reads it. It is between states instead of strategies
+(several strategies give the same state), so the product variables are few and need not be integers, and the relaxation is tight. HiGHS
+solves it first (scipy.optimize.milp): mostly it has one strategy for each operator, and is the answer. Else the integer program is solved,
+or, above `LARGE` variables, the relaxation rounded: operator by operator the strategy, among those that it gives a share, that costs least
+after those chosen before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import inf
+from typing import Any, Literal
+
+from moe.plan.operators.links import Mesh
+from moe.plan.search.strategies import AGAIN, Cost, Settings, State, Strategy, candidates, change, cost_of, read_together
+from parallel.annotations.graph import Graph
+from parallel.errors import BadInput
+
+LARGE = 60_000  # variables of the program, above which it is relaxed
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """`chosen`: a strategy for each operator of `graph`, which is the given one with `NAME.read` between (strategies.py)."""
+
+    graph: Graph
+    chosen: Mapping[str, Strategy]
+    cost: Cost
+    solved: Literal["exactly", "relaxed and rounded"]
+
+
+def intra_op(
+    graph: Graph,
+    mesh: Mesh,
+    settings: Settings | None = None,
+    *,
+    memory_bytes: float = inf,
+    in_flight: int = 1,
+    fixed: Mapping[str, State] | None = None,
+    same: tuple[tuple[str, str], ...] = (),
+    weight: Mapping[int, float] | None = None,
+    again: Mapping[int, str] | None = None,
+    large: int = LARGE,
+    gap: float = 1e-9,
+) -> Assignment:
+    """The best strategies on `mesh`, whose devices have `memory_bytes` for states and for outputs of `in_flight` micro-batches.
+
+    `fixed`: the state of some operators' outputs; `same`: pairs of operators whose outputs lie alike; `weight`: how often each layer
+    counts; `again`: the layers that are computed again, and the operator whose output each keeps. The integer program may miss the
+    optimum by the share `gap`. Raises BadInput where nothing fits.
+    """
+    settings, joined = settings or Settings(), read_together(graph)
+    options = candidates(joined, mesh, settings)
+    for name, state in (fixed or {}).items():
+        options[name] = tuple(s for s in options[name] if s.gives == state)
+    program = _Program(joined, mesh, settings, options, weight or {}, again or {})
+    program.alike(same)
+    if memory_bytes < inf:
+        program.within(memory_bytes, in_flight)
+    values = program.solve("relaxed")
+    whole = values is not None and program.is_whole(values)
+    if values is not None and not whole and program.size <= large:
+        values, whole = program.solve("integer", gap), True
+    if values is None:
+        least = sum(min(s.state_bytes + s.output_bytes * in_flight * (name in program.kept) for s in one) for name, one in options.items())
+        fix = f"give each device more memory (at least {least / 2**30:.1f} GiB), more devices, or smaller micro-batches"
+        raise BadInput("memory", got=f"{memory_bytes / 2**30:.1f} GiB a device", needed="room for some choice of strategies", fix=fix)
+    chosen = program.read(values) if whole else program.rounded(values)
+    for share in (0.97, 0.94, 0.9, 0.8):  # of the memory, where rounding took more than there is
+        if whole or memory_bytes == inf or program.held(chosen, in_flight) <= memory_bytes:
+            break
+        program.within(memory_bytes * share, in_flight)
+        values = program.solve("relaxed")
+        chosen = chosen if values is None else program.rounded(values)
+    return Assignment(joined, chosen, cost_of(joined, mesh, settings, chosen), "exactly" if whole else "relaxed and rounded")
+
+
+class _Program:
+    """Columns: strategies of each operator, then pairs of states of each edge."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        mesh: Mesh,
+        settings: Settings,
+        options: dict[str, tuple[Strategy, ...]],
+        weight: Mapping[int, float],
+        again: Mapping[int, str],
+    ):
+        self.graph, self.mesh, self.settings, self.options = graph, mesh, settings, options
+        self.weight = {op.name: weight.get(op.layer, 1.0) for op in graph.operators}
+        self.paid = {op.name: self.weight[op.name] * (AGAIN if op.layer in again else 1.0) for op in graph.operators}
+        self.kept = {op.name for op in graph.operators if again.get(op.layer, op.name) == op.name}
+        self.first: dict[str, int] = {}
+        self.costs: list[float] = []
+        self.rows: list[tuple[dict[int, float], float, float]] = []  # columns and their factors, least, most
+        for name, one in options.items():
+            if not one:
+                raise BadInput("operators", got=name, needed="a strategy on this mesh", fix="choose axes that divide its sizes")
+            self.first[name] = len(self.costs)
+            self.costs += [s.seconds * self.paid[name] for s in one]
+            self.rows.append(({self.first[name] + i: 1.0 for i in range(len(one))}, 1.0, 1.0))
+        self.integers = len(self.costs)
+        for edge in graph.edges:
+            self._edge(edge.writer, edge.reader, edge.place)
+
+    @property
+    def size(self) -> int:
+        return len(self.costs)
+
+    def _states(self, name: str, place: int | None) -> dict[State, list[int]]:
+        """The columns of the strategies that give a state, or read their input number `place` in it."""
+        found: dict[State, list[int]] = {}
+        for i, s in enumerate(self.options[name]):
+            found.setdefault(s.gives if place is None else s.reads[place], []).append(self.first[name] + i)
+        return found
+
+    def _edge(self, writer: str, reader: str, place: int) -> None:
+        given, read = self._states(writer, None), self._states(reader, place)
+        size = self.graph.size(self.graph.letters(writer)) * self.graph.itemsize
+        rows: dict[State, dict[int, float]] = {a: dict.fromkeys(columns, -1.0) for a, columns in given.items()}
+        columns: dict[State, dict[int, float]] = {b: dict.fromkeys(columns, -1.0) for b, columns in read.items()}
+        for a in given:
+            for b in read:
+                seconds = change(size, self.mesh, a, b, backward=self.settings.backward)
+                if seconds < inf:
+                    rows[a][len(self.costs)] = columns[b][len(self.costs)] = 1.0
+                    self.costs.append(seconds * self.paid[reader])
+        self.rows += [(row, 0.0, 0.0) for row in (*rows.values(), *columns.values())]
+
+    def alike(self, same: tuple[tuple[str, str], ...]) -> None:
+        for one, other in same:
+            a, b = self._states(one, None), self._states(other, None)
+            for state in a.keys() | b.keys():
+                row = dict.fromkeys(a.get(state, []), 1.0)
+                for column in b.get(state, []):
+                    row[column] = row.get(column, 0.0) - 1.0
+                self.rows.append((row, 0.0, 0.0))
+
+    def within(self, memory_bytes: float, in_flight: int) -> None:
+        """One row for each set of tensors that live at the same time, as shares of the memory."""
+        for alive in live(self.graph, backward=self.settings.backward):
+            row: dict[int, float] = {}
+            for name, one in self.options.items():
+                for i, s in enumerate(one):
+                    outputs = s.output_bytes * in_flight if name in alive & self.kept else 0.0
+                    row[self.first[name] + i] = (s.state_bytes + outputs) * self.weight[name] / memory_bytes
+            self.rows.append((row, 0.0, 1.0))
+
+    def held(self, chosen: Mapping[str, Strategy], in_flight: int) -> float:
+        """Bytes at the fullest time."""
+        states = sum(s.state_bytes * self.weight[name] for name, s in chosen.items())
+        kept = live(self.graph, backward=self.settings.backward)
+        return states + max(sum(chosen[name].output_bytes * self.weight[name] for name in alive & self.kept) for alive in kept) * in_flight
+
+    def solve(self, how: Literal["integer", "relaxed"], gap: float = 1e-9) -> Any:
+        import numpy as np
+        from scipy.optimize import Bounds, LinearConstraint, milp
+        from scipy.sparse import csr_array
+
+        where = [(r, c, v) for r, (row, _, _) in enumerate(self.rows) for c, v in row.items()]
+        r, c, v = (np.array(x) for x in zip(*where, strict=True))
+        matrix = csr_array((v.astype(float), (r, c)), shape=(len(self.rows), self.size))
+        costs = np.array(self.costs)
+        scale = costs[costs > 0].mean() if (costs > 0).any() else 1.0
+        integers = np.zeros(self.size, dtype=int)
+        integers[: self.integers] = how == "integer"
+        limits = LinearConstraint(matrix, np.array([low for _, low, _ in self.rows]), np.array([high for _, _, high in self.rows]))
+        found = milp(costs / scale, constraints=limits, integrality=integers, bounds=Bounds(0, 1), options={"mip_rel_gap": gap})
+        return found.x
+
+    def is_whole(self, values: Any) -> bool:
+        """Whether the relaxation chose one strategy for each operator: then no integer solution is better."""
+        return all(min(abs(v), abs(1 - v)) < 1e-6 for v in values[: self.integers])
+
+    def read(self, values: Any) -> dict[str, Strategy]:
+        return {name: one[max(range(len(one)), key=lambda i: values[self.first[name] + i])] for name, one in self.options.items()}
+
+    def rounded(self, values: Any) -> dict[str, Strategy]:
+        """In the operators' order: among those that the relaxation gives a share, the cheapest after what was chosen before."""
+        chosen: dict[str, Strategy] = {}
+        for op in self.graph.operators:
+            one, first = self.options[op.name], self.first[op.name]
+            likely = max(values[first + i] for i in range(len(one)))
+
+            def paid(s: Strategy, inputs: tuple[str, ...] = op.inputs) -> float:
+                return s.seconds + sum(
+                    change(self.graph.size(self.graph.letters(x)) * self.graph.itemsize, self.mesh, chosen[x].gives, reads, backward=True)
+                    for x, reads in zip(inputs, s.reads, strict=True)
+                    if x in chosen
+                )
+
+            some = [s for i, s in enumerate(one) if values[first + i] > 0.5 * likely]
+            able = [s for s in some if paid(s) < inf] or list(one)
+            chosen[op.name] = min(able, key=paid)
+        return chosen
+
+
+def live(graph: Graph, *, backward: bool) -> list[frozenset[str]]:
+    """The operators whose outputs live at the same time, each time that no other contains.
+
+    With a backward pass all outputs are kept for it, so all live as it begins; without one each lives until its last reader has run.
+    """
+    if backward:
+        return [frozenset(graph.named)]
+    order = {op.name: i for i, op in enumerate(graph.operators)}
+    until = {name: max([order[edge.reader] for edge in graph.readers[name]], default=order[name]) for name in order}
+    sets = [frozenset(name for name in order if order[name] <= now <= until[name]) for now in range(len(order))]
+    return [alive for i, alive in enumerate(sets) if not any(alive < other or (alive == other and i > j) for j, other in enumerate(sets))]

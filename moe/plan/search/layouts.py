@@ -1,0 +1,208 @@
+"""Searches over layouts by names (Mesh-TensorFlow) and over annotations that spread (GSPMD), each ending in a Plan that the trainer runs.
+
+    meshes       rows x columns of all devices; columns within a node
+    mesh_tf      on each mesh the best legal layout (best_layout.py), and the best of LAYOUTS: those that are kinds of the project
+    gspmd        on each mesh the sets of SETS: a few annotated tensors, the others follow (gspmd.py)
+                 \\__ of those that fit and run the one of least seconds, by the program's own costs (partition.py)
+
+A pass is one micro-batch of all replicas; gradients of weights are summed once a step. Neither paper has pipelines, so the plans have no
+stages; Mesh-TensorFlow cuts no states over the batch's axis, annotations do (FSDP).
+
+Sources: Mesh-TensorFlow (arXiv 1811.02084), section 4; GSPMD (arXiv 2105.04663), section 5, for what is annotated in Transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import inf
+
+from moe.plan.job.network import Plan
+from moe.plan.operators import gspmd as spread
+from moe.plan.operators import mesh_tensorflow
+from moe.plan.operators.best_layout import best_layout
+from moe.plan.operators.kinds import BY_TENSOR, plan_of
+from moe.plan.operators.links import Machine
+from moe.plan.search.search import Allowed, Found
+from parallel.annotations.graph import Graph
+from parallel.annotations.partition import Machine as Rates
+from parallel.annotations.partition import Program
+from parallel.annotations.resharding import Sizes
+from parallel.errors import BadInput
+
+EXPERTS = ("", "experts:rows", "experts:columns", "experts:rows, expert_hidden:columns", "experts:columns, expert_hidden:rows")
+SETS = ("batch", "batch and slices", "weights over the batch")  # each beside columns where the mesh has them
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """`rules`: the layout, or what was annotated, as one reads it."""
+
+    mesh: Sizes
+    program: Program
+    rules: Mapping[str, str]
+
+
+def mesh_tf(graph: Graph, machine: Machine, microbatches: int = 1, *, allowed: Allowed = lambda plan: True) -> Found:
+    """The best layout that runs; `free_seconds`: of the best legal one. Raises BadInput where none fits."""
+    free, where = inf, ""
+    for mesh in meshes(machine):
+        rates = _rates(machine, mesh)
+        try:
+            best = best_layout(graph, mesh, rates, most_bytes=machine.memory_bytes)
+        except BadInput:
+            continue  # nothing fits on this mesh
+        seconds = _seconds(mesh_tensorflow.program(graph, mesh, best.layout), rates, microbatches)
+        if seconds < free:
+            free, where = seconds, f"{_said(best.layout)} on {_shape(mesh)}"
+    found = _best(_layouts(graph, machine), graph, machine, microbatches, allowed, "mesh-tf")
+    return _found("mesh-tf", found, min(free, found[1]), where if free < found[1] * (1 - 1e-9) else "")
+
+
+def gspmd(graph: Graph, machine: Machine, microbatches: int = 1, *, allowed: Allowed = lambda plan: True) -> Found:
+    """The set of annotations of least seconds. Raises BadInput where none fits."""
+    found = _best(_annotated(graph, machine), graph, machine, microbatches, allowed, "gspmd")
+    return _found("gspmd", found, found[1], "")
+
+
+def meshes(machine: Machine) -> Iterator[dict[str, int]]:
+    """Rows x columns that make all devices, with columns within a node; an axis of one rank is left out."""
+    for columns in range(1, machine.node_size + 1):
+        if machine.devices % columns == 0 and machine.node_size % columns == 0:
+            yield {name: size for name, size in (("rows", machine.devices // columns), ("columns", columns)) if size > 1}
+
+
+def _rates(machine: Machine, mesh: Sizes) -> Rates:
+    """The links of the mesh's axes; the latency is that of the slower."""
+    links = dict(zip(mesh, machine.mesh(*mesh.values()).links, strict=True))
+    return Rates(
+        machine.flops, {axis: 1 / link.beta_s for axis, link in links.items()}, max((x.alpha_s for x in links.values()), default=0.0)
+    )
+
+
+def _layouts(graph: Graph, machine: Machine) -> Iterator[_Candidate]:
+    """The batch over rows, and heads, hidden units and the vocabulary over columns, with every way to lay experts."""
+    names = {dim.name for dim in mesh_tensorflow.renamed(graph).dims.values()}
+    for mesh in meshes(machine):
+        dense = [f"{name}:columns" for name in BY_TENSOR if name in names and "columns" in mesh]
+        for experts in EXPERTS if "experts" in names else ("",):
+            rules = [*(["batch:rows"] if "rows" in mesh else []), *dense, *filter(None, experts.split(", "))]
+            if any(rule.partition(":")[2] not in mesh for rule in rules):
+                continue
+            try:
+                layout = mesh_tensorflow.layout_of(", ".join(rules), graph, mesh)
+                yield _Candidate(mesh, mesh_tensorflow.program(graph, mesh, layout), layout)
+            except BadInput:
+                continue  # a size that the mesh does not divide
+
+
+def _annotated(graph: Graph, machine: Machine) -> Iterator[_Candidate]:
+    sparse = any(dim.name == "experts" for dim in graph.dims.values())
+    for mesh in meshes(machine):
+        for kind in SETS:
+            if (kind == "batch and slices" and "columns" not in mesh) or (kind == "weights over the batch" and "rows" not in mesh):
+                continue
+            for experts in EXPERTS if sparse else ("",):
+                axes = dict(rule.split(":") for rule in experts.split(", ") if rule)
+                if not set(axes.values()) <= set(mesh):
+                    continue
+                notes = annotated(graph, mesh, kind, axes)
+                try:
+                    said = {"annotated": kind, "tensors": str(len(notes)), **axes}
+                    yield _Candidate(mesh, spread.program(graph, mesh, notes), said)
+                except BadInput:
+                    continue  # a size that the mesh does not divide
+
+
+def annotated(graph: Graph, mesh: Sizes, kind: str, experts: Mapping[str, str]) -> dict[str, str]:
+    """The annotations of one of SETS: of the embedded tokens, of a matrix of each attention and network, of the vocabulary and of experts.
+
+    `batch and slices` says as well that tokens lie in slices between layers; `weights over the batch` that every dense weight is cut.
+    `experts`: the axes of `experts` and `expert_hidden`, where they have one.
+    """
+    rows, columns = "rows" if "rows" in mesh else ".", "columns" if "columns" in mesh else "."
+    stream = [op for op in graph.operators if {graph.dims[x].name for x in op.output} == {"batch", "length", "width"}]
+    between = [op for op in stream if op.kind in ("lookup", "pointwise", "norm")]
+    sliced = kind == "batch and slices"  # then what is not annotated would follow the slices
+    notes = {op.name: _note(graph, op.output, batch=rows) for op in between[:1]}
+    if sliced:
+        notes = {op.name: _note(graph, op.output, batch=rows, length=columns) for op in between}
+    for name, letters in graph.parameters.items():
+        names = [graph.dims[letter].name for letter in letters]
+        if "expert_hidden" in names:
+            axes = {"experts": experts.get("experts", "."), "expert_hidden": experts.get("expert_hidden", ".")}
+            notes[name] = _note(graph, letters, **axes)
+        elif kind == "weights over the batch":
+            first = next((dim for dim in names if dim not in BY_TENSOR), None)
+            notes[name] = _note(graph, letters, **dict.fromkeys(BY_TENSOR, columns), **({first: rows} if first else {}))
+        elif "experts" in names and experts:
+            notes[name] = _note(graph, letters)  # a router is whole, however experts lie
+        elif columns != "." and (sliced or name.endswith((".q.weight", ".w1.weight")) or "vocab" in names) and set(names) & set(BY_TENSOR):
+            notes[name] = ", ".join(columns if dim in BY_TENSOR else "_" for dim in names)
+    if kind == "weights over the batch":
+        notes |= {op.name: _note(graph, op.output, batch=rows) for op in between}
+    return notes
+
+
+def _note(graph: Graph, letters: str, **axes: str) -> str:
+    """A word for each dim: the axis of its name, or whole."""
+    return ", ".join(axes.get(graph.dims[letter].name, ".") for letter in letters)
+
+
+Best = tuple[Plan, float, _Candidate]
+
+
+def _best(
+    candidates: Iterable[_Candidate], graph: Graph, machine: Machine, microbatches: int, allowed: Callable[[Plan], bool], search: str
+) -> Best:
+    """Of the candidates that fit, are one of the project's kinds, and are allowed."""
+    best: Best | None = None
+    least = inf
+    for one in candidates:
+        held = one.program.bytes()
+        least = min(least, held)
+        seconds = _seconds(one.program, _rates(machine, one.mesh), microbatches)
+        if held > machine.memory_bytes or (best is not None and seconds >= best[1]):
+            continue
+        try:
+            plan = plan_of(one.program)
+        except BadInput:
+            continue
+        if allowed(plan):
+            best = plan, seconds, one
+    if best is None:
+        fits = least <= machine.memory_bytes or least == inf  # or there was none, on any mesh
+        got = "no layout that the trainer runs" if fits else f"{least / 2**30:.1f} GiB a device for the smallest layout"
+        more = "" if fits else ", or a larger pipeline.microbatches"
+        needed = (
+            "one whose sizes the mesh divides, and that the recipe's checks accept"
+            if fits
+            else f"at most {machine.memory_bytes / 2**30:.1f} GiB"
+        )
+        raise BadInput(f"--search {search}", got=got, needed=needed, fix=f"--search enumerate, which has stages and ZeRO as well{more}")
+    return best
+
+
+def _seconds(program: Program, rates: Rates, microbatches: int) -> float:
+    """Of a step: the sums of weights' gradients come once, all else with each micro-batch."""
+    weights = program.graph.parameters
+    once = sum(rates.seconds(move.step) for move in program.moves if move.direction == "backward" and move.tensor in weights)
+    return microbatches * (program.seconds(rates) - once) + once
+
+
+def _found(search: str, best: Best, free: float, other: str) -> Found:
+    plan, seconds, one = best
+    said = f"{_said(one.rules)} on {_shape(one.mesh)}"
+    if one.program.conflicts:
+        said += f", {len(one.program.conflicts)} conflicts of what spread"
+    if other:
+        said += f"; the best layout of all, {other}, is not one that the trainer runs here ({free / seconds:.0%} of the time)"
+    return Found(search, plan, seconds, free, dict(one.rules), (), bool(other), said)  # type: ignore[arg-type]
+
+
+def _said(rules: Mapping[str, str]) -> str:
+    return ", ".join(f"{name}:{axis}" for name, axis in rules.items()) or "nothing cut"
+
+
+def _shape(mesh: Sizes) -> str:
+    return " x ".join(f"{size} {axis}" for axis, size in mesh.items()) or "one device"

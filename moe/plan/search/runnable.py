@@ -1,0 +1,236 @@
+"""The layouts that the trainer runs, as strategies of a graph's operators: so that one cost judges what searches find and what can be run.
+
+    mesh of a stage   (edp, rest of dp, sp, tp)       experts lie over the last three: ep = rest of dp * sp * tp, or over none
+
+    1d        products by heads, hidden units, vocabulary over tp; what is between is repeated by every rank of tp
+    sliced    the same, and what is between is cut by length
+    sp        everything by length; keys and values are gathered (as if by ring attention's first form)
+    experts   tokens are cut by sequences over all ranks, experts over those of ep
+
+A graph whose layers repeat is folded: each different layer once, with how often it counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, pairwise, product
+from math import inf, prod
+from typing import Literal
+
+from moe.plan.job.cut import cut
+from moe.plan.job.network import Plan, Recomputed
+from moe.plan.operators.links import Machine, Mesh
+from moe.plan.search.inter_op import total
+from moe.plan.search.strategies import AGAIN, LATER, WHOLE, Settings, Sharded, Strategy, change, read_together, strategy
+from parallel.annotations.graph import Graph, Operator
+from parallel.mesh.mesh import divisors
+
+_CUT_1D = ("vocab", "heads", "hidden")
+SHARDED: dict[str, Sharded] = {"ddp": "none", "zero1": "zero1", "zero2": "zero1", "zero3": "zero3", "fsdp": "zero3"}
+
+
+@dataclass(frozen=True)
+class Folded:
+    """`graph` with one of each different layer; `weight`: how many each stands for; `of`: the layer that stands for each."""
+
+    graph: Graph
+    weight: Mapping[int, float]
+    of: Mapping[int, int]
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """The layers between the ends."""
+        return self.graph.layers[1:-1]
+
+    @cached_property
+    def streams(self) -> tuple[str, ...]:
+        """The operators whose outputs go from layer to layer: they lie alike, or layers could not be put together."""
+        return tuple(_last(self.graph, layer) for layer in self.graph.layers[:-1])
+
+
+def fold(graph: Graph) -> Folded:
+    """Of layers with the same operators the first. Each layer reads of others only what the one before gives last."""
+    ends = (graph.layers[0], graph.layers[-1])
+    signs: dict[tuple[tuple[str, ...], ...], int] = {}
+    of: dict[int, int] = {}
+    for layer in graph.layers:
+        sign = tuple((op.kind, op.rule, str(op.flops)) for op in graph.operators if op.layer == layer)
+        of[layer] = layer if layer in ends else signs.setdefault(sign, layer)
+    kept = sorted(set(of.values()))
+    weight = {layer: float(sum(of[other] == layer for other in graph.layers)) for layer in kept}
+    ops: list[Operator] = []
+    stream = ""
+    for layer in kept:
+        mine = [op for op in graph.operators if op.layer == layer]
+        names = {op.name for op in mine}
+        for op in mine:
+            inputs = tuple(stream if x in graph.named and x not in names else x for x in op.inputs)
+            ops.append(replace(op, inputs=inputs))
+        stream = mine[-1].name
+    read = {x for op in ops for x in op.inputs}
+    parameters = {name: letters for name, letters in graph.parameters.items() if name in read}
+    return Folded(Graph(graph.dims, graph.inputs, parameters, tuple(ops), graph.itemsize), weight, of)
+
+
+def _last(graph: Graph, layer: int) -> str:
+    return [op.name for op in graph.operators if op.layer == layer][-1]
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """One layer on one device of its stage: seconds of a micro-batch, bytes of states, bytes kept of a micro-batch in flight."""
+
+    seconds: float
+    state_bytes: float
+    kept_bytes: float
+
+
+def layer_costs(graph: Graph, mesh: Mesh, settings: Settings, chosen: Mapping[str, Strategy]) -> dict[int, LayerCost]:
+    """Of each layer that is in the folded graph; an edge counts to the layer that reads."""
+    found = {}
+    for layer in graph.layers:
+        mine = [op for op in graph.operators if op.layer == layer]
+        seconds = sum(chosen[op.name].seconds for op in mine)
+        for op in mine:
+            for x, reads in zip(op.inputs, chosen[op.name].reads, strict=True):
+                if x in graph.named:
+                    size = graph.size(graph.letters(x)) * graph.itemsize
+                    seconds += change(size, mesh, chosen[x].gives, reads, backward=settings.backward)
+        states, kept = sum(chosen[op.name].state_bytes for op in mine), sum(chosen[op.name].output_bytes for op in mine)
+        found[layer] = LayerCost(seconds, states, kept)
+    return found
+
+
+def with_recompute(cost: LayerCost, stream_bytes: float) -> LayerCost:
+    """A block computed again in the backward pass: what it was given is all that is kept."""
+    return LayerCost(cost.seconds * AGAIN, cost.state_bytes, min(stream_bytes, cost.kept_bytes))
+
+
+class Runnable:
+    """What plans cost on a machine, all by the strategies of one graph: a micro-batch of all replicas.
+
+    `allowed`: whether the recipe at hand can be trained so, as far as sizes do not tell.
+    """
+
+    def __init__(self, graph: Graph, machine: Machine, settings: Settings, allowed: Callable[[Plan], bool] = lambda plan: True) -> None:
+        self.allowed = allowed
+        self.machine, self.settings, self.folded, self.whole = machine, settings, fold(graph), graph
+        self.joined = read_together(self.folded.graph)
+        self.blocks = [layer for layer in graph.layers if layer not in (graph.layers[0], graph.layers[-1])]
+        self.experts = next((dim.size for dim in graph.dims.values() if dim.name == "experts"), 1)
+        self._costs: dict[tuple[object, ...], dict[int, LayerCost] | None] = {}
+
+    def sizes(self, plan: Plan) -> tuple[int, ...] | None:
+        """Of the mesh of a stage; None where ep is not made of whole axes."""
+        inner = plan.sp * plan.tp
+        if plan.ep == 1 and plan.etp == 1:
+            return (plan.dp, 1, plan.sp, plan.tp)
+        if plan.etp > 1 or plan.ep % inner or plan.dp % (plan.ep // inner):
+            return None
+        return (plan.dp * inner // plan.ep, plan.ep // inner, plan.sp, plan.tp)
+
+    def cuts(self, plan: Plan) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
+        """Of each operator of the folded graph the factor that every axis of the mesh cuts, and where sums are scattered."""
+        return {op.name: self._cut(op, plan) for op in self.joined.operators if op.whole != "read"}
+
+    def _cut(self, op: Operator, plan: Plan) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        dims, letters = self.joined.dims, {self.joined.dims[a].name: a for a in op.factors}
+        sliced = plan.tensor == "sliced"
+        none = ("",) * 4
+        batch, length = letters.get("batch", ""), letters.get("length", "")
+        if ".moe." in op.name and not op.name.endswith(".moe.add"):
+            experts = letters["experts"] if "slots" in letters and op.kind in ("product", "pointwise") and plan.ep > 1 else batch
+            return (batch, experts, experts, experts), none
+        over_sp = length or batch
+        units = next((letters[role] for role in _CUT_1D if role in letters and dims[letters[role]].size % plan.tp == 0), "")
+        over_tp = units or (length if sliced else "")
+        to = length if sliced and units and units in op.summed and op.kind != "loss" else ""
+        return (batch, batch, over_sp, over_tp), ("", "", "", to)
+
+    def chosen(self, plan: Plan) -> dict[str, Strategy] | None:
+        """The plan as strategies; None where a size does not divide."""
+        sizes = self.sizes(plan)
+        if sizes is None or prod(sizes) > self.machine.devices:
+            return None
+        mesh, found, cuts = self.machine.mesh(*sizes), {}, self.cuts(plan)
+        for op in self.joined.operators:
+            if op.whole == "read":
+                continue
+            taken, to = (tuple(a if n > 1 else "" for a, n in zip(letters, sizes, strict=True)) for letters in cuts[op.name])
+            made = strategy(op, self.joined, mesh, self.settings, cut=taken, scatter=to, sharded=SHARDED[plan.engine])
+            if made is None:
+                return None
+            found[op.name] = made
+        for op in self.joined.operators:
+            if op.whole == "read":
+                state = next(found[e.reader].reads[e.place] for e in self.joined.readers[op.name])
+                if any(found[e.reader].reads[e.place] != state for e in self.joined.readers[op.name]):
+                    state = tuple(WHOLE if place == LATER else place for place in state)
+                cut_ = tuple(op.output[place] if place >= 0 else "" for place in state)
+                found[op.name] = Strategy(cut_, ("",) * 4, "none", 0.0, 0.0, 0.0, (state,), state)
+        return found
+
+    def costs(self, plan: Plan) -> dict[int, LayerCost] | None:
+        """Of each different layer."""
+        key = (plan.dp, plan.sp, plan.tp, plan.ep, plan.etp, plan.tensor, plan.engine, plan.recompute)
+        if key not in self._costs:
+            chosen, sizes = self.chosen(plan), self.sizes(plan)
+            found = None
+            if chosen is not None and sizes is not None:
+                found = self.costs_of(self.joined, self.machine.mesh(*sizes), chosen, recompute=plan.recompute)
+            self._costs[key] = found
+        return self._costs[key]
+
+    def costs_of(self, graph: Graph, mesh: Mesh, chosen: Mapping[str, Strategy], *, recompute: Recomputed) -> dict[int, LayerCost]:
+        """Of each different layer with these strategies, of `graph` that `read_together` made of the folded one."""
+        found = layer_costs(graph, mesh, self.settings, chosen)
+        stream = max(chosen[name].output_bytes for name in self.folded.streams)
+        return {i: with_recompute(c, stream) if recompute == "full" and i in self.blocks else c for i, c in found.items()}
+
+    def stages(self, plan: Plan, costs: Mapping[int, LayerCost]) -> tuple[int, ...]:
+        """Layers of each stage: the plan's, or cut by seconds."""
+        if plan.stage_layers is not None:
+            return plan.stage_layers
+        each = [costs[self.folded.of[layer]].seconds for layer in self.blocks]
+        each[0] += costs[self.whole.layers[0]].seconds
+        each[-1] += costs[self.whole.layers[-1]].seconds
+        return cut(each, plan.pp)
+
+    def seconds(self, plan: Plan) -> float:
+        """Of a step of the plan; inf where it does not fit, or cannot be run."""
+        costs = self.costs(plan)
+        if costs is None or plan.pp > len(self.blocks):
+            return inf
+        times = []
+        places = list(pairwise([0, *accumulate(self.stages(plan, costs))]))
+        for i, (first, end) in enumerate(places):
+            held = [costs[self.folded.of[layer]] for layer in self.blocks[first:end]]
+            held += [costs[self.whole.layers[0]]] if i == 0 else []
+            held += [costs[self.whole.layers[-1]]] if i == len(places) - 1 else []
+            in_flight = min(len(places) - i, plan.microbatches)
+            if sum(c.state_bytes + c.kept_bytes * in_flight for c in held) > self.machine.memory_bytes:
+                return inf
+            times.append(sum(c.seconds for c in held))
+        return total(times, plan.microbatches)
+
+    def plans(self, pp: int, stage_layers: tuple[int, ...] | None = None) -> Iterator[Plan]:
+        """Those of so many stages that use all devices, with the sequences of the graph; whether they are `allowed` is not asked here."""
+        ranks, sequences = self.machine.devices // pp, self.whole.dims["b"].size
+        for tp, sp, ep in self._degrees(ranks) if ranks * pp == self.machine.devices else ():
+            dp = ranks // (tp * sp)
+            tensors: tuple[Literal["1d", "sliced"], ...] = ("1d", "sliced") if tp > 1 and sp == 1 else ("1d",)
+            engines: tuple[Literal["ddp", "zero1", "fsdp"], ...] = ("ddp", "zero1", "fsdp") if pp == 1 else ("ddp", "zero1")
+            again: tuple[Literal["none", "full"], ...] = ("none", "full")
+            for engine, tensor, recompute in product(engines, tensors, again):
+                plan = Plan(dp=dp, tp=tp, sp=sp, pp=pp, ep=ep, engine=engine, tensor=tensor, recompute=recompute, stage_layers=stage_layers)
+                plan = replace(plan, microbatch=sequences // dp, microbatches=self.settings.microbatches)
+                yield replace(plan, compute_bytes=self.whole.itemsize, storage=self.settings.storage)
+
+    def _degrees(self, ranks: int) -> Iterator[tuple[int, int, int]]:
+        """tp, sp and ep that share out so many ranks with a dp that divides the sequences."""
+        for tp, sp in product(divisors(ranks), repeat=2):
+            if ranks % (tp * sp) == 0 and self.whole.dims["b"].size % (ranks // (tp * sp)) == 0 and (sp == 1 or self.experts == 1):
+                yield from ((tp, sp, ep) for ep in divisors(math.gcd(ranks, self.experts)))

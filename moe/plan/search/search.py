@@ -1,0 +1,240 @@
+"""Searches over a whole graph, each ending in a Plan that the trainer runs.
+
+    alpa        for each submesh and logical shape strategies by intra_op.py; stages over them by inter_op.py
+    flexflow    placements of every operator by mcmc.py, without stages
+                \\__ then the nearest plan that runs: of all of them the one of least time by the same search's cost
+
+`seconds` of a Found are of its plan, by the strategies' cost for all searches alike, so that they can be compared; `free_seconds` are of
+what was found before it had to be a plan, by the search's own cost. Layers that are alike are searched once (Folded): they are
+cut alike, and what goes from layer to layer lies alike everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import astuple, dataclass, replace
+from itertools import accumulate, pairwise
+from math import inf
+from operator import itemgetter
+from typing import Any, Literal
+
+from moe.plan.job.network import Plan, Recomputed
+from moe.plan.operators.links import Machine
+from moe.plan.search.inter_op import Stage, inter_op
+from moe.plan.search.intra_op import intra_op
+from moe.plan.search.runnable import LayerCost, Runnable
+from moe.plan.search.strategies import Settings, Strategy
+from parallel.annotations.graph import Graph
+from parallel.errors import BadInput
+
+
+@dataclass(frozen=True)
+class Found:
+    """`assignment`: of each operator of the different layers the factors that are cut, from the farthest ranks to the nearest, as `b8 f4`.
+
+    `nearest`: whether the plan is the optimum itself, or stands in for it; `said`: the same in words, with what it costs.
+    """
+
+    search: Literal["alpa", "flexflow", "mesh-tf", "gspmd"]
+    plan: Plan
+    seconds: float
+    free_seconds: float
+    assignment: Mapping[str, str]
+    stages: tuple[Stage, ...]
+    nearest: bool
+    said: str
+
+
+@dataclass(frozen=True)
+class _Solution:
+    """Of one submesh: its layers' costs as sums from the first block on, and what was assigned."""
+
+    sums: tuple[tuple[float, ...], ...]  # seconds, state_bytes, kept_bytes; each [blocks + 1]
+    assignment: Mapping[str, str]
+
+
+_Layers = tuple[Mapping[int, LayerCost], Mapping[str, Strategy], tuple[int, ...]]  # of one submesh: costs, strategies, its axes
+Allowed = Callable[[Plan], bool]
+RECOMPUTED: tuple[Recomputed, ...] = ("none", "full")
+GAP = 1e-3  # of seconds: what is nearer together than that counts as equally fast
+
+
+def _all(plan: Plan) -> bool:
+    return True
+
+
+def alpa(graph: Graph, machine: Machine, settings: Settings | None = None, *, allowed: Allowed = _all) -> Found:
+    """Stages and strategies of least time; `allowed`: which plans the recipe can be trained by.
+
+    Raises BadInput where nothing fits into the devices' memory.
+    """
+    settings = settings or Settings()
+    runnable = Runnable(graph, machine, settings, allowed)
+    whole = tuple(2**i * machine.node_size for i in range(machine.nodes.bit_length()))
+    submeshes = tuple(n for n in machine.submeshes() if n <= machine.node_size or n in (*whole, machine.devices))
+    solutions = {n: some for n in submeshes if (some := _solutions(runnable, n))}
+    tables: dict[tuple[int, int], tuple[Any, Any]] = {}  # of devices and micro-batches in flight
+
+    def table(devices: int, later: int) -> tuple[Any, Any]:
+        key = (devices, min(later + 1, settings.microbatches))
+        if key not in tables:
+            tables[key] = _fastest(solutions[devices], key[1], machine.memory_bytes)
+        return tables[key]
+
+    def time(first: int, end: int, devices: int, later: int) -> float:
+        return float(table(devices, later)[0][first, end])
+
+    blocks = len(runnable.blocks)
+    found = inter_op(time, layers=blocks, devices=machine.devices, submeshes=tuple(solutions), microbatches=settings.microbatches, gap=GAP)
+    stages, first = found.stages, found.stages[0]
+    assignment = solutions[first.devices][table(first.devices, len(stages) - 1)[1][first.first, first.end]].assignment
+    equal = len({stage.devices for stage in stages}) == 1
+    plan = _nearest(runnable, tuple(stage.end - stage.first for stage in stages) if equal else None)
+    seconds = runnable.seconds(plan)
+    own = seconds <= found.seconds * (1 + 1e-6)
+    return Found("alpa", plan, seconds, min(found.seconds, seconds), assignment, stages, not own, _said(own, seconds, found.seconds))
+
+
+def _fastest(solutions: list[_Solution], in_flight: int, memory_bytes: float) -> tuple[Any, Any]:
+    """[first, end]: the least seconds of those that fit, and whose they are."""
+    import numpy as np
+
+    sums = np.array([one.sums for one in solutions]).transpose(1, 0, 2)
+    seconds, states, kept = sums[:, :, None, :] - sums[:, :, :, None]
+    times = np.where(states + kept * in_flight <= memory_bytes, seconds, inf)
+    return times.min(axis=0), times.argmin(axis=0)
+
+
+def _solutions(runnable: Runnable, devices: int) -> list[_Solution]:
+    """The best strategies without a limit, and those that fit where stages are equal, each without and with recomputation; what fits only
+    with it is searched with it. And what plans have on so many devices: so what is found is never slower than such a plan."""
+    machine, folded = runnable.machine, runnable.folded
+    share, flight = devices / machine.devices, min(runnable.settings.microbatches, max(1, machine.devices // devices))
+    weight = {layer: n * share for layer, n in folded.weight.items()}
+    alike, again = tuple(pairwise(folded.streams)), dict(zip(folded.blocks, folded.streams[1:], strict=True))
+    found: list[_Layers] = []
+
+    def solved(shape: tuple[int, int], limit: float, same: tuple[tuple[str, str], ...], again: Mapping[int, str]) -> list[bool]:
+        """Whether it fits without and with recomputation; none where there is nothing."""
+        mesh = machine.mesh(*shape)
+        how: dict[str, Any] = {"memory_bytes": limit, "in_flight": flight, "same": same, "weight": weight, "again": again}
+        how |= {"large": 0} if again else {}  # little room makes integer programs slow, and the layouts of plans are exact
+        try:
+            got = intra_op(folded.graph, mesh, runnable.settings, gap=GAP, **how)
+        except BadInput:
+            return []
+        each = [runnable.costs_of(got.graph, mesh, got.chosen, recompute=recompute) for recompute in RECOMPUTED]
+        found.extend((costs, got.chosen, shape) for costs in each)
+        held = [sum(weight[i] * (c.state_bytes + c.kept_bytes * flight) for i, c in costs.items()) for costs in each]
+        return [size <= machine.memory_bytes for size in held]
+
+    for shape in _shapes(devices, machine.node_size):
+        same = alike if max(folded.weight.values()) > 1 else ()
+        fits = solved(shape, inf, same, {})
+        if fits and not fits[0] and not solved(shape, machine.memory_bytes, same, {}) and not fits[1]:
+            solved(shape, machine.memory_bytes, alike, again)
+    for plan in runnable.plans(machine.devices // devices) if machine.devices % devices == 0 else ():
+        of, chosen, sizes = runnable.costs(plan), runnable.chosen(plan), runnable.sizes(plan)
+        if of is not None and chosen is not None and sizes is not None:
+            found.append((of, chosen, sizes))
+    return [_Solution(_sums(runnable, costs), _texts(chosen, sizes)) for costs, chosen, sizes in _unbeaten(found)]
+
+
+def _unbeaten(found: list[_Layers]) -> list[_Layers]:
+    """Without those that no layer gains by: another takes as little of seconds and of both kinds of bytes in each."""
+    kept: dict[tuple[float, ...], _Layers] = {}
+    numbers = ((tuple(x for c in one[0].values() for x in astuple(c)), one) for one in found)
+    for mine, one in sorted(numbers, key=lambda some: some[0]):
+        if not any(all(a <= b for a, b in zip(other, mine, strict=True)) for other in kept):
+            kept[mine] = one
+    return list(kept.values())
+
+
+def _texts(chosen: Mapping[str, Strategy], sizes: tuple[int, ...]) -> dict[str, str]:
+    return {name: " ".join(f"{a}{n}" for a, n in zip(s.cut, sizes, strict=True) if a and n > 1) or "-" for name, s in chosen.items()}
+
+
+def _shapes(devices: int, node_size: int) -> list[tuple[int, int]]:
+    """Logical grids (far, near) of a submesh: near ranks within a node, or all ranks along one axis."""
+    near = [n for n in range(1, devices + 1) if devices % n == 0 and n <= node_size and n & (n - 1) == 0]
+    return [(devices // n, n) for n in near if n > 1 or devices == 1] or [(1, devices)]
+
+
+def _sums(runnable: Runnable, costs: Mapping[int, LayerCost]) -> tuple[tuple[float, ...], ...]:
+    """The ends belong to the first and the last block."""
+    blocks, (first, *_, last) = runnable.blocks, runnable.whole.layers
+    rows = []
+    for part in ("seconds", "state_bytes", "kept_bytes"):
+        each = [getattr(costs[runnable.folded.of[layer]], part) for layer in blocks]
+        each[0] += getattr(costs[first], part)
+        each[-1] += getattr(costs[last], part)
+        rows.append((0.0, *accumulate(each)))
+    return tuple(rows)
+
+
+def _nearest(runnable: Runnable, layers: tuple[int, ...] | None) -> Plan:
+    """The fastest plan that is allowed; with as many stages as `layers`, also with these."""
+    numbers = [n for n in range(1, len(runnable.blocks) + 1) if runnable.machine.devices % n == 0]
+    given = list(runnable.plans(len(layers), layers)) if layers is not None and len(layers) in numbers else []
+    plans = [(runnable.seconds(plan), plan) for plan in (*given, *(plan for n in numbers for plan in runnable.plans(n)))]
+    for seconds, plan in sorted(plans, key=itemgetter(0)):
+        costs = runnable.costs(plan)
+        if seconds < inf and costs is not None:
+            made = replace(plan, stage_layers=runnable.stages(plan, costs) if plan.pp > 1 else None)
+            if runnable.allowed(made):
+                return made
+    fix = "--search enumerate, which has more kinds; or another pipeline.microbatches, or more devices"
+    raise BadInput("--search", got="no plan of its kinds that runs and fits", needed="one", fix=fix)
+
+
+def _said(own: bool, seconds: float, free_seconds: float) -> str:
+    if own:
+        return "the optimum itself is a plan that runs"
+    return f"the nearest plan that runs: {seconds / free_seconds - 1:+.1%} by the same cost"
+
+
+def flexflow(
+    graph: Graph,
+    machine: Machine,
+    settings: Settings | None = None,
+    *,
+    allowed: Allowed = _all,
+    budget: int = 2000,
+    seconds: float = 20.0,
+    seed: int = 0,
+) -> Found:
+    """The best placement of a random walk over cuts that use all devices, without stages; its micro-batches one after another."""
+    from moe.plan.search.execution import Placed, Simulator, run
+    from moe.plan.search.mcmc import legal, mcmc
+
+    settings = settings or Settings()
+    runnable = Runnable(graph, machine, settings, allowed)
+    folded = runnable.folded
+    simulator = Simulator(folded.graph, machine, settings, folded.weight)
+    options = {op.name: legal(op, folded.graph, machine.devices, spread="all") for op in folded.graph.operators}
+    walk = mcmc(simulator, options=options, budget=budget, seconds=seconds, seed=seed)
+    times: dict[tuple[tuple[str, Placed], ...], float] = {}
+
+    def simulated(plan: Plan) -> float:
+        sizes = runnable.sizes(plan)
+        if sizes is None or runnable.chosen(plan) is None:
+            return inf
+        cuts = runnable.cuts(plan)
+        placed = {name: Placed(tuple((a, n) for a, n in zip(cut, sizes, strict=True) if n > 1)) for name, (cut, _) in cuts.items()}
+        key = tuple(placed.items())
+        if key not in times:
+            times[key] = simulator.seconds(placed, run(simulator.tasks(placed)))
+        return times[key]
+
+    plans = [plan for plan in runnable.plans(1) if runnable.seconds(plan) < inf and runnable.allowed(plan)]
+    if plans:
+        plan = min(plans, key=lambda plan: (simulated(plan), runnable.seconds(plan)))
+        near = simulated(plan)
+    else:  # nothing fits without stages, which the walk does not know
+        plan = _nearest(runnable, None)
+        near = inf
+    free = walk.seconds * settings.microbatches
+    texts = {name: " ".join(f"{a or 'copies'}{n}" for a, n in placed.degrees) or "-" for name, placed in walk.placement.items()}
+    own = near <= walk.seconds * (1 + 1e-9)
+    said = _said(own, near, walk.seconds) if near < inf else f"no plan without stages fits: one of {plan.pp} stages"
+    return Found("flexflow", plan, runnable.seconds(plan), free, texts, (), not own, said)

@@ -1,0 +1,256 @@
+"""How one operator can be cut over a mesh of devices, and what that costs: the candidates that searches choose from.
+
+    a strategy     for each axis of the mesh the factor that it cuts, or none: every rank of the axis does the same work
+    a state        how a tensor lies: for each axis the place of the cut dim, WHOLE, or LATER (whole, its gradient still in parts)
+
+    w2 "blf,fd->bld" cut by (b, f): reads x in state (0, 2) and its matrix in (-, 0), has partial sums over the second axis:
+    an all-reduce, and gives (0, WHOLE); or a reduce-scatter over l, and gives (0, 1): sequence parallelism
+
+Costs are of one micro-batch, forward and backward. Of a factor that an input does not have each rank holds a part of that input's gradient:
+a parameter's is summed once a step, an activation's where it lies next (`change`). Strategies are Alpa's (arXiv 2201.12023, section 4.2),
+found from the rule instead of listed by hand, and with reduce-scatters and sharded states among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product
+from math import inf, prod
+from typing import Literal
+
+from moe.plan.job.states import MIXED_FP32_GRADIENTS, Storage, model_states
+from moe.plan.operators.links import Mesh
+from parallel.annotations.graph import Graph, Operator
+
+WHOLE, LATER = -1, -2
+AGAIN = 4 / 3  # of a layer's seconds, where the backward pass computes it again: its forward is a third of all
+State = tuple[int, ...]
+Sharded = Literal["none", "zero1", "zero3"]
+_ZERO: dict[Sharded, int] = {"none": 0, "zero1": 1, "zero3": 3}
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """`cut`: a factor for each axis, "" for none. `scatter`: where partial sums over an axis are scattered; "": all-reduced.
+
+    `sharded`: whether the states of its parameters are shared out over the ranks that hold copies. `seconds` and bytes: of this choice
+    on the mesh; `reads`: the state in which each input is read, `gives`: that of the output.
+    """
+
+    cut: tuple[str, ...]
+    scatter: tuple[str, ...]
+    sharded: Sharded
+    seconds: float
+    state_bytes: float
+    output_bytes: float
+    reads: tuple[State, ...]
+    gives: State
+
+
+@dataclass(frozen=True)
+class Settings:
+    """`microbatches` of a step, over which a gradient's sum is shared out; `backward`: whether there is a backward pass at all.
+
+    `sharded`: which ways to hold states may be chosen. `gradient_bytes`: of a gradient's element when it is sent.
+    """
+
+    microbatches: int = 1
+    backward: bool = True
+    storage: Storage = MIXED_FP32_GRADIENTS
+    gradient_bytes: int = 2
+    sharded: tuple[Sharded, ...] = ("none",)
+
+
+def strategies(op: Operator, graph: Graph, mesh: Mesh, settings: Settings) -> tuple[Strategy, ...]:
+    """All that are not beaten by another with the same states in time and in bytes."""
+    found: dict[tuple[tuple[State, ...], State], list[Strategy]] = {}
+    free = ["", *(letter for letter in op.factors if letter not in op.whole)]
+    for cut in product(free, repeat=len(mesh.sizes)):
+        if not all(size > 1 or letter == "" for letter, size in zip(cut, mesh.sizes, strict=True)) or not divides(graph, mesh, cut):
+            continue
+        for scatter in product(*(_scatters(op, letter) for letter in cut)):
+            for sharded in settings.sharded:
+                made = strategy(op, graph, mesh, settings, cut=cut, scatter=scatter, sharded=sharded)
+                if made is not None:
+                    found.setdefault((made.reads, made.gives), []).append(made)
+    return tuple(s for group in found.values() for s in _unbeaten(group))
+
+
+def divides(graph: Graph, mesh: Mesh, cut: Sequence[str]) -> bool:
+    """Whether every factor's size is a multiple of the ranks that it is cut over."""
+    return all(graph.dims[a].size % prod(n for b, n in zip(cut, mesh.sizes, strict=True) if a == b) == 0 for a in set(cut) if a)
+
+
+def _scatters(op: Operator, letter: str) -> tuple[str, ...]:
+    partial = letter in op.summed and letter not in op.statistics
+    return ("", *op.output) if letter and partial else ("",)
+
+
+def _unbeaten(group: list[Strategy]) -> list[Strategy]:
+    kept: list[Strategy] = []
+    for s in sorted(group, key=lambda s: (s.seconds, s.state_bytes)):
+        if not kept or s.state_bytes < kept[-1].state_bytes:
+            kept.append(s)
+    return kept
+
+
+def strategy(
+    op: Operator,
+    graph: Graph,
+    mesh: Mesh,
+    settings: Settings,
+    *,
+    cut: tuple[str, ...],
+    scatter: tuple[str, ...] | None = None,
+    sharded: Sharded = "none",
+) -> Strategy | None:
+    """This one with its costs; None where a size does not divide."""
+    scatter = scatter or ("",) * len(cut)
+    gives = tuple(_place(op.output, letter if letter in op.output else to) for letter, to in zip(cut, scatter, strict=True))
+    reads = tuple(
+        tuple(_place(term, a) if not a or a in term else (LATER if settings.backward else WHOLE) for a in cut) for term in op.terms
+    )
+    last = [letter if letter in op.output else to for letter, to in zip(cut, scatter, strict=True)]
+    if not divides(graph, mesh, cut) or not divides(graph, mesh, last):
+        return None
+    seconds = _work(op, graph, mesh, settings, cut) + _sums(op, graph, mesh, settings, cut, scatter)
+    state_bytes = 0.0
+    for name, term in zip(op.inputs, op.terms, strict=True):
+        if name in graph.parameters:
+            sent, held = _parameter(graph.size(term), term, mesh, settings, cut, sharded)
+            seconds, state_bytes = seconds + sent, state_bytes + held
+    output = graph.size(op.output) * graph.itemsize / _ways(op.output, last, mesh)
+    return Strategy(cut, scatter, sharded, seconds, state_bytes, output, reads, gives)
+
+
+def _place(term: str, letter: str) -> int:
+    return term.index(letter) if letter and letter in term else WHOLE
+
+
+def _ways(term: str, cut: Sequence[str], mesh: Mesh) -> int:
+    return prod(n for letter, n in zip(cut, mesh.sizes, strict=True) if letter and letter in term)
+
+
+def _work(op: Operator, graph: Graph, mesh: Mesh, settings: Settings, cut: Sequence[str]) -> float:
+    """Backward twice as much as forward; what is read and written beside products is their tensors once."""
+    moved = sum(graph.size(term) / _ways(term, cut, mesh) for term in (*op.terms, op.output)) * graph.itemsize
+    return mesh.work(op.flops / _ways(op.factors, cut, mesh), moved) * (3 if settings.backward else 1)
+
+
+def _sums(op: Operator, graph: Graph, mesh: Mesh, settings: Settings, cut: Sequence[str], scatter: Sequence[str]) -> float:
+    """Of partial results, axis by axis; the gradient of what was scattered is gathered."""
+    held, seconds = graph.size(op.output) * graph.itemsize / _ways(op.output, cut, mesh), 0.0
+    for axis, (letter, to) in enumerate(zip(cut, scatter, strict=True)):
+        if not letter:
+            continue
+        if letter in op.statistics:  # fp32, there and back
+            rest = "".join(a for a in op.output if a not in op.statistics)
+            once = mesh.all_reduce(graph.size(rest) * 4 / _ways(rest, cut, mesh), axis)
+            seconds += once * (2 if settings.backward else 1)
+        elif letter in op.summed and to:
+            seconds += mesh.reduce_scatter(held, axis) + (mesh.all_gather(held, axis) if settings.backward else 0.0)
+            held /= mesh.sizes[axis]
+        elif letter in op.summed:
+            seconds += mesh.all_reduce(held, axis)
+    return seconds
+
+
+def _parameter(size: float, term: str, mesh: Mesh, settings: Settings, cut: Sequence[str], sharded: Sharded) -> tuple[float, float]:
+    """Seconds of its gradient's sum, as one micro-batch's share (and of gathering it), and bytes of its states."""
+    mine = size / _ways(term, cut, mesh)
+    copies = [axis for axis, letter in enumerate(cut) if mesh.sizes[axis] > 1 and (not letter or letter not in term)]
+    summed = [axis for axis in copies if cut[axis]]  # others did the same work, and have the whole gradient
+    held = model_states(mine, stage=_ZERO[sharded], copies=prod(mesh.sizes[a] for a in copies), storage=settings.storage).total
+    seconds, sent = 0.0, mine * settings.gradient_bytes
+    for axis in reversed(copies) if settings.backward else ():  # the nearest first: what goes further is smaller by then
+        if sharded == "none" and (axis not in summed or axis == summed[0]):
+            seconds += mesh.all_reduce(sent, axis) / settings.microbatches if axis in summed else 0.0
+            continue
+        gathers = 2.0 if sharded == "zero3" else 1 / settings.microbatches
+        scattered = mesh.reduce_scatter(sent, axis) / settings.microbatches if axis in summed else 0.0
+        seconds += scattered + gathers * mesh.all_gather(sent, axis)
+        sent /= mesh.sizes[axis]
+    return seconds, held
+
+
+def change(size_bytes: float, mesh: Mesh, gives: State, reads: State, *, backward: bool = True) -> float:
+    """Seconds to bring a tensor of so many bytes in all from one state into another, and its gradient back; inf where that cannot be.
+
+    For each axis, forward and backward: WHOLE to cut: nothing, all-gather; cut to WHOLE: all-gather, nothing; cut to LATER: all-gather,
+    reduce-scatter; WHOLE to LATER: nothing, all-reduce; one dim to another: all-to-all each way.
+    """
+    return _change(size_bytes, mesh, gives, reads, backward)
+
+
+@lru_cache(maxsize=1 << 18)
+def _change(size_bytes: float, mesh: Mesh, gives: State, reads: State, backward: bool) -> float:
+    seconds, now = 0.0, list(gives)
+    for axis, (a, b) in enumerate(zip(gives, reads, strict=True)):
+        others = prod(n for i, n in enumerate(mesh.sizes) if i != axis and now[i] >= 0)
+        whole, now[axis] = size_bytes / others, b
+        if a == b:
+            continue
+        if a == LATER:
+            return inf
+        if a == WHOLE and b == LATER:
+            seconds += mesh.all_reduce(whole, axis)
+        elif a == WHOLE:
+            seconds += mesh.all_gather(whole, axis) if backward else 0.0
+        elif b >= 0:
+            seconds += mesh.all_to_all(whole / mesh.sizes[axis], axis) * (2 if backward else 1)
+        else:
+            seconds += mesh.all_gather(whole, axis) + (mesh.reduce_scatter(whole, axis) if b == LATER else 0.0)
+    return seconds
+
+
+def read_together(graph: Graph) -> Graph:
+    """With an operator `NAME.read` between a value and the several products that read it: what they need travels once, and once back."""
+    made: list[Operator] = []
+    for op in graph.operators:
+        made.append(op)
+        readers = {edge.reader for edge in graph.readers[op.name] if graph.named[edge.reader].kind in ("product", "dispatch")}
+        if len(readers) > 1:
+            made.append(Operator(f"{op.name}.read", "pointwise", f"{op.output}->{op.output}", (op.name,), layer=op.layer, whole="read"))
+    added = {op.inputs[0] for op in made if op.whole == "read"}
+    together = [
+        replace(op, inputs=tuple(f"{x}.read" if x in added else x for x in op.inputs)) if op.kind in ("product", "dispatch") else op
+        for op in made
+    ]
+    return Graph(graph.dims, graph.inputs, graph.parameters, tuple(together), graph.itemsize)
+
+
+def reading(op: Operator, graph: Graph, mesh: Mesh, settings: Settings) -> tuple[Strategy, ...]:
+    """The strategies of an operator of `read_together`: every state, LATER among them, and no cost of their own."""
+    found = []
+    ways = [WHOLE, LATER] if settings.backward else [WHOLE]
+    for state in product([*ways, *range(len(op.output))], repeat=len(mesh.sizes)):
+        cut = tuple(op.output[place] if place >= 0 else "" for place in state)
+        if divides(graph, mesh, cut) and all(n > 1 or place == WHOLE for place, n in zip(state, mesh.sizes, strict=True)):
+            found.append(Strategy(cut, ("",) * len(cut), "none", 0.0, 0.0, 0.0, (state,), state))
+    return tuple(found)
+
+
+def candidates(graph: Graph, mesh: Mesh, settings: Settings) -> dict[str, tuple[Strategy, ...]]:
+    """The strategies of every operator of a graph that `read_together` made."""
+    return {op.name: (reading if op.whole == "read" else strategies)(op, graph, mesh, settings) for op in graph.operators}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of one micro-batch; bytes of states, and of outputs kept for the backward pass."""
+
+    seconds: float
+    state_bytes: float
+    output_bytes: float
+
+
+def cost_of(graph: Graph, mesh: Mesh, settings: Settings, chosen: Mapping[str, Strategy]) -> Cost:
+    """Of a strategy for each operator; seconds are inf where two do not fit together."""
+    seconds = sum(s.seconds for s in chosen.values())
+    for edge in graph.edges:
+        gives, reads = chosen[edge.writer].gives, chosen[edge.reader].reads[edge.place]
+        size = graph.size(graph.letters(edge.writer)) * graph.itemsize
+        seconds += change(size, mesh, gives, reads, backward=settings.backward)
+    return Cost(seconds, sum(s.state_bytes for s in chosen.values()), sum(s.output_bytes for s in chosen.values()))

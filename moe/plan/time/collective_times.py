@@ -1,0 +1,150 @@
+"""Seconds of one collective on a cluster, by the group of ranks that takes part and the groups that use the same links meanwhile.
+
+    Group(inside, nodes, sharing)   so many ranks on each of so many nodes; `sharing` groups of a node use its network at once
+    ring        all-gather, reduce-scatter: (n-1)/n S / B + steps;    all-reduce: twice that
+    tree        all-reduce: 2 S / B over the network, 2 log2(nodes) steps: less latency with many nodes
+    pairwise    all-to-all: what stays within the node and what leaves it, each over its own links
+
+B of a group that spans nodes is the smaller of the node's inner links and its share of the network. S: bytes of the whole tensor.
+Sources: Thakur et al. (2005), NCCL's tuning constants; measured times where a cluster file has them.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from dataclasses import dataclass
+from functools import lru_cache
+
+from moe.plan.machine.cluster import Cluster
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks of a collective: `inside` on each of `nodes` nodes, and `sharing` such groups on a node at once."""
+
+    inside: int
+    nodes: int
+    sharing: int = 1
+
+    @property
+    def size(self) -> int:
+        return self.inside * self.nodes
+
+
+ALONE = Group(1, 1)
+
+
+@lru_cache(maxsize=100_000)
+def group_of(size: int, stride: int, devices_per_node: int, world: int) -> Group:
+    """The group of `size` ranks that lie `stride` apart, in a world whose ranks all do the same at the same time."""
+    inside = max(1, min(size, devices_per_node // stride)) if stride < devices_per_node else 1
+    nodes = -(-size // inside)
+    return Group(inside, nodes, max(1, min(devices_per_node, world) // inside))
+
+
+def network(cluster: Cluster, group: Group) -> float:
+    """Bytes per second that one group gets of its nodes' networks."""
+    b = cluster.between
+    return min(b.node_gb_s / group.sharing, group.inside * b.device_gb_s) * 1e9 * b.share
+
+
+def _measured(table: dict[int, dict[int, float]], ranks: int, num_bytes: float) -> float | None:
+    """Seconds from a table, straight between its entries; beyond the last in proportion, below the first its time."""
+    row = table.get(ranks)
+    if row is None:
+        return None
+    sizes = sorted(row)
+    if num_bytes <= sizes[0]:
+        return row[sizes[0]] * 1e-6
+    at = bisect_left(sizes, num_bytes)
+    if at == len(sizes):
+        return row[sizes[-1]] * 1e-6 * num_bytes / sizes[-1]
+    low, high = sizes[at - 1], sizes[at]
+    return (row[low] + (row[high] - row[low]) * (num_bytes - low) / (high - low)) * 1e-6
+
+
+def _ring(cluster: Cluster, group: Group, *, sums: bool = False) -> tuple[float, float]:
+    """Bytes per second of a ring, and the seconds of one round of steps."""
+    bus = cluster.inside.bus(group.inside, sums=sums and group.nodes == 1) if group.inside > 1 else math.inf
+    if group.nodes == 1:
+        return bus, (group.inside - 1) * cluster.inside.hop_us * 1e-6
+    hops = group.nodes * (group.inside - 1) * cluster.inside.hop_us + group.nodes * cluster.between.latency_us
+    return min(bus, network(cluster, group)), hops * 1e-6
+
+
+def _turns(cluster: Cluster, group: Group) -> float:
+    """How much longer a collective takes where ranks are processes of a host: its other groups send too, on the same cores."""
+    if not cluster.cores:
+        return 1.0
+    return max(1.0, group.sharing * min(group.inside, cluster.cores) / cluster.cores)
+
+
+def all_reduce(cluster: Cluster, group: Group, num_bytes: float) -> float:
+    """Seconds to sum a tensor of so many bytes over a group."""
+    n = group.size
+    if n == 1 or num_bytes <= 0:
+        return 0.0
+    base = cluster.inside.latency_us * 1e-6
+    if group.nodes == 1:
+        known = _measured(cluster.inside.times.get("all_reduce", {}), n, num_bytes)
+        if known is not None:
+            return known * _turns(cluster, group)
+    bus, steps = _ring(cluster, group, sums=True)
+    ring = base + 2 * steps + 2 * (n - 1) / n * num_bytes / bus
+    if group.nodes == 1:
+        return ring
+    depth = math.ceil(math.log2(group.nodes)) * cluster.between.tree_us + (group.inside - 1) * cluster.inside.hop_us
+    return min(ring, base + 2 * depth * 1e-6 + 2 * num_bytes / bus)
+
+
+def gather(cluster: Cluster, group: Group, num_bytes: float) -> float:
+    """Seconds of an all-gather to (or a reduce-scatter from) so many bytes on every rank."""
+    n = group.size
+    if n == 1 or num_bytes <= 0:
+        return 0.0
+    if group.nodes == 1:
+        known = _measured(cluster.inside.times.get("all_gather", {}), n, num_bytes)
+        if known is None:
+            sums = _measured(cluster.inside.times.get("all_reduce", {}), n, num_bytes)
+            known = None if sums is None else max(sums / 2, cluster.inside.latency_us * 1e-6)
+        if known is not None:
+            return known * _turns(cluster, group)
+    bus, steps = _ring(cluster, group)
+    return cluster.inside.latency_us * 1e-6 + steps + (n - 1) / n * num_bytes / bus
+
+
+def all_to_all(cluster: Cluster, group: Group, num_bytes: float, *, copies: float = 1.0) -> float:
+    """Seconds in which every rank sends num_bytes / n to each other rank. `copies`: the part of it that crosses nodes, where what
+    several ranks of a node need is sent there once."""
+    n = group.size
+    if n == 1 or num_bytes <= 0:
+        return 0.0
+    known = _measured(cluster.inside.times.get("all_to_all", {}), n, num_bytes) if group.nodes == 1 else None
+    if known is not None:
+        return known * _turns(cluster, group)
+    base = cluster.inside.latency_us * 1e-6
+    within = (group.inside - 1) / n * num_bytes / cluster.inside.bus(group.inside) if group.inside > 1 else 0.0
+    if group.nodes == 1:
+        return base + within
+    b = cluster.between
+    leaving = num_bytes * copies * (n - group.inside) / n
+    rate = (
+        min(b.node_gb_s / (group.sharing * group.inside), b.device_gb_s) * 1e9 * b.share * (b.exchange_share if copies >= 1.0 else 1.0)
+    )  # what is sent once to a node goes in few long messages
+    spread = max(0.0, 1 - copies) * (n - group.inside) / n * num_bytes / cluster.inside.bus(cluster.devices_per_node)
+    return base + group.nodes * b.latency_us * 1e-6 / 2 + max(within + spread, leaving / rate)
+
+
+def send(cluster: Cluster, num_bytes: float, *, stride: int, sharing: int = 1) -> float:
+    """Seconds of a message to the rank `stride` further on, while `sharing` ranks of the node send too."""
+    if num_bytes <= 0:
+        return 0.0
+    known = _measured(cluster.inside.times.get("send", {}), 2, num_bytes)
+    if known is not None and stride < cluster.devices_per_node:
+        return known
+    if stride < cluster.devices_per_node:
+        return (cluster.inside.latency_us + cluster.inside.hop_us) * 1e-6 + num_bytes / (cluster.inside.pair_gb_s * 1e9)
+    b = cluster.between
+    rate = min(b.node_gb_s / sharing, b.device_gb_s) * 1e9 * b.share
+    return (cluster.inside.latency_us + b.latency_us) * 1e-6 + num_bytes / rate

@@ -1,0 +1,166 @@
+"""Seconds of a pipeline by the times of its ranks for one micro-batch: closed forms, else the simulator; and a bound below it.
+
+    closed form   the schedule's own (`seconds` in its row of the catalog), as sum t + (m - 1) max t of 1F1B
+    else          the project's simulator; of long steps three rounds and the next, which repeats
+
+    least         for every rank what comes before its first forward pass, all of its work, and what must follow its last input gradient;
+                  and one micro-batch's way down and up. No order of actions undercuts it, and it costs microseconds: a planner need not
+                  simulate what it rules out
+
+The bound follows from `Schedule.needs` alone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate
+from typing import Literal, NamedTuple
+
+from moe.plan.job.in_flight import made, possible, steady
+from moe.plan.job.network import Plan
+from parallel.pipeline.schedule import COMPUTE, Action, Op, folded
+from parallel.pipeline.schedules.catalog import closed_form, kind_of, placed
+from parallel.pipeline.schedules.kind import Passes, Placed
+from parallel.pipeline.simulator.simulate import costs, makespan
+from parallel.pipeline.sums import whole_at
+
+MOST_WEIGHTS = 0.99  # of a backward pass
+How = Literal["simulated", "least", "alone"]  # `least`: a bound where no closed form is known; `alone`: of a step, without sums too
+
+
+def crossings(plan: Plan) -> int:
+    """Messages that a rank waits for in one direction for each micro-batch."""
+    return 0 if plan.pp == 1 else plan.chunks
+
+
+def head_rank(plan: Plan) -> int:
+    """The rank of the last stage: on a V the first."""
+    return 0 if plan.pp > 1 and placed(plan.schedule) == "v" else plan.pp - 1
+
+
+def homes_of(plan: Plan) -> tuple[tuple[int, ...], ...]:
+    """Of each stage the ranks that have it."""
+    return homes_at(placed(plan.schedule), plan.pp, plan.chunks)
+
+
+@lru_cache(maxsize=1_000)
+def homes_at(where: Placed, p: int, chunks: int) -> tuple[tuple[int, ...], ...]:
+    """Of each stage on p ranks the ranks that have it, where a schedule places them so."""
+    if where == "both_ways":
+        return tuple(tuple(sorted({stage, p - 1 - stage})) for stage in range(p))
+    return tuple(folded(p)) if where == "v" else tuple((stage % p,) for stage in range(p * chunks))
+
+
+def pipeline_time(
+    plan: Plan,
+    forward: Sequence[float],
+    backward: Sequence[float],
+    weights: Sequence[float],
+    sent: float = 0.0,
+    *,
+    stages: tuple[Sequence[float], Sequence[float]] | None = None,
+    how: How = "simulated",
+) -> float:
+    """Seconds from the first forward to the last backward pass, by the times of each rank for one micro-batch.
+
+    `weights`: the part of `backward` that is the weights' gradients, in simulations the same part of each; `sent`: of a message, waited for
+    once in each direction; `stages`: the forward and backward times of each stage, where ranks have several and are simulated (None: a
+    rank's are alike). `how`: `least` never exceeds `simulated`, and stands for `alone` too.
+    """
+    passes = Passes(forward, backward, 2 * sent * crossings(plan), plan.microbatches, plan.chunks)
+    if plan.pp == 1:
+        return plan.microbatches * passes.total[0]
+    if (closed := closed_form(plan.schedule)) is not None:
+        return closed(passes)
+    share = min(MOST_WEIGHTS, sum(weights) / max(1e-12, sum(backward)))
+    apart = stages or (_of_stages(plan, forward), _of_stages(plan, backward))
+    unit = max(map(max, apart)) / 1000  # rounded so, similar plans share a simulation
+    f, b = (tuple(round(x / unit) for x in way) for way in apart)
+    share, message = round(share, 3), round(sent / unit)
+    least = _least(plan, f, b, share, message)
+    return unit * (least if how != "simulated" else max(least, _simulated(plan, f, b, share, message)))
+
+
+def _of_stages(plan: Plan, times: Sequence[float]) -> Sequence[float]:
+    """By stage what is known by rank: a rank's stages are alike."""
+    if placed(plan.schedule) == "both_ways":
+        return times
+    homes = homes_of(plan)
+    return [times[rank] * plan.pp / len(homes) for (rank,) in homes]
+
+
+def _least(plan: Plan, forward: tuple[int, ...], backward: tuple[float, ...], share: float, sent: float) -> float:
+    m, p = plan.microbatches, plan.pp
+    whole = [f + b for f, b in zip(forward, backward, strict=True)]
+    if placed(plan.schedule) == "both_ways":  # replicas share a stage's micro-batches as they like
+        return max(m * sum(whole) / p, sum(whole) - share * sum(backward) + 2 * (p - 1) * sent)
+    homes = [rank for (rank,) in homes_of(plan)]
+    inputs = [(1 - share) * b for b in backward]
+    links = [sent if a != b else 0.0 for a, b in zip(homes, homes[1:], strict=False)]
+    before, after = ([0.0, *accumulate(x + y for x, y in zip(way, links, strict=False))] for way in (forward, inputs))
+    found = [sum(forward) + sum(inputs) + 2 * sum(links)]
+    of_ranks: list[list[int]] = [[] for _ in range(p)]
+    for stage, home in enumerate(homes):
+        of_ranks[home].append(stage)
+    for rank, mine in enumerate(of_ranks):  # its first stage is `rank`
+        work = m * sum([whole[stage] for stage in mine])
+        put_off = m * share * sum([backward[stage] for stage in mine])
+        found.append(before[rank] + max(work, work - put_off + after[rank]))
+    return max(found)
+
+
+def _simulated(plan: Plan, forward: tuple[float, ...], backward: tuple[float, ...], share: float, sent: float) -> float:
+    p, m = plan.pp, plan.microbatches
+
+    def seconds(microbatches: int) -> float:
+        return _makespan(plan.schedule, p, microbatches, plan.chunks, forward, backward, share, sent)
+
+    few = steady(plan.schedule, p, m)
+    if m <= few + p or not kind_of(plan.schedule).steady or not possible(plan.schedule, p, few + p):
+        return seconds(m)
+    first = seconds(few)
+    return first + (seconds(few + p) - first) * (m - few) / p
+
+
+@lru_cache(maxsize=5_000)
+def _makespan(
+    schedule: str,
+    ranks: int,
+    microbatches: int,
+    chunks: int,
+    forward: tuple[float, ...],
+    backward: tuple[float, ...],
+    share: float,
+    sent: float,
+) -> float:
+    order = made(schedule, ranks, microbatches, chunks)
+    return makespan(order, costs(forward, backward, weight_share=share), transfer_time=sent)
+
+
+class Tail(NamedTuple):
+    """How a rank ends a step, as (kind of action, number): `after` each of its stages, in the order in which their gradients are whole, and
+    `late`, after its last input gradient."""
+
+    after: tuple[tuple[tuple[str, int], ...], ...]
+    late: tuple[tuple[str, int], ...]
+
+
+def tails(schedule: str, ranks: int, microbatches: int, chunks: int) -> tuple[Tail, ...]:
+    """Of each rank. A step ends alike however long it is."""
+    if chunks == 1 and placed(schedule) == "line" and not kind_of(schedule).splits_backward:  # a rank's one stage ends with its actions
+        return (Tail(((),), ()),) * ranks
+    return _tails(schedule, ranks, steady(schedule, ranks, microbatches), chunks)
+
+
+@lru_cache(maxsize=500)
+def _tails(schedule: str, ranks: int, microbatches: int, chunks: int) -> tuple[Tail, ...]:
+    def after(order: Sequence[Action], at: int) -> tuple[tuple[str, int], ...]:
+        return tuple(sorted(Counter(action.op.name for action in order[at + 1 :] if action.op in COMPUTE).items()))
+
+    found = []
+    for order in made(schedule, ranks, microbatches, chunks).orders:
+        last = max(at for at, action in enumerate(order) if action.op in (Op.B, Op.I))
+        found.append(Tail(tuple(after(order, at) for at in sorted(whole_at(order))), after(order, last)))
+    return tuple(found)

@@ -1,0 +1,1 @@
+"""Balance losses and the selection bias."""

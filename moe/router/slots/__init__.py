@@ -1,0 +1,1 @@
+"""Capacity: which choices are kept, and in which groups."""

@@ -1,0 +1,73 @@
+"""Capacity: the choices that are kept if an expert takes C tokens from one group (C: moe/router/slots/slots.py).
+
+A choice is kept if its position in the expert's queue is below C.
+
+    queue    choices_first    all first choices of the group, then all second ones          GShard (arXiv 2006.16668)
+             tokens_first     token after token                                             Megatron-LM, MegaBlocks
+    drop     position         first come, first served
+             lowest_gate      highest gate first                                            V-MoE (arXiv 2106.05974, section 4)
+             random           by lot                                                        DeepSpeed's random token selection
+
+The position is a cumulative count, never a top-k over ties.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Literal
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from parallel.errors import BadInput, counted
+
+# T tokens, K choices, G groups, S tokens of a group, N = T * K
+
+
+def kept_choices(
+    expert_TK: Tensor,
+    active_TK: Tensor,
+    *,
+    num_groups: int,
+    num_experts: int,
+    slots_each: int | None,
+    kernels: ModuleType,
+    queue: Literal["choices_first", "tokens_first"] = "choices_first",
+    priority_TK: Tensor | None = None,
+) -> Tensor:
+    """Return the choices that get a slot: bool [T, K]. Choices with `active_TK` False were declined by the router and take no slot.
+
+    `priority_TK` fp32: higher values are served first, equal ones in queue order. None: queue order alone. Raises BadInput if the tokens
+    do not divide into groups.
+    """
+    if expert_TK.shape[0] % num_groups:
+        raise BadInput(
+            "router.group",
+            got=counted(num_groups, "group"),
+            needed=f"a divisor of {expert_TK.shape[0]} tokens",
+            fix="set router.group to sequence",
+        )
+    if slots_each is None:
+        return active_TK
+    if priority_TK is None and (queue == "choices_first" or expert_TK.shape[1] == 1):  # the order in which the kernels count
+        slot_TK: Tensor = kernels.slots(expert_TK, active_TK, num_groups=num_groups, num_experts=num_experts)
+        return active_TK & (slot_TK < slots_each)
+    order_N = _service_order(expert_TK, num_groups, queue, priority_TK)
+    queued_N1, active_N1 = (x.reshape(-1)[order_N].unsqueeze(1) for x in (expert_TK, active_TK))
+    slot_N1 = kernels.slots(queued_N1, active_N1, num_groups=num_groups, num_experts=num_experts)
+    kept_N = torch.empty_like(active_TK.reshape(-1))
+    kept_N[order_N] = (active_N1 & (slot_N1 < slots_each))[:, 0]
+    return kept_N.view_as(active_TK)
+
+
+def _service_order(expert_TK: Tensor, num_groups: int, queue: str, priority_TK: Tensor | None) -> Tensor:
+    """Flat choices t*K + k, group after group, in the order of service: int64 [T * K]."""
+    tokens, choices = expert_TK.shape
+    order_TK = torch.arange(tokens * choices, device=expert_TK.device).view(tokens, choices)
+    pattern = "(g s) k -> g k s" if queue == "choices_first" else "(g s) k -> g 1 (s k)"
+    order = rearrange(order_TK, pattern, g=num_groups)
+    if priority_TK is not None:
+        ranked = rearrange(priority_TK, pattern, g=num_groups).argsort(dim=2, descending=True, stable=True)
+        order = order.gather(2, ranked)
+    return order.flatten()

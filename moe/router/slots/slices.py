@@ -1,0 +1,85 @@
+"""Groups with tokens on several ranks (sequence parallelism): each rank decides over the whole group, from all ranks' scores.
+
+    sp 0: tokens 0 .. 5     scores [6, E]   \\                       the same decision on both ranks,
+    sp 1: tokens 6 .. 11    scores [6, E]   /   all-gather: [12, E]  and each keeps the rows of its own tokens
+
+The choices dropped on one rank depend on the other ranks' choices (capacity, expert choice), and a balance loss per sequence counts the
+whole sequence. The all-gather sends fp32 scores, 4 E bytes a token, not the 2 D bytes of its activations. The choice itself costs each
+rank as much as it would cost one rank alone. Tokens are sorted by position, so the same ones are dropped as on one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cached_property
+from typing import Any, TypeVar
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from moe.nn.context import Context
+from parallel.mesh.collectives import all_gather
+from parallel.mesh.mesh import Axis
+
+# T tokens held here, B sequences, L tokens of each held here, N ranks, G = N T tokens of all ranks
+
+Made = TypeVar("Made", bound=Any)  # a dataclass of tensors with one row a token, and of values that all tokens share
+
+
+@dataclass(frozen=True)
+class Slices:
+    """Shards of sequences over `axis`. `places`: for each rank of the axis, the positions of its tokens in a sequence, ascending."""
+
+    axis: Axis
+    places: Sequence[Sequence[int]]
+
+    def whole(self, x_T: Tensor) -> Tensor:
+        """Gather this rank's tokens [T, ...] into all ranks' tokens [G, ...], sequence after sequence. Backward: sum over ranks, own
+        tokens only.
+        """
+        x_BL = rearrange(x_T, "(b l) ... -> b l ...", l=len(self.places[self.axis.index]))
+        return rearrange(self.whole_sequences(x_BL), "b s ... -> (b s) ...")
+
+    def whole_sequences(self, x_BL: Tensor) -> Tensor:
+        """Gather this rank's shards [B, L, ...] into whole sequences [B, N L, ...]."""
+        return all_gather(x_BL, self.axis, dim=1)[:, self._sorted.to(x_BL.device)]
+
+    def mine(self, x_G: Tensor) -> Tensor:
+        """Return this rank's tokens [T, ...] of all tokens [G, ...]: the inverse of `whole`, without a collective."""
+        x_BS = rearrange(x_G, "(b s) ... -> b s ...", s=len(self._sorted))
+        return rearrange(x_BS[:, self._held.to(x_G.device)], "b l ... -> (b l) ...")
+
+    def context(self, context: Context) -> Context:
+        """Return the context of all ranks' tokens: their positions, validity and token ids. Collective."""
+        valid_T, tokens_T = (None if x is None else self.whole(x) for x in (context.valid_T, context.tokens_T))
+        return replace(context, position_T=self.whole(context.position_T), valid_T=valid_T, tokens_T=tokens_T)
+
+    def each_mine(self, made: Made) -> Made:
+        """Return a dataclass with every tensor [G, ...] cut to this rank's tokens [T, ...]."""
+        return self._mapped(made, self.mine)
+
+    def each_whole(self, made: Made) -> Made:
+        """Return a dataclass with every tensor [T, ...] gathered to all ranks' tokens [G, ...]. Collective."""
+        return self._mapped(made, self.whole)
+
+    def _mapped(self, made: Made, change: Any) -> Made:
+        changed: dict[str, Any] = {}
+        for f in fields(made):
+            value = getattr(made, f.name)
+            if isinstance(value, Tensor):
+                changed[f.name] = change(value)
+            elif is_dataclass(value):
+                changed[f.name] = self._mapped(value, change)
+        return replace(made, **changed)
+
+    @cached_property
+    def _held(self) -> Tensor:
+        """Positions of this rank's tokens in a sequence."""
+        return torch.tensor(self.places[self.axis.index])
+
+    @cached_property
+    def _sorted(self) -> Tensor:
+        """Indices that sort the gathered tokens by position."""
+        return torch.tensor([place for held in self.places for place in held]).argsort()

@@ -1,0 +1,91 @@
+"""Several steps without a drain between them (PipeDream, 2BW): every stage updates as soon as it has its own gradients.
+
+    rank 0   F0 F1 F2 F3 B0 U F4 B1 U ...      batch b + 1 is under way when batch b's update is made: its weights are older than
+    rank 3            F0 B0 U F1 B1 U ...      the weights that its gradient changes, by the schedule's delay and no more
+
+There is no gradient norm of the whole model before an update, so nothing is clipped and no step is skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from moe.data.token_shard import TokenShard
+from moe.model.transformer import Output, moe_layers
+from moe.parallelize.plan import FAMILIES
+from moe.train.loop.step import move_biases
+from moe.train.parts.batch_counts import whole_step
+from moe.train.parts.executor import Executor, Pipelined
+from moe.train.parts.numbers import Numbers, Sums, numbers_of
+from moe.train.parts.passes import Pass, count_tokens, passes_of
+from parallel.mesh.collectives import sum_over_all
+from parallel.mesh.mesh import Axis
+from parallel.numerics.clip import GradientNorm, norm_of, squares
+from parallel.pipeline.schedule import Schedule
+from parallel.pipeline.weights import Versions
+
+
+def stream(
+    executor: Executor,
+    batches: Sequence[Tensor],
+    *,
+    schedule: Schedule,
+    shard: TokenShard,
+    world: Axis,
+    seed: int,
+    step: int,
+    rate: Callable[[int], float],
+    flag: int = 0,
+) -> list[tuple[Numbers, GradientNorm]]:
+    """Make one step for each batch (this rank's, int64 of the shard's shape). `step`: number of the first. `schedule` covers all batches.
+
+    `rate(n)`: the learning rate of the n-th update, from 0. Afterwards the pipeline is empty. Collective.
+    """
+    assert isinstance(executor, Pipelined)
+    engine, model, device = executor.engine, executor.model, batches[0].device
+    passes: list[Pass] = []
+    targets: list[int] = []
+    for number, sequences in enumerate(batches):
+        tokens = count_tokens(sequences, shard)
+        parts = sequences.chunk(schedule.microbatches_per_update)
+        of_batch = passes_of(parts, tokens, shard, seed=seed, step=step + number)
+        sums = whole_step(executor, of_batch, shard)
+        passes += [replace(p, context=p.context.with_whole_step(sums)) for p in of_batch]
+        targets.append(tokens.targets)
+    found = [Sums(model.expert_counts, device) for _ in batches]
+    norms = torch.zeros(len(batches), len(FAMILIES), dtype=torch.float64, device=device)
+    order = schedule.orders[executor.pp_axis.index]
+    biases = [layer.router.bias_E for layer in moe_layers(model) if layer.router.bias_E is not None]
+    versions = {stage: Versions([*model.parameters(), *biases], order, stage) for stage in model.parts}
+
+    def each(number: int, output: Output) -> Tensor | None:
+        batch = number // schedule.microbatches_per_update
+        loss = output.loss / targets[batch] if output.hidden_BLD is None else None
+        found[batch].add(loss, output.layers, passes[number].share)
+        return loss
+
+    def update(stage: int, version: int) -> None:
+        batch = version - 1
+        engine.reduce()
+        norms[batch] = squares(engine.owned_gradients(), families=FAMILIES, device=device)
+        load = {layer: sum_over_all(mine, shard.axes) for layer, mine in found[batch].loads().items()}
+
+        def change() -> None:
+            engine.step(rate(batch))
+            move_biases(model, load)
+
+        versions[stage].update(version, change)
+
+    executor.stream(passes, each, schedule=schedule, versions=versions, update=update)
+    packed = sum_over_all(torch.stack([sums.packed(flag) for sums in found]), (*shard.axes, executor.pp_axis))
+    together = norm_of(norms.flatten(), families=tuple(str(i) for i in range(norms.numel())), world=world).families
+    by_batch = torch.tensor(list(together.values()), dtype=torch.float64).view(norms.shape)
+    return [(numbers_of(p, model.expert_counts), _norm(roots)) for p, roots in zip(packed, by_batch, strict=True)]
+
+
+def _norm(roots: Tensor) -> GradientNorm:
+    return GradientNorm(roots.square().sum().sqrt().item(), dict(zip(FAMILIES, roots.tolist(), strict=True)))

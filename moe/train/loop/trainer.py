@@ -1,0 +1,219 @@
+"""Train a recipe: the loop around one step, with evaluation, checkpoints, records, and an orderly end.
+
+    data(step) -> step.accumulate -> step.finish -> records -> every n-th step: evaluate, save -> flag agreed? save and leave
+
+`train(run)` is the library's entry and never reads argv. It resumes from the newest checkpoint in `out` by default. A signal only sets a
+flag. The flag is summed with the step's numbers, so that all ranks leave at the same step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from moe.checks.sharding import check_installed
+from moe.checks.together import check_run
+from moe.plan.choose.predicted import Prediction
+from moe.recipe.changes import check_allowed
+from moe.recipe.sections import Run
+from moe.records.redone import Restart
+from moe.records.tracker import check_trackers
+from moe.train.loop.advance import advance
+from moe.train.loop.ending import finish
+from moe.train.loop.recorded import count, record, refuse_endless_skips
+from moe.train.loop.validation import evaluate, was_evaluated
+from moe.train.parts.callbacks import Callback
+from moe.train.parts.energy_clocks import planned_clocks
+from moe.train.parts.profile import Recording, first_of_its_stage
+from moe.train.start import state
+from moe.train.start.job import Job
+from moe.train.start.opening import Asked, open_job
+from moe.train.start.own import Own
+from moe.train.start.place import asked_to_stop, check_precision, settle_precision
+from moe.train.start.prediction import Measured, foretell
+from parallel.optim.given import Factory
+from parallel.process import process
+from parallel.process.deterministic import deterministic
+from parallel.process.process import World
+from parallel.store.lock import alone_in
+from parallel.watch import watchdog
+from parallel.watch.outcome import of_all
+
+
+class Stopped(Exception):
+    """Raised after a signal, once the checkpoint is saved."""
+
+
+def train(
+    run: Run,
+    *,
+    name: str = "run",
+    out: Path | None = None,
+    origins: dict[str, str] | None = None,
+    fresh: bool = False,
+    from_step: int | None = None,
+    allow_changes: Sequence[str] = (),
+    world: World | None = None,
+    display: bool = True,
+    cluster: str | None = None,
+    force: bool = False,
+    init_from: Path | None = None,
+    restart: Restart | None = None,
+    profile: bool = False,
+    callbacks: Sequence[Callback] = (),
+    data: Any = None,
+    optimizer: Factory | None = None,
+) -> dict[str, Any]:
+    """Train a checked or unchecked Run and return its summary (the fields of summary.json).
+
+    Runs in one process, or on every rank that a launcher started. `fresh` sets earlier checkpoints aside instead of resuming. `from_step`
+    resumes from the checkpoint of that step, and sets later ones aside. `allow_changes`: keys of the recipe that may change the function of
+    a resumed model. `cluster`: a file to predict memory and time with (else this machine's own). `force` starts a run that is predicted not
+    to fit. `init_from`: another run, or one of its checkpoints, whose weights and tokenizer this one begins with. `restart`: set if a
+    launcher restarted the run, for its records. `profile`: record time by region for a few steps.
+
+    A user's own parts, the same on every rank: `callbacks` (moe/train/parts/callbacks.py), `data`, samples instead of text
+    (moe/data/given.py), `optimizer`, a function of torch's parameter groups (parallel/optim/given.py).
+
+    Raises BadInput before anything is written, Stopped after a signal once the state is saved, and Ended if a callback raised.
+    """
+    world = world or process.read_environment()
+    check_allowed(allow_changes)
+    run = (own := Own(callbacks, data, optimizer)).named_in(run)
+    asked, run = run, check_run(run, world.size)
+    check_installed(run)
+    process.start(world, timeout_s=run.train.timeout_s)
+    if run.train.trackers:  # imported on the first rank alone
+        of_all(lambda: check_trackers(() if world.rank else run.train.trackers), process.everyone(world), what="train.trackers")
+    code = of_all(lambda: Own.code(run), process.everyone(world), what="plug-ins") if run.plugins() else {}
+    run = settle_precision(run, world)
+    slow = check_precision(run, world)
+    out = out or Path("runs") / name
+    told = Asked(name, out, world, origins or {}, fresh, from_step, allow_changes, display, init_from, restart, own, code)
+    if slow is not None:
+        told.say(slow)
+    predicted = foretell(run, asked, world, cluster=cluster, force=force, say=told.say)
+    with deterministic(run.train.deterministic), contextlib.ExitStack() as held:
+        of_all(lambda: None if world.rank else held.enter_context(alone_in(out)), process.everyone(world), what="--out")
+        return _train(run, told, predicted, profile)
+
+
+def _train(run: Run, told: Asked, predicted: Prediction | None, profile: bool) -> dict[str, Any]:
+    watchdog.enter("preparing", patience=watchdog.FIRST)
+    job = open_job(run, told)
+    job.predicted, job.measured = predicted, Measured(told.world)
+    if profile and first_of_its_stage(job.mesh):
+        job.recording = Recording(told.out / "profile", f"rank-{told.world.rank}", note=job.progress.note)
+    with asked_to_stop() as asked:
+        try:
+            with planned_clocks(run, job.executor, job.mesh, told.world, note=job.progress.note):
+                _loop(job, asked)
+            summary = finish(job)
+            job.tell("on_train_end", summary)
+            return summary
+        finally:
+            if job.recording is not None:
+                job.recording.close()
+            job.saver.leave()
+            job.progress.close()
+            job.records.close()
+
+
+def _loop(job: Job, asked: Callable[[], bool]) -> None:
+    run, counters, began = job.run, job.counters, job.counters.step
+    due: Callable[[int], bool] = lambda every: every > 0 and counters.step % every == 0  # noqa: E731
+    unsaved = False  # a save is due
+    job.tell("on_train_begin", {})
+    if 0 < counters.step < run.train.steps and due(run.train.eval_every) and not was_evaluated(job):
+        job.tell("on_evaluate", evaluate(job))
+    while counters.step < run.train.steps and job.stopped is None:
+        started = time.perf_counter()
+        watchdog.enter("starting the step", step=counters.step + 1, patience=watchdog.FIRST if began == counters.step else 1.0)
+        made = advance(job, asked) if job.recording is None else job.recording.of(lambda: advance(job, asked))
+        watchdog.enter("after the step", patience=1.0)
+        seconds = (time.perf_counter() - started) / len(made)
+        for one in made:
+            count(job, one.norm)
+            line = record(job, one, seconds)
+            refuse_endless_skips(job, one.norm)
+            job.rebalancer.after_step(one.numbers, step=counters.step, updates=counters.updates, record=job.records.write)
+            job.tell("on_step_end", line)
+        _record_saved(job)
+        last, flags = counters.step == run.train.steps or job.stopped is not None, made[-1].numbers.flags
+        unsaved = unsaved or due(run.train.save_every)
+        # put off while steps are skipped: those weights may be lost, and a save would prune a good checkpoint
+        if last or flags or (unsaved and not counters.in_a_row):
+            _save(job, wait=last or bool(flags))  # before the evaluation, so that its failure cannot lose these steps
+            unsaved = False
+        if last or due(run.train.eval_every):
+            job.tell("on_evaluate", evaluate(job))
+        if flags and not last:
+            job.records.write({"kind": "event", "event": "stopped", "step": counters.step})
+            job.progress.note(f"stopped by a signal at step {counters.step}; the same command goes on from here")
+            raise Stopped
+    if job.stopped is not None and counters.step < run.train.steps:
+        _end_early(job)
+
+
+def _end_early(job: Job) -> None:
+    """Finish a run that a callback stopped: save and evaluate, unless done at this step."""
+    step = job.counters.step
+    if job.saved_at != step:
+        _save(job, wait=True)
+    job.saver.settle()
+    _tell_saved(job)
+    if job.evaluated_at != step:
+        evaluate(job, record=not was_evaluated(job))
+    job.records.write({"kind": "event", "event": "stopped", "step": step, "by": job.stopped})
+    job.progress.note(f"stopped at step {step} by {job.stopped}; started again, the run goes on from here")
+
+
+def _save(job: Job, *, wait: bool) -> None:
+    if job.auditor is not None:
+        job.auditor.before_save(job.counters.step)
+    watchdog.enter("saving after the step", patience=watchdog.FIRST)
+    parts = state.parts(
+        job.engine,
+        job.mesh,
+        counters=job.counters,
+        scale=job.scale,
+        recipe=job.run.model_dump(mode="json"),
+        tokenizer=job.data.tokenizer.describe(),
+        data=job.data.key,
+        code=job.code,
+        base=job.base,
+        table=job.table,
+        placed=job.rebalancer.state(),
+    )
+    job.saver.settle()
+    _record_saved(job)
+    _tell_saved(job)
+    if wait or job.run.train.save_mode == "sync":
+        job.saver.save(**parts, prune=not job.counters.in_a_row)
+    else:
+        job.saver.begin(**parts)
+    job.saved_at = job.counters.step
+    watchdog.enter("after saving", patience=1.0)
+    _record_saved(job)
+    _tell_saved(job)
+
+
+def _record_saved(job: Job) -> None:
+    step = job.saver.news()
+    if step is not None:
+        job.records.write(_saved(job, step))
+
+
+def _tell_saved(job: Job) -> None:
+    """Tell callbacks of a checkpoint when every rank knows of it. Rank 0 may know earlier."""
+    step = job.saver.known
+    if step is not None and step != job.told_saved:
+        job.told_saved = step
+        job.tell("on_save", _saved(job, step))
+
+
+def _saved(job: Job, step: int) -> dict[str, Any]:
+    return {"kind": "event", "event": "saved", "step": step, "path": str(job.checkpoints / f"step-{step}")}

@@ -1,0 +1,112 @@
+"""Results of a step: loss, and load, drops and losses of each MoE layer, over all micro-batches, stages and data ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe.experts.layer import LayerReport
+from parallel.mesh.collectives import sum_over_all
+from parallel.mesh.mesh import Axis
+
+_MEANS = 7  # numbers of a layer before its experts' choices
+
+
+@dataclass(frozen=True)
+class LayerNumbers:
+    """One MoE layer's step over all ranks. `choices` of each expert, before dropping; the losses are means over valid tokens."""
+
+    layer: int
+    choices: list[int]
+    kept: int
+    dropped: int
+    balance_loss: float
+    importance_loss: float
+    load_loss: float
+    z_loss: float
+    entropy: float
+
+    @property
+    def load(self) -> list[float]:
+        """Shares of the choices, with sum 1."""
+        return [n / max(1, sum(self.choices)) for n in self.choices]
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Results of one step over all ranks: means over the global batch. `flags` is the sum of the ranks' flags."""
+
+    loss: float
+    layers: list[LayerNumbers]
+    flags: int
+
+    @property
+    def balance_loss(self) -> float:
+        return sum(layer.balance_loss for layer in self.layers)
+
+    @property
+    def z_loss(self) -> float:
+        return sum(layer.z_loss for layer in self.layers)
+
+    @property
+    def dropped_share(self) -> float:
+        choices = sum(layer.kept + layer.dropped for layer in self.layers)
+        return sum(layer.dropped for layer in self.layers) / choices if choices else 0.0
+
+
+class Sums:
+    """Sums of one step's numbers on this rank, added micro-batch by micro-batch. Their sums over ranks are the step's numbers."""
+
+    def __init__(self, expert_counts: dict[int, int], device: torch.device) -> None:
+        self.expert_counts, self.device = expert_counts, device  # {layer with experts: how many}, of the whole model
+        self.loss = torch.zeros((), dtype=torch.float64, device=device)
+        self.rows: dict[tuple[int, ...], Tensor] = {}
+
+    def add(self, loss: Tensor | None, layers: Sequence[LayerReport], share: float) -> None:
+        """Add one forward pass. `loss`: its share of the global mean. `share`: its share of the global batch's tokens."""
+        if loss is not None:
+            self.loss += loss.detach()
+        if layers:
+            key, row = tuple(r.layer for r in layers), torch.cat([_row(r, share) for r in layers])
+            self.rows[key] = self.rows[key] + row if key in self.rows else row
+
+    def loads(self) -> dict[int, Tensor]:
+        """Return {layer: choices of each expert, float64 [E]} of this rank so far."""
+        return {layer: row[_MEANS:] for layer, row in self._by_layer().items()}
+
+    def _by_layer(self) -> dict[int, Tensor]:
+        found: dict[int, Tensor] = {}
+        for layers, row in self.rows.items():
+            parts = row.split([_MEANS + self.expert_counts[layer] for layer in layers])
+            for layer, part in zip(layers, parts, strict=True):
+                found[layer] = found[layer] + part if layer in found else part
+        return found
+
+    def packed(self, flag: int = 0) -> Tensor:
+        """Return float64: flag, loss, then every layer of the model in order, with zeros for layers of other stages."""
+        mine = self._by_layer()
+        parts = [mine.get(layer, self.loss.new_zeros(_MEANS + count)) for layer, count in self.expert_counts.items()]
+        return torch.cat((self.loss.new_tensor([flag]), self.loss.reshape(1), *parts))
+
+    def total(self, axes: Sequence[Axis], flag: int = 0) -> Numbers:
+        """Return the numbers over all ranks. Collective."""
+        return numbers_of(sum_over_all(self.packed(flag), axes), self.expert_counts)
+
+
+def _row(r: LayerReport, share: float) -> Tensor:
+    means = torch.stack((r.balance_loss, r.importance_loss, r.load_loss, r.z_loss, r.entropy)).double() * share
+    return torch.cat((torch.stack((r.kept, r.dropped)).double(), means, r.load_E.double()))
+
+
+def numbers_of(packed: Tensor, expert_counts: dict[int, int]) -> Numbers:
+    """Unpack a tensor from `packed`."""
+    row = packed.tolist()
+    layers, at = [], 2
+    for layer, count in expert_counts.items():
+        kept, dropped, balance, importance, load, z, entropy, *choices = row[at : at + _MEANS + count]
+        layers.append(LayerNumbers(layer, [int(n) for n in choices], int(kept), int(dropped), balance, importance, load, z, entropy))
+        at += _MEANS + count
+    return Numbers(row[1], layers, int(row[0]))

@@ -1,0 +1,94 @@
+"""A rank's share of a batch as micro-batches, each with the context of its forward pass: place in the step, padding, share of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe.data.token_shard import TokenShard
+from moe.nn.context import Context
+from moe.nn.vocabulary import PADDING as PADDING
+from moe.nn.vocabulary import as_inputs
+from parallel.errors import BadInput
+from parallel.mesh.collectives import sum_over_all
+
+# N sequences held by this rank, B of a micro-batch, L tokens of each that it reads
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Token counts of the global batch: tokens read, tokens predicted (at least 1 each), and whether it has padding."""
+
+    inputs: int
+    targets: int
+    padded: bool
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One micro-batch of this rank; `share` of the global batch's tokens. Without targets, logits are computed. Targets may mark tokens
+    that are read but not predicted (moe/nn/vocabulary.py)."""
+
+    inputs_BL: Tensor
+    targets_BL: Tensor | None
+    context: Context
+    share: float
+
+
+def count_tokens(sequences_NL: Tensor, shard: TokenShard) -> Tokens:
+    """Count tokens over all ranks that read the batch, so that all divide by the same numbers. Raises BadInput on all of them alike."""
+    assert tuple(sequences_NL.shape) == shard.shape, f"{tuple(sequences_NL.shape)} is not {shard.shape}"
+    valid_NL = sequences_NL != PADDING
+    reads_NL, predicted_NL = shard.inputs(valid_NL), shard.targets(sequences_NL >= 0)
+    gaps = (shard.targets(valid_NL) & ~reads_NL[:, shard.source :]).sum()
+    counted = torch.stack((reads_NL.sum(), predicted_NL.sum(), gaps))
+    inputs, targets, gaps = sum_over_all(counted, shard.axes).tolist()
+    if gaps:
+        raise BadInput(
+            "sequences",
+            got=f"a token after padding ({PADDING}) in {gaps} place{'s' if gaps > 1 else ''}",
+            needed="padding at the end alone: attention would read it",
+            fix="move the padding behind the tokens",
+        )
+    padded = inputs < shard.num_tokens
+    if padded and shard.source:
+        needed = "sequences without it: an encoder would read it"
+        raise BadInput("sequences", got=f"padding ({PADDING})", needed=needed, fix="fill them with tokens")
+    return Tokens(max(1, inputs), max(1, targets), padded=padded)
+
+
+def passes_of(
+    parts: Iterable[Tensor], tokens: Tokens, shard: TokenShard, *, seed: int = 0, step: int = 0, loss_scale: float = 1.0
+) -> list[Pass]:
+    """Return the passes of this rank's micro-batches, each int64 [B, columns of the shard], in order."""
+    passes, first_sequence = [], shard.sequences.start
+    for part in parts:
+        inputs_BL, valid_BL = as_inputs(shard.inputs(part)), None
+        held = inputs_BL.numel()
+        if tokens.padded:
+            inputs_BL, valid_BL = without_padding(inputs_BL)
+            held = int(valid_BL.sum())
+        share = held / tokens.inputs
+        context = Context.of(
+            inputs_BL,
+            seed=seed,
+            step=step,
+            first_sequence=first_sequence,
+            auxiliary_scale=share * loss_scale,
+            valid_BL=valid_BL,
+            places=shard.places,
+            length=shard.length,
+            source=shard.source,
+        )
+        passes.append(Pass(inputs_BL, shard.targets(part), context, share))
+        first_sequence += len(part)
+    return passes
+
+
+def without_padding(inputs_BL: Tensor) -> tuple[Tensor, Tensor]:
+    """Return tokens with padding replaced by 0, and the mask of valid tokens."""
+    valid_BL = inputs_BL != PADDING
+    return inputs_BL.masked_fill(~valid_BL, 0), valid_BL

@@ -1,0 +1,145 @@
+"""Time of a step by region: `moe train RECIPE --profile` records a few steps with torch's profiler, then prints a table.
+
+    steps of this process    1  2  | 3  4  5 |  6 ...
+                             warm    recorded                ->  RUN/profile/rank-0.json.gz   a Chrome trace: ui.perfetto.dev
+                                                                 RUN/profile/rank-0.txt       region: forward, backward, share
+
+An operation belongs to the innermost region (parallel/mesh/regions.py) open at its start. In the backward pass no region is open. There an
+operation belongs to the region of the forward operation that made its node, found by its sequence number. Time of a step in no region is
+`between`: norms, residual sums, Python. The rows add up to the step.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from parallel.errors import counted
+from parallel.mesh.mesh import Mesh
+from parallel.mesh.regions import PREFIX, region
+
+WARM, RECORDED = 2, 3  # steps
+STEP = "step"
+BETWEEN = "between"
+_NODE = "autograd::engine::evaluate_function"
+
+Phase = Literal["forward", "backward"]
+
+
+class Spent(NamedTuple):
+    """Milliseconds a step in one region, on the host. `device`: time of the kernels started in it, 0 on a CPU."""
+
+    region: str
+    forward: float
+    backward: float
+    device: float
+
+
+class Recording:
+    """Recorder of a few steps. Pass it each step's work, `recording.of(work)`; it writes its files after RECORDED steps and is then idle.
+
+    `name` of the files, such as rank-0. `note` prints lines for the user.
+    """
+
+    def __init__(self, folder: Path, name: str, *, note: Callable[[str], None]) -> None:
+        self.folder, self.name, self.note = folder, name, note
+        activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
+        self._profiler: profile | None = profile(activities=activities)
+        self._done, self._recorded = 0, list[int]()  # steps so far; steps of each region `step`
+
+    def of(self, work: Callable[[], list[Any]]) -> list[Any]:
+        """Do the work of one step, or of several steps done in one call, and return its result."""
+        if self._profiler is None:
+            return work()
+        if self._done < WARM:
+            made = work()
+        else:
+            if not self._recorded:
+                self._profiler.start()
+            with region(STEP):
+                made = work()
+            self._recorded.append(len(made))
+        self._done += len(made)
+        if sum(self._recorded) >= RECORDED:
+            self.close()
+        return made
+
+    def close(self) -> None:
+        """Write the recorded steps, also if the run ended before RECORDED steps."""
+        profiler, self._profiler = self._profiler, None
+        if profiler is None:
+            return
+        if not self._recorded:
+            self.note(f"--profile has no effect: it records from step {WARM + 1} of a process on, and this one made {self._done}")
+            return
+        profiler.stop()
+        lines = table(spent(profiler.events() or (), steps=self._recorded))
+        trace = self.folder / f"{self.name}.json.gz"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(trace))
+            trace.with_name(f"{self.name}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        except (OSError, RuntimeError) as error:  # a profile that cannot be written must not end a run
+            self.note(f"no profile in {self.folder} ({type(error).__name__}: {error})")
+            return
+        told = (
+            f"{counted(sum(self._recorded), 'step')} recorded in {trace} (open it at ui.perfetto.dev); where the quickest one's time went:"
+        )
+        for line in (told, *lines):
+            self.note(line)
+
+
+def first_of_its_stage(mesh: Mesh) -> bool:
+    """Return whether this rank records for its pipeline stage. The others of the stage do the same work."""
+    return all(mesh.axis(name).index == 0 for name in ("dp", "sp", "tp"))
+
+
+def spent(events: Iterable[Any], *, steps: Sequence[int]) -> list[Spent]:
+    """Return time by region, longest first, for the quickest region `step` in a profiler's events
+    (torch.autograd.profiler_util.FunctionEvent).
+
+    `steps`: the number of steps in each of these regions. The quickest was least disturbed by other work on the machine.
+    """
+    number, end = -1, 0.0  # of the current region `step`
+    host: dict[int, dict[tuple[str, Phase], float]] = defaultdict(lambda: defaultdict(float))  # by the number of the region `step`
+    device: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    place: dict[int, tuple[str, Phase]] = {}  # region and phase of an event within a step, by its id
+    region_of_node: dict[int, str] = {}  # by sequence number
+    for event in sorted(events, key=lambda e: (e.time_range.start, -e.time_range.end)):
+        where, phase = place.get(id(event.cpu_parent), ("", "forward"))
+        if event.name == PREFIX + STEP:
+            where, number, end = BETWEEN, number + 1, event.time_range.end
+        elif event.name.startswith(_NODE) and event.time_range.start < end:  # on a GPU in another thread than the step
+            where, phase = region_of_node.get(event.sequence_nr, BETWEEN), "backward"
+        elif not where:
+            continue
+        elif event.name.startswith(PREFIX):
+            where = event.name.removeprefix(PREFIX)
+        elif event.sequence_nr >= 0:
+            region_of_node[event.sequence_nr] = where  # the last operation with this number made the node
+        place[id(event)] = (where, phase)
+        host[number][where, phase] += event.self_cpu_time_total / 1e3 / steps[number]
+        device[number][where] += event.self_device_time_total / 1e3 / steps[number]
+    best = min(host, key=lambda n: sum(host[n].values()), default=-1)
+    names = dict.fromkeys(name for name, _ in host[best])
+    found = [Spent(name, host[best][name, "forward"], host[best][name, "backward"], device[best][name]) for name in names]
+    return sorted(found, key=lambda one: -(one.forward + one.backward))
+
+
+def table(rows: list[Spent]) -> list[str]:
+    """Format rows as lines of text: milliseconds a step, and the share of the step."""
+    whole = sum(row.forward + row.backward for row in rows) or 1.0
+    devices = any(row.device for row in rows)
+    head = f"{'region':<28} {'forward ms':>11} {'backward ms':>12} {'share':>7}" + (f" {'kernels ms':>11}" if devices else "")
+    lines = [head]
+    for row in rows:
+        share = (row.forward + row.backward) / whole
+        line = f"{row.region:<28} {row.forward:>11.2f} {row.backward:>12.2f} {share:>7.1%}"
+        lines.append(line + (f" {row.device:>11.2f}" if devices else ""))
+    total = f"{'all':<28} {sum(r.forward for r in rows):>11.2f} {sum(r.backward for r in rows):>12.2f} {1:>7.1%}"
+    return [*lines, total + (f" {sum(r.device for r in rows):>11.2f}" if devices else "")]

@@ -1,0 +1,169 @@
+"""Live rebalancing: between steps, experts and their optimizer states move to other ranks, by the load counted since the last move.
+
+    every n steps, each layer:  load of its experts -> balanced_placement -> less on the fullest rank?  -> move, else stay
+
+The decision is a pure function of numbers that all ranks have (each step's choices, summed over ranks), so it needs no message. An expert's
+weights and both moments travel over the ep axis. Layouts then name its new place, so norms and checkpoints keep its global name, and
+dispatchers send its rows there. Each expert sees the same rows in the same order as before. Rounding may still differ (clipping, rows of
+odd bytes, blocks of other neighbours, all_gather's sums): docs/moe/dispatch.md. A checkpoint has the placement, and the load counted so
+far. A run resumed with the same ep restores both, so it continues bit by bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe.experts import dispatch
+from moe.experts.dispatch.placement import Placement, balanced_placement, rank_loads
+from moe.experts.layer import MoELayer
+from moe.model.transformer import moe_layers
+from moe.recipe.sections import Run
+from moe.train.parts.numbers import Numbers
+from parallel.data.engine import Engine
+from parallel.data.load import given
+from parallel.errors import BadInput
+from parallel.mesh.collectives import all_to_all
+from parallel.mesh.mesh import Axis, Mesh
+
+# E experts of a layer, P ranks of ep
+
+
+def nothing_to_move(run: Run) -> str | None:
+    """Return why `experts.rebalance_every` has no effect on a resolved run; None if it may have one or is not set."""
+    if not run.experts.rebalance_every:
+        return None
+    if not run.model.layers_with_experts():
+        return "the model is dense"
+    if run.degrees.ep == 1:
+        return "with degrees.ep 1 every rank holds all experts"
+    if set(run.experts.counts) == {run.degrees.ep}:
+        return "with one expert a rank, every placement is as even as any other"
+    return None
+
+
+class Rebalancer:
+    """Counts load by layer, and moves experts every `experts.rebalance_every` steps. All ranks must call its methods alike."""
+
+    def __init__(self, run: Run, engine: Engine, mesh: Mesh) -> None:
+        self.run, self.engine, self.mesh = run, engine, mesh
+        self.every = run.experts.rebalance_every if mesh.axis("ep").size > 1 else 0
+        self.load: dict[int, list[int]] = {}
+        self.placements: dict[int, Placement] = {}
+
+    def state(self) -> dict[str, Any] | None:
+        """Return the entry for a checkpoint; None for a run that moves no expert."""
+        if not self.every:
+            return None
+        return {"ranks": self.mesh.axis("ep").size, "placements": _named(self.placements), "load": _named(self.load)}
+
+    def resume(self, state: Any, *, where: str) -> None:
+        """Restore the entry of a checkpoint, before its tensors are loaded. The load is always restored, the placement only for the same
+        ep. None, from a checkpoint without the entry, changes nothing. Raises BadInput, about `where`, for an impossible entry."""
+        if state is None or not self.every:
+            return
+        experts = {layer: self.run.experts.of_layer(nth) for nth, layer in enumerate(self.run.model.layers_with_experts())}
+        placements, load = _checked(state, experts, where=where)
+        self.load = load
+        if state["ranks"] != self.mesh.axis("ep").size:
+            return
+        held = {layer.layer: layer for layer in moe_layers(self.engine.module)}
+        for number, placement in placements.items():
+            self.placements[number] = placement
+            if number in held:
+                self._place(held[number], placement)
+
+    def after_step(self, numbers: Numbers, *, step: int, updates: int, record: Callable[[dict[str, Any]], None]) -> None:
+        """Count a step's load and, if due, move experts. `updates`: optimizer steps made so far. Records an event for the layers that
+        moved."""
+        if not self.every:
+            return
+        for layer in numbers.layers:
+            before = self.load.get(layer.layer, [0] * len(layer.choices))
+            self.load[layer.layer] = [a + b for a, b in zip(before, layer.choices, strict=True)]
+        if step % self.every:
+            return
+        held = {layer.layer: layer for layer in moe_layers(self.engine.module)}  # layers of this rank's stages; all layers are decided
+        moved = [said for number in self.load if (said := self._rebalance(number, held.get(number), updates=updates))]
+        self.load.clear()
+        if moved:
+            record({"kind": "event", "event": "rebalanced", "step": step, "largest_rank": ", ".join(moved)})
+
+    def _rebalance(self, number: int, layer: MoELayer | None, *, updates: int) -> str | None:
+        load_E, ranks = self.load[number], self.mesh.axis("ep").size
+        now = self.placements.get(number, tuple(range(len(load_E))))
+        better = balanced_placement(load_E, ranks)
+        before, after = (max(rank_loads(load_E, placement, ranks)) for placement in (now, better))
+        if after >= before:
+            return None
+        self.placements[number] = better
+        if layer is not None:
+            self.move(layer, now, better, updates=updates)
+        total = sum(load_E)
+        return f"layer {number}: {before / total:.3f} to {after / total:.3f} of the load"
+
+    def move(self, layer: MoELayer, now: Placement, then: Placement, *, updates: int) -> None:
+        """Move weights and moments of one layer's experts to their new places. Collective."""
+        ep = self.mesh.axis("ep", label=f"layers.{layer.layer} rebalancing")
+        states = {
+            name: {kind: exchange_experts(t, now, then, ep) for kind, t in self.engine.state(name).items()} for name in self._names(layer)
+        }
+        self._place(layer, then)
+        self.engine.load_state(list(states), given(states), steps=updates)
+
+    def _names(self, layer: MoELayer) -> list[str]:
+        own = {id(parameter) for parameter in layer.experts.parameters()}
+        return [name for name, parameter in self.engine.module.named_parameters() if id(parameter) in own]
+
+    def _place(self, layer: MoELayer, then: Placement) -> None:
+        """Set the places of experts in the layouts, in the layer, and in its dispatcher."""
+        ep = self.mesh.axis("ep")
+        for name in self._names(layer):
+            self.engine.layouts[name] = replace(self.engine.layouts[name], placement=then)
+        places = len(then) // ep.size
+        layer.experts.held = then[ep.index * places : (ep.index + 1) * places]
+        layer.dispatcher = dispatch.dispatcher_of(
+            self.run.dispatch, self.mesh, kernels=self.run.experts.kernels, label=f"layers.{layer.layer}", placement=then
+        )
+
+
+def _named(by_layer: Mapping[int, Sequence[int]]) -> dict[str, list[int]]:
+    """Convert layer numbers to names, as JSON requires."""
+    return {str(number): list(values) for number, values in by_layer.items()}
+
+
+def _checked(state: Any, experts: Mapping[int, int], *, where: str) -> tuple[dict[int, Placement], dict[int, list[int]]]:
+    """Return (placements, load) by layer. `experts`: each layer's number of experts. Raises BadInput for an impossible entry."""
+    try:
+        placements, load = ({int(name): [int(n) for n in values] for name, values in state[key].items()} for key in ("placements", "load"))
+        right = all(sorted(found) == list(range(experts[number])) for number, found in placements.items())
+        right = right and all(len(found) == experts[number] and min(found) >= 0 for number, found in load.items())
+        right = right and isinstance(state["ranks"], int)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        right = False
+    if not right:
+        needed = "each expert of a layer at one place, and how often it was chosen"
+        raise BadInput(where, got="places of experts that no run has", needed=needed, fix="take another checkpoint")
+    return {number: tuple(found) for number, found in placements.items()}, load
+
+
+@torch.no_grad()
+def exchange_experts(stack: Tensor, now: Placement, then: Placement, ep: Axis) -> Tensor:
+    """Exchange a rank's experts [E / P, ...], placed as in `now`, for its experts under `then`. Collective over ep."""
+    places = len(now) // ep.size
+    mine = range(ep.index * places, (ep.index + 1) * places)
+    goal = {expert: place for place, expert in enumerate(then)}
+    source = {expert: place for place, expert in enumerate(now)}
+    out = sorted(mine, key=lambda place: goal[now[place]])  # by new rank, then by new place on that rank
+    come = sorted(mine, key=lambda place: (source[then[place]] // places, place))
+    send = [sum(goal[now[place]] // places == rank for place in mine) for rank in range(ep.size)]
+    receive = [sum(source[then[place]] // places == rank for place in mine) for rank in range(ep.size)]
+    flat = stack[[place - mine.start for place in out]].reshape(places, -1)
+    there = all_to_all(flat, ep, send=send, receive=receive)
+    result = torch.empty_like(there)
+    result[[place - mine.start for place in come]] = there
+    return result.view(stack.shape)

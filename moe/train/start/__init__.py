@@ -1,0 +1,1 @@
+"""From a recipe to a run that can take its first step."""

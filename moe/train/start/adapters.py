@@ -1,0 +1,99 @@
+"""Runs that train adapters (LoRA, moe/nn/lora.py): the record of the base in their checkpoints, and base and adapters read as one model.
+
+checkpoints/step-40      layers.0.attention.q.lora_a, ...     state: "base": the folder of the base's checkpoint, its manifest's hash
+whole(path)              W + s B A under the base's parameter names and the recipe without adapters: for generation, evaluation,
+                         export, and as the base of another run
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from moe.checks.begins import no_base
+from moe.nn.lora import merged, pair_of
+from moe.recipe.load import build_run
+from moe.recipe.sections import Lora
+from moe.train.start.state import EXTRA, opened
+from parallel.errors import BadInput
+from parallel.mesh.layout import Box
+from parallel.store import checkpoint
+from parallel.store.stored import Reader
+
+WHERE = "base"  # key in a checkpoint's state
+
+
+def described(base: Reader) -> dict[str, str]:
+    """Return the entry of an adapter checkpoint's state that identifies its base."""
+    return {"path": str(base.path.resolve()), "manifest": _hash(base.path)}
+
+
+def base_of(found: Reader, moved: Path | None = None) -> Reader:
+    """Return the whole base model of an adapter checkpoint. `moved`: the present folder of the base's checkpoint. Raises BadInput."""
+    said = found.state.get(WHERE)
+    said = said if isinstance(said, dict) and isinstance(said.get("path"), str) else {}
+    path = moved or Path(said.get("path", ""))
+    there, trains = Path(said.get("path", "BASE")), "moe train also takes --init_from WHERE_IT_IS"
+    if not said or not (path / "manifest.json").is_file():
+        needed = f"the checkpoint that {found.path.name} has adapters of"
+        fix = f"link it (mkdir -p {there.parent} && ln -s WHERE_IT_IS {there}), or move it back; {trains}"
+        raise BadInput("the base of a run of adapters", got=f"no checkpoint in {path}", needed=needed, fix=fix)
+    if _hash(path) != said.get("manifest"):
+        needed = f"the checkpoint that {found.path.name} has adapters of, which was at {there}"
+        fix = f"move it back to {there}; {trains}"
+        raise BadInput("the base of a run of adapters", got=f"another checkpoint in {path}", needed=needed, fix=fix)
+    checkpoint.verify(path)
+    return whole(path)
+
+
+def whole(path: Path) -> Reader:
+    """Return the model of a checkpoint. Adapters are merged into their base. Raises BadInput."""
+    reader = opened(path)
+    return Merged(reader, base_of(reader)) if WHERE in reader.state else reader
+
+
+class Merged(Reader):
+    """Reader of base and adapters merged, weight by weight. It has no moments."""
+
+    def __init__(self, adapters: Reader, base: Reader) -> None:
+        self.path, self.base, self.adapters = adapters.path, base, adapters
+        recipe = adapters.state["recipe"]
+        self.scale = build_run(recipe).lora.scale
+        self.state: dict[str, Any] = adapters.state | {"recipe": recipe | {"lora": Lora().model_dump(mode="json")}}
+        self.entries = {}
+
+    def names(self, kind: str = "weight") -> dict[str, tuple[int, ...]]:
+        return self.base.names() if kind == "weight" else self.adapters.names(kind) if kind == EXTRA else {}
+
+    def region(self, name: str, kind: str, region: Box) -> Tensor:
+        if kind == EXTRA:
+            return self.adapters.region(name, kind, region)
+        if kind != "weight":
+            needed = "a run whose own weights were trained: of a frozen one there are none"
+            raise BadInput(f"{kind} of {name}", got="a run of adapters", needed=needed, fix="leave moments out: --moments fresh")
+        weight, (left, right) = self.base.region(name, kind, region), pair_of(name)
+        shapes = self.adapters.names()
+        if left not in shapes:
+            return weight
+        rows, columns = region
+        every = slice(0, shapes[right][0])
+        narrow = self.adapters.region(left, kind, (rows, every)), self.adapters.region(right, kind, (every, columns))
+        return merged(weight, *narrow, scale=self.scale)
+
+
+def check_base(rank: int, *, source: Reader | None, found: Reader | None) -> None:
+    """Refuse adapters without a base, and resuming adapters from a full-weight checkpoint or the reverse. Raises BadInput."""
+    if rank and source is None and found is None:
+        raise no_base(rank)
+    if found is not None and bool(rank) != (WHERE in found.state):
+        before = found.state["recipe"].get("lora", {}).get("rank", 0)
+        what = "adapters" if before else "all weights"
+        fix = f"--lora.rank {before}, or begin another run with this one: --out ANOTHER --init_from {found.path.parent.parent}"
+        raise BadInput("lora.rank", got=f"{rank}", needed=f"{before}: {found.path.name} has {what}", fix=fix)
+
+
+def _hash(path: Path) -> str:
+    return hashlib.sha256((path / "manifest.json").read_bytes()).hexdigest()

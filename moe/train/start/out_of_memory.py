@@ -1,0 +1,86 @@
+"""When memory runs out: one line that says what did not fit and what to try next, instead of a traceback.
+
+    with during("the optimizer's step"): ...      adds its name to an exception from the block
+    did_not_fit(error, run, cpu=...)              the line, or None if the error is not about memory
+
+The advice follows the decision guide, one step at a time. If activations did not fit, reduce them first; a single sequence larger than the
+model's states is cut over ranks. Then treat the states: shard them, offload them to host memory, then to a disk, then tile the largest
+layer. Source of the order: ZeRO-Infinity (arXiv 2104.07857), section 3.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import re
+from collections.abc import Iterator
+
+from moe.plan.job import flops
+from moe.recipe.sections import Run
+from moe.records.summary import size
+from parallel.errors import BadInput
+
+WEIGHTS, STATES, PASSES, STEP = "the model's weights", "the engine's copies of them", "a forward or backward pass", "the optimizer's step"
+RESUMING, EVALUATION = "resuming from the checkpoint", "the sequences of an evaluation"
+_NOTE = "during "
+_ZERO_3 = "--sharding.kind zero --sharding.stage 3"
+_SAYINGS = ("allocate memory", "out of memory", "not enough memory")  # messages of torch's allocators, the C library and the kernel
+
+
+@contextlib.contextmanager
+def during(what: str) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(_NOTE + what)
+        raise
+
+
+def did_not_fit(error: BaseException, run: Run, *, world: int, cpu: bool) -> str | None:
+    """Return the line for an out-of-memory error, else None. `cpu`: whether the device's memory is the host's. Errors are recognised by
+    their text, so torch is not needed."""
+    said = str(error)
+    ran_out = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+    if not ran_out and not (isinstance(error, RuntimeError) and any(words in said.lower() for words in _SAYINGS)):
+        return None
+    notes = [note.removeprefix(_NOTE) for note in getattr(error, "__notes__", ()) if note.startswith(_NOTE)]
+    where = notes[0] if notes else "training"
+    asked = re.search(r"allocate (\d+) bytes", said)
+    more = f" ({size(int(asked[1]))} more asked for)" if asked else ""
+    total = flops.size(run.model, run.experts, run.router, vocab_size=run.vocab_size).total
+    return str(
+        BadInput(
+            "memory",
+            got=f"none left for {where}{more}",
+            needed=f"less at once: weights, gradients and moments of {total / 1e6:,.0f}M parameters are {size(16 * total)} in all",
+            fix=f"add {next_step(run, where, world=world, cpu=cpu)}",
+        )
+    )
+
+
+def next_step(run: Run, where: str, *, world: int, cpu: bool) -> str:
+    """Return flags to add: one step further than the recipe."""
+    s, microbatches = run.sharding, run.pipeline.microbatches
+    if where == EVALUATION and run.train.eval_sequences > run.train.global_batch:
+        return f"--train.eval_sequences {run.train.global_batch}"
+    if where == PASSES and run.recompute.kind != "full":
+        return "--recompute.kind full"
+    held = run.train.global_batch // (run.degrees.dp if isinstance(run.degrees.dp, int) else world)
+    if where == PASSES and held // microbatches > 1 and microbatches < 4:
+        return f"--pipeline.microbatches {2 * microbatches}"
+    if where == PASSES and held // microbatches <= 1 and _is_long(run):
+        more = 2 * max(1, run.degrees.sp)
+        return f"--degrees.sp {more} and start {2 * world} processes: --nproc {2 * world}"
+    if world > 1 and s.kind != "fsdp" and (s.kind, s.stage) != ("zero", 3):
+        return _ZERO_3
+    if not cpu and s.offload.optimizer == "none":
+        return f"{_ZERO_3} --sharding.offload.optimizer cpu --sharding.offload.parameters cpu"
+    if s.offload.parameters != "nvme":
+        return f"{_ZERO_3} --sharding.offload.optimizer nvme --sharding.offload.parameters nvme --sharding.offload.path FOLDER_ON_A_DISK"
+    return f"--tiling.ffn {4 * run.tiling.ffn}"
+
+
+def _is_long(run: Run) -> bool:
+    """Return whether one sequence's checkpointed activations (each layer's input) exceed weights, gradients and moments on a rank."""
+    m, total = run.model, flops.size(run.model, run.experts, run.router, vocab_size=run.vocab_size).total
+    return 4 * m.max_length * m.d_model * m.num_layers > 16 * total * max(1, run.degrees.sp)

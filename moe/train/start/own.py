@@ -1,0 +1,93 @@
+"""Parts of a run that its user's program passes as objects: callbacks, samples instead of text, an optimizer.
+
+The recipe names them, `data.source: given` and `optimizer.kind: given`. So a run's folder tells how it was trained, and a start without
+them is refused.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moe.data import Dataset, Stream
+from moe.parallelize.build import whole_layouts
+from moe.parallelize.engines import check_given, given_of, optimizer_of
+from moe.recipe.plugin import is_plugin, load_plugin, source_of
+from moe.recipe.sections import Run
+from moe.train.parts.callbacks import Callback, check
+from moe.train.parts.learning_rate import own_share
+from parallel.errors import BadInput
+from parallel.mesh.collectives import largest
+from parallel.mesh.mesh import Axis, Mesh
+from parallel.optim.given import Factory, Given
+from parallel.watch.outcome import of_all
+
+GIVEN = "given"
+# numbers of arguments of the plug-ins that a recipe names (docs/use/plugins.md)
+ARGUMENTS: dict[str, int | None] = {
+    "optimizer.kind": 1, "optimizer.schedule": 2, "data.source": 1, "dispatch.kind": None, "router.score": 1, "router.select": 2
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Own:
+    """A user's parts. `data`: see moe/data/given.py; `optimizer`: see parallel/optim/given.py."""
+
+    callbacks: Sequence[Callback] = ()
+    data: Any = None
+    optimizer: Factory | None = None
+
+    def named_in(self, run: Run) -> Run:
+        """Return the run with `given` for each part given. Raises BadInput if the recipe says so without a part, or names another one."""
+        check(self.callbacks)
+        rows = (("data.source", "data", self.data, run.data.source), ("optimizer.kind", "optimizer", self.optimizer, run.optimizer.kind))
+        for key, argument, value, said in rows:
+            section, name = key.split(".")
+            if value is None and said == GIVEN:
+                needed = f"it from Python: train(run, {argument}=...)"
+                raise BadInput(key, got=GIVEN, needed=needed, fix=f"start the script that gives it, or set {key} to another one")
+            if value is None:
+                continue
+            default = type(getattr(run, section)).model_fields[name].default
+            if said not in (GIVEN, default):
+                got = f"{said}, and train(run, {argument}=...) as well"
+                raise BadInput(key, got=got, needed="one of the two", fix=f"leave {key} out, or {argument}=")
+            run = run.model_copy(update={section: getattr(run, section).model_copy(update={name: GIVEN})})
+        return run
+
+    @staticmethod
+    def code(run: Run) -> dict[str, str]:
+        """Import the plug-ins that the recipe names, and try a schedule. Return the SHA-256 of each file by key. Raises BadInput."""
+        for key, value in run.plugins().items():
+            load_plugin(key, value, arguments=ARGUMENTS[key])
+        decayed = run.train.steps - run.optimizer.warmup_steps
+        for update in (0, decayed // 2, decayed - 1) if is_plugin(run.optimizer.schedule) and decayed > 0 else ():
+            own_share(run.optimizer.schedule, update, decayed)
+        return {key: source_of(value) for key, value in run.plugins().items()}
+
+    def rule(self, run: Run, mesh: Mesh) -> Given | None:
+        """Return the optimizer, tried on small parameters with all names of the model. Raises BadInput, on every rank alike."""
+        if not run.optimizer.is_own:
+            return None
+        rule = optimizer_of(run.optimizer) if self.optimizer is None else given_of(run.optimizer, self.optimizer)
+        assert isinstance(rule, Given)
+        check_given(rule, run, whole_layouts(run), mesh)
+        return rule
+
+
+def the_same(read: Callable[[], Dataset], world: Axis) -> Dataset:
+    """Open the samples of a user's program. Collective. Raises BadInput on all ranks if one cannot open them, or has other samples."""
+
+    def opened() -> tuple[Dataset, bytes]:
+        data = read()
+        first = data.train.first().tobytes() if isinstance(data.train, Stream) else b""  # samples with [] are in the key
+        return data, data.key.encode() + first
+
+    data, what = of_all(opened, world, what="data")
+    seen = float(zlib.crc32(what))
+    if largest(seen, world) != -largest(-seen, world):
+        needed = "the same on every rank, which reads its own part of them"
+        raise BadInput("data", got="other samples on one rank than on another", needed=needed, fix="give every rank all samples")
+    return data

@@ -1,0 +1,139 @@
+"""The machine that a run uses: a writable folder, a dtype that every rank supports, memory, signals."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe.recipe.sections import Run
+from parallel.errors import BadInput
+from parallel.mesh.collectives import max_over
+from parallel.mesh.mesh import Mesh
+from parallel.numerics.precision import DTYPES, multiplies
+from parallel.process import process
+from parallel.process.process import World
+from parallel.store.checkpoint import numbered
+
+_PROBE_BYTES = 64 << 10  # the recipe and the first lines of the records
+
+
+def settle_precision(run: Run, world: World) -> Run:
+    """Replace `auto` by a dtype, the same on every rank: bf16 if all ranks support it, else fp32."""
+    if run.precision.compute != "auto":
+        return run
+    compute = "bf16" if _everywhere(torch.bfloat16, world) else "fp32"
+    return run.model_copy(update={"precision": run.precision.model_copy(update={"compute": compute})})
+
+
+def check_precision(run: Run, world: World) -> str | None:
+    """Refuse fp16 if the processor of any rank would emulate it. For emulated bf16, return a warning. Raises BadInput."""
+    compute = run.precision.compute
+    if compute == "fp32" or _everywhere(DTYPES[compute], world):
+        return None
+    if compute == "fp16":
+        raise BadInput(
+            "precision.compute",
+            got="fp16 on a processor that has no instructions for it",
+            needed="bf16 or fp32: emulated, a product takes tens of times as long as in fp32",
+            fix="set precision.compute to auto, and precision.loss_scale to none",
+        )
+    return (
+        "precision.compute bf16 on a processor that has no instructions for it: products are emulated and take many times as long as in "
+        "fp32; --precision.compute auto takes fp32 here"
+    )
+
+
+def _everywhere(dtype: torch.dtype, world: World) -> bool:
+    lacking = torch.tensor(int(not multiplies(dtype, world.device)), device=world.device)
+    return not max_over(lacking, process.everyone(world)).item()
+
+
+def make_writable(out: Path, world: World) -> None:
+    """Refuse a run folder that cannot be written, before anything is computed; on all ranks if on one. Raises BadInput."""
+    problem = ""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        if world.rank == 0:
+            probe = out / ".writable"
+            try:
+                probe.write_bytes(bytes(_PROBE_BYTES))  # an empty file fits on a full disk
+            finally:
+                probe.unlink(missing_ok=True)
+    except OSError as error:
+        problem = error.strerror or str(error)
+    if max_over(torch.tensor(int(bool(problem)), device=world.device), process.everyone(world)).item():
+        got = f"{out}: {problem or 'not writable on another rank'}"
+        raise BadInput("--out", got=got, needed="a folder that can be written", fix="choose another --out, or free disk space")
+
+
+def set_aside(folder: Path, world: World, *, after: int | None = None) -> Path | None:
+    """Rename the folder (--fresh), or its checkpoints of steps after `after` (--from_step), instead of deleting them. Collective.
+
+    Returns the new folder on rank 0; None on other ranks, or if there is nothing to rename.
+    """
+    process.barrier()
+    aside = _renamed(folder, after) if world.rank == 0 else None
+    process.barrier()
+    return aside
+
+
+def _renamed(folder: Path, after: int | None) -> Path | None:
+    later = [path for step, path in numbered(folder) if after is not None and step > after]
+    if not later and (after is not None or not os.path.lexists(folder)):
+        return None
+    number = 1
+    while (aside := folder.with_name(f"{folder.name}.before-{number}")).exists():
+        number += 1
+    if after is None:
+        return folder.rename(aside)
+    aside.mkdir()
+    for path in later:
+        path.rename(aside / path.name)
+    return aside
+
+
+def own_peak_bytes() -> float:
+    """Return this rank's peak bytes: allocated on a GPU, resident on a CPU."""
+    if torch.cuda.is_available():
+        return float(torch.cuda.max_memory_allocated())
+    unit = 1 if sys.platform == "darwin" else 1024
+    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
+
+
+def peak_memory_bytes(mesh: Mesh) -> float:
+    """Return the maximum of the ranks' peak bytes. Collective."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return float(max_over(torch.tensor(own_peak_bytes(), dtype=torch.float64, device=device), mesh.axis("world")).item())
+
+
+@contextmanager
+def asked_to_stop() -> Iterator[Callable[[], bool]]:
+    """Yield a function that returns True once SIGTERM, SIGINT, SIGUSR1 or SIGHUP (a closed terminal) came. A SIGHUP ignored by nohup stays
+    ignored."""
+    seen: list[int] = []
+
+    def handler(number: int, _: Any) -> None:
+        seen.append(number)
+
+    try:
+        heard = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP]
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+            heard.remove(signal.SIGHUP)
+        before = {s: signal.signal(s, handler) for s in heard}
+    except ValueError:  # not the main thread: a library caller keeps its own handlers
+        before = {}
+    try:
+        yield lambda: bool(seen)
+    finally:
+        for number, old in before.items():
+            if getattr(old, "before_training", False):  # the handler of moe/launch/launch.py, which would report that nothing had begun
+                old = signal.SIG_IGN
+            signal.signal(number, signal.SIG_DFL if old is None else old)  # None: a handler set outside Python, which cannot be restored

@@ -1,0 +1,334 @@
+"""Saves and loads a training run's state as checkpoints: weights, moments, routers' biases, counters, loss scale."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe.checks.begins import no_checkpoint
+from moe.model.names import global_name
+from moe.model.transformer import extra_state, moe_layers
+from moe.nn.lora import parts as adapters_of
+from moe.recipe import hash_table
+from moe.recipe.changes import told
+from moe.recipe.hash_table import Table
+from moe.recipe.load import build_run
+from parallel.data.engine import Engine
+from parallel.errors import BadInput
+from parallel.kfac.grafted import Curved
+from parallel.kfac.kfac import Kfac
+from parallel.mesh.collectives import largest
+from parallel.mesh.layout import Box, Layout, dense
+from parallel.mesh.mesh import Mesh
+from parallel.numerics.precision import LossScale
+from parallel.store import checkpoint
+from parallel.store.checkpoint import Piece
+from parallel.store.stored import Reader, Unreadable, check_same_parameters, finite
+from parallel.watch.outcome import of_all
+
+FACTOR = "kfac.{}"  # kinds of K-FAC's tensors, which have their own layout
+SQUARES = "exp_avg_sq"  # prefix of the kinds that are means of squares
+PLACED = "rebalancing"  # key in the state
+EXTRA = "buffer"  # kind of tensors that are no parameters, so have neither layout nor moments
+
+
+@dataclass
+class Counters:
+    """Counters of a run. `step`: batches consumed; `updates`: optimizer steps made; `skipped`: the others; `in_a_row`: skipped since the
+    last update."""
+
+    step: int = 0
+    updates: int = 0
+    skipped: int = 0
+    in_a_row: int = 0
+
+
+def save(folder: Path, engine: Engine, mesh: Mesh, *, keep: int, **described: Any) -> Path:
+    """Commit a checkpoint of this step; `described`: see `parts`. Collective."""
+    return checkpoint.save(folder, world=mesh.axis("world"), keep=keep, **parts(engine, mesh, **described))
+
+
+def parts(
+    engine: Engine,
+    mesh: Mesh,
+    *,
+    counters: Counters,
+    scale: LossScale,
+    recipe: dict[str, Any],
+    tokenizer: dict[str, Any],
+    data: str,
+    code: dict[str, str] | None = None,
+    base: dict[str, str] | None = None,
+    table: Table | None = None,
+    placed: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return the content of a checkpoint of this step: `step`, `held` and `state` of parallel/store/checkpoint.py. Iterating `held` is
+    collective.
+
+    `base`: entry for the base in checkpoints of adapters (moe/train/start/adapters.py). `table`: of hash routers that were given one.
+    `placed`: placement of experts that move between ranks (moe/train/parts/rebalance.py).
+    """
+    state: dict[str, Any] = {
+        "counters": vars(counters),
+        "loss_scale": scale.state(),
+        "recipe": recipe,
+        "tokenizer": tokenizer,
+        "data": data,
+    }
+    state |= {} if base is None else {"base": base}
+    state |= {} if table is None else {hash_table.STATE: table}
+    state |= {} if placed is None else {PLACED: placed}
+    state |= {"code": code} if code else {}
+    return {"step": counters.step, "held": held(engine, mesh), "state": state}
+
+
+def held(engine: Engine, mesh: Mesh) -> Iterator[tuple[str, Piece]]:
+    """Yield (kind, piece) for all tensors that this rank owns in a checkpoint. Frozen weights are in the base's checkpoint. Collective: an
+    engine may gather shards."""
+    for name, layout in adapters_of(engine.layouts)[0].items():
+        parts = engine.state(name)  # every rank must ask, owner or not: an engine may have to gather
+        if layout.is_owner(mesh):
+            for kind, tensor in parts.items():
+                for piece in checkpoint.pieces(global_name(name), _of_kind(engine, name, kind, layout), mesh, tensor):
+                    yield kind, piece
+    for kind, name, layout, tensor in engine.kfac.state() if isinstance(engine, Curved) else ():
+        if layout.is_owner(mesh):
+            for piece in checkpoint.pieces(global_name(name), layout, mesh, tensor):
+                yield FACTOR.format(kind), piece
+    for name, tensor in extra_owned(engine.module, engine.layouts, mesh):
+        yield EXTRA, Piece(name, tuple(tensor.shape), (0,) * tensor.ndim, tensor)
+
+
+def extra_owned(model: nn.Module, layouts: dict[str, Layout], mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors that are no parameters, once over the world. All ranks of the stages with the layer have the same; the layout of the
+    layer's norm names these stages."""
+    for layer in moe_layers(model):
+        if dense((), holders=layouts[f"layers.{layer.layer}.ffn_norm.weight"].holders).is_owner(mesh):
+            yield from extra_state(layer).items()
+
+
+def _of_kind(engine: Engine, name: str, kind: str, layout: Layout) -> Layout:
+    """Return the layout of a parameter's weight, or of an optimizer state for it, which may be a mean over a dim."""
+    dim = None if kind == "weight" else engine.rule.kept(name, len(layout.shape))[kind]
+    return layout if dim is None else layout.without(dim)
+
+
+def _kept(engine: Engine, layouts: dict[str, Layout]) -> dict[str, dict[str, Layout]]:
+    """Return {kind: {parameter: layout}} of the optimizer states. A kind that no parameter has is left out."""
+    found: dict[str, dict[str, Layout]] = {}
+    for name, layout in layouts.items():
+        for kind in engine.rule.kept(name, len(layout.shape)):
+            found.setdefault(kind, {})[name] = _of_kind(engine, name, kind, layout)
+    return found
+
+
+def find(folder: Path, mesh: Mesh, *, log: Callable[[str], None], step: int | None = None) -> Reader | None:
+    """Return the newest valid checkpoint of a run, or the checkpoint of `step`, from any layout; None if there is none. Collective."""
+    world = mesh.axis("world")
+    path = checkpoint.newest(folder, world=world, log=log, step=step)
+    return None if path is None else of_all(lambda: opened(path), world, what=f"checkpoint {path.name}")
+
+
+def resume(
+    found: Reader | None,
+    engine: Engine,
+    mesh: Mesh,
+    *,
+    counters: Counters,
+    scale: LossScale,
+    data: str,
+    recipe: dict[str, Any],
+    log: Callable[[str], None],
+    whole: dict[str, Layout] | None = None,
+) -> bool:
+    """Load the checkpoint from `find`; return False if it is None. Collective.
+
+    `whole`: the layouts of the whole model, if this rank has some of its stages.
+
+    Raises BadInput, naming the parameter, for a checkpoint of another model; logs other changes. The caller checks whether the recipe still
+    computes the same function with those parameters (moe/recipe/changes.py).
+    """
+    if found is None:
+        return False
+    begun = found.state["counters"]["step"] > 0  # a converted model has seen no sample yet
+    mine, _ = adapters_of(engine.layouts)
+    everywhere, _ = adapters_of(whole or engine.layouts)
+    kept = _kept(engine, everywhere)
+    fresh = not begun and not all(found.names(kind) for kind in kept)  # then it may lack this optimizer's states
+    check_same_parameters(found, global_layouts(everywhere))
+    for kind, layouts in kept.items() if not fresh else ():
+        check_same_parameters(found, global_layouts(layouts), (kind,))
+    if begun and found.state["data"] != data:
+        log("the training text is not the one this run was started with: samples may come twice or not at all")
+    for line in told(build_run(found.state["recipe"]), build_run(recipe), begun=begun):
+        log(line)
+
+    rank = mesh.axis("world").index
+
+    def stored(name: str, kind: str, box: Box) -> Tensor:
+        if fresh and kind != "weight":
+            return torch.zeros([part.stop - part.start for part in box])
+        tensor = found.load(global_name(name), kind, _of_kind(engine, name, kind, engine.layouts[name]), mesh, box)
+        check_values(tensor, f"{kind} of {global_name(name)} in {found.path.name} on rank {rank}", squares=kind.startswith(SQUARES))
+        return tensor
+
+    engine.load_state(mine, stored, steps=found.state["counters"]["updates"])
+    vars(counters).update(found.state["counters"])
+    if isinstance(engine, Curved):
+        load_factors(found, engine.kfac, mesh, updates=counters.updates, log=log)
+    load_extra(found, engine.module, log=log, staged=whole is not None)
+    scale.load(found.state["loss_scale"])
+    return True
+
+
+def source(path: Path, mesh: Mesh, *, log: Callable[[str], None]) -> Path:
+    """Return the checkpoint in this folder, or this run's newest one, verified. Collective. Raises BadInput."""
+    world = mesh.axis("world")
+    named = largest(float(world.index == 0 and (path / "manifest.json").is_file()), world)  # on one rank the folder may be another
+    given = path if named else checkpoint.newest(path / "checkpoints", world=world, log=log)
+    if given is None:
+        raise no_checkpoint(path)
+    if given == path:
+        of_all(lambda: _verify(given, log) if world.index == 0 else None, world, what="--init_from")  # the others only read
+    return given
+
+
+def _verify(given: Path, log: Callable[[str], None]) -> None:
+    """Verify a checkpoint; raise BadInput about --init_from if it is damaged."""
+    try:
+        checkpoint.verify(given)
+    except Unreadable:
+        raise
+    except BadInput as refused:
+        log(str(refused))
+        needed = "a checkpoint that verifies"
+        raise BadInput("--init_from", got=f"{given}, which is damaged", needed=needed, fix="take an earlier one") from None
+
+
+def begin(found: Reader, engine: Engine, mesh: Mesh, *, log: Callable[[str], None], whole: dict[str, Layout] | None = None) -> None:
+    """Load another run's weights and routers' biases, and nothing else: moments are zero and no step is counted. Collective.
+
+    In a model with adapters only the frozen weights are loaded. `whole`: the layouts of the whole model, if this rank has some of its
+    stages. Raises BadInput, naming the parameter, for another model.
+    """
+    fix = "give this recipe the other's sizes (its recipe.yaml has them), or convert it: moe convert"
+    mine, everywhere = (_of_base(layouts) for layouts in (engine.layouts, whole or engine.layouts))
+    check_same_parameters(found, global_layouts(everywhere), fix=fix)
+    rank = mesh.axis("world").index
+
+    def stored(name: str, kind: str, box: Box) -> Tensor:
+        if kind != "weight":
+            return torch.zeros([part.stop - part.start for part in box])
+        tensor = found.load(global_name(name), kind, engine.layouts[name], mesh, box)
+        check_values(tensor, f"{kind} of {global_name(name)} in {found.path.name} on rank {rank}", squares=False)
+        return tensor
+
+    engine.load_state(mine, stored, steps=0)
+    load_extra(found, engine.module, log=log, staged=whole is not None)
+
+
+def _of_base(layouts: dict[str, Layout]) -> dict[str, Layout]:
+    """Return the layouts of parameters that another run's weights replace."""
+    trained, frozen = adapters_of(layouts)
+    return frozen or trained
+
+
+_SECTIONS = {"counters": dict, "loss_scale": dict, "recipe": dict, "tokenizer": dict, "data": str}
+
+
+def opened(path: Path) -> Reader:
+    """Open a verified checkpoint of a run. Raises BadInput if its state lacks a section or has an impossible value."""
+    what, fix = f"checkpoint {path.name}", "take another checkpoint, or write these as moe convert does"
+    if not (path / "manifest.json").is_file():  # another rank has verified it
+        needed = "the folder that rank 0 reads, on every machine"
+        raise BadInput(
+            what, got=f"no manifest in {path.absolute()}", needed=needed, fix="name it in full, on a disk that all machines share"
+        )
+    reader = Reader(path)
+    held = reader.state if isinstance(reader.state, dict) else {}
+    for name, kind in _SECTIONS.items():
+        if not isinstance(held.get(name), kind):
+            got = f"a state whose {name} is {type(held[name]).__name__}" if name in held else f"a state without {name}"
+            raise BadInput(what, got=got, needed=", ".join(_SECTIONS), fix=fix)
+    scale = held["loss_scale"]
+    numbers = all(isinstance(scale.get(name), int | float) and math.isfinite(scale[name]) for name in ("value", "good_steps"))
+    if not numbers or scale["value"] <= 0 or scale["good_steps"] < 0:
+        raise BadInput(what, got=f"loss scale {scale}", needed="value above 0 and good_steps from 0, both finite", fix=fix)
+    counters, names = held["counters"], Counters.__dataclass_fields__
+    whole = all(isinstance(counters.get(name), int) and counters[name] >= 0 for name in names)
+    if not whole or counters["updates"] + counters["skipped"] > counters["step"]:
+        needed = f"{', '.join(names)} as whole numbers from 0, updates and skipped no more than steps"
+        raise BadInput(what, got=f"counters {counters}", needed=needed, fix=fix)
+    return reader
+
+
+def check_values(tensor: Tensor, what: str, *, squares: bool) -> None:
+    """Refuse bad values, which hashes cannot detect if they were saved so: integers, values not finite, negative means of squares."""
+    got = None
+    if not tensor.is_floating_point():
+        got = f"values of {str(tensor.dtype).removeprefix('torch.')}"
+    elif not finite(tensor):
+        got = "values that are not finite"
+    elif squares and (tensor < 0).any():
+        got = "values below 0"
+    if got is not None:
+        needed = "finite floating-point numbers" + (", as means of squares not below 0" if squares else "")
+        raise BadInput(what, got=got, needed=needed, fix="take an earlier checkpoint, or convert it again")
+
+
+def load_factors(reader: Reader, kfac: Kfac, mesh: Mesh, *, updates: int, log: Callable[[str], None]) -> None:
+    """Load K-FAC's factors and inverses. If some are missing, as after AdamW, log it; AdamW's steps are used until a refresh."""
+
+    def stored(kind: str, name: str, layout: Layout) -> Tensor | None:
+        full, kind = global_name(name), FACTOR.format(kind)
+        first = full if layout.unstack is None else layout.unstack.format(0)
+        if (first, kind) not in reader.entries:
+            return None
+        found = reader.load(full, kind, layout, mesh)
+        check_values(found, f"{kind} of {full} in {reader.path.name}", squares=False)
+        return found
+
+    if not kfac.load(stored, updates=updates):
+        log("the checkpoint has not all of K-FAC's factors: what is missing is taken at the next refresh")
+
+
+def load_extra(reader: Reader, model: nn.Module, *, log: Callable[[str], None], staged: bool = False) -> None:
+    """Load routers' biases. A recipe may gain or lose them between two starts of a run: this is logged, not refused.
+
+    `staged`: the model is some stages of the recipe's, and the other routers' biases are on other ranks.
+    """
+    stored, held = reader.names(EXTRA), extra_state(model)
+    before = build_run(reader.state["recipe"])
+    saved = reader.state["counters"]["step"] > 0 and before.router.spec.bias_rate is not None  # a converted model may lack them
+    for name, tensor in held.items():
+        lost = name not in stored and saved and _layer(name) in before.model.layers_with_experts()
+        if lost or stored.get(name, tuple(tensor.shape)) != tuple(tensor.shape):
+            got = "nothing" if lost else f"shape {list(stored[name])}"
+            needed = f"shape {list(tensor.shape)}"
+            raise BadInput(f"{name} in {reader.path.name}", got=got, needed=needed, fix="take an earlier checkpoint, or convert it again")
+        if name in stored:
+            found = reader.region(name, EXTRA, tuple(slice(0, size) for size in tensor.shape))
+            check_values(found, f"{EXTRA} of {name} in {reader.path.name}", squares=False)
+            tensor.copy_(found)
+        else:
+            log(f"the checkpoint has no {name}: it starts at zero")
+    here = {layer.layer for layer in moe_layers(model)}
+    for name in stored.keys() - held.keys():
+        if staged and _layer(name) not in here:
+            continue
+        log(f"this recipe has no {name}: the checkpoint's is left out")
+
+
+def _layer(name: str) -> int:
+    return int(name.split(".")[1])
+
+
+def global_layouts(layouts: dict[str, Layout]) -> dict[str, Layout]:
+    """Return the same layouts by the names used in checkpoints."""
+    return {global_name(name): layout for name, layout in layouts.items()}

@@ -1,0 +1,182 @@
+"""A trained model's loss on held-out text, or on any text of the user's: `moe eval`.
+
+    text -> tokens -> as many sequences as asked for, spread evenly -> loss, bits per byte; load and drops of each MoE layer
+
+With the recipe's own text and `train.eval_sequences` sequences, the loss equals the one that training recorded. With several sources
+(data.sources) it differs: training weights each source by its weight, and this by its length.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe.data import CorruptedTrain, CorruptedValidation, Dataset, MixedTrain, MixedValidation, ValidationSet, open_data
+from moe.data.given import GivenValidation, Stream
+from moe.data.order import Windows
+from moe.data.remarks import told
+from moe.data.token_shard import TokenShard
+from moe.data.tokenizer import check_separator
+from moe.model.transformer import Transformer
+from moe.recipe.load import build_run, load
+from moe.records.results import write_json
+from moe.train.parts.numbers import LayerNumbers, Sums
+from moe.train.parts.passes import count_tokens, passes_of
+from moe.train.start.restore import choose, restore
+from moe.train.start.state import opened
+from parallel.errors import BadInput, counted
+
+TOKENS_AT_ONCE = 8192
+Text = ValidationSet | CorruptedValidation
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """Results of an evaluation. `loss` in nats a token; `layers`: each MoE layer's choices and drops over all tokens."""
+
+    sequences: int
+    tokens: int
+    loss: float
+    bits_per_byte: float
+    layers: list[LayerNumbers]
+
+    @property
+    def perplexity(self) -> float:
+        """Perplexity of a token; infinite if it exceeds a float."""
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+
+@torch.no_grad()
+def evaluate(model: Transformer, texts: Sequence[Text], *, sequences: int) -> Evaluated:
+    """Evaluate on `sequences` windows of these texts, shared by length; 0: all windows. Uses the recipe's capacity for evaluation."""
+    device, m = next(model.parameters()).device, model.config
+    there = [text.windows.num_windows for text in texts]
+    asked = sum(there) if sequences == 0 else min(sequences, sum(there))
+    ends = [round(asked * sum(there[: n + 1]) / sum(there)) for n in range(len(there))]
+    loss, tokens, bytes_seen = 0.0, 0, 0.0
+    sums = Sums(model.expert_counts, device)
+    for text, count in zip(texts, [end - start for start, end in zip([0, *ends], ends, strict=False)], strict=True):
+        if count == 0:
+            continue
+        shard = TokenShard.whole(count, m.read_length, source=m.source_length)
+        held = text.held(shard)
+        counted = count_tokens(stored := torch.from_numpy(held.sequences), shard)
+        for inputs in passes_of(_on(device, stored, whole_groups(model)), counted, shard):
+            found = model(inputs.inputs_BL, inputs.context, inputs.targets_BL)
+            loss += found.loss.double().item()
+            sums.add(None, found.layers, inputs.share * count / asked)
+        tokens += counted.targets
+        bytes_seen += held.bytes_per_token * counted.targets
+    return Evaluated(asked, tokens, loss / tokens, loss / math.log(2) / bytes_seen, sums.total(()).layers)
+
+
+def whole_groups(model: Transformer) -> int:
+    """Return the number that micro-batches must be multiples of, so that capacity is counted over the recipe's groups of sequences."""
+    group = model.router_spec.group
+    return group if isinstance(group, int) else 1
+
+
+def _on(device: torch.device, sequences_NL: Tensor, multiple: int) -> Iterator[Tensor]:
+    """Yield a few sequences at a time, on the model's device. Sequences that do not fill a group come last, alone."""
+    at_once = max(1, TOKENS_AT_ONCE // (multiple * sequences_NL.shape[1])) * multiple
+    whole = len(sequences_NL) // multiple * multiple
+    parts = [*sequences_NL[:whole].split(at_once), sequences_NL[whole:]]
+    return (part.to(device) for part in parts if len(part))
+
+
+def main(
+    run_dir: str, *, overrides: Mapping[str, str] | None = None, sequences: int = 512, step: int | None = None, json: str | None = None
+) -> None:
+    """`moe eval`: print the loss on the run's validation text, or on all of another text (`--data.path`, `--data.sources`)."""
+    overrides = dict(overrides or {})
+    for key in overrides:
+        if not key.startswith("data."):
+            needed = "keys of data: the model is as it was trained"
+            raise BadInput(f"--{key}", got="a key that moe eval does not take", needed=needed, fix=f"remove --{key}")
+    overrides = ({"data.sources": "[]"} if "data.path" in overrides else {}) | overrides
+    path = choose(Path(run_dir), step=step)
+    state = opened(path).state
+    run = build_run(state["recipe"])
+    data_config = load(Path(run_dir) / "recipe.yaml", overrides)[0].data if overrides else run.data
+    sources = "data.sources" in overrides and bool(data_config.sources)
+    if sources and "data.path" not in overrides:
+        data_config = data_config.model_copy(update={"path": None})
+    if data_config.sources and data_config.path is not None:
+        raise BadInput("--data.path", got="it and data.sources as well", needed="one of the two", fix="remove --data.path")
+    another = sources or "data.path" in overrides
+    data = open_data(
+        data_config,
+        max_length=run.model.max_length,
+        vocab_size=run.vocab_size,
+        seed=run.train.seed,
+        tokenizer=state["tokenizer"],
+        log=_note,
+    )
+    for line in told(data.index):
+        _note(line)
+    if run.model.document_mask:
+        check_separator(data.tokenizer, run.model.document_separator)
+    model = restore(path)
+    texts = _whole(data) if another else _held_out(data)
+    found = evaluate(model, texts, sequences=sequences)
+    where = "all of" if another else "the validation part of"
+    print(f"{path}: {where} {data_config.name}, {counted(found.sequences, 'sequence')}, {counted(found.tokens, 'token')}")
+    print(f"loss {found.loss:.4f} nats a token   {found.bits_per_byte:.4f} bits per byte   perplexity {found.perplexity:.2f}")
+    for layer in found.layers:
+        choices = layer.kept + layer.dropped
+        dropped = layer.dropped / choices if choices else 0.0
+        loads = " ".join(f"{share:.1%}" for share in sorted(layer.load, reverse=True)[:8])
+        rest = " ..." if len(layer.load) > 8 else ""
+        print(f"layer {layer.layer}   dropped {dropped:.2%}   busiest experts {loads}{rest}   (even: {1 / len(layer.load):.1%})")
+    if json:
+        layers = [{"layer": n.layer, "load": n.load, "kept": n.kept, "dropped": n.dropped} for n in found.layers]
+        row: dict[str, Any] = {
+            "step": int(state["counters"]["step"]),
+            "sequences": found.sequences,
+            "tokens": found.tokens,
+            "loss": found.loss,
+        }
+        row |= {"bits_per_byte": found.bits_per_byte, "perplexity": found.perplexity, "layers": layers}
+        write_json(json, verb="eval", rows=[row], text=data_config.name)
+
+
+def _whole(data: Dataset) -> list[Text]:
+    """Return both parts of each text, because the model was not trained on it."""
+    train = data.train.inner if isinstance(data.train, CorruptedTrain) else data.train
+    assert not isinstance(train, Stream), "samples are given to train() alone"
+    trained = train.parts if isinstance(train, MixedTrain) else (train,)
+    both = zip(trained, _parts(data), strict=True)
+    texts: list[ValidationSet] = []
+    for train, held in both:
+        assert isinstance(train.windows, Windows)
+        texts += [ValidationSet(train.windows, held.bytes_per_id), held]
+    return _as_asked(data, texts)
+
+
+def _held_out(data: Dataset) -> list[Text]:
+    """Return the held-out part of each source."""
+    return _as_asked(data, _parts(data))
+
+
+def _parts(data: Dataset) -> list[ValidationSet]:
+    held = data.validation.inner if isinstance(data.validation, CorruptedValidation) else data.validation
+    assert not isinstance(held, GivenValidation), "samples are given to train() alone"
+    return list(held.parts) if isinstance(held, MixedValidation) else [held]
+
+
+def _as_asked(data: Dataset, parts: list[ValidationSet]) -> list[Text]:
+    """Wrap the parts with span corruption if the objective of the recipe has it."""
+    if isinstance(data.validation, CorruptedValidation):
+        return [CorruptedValidation(part, data.validation.objective) for part in parts]
+    return list(parts)
+
+
+def _note(text: object) -> None:
+    print(text, file=sys.stderr)

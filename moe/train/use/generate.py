@@ -1,0 +1,223 @@
+"""Continue texts with a trained model.
+
+    prompts -> tokens -> continued (decode.py), with a key-value cache -> text, as it comes
+
+Every rank of an expert-parallel model must call `sample` with the same arguments, because each token is exchanged as in training.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json as json_text
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from moe.data import Tokenizer
+from moe.data.sentinels import WithSentinels, strange
+from moe.model.transformer import Output, Transformer
+from moe.recipe.shapes import START
+from moe.records.results import write_json
+from moe.records.summary import printable
+from moe.train.start.restore import load_model
+from moe.train.use.decode import Cached, Reads, Recomputed, Written, can_cache, continued, for_continuing
+from moe.train.use.sampling import Sampling
+from parallel.errors import BadInput, counted
+from parallel.store.files import read_text
+
+
+@dataclass(frozen=True)
+class Continued:
+    """One continuation. `ids`: the new tokens before a separator, which ends a text. `ended`: whether a separator came."""
+
+    prompt: str
+    sample: int
+    ids: list[int]
+    text: str
+    ended: bool
+
+
+def sample(
+    model: Callable[[Tensor], Output],
+    tokenizer: Tokenizer,
+    *,
+    prompt: str,
+    num_tokens: int,
+    max_length: int,
+    temperature: float = 0.8,
+    seed: int = 0,
+    device: torch.device | None = None,
+) -> str:
+    """Return the prompt and `num_tokens` more. `model` may be any callable, on one rank or on several."""
+    ids = tokenizer.beginning(prompt)
+    sampling = Sampling(temperature)
+    size, reads = tokenizer.vocab_size, Recomputed(model, max_length)
+    steps = continued(
+        reads, [ids], num_tokens=num_tokens, max_length=max_length, vocab_size=size, sampling=sampling, seeds=[seed], device=device
+    )
+    return tokenizer.decode(ids + [token for (token,) in steps])
+
+
+def generate(
+    model: Transformer,
+    tokenizer: Tokenizer,
+    prompts: Sequence[str],
+    *,
+    num_tokens: int = 200,
+    samples: int = 1,
+    sampling: Sampling | None = None,
+    seed: int = 0,
+    max_batch: int = 64,
+    heard: Callable[[str], None] | None = None,
+) -> list[Continued]:
+    """Return `samples` continuations of each prompt, in order. Sample n draws by seed + n, independent of the other arguments.
+
+    Prompts of the same number of tokens are continued together, at most `max_batch` texts at once. If there is one text alone, `heard`
+    receives it piece by piece, in whole characters. No token is dropped for lack of capacity. If experts choose their tokens, the whole
+    context is read again for every token. In an encoder-decoder the encoder reads the prompt, and the decoder writes. Sentinels are spelled
+    <extra_id_0>, <extra_id_1>, ...
+    """
+    for_continuing(model)
+    m, halves = model.config, model.config.kind == "encoder_decoder"
+    if halves:
+        tokenizer = WithSentinels(tokenizer, vocab_size=model.vocab_size, num_sentinels=m.spans.num_spans)
+    asked = [(_read(model, tokenizer.beginning(prompt)), prompt, n) for prompt in prompts for n in range(samples)]
+    found: dict[int, Continued] = {}
+    listens = heard if len(asked) == 1 else None
+    for group in _groups(asked, max_batch, m.max_length + halves):
+        length = len(asked[group[0]][0])
+        steps = continued(
+            _reads(model, length, num_tokens),
+            [asked[i][0] for i in group],
+            num_tokens=num_tokens,
+            max_length=length + num_tokens if halves else m.max_length,
+            vocab_size=tokenizer.vocab_size,
+            sampling=sampling or Sampling(),
+            seeds=[seed + asked[i][2] for i in group],
+            device=next(model.parameters()).device,
+        )
+        for i, (ids, ended) in zip(group, _until_separators(steps, len(group), tokenizer, listens), strict=True):
+            found[i] = Continued(asked[i][1], asked[i][2], ids, tokenizer.decode(ids), ended)
+    return [found[i] for i in range(len(asked))]
+
+
+def _read(model: Transformer, ids: list[int]) -> tuple[int, ...]:
+    """Return the tokens read before the first new one: the prompt, or the encoder's tokens and the decoder's START."""
+    m = model.config
+    return (*ids[-m.max_length :], START) if m.kind == "encoder_decoder" else tuple(ids)
+
+
+def _reads(model: Transformer, length: int, num_tokens: int) -> Reads:
+    """Return the reader of contexts for texts of `length` tokens that get `num_tokens` more."""
+    if model.config.kind == "encoder_decoder":
+        return Cached(model, source=length - 1, max_length=1 + num_tokens) if can_cache(model) else Written(model, length - 1)
+    return Cached(model) if can_cache(model) else Recomputed(model, model.config.max_length)
+
+
+def _groups(asked: Sequence[tuple[tuple[int, ...], str, int]], most: int, max_length: int) -> Iterator[list[int]]:
+    """Yield indices of texts that can be continued together."""
+    by_length: dict[int, list[int]] = {}
+    for i, (ids, _, _) in enumerate(asked):
+        by_length.setdefault(min(len(ids), max_length), []).append(i)
+    for same in by_length.values():
+        for first in range(0, len(same), most):
+            yield same[first : first + most]
+
+
+def _until_separators(
+    steps: Iterator[list[int]], count: int, tokenizer: Tokenizer, heard: Callable[[str], None] | None
+) -> list[tuple[list[int], bool]]:
+    """Return each text's tokens before its first separator, and whether one came. Stops when all texts have ended."""
+    texts: list[list[int]] = [[] for _ in range(count)]
+    ended = [False] * count
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    for chosen in steps:
+        for i, token in enumerate(chosen):
+            ended[i] |= token == tokenizer.separator
+            if not ended[i]:
+                texts[i].append(token)
+                if heard is not None:
+                    heard(decoder.decode(tokenizer.token_bytes[token]))
+        if all(ended):
+            break
+    if heard is not None:
+        heard(decoder.decode(b"", final=True))
+    return list(zip(texts, ended, strict=True))
+
+
+def main(
+    run_dir: str,
+    *,
+    prompt: str | None = None,
+    prompt_file: str | None = None,
+    tokens: int = 200,
+    samples: int = 1,
+    temperature: float = 0.8,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    step: int | None = None,
+    json: str | None = None,
+) -> None:
+    """`moe generate`: print continuations, a single text as it comes; then print tokens a second to stderr."""
+    for what, value in (("--tokens", tokens), ("--samples", samples)):
+        if value < 1:
+            raise BadInput(what, got=value, needed="at least 1", fix=f"try {what} {200 if what == '--tokens' else 1}")
+    if prompt is not None and prompt_file is not None:
+        raise BadInput("--prompt_file", got="--prompt as well", needed="one of the two", fix="remove --prompt")
+    sampling = Sampling(temperature, top_k, top_p)
+    model, tokenizer, at = load_model(Path(run_dir), step=step)
+    halves = model.config.kind == "encoder_decoder"
+    usual = "def <extra_id_0>(self):" if halves else "def "
+    prompts = [usual if prompt is None else prompt] if prompt_file is None else _prompts(prompt_file)
+    if halves and (other := strange(prompts, model.config.spans.num_spans)) is not None:
+        count = model.config.spans.num_spans
+        there = "<extra_id_0>" if count == 1 else f"<extra_id_0> to <extra_id_{count - 1}>"
+        print(f"{other} is no sentinel of this model, which has {there}: it is read as text", file=sys.stderr)
+    one = len(prompts) * samples == 1
+    between = "\n" if halves else ""  # a decoder's output does not continue the last line of the encoder's text
+    if one:
+        _say(prompts[0] + between)
+    started = time.perf_counter()
+    found = generate(model, tokenizer, prompts, num_tokens=tokens, samples=samples, sampling=sampling, seed=seed, heard=_say)
+    seconds = time.perf_counter() - started
+    _say("\n" if one else "".join(f"--- {n // samples + 1}.{f.sample + 1}\n{f.prompt}{between}{f.text}\n" for n, f in enumerate(found)))
+    made = sum(len(f.ids) for f in found)
+    print(f"{counted(made, 'token')} of {counted(len(found), 'text')} in {seconds:.2f} s: {made / seconds:.0f} a second", file=sys.stderr)
+    if json:
+        rows = [{"prompt": f.prompt, "sample": f.sample, "text": f.text, "tokens": len(f.ids), "ended": f.ended} for f in found]
+        write_json(json, verb="generate", rows=rows, step=at, seconds=seconds)
+
+
+def _prompts(path: str) -> list[str]:
+    """Read one prompt a line; in a .jsonl file, each line's "prompt"."""
+    try:
+        lines = [line for line in read_text(path).splitlines() if line.strip()]
+    except (OSError, UnicodeError) as error:
+        needed = "a text file in UTF-8, one prompt a line"
+        raise BadInput("--prompt_file", got=f"{path} ({error})", needed=needed, fix="check the path, or use --prompt TEXT") from None
+    if not lines:
+        raise BadInput("--prompt_file", got=f"{path} without a line", needed="one prompt a line", fix="write one, or use --prompt TEXT")
+    if not path.endswith(".jsonl"):
+        return lines
+    found = []
+    for number, line in enumerate(lines, 1):
+        try:
+            value = json_text.loads(line)["prompt"]
+        except (ValueError, TypeError, KeyError, RecursionError):
+            value = None
+        if not isinstance(value, str):
+            got = f'line {number} that is no {{"prompt": TEXT}}'
+            raise BadInput("--prompt_file", got=got, needed='one {"prompt": TEXT} a line', fix="give a .txt file with one prompt a line")
+        found.append(value)
+    return found
+
+
+def _say(text: str) -> None:
+    """Print text, unchanged to a file; to a terminal without control characters, which it would obey."""
+    print(printable(text) if sys.stdout.isatty() else text, end="", flush=True)

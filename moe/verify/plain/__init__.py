@@ -1,0 +1,1 @@
+"""The plain twin, which shares no code with the layouts that it checks."""

@@ -1,0 +1,119 @@
+"""The encoder-decoder as plain functions of a table of whole tensors: T5 (arXiv 1910.10683) with Switch's experts (arXiv 2101.03961).
+
+    s = embedding[first tokens] ; s = s + attention(norm s) ; s = s + ffn-or-experts(norm s) ; ... ; s = norm s
+    y = embedding[the others]   ; y = y + attention(norm y) ; y = y + across(norm y, s) ; y = y + ffn-or-experts(norm y) ; ...
+    logits = embedding (norm y) / sqrt(D), or head (norm y)
+
+The rest is moe/verify/plain/model.py's. Attention is written out token by token's row, with the bias of the half's first layer, and
+logits are not divided by anything.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moe.recipe.sections import Run
+from moe.verify.plain.batches import PADDING
+from moe.verify.plain.layer import Layer, Tokens, Weights, wide
+from moe.verify.plain.model import Note, Passed, Rounding, dense_or_experts, norm
+
+# B batch, L length, S length of the source, D model, H heads, C channels of a head, T = B*L tokens
+
+
+def forward(run: Run, weights: Weights, batch: Tensor, *, step: int, cast: Rounding, note: Note) -> Passed:
+    """All rows of a step (int64 [B, read + 1]) through the model, in training; the first columns are what the encoder reads."""
+    model = run.model
+    read, total = model.max_length, model.read_length
+    layers: dict[str, Layer] = {}
+    places = torch.arange(len(batch) * total).view(-1, total)
+
+    def half(columns: slice, numbers: range, source: Tensor | None) -> tuple[Tensor, Tokens]:
+        """The tokens of these columns through these layers."""
+        ids, at = batch[:, :-1][:, columns].flatten(), places[:, columns].flatten()
+        tokens = Tokens(ids.tolist(), at, [True] * len(ids), len(ids) // len(batch), run.train.seed, step)
+
+        def noted(name: str, values: Tensor) -> None:
+            everywhere = torch.full((places.numel(), values.shape[1]), torch.nan)
+            everywhere[at] = values.detach().float()
+            note(name, everywhere)
+
+        x = cast(cast(weights["embedding"])[ids])
+        x = dropped(run, x, "embedding", tokens, cast)
+        if source is None:
+            noted("embedding", x)
+        first = f"layers.{numbers[0]}"
+        for number in numbers:
+            name = f"layers.{number}"
+            seen = cast(norm(x, weights[f"{name}.attention_norm.weight"], model))
+            bias = wide(cast(wide(weights[f"{first}.attention.bias.weight"])))
+            out = attention(seen, seen, weights, f"{name}.attention", run, len(batch), bias, source is not None, cast)
+            noted(f"{name}.attention", out)
+            x = cast(x + dropped(run, out, f"{name}.attention", tokens, cast))
+            if source is not None:
+                seen = cast(norm(x, weights[f"{name}.cross_norm.weight"], model))
+                out = attention(seen, source, weights, f"{name}.cross", run, len(batch), None, False, cast)
+                noted(f"{name}.cross", out)
+                x = cast(x + dropped(run, out, f"{name}.cross", tokens, cast))
+            seen = cast(norm(x, weights[f"{name}.ffn_norm.weight"], model))
+            out = dense_or_experts(seen, weights, number, run, tokens, cast, noted, layers)
+            x = cast(x + dropped(run, out, f"{name}.ffn", tokens, cast))
+            noted(name, x)
+        x = cast(norm(x, weights["encoder_norm.weight" if source is None else "norm.weight"], model))
+        if source is not None:
+            noted("norm", x)
+        return x, tokens
+
+    encoded, tokens = half(slice(0, read), range(model.decoder_begins), None)
+    encoded = dropped(run, encoded, "encoder", tokens, cast)
+    x, tokens = half(slice(read, total), range(model.decoder_begins, model.num_layers), encoded)
+    x = dropped(run, x, "decoder", tokens, cast)
+    x = cast(x / math.sqrt(model.d_model)) if model.tied_embeddings else x
+    logits = wide(cast(x @ cast(weights["embedding" if model.tied_embeddings else "head.weight"]).t()))
+    targets = batch[:, read + 1 :].flatten()
+    return Passed(F.cross_entropy(logits, targets, reduction="sum", ignore_index=PADDING), layers)
+
+
+def dropped(run: Run, x: Tensor, name: str, tokens: Tokens, cast: Rounding) -> Tensor:
+    p = run.model.dropout
+    return cast(x * cast((tokens.draw(f"{name}.dropout", x.shape[1]) >= p).float() / (1 - p))) if p else x
+
+
+def attention(
+    x: Tensor, source: Tensor, weights: Weights, name: str, run: Run, sequences: int, bias: Tensor | None, causal: bool, cast: Rounding
+) -> Tensor:
+    """x [T, D] takes from the source [T', D] of the same sequence; `bias` [buckets, H] by the place of a key against the query's."""
+    model = run.model
+    heads, groups = model.num_heads, model.num_kv_heads or model.num_heads
+    size = model.head_size or model.d_model // model.num_heads
+
+    def projected(tokens: Tensor, matrix: str, count: int) -> Tensor:  # [heads, B, L, C]
+        flat = cast(tokens @ cast(weights[f"{name}.{matrix}.weight"]).t())
+        return flat.view(sequences, -1, count, size).permute(2, 0, 1, 3)
+
+    q, k, v = projected(x, "q", heads), projected(source, "k", groups), projected(source, "v", groups)
+    length, others = q.shape[2], k.shape[2]
+    mixed = []
+    for head in range(heads):
+        group = head // (heads // groups)
+        scores = wide(q[head] @ k[group].transpose(1, 2))
+        if bias is not None:
+            table = [[bucket(key - query, both_ways=not causal) for key in range(others)] for query in range(length)]
+            scores = scores + bias[torch.tensor(table), head]
+        if causal:
+            scores = scores.masked_fill(torch.ones(length, others, dtype=torch.bool).triu(1), -math.inf)
+        mixed.append(cast(scores.softmax(2).to(v.dtype) @ v[group]))
+    flat = torch.stack(mixed, 2).reshape(-1, heads * size)
+    return cast(flat @ cast(weights[f"{name}.out.weight"]).t())
+
+
+def bucket(ahead: int, *, both_ways: bool) -> int:
+    """T5's bucket, of 32, of a key so many places after the query. In an encoder 16 are for keys after it, and 16 for the others."""
+    buckets, first = (16, 16 if ahead > 0 else 0) if both_ways else (32, 0)
+    distance, exact = abs(ahead) if both_ways else max(0, -ahead), buckets // 2
+    if distance < exact:
+        return first + distance
+    return first + min(buckets - 1, exact + int(math.log(distance / exact) / math.log(128 / exact) * (buckets - exact)))

@@ -1,0 +1,1 @@
+"""Annotated programs: graphs, shardings, and their execution by DTensor."""

@@ -1,0 +1,1 @@
+"""The mesh of ranks, layouts of parameters, and collectives."""

@@ -1,0 +1,90 @@
+"""Exchange of rows with the ranks that own them.
+
+    counts [ranks, bins]  ->  all_to_all of counts  ->  all_to_all of rows
+    rank 0: 3 rows for rank 0, 2 for rank 1        rank 0 gets 3 + 1 rows
+    rank 1: 1 row  for rank 0, 4 for rank 1        rank 1 gets 2 + 4 rows
+
+Counts go first, because ranks cannot know how many rows will arrive. With inconsistent splits, gloo gives wrong numbers and no error.
+A rank without rows still takes part, or the others would wait forever.
+
+Rows can also be in slots, some of them empty: `spread` puts rows into slots, `collect` takes them out again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel.mesh.collectives import all_to_all, count
+from parallel.mesh.mesh import Axis
+
+
+def exchange_counts(counts_RB: Tensor, axis: Axis) -> Tensor:
+    """Exchange counts, int64 [ranks, bins]: rows to send to bin b of rank r become rows to receive from rank r for bin b here."""
+    if axis.size == 1:
+        return counts_RB
+    count(axis, "counts", counts_RB)
+    out = counts_RB.new_empty(counts_RB.shape)
+    dist.all_to_all_single(out, counts_RB.contiguous(), group=axis.group)
+    return out
+
+
+def exchange_rows(rows: Tensor, axis: Axis, *, send: list[int], receive: list[int]) -> Tensor:
+    """Send rows [sum(send), ...], sorted by destination rank. Return rows [sum(receive), ...], sorted by source rank. Differentiable."""
+    return all_to_all(rows, axis, send=send, receive=receive)
+
+
+def runs(counts_N: Tensor, start_N: Tensor) -> Tensor:
+    """Return counts_n indices start_n, start_n + 1, ... of each bin, bin after bin: int64 [sum(counts)]."""
+    before_N = counts_N.cumsum(0) - counts_N
+    return torch.repeat_interleave(start_N - before_N, counts_N) + torch.arange(int(counts_N.sum()), device=counts_N.device)
+
+
+def by_bin(counts_RB: Tensor, *, stride: int | None = None) -> Tensor:
+    """Return the indices that sort received rows by (bin, source rank), int64.
+
+    Rows are received sorted by (source, bin). The rows of different sources are contiguous, or start at multiples of `stride`.
+    """
+    if stride is None:
+        flat = counts_RB.flatten()
+        start_RB = (flat.cumsum(0) - flat).view_as(counts_RB)
+    else:
+        start_RB = counts_RB.cumsum(1) - counts_RB + torch.arange(len(counts_RB), device=counts_RB.device).unsqueeze(1) * stride
+    return runs(counts_RB.t().flatten(), start_RB.t().flatten())
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, slot_R: Tensor, slots: int) -> Tensor:
+        ctx.slot_R = slot_R
+        return rows.new_zeros(slots, *rows.shape[1:]).index_copy_(0, slot_R, rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad.index_select(0, ctx.slot_R), None, None
+
+
+class _Collect(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, table: Tensor, slot_R: Tensor) -> Tensor:
+        ctx.slot_R, ctx.slots = slot_R, len(table)
+        return table.index_select(0, slot_R)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.new_zeros(ctx.slots, *grad.shape[1:]).index_copy_(0, ctx.slot_R, grad), None
+
+
+def spread(rows: Tensor, slot_R: Tensor, *, slots: int) -> Tensor:
+    """Put row i into slot slot_R[i] of `slots` slots, each used at most once. Empty slots are zero. Backward: `collect`."""
+    out: Tensor = _Spread.apply(rows, slot_R, slots)
+    return out
+
+
+def collect(table: Tensor, slot_R: Tensor) -> Tensor:
+    """Return the rows in slots slot_R, each slot at most once. Backward: `spread`."""
+    out: Tensor = _Collect.apply(table, slot_R)
+    return out

@@ -1,0 +1,121 @@
+"""Sums of gradients over the ranks that saw other tokens: in flat buckets of whole gradients, in fp32 or wider.
+
+    sum_gradients(grads, layouts, mesh)     over each layout's summed_over()             after a backward pass
+    sum_over_holders(...)                   over the stages that hold the parameter      for a parameter on several stages
+    start_sums(grads, layouts, mesh)        starts sum_gradients                         overlaps with other stages
+    start_sum(grads, axis)  ...  .finish()  one bucket                                   overlaps with computation
+
+Layouts define the ranks (parallel/mesh/layout.py). Sums, never means: each loss is a share of the global mean (parallel/data/engine.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel.mesh.collectives import count
+from parallel.mesh.layout import Layout
+from parallel.mesh.mesh import Axis, Mesh
+
+_BUCKET_ELEMENTS = 8 * 2**20  # 32 MiB of fp32: large enough for the link, small compared with the gradients
+
+
+def sum_gradients(grads: Mapping[str, Tensor], layouts: Mapping[str, Layout], mesh: Mesh) -> None:
+    """Sum gradients in place over each layout's summed_over(). Collective: all ranks must pass the same names.
+
+    Example: `sum_gradients({name: p.grad for name, p in model.named_parameters()}, layouts, mesh)`.
+    """
+    _sum(grads, lambda name: data_axis(layouts[name], mesh))
+
+
+def start_sums(grads: Mapping[str, Tensor], layouts: Mapping[str, Layout], mesh: Mesh) -> list[Started]:
+    """Start all sums of `sum_gradients`. Until each is finished, its gradients are in memory twice. Collective."""
+    return list(_started(grads, lambda name: data_axis(layouts[name], mesh)))
+
+
+def sum_over_holders(grads: Mapping[str, Tensor], layouts: Mapping[str, Layout], mesh: Mesh) -> None:
+    """Sum the gradients of parameters on several pipeline stages, in place, over these stages. Collective, in the same order on all."""
+    shared = sorted((name for name in grads if layouts[name].holders), key=lambda name: layouts[name].holders)
+    _sum({name: grads[name] for name in shared}, lambda name: holders(layouts[name], mesh))
+
+
+def holders(layout: Layout, mesh: Mesh) -> Axis:
+    """Return the stages that hold a parameter, at least two, as an axis."""
+    return on_stages(layout.holders, mesh)
+
+
+def on_stages(places: tuple[int, ...], mesh: Mesh) -> Axis:
+    """Return these stages, which include this rank's, as an axis. Every rank must ask for the same ones in the same order."""
+    axis = mesh.part("pp", places, label="replicas")
+    assert axis is not None, "asked by a rank that does not hold it"
+    return axis
+
+
+def data_axis(layout: Layout, mesh: Mesh) -> Axis:
+    """Return the axis over which a parameter's gradients are summed, and over which engines cut it into shards."""
+    return mesh.axis(*layout.summed_over())
+
+
+@dataclass(frozen=True)
+class Started:
+    """A started sum. `flat` holds the sum after `work` is done."""
+
+    work: dist.Work
+    flat: Tensor
+    grads: Sequence[Tensor]
+
+    def finish(self) -> None:
+        """Wait, and copy the sums into the gradients."""
+        self.work.wait()
+        for grad, part in zip(self.grads, self.flat.split([g.numel() for g in self.grads]), strict=True):
+            grad.copy_(part.view_as(grad))
+
+
+def start_sum(grads: Sequence[Tensor], axis: Axis, *, first: str) -> Started:
+    """Start one flat sum of these gradients over an axis longer than 1. `first`: the first one's name, for error messages."""
+    flat = torch.cat([grad.reshape(-1) for grad in grads])
+    flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
+    return Started(start_flat(flat, axis, first=first), flat, grads)
+
+
+def start_flat(flat: Tensor, axis: Axis, *, first: str) -> dist.Work:
+    """Start to sum a contiguous buffer of gradients in place, in its dtype."""
+    count(replace(axis, label=f"the gradients from {first} on"), "all_reduce", flat)
+    work: dist.Work = dist.all_reduce(flat, group=axis.group, async_op=True)
+    return work
+
+
+def _sum(grads: Mapping[str, Tensor], axis_of: Callable[[str], Axis]) -> None:
+    for one in _started(grads, axis_of):
+        one.finish()
+
+
+def _started(grads: Mapping[str, Tensor], axis_of: Callable[[str], Axis]) -> Iterator[Started]:
+    """Group gradients by axis and cut them into buckets. Each sum starts when the iterator reaches it."""
+    names: dict[tuple[str, tuple[int, ...]], list[str]] = {}
+    axes: dict[tuple[str, tuple[int, ...]], Axis] = {}
+    for name in grads:
+        axis = axis_of(name)
+        axes[axis.name, axis.ranks] = axis
+        names.setdefault((axis.name, axis.ranks), []).append(name)
+    for key, axis in axes.items():
+        for bucket in _buckets(names[key], grads) if axis.size > 1 else ():
+            yield start_sum([grads[name] for name in bucket], axis, first=bucket[0])
+
+
+def _buckets(names: Iterable[str], grads: Mapping[str, Tensor]) -> Iterator[list[str]]:
+    """Cut the names, in order, into buckets of about _BUCKET_ELEMENTS elements."""
+    bucket: list[str] = []
+    held = 0
+    for name in names:
+        if bucket and held + grads[name].numel() > _BUCKET_ELEMENTS:
+            yield bucket
+            bucket, held = [], 0
+        bucket.append(name)
+        held += grads[name].numel()
+    if bucket:
+        yield bucket

@@ -1,0 +1,162 @@
+"""The layout of a parameter: which mesh axes cut which tensor dim, which ranks hold copies, over which ranks gradients are summed.
+
+Initialisation, gradient reduction, gradient norm, checkpoints and the memory model all read this one record. Ranks that hold the
+same elements are of two kinds:
+
+    copies()        ranks with the same elements                  one of them counts in the norm and is saved
+    summed_over()   copies that saw other tokens                  their gradients are summed
+    `alike`         copies that saw the same tokens               their gradients are equal already: a sum would count them twice
+
+    parameter                    view     split                            copies            alike    summed over
+    dense                        DENSE    {}                               dp, sp, tp        tp       dp, sp
+    norm, tokens cut over tp     DENSE    {}                               dp, sp, tp                 dp, sp, tp
+    1D: columns                  DENSE    {1: "tp"}                        dp, sp                     dp, sp
+    1D: few key-value heads      HEADS    {0: "tp_row_heads"}              dp, sp, tp_row_copies      dp, sp, tp_row_copies
+    2D, 2.5D: a block            GRID     {0: "tp_row", 1: "tp_col"}       dp, sp, tp_depth           dp, sp, tp_depth
+    2D, 2.5D: a norm             GRID     {0: "tp_col"}                    all but tp_col             all but tp_col
+    2D: few key-value heads      HEADS    {0: "tp_col_heads", 1: "tp_row"} dp, sp, tp_col_copies      dp, sp, tp_col_copies
+    3D: a first product's        GRID     {0: "tp_row", 1: ("tp_col", "tp_depth")}  dp, sp            dp, sp
+    experts                      EXPERT   {0: "ep", 2: "etp"}              edp                        edp
+    a tile                       its rank's shard, cut again: the same ranks hold all tiles, as separate parameters
+
+2D's products already sum gradients over the grid. 2.5D's products do so for each of the d grids, whose tokens differ, so gradients
+are summed over depth. Sources: Megatron-LM (arXiv 1909.08053), its sequence parallelism (arXiv 2205.05198); see parallel/mesh/mesh.py too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from parallel.errors import BadInput
+from parallel.mesh.mesh import DENSE, EXPERT, Mesh
+
+if TYPE_CHECKING:  # the planner reads layouts without torch
+    from torch import Tensor
+
+Box = tuple[slice, ...]  # a box of a tensor: a slice for each dim
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The index-th of `count` chunks along a dim. If the size does not divide, chunks differ by one element."""
+
+    dim: int
+    index: int
+    count: int
+
+    def run(self, size: int) -> slice:
+        """Return this tile's slice of `size` elements."""
+        return slice(self.index * size // self.count, (self.index + 1) * size // self.count)
+
+    def of(self, whole: Tensor) -> Tensor:
+        """Return this tile of a whole tensor, as a view."""
+        chunk = self.run(whole.shape[self.dim])
+        return whole.narrow(self.dim, chunk.start, chunk.stop - chunk.start)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The layout on the mesh of one parameter with whole shape `shape`.
+
+    Example: `Layout((4, 6), {1: "tp"}, alike=()).region(mesh)` is (slice(0, 4), slice(3, 6)) on rank 1 of `Mesh.of(Degrees(tp=2), 1)`.
+
+    `split`: tensor dim -> the axis that cuts it, or several axes, coarsest first. `view`: the axes to which the parameter belongs.
+    `family`: a label by which gradient norms are grouped. `unstack`: a name with `{}`, if checkpoints store the entries of dim 0 as
+    separate tensors (`layers.3.experts.{}.w1`), named by their global index. `placement`: the global index of each place along dim 0,
+    if they are not in order. `tile`: the parameter is this tile of the tensor (parallel/data/tiling.py). `holders`: the pipeline stages
+    that hold it, if there are several (a tied embedding, Chimera's replicas). `alike`: axes along which ranks see the same tokens, so
+    copies have equal gradients; axes of other views, and axes that cut the parameter, are ignored. `uneven`: dims with shards that may
+    differ by one.
+    """
+
+    shape: tuple[int, ...]
+    split: Mapping[int, str | tuple[str, ...]] = field(default_factory=dict)
+    view: tuple[str, ...] = DENSE
+    family: str = "dense"
+    unstack: str | None = None
+    placement: tuple[int, ...] | None = None
+    tile: Tile | None = None
+    holders: tuple[int, ...] = ()
+    alike: tuple[str, ...] = ("tp",)
+    uneven: tuple[int, ...] = ()
+
+    def without(self, dim: int) -> Layout:
+        """Return the layout of a mean over `dim`, which every rank holds whole: one dim less. A negative dim counts from the end."""
+        dim %= len(self.shape)
+        assert self.tile is None and (dim or self.unstack is None), "a mean over a dim that a rank does not hold whole"
+        return replace(
+            self,
+            shape=(*self.shape[:dim], *self.shape[dim + 1 :]),
+            split={d - (d > dim): axes for d, axes in self.split.items() if d != dim},
+            uneven=tuple(d - (d > dim) for d in self.uneven if d != dim),
+        )
+
+    def cut_by(self, dim: int | None = None) -> tuple[str, ...]:
+        """Return the axes that cut `dim`, coarsest first; None: the axes that cut any dim."""
+        axes = self.split.values() if dim is None else [self.split.get(dim, ())]
+        return tuple(axis for named in axes for axis in ((named,) if isinstance(named, str) else named))
+
+    def copies(self) -> tuple[str, ...]:
+        """Return the axes along which ranks hold the same elements. Stages in `holders` hold them too."""
+        return tuple(a for a in self.view if a != "pp" and a not in self.cut_by())
+
+    def summed_over(self) -> tuple[str, ...]:
+        """Return the axes over which gradients are summed: axes of `copies` without `alike`. Stages in `holders` are summed too."""
+        return tuple(a for a in self.copies() if a not in self.alike)
+
+    def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
+        """Return the shape of this rank's shard. Raise BadInput if the axes do not divide a dim."""
+        return tuple(shard.stop - shard.start for shard in self.region(mesh))
+
+    def region(self, mesh: Mesh) -> Box:
+        """Return this rank's shard as slices of the whole tensor. Raise BadInput if the axes do not divide a dim."""
+        shard = [slice(0, size) for size in self.shape]
+        for dim in self.split:
+            place, ways, axes = 0, 1, self.cut_by(dim)
+            for axis in map(mesh.axis, axes):
+                place, ways = place * axis.size + axis.index, ways * axis.size
+            if self.shape[dim] % ways and dim not in self.uneven:
+                raise BadInput(
+                    f"dim {dim} of a parameter",
+                    got=self.shape[dim],
+                    needed=f"a multiple of {' * '.join(axes)}={ways}",
+                    fix=f"change degrees.{axes[0].partition('_')[0]}",
+                )
+            shard[dim] = Tile(dim, place, ways).run(self.shape[dim])
+        if self.tile is not None:
+            whole = shard[self.tile.dim]
+            chunk = self.tile.run(whole.stop - whole.start)
+            shard[self.tile.dim] = slice(whole.start + chunk.start, whole.start + chunk.stop)
+        return tuple(shard)
+
+    def stacked(self, mesh: Mesh) -> tuple[int, ...]:
+        """Return the global indices of this rank's entries along dim 0, in order."""
+        places = self.region(mesh)[0]
+        return tuple(range(self.shape[0]))[places] if self.placement is None else self.placement[places]
+
+    def is_owner(self, mesh: Mesh) -> bool:
+        """Return whether this rank holds the first copy. Only the first copy is counted in norms and saved."""
+        return self.shard_counts(mesh) and all(mesh.axis(a).index == 0 for a in self.summed_over())
+
+    def shard_counts(self, mesh: Mesh) -> bool:
+        """For engines that shard over `summed_over` (ZeRO, FSDP): return whether this rank's shard, not a copy of it, counts in norms."""
+        alike = (a for a in self.copies() if a in self.alike)
+        return self.counts_on(mesh.axis("pp").index) and all(mesh.axis(a).index == 0 for a in alike)
+
+    def counts_on(self, stage: int) -> bool:
+        """Return whether this stage is the first that holds the parameter. `stage` must hold it."""
+        return not self.holders or self.holders[0] == stage
+
+
+def dense(shape: tuple[int, ...], family: str = "dense", *, alike: tuple[str, ...] = ("tp",), holders: tuple[int, ...] = ()) -> Layout:
+    """Return the layout of a parameter that every rank of a stage holds whole. `alike`: axes along which ranks see the same tokens."""
+    return Layout(shape, {}, DENSE, family, holders=holders, alike=alike)
+
+
+def stacked_over(
+    axis: str, shape: tuple[int, ...], *, unstack: str, family: str = "expert", also: Mapping[int, str | tuple[str, ...]] | None = None
+) -> Layout:
+    """Return the layout of a stack of tensors cut along dim 0, in the expert view. `also`: further dims and the axes that cut them."""
+    return Layout(shape, {0: axis, **(also or {})}, EXPERT, family, unstack)

@@ -1,0 +1,298 @@
+"""The mesh: the index of a rank on every parallel axis. Several views arrange the same ranks in different axes.
+
+    DENSE    pp x dp  x sp x tp                      (tp varies fastest: neighbours share the fastest links)
+    GRID     pp x dp  x sp_ring x sp_heads x tp_depth x tp_row x tp_col      tp as a grid: 1D n x 1, 2D q x q, 2.5D d grids of q x q,
+                                     3D a cube; sp as rings of sp_ring ranks, and sp_heads neighbours that split heads
+    HEADS    GRID with tp_row (or tp_col) cut into heads x copies, if that side has more ranks than key-value heads
+    EXPERT   pp x edp x ep x etp                     (the dp*sp*tp ranks of a stage, arranged for experts)
+    NODES    pp x edp x ep_outer x ep_inner x etp            ep between nodes and within a node, for exchanges in two steps
+
+With sp = tp = etp = 1, the expert view cuts dp into edp groups of ep neighbours. With larger sp and tp, ep folds over them too. The
+coordinate that differs between its ranks names an axis: the ranks of one `tp_row` axis have different rows, so they form one column
+of the grid. Axes of one view can be joined: `mesh.axis("dp", "sp")` has the ranks over which the gradient of a dense weight is summed.
+
+A rank computes its own groups from its own coordinates and helps to make only these. Nothing lists the whole world, so a hundred
+thousand ranks cost as much as eight. This file is arithmetic without torch; the caller of `Mesh.connect` makes process groups.
+
+Sources: GShard (arXiv 2006.16668) for experts inside data parallelism; MoE parallel folding (arXiv 2504.14960) for the
+expert view; Optimus (arXiv 2104.05343), Tesseract (arXiv 2105.14500) and 3D (arXiv 2105.14450) for the grid.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from parallel.errors import BadInput, counted
+from parallel.mesh.communicator import Communicator
+
+FACTORS = {
+    "sp": ("sp_ring", "sp_heads"),
+    "tp": ("tp_depth", "tp_row", "tp_col"),
+    "ep": ("ep_outer", "ep_inner"),
+    "tp_row": ("tp_row_heads", "tp_row_copies"),
+    "tp_col": ("tp_col_heads", "tp_col_copies"),
+}  # an axis -> its factors
+
+
+def _factored(view: tuple[str, ...], *axes: str) -> tuple[str, ...]:
+    return tuple(part for axis in view for part in (FACTORS[axis] if axis in axes else (axis,)))
+
+
+DENSE = ("pp", "dp", "sp", "tp")
+EXPERT = ("pp", "edp", "ep", "etp")
+GRID, NODES = _factored(DENSE, "sp", "tp"), _factored(EXPERT, "ep")
+HEADS = (_factored(GRID, "tp_row"), _factored(GRID, "tp_col"))
+VIEWS = (DENSE, EXPERT, NODES, GRID, *HEADS)
+AXES = tuple(dict.fromkeys(axis for view in VIEWS for axis in view))
+
+
+def view_of(*axes: str) -> tuple[str, ...]:
+    """Return the first view that has all of these axes."""
+    found = next((view for view in VIEWS if set(axes) <= set(view)), None)
+    assert found is not None, f"no view has the axes {axes}"
+    return found
+
+
+def divisors(n: int) -> list[int]:
+    """Return every positive divisor of n, ascending."""
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return small + [n // d for d in reversed(small) if d * d != n]
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """Sizes of the parallel axes. The world has dp * pp * tp * sp ranks; ep * etp divides dp * sp * tp. Raises BadInput otherwise.
+
+    `ep_inner` (a divisor of ep): ranks of the ep axis on one node. `tp_col` and `tp_depth` make tp a grid: 2D has tp_col = q and
+    tp = q * q, 2.5D also tp_depth = d, 3D has three sides of q. `tp_row_copies` neighbours on tp_row, or `tp_col_copies` on tp_col,
+    hold the same key-value head. `sp_heads` (a divisor of sp): neighbours that exchange heads for tokens (Ulysses); rings connect the
+    sp / sp_heads groups of such neighbours.
+    """
+
+    dp: int = 1
+    pp: int = 1
+    tp: int = 1
+    sp: int = 1
+    ep: int = 1
+    etp: int = 1
+    ep_inner: int = 1
+    tp_col: int = 1
+    tp_depth: int = 1
+    sp_heads: int = 1
+    tp_row_copies: int = 1
+    tp_col_copies: int = 1
+
+    def __post_init__(self) -> None:
+        for name in (degree.name for degree in fields(self)):
+            value = getattr(self, name)
+            if value < 1:
+                raise BadInput(f"degrees.{name}", got=value, needed="a whole number of at least 1", fix=f"set degrees.{name} to 1")
+        stage = self.dp * self.sp * self.tp
+        if stage % (self.ep * self.etp):
+            fitting = stage % self.etp == 0
+            fix = f"set degrees.ep to one of {divisors(stage // self.etp)}" if fitting else f"set degrees.etp to one of {divisors(stage)}"
+            raise BadInput(
+                "degrees.ep" if self.etp == 1 else "degrees.ep * degrees.etp",
+                got=self.ep * self.etp,
+                needed=f"a divisor of dp * sp * tp = {stage}",
+                fix=fix,
+            )
+        if self.ep % self.ep_inner:
+            raise BadInput("ep_inner", got=self.ep_inner, needed=f"a divisor of ep={self.ep}", fix=f"use one of {divisors(self.ep)}")
+        if self.sp % self.sp_heads:
+            raise BadInput("sequence.heads", got=self.sp_heads, needed=f"a divisor of sp={self.sp}", fix=f"use one of {divisors(self.sp)}")
+        if self.tp % (self.tp_col * self.tp_depth):
+            raise BadInput(
+                "tp_col * tp_depth",
+                got=f"{self.tp_col} * {self.tp_depth}",
+                needed=f"a divisor of tp={self.tp}",
+                fix=f"use one of {divisors(self.tp)}",
+            )
+        for side in ("tp_row", "tp_col"):
+            copies, size = self.size(f"{side}_copies"), self.size(side)
+            if size % copies:
+                raise BadInput(f"{side}_copies", got=copies, needed=f"a divisor of {side}={size}", fix=f"use one of {divisors(size)}")
+
+    @property
+    def edp(self) -> int:
+        """Number of copies of each expert (expert data parallelism)."""
+        return self.dp * self.sp * self.tp // (self.ep * self.etp)
+
+    @property
+    def ep_outer(self) -> int:
+        """Number of nodes that share one set of experts."""
+        return self.ep // self.ep_inner
+
+    @property
+    def sp_ring(self) -> int:
+        """Number of ranks in a ring of sequence parallelism."""
+        return self.sp // self.sp_heads
+
+    @property
+    def tp_row(self) -> int:
+        """Number of rows of the tp grid."""
+        return self.tp // (self.tp_col * self.tp_depth)
+
+    @property
+    def tp_row_heads(self) -> int:
+        """Number of ranks along tp_row with different key-value heads."""
+        return self.tp_row // self.tp_row_copies
+
+    @property
+    def tp_col_heads(self) -> int:
+        """Number of ranks along tp_col with different key-value heads."""
+        return self.tp_col // self.tp_col_copies
+
+    @property
+    def world(self) -> int:
+        return self.dp * self.pp * self.tp * self.sp
+
+    def size(self, axis: str) -> int:
+        return int(getattr(self, axis))
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Return a rank's index on every axis of every view."""
+        place: dict[str, int] = {}
+        for view in VIEWS:
+            rest = rank
+            for axis in reversed(view):
+                rest, place[axis] = divmod(rest, self.size(axis))
+        return place
+
+    def along(self, rank: int, *axes: str) -> tuple[int, ...]:
+        """Return `rank` and all ranks that differ from it only on these axes of one view, ascending."""
+        ranks, stride = [rank], 1
+        for axis in reversed(view_of(*axes)):
+            size = self.size(axis)
+            if axis in axes:
+                mine = rank // stride % size
+                ranks = [other + (place - mine) * stride for place in range(size) for other in ranks]
+            stride *= size
+        return tuple(ranks)
+
+    def groups(self, axis: str) -> list[tuple[int, ...]]:
+        """Return all groups of ranks along one axis; together they cover the world once. Lists the world: only for pictures and tests."""
+        return [self.along(rank, axis) for rank in range(self.world) if self.coordinates(rank)[axis] == 0]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One mesh axis as one rank sees it: the axis's `ranks`, this rank's `index` among them, and the process group.
+
+    `group` is None on an axis of size 1 and before `Mesh.connect`. Collectives over an axis of size 1 do nothing. `label`: the caller
+    of a collective ("layers.3"), shown in error messages. `communicator`: the mesh's, which counts collectives.
+    """
+
+    name: str
+    ranks: tuple[int, ...] = (0,)
+    index: int = 0
+    group: Any = None
+    label: str = ""
+    communicator: Communicator = field(default_factory=Communicator, compare=False, repr=False)
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """All axes as one rank sees them, and the `world` axis over every rank. `communicator` counts the collectives of all axes.
+
+    To make a group is collective over its ranks, and torch names it by the number of groups in a process. So all ranks must make
+    equally many groups, in the same order. `connect` makes the groups of `axes`; `part`, and the first `axis` call for a joint axis,
+    make one more each. Example: `Mesh.of(Degrees(dp=2, tp=4), rank=5).axis("tp").index` is 1.
+    """
+
+    degrees: Degrees = Degrees()
+    rank: int = 0
+    axes: dict[str, Axis] = field(default_factory=dict)
+    new_group: Callable[[tuple[int, ...]], Any] | None = None
+    made: dict[tuple[int, ...], Any] = field(default_factory=dict, compare=False)  # groups made so far, by their ranks
+    more: dict[tuple[str, tuple[int, ...]], Axis | None] = field(default_factory=dict, compare=False)  # made by `part`
+    communicator: Communicator = field(default_factory=Communicator, compare=False, repr=False)
+
+    @staticmethod
+    def of(degrees: Degrees, rank: int = 0, *, communicator: Communicator | None = None) -> Mesh:
+        """Make the mesh of one rank, without process groups. Raise BadInput for a rank outside the world."""
+        if not 0 <= rank < degrees.world:
+            raise BadInput("rank", got=rank, needed=f"0 to {degrees.world - 1}", fix="start as many processes as the degrees multiply to")
+        place, communicator = degrees.coordinates(rank), communicator or Communicator()
+        axes = {name: Axis(name, degrees.along(rank, name), place[name], communicator=communicator) for name in AXES}
+        axes["world"] = Axis("world", tuple(range(degrees.world)), rank, communicator=communicator)
+        return Mesh(degrees, rank, axes, communicator=communicator)
+
+    def axis(self, *names: str, label: str = "") -> Axis:
+        """Return an axis, or the joint axis of several axes of one view, named "dp*sp". Axes of size 1 are left out, also of the name.
+
+        The first call for a joint axis makes its group, unless an axis of the same ranks has one. Then it is collective over all ranks.
+        """
+        name = names[0] if len(names) == 1 else self._joined(names)
+        return replace(self.axes[name], label=label) if label else self.axes[name]
+
+    def _joined(self, names: tuple[str, ...]) -> str:
+        long = [axis for axis in view_of(*names) if axis in names and self.degrees.size(axis) > 1] or names[:1]
+        name = "*".join(long)
+        if name not in self.axes:
+            ranks = self.degrees.along(self.rank, *long)
+            self.axes[name] = Axis(name, ranks, ranks.index(self.rank), self._group(ranks), communicator=self.communicator)
+        return name
+
+    def _group(self, ranks: tuple[int, ...]) -> Any:
+        """Return the group of these ranks, which include this one; None for a single rank and before `connect`."""
+        if self.new_group is None or len(ranks) == 1:
+            return None
+        if ranks not in self.made:
+            self.made[ranks] = self.new_group(ranks)
+        return self.made[ranks]
+
+    def alone(self) -> Any:
+        """Return a group of this rank only, for libraries that need a group for an axis of size 1. Every rank must call this."""
+        if (self.rank,) not in self.made and self.new_group is not None:
+            self.made[self.rank,] = self.new_group((self.rank,))
+        return self.made[self.rank,]
+
+    def connect(self, new_group: Callable[[tuple[int, ...]], Any], *, world: Any) -> Mesh:
+        """Return the mesh with a process group on every axis longer than 1. `world`: the existing group of all ranks.
+
+        Every rank calls `new_group` for its own groups, at most one for each axis, in the order of the axes. Axes with equal ranks share
+        a group.
+        """
+        all_ranks = self.axes["world"].ranks
+        found = replace(self, axes={}, new_group=new_group, made={all_ranks: world}, more={})
+        found.axes.update({name: replace(self.axes[name], group=found._group(self.axes[name].ranks)) for name in (*AXES, "world")})
+        return found
+
+    def part(self, name: str, places: tuple[int, ...], *, label: str) -> Axis | None:
+        """Return the sub-axis of an axis at these indices, with its own group; None if this rank is not in it.
+
+        Every rank must ask for the same sub-axes in the same order. A second call returns the first one's result.
+        """
+        if (label, places) not in self.more:
+            ranks = tuple(self.axes[name].ranks[place] for place in places)
+            held = self.rank in ranks
+            group = None
+            if self.new_group is not None and len(ranks) > 1:
+                group = self.new_group(ranks if held else (self.rank,))  # other ranks make a group of one: equally many on all ranks
+            found = Axis(name, ranks, ranks.index(self.rank), group, label, self.communicator) if held else None
+            self.more[label, places] = found
+        return self.more[label, places]
+
+
+def check_world(degrees: Degrees, world_size: int) -> None:
+    """Raise BadInput if the degrees do not multiply to the number of started processes."""
+    if degrees.world == world_size:
+        return
+    sizes = {name: degrees.size(name) for name in ("dp", "pp", "tp", "sp")}
+    fits = {name: world_size * size // degrees.world for name, size in sizes.items() if world_size * size % degrees.world == 0}
+    ways = "".join(f"{'' if at else 'set '}degrees.{name} to {size}, or " for at, (name, size) in enumerate(fits.items()))
+    raise BadInput(
+        "degrees",
+        got=" * ".join(f"{name} {size}" for name, size in sizes.items())
+        + f" = {counted(degrees.world, 'rank')} on {counted(world_size, 'process')}",
+        needed="the degrees to multiply to the number of processes",
+        fix=f"{ways}start {degrees.world}: --nproc {degrees.world}",
+    )

@@ -1,0 +1,188 @@
+"""Where this rank is: what it announces before each collective and message, kept here in memory and sent to nobody.
+
+    main thread      announce(all_reduce over dp, number 340, layers.3) ... phase(the backward pass) ...     a few microseconds each
+    watchdog         reads it when something has taken too long (parallel/watch/watchdog.py), for this rank and in its name
+
+Each group of ranks has a lane: how many collectives this rank has announced in it, the last of them, and a hash chain of them all.
+Ranks of a group that make the same collectives have equal chains, so one number more in a sum that runs anyway says whether any two of
+all ranks differ, also where nothing hangs (gloo gives wrong numbers for shapes and splits that disagree):
+
+    token of rank r = sum over its lanes of  (w_i - w_(i-1)) * chain + splits        over a group the first part telescopes to 0
+    splits = sum over j of  h_ij * sent to j - h_ji * received from j                over a group 0, where both sides agree
+    all modulo 2**40, so that sums of 8,192 ranks are exact in float64; ranks that differ are missed once in 2**40
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Sequence
+from operator import mul
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_MODULUS, MOST_RANKS = 1 << 40, 1 << 13  # sums of so many tokens are exact
+_KEPT = 512  # collectives of a lane that are remembered, to find the first in which ranks differ
+_OWN = (f"parallel{os.sep}watchdog.py", f"parallel{os.sep}record.py", "threading.py")
+_MAYBE = os.path.join("torch", "autograd", "graph.py")  # a backward pass, in C++: it computes, or waits in torch's own reducer
+# where Python stands while it waits for other ranks
+_WAITS = (f"torch{os.sep}distributed{os.sep}", f"deepspeed{os.sep}comm{os.sep}") + tuple(
+    os.sep + name for name in (f"pipeline{os.sep}links.py", "collectives.py", "exchange.py", "gradients.py")
+)
+
+
+class Lane:
+    """One group of ranks as this rank sees it: `number` collectives so far, `chain` of them, `last` ones, newest at the end."""
+
+    def __init__(self, name: str, ranks: tuple[int, ...], index: int) -> None:
+        self.name, self.ranks, self.number, self.chain, self.splits = name, ranks, 0, 0, 0
+        self.last: deque[tuple[Any, ...]] = deque(maxlen=_KEPT)
+        salt, size = zlib.crc32(name.encode()) ^ hash(ranks), len(ranks)
+        after = hash((salt, index)) if index < size - 1 else 0
+        self.weight = after - (hash((salt, index - 1)) if index else 0)
+        self.out = [hash((salt, index, j)) for j in range(size)]
+        self.back = [hash((salt, j, index)) for j in range(size)]
+
+
+class Record:
+    """`phase` and `step` say what the rank is at, `at` when it last announced anything; `patience` multiplies the time limit."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.phase, self.step, self.at, self.patience = "starting", 0, time.monotonic(), 1.0
+        self.lanes: dict[tuple[str, tuple[int, ...]], Lane] = {}
+        self._lane_of: dict[tuple[str, int], Lane] = {}  # by the tuple of ranks itself: a thousand ranks are not hashed each time
+        self._alive: list[tuple[int, ...]] = []
+        self.latest: Lane | None = None
+        self.messages: dict[tuple[int, int], tuple[int, str]] = {}  # (from, to): how many sent, or waited for, here; the last one
+        self.awaited: tuple[int, int] | None = None  # the channel of the message that was announced last, if it is one that comes here
+        self.failed: str | None = None
+        self._words: dict[Any, int] = {}
+
+    def enter(self, phase: str, *, step: int | None = None, patience: float | None = None) -> None:
+        """This rank goes on to something else; `step` counts from 1. Step and patience stay where they are not given."""
+        self.phase, self.awaited, self.at = phase, None, time.monotonic()
+        self.step = self.step if step is None else step
+        self.patience = self.patience if patience is None else patience
+
+    def announce(
+        self,
+        axis_name: str,
+        ranks: tuple[int, ...],
+        index: int,
+        *,
+        name: str,
+        label: str,
+        tensor: Tensor,
+        send: list[int] | None,
+        receive: list[int] | None,
+    ) -> None:
+        """Before a collective. Shape and dtype count, except for rows, where only their width must agree; splits count by pairs."""
+        lane = self._lane_of.get((axis_name, id(ranks))) or self._lane(axis_name, ranks, index)
+        shape, words = tensor.shape, self._words
+        same = shape if send is None else shape[1:]
+        known = words.get(name), words.get(label), words.get(tensor.dtype)
+        if None in known:
+            for word in (name, label, tensor.dtype):
+                words.setdefault(word, zlib.crc32(str(word).encode()))
+            known = words[name], words[label], words[tensor.dtype]
+        lane.number = number = lane.number + 1
+        lane.chain = chain = hash((lane.chain, known, same, send is None))
+        if send is not None and receive is not None:
+            lane.splits += (sum(map(mul, send, lane.out)) - sum(map(mul, receive, lane.back))) * (hash((number, 7)) | 1)
+            lane.splits %= _MODULUS
+        lane.last.append((number, name, label, shape, tensor.dtype, send, receive, chain))
+        self.latest, self.awaited, self.at = lane, None, time.monotonic()
+
+    def _lane(self, axis_name: str, ranks: tuple[int, ...], index: int) -> Lane:
+        self._alive.append(ranks)  # so that its id stays its own
+        lane = self._lane_of[axis_name, id(ranks)] = self.lanes.setdefault((axis_name, ranks), Lane(axis_name, ranks, index))
+        return lane
+
+    def message(self, source: int, target: int, label: str) -> None:
+        """Before one more message of a pipeline is sent, or waited for: by the rank that it concerns, one of the two."""
+        self.messages[source, target] = self.messages.get((source, target), (0, ""))[0] + 1, label
+        self.awaited = (source, target) if target == self.rank else None
+        self.at = time.monotonic()
+
+    def token(self) -> float:
+        """This rank's part of a sum over all ranks that is 0 modulo 2**40 where the ranks of every group made the same collectives."""
+        return float(sum(lane.weight * lane.chain + lane.splits for lane in self.lanes.values()) % _MODULUS)
+
+    def answer(self) -> dict[str, Any]:
+        """Where this rank is, as plain values; called by the watchdog's thread while the main thread goes on, or does not."""
+        place, waits = standing(threading.main_thread().ident)
+        latest, awaited = self.latest, self.awaited
+        return {
+            "rank": self.rank,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "phase": self.phase,
+            "step": self.step,
+            "idle": time.monotonic() - self.at,
+            "patience": self.patience,
+            "place": place,
+            "waits": waits,
+            "failed": self.failed,
+            "latest": None if latest is None else _name(latest),
+            "lanes": {_name(lane): _described(lane) for lane in list(self.lanes.values())},
+            "awaited": None if awaited is None else f"{awaited[0]}>{awaited[1]}",
+            "messages": {f"{a}>{b}": list(found) for (a, b), found in list(self.messages.items())},
+        }
+
+    def said(self) -> str:
+        """One phrase for where this rank is."""
+        latest = self.latest
+        last = f", after {latest.last[-1][1]} {latest.number} over {latest.name}" if latest is not None and latest.last else ""
+        return f"{self.phase}{f' of step {self.step}' if self.step else ''}{last}"
+
+
+def balanced(total: float) -> bool:
+    """Whether the sum of all ranks' tokens says that they agree."""
+    return total % _MODULUS == 0
+
+
+def standing(main: int | None) -> tuple[str, str]:
+    """(file:line function where Python stands, outside torch if it can be; whether it waits there for other ranks: yes, no or maybe)."""
+    frames = sys._current_frames()
+    frame: Any = frames.get(main or 0)
+    others = [found for ident, found in frames.items() if ident != main and not found.f_code.co_filename.endswith(_OWN)]
+    torch = sys.modules.get("torch")
+    waits = "maybe" if torch is not None and torch.cuda.is_initialized() else "no"  # a GPU's kernels are waited for anywhere
+    for top in [found for found in (frame, *others) if found is not None]:  # autograd works in threads of its own on a GPU
+        name = top.f_code.co_filename
+        if any(part in name for part in _WAITS) and top.f_code.co_name not in ("count", "announce"):
+            waits = "yes"
+        elif waits == "no" and name.endswith(_MAYBE):
+            waits = "maybe"
+    while frame is not None and f"{os.sep}torch{os.sep}" in frame.f_code.co_filename and frame.f_back is not None:
+        frame = frame.f_back
+    return "" if frame is None else _place(frame), waits
+
+
+def _place(frame: Any) -> str:
+    return f"{os.sep.join(frame.f_code.co_filename.split(os.sep)[-3:])}:{frame.f_lineno} {frame.f_code.co_name}"
+
+
+def _name(lane: Lane) -> str:
+    return f"{lane.name} {hash(lane.ranks)}"
+
+
+def _described(lane: Lane) -> dict[str, Any]:
+    last: Sequence[tuple[Any, ...]] = ()
+    for _ in range(5):
+        try:
+            last = list(lane.last)
+            break
+        except RuntimeError:  # the main thread appended meanwhile
+            continue
+    calls = [[n, name, label, list(shape), str(dtype).removeprefix("torch."), send, receive, chain] for
+             n, name, label, shape, dtype, send, receive, chain in last]  # fmt: skip
+    return {"axis": lane.name, "ranks": list(lane.ranks), "number": lane.number, "calls": calls}

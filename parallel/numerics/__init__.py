@@ -1,0 +1,1 @@
+"""Dtypes, loss scale, clipping, recomputation, random numbers and first values."""

@@ -1,0 +1,67 @@
+"""Gradient norm and clipping. Each element of the whole model counts once, on every layout.
+
+Every rank sums the squares of the elements that it owns (Layout.is_owner; each ZeRO shard has one owner). One sum over the whole
+world then gives the norms of all families. So no group has to be chosen: some systems average the norms of ranks, or leave experts
+out, by mistake.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from parallel.mesh.collectives import sum_over
+from parallel.mesh.mesh import Axis
+from parallel.mesh.record import MOST_RANKS
+from parallel.watch.watchdog import check_tokens
+
+
+@dataclass(frozen=True)
+class GradientNorm:
+    """2-norms of the whole gradient and of each family. Equal on every rank."""
+
+    total: float
+    families: dict[str, float]
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.total)
+
+    def divided_by(self, scale: float) -> GradientNorm:
+        return GradientNorm(self.total / scale, {name: value / scale for name, value in self.families.items()})
+
+
+def gradient_norm(owned: Iterable[tuple[str, Tensor]], *, families: tuple[str, ...], world: Axis, device: torch.device) -> GradientNorm:
+    """Return the norms, given the (family, gradient) shards that this rank owns. Collective."""
+    return norm_of(squares(owned, families=families, device=device), families=families, world=world)
+
+
+def squares(owned: Iterable[tuple[str, Tensor]], *, families: tuple[str, ...], device: torch.device) -> Tensor:
+    """Return the sums of squares by family, float64 [families]."""
+    found = torch.zeros(len(families), dtype=torch.float64, device=device)
+    for family, grad in owned:
+        found[families.index(family)] += torch.linalg.vector_norm(grad, dtype=torch.float32).double() ** 2
+    return found
+
+
+def norm_of(squares: Tensor, *, families: tuple[str, ...], world: Axis) -> GradientNorm:
+    """Return the norms, given every rank's `squares`. Collective. Raise Disagreement on all ranks if earlier collectives differed."""
+    record, axis = world.communicator.record, replace(world, label="the gradient norm")
+    record = record if 1 < world.size <= MOST_RANKS else None
+    if record is not None:
+        squares = torch.cat((squares, squares.new_tensor([record.token()])))
+    totals: list[float] = sum_over(squares, axis).tolist()
+    if record is not None:
+        check_tokens(totals.pop())
+    # NaN becomes inf, because max(0, nan) is 0 in Python and would look finite
+    roots = [math.sqrt(t) if math.isfinite(t) else math.inf for t in totals]
+    return GradientNorm(math.sqrt(sum(totals)) if math.isfinite(sum(totals)) else math.inf, dict(zip(families, roots, strict=True)))
+
+
+def clip_factor(norm: float, limit: float | None) -> float:
+    """Return the factor by which the gradient's norm becomes at most `limit`: 1 if it already is, or if `limit` is None."""
+    return 1.0 if limit is None or norm <= limit else limit / norm

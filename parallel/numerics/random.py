@@ -1,0 +1,47 @@
+"""Random numbers that depend on their purpose, not on the rank that draws them.
+
+A number is a hash of (key, position, column). The key gives its purpose (seed, step, name), and the position is a token's global
+index in the step. So jitter and dropout are equal on one process and on any layout, with any number of micro-batches. A recomputed
+forward pass draws the same numbers again.
+
+The hash is 32-bit multiply-xorshift (two rounds of the murmur3 finaliser's form), in integers, so all devices give equal numbers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+from parallel.numerics.supposed import supposed
+
+
+def key_of(*parts: object) -> int:
+    """Return a 31-bit key for any values, by their text. Example: key_of(seed, step, "layers.3.jitter")."""
+    digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
+    return int.from_bytes(digest[:4], "little") >> 1
+
+
+_CHUNK = 16384  # numbers hashed at a time, so that they fit into the CPU's cache
+
+
+def _mix(x: Tensor, spare: Tensor) -> Tensor:
+    """Scramble int32 in place. >> is an arithmetic shift on int32, so the sign bits are masked off."""
+    x.bitwise_xor_(torch.bitwise_right_shift(x, 16, out=spare).bitwise_and_(0xFFFF)).mul_(0x7FEB352D)
+    return x.bitwise_xor_(torch.bitwise_right_shift(x, 15, out=spare).bitwise_and_(0x1FFFF)).mul_(-2073254261)  # 0x846CA68B as int32
+
+
+def uniform(key: int, position_T: Tensor, width: int, *, first: int = 0) -> Tensor:
+    """Return random numbers in [0, 1], fp32 [T, width], of columns first, first + 1, ... Row t depends only on key and position_T[t]."""
+    row_T = position_T.to(torch.int32) * -1640531527 + key  # golden-ratio stride keeps neighbours apart
+    row_T = _mix(row_T, torch.empty_like(row_T))
+    column_D = torch.arange(first, first + width, dtype=torch.int32, device=position_T.device) * 668265263
+    out_TD = torch.empty(len(row_T), width, dtype=torch.float32, device=position_T.device)
+    out_TD = supposed(out_TD, lambda: torch.empty(len(row_T), width))  # all of it is written here
+    step = max(1, _CHUNK // max(width, 1)) if position_T.device.type == "cpu" else len(row_T)
+    for start in range(0, len(row_T), step):
+        bits = row_T[start : start + step].unsqueeze(1) + column_D
+        _mix(bits, torch.empty_like(bits))
+        out_TD[start : start + step] = bits
+    return out_TD.mul_(2.0**-32).add_(0.5)  # the high bits are the best mixed, and a float keeps those

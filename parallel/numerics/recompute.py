@@ -1,0 +1,70 @@
+"""Activation checkpointing: a part of the model saves only its input, and computes its forward pass again in the backward pass.
+
+    forward        x --part--> y                  saved: x                 (otherwise: every activation inside the part)
+    backward       x --part--> y', then its gradient                       costs about one more forward pass of the part
+
+The second forward pass must not choose other experts. Slightly different bits, from another kernel or another order of a sum, could
+change the choice, and the gradient would belong to another function. `Replay` stores decisions by name: the first pass makes them,
+the second reuses them. Source: Chen et al., arXiv 1604.06174.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+Value = TypeVar("Value")
+
+
+def recomputed(part: Callable[..., Value], *args: Any) -> Value:
+    """Return part(*args). Its activations are computed again in the backward pass. Without gradients it is a plain call.
+
+    Example: `x_BLD, report = recomputed(block, x_BLD, context)`.
+
+    Random numbers inside must be functions of the position (parallel/numerics/random.py), because torch's generator is not rewound. The
+    second pass runs to the part's end, so that all ranks call the same collectives in the same order.
+    """
+    if not torch.is_grad_enabled():
+        return part(*args)
+
+    def whole(*args: Any) -> Any:
+        out = part(*args)
+        return (_Return.apply(out[0]), *out[1:]) if isinstance(out, tuple) else _Return.apply(out)
+
+    out: Value = checkpoint(whole, *args, use_reentrant=False, preserve_rng_state=False, early_stop=False)
+    return out
+
+
+class _Return(torch.autograd.Function):
+    """Identity on the part's result. Its backward reads its saved tensor, which triggers the second forward pass at this point.
+
+    This must come before engines gather weights for the part's backward pass: they free weights after each forward pass.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        assert len(ctx.saved_tensors) == 1
+        return grad
+
+
+class Replay:
+    """Decisions of one forward pass, by name. Use one object for one forward pass and its recomputation."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, Any] = {}
+
+    def once(self, name: str, decide: Callable[[], Value]) -> Value:
+        """Return decide(), called only once for each name."""
+        if name not in self._made:
+            self._made[name] = decide()
+        value: Value = self._made[name]
+        return value

@@ -1,0 +1,162 @@
+"""Deferred weight gradients: the backward pass in two parts, I and W, for zero-bubble schedules (arXiv 2401.10241, section 2).
+
+    y = x W     I   dx = dy W^T      the previous stage waits for it     with put_off() as owed: torch.autograd.backward(y, dy)
+                W   dW = x^T dy      only the update waits for it        owed.pay()
+
+In I, a matrix product returns no weight gradient, but adds a function that computes it to `owed`. Until W, only x and dy of each
+product stay in memory, not the rest of the graph. W is a backward pass of a graph that contains only the weights. So autograd adds
+gradients to the weights as usual, in their gradient dtype, and first sums the gradients of tiles or chunks of one weight.
+
+Only large products defer. Small weights (gains, biases, rows of the embedding) get their gradients in I. Hooks on a weight run
+in I without a gradient and again in W, so code that reduces gradients in hooks must wait for the last W.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from parallel.numerics.precision import gradient_dtype
+
+Gradients = Callable[[], Sequence[Tensor | None]]  # computes the gradients of some weights, in their order
+
+
+class Owed:
+    """The deferred weight gradients of one micro-batch of one stage. Made by put_off()."""
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[tuple[Tensor, ...], Gradients]] = []
+
+    def add(self, weights: tuple[Tensor, ...], compute: Gradients) -> None:
+        """Defer compute(), which returns the gradients of `weights`, the arguments of owed_for.
+
+        Its closure should hold only inputs and output gradients, no ctx, which would keep the graph in memory.
+        """
+        self._entries.append((weights, compute))
+
+    def pay(self) -> None:
+        """Compute the gradients, add them to each weight's .grad, and free the saved tensors. A second call does nothing."""
+        if self in _open:
+            raise RuntimeError("pay after the backward pass, not inside put_off()")
+        entries, self._entries = self._entries, []
+        if entries:
+            passes = [_Pay.apply(compute, *weights) for weights, compute in entries]
+            del entries
+            torch.autograd.backward(passes)
+
+
+_open: list[Owed] = []  # at most one in a process, for all threads: autograd runs the backward pass of GPU tensors in another thread
+
+
+@contextmanager
+def put_off() -> Iterator[Owed]:
+    """Return a context in which backward passes defer weight gradients. Raise RuntimeError if nested, also in another thread."""
+    if _open:
+        raise RuntimeError("put_off() inside put_off(): one backward pass at a time")
+    owed = Owed()
+    _open.append(owed)
+    try:
+        yield owed
+    finally:
+        _open.remove(owed)
+
+
+def owed_for(*weights: Tensor) -> Owed | None:
+    """Return the open Owed, or None if gradients are not deferred or a weight is neither a parameter nor a view of one."""
+    return _open[0] if _open and all(w.requires_grad and (w.is_leaf or _is_view(w)) for w in weights) else None
+
+
+def if_later(*weights: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Return the weights to keep as an attribute of ctx; nothing if their gradients cannot be deferred.
+
+    An attribute lives as long as ctx. A saved tensor lives until the backward pass or, with recomputation, the end of the forward pass.
+    So a weight that was made for one pass must not be an attribute.
+    """
+    return weights if all(w is None or w.is_leaf or _is_view(w) for w in weights) else ()
+
+
+def _is_view(weight: Tensor) -> bool:
+    return weight._base is not None and weight._base.is_leaf
+
+
+def gradient_or_later(weight: Tensor, compute: Callable[[], Tensor]) -> Tensor | None:
+    """Return a weight's gradient, or defer it and return None: the result for the weight in an autograd.Function's backward.
+
+    `weight`: the tensor to which the Function was applied. Keep it as an attribute of ctx, because saved tensors can be other objects.
+    """
+    return gradients_or_later((weight,), lambda: (compute(),))[0]
+
+
+def gradients_or_later(weights: tuple[Tensor, ...], compute: Gradients) -> Sequence[Tensor | None]:
+    """Return the gradients of several weights, or defer them and return a None for each."""
+    owed = owed_for(*weights)
+    if owed is None:
+        return compute()
+    owed.add(weights, compute)
+    return (None,) * len(weights)
+
+
+class _Pay(torch.autograd.Function):
+    """A zero that depends on some weights. Its backward pass returns their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, compute: Gradients, *weights: Tensor) -> Tensor:
+        ctx.compute = compute
+        return weights[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        compute, ctx.compute = ctx.compute, None  # frees the saved tensors of each product in turn
+        return None, *compute()
+
+
+# --- products --------------------------------------------------------------------------------------------------------------
+
+
+def linear(x: Tensor, weight_OI: Tensor) -> Tensor:
+    """Return x W^T in x's dtype; W is [out, in]. The cast weight is not saved: the backward pass casts it again."""
+    y: Tensor = _Product.apply(x, weight_OI, True)
+    return y
+
+
+def product(x: Tensor, weight_IO: Tensor) -> Tensor:
+    """Return x W in x's dtype; W is [in, out]. See `linear`."""
+    y: Tensor = _Product.apply(x, weight_IO, False)
+    return y
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, transposed: bool) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.weight, ctx.transposed = weight, transposed
+        matrix = weight.to(x.dtype)
+        return F.linear(x, matrix) if transposed else x @ matrix
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        left, right = (grad, x) if ctx.transposed else (x, grad)
+        grad_x = later = None
+        if ctx.needs_input_grad[1]:  # False for a frozen weight
+            dtype = gradient_dtype(ctx.weight)
+            later = gradient_or_later(ctx.weight, lambda: (left.flatten(0, -2).t() @ right.flatten(0, -2)).to(dtype))
+        if ctx.needs_input_grad[0]:
+            matrix = weight.to(grad.dtype)
+            grad_x = grad @ matrix if ctx.transposed else F.linear(grad, matrix)
+        return grad_x, later, None
+
+
+def splittable(model: nn.Module) -> None:
+    """Make every module with the attribute `recast` multiply with the products of this file.
+
+    torch's products compute both gradients together. Only for schedules with I and W, because small products are slower this way.
+    """
+    for module in model.modules():
+        if hasattr(module, "recast"):
+            module.recast = True  # type: ignore[assignment]

@@ -1,1 +1,0 @@
-"""Plans made without tensors: model states in bytes, and layers cut into stages."""

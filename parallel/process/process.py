@@ -1,0 +1,251 @@
+"""Start and end of the process group, for every launcher.
+
+Reads RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which DeepSpeed's launcher and torchrun set. Without RANK it reads
+the variables of SLURM or Open MPI. Without any of them, there is one process and no group. Only this file reads them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import ipaddress
+import os
+import socket
+import struct
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from parallel.errors import BadInput, cut
+from parallel.mesh.communicator import Communicator
+from parallel.mesh.debug_collectives import DEBUG, TIMEOUT_S, Agreement
+from parallel.mesh.mesh import Axis, Degrees, Mesh
+from parallel.mesh.record import Record
+from parallel.process.malloc import keep_freed_memory
+from parallel.watch import watchdog
+from parallel.watch.meet import NotMet, meet
+
+_ADDRESS_OF = 0x8915  # Linux's SIOCGIFADDR: an interface's IPv4 address; IPv6 addresses are in /proc/net/if_inet6
+LIMITS_S = {"gloo": 120.0, "nccl": 600.0}  # seconds that ranks wait for one another; 600 is torch's default
+
+_NAMES = {
+    "rank": ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"),
+    "size": ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"),
+    "local": ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    "local_size": ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+}
+
+
+@dataclass(frozen=True)
+class World:
+    """One process among `size`; `local_size` of them are on this machine. `place`: cpu or cuda; None: cuda if torch sees a GPU."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    place: str | None = None
+
+    @property
+    def device(self) -> torch.device:
+        place = self.place or ("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device(place, self.local_rank) if place == "cuda" else torch.device(place)
+
+
+def read_environment(environment: Mapping[str, str] = os.environ) -> World:
+    """Return this process's rank and world. Raise BadInput for inconsistent variables.
+
+    A SLURM job step counts only if it has several tasks, because an interactive shell is one process.
+    """
+    values = {what: next((environment[n] for n in names if n in environment), None) for what, names in _NAMES.items()}
+    if "RANK" not in environment and (alone := environment.get("WORLD_SIZE") or "1") != "1" and not _elsewhere(environment):
+        fix = "start with moe train --nproc N, or unset WORLD_SIZE"
+        raise BadInput("WORLD_SIZE", got=f"{alone} without a RANK, on rank 0 as far as this process knows", needed="both", fix=fix)
+    if "RANK" not in environment and environment.get("SLURM_NTASKS", "1") == "1" and "OMPI_COMM_WORLD_RANK" not in environment:
+        return World()
+    try:
+        size = int(values["size"] or 1)
+        rank, local = (0 if values[what] is None else int(values[what] or "nothing") for what in ("rank", "local"))
+        world = World(rank, size, local, int(values["local_size"] or size))
+        if not 0 <= world.rank < world.size or not 0 <= world.local_rank < world.local_size:
+            raise ValueError("a rank beyond its world")
+        return world
+    except ValueError:
+        needed = "whole numbers, each rank below the size of its world"
+        said = 0 if values["rank"] is None else values["rank"] or "nothing"
+        what = f"RANK, WORLD_SIZE, LOCAL_RANK on rank {said}"
+        raise BadInput(what, got=values, needed=needed, fix="start with moe train --nproc N") from None
+
+
+def _elsewhere(environment: Mapping[str, str]) -> bool:
+    """Return whether SLURM or Open MPI sets this process's rank."""
+    return environment.get("SLURM_NTASKS", "1") != "1" or "OMPI_COMM_WORLD_RANK" in environment
+
+
+def _check_port(world: World) -> None:
+    port = os.environ["MASTER_PORT"]
+    if not (port.isascii() and port.isdecimal() and 0 < int(port) < 65536):
+        what = f"MASTER_PORT on rank {world.rank}"
+        raise BadInput(what, got=port or "nothing", needed="a port from 1 to 65535, the same on all ranks", fix="set it to 29500")
+
+
+def start(world: World, *, timeout_s: float | None = None, end: watchdog.End | None = None) -> None:
+    """Join the process group under a watchdog: NCCL on GPUs, gloo on CPUs. On a CPU, also keep freed memory. A single process joins none.
+
+    `timeout_s`: seconds that ranks wait for one another (None: LIMITS_S), watchdog.FIRST times as long until the first step is done.
+    `end`: called with the watchdog's message before this process ends. Raise NotMet if ranks are missing or do not connect.
+    """
+    if world.device.type == "cpu":
+        keep_freed_memory()
+    if world.size == 1 or dist.is_initialized():
+        return
+    if "MASTER_ADDR" not in os.environ:
+        os.environ["MASTER_ADDR"] = _slurm_master() or "127.0.0.1"
+    os.environ.setdefault("MASTER_PORT", str(20000 + int(os.environ.get("SLURM_JOB_ID", "9500")) % 20000))
+    _check_port(world)
+    os.environ.update(RANK=str(world.rank), WORLD_SIZE=str(world.size), LOCAL_RANK=str(world.local_rank))
+    if world.device.type == "cuda":
+        torch.cuda.set_device(world.device)
+    backend = "nccl" if world.device.type == "cuda" else "gloo"
+    limit_s = timeout_s or LIMITS_S[backend]
+    problem = wrong_interface(os.environ) if backend == "gloo" else ""
+    store = meet(world.rank, world.size, environment=os.environ, timeout_s=watchdog.FIRST * limit_s, problem=problem)
+    if backend == "gloo" and (found := interface_to(os.environ["MASTER_ADDR"])):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", found)
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    record = Record(world.rank)
+    record.enter("joining the process group", patience=watchdog.FIRST)
+    holder = f"torchrun at {os.environ['MASTER_ADDR']}" if agent else "rank 0"
+    watchdog.watch(watchdog.Watchdog(record, store, world_size=world.size, limit_s=limit_s, holder=holder, end=end))
+    try:
+        dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timedelta(seconds=_last_resort_s()))
+    except RuntimeError as error:
+        raise _not_connected(error, world) from error
+
+
+def _not_connected(error: RuntimeError, world: World) -> Exception:
+    """Return the exception for ranks that met in the store but did not connect: another rank's message, or this rank's for all."""
+    lines, where = [line.strip() for line in str(error).splitlines() if line.strip()], ""
+    if world.device.type == "cpu":
+        lines = [line.rpartition("] ")[2] for line in lines[:1]]  # without gloo's source line and stack frames
+        if over := os.environ.get("GLOO_SOCKET_IFNAME"):
+            where = f" over {over} (GLOO_SOCKET_IFNAME: it must be an interface by which they reach each other)"
+    said = cut("; ".join(lines)) or type(error).__name__  # NCCL's last lines have the reason
+    own = ConnectionError(f"rank {world.rank} on {socket.gethostname()} met the others and does not connect to them{where}: {said}")
+    return watchdog.ended_by(own) or NotMet(str(own))
+
+
+def wrong_interface(environment: Mapping[str, str]) -> str:
+    """Return one line if GLOO_SOCKET_IFNAME names an interface that this machine does not have, else "". gloo's own error does not help."""
+    asked, here = environment.get("GLOO_SOCKET_IFNAME", ""), [name for _, name in socket.if_nameindex()]
+    absent = [name for name in asked.split(",") if name and name not in here]
+    if not absent:
+        return ""
+    found = interface_to(environment["MASTER_ADDR"])
+    by_it = f", which is {found} here" if found else ""
+    return (
+        f"GLOO_SOCKET_IFNAME: got {asked}, needed interfaces of this machine ({', '.join(here)}); "
+        f"fix: unset it, then the interface that reaches MASTER_ADDR is used{by_it}"
+    )
+
+
+def interface_to(host: str) -> str | None:
+    """Return the network interface through which this process reaches a host; None if the system does not say.
+
+    gloo would use the address of this machine's name, which on many machines is a loopback address.
+    """
+    try:
+        family = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0][0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))  # sends nothing: the system chooses the address that it would send from
+            mine = probe.getsockname()[0]
+            if family == socket.AF_INET6:
+                return _with_address(ipaddress.IPv6Address(mine.partition("%")[0]))
+            for _, name in socket.if_nameindex():
+                asked = struct.pack("256s", name.encode())
+                with contextlib.suppress(OSError):  # an interface without an address
+                    if socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _ADDRESS_OF, asked)[20:24]) == mine:
+                        return name
+    except OSError:
+        return None
+    return None
+
+
+def _with_address(address: ipaddress.IPv6Address) -> str | None:
+    """Return the interface with this address, from Linux's table. A row has the address in hexadecimal, four numbers, the name."""
+    table = Path("/proc/net/if_inet6")
+    rows = [line.split() for line in table.read_text().splitlines()] if table.exists() else []
+    return next((row[5] for row in rows if ipaddress.IPv6Address(int(row[0], 16)) == address), None)
+
+
+def _last_resort_s() -> float:
+    """Return torch's time limit for a group. It is later than the watchdog's, whose message says more."""
+    watching = watchdog.current()
+    return 600.0 if watching is None else watchdog.FIRST * watching.limit_s + 60
+
+
+def _communicator(world: World) -> Communicator:
+    """Make a new mesh's communicator. It compares collectives before they run if the environment asks for it (`--debug-collectives`)."""
+    asked, watching = os.environ.get(DEBUG), watchdog.current()
+    record = None if watching is None else watching.record
+    if not asked or not dist.is_initialized():
+        return Communicator(record=record)
+    try:
+        timeout_s = float(asked)
+    except ValueError:
+        raise BadInput(DEBUG, got=asked, needed="seconds to wait for a rank", fix=f"set it to {TIMEOUT_S:g}, or unset it") from None
+    store = dist.distributed_c10d._get_default_store()
+    return Communicator(Agreement(store, rank=world.rank, timeout_s=timeout_s), record)
+
+
+def share_cores(world: World) -> None:
+    """Divide this machine's cores among its ranks, unless OMP_NUM_THREADS is set: more threads than cores only wait."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world.local_size))
+
+
+def connect(degrees: Degrees, world: World, *, timeout_s: float | None = None) -> Mesh:
+    """Return this process's mesh with its process groups. Every rank must call it."""
+    mesh = Mesh.of(degrees, world.rank, communicator=_communicator(world))
+    wait = timedelta(seconds=timeout_s or _last_resort_s())
+
+    def new_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        """Make a group; only its members call this. With a hundred thousand ranks, no rank can help to make every group."""
+        made: dist.ProcessGroup = dist.new_group(list(ranks), timeout=wait, use_local_synchronization=True)
+        return made
+
+    return mesh.connect(new_group, world=dist.group.WORLD if world.size > 1 else None)
+
+
+def everyone(world: World) -> Axis:
+    """Return the axis over all ranks, for use before a mesh exists. Every rank must call it."""
+    return Axis("world", tuple(range(world.size)), world.rank, communicator=_communicator(world))
+
+
+def stop() -> None:
+    """Stop the watchdog and leave the process group."""
+    watchdog.release()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def barrier() -> None:
+    """Wait for every rank."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def _slurm_master() -> str | None:
+    nodes = os.environ.get("SLURM_JOB_NODELIST")
+    if nodes is None:
+        return None
+    try:
+        listed = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return nodes.split(",")[0]
+    return listed.stdout.split()[0]

@@ -1,0 +1,365 @@
+"""Checkpoints by global names, readable on any other mesh; safetensors and JSON only, so loading runs no code.
+
+    checkpoints/step-120/
+        rank-00000.safetensors     the tensors this rank owns: "layers.3.experts.17.w1/weight", ".../exp_avg", ".../exp_avg_sq"
+        rank-00000-1.safetensors   where they are more than 256 MiB; and so on
+        manifest.json              every file's size and SHA-256; every tensor's full shape and where its pieces lie; the trainer's state
+        manifest.sha256            the manifest's own, as `sha256sum -c` reads it
+
+A save is committed by renaming a finished folder: write to step-120.tmp, fsync, manifest with hashes, fsync, rename, fsync
+the parent; only then may older ones go. Whatever the instant a process dies, a folder with the final name is whole: one
+that goes loses its name first. What a dead process left behind (step-*.tmp) goes with the next save.
+Reading checks every hash first and falls back to the newest one that verifies, saying what was passed over and why.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import stat
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from parallel.errors import BadInput, plain
+from parallel.mesh.collectives import largest
+from parallel.mesh.layout import Layout
+from parallel.mesh.mesh import Axis, Mesh
+from parallel.store.files import MOST_BYTES, of_contents, read_text, step_of, usual_mode
+from parallel.store.stored import Reader, Unreadable, check_finite, check_pieces, damaged, finite, reading, unreadable
+from parallel.watch.outcome import of_all
+
+FORMAT = 1
+_NONE = -1  # instead of a step
+_NAMED = 3  # in one line
+MANIFEST_BYTES = 2**31  # more than a million tensors take
+FILE_BYTES = 256 * 2**20  # of tensors, after which a rank begins another file
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of one logical tensor: its global name, full shape, where the part starts, and the part itself."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+    tensor: Tensor
+
+
+def pieces(name: str, layout: Layout, mesh: Mesh, local: Tensor) -> Iterator[Piece]:
+    """What this rank holds of a parameter, by global names: a stack becomes one tensor per element."""
+    region = layout.region(mesh)
+    if layout.unstack is None:
+        yield Piece(name, layout.shape, tuple(s.start for s in region), local)
+        return
+    for i, number in enumerate(layout.stacked(mesh)):
+        yield Piece(layout.unstack.format(number), layout.shape[1:], tuple(s.start for s in region[1:]), local[i])
+
+
+# --- saving -----------------------------------------------------------------------------------------------------------
+
+
+def save(
+    folder: Path, step: int, held: Iterable[tuple[str, Piece]], *, state: dict[str, Any], world: Axis, keep: int, prune: bool = True
+) -> Path:
+    """Write `held` ((kind, piece), the ones this rank owns) and rank 0's `state`; returns the committed folder. The newest `keep` stay, or
+    without `prune` all.
+
+    Collective. Raises BadInput on every rank when any of them cannot write, or holds numbers that are not finite.
+    """
+    begin(folder, step, world)
+    agreed(folder, step, world, lambda: write_part(temporary(folder, step), world.index, held))
+    agreed(folder, step, world, lambda: commit(folder, step, state, world, keep if prune else None) if world.index == 0 else None)
+    return folder / f"step-{step}"
+
+
+def temporary(folder: Path, step: int) -> Path:
+    """Where a checkpoint is written before it has its final name."""
+    return folder / f"step-{step}.tmp"
+
+
+def record_of(folder: Path, rank: int) -> Path:
+    """What a rank says of its part in a temporary folder, once all of it is there."""
+    return folder / f"rank-{rank:05d}.json"
+
+
+def begin(folder: Path, step: int, world: Axis) -> None:
+    """Make the temporary folder. Collective. Raises BadInput on every rank where that cannot be."""
+    agreed(folder, step, world, lambda: _make(folder, temporary(folder, step)) if world.index == 0 else None)
+
+
+def agreed(folder: Path, step: int, world: Axis, work: Callable[[], None]) -> None:
+    """Do one rank's work for a save. Collective. Raises BadInput in the same line on every rank where it fails on any; then what there is
+    of the save is removed, on a full disk most of all."""
+    problem: BadInput | None = None
+    try:
+        work()
+    except BadInput as bad:
+        problem = bad
+    except (OSError, SafetensorError) as error:  # the latter is how safetensors reports a disk that is full
+        got = f"{getattr(error, 'strerror', None) or error} on rank {world.index}"
+        needed, fix = f"a folder that can be written: {folder}", "free disk space or choose another --out"
+        problem = BadInput("checkpoint", got=got, needed=needed, fix=fix)
+    try:
+        of_all(lambda: _raised(problem), world, what="checkpoint")
+    except BadInput:
+        if world.index == 0:
+            shutil.rmtree(temporary(folder, step), ignore_errors=True)
+        raise
+
+
+def _raised(problem: BadInput | None) -> None:
+    if problem is not None:
+        raise problem
+
+
+def _make(folder: Path, temporary: Path) -> None:
+    folder.mkdir(exist_ok=True)  # a run's folder that was renamed is not made again
+    for left in folder.glob("step-*.tmp"):
+        _discard(left)
+    temporary.mkdir()
+
+
+Entry = dict[str, Any]  # of a tensor in the manifest
+
+
+def in_files(held: Iterable[tuple[str, Piece]]) -> Iterator[list[tuple[Entry, Tensor]]]:
+    """What a rank saves, on the host, in as many files as it takes to have no more than one file's tensors in memory: an engine's states
+    may lie on a disk. At least one file."""
+    tensors: list[tuple[Entry, Tensor]] = []
+    held_bytes = 0
+    for kind, piece in held:
+        if held_bytes >= FILE_BYTES:
+            yield tensors
+            tensors, held_bytes = [], 0
+        whole = list(piece.tensor.shape) == list(piece.shape)
+        key = f"{piece.name}/{kind}" + ("" if whole else "@" + ",".join(map(str, piece.start)))
+        tensor = piece.tensor.detach().cpu().contiguous()
+        tensors.append(({"name": piece.name, "kind": kind, "shape": list(piece.shape), "start": list(piece.start), "key": key}, tensor))
+        held_bytes += tensor.nbytes
+    yield tensors
+
+
+def write_part(temporary: Path, rank: int, held: Iterable[tuple[str, Piece]]) -> None:
+    """One rank's files, and then its record. Raises BadInput for numbers that are not finite, once all of `held` was taken: that is
+    collective."""
+    entries: list[Entry] = []
+    files: dict[str, dict[str, Any]] = {}
+    bad: str | None = None
+    for number, tensors in enumerate(in_files(held)):
+        bad = bad or next((entry["key"] for entry, tensor in tensors if not finite(tensor)), None)
+        if bad:
+            tensors.clear()
+            continue
+        path = temporary / (f"rank-{rank:05d}-{number}.safetensors" if number else f"rank-{rank:05d}.safetensors")
+        with usual_mode(path):
+            save_file({entry["key"]: tensor for entry, tensor in tensors}, path)
+        _fsync(path)
+        files[path.name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
+        entries += [entry | {"rank": rank, "file": path.name} for entry, _ in tensors]
+        tensors.clear()  # before the next file's are gathered
+    if bad:
+        got = f"values of {bad} that are not finite, on rank {rank}"
+        fix = "start again: the run goes on from the newest checkpoint, which stays"
+        raise BadInput(temporary.stem, got=got, needed="finite numbers: nothing of it is saved", fix=fix)
+    record = record_of(temporary, rank)
+    unnamed = record.with_suffix(".tmp")  # rank 0 may look for the record meanwhile
+    _write(unnamed, json.dumps({"files": files, "tensors": entries}))
+    unnamed.rename(record)
+
+
+def commit(folder: Path, step: int, state: dict[str, Any], world: Axis, keep: int | None) -> None:
+    """On rank 0, when every rank's record is there: the manifest, the final name, and older ones go; with None they stay."""
+    final, unnamed = folder / f"step-{step}", temporary(folder, step)
+    files: dict[str, dict[str, Any]] = {}
+    tensors: list[dict[str, Any]] = []
+    for rank in range(world.size):
+        part = record_of(unnamed, rank)
+        record = json.loads(part.read_text())
+        files |= record["files"]
+        tensors += record["tensors"]
+        part.unlink()
+    manifest = json.dumps({"format": FORMAT, "files": files, "tensors": tensors, "state": state})
+    _write(unnamed / "manifest.json", manifest)
+    _write(unnamed / "manifest.sha256", _digest_line(manifest.encode()))
+    _fsync(unnamed)
+    if os.path.lexists(final):  # a damaged one that was passed over, or no checkpoint at all
+        _remove(final)
+    unnamed.rename(final)
+    _fsync(folder)
+    if keep is not None:
+        keep_newest(folder, step, keep)
+
+
+def keep_newest(folder: Path, step: int, keep: int) -> None:
+    """Of the checkpoints up to that of `step`, which is good, the newest `keep` stay. Also for a run that goes on: the one before may
+    have died between a commit and this."""
+    # only lower numbers: a higher one was passed over as damaged, and must not push out the one just written
+    older = [path for number, path in sorted(numbered(folder)) if number < step]
+    for old in older[: max(0, len(older) - (keep - 1))]:
+        with suppress(OSError):  # the new one stands, whatever becomes of the old
+            _remove(old)
+
+
+def _remove(path: Path) -> None:
+    """Its name goes first: dying half way must not leave half a checkpoint under a final name."""
+    nameless = path.with_name(f"{path.name}.old.tmp")
+    path.rename(nameless)
+    _discard(nameless)
+
+
+def _discard(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+        return
+    with suppress(OSError):
+        path.unlink()
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text)
+    _fsync(path)
+
+
+def _digest_line(manifest: bytes) -> str:
+    return f"{hashlib.sha256(manifest).hexdigest()}  manifest.json\n"
+
+
+def _fsync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sha256(path: Path) -> str:
+    """Hex SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# --- choosing one to read (parallel/store/stored.py reads it) ----------------------------------------------------------------
+
+
+def numbered(folder: Path) -> list[tuple[int, Path]]:
+    """(step, folder) of every committed checkpoint, in any order. Raises BadInput where the folder is there and cannot be looked into."""
+    found = [(step_of(path.name), path) for path in _entries(folder)]
+    return [(step, path) for step, path in found if step is not None and _is_folder(path)]
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return [folder / name for name in os.listdir(folder) if name.startswith("step-")]
+    except OSError as error:
+        if of_contents(error):
+            return []
+        raise unreadable(folder, error) from None
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return stat.S_ISDIR(path.stat().st_mode)
+    except OSError as error:
+        if of_contents(error):
+            return False
+        raise unreadable(path, error) from None
+
+
+def verify(path: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint whose every file has its size and hash, and whose tensors are whole and finite.
+
+    Raises BadInput naming the file that has not; Unreadable, naming it, where it cannot be read for a reason other than its contents.
+    """
+    try:
+        raw = _text(path / "manifest.json", most_bytes=MANIFEST_BYTES).encode()
+        if _text(path / "manifest.sha256") != _digest_line(raw):
+            raise damaged(path, "manifest.json")
+        manifest: dict[str, Any] = json.loads(raw)
+        if manifest["format"] != FORMAT:
+            raise BadInput(
+                f"checkpoint {path.name}",
+                got=f"format {manifest['format']}",
+                needed=f"format {FORMAT}",
+                fix="use the version that wrote it",
+            )
+        for name, record in manifest["files"].items():
+            file = path / Path(name).name
+            with reading(file):
+                about = file.stat()
+                whole = stat.S_ISREG(about.st_mode) and about.st_size == record["bytes"] and sha256(file) == record["sha256"]
+            if not whole:
+                raise damaged(path, name)
+        reader = Reader(path)
+        check_pieces(reader)
+        check_finite(reader)
+    except BadInput:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise damaged(path, f"manifest.json ({type(error).__name__})") from None
+    return manifest
+
+
+def _text(path: Path, *, most_bytes: int = MOST_BYTES) -> str:
+    with reading(path):
+        return read_text(path, most_bytes=most_bytes, newline="")
+
+
+def newest(folder: Path, *, world: Axis, log: Callable[[str], None], step: int | None = None, flag: str = "--from_step") -> Path | None:
+    """The newest checkpoint that verifies, or that of `step`, which `flag` named, the same on every rank; rank 0 looks. None if there is
+    none at all.
+
+    Raises BadInput, on every rank, where there are some and none can be read, since to start over then would bury them; where a file cannot
+    be read though it may be whole; and for a `step` that is not there.
+    """
+
+    def look() -> int:
+        return _NONE if world.index else _newest(folder, log) if step is None else _named(folder, step, flag)
+
+    found = of_all(look, world, what=f"checkpoints in {folder}")
+    number = int(largest(found, world))
+    return None if number == _NONE else folder / f"step-{number}"
+
+
+def _newest(folder: Path, log: Callable[[str], None]) -> int:
+    """Its step; _NONE if there is none."""
+    there = sorted(numbered(folder), reverse=True)
+    none = sorted(path.name for path in _entries(folder) if path.suffix != ".tmp" and (step_of(path.name) is None or not _is_folder(path)))
+    if none:
+        more = f" and {len(none) - _NAMED} more" if len(none) > _NAMED else ""
+        log(plain(f"no checkpoints, so they are not looked at: {', '.join(none[:_NAMED])}{more} in {folder}"))
+    for number, path in there:
+        try:
+            verify(path)
+        except Unreadable:
+            raise
+        except BadInput as refused:
+            log(f"passed over: {refused}")
+        else:
+            return number
+    if there or (os.path.lexists(folder) and not _is_folder(folder)):
+        raise BadInput(
+            str(folder),
+            got="checkpoints of which none can be read" if there else "no folder, or a link to one that is not there",
+            needed="at least one that verifies",
+            fix="bring back what is missing, or start over with --fresh, which sets them aside",
+        )
+    return _NONE
+
+
+def _named(folder: Path, step: int, flag: str) -> int:
+    """That step, if it is there and verifies."""
+    there = sorted(number for number, _ in numbered(folder))
+    if step not in there:
+        needed = f"one of {', '.join(map(str, there))}" if there else f"a checkpoint in {folder}"
+        raise BadInput(flag, got=step, needed=needed, fix=f"{flag} {there[-1]}" if there else "train first")
+    verify(folder / f"step-{step}")
+    return step

@@ -1,0 +1,303 @@
+"""The tensors of one committed checkpoint, read in parts: any box of any tensor, from whatever pieces and files it was saved in.
+
+    Reader.load(name, kind, layout, mesh, box)     this rank's part of a parameter, or a box of that part
+    Reader.region(name, kind, region)              a box of the full tensor   <-  pieces that overlap it  <-  runs of bytes of their files
+
+Files are read with plain reads into the tensor that is given back. A file that is mapped into memory instead, as safetensors' own
+reader has it, counts as the process's memory: its pages as resident, and all of it under a limit on data (`ulimit -d`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from parallel.errors import BadInput
+from parallel.mesh.layout import Box, Layout
+from parallel.mesh.mesh import Mesh
+from parallel.store.files import of_contents
+
+CHECKED_BYTES = 2**20  # at a time, of a file whose numbers are looked at: they stay in a core's cache
+HEADER_BYTES = 100_000_000  # the most that a safetensors file may have
+MOST_TENSORS = 2**18  # in one file: the largest models have fewer, and each takes microseconds to check
+_DTYPES = {  # as the safetensors format names them
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+class _Place(NamedTuple):
+    """Where a tensor lies in a file: its bytes begin at `begin`, row-major."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+
+
+class TensorFile:
+    """One safetensors file: 8 bytes that say how long the header is, the header in JSON, then the tensors.
+
+    Raises ValueError, KeyError or TypeError where the header is not one of this file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            if length > size - 8:
+                raise ValueError("a header longer than the file")
+            if length > HEADER_BYTES:
+                raise ValueError(f"a header of {length} bytes, more than the format allows")
+            text = file.read(length)
+            if (count := text.count(b'"data_offsets"')) > MOST_TENSORS:
+                raise ValueError(f"a header of {count} tensors, more than {MOST_TENSORS}")
+            try:
+                header: dict[str, Any] = json.loads(text)
+            except RecursionError:
+                raise ValueError("a header nested too deeply") from None
+        if not isinstance(header, dict) or not all(isinstance(entry, dict) for entry in header.values()):
+            raise TypeError("a header that is no table of tensors")
+        header.pop("__metadata__", None)
+        self.places = {key: self._place(entry, data=8 + length, end=size) for key, entry in header.items()}
+        runs = sorted(tuple(entry["data_offsets"]) for entry in header.values())
+        if any(begin < end for (_, end), (begin, _) in pairwise(runs)):
+            raise ValueError("tensors that share bytes")
+
+    @staticmethod
+    def _place(entry: dict[str, Any], *, data: int, end: int) -> _Place:
+        first, last = entry["data_offsets"]
+        place = _Place(_DTYPES[entry["dtype"]], tuple(entry["shape"]), data + first)
+        if not data <= place.begin <= data + last <= end:
+            raise ValueError("a tensor beyond the end of the file")
+        if last - first != math.prod(place.shape) * place.dtype.itemsize:
+            raise ValueError("a tensor of other bytes than its shape has")
+        return place
+
+    def read(self, key: str, box: Box) -> Tensor:
+        """A box of one tensor. Dims before the last that is cut are walked, so that each read is one run of bytes."""
+        dtype, shape, begin = self.places[key]
+        out = torch.empty([part.stop - part.start for part in box], dtype=dtype)
+        if not out.numel():
+            return out
+        steps = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]  # elements from one index to the next
+        cut = max((dim for dim, part in enumerate(box) if (part.start, part.stop) != (0, shape[dim])), default=0)
+        walked = [range(part.start, part.stop) for part in box[:cut]]
+        first = box[cut].start * steps[cut] if box else 0
+        raw = memoryview(out.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # an array is a buffer
+        length = len(raw) // math.prod(map(len, walked))
+        with self.path.open("rb", buffering=0) as file:
+            for number, index in enumerate(product(*walked)):
+                at = first + sum(i * step for i, step in zip(index, steps, strict=False))
+                self._read_run(file.fileno(), raw[number * length : (number + 1) * length], begin + at * dtype.itemsize)
+        return out
+
+    def not_finite(self) -> str | None:
+        """The first tensor that has a number that is not finite, by its key. Reads CHECKED_BYTES at a time."""
+        buffer = torch.empty(CHECKED_BYTES, dtype=torch.uint8)
+        raw = memoryview(buffer.numpy())  # type: ignore[arg-type]
+        with self.path.open("rb", buffering=0) as file:
+            for key, (dtype, shape, begin) in self.places.items():
+                end = begin + math.prod(shape) * dtype.itemsize if dtype.is_floating_point else begin
+                for at in range(begin, end, CHECKED_BYTES):
+                    size = min(CHECKED_BYTES, end - at)
+                    self._read_run(file.fileno(), raw[:size], at)
+                    if not finite(buffer[:size].view(dtype)):
+                        return key
+        return None
+
+    def _read_run(self, handle: int, into: memoryview, at: int) -> None:
+        while into:
+            got = os.preadv(handle, [into], at)
+            if not got:
+                raise damaged(self.path.parent, self.path.name)
+            into, at = into[got:], at + got
+
+
+def finite(tensor: Tensor) -> bool:
+    """Whether it has neither NaN nor infinity. By its minimum and maximum, which are NaN if one number is: read once, nothing allocated."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    return all(math.isfinite(bound) for bound in tensor.detach().aminmax())
+
+
+class Unreadable(BadInput):
+    """Raised for a checkpoint's file that cannot be read, though it may be whole: it is no reason to take another checkpoint."""
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Around reading a checkpoint's file. Raises BadInput that names it: `damaged`, or Unreadable."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise damaged(path.parent, f"{path.name}: it is missing") from None
+    except OSError as error:
+        if of_contents(error):
+            raise damaged(path.parent, path.name) from None
+        raise unreadable(path, error) from None
+
+
+def unreadable(path: Path, error: OSError) -> Unreadable:
+    """What is said of a checkpoint's file, or of the folder of checkpoints, that this process cannot read."""
+    needed = "to read it: nothing says that it is damaged, so no older checkpoint is taken"
+    fix = "give this user the permission, or wait for its disk, and start again"
+    return Unreadable(f"checkpoint file {path}", got=error.strerror or str(error), needed=needed, fix=fix)
+
+
+def damaged(path: Path, name: str) -> BadInput:
+    """What is said of a checkpoint one of whose files is not the one that was saved."""
+    return BadInput(f"checkpoint {path.name}", got=f"a damaged {name}", needed="its recorded size and hash", fix=f"remove {path}")
+
+
+class Reader:
+    """The tensors of one verified checkpoint, by global name and kind."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with reading(path / "manifest.json"):
+            self.manifest: dict[str, Any] = json.loads((path / "manifest.json").read_text())
+        self.state: dict[str, Any] = self.manifest["state"]
+        self.entries: dict[tuple[str, str], list[dict[str, Any]]] = {}
+        for entry in self.manifest["tensors"]:
+            self.entries.setdefault((entry["name"], entry["kind"]), []).append(entry)
+        self._file = cache(self._open)
+
+    def _open(self, name: str) -> TensorFile:
+        with reading(path := self.path / Path(name).name):
+            return TensorFile(path)
+
+    def names(self, kind: str = "weight") -> dict[str, tuple[int, ...]]:
+        """Full shape of every logical tensor of a kind: with "weight", of every parameter."""
+        return {name: tuple(found[0]["shape"]) for (name, of), found in self.entries.items() if of == kind}
+
+    def region(self, name: str, kind: str, region: Box) -> Tensor:
+        """Any part of one logical tensor, put together from whatever pieces it was saved in."""
+        sizes, out = [want.stop - want.start for want in region], None
+        missing = math.prod(sizes)
+        for entry in self.entries[name, kind]:
+            file = self._file(entry["file"])
+            if not missing:
+                return torch.empty(sizes, dtype=file.places[entry["key"]].dtype) if out is None else out
+            shape = file.places[entry["key"]].shape
+            common = [
+                (max(want.start, start), min(want.stop, start + size))
+                for want, start, size in zip(region, entry["start"], shape, strict=True)
+            ]
+            if any(high <= low for low, high in common):
+                continue
+            cut = tuple(slice(low - start, high - start) for (low, high), start in zip(common, entry["start"], strict=True))
+            with reading(file.path):
+                part = file.read(entry["key"], cut)
+            if list(part.shape) == sizes:
+                return part
+            if out is None:
+                out = part.new_empty(sizes)
+            out[tuple(slice(low - want.start, high - want.start) for (low, high), want in zip(common, region, strict=True))] = part
+            missing -= part.numel()
+        if out is None or missing:
+            raise damaged(self.path, "manifest.json")
+        return out
+
+    def load(self, name: str, kind: str, layout: Layout, mesh: Mesh, box: Box | None = None) -> Tensor:
+        """This rank's part of one parameter, as its layout says; `box`: a box of that part alone."""
+        region = layout.region(mesh)
+        if box is not None:
+            region = tuple(slice(of.start + part.start, of.start + part.stop) for of, part in zip(region, box, strict=True))
+        if layout.unstack is None:
+            return self.region(name, kind, region)
+        numbers = layout.stacked(mesh)[slice(None) if box is None else box[0]]
+        parts = [self.region(layout.unstack.format(number), kind, region[1:]) for number in numbers]
+        if len({part.dtype for part in parts}) > 1:  # stacking would make integers numbers like the others
+            raise damaged(self.path, "manifest.json")
+        return torch.stack(parts)
+
+
+def check_pieces(reader: Reader) -> None:
+    """That each tensor's pieces are in their files and make up the whole of it, each element once. Raises BadInput naming the file."""
+    for entries in reader.entries.values():
+        missing, dtype = math.prod(entries[0]["shape"]), None
+        boxes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+        for entry in entries:
+            try:
+                place = reader._file(entry["file"]).places[entry["key"]]
+                shape, dtype = place.shape, dtype or place.dtype
+                within = place.dtype == dtype and all(
+                    0 <= at <= at + n <= of for at, n, of in zip(entry["start"], shape, entries[0]["shape"], strict=True)
+                )
+            except Unreadable:
+                raise
+            except (ValueError, KeyError, TypeError):  # BadInput too
+                within = False
+            if not within:
+                raise damaged(reader.path, Path(entry["file"]).name)
+            missing -= math.prod(shape)
+            boxes.append((tuple(entry["start"]), tuple(at + n for at, n in zip(entry["start"], shape, strict=True))))
+        if missing or _overlap(boxes):
+            raise damaged(reader.path, "manifest.json")
+
+
+def _overlap(boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
+    """Whether two boxes, each from its start to its stop, share an element. In order of their first dim, so that few are compared."""
+    near: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    for start, stop in sorted(box for box in boxes if all(a < b for a, b in zip(*box, strict=True))):
+        near = [box for box in near if box[1][:1] > start[:1]] if start else near
+        if any(all(a < d and c < b for a, b, c, d in zip(start, stop, *box, strict=True)) for box in near):
+            return True
+        near.append((start, stop))
+    return False
+
+
+def check_finite(reader: Reader) -> None:
+    """That every number is finite: a run cannot go on from others. Raises BadInput naming the tensor."""
+    for name in dict.fromkeys(entry["file"] for entry in reader.manifest["tensors"]):
+        file = reader._file(name)
+        with reading(file.path):
+            key = file.not_finite()
+        if key is not None:
+            got = f"values of {key} that are not finite"
+            raise BadInput(f"checkpoint {reader.path.name}", got=got, needed="finite numbers", fix="take an earlier one")
+
+
+def check_same_parameters(
+    reader: Reader,
+    layouts: dict[str, Layout],
+    kinds: tuple[str, ...] = ("weight",),
+    *,
+    fix: str = "resume with the recipe the run was started with, choose another --out, or start over with --fresh",
+) -> None:
+    """Refuse a checkpoint of another model, naming the first parameter that differs: nothing is loaded in part."""
+    wanted: dict[str, tuple[int, ...]] = {}
+    for name, layout in layouts.items():
+        if layout.unstack is None:
+            wanted[name] = layout.shape
+        else:
+            wanted |= {layout.unstack.format(i): layout.shape[1:] for i in range(layout.shape[0])}
+    for kind in kinds:
+        stored = reader.names(kind)
+        for name in sorted(wanted.keys() | stored.keys()):
+            if wanted.get(name) != stored.get(name):
+                raise BadInput(
+                    f"parameter {name}" if kind == "weight" else f"{kind} of parameter {name}",
+                    got=f"shape {list(stored[name])} in {reader.path.name}" if name in stored else f"nothing in {reader.path.name}",
+                    needed=f"shape {list(wanted[name])}" if name in wanted else "no such parameter: this model has none",
+                    fix=fix,
+                )

@@ -1,0 +1,1 @@
+"""Hangs, silent corruption and errors that every rank has to hear of."""

@@ -1,0 +1,82 @@
+"""An error of one rank is raised on all ranks, with the same line, so that no rank waits for a rank that failed.
+
+    rank 0   work() ----------------------------------.   maximum: did a rank fail, and which first?   -> None: continue
+    rank 1   work() raises ValueError: boom ----------'   sum: the bytes of that rank's line           -> the same line on all ranks
+
+One small collective if no rank fails, two otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from parallel.errors import BadInput, cut, where
+from parallel.mesh.collectives import largest, sum_over
+from parallel.mesh.mesh import Axis
+
+T = TypeVar("T")
+_LONGEST = 40_000  # bytes of a line: four fields, shortened by cut(), with up to 12 bytes of JSON for each character
+
+
+@dataclass(frozen=True)
+class Failure:
+    """`line`: the message of the first rank that failed; `rank`: its index on the axis; `error`: the exception of this rank, or None."""
+
+    line: str
+    rank: int
+    error: BaseException | None
+
+
+@dataclass(frozen=True)
+class Outcome(Generic[T]):
+    """The result of this rank's work, or the failure if any rank failed."""
+
+    value: T | None
+    failure: Failure | None
+
+
+def agree(work: Callable[[], T], world: Axis, *, said: Callable[[BaseException], str]) -> Outcome[T]:
+    """Call work() on every rank. `said` turns an exception into one line. Collective."""
+    value, error = None, None
+    try:
+        value = work()
+    except (Exception, SystemExit) as raised:
+        error = raised
+    first = world.size - int(largest(0.0 if error is None else float(world.size - world.index), world))
+    if first == world.size:
+        return Outcome(value, None)
+    line = said(error) if error is not None and first == world.index else ""
+    return Outcome(None, Failure(_to_all(line, world), first, error))
+
+
+def of_all(work: Callable[[], T], world: Axis, *, what: str) -> T:
+    """Return work(). If it raises on any rank, raise BadInput on every rank. `what` names the work for errors that are no BadInput.
+
+    Example: `of_all(lambda: read(path), everyone(world), what="reading the tokens")`. Collective.
+    """
+
+    def said(error: BaseException) -> str:
+        if isinstance(error, BadInput):
+            return json.dumps([cut(part) for part in (error.what, error.got, error.needed, error.fix)])
+        return json.dumps([what, where(error), "no exception", "mend it"])
+
+    outcome = agree(work, world, said=said)
+    if outcome.failure is not None:
+        about, got, needed, fix = json.loads(outcome.failure.line)
+        raise BadInput(about, got=got, needed=needed, fix=fix) from outcome.failure.error
+    return cast(T, outcome.value)
+
+
+def _to_all(line: str, world: Axis) -> str:
+    """Return the line on every rank. It must be empty on all ranks but one. Collective."""
+    nccl = world.size > 1 and dist.get_backend(world.group) == "nccl"
+    text = line.encode(errors="backslashreplace")[:_LONGEST]  # a lone surrogate has no encoding
+    sent = torch.zeros(_LONGEST, dtype=torch.int32, device="cuda" if nccl else "cpu")
+    sent[: len(text)] = torch.tensor(list(text), dtype=torch.int32)
+    return bytes(sum_over(sent, world).tolist()).rstrip(b"\0").decode(errors="replace")

@@ -1,0 +1,1 @@
+"""Faults put into runs that train, and their outcomes."""

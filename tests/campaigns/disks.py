@@ -1,0 +1,232 @@
+"""Disks and folders that fail, for `moe bench faults --only disks`: a tiny run on a disk that fills, in a folder that goes, beside another.
+
+    tmpfs of a size -> moe train -> one line that says so -> the disk is made larger -> moe train goes on from the newest save
+
+Held: the run ends well, or in one line about the folder or the cache; what was saved is there and whole; the next run goes on from it.
+Disks of a size are mounted, which needs root on Linux; elsewhere those rows are skipped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+from moe.launch import exit_codes
+from parallel.errors import BadInput
+from parallel.store import checkpoint, lock
+from tests.campaigns.faults import Row
+from tests.campaigns.hostile import TINY, carry_out
+
+LONGEST_S = 60.0
+LARGEST_KIB = 640  # of which the whole run takes less
+FEW, MANY = 8, 64
+_SIZE = "64m"
+
+
+def rows(*, full: bool = False, rounds: int | None = None, only: str = "") -> Iterator[Row]:
+    """A row for each fault."""
+    import torch._dynamo  # noqa: F401  (the optimizer imports it, for seconds: here once, not in every fork)
+
+    import moe.train.loop.trainer  # noqa: F401
+
+    sizes = rounds or (MANY if full else FEW)
+    faults = {
+        "a run's disk that fills, by size": (_fills, sizes, True),
+        "a disk of the cache that fills, by size": (_cache_fills, max(4, sizes // 4), True),
+        "a cache that cannot be written": (_cache_unwritable, 3, True),
+        "a run's folder that vanishes while it trains": (partial(_goes, how=shutil.rmtree), 8 if full else 3, False),
+        "a run's folder that is renamed while it trains": (partial(_goes, how=_rename), 8 if full else 3, False),
+        "a second start in the folder of a run": (_second, 16 if full else 4, False),
+        "two runs that tokenise the same text at once": (_together, 8 if full else 2, False),
+    }
+    why = why_not()
+    for name, (once, tries, mounts) in faults.items():
+        if only not in name:
+            continue
+        if mounts and why:
+            yield Row(name, skipped=why)
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            yield Row.of(name, tries, partial(_in_folder, once, Path(folder), tries))
+
+
+def why_not() -> str:
+    """What this machine lacks to mount a disk; nothing where it has all."""
+    if not sys.platform.startswith("linux") or os.geteuid():
+        return "it needs root on Linux"
+    try:
+        with tempfile.TemporaryDirectory() as folder, disk(Path(folder), "1m"):
+            return ""
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"this system mounts no tmpfs ({error})"
+
+
+@contextlib.contextmanager
+def disk(place: Path, size: str, *more: str) -> Iterator[None]:
+    """A tmpfs of this size at the folder, gone afterwards. Raises CalledProcessError where the system does not allow it."""
+    place.mkdir(exist_ok=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", ",".join((f"size={size}", *more)), "tmpfs", str(place)], check=True, capture_output=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(place)], check=True, capture_output=True)
+
+
+def _in_folder(once: object, home: Path, tries: int, number: int) -> tuple[str, float]:
+    """A try in a folder of its own: (what went wrong, seconds of the run with the fault)."""
+    place = home / str(number)
+    place.mkdir()
+    (place / "tiny.yaml").write_text(TINY.replace("steps: 2,", "steps: 6,"))
+    (place / "text.txt").write_text("a text of some words\n" * 2000)
+    return once(place, number / tries)  # type: ignore[operator, no-any-return]
+
+
+def _train(place: Path, *more: str, cache: Path | None = None) -> tuple[int | None, str, float]:
+    code, said, seconds, _ = carry_out(("train", "tiny.yaml", *more), place, limit_s=LONGEST_S, cache=cache or place / "cache")
+    return code, said, seconds
+
+
+def _one_line(code: int | None, said: str, *about: str) -> str:
+    """What is wrong with how a run ended that could not go on."""
+    lines = [line for line in said.splitlines() if line.startswith("error")]
+    if "Traceback" in said:
+        return f"a traceback: {said.splitlines()[-1][:200]}"
+    if code not in (exit_codes.BAD_INPUT, exit_codes.FAILED) or len(lines) != 1 or said.splitlines()[-1] != lines[0]:
+        return f"exit code {code}: {' | '.join(said.splitlines())[-300:]}"
+    return "" if any(word in lines[0] for word in about) else f"the line is about something else: {lines[0][:200]}"
+
+
+def _saved(run: Path) -> int:
+    """The newest step whose checkpoint is whole; 0: none."""
+    for step, path in sorted(checkpoint.numbered(run / "checkpoints"), reverse=True):
+        with contextlib.suppress(BadInput):
+            checkpoint.verify(path)
+            return step
+    return 0
+
+
+def _goes_on(place: Path, run: str, before: int) -> str:
+    """What is wrong with the next run, which has room: it must begin after what was saved."""
+    code, said, _ = _train(place, "--out", run)
+    if code != exit_codes.DONE:
+        return f"the next run: exit code {code}: {said[-300:]}"
+    found = re.search(r"resumed from .* at step (\d+)", said)
+    began = int(found[1]) if found else 0
+    return "" if began == before else f"saved up to step {before}, and the next run began at {began}"
+
+
+def _fills(place: Path, share: float) -> tuple[str, float]:
+    size = 12 + int(LARGEST_KIB * share)
+    with disk(place / "disk", f"{size}k"):
+        code, said, seconds = _train(place, "--out", "disk/run")
+        problem = "" if code == exit_codes.DONE else _one_line(code, said, "space", "room", "disk/run")
+        before = _saved(place / "disk/run")
+        subprocess.run(["mount", "-o", f"remount,size={_SIZE}", str(place / "disk")], check=True, capture_output=True)
+        problem = problem or _goes_on(place, "disk/run", before)
+    return (f"{size} KiB: {problem}" if problem else ""), seconds
+
+
+def _cache_fills(place: Path, share: float) -> tuple[str, float]:
+    size = 4 + int(200 * share)
+    with disk(place / "cache", f"{size}k"):
+        code, said, seconds = _train(place, "--out", "run")
+        problem = "" if code == exit_codes.DONE else _one_line(code, said, "token cache")
+        subprocess.run(["mount", "-o", f"remount,size={_SIZE}", str(place / "cache")], check=True, capture_output=True)
+        problem = problem or _goes_on(place, "run", 6 if code == exit_codes.DONE else 0)
+    return (f"{size} KiB: {problem}" if problem else ""), seconds
+
+
+def _cache_unwritable(place: Path, share: float) -> tuple[str, float]:
+    """A disk that is read-only, a file, a link to nowhere."""
+    cache = place / "cache"
+    with contextlib.ExitStack() as stack:
+        if share < 1 / 3:
+            stack.enter_context(disk(cache, "1m", "ro"))
+        elif share < 2 / 3:
+            cache.write_text("a file")
+        else:
+            cache.symlink_to("/proc/nowhere")
+        code, said, seconds = _train(place, "--out", "run")
+    return _one_line(code, said, "token cache"), seconds
+
+
+def _rename(run: Path, **_: bool) -> None:
+    run.rename(run.with_name("renamed"))
+
+
+def _second(place: Path, share: float) -> tuple[str, float]:
+    """At any moment from the first's lock on: it is refused, also a third time, and the first is whole at its end."""
+    ends: list[tuple[int | None, str, float]] = []
+    first = threading.Thread(target=lambda: ends.append(_train(place, "--out", "run", "--train.steps", "40")))
+    first.start()
+    until = time.monotonic() + LONGEST_S
+    while time.monotonic() < until and not (place / "run" / lock.NAME).exists():
+        time.sleep(0.002)
+    time.sleep(share / 4)
+    words = ("train", str(place / "tiny.yaml"), "--out", str(place / "run"))
+    others = [carry_out(words, _beside(place, name), limit_s=LONGEST_S) for name in "bc"]
+    first.join()
+    refused = [problem for code, said, *_ in others if code != exit_codes.DONE and (problem := _one_line(code, said, "trains"))]
+    if refused or ends[0][0] != exit_codes.DONE:
+        return (refused or [f"the first: exit code {ends[0][0]}: {ends[0][1][-200:]}"])[0], ends[0][2]
+    return "" if _saved(place / "run") == 40 else f"saved up to step {_saved(place / 'run')}", ends[0][2]
+
+
+def _beside(place: Path, name: str) -> Path:
+    """A folder for what another start prints."""
+    folder = place / name
+    folder.mkdir()
+    (folder / "text.txt").symlink_to(place / "text.txt")
+    return folder
+
+
+def _goes(place: Path, share: float, *, how: Callable[..., None]) -> tuple[str, float]:
+    """The folder goes once the run has begun, a little later each time, and nothing of its name is left."""
+    run = place / "run"
+    gone: list[float] = []
+
+    def remove() -> None:
+        until = time.monotonic() + LONGEST_S
+        while time.monotonic() < until and not (run / "metrics.jsonl").exists():
+            time.sleep(0.01)
+        time.sleep(share)
+        gone.append(time.perf_counter())
+        how(run, ignore_errors=True)
+
+    thread = threading.Thread(target=remove)
+    thread.start()
+    code, said, _ = _train(place, "--out", "run", "--train.steps", "100000", "--train.save_every", "20")
+    ended = time.perf_counter()
+    thread.join()
+    left = f"{run.name} was made again" if how is _rename and run.exists() else ""
+    return _one_line(code, said, str(run), "run") or left, ended - gone[0]
+
+
+def _together(place: Path, _: float) -> tuple[str, float]:
+    """Both end well, and there is one set of token files."""
+    ends: list[tuple[int | None, str, float]] = []
+    homes = [place / "a", place / "b"]
+    for home in homes:
+        home.mkdir()
+        shutil.copy(place / "tiny.yaml", home)
+    words = ("--data.path", str(place / "text.txt"))
+    threads = [threading.Thread(target=lambda h=home: ends.append(_train(h, *words, cache=place / "cache"))) for home in homes]  # type: ignore[misc]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    bad = [f"exit code {code}: {said[-200:]}" for code, said, _ in ends if code != exit_codes.DONE]
+    folders = [path for path in (place / "cache/moe-parallel/data").iterdir() if path.is_dir()]
+    if not bad and len(folders) != 1:
+        bad = [f"{len(folders)} sets of token files"]
+    return (bad or [""])[0], max(seconds for _, _, seconds in ends)

@@ -1,0 +1,102 @@
+"""Faults put into runs that train, and what became of them.
+
+moe bench faults --only hangs,damage     kinds: hangs, recipes, damage, kills, preemption, corruption, restarts, hostile, disks,
+                                         elastic, machines; `machines:torchrun`: the rows of a kind whose name holds the text
+moe bench faults --full                  as often as the aims say; by default each fault once
+
+fault, tried, held, lost, seconds_median      held: what ought to happen did; lost: it did not; seconds from the fault to the end
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from moe.launch import exit_codes
+from moe.records.results import write_json
+from parallel.errors import BadInput, did_you_mean, some
+
+KINDS = {
+    "hangs": "tests.campaigns.hangs",
+    "recipes": "tests.campaigns.recipes",
+    "damage": "tests.campaigns.damage",
+    "kills": "tests.campaigns.kills",
+    "preemption": "tests.campaigns.preemption",
+    "corruption": "tests.campaigns.corruption",
+    "restarts": "tests.campaigns.restarts",
+    "hostile": "tests.campaigns.hostile",
+    "disks": "tests.campaigns.disks",
+    "elastic": "tests.campaigns.elastic",
+    "machines": "tests.campaigns.machines",
+}
+
+
+@dataclass
+class Row:
+    """One fault, tried several times. `problems`: what went wrong, in a line for each that was lost. `more`: what a kind tells beside."""
+
+    fault: str
+    tried: int = 0
+    held: int = 0
+    lost: int = 0
+    seconds_median: float | None = None
+    problems: list[str] = field(default_factory=list)
+    skipped: str = ""
+    more: dict[str, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def of(fault: str, tries: int, once: Callable[[int], tuple[str, float]]) -> Row:
+        """`once(number)`: (what went wrong, or nothing; seconds)."""
+        row, seconds = Row(fault), []
+        for number in range(tries):
+            problem, took = once(number)
+            row.tried += 1
+            seconds.append(took)
+            if problem:
+                row.problems.append(problem)
+        row.lost = len(row.problems)
+        row.held = row.tried - row.lost
+        row.seconds_median = round(statistics.median(seconds), 2)
+        return row
+
+
+def main(*, only: str | None = None, full: bool = False, rounds: int | None = None, json: str | None = None) -> int:
+    """Print a row for each fault. Exit code 0 where nothing was lost."""
+    rows: list[Row] = []
+    print(f"{'fault':<52} {'tried':>5} {'held':>5} {'lost':>5} {'seconds':>8}", flush=True)
+    for kind, text in _asked(only):
+        found: Iterator[Row] = importlib.import_module(KINDS[kind]).rows(full=full, rounds=rounds, only=text)
+        for row in found:
+            rows.append(row)
+            said = f"skipped: {row.skipped}" if row.skipped else f"{row.tried:>5} {row.held:>5} {row.lost:>5} {row.seconds_median:>8.2f}"
+            print(f"{row.fault:<52} {said}", flush=True)
+            for problem in row.problems:
+                print(f"    {problem}", flush=True)
+            if json:  # after each: a full table takes long
+                write_json(json, verb="bench faults", rows=[_plain(r) for r in rows])
+    return exit_codes.of(not any(row.lost for row in rows))
+
+
+def _asked(only: str | None) -> list[tuple[str, str]]:
+    asked = []
+    for word in re.split(r",(?! )", only or ",".join(KINDS)):
+        kind, _, text = word.partition(":")
+        if kind not in KINDS:
+            near = did_you_mean(kind, KINDS)
+            raise BadInput(
+                "--only",
+                got=kind,
+                needed=f"kinds of faults: {some(KINDS, rest='moe bench faults --help')}",
+                fix=f"--only {near or 'hangs'}",
+            )
+        asked.append((kind, text))
+    return asked
+
+
+def _plain(row: Row) -> dict[str, Any]:
+    told = {name: value for name, value in asdict(row).items() if value or name in ("fault", "tried", "held", "lost", "seconds_median")}
+    return told | {"passed": row.lost == 0}

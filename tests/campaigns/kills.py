@@ -1,0 +1,208 @@
+"""SIGKILLs, for `moe bench faults --only kills`: a tiny run dies, is started again, and must be the run that was never killed.
+
+    one rank, the launcher (ranks die with it), all at once: at a random moment of a random step, the start included
+    inside a save: one rank, as it opens, renames or removes one of the checkpoints' files; each of those calls is as likely
+
+Held: the second start ends well, and every loss, weight and moment is bit by bit that of the run that nothing disturbed. And pairs of
+layouts: what a run on one layout saved is loaded by another and saved again: the same hashes of each tensor.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from parallel.data.deepspeed import compile_async_io
+from parallel.process.extensions import use_extensions_dir
+from tests.campaigns.faults import Row
+from tests.campaigns.hangs import warm_up
+from tests.campaigns.lives import SAVE_EVERY, STEPS, Before, Life, differ, hashes, left_behind, whole
+
+MANY = 25  # of each layout: 200 in all, 80 of them inside a save
+HOW = ("save", "rank", "launcher", "save", "all", "rank", "save", "launcher", "save", "all")
+_ZERO = {"sharding.kind": "zero"}
+LAYOUTS: dict[str, dict[str, str]] = {
+    "ddp": {},
+    "fsdp": {"sharding.kind": "fsdp"},
+    "zero 1": _ZERO | {"sharding.stage": "1"},
+    "zero 2": _ZERO | {"sharding.stage": "2"},
+    "zero 3": _ZERO | {"sharding.stage": "3"},
+    "zero 3, states on a disk": _ZERO | {"sharding.stage": "3", "sharding.offload.optimizer": "nvme", "sharding.offload.path": "DISK"},
+    "pp 2": {"degrees.pp": "2", "pipeline.microbatches": "4"},
+    "ep 2, moving experts": {"degrees.ep": "2", "experts.rebalance_every": "3", "optimizer.clip_norm": "0.1"},
+}
+# pairs of layouts: ranks, and what the recipe says
+LAID: dict[str, tuple[int, dict[str, str]]] = {
+    "one": (1, {"degrees.ep": "1"}),
+    "dp 2": (2, {"degrees.ep": "1"}),
+    "dp 2 ep 2": (2, {"degrees.ep": "2"}),
+    "dp 4 ep 2": (4, {"degrees.ep": "2"}),
+    "zero 1": (2, _ZERO | {"sharding.stage": "1", "degrees.ep": "2"}),
+    "zero 3": (2, _ZERO | {"sharding.stage": "3", "degrees.ep": "1"}),
+    "fsdp": (2, {"sharding.kind": "fsdp", "degrees.ep": "2"}),
+    "tp 2": (2, {"degrees.tp": "2"}),
+    "sp 2": (2, {"degrees.sp": "2"}),
+    "pp 2": (2, {"degrees.pp": "2", "pipeline.microbatches": "4"}),
+}
+# every one is left and taken up at least twice, and each number, kind and degree changes in some pair in each direction
+PAIRS = (
+    ("one", "dp 2 ep 2"), ("dp 2 ep 2", "one"), ("dp 2 ep 2", "dp 4 ep 2"), ("dp 4 ep 2", "dp 2"), ("dp 2", "dp 2 ep 2"),
+    ("dp 2 ep 2", "zero 1"), ("zero 1", "zero 3"), ("zero 3", "fsdp"), ("fsdp", "dp 4 ep 2"), ("dp 4 ep 2", "zero 3"),
+    ("zero 3", "tp 2"), ("tp 2", "dp 2 ep 2"), ("tp 2", "sp 2"), ("sp 2", "tp 2"), ("sp 2", "pp 2"), ("pp 2", "tp 2"),
+    ("pp 2", "zero 3"), ("pp 2", "one"), ("one", "pp 2"), ("one", "sp 2"), ("fsdp", "zero 1"), ("zero 1", "pp 2"),
+    ("sp 2", "fsdp"), ("dp 2", "dp 4 ep 2"),
+)  # fmt: skip
+_CALLS = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir")
+
+
+def rows(*, full: bool, rounds: int | None, only: str) -> Iterator[Row]:
+    """A row for each layout that is killed, and one for each way to another layout."""
+    torch.set_num_threads(1)
+    tries = rounds or (MANY if full else 1)
+    with tempfile.TemporaryDirectory(prefix="kills-") as name:
+        home = Path(name)
+        warm_up(home)
+        if any("disk" in layout and only in f"kill: {layout}" for layout in LAYOUTS):
+            use_extensions_dir()
+            compile_async_io(lambda _: None)  # here: on a busy machine it takes longer than a life may
+        for place, layout in enumerate(LAYOUTS):
+            row = f"kill: {layout}"
+            if only in row:
+                kills = Kills(home, layout)
+                yield Row.of(row, tries, lambda number, kills=kills, place=place: kills.once(number + place))  # type: ignore[misc]
+        saved: dict[str, Path] = {}
+        for source, target in PAIRS if full or only else PAIRS[:4]:
+            row = f"layout: {source} to {target}"
+            if only in row:
+                yield Row.of(row, 1, lambda _, pair=(source, target): resharded(home, saved, *pair))  # type: ignore[misc]
+
+
+class Kills:
+    """Kills of the run on one layout, beside the run that nothing disturbed, which is made at the first."""
+
+    def __init__(self, home: Path, layout: str) -> None:
+        self.home, self.name = home, layout.replace(" ", "-").replace(",", "")
+        disk = home / f"disk-{self.name}"
+        disk.mkdir()
+        self.overrides = {key: value.replace("DISK", str(disk)) for key, value in LAYOUTS[layout].items()}
+        self.reference: dict[str, object] = {}
+        self.calls: list[int] = []
+
+    def once(self, number: int) -> tuple[str, float]:
+        """One kill, the kind of which follows from its number. (what went wrong, seconds of the start after it)."""
+        problem = self._undisturbed()
+        if problem:
+            return problem, 0.0
+        draw, how = random.Random(f"{self.name} {number}"), HOW[number % len(HOW)]
+        out = self.home / f"{self.name}-{number}"
+        killed = self._killed(out, how, draw)
+        if killed:
+            return f"{how}: {killed}", 0.0
+        began = time.monotonic()
+        problem = whole(self.home, out, self.overrides) or differ(left_behind(out), self.reference)
+        took = time.monotonic() - began
+        shutil.rmtree(out)
+        return f"{how}, number {number}: {problem}" if problem else "", took
+
+    def _undisturbed(self) -> str:
+        if self.reference:
+            return ""
+        counts = [self.home / f"{self.name}-calls-{rank}" for rank in range(2)]
+        out = self.home / f"{self.name}-whole"
+
+        def counted(rank: int) -> None:
+            handle = os.open(counts[rank], os.O_WRONLY | os.O_CREAT)
+            at_calls(lambda _: os.write(handle, b"."))
+
+        problem = whole(self.home, out, self.overrides, before=counted)
+        if not problem:
+            self.reference, self.calls = left_behind(out), [path.stat().st_size for path in counts]
+        return problem
+
+    def _killed(self, out: Path, how: str, draw: random.Random) -> str:
+        """A life that ends by SIGKILL, and with it all its processes; what went wrong, or nothing."""
+        before: Before | None = None
+        if how == "save":
+            who = draw.choices((0, 1), weights=self.calls)[0]
+            at = draw.randrange(1, self.calls[who] + 1)
+            before = partial(_die_at, who, at)
+        life = Life(self.home, out, self.overrides, before=before)
+        if how == "save":
+            while not life.dead():
+                time.sleep(0.01)
+            victims = [who]
+        else:
+            life.reach(draw.randrange(0, STEPS - 2))
+            time.sleep(draw.uniform(0, 0.1))
+            victims = [draw.randrange(2)] if how == "rank" else [0, 1]
+            if how == "launcher":
+                os.kill(life.launcher, signal.SIGKILL)
+            else:
+                life.send(signal.SIGKILL, victims)
+        died = life.end(limit_s=0.5 if how in ("rank", "save") else 10.0)  # the others are ended, as the parent does
+        codes = life.codes()
+        if how == "launcher":
+            return f"ranks {died} outlived their launcher" if died else ""
+        return "" if all(codes[rank] == -signal.SIGKILL for rank in victims) else f"the kill came too late: {codes}"
+
+
+def at_calls(act: Callable[[int], object]) -> None:
+    """In a rank's process: call `act` with the number of each call that opens, renames or removes something among the checkpoints."""
+    made = [0]
+
+    def heard(event: str, arguments: tuple[object, ...]) -> None:
+        if event in _CALLS and "/checkpoints" in str(arguments[0]):
+            made[0] += 1
+            act(made[0])
+
+    sys.addaudithook(heard)
+
+
+def _die_at(who: int, at: int, rank: int) -> None:
+    if rank == who:
+        at_calls(lambda number: os.kill(os.getpid(), signal.SIGKILL) if number == at else None)
+
+
+def resharded(home: Path, saved: dict[str, Path], source: str, target: str) -> tuple[str, float]:
+    """What `source` saved, loaded by `target` and saved again before it trains: (what differs, seconds)."""
+    if source not in saved:
+        ranks, overrides = LAID[source]
+        out = home / f"from {source}"
+        if problem := whole(home, out, overrides | {"train.steps": f"{SAVE_EVERY}"}, world=ranks):
+            return problem, 0.0
+        saved[source] = out
+    out, again = home / f"{source} to {target}", home / f"{source} to {target}, again"
+    shutil.copytree(saved[source], out)
+    ranks, overrides = LAID[target]
+    began = time.monotonic()
+    problem = whole(home, out, overrides | {"train.steps": f"{SAVE_EVERY + 1}"}, world=ranks, before=lambda _: _save_first(again))
+    name = f"checkpoints/step-{SAVE_EVERY}"
+    problem = problem or differ({"loaded": hashes(again / name)}, {"loaded": hashes(out / name)})
+    return problem, time.monotonic() - began
+
+
+def _save_first(again: Path) -> None:
+    """In a rank's process: what it starts from is saved into another folder before it trains."""
+    from moe.train.loop import trainer
+    from moe.train.start.job import Job
+    from parallel.store.saver import Saver
+
+    loop = trainer._loop
+
+    def hooked(job: Job, asked: Callable[[], bool]) -> None:
+        first, job.saver = job.saver, Saver(again / "checkpoints", job.mesh.axis("world"), keep=1)
+        trainer._save(job, wait=True)
+        job.saver = first
+        loop(job, asked)
+
+    trainer._loop = hooked

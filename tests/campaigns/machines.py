@@ -1,0 +1,253 @@
+"""Several machines, for `moe bench faults --only machines`: real launchers start a tiny run on two, it is ended, and goes on.
+
+    hostfile   moe train --hostfile -> DeepSpeed's launcher -> pdsh -> ssh          torchrun   one on each, and the cable is pulled
+    SLURM      sbatch, with the script of docs/use/launching.md -> srun             the machines: hosts.py, slurm.py
+
+Held: exit code 75 after a signal, nothing left on either machine, and every loss, from the first step to beyond the resume, is that of two
+ranks on one machine that nobody disturbed, bit by bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from moe.launch import status
+from moe.launch.exit_codes import STOPPED
+from moe.records.metrics import METRICS, whole_lines
+from parallel.store.lock import HELD
+from tests.campaigns.faults import Row
+from tests.campaigns.hangs import warm_up
+from tests.campaigns.hosts import NAMES, Hosts, missing, two_hosts
+from tests.campaigns.lives import TINY, Life
+from tests.campaigns.slurm import SLURM, cluster
+from tests.campaigns.two_machines import why_not
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "use" / "launching.md"
+LONG = {"train.steps": "100000", "train.save_every": "0", "train.eval_every": "0", "train.timeout_s": "30"}  # a signal ends it
+START_S = 100.0  # of two ranks with launchers, on a busy machine
+MORE = 3  # steps after a resume
+
+Check = Callable[[Path, Hosts], str]
+
+
+def rows(*, full: bool, rounds: int | None, only: str) -> Iterator[Row]:
+    """A row for each way to start on two machines."""
+    torch.set_num_threads(1)
+    tries = rounds or (3 if full else 1)
+    checks: list[tuple[str, Check]] = [
+        ("hostfile, SIGTERM, and again", hostfile),
+        ("hostfile, Ctrl-C, and again", lambda home, hosts: hostfile(home, hosts, signal.SIGINT)),
+        ("hostfile, SIGKILL of moe train, and again", lambda home, hosts: hostfile(home, hosts, signal.SIGKILL)),
+        ("torchrun on each, link cut, and again", torchrun),
+        ("SLURM, a signal, requeued", slurm),
+    ]
+    if full:
+        checks.append(("SLURM, its time is over, requeued", lambda home, hosts: slurm(home, hosts, of_slurm=True)))
+    for name, check in checks:
+        row = f"machines: {name}"
+        if only not in row:
+            continue
+        if lacking := why_not() or (missing(SLURM) if "SLURM" in name else missing()):
+            yield Row(row, skipped=lacking)
+            continue
+        yield Row.of(row, tries, lambda number, check=check: once(check))  # type: ignore[misc]
+
+
+def once(check: Check) -> tuple[str, float]:
+    """(what went wrong, or nothing; seconds of all) on machines of its own."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="machines-") as name:
+        home = Path(name)
+        warm_up(home, deepspeed=False)
+        with two_hosts(home, {"XDG_CACHE_HOME": str(home / "cache")}) as hosts:
+            try:
+                return check(home, hosts), time.monotonic() - began
+            except (OSError, subprocess.SubprocessError) as error:
+                return str(error), time.monotonic() - began
+
+
+def hostfile(home: Path, hosts: Hosts, number: signal.Signals = signal.SIGTERM, *, resumed: str = "there") -> str:
+    """What went wrong, or nothing. `resumed`: "there", on the same machines, or "here", on two ranks that are forks of this process."""
+    (home / "hosts.txt").write_text("".join(f"{name} slots=1\n" for name in NAMES))
+    out = home / "run"
+
+    def life(number: signal.Signals) -> str:
+        words = ["-m", "moe", "train", "switch_tiny", "--hostfile", "hosts.txt", "--out", "run", *_words(home)]
+        process = hosts.start(0, [sys.executable, *words], env=environment(home), cwd=home)
+        began = _steps(out)
+        _until(lambda: _steps(out) > began or process.poll() is not None)
+        if process.poll() is None:
+            hosts.signal(process, number)
+        said, _ = process.communicate(timeout=START_S)
+        wanted = -signal.SIGKILL if number == signal.SIGKILL else STOPPED
+        if process.returncode != wanted:
+            return f"moe train ended with {process.returncode}: {said[-600:]}"
+        if wanted == STOPPED and not re.search(r"^exit code 75: every rank saved", said, flags=re.M):
+            return f"it said {said[-600:]}"
+        return _left(hosts)
+
+    problem = life(number)
+    if not problem:
+        problem = _goes_on(home, out) if resumed == "here" else life(signal.SIGTERM)
+    return problem or same_as_undisturbed(home, out)
+
+
+def torchrun(home: Path, hosts: Hosts) -> str:
+    """What went wrong, or nothing."""
+    out, saved = home / "run", {"train.save_every": "20", "train.timeout_s": "5"}
+
+    def start() -> list[subprocess.Popen[str]]:
+        where = ["--nnodes", "2", "--nproc_per_node", "1", "--master_addr", NAMES[0], "--master_port", "29500"]
+        words = ["-m", "moe.launch.launch", "switch_tiny", "--out", "run", *_words(home, saved)]
+        command = [sys.executable, "-m", "torch.distributed.run", *where]
+        env = environment(home) | held(out)
+        return [hosts.start(host, [*command, "--node_rank", f"{host}", *words], env=env, cwd=home) for host in range(2)]
+
+    def trains_beyond(step: int, both: list[subprocess.Popen[str]]) -> bool:
+        _until(lambda: _steps(out) > step or any(process.poll() is not None for process in both))
+        return _steps(out) > step
+
+    def end(both: list[subprocess.Popen[str]], number: signal.Signals) -> list[str]:
+        for process in both:
+            with contextlib.suppress(OSError, IndexError):  # it has ended by itself
+                hosts.signal(process, number)
+        return [process.communicate(timeout=START_S)[0][-600:] for process in both]
+
+    both = start()
+    if trained := trains_beyond(25, both):
+        hosts.machines.pull()
+        _until(lambda: len(status.read(out / status.NAME)) == 2, limit_s=60.0)
+    said = end(both, signal.SIGKILL)  # torchrun's agents wait for each other for minutes
+    if not trained:
+        return f"it did not train: {said}"
+    for rank in range(2):
+        word = status.read(out / status.NAME).get(rank, {}).get("error")
+        if not re.match(r"(rank 1|rank 0|torchrun at .*) is missing", str(word)):
+            return f"rank {rank} did not name the other: {word}; {said[rank]}"
+    if problem := _left(hosts):
+        return problem
+    hosts.machines.plug()
+    status.empty(out)
+    before, both = _steps(out), start()
+    trained = trains_beyond(before, both)
+    said = end(both, signal.SIGTERM)
+    if not trained:
+        return f"it did not go on after the cable was back: {said}"
+    return _left(hosts) or _unsaved(out) or same_as_undisturbed(home, out)
+
+
+def slurm(home: Path, hosts: Hosts, *, of_slurm: bool = False) -> str:
+    """What went wrong, or nothing. `of_slurm`: the signal is SLURM's own, before the time limit of a minute, and not the user's."""
+    if not PAGE.exists():
+        raise OSError(0, "it needs a checkout, with docs/use/launching.md")
+    (home / "job.sh").write_text(script(PAGE.read_text()))
+    out = home / "run"
+    with cluster(hosts, home, home, environment(home) | held(out)) as found:
+        asked = ["--parsable", "--ntasks-per-node=1", "--gpus-per-node=0"] + (["--time=1", "--signal=TERM@30"] if of_slurm else [])
+        number = found.do("sbatch", *asked, "job.sh", "--out", "run", *_words(home)).strip()
+        log = home / f"slurm-{number}.out"
+        for life in range(2):
+            before = _steps(out)
+            if not _until(lambda before=before: _steps(out) > before):  # type: ignore[misc]
+                return f"life {life} did not train: {found.job(number)['JobState']}, {log.read_text()[-600:] if log.exists() else ''}"
+            if life == 0:
+                if not of_slurm:
+                    found.do("scancel", "--signal=TERM", number)
+                if not _until(lambda: found.job(number)["Restarts"] == "1"):
+                    return f"not requeued: {found.job(number)['JobState']}, {log.read_text()[-600:]}"
+                if problem := _left(hosts) or _unsaved(out):
+                    return problem
+                status.empty(out)
+        found.do("scancel", number)
+        if (state := found.reach(number, "CANCELLED", limit_s=60)) != "CANCELLED":
+            return f"scancel left it {state}: {log.read_text()[-600:]}"
+        if problem := _left(hosts) or _unsaved(out):
+            return problem
+    return same_as_undisturbed(home, out)
+
+
+def script(page: str) -> str:
+    """The batch script that a page shows."""
+    found = re.search(r"^#!/bin/bash\n(.*\n)+?(?=```)", page, flags=re.M)
+    assert found, "the page shows no script"
+    return found.group()
+
+
+def same_as_undisturbed(home: Path, out: Path) -> str:
+    """Compare the losses of all steps with those of two ranks here that nobody disturbed."""
+    found = _losses(out)
+    whole = home / "whole"
+    life = Life(home, whole, TINY | LONG)
+    life.reach(max(found, default=0))
+    life.send(signal.SIGTERM)
+    life.end()
+    wanted = _losses(whole)
+    wrong = [step for step in range(1, max(found, default=0) + 1) if found.get(step) is None or found[step] != wanted.get(step)]
+    return "" if found and not wrong else f"the losses of steps {wrong[:5]} differ, of {len(found)}: {life.said()}"
+
+
+def _goes_on(home: Path, out: Path) -> str:
+    before = _steps(out)
+    life = Life(home, out, TINY | LONG)
+    reached = life.reach(before + MORE)
+    life.send(signal.SIGTERM)
+    if not reached or life.end() or life.codes() != [STOPPED] * life.world:
+        return f"it did not go on and save: {life.codes()}, {life.said()}"
+    return ""
+
+
+def _left(hosts: Hosts) -> str:
+    """What still runs on either machine, after a moment."""
+    _until(lambda: not hosts.left(), limit_s=10.0)
+    return f"left behind: {left}" if (left := hosts.left()) else ""
+
+
+def _unsaved(out: Path) -> str:
+    """What is wrong with how ranks ended that had a signal: each saves, and says so by its exit code."""
+    codes = {rank: word["exit"] for rank, word in status.read(out / status.NAME).items()}
+    return "" if codes == dict.fromkeys(range(len(NAMES)), STOPPED) else f"the ranks' exit codes are {codes}"
+
+
+def _words(home: Path, more: dict[str, str] | None = None) -> list[str]:
+    return [f"--{key}={value}" for key, value in (TINY | LONG | {"data.path": str(home / "text.txt")} | (more or {})).items()]
+
+
+def held(out: Path) -> dict[str, str]:
+    """What has ranks note how they end: that a parent, which is this bench, holds their run's folder."""
+    return {HELD: str(out.resolve())}
+
+
+def environment(home: Path) -> dict[str, str]:
+    """A user's, on each machine."""
+    mine = {name: value for name, value in os.environ.items() if name not in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{mine.get('PATH', '')}"
+    return mine | {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(home / "cache")}
+
+
+def _losses(out: Path) -> dict[int, str]:
+    return {line["step"]: float(line["loss"]).hex() for line in whole_lines(out / METRICS) if line.get("kind") == "train"}
+
+
+def _steps(out: Path) -> int:
+    return max(_losses(out), default=0)
+
+
+def _until(done: Callable[[], object], limit_s: float = START_S) -> bool:
+    until = time.monotonic() + limit_s
+    while not done():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.1)
+    return True

@@ -1,0 +1,1 @@
+"""Bytes and messages counted against formulas."""

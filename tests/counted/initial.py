@@ -1,0 +1,142 @@
+"""First values of one rank: time and memory for what it holds, whatever the size of the whole.
+
+    whole, eighths     one matrix of glam_8b_64e; an eighth of its rows, and of its columns
+    glam_8b_64e        one rank of ep 64, pp 8 (512 processes), and of ep 8, pp 8, which holds eight times the experts
+    dense_8b, tp 8     every matrix cut in 8 over its outputs (q, k, v, w1, w3, embedding) or inputs (out, w2)
+
+Only that rank's parts are made: the model is on the meta device, the mesh is arithmetic. A rank that holds more than MOST_BYTES
+draws whole parameters until they fill them, and the row says which share of its elements they are. Seconds are those of the processor, so
+that other work on the machine counts little. Passed where the peak is what was drawn and no element costs more than in the whole
+matrix. `elements`: of the tensors that it holds something of; `torch`: as many by torch's generator and trunc_normal_.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe.bench.training.held import peak_resident_bytes
+from moe.model.initialise import FirstValues
+from moe.model.transformer import Transformer
+from moe.parallelize import stages
+from moe.parallelize.plan import lay_out
+from moe.recipe.load import load
+from moe.recipe.sections import Model, Run
+from moe.records.results import write_json
+from parallel.mesh.layout import Layout
+from parallel.mesh.mesh import Degrees, Mesh
+from parallel.numerics.first_values import key_of_tensor
+from parallel.process.fork import run_on_ranks
+from parallel.process.malloc import give_freed_memory_back
+
+MOST_BYTES = 2**30
+SLACK_BYTES, MORE_BYTES, MORE_TIME = 16 * 2**20, 1.05, 1.5
+BY_INPUT = (".attention.out.weight", ".w2.weight")
+MATRIX = Layout((4096, 16384))  # [in, out] of an expert
+
+Case = tuple[str, Model, dict[str, Layout], Degrees, int]  # name, sizes, layouts by module name, mesh, rank
+
+
+def main(*, json: str | None = None, only: str | None = None) -> int:
+    """Print a row for each case; 1 where memory or time is not in proportion to what is held."""
+    rows: list[dict[str, Any]] = []
+    print(f"{'rank of':<34}{'elements':>16}{'held':>16}{'drawn':>8}{'seconds':>10}{'ns each':>9}{'torch':>7}{'peak/drawn':>12}")
+    for case in cases():
+        if only is None or only in case[0] or not rows:  # the first one is what the others are compared with
+            (found,) = run_on_ranks(measure, 1, case, MOST_BYTES // 4, timeout_s=1800)
+            rows.append(judged(found, rows[0] if rows else found))
+            r = rows[-1]
+            print(
+                f"{r['case']:<34}{r['elements']:>16,}{r['held']:>16,}{r['drawn_share']:>8.0%}{r['seconds']:>10.2f}{r['ns_each']:>9.1f}"
+                f"{r['torch_ns_each']:>7.1f}{r['peak_bytes'] / r['drawn_bytes']:>12.3f}{'' if r['passed'] else '  FAIL'}"
+            )
+    if json:
+        write_json(json, verb="bench initial", rows=rows, most_bytes=MOST_BYTES)
+    return 0 if all(row["passed"] for row in rows) else 1
+
+
+def judged(found: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:
+    light = found["peak_bytes"] <= MORE_BYTES * found["drawn_bytes"] + SLACK_BYTES
+    return found | {"passed": light and found["ns_each"] <= MORE_TIME * whole["ns_each"]}
+
+
+def cases() -> Iterator[Case]:
+    one, tp = Degrees(), Degrees(tp=8)
+    model = Model()
+    for name, layout, degrees in (
+        ("one matrix", MATRIX, one),
+        ("one matrix, an eighth of rows", replace(MATRIX, split={0: "tp"}), tp),
+        ("one matrix, an eighth of columns", replace(MATRIX, split={1: "tp"}), tp),
+    ):
+        yield name, model, {"layers.1.experts.0.w1": layout}, degrees, degrees.tp - 1
+    for ep in (64, 8):
+        run, _ = load("glam_8b_64e", {"degrees.dp": str(ep), "degrees.ep": str(ep), "degrees.pp": "8"})
+        yield (f"glam_8b_64e, ep {ep}, pp 8", run.model, *of_rank(run, rank=0))
+    run, _ = load("dense_8b", {})
+    yield "dense_8b, tp 8", run.model, {name: cut_in(layout, name) for name, layout in whole_of(run)[1].items()}, tp, 5
+
+
+def whole_of(run: Run) -> tuple[Transformer, dict[str, Layout]]:
+    with torch.device("meta"):
+        model = Transformer(run.model, run.experts, run.router, vocab_size=run.vocab_size)
+    return model, lay_out(model)
+
+
+def of_rank(run: Run, *, rank: int) -> tuple[dict[str, Layout], Degrees, int]:
+    """The layouts of what one rank holds."""
+    model, layouts = whole_of(run)
+    degrees = run.mesh_degrees()
+    return stages.hold(run, model, layouts, Mesh.of(degrees, rank)), degrees, rank
+
+
+def cut_in(layout: Layout, name: str) -> Layout:
+    """A matrix of a dense model over tp, by its outputs or its inputs; what is no matrix stays whole."""
+    if len(layout.shape) < 2 or name.endswith("attention.bias.weight"):
+        return layout
+    return replace(layout, split={1 if name.endswith(BY_INPUT) else 0: "tp"})
+
+
+def measure(rank: int, case: Case, most: int) -> dict[str, Any]:
+    """One case in a process of its own, whose peak is its own."""
+    name, model, layouts, degrees, place = case
+    torch.set_num_threads(1)
+    give_freed_memory_back()
+    mesh = Mesh.of(degrees, place)
+    first = FirstValues(model, layouts, mesh, seed=0)
+    shapes = {n: layout.local_shape(mesh) for n, layout in layouts.items()}
+    held = sum(map(math.prod, shapes.values()))
+    first.fill(*small(shapes))  # what is imported and cached comes with the first call
+    before = peak_resident_bytes(forget=True)
+    drawn: dict[str, Tensor] = {}
+    left, began = most, time.process_time()
+    for n, shape in shapes.items():
+        if math.prod(shape) <= left:
+            left -= math.prod(shape)
+            drawn[n] = torch.empty(shape)
+            first.fill(n, drawn[n])
+    seconds = time.process_time() - began
+    count = most - left
+    peak = peak_resident_bytes() - before
+    row = {"case": name, "rank": place, "world": degrees.world, "elements": sum(math.prod(x.shape) for x in layouts.values())}
+    row |= {"held": held, "drawn_share": count / held, "drawn_bytes": 4 * count, "peak_bytes": peak}
+    return row | {"seconds": seconds, "ns_each": seconds / count * 1e9, "torch_ns_each": by_torch(min(count, 2**24))}
+
+
+def small(shapes: dict[str, tuple[int, ...]]) -> tuple[str, Tensor, tuple[slice, ...]]:
+    """The first of them, and one element of it."""
+    name, shape = next(iter(shapes.items()))
+    return name, torch.empty([1] * len(shape)), (slice(0, 1),) * len(shape)
+
+
+def by_torch(count: int) -> float:
+    """Nanoseconds an element."""
+    out, began = torch.empty(count), time.process_time()
+    generator = torch.Generator().manual_seed(key_of_tensor(0, "x") >> 1)
+    torch.nn.init.trunc_normal_(out, std=1.0, a=-2.0, b=2.0, generator=generator)
+    return (time.process_time() - began) / count * 1e9

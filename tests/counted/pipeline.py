@@ -1,0 +1,123 @@
+"""The bytes that a pipeline's ranks keep, storage by storage, against the simulated number of held activations.
+
+For each stage, one micro-batch is measured alone: between F and its backward pass and, if that comes in two passes, between I and W.
+A rank should keep these bytes times the number held at once, which follows from the order of actions
+(parallel/pipeline/simulator/held.py). Measured between actions, beyond what was there before the first. Copies of older weights are
+left out and counted as versions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from moe.bench.grids.stages import Stages, batch, connect, descend, layers, runtime_for, schedule_for
+from moe.recipe.sections import Model
+from parallel.mesh.mesh import Mesh
+from parallel.numerics.weight_gradient import put_off, splittable
+from parallel.pipeline.runtime import Took
+from parallel.pipeline.schedule import Action, Op, Schedule
+from parallel.pipeline.simulator.held import peak_kept, weight_versions
+from parallel.process.fork import run_on_ranks
+from tests.counted.alive import Alive
+
+WITHIN = 0.05
+
+
+def weighed(rank: int, ranks: int, names: list[str], microbatches: int, config: dict[str, int], size: int) -> list[dict[str, Any]]:
+    """One rank's bytes for each schedule. `size`: sequences in a micro-batch."""
+    mesh = connect(rank, ranks)
+    return [_weighed(mesh, schedule_for(name, ranks, microbatches), Model(**config), size) for name in names]
+
+
+def _weighed(mesh: Mesh, schedule: Schedule, config: Model, size: int) -> dict[str, Any]:
+    rank = mesh.axis("pp").index
+    inputs, targets = batch(schedule.microbatches, size, config.max_length)
+    model, stages = layers(config, schedule, inputs[0])
+    if any(action.op is Op.I for action in schedule.orders[rank]):
+        splittable(model)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    mine = {stage: stages[stage] for stage in schedule.stages_of(rank)}
+    crossing = (size, config.max_length, config.d_model)
+    runtime = runtime_for(schedule, mesh, stages)
+    work = Stages(
+        mine,
+        schedule,
+        rank,
+        inputs=inputs,
+        crossing=crossing,
+        loss=lambda y, j: F.cross_entropy(y.flatten(0, 1), targets[j].flatten()),
+        change=descend if schedule.num_updates > 1 else None,
+    )
+    there = [*model.parameters(), *(p.grad for p in model.parameters() if p.grad is not None), *inputs, *targets]
+    peak = 0
+    with Alive(there) as alive:
+        alone = {stage: _alone(work, stage, alive) for stage in mine}
+        before = alive.now
+
+        look = _Look(work, alive, before)
+        alive.most = alive.now
+        runtime.run(work, watchers=[look])
+        peak = alive.most - before
+    kept, owed = ({str(stage): found[i] for stage, found in alone.items()} for i in (0, 1))
+    return {"held": look.held, "peak": peak, "versions": max(1, look.versions), "kept": kept, "owed": owed}
+
+
+class _Look:
+    """The Watcher that weighs what is held between actions, over what was there `before`."""
+
+    def __init__(self, work: Stages, alive: Alive, before: int) -> None:
+        self.work, self.alive, self.start = work, alive, before
+        self.held, self.versions = 0, 0
+
+    def begin(self) -> None:
+        self._weigh()
+
+    def before(self, action: Action) -> None: ...
+
+    def after(self, at: int, took: Took) -> None:
+        self._weigh()
+
+    def _weigh(self) -> None:
+        versions = self.work.versions.values()
+        weights = [t for v in versions for of in ([p.data for p in v.parameters], *v.kept.values()) for t in of]
+        self.held = max(self.held, self.alive.now - self.start - self.alive.new(weights))
+        self.versions = max([self.versions, *(v.count for v in versions)])
+
+
+def _alone(work: Stages, stage: int, alive: Alive) -> tuple[int, int]:
+    """Bytes that one micro-batch keeps on a stage between F and its backward pass, and between I and W if W is deferred."""
+    before = alive.now
+    x = torch.randn(work.crossing).requires_grad_() if stage else None
+    output = torch.autograd.graph.get_gradient_edge(work.forward(stage, 0, x))
+    work.losses.clear()
+    kept = alive.now - before
+    with put_off() as owed:
+        work.backward(output, torch.ones(work.crossing) if stage < work.last else None)
+    del x, output
+    left = alive.now - before
+    owed.pay()
+    return kept, left
+
+
+def memory_rows(ranks: int, names: list[str], *, microbatches: int, width: int = 64, size: int = 4) -> list[dict[str, Any]]:
+    config = {"num_layers": 4 * ranks, "d_model": width, "num_heads": 2, "d_ff": 4 * width, "max_length": 128, "tied_embeddings": False}
+    by_rank = run_on_ranks(weighed, ranks, ranks, names, microbatches, config, size, timeout_s=300)
+    rows = []
+    for name, *found in zip(names, *by_rank, strict=True):
+        schedule = schedule_for(name, ranks, microbatches)
+        sizes = [{int(s): value for rank in found for s, value in rank[which].items()} for which in ("kept", "owed")]
+        said = peak_kept(schedule, lambda stage, of=sizes[0]: of[stage], lambda stage, of=sizes[1]: of[stage])  # type: ignore[misc]
+        held = [rank["held"] for rank in found]
+        errors = [theirs / ours - 1 for theirs, ours in zip(said, held, strict=True)]
+        versions, wanted = [rank["versions"] for rank in found], list(weight_versions(schedule))
+        rows.append(
+            {"what": "memory", "schedule": name, "ranks": ranks, "stages": schedule.num_stages, "microbatches": schedule.microbatches}
+            | {"measured_bytes": held, "simulated_bytes": list(said), "errors": errors, "error": max(errors, key=abs)}
+            | {"peak_bytes": [rank["peak"] for rank in found], "weight_versions": versions, "simulated_weight_versions": wanted}
+            | {"passed": max(map(abs, errors)) <= WITHIN and versions == wanted}
+        )
+    return rows

@@ -1,0 +1,107 @@
+"""Sequence-parallel attention, one layer: bytes sent and kept, counted, against the closed forms (moe/plan/time/attention.py).
+
+Part of `moe bench comm --kinds sequence` and `moe bench memory --kinds sequence`. Each method runs forward and backward on forked
+ranks: what leaves a rank is counted by its communicator, what is kept between the passes by the tensors that autograd saves. Both are
+exact. The closed forms are then printed for more ranks, where they tell the methods apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe.launch import exit_codes
+from moe.plan.time.attention import Attention, cost
+from moe.records.results import write_json
+from parallel.mesh.mesh import Axis, Degrees
+from parallel.process import process
+from parallel.process.fork import run_on_ranks
+from parallel.process.process import World
+from parallel.sequence.balanced import Balanced
+from parallel.sequence.colossal_ring import ColossalRing
+from parallel.sequence.order import Order
+from parallel.sequence.ring import Ring
+from parallel.sequence.ulysses import Ulysses
+
+LENGTH, HEADS, KV_HEADS, HEAD_SIZE, BATCH = 96, 12, 3, 16, 2
+ON_PAPER = (4, 8, 16, 64)
+METHODS: dict[str, Callable[[Axis], Any]] = {
+    "ring": lambda axis: Ring(axis, Order("zigzag", axis.size, LENGTH)),
+    "lightseq": lambda axis: Balanced(axis, Order("contiguous", axis.size, LENGTH)),
+    "colossal_ring": lambda axis: ColossalRing(axis, Order("contiguous", axis.size, LENGTH)),
+    "ulysses": lambda axis: Ulysses(axis, Ring(Axis("alone"), Order("contiguous", 1, LENGTH))),
+}
+
+
+def run(verb: str, what: str, *, nproc: int, json: str | None) -> int:
+    """Rows and the table on paper; returns 1 if a method sends or keeps other bytes than its formula says."""
+    torch.set_num_threads(1)
+    rows, table = measured(nproc, what), on_paper(what)
+    if json:
+        write_json(json, verb=f"bench {verb}", rows=rows, on_paper=table)
+    return exit_codes.of(all(row["passed"] for row in rows))
+
+
+def measured(nproc: int, what: str) -> list[dict[str, Any]]:
+    """Rows of every method on 2 to nproc ranks, in fp32 and bf16; `what`: sent, by all ranks together, or kept, by one."""
+    rows = []
+    for ranks in range(2, nproc + 1):
+        for dtype in (torch.float32, torch.bfloat16) if LENGTH % (2 * ranks) == 0 and HEADS % ranks == 0 else ():
+            found = run_on_ranks(_measure, ranks, ranks, dtype)
+            of = Attention(BATCH, LENGTH, HEADS, KV_HEADS, HEAD_SIZE, itemsize=dtype.itemsize)
+            for number, kind in enumerate(METHODS):
+                theory = cost(kind, ranks, of)
+                expected = theory.forward + theory.backward if what == "sent" else theory.kept
+                got = [one[number] for one in found]
+                real = sum(one["sent"] for one in got) if what == "sent" else max(one["kept"] for one in got)
+                row = {"kind": f"sequence {kind}", "ranks": ranks, "precision": str(dtype).removeprefix("torch."), "what": what}
+                row |= {"calls": sum(one["calls"] for one in got), "measured_bytes": real, "expected_bytes": expected}
+                rows.append(row | {"error": real / expected - 1, "passed": real == expected})
+                print_row(rows[-1])
+    return rows
+
+
+def on_paper(what: str) -> list[dict[str, Any]]:
+    """The closed forms for a layer of 32 heads, 8 of them for keys, 32,768 tokens in bf16, by rank."""
+    of, rows = Attention(1, 32768, 32, 8, 128, itemsize=2), []
+    print(f"\n{'32,768 tokens, 32 heads, 8 of keys, bf16':<42}{'MiB a rank ' + what:>22} with 4, 8, 16, 64 ranks")
+    for kind in METHODS:
+        costs = [cost(kind, ranks, of) for ranks in ON_PAPER]
+        each = [(c.forward + c.backward) / ranks if what == "sent" else c.kept for c, ranks in zip(costs, ON_PAPER, strict=True)]
+        rows.append({"kind": f"sequence {kind}", "what": what} | {f"bytes_at_{ranks}": v for ranks, v in zip(ON_PAPER, each, strict=True)})
+        print(f"{kind:<42}" + "".join(f"{value / 2**20:>11,.1f}" for value in each))
+    return rows
+
+
+def _measure(rank: int, ranks: int, dtype: torch.dtype) -> list[dict[str, int]]:
+    axis = process.connect(Degrees(sp=ranks), World(rank, ranks)).axis("sp")
+    return [_one(make(axis), axis, dtype) for make in METHODS.values()]
+
+
+def _one(method: Any, axis: Axis, dtype: torch.dtype) -> dict[str, int]:
+    held = LENGTH // axis.size
+    q, k, v = (torch.randn(BATCH, n, held, HEAD_SIZE).to(dtype).requires_grad_() for n in (HEADS, KV_HEADS, KV_HEADS))
+    kept: dict[int, int] = {}
+
+    def note(saved: Tensor) -> Tensor:
+        kept[saved.untyped_storage().data_ptr()] = saved.untyped_storage().nbytes()
+        return saved
+
+    axis.communicator.reset_counts()
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved):
+        out = method(q, k, v)
+    out.sum().backward()
+    counts = axis.communicator.counts().values()
+    return {"sent": sum(c.sent for c in counts), "calls": sum(c.calls for c in counts), "kept": sum(kept.values())}
+
+
+def print_row(row: dict[str, Any]) -> None:
+    failed = "" if row["passed"] else "  FAIL"
+    print(
+        f"{row['kind']:<24}{row['ranks']:>3} {row['precision']:<9}{row['what']:<5}{row['measured_bytes']:>12,}{row['expected_bytes']:>12,}"
+        f"{row['error']:>8.1%}  {row['calls']} calls{failed}",
+        flush=True,
+    )

@@ -1,0 +1,151 @@
+"""Tensor parallelism, one dense layer: bytes of weights, kept and sent, counted, against the closed forms (moe/plan/time/tensor.py).
+
+Part of `moe bench comm --kinds tensor` and `moe bench memory --kinds tensor`. Each form's layer runs forward and backward on forked
+ranks, 4 and 9 of them in two dimensions, 8 in 2.5 and three: what leaves a rank is counted by its communicator, what is kept between
+the passes by the tensors that autograd saves. The closed forms are then printed for more ranks, where they tell the forms apart, and
+docs/pictures/draw.py draws where they cross.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe.checks.together import check_run
+from moe.launch import exit_codes
+from moe.nn.context import Context
+from moe.parallelize.build import build
+from moe.plan.time.tensor import Cost, DenseLayer, cost
+from moe.recipe.load import build_run
+from moe.recipe.sections import Run
+from moe.records.results import write_json
+from parallel.errors import BadInput
+from parallel.mesh.grids import GRIDS, grid_of
+from parallel.process import process
+from parallel.process.fork import run_on_ranks
+from parallel.process.process import World
+from parallel.tensor import linear_2p5d
+
+SEQUENCES, LENGTH, WIDTH, HEADS, KV_HEADS, HEAD_SIZE, HIDDEN = 36, 8, 72, 24, 12, 4, 144
+FORMS = (("1d", 2), ("1d", 4), ("sliced", 2), ("sliced", 4), ("2d", 4), ("2d", 9), ("2.5d", 8), ("3d", 8))
+IN_RUNS = (("1d", 2, 3), ("sliced", 2, 3))  # with tensor.overlap_chunks
+ON_PAPER = (4, 8, 16, 64)
+PAPER = DenseLayer(tokens=4 * 2048, width=12288, heads=96, head_size=128, kv_heads=96, hidden=4 * 12288, gated=False, itemsize=2)
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def run(verb: str, *, nproc: int, json: str | None) -> int:
+    """Rows and the table on paper; returns 1 if a layer sends other bytes than its formula says, or keeps over 5 % more or less."""
+    torch.set_num_threads(1)
+    rows = []
+    for kind, ranks, chunks in [*((*form, 1) for form in FORMS), *IN_RUNS]:
+        for precision in DTYPES if ranks <= max(nproc, 4) or nproc >= 8 else ():
+            found = measured(kind, ranks, precision, chunks=chunks)
+            for row in (row for row in found if (row["what"] == "sent") == (verb == "comm")):
+                rows.append(row)
+                print_row(row)
+    table = on_paper()
+    if json:
+        write_json(json, verb=f"bench {verb}", rows=rows, on_paper=table)
+    return exit_codes.of(all(row["passed"] for row in rows))
+
+
+def shape(kind: str, ranks: int, *, depth: int | None = None) -> tuple[int, int, int]:
+    """(depth, rows, columns); one row of ranks where the form is no grid. Raises BadInput where they make none."""
+    sides = range(2, ranks)
+    if kind == "2.5d":
+        return linear_2p5d.grid_of(ranks, depth, sides=sides)
+    return grid_of(kind, ranks, sides=sides) if kind in GRIDS else (1, 1, ranks)
+
+
+def measured(kind: str, ranks: int, precision: str, *, chunks: int = 1) -> list[dict[str, Any]]:
+    """What is sent, by a rank on average, must be its formula exactly, on a line also in as many calls; weights and what is kept, by the
+    fullest, within 5 %. `chunks`: tensor.overlap_chunks."""
+    of = DenseLayer(SEQUENCES * LENGTH, WIDTH, HEADS, HEAD_SIZE, KV_HEADS, HIDDEN, itemsize=DTYPES[precision].itemsize)
+    theory = cost(kind, shape(kind, ranks), of, chunks=chunks)
+    found = run_on_ranks(_measure, ranks, kind, ranks, precision, chunks)
+    name, calls = f"tensor {kind}" + (f" in {chunks} chunks" if chunks > 1 else ""), max(one["calls"] for one in found)
+    rows = []
+    for what, expected in {"sent": theory.forward + theory.backward, "weights": theory.weights, "kept": theory.kept}.items():
+        got = sum(one["sent"] for one in found) / ranks if what == "sent" else max(one[what] for one in found)
+        row = {"kind": name, "ranks": ranks, "precision": precision, "what": what, "calls": calls, "expected_calls": theory.calls}
+        row |= {"measured_bytes": got, "expected_bytes": expected, "error": got / expected - 1}
+        exact = got == expected and theory.calls in (None, calls)
+        rows.append(row | {"passed": exact if what == "sent" else abs(got / expected - 1) <= 0.05})
+    return rows
+
+
+def print_row(row: dict[str, Any]) -> None:
+    failed = "" if row["passed"] else "  FAIL"
+    both = f"{row['measured_bytes']:>12,.0f}{row['expected_bytes']:>12,}{row['error']:>8.2%}{failed}"
+    calls = f"  {row['calls']} calls" if row["what"] == "sent" else ""
+    print(f"{row['kind']:<27}{row['ranks']:>3} {row['precision']:<6}{row['what']:<9}{both}{calls}", flush=True)
+
+
+def run_of(kind: str, ranks: int, precision: str, *, chunks: int = 1) -> Run:
+    values: dict[str, dict[str, Any]] = {
+        "model": {
+            "num_layers": 1, "d_model": WIDTH, "num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_size": HEAD_SIZE, "d_ff": HIDDEN,
+            "ffn": "swiglu", "norm": "layernorm", "max_length": LENGTH, "moe_every": 0, "tied_embeddings": False,
+        },
+        "degrees": {"tp": ranks},
+        "tensor": {"kind": "1d" if kind == "sliced" else kind, "sequence_parallel": kind == "sliced", "overlap_chunks": chunks},
+        "precision": {"compute": precision},
+        "train": {"global_batch": SEQUENCES, "eval_sequences": SEQUENCES},
+    }  # fmt: skip
+    return check_run(build_run(values), ranks)
+
+
+def _measure(rank: int, kind: str, ranks: int, precision: str, chunks: int) -> dict[str, int]:
+    run = run_of(kind, ranks, precision, chunks=chunks)
+    mesh = process.connect(run.mesh_degrees(), World(rank, ranks))
+    model, _ = build(run, mesh, device=torch.device("cpu"))
+    layer = model.layers[0]
+    depth, rows, columns = run.tp_grid() if kind in GRIDS else (1, 1, 1)
+    size = SEQUENCES // (depth * rows), LENGTH // (ranks if kind == "sliced" else 1), WIDTH // columns
+    x = torch.randn(size).to(DTYPES[precision]).requires_grad_()
+    context = Context.of(torch.zeros(size[0], LENGTH, dtype=torch.long))
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
+    kept: dict[int, tuple[Tensor, int]] = {}  # the tensors too: storage that is freed would be counted as the next one's
+
+    def note(saved: Tensor) -> Tensor:
+        kept[saved.untyped_storage().data_ptr()] = saved, saved.untyped_storage().nbytes()
+        return saved
+
+    mesh.communicator.reset_counts()
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved):
+        out, _ = layer(x, context)
+    held = sum(size for at, (saved, size) in kept.items() if at not in parameters and saved.numel() > LENGTH * HEAD_SIZE)  # less are angles
+    out.backward(torch.randn_like(out))
+    counts = mesh.communicator.counts().values()
+    weights = sum(p.numel() for name, p in layer.named_parameters() if "norm" not in name) * DTYPES[precision].itemsize
+    return {"sent": sum(c.sent for c in counts), "calls": sum(c.calls for c in counts), "kept": held, "weights": weights}
+
+
+def on_paper() -> list[dict[str, Any]]:
+    """A layer of GPT-3's width on 4, 8, 16 and 64 ranks, in bf16; a form that has no grid of so many is left out."""
+    rows: list[dict[str, Any]] = []
+    print(f"\n{'a layer of 12,288, 8,192 tokens, bf16':<38}{'ranks':>6}{'grid':>12}{'weights':>10}{'kept':>10}{'sent':>10}  MiB a rank")
+    for ranks in ON_PAPER:
+        for kind, grid in forms_of(ranks):
+            found: Cost = cost(kind, grid, PAPER)
+            sides = " x ".join(str(side) for side in grid if side > 1)
+            row = {"kind": f"tensor {kind}", "ranks": ranks, "grid": sides, "weights": found.weights, "kept": found.kept}
+            rows.append(row | {"sent": found.forward + found.backward})
+            print(
+                f"tensor {kind:<31}{ranks:>6}{sides:>12}" + "".join(f"{rows[-1][n] / 2**20:>10,.1f}" for n in ("weights", "kept", "sent"))
+            )
+    return rows
+
+
+def forms_of(ranks: int) -> list[tuple[str, tuple[int, int, int]]]:
+    """Every form that so many ranks can have, with its grid; of 2.5D every depth from 2 on."""
+    found: list[tuple[str, tuple[int, int, int]]] = [("1d", (1, 1, ranks)), ("sliced", (1, 1, ranks))]
+    for kind, depth in [("2d", None), *(("2.5d", depth) for depth in range(2, ranks)), ("3d", None)]:
+        try:
+            found.append((kind, shape(kind, ranks, depth=depth)))
+        except BadInput:
+            continue
+    return found

@@ -1,0 +1,31 @@
+"""`moe bench comm|memory --kinds tensor`: what a layer sends and keeps is its formula; grids that there are."""
+
+from __future__ import annotations
+
+import pytest
+
+from moe.plan.time.tensor import cost
+from tests.counted.tensor import PAPER, forms_of, measured
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "chunks"), [("1d", 2, 3), ("sliced", 2, 1), ("sliced", 2, 3), ("2d", 4, 1), ("2.5d", 8, 1), ("3d", 8, 1)]
+)
+def test_a_layer_sends_and_keeps_what_the_formula_says(kind: str, ranks: int, chunks: int) -> None:
+    """To the byte, in 16 bits, where what is summed is wide; in runs in as many times more calls, and nothing more is kept."""
+    for row in measured(kind, ranks, "bf16", chunks=chunks):
+        assert row["measured_bytes"] == row["expected_bytes"] and row["passed"], row
+
+
+def test_a_forms_weights_and_activations_lie_on_all_its_ranks_once() -> None:
+    """But for 2.5D, whose weights are copied over depth, and for 1D, whose activations between layers are whole."""
+    for ranks in (4, 8, 16, 64):
+        whole = cost("1d", (1, 1, 1), PAPER)
+        for kind, (depth, rows, columns) in forms_of(ranks):
+            found = cost(kind, (depth, rows, columns), PAPER)
+            assert depth * rows * columns == ranks
+            assert found.weights * ranks == whole.weights * (depth if kind == "2.5d" else 1)
+            if kind not in ("1d", "sliced"):
+                assert found.kept * ranks < whole.kept
+            else:
+                assert found.kept * ranks > whole.kept

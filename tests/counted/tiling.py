@@ -1,0 +1,100 @@
+"""Memory-centric tiling, measured: bytes of feed-forward weights that are whole at once on a rank, with q tiles and with one.
+
+    2 out in  ->  2 out in / q      bytes of each matrix in 16 bits: ZeRO-Infinity (arXiv 2104.07857), section 5.1.3
+
+A stage-3 engine gathers weights before they are used and frees them again: FSDP a feed-forward layer's weights together, DeepSpeed
+each matrix, but all experts' matrices of a layer together. Whole weights are counted at every matrix product, forward and backward, in
+the third step; gathering ahead has not begun then, or is switched off. `moe bench memory` prints these rows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moe.bench.training.sharded import CPU, ShardedKind, start, tokens_of, without_look_ahead
+from moe.train.loop.step import finish
+from parallel.mesh.layout import Layout
+from parallel.numerics.precision import LossScale
+
+TILES, LENGTH, TOLERANCE = (1, 2, 4, 8), 7, 0.05
+_WIDE = re.compile(r"\.(ffn|experts)\.")
+
+
+class Whole(TorchDispatchMode):
+    """`most`: peak bytes of these parameters that were whole at once while a matrix product ran."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.most = model, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm):
+            self.most = max(self.most, sum(map(whole_bytes, self._wide())))
+        return func(*args, **(kwargs or {}))
+
+    def _wide(self) -> list[Tensor]:
+        return [parameter for name, parameter in self.model.named_parameters() if _WIDE.search(name)]
+
+
+def whole_bytes(parameter: Tensor) -> int:
+    """Bytes of a parameter that is gathered now; 0 if it is not, and the rank holds only its shard."""
+    if isinstance(parameter, DTensor):
+        return 0
+    return min(parameter.untyped_storage().nbytes(), parameter.numel() * parameter.element_size())
+
+
+def recipe(kind: ShardedKind, ranks: int, tiles: int, *, sparse: bool, precision: str) -> dict[str, Any]:
+    """A recipe with two wide layers, so that the first must be freed before the second."""
+    values: dict[str, Any] = {
+        "model": {"num_layers": 2, "d_model": 128, "num_heads": 4, "d_ff": 2048, "max_length": LENGTH, "moe_every": 1 if sparse else 0},
+        "sharding": kind.sharding,
+        "tiling": {"ffn": tiles},
+        "degrees": {"dp": ranks, "ep": 1},
+        "precision": {"compute": precision},
+        "train": {"global_batch": ranks, "eval_sequences": ranks},
+    }
+    if sparse:
+        values |= {"experts": {"num_experts": 4}, "router": {"preset": "switch", "capacity_factor": None}}
+    return values
+
+
+def measure(rank: int, ranks: int, kind: ShardedKind, sparse: bool, precision: str, folder: str) -> list[dict[str, Any]]:
+    """One row for each number of tiles, on ranks that are running."""
+    rows: list[dict[str, Any]] = []
+    for tiles in TILES:
+        values = recipe(kind.with_path(folder), ranks, tiles, sparse=sparse, precision=precision)
+        with without_look_ahead() if kind.by_deepspeed else nullcontext():
+            started = start(kind, values, rank, ranks)
+        batch = tokens_of(rank, sequences=1, length=LENGTH)
+        for step in range(3):
+            with Whole(started.model) as seen:
+                numbers = started.accumulate(batch, step=step)
+            world, scale = started.mesh.axis("world"), LossScale.of("none")
+            finish(started.engine, numbers, world=world, scale=scale, lr=1e-3, clip_norm=1.0, device=CPU)
+        expected = together(started.layouts, apart=kind.by_deepspeed) * kind.travels(precision).parameters / tiles
+        row: dict[str, Any] = {"kind": kind.name, "model": f"{'sparse' if sparse else 'dense'}, tiling", "ranks": ranks, "tiles": tiles}
+        row |= {"precision": precision, "measured_bytes": seen.most, "expected_bytes": expected, "error": seen.most / expected - 1}
+        rows.append(row | {"passed": abs(row["error"]) <= TOLERANCE})
+    return rows
+
+
+def together(layouts: dict[str, Layout], *, apart: bool) -> int:
+    """The most elements gathered together without tiles: a module's if modules are gathered `apart`, else a layer's."""
+    sizes: Counter[str] = Counter()
+    for name, layout in whole_layouts(layouts).items():
+        if found := _WIDE.search(name):
+            sizes[name.rpartition(".")[0] if apart else name[: found.end()]] += torch.Size(layout.shape).numel()
+    return max(sizes.values())
+
+
+def whole_layouts(layouts: dict[str, Layout]) -> dict[str, Layout]:
+    """One layout for each tensor that is cut into tiles. All tiles' layouts give the whole shape."""
+    return {re.sub(r"\.tiles\.\d+", "", name): layout for name, layout in layouts.items()}

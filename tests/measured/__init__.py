@@ -1,0 +1,1 @@
+"""Measurements behind the figures of the docs that users need not repeat."""

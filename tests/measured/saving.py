@@ -1,0 +1,98 @@
+"""How long a step waits for a checkpoint: asynchronous saving over saving that waits, of the same tensors on the same ranks.
+
+    waits       every byte is written, hashed and committed
+    copies      asynchronous: the copy to host memory alone; the first save also gets the memory that later ones reuse
+    beside      a product that goes on meanwhile, over the same without a writer: what writing takes from the steps
+
+Each round saves once in each way, of tensors that have changed. Passed where copying takes at most SHARE of waiting and both wrote the same
+files, bit for bit. Seconds are those of the slowest rank.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe.records.results import write_json
+from parallel.mesh.mesh import Degrees
+from parallel.process import process
+from parallel.process.fork import run_on_ranks
+from parallel.process.process import World
+from parallel.store.checkpoint import Piece, sha256
+from parallel.store.saver import Saver
+
+SHARE = 0.05
+ROWS, WIDTH, MATRICES = 2048, 1024, 8  # of a rank: 8 MiB each, as weight and two moments
+KINDS = ("weight", "exp_avg", "exp_avg_sq")
+PRODUCT = 512
+
+
+def main(*, nproc: int = 2, rounds: int = 5, json: str | None = None) -> int:
+    """Print one row; 1 where a step waits longer than SHARE of a save, or the files differ."""
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = run_on_ranks(measured, nproc, nproc, rounds, Path(folder), timeout_s=900)
+        same = all(files(Path(folder) / "waits" / name) == files(Path(folder) / "copies" / name) for name in (f"step-{rounds}",))
+    slowest = {what: [max(each) for each in zip(*(rank[what] for rank in ranks), strict=True)] for what in ranks[0]}
+    first, *copies = slowest["copies"]
+    row: dict[str, Any] = {"ranks": nproc, "bytes": 4 * ROWS * WIDTH * MATRICES * len(KINDS), "rounds": rounds, "same_files": same}
+    row |= {"waits_seconds": statistics.median(slowest["waits"]), "first_copy_seconds": first, "copy_seconds": statistics.median(copies)}
+    row |= {"share": row["copy_seconds"] / row["waits_seconds"], "first_share": first / row["waits_seconds"]}
+    row |= {"beside": statistics.median(slowest["beside"]) / statistics.median(slowest["alone"])}
+    row["passed"] = same and row["share"] <= SHARE
+    print(f"{'ranks':<7}{'MiB each':>9}{'waits':>10}{'copies':>10}{'share':>8}{'first':>8}{'products beside':>17}{'same files':>12}")
+    print(
+        f"{nproc:<7}{row['bytes'] / 2**20:>9.0f}{row['waits_seconds']:>8.2f} s{row['copy_seconds']:>8.3f} s{row['share']:>8.1%}"
+        f"{row['first_share']:>8.1%}{row['beside']:>17.2f}{'yes' if same else 'NO':>12}{'' if row['passed'] else '  FAIL'}"
+    )
+    if json:
+        write_json(json, verb="bench saving", rows=[row], aim=SHARE)
+    return 0 if row["passed"] else 1
+
+
+def measured(rank: int, ranks: int, rounds: int, folder: Path) -> dict[str, list[float]]:
+    """Seconds of each round: until a save that waits is done, until the copy is, and of a product alone and beside the writer."""
+    torch.set_num_threads(1)
+    world = process.connect(Degrees(dp=ranks), World(rank, ranks)).axis("world")
+    draw = torch.Generator().manual_seed(rank)
+    held = [
+        (kind, Piece(f"layers.{n}.w", (ROWS * ranks, WIDTH), (ROWS * rank, 0), torch.randn(ROWS, WIDTH, generator=draw)))
+        for n in range(MATRICES)
+        for kind in KINDS
+    ]
+    waits, copies = (Saver(folder / name, world, keep=1) for name in ("waits", "copies"))
+    found: dict[str, list[float]] = {"waits": [], "copies": [], "beside": [], "alone": []}
+    for step in range(1, rounds + 1):
+        for _, piece in held:
+            piece.tensor.add_(step)
+        state = {"counters": {"step": step}}
+        found["waits"].append(seconds(lambda step=step, state=state: waits.save(step, held, state=state)))  # type: ignore[misc]
+        found["alone"].append(seconds(product))
+        found["copies"].append(seconds(lambda step=step, state=state: copies.begin(step, held, state=state)))  # type: ignore[misc]
+        found["beside"].append(seconds(product))
+        copies.settle()
+    return found
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """That this process waits for it."""
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def product() -> None:
+    """About a tenth of a second of one core."""
+    x = torch.ones(PRODUCT, PRODUCT)
+    for _ in range(20):
+        x @ x
+
+
+def files(folder: Path) -> dict[str, str]:
+    """Each file's hash."""
+    return {path.name: sha256(path) for path in folder.iterdir()}

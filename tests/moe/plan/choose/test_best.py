@@ -1,0 +1,106 @@
+"""The first plan of a ranking is the fastest that fits: against every plan there is, and against the recipe's own.
+
+What this file alone would notice: a choice that is not tried (large micro-batches, the recipe's layout), and a way to cut the ranks that
+the first round leaves out. `moe bench planner --only best` has 200 draws.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from moe.checks.together import check_run
+from moe.plan.choose.candidates import Space, candidates
+from moe.plan.choose.legal import advice, refusal
+from moe.plan.choose.planned import planned
+from moe.plan.choose.predicted import held_bytes
+from moe.plan.choose.recipe_of import as_stored, recipe_of
+from moe.plan.job.network import Plan
+from moe.plan.job.of_recipe import network_of, plan_of
+from moe.plan.machine.cluster import load_cluster
+from moe.plan.time.cost import step_time
+from moe.recipe.load import build_run
+from parallel.errors import BadInput
+from tests.planner.best import Draw, drawn
+
+FOUR = replace(load_cluster("h100-8"), devices_per_node=4)
+
+
+def fastest(of: Draw) -> float:
+    """Seconds of the fastest plan that fits, is recommended and is accepted by the recipe's checks, each plan asked by itself."""
+    run, cluster = of.run.resolve(of.cluster.world), of.cluster
+    network, batch, made = network_of(run), run.train.global_batch, list[Plan]()
+    for plan in candidates(network, world=cluster.world, global_batch=batch, base=plan_of(run), space=Space()):
+        kept = as_stored(plan, run)
+        if refusal(network, kept) is None and advice(network, kept, devices_per_node=cluster.devices_per_node) is None:
+            kinds = [kept.but(recompute=kind) for kind in ("none", "selective", "full")]
+            made += [one for one in kinds if held_bytes(network, one, cluster) <= cluster.memory_bytes()][:1]
+    bounds = sorted(((step_time(network, plan, cluster, pipeline="alone").step, n) for n, plan in enumerate(made)))
+    best = float("inf")
+    for bound, n in bounds:
+        if bound >= best:
+            break
+        seconds = step_time(network, made[n], cluster).step
+        try:
+            best = min(best, seconds if seconds >= best or check_run(recipe_of(made[n], run), cluster.world) else best)
+        except BadInput:
+            continue
+    return best
+
+
+@pytest.mark.parametrize("seed", (0, 10))
+def test_nothing_that_fits_is_faster_than_the_first(seed: int) -> None:
+    run, _ = drawn(random.Random(seed))
+    of = Draw(run, FOUR)
+    first = planned(*of, checked=check_run, top=1).found.ranked[0]
+    assert first.seconds == pytest.approx(fastest(of), rel=1e-9)
+
+
+def test_the_recipes_own_plan_is_ranked_among_the_others() -> None:
+    """Here with a micro-batch of 64 sequences; and with its layers computed again, which is no candidate of a plan that fits without."""
+    model = {"num_layers": 1, "d_model": 128, "num_heads": 2, "d_ff": 256, "max_length": 64, "vocab_size": 512}
+    values = {"model": model, "train": {"global_batch": 256, "eval_sequences": 256}, "precision": {"compute": "bf16"}}
+    for recompute in ("none", "full"):
+        run = build_run(values | {"recompute": {"kind": recompute}})
+        made = planned(run, FOUR, checked=check_run, top=10_000)
+        (place,) = (n for n, one in enumerate(made.found.ranked) if one.plan == made.own)
+        assert made.own is not None and (made.own.microbatch, made.own.recompute) == (64, recompute)
+        assert plan_of(made.runs[place]) == made.own
+        times = [one.seconds for one in made.found.ranked if one.advice is None]
+        assert times == sorted(times) and max(one.plan.microbatch for one in made.found.ranked) >= 64
+
+
+def test_speeds_are_of_the_models_flops_and_the_last_tenth_of_the_memory_is_tight() -> None:
+    model = {"num_layers": 2, "d_model": 128, "num_heads": 2, "d_ff": 256, "max_length": 64, "vocab_size": 512}
+    run = build_run({"model": model, "train": {"global_batch": 16, "eval_sequences": 16}, "precision": {"compute": "bf16"}})
+    made = planned(run, FOUR, checked=check_run, top=1)
+    (one,), limit = made.found.ranked, FOUR.memory_bytes()
+    speed, tokens = made.speed(one), 16 * 64
+    assert speed.tokens_per_s * one.seconds == pytest.approx(tokens)
+    layer = 4 * 128**2 + 2 * 128 * 256
+    flops = 6 * (2 * layer + 512 * 128) + 2 * 12 * 128 * 64
+    assert speed.tflops == pytest.approx(flops * tokens / one.seconds / 4 / 1e12, rel=1e-6)
+    assert speed.mfu == pytest.approx(speed.tflops / FOUR.device.peak_tflops["bf16"])
+    full = [made.tight(replace(one, held_bytes=share * limit)) for share in (0.89, 0.91)]
+    assert full == [False, True]
+
+
+def test_a_larger_micro_batch_holds_no_less() -> None:
+    """Unless it is the step's only one: therefore a plan is not asked with larger ones once it does not fit."""
+    groups: dict[Plan, list[float]] = {}
+    for seed in range(3):
+        run = drawn(random.Random(seed)).run.resolve(4)
+        network = network_of(run)
+        plans = candidates(network, world=4, global_batch=run.train.global_batch, base=plan_of(run), space=Space(etp=(1,)))
+        legal = [plan for plan in plans if refusal(network, plan) is None and plan.microbatches > 1]
+        groups.clear()
+        for plan in random.Random(seed).sample(legal, min(1000, len(legal))):
+            groups.setdefault(plan.but(microbatch=1, microbatches=1), []).append(plan.microbatch)
+        for alike, sizes in groups.items():
+            whole = run.train.global_batch // alike.dp
+            made = [alike.but(microbatch=n, microbatches=whole // n, recompute="full") for n in sorted(sizes)]
+            held = [held_bytes(network, one, FOUR) for one in made]
+            assert all(a <= b * (1 + 1e-9) for a, b in pairwise(held)), (seed, alike, sizes, held)

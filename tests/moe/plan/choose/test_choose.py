@@ -1,0 +1,167 @@
+"""Branch and bound ranks what asking every plan ranks: the bound of a pipeline is below its simulation, and the choice is the plain one.
+
+What this file alone would notice: a bound that is too large for some schedule, and a plan lost by it. The plain twin simulates every
+schedule whole, without rounding or repeated rounds, and sorts.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from moe.plan.choose.candidates import Space, candidates
+from moe.plan.choose.choose import choose
+from moe.plan.choose.legal import refusal
+from moe.plan.job import in_flight
+from moe.plan.job.network import Experts, Network, Plan
+from moe.plan.job.states import FP32, FP32_AND_COPY, MIXED
+from moe.plan.machine.cluster import load_cluster
+from moe.plan.memory import memory as memory_module
+from moe.plan.memory.memory import memory, peak
+from moe.plan.time import cost, layer_time
+from moe.plan.time import pipeline_time as pipeline_time_module
+from moe.plan.time.cost import step_time
+from moe.plan.time.pipeline_time import How, pipeline_time
+from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
+from parallel.pipeline.simulator.simulate import costs, makespan, simulate
+
+CLUSTER = load_cluster("a100-80-8")
+SIMULATED = [name for name, kind in SCHEDULES.items() if kind.seconds is None]
+
+
+def size_of(name: str, draw: random.Random) -> tuple[int, int, int]:
+    """(ranks, micro-batches, chunks) that the schedule can have."""
+    p = draw.choice([2, 4, 6]) if name in ("chimera", "dualpipe") else draw.choice([2, 3, 5])
+    m = p * draw.randint(1, 5) if name == "chimera" else 2 * p + 2 * draw.randint(0, 2 * p)
+    return p, m, SCHEDULES[name].chunks or draw.choice([2, 3])
+
+
+@pytest.mark.parametrize("name", SIMULATED)
+def test_no_simulation_is_below_the_bound(name: str) -> None:
+    """Stages, backward passes and links at random; where a rank has several stages, each has times of its own."""
+    draw = random.Random(name)
+    for _ in range(12):
+        p, m, chunks = size_of(name, draw)
+        plan = Plan(pp=p, microbatches=m, schedule=name, chunks=chunks)
+        made = make_schedule(name, ranks=p, microbatches=m, chunks=chunks)
+        stages = [float(draw.randint(200, 1000)) for _ in range(made.num_stages)]
+        ways = stages, [x * draw.choice([1, 2, 3.5]) for x in stages]
+        both_ways = len(made.homes[0]) > 1
+        forward, backward = (way if both_ways else [sum(way[s] for s in made.stages_of(rank)) for rank in range(p)] for way in ways)
+        share, sent = draw.choice([0.1, 0.5]), draw.choice([0.0, 30.0, 400.0])
+        weights = [share * x for x in backward]
+        least, whole = (
+            pipeline_time(plan, forward, backward, weights, sent, stages=None if both_ways else ways, how=how)  # type: ignore[arg-type]
+            for how in ("least", "simulated")
+        )
+        cost_of = costs(*ways, weight_share=share)
+        plain = simulate(made, cost_of, transfer_time=sent).makespan
+        assert least <= whole and least <= plain * (1 + 2e-3) and whole == pytest.approx(plain, rel=0.03)
+        assert makespan(made, cost_of, transfer_time=sent) == plain
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_with_a_bound_the_same_plans_are_ranked(seed: int) -> None:
+    draw = random.Random(seed)
+    layers, world = draw.choice([12, 16, 24]), draw.choice([8, 12, 16])
+    network = Network(layers=layers, width=1536, heads=12, hidden=draw.choice([4096, 6144]), vocab=draw.choice([1000, 90000]), length=512)
+    schedules = (("1f1b", 1), *((name, SCHEDULES[name].chunks or 2) for name in draw.sample(SIMULATED, 3)))
+    space = Space(engines=("ddp", "zero1"), tensors=("sliced",), sequences=("ring",), schedules=schedules, largest_tp=2, largest_sp=1)
+    plans = list(candidates(network, world=world, global_batch=48, base=Plan(), space=replace(space, largest_microbatch=2, largest_pp=6)))
+    cluster = CLUSTER.holding(world)
+    asked: dict[How, list[float]] = {"alone": [], "least": [], "simulated": []}
+
+    def step(how: How) -> Callable[[Plan], float]:
+        def seconds(plan: Plan) -> float:
+            asked[how].append(step_time(network, plan, cluster, pipeline=how).step)
+            return asked[how][-1]
+
+        return seconds
+
+    how = {"held_bytes": lambda plan: peak(network, plan).used, "limit_bytes": 9e9, "seconds": step("simulated"), "devices_per_node": 8}
+    every = choose(network, plans, top=5, **how)  # type: ignore[arg-type]
+    count = len(asked["simulated"])
+    bounded = choose(network, plans, least=(step("alone"), step("least")), top=5, **how)  # type: ignore[arg-type]
+    assert bounded == every and every.fitting > 40
+    assert len(asked["simulated"]) - count < count / 2
+    asked["simulated"].clear()
+    second = every.ranked[1]
+    few = choose(network, plans, least=(step("alone"), step("least")), enough=second.__eq__, top=5, **how)  # type: ignore[arg-type]
+    assert few == replace(every, ranked=every.ranked[:2])
+    values = [[step_time(network, one.plan, cluster, pipeline=how).step for how in asked] for one in every.ranked]
+    assert all(of == sorted(of) for of in values)
+
+
+def test_the_fullest_rank_is_that_of_all() -> None:
+    """`peak` leaves out ranks that an earlier one stands for, which may have more layers, of one kind or of two."""
+    draw = random.Random(1)
+    for _ in range(60):
+        layers, pp = draw.randint(17, 40), draw.choice([2, 4, 6])
+        name = draw.choice([name for name in SCHEDULES if name != "looped_bfs"])
+        network = Network(layers=layers, width=96, heads=6, hidden=384, vocab=draw.choice([64, 6400]), length=32, tied=draw.random() < 0.5)
+        if draw.random() < 0.4:
+            sparse = tuple(sorted(draw.sample(range(layers), draw.randint(1, layers))))
+            network = replace(network, experts=Experts(count=4, choices=2, hidden=draw.choice([64, 800])), sparse_layers=sparse)
+        many = {"pipedream": 1, "dualpipe": 4 * pp, "dualpipe_v": 4 * pp}.get(name, pp * draw.choice([1, 2, 5]))
+        how = {"recompute": draw.choice(["none", "selective", "full"]), "recompute_every": draw.choice([1, 2])}
+        plan = Plan(dp=2, pp=pp, schedule=name, chunks=SCHEDULES[name].chunks or 2, microbatches=many, engine="zero1", **how)
+        stages = pp * plan.chunks
+        if draw.random() < 0.5:  # as uneven as it comes, with stages that have no layers
+            places = sorted(draw.randint(0, layers) for _ in range(stages - 1))
+            plan = replace(plan, stage_layers=tuple(b - a for a, b in pairwise([0, *places, layers])))
+        assert peak(network, plan) == max(memory(network, plan), key=lambda rank: rank.allocated)
+
+
+def test_what_plans_share_does_not_change_their_bytes_or_seconds() -> None:
+    """Layers and orders are computed once for plans that differ elsewhere; alone, with all caches empty, each plan has the same numbers."""
+    draw, cluster = random.Random(2), CLUSTER.holding(16)
+    experts = Experts(count=4, choices=2, hidden=512)
+    network = Network(layers=12, width=256, heads=8, hidden=1024, vocab=5000, length=128, experts=experts, sparse_layers=(1, 2, 5, 7, 11))
+    base, space = Plan(recompute_every=2), Space(schedules=(("1f1b", 1), ("interleaved", 2), ("zb_v", 2)), largest_pp=4)
+    plans = [plan for plan in candidates(network, world=16, global_batch=48, base=base, space=space) if refusal(network, plan) is None]
+    plans = [
+        plan.but(recompute=draw.choice(["none", "selective", "full"]), loss_chunks=draw.choice([1, 2])) for plan in draw.sample(plans, 40)
+    ]
+    engines = {"fsdp": FP32, "zero1": FP32_AND_COPY, "ddp": MIXED}
+    plans += [plan.but(engine=engine, storage=engines[engine]) for plan in plans[:8] for engine in draw.sample(sorted(engines), 2)]
+    together = [(peak(network, plan), step_time(network, plan, cluster)) for plan in plans]
+    caches = [
+        getattr(module, name) for module in (cost, in_flight, layer_time, memory_module, pipeline_time_module) for name in dir(module)
+    ]
+    for plan, found in zip(plans, together, strict=True):
+        for cached in caches:
+            if hasattr(cached, "cache_clear"):
+                cached.cache_clear()
+        assert (peak(network, plan), step_time(network, plan, cluster)) == found
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_the_way_to_recompute_is_the_first_that_fits(seed: int) -> None:
+    """The planner asks few of them; the plain twin asks all. Bytes are those of plans, and the limit lies among them."""
+    draw = random.Random(seed)
+    network = Network(layers=8, width=512, heads=8, hidden=2048, vocab=3000, length=1024)
+    plans = list(candidates(network, world=8, global_batch=16, base=Plan(), space=Space(tensors=("1d",), sequences=("ring",))))
+    draw.shuffle(plans)
+    plans = plans[:150]
+    kinds = ("none", "selective", "full")
+    held = {
+        plan: peak(network, plan).used for one in plans if refusal(network, one) is None for plan in (one.but(recompute=k) for k in kinds)
+    }
+    for limit in draw.sample(sorted(held.values()), 4):
+        found = choose(network, plans, held_bytes=held.__getitem__, limit_bytes=limit, seconds=lambda plan: float(plan.tp), top=len(plans))
+        plain = [
+            next((one.but(recompute=k) for k in kinds if held[one.but(recompute=k)] <= limit), None)
+            for one in plans
+            if one.but(recompute="none") in held
+        ]
+        assert sorted(map(repr, (r.plan for r in found.ranked))) == sorted(repr(plan) for plan in plain if plan is not None)
+        worst = [
+            held[one.but(recompute="full")]
+            for one in plans
+            if one.but(recompute="none") in held and held[one.but(recompute="full")] > limit
+        ]
+        assert found.nearest is None if not worst else found.nearest is not None and found.nearest[1] == min(worst) - limit

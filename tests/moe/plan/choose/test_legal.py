@@ -1,0 +1,210 @@
+"""The planner's rules are the recipe's checks: what one accepts the other does, and a choice misses no better plan."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe.checks.together import check_run
+from moe.plan.choose.candidates import Space, candidates
+from moe.plan.choose.choose import choose, described
+from moe.plan.choose.legal import advice, refusal
+from moe.plan.choose.planned import planned
+from moe.plan.choose.recipe_of import as_stored, recipe_of
+from moe.plan.job.network import Plan
+from moe.plan.job.of_recipe import network_of, plan_of
+from moe.plan.machine.cluster import load_cluster
+from moe.plan.memory.memory import peak
+from moe.plan.pipeline import layers_of, schedule_of
+from moe.plan.time.cost import step_time
+from moe.recipe.load import build_run
+from moe.recipe.sections import Run
+from parallel.errors import BadInput
+from parallel.pipeline.order_file import write_order
+
+MODEL = {"num_layers": 6, "d_model": 48, "num_heads": 12, "num_kv_heads": 6, "d_ff": 96, "max_length": 48, "vocab_size": 300}
+SPACE = Space(
+    engines=("ddp", "zero1", "zero2", "zero3", "fsdp"),
+    schedules=(("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zb_v", 2)),
+    largest_microbatch=8,
+)
+
+
+def run_of(*, sparse: bool, halves: bool = False) -> Run:
+    more: dict[str, Any] = {"moe_every": 2} if sparse else {}
+    router = {"router": {"preset": "mixtral"}, "experts": {"num_experts": 6, "d_ff": 24}} if sparse else {}
+    train = {"global_batch": 48, "eval_sequences": 48 * 12}
+    more |= {"kind": "encoder_decoder", "positions": "t5"} if halves else {}
+    data = {"data": {"objective": "span_corruption"}} if halves else {}
+    return build_run({"model": {**MODEL, "tied_embeddings": False, **more}, "train": train, **router, **data})
+
+
+@pytest.mark.parametrize(("sparse", "halves"), [(False, False), (True, False), (True, True)], ids=["dense", "sparse", "halves"])
+def test_what_the_planner_refuses_is_what_the_checks_refuse(sparse: bool, halves: bool) -> None:
+    run = run_of(sparse=sparse, halves=halves)
+    network, draw = network_of(run), random.Random(7)
+    accepted = refused = 0
+    for world in (4, 6, 8, 12, 16):
+        plans = list(candidates(network, world=world, global_batch=48, base=plan_of(run.resolve(1)), space=SPACE))
+        if halves:  # few of all run
+            alone = [plan for plan in plans if plan.pp * plan.tp * plan.sp == 1]
+            plans = alone + draw.sample(plans, len(alone))
+        for plan in draw.sample(plans, min(40, len(plans))):
+            plan = as_stored(plan, run)
+            try:
+                check_run(recipe_of(plan, run), world)
+                runs = None
+            except BadInput as wrong:
+                runs = str(wrong)
+            assert (refusal(network, plan) is None) == (runs is None), f"{described(plan)}: {refusal(network, plan)} | {runs}"
+            accepted, refused = accepted + (runs is None), refused + (runs is not None)
+    assert accepted > 30 and refused > 30
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb_v", "chimera"])
+def test_lists_of_layers_are_refused_by_both(schedule: str) -> None:
+    """Six layers thrown into stages at random, in every fourth list one too many: what leaves a rank without weights runs with neither."""
+    run, draw, accepted = run_of(sparse=False), random.Random(3), 0
+    count = 8 if schedule in ("interleaved", "zb_v") else 4
+    for _ in range(40):
+        thrown = Counter(draw.randrange(count) for _ in range(draw.choice((6, 6, 6, 7))))
+        values = {"schedule": schedule, "microbatches": 8, "layers": [thrown[stage] for stage in range(count)]}
+        made = build_run({**run.model_dump(), "pipeline": values, "degrees": {"pp": 4, "dp": 1}}).resolve(4)
+        try:
+            check_run(made, 4)
+            runs = None
+        except BadInput as wrong:
+            runs = str(wrong)
+        assert (refusal(network_of(made), plan_of(made)) is None) == (runs is None), f"{values}: {runs}"
+        accepted += runs is None
+    assert 5 < accepted < 35
+
+
+def test_a_list_for_an_order_in_a_file_goes_by_the_places_of_the_file(tmp_path: Path) -> None:
+    """On a V every rank has a layer of this list; on a line, the third would have none."""
+    values = {"schedule": "zb_v", "microbatches": 8, "layers": [0, 2, 0, 2, 0, 2, 0, 0]}
+    run = build_run({**run_of(sparse=False).model_dump(), "pipeline": values, "degrees": {"pp": 4, "dp": 1}})
+    write_order(schedule_of(run), tmp_path / "v.csv")
+    of_file = run.model_copy(update={"pipeline": run.pipeline.model_copy(update={"schedule": str(tmp_path / "v.csv")})})
+    for made in (run.resolve(4), of_file.resolve(4)):
+        check_run(made, 4)
+        assert refusal(network_of(made), plan_of(made)) is None
+
+
+def test_offload_with_stages_is_refused_by_both_but_for_the_optimizer_of_zero1_on_the_host() -> None:
+    """Nothing on a disk here: whether one is there is no matter of a plan."""
+    run, works = run_of(sparse=False), []
+    for stage, optimizer, parameters in ((s, o, p) for s in (1, 2, 3) for o in ("none", "cpu") for p in ("none", "cpu")):
+        sharding = {"kind": "zero", "stage": stage, "allow_slow": True, "offload": {"optimizer": optimizer, "parameters": parameters}}
+        degrees = {"pp": 2, "dp": 2}
+        made = build_run({**run.model_dump(), "sharding": sharding, "degrees": degrees, "pipeline": {"microbatches": 4}}).resolve(4)
+        accepted = refusal(network_of(made), plan_of(made)) is None
+        with nullcontext() if accepted else pytest.raises(BadInput, match="offload"):
+            check_run(made, 4)
+        works += [(stage, optimizer, parameters)] * accepted
+    assert works == [(1, "none", "none"), (1, "cpu", "none"), (2, "none", "none"), (3, "none", "none")]
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "works"),
+    [
+        ({"qk_norm": "whole"}, "1d", False),
+        ({"qkv_bias": True}, "1d", True),
+        ({"qkv_bias": True}, "2d", False),
+        ({"out_bias": True}, "2d", False),
+        ({"attention_sinks": True}, "2d", True),
+        ({"qk_norm": "heads"}, "1d", True),
+        ({"latent": {"key_rank": 8}, "num_kv_heads": None}, "1d", True),
+        ({"latent": {"key_rank": 8}, "num_kv_heads": None}, "dtensor", False),
+        ({"latent": {"key_rank": 8}, "num_kv_heads": None}, "2d", False),
+        ({"ahead": 1}, "1d", True),
+        ({"ahead": 1}, "2d", False),
+    ],
+)
+def test_what_tp_cannot_cut_is_refused_by_both(options: dict[str, Any], kind: str, works: bool) -> None:
+    tp = 4 if kind == "2d" else 2
+    run = build_run({"model": {**MODEL, **options}, "degrees": {"tp": tp, "dp": 1}, "tensor": {"kind": kind}}).resolve(tp)
+    assert (refusal(network_of(run), plan_of(run)) is None) == works
+    with nullcontext() if works else pytest.raises(BadInput, match="degrees.tp|tensor.kind"):
+        check_run(run, tp)
+
+
+def test_the_choice_is_the_best_of_all_that_are_recommended() -> None:
+    """Two rounds find what trying everything finds, and that is the least of the predictions taken one by one."""
+    world, run, cluster = 4, run_of(sparse=True), load_cluster("a100-80-8")
+    cluster = replace(cluster, devices_per_node=world)
+    found = planned(run, cluster, checked=check_run, top=1, space=SPACE)
+    every = planned(run, cluster, checked=check_run, top=1, space=SPACE, ways=None)
+    assert found.found.ranked[0].seconds == every.found.ranked[0].seconds
+    network, times = network_of(run), []
+    for plan in candidates(network, world=world, global_batch=48, base=plan_of(run.resolve(world)), space=SPACE):
+        if refusal(network, plan) is not None or advice(network, plan, devices_per_node=world) is not None:
+            continue
+        plan = as_stored(plan, run)
+        times.append(step_time(network, plan, cluster).step)
+    assert found.found.ranked[0].seconds <= min(times) * (1 + 1e-9)
+
+
+def test_plans_that_the_checks_refuse_are_passed_over() -> None:
+    """However many they are: here all with replicas. A reason is listed once."""
+    run, cluster = run_of(sparse=False), replace(load_cluster("a100-80-8"), devices_per_node=4)
+
+    def checked(run: Run, world: int) -> Run:
+        if run.degrees.dp != 1:
+            raise BadInput("degrees.dp", got="more", needed="1", fix="set it to 1")
+        return check_run(run, world)
+
+    found = planned(run, cluster, checked=checked, top=1).found
+    (count,) = (one.count for one in found.refused if one.reason.startswith("degrees.dp: got more"))
+    assert found.ranked[0].plan.dp == 1 and count > 4
+
+
+def test_a_head_that_is_dear_gets_a_stage_and_the_recipe_trains_what_was_priced() -> None:
+    """The list of a plan is that of its recipe; what the recipe leaves to the trainer's cut is priced as that."""
+    run = run_of(sparse=False)
+    run = run.model_copy(update={"model": run.model.model_copy(update={"vocab_size": 6000})})
+    cluster = replace(load_cluster("a100-80-8"), devices_per_node=4)
+    space = Space(schedules=(("1f1b", 1), ("zb_v", 2)), engines=("ddp",), largest_tp=1, largest_sp=1, largest_microbatch=2)
+    every = planned(run, cluster, checked=check_run, top=40, space=space, ways=None)
+    own = [(one.plan, made) for one, made in zip(every.found.ranked, every.runs, strict=True) if one.plan.pp == 4]
+    alone = [plan for plan, _ in own if plan.stage_layers == (2, 2, 2, 0)]
+    assert alone and "1f1b, a stage for the head alone, " in described(alone[0])
+    for plan, made in own:
+        held = layers_of(made, schedule_of(made))
+        assert tuple(map(len, held)) == plan.stage_layers and plan_of(made) == plan
+
+
+def test_a_smaller_limit_never_makes_a_plan_faster_and_reasons_are_counted() -> None:
+    run = run_of(sparse=False)
+    network, before = network_of(run), 0.0
+    base = plan_of(run.resolve(8))
+    plans = [as_stored(p, run) for p in candidates(network, world=8, global_batch=48, base=base, space=Space(engines=("ddp", "fsdp")))]
+    cluster = load_cluster("a100-80-8")
+    sizes = sorted(peak(network, replace(p, recompute="full")).used for p in plans if refusal(network, p) is None)
+    for limit in (sizes[-1] * 2, sizes[len(sizes) // 2], sizes[0], sizes[0] * 0.9):
+        found = choose(
+            network,
+            plans,
+            held_bytes=lambda p: peak(network, p).used,
+            limit_bytes=limit,
+            seconds=lambda p: step_time(network, p, cluster).step,
+        )
+        assert found.tried == len(plans) == found.fitting + sum(one.count for one in found.refused)
+        assert all(one.held_bytes <= limit for one in found.ranked)
+        if not found.ranked:
+            assert limit < sizes[0] and found.nearest is not None and found.nearest[1] == pytest.approx(sizes[0] - limit)
+            continue
+        assert found.ranked[0].seconds >= before
+        before = found.ranked[0].seconds
+
+
+def test_a_grid_that_is_none_is_said() -> None:
+    network = network_of(run_of(sparse=False))
+    assert "is no grid" in str(refusal(network, Plan(tp=6, tensor="2d", microbatch=6)))
+    assert refusal(network, Plan(tp=4, tensor="2d", microbatch=6)) is None

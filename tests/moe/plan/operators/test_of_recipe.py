@@ -1,0 +1,112 @@
+"""The operators of a recipe against the model's own parameters, against FLOPs from its sizes, and against products that torch counts."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from moe.model.transformer import Transformer
+from moe.plan.job.flops import size
+from moe.plan.operators.of_recipe import graph_of
+from moe.recipe.load import build_run
+from moe.recipe.sections import Run
+from parallel.annotations.graph import Graph
+
+B, L, V = 3, 12, 53
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": {"model": {"moe_every": 0}},
+    "gated, grouped, untied": {"model": {"ffn": "swiglu", "num_kv_heads": 2, "tied_embeddings": False}},
+    "norms and biases of heads": {"model": {"num_kv_heads": 2, "qk_norm": "whole", "qkv_bias": True}},
+    "windows, sinks": {"model": {"sliding_window": 3, "sliding_layers": (1,), "attention_sinks": True, "out_bias": True}},
+    "t5, wide heads": {"model": {"positions": "t5", "head_size": 10, "qk_norm": "heads", "norm": "layernorm", "document_mask": True}},
+    "experts": {"model": {"moe_every": 2}, "experts": {"num_experts": 6, "d_ff": 28}, "router": {"preset": "glam"}},
+    "shared and gated": {"model": {"moe_every": 1}, "experts": {"num_experts": 4, "shared": 2, "shared_gate": True, "ffn": "geglu"}},
+    "biases": {
+        "model": {"moe_every": 2, "ffn": "swiglu"},
+        "experts": {"biases": True, "skip": 1},
+        "router": {"preset": "mixtral", "logits": "affine"},
+    },
+    "norm, noise and scale of the router": {
+        "model": {"moe_every": 2},
+        "router": {"preset": "glam", "input_norm": "rmsnorm", "noise": "noisy_top_k", "expert_scale": "learned"},
+    },
+    "pyramid, residual": {"model": {"moe_every": 2}, "experts": {"num_experts": (3, 6), "residual": True, "d_ff": 20}},
+}
+EVERY = pytest.mark.parametrize("values", [pytest.param(v, id=name) for name, v in MODELS.items()])
+
+
+def run_of(values: dict[str, Any]) -> Run:
+    model = {"num_layers": 4, "d_model": 24, "num_heads": 4, "d_ff": 40, "max_length": L, "vocab_size": V} | values.get("model", {})
+    router = {"capacity_factor": None} | values.get("router", {})  # nothing padded: 12 tokens divide evenly among the experts above
+    return build_run({**values, "model": model, "router": router, "data": {"tokenizer": "bytes"}})
+
+
+def graph(values: dict[str, Any]) -> Graph:
+    return graph_of(run_of(values), sequences=B)
+
+
+@EVERY
+def test_every_parameter_is_there_once_and_flops_are_those_of_the_sizes(values: dict[str, Any]) -> None:
+    run, made = run_of(values), graph(values)
+    whole = size(run.model, run.experts, run.router, vocab_size=V)
+    assert made.num_parameters == whole.total
+    assert made.flops == pytest.approx(B * L * whole.forward, rel=1e-12)
+    assert {op.layer for op in made.operators} == {-1, 0, 1, 2, 3, 4}
+
+
+DENSE = [name for name, v in MODELS.items() if not v["model"].get("moe_every") and not v["model"].get("attention_sinks")]
+
+
+@pytest.mark.parametrize("values", [pytest.param(MODELS[name], id=name) for name in DENSE])
+def test_dense_products_are_those_that_torch_counts(values: dict[str, Any]) -> None:
+    """All but attention, of which torch counts the places that a causal mask hides too, and sinks; where experts' tokens go needs data."""
+    run = run_of(values)
+    with torch.device("meta"):
+        model = Transformer(run.model, run.experts, run.router, vocab_size=V).eval()
+    counter = FlopCounterMode(display=False)
+    with counter, torch.no_grad():
+        model(torch.empty(B, L, dtype=torch.int64, device="meta"))
+    counted = sum(n for op, n in counter.get_flop_counts()["Global"].items() if "attention" not in str(op))
+    products = sum(op.flops for op in graph(values).operators if op.kind == "product")
+    if not any("attention" in str(op) for op in counter.get_flop_counts()["Global"]):  # torch took attention apart
+        products += 2 * 2.0 * B * L * L * run.model.num_heads * (run.model.head_size or 6) * run.model.num_layers
+    assert products == counted
+
+
+def test_a_cut_factor_cuts_tensors_by_position() -> None:
+    made = graph(MODELS["gated, grouped, untied"])
+    core = made.named["layers.1.attention.core"]
+    assert core.rule == "blkgc,bskc,bskc->blkgc" and core.summed == "s" and core.whole == "sc"
+    assert [edge.writer for edge in made.edges if edge.reader == core.name] == [f"layers.1.attention.{part}" for part in "qkv"]
+    roles = {dim.name: dim.size for dim in made.dims.values()}
+    assert roles == {
+        "batch": B, "length": L, "places": L, "width": 24, "vocab": V, "heads": 2, "queries": 2, "channels": 6, "hidden": 40,
+    }  # fmt: skip
+
+
+def test_layers_that_differ_have_letters_of_their_own() -> None:
+    made = graph(MODELS["pyramid, residual"])
+    counts = {math.prod(made.dims[a].size for a in made.parameters[f"layers.{layer}.moe.router.weight"]) // 24 for layer in (1, 3)}
+    assert counts == {3, 6}
+    assert made.named["layers.1.moe.dispatch"].rule != made.named["layers.3.moe.dispatch"].rule
+
+
+@pytest.mark.parametrize(("factor", "filled"), [(1.5, 1.0), (0.75, 0.75)])
+def test_slots_are_those_that_are_filled_and_shared_with_choices_that_cost_nothing(factor: float, filled: float) -> None:
+    """As the router has them (moe/router/slots/capacity.py)."""
+    router = {"preset": "mixtral", "capacity_factor": factor}
+    made = graph({"model": {"moe_every": 2}, "experts": {"num_experts": 3, "skip": 2, "zero": 1}, "router": router})
+    assert {dim.size for dim in made.dims.values() if dim.name == "slots"} == {math.ceil(filled * 2 * L / 6)}
+
+
+def test_a_part_reads_what_came_before_as_an_input() -> None:
+    made = graph(MODELS["experts"])
+    part = made.part(range(1, 3))
+    assert list(part.inputs) == ["layers.0.ffn.add"] and part.layers == (1, 2)
+    parts = [made.part(range(-1, 1)), part, made.part(range(3, 5))]
+    assert sum(p.flops for p in parts) == made.flops
+    assert sum(p.num_parameters for p in parts) == made.num_parameters + V * 24  # tied: the first and the last have the table

@@ -1,0 +1,240 @@
+"""Alpa's integer program: against closed forms of the best cut, against trying every choice, and its memory limit by what lives when."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from math import inf, prod
+
+import pytest
+
+from moe.plan.operators.links import AlphaBeta, Link
+from moe.plan.search.intra_op import intra_op, live
+from moe.plan.search.strategies import LATER, WHOLE, Settings, candidates, change, cost_of, read_together
+from parallel.annotations.graph import Dim, Graph, Operator
+from parallel.errors import BadInput
+from tests.support.graphs import chain
+
+LINKS = {"1x4": (1, 4), "2x2": (2, 2), "2x4": (2, 4)}
+ITEM, GRAD = 2, 2
+
+
+def mesh(name: str, *, memory_bytes: float = inf) -> AlphaBeta:
+    """The nearer axis four times as fast; products so slow that nobody repeats one."""
+    return AlphaBeta(LINKS[name], (Link(3e-6, 4e-9), Link(2e-6, 1e-9)), flops=1e9, memory_bytes=memory_bytes)
+
+
+def attention(blocks: int, *, b: int, length: int, heads: int, d: int) -> Graph:
+    dims = {"b": Dim("batch", b), "l": Dim("length", length), "s": Dim("places", length), "d": Dim("width", d)}
+    dims |= {"k": Dim("heads", heads), "c": Dim("channels", d // heads)}
+    ops, x, parameters = [], "x", {}
+    for i in range(blocks):
+        for part in "qkv":
+            parameters[f"{part}{i}"] = "dkc"
+            ops.append(Operator(f"{i}.{part}", "product", "bld,dkc->blkc", (x, f"{part}{i}"), 2.0 * b * length * d * d))
+        inputs = (f"{i}.q", f"{i}.k", f"{i}.v")
+        ops.append(Operator(f"{i}.core", "attention", "blkc,bskc,bskc->blkc", inputs, 2.0 * b * length**2 * d, whole="lsc"))
+        parameters[f"o{i}"] = "kcd"
+        x = f"{i}.out"
+        ops.append(Operator(x, "product", "blkc,kcd->bld", (f"{i}.core", f"o{i}"), 2.0 * b * length * d * d))
+    return Graph(dims, {"x": "bld"}, parameters, tuple(ops), ITEM)
+
+
+def experts(*, b: int, e: int, u: int, d: int, m: int) -> Graph:
+    """Rows of each sequence for each expert, through the experts, and back to where they came from."""
+    dims = {"b": Dim("batch", b), "e": Dim("experts", e), "u": Dim("slots", u), "d": Dim("width", d), "m": Dim("expert_hidden", m)}
+    one = 2.0 * b * e * u * d * m
+    ops = (
+        Operator("dispatch", "pointwise", "ebud->ebud", ("x",), whole="eud"),
+        Operator("w1.rows", "product", "ebud,edm->ebum", ("dispatch", "w1"), one),
+        Operator("w2.rows", "product", "ebum,emd->ebud", ("w1.rows", "w2"), one),
+        Operator("combine", "pointwise", "ebud->ebud", ("w2.rows",), whole="eud"),
+    )
+    return Graph(dims, {"x": "ebud"}, {"w1": "edm", "w2": "emd"}, ops, ITEM)
+
+
+# --- closed forms ---------------------------------------------------------------------------------------------------------------
+
+
+class Forms:
+    """Seconds by hand on a mesh; `on` names axes."""
+
+    def __init__(self, name: str) -> None:
+        self.sizes, self.alpha, self.beta = LINKS[name], (3e-6, 2e-6), (4e-9, 1e-9)
+
+    def ring(self, size: float, axis: int, turns: int) -> float:
+        n = self.sizes[axis]
+        return 0.0 if n == 1 else self.alpha[axis] + turns * (n - 1) / n * size * self.beta[axis]
+
+    def sum(self, size: float, axis: int) -> float:
+        return self.ring(size, axis, 2)
+
+    def sum_all(self, size: float) -> float:
+        """Over both axes: scattered over the near one, summed over the far one, gathered over the near one."""
+        far, near = self.sizes
+        if far == 1:
+            return self.sum(size, 1)
+        return 2 * self.ring(size, 1, 1) + self.sum(size / near, 0)
+
+    def work(self, flops: float) -> float:
+        return 3 * flops / prod(self.sizes) / 1e9
+
+
+MESHES = pytest.mark.parametrize("name", LINKS)
+
+
+@MESHES
+@pytest.mark.parametrize("layers", [2, 6])
+def test_chain_with_a_large_batch_is_data_parallel(name: str, layers: int) -> None:
+    graph, by = chain(layers, b=4096, d=16, f=32), Forms(name)
+    assert intra_op(graph, mesh(name)).cost.seconds == pytest.approx(by.work(graph.flops) + layers * by.sum_all(16 * 32 * GRAD), rel=1e-9)
+
+
+@pytest.mark.parametrize("layers", [2, 4, 6])
+def test_chain_with_large_matrices_is_megatrons(layers: int) -> None:
+    """Columns then rows: a sum for each pair forward, and backward for all but the first: layers - 1."""
+    graph, by = chain(layers, b=3, d=1024, f=4096), Forms("1x4")
+    expected = by.work(graph.flops) + (layers - 1) * by.sum(3 * 1024 * ITEM, 1)
+    assert intra_op(graph, mesh("1x4")).cost.seconds == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", ["2x2", "2x4"])
+@pytest.mark.parametrize("layers", [2, 6])
+def test_chain_on_two_axes_is_both(name: str, layers: int) -> None:
+    """The batch over the far axis, whose sums are of gradients of a part of each matrix; hidden units over the near one."""
+    b, d, f = 256, 128, 256
+    graph, by, settings = chain(layers, b=b, d=d, f=f), Forms(name), Settings(microbatches=16)
+    n0, n1 = LINKS[name]
+    both = (layers - 1) * by.sum(b / n0 * d * ITEM, 1) + layers * by.sum(d * f / n1 * GRAD, 0) / 16
+    data = layers * by.sum_all(d * f * GRAD) / 16
+    got = intra_op(graph, mesh(name), settings).cost.seconds - by.work(graph.flops)
+    assert got == pytest.approx(min(both, data), rel=1e-6)
+
+
+@MESHES
+@pytest.mark.parametrize("kind", ["data", "heads"])
+def test_attention(name: str, kind: str) -> None:
+    b, length, heads, d = (64, 32, 8, 16) if kind == "data" else (1, 8, 8, 512)
+    graph, by = attention(2, b=b, length=length, heads=heads, d=d), Forms(name)
+    size, (far, near) = b * length * d * ITEM, LINKS[name]
+    expected = 8 * by.sum_all(d * d * GRAD)
+    if kind == "heads":
+        # heads over all: out's sum forward in both blocks, and that of the gradient of what the second one's q, k and v read, once for all
+        # three; over the near axis instead heads may be gathered before out, which then cuts its columns: what is summed is smaller
+        gathered = 3 * by.sum(size / near, 0) + 4 * by.ring(size / far, 1, 1) + 2 * by.ring(size, 1, 1)
+        expected = min(3 * by.sum_all(size), gathered)
+    assert intra_op(graph, mesh(name)).cost.seconds == pytest.approx(by.work(graph.flops) + expected, rel=1e-6)
+
+
+@MESHES
+@pytest.mark.parametrize("kind", ["data", "experts"])
+def test_experts(name: str, kind: str) -> None:
+    """Experts over all: rows travel there and back, forward and backward."""
+    b, e, u, d, m = (64, 8, 16, 8, 8) if kind == "data" else (8, 8, 2, 64, 512)
+    graph, by = experts(b=b, e=e, u=u, d=d, m=m), Forms(name)
+    if kind == "data":
+        expected = 2 * by.sum_all(e * d * m * GRAD)
+    else:
+        held = b * e * u * d * ITEM / prod(LINKS[name])
+        expected = 4 * (by.ring(held, 0, 1) + by.ring(held, 1, 1))
+    lies = (1 if LINKS[name][0] > 1 else WHOLE, 1)  # what goes in and comes out is cut by sequences
+    got = intra_op(graph, mesh(name), fixed={"dispatch": lies, "combine": lies})
+    assert got.cost.seconds == pytest.approx(by.work(graph.flops) + expected, rel=1e-6)
+
+
+# --- against every choice ---------------------------------------------------------------------------------------------------------
+
+
+def best_of_all(graph: Graph, on: AlphaBeta, settings: Settings, memory_bytes: float = inf) -> float:
+    joined = read_together(graph)
+    options, best = candidates(joined, on, settings), inf
+    for some in product(*options.values()):
+        cost = cost_of(joined, on, settings, dict(zip(options, some, strict=True)))
+        if cost.state_bytes + cost.output_bytes <= memory_bytes:
+            best = min(best, cost.seconds)
+    return best
+
+
+@pytest.mark.parametrize("name", ["1x4", "2x2"])
+@pytest.mark.parametrize("sizes", [(8, 12, 20), (64, 8, 4), (4, 64, 32)])
+def test_equals_the_best_of_all_choices(name: str, sizes: tuple[int, int, int]) -> None:
+    b, d, f = sizes
+    graph = chain(3 if name == "1x4" else 2, b=b, d=d, f=f)
+    assert intra_op(graph, mesh(name)).cost.seconds == pytest.approx(best_of_all(graph, mesh(name), Settings()), rel=1e-9)
+
+
+def test_memory_limits_the_choice() -> None:
+    """Each limit has the best of the choices within it; less memory never takes less time, and below the least of all there is none."""
+    graph, on, settings = chain(3, b=256, d=16, f=32), mesh("1x4"), Settings(sharded=("none", "zero1", "zero3"))
+    free = intra_op(graph, on, settings).cost
+    whole = free.state_bytes + free.output_bytes
+    times = []
+    for share in (1.0, 0.8, 0.6, 0.5):
+        got = intra_op(graph, on, settings, memory_bytes=whole * share).cost
+        assert got.state_bytes + got.output_bytes <= whole * share * (1 + 1e-9)
+        times.append(got.seconds)
+        assert got.seconds == pytest.approx(best_of_all(graph, on, settings, whole * share), rel=1e-9)
+    assert times == sorted(times) and times[-1] > times[0]
+    with pytest.raises(BadInput, match="memory: got .* fix: give each device more memory"):
+        intra_op(graph, on, settings, memory_bytes=whole * 0.05)
+
+
+def test_a_layer_computed_again_pays_its_forward_twice_and_keeps_its_last_output() -> None:
+    """Of four products the middle two: against every choice, in less and less memory, down to what only recomputation fits into."""
+    plain, on, settings = chain(4, b=256, d=16, f=32), mesh("1x4"), Settings(sharded=("none", "zero1"))
+    graph = replace(plain, operators=tuple(replace(op, layer=(i + 1) // 2) for i, op in enumerate(plain.operators)))
+    paid, kept = {"layer1": 4 / 3, "layer2": 4 / 3}, ("layer0", "layer2", "layer3")
+    costs = []
+    for some in product(*candidates(graph, on, settings).values()):
+        chosen = dict(zip(graph.named, some, strict=True))
+        seconds = sum(s.seconds * paid.get(name, 1.0) for name, s in chosen.items())
+        for x, name, _ in graph.edges:
+            size = prod(graph.dims[a].size for a in graph.letters(x)) * ITEM
+            seconds += change(size, on, chosen[x].gives, chosen[name].reads[0]) * paid.get(name, 1.0)
+        costs.append((sum(s.state_bytes for s in some) + 3 * sum(chosen[name].output_bytes for name in kept), seconds))
+    most = min(costs, key=lambda cost: cost[1])[0]
+    for limit in (inf, 0.9 * most, 0.7 * most, 1.01 * min(costs)[0]):
+        got = intra_op(graph, on, settings, memory_bytes=limit, in_flight=3, again={1: "layer2"}).chosen
+        held = sum(s.state_bytes for s in got.values()) + 3 * sum(got[name].output_bytes for name in kept)
+        best = min(seconds for held, seconds in costs if held <= limit)
+        mine = sum(s.seconds * paid.get(name, 1.0) for name, s in got.items())
+        mine += sum(
+            change(prod(graph.dims[a].size for a in graph.letters(x)) * ITEM, on, got[x].gives, got[name].reads[0]) * paid.get(name, 1.0)
+            for x, name, _ in graph.edges
+        )
+        assert held <= limit * (1 + 1e-9) and mine == pytest.approx(best, rel=1e-6)
+    with pytest.raises(BadInput, match="needed room for some choice"):
+        intra_op(graph, on, settings, memory_bytes=1.01 * min(costs)[0], in_flight=3)
+
+
+def test_what_lives_at_the_same_time() -> None:
+    """Without a backward pass a tensor lives until it was read: of a chain two at a time; with one, all live as it begins."""
+    graph = chain(4, b=4, d=4, f=8)
+    assert live(graph, backward=False) == [frozenset({f"layer{i}", f"layer{i + 1}"}) for i in range(3)]
+    assert live(graph, backward=True) == [frozenset(f"layer{i}" for i in range(4))]
+
+
+def test_relaxed_and_rounded_is_within_the_limit_and_near() -> None:
+    """A memory limit makes the relaxation mix strategies; rounding takes one of each operator's, whose time is near the best."""
+    graph, on, settings = chain(6, b=256, d=16, f=32), mesh("1x4"), Settings(sharded=("none", "zero1", "zero3"))
+    free = intra_op(graph, on, settings).cost
+    limit = 0.7 * (free.state_bytes + free.output_bytes)
+    exact, rounded = (intra_op(graph, on, settings, memory_bytes=limit, large=n) for n in (10**9, 0))
+    assert (exact.solved, rounded.solved) == ("exactly", "relaxed and rounded")
+    assert rounded.cost.seconds == pytest.approx(exact.cost.seconds, rel=0.05)
+    assert rounded.cost.state_bytes + rounded.cost.output_bytes <= limit
+
+
+def test_changes_of_state() -> None:
+    """To cut costs nothing, and a gather of the gradient; parts of a gradient are summed, or scattered where they are cut."""
+    on, size = mesh("1x4"), 4096.0
+    by = Forms("1x4")
+    got = {
+        (a, b): change(size, on, (WHOLE, a), (WHOLE, b))
+        for a, b in [(WHOLE, 0), (0, WHOLE), (0, LATER), (WHOLE, LATER), (0, 1), (LATER, 0)]
+    }
+    gather, total = by.ring(size, 1, 1), by.sum(size, 1)
+    exchange = 2 * by.ring(size / 4, 1, 1)
+    assert got == pytest.approx(
+        {(WHOLE, 0): gather, (0, WHOLE): gather, (0, LATER): 2 * gather, (WHOLE, LATER): total, (0, 1): exchange, (LATER, 0): inf}
+    )

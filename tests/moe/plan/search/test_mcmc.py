@@ -1,0 +1,132 @@
+"""FlexFlow's walk against trying every placement, its delta simulation against the full one, and simulated times against closed forms."""
+
+from __future__ import annotations
+
+import random
+from itertools import product
+
+import pytest
+
+from moe.plan.operators.links import Link, Machine
+from moe.plan.search.execution import Placed, Ran, Simulator, Task, run
+from moe.plan.search.mcmc import data_parallel, legal, mcmc
+from moe.plan.search.strategies import Settings
+from parallel.annotations.graph import Graph
+from tests.support.graphs import chain
+
+MACHINE = Machine(nodes=2, node_size=2, flops=1e9, inside=Link(1e-6, 1e-9), between=Link(3e-6, 4e-9))
+
+
+def simulated(graph: Graph, placement: dict[str, Placed], machine: Machine = MACHINE, settings: Settings | None = None) -> Ran:
+    return run(Simulator(graph, machine, settings or Settings()).tasks(placement))
+
+
+def test_data_parallel_takes_its_products_and_sums() -> None:
+    """All devices compute alike; the last sum begins when the first layer's backward ends, and waits for sums before it on the port."""
+    b, d, f = 64, 16, 48
+    graph = chain(2, b=b, d=d, f=f, then="pointwise")
+    work = 3 * graph.flops / 4 / 1e9
+    size = d * f * 2
+    each = 1e-6 + size * 1e-9 + 3e-6 + size / 2 * 4e-9  # within nodes 2 (n-1)/n, then between two of them half as much
+    backward = 2 * 2 * b * d * f / 4 / 1e9  # of the first layer: while the second one's gradients are summed
+    assert simulated(graph, data_parallel(graph, 4)).seconds == pytest.approx(work + each + max(0.0, each - backward), rel=1e-9)
+
+
+def test_columns_then_rows_send_a_ring_s_share() -> None:
+    """Hidden units over one node: partial sums forward where the next reads them, and nothing else."""
+    b, d, f = 8, 16, 32
+    graph = chain(2, b=b, d=d, f=f, then="pointwise")
+    cut, copies = Placed((("f", 2),)), Placed((("", 2),))
+    ran = simulated(graph, {"layer0": cut, "act0": cut, "layer1": cut, "act1": copies})
+    fetched = 1e-6 + b * d * 2 * 1e-9  # 2 (n - 1)/n of the output, n = 2
+    assert ran.seconds == pytest.approx(3 * graph.flops / 2 / 1e9 + fetched, rel=1e-9)
+
+
+def test_one_after_another_on_different_devices() -> None:
+    """A placement without cuts is a chain of work and transfers, there and back."""
+    b, d, f = 8, 16, 32
+    graph = chain(2, b=b, d=d, f=f, then="pointwise")
+    here, there = Placed((), 0), Placed((), 2)
+    ran = simulated(graph, {"layer0": here, "act0": here, "layer1": there, "act1": there})
+    assert ran.seconds == pytest.approx(3 * graph.flops / 1e9 + 2 * (3e-6 + b * f * 2 * 4e-9), rel=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("sizes", [(8, 16, 32), (64, 8, 8), (4, 64, 16)])
+def test_walk_finds_the_best_of_all_placements(seed: int, sizes: tuple[int, int, int]) -> None:
+    """Two products on two devices, and what is between them."""
+    b, d, f = sizes
+    machine = Machine(nodes=1, node_size=2, flops=1e9, inside=Link(1e-6, 1e-9), between=Link(1e-6, 1e-9))
+    graph = chain(2, b=b, d=d, f=f, then="pointwise")
+    simulator = Simulator(graph, machine, Settings())
+    options = {op.name: legal(op, graph, 2) for op in graph.operators}
+    assert all(len(some) <= 16 for some in options.values())
+    every = (dict(zip(options, some, strict=True)) for some in product(*options.values()))
+    least = min(run(simulator.tasks(placement)).seconds for placement in every)
+    found = mcmc(simulator, budget=1500, seed=seed, alpha=20.0)
+    assert found.seconds == pytest.approx(least, rel=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_delta_simulation_equals_the_full_one(seed: int) -> None:
+    """To the bit: every task's end, on walks that accept much of what is slower."""
+    graph = chain(3, b=16, d=8, f=16, then="pointwise")
+    simulator, seen = Simulator(graph, MACHINE, Settings()), []
+
+    def watch(placement: dict[str, Placed], ran: Ran) -> None:
+        full = run(simulator.tasks(placement))
+        assert full.ends == ran.ends and full.order == ran.order
+        seen.append(placement)
+
+    mcmc(simulator, budget=120, seed=seed, alpha=0.5, watch=watch)
+    assert len(seen) == 120
+
+
+def test_both_simulations_walk_alike() -> None:
+    graph = chain(2, b=16, d=8, f=16, then="pointwise")
+    walks = [mcmc(Simulator(graph, MACHINE, Settings()), budget=200, seed=5, simulation=kind) for kind in ("delta", "full")]  # type: ignore[arg-type]
+    assert walks[0] == walks[1]
+
+
+def test_slower_placements_are_accepted_less_the_larger_alpha_is() -> None:
+    graph, shares = chain(2, b=16, d=8, f=16, then="pointwise"), []
+    for alpha in (0.0, 1.0, 10.0, 1e6):
+        walk = mcmc(Simulator(graph, MACHINE, Settings()), budget=300, seed=1, alpha=alpha)
+        shares.append(walk.slower_accepted / walk.slower)
+    assert shares[0] == 1.0 and shares[-1] == 0.0 and shares == sorted(shares, reverse=True)
+
+
+def test_walk_begins_with_data_parallelism_and_never_ends_worse() -> None:
+    graph = chain(3, b=64, d=8, f=16, then="pointwise")
+    simulator = Simulator(graph, MACHINE, Settings())
+    start = run(simulator.tasks(data_parallel(graph, 4))).seconds
+    assert mcmc(simulator, budget=0).seconds == start and mcmc(simulator, budget=100).seconds <= start
+
+
+def test_what_does_not_fit_is_fined() -> None:
+    """1 ms for each MB above memory, so that what fits is taken although it is slower."""
+    graph = chain(2, b=1024, d=16, f=16, then="pointwise")
+    small = Machine(nodes=1, node_size=2, flops=1e9, inside=Link(1e-6, 1e-9), between=Link(1e-6, 1e-9), memory_bytes=50_000)
+    simulator = Simulator(graph, small, Settings())
+    placement = data_parallel(graph, 2)
+    held = 2 * 16 * 16 * 18 + 4 * 1024 * 16 * 2 / 2
+    assert simulator.excess(placement) == held - 50_000
+    assert simulator.seconds(placement, run(simulator.tasks(placement))) > run(simulator.tasks(placement)).seconds
+
+
+def test_random_orders_of_random_tasks_are_resumed() -> None:
+    """`run` on tasks of any kind: ends after a change equal those from nothing."""
+    draw = random.Random(3)
+
+    def tasks(seed: int, changed: int) -> dict[tuple[int, int, int], Task]:
+        one = random.Random(seed)
+        made = {}
+        for i in range(60):
+            after = tuple((0, j, 0) for j in sorted(one.sample(range(i), min(i, 3))))
+            made[0, i, 0] = Task(one.randrange(4), one.choice([0.0, 1.0, 2.5]) + (i == changed) * 0.7, after)
+        return made
+
+    for seed in range(40):
+        before = run(tasks(seed, -1))
+        there = tasks(seed, draw.randrange(60))
+        assert run(there, before).ends == run(there).ends

@@ -1,0 +1,337 @@
+"""Laws of the precision policy: what fp16 and bf16 lose, what master weights and the loss scale keep, and that all ranks skip alike."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from moe.nn.linear import Linear
+from moe.recipe.load import build_run
+from moe.train.loop import advance, ending, trainer
+from moe.train.parts.executor import Executor
+from moe.train.start import place
+from moe.verify.cases import Case
+from moe.verify.plain.batches import batch
+from parallel.data.ddp import DDP
+from parallel.data.deepspeed import load_deepspeed
+from parallel.data.engine import AdamW, Engine
+from parallel.data.zero import Zero
+from parallel.errors import BadInput
+from parallel.mesh.layout import dense
+from parallel.mesh.mesh import Degrees, Mesh
+from parallel.numerics.precision import DTYPES, LossScale
+from parallel.process.fork import run_on_ranks
+from parallel.process.process import World
+from tests.support import trained
+from tests.support.tiny import same, start
+
+each_kind = pytest.mark.parametrize("kind", ["ddp", "fsdp", "zero1", "zero2", "zero3", "zero2+cpu", "zero3+cpu-all"])
+whole_weights = pytest.mark.parametrize("kind", ["ddp", "zero1", "zero2"])
+EXPERT, DENSE = "layers.1.moe.experts.w1", "layers.0.ffn.w1.weight"
+
+
+def preload(kind: str) -> None:
+    if kind.startswith("zero"):
+        load_deepspeed()
+
+
+# --- a gradient that is not finite ----------------------------------------------------------------------------------------
+
+
+@each_kind
+def test_inf_on_one_rank_makes_all_ranks_skip_alike(kind: str) -> None:
+    """Weights and moments stay to the bit, Adam's counter stands, the scale halves on both; the next step is as if it had not been.
+
+    Twice: of a weight that the other rank does not have, and of one that both have.
+    """
+    preload(kind)
+
+    def work(rank: int) -> dict[str, Any]:
+        tiny, other = (start(Case("switch", kind, 2, 2, 2, "fp16"), rank, scale=LossScale(2.0**10, growth_interval=100)) for _ in range(2))
+        tiny.step(0), other.step(0)
+        before = tiny.state()
+        found: dict[str, Any] = {}
+        for step, name in enumerate((EXPERT, DENSE), start=1):
+            with tiny.spoiled(name, rank=1):
+                norm = tiny.step(step)
+            found[name] = [norm.finite, tiny.scale.value, *tiny.adam_steps(), same(tiny.state(), before)]
+        other.scale.value = tiny.scale.value
+        norms = [t.step(3).total for t in (tiny, other)]
+        found |= {"next": tiny.adam_steps(), "as if": same(tiny.state(), other.state()) and norms[0] == norms[1]}
+        return {key: sorted(value) if isinstance(value, set) else value for key, value in found.items()}
+
+    skipped = {EXPERT: [False, 512.0, 1.0, True], DENSE: [False, 256.0, 1.0, True], "next": [2.0], "as if": True}
+    assert run_on_ranks(work, 2, timeout_s=90) == [skipped] * 2
+
+
+def test_a_skipped_step_does_not_advance_the_learning_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the trainer: the rate of a warm-up, which changes with every update, is that of the skipped step once more."""
+    (tmp_path / "text").write_text("to be or not to be, that is the question\n" * 400)
+    values: dict[str, dict[str, Any]] = {
+        "model": {"num_layers": 2, "d_model": 16, "num_heads": 2, "d_ff": 16, "max_length": 16, "moe_every": 2},
+        "experts": {"num_experts": 2},
+        "degrees": {"dp": 2, "ep": 2},
+        "precision": {"compute": "fp16", "loss_scale": "dynamic"},
+        "data": {"source": "text", "path": str(tmp_path / "text"), "validation_share": 0.2},
+        "optimizer": {"warmup_steps": 8},
+        "train": {"steps": 5, "global_batch": 4, "eval_sequences": 4, "eval_every": 0, "save_every": 0},
+    }
+    real = advance.accumulate
+
+    def spoil(grad: Tensor) -> Tensor:
+        return torch.full_like(grad, math.inf)
+
+    def accumulate(executor: Executor, *args: Any, step: int, **rest: Any) -> Any:
+        handle = next(executor.model.parameters()).register_hook(spoil) if step == 2 and dist.get_rank() == 1 else None
+        try:
+            return real(executor, *args, step=step, **rest)
+        finally:
+            if handle is not None:
+                handle.remove()
+
+    monkeypatch.setattr(advance, "accumulate", accumulate)
+    monkeypatch.setattr(ending, "matmul_flops", lambda *_: 1.0)  # takes a second, and is not what this is about
+    monkeypatch.setattr(place, "multiplies", lambda *_: True)
+
+    def work(rank: int) -> None:
+        trainer.train(build_run(values), out=tmp_path / "out", world=World(rank, 2), display=False)
+
+    run_on_ranks(work, 2, timeout_s=90)
+    lines = [line for line in map(json.loads, (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()) if line["kind"] == "train"]
+    assert [line["skipped"] for line in lines] == [False, False, True, False, False]
+    assert [line["lr"] for line in lines] == pytest.approx([1e-3 * n / 8 for n in (1, 2, 3, 3, 4)])
+    assert [line["loss_scale"] for line in lines] == [2.0**16] * 3 + [2.0**15] * 2
+    assert [line["skipped_total"] for line in lines] == [0, 0, 1, 1, 1]
+
+
+def test_fp16_is_refused_where_one_ranks_processor_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On every rank, in one line, before anything is written."""
+
+    def work(rank: int) -> str:
+        monkeypatch.setattr(place, "multiplies", lambda *_: rank == 0)
+        try:
+            trainer.train(
+                build_run({"precision": {"compute": "fp16", "loss_scale": "dynamic"}}), out=tmp_path / "out", world=World(rank, 2)
+            )
+        except BadInput as refused:
+            return str(refused)
+        return "trained"
+
+    lines = run_on_ranks(work, 2, timeout_s=60)
+    assert lines[0] == lines[1] and lines[0].startswith("precision.compute: got fp16 on a processor")
+    assert "; fix: set precision.compute to auto" in lines[0] and "\n" not in lines[0] and not (tmp_path / "out").exists()
+
+
+# --- what each format loses -------------------------------------------------------------------------------------------------
+
+
+def engine_for(kind: str, model: nn.Module, **adam: Any) -> Engine:
+    """One rank's engine around any module."""
+    settings = AdamW(adam.get("betas", (0.9, 0.95)), adam.get("eps", 1e-8), 0.0, lambda name, p: False)
+    layouts = {name: dense(tuple(p.shape)) for name, p in model.named_parameters()}
+    kinds: dict[str, Callable[..., Engine]] = {"ddp": DDP, "zero1": Zero, "zero2": partial(Zero, stage=2)}
+    return kinds[kind](model, layouts=layouts, mesh=Mesh.of(Degrees()), optimizer=settings)
+
+
+def linear(value: float, *, master: torch.dtype = torch.float32) -> Linear:
+    """One number, as a layer of the model."""
+    layer = Linear(1, 1)
+    nn.init.constant_(layer.weight, value)
+    return layer.to(master)
+
+
+@whole_weights
+@pytest.mark.parametrize("scale, kept", [(1.0, False), (2.0**16, True)])
+def test_scaling_saves_a_gradient_that_fp16_would_lose(kind: str, scale: float, kept: bool) -> None:
+    """A gradient of 2e-8 is below fp16's smallest number, 6e-8: without a scale the weight never moves."""
+    preload(kind)
+
+    def work(rank: int) -> list[float]:
+        layer = linear(1.0)
+        engine = engine_for(kind, layer, eps=1e-12)
+        out = engine.forward(torch.ones(1, 1, dtype=torch.float16), last=True)
+        engine.backward(out.float().sum() * 2e-8 * scale, last=True)
+        gradient = float(engine.gradient("weight")) / scale
+        engine.scale_gradients(1 / scale)
+        engine.step(lr=0.125)
+        return [gradient, float(engine.state("weight")["weight"])]
+
+    ((gradient, weight),) = run_on_ranks(work, 1, timeout_s=90)
+    assert gradient == pytest.approx(2e-8 if kept else 0.0, rel=1e-3)
+    assert weight == pytest.approx(0.875 if kept else 1.0, rel=1e-3)
+
+
+@whole_weights
+def test_fp32_masters_keep_what_bf16_weights_lose(kind: str) -> None:
+    """1 + 2^-9 is 1 in bf16: eight such updates are lost one by one, or add up to 1 + 2^-6, which bf16 can say."""
+    preload(kind)
+
+    def work(rank: int, master: str) -> list[float]:
+        layer = linear(1.0, master={"fp32": torch.float32, "bf16": torch.bfloat16}[master])
+        engine = engine_for(kind, layer)
+        outputs = []
+        for _ in range(8):
+            out = engine.forward(torch.ones(1, 1, dtype=torch.bfloat16), last=True)
+            outputs.append(float(out.detach()))
+            engine.backward(-out.float().sum(), last=True)
+            engine.step(lr=2.0**-9)  # with a gradient that stays the same, Adam's step is the rate
+        return [*outputs, float(engine.forward(torch.ones(1, 1, dtype=torch.bfloat16), last=True)), float(engine.state("weight")["weight"])]
+
+    (kept,) = run_on_ranks(work, 1, "fp32", timeout_s=90)
+    assert kept[-1] == pytest.approx(1 + 2.0**-6, rel=1e-6) and kept[0] == 1.0
+    assert kept[-2] == float(torch.tensor(kept[-1]).bfloat16()) == 1 + 2.0**-6  # what is computed with is the master's cast
+    (without,) = run_on_ranks(work, 1, "bf16", timeout_s=90)
+    if kind == "ddp":
+        assert without == [1.0] * 10
+    else:  # DeepSpeed keeps fp32 masters of its own beside bf16 parameters
+        assert without[-1] == kept[-1] and without[-2] == kept[-2]
+
+
+@whole_weights
+def test_tiny_gradients_of_many_micro_batches_add_up(kind: str) -> None:
+    """64 of 2^-9 on top of 1: bf16 would stay at 1; gradients of bf16 products accumulate in fp32."""
+    preload(kind)
+
+    def work(rank: int) -> list[float]:
+        engine = engine_for(kind, linear(1.0))
+        for i in range(65):
+            out = engine.forward(torch.ones(1, 1, dtype=torch.bfloat16), last=i == 64)
+            engine.backward(out.float().sum() * (1.0 if i == 0 else 2.0**-9), last=i == 64)
+        return [float(engine.gradient("weight"))]
+
+    total = torch.tensor(1.0, dtype=torch.bfloat16)
+    for _ in range(64):
+        total += torch.tensor(2.0**-9, dtype=torch.bfloat16)
+    assert total == 1.0
+    assert run_on_ranks(work, 1, timeout_s=90) == [[1.125]]
+
+
+@whole_weights
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_the_model_computes_with_the_stepped_masters(kind: str, precision: str) -> None:
+    """After a step the parameters are the engine's fp32 masters, and a forward pass is that of a model loaded with them."""
+    preload(kind)
+
+    def work(rank: int) -> list[Any]:
+        tiny = start(Case("switch", kind, 2, 1, 1, precision), rank)
+        before = tiny.state()
+        tiny.step(0)
+        after = tiny.state()
+        masters = {name: s["weight"] for name, s in after.items()}
+        read_in = DTYPES[precision] if kind.startswith("zero") else torch.float32  # DeepSpeed's stages keep a copy beside the masters
+        found: list[Any] = [all(torch.equal(p, masters[n].to(p.dtype)) for n, p in tiny.model.named_parameters())]
+        found.append(dict(tiny.model.named_parameters())[DENSE].dtype == read_in)
+        found.append(all(s.dtype == torch.float32 for parts in after.values() for s in parts.values()))
+        found.append(all(not torch.equal(masters[n], before[n]["weight"]) for n in (EXPERT, DENSE)))
+        fresh = start(Case("switch", "ddp", 2, 1, 1, precision), rank, train={"seed": 99})
+        fresh.model.load_state_dict(masters)
+        tokens = batch(3)[:, :-1]
+        for model in (tiny.model, fresh.model):
+            model.eval()
+        return [*found, torch.equal(tiny.model(tokens).logits_BLV, fresh.model(tokens).logits_BLV)]
+
+    assert run_on_ranks(work, 2, timeout_s=90) == [[True] * 5] * 2
+
+
+@whole_weights
+def test_a_scale_changes_no_number_of_a_step(kind: str) -> None:
+    """Powers of two are exact: losses, norm, clipped step and moments are to the bit those without a scale; the balance loss has it too."""
+    preload(kind)
+
+    def work(rank: int) -> list[bool]:
+        case = Case("switch", kind, 2, 2, 3, "fp32")
+        plain, scaled = start(case, rank), start(case, rank, scale=LossScale(2.0**12))
+        found = []
+        for step in range(2):
+            found.append(plain.accumulate(step) == scaled.accumulate(step))
+            found.append(plain.finish() == scaled.finish())
+        return [*found, same(plain.state(), scaled.state())]
+
+    assert run_on_ranks(work, 2, timeout_s=90) == [[True] * 5] * 2
+
+
+# --- the loss scale -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_scale_doubles_after_so_many_good_steps_in_a_row() -> None:
+    scale = LossScale(8.0, growth_interval=3)
+    values = []
+    for finite in [True, True, True, True, False, True, True, True, True]:
+        scale.update(finite)
+        values.append(scale.value)
+    assert values == [8, 8, 16, 16, 8, 8, 8, 16, 16]
+
+
+def test_the_scale_stops_at_its_floor_and_says_so() -> None:
+    scale = LossScale(4.0, growth_interval=3, floor=1.0)
+    told = []
+    for _ in range(4):
+        scale.update(False)
+        told.append((scale.value, scale.at_floor))
+    assert told == [(2, False), (1, False), (1, True), (1, True)]
+    scale.update(True)
+    assert not scale.at_floor and scale.value == 1
+
+
+@given(st.lists(st.booleans(), max_size=60), st.integers(1, 5), st.sampled_from([1.0, 2.0, 64.0]))
+def test_the_scale_is_a_power_of_two_times_its_start_and_only_runs_raise_it(steps: list[bool], interval: int, floor: float) -> None:
+    scale = LossScale(64.0, growth_interval=interval, floor=floor)
+    run = 0
+    for finite in steps:
+        before = scale.value
+        scale.update(finite)
+        run = run + 1 if finite else 0
+        if finite:
+            assert scale.value == before * (2 if run and run % interval == 0 else 1)
+        else:
+            assert scale.value == max(floor, before / 2) and scale.at_floor == (before == floor)
+        assert math.log2(scale.value).is_integer() and scale.value >= floor
+
+
+@given(st.lists(st.booleans(), max_size=10), st.sampled_from(["none", 1.0, 1024.0, 3.5]))
+def test_a_fixed_scale_never_moves(steps: list[bool], kind: str | float) -> None:
+    scale = LossScale.of(kind)
+    for finite in steps:
+        scale.update(finite)
+    assert scale.value == (1.0 if kind == "none" else kind) and not scale.at_floor
+
+
+@given(st.lists(st.booleans(), max_size=20), st.lists(st.booleans(), max_size=20))
+def test_a_saved_scale_goes_on_as_if_nothing_had_been(before: list[bool], after: list[bool]) -> None:
+    scale, resumed = LossScale(2.0**16, growth_interval=4), LossScale(2.0**16, growth_interval=4)
+    for finite in before:
+        scale.update(finite)
+    resumed.load(json.loads(json.dumps(scale.state())))
+    for finite in after:
+        scale.update(finite)
+        resumed.update(finite)
+        assert (scale.value, scale.good_steps) == (resumed.value, resumed.good_steps)
+
+
+def test_dynamic_starts_at_two_to_the_sixteenth() -> None:
+    scale = LossScale.of("dynamic")
+    assert (scale.value, scale.growth_interval, scale.growth, scale.backoff, scale.floor) == (65536.0, 1000, 2.0, 0.5, 1.0)
+
+
+def test_bf16_that_is_emulated_is_said_before_the_first_step(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a processor without instructions for it; not in fp32, and not where it has them."""
+    monkeypatch.setattr(trainer, "check_precision", place.check_precision)
+    for has, compute, said in ((False, "bf16", 1), (False, "fp32", 0), (True, "bf16", 0)):
+        monkeypatch.setattr(place, "multiplies", lambda dtype, device, has=has: has)
+        run = trained.recipe(home, precision={"compute": compute}, train={"steps": 1, "save_every": 0})
+        trainer.train(run, out=tmp_path / f"{has}{compute}", world=World())
+        lines = capsys.readouterr().out.splitlines()
+        assert len([line for line in lines if "no instructions for it" in line and "--precision.compute auto" in line]) == said

@@ -1,0 +1,183 @@
+"""`train.audit_every` in whole runs: it changes nothing where nothing is wrong, mends what it can, and ends in one line where it cannot.
+
+Each fault of `moe bench faults --only corruption` once or twice, and a run whose records and checkpoints are looked at.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from moe.checks.together import check_run
+from moe.train.parts import audit
+from moe.train.parts.executor import Single
+from parallel.errors import BadInput, Ended
+from parallel.mesh.mesh import Degrees
+from parallel.process import process
+from parallel.process.deterministic import deterministic
+from parallel.process.process import World
+from parallel.watch.audit import Held, by_change, fingerprints
+from tests.campaigns import corruption
+from tests.support import trained
+from tests.support.ranks import run_on_ranks
+
+
+@pytest.mark.parametrize("fault", [f for f in corruption.FAULTS if "zero" not in f.layout and f.full >= 30], ids=str)
+def test_a_flipped_bit_is_found_and_the_step_is_that_of_an_undisturbed_run(fault: corruption.Fault) -> None:
+    row = corruption._row(fault, 2)
+    assert row.problems == [] and row.held == 2
+
+
+def test_steps_without_a_fault_raise_no_alarm() -> None:
+    assert corruption._clean("", 2, corruption._EP, 3).problems == []
+
+
+def test_the_bench_calls_a_step_that_nobody_audited_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else everything would be held whatever the audit does."""
+    monkeypatch.setattr(audit.Auditor, "passes", lambda self, compute, *, step: compute())
+    monkeypatch.setattr(audit.Auditor, "compare_copies", lambda self, step, when: ([], torch.zeros(0)))
+    row = corruption._row(next(f for f in corruption.FAULTS if f.what == "product, forward"), 3)
+    assert row.lost and all("missed" in problem for problem in row.problems)
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    return trained.home(tmp_path, monkeypatch)
+
+
+def _events(out: Path) -> list[dict[str, Any]]:
+    return [line for line in trained.lines(out, "event") if line["event"] == "corruption"]
+
+
+def test_an_audited_run_is_the_run_without(home: Path) -> None:
+    """Losses and checkpoint bit by bit, with a fault in the passes of an audited step too, which is recorded with its layer."""
+    trained.train(trained.recipe(home), home / "plain")
+    trained.train(trained.recipe(home, train={"audit_every": 2}), home / "audited")
+    run, calls = Single.run, [0]
+
+    def spoilt(self: Single, *args: Any) -> None:
+        calls[0] += 1
+        hook = lambda module, given, output: (output[0] * (1 + 1e-6), output[1])  # noqa: E731
+        layer = self.model.layers[1]
+        handle = layer.register_forward_hook(hook, prepend=True) if calls[0] == 2 else None  # before the audit's own
+        run(self, *args)
+        if handle is not None:
+            handle.remove()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Single, "run", spoilt)
+        trained.train(trained.recipe(home, train={"audit_every": 2}), home / "spoilt")
+    for out in ("audited", "spoilt"):
+        assert trained.losses(home / out) == trained.losses(home / "plain")
+        assert trained.tensors(home / out / "checkpoints" / "step-6") == trained.tensors(home / "plain" / "checkpoints" / "step-6")
+    assert _events(home / "audited") == []
+    (event,) = _events(home / "spoilt")
+    assert event["step"] == 2 and "the forward pass of layers.1 on rank 0" in event["found"]
+
+
+def test_a_run_that_cannot_be_mended_ends_and_the_same_command_goes_on(home: Path) -> None:
+    """One of two copies is changed between two audits: all ranks end in one line that names it and the last checkpoint."""
+    recipe = trained.recipe(home, train={"audit_every": 5}, degrees={"ep": 1})
+
+    def spoil(rank: int) -> None:
+        def change() -> None:
+            corruption.flip(audit_of[0].engine.state("embedding")["weight"], 7, 0.3)
+
+        audit_of: list[audit.Auditor] = []
+        made = audit.Auditor.__init__
+
+        def noted(self: audit.Auditor, *args: Any, **more: Any) -> None:
+            made(self, *args, **more)
+            audit_of.append(self)
+
+        audit.Auditor.__init__ = noted  # type: ignore[method-assign]
+        if rank == 1:
+            trained.on_line(4, change)
+
+    ended = trained.train(recipe, home / "out", ranks=2, before=spoil)
+    line = f"step 5: silent corruption, before the step: weight of embedding on ranks 0, 1; no copy is known to be intact; \
+without --fresh the run goes on from {home / 'out' / 'checkpoints' / 'step-3'}"
+    assert ended == [line, line]
+    trained.train(recipe, home / "out", ranks=2)
+    trained.train(recipe, home / "undisturbed", ranks=2)
+    assert trained.losses(home / "out") == trained.losses(home / "undisturbed")
+
+
+def _audited(rank: int, spoilt: tuple[int, ...], folder: Path, dp: int) -> tuple[list[float], list[str], str]:
+    """An audit of one table that dp holds on both stages, as a tied embedding: what it is afterwards, what was told, the end."""
+    ranks, events = 2 * dp, list[dict[str, Any]]()
+    mesh = process.connect(Degrees(dp=dp, pp=2), World(rank, ranks, rank, ranks))
+    held = [Held("embedding", "weight", torch.arange(5.0), ("dp",) if dp > 1 else (), (0, 1))]
+    engine: Any = SimpleNamespace(copy_again=lambda: False)
+    auditor = audit.Auditor(engine, mesh, every=1, record=events.append, note=lambda _: None, checkpoints=folder)
+    auditor._held = lambda: held  # type: ignore[method-assign]
+    before, end = fingerprints(held), ""
+    if rank in spoilt:
+        held[0].tensor[2] = -1.0
+    try:
+        if dp > 1:
+            auditor.compare_copies(4, "before the step")
+        else:
+            auditor._settle(by_change(held, before, fingerprints(held), mesh), 4, "during the step")
+    except Ended as ended:
+        end = str(ended)
+    return held[0].tensor.tolist(), [event["found"] for event in events], end
+
+
+def test_a_table_on_two_stages_is_mended_within_a_stage_or_from_the_other(tmp_path: Path) -> None:
+    """Of three copies on a stage the odd one is mended, though all that it is told by the other stage is that they differ. What changed
+    during a step is taken from the stage where it has not. Where a whole stage is odd, nobody knows which one is right."""
+    right = torch.arange(5.0).tolist()
+    for rank in (1, 5):  # on the first stage, and on the last
+        place = f"weight of embedding on rank {rank}"
+        for tensor, found, end in run_on_ranks(_audited, 6, (rank,), tmp_path, 3):
+            assert tensor == right and len(found) == 1 and place in found[0] and end == ""
+    for tensor, found, end in run_on_ranks(_audited, 2, (0,), tmp_path, 1):
+        assert tensor == right and found == ["during the step: weight of embedding on rank 0"] and end == ""
+    ends = [end for _, _, end in run_on_ranks(_audited, 6, (0, 1, 2), tmp_path, 3)]
+    assert len(set(ends)) == 1 and "weight of embedding on ranks 0, 3" in ends[0] and "no copy is known to be intact" in ends[0]
+
+
+def test_two_deterministic_runs_are_equal_and_the_settings_are_put_back(home: Path) -> None:
+    """Losses and checkpoint bit by bit, on three ranks, also where the second was cut and resumed; threads that add are refused."""
+    recipe = trained.recipe(home, train={"deterministic": True, "global_batch": 6, "eval_sequences": 6}, degrees={"ep": 1})
+
+    def during(rank: int) -> None:
+        seen: list[bool] = []
+        trained.on_line(1, lambda: seen.append(torch.are_deterministic_algorithms_enabled()))
+        trained.on_line(2, lambda: seen == [True] or os._exit(3))
+
+    for name, stop in (("a", during), ("b", trained.stop_at(3))):
+        trained.train(recipe, home / name, ranks=3, before=stop)
+    assert trained.train(recipe, home / "b", ranks=3)
+    assert trained.losses(home / "a") == trained.losses(home / "b") and len(trained.losses(home / "a")) == 6
+    assert trained.tensors(home / "a" / "checkpoints" / "step-6") == trained.tensors(home / "b" / "checkpoints" / "step-6")
+    with deterministic(True):
+        assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.are_deterministic_algorithms_enabled()
+    with pytest.raises(BadInput, match=r"train.deterministic: got true with sharding.kind=dp"):
+        check_run(corruption.build_run({"train": {"deterministic": True}, "sharding": {"kind": "dp"}}), 1)
+
+
+def test_what_cannot_be_computed_twice_is_refused() -> None:
+    for sections, ranks in (
+        ({"optimizer": {"kind": "kfac"}}, 1),
+        ({"sharding": {"kind": "dp"}}, 1),
+        (
+            {
+                "degrees": {"pp": 2},
+                "pipeline": {"schedule": "two_bw", "microbatches": 2},
+                "optimizer": {"clip_norm": None},
+                "model": {"tied_embeddings": False},
+            },
+            2,
+        ),
+    ):
+        run = corruption.build_run({"train": {"audit_every": 4}} | sections)
+        with pytest.raises(BadInput, match=r"train.audit_every: got it with .*; fix: set train.audit_every to 0"):
+            check_run(run, ranks)

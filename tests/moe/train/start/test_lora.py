@@ -1,0 +1,264 @@
+"""Adapters beside frozen weights: five steps are those of plain lines, on one process and on layouts of ranks; with B = 0 the model is its
+base bit for bit, merged it is the same; a run of them keeps them alone, says of which base, and goes on from where it was.
+
+What this file alone would notice: a frozen weight that moves or is saved, an optimizer that keeps something of it, a base that changed.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from moe.checks.together import check_run
+from moe.kernels.grouped import grouped_ffn
+from moe.model.transformer import Transformer
+from moe.nn.linear import linear_fp32
+from moe.nn.lora import adapt, freeze, is_adapter, merged
+from moe.nn.lora import trained as trained_of
+from moe.nn.vocabulary import summed_loss
+from moe.parallelize.memory import save_memory
+from moe.recipe.changes import function_changes
+from moe.recipe.load import build_run
+from moe.recipe.sections import Experts, Latent, Lora, Model, Recompute, Router, Run
+from moe.train.start.adapters import whole
+from moe.train.start.restore import restore
+from moe.train.use.decode import Cached
+from moe.verify.cases import Case
+from moe.verify.compare import compare
+from moe.verify.layouts import compute, run_world
+from moe.verify.twin import reference
+from parallel.errors import BadInput
+from parallel.numerics.weight_gradient import linear
+from parallel.store.stored import Reader
+from tests.support import trained
+
+ALL = ("attention", "experts", "dense")
+
+
+@dataclass(frozen=True)
+class Adapted(Case):
+    """A case of `moe verify` of which adapters of rank 3 are trained."""
+
+    targets: tuple[str, ...] = ALL
+
+    def run(self) -> Run:
+        values = super().run().model_dump(mode="json")
+        return build_run(values | {"lora": {"rank": 3, "alpha": 6.0, "targets": self.targets}})
+
+
+def farthest(ran: Any, twin: Case) -> float:
+    """Of all numbers but a step's update: a matrix that begins at 0 is all update after a step."""
+    assert not isinstance(ran, str), ran
+    return max(value for name, value in compare(ran, reference(twin)).items() if name != "update")
+
+
+@pytest.mark.usefixtures("five_steps")
+def test_five_steps_are_the_plain_twins() -> None:
+    case = Adapted("gshard", "ddp", 1, 1, 3, "fp32", "selective")
+    ran = compute(case)
+    assert farthest(ran, case) < 1e-5
+    assert ran.gradients and all(is_adapter(name) for name in ran.gradients)
+
+
+@pytest.mark.usefixtures("five_steps")
+def test_five_steps_on_ranks_are_the_plain_twins() -> None:
+    cases: list[Case] = [
+        Adapted("gshard", "ddp", 2, 2, 1, "fp32", "full"),
+        Adapted("gshard", "fsdp", 2, 1, 3, "fp32"),
+        Adapted("deepseek", "ddp", 2, 1, 1, "fp32", etp=2),
+        Adapted("deepseek", "ddp", 2, 2, 1, "fp32", rows="overlapped", targets=("experts",)),
+    ]
+    for case, ran in run_world(cases, 2):
+        assert not isinstance(ran, str), (case.layout, ran)
+        assert isinstance(case, Adapted)
+        assert farthest(ran[0], Adapted(case.model, "ddp", 1, 1, 1, "fp32", targets=case.targets)) < 1e-5, case.layout
+
+
+LATENT = Latent(key_rank=10, query_rank=14, rotary_size=4, value_size=5)
+
+
+@pytest.mark.parametrize(
+    ("compute_dtype", "latent"),
+    [(torch.float32, Latent()), (torch.bfloat16, Latent()), (torch.float32, LATENT)],
+    ids=["fp32", "bf16", "latents"],
+)
+def test_at_first_it_is_the_base_and_merged_it_is_the_same(compute_dtype: torch.dtype, latent: Latent) -> None:
+    """Also where a text is continued, which reads latents' matrices in another way."""
+    sizes = Model(num_layers=2, d_model=24, num_heads=4, d_ff=20, max_length=9, moe_every=2, ffn="swiglu", latent=latent)
+    parts: Any = (sizes, Experts(num_experts=4, shared=1), Router(preset="mixtral"))
+    model = Transformer(*parts, vocab_size=31, compute=compute_dtype).eval()
+    base = {name: value.clone() for name, value in model.state_dict().items()}
+    tokens_BL = torch.randint(31, (2, 9), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        before = model(tokens_BL).logits_BLV
+        adapt(model, lora := Lora(rank=3, alpha=6.0, targets=ALL))
+        freeze(model)
+        adapters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        assert adapters.keys() == trained_of(dict(model.named_parameters())) and not adapters.keys() & base.keys()
+        plain = {name for name, w in base.items() if w.dim() > 1 and ".attention." in name}
+        assert plain == {name for name in base if ".attention." in name and f"{name.removesuffix('.weight')}.lora_a" in adapters}
+        generator = torch.Generator().manual_seed(2)
+        for name, p in adapters.items():
+            zero = name.endswith("lora_b") or name.endswith("_b") and ".experts." in name
+            p.copy_(torch.zeros(p.shape) if zero else torch.randn(p.shape, generator=generator))
+        assert torch.equal(model(tokens_BL).logits_BLV, before)
+        for p in adapters.values():
+            p.copy_(torch.randn(p.shape, generator=generator) / 5)
+        unmerged = model(tokens_BL).logits_BLV
+        alone = Transformer(*parts, vocab_size=31, compute=compute_dtype).eval()
+        for name, p in alone.named_parameters():
+            stem = name.removesuffix(".weight")
+            pair = (f"{stem}.lora_b", f"{stem}.lora_a") if f"{stem}.lora_a" in adapters else (f"{name}_a", f"{name}_b")
+            p.copy_(merged(base[name], *(adapters[one] for one in pair), scale=lora.scale) if pair[0] in adapters else base[name])
+        assert not torch.allclose(unmerged, before, atol=0.1)
+        exact = compute_dtype == torch.float32
+        torch.testing.assert_close(alone(tokens_BL).logits_BLV, unmerged, rtol=0 if exact else 0.05, atol=1e-6 if exact else 0.1)
+        if exact:
+            torch.testing.assert_close(Cached(model)(tokens_BL, 0), unmerged[:, -1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def base(home: Path) -> Path:
+    trained.train(trained.recipe(home, degrees={"ep": 2}), home / "base", ranks=2)
+    return home / "base"
+
+
+def adapted(home: Path, **sections: Any) -> Run:
+    lora = {"rank": 2, "targets": ["attention", "experts"]}
+    return trained.recipe(home, **{"lora": lora, "train": {"steps": 4, "save_every": 2}} | sections)
+
+
+@pytest.mark.parametrize(("kind", "ranks"), [("ddp", 1), ("fsdp", 2), ("zero3", 2)])
+def test_a_run_keeps_adapters_alone_and_goes_on(kind: str, ranks: int, home: Path, base: Path, tmp_path: Path) -> None:
+    sharding = {"kind": kind} if not kind.startswith("zero") else {"kind": "zero", "stage": int(kind[-1])}
+    if kind == "zero3":
+        trained.warm_zero()
+    run = adapted(home, sharding=sharding)
+    whole_run, cut = tmp_path / "whole", tmp_path / "cut"
+    summary = trained.train(run, whole_run, ranks=ranks, init_from=base)[0]
+    assert isinstance(summary, dict), summary
+    saved = Reader(whole_run / "checkpoints/step-4")
+    assert {kind for _, kind in saved.entries} == {"weight", "exp_avg", "exp_avg_sq"}
+    assert all(is_adapter(name) for name, _ in saved.entries) and len(saved.names()) == 2 * (2 * 4 + 4 * 2)
+    assert saved.state["base"]["path"] == str((base / "checkpoints/step-6").resolve())
+    shutil.copytree(whole_run, cut)
+    shutil.rmtree(cut / "checkpoints/step-4")
+    trained.train(run, cut, ranks=ranks)
+    assert trained.tensors(cut / "checkpoints/step-4") == trained.tensors(whole_run / "checkpoints/step-4")
+    if kind == "ddp":
+        model = restore(whole_run / "checkpoints/step-4")  # merged: what it gives is what was validated
+        assert not any(is_adapter(name) for name, _ in model.named_parameters())
+        again = trained.train(trained.recipe(home, train={"steps": 1}, optimizer={"lr": 1e-30, "warmup_steps": 0}), tmp_path / "on",
+                              init_from=whole_run)[0]  # fmt: skip
+        assert again["validation_loss"] == pytest.approx(summary["validation_loss"], rel=1e-6)
+        assert whole(whole_run / "checkpoints/step-4").names() == Reader(base / "checkpoints/step-6").names()
+
+
+def test_a_base_that_is_not_there_or_another_is_refused(home: Path, base: Path, tmp_path: Path) -> None:
+    run = adapted(home, train={"steps": 1, "save_every": 1})
+    (said,) = trained.train(run, tmp_path / "a")
+    assert said == "lora.rank: got 2 without weights to begin with, needed --init_from, the run or checkpoint whose weights are frozen; " \
+        "fix: --init_from runs/NAME"  # fmt: skip
+    moved = tmp_path / "moved"
+    shutil.copytree(base, moved)
+    trained.train(run, tmp_path / "b", init_from=moved)
+    shutil.rmtree(moved)
+    longer = adapted(home, train={"steps": 2, "save_every": 1})
+    (said,) = trained.train(longer, tmp_path / "b")
+    assert "got no checkpoint in" in said and "moe train also takes --init_from WHERE_IT_IS" in said
+    with pytest.raises(BadInput, match="got no checkpoint in") as refused:  # as of texts, evaluation and export
+        restore(tmp_path / "b/checkpoints/step-1")
+    link = refused.value.fix.partition("(")[2].partition(")")[0].replace("WHERE_IT_IS", str(base / "checkpoints/step-6"))
+    subprocess.run(link, shell=True, check=True)
+    restore(tmp_path / "b/checkpoints/step-1")
+    shutil.rmtree(moved)
+    (said,) = trained.train(longer, tmp_path / "b", init_from=base / "checkpoints/step-3")
+    assert "got another checkpoint in" in said
+    (summary,) = trained.train(longer, tmp_path / "b", init_from=base / "checkpoints/step-6")
+    assert summary["steps"] == 2
+    (said,) = trained.train(adapted(home, lora={"rank": 0, "targets": ["attention"]}), tmp_path / "b", init_from=base)
+    assert said.startswith("lora.rank: got 0, needed 2: step-2 has adapters; fix: --lora.rank 2, or begin another run")
+    manifest = json.loads((base / "checkpoints/step-6/manifest.json").read_text())
+    assert manifest["state"]["counters"]["step"] == 6
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"lora": {"alpha": 4.0}}, "lora.alpha: got 4.0 with lora.rank=0"),
+        ({"lora": {"rank": 4, "targets": []}}, "lora.targets: got .., needed some of"),
+        ({"lora": {"rank": 4, "targets": ["experts"]}}, "lora.targets: got experts in a dense model"),
+        ({"lora": {"rank": 4}, "degrees": {"dp": 1, "tp": 2}}, "degrees.tp: got 2 with lora.rank=4"),
+        ({"lora": {"rank": 4}, "degrees": {"dp": 1, "pp": 2}}, "degrees.pp: got 2 with lora.rank=4"),
+        ({"lora": {"rank": 4}, "tiling": {"ffn": 2}}, "tiling.ffn: got 2 with lora.rank=4"),
+        ({"lora": {"rank": 4}, "optimizer": {"kind": "kfac"}}, "optimizer.kind: got kfac with lora.rank=4"),
+        ({"lora": {"rank": 4}, "train": {"audit_every": 2}}, "train.audit_every: got 2 with lora.rank=4"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(BadInput, match=said):
+        check_run(build_run(values), 2 if "degrees" in values else 1)
+
+
+def test_another_alpha_is_another_function() -> None:
+    one = Adapted("dense", "ddp", 1, 1, 1, "fp32", targets=("attention", "dense")).run()
+    other, none = (one.model_copy(update={"lora": one.lora.model_copy(update=values)}) for values in ({"alpha": 9.0}, {"rank": 0}))
+    assert [change.key for change in function_changes(one, other)] == ["lora.alpha"] and not function_changes(one, none)
+
+
+def test_a_frozen_weight_costs_no_gradient() -> None:
+    """FLOPs of the backward pass where products are no torch's own: that of x alone, which is the same to the bit."""
+    rows_RD, gate, weight = (torch.randn(*shape, generator=torch.Generator().manual_seed(1)) for shape in ((9, 6), (9,), (11, 6)))
+    w1, w2, w3 = (torch.randn(3, *shape, generator=torch.Generator().manual_seed(2)) for shape in ((6, 10), (10, 6), (6, 10)))
+    targets = torch.arange(9).unsqueeze(0)
+    uses: dict[str, tuple[Any, tuple[Tensor, ...], float]] = {
+        "experts": (lambda x, *w: grouped_ffn(x * gate[:, None], *w, counts=[2, 0, 7], ffn="swiglu"), (w1, w2, w3), 1 / 2),
+        "head": (lambda x, w: summed_loss(x.unsqueeze(0).bfloat16(), targets, w, chunks=2), (weight,), 2 / 3),
+        "router": (linear_fp32, (weight,), 1 / 2),
+        "cast again": (linear, (weight,), 1 / 2),
+    }
+    for name, (use, weights, share) in uses.items():
+        found: list[tuple[int, Tensor]] = []
+        for trained_too in (True, False):
+            x = rows_RD.clone().requires_grad_()
+            out = use(x, *(w.clone().requires_grad_(trained_too) for w in weights)).sum()
+            with FlopCounterMode(display=False) as flops:
+                out.backward()
+            assert x.grad is not None
+            found.append((flops.get_total_flops(), x.grad))
+        assert torch.equal(found[0][1], found[1][1]), name
+        assert found[1][0] == pytest.approx(share * found[0][0]), name
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_adapters_save_the_weights_gradients_and_what_comes_before_the_first(recompute: Any) -> None:
+    """FLOPs of a pass and its backward pass, by hand: all matrices' gradients are saved, and those of the first layer's input."""
+    model = Model(num_layers=3, d_model=24, num_heads=3, d_ff=40, max_length=9, moe_every=0, ffn="swiglu", tied_embeddings=False)
+    tokens, width, hidden, rank, layers, vocabulary = 2 * 9, 24, 40, 2, 3, 31
+    tokens_BL = torch.randint(vocabulary, (2, 9), generator=torch.Generator().manual_seed(1))
+
+    def flops(lora: Lora) -> int:
+        made = Transformer(model, vocab_size=vocabulary)
+        adapt(made, lora)
+        for name, parameter in made.named_parameters():
+            if is_adapter(name):
+                nn.init.normal_(parameter)
+        freeze(save_memory(made, recompute=Recompute(kind=recompute)))
+        with FlopCounterMode(display=False) as counted:
+            made(tokens_BL, None, tokens_BL).loss.backward()
+        return int(counted.get_total_flops())
+
+    matrices = layers * (4 * width**2 + 3 * width * hidden) + vocabulary * width
+    made, narrow = 2 * rank * width**2, 4 * tokens * 2 * rank * width  # of one matrix: W', and the gradients of B and A
+    passes = 3 if recompute == "full" else 2  # each makes W'
+    saved = 2 * tokens * (matrices + 3 * width**2) - 4 * layers * (passes * made + narrow) + 3 * made  # W' of the first three has no dx
+    assert flops(Lora(rank=0)) - flops(Lora(rank=rank, targets=("attention",))) == saved

@@ -1,0 +1,185 @@
+"""Text from a trained model: the same from the same seed, the likeliest at temperature 0, and from any run's checkpoint alike."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from moe.data import Tokenizer
+from moe.model.names import global_name
+from moe.model.transformer import Transformer
+from moe.recipe.load import build_run
+from moe.train.start.restore import load_model
+from moe.train.use import generate
+from moe.train.use.generate import sample
+from moe.train.use.sampling import Sampling
+from parallel.errors import BadInput
+from parallel.process.process import World
+from parallel.store.stored import Reader
+from tests.support import trained
+from tests.support.ranks import run_on_ranks
+
+LENGTH = trained.VALUES["model"]["max_length"]
+
+
+@pytest.fixture(scope="module")
+def out(home: Path) -> Path:
+    """A run on two ranks with its experts on both."""
+    run = trained.recipe(home, degrees={"ep": 2}, train={"steps": 20, "save_every": 0}, router={"group": 2})
+    trained.train(run, home / "run", ranks=2)
+    return home / "run"
+
+
+@pytest.fixture(scope="module")
+def model(out: Path) -> tuple[torch.nn.Module, Tokenizer]:
+    model, tokenizer, step = load_model(out)
+    assert step == 20 and not model.training
+    return model, tokenizer
+
+
+def text(model: tuple[torch.nn.Module, Tokenizer], prompt: str, num_tokens: int, **options: float) -> str:
+    return sample(model[0], model[1], prompt=prompt, num_tokens=num_tokens, max_length=LENGTH, **options)  # type: ignore[arg-type]
+
+
+def test_temperature_0_takes_the_likeliest_token(model: tuple[torch.nn.Module, Tokenizer]) -> None:
+    ids = list(b"abc ")
+    with torch.no_grad():
+        for _ in range(LENGTH - 4):
+            ids.append(int(model[0](torch.tensor([ids])).logits_BLV[0, -1].argmax()))  # as long as it is, without filling up
+    assert text(model, "abc ", LENGTH - 4, temperature=0) == bytes(ids).decode(errors="replace")
+    assert text(model, "abc ", 2 * LENGTH, temperature=0, seed=1) == text(model, "abc ", 2 * LENGTH, temperature=0, seed=2)
+
+
+def test_a_seed_gives_one_text_and_another_seed_another(model: tuple[torch.nn.Module, Tokenizer]) -> None:
+    first = text(model, "abc", 60, temperature=1.0, seed=1)
+    assert first == text(model, "abc", 60, temperature=1.0, seed=1)
+    assert first != text(model, "abc", 60, temperature=1.0, seed=2)
+
+
+def test_torchs_own_generator_is_left_alone(model: tuple[torch.nn.Module, Tokenizer]) -> None:
+    before = torch.random.get_rng_state()
+    text(model, "abc", 5)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("prompt", ["", "a", "a" * LENGTH, "abcdefgh " * 3 * LENGTH, "naïve ✓"])
+def test_any_prompt_is_continued(prompt: str, model: tuple[torch.nn.Module, Tokenizer]) -> None:
+    tokenizer = model[1]
+    got = text(model, prompt, 7, temperature=0)
+    ids = list(tokenizer.encode(prompt)) or [tokenizer.separator]
+    assert got.startswith(tokenizer.decode(ids)) and len(got) > len(prompt)
+    again = sample(model[0], tokenizer, prompt=tokenizer.decode(ids[-LENGTH:]), num_tokens=7, max_length=LENGTH, temperature=0)
+    assert got.endswith(again) if prompt.isascii() and prompt else True  # what came before the last max_length tokens says nothing
+
+
+def test_the_text_of_two_ranks_is_the_text_of_one_process(out: Path, model: tuple[torch.nn.Module, Tokenizer]) -> None:
+    """In the run itself every rank samples with half of the experts; from its checkpoint one process has all."""
+    from moe.parallelize.build import build
+    from parallel.mesh.mesh import Degrees
+    from parallel.process import process
+
+    reader = Reader(out / "checkpoints/step-20")
+    run = build_run(reader.state["recipe"])
+
+    def work(rank: int) -> str:
+        mesh = process.connect(Degrees(dp=2, ep=2), World(rank, 2, rank, 2))
+        half, layouts = build(run, mesh, device=torch.device("cpu"))
+        for name, parameter in half.named_parameters():
+            parameter.data.copy_(reader.load(global_name(name), "weight", layouts[name], mesh))
+        return text((half.eval(), model[1]), "abc", 40)
+
+    assert run_on_ranks(work, 2, timeout_s=60) == [text(model, "abc", 40)] * 2
+
+
+def test_what_a_vocabulary_holds_beyond_the_tokenizer_never_comes(home: Path, tmp_path: Path) -> None:
+    trained.train(trained.recipe(home, model={"vocab_size": 300}, train={"steps": 2}), tmp_path / "run")
+    model, tokenizer, _ = load_model(tmp_path / "run")
+    first = sample(model, tokenizer, prompt="abc", num_tokens=30, max_length=LENGTH)
+    model.embedding.data[256:] *= 1e4  # tied to the head: now far likelier, or far unlikelier, than any token
+    assert sample(model, tokenizer, prompt="abc", num_tokens=30, max_length=LENGTH) == first
+
+
+def test_a_folder_without_a_checkpoint_is_refused_in_one_line(tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(BadInput, match="needed a run with a checkpoint") as refused:
+            load_model(folder)
+        assert "\n" not in str(refused.value) and str(folder) in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"tokens": 0}, "--tokens"),
+        ({"samples": 0}, "--samples"),
+        ({"temperature": -0.5}, "--temperature"),
+        ({"step": 7}, "--step: got 7, needed one of 20; fix: --step 20"),
+        ({"prompt_file": "/nowhere.txt"}, "--prompt_file"),
+        ({"prompt_file": "/dev/null", "prompt": "a"}, "remove --prompt"),
+    ],
+)
+def test_what_cannot_be_is_refused(options: dict[str, Any], what: str, out: Path) -> None:
+    with pytest.raises(BadInput, match=what):
+        generate.main(str(out), **options)
+
+
+def test_the_command_prints_one_text_as_it_comes_and_says_how_fast(
+    out: Path, model: tuple[Transformer, Tokenizer], capsys: pytest.CaptureFixture[str]
+) -> None:
+    generate.main(str(out), prompt="abc", tokens=9, temperature=0.7, seed=4, step=20)
+    printed = capsys.readouterr()
+    (want,) = generate.generate(*model, ["abc"], num_tokens=9, sampling=Sampling(0.7), seed=4)
+    assert printed.out == f"abc{want.text}\n"
+    assert "tokens of 1 text in" in printed.err and "a second" in printed.err
+
+
+def test_a_text_is_the_same_whatever_is_asked_for_beside_it(model: tuple[Transformer, Tokenizer]) -> None:
+    """Prompts of two lengths and three samples each, in groups of at most two, against each by itself."""
+    prompts, options = ["abc", "xyz", "a" * 2 * LENGTH, ""], {"num_tokens": 2 * LENGTH, "sampling": Sampling(1.0, top_k=30)}
+    got = generate.generate(*model, prompts, samples=3, seed=5, max_batch=2, **options)
+    assert [(one.prompt, one.sample) for one in got] == [(prompt, n) for prompt in prompts for n in range(3)]
+    for one in got:
+        (alone,) = generate.generate(*model, [one.prompt], seed=5 + one.sample, **options)
+        assert (alone.ids, alone.text, alone.ended) == (one.ids, one.text, one.ended)
+    assert len({one.text for one in got[:3]}) == 3
+
+
+def test_a_separator_ends_a_text_and_whole_characters_are_heard(model: tuple[Transformer, Tokenizer]) -> None:
+    tokenizer, heard = model[1], []
+    euro = list("€".encode())
+    steps = iter([[97], [euro[0]], [euro[1]], [euro[2]], [98], [tokenizer.separator], [99]])
+    assert generate._until_separators(steps, 1, tokenizer, heard.append) == [([97, *euro, 98], True)]
+    assert [piece for piece in heard if piece] == ["a", "€", "b"]
+    assert next(steps) == [99]  # nothing more was computed
+
+
+def test_prompts_come_from_a_file_and_texts_go_to_one(out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "p.txt").write_text("abc\n\nxy z\n")
+    (tmp_path / "p.jsonl").write_text('{"prompt": "abc"}\n{"prompt": "xy z"}\n')
+    for name in ("p.txt", "p.jsonl"):
+        generate.main(str(out), prompt_file=str(tmp_path / name), tokens=5, samples=2, json=str(tmp_path / f"{name}.json"))
+    first, second = (json.loads((tmp_path / f"{name}.json").read_text())["rows"] for name in ("p.txt", "p.jsonl"))
+    assert first == second and [row["prompt"] for row in first] == ["abc", "abc", "xy z", "xy z"]
+    assert all(row["text"] in capsys.readouterr().out for row in first[:1])
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "abc"}\n[1]\n')
+    with pytest.raises(BadInput, match="line 2"):
+        generate.main(str(out), prompt_file=str(tmp_path / "bad.jsonl"))
+
+
+def test_what_a_decoder_writes_stands_below_what_its_encoder_read(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And a sentinel that the model does not have is said."""
+    config = SimpleNamespace(kind="encoder_decoder", spans=SimpleNamespace(num_spans=1))
+    monkeypatch.setattr(generate, "load_model", lambda *_, **__: (SimpleNamespace(config=config), None, 0))
+    prompt = "a <extra_id_0> <extra_id_1>"
+    written = [generate.Continued(prompt, n, [1], f"{n} b", ended=True) for n in range(2)]
+    monkeypatch.setattr(generate, "generate", lambda *_, **__: written)
+    generate.main("run", prompt=prompt, samples=2)
+    said = capsys.readouterr()
+    assert said.out == f"--- 1.1\n{prompt}\n0 b\n--- 1.2\n{prompt}\n1 b\n"
+    assert "<extra_id_1> is no sentinel of this model, which has <extra_id_0>: it is read as text" in said.err

@@ -1,0 +1,16 @@
+"""All mutations, in the order of the table."""
+
+from __future__ import annotations
+
+from tests.mutations import gradients, optimizer, pipeline, precision, routing, sequence, tensor
+from tests.mutations.mutation import Mutation
+
+MUTATIONS: tuple[Mutation, ...] = (
+    *gradients.MUTATIONS,
+    *routing.MUTATIONS,
+    *precision.MUTATIONS,
+    *optimizer.MUTATIONS,
+    *pipeline.MUTATIONS,
+    *tensor.MUTATIONS,
+    *sequence.MUTATIONS,
+)

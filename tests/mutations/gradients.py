@@ -1,0 +1,385 @@
+"""Sums of gradients: the wrong ranks, the wrong factor, a part that is lost; and what crosses ranks in the backward pass."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe.verify.cases import Case
+from parallel.mesh.collectives import _exchange
+from parallel.mesh.mesh import Mesh
+from tests.mutations.mutation import Edit, Mutation
+
+
+def _experts_times_ep(real: Any) -> Any:
+    def wrong(grads: dict[str, Tensor], layouts: Any, mesh: Mesh) -> None:
+        real(grads, layouts, mesh)
+        for name, grad in grads.items():
+            if layouts[name].family == "expert":
+                grad.mul_(mesh.axis("ep").size)
+
+    return wrong
+
+
+def _experts_over_dp(real: Any) -> Any:
+    """The group of the dense parameters for all: experts that are not copies of each other are added up."""
+
+    def wrong(grads: dict[str, Tensor], layouts: Any, mesh: Mesh) -> None:
+        dense = next(layout for layout in layouts.values() if layout.family != "expert")
+        real(grads, {name: dense for name in layouts}, mesh)
+
+    return wrong
+
+
+def _copies_alone(real: Any) -> Any:
+    return lambda grads, layouts, mesh: None
+
+
+def _hook(wrong: Any) -> Any:
+    """As torch's DDP takes it: it looks at a hook's annotations, and finds texts here."""
+    wrong.__annotations__ = {}
+    return wrong
+
+
+def _router_alone(real: Any) -> Any:
+    def wrong(sums: Any, bucket: Any) -> Any:
+        kept = {sums.names[id(p)]: g.clone() for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True)}
+        done = real(sums, bucket)
+
+        def restore(future: Any) -> Tensor:
+            total: Tensor = future.value()
+            at = 0
+            for name, mine in kept.items():
+                if ".router." in name:
+                    total[at : at + mine.numel()] = mine.flatten()
+                at += mine.numel()
+            return total
+
+        return done.then(restore)
+
+    return _hook(wrong)
+
+
+def _averaged(real: Any) -> Any:
+    def wrong(sums: Any, bucket: Any) -> Any:
+        bucket.buffer().div_(sums.axis.size)
+        return real(sums, bucket)
+
+    return _hook(wrong)
+
+
+def _in_half(real: Any) -> Any:
+    """What each rank sends is rounded to 16 bits first."""
+
+    def wrong(sums: Any, bucket: Any) -> Any:
+        bucket.buffer().copy_(bucket.buffer().bfloat16().float())
+        return real(sums, bucket)
+
+    return _hook(wrong)
+
+
+def _never_synchronised(real: Any) -> Any:
+    """The condition for the last micro-batch is off by one, so torch's DDP is told to wait for a later one."""
+
+    def wrong(self: Any, *args: Any, last: bool) -> Any:
+        return real(self, *args, last=False)
+
+    return wrong
+
+
+def _last_microbatch_alone(real: Any) -> Any:
+    def wrong(self: Any, *args: Any, last: bool) -> Any:
+        if last:
+            for parameter in self.parameters.values():
+                if parameter.grad is not None:
+                    parameter.grad.zero_()
+        return real(self, *args, last=last)
+
+    return wrong
+
+
+def _kept(real: Any) -> Any:
+    return lambda self: None
+
+
+def _splits_as_forward(real: Any) -> Any:
+    """The backward pass sends by the splits of the forward one; rows that are too many are cut off, missing ones are zeros."""
+
+    def fitted(rows: Tensor, count: int) -> Tensor:
+        return torch.cat((rows[:count], rows.new_zeros(max(0, count - len(rows)), *rows.shape[1:])))
+
+    def wrong(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        out = _exchange(fitted(grad, sum(ctx.send)), ctx.send, ctx.receive, ctx.axis)
+        return fitted(out, sum(ctx.send)), None, None, None
+
+    return wrong
+
+
+def _own_slice(real: Any) -> Any:
+    """The gradient that the other ranks have for this one's part is left with them."""
+
+    def wrong(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        each = grad.shape[ctx.dim] // ctx.axis.size
+        return grad.narrow(ctx.dim, ctx.axis.index * each, each).contiguous(), None, None
+
+    return wrong
+
+
+def _own_part(real: Any) -> Any:
+    """Only this rank's part of the gradient is there; the others' are not gathered."""
+
+    def wrong(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        parts = [grad if place == ctx.axis.index else torch.zeros_like(grad) for place in range(ctx.axis.size)]
+        return torch.cat(parts, ctx.dim), None, None
+
+    return wrong
+
+
+def _gates_detached(real: Any) -> Any:
+    """Gates travel by a gather that autograd does not know; tokens do not."""
+
+    def wrong(tensor: Tensor, axis: Any, **rest: Any) -> Tensor:
+        gathered: Tensor = real(tensor.detach() if tensor.is_floating_point() and tensor.shape[-1] <= 4 else tensor, axis, **rest)
+        return gathered
+
+    return wrong
+
+
+def _averaged_by_the_engine(real: Any) -> Any:
+    def wrong(self: Any, loss: Tensor, *, last: bool) -> None:
+        real(self, loss, last=last)
+        if last:
+            self.scale_gradients(1 / self.mesh.axis("dp").size)
+
+    return wrong
+
+
+def _experts_doubled(real: Any) -> Any:
+    """Experts' shards are divided by the size of their own group where the loss was divided for all."""
+
+    def wrong(self: Any) -> None:
+        real(self)
+        for name, grad in self._gradients():
+            if self.layouts[name].family == "expert":
+                grad.mul_(self.mesh.axis("ep").size)
+
+    return wrong
+
+
+def _gate_of_all_rows(real: Any) -> Any:
+    """Choices without a row have a gradient too: that of some other choice's row."""
+
+    def wrong(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, Tensor, None]:
+        rows, gate_TK, _ = real(ctx, grad_TD)
+        row_TK = ctx.plan.row_TK
+        return rows, torch.where(row_TK < 0, gate_TK.abs().mean(), gate_TK), None
+
+    return wrong
+
+
+def _norm(change: Any) -> Any:
+    """`change(squares, world)`: of this rank's sums of squares by family, before or in the place of the sum over ranks."""
+
+    def make(real: Any) -> Any:
+        return lambda squares, *, families, world: change(real, squares, families, world)
+
+    return make
+
+
+def _mean_of_norms(real: Any, squares: Tensor, families: Any, world: Any) -> Any:
+    from parallel.mesh.collectives import sum_over
+    from parallel.numerics.clip import GradientNorm
+
+    roots = sum_over(squares.sqrt(), world) / world.size
+    return GradientNorm(roots.square().sum().sqrt().item(), dict(zip(families, roots.tolist(), strict=True)))
+
+
+def _without_experts(real: Any, squares: Tensor, families: Any, world: Any) -> Any:
+    squares[families.index("expert")] = 0
+    return real(squares, families=families, world=world)
+
+
+def _of_each_rank(real: Any, squares: Tensor, families: Any, world: Any) -> Any:
+    return real(squares, families=families, world=replace(world, ranks=(world.ranks[world.index],), index=0, group=None))
+
+
+def _copies_counted(real: Any) -> Any:
+    def wrong(self: Any) -> Any:
+        for name, parameter in self.parameters.items():
+            yield self.layouts[name].family, parameter.grad
+
+    return wrong
+
+
+_DENSE = Case("dense", "ddp", 2, 1, 1, "fp32")
+_DENSE_3 = Case("dense", "ddp", 2, 1, 3, "fp32")
+_EP = Case("switch", "ddp", 2, 2, 1, "fp32")
+_EDP = Case("switch", "ddp", 4, 2, 1, "fp32")  # experts over two ranks, in two copies
+_ROWS = Case("glam", "ddp", 2, 2, 1, "fp32", experts=8)
+
+MUTATIONS = (
+    Mutation(
+        "expert_gradients_times_ep",
+        "An expert's gradient, which has seen the tokens of its whole ep group, is averaged over its copies alone: ep times too large",
+        "deepspeedai/DeepSpeed#5259",
+        "data",
+        _EP,
+        (Edit("parallel.data.ddp:sum_gradients", _experts_times_ep),),
+    ),
+    Mutation(
+        "experts_summed_over_dp",
+        "Experts' gradients are reduced over the group of the dense parameters, so different experts are added up",
+        "NVIDIA/Megatron-LM#5916",
+        "data",
+        _EP,
+        (Edit("parallel.data.ddp:sum_gradients", _experts_over_dp),),
+    ),
+    Mutation(
+        "copies_of_experts_not_summed",
+        "Experts are left out of the data-parallel reduction where they do have copies",
+        "facebookresearch/fairseq#4220",
+        "data",
+        _EDP,
+        (Edit("parallel.data.ddp:sum_gradients", _copies_alone),),
+    ),
+    Mutation(
+        "router_not_reduced",
+        "A rank's gradient of the router is that of its own rows, and the ranks' parts are never summed",
+        "huggingface/transformers#48205",
+        "data",
+        _EP,
+        (Edit("parallel.data.ddp:_sum_bucket", _router_alone),),
+    ),
+    Mutation(
+        "averaged_though_already_a_share",
+        "Gradients are divided once more by what the loss was divided by already: here the data ranks, there the micro-batches",
+        "areal-project/AReaL#1273",
+        "data",
+        _DENSE,
+        (Edit("parallel.data.ddp:_sum_bucket", _averaged),),
+    ),
+    Mutation(
+        "reduced_in_16_bits",
+        "Gradients are rounded to bf16 before they are summed over ranks",
+        "deepspeedai/DeepSpeed#5170",
+        "data",
+        _DENSE,
+        (Edit("parallel.data.ddp:_sum_bucket", _in_half),),
+    ),
+    Mutation(
+        "last_microbatch_not_synchronised",
+        "The micro-batch that ends a step is run without synchronisation: an off-by-one in the condition of no_sync",
+        "modelscope/FunASR#3472",
+        "data",
+        _DENSE_3,
+        (Edit("parallel.data.ddp:DDP.forward", _never_synchronised),),
+    ),
+    Mutation(
+        "only_last_microbatch_counts",
+        "What the earlier micro-batches added up is cleared before the last one",
+        "NVIDIA/Megatron-LM#7186",
+        "data",
+        _DENSE_3,
+        (Edit("parallel.data.ddp:DDP.forward", _last_microbatch_alone),),
+    ),
+    Mutation(
+        "gradients_not_cleared",
+        "A step's gradients are still there in the next one: zero_grad is skipped in one configuration",
+        "deepspeedai/DeepSpeed#7839",
+        "data",
+        Case("switch", "ddp", 1, 1, 1, "fp32"),
+        (Edit("parallel.data.ddp:DDP.drop_gradients", _kept),),
+    ),
+    Mutation(
+        "backward_splits_not_exchanged",
+        "The all-to-all's backward pass uses the splits of the forward one, so gradients go to ranks that did not send the rows",
+        "no public report known to us; reasoned from pytorch/pytorch: torch/distributed/nn/functional.py, _AlltoAllSingle, which "
+        "exchanges them",
+        "expert",
+        _ROWS,
+        (Edit("parallel.mesh.collectives:_AllToAll.backward", _splits_as_forward),),
+    ),
+    Mutation(
+        "gather_backward_takes_own_slice",
+        "all_gather's backward pass takes this rank's slice of its own gradient and forgets what the others have for it",
+        "NVIDIA-NeMo/Automodel#1260; pytorch/xla#5784",
+        "expert",
+        replace(_ROWS, rows="all_gather"),
+        (Edit("parallel.mesh.collectives:_AllGather.backward", _own_slice),),
+    ),
+    Mutation(
+        "scatter_backward_stays_local",
+        "reduce_scatter's backward pass has this rank's part of the gradient alone and does not gather the others'",
+        "huggingface/nanotron#172",
+        "expert",
+        Case("glam", "ddp", 2, 1, 1, "fp32", etp=2, experts=8),
+        (Edit("parallel.mesh.collectives:_ReduceScatter.backward", _own_part),),
+    ),
+    Mutation(
+        "gates_gathered_without_gradient",
+        "Gates are gathered over the ep axis by a collective that autograd does not know: the router learns from its own losses alone",
+        "NVIDIA-NeMo/Automodel#2995",
+        "expert",
+        replace(_ROWS, rows="all_gather"),
+        (Edit("moe.experts.dispatch.all_gather:all_gather", _gates_detached),),
+    ),
+    Mutation(
+        "zero_averages",
+        "ZeRO averages gradients over the ranks whose loss was divided already",
+        "deepspeedai/DeepSpeed#5618",
+        "data",
+        Case("dense", "zero1", 2, 1, 1, "fp32"),
+        (Edit("parallel.data.zero:Zero.backward", _averaged_by_the_engine),),
+    ),
+    Mutation(
+        "sharded_experts_doubled",
+        "Under FSDP with ep 2 experts' gradients come out twice as large",
+        "pytorch/pytorch#160285",
+        "data",
+        Case("gshard", "fsdp", 2, 2, 1, "fp32"),
+        (Edit("parallel.data.fsdp:FSDP.reduce", _experts_doubled),),
+    ),
+    Mutation(
+        "gates_of_absent_rows",
+        "Gates of choices that this rank has no row for get a gradient all the same; the forward pass hides it",
+        "huggingface/transformers#48687",
+        "expert",
+        _ROWS,
+        (Edit("moe.kernels.rows:_Combine.backward", _gate_of_all_rows),),
+    ),
+    Mutation(
+        "norms_of_ranks_averaged",
+        "The gradient norm is the mean of the ranks' norms though experts differ from rank to rank",
+        "deepspeedai/DeepSpeed#8475",
+        "data",
+        _EP,
+        (Edit("parallel.numerics.clip:norm_of", _norm(_mean_of_norms)),),
+    ),
+    Mutation(
+        "experts_left_out_of_the_norm",
+        "The norm that clipping goes by does not count experts",
+        "deepspeedai/DeepSpeed#8476",
+        "data",
+        _EP,
+        (Edit("parallel.numerics.clip:norm_of", _norm(_without_experts)),),
+    ),
+    Mutation(
+        "each_rank_clips_by_its_own_norm",
+        "Every rank clips by the norm of what it holds, so copies of one parameter move differently",
+        "NVIDIA-NeMo/Automodel#3816",
+        "data",
+        _EP,
+        (Edit("parallel.numerics.clip:norm_of", _norm(_of_each_rank)),),
+    ),
+    Mutation(
+        "copies_counted_in_the_norm",
+        "Every rank adds the squares of parameters that all of them hold",
+        "hpcaitech/ColossalAI#2192",
+        "data",
+        _DENSE,
+        (Edit("parallel.data.ddp:DDP.owned_gradients", _copies_counted),),
+    ),
+)

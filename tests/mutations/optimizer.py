@@ -1,0 +1,223 @@
+"""The update: who decays, who is clipped, who is stepped, by which rate; and whose selection bias moves by which load."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe.verify.cases import Case
+from tests.mutations.mutation import Edit, Mutation
+
+
+def _also(*words: str) -> Any:
+    """Decay on every parameter whose name holds one of the words, too."""
+
+    def make(real: Any) -> Any:
+        def wrong(self: Any, parameters: Any) -> Any:
+            more = replace(self, decays=lambda name, parameter: self.decays(name, parameter) or any(word in name for word in words))
+            return real(more, parameters)
+
+        return wrong
+
+    return make
+
+
+def _into_the_gradient(real: Any) -> Any:
+    """Decay is added to the gradient, so that Adam scales it, instead of taken off the weight."""
+
+    def wrong(self: Any, groups: Any, wholes: Any = None) -> Any:
+        optimizer = real(self, groups, wholes)
+
+        def before(*_: Any) -> None:
+            for group in optimizer.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None and group["weight_decay"]:
+                        p.grad.add_(p.data, alpha=group["weight_decay"])
+                        p.data.div_(1 - group["lr"] * group["weight_decay"])
+
+        optimizer.register_step_pre_hook(before)
+        return optimizer
+
+    return wrong
+
+
+def _experts_not_clipped(real: Any) -> Any:
+    def wrong(self: Any, factor: float) -> None:
+        held = [p.grad for name, p in self.parameters.items() if ".experts." not in name and p.grad is not None]
+        torch._foreach_mul_(held, factor)
+
+    return wrong
+
+
+def _experts_not_stepped(real: Any) -> Any:
+    """The optimizer was made before the experts were replaced by this rank's, and holds the old ones."""
+
+    def wrong(self: Any, parameters: Any) -> Any:
+        return real(self, [(name, p) for name, p in parameters if ".experts." not in name])
+
+    return wrong
+
+
+def _first_group_alone(real: Any) -> Any:
+    """A new learning rate reaches one group of parameters."""
+
+    def wrong(self: Any, lr: float) -> None:
+        rates = [group["lr"] or lr for group in self.optimizer.param_groups]
+        first = self.optimizer.param_groups[0]
+
+        def keep(*_: Any) -> None:
+            for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+                group["lr"] = lr if group is first else rate / 2
+
+        handle = self.optimizer.register_step_pre_hook(keep)
+        try:
+            real(self, lr)
+        finally:
+            handle.remove()
+
+    return wrong
+
+
+def _without_correction(real: Any) -> Any:
+    """Adam's moments are used as if many steps had been made."""
+
+    def wrong(self: Any, lr: float) -> None:
+        for state in self.optimizer.state.values():
+            state["step"].add_(0.0)
+        for group in self.optimizer.param_groups:
+            for p in group["params"]:
+                if not self.optimizer.state.get(p):
+                    self.optimizer.state[p] = {
+                        "step": torch.tensor(1000.0),
+                        "exp_avg": torch.zeros_like(p),
+                        "exp_avg_sq": torch.zeros_like(p),
+                    }
+        real(self, lr)
+
+    return wrong
+
+
+def _of_this_rank(real: Any) -> Any:
+    """The load that moves the bias is what the first micro-batch's rank saw: it is not summed over ranks."""
+
+    def wrong(model: Any, load: dict[int, Tensor]) -> None:
+        from moe.model.transformer import moe_layers
+
+        mine = {layer.layer: getattr(layer, "seen_load", load[layer.layer]) for layer in moe_layers(model)}
+        real(model, mine)
+
+    return wrong
+
+
+def _notes_load(real: Any) -> Any:
+    def wrong(self: Any, x_BLD: Tensor, context: Any) -> Any:
+        out, report = real(self, x_BLD, context)
+        self.seen_load = report.load_E
+        return out, report
+
+    return wrong
+
+
+def _each_microbatch(real: Any) -> Any:
+    """The bias moves after every micro-batch, so later ones of a step are routed by another bias than the first."""
+
+    def wrong(self: Any, x_BLD: Tensor, context: Any) -> Any:
+        out, report = real(self, x_BLD, context)
+        if self.training and self.router.bias_E is not None and torch.is_grad_enabled():
+            mean = report.load_E.double().mean()
+            self.router.bias_E += self.router.spec.bias_rate * torch.sign(mean - report.load_E).float()
+        return out, report
+
+    return wrong
+
+
+_GROUPS = "parallel.data.engine:Rule.groups"
+_DENSE = Case("dense", "ddp", 1, 1, 1, "fp32")
+_SWITCH = Case("switch", "ddp", 1, 1, 1, "fp32")
+_DEEPSEEK_2 = Case("deepseek", "ddp", 2, 1, 1, "fp32")
+
+MUTATIONS = (
+    Mutation(
+        "norms_decay",
+        "Gains of norms are decayed, as if they were matrices",
+        "ServiceNow/Fast-LLM#542",
+        "data",
+        _DENSE,
+        (Edit(_GROUPS, _also("norm.weight")),),
+    ),
+    Mutation(
+        "everything_decays",
+        "Weight decay is on all parameters, biases of positions included",
+        "dingo-actual/om#12",
+        "data",
+        Case("gshard", "ddp", 1, 1, 1, "fp32"),
+        (Edit(_GROUPS, _also("")),),
+    ),
+    Mutation(
+        "routers_decay",
+        "Weight decay on the router, which the recipe leaves out",
+        "no public report known to us; reasoned from marin-community/marin#8833, a recipe that decays them on purpose",
+        "data",
+        _SWITCH,
+        (Edit(_GROUPS, _also(".router.")),),
+    ),
+    Mutation(
+        "decay_in_the_gradient",
+        "Decay is added to the gradient and goes through Adam's scaling",
+        "Loshchilov and Hutter, arXiv 1711.05101; huggingface/transformers#188",
+        "data",
+        _DENSE,
+        (Edit("parallel.data.engine:AdamW.build", _into_the_gradient),),
+    ),
+    Mutation(
+        "experts_left_out_of_clipping",
+        "Experts are not clipped",
+        "laekov/fastmoe#29",
+        "data",
+        _SWITCH,
+        (Edit("parallel.data.ddp:DDP.scale_gradients", _experts_not_clipped),),
+    ),
+    Mutation(
+        "experts_frozen",
+        "The optimizer holds the experts that were there before this rank's were put in their place: they never move",
+        "deepspeedai/DeepSpeed#8377",
+        "data",
+        _SWITCH,
+        (Edit(_GROUPS, _experts_not_stepped),),
+    ),
+    Mutation(
+        "rate_of_one_group",
+        "A learning rate reaches some groups of parameters and not the others",
+        "deepspeedai/DeepSpeedExamples#756",
+        "data",
+        _DENSE,
+        (Edit("parallel.data.ddp:DDP.step", _first_group_alone),),
+    ),
+    Mutation(
+        "no_bias_correction",
+        "Adam's count of steps is not that of the updates made, so that young moments are taken for old ones",
+        "deepspeedai/DeepSpeed#1823",
+        "data",
+        _DENSE,
+        (Edit("parallel.data.ddp:DDP.step", _without_correction),),
+    ),
+    Mutation(
+        "bias_by_local_load",
+        "The selection bias moves by the load of one rank",
+        "pytorch/torchtitan#1114",
+        "data",
+        _DEEPSEEK_2,
+        (Edit("moe.train.loop.step:move_biases", _of_this_rank), Edit("moe.experts.layer:MoELayer.forward", _notes_load)),
+    ),
+    Mutation(
+        "bias_each_microbatch",
+        "The selection bias moves after each micro-batch",
+        "pytorch/torchtitan#1304",
+        "data",
+        Case("deepseek", "ddp", 1, 1, 3, "fp32"),
+        (Edit("moe.experts.layer:MoELayer.forward", _each_microbatch),),
+    ),
+)

@@ -1,0 +1,161 @@
+"""Stages: versions of weights, micro-batches that are lost or scaled, tied embeddings, norms and losses of one stage alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from moe.verify.cases import Case, pipeline_cases
+from tests.mutations.mutation import Edit, Mutation
+
+
+def _case(model: str, schedule: str, *, world: int = 2, pp: int = 2) -> Case:
+    """The one of `moe verify` in fp32 and without recompute."""
+    wanted = (model, "ddp", world, pp, schedule, "fp32", "none")
+    return next(c for c in pipeline_cases(world) if (c.model, c.kind, c.world, c.pp, c.schedule, c.precision, c.recompute) == wanted)
+
+
+def _newest(real: Any) -> Any:
+    return lambda self, version: nullcontext()
+
+
+def _embedding_left_out(real: Any) -> Any:
+    def wrong(self: Any, names: Iterable[str]) -> None:
+        real(self, [name for name in names if not name.startswith("embedding")])
+
+    return wrong
+
+
+def _of_one_stage(real: Any) -> Any:
+    def wrong(squares: Tensor, *, families: tuple[str, ...], world: Any) -> Any:
+        return real(squares, families=families, world=replace(world, ranks=(world.ranks[world.index],), index=0, group=None))
+
+    return wrong
+
+
+def _raw_sum(real: Any) -> Any:
+    """The schedule runs backward from the sum of the tokens' losses; what is reported is divided."""
+
+    def wrong(self: Any, stage: int, microbatch: int, x: Tensor | None) -> Tensor:
+        output: Tensor = real(self, stage, microbatch, x)
+        tokens = self.passes[microbatch].inputs_BL.numel() * len(self.passes)
+        return output * tokens if output.ndim == 0 else output
+
+    return wrong
+
+
+def _scaled_each_time(real: Any) -> Any:
+    """What was added up is divided again after every micro-batch."""
+
+    def wrong(self: Any, output: Any, gradient: Tensor | None) -> None:
+        real(self, output, gradient)
+        for parameter in self.executor.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.div_(2)
+
+    return wrong
+
+
+def _cleared_each_time(real: Any) -> Any:
+    def wrong(self: Any, output: Any, gradient: Tensor | None) -> None:
+        for parameter in self.executor.model.parameters():
+            parameter.grad = None
+        real(self, output, gradient)
+
+    return wrong
+
+
+def _passed_on(real: Any) -> Any:
+    return lambda x, loss, *, scale: x
+
+
+def _replicas_forgotten(real: Any) -> Any:
+    """The last stage's ranks never come to the micro-batch that would sum over their replicas."""
+
+    def wrong(self: Any) -> None:
+        if self.mesh.axis("pp").index + 1 < self.mesh.axis("pp").size:
+            real(self)
+
+    return wrong
+
+
+_STAGED = "moe.train.parts.executor:_Stages"
+
+MUTATIONS = (
+    Mutation(
+        "weights_not_stashed",
+        "A backward pass reads weights that were updated since its forward pass",
+        "PipeDream, arXiv 1806.03377, section 3.3",
+        "pipeline",
+        _case("gshard", "pipedream", world=4, pp=4),
+        (Edit("parallel.pipeline.weights:Versions.reading", _newest),),
+    ),
+    Mutation(
+        "one_version_of_two",
+        "Micro-batches of a batch read the newest weights, not those that the batch began with",
+        "PipeDream-2BW, arXiv 2006.09503, section 3.1",
+        "pipeline",
+        _case("dense", "two_bw"),
+        (Edit("parallel.pipeline.weights:Versions.reading", _newest),),
+    ),
+    Mutation(
+        "tied_embedding_summed_once",
+        "The gradient of an embedding that the head is tied to stays each stage's own",
+        "NVIDIA/Megatron-LM#844",
+        "pipeline",
+        _case("gshard", "1f1b"),
+        (Edit("parallel.pipeline.replicas:StageReplicas._start", _embedding_left_out),),
+    ),
+    Mutation(
+        "norm_of_one_stage",
+        "Each stage clips by the norm of its own parameters",
+        "pytorch/torchtitan#596",
+        "pipeline",
+        _case("dense", "1f1b"),
+        (Edit("parallel.numerics.clip:norm_of", _of_one_stage),),
+    ),
+    Mutation(
+        "backward_from_the_raw_sum",
+        "With stages, backward runs from the sum of the tokens' losses, which is divided for the report alone",
+        "pytorch/torchtitan#2972",
+        "pipeline",
+        _case("dense", "1f1b"),
+        (Edit(f"{_STAGED}.forward", _raw_sum),),
+    ),
+    Mutation(
+        "accumulated_gradients_scaled_again",
+        "What micro-batches added up is divided once more with every further one",
+        "pytorch/torchtitan#1733",
+        "pipeline",
+        _case("dense", "1f1b"),
+        (Edit(f"{_STAGED}.backward", _scaled_each_time),),
+    ),
+    Mutation(
+        "stage_started_anew_each_microbatch",
+        "A stage clears its gradients between micro-batches; the loss looks right",
+        "NVIDIA-NeMo/Automodel#3530",
+        "pipeline",
+        _case("dense", "gpipe"),
+        (Edit(f"{_STAGED}.backward", _cleared_each_time),),
+    ),
+    Mutation(
+        "auxiliary_loss_ignored_by_stages",
+        "The layer as a stage of a pipeline returns its output and leaves the auxiliary loss behind",
+        "deepspeedai/Megatron-DeepSpeed#151",
+        "pipeline",
+        _case("deepseek", "1f1b"),
+        (Edit("moe.experts.layer:join", _passed_on),),
+    ),
+    Mutation(
+        "replicas_of_a_stage_not_summed",
+        "With data and pipeline parallelism one stage's ranks never synchronise their gradients",
+        "huggingface/picotron#5",
+        "pipeline",
+        _case("dense", "1f1b", world=4),
+        (Edit("parallel.data.ddp:DDP.reduce", _replicas_forgotten),),
+    ),
+)

@@ -1,0 +1,214 @@
+"""16 bits and the loss scale: what is scaled, what is rounded, and who learns of an overflow."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe.verify.cases import Case
+from tests.mutations.mutation import Edit, Mutation
+
+
+def _unscaled_auxiliary(real: Any) -> Any:
+    return lambda *args, **rest: [replace(p, context=replace(p.context, auxiliary_scale=p.share)) for p in real(*args, **rest)]
+
+
+def _clipped_before_unscaled(real: Any) -> Any:
+    """Clipping goes by the norm of gradients that still have the loss scale."""
+
+    def wrong(norm: float, limit: float | None) -> float:
+        factor: float = real(norm * 1024.0, limit)
+        return factor
+
+    return wrong
+
+
+def _unscaled_twice(real: Any) -> Any:
+    """Gradients are divided by the loss scale before the step and in it; the norm that is shown is right."""
+
+    def wrong(self: Any, factor: float) -> None:
+        real(self, factor / 1024.0)
+
+    return wrong
+
+
+def _own_finiteness(real: Any) -> Any:
+    """Whether a gradient overflowed is each rank's own business: the others step."""
+
+    def wrong(squares: Tensor, *, families: tuple[str, ...], world: Any) -> Any:
+        bad = not bool(squares.isfinite().all())
+        norm = real(torch.zeros_like(squares) if bad else squares, families=families, world=world)
+        return replace(norm, total=float("inf")) if bad else norm
+
+    return wrong
+
+
+def _stepped_anyway(real: Any) -> Any:
+    """A skipped step makes an update of zero gradients: Adam's count and moments move."""
+
+    def wrong(self: Any) -> None:
+        if not _overflowed(self):  # gradients go after every step
+            return real(self)  # type: ignore[no-any-return]
+        for parameter in self.parameters.values():
+            if parameter.grad is not None:
+                parameter.grad.zero_()
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.0
+        self.optimizer.step()
+        return real(self)  # type: ignore[no-any-return]
+
+    return wrong
+
+
+def _overflowed(engine: Any) -> bool:
+    return any(p.grad is not None and not bool(p.grad.isfinite().all()) for p in engine.parameters.values())
+
+
+def _kept_when_skipped(real: Any) -> Any:
+    """A skipped step leaves its gradients, finite ones, for the next step."""
+
+    def wrong(self: Any) -> None:
+        if not _overflowed(self):
+            return real(self)  # type: ignore[no-any-return]
+        for parameter in self.parameters.values():
+            if parameter.grad is not None:
+                parameter.grad.nan_to_num_(0.0, 0.0, 0.0)
+        return None
+
+    return wrong
+
+
+def _loss_in_16_bits(real: Any) -> Any:
+    """Logits stay in the compute dtype through softmax and loss."""
+
+    def wrong(x_BLD: Tensor, targets_BL: Tensor, matrix: Any, **rest: Any) -> Tensor:
+        import torch.nn.functional as F
+
+        from moe.nn.vocabulary import project
+
+        logits = project(x_BLD, matrix, recast=rest["recast"])
+        return F.cross_entropy(logits.flatten(0, 1), targets_BL.flatten(), reduction="sum").float()
+
+    return wrong
+
+
+def _router_in_16_bits(real: Any) -> Any:
+    """Logits of the router are a product in the compute dtype."""
+    return lambda x_TI, weight_OI: torch.nn.functional.linear(x_TI.bfloat16(), weight_OI.bfloat16()).float()
+
+
+def _half_of_the_parts(real: Any) -> Any:
+    """After the step, working weights are taken from the wrong part of the master weights: the first rank's alone are new."""
+
+    def wrong(self: Any, lr: float) -> None:
+        before = {name: p.data.clone() for name, p in self.parameters.items()}
+        real(self, lr)
+        for name, parameter in self.parameters.items():
+            if ".attention." in name:
+                parameter.data.copy_(before[name])
+
+    return wrong
+
+
+def _weights_of_16_bits(real: Any) -> Any:
+    """The update is written to 16-bit weights, and what is smaller than their spacing is lost."""
+
+    def wrong(self: Any, lr: float) -> None:
+        real(self, lr)
+        for parameter in self.parameters.values():
+            parameter.data.copy_(parameter.data.bfloat16().float())
+
+    return wrong
+
+
+_FP16 = Case("deepseek", "ddp", 1, 1, 1, "fp16")
+_FP16_DENSE = Case("dense", "ddp", 1, 1, 1, "fp16")
+_BF16 = Case("dense", "ddp", 1, 1, 1, "bf16")
+_OVERFLOW = Case("deepseek", "ddp", 2, 2, 1, "fp32", overflow=True)
+_OVERFLOW_1 = Case("deepseek", "ddp", 1, 1, 1, "fp32", overflow=True)
+
+MUTATIONS = (
+    Mutation(
+        "auxiliary_loss_without_loss_scale",
+        "In fp16 the auxiliary losses join the backward pass without the loss scale, and unscaling makes them vanish",
+        "NVIDIA-NeMo/Automodel#1412",
+        "data",
+        _FP16,
+        (Edit("moe.train.loop.step:passes_of", _unscaled_auxiliary),),
+    ),
+    Mutation(
+        "clipped_before_unscaled",
+        "Gradients are clipped while they still have the loss scale",
+        "Lightning-AI/pytorch-lightning#9599",
+        "data",
+        _FP16_DENSE,
+        (Edit("moe.train.loop.step:clip_factor", _clipped_before_unscaled),),
+    ),
+    Mutation(
+        "unscaled_twice",
+        "Gradients are divided by the loss scale before the step and again in it",
+        "THUDM/slime#1842",
+        "data",
+        _FP16_DENSE,
+        (Edit("parallel.data.ddp:DDP.scale_gradients", _unscaled_twice),),
+    ),
+    Mutation(
+        "overflow_known_to_one_rank",
+        "The rank whose gradient overflowed skips the step, and the others make it",
+        "hpcaitech/ColossalAI#1175",
+        "data",
+        _OVERFLOW,
+        (Edit("parallel.numerics.clip:norm_of", _own_finiteness),),
+    ),
+    Mutation(
+        "skipped_step_counted",
+        "A skipped step counts in Adam's bias correction, and its moments decay",
+        "allenai/OLMo-core#309",
+        "data",
+        _OVERFLOW_1,
+        (Edit("parallel.data.ddp:DDP.drop_gradients", _stepped_anyway),),
+    ),
+    Mutation(
+        "skipped_step_keeps_gradients",
+        "Gradients of a skipped step are not cleared and are added to the next step's",
+        "deepspeedai/DeepSpeed#7839",
+        "data",
+        _OVERFLOW_1,
+        (Edit("parallel.data.ddp:DDP.drop_gradients", _kept_when_skipped),),
+    ),
+    Mutation(
+        "loss_in_16_bits",
+        "Softmax and cross-entropy run in the compute dtype",
+        "Modalities/modalities#464",
+        "data",
+        _BF16,
+        (Edit("moe.model.transformer:summed_loss", _loss_in_16_bits),),
+    ),
+    Mutation(
+        "router_in_16_bits",
+        "The router computes in bf16, and tokens at a near tie go elsewhere",
+        "deepspeedai/DeepSpeed#5156",
+        "data",
+        Case("switch", "ddp", 1, 1, 1, "fp32"),
+        (Edit("moe.router.router:linear_fp32", _router_in_16_bits),),
+    ),
+    Mutation(
+        "working_weights_not_refreshed",
+        "After the step some working weights are not replaced by what their master weights became",
+        "deepspeedai/DeepSpeed#2058",
+        "data",
+        Case("dense", "ddp", 2, 1, 1, "fp32"),
+        (Edit("parallel.data.ddp:DDP.step", _half_of_the_parts),),
+    ),
+    Mutation(
+        "no_master_weights",
+        "The optimizer steps 16-bit weights though fp32 master weights were asked for",
+        "NVIDIA/apex#1731",
+        "data",
+        Case("dense", "ddp", 1, 1, 1, "fp32"),
+        (Edit("parallel.data.ddp:DDP.step", _weights_of_16_bits),),
+    ),
+)

@@ -1,0 +1,527 @@
+"""Routers: who is chosen, who has a slot, which gates, which losses; what the layer does with dropped tokens and with recompute."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe.verify.cases import Case
+from tests.mutations.mutation import Edit, Mutation
+
+
+def _one_more(real: Any) -> Any:
+    """A position that counts from 1 is compared as if it counted from 0."""
+
+    def wrong(*args: Any, slots_each: int | None, **rest: Any) -> Tensor:
+        kept: Tensor = real(*args, slots_each=None if slots_each is None else slots_each + 1, **rest)
+        return kept
+
+    return wrong
+
+
+def _no_capacity(real: Any) -> Any:
+    return lambda *args, slots_each, **rest: real(*args, slots_each=None, **rest)
+
+
+def _choices_twice(real: Any) -> Any:
+    """Rows are counted, which are tokens times choices, and multiplied by the choices again."""
+
+    def wrong(spec: Any, group_tokens: int, **rest: Any) -> int | None:
+        return real(spec, group_tokens * spec.num_choices, **rest)  # type: ignore[no-any-return]
+
+    return wrong
+
+
+def _last_come_first(real: Any) -> Any:
+    """Who is dropped is left to the order of equal values in a sort: here the first ones are."""
+
+    def wrong(expert_TK: Tensor, active_TK: Tensor, *, num_groups: int, **rest: Any) -> Tensor:
+        def turned(x: Tensor) -> Tensor:
+            return x.view(num_groups, -1, x.shape[1]).flip(1).reshape(x.shape)
+
+        return turned(real(turned(expert_TK), turned(active_TK), num_groups=num_groups, **rest))
+
+    return wrong
+
+
+def _seconds_from_the_start(real: Any) -> Any:
+    """Second choices count their positions from 0, as if no first choice stood before them."""
+
+    def wrong(expert_TK: Tensor, active_TK: Tensor, **rest: Any) -> Tensor:
+        columns = [real(expert_TK[:, k : k + 1], active_TK[:, k : k + 1], **rest) for k in range(expert_TK.shape[1])]
+        return torch.cat(columns, 1)
+
+    return wrong
+
+
+def _negative_outranked(real: Any) -> Any:
+    """Tokens that did not choose an expert count as logits of 0 there, and so stand before those with a negative one."""
+
+    def wrong(self: Any, scores_TE: Tensor, logits_TE: Tensor, **rest: Any) -> Any:
+        made = real(self, scores_TE, logits_TE, **rest)
+        if made.capacity is None:
+            return made
+        kept_TK = made.kept_TK & (logits_TE.gather(1, made.chosen.expert_TK) >= 0)
+        return replace(made, kept_TK=kept_TK)
+
+    return wrong
+
+
+def _cut_off(real: Any) -> Any:
+    return lambda x, weight: real(x.detach(), weight) if weight.shape[0] > 2 else real(x, weight)
+
+
+def _jitter_in_place(real: Any) -> Any:
+    """The router's input is multiplied where it stands, and experts read it afterwards."""
+
+    def wrong(self: Any, x_BLD: Tensor, context: Any) -> Any:
+        if self.router.spec.jitter:
+            size = self.router.spec.jitter
+            noise = context.uniform(f"{self.router.name}.jitter", x_BLD.shape[-1]).mul(2 * size).add(1 - size)
+            x_BLD = x_BLD * noise.view_as(x_BLD)
+        return real(self, x_BLD, context)
+
+    return wrong
+
+
+def _undisturbed(real: Any) -> Any:
+    return lambda x_TD, uniform_TD, size: x_TD
+
+
+def _added_to_logits(real: Any) -> Any:
+    """Jitter is added, a number about 1, in the place of multiplying."""
+    return lambda x_TD, uniform_TD, size: x_TD + uniform_TD * 2 * size + (1 - size)
+
+
+def _made_one(real: Any) -> Any:
+    """A top-1 gate is divided by the sum of the gates, which is itself."""
+
+    def wrong(*args: Any, **rest: Any) -> Tensor:
+        gate_TK: Tensor = real(*args, **rest)
+        return gate_TK / gate_TK.sum(-1, keepdim=True).clamp(min=1e-20)
+
+    return wrong
+
+
+def _not_made_one(real: Any) -> Any:
+    return lambda *args, spec, **rest: real(*args, spec=replace(spec, gates="as_is"), **rest)
+
+
+def _scaled_twice(real: Any) -> Any:
+    return lambda *args, spec, **rest: real(*args, spec=spec, **rest) * spec.gate_scale
+
+
+def _biased(real: Any) -> Any:
+    """Gates are taken from the scores that the bias was added to, which only choose."""
+
+    def wrong(self: Any, x_TD: Tensor, **rest: Any) -> Any:
+        routing = real(self, x_TD, **rest)
+        if self.bias_E is None:
+            return routing
+        return replace(routing, gate_TK=routing.gate_TK + self.bias_E[routing.expert_TK])
+
+    return wrong
+
+
+def _dropped_keep_input(real: Any) -> Any:
+    """A token without a slot gives its input times a gate that no expert was weighed by."""
+
+    def wrong(self: Any, x_TD: Tensor, routing: Any, experts: Any, **rest: Any) -> Tensor:
+        y_TD: Tensor = real(self, x_TD, routing, experts, **rest)
+        dropped_T = ~routing.kept_TK.any(1)
+        out_TD: Tensor = y_TD + x_TD * (routing.gate_TK.amax(1) * dropped_T).unsqueeze(1)
+        return out_TD
+
+    return wrong
+
+
+def _pass_lost(real: Any) -> Any:
+    """A token without a slot is zero in the stream of residuals too."""
+
+    def wrong(self: Any, x_BLD: Tensor, context: Any) -> Any:
+        out_BLD, report = real(self, x_BLD, context)
+        if self.moe is None:
+            return out_BLD, report
+        routing = self.moe.router(
+            self.ffn_norm(x_BLD).flatten(0, 1).detach(), sequence_tokens=x_BLD.shape[1], context=replace(context, replay=None)
+        )
+        return out_BLD * routing.kept_TK.any(1).view(*x_BLD.shape[:2], 1), report
+
+    return wrong
+
+
+def _discarded(real: Any) -> Any:
+    """The tensor that carries the auxiliary loss into the backward pass is made, and not used."""
+
+    def wrong(x: Tensor, loss: Tensor, *, scale: float) -> Tensor:
+        real(x, loss, scale=scale)
+        return x
+
+    return wrong
+
+
+def _twice(real: Any) -> Any:
+    return lambda x, loss, *, scale: real(x, loss, scale=2 * scale)
+
+
+def _without_share(real: Any) -> Any:
+    """Each micro-batch adds the whole auxiliary loss, not its share of the batch."""
+
+    def wrong(*args: Any, **rest: Any) -> Any:
+        return [replace(p, context=replace(p.context, auxiliary_scale=1.0)) for p in real(*args, **rest)]
+
+    return wrong
+
+
+def _joined_again(real: Any) -> Any:
+    """The loss joins the backward pass in the first forward pass and in the one that recompute runs."""
+
+    def wrong(self: Any, x_BLD: Tensor, context: Any) -> Any:
+        doubled = context if context.replay is None else replace(context, auxiliary_scale=2 * context.auxiliary_scale)
+        return real(self, x_BLD, doubled)
+
+    return wrong
+
+
+def _too_small(real: Any) -> Any:
+    """The loss over the global batch is divided by the data ranks once more."""
+
+    def wrong(*args: Any, step: Any = None, **rest: Any) -> Tensor:
+        loss: Tensor = real(*args, step=step, **rest)
+        ranks = torch.distributed.get_world_size()
+        return loss if step is None else loss / ranks
+
+    return wrong
+
+
+def _other_choices(real: Any) -> Any:
+    """All choices count as load where the router's paper counts the first."""
+    return lambda layer, spec, routing, context: real(layer, replace(spec, balance_counts="all"), routing, context)
+
+
+def _kept_alone(real: Any) -> Any:
+    return lambda layer, spec, routing, context: real(layer, spec, replace(routing, counted_TK=routing.kept_TK), context)
+
+
+def _local_share(real: Any) -> Any:
+    """The share of choices is this rank's, where the loss is over the global batch."""
+
+    def wrong(*args: Any, whole: Any, **rest: Any) -> Any:
+        return real(*args, whole=lambda mine: mine, **rest)
+
+    return wrong
+
+
+def _padding_counted(real: Any) -> Any:
+    """Auxiliary losses take padding for tokens."""
+
+    def wrong(layer: int, spec: Any, routing: Any, context: Any) -> Any:
+        return real(layer, spec, replace(routing, valid_T=None), context)
+
+    return wrong
+
+
+def _padding_routed(real: Any) -> Any:
+    """Padding asks for slots, and real tokens are dropped for it."""
+
+    def wrong(self: Any, scores_TE: Tensor, logits_TE: Tensor, *, context: Any, **rest: Any) -> Any:
+        return real(self, scores_TE, logits_TE, context=replace(context, valid_T=None), **rest)
+
+    return wrong
+
+
+def _same_on_all(real: Any) -> Any:
+    """Random numbers are drawn by a token's place on its rank, not in the batch: every rank has the same."""
+
+    def wrong(self: Any, name: str, width: int) -> Tensor:
+        drawn: Tensor = real(replace(self, position_T=self.position_T - self.position_T[0]), name, width)
+        return drawn
+
+    return wrong
+
+
+def _each_counts_alike(real: Any) -> Any:
+    """A micro-batch's loss is the mean over its own tokens, and the means are averaged."""
+
+    def wrong(x_BLD: Tensor, targets_BL: Tensor, matrix: Any, **rest: Any) -> Tensor:
+        loss: Tensor = real(x_BLD, targets_BL, matrix, **rest)
+        return loss * targets_BL.numel() / (targets_BL >= 0).sum().clamp(min=1)
+
+    return wrong
+
+
+def _decided_again(real: Any) -> Any:
+    """A pass that is computed again decides anew, and otherwise; as many rows go to each expert, or torch itself would notice."""
+    seen: set[tuple[int, str, int, int]] = set()
+
+    def wrong(self: Any, name: str, decide: Any) -> Any:
+        if self.replay is None:
+            return decide()
+        key = (self.step, name, int(self.position_T[0]), torch.distributed.get_rank())
+        made = decide()
+        if key in seen:
+            return replace(made, expert_TK=made.expert_TK.roll(1, 0), kept_TK=made.kept_TK.roll(1, 0))
+        seen.add(key)
+        return made
+
+    return wrong
+
+
+def _first_run(real: Any) -> Any:
+    """Every rank of the ep axis has the values of the first experts."""
+
+    def wrong(name: str, layout: Any, mesh: Any, within: Any = None) -> Any:
+        for tensor in real(name, layout, mesh, within):
+            yield tensor if tensor.place is None else tensor._replace(name=layout.unstack.format(tensor.place))
+
+    return wrong
+
+
+_ONE = Case("switch", "ddp", 1, 1, 1, "fp32")
+_TWO = Case("switch", "ddp", 2, 1, 1, "fp32")
+_GSHARD = Case("gshard", "ddp", 1, 1, 1, "fp32")
+_DEEPSEEK = Case("deepseek", "ddp", 1, 1, 1, "fp32")
+_DEEPSEEK_2 = Case("deepseek", "ddp", 2, 1, 1, "fp32")
+_GLAM = Case("glam", "ddp", 1, 1, 1, "fp32", experts=8)
+_RECOMPUTED = Case("switch", "ddp", 1, 1, 1, "fp32", "full")
+_PADDED = Case("gshard", "ddp", 1, 1, 3, "fp32", padded=True)
+_KEPT = "moe.router.router:kept_choices"
+
+MUTATIONS = (
+    Mutation(
+        "one_slot_too_many",
+        "Each expert takes one token more than its capacity says: positions that count from 1 are compared as if they counted from 0",
+        "no public report known to us; reasoned from arXiv 2101.03961, equation 3",
+        "data",
+        _ONE,
+        (Edit(_KEPT, _one_more),),
+    ),
+    Mutation(
+        "capacity_ignored",
+        "No token is dropped whatever the capacity factor",
+        "deepspeedai/DeepSpeed#1658",
+        "data",
+        _ONE,
+        (Edit(_KEPT, _no_capacity),),
+    ),
+    Mutation(
+        "capacity_counts_choices_twice",
+        "Capacity is worked out from rows, which are tokens times choices, and multiplied by the choices once more",
+        "no public report known to us; reasoned from databricks/megablocks: layers/moe.py, parallel_forward_once, which counts rows that "
+        "were copied for each choice",
+        "data",
+        _DEEPSEEK,
+        (Edit("moe.router.router:slots_of", _choices_twice),),
+    ),
+    Mutation(
+        "dropped_by_chance_of_a_sort",
+        "Who is dropped by position is left to a top-k over equal values, which keeps any of them",
+        "no public report known to us; reasoned from deepspeedai/DeepSpeed: moe/sharded_moe.py, top1gating, a top-k over a mask",
+        "data",
+        _ONE,
+        (Edit(_KEPT, _last_come_first),),
+    ),
+    Mutation(
+        "second_choices_queue_from_the_start",
+        "Positions are counted along the wrong dim: second choices do not queue behind first ones, and an expert gets too many",
+        "huggingface/transformers#48293",
+        "expert",
+        _GLAM,
+        (Edit(_KEPT, _seconds_from_the_start),),
+    ),
+    Mutation(
+        "negative_logits_outranked",
+        "Tokens are ranked by logits with 0 for those that did not choose the expert: a negative logit loses its slot",
+        "deepspeedai/DeepSpeed#7986",
+        "expert",
+        Case("megatron", "ddp", 1, 1, 1, "fp32", experts=8),
+        (Edit("moe.router.router:Router.decide", _negative_outranked),),
+    ),
+    Mutation(
+        "router_input_without_gradient",
+        "On its way to the router the input loses its gradient: the layers below learn nothing of what it wants",
+        "NVIDIA-NeMo/Automodel#2995",
+        "data",
+        _ONE,
+        (Edit("moe.router.router:linear_fp32", _cut_off),),
+    ),
+    Mutation(
+        "jitter_reaches_the_experts",
+        "Jitter is written into the layer's input, which experts read too",
+        "huggingface/transformers#33969",
+        "data",
+        _ONE,
+        (Edit("moe.experts.layer:MoELayer.forward", _jitter_in_place), Edit("moe.router.router:jittered", _undisturbed)),
+    ),
+    Mutation(
+        "jitter_added",
+        "Numbers about 1 are added where they should multiply",
+        "no public report known to us; reasoned from laekov/fastmoe: gates/switch_gate.py, against arXiv 2101.03961, appendix",
+        "data",
+        _ONE,
+        (Edit("moe.router.router:jittered", _added_to_logits),),
+    ),
+    Mutation(
+        "top_1_gate_made_one",
+        "A top-1 gate is divided by itself, and the router learns nothing from the model's loss",
+        "jingyaogong/minimind#858",
+        "data",
+        _ONE,
+        (Edit("moe.router.router:chosen_gates", _made_one),),
+    ),
+    Mutation(
+        "gates_not_made_one",
+        "Gates of a renormalising router are used as they are",
+        "sgl-project/sglang#31449",
+        "data",
+        _DEEPSEEK,
+        (Edit("moe.router.router:chosen_gates", _not_made_one),),
+    ),
+    Mutation(
+        "gate_scale_twice",
+        "The factor on routed gates is applied in the router and again behind it",
+        "sgl-project/sglang#35152",
+        "data",
+        _DEEPSEEK,
+        (Edit("moe.router.router:chosen_gates", _scaled_twice),),
+    ),
+    Mutation(
+        "bias_in_the_gates",
+        "The selection bias, which only chooses, is in the gates as well",
+        "vllm-project/vllm#12002",
+        "data",
+        _DEEPSEEK,
+        (Edit("moe.router.router:Router.forward", _biased),),
+    ),
+    Mutation(
+        "dropped_tokens_weighted",
+        "A token without a slot gives its input times a gate, where it should give nothing",
+        "huggingface/transformers#37017",
+        "data",
+        _ONE,
+        (Edit("moe.experts.dispatch.local:Local.run", _dropped_keep_input),),
+    ),
+    Mutation(
+        "dropped_tokens_lose_their_residual",
+        "A token without a slot is zero behind the layer: its residual is lost with it",
+        "huggingface/transformers#37123",
+        "data",
+        _ONE,
+        (Edit("moe.model.transformer:Block._second", _pass_lost),),
+    ),
+    Mutation(
+        "auxiliary_loss_discarded",
+        "What the function that carries the auxiliary loss returns is not used, so its gradient never flows",
+        "NVIDIA-NeMo/Automodel#1408",
+        "data",
+        _ONE,
+        (Edit("moe.experts.layer:join", _discarded),),
+    ),
+    Mutation(
+        "auxiliary_loss_twice",
+        "The auxiliary loss is added where it arises and again by whoever adds up the losses",
+        "huggingface/trl#4070",
+        "data",
+        _ONE,
+        (Edit("moe.experts.layer:join", _twice),),
+    ),
+    Mutation(
+        "auxiliary_loss_grows_with_microbatches",
+        "Every micro-batch adds a whole auxiliary loss",
+        "NVIDIA-NeMo/Automodel#3359",
+        "data",
+        Case("switch", "ddp", 1, 1, 3, "fp32"),
+        (Edit("moe.train.loop.step:passes_of", _without_share),),
+    ),
+    Mutation(
+        "auxiliary_loss_twice_under_recompute",
+        "The load-balancing loss counts in the first forward pass and again in the recomputed one",
+        "NVIDIA/Megatron-LM#1330, where it was the loss that is shown",
+        "data",
+        _RECOMPUTED,
+        (Edit("moe.experts.layer:MoELayer.forward", _joined_again),),
+    ),
+    Mutation(
+        "global_balance_too_small",
+        "The balance loss over the global batch is divided by the data ranks once more",
+        "NVIDIA/Megatron-LM#3672",
+        "data",
+        _DEEPSEEK_2,
+        (Edit("moe.experts.layer:balance_loss", _too_small),),
+    ),
+    Mutation(
+        "load_of_one_rank",
+        "The load in a balance loss over the global batch is each rank's own",
+        "Qiu et al., arXiv 2501.11873",
+        "data",
+        _DEEPSEEK_2,
+        (Edit("moe.experts.layer:step_means", _local_share),),
+    ),
+    Mutation(
+        "balance_after_dropping",
+        "The load in the balance loss counts what has a slot, not what was chosen: full experts look no fuller than their capacity",
+        "NVIDIA/Megatron-LM#1513",
+        "data",
+        _ONE,
+        (Edit("moe.experts.layer:_losses", _kept_alone),),
+    ),
+    Mutation(
+        "all_choices_count_as_load",
+        "Second choices count as load where the paper counts first ones",
+        "deepspeedai/DeepSpeed#2551",
+        "data",
+        _GSHARD,
+        (Edit("moe.experts.layer:_losses", _other_choices),),
+    ),
+    Mutation(
+        "padding_in_the_balance_loss",
+        "Padding counts as tokens in the auxiliary losses",
+        "huggingface/transformers#29363",
+        "data",
+        _PADDED,
+        (Edit("moe.experts.layer:_losses", _padding_counted),),
+    ),
+    Mutation(
+        "padding_takes_slots",
+        "Padding is routed, and real tokens are dropped for it",
+        "NVIDIA/Megatron-LM#5542",
+        "data",
+        _PADDED,
+        (Edit("moe.router.router:Router.decide", _padding_routed),),
+    ),
+    Mutation(
+        "noise_equal_on_ranks",
+        "Every data rank draws the same random numbers",
+        "huggingface/transformers#31412",
+        "data",
+        _TWO,
+        (Edit("moe.nn.context:Context.uniform", _same_on_all),),
+    ),
+    Mutation(
+        "microbatches_count_alike",
+        "Losses of micro-batches are averaged though they have different numbers of tokens",
+        "huggingface/transformers#34191; ml-explore/mlx-lm#1413",
+        "data",
+        _PADDED,
+        (Edit("moe.model.transformer:summed_loss", _each_counts_alike),),
+    ),
+    Mutation(
+        "routing_not_replayed",
+        "A recomputed pass routes anew and comes to other experts than the first one",
+        "pytorch/torchtitan#1117",
+        "data",
+        _RECOMPUTED,
+        (Edit("moe.nn.context:Context.once", _decided_again),),
+    ),
+    Mutation(
+        "every_rank_holds_the_first_experts",
+        "Each rank of the ep axis loads the first run of experts",
+        "deepspeedai/DeepSpeed#6589",
+        "data",
+        Case("switch", "ddp", 2, 2, 1, "fp32"),
+        (Edit("moe.model.initialise:stored", _first_run),),
+    ),
+)

@@ -1,0 +1,128 @@
+"""`moe verify --mutations`: every fault put into the running code, and whether the oracle fails on it and names where.
+
+    control     each case without a fault must pass, and nothing of its tape may be off
+    mutation    the same case with the fault on every rank: a column must fail, and a layer or parameter must be named
+
+The twin stays in this process, which no fault touches. A fault whose replaced code no rank called is not exercised: neither found nor
+missed, and the run fails. So does one whose ranks failed, as a replacement does that no longer takes what the code hands it. A target
+that is not there is an error before anything runs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from moe.records.results import write_json
+from moe.verify.cases import Case
+from moe.verify.compare import NUMBERS
+from moe.verify.expected import Expected, twin_of
+from moe.verify.layouts import Ran, run_world
+from moe.verify.verify import Say, judged, say_now
+from moe.verify.where import Standard, Where
+from parallel.errors import BadInput, cut
+from tests.mutations.every import MUTATIONS
+from tests.mutations.mutation import Mutation, applied
+
+
+def main(*, json: str | None = None, only: str | None = None, say: Say = say_now) -> int:
+    """Print the table; 1 if a fault was not found, or found without a place. `only` keeps the mutations whose name holds it.
+
+    Raises AttributeError or ModuleNotFoundError where a mutation's target is gone.
+    """
+    torch.set_num_threads(1)  # as in `moe verify`
+    started = time.perf_counter()
+    chosen = [m for m in MUTATIONS if only is None or only in m.name]
+    if not chosen:
+        names = ", ".join(m.name for m in MUTATIONS)
+        raise BadInput("--only", got=only, needed=f"a part of a fault's name: {cut(names)}", fix=f'--only "{MUTATIONS[0].name}"')
+    for edit in (edit for m in chosen for edit in m.edits):
+        edit.found()
+    standards = Standards()
+    rows = []
+    for row in controls(chosen, standards):
+        rows.append(row)
+        say(_line(row, "pass" if row["passed"] else "FAIL"))
+        if "error" in row:
+            say(row["error"])
+    for mutation in chosen:
+        called = mutation.not_called()
+        ((_, ran),) = run_world([mutation.case], mutation.case.world, taped=True, inside=partial(applied, mutation, called))
+        idle = [edit.target for edit, there in zip(mutation.edits, called.tolist(), strict=True) if not there]
+        row = found(mutation, ran, standards[twin_of(mutation.case)], idle=idle)
+        rows.append(row)
+        say(_line(row, "found" if row["passed"] else "NOT EXERCISED" if idle else "FAILED" if "error" in row else "MISSED"))
+        if "error" in row:
+            say(row["error"])
+    failed = [row for row in rows if not row["passed"]]
+    number = sum(row["passed"] for row in rows if row["mutation"] != "none")
+    say(f"{number} of {len(chosen)} faults found and named, in {time.perf_counter() - started:.0f} s")
+    if json:
+        write_json(json, verb="verify --mutations", rows=rows)
+    return 1 if failed or not chosen else 0
+
+
+class Standards(dict[Case, Standard]):
+    """Of twins, each made when it is first asked for."""
+
+    def __missing__(self, twin: Case) -> Standard:
+        self[twin] = Standard(Expected.of(twin))
+        return self[twin]
+
+
+def controls(chosen: list[Mutation], standards: Standards) -> Iterator[dict[str, Any]]:
+    """A row for each case that a mutation uses, without any fault, when it is done."""
+    kinds = {m.case: m.kind for m in chosen}
+    for world in sorted({case.world for case in kinds}):
+        for case, ran in run_world([case for case in kinds if case.world == world], world, taped=True):
+            standard = standards[twin_of(case)]
+            row = judged(case, ran, standard.expected)
+            where = _where(case, ran, standard)
+            about = {"layout": case.layout, "kind": case.kind, "precision": case.precision}
+            passed = row["passed"] and where is None
+            out = {"mutation": "none", "found_by": _columns(kinds[case], row, standard), "layer": _said(where), "passed": passed} | about
+            yield out | {"error": ran} if isinstance(ran, str) else out
+
+
+def found(mutation: Mutation, ran: Ran, standard: Standard, *, idle: list[str]) -> dict[str, Any]:
+    """The row of one mutation: found where a number fails and the report names a layer or parameter. `idle`: targets that nobody called."""
+    case = mutation.case
+    row = judged(case, ran, standard.expected)
+    where = None if idle else _where(case, ran, standard)
+    columns = f"not exercised: {', '.join(idle)}" if idle else _columns(mutation.kind, row, standard)
+    passed = not idle and not isinstance(ran, str) and not row["passed"] and where is not None
+    out = {"mutation": mutation.name, "found_by": columns, "layer": _said(where), "passed": passed, "where": str(where or "")}
+    out |= {"layout": case.layout, "kind": case.kind, "precision": case.precision, "source": mutation.source}
+    return out | {"error": ran} if isinstance(ran, str) else out
+
+
+def _where(case: Case, ran: Ran, standard: Standard) -> Where | None:
+    if isinstance(ran, str) or ran[1] is None:
+        return None
+    return standard.first_deviation(ran[1], ran[0], case)
+
+
+def _said(where: Where | None) -> str:
+    """A layer or parameter; of a norm the family, and the first parameter that it moved wrongly."""
+    if where is None:
+        return ""
+    return f"{where.then} (norm of {where.name})" if where.then else where.name
+
+
+def _columns(kind: str, row: dict[str, Any], standard: Standard) -> str:
+    """The verify kind, and the columns that failed."""
+    if "error" in row:
+        return "its ranks failed"
+    failed = [n for n in NUMBERS if not row[n] <= standard.expected.tolerance[n]]
+    failed += ["of_bound"] if row["of_bound"] is not None and not row["of_bound"] <= 1 else []
+    return f"{kind}: {', '.join(failed)}" if failed else ""
+
+
+def _line(row: dict[str, Any], verdict: str) -> str:
+    about = f"{row['layout']} {row['kind']} {row['precision']}"
+    name = "control" if row["mutation"] == "none" else row["mutation"]
+    return f"{name:<40} {about:<38} {row['found_by']:<52} {row['layer']:<44} {verdict}"

@@ -1,0 +1,259 @@
+"""Tensor parallelism: what is summed over the ranks of a layer twice, or not at all; and blocks of a grid that meet the wrong ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from moe.verify.cases import Case
+from parallel.mesh.collectives import Started, reduce_backward
+from parallel.mesh.layout import Layout, dense
+from parallel.mesh.mesh import Axis
+from tests.mutations.mutation import Edit, Mutation
+
+
+def _identity(real: Any) -> Any:
+    """Nothing is summed, turned or exchanged."""
+    return lambda tensor, *_, **__: tensor
+
+
+def _not_started(real: Any) -> Any:
+    return lambda tensor, axis: Started(tensor, None)
+
+
+def _as_they_come(real: Any) -> Any:
+    """Run after run, in each the ranks' places, where a sequence is slice after slice."""
+    return lambda runs_RBnI: torch.cat([rearrange(run, "r b n i -> b (r n) i") for run in runs_RBnI], 1)
+
+
+def _summed_both_ways(real: Any) -> Any:
+    return lambda tensor, axis: reduce_backward(real(tensor, axis), axis)
+
+
+def _slices_alike(real: Any) -> Any:
+    """Copies are taken for copies that saw the same tokens."""
+    return lambda self, name, shape: dense(shape, self.family)
+
+
+def _summed_over_tp(real: Any) -> Any:
+    return lambda self, name, shape: dense(shape, self.family, alike=())
+
+
+def _copies_of_heads_alike(real: Any) -> Any:
+    def wrong(self: Any, name: str, shape: Any) -> Layout:
+        layout: Layout = replace(real(self, name, shape), alike=("tp_row_copies",) if self.axis == "tp_row_heads" else ())
+        return layout
+
+    return wrong
+
+
+def _depths_alike(real: Any) -> Any:
+    return lambda self, name, shape: replace(real(self, name, shape), alike=("tp_depth",))
+
+
+def _first_slice(real: Any) -> Any:
+    return lambda self, length: slice(0, length // self.axis.size)
+
+
+def _rows_of_others_kept(real: Any) -> Any:
+    """Tokens of other ranks are looked up in row 0, and what comes of it is not made zero."""
+
+    def wrong(tokens: Tensor, matrix: Any, others: Any) -> Tensor:
+        row = tokens - matrix.first
+        found: Tensor = matrix.weight[row.masked_fill((row < 0) | (row >= len(matrix.weight)), 0)]
+        return found
+
+    return wrong
+
+
+def _counted_by_every_rank(real: Any) -> Any:
+    """As if each rank had the logits of all rows: the sum over ranks of their exponentials is t times too large."""
+
+    def wrong(scores_2N: Tensor, axis: Axis) -> Tensor:
+        total_N, target_N = real(scores_2N, axis)
+        share_N = total_N / axis.size
+        return torch.stack((share_N + (total_N - share_N).detach() + torch.tensor(float(axis.size)).log(), target_N))
+
+    return wrong
+
+
+def _own_maximum(real: Any) -> Any:
+    """Each rank shifts by its own largest, and the sum of what they have is shifted back by one's own."""
+    return lambda tensor, axis: tensor
+
+
+def _one_block_on(real: Any) -> Any:
+    """In the forward pass the weights' blocks come one step late."""
+
+    def wrong(mine: Tensor, axis: Axis) -> Any:
+        found = list(real(mine, axis))
+        late = axis.name == "tp_row" and not axis.label.endswith("backward")
+        return iter(found[-1:] + found[:-1] if late else found)
+
+    return wrong
+
+
+def _own_share(real: Any) -> Any:
+    """Of the shares for a column's ranks each keeps the one that it has for itself."""
+
+    def wrong(shares: Any, axis: Axis) -> Tensor:
+        if axis.name != "tp_row":
+            found: Tensor = real(shares, axis)
+            return found
+        own: Tensor = [share.clone() for share in shares][axis.index]
+        return own
+
+    return wrong
+
+
+def _own_channels(real: Any) -> Any:
+    return lambda parts, axis: torch.stack([x.mean(-1, keepdim=True) for x in parts])
+
+
+def _own_targets(real: Any) -> Any:
+    return lambda self, targets: targets
+
+
+_LINE = Case("dense", "ddp", 2, 1, 3, "fp32", tp=2, tensor="1d")
+_SLICED = Case("dense", "ddp", 2, 1, 1, "fp32", tp=2, tensor="sliced")
+_SQUARE = Case("dense", "ddp", 4, 1, 1, "fp32", tp=4, tensor="2d", batch=24)
+_DEEP = replace(_SQUARE, world=8, tp=8, tensor="2.5d")
+_CUBE = replace(_DEEP, tensor="3d")
+
+MUTATIONS = (
+    Mutation(
+        "input_gradients_not_summed",
+        "f is the identity backward too: what ranks found for the input of their products, and of the head, stays each one's own part",
+        "NovaSky-AI/SkyRL#1886, there before the head",
+        "tensor",
+        _LINE,
+        (Edit("parallel.tensor.overlapped:start_sum", _not_started), Edit("parallel.tensor.vocabulary:reduce_backward", _identity)),
+    ),
+    Mutation(
+        "output_gradients_summed",
+        "g sums backward as well, though every rank has the whole gradient: it grows by the number of ranks with each layer",
+        "tenstorrent/tt-metal#31748",
+        "tensor",
+        _LINE,
+        (Edit("parallel.tensor.linear_1d:all_reduce", _summed_both_ways),),
+    ),
+    Mutation(
+        "copies_summed_over_tp",
+        "Gradients of norms, which are whole on every rank of tp, are summed over tp once more",
+        "inclusionAI/AReno#496",
+        "tensor",
+        _LINE,
+        (Edit("parallel.tensor.style:Copied.layout", _summed_over_tp),),
+    ),
+    Mutation(
+        "norms_of_slices_not_summed",
+        "With slices between layers a norm's gradient is of one slice, and the ranks' parts are never summed",
+        "NVIDIA/Megatron-LM#1446; EleutherAI/gpt-neox#1257",
+        "tensor",
+        _SLICED,
+        (Edit("parallel.tensor.sliced:Sliced.layout", _slices_alike),),
+    ),
+    Mutation(
+        "dropout_of_slices_equal",
+        "Every rank drops out of its slice what belongs to the first one",
+        "PaddlePaddle/PaddleFleetX#1005",
+        "tensor",
+        replace(_SLICED, model="gshard", ep=2),
+        (Edit("parallel.tensor.sliced:SlicePlaces.__call__", _first_slice),),
+    ),
+    Mutation(
+        "runs_of_slices_in_the_order_they_come",
+        "Runs of places that were gathered one after another are joined in that order: tokens stand at other places, before the softmax "
+        "and when their sums go back to the slices",
+        "NVIDIA/TransformerEngine#530, there of what a weight's gradient reads",
+        "tensor",
+        replace(_SLICED, model="gshard", ep=2, tensor="overlapped_sliced"),
+        (Edit("parallel.tensor.overlapped:_joined", _as_they_come),),
+    ),
+    Mutation(
+        "copies_of_key_heads_not_summed",
+        "Ranks that hold a copy of one key-value head each keep the gradient of their own heads of queries",
+        "bigcode-project/Megatron-LM#37",
+        "tensor",
+        Case("dense", "ddp", 4, 1, 1, "fp32", tp=4, tensor="1d"),
+        (Edit("parallel.tensor.linear_1d:Column.layout", _copies_of_heads_alike),),
+    ),
+    Mutation(
+        "rows_of_others_not_zero",
+        "A token whose row another rank has is looked up in row 0, and that is added to its own: there a bias, which every rank adds "
+        "before the sum",
+        "huggingface/text-generation-inference#1036; Wenyueh/MinivLLM#80",
+        "tensor",
+        _LINE,
+        (Edit("moe.nn.vocabulary:_look_up_here", _rows_of_others_kept),),
+    ),
+    Mutation(
+        "vocabulary_counted_by_every_rank",
+        "The loss merges logits that every rank has whole: log t too large, and its gradients are wrong",
+        "NVIDIA/Megatron-LM#7452",
+        "tensor",
+        _LINE,
+        (Edit("parallel.tensor.vocabulary:merged", _counted_by_every_rank),),
+    ),
+    Mutation(
+        "loss_by_a_ranks_own_maximum",
+        "The sums of exponentials are merged though each rank has shifted its own by another number",
+        "no public report known to us; reasoned from NVIDIA/Megatron-LM: core/tensor_parallel/cross_entropy.py, which takes the maximum "
+        "over ranks first",
+        "tensor",
+        _LINE,
+        (Edit("parallel.tensor.vocabulary:max_over", _own_maximum),),
+    ),
+    Mutation(
+        "summa_multiplies_the_wrong_blocks",
+        "In each step of SUMMA a block of x meets the block of W of the step before",
+        "no public report known to us; reasoned from Optimus, arXiv 2104.05343, section 3",
+        "tensor",
+        _SQUARE,
+        (Edit("parallel.tensor.linear_2d:blocks", _one_block_on),),
+    ),
+    Mutation(
+        "weight_gradient_of_one_row",
+        "A block's gradient is of its own row of ranks: the shares of a column's other ranks, which have other sequences, are not summed",
+        "no public report known to us; reasoned from Optimus, arXiv 2104.05343, section 3",
+        "tensor",
+        _SQUARE,
+        (Edit("parallel.tensor.linear_2d:summed", _own_share),),
+    ),
+    Mutation(
+        "norm_of_a_ranks_own_channels",
+        "A norm's statistics are of the channels that a rank has: there of queries and keys across heads",
+        "EleutherAI/gpt-neox#1424",
+        "tensor",
+        _SQUARE,
+        (Edit("parallel.tensor.grid:_means", _own_channels),),
+    ),
+    Mutation(
+        "embedding_not_transposed",
+        "Looked-up rows stay where they were found: sequences by column and channels by row, which layers take the other way round",
+        "no public report known to us; reasoned from Optimus, arXiv 2104.05343, section 3",
+        "tensor",
+        _SQUARE,
+        (Edit("parallel.tensor.vocabulary_grid:transposed", _identity),),
+    ),
+    Mutation(
+        "depth_not_summed",
+        "In 2.5D the gradient of a block, of which every depth has a copy, is of one depth's sequences",
+        "no public report known to us; reasoned from Tesseract, arXiv 2105.14500, whose depths hold copies of a block",
+        "tensor",
+        _DEEP,
+        (Edit("parallel.tensor.linear_2d:Block.layout", _depths_alike),),
+    ),
+    Mutation(
+        "targets_not_turned",
+        "In 3D the logits are of other sequences than x was, and the loss takes the targets of x",
+        "no public report known to us; reasoned from 3D parallelism, arXiv 2105.14450, section 3.2",
+        "tensor",
+        _CUBE,
+        (Edit("parallel.tensor.vocabulary_grid:CubeRows.targets", _own_targets),),
+    ),
+)

@@ -1,0 +1,118 @@
+"""The mutations are data that fits the code: their targets exist, their layouts are those of `moe verify`; and some of them run."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe.cli.main import main as moe
+from moe.verify.cases import Case
+from moe.verify.kinds import KINDS, cases
+from tests.mutations import run
+from tests.mutations.every import MUTATIONS
+from tests.mutations.mutation import Edit, Mutation, applied
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGE, RUN = DOCS / "inside" / "mutations.md", DOCS / "benchmarks" / "verify-mutations.json"
+UNREPORTED = "no public report known to us; reasoned from "
+ONE = Case("switch", "ddp", 1, 1, 1, "fp32")
+
+
+def test_what_a_mutation_replaces_is_there_and_is_put_back() -> None:
+    """A function that was renamed would leave a mutation that changes nothing."""
+    for mutation in MUTATIONS:
+        before = [vars(owner)[name] for owner, name in (edit.found() for edit in mutation.edits)]
+        with applied(mutation, mutation.not_called()):
+            inside = [vars(owner)[name] for owner, name in (edit.found() for edit in mutation.edits)]
+            assert all(new is not old for new, old in zip(inside, before, strict=True)), mutation.name
+        after = [vars(owner)[name] for owner, name in (edit.found() for edit in mutation.edits)]
+        assert all(new is old for new, old in zip(after, before, strict=True)), mutation.name
+
+
+def test_mutations_are_many_their_layouts_are_those_of_verify_and_each_has_a_source() -> None:
+    assert len(MUTATIONS) >= 60 and len({m.name for m in MUTATIONS}) == len(MUTATIONS)
+    listed = {kind: set(cases(8, kinds=(kind,))) for kind in KINDS}
+    assert [m.name for m in MUTATIONS if m.case not in listed[m.kind]] == []
+    assert [m.name for m in MUTATIONS if not re.search(r"[\w-]+/[\w-]+(#\d+|: )|arXiv \d{4}\.\d{5}", m.source)] == []
+    reported = re.compile(r"[\w-]+/[\w-]+#\d+|arXiv \d{4}\.\d{5}")
+    assert [m.name for m in MUTATIONS if not (m.source.startswith(UNREPORTED) or reported.search(m.source))] == []
+
+
+def test_the_page_says_what_the_whole_run_found() -> None:
+    """Every mutation in its order, by the columns and at the place that are in the JSON beside it."""
+    rows = [row for row in json.loads(RUN.read_text(encoding="utf-8"))["rows"] if row["mutation"] != "none"]
+    cells = re.findall(r"^\| `(\w+)` .* \| (.*) \| (.*) \|$", PAGE.read_text(encoding="utf-8"), flags=re.M)
+    assert [name for name, _, _ in cells] == [m.name for m in MUTATIONS]
+    assert cells == [(row["mutation"], row["found_by"], row["layer"]) for row in rows]
+
+
+def _nothing(real: Any) -> Any:
+    return real
+
+
+def _stale(real: Any) -> Any:
+    """As a replacement that was written for another signature."""
+    return lambda x: real(x)
+
+
+CHOSEN = {
+    "one_slot_too_many": ("found", "layers.1.router"),  # in code that a twin once shared: forward
+    "routers_decay": ("found", "layers.1.router.weight"),  # in the update
+    "expert_gradients_times_ep": ("found", "layers.1.experts.0.w2"),  # of two ranks: backward
+    "harmless": ("MISSED", ""),
+    "elsewhere": ("NOT EXERCISED", ""),
+    "stale": ("FAILED", ""),
+}
+JOIN = "moe.experts.layer:join"
+HARMLESS = Mutation("harmless", "Nothing is wrong", "nobody/nothing#1", "data", ONE, (Edit(JOIN, _nothing),))
+NOBODY = Edit("parallel.mesh.collectives:_AllGather.backward", _nothing)  # with one rank nothing is gathered
+ELSEWHERE = Mutation("elsewhere", "What is wrong is not called", "nobody/nothing#2", "data", ONE, (HARMLESS.edits[0], NOBODY))
+STALE = Mutation("stale", "What stands there was written for other code", "nobody/nothing#3", "data", ONE, (Edit(JOIN, _stale),))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, dict[str, Any], list[str]]]:
+    """Exit code, JSON and lines of a run of six mutations, for which one twin stands: it is most of the time."""
+    path, said = tmp_path_factory.mktemp("mutations") / "m.json", list[str]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "MUTATIONS", (*(m for m in MUTATIONS if m.name in CHOSEN), HARMLESS, ELSEWHERE, STALE))
+        code = run.main(json=str(path), say=said.append)
+    yield code, json.loads(path.read_text()), said
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_a_fault_is_found_and_named_missed_or_not_run(whole: tuple[int, dict[str, Any], list[str]], name: str) -> None:
+    _, written, said = whole
+    verdict, layer = CHOSEN[name]
+    row = next(row for row in written["rows"] if row["mutation"] == name)
+    assert row["passed"] is (verdict == "found") and row["layer"] == layer
+    by = {"found": "data: ", "MISSED": "", "NOT EXERCISED": f"not exercised: {NOBODY.target}", "FAILED": "its ranks failed"}
+    assert row["found_by"].startswith(by[verdict])
+    assert next(line for line in said if line.startswith(name)).endswith(verdict)
+
+
+def test_layouts_without_a_fault_run_first_and_the_exit_code_says_what_was_missed(whole: tuple[int, dict[str, Any], list[str]]) -> None:
+    code, written, said = whole
+    controls = written["rows"][:2]  # the two layouts that six mutations use
+    assert [(row["mutation"], row["found_by"], row["layer"], row["passed"]) for row in controls] == [("none", "", "", True)] * 2
+    assert code == 1 and written["verb"] == "verify --mutations" and (written["passed"], written["failed"]) == (5, 3)
+    assert said[-1].startswith("3 of 6 faults found and named")
+
+
+def test_a_target_that_is_gone_is_an_error_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = Mutation("gone", "Nothing is wrong", "nobody/nothing#4", "data", ONE, (Edit("moe.experts.layer:joined", _nothing),))
+    monkeypatch.setattr(run, "MUTATIONS", (HARMLESS, gone))
+    said: list[str] = []
+    with pytest.raises(AttributeError, match="moe.experts.layer:joined: .* has no joined of its own"):
+        run.main(say=said.append)
+    assert said == []
+
+
+def test_flags_that_mutations_do_not_read_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert moe(["verify", "--mutations", "--nproc", "4"]) == 2
+    assert "--nproc: got 4 with --mutations" in capsys.readouterr().err

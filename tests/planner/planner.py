@@ -1,0 +1,99 @@
+"""The planner against tables of measured runs, one row a table: predicted memory (planner_memory.py) and time (planner_choice.py).
+
+`moe bench planner --only tables --json FILE` reads the published measurements of a checkout (tests/planner/tables/), `--tables FOLDER`
+those of another folder: every CSV there (tests/planner/read_tables.py). Lines that cannot be used are counted with their reason, tables of
+other columns are named with what they lack. Without either it runs a small recipe under each kind on this machine and compares the bytes
+that torch holds (planner_runs.py); with `--only published` it prices the layouts of well-known runs (planner_published.py), with `--only
+speed` it measures how long planning them takes (planner_speed.py), with `--only orders` it holds searched orders of actions against the
+zero-bubble paper's (planner_orders.py), and with `--only best` it looks for plans that are faster than the first (planner_best.py).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from moe.launch import exit_codes
+from moe.records.results import write_json
+from tests.planner import best as planner_best
+from tests.planner import choice as planner_choice
+from tests.planner import memory as planner_memory
+from tests.planner import orders as planner_orders
+from tests.planner import published as planner_published
+from tests.planner import speed as planner_speed
+from tests.planner.read_tables import Table, read_folder
+
+TABLES = Path(__file__).resolve().parents[2] / "tests/planner/tables"  # of a checkout; an installed package has none
+HEAD = f"{'table':<42}{'rows':>6}{'memory of':>11}{'kind':>12}{'median':>9}{'p90':>9}{'fits':>12}{'no memory':>11}{'formula':>9}"
+
+
+def main(*, tables: str | None = None, only: str | None = None, json: str | None = None) -> int:
+    """Returns 1 if a published formula is not met, or a run here differs by more than a tenth; other errors are printed and written.
+
+    `only`: cases of the runs here whose name has it, such as zero; or `tables`, the published tables of this checkout, `published`, the
+    runs of recipes/published/, `speed`, the time that planning them takes, `orders`, searched orders of actions against a rival's, or
+    `best`, plans of random recipes that are faster than the first one.
+    """
+    named = {
+        "tables": lambda: table_rows(TABLES),
+        "published": planner_published.rows,
+        "speed": planner_speed.rows,
+        "orders": planner_orders.rows,
+        "best": planner_best.rows,
+    }
+    of_runs = named.get(only or "", lambda: _runs(only))
+    rows = of_runs() if tables is None else table_rows(tables)
+    if json:
+        write_json(json, verb="bench planner", rows=rows)
+    return exit_codes.of(all(row["passed"] for row in rows))
+
+
+def _runs(only: str | None) -> list[dict[str, Any]]:
+    from tests.planner import runs as planner_runs  # with torch, which tables do not need
+
+    return planner_runs.rows(only)
+
+
+def table_rows(tables: str | Path) -> list[dict[str, Any]]:
+    """Print and return a row for each table of the folder. Raises BadInput for a folder without tables."""
+    read = read_folder(tables)
+    print(HEAD)
+    rows = []
+    for table in read:
+        formula = planner_memory.zero_table(Path(tables).expanduser() / f"{table.name}.csv") if table.missing else None
+        if not table.missing or formula:
+            rows.append(row_of(table, formula))
+            print(_line(rows[-1]), flush=True)
+    print("", *planner_choice.told(read), sep="\n", flush=True)
+    _say_unusable(read)
+    return rows
+
+
+def row_of(table: Table, formula: dict[str, Any] | None = None) -> dict[str, Any]:
+    """One table's row of the JSON."""
+    row: dict[str, Any] = {"table": table.name, "rows": len(table.rows), "unusable": dict(table.reasons())}
+    row |= planner_choice.summary(table.rows)
+    row |= planner_memory.summary(table.rows) | (formula or planner_memory.formulas(table.rows))
+    row["passed"] = row["formula_right"] == row["formula_total"]
+    return row
+
+
+def _line(row: dict[str, Any]) -> str:
+    errors = "".join(f"{'' if row[name] is None else f'{row[name]:.2%}':>9}" for name in ("memory_error_median", "memory_error_p90"))
+    shares = "".join(f"{_share(row, name):>{width}}" for name, width in (("fits", 12), ("out_of_memory", 11), ("formula", 9)))
+    return f"{row['table']:<42}{row['rows']:>6}{row['memory_rows'] or '':>11}{row['memory_kind'] or '':>12}{errors}{shares}"
+
+
+def _share(row: dict[str, Any], name: str) -> str:
+    right, total = row[f"{name}_right"], row[f"{name}_total"]
+    return f"{right}/{total}" if total else ""
+
+
+def _say_unusable(read: tuple[Table, ...]) -> None:
+    print()
+    for table in read:
+        for reason, count in table.reasons().most_common():
+            print(f"{table.name}: {count} rows not used: {reason}")
+    for table in read:
+        if table.missing:
+            print(f"{table.name}: another table, without {', '.join(table.missing[:4])}{' ...' if len(table.missing) > 4 else ''}")

@@ -1,0 +1,205 @@
+"""The layouts of well-known runs (recipes/published/) against what their authors print: parameters, seconds of a step, memory.
+
+`moe bench planner --only published --json FILE`. Each run is one Published: its recipe, the cluster file of its machine, what is printed
+and how seconds follow from it. The prediction is that of the recipe's own plan, as the software of the run would carry it out
+(moe/plan/machine/program.py, stack.py; by its source and year, never by its result), and as this project's trainer would. No constant of
+the planner was chosen with these runs in sight except where `seen` says so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from moe.checks.together import check_run
+from moe.plan.choose.choose import described
+from moe.plan.job.flops import counted_training, size
+from moe.plan.job.network import Recomputed
+from moe.plan.job.of_recipe import network_of, plan_of
+from moe.plan.job.states import FP32, MIXED, MIXED_BOTH_GRADIENTS, MIXED_FP32_GRADIENTS, Storage
+from moe.plan.machine.cluster import load_cluster
+from moe.plan.machine.program import PROGRAMS, Program
+from moe.plan.memory.memory import peak
+from moe.plan.memory.stack import DEEPSEEK, MEGATRON, MEGATRON_2022, MEGATRON_DEEPSPEED, OURS, TORCHTITAN, Stack
+from moe.plan.time.cost import step_time
+from moe.recipe.load import load
+from moe.recipe.sections import Run
+
+GIB = 2**30
+SAME = 0.035  # parameters against the printed number: GLaM's 1.2T is rounded so far
+
+
+@dataclass(frozen=True)
+class Published:
+    """One run. Parameters in 10^9 as printed. One of `seconds` of a step, `tflops` a device, `device_seconds` of a token, or none of them.
+
+    `recomputed`: the TFLOP/s count recomputed layers, a third more. `memory_gib`: as nvidia-smi shows it. `differs`: what the recipe or
+    the planner has otherwise than the run; `seen`: whether constants of the planner were chosen with this run, or rows like it, in sight.
+    `recompute`: what the run's own software makes again, where that is not the recipe's kind.
+    """
+
+    recipe: str
+    cluster: str
+    parameters: float
+    active: float | None
+    program: Program
+    stack: Stack
+    storage: Storage
+    source: str
+    differs: str
+    seen: str = ""
+    seconds: float | None = None
+    tflops: float | None = None
+    recomputed: bool = False
+    device_seconds: float | None = None
+    memory_gib: float | None = None
+    recompute: Recomputed | None = None
+
+
+CORE = PROGRAMS["megatron-core"]
+RUNS = (
+    Published(
+        *("gpt3_175b", "a100-80-8x48", 174.6, None, PROGRAMS["megatron-2021"], MEGATRON_2022, MIXED),
+        source="SC21 (arXiv 2104.04473), table 2: 153 TFLOP/s on 384 GPUs, recomputation counted",
+        differs="positions, biases; two chunks a rank assumed",
+        seen="the row is one of SC21's table 2",
+        tflops=153,
+        recomputed=True,
+    ),
+    Published(
+        *("bloom_176b", "jeanzayx48", 176.247, None, PROGRAMS["megatron-deepspeed-bf16"], MEGATRON_DEEPSPEED, MIXED_BOTH_GRADIENTS),
+        source="BigScience's notes of 2022-02-28: 104.5 s and 59 GB for this layout and 112 heads",
+        differs="positions, a norm behind the embedding, biases",
+        seen="the row is one of BLOOM's, to which the engine's share was fitted",
+        seconds=104.5,
+        memory_gib=59,
+    ),
+    Published(
+        *("glam_64b_64e", "tpu-v4x16", 1200, 96.6, PROGRAMS["xla"], OURS, FP32),
+        source="GLaM (arXiv 2112.06905): 280B tokens in 574 hours on 1,024 chips, stops included",
+        differs="the axes of its sharding; Adafactor; dispatch by products with masks, which take time and are not predicted",
+        device_seconds=574 * 3600 * 1024 / 280e9,
+    ),
+    Published(
+        *("switch_c", "tpu-v3x16", 1571, None, PROGRAMS["xla"], OURS, FP32),
+        source="Switch Transformer (arXiv 2101.03961), table 9; no time is printed",
+        differs="a decoder for an encoder and a decoder; Adafactor; the number of cores",
+    ),
+    Published(
+        *("mixtral_8x7b", "h100-8x8", 46.7, 12.9, CORE, MEGATRON, MIXED_FP32_GRADIENTS),
+        source="Megatron-LM's page on MoE, version 0.9: 468 TFLOP/s; layout of Megatron-MoE-ModelZoo",
+        differs="that the speed is of this layout is not said",
+        seen="other models of the same software are among the tables",
+        tflops=468,
+    ),
+    Published(
+        "deepseek_v3",
+        "h800-8x256",
+        671,
+        37,
+        replace(CORE, dispatch="by_node", experts_beside=0.7, products="fp8"),
+        DEEPSEEK,
+        replace(MIXED_FP32_GRADIENTS, optimizer=8),  # moments in bf16
+        source="DeepSeek-V3 (arXiv 2412.19437), section 1: 180,000 GPU-hours for 10^12 tokens",
+        differs="no second predicted token, the layers of its stages; its overlap is an assumed share",
+        device_seconds=180e3 * 3600 / 1e12,
+        recompute="selective",  # of norms, up-projections and SwiGLU's output; a whole layer in the recipe
+    ),
+    Published(
+        *("llama3_405b", "h100-8x2048", 405, None, PROGRAMS["fsdp"], TORCHTITAN, FP32),
+        source="Llama 3 (arXiv 2407.21783), table 4: 400 TFLOP/s on 16,384 GPUs; taken as 6 N + 12 L w s",
+        differs="the number of chunks; micro-batches in groups of pp",
+        tflops=400,
+    ),
+)
+
+
+def resolved(run: Published) -> Run:
+    """The recipe for the devices that its run had. Raises BadInput if the checks refuse it."""
+    return check_run(load(f"published/{run.recipe}")[0], load_cluster(run.cluster).world)
+
+
+def published_seconds(of: Published, run: Run, devices: int) -> float | None:
+    """Of a step, from what is printed; None where nothing is."""
+    tokens = run.train.global_batch * run.model.max_length
+    if of.device_seconds is not None:
+        return of.device_seconds * tokens / devices
+    if of.tflops is not None:
+        return _printed_flops(of, run) * tokens / devices / (of.tflops * 1e12)
+    return of.seconds
+
+
+def _printed_flops(of: Published, run: Run) -> float:
+    """Per token, as the source counts. Recomputation repeats the layers' forward pass, and not the head's."""
+    counted = counted_training(run)
+    head = 6.0 * run.vocab_size * run.model.d_model
+    return counted + (counted - head) / 3 if of.recomputed else counted
+
+
+def row_of(of: Published) -> dict[str, Any]:
+    """One run's row of the JSON."""
+    run, cluster = resolved(of), load_cluster(of.cluster)
+    network, plan = network_of(run), plan_of(run)
+    as_run = replace(plan, storage=of.storage, recompute=of.recompute or plan.recompute)
+    ours, theirs = step_time(network, plan, cluster), step_time(network, as_run, cluster, of.program)
+    here, there = peak(network, plan), peak(network, as_run, of.stack)
+    seconds = published_seconds(of, run, cluster.world)
+    sizes = size(run.model, run.experts, run.router, vocab_size=run.vocab_size)
+    counted = counted_training(run) * run.train.global_batch * run.model.max_length / cluster.world / 1e12
+    return {
+        "run": of.recipe,
+        "cluster": of.cluster,
+        "devices": cluster.world,
+        "plan": described(plan),
+        "parameters": sizes.total,
+        "published_parameters": of.parameters * 1e9,
+        "active": sizes.active,
+        "published_active": None if of.active is None else of.active * 1e9,
+        "program": of.program.name,
+        "seconds": theirs.step,
+        "published_seconds": seconds,
+        "error": None if seconds is None else theirs.step / seconds - 1,
+        "seconds_here": ours.step,
+        "tflops": counted / theirs.step,
+        "published_tflops": None if seconds is None else counted / seconds,
+        "held_gib": there.used / GIB,
+        "published_gib": of.memory_gib,
+        "memory_error": None if of.memory_gib is None else there.used / GIB / of.memory_gib - 1,
+        "held_gib_here": here.used / GIB,
+        "device_gib": cluster.device.memory_gib,
+        "source": of.source,
+        "differs": of.differs,
+        "seen": of.seen,
+        "time": theirs.parts,
+        "memory": there.parts,
+        "passed": abs(sizes.total / of.parameters / 1e9 - 1) < SAME,
+    }
+
+
+HEAD = (
+    f"{'run':<14}{'devices':>8}{'parameters':>12}{'printed':>9}{'s a step':>10}{'printed':>9}{'error':>8}"
+    f"{'TFLOP/s':>9}{'printed':>9}{'GiB':>7}{'here':>7}{'of':>5}"
+)
+
+
+def rows() -> list[dict[str, Any]]:
+    """Print and return each run's row."""
+    print(HEAD)
+    found = []
+    for of in RUNS:
+        row = row_of(of)
+        print(_line(row), flush=True)
+        found.append(row)
+    print("\nGiB: of the fullest rank by the modules of the run's software, and of this project's trainer (here); TFLOP/s: 6 N + 12 L w s")
+    return found
+
+
+def _line(row: dict[str, Any]) -> str:
+    def told(value: float | None, form: str) -> str:
+        return "" if value is None else format(value, form)
+
+    sizes = f"{row['parameters'] / 1e9:>11.1f}B{row['published_parameters'] / 1e9:>8.1f}B"
+    times = f"{row['seconds']:>10.2f}{told(row['published_seconds'], '.2f'):>9}{told(row['error'], '+.1%'):>8}"
+    speeds = f"{row['tflops']:>9.0f}{told(row['published_tflops'], '.0f'):>9}"
+    memory = f"{row['held_gib']:>7.1f}{row['held_gib_here']:>7.1f}{row['device_gib']:>5.0f}"
+    return f"{row['run']:<14}{row['devices']:>8,}{sizes}{times}{speeds}{memory}"

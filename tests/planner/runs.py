@@ -1,0 +1,96 @@
+"""Predicted bytes against this project's own trainer: a small recipe under each kind, every tensor that is alive counted.
+
+Two steps on gloo ranks of this machine, from the making of the model on; the peak of the second, in which moments are there
+(tests/counted/alive.py). The prediction is moe/plan/memory/memory.py of the recipe's own network and plan, of the same rank, as torch
+counts: without allocator and context.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from moe.bench.training.sharded import CPU, kind_of, load_engines, tokens_of
+from moe.checks.together import check_run
+from moe.data.token_shard import TokenShard
+from moe.parallelize.build import build
+from moe.parallelize.engines import prepare
+from moe.plan.job.of_recipe import network_of, plan_of
+from moe.plan.memory.memory import memory
+from moe.plan.memory.stack import OURS_ON_CPU
+from moe.recipe.load import build_run
+from moe.train.loop.step import accumulate, finish
+from moe.train.parts.executor import start_executor
+from parallel.numerics.precision import LossScale
+from parallel.process import process
+from parallel.process.fork import run_on_ranks
+from parallel.process.process import World
+from tests.counted.alive import Alive
+
+WITHIN = 0.10
+RANKS = 2
+MODEL = {"num_layers": 4, "d_model": 192, "num_heads": 6, "d_ff": 768, "max_length": 160, "vocab_size": 1024, "ffn": "swiglu"}
+EXPERTS = {"experts": {"num_experts": 4}, "router": {"preset": "switch", "capacity_factor": None}}
+CASES: dict[str, dict[str, Any]] = {
+    "ddp": {"degrees": {"dp": 2}},
+    "fsdp": {"degrees": {"dp": 2}, "sharding": {"kind": "fsdp"}},
+    "zero1": {"degrees": {"dp": 2}, "sharding": {"kind": "zero", "stage": 1}},
+    "zero2": {"degrees": {"dp": 2}, "sharding": {"kind": "zero", "stage": 2}},
+    "zero3": {"degrees": {"dp": 2}, "sharding": {"kind": "zero", "stage": 3}},
+    "tp 2": {"degrees": {"dp": 1, "tp": 2}},
+    "pp 2": {"degrees": {"dp": 1, "pp": 2}, "pipeline": {"schedule": "1f1b", "microbatches": 4}},
+    "ep 2": {"degrees": {"dp": 2, "ep": 2}, "model": {"moe_every": 2}, **EXPERTS},
+    "lora": {"degrees": {"dp": 2}, "lora": {"rank": 4}},
+    "lora ep 2": {
+        **{"degrees": {"dp": 2, "ep": 2}, "model": {"moe_every": 1}, **EXPERTS, "experts": {"num_experts": 16}},
+        **{"lora": {"rank": 4, "targets": ["attention", "experts"]}, "recompute": {"kind": "full"}},
+    },
+}
+
+
+def recipe(case: str, precision: str) -> dict[str, Any]:
+    values = CASES[case]
+    model = MODEL | values.get("model", {})
+    train = {"global_batch": 16, "eval_sequences": 16}
+    return values | {"model": model, "train": train, "precision": {"compute": precision}, "optimizer": {"warmup_steps": 0}}
+
+
+def measure(rank: int, ranks: int, case: str, precision: str) -> dict[str, Any]:
+    """This rank's peak in the second step, and the prediction for it, on ranks that are running."""
+    run = check_run(build_run(recipe(case, precision)), ranks)
+    mesh = process.connect(run.mesh_degrees(), World(rank, ranks))
+    prepare(run, lambda _: None)
+    shard_shape = (16 // mesh.axis("dp").size, run.model.max_length + 1)
+    batches = [tokens_of(rank, sequences=shard_shape[0], length=run.model.max_length, step=step) for step in range(2)]
+    with Alive(batches) as alive:
+        model, layouts = build(run, mesh, device=CPU)
+        executor = start_executor(run, model, layouts, mesh)
+        for step, batch in enumerate(batches):
+            shard, alive.most = TokenShard.holding(mesh, batch.shape), alive.now
+            numbers = accumulate(executor, batch, shard=shard, microbatches=run.pipeline.microbatches, seed=0, step=step)
+            scale = LossScale.of("none")
+            finish(executor.engine, numbers, world=mesh.axis("world"), scale=scale, lr=1e-3, clip_norm=1.0, device=CPU)
+        measured = alive.most
+    run = run.resolve(ranks)
+    said = memory(network_of(run), plan_of(run), OURS_ON_CPU)[mesh.axis("pp").index]
+    return {"case": case, "precision": precision, "measured_bytes": measured, "predicted_bytes": said.allocated, "parts": said.parts}
+
+
+def rows(only: str | None = None) -> list[dict[str, Any]]:
+    """Print and return each case's row, of the rank whose prediction is furthest off."""
+    torch.set_num_threads(1)
+    chosen = [case for case in CASES if only is None or only in case]
+    load_engines([kind_of(case) for case in chosen if case in ("fsdp", "zero1", "zero2", "zero3")])
+    print(f"{'case':<10}{'precision':>10}{'measured':>15}{'predicted':>15}{'error':>9}")
+    found = []
+    for case in chosen:
+        for precision in ("fp32", "bf16"):
+            ranks = run_on_ranks(measure, RANKS, RANKS, case, precision, timeout_s=300)
+            row = max(ranks, key=lambda r: abs(r["predicted_bytes"] / r["measured_bytes"] - 1))
+            row["error"] = row["predicted_bytes"] / row["measured_bytes"] - 1
+            row["passed"] = abs(row["error"]) <= WITHIN
+            sizes = f"{row['measured_bytes']:>15,}{row['predicted_bytes']:>15,.0f}"
+            print(f"{case:<10}{precision:>10}{sizes}{row['error']:>9.2%}{'' if row['passed'] else '  FAIL'}", flush=True)
+            found.append(row)
+    return found
