@@ -217,12 +217,6 @@ def _verify(flags: Verify, _: dict[str, str]) -> int:
         from parallel.mesh.debug_collectives import DEBUG
 
         os.environ[DEBUG] = "20"  # seconds; ranks are forked from this process, so they inherit it
-    if flags.mutations:
-        for name in ("nproc", "kinds", "timeout_s", "go_on", "recipe"):
-            if getattr(flags, name) != getattr(Verify, name):
-                got = f"{getattr(flags, name)} with --mutations"
-                raise BadInput(f"--{name}", got=got, needed="nothing: each mutation names its layout", fix=f"remove --{name}")
-        return _call("tests.mutations.run", json=_text(flags.json), only=flags.only)
     if flags.recipe is not None and flags.kinds != Verify.kinds:
         raise BadInput("--kinds", got=f"{flags.kinds} with --recipe", needed="nothing: the recipe decides", fix="remove --kinds")
     return _call(
@@ -268,11 +262,11 @@ def _report(flags: Report, _: dict[str, str]) -> int:
 
 
 def _bench(flags: Bench, _: dict[str, str]) -> int:
-    module = _bench_file(flags.name)
     if flags.name not in bench_names():
         near = did_you_mean(flags.name, bench_names())
         names = some(bench_names(), rest="moe bench --help") or "none in this version"
         raise BadInput("NAME", got=flags.name, needed=f"a measurement: {names}", fix=f"did you mean {near}?" if near else "moe bench NAME")
+    module = _bench_file(flags.name)
     said = {f.name: getattr(flags, f.name) for f in dataclasses.fields(flags) if f.name != "name"}
     given = {name: value for name, value in said.items() if value is not None and value is not False}  # 0 was given
     takes = _arguments_of_main(module)
@@ -284,13 +278,15 @@ def _bench(flags: Bench, _: dict[str, str]) -> int:
             )
         if isinstance(value, int) and value < 1:
             raise BadInput(f"--{name}", got=value, needed="at least 1", fix=f"--{name} 1")
-    return _call(f"moe.bench.{module.stem}", **{name: _text(value) if isinstance(value, Path) else value for name, value in given.items()})
+    return _call(
+        f"moe.bench.{module.parent.name}.{module.stem}",
+        **{name: _text(value) if isinstance(value, Path) else value for name, value in given.items()},
+    )
 
 
 def bench_names() -> list[str]:
-    """The available measurements: modules of moe/bench with a main function. Searches the source text, which is faster than importing."""
-    paths = [path for path in BENCHES.glob("*.py") if not path.stem.startswith("_")]
-    return sorted(path.stem.replace("_", "-") for path in paths if "\ndef main(" in "\n" + path.read_text(encoding="utf-8"))
+    """Return the names of the measurements: modules in the rooms of moe/bench with a main function. Nothing is imported."""
+    return sorted(path.stem.replace("_", "-") for path in BENCHES.glob("*/*.py") if "\ndef main(" in path.read_text(encoding="utf-8"))
 
 
 def _arguments_of_main(module: Path) -> dict[str, str]:
@@ -615,7 +611,7 @@ def _about_bench(name: str) -> str:
 
 
 def _bench_file(name: str) -> Path:
-    return BENCHES / f"{name.replace('-', '_')}.py"
+    return next(BENCHES.glob(f"*/{name.replace('-', '_')}.py"))
 
 
 def _check_printable(words: list[str]) -> None:

@@ -82,9 +82,8 @@ class Verify:
         "data: engines, precisions; expert: routers, ways that rows travel; tensor: tp; sequence: sp; pipeline: schedules; "
         "hybrid: all together, with --nproc 8",
     )
-    only: str | None = _flag(None, "only layouts, or mutations, whose name holds this text")
+    only: str | None = _flag(None, "only layouts whose name holds this text")
     recipe: str | None = _flag(None, "a recipe of your own, made small, with the parts that it names; runs their code")
-    mutations: bool = _flag(False, "put faults that training systems had into the running code: each must be found, and its layer named")
     timeout_s: float | None = _flag(None, "seconds for a layout of up to 4 processes, 120 if not given: a busy machine needs more")
     go_on: bool = _flag(False, "keep the rows that passed in the file of --json, as an interrupted run left it, and run the others")
     debug_collectives: bool = _flag(False, "compare every collective over its ranks before it runs: an error instead of a hang")

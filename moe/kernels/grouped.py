@@ -68,8 +68,8 @@ def blocks(counts: list[int], *, row_bytes: int, dtype: torch.dtype, device: tor
     """Cut the experts into blocks. Experts without rows at the edge of a block belong to no block.
 
     16-bit products on the CPU get more padding and larger blocks than fp32. Each new shape costs 15 times the product, because the
-    CPU generates code for it (moe bench small-costs). Multiples of 32 rows are fastest. A batched product is up to four times as
-    fast as one product per expert (4 experts of 1,024 rows in one product: 0.83 of the time of 3, docs/inside/log.md).
+    CPU generates code for it (python -m tests.measured small-costs). Multiples of 32 rows are fastest. A batched product is up to four
+    times as fast as one product per expert (4 experts of 1,024 rows in one product: 0.83 of the time of 3, docs/inside/log.md).
     """
     half = dtype in _HALF and device.type == "cpu"
     share, unit, scale = (1.5, 32, 6) if half else (1.25, 1, 1)

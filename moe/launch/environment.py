@@ -31,7 +31,7 @@ _OF_A_LAUNCHER = (
     STDIN,
 )
 
-# Variables that torch's libraries read when loaded. The values for speed were measured: `moe bench environment`.
+# Variables that torch's libraries read when loaded. The values for speed were measured: `python -m tests.measured environment`.
 BEFORE_TORCH = {
     # Two caches hold compiled products for 1,024 shapes each, and an expert's number of rows is a new shape at nearly every step.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32",

@@ -84,7 +84,7 @@ def _child(
     code = 1
     die_with(parent)
     gc.freeze()  # what is inherited stays as it is: a collection would visit all of it, and copy every page that it marks
-    keep_freed_memory()  # as in ranks that a launcher starts (parallel/process/process.py): else what is timed here is how pages are cleared
+    keep_freed_memory()  # as ranks of a launcher do (parallel/process/process.py): otherwise a timing measures how pages are cleared
     try:
         torch.set_num_threads(1)
         faulthandler.register(signal.SIGUSR1, file=open(folder / f"{rank}.stack", "w"), all_threads=False)  # noqa: SIM115 (open while the rank lives)

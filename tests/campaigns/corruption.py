@@ -1,4 +1,4 @@
-"""`moe bench faults --only corruption`: bits flipped in runs that are audited (moe/train/parts/audit.py), and what became of the step.
+"""`python -m tests.campaigns corruption`: bits flipped in runs that are audited (moe/train/parts/audit.py), and what became of the step.
 
 A flip is one bit of one number on one rank: of a weight or moment at rest, of a weight while passes run, of a product, of a gradient,
 of a weight just after the update. The step after it is audited, and held against the same step undisturbed:

@@ -1,4 +1,4 @@
-"""Damaged checkpoints, for `moe bench faults --only damage`: a tiny run's two saves, of which the newer one is changed on disk.
+"""Damaged checkpoints, for `python -m tests.campaigns damage`: a tiny run's two saves, of which the newer one is changed on disk.
 
     step-2, step-4 -> one damage to step-4 -> a resume, and a model to generate from -> step-2 is taken and it is said, or one line refuses
 

@@ -1,4 +1,5 @@
-"""Disks and folders that fail, for `moe bench faults --only disks`: a tiny run on a disk that fills, in a folder that goes, beside another.
+"""Disks and folders that fail, for `python -m tests.campaigns disks`: a tiny run on a disk that fills, in a folder that goes, beside
+another.
 
     tmpfs of a size -> moe train -> one line that says so -> the disk is made larger -> moe train goes on from the newest save
 

@@ -1,4 +1,4 @@
-"""Ranks that leave for good, for `moe bench faults --only elastic`: the run goes on with fewer, and must be the run that lost nobody.
+"""Ranks that leave for good, for `python -m tests.campaigns elastic`: the run goes on with fewer, and must be the run that lost nobody.
 
     moe train --nproc 4 --restarts 1 --elastic 2         a rank is killed in each life on four processes, until the run goes on with two
     torchrun --nnodes 1:2 --nproc_per_node 2             one of two agents is killed, with its ranks; then another one comes in its place

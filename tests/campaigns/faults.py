@@ -1,8 +1,8 @@
 """Faults put into runs that train, and what became of them.
 
-moe bench faults --only hangs,damage     kinds: hangs, recipes, damage, kills, preemption, corruption, restarts, hostile, disks,
+python -m tests.campaigns hangs damage     kinds: hangs, recipes, damage, kills, preemption, corruption, restarts, hostile, disks,
                                          elastic, machines; `machines:torchrun`: the rows of a kind whose name holds the text
-moe bench faults --full                  as often as the aims say; by default each fault once
+python -m tests.campaigns --full                  as often as the aims say; by default each fault once
 
 fault, tried, held, lost, seconds_median      held: what ought to happen did; lost: it did not; seconds from the fault to the end
 """
@@ -10,15 +10,16 @@ fault, tried, held, lost, seconds_median      held: what ought to happen did; lo
 from __future__ import annotations
 
 import importlib
-import re
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import tyro
+
 from moe.launch import exit_codes
 from moe.records.results import write_json
-from parallel.errors import BadInput, did_you_mean, some
+from parallel.errors import BadInput, did_you_mean
 
 KINDS = {
     "hangs": "tests.campaigns.hangs",
@@ -64,11 +65,17 @@ class Row:
         return row
 
 
-def main(*, only: str | None = None, full: bool = False, rounds: int | None = None, json: str | None = None) -> int:
-    """Print a row for each fault. Exit code 0 where nothing was lost."""
+def main(
+    kinds: tyro.conf.Positional[tuple[str, ...]] = (), *, full: bool = False, rounds: int | None = None, json: str | None = None
+) -> int:
+    """Print a row for each fault. Returns 0 if nothing was lost.
+
+    `kinds`: hangs, recipes, damage, kills, preemption, corruption, restarts, hostile, disks, elastic, machines; all if none is named.
+    `machines:torchrun`: the rows of a kind whose name holds the text. `full`: as often as the aims say.
+    """
     rows: list[Row] = []
     print(f"{'fault':<52} {'tried':>5} {'held':>5} {'lost':>5} {'seconds':>8}", flush=True)
-    for kind, text in _asked(only):
+    for kind, text in _asked(kinds):
         found: Iterator[Row] = importlib.import_module(KINDS[kind]).rows(full=full, rounds=rounds, only=text)
         for row in found:
             rows.append(row)
@@ -77,21 +84,21 @@ def main(*, only: str | None = None, full: bool = False, rounds: int | None = No
             for problem in row.problems:
                 print(f"    {problem}", flush=True)
             if json:  # after each: a full table takes long
-                write_json(json, verb="bench faults", rows=[_plain(r) for r in rows])
+                write_json(json, verb="campaigns", rows=[_plain(r) for r in rows])
     return exit_codes.of(not any(row.lost for row in rows))
 
 
-def _asked(only: str | None) -> list[tuple[str, str]]:
+def _asked(kinds: tuple[str, ...]) -> list[tuple[str, str]]:
     asked = []
-    for word in re.split(r",(?! )", only or ",".join(KINDS)):
+    for word in kinds or KINDS:
         kind, _, text = word.partition(":")
         if kind not in KINDS:
             near = did_you_mean(kind, KINDS)
             raise BadInput(
-                "--only",
+                "KIND",
                 got=kind,
-                needed=f"kinds of faults: {some(KINDS, rest='moe bench faults --help')}",
-                fix=f"--only {near or 'hangs'}",
+                needed=f"kinds of faults: {', '.join(KINDS)}",
+                fix=f"python -m tests.campaigns {near or 'hangs'}",
             )
         asked.append((kind, text))
     return asked

@@ -1,4 +1,4 @@
-"""Hangs, for `moe bench faults --only hangs`: a rank of a small run stops, dies, raises, or makes another collective than the others.
+"""Hangs, for `python -m tests.campaigns hangs`: a rank of a small run stops, dies, raises, or makes another collective than the others.
 
     fork N ranks -> moe.launch.launch, as a launcher would start it -> the fault, in the third step -> every other rank's last line
 

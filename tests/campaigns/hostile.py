@@ -1,4 +1,4 @@
-"""Hostile input, for `moe bench faults --only hostile`: files and words that somebody made to do harm, each given to the command.
+"""Hostile input, for `python -m tests.campaigns hostile`: files and words that somebody made to do harm, each given to the command.
 
     an input (hostile_inputs.py) -> a process of its own, with a limit on time and memory -> the command -> what is left is looked at
 

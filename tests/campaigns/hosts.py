@@ -1,4 +1,4 @@
-"""Two machines with names and sshd on one, for `moe bench faults --only machines`: hosts in namespaces, on the cable of two_machines.py.
+"""Two machines with names and sshd on one, for `python -m tests.campaigns machines`: hosts in namespaces, on the cable of two_machines.py.
 
     worker-0   10.77.x.1   own network, name, processes, mounts: sshd      worker-1   10.77.x.2   the same
 

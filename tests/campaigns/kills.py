@@ -1,4 +1,4 @@
-"""SIGKILLs, for `moe bench faults --only kills`: a tiny run dies, is started again, and must be the run that was never killed.
+"""SIGKILLs, for `python -m tests.campaigns kills`: a tiny run dies, is started again, and must be the run that was never killed.
 
     one rank, the launcher (ranks die with it), all at once: at a random moment of a random step, the start included
     inside a save: one rank, as it opens, renames or removes one of the checkpoints' files; each of those calls is as likely

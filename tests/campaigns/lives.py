@@ -1,4 +1,4 @@
-"""Lives of a tiny run, for `moe bench faults`: begun on a few ranks, ended from outside or from within, begun again, and compared.
+"""Lives of a tiny run, for `python -m tests.campaigns`: begun on a few ranks, ended from outside or from within, begun again, and compared.
 
     this process, which has loaded torch -> a launcher that does nothing but wait -> ranks: moe.launch.launch, as a launcher starts it
 

@@ -1,4 +1,4 @@
-"""Several machines, for `moe bench faults --only machines`: real launchers start a tiny run on two, it is ended, and goes on.
+"""Several machines, for `python -m tests.campaigns machines`: real launchers start a tiny run on two, it is ended, and goes on.
 
     hostfile   moe train --hostfile -> DeepSpeed's launcher -> pdsh -> ssh          torchrun   one on each, and the cable is pulled
     SLURM      sbatch, with the script of docs/use/launching.md -> srun             the machines: hosts.py, slurm.py

@@ -1,4 +1,4 @@
-"""Preemption, for `moe bench faults --only preemption`: a signal comes at any moment of a tiny run: it saves, or has nothing to lose.
+"""Preemption, for `python -m tests.campaigns preemption`: a signal comes at any moment of a tiny run: it saves, or has nothing to lose.
 
     SIGTERM, SIGINT, SIGUSR1, SIGHUP   x   starting, tokenising, first step, forward, evaluation, saving, ending
 

@@ -1,4 +1,4 @@
-"""Bad recipes, for `moe bench faults --only recipes`: the shipped ones with one thing made wrong, for 1, 2 and 4 processes.
+"""Bad recipes, for `python -m tests.campaigns recipes`: the shipped ones with one thing made wrong, for 1, 2 and 4 processes.
 
     recipe -> one mutation -> moe train's checks -> one line, exit code 2, under a second -> the line's advice applied -> it starts
 

@@ -1,4 +1,4 @@
-"""SLURM's own daemons on the two hosts of hosts.py, for `moe bench faults --only machines`.
+"""SLURM's own daemons on the two hosts of hosts.py, for `python -m tests.campaigns machines`.
 
 worker-0   munged  slurmctld  slurmd      worker-1   munged  slurmd      what users call finds them as on any cluster
 """

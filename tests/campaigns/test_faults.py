@@ -1,4 +1,5 @@
-"""A sample of each fault of `moe bench faults` that the suite has nowhere else: signals at moments of a run, and disks that fail."""
+"""A sample of each fault of `python -m tests.campaigns` that the suite has nowhere else: signals at moments of a run, and disks that
+fail."""
 
 from __future__ import annotations
 

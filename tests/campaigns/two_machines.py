@@ -1,4 +1,4 @@
-"""Two machines on one, for `moe bench faults`: network namespaces with a cable between them that can be pulled (Linux, root).
+"""Two machines on one, for `python -m tests.campaigns`: network namespaces with a cable between them that can be pulled (Linux, root).
 
 one namespace   10.77.0.1 ---- veth ---- 10.77.0.2   the other        a process enters one before it opens a socket
 

@@ -7,8 +7,8 @@
 Bytes are counted as messages pass torch's dispatcher (tests/counted/sent.py), so DeepSpeed's and torch's engines are counted like ours. The
 counts of our own collectives must agree. Rows sent to experts, and numbers such as the norm, are counted separately. An engine that does
 not keep whole gradients between micro-batches reduces them in each one. When the forward pass ends, DeepSpeed's stage 3 keeps the weights
-that it has gathered ahead: the law is measured without gathering ahead, and a row `ahead` with it. `moe bench comm --nproc 2 --json FILE`.
-`--kinds sequence` counts sequence-parallel attention instead (tests/counted/sequence.py).
+that it has gathered ahead: the law is measured without gathering ahead, and a row `ahead` with it. `python -m tests.counted comm --nproc 2
+--json FILE`. `--kinds sequence` counts sequence-parallel attention instead (tests/counted/sequence.py).
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ from moe.train.loop.step import finish
 from parallel.mesh.mesh import divisors
 from parallel.numerics.precision import LossScale
 from parallel.process.fork import run_on_ranks
-from tests.counted import sequence as attention
-from tests.counted import tensor as tensor_grids
 from tests.counted.sent import NUMBERS, ROWS, STATES, Sent
 
 LENGTH = 12
@@ -124,11 +122,7 @@ def cases(chosen: list[ShardedKind], nproc: int) -> list[tuple[ShardedKind, int,
 
 
 def main(*, kinds: str | None = None, nproc: int = 2, only: str | None = None, json: str | None = None) -> int:
-    """`moe bench comm`: returns 1 if an engine sends other bytes than theory says."""
-    if kinds == "sequence":
-        return attention.run("comm", "sent", nproc=nproc, json=json)
-    if kinds == "tensor":
-        return tensor_grids.run("comm", nproc=nproc, json=json)
+    """Print a row for each case. Returns 1 if an engine sends other bytes than theory says."""
     chosen = kinds_of(kinds or ",".join((*PLAIN, "deepspeed1", "deepspeed2", "deepspeed3")))
     torch.set_num_threads(1)
     load_engines(chosen)
@@ -142,7 +136,7 @@ def main(*, kinds: str | None = None, nproc: int = 2, only: str | None = None, j
         rows.append(row)
         print_row(row)
     if json:
-        write_json(json, verb="bench comm", rows=rows, tolerance=TOLERANCE)
+        write_json(json, verb="counted comm", rows=rows, tolerance=TOLERANCE)
     return exit_codes.of(all(row.get("passed") is not False for row in rows))
 
 

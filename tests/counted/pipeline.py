@@ -14,11 +14,14 @@ import torch
 import torch.nn.functional as F
 
 from moe.bench.grids.stages import Stages, batch, connect, descend, layers, runtime_for, schedule_for
+from moe.launch import exit_codes
 from moe.recipe.sections import Model
+from moe.records.results import write_json
 from parallel.mesh.mesh import Mesh
 from parallel.numerics.weight_gradient import put_off, splittable
 from parallel.pipeline.runtime import Took
 from parallel.pipeline.schedule import Action, Op, Schedule
+from parallel.pipeline.schedules.catalog import SCHEDULES, kind_of
 from parallel.pipeline.simulator.held import peak_kept, weight_versions
 from parallel.process.fork import run_on_ranks
 from tests.counted.alive import Alive
@@ -121,3 +124,24 @@ def memory_rows(ranks: int, names: list[str], *, microbatches: int, width: int =
             | {"passed": max(map(abs, errors)) <= WITHIN and versions == wanted}
         )
     return rows
+
+
+def main(*, nproc: int | None = None, kinds: str | None = None, json: str | None = None) -> int:
+    """Print a row for each schedule (`kinds`: some of them) on 2 and 4 ranks, or nproc. Returns 1 if one keeps other bytes."""
+    torch.set_num_threads(1)
+    names = kinds.split(",") if kinds else list(SCHEDULES)
+    for name in names:
+        kind_of(name)
+    print(
+        f"{'schedule':<12}{'ranks':>6}{'stages':>7}{'micro':>7}{'kept, MiB a rank':>30}{'simulated':>30}{'error':>9}{'versions':>12}",
+        flush=True,
+    )
+    rows = [row for ranks in ([nproc] if nproc else [2, 4]) for row in memory_rows(ranks, names, microbatches=2 * ranks)]
+    for row in rows:
+        kept, simulated = (", ".join(f"{n / 2**20:.2f}" for n in row[key]) for key in ("measured_bytes", "simulated_bytes"))
+        versions, said = ", ".join(str(n) for n in row["weight_versions"]), "" if row["passed"] else "  FAIL"
+        about = f"{row['schedule']:<12}{row['ranks']:>6}{row['stages']:>7}{row['microbatches']:>7}"
+        print(f"{about}{kept:>30}{simulated:>30}{row['error']:>+9.2%}{versions:>12}{said}", flush=True)
+    if json:
+        write_json(json, verb="counted pipeline", rows=rows)
+    return exit_codes.of(all(row["passed"] for row in rows))

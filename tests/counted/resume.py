@@ -1,4 +1,4 @@
-"""Memory while a run resumes, against what its training takes: a row of each kind in `moe bench memory`.
+"""Memory while a run resumes, against what its training takes, a row for each kind of data parallelism.
 
     training    the most at once in three steps, from when the engine has started; the first step makes the moments
     resuming    the most at once while another process, whose engine has started, loads the checkpoint
@@ -21,11 +21,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from moe.bench.training.shapes import LENGTH, Shape, warm_up
-from moe.bench.training.sharded import CPU, ShardedKind, Started, start, tokens_of
+from moe.bench.training.shapes import DENSE, LENGTH, Shape, warm_up
+from moe.bench.training.sharded import CPU, ShardedKind, Started, kinds_of, load_engines, start, tokens_of
+from moe.launch import exit_codes
+from moe.records.results import write_json
 from moe.train.loop.step import finish
 from moe.train.start import state
 from moe.train.start.state import Counters
@@ -166,3 +169,15 @@ def case(kind: ShardedKind, shape: Shape, ranks: int) -> dict[str, Any]:
         flush=True,
     )
     return row
+
+
+def main(*, kinds: str = "ddp,fsdp,zero1,zero2,zero3,zero2+cpu,zero3+cpu", nproc: int = 2, json: str | None = None) -> int:
+    """Print a row for each kind. Returns 1 if a kind takes over 10 % more memory to resume than to train."""
+    torch.set_num_threads(1)
+    chosen = kinds_of(kinds)
+    load_engines(chosen)
+    print_head()
+    rows = [case(kind, DENSE, nproc) for kind in chosen]
+    if json:
+        write_json(json, verb="counted resume", rows=rows, tolerance=ALLOWED)
+    return exit_codes.of(all(row["passed"] for row in rows))

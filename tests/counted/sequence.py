@@ -1,14 +1,14 @@
 """Sequence-parallel attention, one layer: bytes sent and kept, counted, against the closed forms (moe/plan/time/attention.py).
 
-Part of `moe bench comm --kinds sequence` and `moe bench memory --kinds sequence`. Each method runs forward and backward on forked
-ranks: what leaves a rank is counted by its communicator, what is kept between the passes by the tensors that autograd saves. Both are
-exact. The closed forms are then printed for more ranks, where they tell the methods apart.
+Part of `python -m tests.counted sequence` and `python -m tests.counted sequence --what kept`. Each method runs forward and backward on
+forked ranks: what leaves a rank is counted by its communicator, what is kept between the passes by the tensors that autograd saves. Both
+are exact. The closed forms are then printed for more ranks, where they tell the methods apart.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -36,12 +36,12 @@ METHODS: dict[str, Callable[[Axis], Any]] = {
 }
 
 
-def run(verb: str, what: str, *, nproc: int, json: str | None) -> int:
-    """Rows and the table on paper; returns 1 if a method sends or keeps other bytes than its formula says."""
+def main(*, what: Literal["sent", "kept"] = "sent", nproc: int = 4, json: str | None = None) -> int:
+    """Print rows and the table on paper. Returns 1 if a method sends or keeps other bytes than its formula says."""
     torch.set_num_threads(1)
     rows, table = measured(nproc, what), on_paper(what)
     if json:
-        write_json(json, verb=f"bench {verb}", rows=rows, on_paper=table)
+        write_json(json, verb=f"counted sequence, {what}", rows=rows, on_paper=table)
     return exit_codes.of(all(row["passed"] for row in rows))
 
 

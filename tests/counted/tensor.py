@@ -1,14 +1,14 @@
 """Tensor parallelism, one dense layer: bytes of weights, kept and sent, counted, against the closed forms (moe/plan/time/tensor.py).
 
-Part of `moe bench comm --kinds tensor` and `moe bench memory --kinds tensor`. Each form's layer runs forward and backward on forked
-ranks, 4 and 9 of them in two dimensions, 8 in 2.5 and three: what leaves a rank is counted by its communicator, what is kept between
+Part of `python -m tests.counted tensor` and `python -m tests.counted tensor --what kept`. Each form's layer runs forward and backward on
+forked ranks, 4 and 9 of them in two dimensions, 8 in 2.5 and three: what leaves a rank is counted by its communicator, what is kept between
 the passes by the tensors that autograd saves. The closed forms are then printed for more ranks, where they tell the forms apart, and
 docs/pictures/draw.py draws where they cross.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -36,19 +36,19 @@ PAPER = DenseLayer(tokens=4 * 2048, width=12288, heads=96, head_size=128, kv_hea
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def run(verb: str, *, nproc: int, json: str | None) -> int:
-    """Rows and the table on paper; returns 1 if a layer sends other bytes than its formula says, or keeps over 5 % more or less."""
+def main(*, what: Literal["sent", "kept"] = "sent", nproc: int = 4, json: str | None = None) -> int:
+    """Print rows and the table on paper. Returns 1 if a layer sends other bytes than its formula says, or keeps over 5 % more or less."""
     torch.set_num_threads(1)
     rows = []
     for kind, ranks, chunks in [*((*form, 1) for form in FORMS), *IN_RUNS]:
         for precision in DTYPES if ranks <= max(nproc, 4) or nproc >= 8 else ():
             found = measured(kind, ranks, precision, chunks=chunks)
-            for row in (row for row in found if (row["what"] == "sent") == (verb == "comm")):
+            for row in (row for row in found if (row["what"] == "sent") == (what == "sent")):
                 rows.append(row)
                 print_row(row)
     table = on_paper()
     if json:
-        write_json(json, verb=f"bench {verb}", rows=rows, on_paper=table)
+        write_json(json, verb=f"counted tensor, {what}", rows=rows, on_paper=table)
     return exit_codes.of(all(row["passed"] for row in rows))
 
 

@@ -1,4 +1,4 @@
-"""`moe bench initial` on small sizes: a row for each case, and what makes one fail."""
+"""`python -m tests.counted initial` on small sizes: a row for each case, and what makes one fail."""
 
 from __future__ import annotations
 

@@ -21,8 +21,7 @@ from moe.train.parts.model_states import storages
 from parallel.data import load
 from parallel.data.deepspeed import load_deepspeed
 from parallel.errors import BadInput
-from tests.counted import comm, resume
-from tests.counted import tiling as tiles
+from tests.counted import comm, resume, tiling
 from tests.counted.sent import NUMBERS, ROWS, STATES, Sent
 from tests.support.ranks import run_on_ranks
 
@@ -35,7 +34,7 @@ TINY, TINY_SPARSE = Shape(layers=2, width=32, hidden=48), Shape(layers=2, width=
 
 @pytest.fixture
 def smaller(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The models of `moe bench comm` and of its tiles with narrower layers."""
+    """The models of `python -m tests.counted comm` and of its tiles with narrower layers."""
 
     def narrow(module: ModuleType, sizes: dict[str, int]) -> None:
         recipe = module.recipe
@@ -47,7 +46,7 @@ def smaller(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "recipe", narrowed)
 
     narrow(comm, COMM)
-    narrow(tiles, TILES)
+    narrow(tiling, TILES)
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------------
@@ -100,12 +99,10 @@ def test_the_memory_table_is_printed_and_written(
 
 
 def test_the_memory_of_four_kinds_is_what_is_measured_unless_more_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One model on two ranks; all kinds, sizes and parts with --full."""
+    """One model on two ranks; all kinds and sizes with --full."""
     ran: list[tuple[str, int, int]] = []
     monkeypatch.setattr(memory, "case", lambda kind, shape, ranks: ran.append((kind.name, shape.width, ranks)) or {})
     monkeypatch.setattr(memory, "load_engines", lambda kinds: None)
-    monkeypatch.setattr(memory, "tiling_cases", lambda kind: [])
-    monkeypatch.setattr(memory.resume, "case", lambda *_: {})
     memory.main()
     assert ran == [(name, memory.QUICK_SHAPE.width, 2) for name in ("ddp", "zero1", "zero2", "zero3")]
     quick, ran[:] = len(ran), []
@@ -211,9 +208,9 @@ def test_sharded_engines_send_what_theory_says(sparse: bool, microbatches: int, 
 @pytest.mark.parametrize("name", ["fsdp", "zero3"])
 @pytest.mark.usefixtures("smaller")
 def test_tiles_divide_what_is_whole_at_once(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(tiles, "TILES", (1, 4))
+    monkeypatch.setattr(tiling, "TILES", (1, 4))
     load_engines([kind_of(name)])
-    one, four = run_on_ranks(tiles.measure, 2, 2, kind_of(name), True, "bf16", str(tmp_path), timeout_s=60)[0]
+    one, four = run_on_ranks(tiling.measure, 2, 2, kind_of(name), True, "bf16", str(tmp_path), timeout_s=60)[0]
     assert one["measured_bytes"] == one["expected_bytes"] == 4 * four["measured_bytes"] and four["passed"]
 
 

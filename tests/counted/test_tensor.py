@@ -1,4 +1,4 @@
-"""`moe bench comm|memory --kinds tensor`: what a layer sends and keeps is its formula; grids that there are."""
+"""`python -m tests.counted tensor`: what a layer sends and keeps is its formula; grids that there are."""
 
 from __future__ import annotations
 

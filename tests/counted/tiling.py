@@ -4,12 +4,13 @@
 
 A stage-3 engine gathers weights before they are used and frees them again: FSDP a feed-forward layer's weights together, DeepSpeed
 each matrix, but all experts' matrices of a layer together. Whole weights are counted at every matrix product, forward and backward, in
-the third step; gathering ahead has not begun then, or is switched off. `moe bench memory` prints these rows.
+the third step; gathering ahead has not begun then, or is switched off.
 """
 
 from __future__ import annotations
 
 import re
+import tempfile
 from collections import Counter
 from contextlib import nullcontext
 from typing import Any
@@ -19,10 +20,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe.bench.training.sharded import CPU, ShardedKind, start, tokens_of, without_look_ahead
+from moe.bench.training.sharded import CPU, ShardedKind, kinds_of, load_engines, start, tokens_of, without_look_ahead
+from moe.launch import exit_codes
+from moe.records.results import write_json
 from moe.train.loop.step import finish
 from parallel.mesh.layout import Layout
 from parallel.numerics.precision import LossScale
+from parallel.process.fork import run_on_ranks
 
 TILES, LENGTH, TOLERANCE = (1, 2, 4, 8), 7, 0.05
 _WIDE = re.compile(r"\.(ffn|experts)\.")
@@ -98,3 +102,29 @@ def together(layouts: dict[str, Layout], *, apart: bool) -> int:
 def whole_layouts(layouts: dict[str, Layout]) -> dict[str, Layout]:
     """One layout for each tensor that is cut into tiles. All tiles' layouts give the whole shape."""
     return {re.sub(r"\.tiles\.\d+", "", name): layout for name, layout in layouts.items()}
+
+
+def main(*, kinds: str = "fsdp,zero3", json: str | None = None) -> int:
+    """Print a row for each kind and number of tiles. Returns 1 if other bytes are whole at once than the formula says."""
+    torch.set_num_threads(1)
+    chosen = kinds_of(kinds)
+    load_engines(chosen)
+    rows = [row for kind in chosen for row in cases(kind)]
+    if json:
+        write_json(json, verb="counted tiling", rows=rows, tolerance=TOLERANCE)
+    return exit_codes.of(all(row["passed"] for row in rows))
+
+
+def cases(kind: ShardedKind) -> list[dict[str, Any]]:
+    """Print and return the rows of one kind on two ranks."""
+    rows: list[dict[str, Any]] = []
+    for sparse in (False, True):
+        with tempfile.TemporaryDirectory() as folder:
+            rows += run_on_ranks(measure, 2, 2, kind, sparse, "bf16", folder, timeout_s=120)[0]
+    for row in rows:
+        print(
+            f"{kind.name}, {row['model']}, {row['tiles']} tiles: {row['measured_bytes']:,} bytes of feed-forward weights whole at once,"
+            f" formula {row['expected_bytes']:,.0f}{'' if row['passed'] else '  FAIL'}",
+            flush=True,
+        )
+    return rows

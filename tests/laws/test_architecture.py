@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -39,15 +40,6 @@ READS_THE_ENVIRONMENT = {
     "moe/data/tokens.py": "the user's cache folder",
     "moe/recipe/plugin.py": "which rank says whose code runs",
     "moe/records/tracker.py": "a tracker's project, by that tracker's own variable",
-    "tests/counted/resume.py": "keeps torch's profiler quiet: set, not read",
-    "tests/campaigns/hostile.py": "set for a forked command, not read",
-    "tests/campaigns/hangs.py": "what a forked rank inherits, as from a launcher",
-    "tests/campaigns/lives.py": "likewise",
-    "tests/campaigns/restarts.py": "what it passes on to the command that it kills",
-    "tests/campaigns/elastic.py": "the same",
-    "tests/campaigns/hosts.py": "where daemons are looked for",
-    "tests/campaigns/machines.py": "what a user's commands have on each machine",
-    "tests/measured/environment.py": "what it passes on to the commands that it measures",
 }
 IMPORTS_DEEPSPEED = {
     "parallel/data/deepspeed.py": "its start",
@@ -56,6 +48,7 @@ IMPORTS_DEEPSPEED = {
     "moe/launch/pdsh.py": "its launcher for several machines",
     "moe/bench/training/step.py": "a peer to measure",
 }
+MOST_FILES = 20
 # What runs before a bad recipe is refused, and at `moe --help`; and before a process sets what torch's libraries read as they load.
 QUICK = ("moe", "moe.cli.main", "moe.checks.together", "moe.recipe.sections", "moe.recipe.load", "moe.launch.start", "moe.launch.launch")
 SLOW = {"torch", "deepspeed", "transformers", "tokenizers", "matplotlib", "tensorboard", "triton"}
@@ -185,6 +178,13 @@ def test_a_whole_recipe_stays_outside_of(room: str) -> None:
 def test_moe_itself_holds_its_entry_alone() -> None:
     files = sorted(path.name for path in (ROOT / "moe").glob("*.py"))
     check([f"moe/{name}" for name in files if name not in ("__init__.py", "__main__.py")], "every other file stands in a room")
+
+
+def test_a_folder_holds_at_most_twenty_files() -> None:
+    counts = Counter(path.parent.relative_to(ROOT).as_posix() for path in python_files(*PACKAGES))
+    check(
+        [f"{folder}: {number}" for folder, number in counts.items() if number > MOST_FILES], f"at most {MOST_FILES} files beside each other"
+    )
 
 
 def test_circles_are_found() -> None:

@@ -5,6 +5,7 @@ the code; the README's Python runs. Links are checked in test_architecture.py.
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import os
 import re
@@ -13,11 +14,12 @@ import sys
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from moe.cli import main as cli
-from moe.cli.main import BENCHES, _arguments_of_main, bench_names
+from moe.cli.main import _arguments_of_main, _bench_file, bench_names
 from moe.cli.verbs import RECIPE_VERBS, VERBS, is_word
 from moe.convert.huggingface.families import FAMILIES
 from moe.launch import exit_codes
@@ -27,7 +29,10 @@ from moe.recipe.presets import PRESETS
 from moe.recipe.sections import Run
 from parallel.pipeline.schedules.catalog import SCHEDULES
 from tests.campaigns import faults
+from tests.mutations import run
 from tests.mutations.every import MUTATIONS
+from tests.planner import planner
+from tests.support.command import measurements
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -107,14 +112,31 @@ def test_commands_that_a_page_names_exist(page: Path) -> None:
             if name[1] not in bench_names():
                 wrong.append(f"moe bench {name[1]}")
                 continue
-            flags = {*_arguments_of_main(BENCHES / f"{name[1].replace('-', '_')}.py"), "help"}
-            only = re.search(r"--only ([a-z,]+)", words) if name[1] == "faults" else None
-            wrong += [f"faults of kind {kind}" for kind in only[1].split(",") if kind not in faults.KINDS] if only else []
+            flags = {*_arguments_of_main(_bench_file(name[1])), "help"}
         for flag in re.findall(r"(?<![\w-])--([A-Za-z][\w.-]*)", words):
             known = flag.replace("-", "_").rstrip(".")
             if known not in flags and not (verb in RECIPE_VERBS and (known in keys or known.lower() == "section.key")):
                 wrong.append(f"moe {verb}{words[:20]} ... --{flag}")
     assert sorted(set(wrong)) == []
+
+
+@OF_TODAY
+def test_measurements_of_the_tests_that_a_page_names_exist(page: Path) -> None:
+    """`python -m tests.counted comm --nproc 2`: the folder, the name and the flags."""
+    mains = {"campaigns": faults.main, "mutations": run.main, "planner": planner.main}
+    wrong = []
+    for folder, words in re.findall(r"python -m tests\.(\w+)((?: +[\w.,/+:-]+)*)", page.read_text(encoding="utf-8")):
+        first, *_ = words.split() or [""]
+        if folder in mains and first != "steps":
+            takes = {*inspect.signature(mains[folder]).parameters}
+            known = {"campaigns": set(faults.KINDS), "planner": set(get_args(planner.Part)), "mutations": set()}[folder]
+        elif first.replace("-", "_") in {name.replace("-", "_") for name in measurements(ROOT / "tests" / folder)}:
+            takes, known = set(_arguments_of_main(ROOT / "tests" / folder / f"{first.replace('-', '_')}.py")), {first}
+        else:
+            takes, known = set(), set()
+        wrong += [f"{folder} {first}"] if first and not first.startswith("-") and first not in known else []
+        wrong += [f"{folder} {first} --{flag}" for flag in re.findall(r"--(\w+)", words) if flag not in {*takes, "help"}]
+    assert wrong == []
 
 
 @OF_TODAY

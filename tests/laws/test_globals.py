@@ -22,22 +22,9 @@ CHANGED = {
     "moe/launch/pdsh.py: runner.DEEPSPEED_ENVIRONMENT_PATHS": "likewise",
     "moe/launch/streams.py: sys": "a process has one standard output: what nobody reads any more is dropped, whoever prints it",
     "parallel/watch/watchdog.py: _of_process": "a process has one default process group, and one that watches it",
-    "tests/campaigns/hostile.py: os.environ": "of a forked command: its home and its cache",
-    "tests/campaigns/hostile.py: sys.stdout": "of a forked command, whose output goes into a file",
-    "tests/campaigns/hostile.py: sys.stderr": "likewise",
     "moe/records/metrics.py: threading.excepthook": "TensorBoard writes in a thread of its own, whose traceback nobody else can hold back",
-    "tests/campaigns/hangs.py: sys.stdout": "of a forked rank, whose output goes into a file",
-    "tests/campaigns/hangs.py: sys.stderr": "likewise",
-    "tests/campaigns/hangs.py: os.environ": "a forked rank gets its place there, as from a launcher",
     "moe/launch/ready.py: os.environ": "a forked rank gets its variables there, as from a launcher",
-    "tests/campaigns/hang_faults.py: dist.isend": "a fault put into a forked rank, and ended with it",
-    "tests/campaigns/hang_faults.py: collectives._reduce": "likewise",
-    "tests/campaigns/hang_faults.py: collectives._exchange": "likewise",
-    "tests/campaigns/hang_faults.py: Record.announce": "likewise",
-    "tests/campaigns/hang_faults.py: Record.enter": "likewise",
-    "tests/campaigns/kills.py: trainer._loop": "a forked rank saves what it has loaded before it trains, and ends with it",
-    "tests/campaigns/preemption.py: Record.enter": "likewise, of a rank that tells where it is",
-    "parallel/numerics/weight_gradient.py: _open": "autograd calls a product's backward with nothing of ours, and on a GPU in a thread of its own",
+    "parallel/numerics/weight_gradient.py: _open": "autograd calls a product's backward without an argument of ours, on a GPU in another thread",
     "parallel/process/deterministic.py: os.environ": "cuBLAS reads its workspace there",
     "parallel/process/process.py: os.environ": "torch, DeepSpeed and what they start read the rank and the meeting place there",
     "parallel/data/deepspeed.py: os.environ": "DeepSpeed takes its device from there while it is imported",
@@ -49,13 +36,10 @@ CHANGED = {
     "moe/cli/main.py: os.environ": "ranks that a launcher starts inherit debug mode by it",
     "moe/__init__.py: sys.modules": "Python's table of modules: `parallel` is bound to our own, whatever the user's folder holds",
     "moe/launch/launch.py: os.environ": "a rank that was started by hand with --debug-collectives is as one that inherited it",
-    "tests/counted/resume.py: os.environ": "torch's profiler takes how much it prints from there",
     "moe/recipe/plugin.py: sys.path": "the working folder, last, for a module that a recipe names and no other place has",
     "parallel/process/extensions.py: os.environ": "torch reads the folder of compiled extensions there, here and in what is started",
 }
 CACHED = {
-    "tests/planner/time.py: _file": "a cluster file as it is read once",
-    "tests/planner/time.py: _nodes": "of a cluster file and a number of nodes",
     "parallel/watch/audit.py: _weights": "fixed numbers, on a device",
     "moe/plan/time/collective_times.py: group_of": "of a plan's degrees and a cluster",
     "moe/plan/time/cost.py: _cached": "seconds follow from the sizes that are its arguments",
@@ -108,7 +92,6 @@ SETTINGS = {
         "parallel/process/fork.py": "one thread a rank",
         "moe/cli/doctor.py": "before ranks are forked, and back",
         "moe/verify/verify.py": "ranks are forked, and a forked process must not inherit a pool of threads",
-        "tests/mutations/run.py": "likewise",
         "moe/calibrate/calibrate.py": "likewise; and a rank that measures how much threads help",
         "moe/bench/": "likewise; what is compared gets equally many",
     },
@@ -121,10 +104,7 @@ SETTINGS = {
     "logging.disable": {"moe/launch/torchrun.py": "of a process that is torchrun and nothing else"},
     "atexit.register": {"moe/records/progress.py": "a terminal's cursor must come back however the process ends"},
     "torch.use_deterministic_algorithms": {"parallel/process/deterministic.py": "torch has one such setting; put back after training"},
-    "resource.setrlimit": dict.fromkeys(
-        ("tests/measured/fit.py", "tests/campaigns/hostile.py", "tests/measured/long_context.py"), "of a process that is started for it"
-    )
-    | {"moe/launch/environment.py": "ranks inherit the limit of open files of the process that starts them"},
+    "resource.setrlimit": {"moe/launch/environment.py": "ranks inherit the limit of open files of the process that starts them"},
     "torch.manual_seed": {"moe/bench/training/step.py": "a peer draws its weights from torch's generator"},
 }
 CHANGES = {"add", "append", "appendleft", "clear", "discard", "extend", "insert", "pop", "popitem"}

@@ -7,7 +7,7 @@ stage that updates on its own does not know the gradient norm of the whole model
 
     PipeDream of p stages   age p - 1 - s on stage s        vertical sync   age p - 1 everywhere        2BW   age 1, of whole batches
 
-`moe bench delay --json FILE`.
+`python -m tests.measured delay --json FILE`.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def _table(rows: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def main(*, steps: int = 250, seeds: int = 3, only: str | None = None, json: str | None = None) -> int:
-    """`moe bench delay`: a study; returns 1 only if a loss is not finite."""
+    """`python -m tests.measured delay`: a study; returns 1 only if a loss is not finite."""
     if only not in (None, *MODELS):
         raise BadInput("--only", got=only, needed=f"one of {', '.join(MODELS)}", fix=f"--only {MODELS[0]}")
     torch.set_num_threads(1)

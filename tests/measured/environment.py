@@ -6,7 +6,7 @@
 
 Each is a process of its own that runs in turn with the others, round by round; ratios are taken within a round. Seconds are those of
 the whole command, processors' with those of its ranks. "unset" is what GNU's OpenMP library takes if nothing is set: `moe` would set it.
-`moe bench environment --rounds 3 --only "threads training alone" --json FILE`. Linux.
+`python -m tests.measured environment --rounds 3 --only "threads training alone" --json FILE`. Linux.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
     time       the same processes on the library, with the same batches: seconds until the mean loss of ten steps reaches AdamW's final one.
                The learning rate is the best of three in one process, which takes the same steps
 
-`moe bench kfac --json FILE`.
+`python -m tests.measured kfac --json FILE`.
 """
 
 from __future__ import annotations
@@ -288,8 +288,8 @@ def time_row(schedule: str, ranks: int, steps: int, say: Callable[[str], None]) 
 
 
 def main(*, only: str = "steps,bubbles,time", steps: int = 200, kinds: str = "1f1b,gpipe,chimera", json: str | None = None) -> int:
-    """`moe bench kfac`: returns 1 if K-FAC does not need fewer steps than AdamW, costs more than 10 % of a pipeline's step in its bubbles,
-    or does not reach AdamW's loss first there."""
+    """`python -m tests.measured kfac`: returns 1 if K-FAC does not need fewer steps than AdamW, costs more than 10 % of a pipeline's step
+    in its bubbles, or does not reach AdamW's loss first there."""
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
     if "bubbles" in only:

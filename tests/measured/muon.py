@@ -4,7 +4,7 @@
     experts    8 of three matrices a layer instead: with ep 1 in copies, which are shared out; with ep 2 each on one rank anyway
 
 A ratio is of seconds, within each round: the median over rounds. FLOPs are counted in the step itself, on the rank with the most.
-`moe bench muon --rounds 9 --json FILE`.
+`python -m tests.measured muon --rounds 9 --json FILE`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def main(*, rounds: int = 9, json: str | None = None) -> int:
-    """`moe bench muon`."""
+    """`python -m tests.measured muon`."""
     torch.set_num_threads(1)
     rows = []
     for case, values in CASES.items():

@@ -4,7 +4,8 @@
     bytes of losses                               MiB that one makes and that are alive at its peak, its gradients among them
     idle groups                                   processors that eight ranks keep busy while they wait with so many process groups each
 
-`moe bench small-costs [--only TEXT] --json FILE`. `ONEDNN_MAX_CPU_ISA=AVX2` before it shows a processor without bf16 products.
+`python -m tests.measured small-costs [--only TEXT] --json FILE`. `ONEDNN_MAX_CPU_ISA=AVX2` before it shows a processor without bf16
+products.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ Work = dict[str, Callable[[], object]]
 
 
 def main(*, rounds: int = 9, only: str = "", json: str | None = None) -> int:
-    """`moe bench small-costs`: `only` keeps the sets of measurements whose name holds it."""
+    """`python -m tests.measured small-costs`: `only` keeps the sets of measurements whose name holds it."""
     torch.set_num_threads(1)
     sets: dict[str, Callable[[], dict[str, float]]] = {
         "idle groups": idle_groups,  # before torch has threads that a forked rank would miss

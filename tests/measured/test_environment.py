@@ -1,4 +1,4 @@
-"""`moe bench environment` with commands that are only told of: what each is given, ratios within a round, what fails."""
+"""`python -m tests.measured environment` with commands that are only told of: what each is given, ratios within a round, what fails."""
 
 from __future__ import annotations
 

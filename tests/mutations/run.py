@@ -1,4 +1,4 @@
-"""`moe verify --mutations`: every fault put into the running code, and whether the oracle fails on it and names where.
+"""`python -m tests.mutations`: every fault put into the running code, and whether the oracle fails on it and names where.
 
     control     each case without a fault must pass, and nothing of its tape may be off
     mutation    the same case with the fault on every rank: a column must fail, and a layer or parameter must be named
@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import tyro
 
 from moe.records.results import write_json
 from moe.verify.cases import Case
@@ -29,7 +30,7 @@ from tests.mutations.every import MUTATIONS
 from tests.mutations.mutation import Mutation, applied
 
 
-def main(*, json: str | None = None, only: str | None = None, say: Say = say_now) -> int:
+def main(*, json: str | None = None, only: str | None = None, say: tyro.conf.Suppress[Say] = say_now) -> int:
     """Print the table; 1 if a fault was not found, or found without a place. `only` keeps the mutations whose name holds it.
 
     Raises AttributeError or ModuleNotFoundError where a mutation's target is gone.
@@ -62,7 +63,7 @@ def main(*, json: str | None = None, only: str | None = None, say: Say = say_now
     number = sum(row["passed"] for row in rows if row["mutation"] != "none")
     say(f"{number} of {len(chosen)} faults found and named, in {time.perf_counter() - started:.0f} s")
     if json:
-        write_json(json, verb="verify --mutations", rows=rows)
+        write_json(json, verb="mutations", rows=rows)
     return 1 if failed or not chosen else 0
 
 

@@ -1,6 +1,6 @@
 """Whether `moe plan` ranks the fastest plan first: random recipes and clusters, each planned as usual and with every way to cut the ranks.
 
-`moe bench planner --only best --json FILE`. A draw passes if no plan that fits is faster than the first one, and if the first is no slower
+`python -m tests.planner best --json FILE`. A draw passes if no plan that fits is faster than the first one, and if the first is no slower
 than the recipe's own plan, if that fits. As usual means two rounds, of which the second tries only the fastest ways of the first
 (moe/plan/choose/planned.py), so this measures what the first round loses.
 """

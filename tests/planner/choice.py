@@ -5,7 +5,7 @@
     crossing(...)    Megatron SC21, Table 2: ZeRO-3 beside tensor and pipeline parallelism as GPUs grow and micro-batches shrink
     identity(...)    T = sum t + (m - 1) max t on measured times of stages, against measured steps (vocabulary parallelism's profiles)
 
-and the lines and the numbers of `moe bench planner` about time.
+and the lines and the numbers of `python -m tests.planner` about time.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def identity(rows: Sequence[Row]) -> list[float]:
 
 
 def summary(rows: Sequence[Row]) -> dict[str, Any]:
-    """One table's numbers for the JSON of `moe bench planner`."""
+    """One table's numbers for the JSON of `python -m tests.planner`."""
     made = predictions(rows)
     found, ranked, closed = errors(made), ranking(made), identity(rows)
     return {

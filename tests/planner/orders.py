@@ -1,6 +1,6 @@
 """Searched orders of actions against the zero-bubble paper's automatic ones at equal memory: 1,000 cases of unequal costs, none slower.
 
-`moe bench planner --only orders --json FILE`. A case is p ranks of a stage each, m micro-batches, a time of F, I and W for each rank, one
+`python -m tests.planner orders --json FILE`. A case is p ranks of a stage each, m micro-batches, a time of F, I and W for each rank, one
 of a message, and a limit of micro-batches that a rank keeps until W, all at random. The rival is the shortest of eight orders by the
 paper's rules (zero_bubble_auto.py). Both are judged by the plain clock here, which shares nothing with the simulator of the search. The
 search begins with the best of many orders and then moves actions; here it has to win without moves, which take most of its time.

@@ -1,17 +1,23 @@
-"""The planner against tables of measured runs, one row a table: predicted memory (planner_memory.py) and time (planner_choice.py).
+"""The planner against measurements: predicted memory (memory.py) and time (choice.py).
 
-`moe bench planner --only tables --json FILE` reads the published measurements of a checkout (tests/planner/tables/), `--tables FOLDER`
-those of another folder: every CSV there (tests/planner/read_tables.py). Lines that cannot be used are counted with their reason, tables of
-other columns are named with what they lack. Without either it runs a small recipe under each kind on this machine and compares the bytes
-that torch holds (planner_runs.py); with `--only published` it prices the layouts of well-known runs (planner_published.py), with `--only
-speed` it measures how long planning them takes (planner_speed.py), with `--only orders` it holds searched orders of actions against the
-zero-bubble paper's (planner_orders.py), and with `--only best` it looks for plans that are faster than the first (planner_best.py).
+    python -m tests.planner tables      published measurements (tests/planner/tables/); another folder of CSV files with --folder
+    python -m tests.planner runs        a small recipe under each kind on this machine, against the bytes that torch holds (runs.py)
+    python -m tests.planner published   layouts of well-known runs (published.py)
+    python -m tests.planner speed       the seconds that planning these takes (speed.py)
+    python -m tests.planner orders      searched orders of actions against the zero-bubble paper's (orders.py)
+    python -m tests.planner best        plans of random recipes that are faster than the first plan (best.py)
+    python -m tests.planner steps       steps and memory of this project's trainer on this machine (steps.py)
+
+Rows of a table that cannot be used are counted with their reason. A table of other columns is named with the columns that it lacks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import tyro
 
 from moe.launch import exit_codes
 from moe.records.results import write_json
@@ -23,28 +29,29 @@ from tests.planner import published as planner_published
 from tests.planner import speed as planner_speed
 from tests.planner.read_tables import Table, read_folder
 
-TABLES = Path(__file__).resolve().parents[2] / "tests/planner/tables"  # of a checkout; an installed package has none
+Part = Literal["runs", "tables", "published", "speed", "orders", "best"]
+TABLES = Path(__file__).resolve().parent / "tables"
 HEAD = f"{'table':<42}{'rows':>6}{'memory of':>11}{'kind':>12}{'median':>9}{'p90':>9}{'fits':>12}{'no memory':>11}{'formula':>9}"
 
 
-def main(*, tables: str | None = None, only: str | None = None, json: str | None = None) -> int:
+def main(part: tyro.conf.Positional[Part] = "runs", *, folder: str | None = None, only: str | None = None, json: str | None = None) -> int:
     """Returns 1 if a published formula is not met, or a run here differs by more than a tenth; other errors are printed and written.
 
-    `only`: cases of the runs here whose name has it, such as zero; or `tables`, the published tables of this checkout, `published`, the
-    runs of recipes/published/, `speed`, the time that planning them takes, `orders`, searched orders of actions against a rival's, or
-    `best`, plans of random recipes that are faster than the first one.
+    `part`: `runs`, small runs on this machine; `tables`, the published tables of this checkout; `published`, the runs of
+    recipes/published/; `speed`, the time that planning them takes; `orders`, searched orders of actions against a rival's; `best`, plans
+    of random recipes that are faster than the first one. `folder`: other tables. `only`: runs whose name holds this text.
     """
-    named = {
-        "tables": lambda: table_rows(TABLES),
+    parts: dict[Part, Callable[[], list[dict[str, Any]]]] = {
+        "runs": lambda: _runs(only),
+        "tables": lambda: table_rows(folder or TABLES),
         "published": planner_published.rows,
         "speed": planner_speed.rows,
         "orders": planner_orders.rows,
         "best": planner_best.rows,
     }
-    of_runs = named.get(only or "", lambda: _runs(only))
-    rows = of_runs() if tables is None else table_rows(tables)
+    rows = parts[part]()
     if json:
-        write_json(json, verb="bench planner", rows=rows)
+        write_json(json, verb="planner", rows=rows)
     return exit_codes.of(all(row["passed"] for row in rows))
 
 

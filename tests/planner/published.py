@@ -1,6 +1,6 @@
 """The layouts of well-known runs (recipes/published/) against what their authors print: parameters, seconds of a step, memory.
 
-`moe bench planner --only published --json FILE`. Each run is one Published: its recipe, the cluster file of its machine, what is printed
+`python -m tests.planner published --json FILE`. Each run is one Published: its recipe, the cluster file of its machine, what is printed
 and how seconds follow from it. The prediction is that of the recipe's own plan, as the software of the run would carry it out
 (moe/plan/machine/program.py, stack.py; by its source and year, never by its result), and as this project's trainer would. No constant of
 the planner was chosen with these runs in sight except where `seen` says so.

@@ -1,6 +1,6 @@
 """How long planning takes: `moe plan` of each well-known run (recipes/published/) on the devices of its run, in processor seconds.
 
-`moe bench planner --only speed --json FILE`. Each recipe is planned in a process of its own, so that nothing is remembered from the one
+`python -m tests.planner speed --json FILE`. Each recipe is planned in a process of its own, so that nothing is remembered from the one
 before; loading Python's modules is not counted. A row passes within 10 s up to 1,024 devices and within 60 s beyond. Processor time
 leaves out what other work on the machine takes, but for the caches and the clock that it shares: on an idle machine it is less.
 """

@@ -1,6 +1,6 @@
 """Predicted against measured steps and memory of this project's own trainer on this machine: every kind, on 2, 4 and 8 processes.
 
-`moe bench planner-steps --json F` first measures the machine (moe/calibrate/), then runs each layout of a small recipe on gloo ranks:
+`python -m tests.planner steps --json F` first measures the machine (moe/calibrate/), then runs each layout of a small recipe on gloo ranks:
 
     memory    every tensor that is alive over two steps (tests/counted/alive.py), of the rank whose prediction is furthest off
     time      the fastest of some steps after that, of the slowest rank

@@ -44,7 +44,7 @@ def test_the_clock_is_the_plain_simulators() -> None:
 
 
 def test_no_searched_order_is_slower_in_a_sample() -> None:
-    """The 1,000 cases are in `moe bench planner --only orders`; one of these began slower before the search knew when F arrive."""
+    """The 1,000 cases are in `python -m tests.planner orders`; one of these began slower before the search knew when F arrive."""
     draw = random.Random(23)
     cases = [drawn(draw) for _ in range(40)]
     cases.append(Case((19, 62, 84, 41, 70, 45), (85, 47, 78, 32, 53, 67), (28, 51, 43, 45, 18, 70), 5, sent=9, memory=7))

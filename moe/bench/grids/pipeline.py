@@ -1,9 +1,7 @@
-"""Compares pipelines with what their schedules promise in time and memory, and with torch's own pipelining in speed.
+"""Compares pipelines with the times that their schedules promise, and with torch's own pipelining.
 
     times      seconds a step against the timeline simulated from the mean seconds of each action (Recorder): the stages sleep, as
                if devices were at work, so that two cores suffice for four processes; every schedule
-    memory     bytes of storages alive between two actions, over those before the first, against what each micro-batch of a stage
-               keeps, measured alone, times the simulated count of those held (parallel/pipeline/simulator/held.py); every schedule
     peers      seconds a step of the same modules and micro-batches in torch.distributed.pipelining, in turn with ours: GPipe, 1F1B and
                interleaved 1F1B on two processes; losses and all gradients are compared too
 
@@ -24,15 +22,14 @@ from moe.launch import exit_codes
 from moe.records.results import write_json
 from parallel.errors import BadInput
 from parallel.pipeline.schedules.catalog import SCHEDULES, kind_of
-from tests.counted.pipeline import memory_rows
 
-PARTS = ("times", "memory", "peers")
+PARTS = ("times", "peers")
 
 
 def main(
     *, nproc: int | None = None, only: str = ",".join(PARTS), kinds: str | None = None, rounds: int = 15, json: str | None = None
 ) -> int:
-    """`moe bench pipeline`: returns 1 if a schedule's time or memory is wrong, or it is slower than torch's. nproc: default 2 and 4."""
+    """`moe bench pipeline`: returns 1 if a schedule's time is wrong, or it is slower than torch's. nproc: default 2 and 4."""
     parts = only.split(",")
     for part in parts:
         if part not in PARTS:
@@ -58,19 +55,12 @@ def _rows(part: str, sizes: list[int], names: list[str], rounds: int) -> Iterato
     if part == "peers":
         yield from (peers_row(name, rounds=rounds) for name in names if name in pipeline_peers.NAMES)
         return
-    of = times_rows if part == "times" else memory_rows
     for ranks in sizes:
-        yield from of(ranks, names, microbatches=2 * ranks)
+        yield from times_rows(ranks, names, microbatches=2 * ranks)
 
 
 def _times(row: dict[str, Any]) -> str:
     return f"{_what(row)}{1000 * row['measured_seconds']:>11.1f} ms{1000 * row['simulated_seconds']:>11.1f} ms{row['error']:>+9.2%}"
-
-
-def _memory(row: dict[str, Any]) -> str:
-    kept, said = (", ".join(f"{n / 2**20:.2f}" for n in row[key]) for key in ("measured_bytes", "simulated_bytes"))
-    versions = ", ".join(str(n) for n in row["weight_versions"])
-    return f"{_what(row)}{kept:>30}{said:>30}{row['error']:>+9.2%}{versions:>12}"
 
 
 def _peers(row: dict[str, Any]) -> str:
@@ -85,7 +75,6 @@ def _what(row: dict[str, Any]) -> str:
 _OF = f"{'schedule':<12}{'ranks':>6}{'stages':>7}{'micro':>7}"
 HEADS = {
     "times": f"{_OF}{'measured':>14}{'simulated':>14}{'error':>9}",
-    "memory": f"{_OF}{'kept, MiB a rank':>30}{'simulated':>30}{'error':>9}{'versions':>12}",
     "peers": f"{_OF}{'ours':>14}{'torch':>14}{'ratio':>9}{'losses':>12}{'gradients':>12}",
 }
-SAID = {"times": _times, "memory": _memory, "peers": _peers}
+SAID = {"times": _times, "peers": _peers}

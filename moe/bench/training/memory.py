@@ -6,14 +6,12 @@
     resident       the process's memory at that time beyond that before the model was made, as the system sees it, without those buckets
     device         offload: what is left on the device, by purpose, and what was moved to the host or is in files on disk
 
-Two more kinds of rows: what tiling leaves whole at once (tests/counted/tiling.py), and what a resume takes (tests/counted/resume.py).
 Each case runs in processes of its own, which return freed memory to the system. The model has two wide layers and gets few tokens, so that
 activations do not matter.
 
 moe bench memory            ddp and ZeRO's stages on two ranks, 25M parameters: about 20 s on two idle cores
-moe bench memory --full     all kinds on 1, 2 and 4 ranks, 100M parameters, a sparse model, tiling and resuming: many minutes
+moe bench memory --full     all kinds on 1, 2 and 4 ranks, 100M parameters, a sparse model: many minutes
 moe bench memory --kinds ddp,fsdp --only dense          parts of that
-`--kinds sequence` measures what sequence-parallel attention keeps instead (tests/counted/sequence.py).
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ import torch
 
 from moe.bench.training.held import Arriving, Held, held, living, resident_bytes
 from moe.bench.training.shapes import DENSE, LENGTH, SPARSE, Shape, warm_up
-from moe.bench.training.sharded import CPU, ShardedKind, Started, kind_of, kinds_of, load_engines, start, tokens_of
+from moe.bench.training.sharded import CPU, ShardedKind, Started, kinds_of, load_engines, start, tokens_of
 from moe.launch import exit_codes
 from moe.plan.job.states import MIXED, STAGES, model_states, sparse_model_states
 from moe.records.results import write_json
@@ -39,10 +37,6 @@ from parallel.numerics.precision import LossScale
 from parallel.process.extensions import missing_for_nvme
 from parallel.process.fork import run_on_ranks
 from parallel.process.malloc import give_freed_memory_back
-from tests.counted import resume
-from tests.counted import sequence as attention
-from tests.counted import tensor as tensor_grids
-from tests.counted import tiling as tiles
 
 TOLERANCE = 0.05
 KINDS = (
@@ -156,13 +150,8 @@ def cases(names: str | None, nproc: int) -> list[tuple[Shape, ShardedKind, int]]
 def main(*, kinds: str | None = None, nproc: int = 4, only: str | None = None, full: bool = False, json: str | None = None) -> int:
     """`moe bench memory`: returns 1 if a kind's bytes differ from the formula by more than 5 %; with offload, only those on the device.
 
-    Also returns 1 if a kind takes over 10 % more memory to resume than to train. `only`: part of dense, sparse, tiling, resume. Without
-    `kinds`, `only` and `full`: the quick rows.
+    `only`: dense or sparse. Without `kinds`, `only` and `full`: the quick rows.
     """
-    if kinds == "sequence":
-        return attention.run("memory", "kept", nproc=nproc, json=json)
-    if kinds == "tensor":
-        return tensor_grids.run("memory", nproc=nproc, json=json)
     quick = kinds is None and only is None and not full
     two = min(2, nproc)
     chosen = [(QUICK_SHAPE, kind, two) for kind in kinds_of(QUICK)] if quick else cases(kinds, nproc)
@@ -171,12 +160,6 @@ def main(*, kinds: str | None = None, nproc: int = 4, only: str | None = None, f
     print_papers_table()
     print(f"\n{'model':<8}{'kind':<15}{'ranks':>6}{'ep':>4}{'torch holds':>15}{'formula':>15}{'error':>9}{'resident':>15}{'error':>9}")
     rows = [case(kind, shape, ranks) for shape, kind, ranks in chosen if only is None or only in shape.name]
-    if not quick and (only is None or only in "tiling") and nproc > 1:
-        gathering = {kind.name: kind for _, kind, _ in chosen if kind.stage == 3 and not kind.is_peer and kind.place == "device"}
-        rows += [row for kind in gathering.values() for row in tiling_cases(kind)]
-    if not quick and (only is None or only in "resume"):
-        resume.print_head()
-        rows += [resume.case(kind_of(name), DENSE, min(2, nproc)) for name in dict.fromkeys(k.name for _, k, _ in chosen if not k.is_peer)]
     if json:
         paper = {"parameters": 7.5e9, "ranks": 64, "gb_by_stage": papers_gb(7.5e9, 64)}
         write_json(json, verb="bench memory", rows=rows, tolerance=TOLERANCE, papers_table=paper)
@@ -198,18 +181,3 @@ def case(kind: ShardedKind, shape: Shape, ranks: int) -> dict[str, Any]:
         flush=True,
     )
     return row
-
-
-def tiling_cases(kind: ShardedKind) -> list[dict[str, Any]]:
-    """Print and return the rows of tests/counted/tiling.py on two ranks."""
-    rows: list[dict[str, Any]] = []
-    for sparse in (False, True):
-        with tempfile.TemporaryDirectory() as folder:
-            rows += run_on_ranks(tiles.measure, 2, 2, kind, sparse, "bf16", folder, timeout_s=120)[0]
-    for row in rows:
-        print(
-            f"{kind.name}, {row['model']}, {row['tiles']} tiles: {row['measured_bytes']:,} bytes of feed-forward weights whole at once,"
-            f" formula {row['expected_bytes']:,.0f}{'' if row['passed'] else '  FAIL'}",
-            flush=True,
-        )
-    return rows

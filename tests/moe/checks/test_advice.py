@@ -1,7 +1,7 @@
 """Advice that a line gives works: it is applied, and the recipe is accepted. Sizes and degrees are set by hand, truths are counted here.
 
 It alone would notice a fix that names what is there already, that needs other processes than there are, or that leads to the next
-refusal; and the sample of `moe bench faults --only recipes`, which makes shipped recipes wrong in every way it has.
+refusal; and the sample of `python -m tests.campaigns recipes`, which makes shipped recipes wrong in every way it has.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A sample of `moe bench faults --only hangs`: real ranks that train, of which one is stopped, killed, or makes another collective.
+"""A sample of `python -m tests.campaigns hangs`: real ranks that train, of which one is stopped, killed, or makes another collective.
 
 It alone would notice a watchdog that does not end a run, or ends it without the line in every rank's status.
 """

@@ -1,6 +1,6 @@
 """Two machines for real, in namespaces (tests/campaigns/hosts.py): sshd, pdsh and SLURM's own daemons between them, and ranks that train.
 
-A sample of `moe bench faults --only machines`. It alone would notice a start, a signal or an end that works on one machine only: another
+A sample of `python -m tests.campaigns machines`. It alone would notice a start, a signal or an end that works on one machine only: another
 space of processes, no variable that ssh does not carry, shells that read the words again.
 """
 

@@ -586,7 +586,8 @@ FAULTS: list[tuple[Callable[[pytest.MonkeyPatch], None], str, set[str]]] = [
     (one_rank_fails, "dense dp2 ep1 m1 ddp fp32", EVERY),
 ]
 
-# Where it parts is looked for by ranks that run once more. Every fault of `moe verify --mutations` is placed; of these, one on each engine.
+# Where it parts is looked for by ranks that run once more. Every fault of `python -m tests.mutations` is placed; of these, one on each
+# engine.
 PLACED = {expert_gradient_times_ep, every_shard_counted, loss_turns_nan_half_way}
 
 

@@ -182,7 +182,8 @@ def test_the_parent_is_untouched() -> None:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux ends a process with its parent")
 def test_ranks_end_with_a_parent_that_was_killed(tmp_path: Path) -> None:
     """A signal that nobody catches, as of `kill` or a scheduler: no rank computes on for nobody."""
-    words = f"import sys, time; sys.path.insert(0, {str(Path(__file__).resolve().parents[3])!r}); from parallel.process.fork import run_on_ranks; "
+    words = f"import sys, time; sys.path.insert(0, {str(Path(__file__).resolve().parents[3])!r}); "
+    words += "from parallel.process.fork import run_on_ranks; "
     words += "run_on_ranks(lambda rank: (print(flush=True), time.sleep(60)), 2)"
     with subprocess.Popen([sys.executable, "-c", words], stdout=subprocess.PIPE, env=os.environ | {"TMPDIR": str(tmp_path)}) as parent:
         assert parent.stdout is not None

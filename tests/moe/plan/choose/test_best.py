@@ -1,7 +1,7 @@
 """The first plan of a ranking is the fastest that fits: against every plan there is, and against the recipe's own.
 
 What this file alone would notice: a choice that is not tried (large micro-batches, the recipe's layout), and a way to cut the ranks that
-the first round leaves out. `moe bench planner --only best` has 200 draws.
+the first round leaves out. `python -m tests.planner best` has 200 draws.
 """
 
 from __future__ import annotations

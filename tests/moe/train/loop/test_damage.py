@@ -1,4 +1,5 @@
-"""A sample of `moe bench faults --only damage`: a run's newer save is damaged in every way that the bench has, and nothing is loaded wrong.
+"""A sample of `python -m tests.campaigns damage`: a run's newer save is damaged in every way that the bench has, and nothing is loaded
+wrong.
 
 It alone would notice contents that hashes cannot see, because they were signed after the damage: another dtype, bytes that two tensors
 share, a state that no run has, a manifest that is a pipe or a device.

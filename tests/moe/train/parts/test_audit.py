@@ -1,6 +1,6 @@
 """`train.audit_every` in whole runs: it changes nothing where nothing is wrong, mends what it can, and ends in one line where it cannot.
 
-Each fault of `moe bench faults --only corruption` once or twice, and a run whose records and checkpoints are looked at.
+Each fault of `python -m tests.campaigns corruption` once or twice, and a run whose records and checkpoints are looked at.
 """
 
 from __future__ import annotations

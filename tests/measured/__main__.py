@@ -1,0 +1,8 @@
+"""`python -m tests.measured NAME`: one of this folder's measurements."""
+
+import sys
+from pathlib import Path
+
+from tests.support.command import run
+
+sys.exit(run(Path(__file__).parent, sys.argv[1:]))

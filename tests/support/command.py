@@ -1,0 +1,45 @@
+"""Starts a measurement of one of the tests' folders by its name: `python -m tests.counted comm --nproc 2`.
+
+A measurement is a module with `main(**flags) -> int`. Its flags are main's arguments, its help is main's docstring.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import sys
+from pathlib import Path
+
+import tyro
+
+from moe.launch import exit_codes
+from parallel.errors import BadInput, did_you_mean
+
+
+def measurements(folder: Path) -> dict[str, str]:
+    """Return the folder's measurements by name, each with the first line of its docstring. Nothing is imported."""
+    trees = {path.stem: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.py"))}
+    return {
+        stem.replace("_", "-"): (ast.get_docstring(tree) or "").partition("\n")[0]
+        for stem, tree in trees.items()
+        if any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in tree.body)
+    }
+
+
+def run(folder: Path, words: list[str]) -> int:
+    """Run the measurement that the first word names, with the other words as its flags. Returns its exit code, 2 for bad input."""
+    command = f"python -m tests.{folder.name}"
+    named = measurements(folder)
+    if not words or words[0] in ("-h", "--help"):
+        print(f"usage: {command} NAME [--help]\n", *(f"  {name:<18} {about}" for name, about in named.items()), sep="\n")
+        return exit_codes.DONE
+    try:
+        if words[0] not in named:
+            near = did_you_mean(words[0], named)
+            raise BadInput("NAME", got=words[0], needed=f"one of {', '.join(named)}", fix=f"{command} {near or next(iter(named))}")
+        module = importlib.import_module(f"tests.{folder.name}.{words[0].replace('-', '_')}")
+        code: int = tyro.cli(module.main, prog=f"{command} {words[0]}", args=words[1:])
+    except BadInput as bad:
+        print(bad, file=sys.stderr)
+        return exit_codes.BAD_INPUT
+    return code
