@@ -203,7 +203,6 @@ MAY_NAME = {
     "moe/verify/cases.py": "rows",
     "moe/verify/hybrid.py": "rows",
     "moe/verify/recipe.py": "rows",
-    "tests/mutations/pipeline.py": "rows",
 }
 
 
