@@ -1,13 +1,8 @@
-"""`python -m tests.campaigns KIND`: faults put into runs that train."""
+"""`python -m tests.campaigns`: faults put into runs that train."""
 
 import sys
 
-import tyro
-
-from parallel.errors import BadInput
 from tests.campaigns.faults import main
+from tests.support.command import carry_out
 
-try:
-    sys.exit(tyro.cli(main, prog="python -m tests.campaigns"))
-except BadInput as bad:
-    sys.exit(f"{bad}")
+sys.exit(carry_out(main, "python -m tests.campaigns", sys.argv[1:]))

@@ -1,10 +1,10 @@
-"""Faults put into runs that train, and what became of them.
+"""Faults put into runs that train, and their outcomes.
 
-python -m tests.campaigns hangs damage     kinds: hangs, recipes, damage, kills, preemption, corruption, restarts, hostile, disks,
-                                         elastic, machines; `machines:torchrun`: the rows of a kind whose name holds the text
-python -m tests.campaigns --full                  as often as the aims say; by default each fault once
+    python -m tests.campaigns hangs damage         kinds of faults; all of them if none is named
+    python -m tests.campaigns machines:torchrun    the rows of a kind whose name holds the text
+    python -m tests.campaigns --full               as often as the aims say; by default each fault once
 
-fault, tried, held, lost, seconds_median      held: what ought to happen did; lost: it did not; seconds from the fault to the end
+Columns: fault, tried, held (the run did what it should), lost (it did not), seconds_median (from the fault to the end).
 """
 
 from __future__ import annotations
@@ -74,8 +74,9 @@ def main(
     `machines:torchrun`: the rows of a kind whose name holds the text. `full`: as often as the aims say.
     """
     rows: list[Row] = []
+    asked = _asked(kinds)
     print(f"{'fault':<52} {'tried':>5} {'held':>5} {'lost':>5} {'seconds':>8}", flush=True)
-    for kind, text in _asked(kinds):
+    for kind, text in asked:
         found: Iterator[Row] = importlib.import_module(KINDS[kind]).rows(full=full, rounds=rounds, only=text)
         for row in found:
             rows.append(row)

@@ -24,7 +24,7 @@ CHANGED = {
     "parallel/watch/watchdog.py: _of_process": "a process has one default process group, and one that watches it",
     "moe/records/metrics.py: threading.excepthook": "TensorBoard writes in a thread of its own, whose traceback nobody else can hold back",
     "moe/launch/ready.py: os.environ": "a forked rank gets its variables there, as from a launcher",
-    "parallel/numerics/weight_gradient.py: _open": "autograd calls a product's backward without an argument of ours, on a GPU in another thread",
+    "parallel/numerics/weight_gradient.py: _open": "autograd calls a product's backward without arguments of ours",
     "parallel/process/deterministic.py: os.environ": "cuBLAS reads its workspace there",
     "parallel/process/process.py: os.environ": "torch, DeepSpeed and what they start read the rank and the meeting place there",
     "parallel/data/deepspeed.py: os.environ": "DeepSpeed takes its device from there while it is imported",

@@ -2,8 +2,7 @@
 
 import sys
 
-import tyro
-
 from tests.mutations.run import main
+from tests.support.command import carry_out
 
-sys.exit(tyro.cli(main, prog="python -m tests.mutations"))
+sys.exit(carry_out(main, "python -m tests.mutations", sys.argv[1:]))

@@ -2,19 +2,10 @@
 
 import sys
 
-import tyro
-
-from moe.launch import exit_codes
-from parallel.errors import BadInput
 from tests.planner import planner, steps
+from tests.support.command import carry_out
 
-words = sys.argv[1:]
-try:
-    if words[:1] == ["steps"]:
-        code = tyro.cli(steps.main, prog="python -m tests.planner steps", args=words[1:])
-    else:
-        code = tyro.cli(planner.main, prog="python -m tests.planner")
-except BadInput as bad:
-    print(bad, file=sys.stderr)
-    code = exit_codes.BAD_INPUT
-sys.exit(code)
+first, *rest = sys.argv[1:] or ["runs"]
+if first == "steps":
+    sys.exit(carry_out(steps.main, "python -m tests.planner steps", rest))
+sys.exit(carry_out(planner.main, "python -m tests.planner", [first, *rest]))

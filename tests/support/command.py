@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import importlib
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import tyro
@@ -26,20 +27,25 @@ def measurements(folder: Path) -> dict[str, str]:
     }
 
 
+def carry_out(main: Callable[..., int], name: str, words: list[str]) -> int:
+    """Run main with the words as its arguments. Returns its exit code. Bad input is one line and 2; words that do not parse exit with 2."""
+    try:
+        return int(tyro.cli(main, prog=name, args=words))
+    except BadInput as bad:
+        print(bad, file=sys.stderr)
+        return exit_codes.BAD_INPUT
+
+
 def run(folder: Path, words: list[str]) -> int:
-    """Run the measurement that the first word names, with the other words as its flags. Returns its exit code, 2 for bad input."""
+    """Run the measurement that the first word names, with the other words as its flags. Returns its exit code."""
     command = f"python -m tests.{folder.name}"
     named = measurements(folder)
     if not words or words[0] in ("-h", "--help"):
         print(f"usage: {command} NAME [--help]\n", *(f"  {name:<18} {about}" for name, about in named.items()), sep="\n")
         return exit_codes.DONE
-    try:
-        if words[0] not in named:
-            near = did_you_mean(words[0], named)
-            raise BadInput("NAME", got=words[0], needed=f"one of {', '.join(named)}", fix=f"{command} {near or next(iter(named))}")
-        module = importlib.import_module(f"tests.{folder.name}.{words[0].replace('-', '_')}")
-        code: int = tyro.cli(module.main, prog=f"{command} {words[0]}", args=words[1:])
-    except BadInput as bad:
-        print(bad, file=sys.stderr)
+    if words[0] not in named:
+        near = did_you_mean(words[0], named) or next(iter(named))
+        print(BadInput("NAME", got=words[0], needed=f"one of {', '.join(named)}", fix=f"{command} {near}"), file=sys.stderr)
         return exit_codes.BAD_INPUT
-    return code
+    module = importlib.import_module(f"tests.{folder.name}.{words[0].replace('-', '_')}")
+    return carry_out(module.main, f"{command} {words[0]}", words[1:])
