@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from moe.cli.main import main as moe
 from moe.verify.cases import Case
 from moe.verify.kinds import KINDS, cases
 from tests.mutations import run
@@ -100,7 +99,7 @@ def test_layouts_without_a_fault_run_first_and_the_exit_code_says_what_was_misse
     code, written, said = whole
     controls = written["rows"][:2]  # the two layouts that six mutations use
     assert [(row["mutation"], row["found_by"], row["layer"], row["passed"]) for row in controls] == [("none", "", "", True)] * 2
-    assert code == 1 and written["verb"] == "verify --mutations" and (written["passed"], written["failed"]) == (5, 3)
+    assert code == 1 and written["verb"] == "mutations" and (written["passed"], written["failed"]) == (5, 3)
     assert said[-1].startswith("3 of 6 faults found and named")
 
 
@@ -111,8 +110,3 @@ def test_a_target_that_is_gone_is_an_error_before_anything_runs(monkeypatch: pyt
     with pytest.raises(AttributeError, match="moe.experts.layer:joined: .* has no joined of its own"):
         run.main(say=said.append)
     assert said == []
-
-
-def test_flags_that_mutations_do_not_read_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert moe(["verify", "--mutations", "--nproc", "4"]) == 2
-    assert "--nproc: got 4 with --mutations" in capsys.readouterr().err

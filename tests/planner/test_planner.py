@@ -84,12 +84,12 @@ def test_formulas_are_met_to_the_last_digit(tmp_path: Path, capsys: pytest.Captu
         dict(zip(columns, line, strict=True)) for line in ((7.5, 64, 120.0, 31.406, 16.641, 1.875), (7.5, 4, 120.0, 52.5, 41.25, 30.0))
     ]
     write(tmp_path, "zero.csv", *lines, columns=columns)
-    assert planner.main(tables=str(tmp_path), json=str(tmp_path / "out.json")) == 0
+    assert planner.main("tables", folder=str(tmp_path), json=str(tmp_path / "out.json")) == 0
     rows = {row["table"]: row for row in json.loads((tmp_path / "out.json").read_text())["rows"]}
     assert [(rows[name]["formula_right"], rows[name]["formula_total"]) for name in ("figure", "zero")] == [(1, 1), (2, 2)]
     assert "figure" in capsys.readouterr().out
     write(tmp_path, "figure.csv", FIGURE | {"memory_GB": repr(1.01 * activations)})
-    assert planner.main(tables=str(tmp_path)) == 1
+    assert planner.main("tables", folder=str(tmp_path)) == 1
 
 
 BENCHMARKS = Path(__file__).parents[2] / "docs" / "benchmarks"

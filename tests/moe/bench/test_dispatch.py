@@ -39,7 +39,7 @@ def test_inputs_are_routed_as_they_are_made_to(case: LayerCase) -> None:
 
 SETUP = """
 import sys
-from moe.bench import dispatch, layers
+from moe.bench.layers import dispatch, layers
 from moe.bench.layers.layers import LayerCase, Shape
 dispatch.SHAPES = dict.fromkeys(("cpu", "cuda"), (Shape(96, 24, 40, 8, 1), Shape(64, 32, 16, 16, 4)))
 dispatch.GROWTH = {"tokens x2": (Shape(32, 8, 8, 4, 1), Shape(64, 8, 8, 4, 1))}

@@ -84,7 +84,7 @@ def test_every_step_leads_to_another_one_and_ends_in_tiles(where: str, world: in
 
 _FREED = """
 import torch
-from parallel import malloc
+from parallel.process import malloc
 malloc.%s()
 def held():
     return int(next(line for line in open("/proc/self/status") if line.startswith("VmData")).split()[1]) * 1024
