@@ -49,6 +49,18 @@ IMPORTS_DEEPSPEED = {
     "moe/bench/training/step.py": "a peer to measure",
 }
 MOST_FILES = 20
+ROUTED = re.compile(r"rout(er|ed|ing)|expert", re.I)
+SAYS_EXPERT = {  # in `parallel`, where it is the name of an axis's view, of a family of parameters, or of another library's interface
+    "parallel/mesh/mesh.py": {"EXPERT"},
+    "parallel/mesh/layout.py": {"EXPERT", "expert"},
+    "parallel/tensor/style.py": {"expert"},
+    "parallel/data/deepspeed.py": {
+        "_EXPERT_PARALLEL_GROUP",
+        "_EXPERT_DATA_PARALLEL_GROUP",
+        "num_experts",
+        "use_data_before_expert_parallel_",
+    },
+}
 # What runs before a bad recipe is refused, and at `moe --help`; and before a process sets what torch's libraries read as they load.
 QUICK = ("moe", "moe.cli.main", "moe.checks.together", "moe.recipe.sections", "moe.recipe.load", "moe.launch.start", "moe.launch.launch")
 SLOW = {"torch", "deepspeed", "transformers", "tokenizers", "matplotlib", "tensorboard", "triton"}
@@ -133,6 +145,23 @@ def test_imports_go_one_way(layer: str) -> None:
         if (top := i.target.split(".")[0]) in ours and top not in LAYERS[layer]
     ]
     check(wrong, f"{layer} may import of this project {sorted(LAYERS[layer])} only")
+
+
+def test_parallel_knows_no_routers_and_no_experts() -> None:
+    """Names and texts of its code. A docstring may say what a tensor is in the model."""
+    found: dict[str, set[str]] = {}
+    for path in python_files("parallel"):
+        about = {id(node.value) for node in ast.walk(tree(path)) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree(path)):
+            if id(node) not in about and (words := [word for word in _words(node) if ROUTED.search(word)]):
+                found.setdefault(path.relative_to(ROOT).as_posix(), set()).update(words)
+    assert found == SAYS_EXPERT
+
+
+def _words(node: ast.AST) -> list[str]:
+    """Return the names and texts of one node of a syntax tree."""
+    fields = (getattr(node, name, None) for name in ("id", "attr", "arg", "name", "value"))
+    return [word for word in fields if isinstance(word, str)]
 
 
 def test_recipes_hold_no_code() -> None:

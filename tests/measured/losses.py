@@ -1,0 +1,67 @@
+"""Losses of 20 steps on two ranks, in this checkout and in another commit: equal to the last bit, if a change is meant to change no number.
+
+    python -m tests.measured losses --before 9c24c8f          a commit of this repository, checked out into a temporary folder
+
+Each pair of a recipe and a layout is trained from its first weights on both sides. A layout that a recipe refuses on both sides is
+printed with its refusal.
+"""
+
+from __future__ import annotations
+
+import json as json_format
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from moe.launch import exit_codes
+from moe.records.results import write_json
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = ("switch_tiny", "glam_tiny", "switch_t5_tiny")
+LAYOUTS = {
+    "ddp": "",
+    "zero1": "--sharding.kind zero --sharding.stage 1",
+    "fsdp": "--sharding.kind fsdp",
+    "pp 2": "--degrees.pp 2",
+    "tp 2": "--degrees.tp 2",
+    "sp 2": "--degrees.sp 2",
+}
+
+
+def main(*, before: str, steps: int = 20, only: str = "", json: str | None = None) -> int:
+    """Print a row for each pair whose name holds `only`. Returns 1 if a loss differs from the commit `before`."""
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        subprocess.run(["git", "worktree", "add", "--quiet", "--detach", str(folder / "before"), before], cwd=ROOT, check=True)
+        try:
+            for recipe in RECIPES:
+                for layout, flags in LAYOUTS.items():
+                    if only in f"{recipe} {layout}":
+                        sides = [losses(tree, recipe, [*flags.split(), "--train.steps", str(steps)]) for tree in (folder / "before", ROOT)]
+                        rows.append({"recipe": recipe, "layout": layout, "losses": sides[1], "passed": sides[0] == sides[1]})
+                        said = sides[1] if isinstance(sides[1], str) else f"{len(sides[1])} losses, the last {sides[1][-1]!r}"
+                        verdict = ("refused" if isinstance(sides[1], str) else "equal") if rows[-1]["passed"] else "DIFFERENT"
+                        print(f"{recipe:<16}{layout:<8}{verdict:<10}{said}", flush=True)
+        finally:
+            subprocess.run(["git", "worktree", "remove", "--force", str(folder / "before")], cwd=ROOT, check=True)
+    if json:
+        write_json(json, verb="measured losses", rows=rows, before=before)
+    return exit_codes.of(all(row["passed"] for row in rows))
+
+
+def losses(tree: Path, recipe: str, flags: list[str]) -> list[float] | str:
+    """Train with the code of a tree on two ranks of one thread. Returns the loss of each step, or the line that refuses the layout."""
+    with tempfile.TemporaryDirectory() as out:
+        environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "moe", "train", recipe, "--nproc", "2", "--out", f"{out}/run", *flags]
+        done = subprocess.run(command, cwd=out, env=environment, capture_output=True, text=True, timeout=1200)
+        if done.returncode == exit_codes.BAD_INPUT:
+            return done.stderr.strip().splitlines()[-1]
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
+        lines = (Path(out) / "run/metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        return [line["loss"] for line in map(json_format.loads, lines) if line["kind"] == "train"]
