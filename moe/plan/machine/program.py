@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from moe.plan.job.hashed import hashed_once
-from parallel.errors import BadInput
 
 ALONE = 0.3  # of the faster of host and device, not beside the slower: fitted to vTrain's steps of small layers
 
@@ -143,10 +142,3 @@ PROGRAMS = {
 }
 OWN = PROGRAMS["moe-parallel"]
 OWN_ON_CPU = PROGRAMS["moe-parallel-cpu"]
-
-
-def program_named(name: str) -> Program:
-    """Raises BadInput for an unknown one, with the list."""
-    if name not in PROGRAMS:
-        raise BadInput("program", got=name, needed=f"one of {', '.join(PROGRAMS)}", fix=f"set it to {OWN.name}")
-    return PROGRAMS[name]
