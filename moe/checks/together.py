@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 import os
 
+from parallel.mesh.mesh import Degrees, check_world, divisors
+from parallel.store.files import user_path
+
 from moe.checks.audit import check_audit
 from moe.checks.encoder_decoder import check_encoder_decoder
 from moe.checks.lora import check_lora
@@ -15,14 +18,13 @@ from moe.checks.sequence import check_sequence
 from moe.checks.sharding import check_sharding
 from moe.checks.tensor import check_tensor
 from moe.checks.tiling import check_tiling
+from moe.kernels.products import PRODUCTS
 from moe.recipe.plugin import check_there
 from moe.recipe.sections import Data, Run
 from moe.router.checks import check_read, check_slots, check_spec
 from moe.router.methods.catalog import method_of
 from moe.router.slots.causal import check_causal
 from parallel.errors import BadInput, counted, did_you_mean
-from parallel.mesh.mesh import Degrees, check_world, divisors
-from parallel.store.files import user_path
 
 
 def check_run(run: Run, world_size: int) -> Run:
@@ -136,6 +138,11 @@ def _check_dispatch(run: Run) -> None:
             needed=f"a divisor of the experts' d_ff={units}: each of its ranks holds an equal part of the hidden units",
             fix=f"set degrees.etp to one of {divisors(math.gcd(units, run.degrees.dp if isinstance(run.degrees.dp, int) else units))}",
         )
+    products = PRODUCTS[run.experts.products]
+    for key, shards in (("degrees.etp", etp), ("tiling.ffn", run.tiling.ffn)):
+        if products.whole_rows is not None and shards != 1:
+            needed = f"1 with {products.name} products of the experts: {products.whole_rows}"
+            raise BadInput(key, got=shards, needed=needed, fix=f"set {key} to 1")
     if d.overlap_chunks > 1 and d.kind not in ("auto", "all_to_all"):
         reason = "its one sum needs every expert's part" if d.kind == "all_gather" else "its blocks or steps are one exchange"
         raise BadInput(

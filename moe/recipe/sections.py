@@ -12,8 +12,10 @@ import math
 import re
 from dataclasses import dataclass, fields, replace
 from types import UnionType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
+from parallel.mesh.grids import GRIDS, LINES, grid_of
+from parallel.mesh.mesh import Degrees, divisors
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, create_model, field_validator
 
 from moe.recipe.overrides import whole
@@ -22,8 +24,6 @@ from moe.recipe.presets import PRESETS
 from moe.recipe.router_spec import RouterSpec
 from moe.recipe.spans import Spans, spans_of
 from parallel.errors import BadInput, harmless
-from parallel.mesh.grids import GRIDS, LINES, grid_of
-from parallel.mesh.mesh import Degrees, divisors
 from parallel.tensor import linear_2p5d
 
 _LARGEST = 2**40
@@ -326,6 +326,7 @@ class Experts(Section):
     dropout: float = Field(0.0, ge=0, lt=1, description="inside the experts; Switch fine-tunes with 0.4")
     rebalance_every: int = Field(0, ge=0, description="steps between moves of experts that even out the ranks' load; 0: never")
     kernels: Literal["auto", "reference", "cpu", "triton"] = "auto"
+    products: ClassVar[str] = "plain"  # a policy of moe/kernels/products.py; a key when there are two
 
     @field_validator("num_experts")
     @classmethod

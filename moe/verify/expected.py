@@ -22,15 +22,16 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from parallel.numerics.precision import DTYPES
+from parallel.process.fork import each_on_ranks
 
+from moe.kernels.products import PRODUCTS
 from moe.verify.cases import GRIDS, LINES, ROWS_OF_GRID, Case
 from moe.verify.compare import NUMBERS, compare, gradient_deviations
 from moe.verify.layouts import compute
 from moe.verify.plain.model import Rounding
 from moe.verify.small import known
 from moe.verify.twin import Result, reference
-from parallel.numerics.precision import DTYPES
-from parallel.process.fork import each_on_ranks
 
 FP32_TOLERANCE = 1e-5
 CUTS = (2, 3, 4, 6, 12)  # of a batch: other orders of the same sums
@@ -55,6 +56,11 @@ def twin_of(case: Case) -> Case:
         return replace(twin, pp=case.pp, schedule=case.schedule, microbatches=case.microbatches, stages=case.stages)
     own = case.dp * case.microbatches
     return replace(twin, microbatches=own) if case.precision != "fp32" and own not in (1, *CUTS) else twin
+
+
+def rounds(case: Case) -> bool:
+    """Return whether a case rounds more than fp32 does: by its precision, or in its experts' products."""
+    return case.precision != "fp32" or PRODUCTS[case.run().experts.products].rounds
 
 
 def alone(twin: Case) -> Case:
@@ -110,7 +116,7 @@ class Expected:
         if twin.recipe is not None and not known(twin.run()):
             result = compute(alone(twin), delayed_as=twin)
             return Expected(twin, result, {n: max(FP32_TOLERANCE, 2 * s) for n, s in spread(twin, result).items()})
-        if twin.precision == "fp32":
+        if not rounds(twin):
             return Expected(twin, reference(twin), dict.fromkeys(NUMBERS, FP32_TOLERANCE))
         result = compute(alone(twin), delayed_as=twin)
         return Expected(twin, result, {n: max(FP32_TOLERANCE, 2 * s) for n, s in spread(twin, result).items()}, Bound(twin))
@@ -149,7 +155,7 @@ def spread(twin: Case, baseline: Result) -> dict[str, float]:
 
 @dataclass
 class Bound:
-    """How far a run in a 16-bit dtype may be from the plain twin."""
+    """How far a run that rounds more than fp32 may be from the plain twin."""
 
     twin: Case
     drawn: int = 0

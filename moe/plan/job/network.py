@@ -46,7 +46,8 @@ class Experts:
     `rows`: computed for each choice, below 1 where choices are dropped; None: one, but some experts may have more. `sent`: rows that travel
     for each choice, where empty places do too.
 
-    `gates`: outputs of products that weigh shared networks.
+    `gates`: outputs of products that weigh shared networks. `products`: kind of the experts' products (device.py); None: the compute
+    dtype's. `fused`: kernels compute a whole network, and keep its input and pre-activations alone.
     """
 
     count: int
@@ -60,6 +61,8 @@ class Experts:
     router: Router = Router()
     gates: int = 0
     free: int = 0  # choices beside them that cost nothing
+    products: str | None = None
+    fused: bool = True
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,8 @@ from moe.plan.job.network import Adapters, Experts, Latent, Network, Plan, Route
 from moe.plan.job.optimizer import optimizer_bytes
 from moe.plan.job.stages import layer_flops
 from moe.plan.job.states import BF16, FP32, FP32_AND_COPY, MIXED, MIXED_FP32_GRADIENTS, Storage
+
+from moe.kernels.products import PRODUCTS
 from moe.recipe.sections import Model, Run
 from moe.recipe.shapes import GATED, T5_BUCKETS
 from moe.router.methods.catalog import method_of
@@ -92,7 +94,7 @@ def _experts(run: Run) -> Experts | None:
         return None
     hidden = e.d_ff or m.d_ff
     count = round(sum(map(e.of_layer, range(len(sparse)))) / len(sparse))
-    choices = min(spec.num_choices, count)
+    choices, products = min(spec.num_choices, count), PRODUCTS[e.products]
     return Experts(
         count=count,
         choices=choices,
@@ -102,6 +104,8 @@ def _experts(run: Run) -> Experts | None:
         gates=e.shared_gate + 2 * e.residual,
         biases=e.biases,
         free=e.free,
+        products=products.kind,
+        fused=products.fused,
         router=Router(
             vectors=spec.vectors,
             noise=spec.noise == "noisy_top_k",

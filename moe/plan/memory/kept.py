@@ -179,11 +179,11 @@ def sent_of(network: Network, plan: Plan) -> float:
 def _experts(n: Network, plan: Plan, stack: Stack) -> float:
     e, c, rows = n.experts, plan.compute_bytes, rows_of(n, plan)
     assert e is not None
-    hidden = (stack.expert_gated if e.gated else stack.expert_plain) * e.hidden / plan.etp
-    of_weights = FP32_BYTES * expert_elements(n, plan) if n.adapters is not None and n.trains("experts") else 0.0  # W + s B A
-    moved = stack.expert_rows if plan.ep * plan.etp > 1 or stack.expert_rows == 1 else 0
-    here = plan.microbatch * n.length / plan.sp
     count = stack.gated if e.gated else 1 if n.activation == "relu" else stack.plain
+    hidden = (count if not e.fused else stack.expert_gated if e.gated else stack.expert_plain) * e.hidden / plan.etp
+    of_weights = FP32_BYTES * expert_elements(n, plan) if n.adapters is not None and n.trains("experts") else 0.0  # W + s B A
+    moved = stack.expert_rows if plan.ep * plan.etp > 1 or stack.expert_rows == 1 or not e.fused else 0
+    here = plan.microbatch * n.length / plan.sp
     shared = c * count * e.shared_hidden * here / plan.tp
     of_token = stack.maps * e.choices + c * e.gates * n.width + _router(n, e, stack, c)
     return rows * c * (moved * n.width + hidden) + here / plan.tp * of_token + shared + of_weights

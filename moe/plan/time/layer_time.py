@@ -132,13 +132,13 @@ def tokens_of(network: Network, plan: Plan) -> float:
 
 
 def _kind(plan: Plan, program: Program) -> str:
-    return "fp8" if program.products == "fp8" else KIND[plan.compute_bytes]
+    return KIND[plan.compute_bytes] if program.products == "compute" else program.products
 
 
 def _casts(program: Program, products: list[tuple[float, float, float]]) -> tuple[float, float]:
     """Bytes of casts to 8 bits, forward and backward: each operand is read for its largest value, read again, and written twice, once
     transposed. Forward the input and the weights, backward the gradient."""
-    if program.products != "fp8":
+    if program.products == "compute":
         return 0.0, 0.0
     return sum(6 * (m * k + k * n) for m, n, k in products), sum(6 * m * n for m, n, k in products)
 
@@ -412,7 +412,8 @@ def _experts(network: Network, plan: Plan, cluster: Cluster, program: Program, i
     rows = choices * factor * plan.etp / max(1, plan.etp)
     per_expert = choices * plan.ep * plan.etp / e.count * factor
     local = max(1.0, e.count / plan.ep)
-    forward, backward, weights = _ffn(network, plan, cluster, e.hidden, e.gated, program, rows=per_expert, count=local)
+    own = program if e.products is None else replace(program, products=e.products)
+    forward, backward, weights = _ffn(network, plan, cluster, e.hidden, e.gated, own, rows=per_expert, count=local)
     router = 3 * device.product(n, e.count, d, kind="tf32")
     moved = 4 * 2 * item * rows * d  # gathered, sorted, brought back in order, summed
     forward += Pass(compute=router / 3 + device.stream(moved, kernels=8), kernels=DISPATCH_KERNELS)
