@@ -97,9 +97,8 @@ class MoELayer(nn.Module):
             kernels=experts.kernels,
             name=f"layers.{layer}.router",
         )
-        form = {"d_model": d_model, "d_ff": d_ff, "ffn": ffn, "swiglu": swiglu}
-        form |= {"kernels": experts.kernels, "biases": experts.biases, "products": experts.products}
-        self.experts = Experts(count, **form)  # type: ignore[arg-type]
+        form = {"d_model": d_model, "d_ff": d_ff, "ffn": ffn, "swiglu": swiglu, "kernels": experts.kernels, "products": experts.products}
+        self.experts = Experts(count, **form, biases=experts.biases)  # type: ignore[arg-type]
         self.output_bias = nn.Parameter(torch.empty(count, d_model)) if experts.biases else None
         self.shared_gate = Linear(d_model, 1) if shared is not None and experts.shared_gate else None
         self.residual: nn.Module | None = FeedForward(d_model, d_ff, ffn, swiglu=swiglu) if experts.residual else None

@@ -26,13 +26,12 @@ from parallel.numerics.weight_gradient import Owed, if_later, owed_for
 from torch import Tensor
 
 from moe.kernels.activation import Activation, activate, activate_backward
-from moe.kernels.network import Network
+from moe.kernels.network import Matrices, Network
 from moe.kernels.plan import Plan
 from moe.kernels.rows import combine, permute
 
 # N source rows, R routed rows, Q routed rows with padding, E experts held, D model, F hidden, I and O a matrix's in and out
 
-_Matrices = tuple[Tensor, Tensor, Tensor | None]
 _HALF = (torch.bfloat16, torch.float16)
 _FEW_ROWS = 32
 _BLOCK_BYTES = 3 * 2**20  # fp32 scratch per thread: fits into a core's cache, and is small compared with the gradients
@@ -263,7 +262,7 @@ class _Deferred(NamedTuple):
 
 
 def _defer(
-    owed: Owed, weights: _Matrices, x_ND: Tensor, grad_out: Tensor, gate_Q: Tensor | None, rows: Rows, deferred: list[_Deferred]
+    owed: Owed, weights: Matrices, x_ND: Tensor, grad_out: Tensor, gate_Q: Tensor | None, rows: Rows, deferred: list[_Deferred]
 ) -> None:
     """Add the computation of all weight gradients to `owed` (zero-bubble schedules)."""
 
@@ -400,12 +399,8 @@ def _row_bytes(rows: Tensor, w1: Tensor) -> int:
     return (w1.shape[2] + 4 * w1.shape[1]) * rows.element_size()
 
 
-def _recorded(network: Network, *tensors: Tensor) -> bool:
-    """Return whether a backward pass may follow. If not, a block's hidden rows are freed with the block."""
-    return torch.is_grad_enabled() and (network.recorded or any(t.requires_grad for t in tensors))
-
-
 def _run(x_ND: Tensor, gate_R: Tensor | None, mask_RF: Tensor | None, rows: Rows, network: Network, *, keep: bool) -> Tensor:
+    """Compute each row's expert. Without `keep`, a block's hidden rows are freed with the block."""
     if not keep:
         return _network(x_ND, gate_R, mask_RF, rows, network, keep=False)[0]
     out: Tensor = _Network.apply(x_ND, gate_R, mask_RF, rows, network.activation, *network.tensors)
@@ -419,7 +414,7 @@ def grouped_ffn(rows_RD: Tensor, network: Network, *, counts: list[int], dropped
     """
     source_R = torch.arange(len(rows_RD), device=rows_RD.device)
     rows = arrange(source_R, counts, row_bytes=_row_bytes(rows_RD, network.w1), dtype=rows_RD.dtype, sums=False)
-    return _run(rows_RD, None, dropped_RF, rows, network, keep=_recorded(network, rows_RD))
+    return _run(rows_RD, None, dropped_RF, rows, network, keep=network.recorded(rows_RD))
 
 
 def routed_ffn(x_TD: Tensor, gate_TK: Tensor, plan: Plan, network: Network, *, dropped_RF: Tensor | None = None) -> Tensor:
@@ -427,7 +422,7 @@ def routed_ffn(x_TD: Tensor, gate_TK: Tensor, plan: Plan, network: Network, *, d
     counts: list[int] = plan.counts_E.tolist()
     if x_TD.is_cuda:  # on a GPU, index_add_ has no fixed order
         return combine(grouped_ffn(permute(x_TD, plan), network, counts=counts, dropped_RF=dropped_RF), gate_TK, plan)
-    keep = _recorded(network, x_TD, gate_TK)
+    keep = network.recorded(x_TD, gate_TK)
     rows = arrange(plan.token_R, counts, row_bytes=_row_bytes(x_TD, network.w1), dtype=x_TD.dtype, sums=True, keep=keep)
     gate_R = gate_TK.reshape(-1).index_select(0, plan.choice_R)
     return _run(x_TD, gate_R, dropped_RF, rows, network, keep=keep)

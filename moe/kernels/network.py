@@ -21,6 +21,7 @@ from moe.kernels.plan import Plan
 
 # T tokens, K choices, R rows, E experts, D model, F hidden, I and O a matrix's in and out
 
+Matrices = tuple[Tensor, Tensor, Tensor | None]  # w1, w2, w3
 Times = Callable[[str, Tensor, Tensor, list[int]], Tensor]  # w1, rows [R, I], matrices [E, I, O], rows of each expert -> [R, O]
 
 
@@ -49,10 +50,9 @@ class Network:
     def tensors(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
         return self.w1, self.w2, self.w3, self.b1, self.b3
 
-    @property
-    def recorded(self) -> bool:
-        """True if a tensor needs a gradient."""
-        return any(t is not None and t.requires_grad for t in self.tensors)
+    def recorded(self, *inputs: Tensor | None) -> bool:
+        """Return whether a backward pass may follow a pass of these inputs. If not, hidden rows need not be kept."""
+        return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*self.tensors, *inputs))
 
     def compute(
         self, rows_RD: Tensor, multiply: Callable[[str, Tensor, Tensor, Tensor | None], Tensor], *, dropped_RF: Tensor | None

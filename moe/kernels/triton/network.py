@@ -12,7 +12,7 @@ permuted copy, forward or backward. Weights are cast to the rows' dtype at each 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moe.kernels.activation import Activation
-from moe.kernels.network import Network
+from moe.kernels.network import Matrices, Network
 from moe.kernels.plan import Plan
 from moe.kernels.triton import gemm, moves
 from moe.kernels.triton.device import Tile, check_dtype, hopper, most_rows, on, rows_each, tile
@@ -128,15 +128,7 @@ def product(a: Tensor, w: Tensor, rows: Rows, *, turned: bool, a_too: Tensor | N
 
 
 def back(
-    grad: Tensor,
-    w2: Tensor,
-    gate_TK: Tensor | None,
-    scale_RF: Tensor | None,
-    h: Tensor,
-    g: Tensor | None,
-    rows: Rows,
-    *,
-    activation: Activation,
+    grad: Tensor, w2: Tensor, gate_TK: Tensor | None, scale_RF: Tensor | None, h: Tensor, g: Tensor | None, rows: Rows, *, form: Activation
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
     """Return dH, dG, gate * A (all [R, F]) and the gates' gradient [T, K]."""
     hidden, width = w2.shape[1:]
@@ -147,7 +139,7 @@ def back(
         gemm.back[_grid(rows, t, hidden)](
             *(grad, w2, gate_TK, scale_RF, h, g, grad_h, grad_g, a_gated, parts),
             *(rows.choice_R, rows.tiles, len(rows.tiles), rows.choices, width, hidden),
-            **_constants(activation),
+            **_constants(form),
             EVEN=_even(t, width, hidden),
             GROUP=t.group,
             **t.launch,
@@ -190,25 +182,15 @@ def bias_gradients(grad_h: Tensor, grad_g: Tensor | None, like: Tensor | None, r
 
 class _Network(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x_TD: Tensor,
-        gate_TK: Tensor | None,
-        scale_RF: Tensor | None,
-        rows: Rows,
-        activation: Activation,
-        keep: bool,
-        *tensors: Tensor | None,
-    ) -> Tensor:
-        network = Network.of(tensors, activation)
-        w1, w2, w3 = network.tensors[:3]
-        cast = replace(network, w3=None if w3 is None else _cast(w3, x_TD), w1=_cast(w1, x_TD))
-        h, g, a = up(x_TD, cast, scale_RF, rows, keep=keep)
-        del cast
+    def forward(ctx: Any, x_TD: Tensor, gate_TK: Tensor | None, scale_RF: Tensor | None, rows: Rows, keep: bool, *given: Any) -> Tensor:
+        """`given`: the network's activation, then its tensors."""
+        form, w1, w2, w3, b1, b3 = given
+        gate = None if w3 is None else _cast(w3, x_TD)
+        h, g, a = up(x_TD, Network(_cast(w1, x_TD), w2, gate, b1, b3, form), scale_RF, rows, keep=keep)
         y_RD = product(a, _cast(w2, x_TD), rows, turned=False)
         if keep:
             ctx.save_for_backward(x_TD, gate_TK, w1, w2, w3, scale_RF, h, g)
-            ctx.rows, ctx.activation, ctx.weights, ctx.b1 = rows, activation, if_later(w1, w2, w3), network.b1
+            ctx.rows, ctx.form, ctx.weights, ctx.b1 = rows, form, if_later(w1, w2, w3), b1
         return y_RD if rows.plan is None else total(y_RD, rows.plan.row_TK, gate_TK)
 
     @staticmethod
@@ -217,9 +199,7 @@ class _Network(torch.autograd.Function):
         x_TD, gate_TK, w1, w2, w3, scale_RF, h, g = ctx.saved_tensors
         rows: Rows = ctx.rows
         grad_out = grad_out.contiguous()
-        w2_cast, activation = _cast(w2, x_TD), ctx.activation
-        grad_h, grad_g, a_gated, grad_gate = back(grad_out, w2_cast, gate_TK, scale_RF, h, g, rows, activation=activation)
-        del w2_cast
+        grad_h, grad_g, a_gated, grad_gate = back(grad_out, _cast(w2, x_TD), gate_TK, scale_RF, h, g, rows, form=ctx.form)
         grad_b1, grad_b3 = bias_gradients(grad_h, grad_g, ctx.b1, rows)
         grad_w1 = grad_w2 = grad_w3 = grad_x = None
         weights = ctx.weights or (w1, w2, w3)
@@ -240,14 +220,7 @@ class _Network(torch.autograd.Function):
 
 
 def _defer(
-    owed: Owed,
-    weights: tuple[Tensor, Tensor, Tensor | None],
-    x_TD: Tensor,
-    a_gated: Tensor,
-    grad_out: Tensor,
-    grad_h: Tensor,
-    grad_g: Tensor | None,
-    rows: Rows,
+    owed: Owed, weights: Matrices, x_TD: Tensor, a_gated: Tensor, grad_out: Tensor, grad_h: Tensor, grad_g: Tensor | None, rows: Rows
 ) -> None:
     """Add the computation of all weight gradients to `owed` (zero-bubble schedules)."""
     w1, w2, w3 = weights
@@ -267,9 +240,9 @@ def _cast(weight: Tensor, like: Tensor) -> Tensor:
 
 def _apply(x_TD: Tensor, gate_TK: Tensor | None, scale_RF: Tensor | None, rows: Rows, network: Network) -> Tensor:
     check_dtype(x_TD)
-    keep = torch.is_grad_enabled() and (network.recorded or any(t is not None and t.requires_grad for t in (x_TD, gate_TK)))
+    keep = network.recorded(x_TD, gate_TK)
     scale_RF = None if scale_RF is None else scale_RF.contiguous()
-    out: Tensor = _Network.apply(x_TD.contiguous(), gate_TK, scale_RF, rows, network.activation, keep, *network.tensors)
+    out: Tensor = _Network.apply(x_TD.contiguous(), gate_TK, scale_RF, rows, keep, network.activation, *network.tensors)
     return out
 
 
