@@ -34,10 +34,10 @@ class Network:
 
     w1: Tensor
     w2: Tensor
-    w3: Tensor | None = None
-    b1: Tensor | None = None
-    b3: Tensor | None = None
-    activation: Activation = Activation("relu")
+    w3: Tensor | None
+    b1: Tensor | None
+    b3: Tensor | None
+    activation: Activation
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor | None], activation: Activation) -> Network:

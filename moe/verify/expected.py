@@ -7,6 +7,8 @@
                    each number, and each parameter's gradient, within a bound that follows from the dtype's unit roundoff,
                    so that one process cannot be wrong in 16 bits unseen
 
+In fp32 with experts' products that round (moe/kernels/products.py), as in 16 bits.
+
 The bound is measured as well (Monte Carlo arithmetic, Parker 1997): the twin runs in fp32, and every number that a 16-bit run would
 round (moe/verify/plain/model.py, Rounding) is disturbed at random by up to the unit roundoff u of the dtype, 2^-8 or 2^-11 of
 itself, in the forward and in the backward pass. What comes out differs as much as rounding may make it differ: errors that grow,
