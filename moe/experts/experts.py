@@ -14,8 +14,6 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from parallel.mesh.layout import Tile
-from parallel.mesh.regions import in_region
 from torch import Tensor, nn
 
 from moe.kernels import Plan, choose
@@ -24,6 +22,8 @@ from moe.kernels.network import ByProduct, Network
 from moe.kernels.products import PRODUCTS
 from moe.nn.lora import adapted
 from parallel.data.tiling import summed, take
+from parallel.mesh.layout import Tile
+from parallel.mesh.regions import in_region
 
 if TYPE_CHECKING:
     from moe.recipe.sections import Swiglu

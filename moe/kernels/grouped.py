@@ -21,14 +21,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from parallel.numerics.precision import gradient_dtype
-from parallel.numerics.weight_gradient import Owed, if_later, owed_for
 from torch import Tensor
 
 from moe.kernels.activation import Activation, activate, activate_backward
 from moe.kernels.network import Matrices, Network
 from moe.kernels.plan import Plan
 from moe.kernels.rows import combine, permute
+from parallel.numerics.precision import gradient_dtype
+from parallel.numerics.weight_gradient import Owed, if_later, owed_for
 
 # N source rows, R routed rows, Q routed rows with padding, E experts held, D model, F hidden, I and O a matrix's in and out
 

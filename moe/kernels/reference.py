@@ -6,11 +6,11 @@ Autograd computes the backward pass, except for products with weights: `product`
 from __future__ import annotations
 
 import torch
-from parallel.numerics.weight_gradient import product
 from torch import Tensor
 
 from moe.kernels.network import Network
 from moe.kernels.plan import Plan
+from parallel.numerics.weight_gradient import product
 
 # T tokens, K choices, R rows, E experts, D model, F hidden, O a matrix's out
 

@@ -15,15 +15,15 @@ from functools import partial
 from typing import Any
 
 import torch
-from parallel.mesh.gradients import sum_gradients, sum_over_holders
-from parallel.mesh.layout import Layout
-from parallel.mesh.mesh import Mesh
 from torch import Tensor, nn
 
 from moe.experts.experts import MATRICES, Experts
 from moe.kernels.network import ByProduct
 from moe.nn.linear import Linear as Plain
 from parallel.kfac.kfac import Kfac, Linear, Settings
+from parallel.mesh.gradients import sum_gradients, sum_over_holders
+from parallel.mesh.layout import Layout
+from parallel.mesh.mesh import Mesh
 
 # R rows, E experts held, I and O a matrix's in and out
 

@@ -12,14 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from moe.plan.job.activations import block_bytes, fixed_bytes
-from moe.plan.job.of_recipe import network_of, plan_of
-from moe.plan.machine.cluster import load_cluster
-from moe.plan.memory.memory import peak
-from moe.plan.memory.stack import OURS
-from moe.plan.time.cost import step_time
-from moe.verify.plain import layer as plain_layer
-from tests.moe.plan.job.test_activations import B, L, kept_by_blocks, run_of
 from torch import Tensor
 
 from moe.checks.together import check_run
@@ -27,14 +19,22 @@ from moe.experts.experts import Experts, Routed
 from moe.kernels import choose
 from moe.kernels.products import PRODUCTS, Products
 from moe.parallelize.curvature import Seen
+from moe.plan.job.activations import block_bytes, fixed_bytes
+from moe.plan.job.of_recipe import network_of, plan_of
+from moe.plan.machine.cluster import load_cluster
+from moe.plan.memory.memory import peak
+from moe.plan.memory.stack import OURS
+from moe.plan.time.cost import step_time
 from moe.recipe.load import load
 from moe.recipe.sections import Run
 from moe.verify import layouts
 from moe.verify.cases import Case
 from moe.verify.expected import Expected, alone, twin_of
+from moe.verify.plain import layer as plain_layer
 from moe.verify.verify import judged
 from parallel.errors import BadInput
 from tests.laws.test_architecture import check, python_files, tree, where
+from tests.moe.plan.job.test_activations import B, L, kept_by_blocks, run_of
 
 # --- the made-up policy -----------------------------------------------------------------------------------------------
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 import triton
-from parallel.numerics.weight_gradient import Owed, if_later, owed_for
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -27,6 +26,7 @@ from moe.kernels.plan import Plan
 from moe.kernels.triton import gemm, moves
 from moe.kernels.triton.device import Tile, check_dtype, hopper, most_rows, on, rows_each, tile
 from moe.kernels.triton.rows import total
+from parallel.numerics.weight_gradient import Owed, if_later, owed_for
 
 # T tokens, K choices, R rows, E experts, D model, F hidden, I and O a matrix's in and out
 

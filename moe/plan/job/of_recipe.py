@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+from moe.kernels.products import PRODUCTS
 from moe.plan.job.activations import compute_bytes
 from moe.plan.job.cut import cut
 from moe.plan.job.flops import core_work, in_runs, places_of_token, rows_of_token
@@ -13,8 +14,6 @@ from moe.plan.job.network import Adapters, Experts, Latent, Network, Plan, Route
 from moe.plan.job.optimizer import optimizer_bytes
 from moe.plan.job.stages import layer_flops
 from moe.plan.job.states import BF16, FP32, FP32_AND_COPY, MIXED, MIXED_FP32_GRADIENTS, Storage
-
-from moe.kernels.products import PRODUCTS
 from moe.recipe.sections import Model, Run
 from moe.recipe.shapes import GATED, T5_BUCKETS
 from moe.router.methods.catalog import method_of

@@ -11,17 +11,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from moe.train.parts.rebalance import Rebalancer, exchange_experts, nothing_to_move
-from parallel.mesh.mesh import Degrees, Mesh, divisors
-from parallel.process.process import World
 from torch import Tensor
 
 from moe.experts.dispatch.placement import balanced_placement, rank_loads
 from moe.kernels.grouped import blocks, grouped_ffn
+from moe.train.parts.rebalance import Rebalancer, exchange_experts, nothing_to_move
 from moe.verify.cases import Case
 from parallel.data.deepspeed import load_deepspeed
 from parallel.errors import BadInput
+from parallel.mesh.mesh import Degrees, Mesh, divisors
 from parallel.process import process
+from parallel.process.process import World
 from tests.moe.experts.dispatch.test_dispatch_training import held
 from tests.support import trained
 from tests.support.networks import network_of

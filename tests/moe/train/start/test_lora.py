@@ -15,11 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from moe.train.start.adapters import whole
-from moe.train.start.restore import restore
-from moe.train.use.decode import Cached
-from parallel.numerics.weight_gradient import linear
-from parallel.store.stored import Reader
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -34,11 +29,16 @@ from moe.parallelize.memory import save_memory
 from moe.recipe.changes import function_changes
 from moe.recipe.load import build_run
 from moe.recipe.sections import Experts, Latent, Lora, Model, Recompute, Router, Run
+from moe.train.start.adapters import whole
+from moe.train.start.restore import restore
+from moe.train.use.decode import Cached
 from moe.verify.cases import Case
 from moe.verify.compare import compare
 from moe.verify.layouts import compute, run_world
 from moe.verify.twin import reference
 from parallel.errors import BadInput
+from parallel.numerics.weight_gradient import linear
+from parallel.store.stored import Reader
 from tests.support import trained
 from tests.support.networks import network_of
 
