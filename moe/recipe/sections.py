@@ -14,6 +14,8 @@ from dataclasses import dataclass, fields, replace
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
+from parallel.mesh.grids import GRIDS, LINES, grid_of
+from parallel.mesh.mesh import Degrees, divisors
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, create_model, field_validator
 
 from moe.recipe.overrides import whole
@@ -22,8 +24,6 @@ from moe.recipe.presets import PRESETS
 from moe.recipe.router_spec import RouterSpec
 from moe.recipe.spans import Spans, spans_of
 from parallel.errors import BadInput, harmless
-from parallel.mesh.grids import GRIDS, LINES, grid_of
-from parallel.mesh.mesh import Degrees, divisors
 from parallel.tensor import linear_2p5d
 
 _LARGEST = 2**40
@@ -756,8 +756,7 @@ class Run(Section):
         d = self.degrees
         if d.dp == "auto" or d.ep == "auto":
             raise BadInput("degrees", got="auto", needed="numbers", fix="call run.resolve(world_size) first")
-        inner = self.dispatch.node_size if self.dispatch.kind == "hierarchical" and self.dispatch.node_size else 1
-        inner, heads = inner if d.ep > 1 else 1, self.sequence.heads_of(d.sp)
+        inner, heads = (self.dispatch.node_size or 1) if d.ep > 1 else 1, self.sequence.heads_of(d.sp)
         (depth, _, columns), copies = self.tp_grid(), self.head_copies()
         along = {"tp_col_copies" if self.tensor.kind in ("2d", "2.5d") else "tp_row_copies": copies}
         return Degrees(

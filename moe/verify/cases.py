@@ -16,13 +16,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from itertools import cycle
 from typing import Any
 
+from parallel.mesh.mesh import divisors
+
+from moe.experts.dispatch.catalog import PLAIN, examples, rows_for
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from moe.router.methods.catalog import METHODS
 from moe.verify.small import LINEAR, small
-from parallel.mesh.mesh import divisors
 from parallel.pipeline.schedules.catalog import SCHEDULES
 from parallel.pipeline.schedules.kind import DEFAULT_CHUNKS, Size
 
@@ -122,15 +125,6 @@ AHEAD: dict[str, dict[str, Any]] = {  # two further tokens, behind latent attent
     },
 }
 FEW: dict[str, dict[str, Any]] = {"one_head": {"model": {"num_kv_heads": 1}, "router": {"preset": "glam", "min_capacity": 1}}}
-ROWS: dict[str, dict[str, Any]] = {
-    "all_to_all": {"kind": "all_to_all"},
-    "padded": {"kind": "padded"},
-    "all_gather": {"kind": "all_gather"},
-    "hierarchical": {"kind": "hierarchical", "node_size": 2},
-    "overlapped": {"kind": "all_to_all", "overlap_chunks": 2},
-}
-
-
 ATTENTION: dict[str, dict[str, Any]] = {
     "zigzag": {"kind": "ring", "order": "zigzag"},
     "striped": {"kind": "ring", "order": "striped"},
@@ -151,7 +145,7 @@ LINES = ("1d", "dtensor", *FORMS)
 
 @dataclass(frozen=True)
 class Case:
-    """One layout of one model. `kind`: see `sharding_of`; `rows`: how they travel, a key of ROWS."""
+    """One layout of one model. `kind`: see `sharding_of`; `rows`: how they travel, of `examples`."""
 
     model: str
     kind: str
@@ -161,7 +155,7 @@ class Case:
     precision: str
     recompute: str = "none"
     etp: int = 1
-    rows: str = "all_to_all"
+    rows: str = PLAIN
     experts: int = 4
     tiles: int = 1  # of feed-forward networks and experts
     head_tiles: int = 1  # of the vocabulary
@@ -192,7 +186,7 @@ class Case:
         parts += [f"{self.model} dp{self.dp}", f"tp{self.tp}-{self.tensor}" if self.tp > 1 else "", f"ep{self.ep}"]
         parts += [f"sp{self.sp} {self.attention}" if self.sp > 1 else ""]
         parts += [f"etp{self.etp}" if self.etp > 1 else "", f"m{self.microbatches}"]
-        parts += [self.rows if self.rows != "all_to_all" else "", self.recompute if self.recompute != "none" else ""]
+        parts += [self.rows if self.rows != PLAIN else "", self.recompute if self.recompute != "none" else ""]
         parts += [f"tiles{self.tiles}/{self.head_tiles}" if self.tiles * self.head_tiles > 1 else ""]
         parts += [f"chunks{self.chunks}" if self.chunks > 1 else ""]
         parts += [f"replicas{self.replicas}" if self.kind == "dp" else ""]
@@ -220,7 +214,7 @@ class Case:
             "degrees": {"dp": self.dp, "pp": self.pp, "tp": self.tp, "sp": self.sp, "ep": self.ep, "etp": self.etp},
             "sequence": self._sequence() if self.sp > 1 else {},
             "tensor": FORMS.get(self.tensor, {"kind": self.tensor}),
-            "dispatch": ROWS[self.rows] if self.ep > 1 else {},
+            "dispatch": examples()[self.rows] if self.ep > 1 else {},
             "sharding": sharding_of(self.kind) | {"replicas": self.replicas, "allow_slow": self.pp > 1},
             "pipeline": {"microbatches": self.microbatches, "schedule": self.schedule, "layers": self.stages},
             "tiling": {"ffn": self.tiles, "head": self.head_tiles},
@@ -592,8 +586,7 @@ def expert_cases(nproc: int) -> list[Case]:
         for etp in (1, 2)
         for ep in divisors(world)
         if world % (ep * etp) == 0
-        for rows in (ROWS if ep > 1 else ["all_to_all"])
-        if rows != "hierarchical" or ep > 2
+        for rows in rows_for(ep)
         for number, model in enumerate(sparse)
         for microbatches in (1, 3)
         if BATCH % (world * microbatches) == 0
@@ -603,7 +596,7 @@ def expert_cases(nproc: int) -> list[Case]:
 
 def all_expert_cases(nproc: int) -> list[Case]:
     """And options of published models."""
-    ways = zip(OPTIONS, ("padded", "all_gather", "overlapped", "padded"), strict=True)
+    ways = zip(OPTIONS, cycle(rows_for(2)[1:]), strict=False)
     options = [Case(model, "ddp", 2, 2, 1, "fp32", rows=rows, experts=EXPERTS) for model, rows in ways]
     return expert_cases(nproc) + (options if nproc >= 2 else [])
 

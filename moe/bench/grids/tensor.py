@@ -17,10 +17,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from moe.bench.grids import tensor_hidden
+from parallel.mesh.mesh import Degrees, Mesh
+from parallel.process.fork import run_on_ranks
+from parallel.process.process import World
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from moe.bench.grids import tensor_hidden
 from moe.bench.races import Race, race_row, slowest
 from moe.bench.timing import in_turn
 from moe.launch import exit_codes
@@ -29,10 +32,7 @@ from moe.nn.context import Context
 from moe.parallelize.plan import lay_out, plan_of
 from moe.recipe import sections
 from moe.records.results import write_json
-from parallel.mesh.mesh import Degrees, Mesh
 from parallel.process import process
-from parallel.process.fork import run_on_ranks
-from parallel.process.process import World
 from parallel.tensor.style import apply
 
 BATCH, LENGTH, LAYERS = 2, 256, 2
@@ -128,7 +128,7 @@ def _values(name: str, shape: tuple[int, ...]) -> Tensor:
 def _ours(model: sections.Model, mesh: Mesh, kind: str, *, chunks: int = 1) -> nn.ModuleList:
     """By the project's plan for this `tensor`."""
     whole = _blocks(model)
-    plan = plan_of(sections.Dispatch(), kernels="auto", tensor=kind, chunks=chunks)
+    plan = plan_of(sections.Dispatch(), tensor=kind, chunks=chunks)
     layouts = lay_out(whole, plan)
     apply(whole, plan, layouts, mesh)
     for name, layout in layouts.items():

@@ -11,10 +11,12 @@ the same dp sp tp ranks of a stage as edp x ep x etp (parallel/mesh/mesh.py).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from moe.plan.job.hashed import KEPT, hashed_once
 from moe.plan.job.states import MIXED_FP32_GRADIENTS, Storage
+
+from parallel.traffic import Load, Traffic
 
 Recomputed = Literal["none", "selective", "full"]
 Engine = Literal["ddp", "zero1", "zero2", "zero3", "fsdp"]
@@ -39,12 +41,18 @@ class Router:
     kept: int = 0
 
 
+class Exchange(Protocol):
+    """A way to send rows to other ranks, as a value."""
+
+    def traffic(self, load: Load) -> Traffic: ...
+
+
 @dataclass(frozen=True)
 class Experts:
     """One MoE layer's: `hidden` units each; a token chooses `choices` of `count` and also passes `shared_hidden` units beside them.
 
-    `rows`: computed for each choice, below 1 where choices are dropped; None: one, but some experts may have more. `sent`: rows that travel
-    for each choice, where empty places do too.
+    `rows`: computed for each choice, below 1 where choices are dropped; None: one, but some experts may have more. `places`: slots for each
+    choice, empty ones too; None: not limited. `exchange`: how rows travel; None: kept rows, by an all-to-all.
 
     `gates`: outputs of products that weigh shared networks. `products`: kind of the experts' products (device.py); None: the compute
     dtype's. `fused`: kernels compute a whole network, and keep its input and pre-activations alone.
@@ -56,7 +64,8 @@ class Experts:
     gated: bool = False
     shared_hidden: int = 0
     rows: float | None = None
-    sent: float | None = None  # None: as many as are computed
+    places: float | None = None
+    exchange: Exchange | None = None
     biases: bool = False
     router: Router = Router()
     gates: int = 0

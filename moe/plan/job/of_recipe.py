@@ -14,6 +14,8 @@ from moe.plan.job.network import Adapters, Experts, Latent, Network, Plan, Route
 from moe.plan.job.optimizer import optimizer_bytes
 from moe.plan.job.stages import layer_flops
 from moe.plan.job.states import BF16, FP32, FP32_AND_COPY, MIXED, MIXED_FP32_GRADIENTS, Storage
+
+from moe.experts.dispatch.catalog import dispatcher_of
 from moe.recipe.sections import Model, Run
 from moe.recipe.shapes import GATED, T5_BUCKETS
 from moe.router.methods.catalog import method_of
@@ -114,9 +116,8 @@ def _experts(run: Run) -> Experts | None:
             kept=method_of(spec).kept_bytes(num_choices=choices, num_experts=count + e.free),
         ),
         rows=None if spec.capacity_factor is None else rows_of_token(run.router, count) / choices,
-        sent=min(places_of_token(run.router), count) / choices
-        if run.dispatch.kind == "padded" and spec.capacity_factor is not None
-        else None,
+        places=None if spec.capacity_factor is None else min(places_of_token(run.router), count) / choices,
+        exchange=dispatcher_of(run.dispatch),
     )
 
 

@@ -23,10 +23,13 @@ from moe.plan.job.counts import heads_over
 from moe.plan.job.network import Network, Plan
 from moe.plan.machine.cluster import Cluster
 from moe.plan.machine.program import Program
+from moe.plan.memory.kept import traffic_of
 from moe.plan.time import attention as sequence_attention
 from moe.plan.time import tensor as tensor_parallel
-from moe.plan.time.collective_times import Group, all_reduce, all_to_all, gather, group_of
+from moe.plan.time.collective_times import Group, all_reduce, all_to_all, collective, gather, group_of
 from parallel.mesh.grids import GRIDS, LINES
+
+from parallel.traffic import Message
 
 KIND = {1: "fp8", 2: "bf16", 4: "fp32"}
 BACKWARD_STREAM = 1.5  # what streams backward, against forward: a norm reads its input and a gradient, and writes one
@@ -421,15 +424,28 @@ def _experts(network: Network, plan: Plan, cluster: Cluster, program: Program, i
     if e.shared_hidden:
         beside = _ffn(network, plan, cluster, e.shared_hidden, e.gated, program)
         forward, backward, weights = forward + beside[0], backward + beside[1], weights + beside[2]
-    group = group_of(plan.ep, plan.etp, cluster.devices_per_node, plan.world)
-    size = choices * (factor if e.sent is None else e.sent) * d * item
-    ranks, nodes = (_copies(e.choices, plan.ep), _copies(e.choices, group.nodes)) if program.dispatch == "by_node" else (1.0, 1.0)
-    way = all_to_all(cluster, group, size * ranks, copies=nodes / ranks)
-    if plan.etp > 1:
-        inner = group_of(plan.etp, 1, cluster.devices_per_node, plan.world)
-        way += gather(cluster, inner, size * plan.etp)
-    sent = Pass(experts=2 * way * (1 - program.experts_beside), kernels=4 if plan.ep * plan.etp > 1 else 0)
-    return forward + sent, backward + sent, weights
+    there, back = _exchanged(network, plan, cluster, program, tokens=n, rows=choices * factor)
+    return forward + there, backward + back, weights
+
+
+def _exchanged(network: Network, plan: Plan, cluster: Cluster, program: Program, *, tokens: float, rows: float) -> tuple[Pass, Pass]:
+    """Rows to experts and back, forward and backward: over ep by the exchange's messages, and over etp by gathers."""
+    e, item, each = network.experts, max(2, plan.compute_bytes), cluster.devices_per_node
+    assert e is not None
+
+    def seconds(messages: tuple[Message, ...]) -> float:
+        found = 0.0
+        for m in messages:
+            group = group_of(m.ranks, m.stride * plan.etp, each, plan.world)
+            ranks, nodes = (_copies(e.choices, plan.ep), _copies(e.choices, group.nodes)) if program.dispatch == "by_node" else (1.0, 1.0)
+            found += collective(cluster, group, m.name, m.handed * ranks, copies=nodes / ranks)
+        return found
+
+    traffic = traffic_of(network, plan, tokens, rows, item)
+    inner = 2 * gather(cluster, group_of(plan.etp, 1, each, plan.world), rows * network.width * item * plan.etp) if plan.etp > 1 else 0.0
+    kernels = 4 if plan.ep * plan.etp > 1 else 0
+    forward, backward = (Pass(experts=(seconds(of) + inner) * (1 - program.experts_beside), kernels=kernels) for of in traffic[1:])
+    return forward, backward
 
 
 def _copies(choices: int, places: int) -> float:

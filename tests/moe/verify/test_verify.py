@@ -15,17 +15,21 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import moe.train.loop.step
 import pytest
 import torch
 import torch.distributed as dist
+from parallel.mesh.collectives import Started, sum_over
+from parallel.mesh.layout import Layout
+from parallel.mesh.mesh import Mesh
+from parallel.numerics.clip import GradientNorm
 from torch import Tensor
 
 import moe.experts.layer
 import moe.nn.attention
 import moe.parallelize.engines
-import moe.train.loop.step
 from moe.checks.together import check_run
-from moe.experts.dispatch import AllToAll
+from moe.experts.dispatch.steps import Steps
 from moe.experts.experts import Experts
 from moe.model.transformer import Transformer
 from moe.nn.context import Context
@@ -44,10 +48,6 @@ from parallel.data import ddp
 from parallel.data.ddp import DDP
 from parallel.data.zero import Zero
 from parallel.errors import BadInput
-from parallel.mesh.collectives import Started, sum_over
-from parallel.mesh.layout import Layout
-from parallel.mesh.mesh import Mesh
-from parallel.numerics.clip import GradientNorm
 from parallel.tensor import overlapped
 
 
@@ -495,12 +495,12 @@ def experts_born_on_the_wrong_rank(patch: pytest.MonkeyPatch) -> None:
 
 
 def rows_brought_back_in_the_order_they_lie(patch: pytest.MonkeyPatch) -> None:
-    real = AllToAll.bring_back
+    real = Steps.bring_back
 
-    def wrong(self: AllToAll, rows_RD: Tensor, sent: Any) -> Tensor:
-        return real(self, rows_RD, replace(sent, order_R=torch.arange(len(sent.order_R))))
+    def wrong(self: Steps, rows_RD: Tensor, sent: Any) -> Tensor:
+        return real(self, rows_RD, replace(sent, steps=[replace(step, order_R=torch.arange(len(step.order_R))) for step in sent.steps]))
 
-    patch.setattr(AllToAll, "bring_back", wrong)
+    patch.setattr(Steps, "bring_back", wrong)
 
 
 def weight_decay_on_everything(patch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from parallel.mesh.mesh import Axis
+from parallel.numerics.weight_gradient import Owed, gradient_or_later, linear, owed_for, put_off, splittable
+from tests.moe.train.loop.test_recompute import Alive
 from torch import Tensor, nn
 
-from moe.experts.dispatch import Chunked
+from moe.experts.dispatch.chunked import Chunked
 from moe.experts.experts import Experts, Routed
 from moe.experts.layer import MoELayer
 from moe.model.transformer import Transformer
@@ -22,9 +25,6 @@ from moe.nn.linear import FeedForward, Linear, Norm
 from moe.nn.vocabulary import summed_loss
 from moe.parallelize.memory import save_memory
 from moe.recipe import sections
-from parallel.mesh.mesh import Axis
-from parallel.numerics.weight_gradient import Owed, gradient_or_later, linear, owed_for, put_off, splittable
-from tests.moe.train.loop.test_recompute import Alive
 
 # B sequences, L length, D model, V vocabulary, R rows, F hidden
 B, L, D, V, HIDDEN = 3, 10, 16, 40, 27
@@ -258,7 +258,7 @@ def test_so_do_experts_whose_rows_travel_in_runs(tiles: int) -> None:
         layer.experts = layer.experts.in_tiles(tiles) if tiles > 1 else layer.experts
         for n, p in enumerate(layer.parameters()):
             p.data.copy_(random(*p.shape, seed=n))
-        layer.dispatcher = Chunked(Axis("ep", (0,), 0, None), 2)
+        layer.dispatcher = Chunked((Axis("ep"),), kernels=layer.experts.kernels)
         tokens = torch.zeros(B, L, dtype=torch.int64)
         y, _ = layer(random(B, L, D, seed=2), Context.of(tokens))
         if not halves:
