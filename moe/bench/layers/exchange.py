@@ -172,7 +172,7 @@ def skewed(rank: int, ranks: int, rounds: int, shape: list[int]) -> dict[str, An
     for when, placement in (("before", None), ("after", balanced_placement(load_E.tolist(), ranks))):
         way = open_exchange(sections.Dispatch(), mesh, sizes).layer("", placement)
         assert isinstance(way, Steps)
-        fullest[when] = int(max_over(torch.tensor(sum(way.send(x_TD, routing)[1].counts)), ep))
+        fullest[when] = int(max_over(torch.tensor(sum(way.route(way, routing).counts)), ep))
         work[when] = work_of(way, experts, routing, x_TD)
     seconds = in_turn(work, rounds=rounds, device=CPU)
     even = s.rows  # each rank's rows under an even load

@@ -8,26 +8,25 @@ k (ep - 1) / ep times. So this is for ep of at most about k.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from parallel.mesh.mesh import Mesh
 
-from moe.experts.dispatch.dispatcher import Dispatcher, Exchange, Sizes, ThereAndBack
+from moe.experts.dispatch.dispatcher import Dispatcher, Exchange, Sizes
 from parallel.traffic import Load, Message, Traffic
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from moe.experts.dispatch.network import Dropout
+    from moe.experts.experts import Experts
     from moe.kernels import Plan
     from moe.router.router import Routing
 
-# T tokens here, L tokens of the rank with the most, A = L * ranks tokens, D model, K choices (the most of any rank), E experts, R rows
+# T tokens here, A tokens of all ranks (each padded to the longest), D model, K choices, E experts, R rows
 
 
 class AllGather(Dispatcher):
-    """All tokens to all ranks; partial sums are in fp32, and so are the sums of the backward pass."""
-
     name = "all_gather"
     about = "ep of about k or less"
 
@@ -47,42 +46,26 @@ class AllGather(Dispatcher):
         return Gathered.over(("ep",), mesh, sizes)
 
 
-@dataclass(frozen=True)
-class Sent:
-    """Gathered tokens. `tokens` of this rank, `longest` of any; `counts`: rows of each expert held here."""
-
-    plan: Plan
-    gate_AK: Tensor
-    counts: list[int]
-    tokens: int
-    longest: int
-
-
-class Gathered(ThereAndBack[Sent]):
-    """All-gather of tokens over ep, reduce-scatter of results."""
-
-    def send(self, x_TD: Tensor, routing: Routing) -> tuple[Tensor, Sent]:
+class Gathered(Exchange):
+    def run(self, x_TD: Tensor, routing: Routing, experts: Experts, *, dropout: Dropout | None = None) -> Tensor:
         import torch
-        from parallel.mesh.collectives import max_over
+        from parallel.mesh.collectives import max_over, reduce_scatter
+
+        from moe.experts.dispatch.network import compute
 
         tokens, choices = routing.expert_TK.shape  # with expert choice, K can differ between ranks
         longest, most = max_over(torch.tensor([tokens, choices], device=x_TD.device), self.axis).tolist()
         x_AD = self.gathered(x_TD, longest)
         gate_AK = self.gathered(routing.gate_TK, longest, wider=most - choices)
-        plan = self._plan_held(self.gathered(self._places(routing), longest, wider=most - choices), routing)
-        return self.kernels.permute(x_AD, plan), Sent(plan, gate_AK, plan.counts_E.tolist(), tokens, longest)
-
-    def follow(self, values_T: Tensor, sent: Sent) -> Tensor:
-        return self.gathered(values_T, sent.longest)[sent.plan.token_R]
-
-    def bring_back(self, rows_RD: Tensor, sent: Sent) -> Tensor:
-        from parallel.mesh.collectives import reduce_scatter
-
-        partial_AD = self.kernels.combine(rows_RD.float(), sent.gate_AK, sent.plan)
-        return reduce_scatter(partial_AD, self.axis)[: sent.tokens].to(rows_RD.dtype)
+        plan = self._plan_held(self.gathered(self._places(routing), longest, wider=most - choices), held=len(experts.held))
+        position_R = None if dropout is None else self.gathered(dropout.position_T, longest)[plan.token_R]
+        rows_RD, counts = self.kernels.permute(x_AD, plan), plan.counts_E.tolist()
+        out_RD = compute(rows_RD, experts, etp=self.etp, counts=counts, position_R=position_R, dropout=dropout)
+        partial_AD = self.kernels.combine(out_RD.float(), gate_AK, plan)
+        return reduce_scatter(partial_AD, self.axis)[:tokens].to(x_TD.dtype)
 
     def gathered(self, values_T: Tensor, longest: int, *, wider: int = 0) -> Tensor:
-        """Gather the ranks' values [T, ...], each padded to `longest` tokens and `wider` by so many numbers a token."""
+        """Gather the ranks' values [T, ...], each padded to `longest` tokens and by `wider` numbers a token."""
         import torch.nn.functional as F
         from parallel.mesh.collectives import all_gather
 
@@ -97,8 +80,7 @@ class Gathered(ThereAndBack[Sent]):
         place_TK = place_of(routing.expert_TK, num_experts=routing.probs_TE.shape[1], placement=self.placement)
         return (place_TK + 1).where(routing.kept_TK, 0)
 
-    def _plan_held(self, place_AK: Tensor, routing: Routing) -> Plan:
-        held = routing.probs_TE.shape[1] // self.axis.size
+    def _plan_held(self, place_AK: Tensor, *, held: int) -> Plan:
         here_AK = place_AK - 1 - self.axis.index * held
         kept_AK = (place_AK > 0) & (here_AK >= 0) & (here_AK < held)
         plan: Plan = self.kernels.plan(here_AK.clamp(0, held - 1), kept_AK, num_experts=held)

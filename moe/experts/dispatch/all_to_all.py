@@ -13,8 +13,6 @@ from parallel.traffic import Load, Message, Traffic
 
 
 class AllToAll(Dispatcher):
-    """Kept rows only, in one exchange (steps.py) or in chunks (chunked.py)."""
-
     name = "all_to_all"
     about = "the usual choice"
     reads = {"overlap_chunks": "only all_to_all can be cut"}
@@ -34,7 +32,7 @@ class AllToAll(Dispatcher):
             )
 
     def traffic(self, load: Load) -> Traffic:
-        rows = Message("ep", self.name, load.rows * load.row_bytes, load.ranks, calls=self.chunks)
+        rows = Message("ep", "all_to_all", load.rows * load.row_bytes, load.ranks, calls=self.chunks)
         return Traffic.there_and_back(Message("ep", "counts", 8 * load.bins, load.ranks), rows=(rows,))
 
     def open(self, mesh: Mesh, sizes: Sizes) -> Exchange:

@@ -11,9 +11,8 @@ from moe.experts.dispatch.all_to_all import AllToAll
 from moe.experts.dispatch.dispatcher import Dispatcher, Exchange, Sizes
 from moe.experts.dispatch.hierarchical import Hierarchical
 from moe.experts.dispatch.local import Local
-from moe.experts.dispatch.own import Own
 from moe.experts.dispatch.padded import Padded
-from moe.recipe.plugin import is_plugin
+from moe.recipe.plugin import is_plugin, load_plugin
 from parallel.errors import BadInput
 
 if TYPE_CHECKING:
@@ -21,6 +20,20 @@ if TYPE_CHECKING:
 
 DISPATCHERS: dict[str, type[Dispatcher]] = {d.name: d for d in (AllToAll, Padded, AllGather, Hierarchical)}
 PLAIN = AllToAll.name
+
+
+class Own(AllToAll):
+    """A user's own, named in the recipe as `module:name`. Recipes are checked and planned without its code, as an all_to_all."""
+
+    name = "module:name"
+    reads = {}
+
+    def open(self, mesh: Mesh, sizes: Sizes) -> Exchange:
+        made = load_plugin("dispatch.kind", self.settings.kind, arguments=1)(self.settings)
+        if not isinstance(made, Dispatcher):
+            got, needed = f"{self.settings.kind}, which gives a {type(made).__name__}", "a Dispatcher (moe/experts/dispatch/dispatcher.py)"
+            raise BadInput("dispatch.kind", got=got, needed=needed, fix="see: docs/use/plugins.md")
+        return made.open(mesh, sizes)
 
 
 def dispatcher_of(settings: sections.Dispatch) -> Dispatcher:

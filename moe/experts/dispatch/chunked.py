@@ -18,7 +18,7 @@ from parallel.mesh.exchange import exchange_counts
 from torch import Tensor
 
 from moe.experts.dispatch.dispatcher import Exchange
-from moe.experts.dispatch.network import Dropout
+from moe.experts.dispatch.network import Dropout, compute
 from moe.experts.dispatch.rows import plan_rows
 from moe.experts.dispatch.steps import Step, inverse
 from moe.experts.experts import Experts
@@ -40,7 +40,7 @@ class Chunked(Exchange):
         rows = self.kernels.permute(x_TD, plan).split(sizes)
         positions: list[Tensor | None] = [None] * self.chunks
         if dropout is not None:
-            positions = [step.follow(keys) for step, keys in zip(steps, dropout.position_T[plan.token_R].split(sizes), strict=True)]
+            positions = [step.there(keys) for step, keys in zip(steps, dropout.position_T[plan.token_R].split(sizes), strict=True)]
         backs = []
         following = _start(rows[0], steps[0])
         for j, (step, weights) in enumerate(zip(steps, experts.runs(self.chunks, x_TD.dtype), strict=True)):
@@ -48,7 +48,7 @@ class Chunked(Exchange):
             if j + 1 < self.chunks:
                 following = _start(rows[j + 1], steps[j + 1])
             rows_RD = self.kernels.reorder(finish_all_to_all(current), step.order_R)
-            out_RD = self.compute(rows_RD, experts, counts=counts[j], weights=weights, position_R=positions[j], dropout=dropout)
+            out_RD = compute(rows_RD, experts, etp=self.etp, counts=counts[j], weights=weights, position_R=positions[j], dropout=dropout)
             out_RD = self.kernels.reorder(out_RD, inverse(step.order_R))
             backs.append(start_all_to_all(out_RD, self.axis, send=step.receive, receive=step.send))
         y_TD: Tensor = self.kernels.combine(torch.cat([finish_all_to_all(back) for back in backs]), routing.gate_TK, plan)

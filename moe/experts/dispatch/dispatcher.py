@@ -17,7 +17,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 from parallel.mesh.mesh import Axis, Mesh
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from moe.experts.dispatch.network import Dropout
     from moe.experts.dispatch.placement import Placement
-    from moe.experts.experts import Experts, Part
+    from moe.experts.experts import Experts
     from moe.recipe import sections
     from moe.router.router import Routing
 
@@ -108,48 +108,3 @@ class Exchange(ABC):
     @abstractmethod
     def run(self, x_TD: Tensor, routing: Routing, experts: Experts, *, dropout: Dropout | None = None) -> Tensor:
         """Sum gate * expert(x) over each token's kept choices: [T, D] in x's dtype. A token without kept choices gets zeros."""
-
-    def compute(
-        self,
-        rows_RD: Tensor,
-        experts: Experts,
-        *,
-        counts: list[int],
-        weights: Part = None,
-        position_R: Tensor | None = None,
-        dropout: Dropout | None = None,
-    ) -> Tensor:
-        """Compute rows [R, D] sorted by expert, `counts` of each, with all held experts or the chunk `weights`.
-
-        `position_R`: index in the step of each row's token, needed only for dropout.
-        """
-        from moe.experts.dispatch.network import split, whole
-
-        if self.etp.size == 1:
-            return whole(rows_RD, experts, counts=counts, weights=weights, position_R=position_R, dropout=dropout)
-        return split(rows_RD, experts, axis=self.etp, counts=counts, weights=weights, position_R=position_R, dropout=dropout)
-
-
-Sent = TypeVar("Sent", bound=Any)  # a finished exchange, for the way back. `counts`: rows of each expert held here
-
-
-class ThereAndBack(Exchange, Generic[Sent]):
-    """An exchange in three steps: send all rows, compute, bring all results back."""
-
-    def run(self, x_TD: Tensor, routing: Routing, experts: Experts, *, dropout: Dropout | None = None) -> Tensor:
-        rows_RD, sent = self.send(x_TD, routing)
-        position_R = None if dropout is None else self.follow(dropout.position_T, sent)
-        out_RD = self.compute(rows_RD, experts, counts=sent.counts, position_R=position_R, dropout=dropout)
-        return self.bring_back(out_RD, sent)
-
-    @abstractmethod
-    def send(self, x_TD: Tensor, routing: Routing) -> tuple[Tensor, Sent]:
-        """Return the rows [R, D] for the experts held here, sorted by expert, and the exchange."""
-
-    @abstractmethod
-    def follow(self, values_T: Tensor, sent: Sent) -> Tensor:
-        """Send other values [T, ...] of the same tokens like their rows: [R, ...], without gradient."""
-
-    @abstractmethod
-    def bring_back(self, rows_RD: Tensor, sent: Sent) -> Tensor:
-        """Send the experts' results back and sum them, times their gates: rows [R, D] to tokens [T, D]."""

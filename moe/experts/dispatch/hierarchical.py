@@ -20,8 +20,6 @@ from parallel.traffic import Load, Message, Traffic
 
 
 class Hierarchical(Dispatcher):
-    """Two exchanges (steps.py). Rank (o, i) of ep is o * inner + i; `dispatch.node_size` makes the axis ep_inner of the mesh."""
-
     name = "hierarchical"
     about = "many nodes"
     reads = {"node_size": "only hierarchical knows nodes"}

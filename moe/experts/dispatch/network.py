@@ -35,24 +35,29 @@ class Dropout:
     scale: Callable[[Tensor], Tensor]
 
 
-def whole(
-    rows_RD: Tensor, experts: Experts, *, counts: list[int], weights: Part, position_R: Tensor | None, dropout: Dropout | None
+def compute(
+    rows_RD: Tensor,
+    experts: Experts,
+    *,
+    etp: Axis,
+    counts: list[int],
+    weights: Part = None,
+    position_R: Tensor | None = None,
+    dropout: Dropout | None = None,
 ) -> Tensor:
-    """Compute rows with experts whose matrices are not split. The arguments are those of `Exchange.compute`."""
-    dropped_RF = None if dropout is None or position_R is None else dropout.scale(position_R)
-    out_RD: Tensor = experts(rows_RD, counts=counts, dropped_RF=dropped_RF, weights=weights)
-    return out_RD
+    """Compute rows [R, D] sorted by expert, `counts` of each, with all held experts or the chunk `weights`.
 
-
-def split(
-    rows_RD: Tensor, experts: Experts, *, axis: Axis, counts: list[int], weights: Part, position_R: Tensor | None, dropout: Dropout | None
-) -> Tensor:
-    """Compute rows with experts whose hidden units are split over `axis` (etp)."""
-    counts_PE = all_gather(torch.tensor([counts], device=rows_RD.device), axis)
+    `position_R`: index in the step of each row's token, needed only for dropout.
+    """
+    if etp.size == 1:
+        dropped_RF = None if dropout is None or position_R is None else dropout.scale(position_R)
+        out_RD: Tensor = experts(rows_RD, counts=counts, dropped_RF=dropped_RF, weights=weights)
+        return out_RD
+    counts_PE = all_gather(torch.tensor([counts], device=rows_RD.device), etp)
     longest = int(counts_PE.sum(1).max())
 
     def gathered(values: Tensor) -> Tensor:
-        return all_gather(torch.cat((values, values.new_zeros(longest - len(values), *values.shape[1:]))), axis)
+        return all_gather(torch.cat((values, values.new_zeros(longest - len(values), *values.shape[1:]))), etp)
 
     order_A = by_bin(counts_PE, stride=longest)  # positions of all ranks' real rows in the padded blocks, sorted by expert
     rows_AD = collect(gathered(rows_RD), order_A)
@@ -60,5 +65,5 @@ def split(
     if dropout is not None and position_R is not None:
         dropped_AF = dropout.scale(gathered(position_R)[order_A])[:, experts.hidden]
     out_AD = experts(rows_AD, counts=counts_PE.sum(0).tolist(), dropped_RF=dropped_AF, weights=weights)
-    partial = spread(out_AD.float(), order_A, slots=longest * axis.size)
-    return reduce_scatter(partial, axis)[: len(rows_RD)].to(rows_RD.dtype)
+    partial = spread(out_AD.float(), order_A, slots=longest * etp.size)
+    return reduce_scatter(partial, etp)[: len(rows_RD)].to(rows_RD.dtype)

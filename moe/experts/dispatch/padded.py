@@ -10,26 +10,21 @@ links and compilers that want static shapes (GShard, arXiv 2006.16668, section 3
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from parallel.mesh.mesh import Mesh
 
-from moe.experts.dispatch.dispatcher import Dispatcher, Exchange, Sizes, ThereAndBack
+from moe.experts.dispatch.dispatcher import Dispatcher, Exchange, Sizes
 from parallel.traffic import Load, Message, Traffic
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from moe.kernels import Plan
+    from moe.experts.dispatch.steps import Route
     from moe.router.router import Routing
 
-# T tokens, D model, R rows, S slots in a block, E experts, P ranks of the ep axis
+# R rows, E experts, P ranks of the ep axis
 
 
 class Padded(Dispatcher):
-    """Blocks of equal sizes."""
-
     name = "padded"
     about = "links or compilers that want equal, static blocks"
 
@@ -39,63 +34,24 @@ class Padded(Dispatcher):
         return Traffic.there_and_back(*agreed, Message("ep", "counts", 8 * load.bins, load.ranks), rows=(blocks,))
 
     def open(self, mesh: Mesh, sizes: Sizes) -> Exchange:
-        return Blocks.over(("ep",), mesh, sizes)
+        from moe.experts.dispatch.steps import Steps
+
+        return Steps.over(("ep",), mesh, sizes, route=blocks)
 
 
-@dataclass(frozen=True)
-class Sent:
-    """A finished exchange.
+def blocks(exchange: Exchange, routing: Routing) -> Route:
+    """Plan the exchange of equal blocks."""
+    from parallel.mesh.collectives import max_over
+    from parallel.mesh.exchange import exchange_counts, runs
 
-    `counts`: rows of each expert held here. `parts`: slots sent to each rank. `slot_R`: the slot of each row sent. `order_R`: the
-    filled slots received, sorted by expert.
-    """
+    from moe.experts.dispatch.rows import plan_rows
+    from moe.experts.dispatch.steps import Route, Step
 
-    plan: Plan
-    gate_TK: Tensor
-    counts: list[int]
-    parts: list[int]
-    slot_R: Tensor
-    order_R: Tensor
-
-
-class Blocks(ThereAndBack[Sent]):
-    """The exchange of equal blocks over ep."""
-
-    def send(self, x_TD: Tensor, routing: Routing) -> tuple[Tensor, Sent]:
-        sent = self._plan(routing)
-        return self._exchanged(self.kernels.permute(x_TD, sent.plan), sent, put=sent.slot_R, take=sent.order_R), sent
-
-    def follow(self, values_T: Tensor, sent: Sent) -> Tensor:
-        return self._exchanged(values_T[sent.plan.token_R], sent, put=sent.slot_R, take=sent.order_R)
-
-    def bring_back(self, rows_RD: Tensor, sent: Sent) -> Tensor:
-        rows_RD = self._exchanged(rows_RD, sent, put=sent.order_R, take=sent.slot_R)
-        y_TD: Tensor = self.kernels.combine(rows_RD, sent.gate_TK, sent.plan)
-        return y_TD
-
-    def _exchanged(self, rows: Tensor, sent: Sent, *, put: Tensor, take: Tensor) -> Tensor:
-        """Put rows into slots, exchange all slots, and take filled ones."""
-        from parallel.mesh.exchange import collect, exchange_rows, spread
-
-        return collect(exchange_rows(spread(rows, put, slots=sum(sent.parts)), self.axis, send=sent.parts, receive=sent.parts), take)
-
-    def _plan(self, routing: Routing) -> Sent:
-        from parallel.mesh.collectives import max_over
-        from parallel.mesh.exchange import exchange_counts, runs
-
-        from moe.experts.dispatch.rows import plan_rows
-
-        plan = plan_rows(self.kernels, routing, placement=self.placement)
-        slots = None if routing.capacity is None else routing.capacity * routing.num_groups
-        slots = int(max_over(plan.counts_E.max(), self.axis)) if slots is None else slots
-        receive_PE = exchange_counts(plan.counts_E.view(self.axis.size, -1), self.axis)
-        ranks, held = receive_PE.shape
-        start_E = plan.counts_E.new_tensor(range(ranks * held)) * slots
-        return Sent(
-            plan,
-            routing.gate_TK,
-            receive_PE.sum(0).tolist(),
-            [held * slots] * ranks,
-            runs(plan.counts_E, start_E),
-            runs(receive_PE.t().flatten(), start_E.view(ranks, held).t().flatten()),
-        )
+    plan, axis = plan_rows(exchange.kernels, routing, placement=exchange.placement), exchange.axis
+    slots = None if routing.capacity is None else routing.capacity * routing.num_groups
+    slots = int(max_over(plan.counts_E.max(), axis)) if slots is None else slots
+    receive_PE = exchange_counts(plan.counts_E.view(axis.size, -1), axis)
+    ranks, held = receive_PE.shape
+    start_E = plan.counts_E.new_tensor(range(ranks * held)) * slots
+    order_R, slot_R = runs(receive_PE.t().flatten(), start_E.view(ranks, held).t().flatten()), runs(plan.counts_E, start_E)
+    return Route(plan, receive_PE.sum(0).tolist(), [Step(axis, [held * slots] * ranks, [held * slots] * ranks, order_R, slot_R)])

@@ -1,4 +1,4 @@
-"""Uneven exchange of rows in one or more steps, each over one axis: rank by rank of the first axis, then of the second, ...
+"""Rows are sent in one or more steps, each an exchange over one axis; results come back by the same steps in reverse order.
 
     x_TD --permute--> rows sorted by destination --exchange over an axis, reorder-->  ...  --> rows of the experts held here, by expert
     y_TD <--combine-- rows sorted by destination <--inverse, exchange---------------  ...  <--
@@ -9,90 +9,102 @@ Counts are exchanged before rows. A step sorts the rows that it received by the 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from parallel.mesh.exchange import by_bin, exchange_counts, exchange_rows
+from parallel.mesh.exchange import by_bin, collect, exchange_counts, exchange_rows, spread
 from parallel.mesh.mesh import Axis
 from torch import Tensor
 
-from moe.experts.dispatch.dispatcher import ThereAndBack
+from moe.experts.dispatch.dispatcher import Exchange
+from moe.experts.dispatch.network import Dropout, compute
 from moe.experts.dispatch.rows import plan_rows
+from moe.experts.experts import Experts
 from moe.kernels import Plan
 from moe.router.router import Routing
 
-# T tokens, D model, R rows, K choices, P ranks of a step, B bins: places of experts behind one of them
+# T tokens, D model, R rows, P ranks of a step, B bins: places of experts behind one of them
 
 
 @dataclass(frozen=True)
 class Step:
-    """A planned exchange over `axis`. `send`, `receive`: rows to and from each rank. `order_R` sorts received rows."""
+    """A planned exchange over `axis`. `send`, `receive`: rows to and from each rank. `order_R`: received rows in their new order.
+
+    With `slot_R`, slots are sent, some of them empty: `slot_R` has the slot of each row sent, and `order_R` filled slots received.
+    """
 
     axis: Axis
     send: list[int]
     receive: list[int]
     order_R: Tensor
+    slot_R: Tensor | None = None
 
     @classmethod
     def of(cls, axis: Axis, send_PB: Tensor, receive_PB: Tensor) -> Step:
         return cls(axis, send_PB.sum(1).tolist(), receive_PB.sum(1).tolist(), by_bin(receive_PB))
 
-    def follow(self, values: Tensor) -> Tensor:
-        """Send values of rows, sorted by destination, without gradient; return those of received rows, in their order."""
-        return exchange_rows(values, self.axis, send=self.send, receive=self.receive)[self.order_R]
+    def there(self, rows: Tensor, kernels: Any = None) -> Tensor:
+        """Send rows. Without kernels: other values of the rows, without gradient."""
+        rows = rows if self.slot_R is None else spread(rows, self.slot_R, slots=sum(self.send))
+        rows = exchange_rows(rows, self.axis, send=self.send, receive=self.receive)
+        if self.slot_R is not None:
+            return collect(rows, self.order_R)
+        return rows[self.order_R] if kernels is None else kernels.reorder(rows, self.order_R)
+
+    def back(self, rows: Tensor, kernels: Any) -> Tensor:
+        """Send results of rows back."""
+        if self.slot_R is None:
+            return exchange_rows(kernels.reorder(rows, inverse(self.order_R)), self.axis, send=self.receive, receive=self.send)
+        slots = spread(rows, self.order_R, slots=sum(self.receive))
+        return collect(exchange_rows(slots, self.axis, send=self.receive, receive=self.send), self.slot_R)
 
 
 @dataclass(frozen=True)
-class Sent:
-    """A finished exchange. `counts`: rows of each expert held here."""
+class Route:
+    """The plan of one layer's rows. `counts`: rows of each expert held here."""
 
     plan: Plan
-    gate_TK: Tensor
     counts: list[int]
     steps: list[Step]
 
 
-class Steps(ThereAndBack[Sent]):
-    """An exchange over `axes`, one after the other. The first axis has the neighbours among the ranks of ep."""
-
-    def send(self, x_TD: Tensor, routing: Routing) -> tuple[Tensor, Sent]:
-        sent = self._plan(routing)
-        rows_RD = self.kernels.permute(x_TD, sent.plan)
-        for step in sent.steps:
-            rows_RD = self.kernels.reorder(exchange_rows(rows_RD, step.axis, send=step.send, receive=step.receive), step.order_R)
-        return rows_RD, sent
-
-    def follow(self, values_T: Tensor, sent: Sent) -> Tensor:
-        values_R = values_T[sent.plan.token_R]
-        for step in sent.steps:
-            values_R = step.follow(values_R)
-        return values_R
-
-    def bring_back(self, rows_RD: Tensor, sent: Sent) -> Tensor:
-        for step in reversed(sent.steps):
-            rows_RD = self.kernels.reorder(rows_RD, inverse(step.order_R))
-            rows_RD = exchange_rows(rows_RD, step.axis, send=step.receive, receive=step.send)
-        y_TD: Tensor = self.kernels.combine(rows_RD, sent.gate_TK, sent.plan)
-        return y_TD
-
-    def _plan(self, routing: Routing) -> Sent:
-        """Plan all steps, with rows sorted by their destination's (index on the first axis, index on the second, ..., expert)."""
-        plan = plan_rows(self.kernels, routing, placement=self.placement, order=self._order(routing.probs_TE.shape[1]))
-        counts_B, steps = plan.counts_E, []
-        for axis in self.axes:
-            send_PB = counts_B.view(axis.size, -1)
-            receive_PB = exchange_counts(send_PB, axis)
-            steps.append(Step.of(axis, send_PB, receive_PB))
-            counts_B = receive_PB.sum(0)
-        return Sent(plan, routing.gate_TK, counts_B.tolist(), steps)
-
-    def _order(self, num_experts: int) -> tuple[int, ...] | None:
-        if len(self.axes) == 1:
-            return None
-        ranks = math.prod(axis.size for axis in self.axes)
+def uneven(exchange: Exchange, routing: Routing) -> Route:
+    """Plan a step for each axis, with rows sorted by their destination's (index on the first axis, index on the second, ..., expert)."""
+    axes, num_experts, order = exchange.axes, routing.probs_TE.shape[1], None
+    if len(axes) > 1:  # the first axis has the neighbours among the ranks of ep
+        ranks = math.prod(axis.size for axis in axes)
         held = num_experts // ranks
-        by_first = sorted(range(ranks), key=lambda rank: rank % self.axis.size)
-        return tuple(rank * held + e for rank in by_first for e in range(held))
+        order = tuple(rank * held + e for rank in sorted(range(ranks), key=lambda rank: rank % axes[0].size) for e in range(held))
+    plan = plan_rows(exchange.kernels, routing, placement=exchange.placement, order=order)
+    counts_B, steps = plan.counts_E, []
+    for axis in axes:
+        send_PB = counts_B.view(axis.size, -1)
+        receive_PB = exchange_counts(send_PB, axis)
+        steps.append(Step.of(axis, send_PB, receive_PB))
+        counts_B = receive_PB.sum(0)
+    return Route(plan, counts_B.tolist(), steps)
+
+
+@dataclass(frozen=True)
+class Steps(Exchange):
+    """An exchange in the steps that `route` plans."""
+
+    route: Callable[[Exchange, Routing], Route] = uneven
+
+    def run(self, x_TD: Tensor, routing: Routing, experts: Experts, *, dropout: Dropout | None = None) -> Tensor:
+        sent = self.route(self, routing)
+        rows_RD = self.kernels.permute(x_TD, sent.plan)
+        position_R = None if dropout is None else dropout.position_T[sent.plan.token_R]
+        for step in sent.steps:
+            rows_RD = step.there(rows_RD, self.kernels)
+            position_R = None if position_R is None else step.there(position_R)
+        rows_RD = compute(rows_RD, experts, etp=self.etp, counts=sent.counts, position_R=position_R, dropout=dropout)
+        for step in reversed(sent.steps):
+            rows_RD = step.back(rows_RD, self.kernels)
+        y_TD: Tensor = self.kernels.combine(rows_RD, routing.gate_TK, sent.plan)
+        return y_TD
 
 
 def inverse(order_R: Tensor) -> Tensor:

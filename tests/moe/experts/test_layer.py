@@ -277,8 +277,9 @@ def _follow_on_rank(rank: int, world: int) -> list[Tensor]:
     routing = hand_routing("drops", world, 13, 2)[rank]
     dispatcher = steps(rank, world)
     number_T = torch.arange(13 + rank) + 1000 * rank
-    rows, sent = dispatcher.send(number_T.unsqueeze(1).float().repeat(1, 3), routing)
-    return [rows[:, 0].detach(), dispatcher.follow(number_T.unsqueeze(1), sent)[:, 0], torch.tensor(sent.counts)]
+    sent = dispatcher.route(dispatcher, routing)
+    rows = sent.steps[0].there(dispatcher.kernels.permute(number_T.unsqueeze(1).float().repeat(1, 3), sent.plan), dispatcher.kernels)
+    return [rows[:, 0].detach(), sent.steps[0].there(number_T[sent.plan.token_R]), torch.tensor(sent.counts)]
 
 
 def test_values_that_follow_arrive_with_their_rows() -> None:

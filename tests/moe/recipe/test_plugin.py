@@ -101,7 +101,7 @@ def test_what_is_no_such_part_is_refused_in_one_line(sections: dict[str, Any], s
 
 def test_a_dispatcher_that_is_none_is_refused(home: Path, tmp_path: Path) -> None:
     run = trained.recipe(home, degrees={"ep": 2}, dispatch={"kind": "twins:unopened"})
-    assert all("which gives a object without open()" in line for line in trained.train(run, tmp_path / "run", ranks=2))
+    assert all("which gives a object, needed a Dispatcher" in line for line in trained.train(run, tmp_path / "run", ranks=2))
 
 
 @pytest.fixture

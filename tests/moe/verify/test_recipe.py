@@ -25,8 +25,8 @@ class Rows(AllToAll):
 class Doubled(Steps):
     \"\"\"Results of the last token come back doubled.\"\"\"
 
-    def bring_back(self, rows_RD, sent):
-        y_TD = super().bring_back(rows_RD, sent).clone()
+    def run(self, x_TD, routing, experts, *, dropout=None):
+        y_TD = super().run(x_TD, routing, experts, dropout=dropout).clone()
         y_TD[-1] *= 2
         return y_TD
 

@@ -21,8 +21,8 @@ from moe.experts.dispatch.chunked import Chunked
 from moe.experts.dispatch.dispatcher import Exchange, Sizes
 from moe.experts.dispatch.local import Local
 from moe.experts.dispatch.network import Dropout
-from moe.experts.dispatch.padded import Blocks
-from moe.experts.dispatch.steps import Steps
+from moe.experts.dispatch.padded import blocks
+from moe.experts.dispatch.steps import Steps, uneven
 from moe.experts.experts import HIDDEN_DIM, Experts
 from moe.kernels import choose
 from moe.nn.context import Context
@@ -304,9 +304,10 @@ def test_the_gradients_of_all_runs_meet_in_one_tensor() -> None:
 
 def test_the_settings_and_the_mesh_choose_the_dispatcher() -> None:
     one, four = Mesh.of(Degrees()), Mesh.of(Degrees(dp=4, ep=4, ep_inner=2))
-    kinds = {"all_to_all": Steps, "padded": Blocks, "all_gather": Gathered, "hierarchical": Steps, "chunked": Chunked}
+    kinds = {"all_to_all": Steps, "padded": Steps, "all_gather": Gathered, "hierarchical": Steps, "chunked": Chunked}
     for name, settings in SETTINGS.items():
         assert type(opened(one, **settings)) is Local
         found = opened(four, **settings)
         assert type(found) is kinds[name] and len(found.axes) == 1 + (name == "hierarchical")
+        assert not isinstance(found, Steps) or found.route is (blocks if name == "padded" else uneven)
     assert type(opened(Mesh.of(Degrees(dp=2, etp=2)), kind="padded")) is Steps
