@@ -23,7 +23,7 @@ class Load(NamedTuple):
     """The work of one rank in one exchange over `ranks` ranks, if every bin gets equally many rows.
 
     `tokens` with `choices` bins each; `rows` that are sent, dropped ones left out; `places`: rows and empty slots, None if slots are not
-    limited. A row has `width` numbers of `number_bytes`.
+    limited. A row has `width` numbers in `row_bytes`.
     """
 
     tokens: float
@@ -31,13 +31,9 @@ class Load(NamedTuple):
     rows: float
     places: float | None
     width: int
-    number_bytes: int
+    row_bytes: int
     bins: int
     ranks: int
-
-    @property
-    def row_bytes(self) -> int:
-        return self.width * self.number_bytes
 
 
 class Message(NamedTuple):
@@ -61,8 +57,7 @@ class Message(NamedTuple):
     @property
     def held(self) -> float:
         """Bytes of its input and its result on one rank."""
-        grows = {"all_gather": self.ranks, "reduce_scatter": 1 / self.ranks}
-        return self.handed * (1 + grows.get(self.name, 1))
+        return self.handed * (1 + {"all_gather": self.ranks, "reduce_scatter": 1 / self.ranks}.get(self.name, 1))
 
 
 class Traffic(NamedTuple):

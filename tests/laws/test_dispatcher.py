@@ -10,7 +10,6 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from moe.experts.dispatch.rows import place_of
 from moe.plan.job.of_recipe import network_of, plan_of
 from moe.plan.machine.cluster import load_cluster
 from moe.plan.memory.memory import peak
@@ -26,6 +25,7 @@ from moe.experts.dispatch import catalog
 from moe.experts.dispatch.catalog import DISPATCHERS, PLAIN, check_dispatch, dispatcher_of, examples, open_exchange, rows_for
 from moe.experts.dispatch.dispatcher import Dispatcher, Exchange, Sizes
 from moe.experts.dispatch.network import Dropout, compute
+from moe.experts.dispatch.placement import place_of
 from moe.experts.experts import Experts
 from moe.kernels import choose
 from moe.model.transformer import moe_layers
@@ -136,7 +136,7 @@ def test_the_planner_asks_for_its_messages(listed: None) -> None:
         network, plan = network_of(run), plan_of(run)
         exchange = dispatcher_of(run.dispatch)
         assert network.experts is not None and network.experts.exchange == exchange
-        load = Load(2 * 16, 2, 2 * 16 * 2, None, 64, plan.compute_bytes, 4, 2)
+        load = Load(2 * 16, 2, 2 * 16 * 2, None, 64, 64 * plan.compute_bytes, 4, 2)
         assert peak(network, plan).parts["dispatch buffers"] == max(message.held for message in exchange.traffic(load).forward)
         found[name] = step_time(network, plan, load_cluster("h100-8").holding(2)).experts
     assert 0 < found[PLAIN] != found[Ring.name] > 0
@@ -162,7 +162,7 @@ def test_it_sends_what_it_states_and_the_watchdog_knows_where(name: str, listed:
     """The counted calls and bytes of every collective are the stated ones. The ranks' records agree, and name layer and pass."""
     section = sections.Dispatch.model_construct(**sections.Dispatch().model_dump() | examples()[name])
     stated: Counter[tuple[str, str, str]] = Counter()
-    for message in dispatcher_of(section).traffic(Load(12, 2, 24, E * 5, D, 4, E, 4)).every:
+    for message in dispatcher_of(section).traffic(Load(12, 2, 24, E * 5, D, 4 * D, E, 4)).every:
         stated[message.axis, message.name, "calls"] += message.calls
         stated[message.axis, message.name, "sent"] += message.sent
     ranks = run_on_ranks(_counted_on_rank, 4, name, timeout_s=60)

@@ -66,7 +66,7 @@ class Shape:
     def load(self, ranks: int, number_bytes: int) -> Load:
         """A rank's work under balanced routing."""
         places = self.experts * self.slots
-        return Load(self.tokens, self.k, self.rows, places, self.width, number_bytes, self.experts, ranks)
+        return Load(self.tokens, self.k, self.rows, places, self.width, self.width * number_bytes, self.experts, ranks)
 
 
 def routing_of(shape: Shape, *, skew: bool = False, rank: int = 0) -> Routing:

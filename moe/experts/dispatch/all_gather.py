@@ -75,7 +75,7 @@ class Gathered(Exchange):
 
     def _places(self, routing: Routing) -> Tensor:
         """Return each choice's place + 1. 0 means dropped, or padding of ranks with fewer tokens."""
-        from moe.experts.dispatch.rows import place_of
+        from moe.experts.dispatch.placement import place_of
 
         place_TK = place_of(routing.expert_TK, num_experts=routing.probs_TE.shape[1], placement=self.placement)
         return (place_TK + 1).where(routing.kept_TK, 0)

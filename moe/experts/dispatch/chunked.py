@@ -19,7 +19,7 @@ from torch import Tensor
 
 from moe.experts.dispatch.dispatcher import Exchange
 from moe.experts.dispatch.network import Dropout, compute
-from moe.experts.dispatch.rows import plan_rows
+from moe.experts.dispatch.placement import plan_rows
 from moe.experts.dispatch.steps import Step, inverse
 from moe.experts.experts import Experts
 from moe.kernels import Plan

@@ -4,12 +4,12 @@
     exchange     dispatcher.open(mesh, sizes), once for a model      buffers, process groups and streams are made here
     layer        exchange.layer("layers.3")                          y_TD = layer.run(x_TD, routing, experts)
 
-Everything that other code must know of a dispatcher is asked of its object: checks, mesh, planner, `moe verify` and benches have no list
-of names. A new dispatcher is a file here, a line in catalog.py, and its name and keys in moe/recipe/sections.py.
+All give the same results. Memory is proportional to routed rows (tokens * choices * width). Source: GShard (arXiv 2006.16668).
 
-Its collectives are those of parallel/mesh/collectives.py and parallel/mesh/exchange.py, which count and announce them. Other libraries'
-ones call `count` of parallel/mesh/collectives.py first. Recipes are checked before torch is loaded, so these files import it inside
-functions.
+Everything that other code must know of a dispatcher is asked of its object: checks, planner, `moe verify` and benches have no list of
+names. A new dispatcher is a file here, a line in catalog.py, and its name and keys in moe/recipe/sections.py. Collectives of other
+libraries are counted and announced by `count` of parallel/mesh/collectives.py. Recipes are checked before torch is loaded, so these files
+import it inside functions.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def blocks(exchange: Exchange, routing: Routing) -> Route:
     from parallel.mesh.collectives import max_over
     from parallel.mesh.exchange import exchange_counts, runs
 
-    from moe.experts.dispatch.rows import plan_rows
+    from moe.experts.dispatch.placement import plan_rows
     from moe.experts.dispatch.steps import Route, Step
 
     plan, axis = plan_rows(exchange.kernels, routing, placement=exchange.placement), exchange.axis

@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from parallel.mesh.exchange import by_bin, collect, exchange_counts, exchange_rows, spread
+from parallel.mesh.collectives import all_to_all
+from parallel.mesh.exchange import by_bin, collect, exchange_counts, spread
 from parallel.mesh.mesh import Axis
 from torch import Tensor
 
 from moe.experts.dispatch.dispatcher import Exchange
 from moe.experts.dispatch.network import Dropout, compute
-from moe.experts.dispatch.rows import plan_rows
+from moe.experts.dispatch.placement import plan_rows
 from moe.experts.experts import Experts
 from moe.kernels import Plan
 from moe.router.router import Routing
@@ -48,7 +49,7 @@ class Step:
     def there(self, rows: Tensor, kernels: Any = None) -> Tensor:
         """Send rows. Without kernels: other values of the rows, without gradient."""
         rows = rows if self.slot_R is None else spread(rows, self.slot_R, slots=sum(self.send))
-        rows = exchange_rows(rows, self.axis, send=self.send, receive=self.receive)
+        rows = all_to_all(rows, self.axis, send=self.send, receive=self.receive)
         if self.slot_R is not None:
             return collect(rows, self.order_R)
         return rows[self.order_R] if kernels is None else kernels.reorder(rows, self.order_R)
@@ -56,9 +57,9 @@ class Step:
     def back(self, rows: Tensor, kernels: Any) -> Tensor:
         """Send results of rows back."""
         if self.slot_R is None:
-            return exchange_rows(kernels.reorder(rows, inverse(self.order_R)), self.axis, send=self.receive, receive=self.send)
+            return all_to_all(kernels.reorder(rows, inverse(self.order_R)), self.axis, send=self.receive, receive=self.send)
         slots = spread(rows, self.order_R, slots=sum(self.receive))
-        return collect(exchange_rows(slots, self.axis, send=self.receive, receive=self.send), self.slot_R)
+        return collect(all_to_all(slots, self.axis, send=self.receive, receive=self.send), self.slot_R)
 
 
 @dataclass(frozen=True)
