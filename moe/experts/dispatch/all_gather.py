@@ -57,7 +57,8 @@ class Gathered(Exchange):
         longest, most = max_over(torch.tensor([tokens, choices], device=x_TD.device), self.axis).tolist()
         x_AD = self.gathered(x_TD, longest)
         gate_AK = self.gathered(routing.gate_TK, longest, wider=most - choices)
-        plan = self._plan_held(self.gathered(self._places(routing), longest, wider=most - choices), held=len(experts.held))
+        place_AK = self.gathered(self._places(routing), longest, wider=most - choices)
+        plan = self._plan_held(place_AK, held=routing.probs_TE.shape[1] // self.axis.size)
         position_R = None if dropout is None else self.gathered(dropout.position_T, longest)[plan.token_R]
         rows_RD, counts = self.kernels.permute(x_AD, plan), plan.counts_E.tolist()
         out_RD = compute(rows_RD, experts, etp=self.etp, counts=counts, position_R=position_R, dropout=dropout)
