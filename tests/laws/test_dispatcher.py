@@ -110,7 +110,7 @@ def test_checks_and_mesh_ask_it(listed: None) -> None:
     with pytest.raises(BadInput, match="degrees.ep: got 4, needed at most 2 with dispatch.kind=ring"):
         check_run(four, 4)
     for keys, said in (
-        ({"overlap_chunks": 2}, "2 with dispatch.kind=ring, needed 1: only all_to_all can be cut; fix: set dispatch.overlap_chunks to 1"),
+        ({"overlap_chunks": 2}, "2 with dispatch.kind=ring, needed 1: only all_to_all can be cut; fix: set dispatch.kind to all_to_all"),
         ({"node_size": 2}, "2 with dispatch.kind=ring, needed null: only hierarchical knows nodes"),
     ):
         with pytest.raises(BadInput, match=said):

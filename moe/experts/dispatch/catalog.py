@@ -52,7 +52,7 @@ def check_dispatch(settings: sections.Dispatch, *, ranks: int, held: int) -> Non
                 f"dispatch.{key}",
                 got=f"{value} with dispatch.kind={settings.kind}",
                 needed=f"{nothing}: {reason}",
-                fix=f"set dispatch.{key} to {nothing}, or dispatch.kind to {name}",
+                fix=f"set dispatch.kind to {name}, or dispatch.{key} to {nothing}",
             )
     dispatcher.check(ranks=ranks, held=held)
 
