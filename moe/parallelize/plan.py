@@ -10,9 +10,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import cast
 
-from parallel.mesh.grids import GRIDS
-from parallel.mesh.layout import Layout
-from parallel.mesh.mesh import Axis, Mesh
 from torch import nn
 
 from moe.experts.copies import Copies, Exchange
@@ -22,6 +19,9 @@ from moe.experts.experts import HIDDEN_DIM
 from moe.experts.layer import MoELayer
 from moe.model.names import stack_of, tiled_dim
 from moe.recipe import sections
+from parallel.mesh.grids import GRIDS
+from parallel.mesh.layout import Layout
+from parallel.mesh.mesh import Axis, Mesh
 from parallel.tensor import style
 from parallel.tensor.dtensor import DTensorColumn, DTensorRow
 from parallel.tensor.exchanged import Exchanged

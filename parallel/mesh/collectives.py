@@ -23,11 +23,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from parallel.mesh.mesh import Axis
-from parallel.mesh.regions import region
 from torch import Tensor
 
-from parallel.traffic import leaving
+from parallel.mesh.mesh import Axis
+from parallel.mesh.regions import region
+from parallel.mesh.traffic import leaving
 
 # torch 2.13 renamed these, and warns about the old names
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -10,14 +10,6 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from moe.plan.job.of_recipe import network_of, plan_of
-from moe.plan.machine.cluster import load_cluster
-from moe.plan.memory.memory import peak
-from moe.plan.time.cost import step_time
-from parallel.mesh.collectives import shift
-from parallel.mesh.mesh import Degrees, Mesh
-from parallel.mesh.record import Record
-from parallel.process.process import World
 from torch import Tensor
 
 from moe.checks.together import check_run
@@ -30,6 +22,10 @@ from moe.experts.experts import Experts
 from moe.kernels import choose
 from moe.model.transformer import moe_layers
 from moe.parallelize.build import build
+from moe.plan.job.of_recipe import network_of, plan_of
+from moe.plan.machine.cluster import load_cluster
+from moe.plan.memory.memory import peak
+from moe.plan.time.cost import step_time
 from moe.recipe import sections
 from moe.recipe.load import build_run, load
 from moe.router.router import Routing
@@ -37,8 +33,12 @@ from moe.verify import expected, layouts, twin
 from moe.verify.cases import Case, expert_cases
 from moe.verify.compare import compare
 from parallel.errors import BadInput
+from parallel.mesh.collectives import shift
+from parallel.mesh.mesh import Degrees, Mesh
+from parallel.mesh.record import Record
+from parallel.mesh.traffic import Load, Message, Traffic
 from parallel.process import process
-from parallel.traffic import Load, Message, Traffic
+from parallel.process.process import World
 from tests.moe.experts.dispatch.test_dispatch import D, E, experts_of, random
 from tests.support.ranks import run_on_ranks
 

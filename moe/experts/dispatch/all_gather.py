@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from parallel.mesh.mesh import Mesh
-
 from moe.experts.dispatch.dispatcher import Dispatcher, Exchange, Sizes
-from parallel.traffic import Load, Message, Traffic
+from parallel.mesh.mesh import Mesh
+from parallel.mesh.traffic import Load, Message, Traffic
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,9 +48,9 @@ class AllGather(Dispatcher):
 class Gathered(Exchange):
     def run(self, x_TD: Tensor, routing: Routing, experts: Experts, *, dropout: Dropout | None = None) -> Tensor:
         import torch
-        from parallel.mesh.collectives import max_over, reduce_scatter
 
         from moe.experts.dispatch.network import compute
+        from parallel.mesh.collectives import max_over, reduce_scatter
 
         tokens, choices = routing.expert_TK.shape  # with expert choice, K can differ between ranks
         longest, most = max_over(torch.tensor([tokens, choices], device=x_TD.device), self.axis).tolist()
@@ -68,6 +67,7 @@ class Gathered(Exchange):
     def gathered(self, values_T: Tensor, longest: int, *, wider: int = 0) -> Tensor:
         """Gather the ranks' values [T, ...], each padded to `longest` tokens and by `wider` numbers a token."""
         import torch.nn.functional as F
+
         from parallel.mesh.collectives import all_gather
 
         lacks = longest - len(values_T)

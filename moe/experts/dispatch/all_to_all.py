@@ -5,11 +5,10 @@ With `overlap_chunks` above 1, the experts of a rank are cut into chunks, and on
 
 from __future__ import annotations
 
-from parallel.mesh.mesh import Mesh, divisors
-
 from moe.experts.dispatch.dispatcher import Dispatcher, Exchange, Sizes
 from parallel.errors import BadInput
-from parallel.traffic import Load, Message, Traffic
+from parallel.mesh.mesh import Mesh, divisors
+from parallel.mesh.traffic import Load, Message, Traffic
 
 
 class AllToAll(Dispatcher):

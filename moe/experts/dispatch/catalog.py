@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from parallel.mesh.mesh import Mesh
-
 from moe.experts.dispatch.all_gather import AllGather
 from moe.experts.dispatch.all_to_all import AllToAll
 from moe.experts.dispatch.dispatcher import Dispatcher, Exchange, Sizes
@@ -14,6 +12,7 @@ from moe.experts.dispatch.local import Local
 from moe.experts.dispatch.padded import Padded
 from moe.recipe.plugin import is_plugin, load_plugin
 from parallel.errors import BadInput
+from parallel.mesh.mesh import Mesh
 
 if TYPE_CHECKING:
     from moe.recipe import sections

@@ -13,8 +13,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from parallel.mesh.collectives import Flight, finish_all_to_all, start_all_to_all
-from parallel.mesh.exchange import exchange_counts
 from torch import Tensor
 
 from moe.experts.dispatch.dispatcher import Exchange
@@ -24,6 +22,8 @@ from moe.experts.dispatch.steps import Step, inverse
 from moe.experts.experts import Experts
 from moe.kernels import Plan
 from moe.router.router import Routing
+from parallel.mesh.collectives import Flight, finish_all_to_all, start_all_to_all
+from parallel.mesh.exchange import exchange_counts
 
 # T tokens, D model, R rows, N chunks, P ranks of the ep axis, E experts of a chunk
 

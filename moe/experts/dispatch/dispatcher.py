@@ -20,8 +20,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 from parallel.mesh.mesh import Axis, Mesh
-
-from parallel.traffic import Load, Traffic
+from parallel.mesh.traffic import Load, Traffic
 
 if TYPE_CHECKING:
     from types import ModuleType

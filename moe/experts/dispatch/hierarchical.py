@@ -13,11 +13,10 @@ from __future__ import annotations
 
 from math import gcd
 
-from parallel.mesh.mesh import Mesh, divisors
-
 from moe.experts.dispatch.dispatcher import Dispatcher, Exchange, Sizes
 from parallel.errors import BadInput
-from parallel.traffic import Load, Message, Traffic
+from parallel.mesh.mesh import Mesh, divisors
+from parallel.mesh.traffic import Load, Message, Traffic
 
 
 class Hierarchical(Dispatcher):

@@ -14,12 +14,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from parallel.mesh.collectives import all_gather, reduce_scatter
-from parallel.mesh.exchange import by_bin, collect, spread
-from parallel.mesh.mesh import Axis
 from torch import Tensor
 
 from moe.experts.experts import Experts, Part
+from parallel.mesh.collectives import all_gather, reduce_scatter
+from parallel.mesh.exchange import by_bin, collect, spread
+from parallel.mesh.mesh import Axis
 
 # T tokens, R rows here, A rows of all ranks, D model, F hidden units held here, E experts, P ranks of the etp axis
 

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from parallel.mesh.mesh import Mesh
-
 from moe.experts.dispatch.dispatcher import Dispatcher, Exchange, Sizes
-from parallel.traffic import Load, Message, Traffic
+from parallel.mesh.mesh import Mesh
+from parallel.mesh.traffic import Load, Message, Traffic
 
 if TYPE_CHECKING:
     from moe.experts.dispatch.steps import Route
@@ -41,11 +40,10 @@ class Padded(Dispatcher):
 
 def blocks(exchange: Exchange, routing: Routing) -> Route:
     """Plan the exchange of equal blocks."""
-    from parallel.mesh.collectives import max_over
-    from parallel.mesh.exchange import exchange_counts, runs
-
     from moe.experts.dispatch.placement import plan_rows
     from moe.experts.dispatch.steps import Route, Step
+    from parallel.mesh.collectives import max_over
+    from parallel.mesh.exchange import exchange_counts, runs
 
     plan, axis = plan_rows(exchange.kernels, routing, placement=exchange.placement), exchange.axis
     slots = None if routing.capacity is None else routing.capacity * routing.num_groups

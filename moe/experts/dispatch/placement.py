@@ -14,12 +14,12 @@ from functools import lru_cache
 from types import ModuleType
 
 import torch
-from parallel.mesh.mesh import divisors
 from torch import Tensor
 
 from moe.kernels import Plan
 from moe.router.router import Routing
 from parallel.errors import BadInput
+from parallel.mesh.mesh import divisors
 
 Placement = tuple[int, ...]
 

@@ -14,9 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from parallel.mesh.collectives import all_to_all
-from parallel.mesh.exchange import by_bin, collect, exchange_counts, spread
-from parallel.mesh.mesh import Axis
 from torch import Tensor
 
 from moe.experts.dispatch.dispatcher import Exchange
@@ -25,6 +22,9 @@ from moe.experts.dispatch.placement import plan_rows
 from moe.experts.experts import Experts
 from moe.kernels import Plan
 from moe.router.router import Routing
+from parallel.mesh.collectives import all_to_all
+from parallel.mesh.exchange import by_bin, collect, exchange_counts, spread
+from parallel.mesh.mesh import Axis
 
 # T tokens, D model, R rows, P ranks of a step, B bins: places of experts behind one of them
 

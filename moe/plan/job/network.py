@@ -11,12 +11,11 @@ the same dp sp tp ranks of a stage as edp x ep x etp (parallel/mesh/mesh.py).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
+from moe.experts.dispatch.dispatcher import Dispatcher
 from moe.plan.job.hashed import KEPT, hashed_once
 from moe.plan.job.states import MIXED_FP32_GRADIENTS, Storage
-
-from parallel.traffic import Load, Traffic
 
 Recomputed = Literal["none", "selective", "full"]
 Engine = Literal["ddp", "zero1", "zero2", "zero3", "fsdp"]
@@ -41,12 +40,6 @@ class Router:
     kept: int = 0
 
 
-class Exchange(Protocol):
-    """A way to send rows to other ranks, as a value."""
-
-    def traffic(self, load: Load) -> Traffic: ...
-
-
 @dataclass(frozen=True)
 class Experts:
     """One MoE layer's: `hidden` units each; a token chooses `choices` of `count` and also passes `shared_hidden` units beside them.
@@ -65,7 +58,7 @@ class Experts:
     shared_hidden: int = 0
     rows: float | None = None
     places: float | None = None
-    exchange: Exchange | None = None
+    exchange: Dispatcher | None = None
     biases: bool = False
     router: Router = Router()
     gates: int = 0

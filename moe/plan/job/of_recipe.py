@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+from moe.experts.dispatch.catalog import dispatcher_of
 from moe.kernels.products import PRODUCTS
 from moe.plan.job.activations import compute_bytes
 from moe.plan.job.cut import cut
@@ -14,8 +15,6 @@ from moe.plan.job.network import Adapters, Experts, Latent, Network, Plan, Route
 from moe.plan.job.optimizer import optimizer_bytes
 from moe.plan.job.stages import layer_flops
 from moe.plan.job.states import BF16, FP32, FP32_AND_COPY, MIXED, MIXED_FP32_GRADIENTS, Storage
-
-from moe.experts.dispatch.catalog import dispatcher_of
 from moe.recipe.sections import Model, Run
 from moe.recipe.shapes import GATED, T5_BUCKETS
 from moe.router.methods.catalog import method_of

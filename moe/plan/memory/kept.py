@@ -20,8 +20,7 @@ from moe.plan.job.counts import attention_matrices, heads_over, network_elements
 from moe.plan.job.network import Experts, Network, Plan, Recomputed, repeats
 from moe.plan.memory.stack import PARTS, Part, Stack
 from parallel.mesh.grids import GRIDS
-
-from parallel.traffic import Load, Message, Traffic
+from parallel.mesh.traffic import Load, Message, Traffic
 
 FP32_BYTES = 4
 

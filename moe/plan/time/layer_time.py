@@ -28,8 +28,7 @@ from moe.plan.time import attention as sequence_attention
 from moe.plan.time import tensor as tensor_parallel
 from moe.plan.time.collective_times import Group, all_reduce, all_to_all, collective, gather, group_of
 from parallel.mesh.grids import GRIDS, LINES
-
-from parallel.traffic import Message
+from parallel.mesh.traffic import Message
 
 KIND = {1: "fp8", 2: "bf16", 4: "fp32"}
 BACKWARD_STREAM = 1.5  # what streams backward, against forward: a norm reads its input and a gradient, and writes one

@@ -16,18 +16,18 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from moe.train.parts.numbers import Numbers
-from parallel.mesh.collectives import all_to_all
-from parallel.mesh.mesh import Axis, Mesh
 from torch import Tensor
 
 from moe.experts.dispatch.placement import Placement, balanced_placement, rank_loads
 from moe.experts.layer import MoELayer
 from moe.model.transformer import moe_layers
 from moe.recipe.sections import Run
+from moe.train.parts.numbers import Numbers
 from parallel.data.engine import Engine
 from parallel.data.load import given
 from parallel.errors import BadInput
+from parallel.mesh.collectives import all_to_all
+from parallel.mesh.mesh import Axis, Mesh
 
 # E experts of a layer, P ranks of ep
 

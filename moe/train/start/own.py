@@ -11,19 +11,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moe.train.parts.callbacks import Callback, check
-from moe.train.parts.learning_rate import own_share
-from parallel.mesh.collectives import largest
-from parallel.mesh.mesh import Axis, Mesh
-from parallel.watch.outcome import of_all
-
 from moe.data import Dataset, Stream
 from moe.parallelize.build import whole_layouts
 from moe.parallelize.engines import check_given, given_of, optimizer_of
 from moe.recipe.plugin import is_plugin, load_plugin, source_of
 from moe.recipe.sections import Run
+from moe.train.parts.callbacks import Callback, check
+from moe.train.parts.learning_rate import own_share
 from parallel.errors import BadInput
+from parallel.mesh.collectives import largest
+from parallel.mesh.mesh import Axis, Mesh
 from parallel.optim.given import Factory, Given
+from parallel.watch.outcome import of_all
 
 GIVEN = "given"
 # numbers of arguments of the plug-ins that a recipe names (docs/use/plugins.md)

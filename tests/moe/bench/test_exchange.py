@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from moe.bench.layers.exchange import Shape, measure, skewed
 
 from moe.bench.layers import exchange
+from moe.bench.layers.exchange import Shape, measure, skewed
 from moe.experts.dispatch.catalog import dispatcher_of, examples
 from moe.recipe import sections
 from parallel.errors import BadInput

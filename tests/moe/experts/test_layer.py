@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from parallel.mesh.mesh import Axis
 from torch import Tensor, nn
 
 from moe.experts.dispatch.local import Local
@@ -22,6 +21,7 @@ from moe.nn.context import Context
 from moe.nn.linear import FeedForward
 from moe.recipe import sections
 from moe.router.router import Routing
+from parallel.mesh.mesh import Axis
 from tests.support.ranks import run_on_ranks
 
 # B sequences, L length, T = B*L tokens, D model, F hidden, E experts, K choices, R rows

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from parallel.mesh.layout import Tile
-from parallel.mesh.mesh import DENSE, EXPERT, Degrees, Mesh
 
 from moe.experts.dispatch.steps import Steps
 from moe.model.transformer import Transformer, embedding_as_module
@@ -19,6 +17,8 @@ from moe.parallelize.units import read_in_fp32, units_of
 from moe.recipe import sections
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
+from parallel.mesh.layout import Tile
+from parallel.mesh.mesh import DENSE, EXPERT, Degrees, Mesh
 
 MODEL = {
     "num_layers": 2, "d_model": 24, "num_heads": 4, "num_kv_heads": 2, "d_ff": 40, "ffn": "geglu", "positions": "t5", "moe_every": 2,

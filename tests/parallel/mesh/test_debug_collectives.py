@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+
+from moe.verify.cases import Case
 from parallel.mesh.collectives import all_reduce, all_to_all, sum_over
 from parallel.mesh.debug_collectives import DEBUG, Disagreement
 from parallel.mesh.exchange import exchange_counts
 from parallel.mesh.mesh import Axis, Degrees
 from parallel.numerics.clip import gradient_norm
-from parallel.process.process import World
-
-from moe.verify.cases import Case
 from parallel.process import process
+from parallel.process.process import World
 from tests.moe.experts.dispatch.test_dispatch import SETTINGS, experts_of, opened, run_once
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny import start

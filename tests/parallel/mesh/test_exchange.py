@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
 from parallel.mesh.collectives import all_to_all
 from parallel.mesh.exchange import by_bin, collect, exchange_counts, runs, spread
 from parallel.mesh.mesh import Axis, Degrees
+from parallel.process import process
 from parallel.process.fork import run_on_ranks
 from parallel.process.process import World
-from torch import Tensor
-
-from parallel.process import process
 
 WIDTH, BINS = 3, 2
 

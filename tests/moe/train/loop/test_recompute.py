@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from parallel.mesh.mesh import Axis
-from parallel.numerics.recompute import Replay, recomputed
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -31,6 +29,8 @@ from moe.recipe import sections
 from moe.recipe.load import build_run
 from moe.router.router import Routing
 from parallel.errors import BadInput
+from parallel.mesh.mesh import Axis
+from parallel.numerics.recompute import Replay, recomputed
 from tests.support.ranks import run_on_ranks
 
 # B sequences, L length, D model, V vocabulary
