@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from moe.experts.dispatch.network import Dropout
     from moe.experts.dispatch.placement import Placement
     from moe.experts.experts import Experts
+    from moe.kernels.network import ByProduct
     from moe.recipe import sections
     from moe.router.router import Routing
 
@@ -42,7 +43,7 @@ class Sizes(NamedTuple):
     width: int
     experts: int
     choices: int
-    kernels: ModuleType
+    kernels: ModuleType | ByProduct
 
 
 @dataclass(frozen=True)
