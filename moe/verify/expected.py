@@ -32,6 +32,7 @@ from moe.verify.layouts import compute
 from moe.verify.plain.model import Rounding
 from moe.verify.small import known
 from moe.verify.twin import Result, reference
+from parallel.data.kinds.catalog import PLAIN
 from parallel.numerics.precision import DTYPES
 from parallel.process.fork import each_on_ranks
 
@@ -48,7 +49,7 @@ def twin_of(case: Case) -> Case:
     In 16 bits it also says how the head and the loss, and the sums within layers, are cut, and that sequences are: the result does not
     depend on it, but how far it may be off does.
     """
-    twin = Case(case.model, "ddp", 1, 1, 1, case.precision, experts=case.experts, layers=case.layers)
+    twin = Case(case.model, PLAIN, 1, 1, 1, case.precision, experts=case.experts, layers=case.layers)
     twin = replace(twin, padded=case.padded, overflow=case.overflow, length=case.length, batch=case.batch, recipe=case.recipe)
     if case.precision != "fp32":
         parts, blocks = (case.tp if case.tensor in LINES else 1), (2 if case.tensor in GRIDS else 1)
@@ -95,7 +96,7 @@ def reorderings(twin: Case) -> Iterator[tuple[Case, str]]:
 def own_order(case: Case) -> Case:
     """All sums of a row, in its own order, on one process: the batch in as many parts, layers cut and sequences sliced as its ranks do."""
     one = alone(twin_of(case))
-    replicas = case.replicas if case.kind == "dp" else 1
+    replicas = case.replicas if case.engine.threads else 1
     batches = case.dp * case.microbatches * replicas * ROWS_OF_GRID.get(case.tensor, 1)
     cut = replace(one, microbatches=batches, head_tiles=case.head_tiles, chunks=case.chunks)
     if case.tensor in LINES:
