@@ -24,12 +24,10 @@ from moe.plan.job.network import Network, Plan
 from moe.plan.machine.cluster import Cluster
 from moe.plan.machine.program import Program
 from moe.plan.memory.kept import traffic_of
-from moe.plan.time import attention as sequence_attention
 from moe.plan.time import tensor as tensor_parallel
 from moe.plan.time.collective_times import Group, all_reduce, all_to_all, collective, gather, group_of
 from parallel.mesh.grids import GRIDS, LINES
 from parallel.mesh.traffic import Message
-
 from parallel.sequence.kinds.kind import Attention
 
 KIND = {1: "fp8", 2: "bf16", 4: "fp32"}
