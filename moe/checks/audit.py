@@ -10,7 +10,7 @@ from parallel.errors import BadInput
 def check_audit(run: Run) -> None:
     """Refuse audits of steps that cannot be computed again, and `deterministic` with sums in no fixed order. Raises BadInput."""
     threads = "one order of sums: replicas' gradients are added as their threads end"
-    if run.train.deterministic and run.sharding.kind == "dp":
+    if run.train.deterministic and run.sharding.named.threads:
         raise BadInput(
             "train.deterministic",
             got="true with sharding.kind=dp",
@@ -22,7 +22,7 @@ def check_audit(run: Run) -> None:
     offload = run.sharding.offload
     reasons = {
         f"it with pipeline.schedule={run.pipeline.schedule}": (continuous(run), "a step that ends before its update, to be computed twice"),
-        "it with sharding.kind=dp": (run.sharding.kind == "dp", f"{threads} (sharding.kind ddp has one)"),
+        "it with sharding.kind=dp": (run.sharding.named.threads, f"{threads} (sharding.kind ddp has one)"),
         "it with optimizer.kind=kfac": (
             run.optimizer.kind == "kfac",
             "passes that leave nothing but gradients: K-FAC's factors would count a batch twice",

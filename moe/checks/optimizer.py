@@ -30,9 +30,9 @@ def check_optimizer(run: Run) -> None:
         )
     if o.kind != "kfac":
         return
-    if s.kind != "ddp" and not (s.kind == "zero" and s.stage == 0):
-        got = f"kfac with sharding.kind={s.kind}" + (f" and stage {s.stage}" if s.kind == "zero" else "")
-        reason = "a hook sees each copy of a linear once" if s.kind == "dp" else "a direction is made of a whole matrix, not of a shard"
+    if s.named.steps != "matrices" or s.named.threads:
+        got = f"kfac with sharding.kind={s.kind}" + (f" and stage {s.stage}" if "stage" in s.named.sharding else "")
+        reason = "a hook sees each copy of a linear once" if s.named.threads else "a direction is made of a whole matrix, not of a shard"
         raise BadInput("optimizer.kind", got=got, needed=f"ddp: {reason}", fix="set sharding.kind to ddp, or optimizer.kind to adamw")
     if o.kfac.delay >= o.kfac.refresh_every:
         raise BadInput(
@@ -75,7 +75,7 @@ def _check_unset(o: Optimizer, kind: str) -> None:
 def _check_deepspeed(run: Run) -> None:
     """Refuse DeepSpeed's engine: it steps flat chunks of elements, here by AdamW only."""
     o, s = run.optimizer, run.sharding
-    if s.kind == "zero" and s.stage > 0 and s.engine != "fsdp":
+    if s.carrier().steps == "elements":
         other = "ddp" if o.kind == "adafactor" else "fsdp"
         raise BadInput(
             "optimizer.kind",
@@ -92,7 +92,7 @@ def _check_matrices(run: Run) -> None:
         tp = 1 if run.tensor.kind == "copied" else run.degrees.tp
         whole = "its means are of whole matrices, and ranks hold parts"
         refused += [("degrees.tp", tp, whole), ("degrees.etp", run.degrees.etp, whole), ("tiling.head", run.tiling.head, whole)]
-        if run.sharding.kind in ("fsdp", "zero") and run.sharding.stage > 0:
+        if run.sharding.named.steps != "matrices":
             got = f"adafactor with sharding.kind={run.sharding.kind}"
             raise BadInput("optimizer.kind", got=got, needed=f"ddp: {whole}", fix="set sharding.kind to ddp, or optimizer.kind to muon")
     for key, value, why in refused:

@@ -53,7 +53,7 @@ def _check_without_stages(run: Run) -> None:
 def _check_sharding(run: Run, schedule: Schedule) -> None:
     s, name = run.sharding, run.pipeline.schedule
     pp = run.degrees.pp
-    if s.kind == "dp":
+    if s.named.threads:
         raise BadInput(
             "sharding.kind",
             got=f"dp with degrees.pp={pp}",
@@ -63,7 +63,7 @@ def _check_sharding(run: Run, schedule: Schedule) -> None:
     slow = slow_sharding(run)
     if slow is not None and not s.allow_slow:
         raise slow
-    if (slow is not None or s.engine == "fsdp") and splits_backward(schedule):
+    if s.carrier(pp=pp).stage >= 2 and splits_backward(schedule):
         raise BadInput(
             "pipeline.schedule",
             got=f"{name} with weights that FSDP shards",
@@ -71,7 +71,7 @@ def _check_sharding(run: Run, schedule: Schedule) -> None:
             fix="set pipeline.schedule to 1f1b, or sharding.kind to ddp",
         )
     for key, place in (("optimizer", s.offload.optimizer), ("parameters", s.offload.parameters)):
-        if place != "none" and (key, place, s.stage) != ("optimizer", "cpu", 1):
+        if place != "none" and "offload" in s.named.keys and (key, place) not in s.carrier(pp=pp).offloads:
             raise BadInput(
                 f"sharding.offload.{key}",
                 got=f"{place} with sharding.stage={s.stage} and degrees.pp={pp}",
@@ -85,9 +85,9 @@ def slow_sharding(run: Run) -> BadInput | None:
     true.
     """
     s = run.sharding
-    if run.degrees.pp == 1 or not (s.kind == "fsdp" or (s.kind == "zero" and s.stage >= 2)):
+    if run.degrees.pp == 1 or s.named.stage < 2:
         return None
-    kind = "fsdp" if s.kind == "fsdp" else f"zero stage {s.stage}"
+    kind = f"zero stage {s.stage}" if "stage" in s.named.sharding else s.kind
     return BadInput(
         "sharding.kind",
         got=f"{kind} with degrees.pp={run.degrees.pp}",
@@ -108,7 +108,7 @@ def _check_continuous(run: Run) -> None:
             needed=f"{every}: an update of {name} sums {every}, and a step is one update",
             fix=f"set it to {every} and train.global_batch to the sequences of one update, or pipeline.schedule to two_bw",
         )
-    if run.sharding.kind != "ddp" and not (run.sharding.kind == "zero" and run.sharding.stage == 0):  # which is DDP
+    if not run.sharding.named.steps_by_stage:
         raise BadInput(
             "sharding.kind", got=f"{run.sharding.kind} with {own}", needed="ddp: the other engines step once for all", fix="set it to ddp"
         )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from parallel.mesh.mesh import Degrees, divisors
+
 from moe.recipe.sections import Run
 from moe.router.slots.groups import check_groups
 from parallel.errors import BadInput
-from parallel.mesh.mesh import Degrees, divisors
 from parallel.sequence.order import Order
 
 
@@ -16,7 +17,7 @@ def check_sequence(run: Run) -> None:
         raise BadInput("degrees.sp", got=sp, needed="a whole number of at least 1", fix="set degrees.sp to 1")
     if sp == 1:
         return
-    if run.sharding.kind == "dp":
+    if run.sharding.named.threads:
         raise BadInput(
             "sharding.kind", got=f"dp with degrees.sp={sp}", needed="ddp, fsdp or zero: dp is one process", fix="set sharding.kind to ddp"
         )

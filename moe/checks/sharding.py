@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import tempfile
 
-from moe.recipe.sections import Offload, Run, Sharding
-from parallel.errors import BadInput, did_you_mean
 from parallel.process.extensions import missing_for_nvme
 from parallel.store.files import user_path
+
+from moe.recipe.sections import Offload, Run, Sharding
+from parallel.data.kinds.catalog import offloading
+from parallel.errors import BadInput, did_you_mean
 
 
 def check_sharding(run: Run) -> None:
     """Refuse values that the recipe's kind and stage of sharding cannot carry out. Raises BadInput."""
-    if run.sharding.kind == "zero":
+    if "engine" in run.sharding.named.keys:
         _check_zero(run)
     else:
         _check_not_zero(run.sharding)
@@ -50,13 +52,13 @@ def _check_not_zero(s: Sharding) -> None:
                 f"sharding.offload.{key}",
                 got=f"{place} with sharding.kind={s.kind}",
                 needed="sharding.kind zero: others keep their states on the device",
-                fix=f"set sharding.kind to zero and sharding.stage to {1 if (key, place) == ('optimizer', 'cpu') else 3}",
+                fix=f"set sharding.kind to zero and sharding.stage to {offloading(key, place).stage}",
             )
 
 
 def _check_fsdp(s: Sharding) -> None:
     """Refuse fsdp's keys with another kind: they would have no effect."""
-    if s.kind == "fsdp" or (s.kind == "zero" and s.stage == 3 and s.engine == "fsdp"):
+    if "reshard" in s.carrier().keys:
         return
     if (key := s.changed("reshard", "prefetch")) is not None:
         raise BadInput(
@@ -69,18 +71,18 @@ def _check_fsdp(s: Sharding) -> None:
 
 def _check_zero(run: Run) -> None:
     s, o = run.sharding, run.sharding.offload
-    if s.engine == "fsdp" and s.stage != 3:
+    if s.carrier().stage != s.named.stage:
         raise BadInput(
             "sharding.engine", got=f"fsdp with sharding.stage={s.stage}", needed="stage 3, which is what FSDP does", fix="set it to auto"
         )
-    if s.engine == "deepspeed" and s.stage == 0:
+    if s.engine == "deepspeed" and s.named.stage == 0:
         raise BadInput(
             "sharding.engine",
             got="deepspeed with sharding.stage=0",
             needed="auto: stage 0 shards nothing, which is data parallelism as torch's DDP does it",
             fix="set sharding.engine to auto, or sharding.stage to 1, 2 or 3",
         )
-    if run.precision.master != "fp32" and s.stage > 0:
+    if run.precision.master != "fp32" and s.named.stage > 0:
         raise BadInput(
             "precision.master",
             got=f"{run.precision.master} with sharding.kind=zero",
@@ -89,17 +91,17 @@ def _check_zero(run: Run) -> None:
         )
     for key in ("optimizer", "parameters"):
         place = getattr(o, key)
-        lowest = 1 if (key, place) == ("optimizer", "cpu") else 3
         if place == "none":
             continue
-        if s.engine == "fsdp":
+        if s.carrier() is not s.named:
             raise BadInput(
                 f"sharding.offload.{key}",
                 got=f"{place} with sharding.engine=fsdp",
                 needed="DeepSpeed, which is what offloads here",
                 fix="set sharding.engine to auto",
             )
-        if s.stage < lowest:
+        if (key, place) not in s.named.offloads:
+            lowest = offloading(key, place).stage
             raise BadInput(
                 f"sharding.offload.{key}",
                 got=f"{place} with sharding.stage={s.stage}",

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from moe.recipe.sections import Run
-from parallel.errors import BadInput
 from parallel.mesh.grids import GRIDS, LINES
 from parallel.mesh.mesh import divisors
+
+from moe.recipe.sections import Run
+from parallel.errors import BadInput
 
 
 def check_tensor(run: Run) -> None:
@@ -56,7 +57,7 @@ def check_tensor(run: Run) -> None:
             needed=f"{' or '.join(LINES)}: no grid cuts biases with their columns",
             fix="set tensor.kind to 1d",
         )
-    if run.sharding.kind == "dp":
+    if run.sharding.named.threads:
         raise BadInput(
             "sharding.kind", got=f"dp with degrees.tp={tp}", needed="ddp, fsdp or zero: dp is one process", fix="set sharding.kind to ddp"
         )

@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 import os
 
+from parallel.mesh.mesh import Degrees, check_world, divisors
+from parallel.store.files import user_path
+
 from moe.checks.audit import check_audit
 from moe.checks.encoder_decoder import check_encoder_decoder
 from moe.checks.lora import check_lora
@@ -21,8 +24,6 @@ from moe.router.checks import check_read, check_slots, check_spec
 from moe.router.methods.catalog import method_of
 from moe.router.slots.causal import check_causal
 from parallel.errors import BadInput, counted, did_you_mean
-from parallel.mesh.mesh import Degrees, check_world, divisors
-from parallel.store.files import user_path
 
 
 def check_run(run: Run, world_size: int) -> Run:
@@ -269,7 +270,7 @@ def _check_path(key: str, given: str) -> None:
 
 def _check_replicas(run: Run, sequences: int) -> None:
     """Check that the replicas of dp can share one process and each of its micro-batches."""
-    if run.sharding.kind != "dp":
+    if not run.sharding.named.threads:
         return
     if run.degrees.dp != 1:
         raise BadInput(

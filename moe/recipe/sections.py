@@ -14,6 +14,8 @@ from dataclasses import dataclass, fields, replace
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from parallel.mesh.grids import GRIDS, LINES, grid_of
+from parallel.mesh.mesh import Degrees, divisors
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, create_model, field_validator
 
 from moe.recipe.overrides import whole
@@ -21,9 +23,9 @@ from moe.recipe.plugin import GROUPS, Plugin, by_name, is_plugin
 from moe.recipe.presets import PRESETS
 from moe.recipe.router_spec import RouterSpec
 from moe.recipe.spans import Spans, spans_of
+from parallel.data.kinds.catalog import ENGINES, Named, engine_named
+from parallel.data.kinds.kind import EngineKind
 from parallel.errors import BadInput, harmless
-from parallel.mesh.grids import GRIDS, LINES, grid_of
-from parallel.mesh.mesh import Degrees, divisors
 from parallel.tensor import linear_2p5d
 
 _LARGEST = 2**40
@@ -436,7 +438,7 @@ class Offload(Section):
 
 
 class Sharding(Section):
-    kind: Literal["dp", "ddp", "fsdp", "zero"] = "ddp"
+    kind: Named = "ddp"
     replicas: int = Field(
         2, gt=1, description="of dp: copies of the model in the one process, each on a GPU of its own if there are enough"
     )
@@ -448,6 +450,16 @@ class Sharding(Section):
     )
     prefetch: int = Field(1, ge=0, description="of fsdp: number of blocks gathered ahead of the running one")
     allow_slow: bool = Field(False, description="of fsdp and zero 2, 3 with degrees.pp above 1: run it, by FSDP without reshard")
+
+    @property
+    def named(self) -> EngineKind:
+        """The engine that `kind` and `stage` name."""
+        return engine_named(self.kind, self.stage)
+
+    def carrier(self, *, pp: int = 1) -> EngineKind:
+        """Return the engine that runs: `engine` may name another one, and on pipeline stages another one may take its place."""
+        chosen = ENGINES.get(self.engine, self.named)
+        return ENGINES[chosen.with_stages] if pp > 1 and chosen.with_stages else chosen
 
 
 class Tensor(Section):

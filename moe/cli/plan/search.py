@@ -6,7 +6,6 @@ and bytes are then predicted as those of every other plan.
 
 from __future__ import annotations
 
-from moe.checks.together import check_run
 from moe.plan.choose.choose import Ranked
 from moe.plan.choose.predicted import held_bytes
 from moe.plan.choose.recipe_of import as_stored, recipe_of
@@ -21,6 +20,8 @@ from moe.plan.search.search import alpa, flexflow
 from moe.plan.search.strategies import Settings
 from moe.plan.time.cost import step_time
 from moe.plan.time.layer_time import KIND
+
+from moe.checks.together import check_run
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
 
@@ -53,7 +54,7 @@ def searched(run: Run, cluster: Cluster, search: str) -> tuple[Ranked, Run, str]
     if search in BY_LAYOUT:
         found = BY_LAYOUT[search](graph, machine, m, allowed=allowed)
     else:
-        settings = Settings(microbatches=m, sharded=("none", "zero1", "zero3"))
+        settings = Settings(microbatches=m, sharded=(0, 1, 3))
         found = (alpa if search == "alpa" else flexflow)(graph, machine, settings, allowed=allowed)
     plan = filled(found.plan)
     made = check_run(recipe_of(plan, run), cluster.world)

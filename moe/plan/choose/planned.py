@@ -24,13 +24,15 @@ from moe.plan.choose.legal import refusal
 from moe.plan.choose.predicted import held_bytes, stack_on
 from moe.plan.choose.recipe_of import as_stored, recipe_of
 from moe.plan.job.flops import counted_training
-from moe.plan.job.network import Engine, Network, Plan
+from moe.plan.job.network import Network, Plan
 from moe.plan.job.of_recipe import network_of, plan_of
 from moe.plan.machine.cluster import FOLDER, Cluster, load_cluster
 from moe.plan.memory.memory import Memory, peak
 from moe.plan.time.cost import Time, step_time
 from moe.plan.time.pipeline_time import How
+
 from moe.recipe.sections import Run
+from parallel.data.kinds.catalog import ENGINES, PLAIN, offloading
 from parallel.errors import BadInput, counted
 from parallel.pipeline.schedules.catalog import closed_form
 
@@ -162,7 +164,7 @@ def _offloading(space: Space, run: Run) -> Space:
     """Return the space; if the recipe offloads states to the host, with the engines that can."""
     offload = run.sharding.offload
     on_host = (offload.optimizer, offload.parameters) != ("none", "none")
-    return replace(space, engines=("zero1", "zero2", "zero3")) if on_host else space
+    return replace(space, engines=tuple(name for name, kind in ENGINES.items() if kind.offloads)) if on_host else space
 
 
 class _Accepted:
@@ -203,9 +205,9 @@ class _Accepted:
         return Planned(network, cluster, replace(found, ranked=tuple(self.kept), refused=refused), tuple(self.runs), self.own)
 
 
-def _storages(run: Run, base: Plan, engines: Iterable[Engine]) -> dict[str, Plan]:
+def _storages(run: Run, base: Plan, engines: Iterable[str]) -> dict[str, Plan]:
     """Return, for each engine, a plan with its element sizes."""
-    return {engine: as_stored(replace(base, engine=engine), run) for engine in {*engines, *FIRST.engines, "ddp"}}  # type: ignore[arg-type]
+    return {engine: as_stored(replace(base, engine=engine), run) for engine in {*engines, *FIRST.engines, PLAIN}}
 
 
 def _joined(found: Found, first: Found) -> tuple[Refused, ...]:
@@ -309,7 +311,7 @@ def guided(run: Run, cluster: Cluster) -> Iterator[Said]:
         return found.ranked[0] if found.ranked else None
 
     alone = replace(Plan(), microbatch=1, microbatches=batch, recompute="full")
-    host = judged(replace(alone, engine="zero3", offload_optimizer="cpu", offload_parameters="cpu"))
+    host = judged(replace(alone, engine=offloading("parameters", "cpu").name, offload_optimizer="cpu", offload_parameters="cpu"))
     return walk(best, cluster, one_device=judged(alone), offloaded=host, compute=run.precision.compute)
 
 

@@ -16,9 +16,10 @@ from typing import Any, Literal
 from moe.plan.job.hashed import KEPT, hashed_once
 from moe.plan.job.states import MIXED_FP32_GRADIENTS, Storage
 
+from parallel.data.kinds.catalog import ENGINES, PLAIN
+from parallel.data.kinds.kind import EngineKind
+
 Recomputed = Literal["none", "selective", "full"]
-Engine = Literal["ddp", "zero1", "zero2", "zero3", "fsdp"]
-STAGE_OF = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3}
 
 
 def repeats(index: int, every: int) -> bool:
@@ -191,7 +192,7 @@ class Plan:
     pp: int = 1
     ep: int = 1
     etp: int = 1
-    engine: Engine = "ddp"
+    engine: str = PLAIN
     tensor: Literal["1d", "sliced", "2d", "2.5d", "3d", "dtensor", "copied"] = "1d"
     depth: int = 1
     sequence: Literal["ring", "lightseq", "colossal_ring", "ulysses"] = "ring"
@@ -227,7 +228,18 @@ class Plan:
     @property
     def stage(self) -> int:
         """The ZeRO stage that the engine's states follow: 0 to 3."""
-        return STAGE_OF[self.engine]
+        return ENGINES[self.engine].stage
+
+    @property
+    def kind(self) -> EngineKind:
+        """The engine's row in the catalog."""
+        return ENGINES[self.engine]
+
+    @property
+    def carrier(self) -> EngineKind:
+        """The engine that runs: on pipeline stages another one may take the plan's place."""
+        kind = ENGINES[self.engine]
+        return ENGINES[kind.with_stages] if self.pp > 1 and kind.with_stages else kind
 
     @property
     def copies(self) -> int:

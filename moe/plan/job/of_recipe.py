@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
 
 from moe.plan.job.activations import compute_bytes
 from moe.plan.job.cut import cut
@@ -13,6 +12,7 @@ from moe.plan.job.network import Adapters, Experts, Latent, Network, Plan, Route
 from moe.plan.job.optimizer import optimizer_bytes
 from moe.plan.job.stages import layer_flops
 from moe.plan.job.states import BF16, FP32, FP32_AND_COPY, MIXED, MIXED_FP32_GRADIENTS, Storage
+
 from moe.recipe.sections import Model, Run
 from moe.recipe.shapes import GATED, T5_BUCKETS
 from moe.router.methods.catalog import method_of
@@ -128,7 +128,7 @@ def plan_of(run: Run) -> Plan:
         pp=d.pp,
         ep=d.ep,
         etp=d.etp,
-        engine=_engine(run),
+        engine=run.sharding.named.planned_as or run.sharding.named.name,
         tensor="sliced" if run.tensor.sequence_parallel and run.tensor.kind == "1d" else run.tensor.kind,
         depth=d.tp_depth,
         sequence=run.sequence.kind,
@@ -173,11 +173,6 @@ def _chunks(run: Run) -> int:
     return SCHEDULES[p.schedule].chunks or p.chunks or DEFAULT_CHUNKS
 
 
-def _engine(run: Run) -> Any:
-    kind, stage = run.sharding.kind, run.sharding.stage
-    return {"dp": "ddp", "zero": f"zero{stage}" if stage else "ddp"}.get(kind, kind)
-
-
 def _storage(run: Run) -> Storage:
     """Return the bytes of parameters, gradients and optimizer states, with the states that the recipe's optimizer keeps."""
     storage, (dense, expert) = _with_adam(run), optimizer_bytes(run)
@@ -188,10 +183,8 @@ def _storage(run: Run) -> Storage:
 
 
 def _with_adam(run: Run) -> Storage:
-    """Return the storage with AdamW. Parameters are stored in `master`; DeepSpeed's engine keeps a copy, in 16 bits if it computes in 16
-    bits.
-    """
-    copied = run.sharding.kind == "zero" and run.sharding.engine != "fsdp"
+    """Return the storage with AdamW. Parameters are stored in `master`; an engine with a master copy has others to compute with."""
+    copied = run.sharding.carrier().master_copy
     if run.precision.master == "bf16":
         return MIXED if copied else BF16
     if copied and compute_bytes(run) == 2:

@@ -16,7 +16,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from moe.train.parts.passes import Pass
+from parallel.mesh.collectives import sum_over_all
+from parallel.mesh.layout import Layout
+from parallel.mesh.mesh import Axis, Mesh
+from parallel.watch import watchdog
+from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from moe.data.token_shard import TokenShard
@@ -26,17 +31,12 @@ from moe.parallelize import stages
 from moe.parallelize.engines import start_engine
 from moe.plan.pipeline import schedule_of
 from moe.recipe.sections import Run
-from moe.train.parts.passes import Pass
 from parallel.data.engine import Engine, Rule
 from parallel.kfac.fisher import Filler
 from parallel.kfac.grafted import Curved
-from parallel.mesh.collectives import sum_over_all
-from parallel.mesh.layout import Layout
-from parallel.mesh.mesh import Axis, Mesh
 from parallel.pipeline.runtime import Runtime, Watcher
 from parallel.pipeline.schedule import Schedule
 from parallel.pipeline.weights import Versions
-from parallel.watch import watchdog
 
 Each = Callable[[int, Output], Tensor | None]
 Crossing = Callable[[Sequence[int]], tuple[int, ...]]  # maps the shape of a micro-batch's tokens [B, L] to the shape sent between stages
@@ -58,7 +58,7 @@ class Executor(Protocol):
         ...
 
 
-def start_executor(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh: Mesh, *, rule: Rule | None = None) -> Executor:
+def start_executor(run: Run, model: Transformer, layouts: dict[str, Layout], mesh: Mesh, *, rule: Rule | None = None) -> Executor:
     """Return the executor of this recipe: the model in its data-parallel engine, with a pipeline runtime if it is cut into stages. `rule`:
     a user's own optimizer. Collective."""
     engine = start_engine(run, model, layouts, mesh, rule=rule)

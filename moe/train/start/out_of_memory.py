@@ -71,7 +71,7 @@ def next_step(run: Run, where: str, *, world: int, cpu: bool) -> str:
     if where == PASSES and held // microbatches <= 1 and _is_long(run):
         more = 2 * max(1, run.degrees.sp)
         return f"--degrees.sp {more} and start {2 * world} processes: --nproc {2 * world}"
-    if world > 1 and s.kind != "fsdp" and (s.kind, s.stage) != ("zero", 3):
+    if world > 1 and s.named.stage < 3:
         return _ZERO_3
     if not cpu and s.offload.optimizer == "none":
         return f"{_ZERO_3} --sharding.offload.optimizer cpu --sharding.offload.parameters cpu"
