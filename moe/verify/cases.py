@@ -18,11 +18,14 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
+from parallel.mesh.mesh import divisors
+
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from moe.router.methods.catalog import METHODS
 from moe.verify.small import LINEAR, small
-from parallel.mesh.mesh import divisors
+from parallel.data.kinds.catalog import ENGINES, PLAIN, planned
+from parallel.data.kinds.kind import EngineKind
 from parallel.pipeline.schedules.catalog import SCHEDULES
 from parallel.pipeline.schedules.kind import DEFAULT_CHUNKS, Size
 
@@ -195,7 +198,7 @@ class Case:
         parts += [self.rows if self.rows != "all_to_all" else "", self.recompute if self.recompute != "none" else ""]
         parts += [f"tiles{self.tiles}/{self.head_tiles}" if self.tiles * self.head_tiles > 1 else ""]
         parts += [f"chunks{self.chunks}" if self.chunks > 1 else ""]
-        parts += [f"replicas{self.replicas}" if self.kind == "dp" else ""]
+        parts += [f"replicas{self.replicas}" if self.engine.threads else ""]
         parts += ["padded" if self.padded else "", "overflow" if self.overflow else ""]
         return " ".join(part for part in parts if part)
 
@@ -204,6 +207,11 @@ class Case:
         """Every field that is not as it is by default: no two cases have the same, as two may in a table that shows less."""
         told = ((field.name, getattr(self, field.name), field.default) for field in fields(self))
         return " ".join(f"{name}={value}" for name, value, default in told if value != default)
+
+    @property
+    def engine(self) -> EngineKind:
+        """The facts about its engine."""
+        return ENGINES[self.kind.partition("+")[0]]
 
     @property
     def dp(self) -> int:
@@ -250,16 +258,14 @@ class Case:
 
 def sharding_of(kind: str) -> dict[str, Any]:
     """zero2: of that stage; zero2+cpu: the optimizer's state on the host; zero3+cpu-all: parameters too; other kinds by their names."""
-    if not kind.startswith("zero"):
-        return {"kind": kind}
-    stage, _, place = kind.removeprefix("zero").partition("+")
+    name, _, place = kind.partition("+")
     where, _, everything = place.partition("-")
-    offload = {"optimizer": where or "none", "parameters": where if everything else "none"}
-    return {"kind": "zero", "stage": int(stage), "offload": offload}
+    offload = {"optimizer": where, "parameters": where if everything else "none"}
+    return {**ENGINES[name].sharding, **({"offload": offload} if place else {})}
 
 
 def all_data_cases(nproc: int) -> list[Case]:
-    found = data_cases(nproc) + fsdp_cases(nproc) + zero_cases(nproc) + tiled_cases(nproc)
+    found = data_cases(nproc) + sharded_cases(nproc) + tiled_cases(nproc)
     return found + replica_cases() + batch_cases(nproc) + copied_cases(nproc) + halves_cases(nproc) + options_cases(nproc)
 
 
@@ -269,7 +275,7 @@ def data_cases(nproc: int) -> list[Case]:
         Case(model, kind, world, ep, microbatches, precision, recompute)
         for world in range(1, nproc + 1)
         if BATCH % world == 0
-        for kind in ("ddp", "zero1")
+        for kind in (name for name in planned() if ENGINES[name].stage < 2)
         for precision in ("fp32", "bf16", "fp16")
         for model in MODELS
         for ep in (divisors(world) if model != "dense" else [1])
@@ -281,30 +287,15 @@ def data_cases(nproc: int) -> list[Case]:
     ]
 
 
-def fsdp_cases(nproc: int) -> list[Case]:
-    """With recompute too, whose second forward pass runs where parameters come and go; on one rank nothing is cut."""
-    return [
-        Case(model, "fsdp", world, ep, microbatches, precision, recompute)
-        for world in range(2, nproc + 1)
-        if BATCH % world == 0
-        for precision in ("fp32", "bf16", "fp16")
-        for model in ("dense", "gshard", "deepseek")
-        for ep in (divisors(world) if model != "dense" else [1])
-        if 4 % ep == 0
-        for microbatches in (1, 3)
-        if BATCH % (world * microbatches) == 0
-        for recompute in ("none", "full" if microbatches == 1 else "selective")
-        if recompute == "none" or precision == "fp32"
-    ]
-
-
-def zero_cases(nproc: int) -> list[Case]:
-    """Stages above 1 and offload; on one rank nothing is cut."""
+def sharded_cases(nproc: int) -> list[Case]:
+    """Engines that shard gradients, and states on the host; on one rank nothing is cut. Recompute's second forward pass runs while weights
+    come and go."""
+    sharding = [name for name in planned() if ENGINES[name].stage >= 2]
     return [
         Case(model, kind, world, ep, microbatches, precision, recompute)
         for world in range(2, nproc + 1)
         if BATCH % world == 0
-        for kind in ("zero2", "zero3", "zero1+cpu", "zero2+cpu", "zero3+cpu-all")
+        for kind in (*sharding, *on_host())
         for precision in ("fp32", "bf16", "fp16")
         for model in ("dense", "gshard", "deepseek")
         for ep in (divisors(world) if model != "dense" else [1])
@@ -312,8 +303,13 @@ def zero_cases(nproc: int) -> list[Case]:
         for microbatches in (1, 3)
         if BATCH % (world * microbatches) == 0
         for recompute in ("none", "full" if microbatches == 1 else "selective")
-        if recompute == "none" or (kind, precision) == ("zero3", "fp32")
+        if recompute == "none" or (precision == "fp32" and kind in sharding and ENGINES[kind].stage == 3)
     ]
+
+
+def on_host() -> list[str]:
+    """Return engines with all states on the host that they can keep there, in the words of `sharding_of`."""
+    return [f"{name}+cpu{'-all' if ('parameters', 'cpu') in kind.offloads else ''}" for name, kind in ENGINES.items() if kind.offloads]
 
 
 def tiled_cases(nproc: int) -> list[Case]:
@@ -383,7 +379,7 @@ def copied_cases(nproc: int) -> list[Case]:
     """
     found = []
     for world, tp in ((2, 2), (4, 2), (4, 4)):
-        for kind in ("ddp", "fsdp", "zero1", "zero2", "zero3") if world <= nproc else ():
+        for kind in planned() if world <= nproc else ():
             found += [Case("dense", kind, world, 1, 3, "fp32", tp=tp)] if tp == 2 else []
             found += [Case("gshard", kind, world, ep, 1, "fp32", tp=tp) for ep in divisors(world)[1:]]
             found += [Case("deepseek", kind, world, 1, 3 if tp == 2 else 1, "fp32", tp=tp)]
@@ -403,7 +399,7 @@ def halves_cases(nproc: int) -> list[Case]:
         Case(model, kind, world, ep, microbatches, "fp32", recompute)
         for world in (1, 2, 4)
         if world <= nproc
-        for kind in (("ddp", "fsdp", "zero1", "zero2", "zero3") if world > 1 else ("ddp",))
+        for kind in (planned() if world > 1 else (PLAIN,))
         for model in HALVES
         for ep in divisors(world)
         for microbatches, recompute in ((1, "full"), (3, "selective" if model == "t5" else "none"))
@@ -426,9 +422,6 @@ def options_cases(nproc: int) -> list[Case]:
     return [*found, Case("mixer", "ddp", 2, 2, 1, "bf16")] if nproc >= 2 else []
 
 
-ENGINES = ("ddp", "fsdp", "zero1", "zero2", "zero3")
-
-
 def tensor_cases(nproc: int) -> list[Case]:
     """Heads, hidden units and vocabulary over tp. With tp 4 the two key-value heads lie on two ranks each; the vocabulary's 256 rows are
     cut evenly, 250 by 4 are not (tests/parallel/tensor/test_vocabulary.py).
@@ -439,7 +432,7 @@ def tensor_cases(nproc: int) -> list[Case]:
     for world, tp in [(world, tp) for world, tp in ((2, 2), (4, 2), (4, 4)) if world <= nproc]:
         one = partial(Case, world=world, tp=tp, tensor="1d", microbatches=1)
         plain = partial(one, kind="ddp", precision="fp32")
-        for kind in ENGINES:
+        for kind in planned():
             found += [one("dense", kind, ep=1, microbatches=3 if world == 2 else 1, precision="fp32")]
             found += [one(model, kind, ep=ep, precision="fp32") for model, ep in (("gshard", world), ("deepseek", 2))]
         for model, ep in (("dense", 1), ("gshard", 2), ("deepseek", 2)):
@@ -481,14 +474,14 @@ def _grid_cases(nproc: int) -> list[Case]:
     for tensor, tp in GRIDS.items():
         one = partial(Case, world=tp, tp=tp, tensor=tensor, microbatches=1, batch=24)
         plain = partial(one, kind="ddp", precision="fp32")
-        for kind in ENGINES if tp <= nproc else ():
+        for kind in planned() if tp <= nproc else ():
             found += [one(model, kind, ep=ep, precision="fp32") for model, ep in (("dense", 1), ("gshard", 4), ("deepseek", 2))]
         if tp <= nproc:
             found += [plain("dense", ep=1, microbatches=3), plain("gshard", ep=1, etp=2), plain("deepseek", ep=2, padded=True)]
             found += [plain("gshard", ep=2, recompute=how) for how in ("full", "selective")]
             found += [one("gshard", kind, ep=1, precision="fp32", tiles=5, head_tiles=3, chunks=7) for kind in ("ddp", "fsdp")]
             found += [plain(model, ep=1) for model in PACKED]
-            found += [one("one_head", kind, ep=2, precision="fp32") for kind in ENGINES] + [plain("one_head", ep=4, recompute="full")]
+            found += [one("one_head", kind, ep=2, precision="fp32") for kind in planned()] + [plain("one_head", ep=4, recompute="full")]
             found += [one(model, "ddp", ep=ep, precision="bf16") for model, ep in (("dense", 1), ("deepseek", 2))]
             found += [one("dense", "zero2", ep=1, precision="fp16"), one("gshard", "fsdp", ep=2, precision="bf16", recompute="selective")]
     flat = partial(Case, world=8, tp=4, tensor="2d", precision="fp32", batch=24)
@@ -511,7 +504,7 @@ def _sliced_cases(nproc: int) -> list[Case]:
     for world in (world for world in (2, 4) if world <= nproc):
         one = partial(Case, world=world, tp=2, tensor="sliced", microbatches=1)
         plain = partial(one, kind="ddp", precision="fp32")
-        found += [one("gshard", kind, ep=world, precision="fp32") for kind in ENGINES]
+        found += [one("gshard", kind, ep=world, precision="fp32") for kind in planned()]
         found += [one(model, kind, ep=ep, precision="fp32") for model, ep in (("dense", 1), ("deepseek", 2)) for kind in ("ddp", "zero2")]
         if world == 2:
             found += [plain("gshard", ep=2, recompute=how) for how in ("full", "selective")]
@@ -553,7 +546,7 @@ def _dtensor_cases(nproc: int) -> list[Case]:
     found = []
     for world in (world for world in (2, 4) if world <= nproc):
         one = partial(Case, world=world, tp=2, tensor="dtensor", microbatches=1)
-        for kind in ENGINES if world == 2 else ("ddp", "fsdp", "zero3"):
+        for kind in planned() if world == 2 else ("ddp", "fsdp", "zero3"):
             found += [one("gshard", kind, ep=world, precision="fp32")]
         if world == 2:
             found += [one("dense", kind, ep=1, precision="fp32", tiles=5, head_tiles=3, chunks=7) for kind in ("ddp", "fsdp")]
@@ -705,7 +698,7 @@ def sequence_cases(nproc: int) -> list[Case]:
                 ep = sp if number % 2 else 1
                 found += [Case(model, "ddp", sp, ep, 1 if number % 3 else 3, "fp32", sp=sp, attention=attention, experts=EXPERTS)]
     for world, sp, attention in ((2, 2, "zigzag"), (4, 2, "heads2"), (4, 2, "lightseq"), (4, 4, "zigzag")):
-        for kind in ("ddp", "fsdp", "zero1", "zero2", "zero3") if world <= nproc else ():
+        for kind in planned() if world <= nproc else ():
             found += [Case("gshard", kind, world, 2, 1, "fp32", "full", sp=sp, attention=attention)]
             found += [Case("deepseek", kind, world, 1, 3, precision, sp=sp, attention=attention) for precision in ("fp32", "bf16", "fp16")]
         found += [Case("deepseek", "ddp", world, 2, 3, "fp32", sp=sp, attention=attention, padded=True)] if world <= nproc else []

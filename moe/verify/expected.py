@@ -22,6 +22,8 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from parallel.numerics.precision import DTYPES
+from parallel.process.fork import each_on_ranks
 
 from moe.verify.cases import GRIDS, LINES, ROWS_OF_GRID, Case
 from moe.verify.compare import NUMBERS, compare, gradient_deviations
@@ -29,8 +31,7 @@ from moe.verify.layouts import compute
 from moe.verify.plain.model import Rounding
 from moe.verify.small import known
 from moe.verify.twin import Result, reference
-from parallel.numerics.precision import DTYPES
-from parallel.process.fork import each_on_ranks
+from parallel.data.kinds.catalog import PLAIN
 
 FP32_TOLERANCE = 1e-5
 CUTS = (2, 3, 4, 6, 12)  # of a batch: other orders of the same sums
@@ -45,7 +46,7 @@ def twin_of(case: Case) -> Case:
     In 16 bits it also says how the head and the loss, and the sums within layers, are cut, and that sequences are: the result does not
     depend on it, but how far it may be off does.
     """
-    twin = Case(case.model, "ddp", 1, 1, 1, case.precision, experts=case.experts, layers=case.layers)
+    twin = Case(case.model, PLAIN, 1, 1, 1, case.precision, experts=case.experts, layers=case.layers)
     twin = replace(twin, padded=case.padded, overflow=case.overflow, length=case.length, batch=case.batch, recipe=case.recipe)
     if case.precision != "fp32":
         parts, blocks = (case.tp if case.tensor in LINES else 1), (2 if case.tensor in GRIDS else 1)
@@ -87,7 +88,7 @@ def reorderings(twin: Case) -> Iterator[tuple[Case, str]]:
 def own_order(case: Case) -> Case:
     """All sums of a row, in its own order, on one process: the batch in as many parts, layers cut and sequences sliced as its ranks do."""
     one = alone(twin_of(case))
-    replicas = case.replicas if case.kind == "dp" else 1
+    replicas = case.replicas if case.engine.threads else 1
     batches = case.dp * case.microbatches * replicas * ROWS_OF_GRID.get(case.tensor, 1)
     cut = replace(one, microbatches=batches, head_tiles=case.head_tiles, chunks=case.chunks)
     if case.tensor in LINES:

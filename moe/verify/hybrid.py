@@ -20,8 +20,9 @@ from __future__ import annotations
 from typing import Any
 
 from moe.checks.together import check_run
-from moe.verify.cases import ATTENTION, ENGINES, EXPERTS, LAYERS, MODELS, ROWS, SLICED, Case
+from moe.verify.cases import ATTENTION, EXPERTS, LAYERS, MODELS, ROWS, SLICED, Case
 from moe.verify.pairwise import Choice, Covering, Pair, cover, together
+from parallel.data.kinds.catalog import ENGINES, planned
 from parallel.errors import BadInput, counted
 from parallel.pipeline.schedules.catalog import SCHEDULES
 
@@ -33,7 +34,7 @@ FACTORS: dict[str, tuple[str, ...]] = {  # the first value is the simplest
     "sequence": ("none", *ATTENTION),
     "tensor": tuple(TENSOR),
     "dispatch": ("none", *ROWS),
-    "data": ENGINES,
+    "data": planned(),
     "experts": tuple(PLACES),
     "model": tuple(MODELS),
     "recompute": ("none", "selective", "full"),
@@ -146,7 +147,7 @@ def _check_idle(choice: Choice, ep: int) -> None:
 def _rest(choice: Choice, world: int | None, ranks: int, experts: int, *, sharers: int) -> int:
     """The data-parallel ranks beside `ranks` of other axes: with none, sharded states would lie on one rank. `sharers`: ranks of
     other axes that share them too."""
-    least = 1 if choice["data"] == "ddp" or sharers > 1 or ranks == WORLD and choice["tensor"] in ("2.5d", "3d") else 2
+    least = 1 if ENGINES[choice["data"]].stage == 0 or sharers > 1 or ranks == WORLD and choice["tensor"] in ("2.5d", "3d") else 2
     if world is None:
         return max(2, experts)
     if ranks * least > world:
