@@ -7,6 +7,7 @@ from parallel.mesh.mesh import Degrees, divisors
 from moe.recipe.sections import Run
 from moe.router.slots.groups import check_groups
 from parallel.errors import BadInput
+from parallel.sequence.kinds.kind import Asked
 from parallel.sequence.order import Order
 
 
@@ -27,6 +28,11 @@ def check_sequence(run: Run) -> None:
         raise BadInput("sequence.heads", got=heads, needed=f"a divisor of degrees.sp={sp}", fix=f"use one of {divisors(sp)}")
     _check_places(run)
     _check_heads(run, heads)
+    m = run.model
+    windows, kv_heads = m.sliding_window is not None, m.num_kv_heads or m.num_heads
+    asked = Asked(sp, m.num_heads // run.dense_parts(), kv_heads, m.max_length, m.positions == "t5", m.attention_sinks, windows)
+    if (refused := sequence.named.refuses(asked)) is not None:
+        raise refused
     if run.model.layers_with_experts():
         check_groups(run.router.spec, Degrees(sp=sp))
 
@@ -50,10 +56,10 @@ def _check_idle(run: Run) -> None:
             needed="recompute.kind full: otherwise attention is computed once anyway",
             fix="set sequence.keep_attention to false, or recompute.kind to full",
         )
-    if sequence.kind == "ulysses" and sequence.heads != 1:
+    if sequence.named.trades_heads and sequence.heads != 1:
         raise BadInput(
             "sequence.heads",
-            got=f"{sequence.heads} with sequence.kind=ulysses",
+            got=f"{sequence.heads} with sequence.kind={sequence.kind}",
             needed="1: there all ranks of sp trade heads",
             fix="set sequence.heads to 1, or sequence.kind to ring",
         )
@@ -61,7 +67,7 @@ def _check_idle(run: Run) -> None:
 
 def _check_places(run: Run) -> None:
     sp, sequence = run.degrees.sp, run.sequence
-    if sequence.kind != "ring" and sequence.places != "contiguous":
+    if sequence.places not in sequence.named.orders:
         raise BadInput(
             "sequence.order",
             got=f"{sequence.order} with sequence.kind={sequence.kind}",
@@ -76,7 +82,7 @@ def _check_heads(run: Run, degree: int) -> None:
     """Refuse heads that do not divide: the heads of a tp rank are shared out over the ranks that trade heads for tokens."""
     held = run.model.num_heads // run.dense_parts()
     if held % degree:
-        what = "degrees.sp" if run.sequence.kind == "ulysses" else "sequence.heads"
+        what = "degrees.sp" if run.sequence.named.trades_heads else "sequence.heads"
         of_rank = f"{held} of model.num_heads={run.model.num_heads}" if run.degrees.tp > 1 else f"model.num_heads={held}"
         raise BadInput(
             what,

@@ -26,6 +26,9 @@ from moe.recipe.spans import Spans, spans_of
 from parallel.data.kinds.catalog import ENGINES, Named, engine_named
 from parallel.data.kinds.kind import EngineKind
 from parallel.errors import BadInput, harmless
+from parallel.sequence.kinds import catalog as sequences
+from parallel.sequence.kinds.kind import SequenceKind
+from parallel.sequence.order import Places
 from parallel.tensor import linear_2p5d
 
 _LARGEST = 2**40
@@ -484,10 +487,8 @@ class Tensor(Section):
 class Sequence(Section):
     """Sequence parallelism over degrees.sp ranks: the positions that each rank holds, and the method of attention."""
 
-    kind: Literal["ring", "lightseq", "colossal_ring", "ulysses"] = Field(
-        "ring", description="ring: keys go round; lightseq: idle ranks help; colossal_ring: whole scores; ulysses: ranks trade heads"
-    )
-    order: Literal["contiguous", "striped", "zigzag"] | None = Field(
+    kind: sequences.Named = Field("ring", description=sequences.described())
+    order: Places | None = Field(
         None, description="positions that a rank holds; null: zigzag for ring, which gives ranks equal work, else contiguous"
     )
     heads: int = Field(1, gt=0, description="number of neighbours on sp that trade heads for tokens inside the ring; ulysses: all")
@@ -495,12 +496,17 @@ class Sequence(Section):
 
     def heads_of(self, sp: int) -> int:
         """Number of neighbours on the sp axis that trade heads for tokens."""
-        return sp if self.kind == "ulysses" else self.heads if sp > 1 else 1
+        return sp if self.named.trades_heads else self.heads if sp > 1 else 1
 
     @property
-    def places(self) -> Literal["contiguous", "striped", "zigzag"]:
+    def named(self) -> SequenceKind:
+        """The method that `kind` names."""
+        return sequences.SEQUENCES[self.kind]
+
+    @property
+    def places(self) -> Places:
         """The order of positions; chosen by the kind if the recipe gives none."""
-        return self.order or ("zigzag" if self.kind == "ring" else "contiguous")
+        return self.order or self.named.orders[0]
 
 
 class Pipeline(Section):

@@ -28,6 +28,7 @@ from parallel.data.kinds.catalog import ENGINES, PLAIN, planned
 from parallel.data.kinds.kind import EngineKind
 from parallel.pipeline.schedules.catalog import SCHEDULES
 from parallel.pipeline.schedules.kind import DEFAULT_CHUNKS, Size
+from parallel.sequence.kinds.catalog import SEQUENCES
 
 BATCH, LENGTH, EXPERTS = 12, 10, 8
 SLICED = 24  # the length of sequences that are cut, which 2 * sp divides for sp 2, 3 and 4
@@ -134,15 +135,6 @@ ROWS: dict[str, dict[str, Any]] = {
 }
 
 
-ATTENTION: dict[str, dict[str, Any]] = {
-    "zigzag": {"kind": "ring", "order": "zigzag"},
-    "striped": {"kind": "ring", "order": "striped"},
-    "contiguous": {"kind": "ring", "order": "contiguous"},
-    "lightseq": {"kind": "lightseq"},
-    "colossal": {"kind": "colossal_ring"},
-    "ulysses": {"kind": "ulysses"},
-    "heads2": {"kind": "ring", "heads": 2},
-}
 FORMS: dict[str, dict[str, Any]] = {  # of a case's `tensor`, beside the kinds alone
     "sliced": {"kind": "1d", "sequence_parallel": True},
     "overlapped": {"kind": "1d", "overlap_chunks": 3},
@@ -150,6 +142,12 @@ FORMS: dict[str, dict[str, Any]] = {  # of a case's `tensor`, beside the kinds a
     "dtensor_sliced": {"kind": "dtensor", "sequence_parallel": True},
 }
 LINES = ("1d", "dtensor", *FORMS)
+
+
+def attentions() -> dict[str, dict[str, Any]]:
+    """Return the ways to attend over ranks, by the name in a case, as values of section `sequence`."""
+    found = {form: {"kind": name, **keys} for name, kind in SEQUENCES.items() for form, keys in (kind.tried or {name: {}}).items()}
+    return found | {"heads2": {"kind": "ring", "heads": 2}}
 
 
 @dataclass(frozen=True)
@@ -182,7 +180,7 @@ class Case:
     first_part: int = 0  # from this one on: all-reduces in a ring add up each run of elements from another rank on
     blocks: int = 1  # on one process: products in so many blocks each way, as a grid of tp has them (moe/verify/in_blocks.py)
     sp: int = 1  # ranks that hold slices of the same sequences
-    attention: str = "zigzag"  # how they attend: a key of ATTENTION
+    attention: str = "zigzag"  # how they attend: a key of `attentions`
     slices: int = 0  # on one process: attention to so many slices, then merged (moe/verify/in_slices.py); 0: torch's own
     length: int = LENGTH  # of a sequence
     batch: int = BATCH  # sequences of a step
@@ -248,7 +246,7 @@ class Case:
 
     def _sequence(self) -> dict[str, Any]:
         """LightSeq with its recompute point, where there is one."""
-        return ATTENTION[self.attention] | {"keep_attention": self.attention == "lightseq" and self.recompute == "full"}
+        return attentions()[self.attention] | {"keep_attention": self.attention == "lightseq" and self.recompute == "full"}
 
     @property
     def delayed(self) -> bool:
@@ -685,8 +683,8 @@ def sequence_cases(nproc: int) -> list[Case]:
     """
     found = []
     for sp in range(2, nproc + 1):
-        for attention in ATTENTION if BATCH % sp == 0 else ():
-            if (attention == "heads2" and sp % 2) or (attention == "ulysses" and 4 % sp):
+        for attention, form in attentions().items() if BATCH % sp == 0 else ():
+            if (attention == "heads2" and sp % 2) or (SEQUENCES[form["kind"]].trades_heads and 4 % sp):
                 continue
             found += [Case(model, "ddp", sp, 1, 3, "fp32", sp=sp, attention=attention) for model in ("dense", "gshard", "deepseek")]
             found += [Case("gshard", "ddp", sp, sp, 1, "fp32", "full", sp=sp, attention=attention)] if 4 % sp == 0 else []

@@ -20,7 +20,7 @@ from __future__ import annotations
 from typing import Any
 
 from moe.checks.together import check_run
-from moe.verify.cases import ATTENTION, EXPERTS, LAYERS, MODELS, ROWS, SLICED, Case
+from moe.verify.cases import EXPERTS, LAYERS, MODELS, ROWS, SLICED, Case, attentions
 from moe.verify.pairwise import Choice, Covering, Pair, cover, together
 from parallel.data.kinds.catalog import ENGINES, planned
 from parallel.errors import BadInput, counted
@@ -31,7 +31,7 @@ TENSOR = {"none": 1, "1d": 2, "sliced": 2, "dtensor": 2, "2d": 4, "2.5d": 8, "3d
 PLACES = {"whole": (1, 1), "ep2": (2, 1), "ep4": (4, 1), "etp2": (1, 2), "ep2 etp2": (2, 2)}  # (ep, etp)
 FACTORS: dict[str, tuple[str, ...]] = {  # the first value is the simplest
     "schedule": ("none", *SCHEDULES),
-    "sequence": ("none", *ATTENTION),
+    "sequence": ("none", *attentions()),
     "tensor": tuple(TENSOR),
     "dispatch": ("none", *ROWS),
     "data": planned(),

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from parallel.errors import BadInput
 
-ORDERS = ("contiguous", "striped", "zigzag")
+Places = Literal["contiguous", "striped", "zigzag"]
+ORDERS: tuple[Places, ...] = get_args(Places)
 
 
 class Block(NamedTuple):

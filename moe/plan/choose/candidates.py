@@ -18,6 +18,7 @@ from moe.plan.job.network import Network, Plan
 from parallel.mesh.mesh import divisors
 
 from parallel.data.kinds.catalog import ENGINES, PLAIN
+from parallel.sequence.kinds.catalog import DEFAULT, SEQUENCES
 
 
 @dataclass(frozen=True)
@@ -91,11 +92,11 @@ def candidates(
             continue
         schedules = space.schedules if pp > 1 else (("1f1b", 1),)
         for size, (ep, etp), (tensor, depth), sequence, (schedule, chunks) in product(
-            sizes, experts, _tensors(tp, space), space.sequences if sp > 1 else ("ring",), schedules
+            sizes, experts, _tensors(tp, space), space.sequences if sp > 1 else (DEFAULT,), schedules
         ):
             made = base.but(
                 dp=dp, tp=tp, sp=sp, pp=pp, ep=ep, etp=etp, tensor=tensor, depth=depth, sequence=sequence,
-                order="zigzag" if sequence == "ring" else "contiguous",
+                order=SEQUENCES[sequence].orders[0],
                 schedule=schedule, chunks=chunks, stage_layers=None,
                 microbatch=size, microbatches=global_batch // dp // size,
             )  # fmt: skip

@@ -22,6 +22,7 @@ from parallel.data.kinds.catalog import offloading
 from parallel.errors import counted
 from parallel.pipeline.schedules.catalog import SCHEDULES
 from parallel.pipeline.schedules.kind import ScheduleKind, Size
+from parallel.sequence.kinds.kind import Asked
 
 # the sizes of a schedule, as a recipe names them
 KEYS = {"stages": "degrees.pp"} | {key: f"pipeline.{key}" for key in ("microbatches", "chunks", "schedule", "vertical_sync", "pipelines")}
@@ -167,13 +168,17 @@ def _sequence(network: Network, plan: Plan) -> Iterator[str]:
     sp = plan.sp
     if sp == 1:
         return
-    ways = 2 * sp if plan.sequence == "ring" else sp
+    ways = 2 * sp if plan.method.orders[0] == "zigzag" else sp
     if network.length % ways:
         yield f"degrees.sp={sp} cuts sequences into {ways} runs, which do not divide model.max_length={network.length}"
     grid = grid_of(plan)
     held = network.heads // (grid.side if grid else 1)
-    if plan.sequence == "ulysses" and held % sp:
+    if plan.method.trades_heads and held % sp:
         yield f"degrees.sp={sp} ranks that trade heads for tokens do not divide the {held} heads that each holds"
+    n = network
+    refused = plan.method.refuses(Asked(sp, held, n.groups, n.length, bool(n.buckets), n.sinks, n.core_work != 1.0))
+    if refused is not None:
+        yield f"{refused.what}={refused.got}: needed {refused.needed}"
 
 
 def _experts(network: Network, plan: Plan) -> Iterator[str]:

@@ -18,6 +18,9 @@ from moe.plan.job.states import MIXED_FP32_GRADIENTS, Storage
 
 from parallel.data.kinds.catalog import ENGINES, PLAIN
 from parallel.data.kinds.kind import EngineKind
+from parallel.sequence.kinds import catalog as sequences
+from parallel.sequence.kinds.kind import SequenceKind
+from parallel.sequence.order import Places
 
 Recomputed = Literal["none", "selective", "full"]
 
@@ -195,8 +198,8 @@ class Plan:
     engine: str = PLAIN
     tensor: Literal["1d", "sliced", "2d", "2.5d", "3d", "dtensor", "copied"] = "1d"
     depth: int = 1
-    sequence: Literal["ring", "lightseq", "colossal_ring", "ulysses"] = "ring"
-    order: Literal["contiguous", "striped", "zigzag"] = "zigzag"
+    sequence: str = sequences.DEFAULT
+    order: Places = "zigzag"
     schedule: str = "1f1b"
     chunks: int = 1
     stage_layers: tuple[int, ...] | None = None
@@ -240,6 +243,11 @@ class Plan:
         """The engine that runs: on pipeline stages another one may take the plan's place."""
         kind = ENGINES[self.engine]
         return ENGINES[kind.with_stages] if self.pp > 1 and kind.with_stages else kind
+
+    @property
+    def method(self) -> SequenceKind:
+        """The facts about attention over sp."""
+        return sequences.SEQUENCES[self.sequence]
 
     @property
     def copies(self) -> int:

@@ -223,7 +223,7 @@ def layer_kept(network: Network, plan: Plan, stack: Stack, index: int, recompute
 
 def keeps_scores(plan: Plan) -> bool:
     """Whether attention over slices keeps the softmax of all pairs, whatever the software."""
-    return plan.sp > 1 and plan.sequence == "colossal_ring"
+    return plan.sp > 1 and plan.method.keeps_scores
 
 
 def recompute_of(plan: Plan, index: int) -> Recomputed:

@@ -23,10 +23,11 @@ from moe.plan.job.counts import heads_over
 from moe.plan.job.network import Network, Plan
 from moe.plan.machine.cluster import Cluster
 from moe.plan.machine.program import Program
-from moe.plan.time import attention as sequence_attention
 from moe.plan.time import tensor as tensor_parallel
 from moe.plan.time.collective_times import Group, all_reduce, all_to_all, gather, group_of
 from parallel.mesh.grids import GRIDS, LINES
+
+from parallel.sequence.kinds.kind import Attention
 
 KIND = {1: "fp8", 2: "bf16", 4: "fp32"}
 BACKWARD_STREAM = 1.5  # what streams backward, against forward: a norm reads its input and a gradient, and writes one
@@ -262,7 +263,8 @@ def _core(network: Network, plan: Plan, cluster: Cluster, program: Program) -> t
     key = network.channels + (network.latent.rotary_size if network.latent else 0)
     scores = batch * heads * network.length**2 / plan.sp
     if program.attention == "fused":
-        pairs = scores / 2 * network.core_work * _uneven(plan) * (2 if network.sees == "all" else 1)  # causal: half of the scores
+        whole = 2 if network.sees == "all" else 1  # causal: half of the scores
+        pairs = scores / 2 * network.core_work * plan.method.uneven(plan.order, plan.sp) * whole
         passes = _fused(pairs, key + value, plan, cluster)
     else:
         passes = _scores(network, plan, cluster, count=batch * heads, keys=network.length)
@@ -322,29 +324,22 @@ def _cross_sums(n: float, read: float, width: int, plan: Plan, cluster: Cluster,
     return Pass(tensor=left * own, kernels=0.5), Pass(tensor=left * (own + other), kernels=1)
 
 
-def _uneven(plan: Plan) -> float:
-    """The work of the busiest rank over the mean. Of a ring over contiguous places the last rank sees all N blocks, its own by half."""
-    if plan.sequence == "colossal_ring" and plan.sp > 1:
-        return 2.0  # whole scores, masked
-    return (2 * plan.sp - 1) / plan.sp if plan.sequence == "ring" and plan.order == "contiguous" else 1.0
-
-
 def _over_sequence(network: Network, plan: Plan, cluster: Cluster, program: Program, forward: Pass, backward: Pass) -> tuple[Pass, Pass]:
     """Keys travel while blocks are computed: the first wait is the only one, if links keep up. Exchanges of heads are waited for."""
     if plan.sp == 1:
         return forward, backward
     heads, groups = max(1, network.heads // plan.tp), max(1, network.groups // plan.tp)
-    of = sequence_attention.Attention(plan.microbatch, network.length, heads, groups, network.channels, plan.compute_bytes)
-    cost = sequence_attention.cost(plan.sequence, plan.sp, of)
+    of = Attention(plan.microbatch, network.length, heads, groups, network.channels, plan.compute_bytes)
+    cost = plan.method.cost(plan.sp, of)
     group = group_of(plan.sp, plan.tp, cluster.devices_per_node, plan.world)
     out = []
     for one, sent in ((forward, cost.forward / plan.sp), (backward, cost.backward / plan.sp)):
-        if plan.sequence == "ulysses":
+        if plan.method.trades_heads:
             exposed = 4 * all_to_all(cluster, group, sent / 4 * plan.sp / (plan.sp - 1))
         else:
             ring = gather(cluster, group, sent * plan.sp / (plan.sp - 1))
-            hidden = 0.0 if program.gathers == "waited" else one.compute
-            exposed = max(0.0, ring - hidden) + ring / plan.sp
+            waits = program.gathers == "waited" or not plan.method.beside
+            exposed = max(0.0, ring - (0.0 if waits else one.compute)) + ring / plan.sp
         out.append(one + Pass(sequence=exposed, kernels=2 * plan.sp))
     return out[0], out[1]
 
