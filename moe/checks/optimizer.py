@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from moe.plan.pipeline import continuous
 from moe.recipe.sections import Optimizer, Run, Section
+from parallel.data.kinds.catalog import CUT, PLAIN
 from parallel.errors import BadInput
 
 OWN = ("kfac", "muon", "adafactor", "sgd")  # kinds with a section of settings of their own
@@ -76,7 +77,7 @@ def _check_deepspeed(run: Run) -> None:
     """Refuse DeepSpeed's engine: it steps flat chunks of elements, here by AdamW only."""
     o, s = run.optimizer, run.sharding
     if s.carrier().steps == "elements":
-        other = "ddp" if o.kind == "adafactor" else "fsdp"
+        other = PLAIN if o.kind == "adafactor" else CUT
         raise BadInput(
             "optimizer.kind",
             got=f"{o.kind} with sharding.kind=zero and stage {s.stage}",

@@ -11,7 +11,7 @@ from moe.plan.choose.legal import grid_of
 from moe.plan.job.network import Plan
 from moe.plan.job.of_recipe import plan_of, stage_layers
 
-from moe.recipe.sections import Run, Sequence
+from moe.recipe.sections import Run
 from parallel.errors import BadInput
 
 
@@ -54,7 +54,7 @@ def _changed(plan: Plan, run: Run) -> Run:
             "sequence_parallel": plan.tensor == "sliced",
             "depth": plan.depth if plan.tensor == "2.5d" else None,
         },
-        "sequence": {"kind": plan.sequence, "order": None if plan.order == Sequence(kind=plan.sequence).places else plan.order},
+        "sequence": {"kind": plan.sequence, "order": None if plan.order == plan.method.orders[0] else plan.order},
         "pipeline": {
             "schedule": plan.schedule,
             "microbatches": plan.microbatches,
