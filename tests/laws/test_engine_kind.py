@@ -6,14 +6,11 @@ No name of an engine occurs outside parallel/data/, but for the files listed bel
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from moe.plan.choose.candidates import Space, candidates
 from moe.plan.choose.fitting import change_that_fits
 from moe.plan.choose.legal import refusal
@@ -24,8 +21,7 @@ from moe.plan.machine.cluster import load_cluster
 from moe.plan.memory.memory import peak
 from moe.plan.time.cost import step_time
 from parallel.mesh.gradients import sum_gradients
-from parallel.watch.audit import Held, copies_of
-from torch import Tensor, nn
+from torch import nn
 
 from moe.checks.together import check_run
 from moe.checks.verdict import verdict
@@ -36,10 +32,10 @@ from moe.rehearse.rehearse import carried
 from moe.verify import cases, expected, layouts, twin
 from moe.verify.cases import Case
 from moe.verify.compare import compare
-from parallel.data.engine import Load, Rule
+from parallel.data.engine import Rule
 from parallel.data.kinds.catalog import ENGINES, planned
 from parallel.data.kinds.kind import EngineKind, Setup
-from parallel.data.load import fill_stepped, held_of, kept_of
+from parallel.data.stepped import Stepped
 from parallel.errors import BadInput
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,75 +43,17 @@ ROOT = Path(__file__).resolve().parents[2]
 # --- the made-up engine -----------------------------------------------------------------------------------------------
 
 
-class Plain:
+class Plain(Stepped):
     """DDP without buckets: each gradient is summed by itself, after the last backward pass."""
 
-    def __init__(self, model: nn.Module, setup: Setup, rule: Rule) -> None:
-        self.module, self.layouts, self.mesh, self.rule, self.parameters = (
-            model,
-            setup.layouts,
-            setup.mesh,
-            rule,
-            dict(model.named_parameters()),
-        )
-        self.optimizer = rule.build(rule.groups(self.parameters.items()))
-
-    def forward(self, *args: Any, last: bool) -> Any:
-        return self.module(*args)
-
-    def backward(self, loss: Tensor, *, last: bool) -> None:
-        loss.backward()
-        if last:
-            self.reduce()
-
-    def backward_from(self, output: Any, gradient: Tensor | None) -> None:
-        torch.autograd.backward(output, gradient)
-
-    def start_sums(self, names: Sequence[str]) -> None:
-        """Leave all sums to `reduce`."""
+    def __init__(self, model: nn.Module, setup: Setup, optimizer: Rule) -> None:
+        super().__init__(model, layouts=setup.layouts, mesh=setup.mesh)
+        self.rule, self.parameters = optimizer, dict(model.named_parameters())
+        self.optimizer = optimizer.build(optimizer.groups(self.parameters.items()))
 
     def reduce(self) -> None:
-        for held in self.summed_gradients():
-            sum_gradients({held.name: held.tensor}, self.layouts, self.mesh)
-
-    def summed_gradients(self) -> Iterator[Held]:
-        return (copies_of(n, "gradient", p.grad, self.layouts[n]) for n, p in self.parameters.items() if p.grad is not None)
-
-    def owned_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        return ((self.layouts[g.name].family, g.tensor) for g in self.summed_gradients() if self.layouts[g.name].is_owner(self.mesh))
-
-    def tensors(self) -> Iterator[Held]:
-        for name, parameter in self.parameters.items():
-            yield from (copies_of(name, kind, tensor, self.layouts[name]) for kind, tensor in held_of(parameter, self.optimizer))
-
-    def scale_gradients(self, factor: float) -> None:
-        torch._foreach_mul_([held.tensor for held in self.summed_gradients()], factor)
-
-    def copy_again(self) -> bool:
-        return False
-
-    def step(self, lr: float) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
-        self.drop_gradients()
-
-    def drop_gradients(self) -> None:
-        self.optimizer.zero_grad()
-
-    def gradient(self, name: str) -> Tensor:
-        grad = self.parameters[name].grad
-        assert grad is not None
-        return grad
-
-    def state(self, name: str) -> dict[str, Tensor]:
-        parameter = self.parameters[name]
-        return {"weight": parameter.detach()} | kept_of(parameter, self.optimizer, self.rule.kept(name, parameter.ndim))
-
-    def load_state(self, names: Iterable[str], load: Load, *, steps: int) -> None:
-        for name in names:
-            parameter = self.parameters[name]
-            fill_stepped(parameter, self.optimizer, partial(load, name), kept=self.rule.kept(name, parameter.ndim), steps=steps)
+        for name, grad in self.gradients():
+            sum_gradients({name: grad}, self.layouts, self.mesh)
 
 
 PLAIN = EngineKind("plain", Plain, {"kind": "plain"}, overlaps=False)

@@ -6,12 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
-
-from moe.verify.cases import Case
 from parallel.mesh.collectives import _exchange
 from parallel.mesh.mesh import Mesh
 from tests.mutations.mutation import Edit, Mutation
+from torch import Tensor
+
+from moe.verify.cases import Case
 
 
 def _experts_times_ep(real: Any) -> Any:
@@ -380,6 +380,6 @@ MUTATIONS = (
         "hpcaitech/ColossalAI#2192",
         "data",
         _DENSE,
-        (Edit("parallel.data.ddp:DDP.owned_gradients", _copies_counted),),
+        (Edit("parallel.data.stepped:Stepped.owned_gradients", _copies_counted),),
     ),
 )

@@ -14,6 +14,11 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo  # fully_shard asks for it: once here, not in every forked rank
+from parallel.mesh.debug_collectives import DEBUG, Agreement
+from parallel.mesh.layout import Box, dense
+from parallel.mesh.mesh import Degrees, Mesh
+from parallel.numerics.precision import DTYPES
+from parallel.process.process import World
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -25,12 +30,7 @@ from parallel.data.ddp import DDP
 from parallel.data.engine import MOMENTS, AdamW
 from parallel.data.fsdp import FSDP, Unit, dim_to_cut, shard
 from parallel.data.load import given
-from parallel.mesh.debug_collectives import DEBUG, Agreement
-from parallel.mesh.layout import Box, dense
-from parallel.mesh.mesh import Degrees, Mesh
-from parallel.numerics.precision import DTYPES
 from parallel.process import process
-from parallel.process.process import World
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny import Tiny, start
 
@@ -157,7 +157,7 @@ def test_any_shape_is_cut_steps_and_comes_back(shape: tuple[int, int]) -> None:
         found.append(all(torch.equal(tensor, saved[kind]) for kind, tensor in engine.state(name).items()))
         dim = dim_to_cut(shape, ranks)
         most = math.ceil(shape[dim] / ranks) * math.prod(shape) // shape[dim]
-        found.append(engine.held[name].numel() <= most)
+        found.append(engine.parameters[name].numel() <= most)
         return found
 
     for ranks in (2, 4):
@@ -187,8 +187,8 @@ def test_states_are_one_nth(microbatches: int) -> None:
         engine = tiny.engine
         assert isinstance(engine, FSDP)
         size = Counter[bool]()
-        for name, held in engine.held.items():
-            grad = dict(engine._gradients())[name]
+        for name, held in engine.parameters.items():
+            grad = dict(engine.gradients())[name]
             moments = [engine.optimizer.state[held][m] for m in MOMENTS]
             size[name in engine.cut] += sum(t.untyped_storage().nbytes() for t in (held, *moments))
             size[name in engine.cut] += grad.numel() * grad.element_size()
@@ -247,7 +247,7 @@ def test_a_model_is_born_cut_with_the_weights_that_ddp_has() -> None:
         other = start(replace(case, kind="ddp"), rank)
         there = {global_name(name): other.engine.state(name) for name in other.engine.layouts}
         assert isinstance(tiny.engine, FSDP)
-        found = [drawn.get(name, 0) == held.numel() for name, held in tiny.engine.held.items()]
+        found = [drawn.get(name, 0) == held.numel() for name, held in tiny.engine.parameters.items()]
         for name in tiny.engine.layouts:
             found.append(all(torch.equal(t, there[global_name(name)][kind]) for kind, t in tiny.engine.state(name).items()))
         return [all(found), len(tiny.engine.cut) > 8]
