@@ -12,9 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-
-from moe.checks.together import check_run
-from moe.parallelize.build import build
 from moe.plan.choose.recipe_of import as_stored, recipe_of
 from moe.plan.job.network import Plan
 from moe.plan.job.of_recipe import plan_of
@@ -27,16 +24,19 @@ from moe.plan.search.layouts import gspmd, mesh_tf
 from moe.plan.search.runnable import Runnable, fold
 from moe.plan.search.search import Found, alpa, flexflow
 from moe.plan.search.strategies import Settings, cost_of, read_together
-from moe.recipe.load import build_run
-from moe.recipe.sections import Run
 from moe.train.parts.executor import start_executor
-from moe.verify.cases import Case
 from parallel.annotations.graph import Graph
-from parallel.errors import BadInput
 from parallel.mesh.mesh import divisors
 from parallel.numerics.precision import LossScale
-from parallel.process import process
 from parallel.process.process import World
+
+from moe.checks.together import check_run
+from moe.parallelize.build import build
+from moe.recipe.load import build_run
+from moe.recipe.sections import Run
+from moe.verify.cases import Case
+from parallel.errors import BadInput
+from parallel.process import process
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny import Tiny
 
@@ -95,7 +95,7 @@ def large() -> Graph:
 
 
 CLUSTER = Machine(8, 8, 150e12, Link(1e-5, 1 / 200e9), Link(2e-5, 1 / 20e9), moved=1.2e12, memory_bytes=40 * 2**30)
-MIXED_SETTINGS = Settings(microbatches=8, sharded=("none", "zero1"))
+MIXED_SETTINGS = Settings(microbatches=8, sharded=(0, 1))
 
 
 def test_all_agree_on_24_layers_over_64_devices() -> None:
@@ -154,7 +154,7 @@ def drawn(seed: int) -> tuple[Graph, Machine, Settings, random.Random]:
     inside = Link(10 ** draw.uniform(-6, -4), 10 ** draw.uniform(-11, -9))
     between = Link(2 * inside.alpha_s, draw.choice([1, 10, 100]) * inside.beta_s)
     graph = graph_of(run, sequences=draw.choice([4, 12]))
-    return graph, Machine(nodes, size, 1e12, inside, between), Settings(draw.choice([1, 3, 8]), sharded=("none", "zero1", "zero3")), draw
+    return graph, Machine(nodes, size, 1e12, inside, between), Settings(draw.choice([1, 3, 8]), sharded=(0, 1, 3)), draw
 
 
 def stage_of(some: Runnable, plan: Plan, first: int, end: int, later: int) -> tuple[float, float]:
