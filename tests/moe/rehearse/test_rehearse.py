@@ -12,25 +12,25 @@ from typing import Any
 
 import pytest
 import torch
+from moe.plan.job.of_recipe import network_of, plan_of
+from moe.plan.memory.memory import memory
+from moe.plan.memory.stack import OURS
+from parallel.process.process import World
+from tests.counted.alive import Alive
 
 from moe.checks.together import check_run
 from moe.cli.main import main
 from moe.nn import attention
 from moe.nn.rotary import Turns
-from moe.plan.job.of_recipe import network_of, plan_of
-from moe.plan.memory.memory import memory
-from moe.plan.memory.stack import OURS
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from moe.rehearse.rehearse import carried
 from moe.rehearse.walk import Walked, open_job, take_step, walk
 from moe.router.rehearsed import balanced_logits
-from moe.verify.cases import ATTENTION, FORMS, GRIDS, LAYERS, ROWS, SLICED, Case, divisors
+from moe.verify.cases import FORMS, GRIDS, LAYERS, ROWS, SLICED, Case, attentions, divisors
 from parallel.errors import BadInput
 from parallel.pipeline.schedules.catalog import SCHEDULES
-from parallel.process.process import World
 from parallel.rehearse.pretended import Found
-from tests.counted.alive import Alive
 from tests.support.ranks import run_on_ranks
 
 
@@ -167,7 +167,7 @@ EVERY = {
     "2d gshard": Case("gshard", "ddp", 4, 2, 1, "fp32", tp=4, tensor="2d", batch=24),
     "zigzag gshard": Case("gshard", "ddp", 4, 2, 1, "fp32", sp=2, length=SLICED),
     "1d gshard": Case("gshard", "ddp", 4, 2, 1, "fp32", tp=2, tensor="1d"),
-    **{way: replace(plain, sp=4 if way == "heads2" else 2, attention=way, length=SLICED, recompute="full") for way in ATTENTION},
+    **{way: replace(plain, sp=4 if way == "heads2" else 2, attention=way, length=SLICED, recompute="full") for way in attentions()},
     **{rows: replace(sparse, rows=rows, ep=2 if rows == "overlapped" else 4) for rows in ROWS},
     **{f"etp {rows}": Case("gshard", "ddp", 4, 2, 1, "fp32", etp=2, rows=rows) for rows in ("all_to_all", "all_gather")},
     **{router: Case(router, "ddp", 4, 2, 1, "fp32") for router in ("expert_choice", "noisy_top_k", "sinkhorn", "packed")},
@@ -235,9 +235,10 @@ def test_a_tensor_on_the_wrong_device_is_named_by_file_and_line(monkeypatch: pyt
 
 
 def test_a_collective_of_a_host_tensor_is_found() -> None:
-    from parallel.mesh import collectives
     from parallel.mesh.mesh import Degrees
     from parallel.process.process import connect
+
+    from parallel.mesh import collectives
     from parallel.rehearse.stage import rehearsal
 
     world = World(3, 8, place="cuda")
