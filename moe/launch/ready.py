@@ -25,13 +25,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from parallel.process.parent import die_with
-
 from moe.launch.arguments import parse
 from moe.launch.environment import child_environment
 from moe.launch.exit_codes import DONE, FAILED
 from moe.launch.processes import PARENT, TOKEN, Rank, kill_all, name_rank
 from moe.recipe.load import load
+from parallel.process.parent import die_with
 
 _FORK_S, _LEAVE_S, _LOOK_S = 10.0, 10.0, 0.1
 # imported late in a rank: torch's optimizers need the compiler, rank 0 TensorBoard

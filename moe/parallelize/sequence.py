@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from parallel.mesh.mesh import Mesh
 from torch import Tensor
 
 from moe.data.token_shard import TokenShard, order_of
@@ -20,6 +19,7 @@ from moe.nn.core import Bias
 from moe.recipe.sections import Run
 from moe.router.slots.groups import needs_group
 from moe.router.slots.slices import Slices
+from parallel.mesh.mesh import Mesh
 from parallel.sequence.method import Method
 from parallel.sequence.order import Order
 from parallel.sequence.softmax import Bias as Table

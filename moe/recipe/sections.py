@@ -14,8 +14,6 @@ from dataclasses import dataclass, fields, replace
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from parallel.mesh.grids import GRIDS, LINES, grid_of
-from parallel.mesh.mesh import Degrees, divisors
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, create_model, field_validator
 
 from moe.recipe.overrides import whole
@@ -26,6 +24,8 @@ from moe.recipe.spans import Spans, spans_of
 from parallel.data.kinds.catalog import ENGINES, Named, engine_named
 from parallel.data.kinds.kind import EngineKind
 from parallel.errors import BadInput, harmless
+from parallel.mesh.grids import GRIDS, LINES, grid_of
+from parallel.mesh.mesh import Degrees, divisors
 from parallel.sequence.kinds import catalog as sequences
 from parallel.sequence.kinds.kind import SequenceKind
 from parallel.sequence.order import Places

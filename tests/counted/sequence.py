@@ -10,14 +10,14 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
-from parallel.mesh.mesh import Axis, Degrees
-from parallel.process.fork import run_on_ranks
-from parallel.process.process import World
 from torch import Tensor
 
 from moe.launch import exit_codes
 from moe.records.results import write_json
+from parallel.mesh.mesh import Axis, Degrees
 from parallel.process import process
+from parallel.process.fork import run_on_ranks
+from parallel.process.process import World
 from parallel.sequence.kinds.catalog import SEQUENCES
 from parallel.sequence.kinds.kind import Attention, SequenceKind
 from parallel.sequence.order import Order

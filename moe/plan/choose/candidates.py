@@ -15,9 +15,8 @@ from typing import NamedTuple
 
 from moe.plan.choose.stage_layers import layer_lists
 from moe.plan.job.network import Network, Plan
-from parallel.mesh.mesh import divisors
-
 from parallel.data.kinds.catalog import ENGINES, PLAIN
+from parallel.mesh.mesh import divisors
 from parallel.sequence.kinds.catalog import DEFAULT, SEQUENCES
 
 

@@ -13,7 +13,6 @@ from typing import NamedTuple
 from moe.plan.job.counts import Elements
 from moe.plan.job.network import Plan
 from moe.plan.memory.stack import Stack
-
 from parallel.data.kinds.kind import At, Whole
 
 NOTHING = Elements()

@@ -19,7 +19,6 @@ from moe.plan.operators import gspmd, mesh_tensorflow
 from parallel.annotations.graph import Graph
 from parallel.annotations.partition import Program
 from parallel.annotations.resharding import Axes, Sharding, Sizes, ways
-
 from parallel.data.kinds.catalog import CUT, PLAIN
 from parallel.errors import BadInput
 

@@ -26,7 +26,6 @@ from moe.plan.machine.program import Program
 from moe.plan.time import tensor as tensor_parallel
 from moe.plan.time.collective_times import Group, all_reduce, all_to_all, gather, group_of
 from parallel.mesh.grids import GRIDS, LINES
-
 from parallel.sequence.kinds.kind import Attention
 
 KIND = {1: "fp8", 2: "bf16", 4: "fp32"}

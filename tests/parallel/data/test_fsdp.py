@@ -14,11 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo  # fully_shard asks for it: once here, not in every forked rank
-from parallel.mesh.debug_collectives import DEBUG, Agreement
-from parallel.mesh.layout import Box, dense
-from parallel.mesh.mesh import Degrees, Mesh
-from parallel.numerics.precision import DTYPES
-from parallel.process.process import World
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -30,7 +25,12 @@ from parallel.data.ddp import DDP
 from parallel.data.engine import MOMENTS, AdamW
 from parallel.data.fsdp import FSDP, Unit, dim_to_cut, shard
 from parallel.data.load import given
+from parallel.mesh.debug_collectives import DEBUG, Agreement
+from parallel.mesh.layout import Box, dense
+from parallel.mesh.mesh import Degrees, Mesh
+from parallel.numerics.precision import DTYPES
 from parallel.process import process
+from parallel.process.process import World
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny import Tiny, start
 

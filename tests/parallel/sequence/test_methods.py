@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from parallel.mesh.mesh import Axis, Degrees
-from parallel.numerics.recompute import Replay
-from parallel.process.process import World
 from torch import Tensor
 
+from parallel.mesh.mesh import Axis, Degrees
+from parallel.numerics.recompute import Replay
 from parallel.process import process
+from parallel.process.process import World
 from parallel.sequence.balanced import Balanced
 from parallel.sequence.colossal_ring import ColossalRing
 from parallel.sequence.kinds.catalog import SEQUENCES

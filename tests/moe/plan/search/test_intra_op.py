@@ -7,11 +7,11 @@ from itertools import product
 from math import inf, prod
 
 import pytest
+
 from moe.plan.operators.links import AlphaBeta, Link
 from moe.plan.search.intra_op import intra_op, live
 from moe.plan.search.strategies import LATER, WHOLE, Settings, candidates, change, cost_of, read_together
 from parallel.annotations.graph import Dim, Graph, Operator
-
 from parallel.errors import BadInput
 from tests.support.graphs import chain
 

@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+
+from moe.checks.together import check_run
+from moe.parallelize.build import build
 from moe.plan.choose.recipe_of import as_stored, recipe_of
 from moe.plan.job.network import Plan
 from moe.plan.job.of_recipe import plan_of
@@ -24,19 +27,16 @@ from moe.plan.search.layouts import gspmd, mesh_tf
 from moe.plan.search.runnable import Runnable, fold
 from moe.plan.search.search import Found, alpa, flexflow
 from moe.plan.search.strategies import Settings, cost_of, read_together
-from moe.train.parts.executor import start_executor
-from parallel.annotations.graph import Graph
-from parallel.mesh.mesh import divisors
-from parallel.numerics.precision import LossScale
-from parallel.process.process import World
-
-from moe.checks.together import check_run
-from moe.parallelize.build import build
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
+from moe.train.parts.executor import start_executor
 from moe.verify.cases import Case
+from parallel.annotations.graph import Graph
 from parallel.errors import BadInput
+from parallel.mesh.mesh import divisors
+from parallel.numerics.precision import LossScale
 from parallel.process import process
+from parallel.process.process import World
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny import Tiny
 
