@@ -143,7 +143,7 @@ MAY_NAME = {
 
 
 def test_no_other_file_names_an_engine() -> None:
-    """But for parallel/data/, the recipe's keys, the listed files, changes of a recipe (`sharding.kind`), and benches, which measure engines by name."""
+    """But for parallel/data/, the recipe's keys, the listed files, changes of a recipe (`sharding.kind`), and benches."""
     kinds = {str(kind.sharding["kind"]) for kind in ENGINES.values()} - {"dp", "plain"}  # dp is also the name of an axis
     names = "|".join(sorted((kinds | set(ENGINES)) - {"dp", "plain"}))
     named = re.compile(rf"""(?<!sharding.kind": )(?<!sharding.kind", )["']({names})["']|kind [!=]= "dp\"""")
