@@ -4,6 +4,7 @@ imported.
 
 from __future__ import annotations
 
+from moe.experts.dispatch.catalog import dispatcher_of
 from moe.plan.pipeline import continuous
 from moe.recipe.sections import Optimizer, Run, Section
 from parallel.data.kinds.catalog import CUT, PLAIN
@@ -108,7 +109,7 @@ def _check_experts(run: Run) -> None:
         return
     for key, value, plain in (
         ("degrees.etp", run.degrees.etp, 1),
-        ("dispatch.overlap_chunks", run.dispatch.overlap_chunks, 1),
+        ("dispatch.overlap_chunks", dispatcher_of(run.dispatch).chunks, 1),
         ("experts.rebalance_every", run.experts.rebalance_every, 0),
     ):
         if value != plain:

@@ -15,6 +15,8 @@ from moe.checks.sequence import check_sequence
 from moe.checks.sharding import check_sharding
 from moe.checks.tensor import check_tensor
 from moe.checks.tiling import check_tiling
+from moe.experts.dispatch.catalog import check_dispatch
+from moe.kernels.products import PRODUCTS
 from moe.recipe.plugin import check_there
 from moe.recipe.sections import Data, Run
 from moe.router.checks import check_read, check_slots, check_spec
@@ -127,51 +129,22 @@ def _check_networks(run: Run) -> None:
 
 def _check_dispatch(run: Run) -> None:
     """Check how rows travel between ranks, and how each expert's matrices are split."""
-    d, ep, etp = run.dispatch, run.degrees.ep, run.degrees.etp
+    ep, etp, sparse = run.degrees.ep, run.degrees.etp, run.model.layers_with_experts()
     units = run.experts.d_ff or run.model.d_ff
-    if run.model.layers_with_experts() and etp > 0 and units % etp:
+    if sparse and etp > 0 and units % etp:
         raise BadInput(
             "degrees.etp",
             got=etp,
             needed=f"a divisor of the experts' d_ff={units}: each of its ranks holds an equal part of the hidden units",
             fix=f"set degrees.etp to one of {divisors(math.gcd(units, run.degrees.dp if isinstance(run.degrees.dp, int) else units))}",
         )
-    if d.overlap_chunks > 1 and d.kind not in ("auto", "all_to_all"):
-        reason = "its one sum needs every expert's part" if d.kind == "all_gather" else "its blocks or steps are one exchange"
-        raise BadInput(
-            "dispatch.overlap_chunks",
-            got=f"{d.overlap_chunks} with dispatch.kind={d.kind}",
-            needed=f"1: only all_to_all can be cut ({reason})",
-            fix="set dispatch.kind to all_to_all, or dispatch.overlap_chunks to 1",
-        )
-    if d.kind == "hierarchical" and d.node_size is None:
-        raise BadInput(
-            "dispatch.node_size",
-            got="null with dispatch.kind=hierarchical",
-            needed="how many ranks of the ep axis share a node",
-            fix=f"set it to one of {divisors(ep) if isinstance(ep, int) and ep > 0 else [2, 4, 8]}, or dispatch.kind to all_to_all",
-        )
-    if d.kind != "hierarchical" and d.node_size is not None:
-        raise BadInput(
-            "dispatch.node_size",
-            got=f"{d.node_size} with dispatch.kind={d.kind}",
-            needed="null: only hierarchical knows nodes",
-            fix="set dispatch.node_size to null, or dispatch.kind to hierarchical",
-        )
-    if not run.model.layers_with_experts() or not isinstance(ep, int) or ep <= 1:
-        return
-    if d.node_size is not None and ep % d.node_size:
-        raise BadInput(
-            "dispatch.node_size", got=d.node_size, needed=f"a divisor of degrees.ep={ep}", fix=f"set it to one of {divisors(ep)}"
-        )
-    held = math.gcd(*(count // ep for count in run.experts.counts))
-    if held % d.overlap_chunks:
-        raise BadInput(
-            "dispatch.overlap_chunks",
-            got=d.overlap_chunks,
-            needed=f"a divisor of the {held} experts that a rank holds (num_experts / ep)",
-            fix=f"set it to one of {divisors(held)}, or lower degrees.ep",
-        )
+    products = PRODUCTS[run.experts.products]
+    for key, shards in (("degrees.etp", etp), ("tiling.ffn", run.tiling.ffn)):
+        if products.whole_rows is not None and shards != 1:
+            needed = f"1 with {products.name} products of the experts: {products.whole_rows}"
+            raise BadInput(key, got=shards, needed=needed, fix=f"set {key} to 1")
+    ranks = ep if sparse and isinstance(ep, int) and ep > 1 else 1
+    check_dispatch(run.dispatch, ranks=ranks, held=math.gcd(*(count // ranks for count in run.experts.counts)) if ranks > 1 else 0)
 
 
 def _check_precision(run: Run) -> None:

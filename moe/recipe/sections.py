@@ -12,7 +12,7 @@ import math
 import re
 from dataclasses import dataclass, fields, replace
 from types import UnionType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, create_model, field_validator
 
@@ -331,6 +331,7 @@ class Experts(Section):
     dropout: float = Field(0.0, ge=0, lt=1, description="inside the experts; Switch fine-tunes with 0.4")
     rebalance_every: int = Field(0, ge=0, description="steps between moves of experts that even out the ranks' load; 0: never")
     kernels: Literal["auto", "reference", "cpu", "triton"] = "auto"
+    products: ClassVar[str] = "plain"  # a policy of moe/kernels/products.py; a key when there are two
 
     @field_validator("num_experts")
     @classmethod
@@ -773,8 +774,7 @@ class Run(Section):
         d = self.degrees
         if d.dp == "auto" or d.ep == "auto":
             raise BadInput("degrees", got="auto", needed="numbers", fix="call run.resolve(world_size) first")
-        inner = self.dispatch.node_size if self.dispatch.kind == "hierarchical" and self.dispatch.node_size else 1
-        inner, heads = inner if d.ep > 1 else 1, self.sequence.heads_of(d.sp)
+        inner, heads = (self.dispatch.node_size or 1) if d.ep > 1 else 1, self.sequence.heads_of(d.sp)
         (depth, _, columns), copies = self.tp_grid(), self.head_copies()
         along = {"tp_col_copies" if self.tensor.kind in ("2d", "2.5d") else "tp_row_copies": copies}
         return Degrees(

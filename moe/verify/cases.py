@@ -16,13 +16,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from itertools import cycle
 from typing import Any
 
+from moe.experts.dispatch.catalog import PLAIN, examples, rows_for
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from moe.router.methods.catalog import METHODS
 from moe.verify.small import LINEAR, small
-from parallel.data.kinds.catalog import ENGINES, PLAIN, planned
+from parallel.data.kinds.catalog import ENGINES, planned
 from parallel.data.kinds.kind import EngineKind
 from parallel.mesh.mesh import divisors
 from parallel.pipeline.schedules.catalog import SCHEDULES
@@ -125,15 +127,6 @@ AHEAD: dict[str, dict[str, Any]] = {  # two further tokens, behind latent attent
     },
 }
 FEW: dict[str, dict[str, Any]] = {"one_head": {"model": {"num_kv_heads": 1}, "router": {"preset": "glam", "min_capacity": 1}}}
-ROWS: dict[str, dict[str, Any]] = {
-    "all_to_all": {"kind": "all_to_all"},
-    "padded": {"kind": "padded"},
-    "all_gather": {"kind": "all_gather"},
-    "hierarchical": {"kind": "hierarchical", "node_size": 2},
-    "overlapped": {"kind": "all_to_all", "overlap_chunks": 2},
-}
-
-
 FORMS: dict[str, dict[str, Any]] = {  # of a case's `tensor`, beside the kinds alone
     "sliced": {"kind": "1d", "sequence_parallel": True},
     "overlapped": {"kind": "1d", "overlap_chunks": 3},
@@ -151,7 +144,7 @@ def attentions() -> dict[str, dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Case:
-    """One layout of one model. `kind`: see `sharding_of`; `rows`: how they travel, a key of ROWS."""
+    """One layout of one model. `kind`: see `sharding_of`; `rows`: how they travel, of `examples`."""
 
     model: str
     kind: str
@@ -161,7 +154,7 @@ class Case:
     precision: str
     recompute: str = "none"
     etp: int = 1
-    rows: str = "all_to_all"
+    rows: str = PLAIN
     experts: int = 4
     tiles: int = 1  # of feed-forward networks and experts
     head_tiles: int = 1  # of the vocabulary
@@ -192,7 +185,7 @@ class Case:
         parts += [f"{self.model} dp{self.dp}", f"tp{self.tp}-{self.tensor}" if self.tp > 1 else "", f"ep{self.ep}"]
         parts += [f"sp{self.sp} {self.attention}" if self.sp > 1 else ""]
         parts += [f"etp{self.etp}" if self.etp > 1 else "", f"m{self.microbatches}"]
-        parts += [self.rows if self.rows != "all_to_all" else "", self.recompute if self.recompute != "none" else ""]
+        parts += [self.rows if self.rows != PLAIN else "", self.recompute if self.recompute != "none" else ""]
         parts += [f"tiles{self.tiles}/{self.head_tiles}" if self.tiles * self.head_tiles > 1 else ""]
         parts += [f"chunks{self.chunks}" if self.chunks > 1 else ""]
         parts += [f"replicas{self.replicas}" if self.engine.threads else ""]
@@ -225,7 +218,7 @@ class Case:
             "degrees": {"dp": self.dp, "pp": self.pp, "tp": self.tp, "sp": self.sp, "ep": self.ep, "etp": self.etp},
             "sequence": self._sequence() if self.sp > 1 else {},
             "tensor": FORMS.get(self.tensor, {"kind": self.tensor}),
-            "dispatch": ROWS[self.rows] if self.ep > 1 else {},
+            "dispatch": examples()[self.rows] if self.ep > 1 else {},
             "sharding": sharding_of(self.kind) | {"replicas": self.replicas, "allow_slow": self.pp > 1},
             "pipeline": {"microbatches": self.microbatches, "schedule": self.schedule, "layers": self.stages},
             "tiling": {"ffn": self.tiles, "head": self.head_tiles},
@@ -396,7 +389,7 @@ def halves_cases(nproc: int) -> list[Case]:
         Case(model, kind, world, ep, microbatches, "fp32", recompute)
         for world in (1, 2, 4)
         if world <= nproc
-        for kind in (planned() if world > 1 else (PLAIN,))
+        for kind in (planned() if world > 1 else ("ddp",))
         for model in HALVES
         for ep in divisors(world)
         for microbatches, recompute in ((1, "full"), (3, "selective" if model == "t5" else "none"))
@@ -582,8 +575,7 @@ def expert_cases(nproc: int) -> list[Case]:
         for etp in (1, 2)
         for ep in divisors(world)
         if world % (ep * etp) == 0
-        for rows in (ROWS if ep > 1 else ["all_to_all"])
-        if rows != "hierarchical" or ep > 2
+        for rows in rows_for(ep)
         for number, model in enumerate(sparse)
         for microbatches in (1, 3)
         if BATCH % (world * microbatches) == 0
@@ -593,7 +585,7 @@ def expert_cases(nproc: int) -> list[Case]:
 
 def all_expert_cases(nproc: int) -> list[Case]:
     """And options of published models."""
-    ways = zip(OPTIONS, ("padded", "all_gather", "overlapped", "padded"), strict=True)
+    ways = zip(OPTIONS, cycle(rows_for(2)[1:]), strict=False)
     options = [Case(model, "ddp", 2, 2, 1, "fp32", rows=rows, experts=EXPERTS) for model, rows in ways]
     return expert_cases(nproc) + (options if nproc >= 2 else [])
 

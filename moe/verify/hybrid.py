@@ -20,7 +20,8 @@ from __future__ import annotations
 from typing import Any
 
 from moe.checks.together import check_run
-from moe.verify.cases import EXPERTS, LAYERS, MODELS, ROWS, SLICED, Case, attentions
+from moe.experts.dispatch.catalog import PLAIN, examples, rows_for
+from moe.verify.cases import EXPERTS, LAYERS, MODELS, SLICED, Case, attentions
 from moe.verify.pairwise import Choice, Covering, Pair, cover, together
 from parallel.data.kinds.catalog import ENGINES, planned
 from parallel.errors import BadInput, counted
@@ -33,7 +34,7 @@ FACTORS: dict[str, tuple[str, ...]] = {  # the first value is the simplest
     "schedule": ("none", *SCHEDULES),
     "sequence": ("none", *attentions()),
     "tensor": tuple(TENSOR),
-    "dispatch": ("none", *ROWS),
+    "dispatch": ("none", *examples()),
     "data": planned(),
     "experts": tuple(PLACES),
     "model": tuple(MODELS),
@@ -92,9 +93,9 @@ def completed(chosen: Choice) -> Choice:
     """The simplest row with these values: where experts travel there are some, and they lie on several ranks."""
     row = {factor: values[0] for factor, values in FACTORS.items()} | chosen
     if "experts" not in chosen and row["dispatch"] != "none":
-        row["experts"] = "ep4" if row["dispatch"] == "hierarchical" else "ep2"
+        row["experts"] = next(place for place, (ep, _) in PLACES.items() if row["dispatch"] in rows_for(ep) and ep > 1)
     if "dispatch" not in chosen and PLACES[row["experts"]][0] > 1:
-        row["dispatch"] = "all_to_all"
+        row["dispatch"] = PLAIN
     if "model" not in chosen and row["experts"] != "whole":
         row["model"] = "switch"
     return row
@@ -120,7 +121,7 @@ def case_of(choice: Choice, *, world: int | None) -> Case:
         choice["precision"],
         choice["recompute"],
         etp,
-        rows if ep > 1 else "all_to_all",
+        rows if ep > 1 else PLAIN,
         EXPERTS,
         pp=pp,
         schedule="1f1b" if pp == 1 else schedule,
@@ -139,9 +140,9 @@ def _check_idle(choice: Choice, ep: int) -> None:
     if (rows == "none") != (ep == 1):
         needed = "none: one rank holds every expert, nothing travels" if ep == 1 else "a way for rows to travel"
         raise Idle("dispatch.kind", got=f"{rows} with experts {places}", needed=needed, fix="set degrees.ep to 2, or leave dispatch out")
-    if rows == "hierarchical" and ep < 4:
+    if ep > 1 and rows not in rows_for(ep):
         needed = "degrees.ep 4: of two ranks, one of the two steps goes nowhere"
-        raise Idle("dispatch.kind", got=f"hierarchical with experts {places}", needed=needed, fix="set degrees.ep to 4")
+        raise Idle("dispatch.kind", got=f"{rows} with experts {places}", needed=needed, fix="set degrees.ep to 4")
 
 
 def _rest(choice: Choice, world: int | None, ranks: int, experts: int, *, sharers: int) -> int:

@@ -103,7 +103,7 @@ def _router(run: Run) -> dict[str, Any]:
 def _dispatch(run: Run, ep: int) -> dict[str, Any]:
     """The recipe's way for rows; of one in two steps, all ranks are a node."""
     return {"kind": run.dispatch.kind, "overlap_chunks": min(run.dispatch.overlap_chunks, 2)} | (
-        {"node_size": ep} if run.dispatch.kind == "hierarchical" else {}
+        {"node_size": ep} if run.dispatch.node_size else {}
     )
 
 

@@ -560,7 +560,7 @@ CASES: list[tuple[str, str, str]] = [
         "dispatch.overlap_chunks: got 2 with dispatch.kind=padded, needed 1: only all_to_all can be cut",
         "set dispatch.kind to all_to_all",
     ),
-    (T + "--dispatch.kind all_gather --dispatch.overlap_chunks 2", "its one sum needs every expert's part", "dispatch.overlap_chunks to 1"),
+    (T + "--dispatch.kind all_gather --dispatch.overlap_chunks 2", "needed 1: only all_to_all can be cut", "dispatch.overlap_chunks to 1"),
     (
         T + "--nproc 2 --dispatch.overlap_chunks 3",
         "dispatch.overlap_chunks: got 3, needed a divisor of the 4 experts that a rank holds",

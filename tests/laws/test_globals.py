@@ -71,7 +71,7 @@ CACHED = {
     "moe/plan/time/layer_time.py: join_time": "likewise",
     "parallel/annotations/resharding.py: _cheapest": "the steps between two lies of a tensor follow from both, its shape and the mesh",
     "moe/convert/huggingface/tensors.py: _pattern": "of a pattern alone",
-    "moe/experts/dispatch/base.py: _place_of_expert": "a function of its arguments alone",
+    "moe/experts/dispatch/placement.py: _place_of_expert": "a function of its arguments alone",
     "moe/kernels/auto.py: _for_gpu": "of the device, which stays what it is",
     "moe/kernels/triton/device.py: _shared_bytes": "of the device",
     "moe/kernels/triton/device.py: hopper": "of the device",

@@ -125,6 +125,7 @@ def ours(case: LayerCase, ffn: str, *, master: torch.dtype | None = None, kernel
         biases=False,
         skip=0,
         free=0,
+        products="plain",
     )
     settings: Any = SimpleNamespace(spec=spec)
     with case.device:

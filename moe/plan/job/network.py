@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from moe.experts.dispatch.dispatcher import Dispatcher
 from moe.plan.job.hashed import KEPT, hashed_once
 from moe.plan.job.states import MIXED_FP32_GRADIENTS, Storage
 from parallel.data.kinds.catalog import ENGINES, PLAIN
@@ -46,10 +47,11 @@ class Router:
 class Experts:
     """One MoE layer's: `hidden` units each; a token chooses `choices` of `count` and also passes `shared_hidden` units beside them.
 
-    `rows`: computed for each choice, below 1 where choices are dropped; None: one, but some experts may have more. `sent`: rows that travel
-    for each choice, where empty places do too.
+    `rows`: computed for each choice, below 1 where choices are dropped; None: one, but some experts may have more. `places`: slots for each
+    choice, empty ones too; None: not limited. `exchange`: how rows travel; None: kept rows, by an all-to-all.
 
-    `gates`: outputs of products that weigh shared networks.
+    `gates`: outputs of products that weigh shared networks. `products`: kind of the experts' products (device.py); None: the compute
+    dtype's. `fused`: kernels compute a whole network, and keep its input and pre-activations alone.
     """
 
     count: int
@@ -58,11 +60,14 @@ class Experts:
     gated: bool = False
     shared_hidden: int = 0
     rows: float | None = None
-    sent: float | None = None  # None: as many as are computed
+    places: float | None = None
+    exchange: Dispatcher | None = None
     biases: bool = False
     router: Router = Router()
     gates: int = 0
     free: int = 0  # choices beside them that cost nothing
+    products: str | None = None
+    fused: bool = True
 
 
 @dataclass(frozen=True)

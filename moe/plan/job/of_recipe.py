@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
+from moe.experts.dispatch.catalog import dispatcher_of
+from moe.kernels.products import PRODUCTS
 from moe.plan.job.activations import compute_bytes
 from moe.plan.job.cut import cut
 from moe.plan.job.flops import core_work, in_runs, places_of_token, rows_of_token
@@ -91,7 +93,7 @@ def _experts(run: Run) -> Experts | None:
         return None
     hidden = e.d_ff or m.d_ff
     count = round(sum(map(e.of_layer, range(len(sparse)))) / len(sparse))
-    choices = min(spec.num_choices, count)
+    choices, products = min(spec.num_choices, count), PRODUCTS[e.products]
     return Experts(
         count=count,
         choices=choices,
@@ -101,6 +103,8 @@ def _experts(run: Run) -> Experts | None:
         gates=e.shared_gate + 2 * e.residual,
         biases=e.biases,
         free=e.free,
+        products=products.kind,
+        fused=products.fused,
         router=Router(
             vectors=spec.vectors,
             noise=spec.noise == "noisy_top_k",
@@ -110,9 +114,8 @@ def _experts(run: Run) -> Experts | None:
             kept=method_of(spec).kept_bytes(num_choices=choices, num_experts=count + e.free),
         ),
         rows=None if spec.capacity_factor is None else rows_of_token(run.router, count) / choices,
-        sent=min(places_of_token(run.router), count) / choices
-        if run.dispatch.kind == "padded" and spec.capacity_factor is not None
-        else None,
+        places=None if spec.capacity_factor is None else min(places_of_token(run.router), count) / choices,
+        exchange=dispatcher_of(run.dispatch),
     )
 
 

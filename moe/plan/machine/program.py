@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from moe.plan.job.hashed import hashed_once
-from parallel.errors import BadInput
 
 ALONE = 0.3  # of the faster of host and device, not beside the slower: fitted to vTrain's steps of small layers
 
@@ -47,7 +46,7 @@ class Program:
     parameters     gathers of new parameters after the optimizer: `after` it, or `beside` the next forward pass
     selective      what its selective recomputation repeats: `core`, attention that writes scores; `second`, a layer's norm and network or
                    experts; `half` of the forward pass
-    products       what linear layers multiply: `compute`, the plan's kind, or `fp8`
+    products       what linear layers multiply: `compute`, the plan's kind, or a narrower kind to which operands are cast, as fp8
     """
 
     name: str
@@ -76,7 +75,7 @@ class Program:
     accumulates: Literal["apart", "within"] = "apart"
     parameters: Literal["after", "beside"] = "after"
     selective: Literal["core", "second", "half"] = "core"
-    products: Literal["compute", "fp8"] = "compute"
+    products: str = "compute"
 
 
 PROGRAMS = {
@@ -143,10 +142,3 @@ PROGRAMS = {
 }
 OWN = PROGRAMS["moe-parallel"]
 OWN_ON_CPU = PROGRAMS["moe-parallel-cpu"]
-
-
-def program_named(name: str) -> Program:
-    """Raises BadInput for an unknown one, with the list."""
-    if name not in PROGRAMS:
-        raise BadInput("program", got=name, needed=f"one of {', '.join(PROGRAMS)}", fix=f"set it to {OWN.name}")
-    return PROGRAMS[name]

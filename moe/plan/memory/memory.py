@@ -38,6 +38,7 @@ from moe.plan.job.states import States, model_states
 from moe.plan.memory.gathered import NOTHING, Unit, at_any_moment, gathered
 from moe.plan.memory.kept import (
     bias_elements,
+    buffers_of,
     cast_ahead,
     cast_weights,
     casts_kept,
@@ -48,7 +49,6 @@ from moe.plan.memory.kept import (
     logits,
     recompute_of,
     rows_of,
-    sent_of,
     tokens_of,
 )
 from moe.plan.memory.stack import OURS, Stack
@@ -182,7 +182,7 @@ def _layer(network: Network, plan: Plan, stack: Stack, sparse: bool) -> _Layer:
     at_once, matrix = _tiled(network, plan, elements, sparse=sparse), _widest(network, plan, sparse=sparse)
     if stack.gathers == "elements":  # each product gathers its own matrix
         at_once = Elements(min(at_once.total, matrix))
-    dispatch = 2 * sent_of(network, plan) * network.width * plan.compute_bytes if sparse and plan.ep > 1 else 0.0
+    dispatch = buffers_of(network, plan) if sparse else 0.0
     return _Layer(elements, at_once, matrix, layer_kept(*of, plan.recompute) * (1 - plan.offload_activations), _work(*of), dispatch)
 
 

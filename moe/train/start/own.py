@@ -27,7 +27,7 @@ from parallel.watch.outcome import of_all
 GIVEN = "given"
 # numbers of arguments of the plug-ins that a recipe names (docs/use/plugins.md)
 ARGUMENTS: dict[str, int | None] = {
-    "optimizer.kind": 1, "optimizer.schedule": 2, "data.source": 1, "dispatch.kind": None, "router.score": 1, "router.select": 2
+    "optimizer.kind": 1, "optimizer.schedule": 2, "data.source": 1, "dispatch.kind": 1, "router.score": 1, "router.select": 2
 }  # fmt: skip
 
 

@@ -25,7 +25,7 @@ import moe.nn.attention
 import moe.parallelize.engines
 import moe.train.loop.step
 from moe.checks.together import check_run
-from moe.experts.dispatch import AllToAll
+from moe.experts.dispatch.steps import Step
 from moe.experts.experts import Experts
 from moe.model.transformer import Transformer
 from moe.nn.context import Context
@@ -495,12 +495,12 @@ def experts_born_on_the_wrong_rank(patch: pytest.MonkeyPatch) -> None:
 
 
 def rows_brought_back_in_the_order_they_lie(patch: pytest.MonkeyPatch) -> None:
-    real = AllToAll.bring_back
+    real = Step.back
 
-    def wrong(self: AllToAll, rows_RD: Tensor, sent: Any) -> Tensor:
-        return real(self, rows_RD, replace(sent, order_R=torch.arange(len(sent.order_R))))
+    def wrong(self: Step, rows: Tensor, kernels: Any) -> Tensor:
+        return real(replace(self, order_R=torch.arange(len(self.order_R))), rows, kernels)
 
-    patch.setattr(AllToAll, "bring_back", wrong)
+    patch.setattr(Step, "back", wrong)
 
 
 def weight_decay_on_everything(patch: pytest.MonkeyPatch) -> None:

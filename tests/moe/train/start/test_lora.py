@@ -40,6 +40,7 @@ from parallel.errors import BadInput
 from parallel.numerics.weight_gradient import linear
 from parallel.store.stored import Reader
 from tests.support import trained
+from tests.support.networks import network_of
 
 ALL = ("attention", "experts", "dense")
 
@@ -221,7 +222,7 @@ def test_a_frozen_weight_costs_no_gradient() -> None:
     w1, w2, w3 = (torch.randn(3, *shape, generator=torch.Generator().manual_seed(2)) for shape in ((6, 10), (10, 6), (6, 10)))
     targets = torch.arange(9).unsqueeze(0)
     uses: dict[str, tuple[Any, tuple[Tensor, ...], float]] = {
-        "experts": (lambda x, *w: grouped_ffn(x * gate[:, None], *w, counts=[2, 0, 7], ffn="swiglu"), (w1, w2, w3), 1 / 2),
+        "experts": (lambda x, *w: grouped_ffn(x * gate[:, None], network_of("swiglu", *w), counts=[2, 0, 7]), (w1, w2, w3), 1 / 2),
         "head": (lambda x, w: summed_loss(x.unsqueeze(0).bfloat16(), targets, w, chunks=2), (weight,), 2 / 3),
         "router": (linear_fp32, (weight,), 1 / 2),
         "cast again": (linear, (weight,), 1 / 2),
