@@ -24,7 +24,6 @@ from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from moe.router.methods.catalog import METHODS
 from moe.verify.small import LINEAR, small
-from parallel.data.kinds import catalog as engines
 from parallel.data.kinds.catalog import ENGINES, planned
 from parallel.data.kinds.kind import EngineKind
 from parallel.mesh.mesh import divisors
@@ -390,7 +389,7 @@ def halves_cases(nproc: int) -> list[Case]:
         Case(model, kind, world, ep, microbatches, "fp32", recompute)
         for world in (1, 2, 4)
         if world <= nproc
-        for kind in (planned() if world > 1 else (engines.PLAIN,))
+        for kind in (planned() if world > 1 else ("ddp",))
         for model in HALVES
         for ep in divisors(world)
         for microbatches, recompute in ((1, "full"), (3, "selective" if model == "t5" else "none"))
