@@ -8,7 +8,8 @@ from typing import Any, get_args
 
 from moe.recipe.load import ALL, field_of, flat, known_keys, names_beside_plugins
 from moe.recipe.plugin import WORDS, Plugin
-from moe.recipe.sections import Run, choices_of, takes_number
+from moe.recipe.section import choices_of, takes_number
+from moe.recipe.sections import Run
 from parallel.errors import BadInput, did_you_mean, some
 
 _WIDTH = 110

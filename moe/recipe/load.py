@@ -18,16 +18,17 @@ from functools import cache, reduce
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
+from parallel.store.files import read_text, user_path
 from pydantic import ValidationError
 
 from moe.recipe.idle import COMMAND_LINE, check_read
 from moe.recipe.other_tools import first_leaf, in_our_words, meant_by
 from moe.recipe.plugin import WORDS, Plugin, registered
 from moe.recipe.router_spec import RouterSpec
-from moe.recipe.sections import Run, Section, choices_of, takes_number
+from moe.recipe.section import Section, choices_of, takes_number
+from moe.recipe.sections import Run
 from parallel import yaml_text
 from parallel.errors import BadInput, did_you_mean, some
-from parallel.store.files import read_text, user_path
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 PUBLISHED = "published"

@@ -30,7 +30,7 @@ class Key:
 
 @dataclass(frozen=True)
 class RouterSpec:
-    """One complete router. A recipe's section `router` has the same fields, made from these (moe/recipe/sections.py).
+    """One complete router. A recipe's section `router` has the same fields, made from these (moe/recipe/sections/experts.py).
 
     scores
         `input_norm`: norm of the router's input, with its own gain; experts read the layer's input without it (Gemma 4).

@@ -11,10 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
-from moe.checks.together import check_run
-from moe.checks.verdict import verdict
-from moe.cli.simulate import simulate as simulate_verb
 from moe.plan.choose.candidates import Space, candidates
 from moe.plan.choose.legal import refusal
 from moe.plan.job.in_flight import in_flight
@@ -24,6 +20,10 @@ from moe.plan.machine.cluster import load_cluster
 from moe.plan.memory.memory import peak
 from moe.plan.time.cost import step_time
 from moe.plan.time.pipeline_time import homes_at, pipeline_time
+
+from moe.checks.together import check_run
+from moe.checks.verdict import verdict
+from moe.cli.simulate import simulate as simulate_verb
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from moe.verify import expected, layouts, twin
@@ -191,7 +191,7 @@ def test_checks_and_planner_refuse_the_same_sizes(name: str) -> None:
 
 
 MAY_NAME = {
-    "moe/recipe/sections.py": "the default",
+    "moe/recipe/sections/layout.py": "the default",
     "moe/plan/job/network.py": "the default",
     "moe/plan/pipeline.py": "a fix",
     "moe/plan/choose/candidates.py": "presets of what a planner tries",
