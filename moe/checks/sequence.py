@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from parallel.mesh.mesh import Degrees, divisors
+
 from moe.recipe.sections import Run
 from moe.router.slots.groups import check_groups
 from parallel.errors import BadInput
-from parallel.mesh.mesh import Degrees, divisors
 from parallel.sequence.order import Order
 
 
@@ -27,7 +28,7 @@ def check_sequence(run: Run) -> None:
     _check_places(run)
     _check_heads(run, heads)
     if run.model.layers_with_experts():
-        check_groups(run.router.spec, Degrees(sp=sp))
+        check_groups(run.router, Degrees(sp=sp))
 
 
 def without_effect(run: Run) -> list[str]:

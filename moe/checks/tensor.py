@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from moe.recipe.sections import Run
-from parallel.errors import BadInput
 from parallel.mesh.grids import GRIDS, LINES
 from parallel.mesh.mesh import divisors
+
+from moe.recipe.sections import Run
+from parallel.errors import BadInput
 
 
 def check_tensor(run: Run) -> None:
@@ -166,7 +167,7 @@ def _check_sequences(run: Run) -> None:
 
     Checked for training and evaluation. Ranks of 1D in a dense model all read the same, so any number passes.
     """
-    tp, group, rows, dp = run.degrees.tp, run.router.spec.group, run.sequence_parts(), int(run.degrees.dp)
+    tp, group, rows, dp = run.degrees.tp, run.router.group, run.sequence_parts(), int(run.degrees.dp)
     unit, words, each = rows, f"the {rows} rows of tp's grid", "each row reads an equal part of them"
     if run.model.layers_with_experts():
         unit, words, each = tp, f"degrees.tp={tp}", "each rank of tp routes an equal part of them"

@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 import os
 
+from parallel.mesh.mesh import Degrees, check_world, divisors
+from parallel.store.files import user_path
+
 from moe.checks.audit import check_audit
 from moe.checks.encoder_decoder import check_encoder_decoder
 from moe.checks.lora import check_lora
@@ -21,8 +24,6 @@ from moe.router.checks import check_read, check_slots, check_spec
 from moe.router.methods.catalog import method_of
 from moe.router.slots.causal import check_causal
 from parallel.errors import BadInput, counted, did_you_mean
-from parallel.mesh.mesh import Degrees, check_world, divisors
-from parallel.store.files import user_path
 
 
 def check_run(run: Run, world_size: int) -> Run:
@@ -78,10 +79,10 @@ def _check_experts(run: Run) -> None:
         fitting = divisors(math.gcd(common, run.degrees.dp)) if isinstance(run.degrees.dp, int) and run.degrees.dp > 0 else divisors(common)
         raise BadInput("experts.num_experts", got=got, needed=f"a multiple of degrees.ep={ep}", fix=f"set degrees.ep to one of {fitting}")
     for count in counts:
-        check_spec(run.router.spec, count + run.experts.free)
+        check_spec(run.router, count + run.experts.free)
     _check_free(run)
-    check_read(run.router.spec, run.router.own)
-    check_causal(run.router.spec, allowed=run.router.allow_noncausal)
+    check_read(run.router, run.router.own)
+    check_causal(run.router, allowed=run.router.allow_noncausal)
 
 
 def _check_free(run: Run) -> None:
@@ -89,7 +90,7 @@ def _check_free(run: Run) -> None:
     x = run.experts
     key = "skip" if x.skip else "zero"
     reasons: dict[str, tuple[bool, object, str]] = {
-        "router.select": (not method_of(run.router.spec).tokens_choose, run.router.spec.select, "top_k: tokens choose to cost nothing"),
+        "router.select": (not method_of(run.router).tokens_choose, run.router.select, "top_k: tokens choose to cost nothing"),
         "experts.rebalance_every": (bool(x.rebalance_every), x.rebalance_every, "0: loads are of what costs something"),
     }
     for what, (refused, got, needed) in reasons.items() if x.free else ():
@@ -278,7 +279,7 @@ def _check_replicas(run: Run, sequences: int) -> None:
             needed="one process, which has all replicas",
             fix="add --nproc 1 and set sharding.replicas, or set sharding.kind to ddp",
         )
-    group = run.router.spec.group if run.model.layers_with_experts() else 1
+    group = run.router.group if run.model.layers_with_experts() else 1
     unit = group if isinstance(group, int) else 1
     if sequences % (run.sharding.replicas * unit):
         held = counted(sequences, "sequence")
@@ -303,7 +304,7 @@ def _check_batch(run: Run) -> None:
             fix=f"set it to {max(1, round(batch / (dp * m))) * dp * m}",
         )
     _check_replicas(run, batch // (dp * m))
-    group, held = run.router.spec.group, batch // (dp * m)
+    group, held = run.router.group, batch // (dp * m)
     if run.model.layers_with_experts() and isinstance(group, int) and held % group:
         raise BadInput(
             "router.group",
@@ -314,9 +315,9 @@ def _check_batch(run: Run) -> None:
     if run.model.layers_with_experts():
         sequences = group if isinstance(group, int) else held if group == "rank" else 1
         length = min(run.model.max_length, run.model.target_length or run.model.max_length)  # of the shorter half
-        check_slots(run.router.spec, group_tokens=sequences * length, num_experts=max(run.experts.counts))
+        check_slots(run.router, group_tokens=sequences * length, num_experts=max(run.experts.counts))
     # if evaluation has a capacity, every rank needs whole groups, or the loss would depend on the layout
-    grouped = run.model.layers_with_experts() and run.router.spec.eval_capacity_factor is not None and isinstance(group, int)
+    grouped = run.model.layers_with_experts() and run.router.eval_capacity_factor is not None and isinstance(group, int)
     unit = dp * group if grouped and isinstance(group, int) else dp
     if run.train.eval_sequences % unit:
         raise BadInput(

@@ -13,11 +13,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from parallel.mesh.mesh import divisors
+
 from moe.checks.together import check_run
 from moe.recipe.sections import Run
 from moe.router.slots.groups import needs_group
 from parallel.errors import BadInput
-from parallel.mesh.mesh import divisors
 
 ORIGIN = "--elastic"  # origin of the values changed here
 _TRIES = 8  # numbers of micro-batches tried for one number of processes, fewest first
@@ -118,7 +119,7 @@ def _expert_degrees(run: Run, dp: int) -> list[int | str]:
 
 def _same_size(run: Run) -> bool:
     """Return whether the router decides or balances within a rank's micro-batch. Then that must keep its number of sequences."""
-    spec = run.router.spec
+    spec = run.router
     if not run.model.layers_with_experts():
         return False
     balanced = spec.balance_scope == "micro_batch" and spec.asks_balance

@@ -7,6 +7,10 @@ model on the meta device -> adapters (moe/nn/lora.py), tiles, recompute (memory.
 from __future__ import annotations
 
 import torch
+from parallel.mesh.gradients import data_axis
+from parallel.mesh.layout import Layout
+from parallel.mesh.mesh import Mesh
+from parallel.numerics.precision import DTYPES
 
 from moe.model.initialise import FirstValues, initialise, zero_buffers
 from moe.model.transformer import Transformer, embedding_as_module, moe_layers
@@ -23,10 +27,6 @@ from moe.recipe.hash_table import Table
 from moe.recipe.sections import Run
 from moe.router.own import check_own
 from parallel.errors import BadInput
-from parallel.mesh.gradients import data_axis
-from parallel.mesh.layout import Layout
-from parallel.mesh.mesh import Mesh
-from parallel.numerics.precision import DTYPES
 from parallel.tensor.style import Plan, apply
 
 
@@ -66,7 +66,7 @@ def build(run: Run, mesh: Mesh, *, device: torch.device, table: Table | None = N
         )
     model, _, layouts = laid_out(run, mesh)
     for num_experts in set(model.expert_counts.values()):  # here, because a plan can be made of any recipe and must run none of its code
-        check_own(run.router.spec, num_experts)
+        check_own(run.router, num_experts)
     first = FirstValues(run.model, layouts, mesh, seed=run.train.seed)
     if by_fsdp(run):
         from parallel.data.fsdp import shard  # here, because it takes a second to import

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from parallel.mesh.mesh import Axis, Mesh
 from torch import Tensor
 
 from moe.data.token_shard import TokenShard, order_of
@@ -20,7 +21,6 @@ from moe.nn.core import Bias
 from moe.recipe.sections import Run
 from moe.router.slots.groups import needs_group
 from moe.router.slots.slices import Slices
-from parallel.mesh.mesh import Axis, Mesh
 from parallel.sequence.balanced import Balanced
 from parallel.sequence.colossal_ring import ColossalRing
 from parallel.sequence.method import Method
@@ -77,7 +77,7 @@ def slice_sequences(run: Run, model: Transformer, mesh: Mesh) -> None:
     sp, places = mesh.axis("sp"), tuple(order.places(rank) for rank in range(mesh.axis("sp").size))
     model.whole_sequences = Slices(replace(sp, label="documents"), places).whole_sequences
     for moe in moe_layers(model):
-        if needs_group(run.router.spec):
+        if needs_group(run.router):
             moe.router.slices = Slices(replace(sp, label=moe.router.name), places)
 
 

@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from moe.recipe.load import flat, known_keys
-from moe.recipe.router_spec import RouterSpec
 from moe.recipe.sections import Model, Run
 from moe.recipe.shapes import NORM_EPS
 from parallel.errors import BadInput, did_you_mean
@@ -112,23 +111,20 @@ def function_changes(before: Run, after: Run) -> list[Change]:
 
 
 def _values(run: Run) -> dict[str, Any]:
-    spec = run.router.spec
-    return flat(run) | {f"router.{field.name}": getattr(spec, field.name) for field in fields(RouterSpec)}
+    return flat(run) | {f"router.{key}": value for key, value in run.router}
 
 
 def _function(run: Run) -> dict[str, Any]:
     """Return the values that decide the model's function, without keys that nothing reads."""
     values = _values(run)
-    values["router.bias_rate"] = None if run.router.spec.bias_rate is None else "a bias"  # it starts at zero: only losing one matters
-    values["router.hash_table"] = (
-        None if run.router.spec.hash_table is None else "a table"
-    )  # moe/train/start/resume.py compares its contents
+    values["router.bias_rate"] = None if run.router.bias_rate is None else "a bias"  # it starts at zero: only losing one matters
+    values["router.hash_table"] = None if run.router.hash_table is None else "a table"  # moe/train/start/resume.py compares its contents
     values["experts.ffn"] = run.experts.ffn or run.model.ffn
     defaults = {NORM_EPS[kind] for kind in _norms(run)}
     values["model.norm_eps"] = None if defaults == {run.model.norm_eps} else run.model.norm_eps
     usual = (run.model.head_size or run.model.d_model // run.model.num_heads) ** -0.5
     values["model.scales.attention"] = None if run.model.scales.attention == usual else run.model.scales.attention
-    unread = [f"router.{key}" for key in _OF_CAPACITY] if run.router.spec.eval_capacity_factor is None else []
+    unread = [f"router.{key}" for key in _OF_CAPACITY] if run.router.eval_capacity_factor is None else []
     unread += ["data.vocab_size"] if run.data.tokenizer == "bytes" else []
     unread += _unread_rope(run.model)
     unread += [] if run.lora.rank else ["lora.alpha"]
@@ -142,7 +138,7 @@ def _function(run: Run) -> dict[str, Any]:
 
 def _norms(run: Run) -> set[str]:
     """Return the kinds of norms that read model.norm_eps. Norms of queries, keys and a router's input are always RMSNorms."""
-    routed = run.router.spec.input_norm == "rmsnorm" and run.model.layers_with_experts()
+    routed = run.router.input_norm == "rmsnorm" and run.model.layers_with_experts()
     return {run.model.norm} | ({"rmsnorm"} if routed or run.model.qk_norm != "none" else set())
 
 

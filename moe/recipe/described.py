@@ -6,9 +6,9 @@ import json
 import textwrap
 from typing import Any, get_args
 
-from moe.recipe.load import ALL, field_of, flat, known_keys, names_beside_plugins
+from moe.recipe.load import ALL, choices, field_of, flat, known_keys
 from moe.recipe.plugin import WORDS, Plugin
-from moe.recipe.section import choices_of, takes_number
+from moe.recipe.section import takes_number
 from moe.recipe.sections import Run
 from parallel.errors import BadInput, did_you_mean, some
 
@@ -32,14 +32,8 @@ def keys_of_section(section: str, run: Run | None) -> list[str]:
     return [line for key in keys for line in _lines(key, values[key])]
 
 
-def choices(key: str) -> list[str]:
-    """Return the names that a key takes; none for a key that takes no names or does not exist."""
-    field = field_of(key)
-    return [] if field is None else choices_of(field.annotation)
-
-
 def _lines(key: str, value: Any) -> list[str]:
-    field, names = field_of(key), names_beside_plugins(key) or choices(key)
+    field, names = field_of(key), choices(key)
     kinds = [*names, "a number"] if names and takes_number(field.annotation) else names
     kinds = [*kinds, WORDS] if Plugin in get_args(field.annotation) else kinds
     told = [f"one of {', '.join(kinds)}"] if kinds else []

@@ -8,7 +8,6 @@ Every mistake is reported in one line with its fix; for an unknown key, the fix 
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
@@ -145,7 +144,7 @@ def _merge(fields: dict[str, Any], into: dict[str, Any], origins: dict[str, str]
 
 
 _PRESET = "router.preset"
-_OF_PRESET = ("preset", *(field.name for field in dataclasses.fields(RouterSpec)))
+_OF_PRESET = ("preset", *RouterSpec.model_fields)
 _DROPPED = "; not "  # begins the origin of a value that was dropped together with its preset
 
 
@@ -203,9 +202,9 @@ def load(recipe: str | Path, overrides: Mapping[str, Any] | None = None) -> tupl
     for dotted in known_keys():
         origins.setdefault(dotted, "default")
     check_read(run, origins, file=path.name)
-    for key, value in run.router:
-        if value == "preset":
-            shown, before = json.dumps(getattr(run.router.spec, key)), origins[f"router.{key}"]
+    for key in RouterSpec.model_fields:
+        if key not in run.router.own:
+            shown, before = json.dumps(getattr(run.router, key)), origins[f"router.{key}"]
             note = before if before.startswith(_DROPPED) and not before.startswith(f"{_DROPPED}{shown},") else ""
             origins[f"router.{key}"] = f"{run.router.preset}: {shown}{note}"
     return run, origins
@@ -245,10 +244,20 @@ def field_of(key: str) -> Any:
     return _field(key.split("."))
 
 
+def choices(key: str) -> list[str]:
+    """Return the names that a key takes, built-in and registered ones; none for a key that takes no names or does not exist."""
+    section, _, name = key.partition(".")
+    field = field_of(key)
+    names = [] if field is None else choices_of(field.annotation)
+    if section == "router" and name in RouterSpec.model_fields:
+        names = [*names, "preset"] if takes_number(field.annotation) else ["preset", *names]
+    return [*names, *registered(key)]
+
+
 def names_beside_plugins(key: str) -> list[str]:
-    """Return the names of a key that also takes a user's own part, built-in and registered ones; none for any other key."""
-    field = _field(key.split("."))
-    return [*choices_of(field.annotation), *registered(key)] if field is not None and Plugin in get_args(field.annotation) else []
+    """Return the names of a key that also takes a user's own part; none for any other key."""
+    field = field_of(key)
+    return choices(key) if field is not None and Plugin in get_args(field.annotation) else []
 
 
 def flat(run: Run) -> dict[str, Any]:
@@ -357,17 +366,17 @@ def _explain(error: dict[str, Any], more: int) -> BadInput:
         return BadInput(dotted, got=_shown(error["input"]), needed=f"a section with keys of {inner}", fix=f"write {dotted}: {{key: value}}")
     if error["type"] == "tuple_type":
         return BadInput(dotted, got=_shown(error["input"]), needed="a list", fix=f"write {dotted}: [1, 2] in a file, --{dotted} [1,2] here")
-    choices = [*choices_of(field.annotation), *registered(dotted)] if field else []
+    names = choices(dotted) if field else []
     needed = error["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
     fix = f"set {dotted} to a value like {_shown(field.default)}" if field is not None else f"write {dotted}: {{key: value}}"
-    if choices and error["type"] not in _RANGES:
+    if names and error["type"] not in _RANGES:
         ours = in_our_words(dotted, error["input"])
-        near = ours if ours in choices else did_you_mean(str(error["input"]), choices)
+        near = ours if ours in names else did_you_mean(str(error["input"]), names)
         numbers = " or a number" if field is not None and takes_number(field.annotation) else ""
         numbers += f" or {WORDS}" if field is not None and Plugin in get_args(field.annotation) else ""
-        listed = some(sorted(choices, key=lambda name: name not in registered(dotted)), rest=f"moe show --keys {dotted.rpartition('.')[0]}")
-        needed = f"{listed}{numbers}" if len(choices) > 1 or numbers else f"{choices[0]} (the only choice this version has)"
-        fix = f"did you mean {near}?" if near and near != str(error["input"]) else f"set {dotted} to {choices[0]}"
+        listed = some(sorted(names, key=lambda name: name not in registered(dotted)), rest=f"moe show --keys {dotted.rpartition('.')[0]}")
+        needed = f"{listed}{numbers}" if len(names) > 1 or numbers else f"{names[0]} (the only choice this version has)"
+        fix = f"did you mean {near}?" if near and near != str(error["input"]) else f"set {dotted} to {names[0]}"
     if more > 0:
         fix += f" ({more} more wrong {'value' if more == 1 else 'values'} after this one)"
     return BadInput(dotted, got=_shown(error["input"]), needed=needed, fix=fix)

@@ -1,11 +1,19 @@
-"""The base of all sections of a recipe, and questions about the types of their keys (this file needs no torch)."""
+"""The base of all sections of a recipe, and of their keys (this file needs no torch).
+
+    beta1: float = key(0.9, "of momentum", ge=0, lt=1, alters="training", of="optimizer.kind=adamw|kfac|muon")
+
+Everything about a key stands in its line: type, default, meaning, bounds, what changing it means for a resumed run, and the setting with
+which alone it is read. A section may state the last two for all of its keys. load.py, changes.py, idle.py and described.py read them here.
+"""
 
 from __future__ import annotations
 
 import re
-from typing import Any, Literal, get_args, get_origin
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationInfo, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic.fields import FieldInfo
 
 from moe.recipe.overrides import whole
 from moe.recipe.plugin import GROUPS, by_name, is_plugin
@@ -14,6 +22,50 @@ from parallel.errors import harmless
 _LARGEST = 2**40
 _OCTAL = re.compile(r"\s*[-+]?0[0-9_]+\s*")  # 010 is 8 to YAML and C, 10 to Python
 OneOrMore = BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)  # a name alone is a list of one
+
+
+# shape      decides names and shapes of parameters: a checkpoint that does not fit is refused, with the parameter
+# function   the same shapes, but another function: a trained model would compute something else than it was trained for
+# training   how training continues: its text, batches, optimizer, losses, drops, noise, dtypes
+# cost       speed, memory, layout, checkpoints and records: the same losses, to rounding
+# name       replaced by other keys, which are compared instead
+Alters = Literal["shape", "function", "training", "cost", "name"]
+_Value = TypeVar("_Value")
+
+
+@dataclass(frozen=True)
+class Key:
+    """Facts on a key in addition to its type, bounds and description.
+
+    `alters`: what a change alters if a run is resumed; None: as its section says. "Function" is the model's output for a text in
+    evaluation, so a training capacity is training, and an evaluation capacity function. `of`: the settings with which alone the key is
+    read, each as `key=value|value`, or as `key` for any value but null, 0, false and none.
+    """
+
+    alters: Alters | None = None
+    of: tuple[str, ...] = ()
+
+
+def key(
+    default: _Value,
+    description: str | None = None,
+    *,
+    gt: float | None = None,
+    ge: float | None = None,
+    lt: float | None = None,
+    le: float | None = None,
+    alters: Alters | None = None,
+    of: str | tuple[str, ...] = (),
+) -> _Value:
+    """Describe a section's field: default, meaning, bounds, and the facts of `Key`."""
+    facts: Any = {"key": Key(alters, (of,) if isinstance(of, str) else of)}
+    return Field(default, description=description, gt=gt, ge=ge, lt=lt, le=le, json_schema_extra=facts)
+
+
+def facts_of(field: FieldInfo) -> Key:
+    """Return the facts with which a field was described; none for a field without `key`."""
+    held: Any = field.json_schema_extra
+    return held["key"] if isinstance(held, dict) and "key" in held else Key()
 
 
 def choices_of(annotation: Any) -> list[str]:
@@ -34,7 +86,15 @@ def takes_whole(annotation: Any) -> bool:
 
 
 class Section(BaseModel):
+    """A group of keys. `class Muon(Section, alters="training", of="optimizer.kind=muon")` states facts for all of them."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)
+    all_keys: ClassVar[Key] = Key()
+
+    def __init_subclass__(cls, *, alters: Alters | None = None, of: str | tuple[str, ...] = (), **rest: Any) -> None:
+        super().__init_subclass__(**rest)
+        if alters is not None or of:
+            cls.all_keys = Key(alters, (of,) if isinstance(of, str) else of)
 
     @field_validator("*", mode="before")
     @classmethod

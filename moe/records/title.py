@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from parallel.process.process import World
+
 from moe.plan.job.flops import size
 from moe.plan.pipeline import described
 from moe.recipe.sections import Run
-from parallel.process.process import World
 
 
 def title(run: Run, world: World) -> list[str]:
@@ -30,7 +31,7 @@ def title(run: Run, world: World) -> list[str]:
     if d.pp > 1:
         lines.append(described(run))
     if run.model.layers_with_experts():
-        lines.append(f"router {run.router.preset}{', but ' if run.router.unlike_preset else ''}{_listed(run.router.unlike_preset)}")
+        lines.append(f"router {run.router.preset}{', but ' if run.router.own else ''}{_listed(run.router.own)}")
     return lines
 
 

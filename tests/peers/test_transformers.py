@@ -6,11 +6,11 @@ Their layouts: Switch keeps one Linear ([out, in]) per expert; Mixtral keeps `ga
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from moe.router.losses.balance import balance_loss, z_loss
 from torch import Tensor, nn
 
 from moe.experts.layer import MoELayer
@@ -18,7 +18,6 @@ from moe.nn.attention import RelativeBias
 from moe.nn.context import Context
 from moe.nn.linear import Norm
 from moe.recipe import sections
-from moe.router.losses.balance import balance_loss, z_loss
 from moe.router.router import Routing
 
 pytest.importorskip("transformers", reason="pip install moe-parallel[hf]")
@@ -128,7 +127,7 @@ def test_jitter_spares_the_input_of_our_experts_and_not_of_theirs() -> None:
     twin_BLD = x_BLD.clone()
     theirs.train()(twin_BLD)
     assert not torch.equal(twin_BLD, x_BLD)
-    ours.router.spec = replace(ours.router.spec, jitter=0.9)
+    ours.router.spec = ours.router.spec.model_copy(update={"jitter": 0.9})
     before = x_BLD.clone()
     ours.train()(x_BLD, context())
     assert torch.equal(x_BLD, before)

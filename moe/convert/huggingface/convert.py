@@ -22,6 +22,11 @@ from typing import Any
 
 import torch
 import yaml
+from parallel.mesh.mesh import Degrees, Mesh
+from parallel.numerics.precision import DTYPES, LossScale
+from parallel.store import checkpoint
+from parallel.store.checkpoint import Piece
+from parallel.store.files import read_text, user_path
 from torch import Tensor
 
 from moe.checks.together import check_together
@@ -44,11 +49,6 @@ from moe.train.start.adapters import whole
 from moe.train.start.kept import KEPT, kept
 from moe.train.start.state import EXTRA, Counters
 from parallel.errors import BadInput, some
-from parallel.mesh.mesh import Degrees, Mesh
-from parallel.numerics.precision import DTYPES, LossScale
-from parallel.store import checkpoint
-from parallel.store.checkpoint import Piece
-from parallel.store.files import read_text, user_path
 
 PREFIX = "hf:"
 CAME_IN = "dtypes.json"  # among the kept files: of the tensors
@@ -73,7 +73,7 @@ def shapes_of(run: Run) -> Shapes:
 
 def biases_of(run: Run) -> Shapes:
     """Of every selection bias of a router, which is no parameter."""
-    sparse = run.model.layers_with_experts() if run.router.spec.bias_rate is not None else ()
+    sparse = run.model.layers_with_experts() if run.router.bias_rate is not None else ()
     return {f"layers.{layer}.router.bias": (run.experts.of_layer(nth),) for nth, layer in enumerate(sparse)}
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from moe.plan.choose.legal import grid_of
 from moe.plan.job.network import Plan
 from moe.plan.job.of_recipe import plan_of, stage_layers
+
 from moe.recipe.sections import Run, Sequence
 from parallel.errors import BadInput
 
@@ -77,7 +78,7 @@ def _changed(plan: Plan, run: Run) -> Run:
 
 def _evaluated(plan: Plan, run: Run) -> int:
     """Round train.eval_sequences up to a number that the ranks' checks accept; otherwise 64 sequences would rule out dp 6."""
-    unit, spec = plan.dp, run.router.spec
+    unit, spec = plan.dp, run.router
     if run.model.layers_with_experts():
         grouped = isinstance(spec.group, int) and (plan.tp > 1 or spec.eval_capacity_factor is not None)
         unit *= plan.tp * (int(spec.group) if grouped else 1)

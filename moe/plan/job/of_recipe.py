@@ -13,6 +13,7 @@ from moe.plan.job.network import Adapters, Experts, Latent, Network, Plan, Route
 from moe.plan.job.optimizer import optimizer_bytes
 from moe.plan.job.stages import layer_flops
 from moe.plan.job.states import BF16, FP32, FP32_AND_COPY, MIXED, MIXED_FP32_GRADIENTS, Storage
+
 from moe.recipe.sections import Model, Run
 from moe.recipe.shapes import GATED, T5_BUCKETS
 from moe.router.methods.catalog import method_of
@@ -86,7 +87,7 @@ def _latent(m: Model) -> Latent | None:
 
 
 def _experts(run: Run) -> Experts | None:
-    m, e, spec = run.model, run.experts, run.router.spec
+    m, e, spec = run.model, run.experts, run.router
     sparse = m.layers_with_experts()
     if not sparse:
         return None

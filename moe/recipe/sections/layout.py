@@ -4,77 +4,66 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
-
-from moe.recipe.section import Section
+from moe.recipe.section import Section, key
 
 
-class Parallel(Section):
+class Parallel(Section, alters="cost"):
     """Ways to split the work; `auto` dp fills the processes, `auto` ep is the largest divisor of dp * sp * tp / etp and experts."""
 
     dp: int | Literal["auto"] = "auto"
     ep: int | Literal["auto"] = "auto"
-    etp: int = Field(1, description="ranks that share each expert's matrices, split by hidden units")
-    tp: int = Field(1, description="tensor parallelism: ranks that share each dense layer's matrices, as tensor.kind says")
-    sp: int = Field(1, description="sequence parallelism: ranks that each hold a shard of every sequence (section sequence)")
-    pp: int = Field(1, description="pipeline parallelism: ranks that each hold one or more stages")
+    etp: int = key(1, "ranks that share each expert's matrices, split by hidden units")
+    tp: int = key(1, "tensor parallelism: ranks that share each dense layer's matrices, as tensor.kind says")
+    sp: int = key(1, "sequence parallelism: ranks that each hold a shard of every sequence (section sequence)")
+    pp: int = key(1, "pipeline parallelism: ranks that each hold one or more stages")
 
 
-class Offload(Section):
+class Offload(Section, alters="cost"):
     """The place of states that do not stay on the device."""
 
-    optimizer: Literal["none", "cpu", "nvme"] = Field(
-        "none", description="of zero: optimizer states, which are master weights and moments; nvme: stage 3"
+    optimizer: Literal["none", "cpu", "nvme"] = key(
+        "none", "of zero: optimizer states, which are master weights and moments; nvme: stage 3"
     )
-    parameters: Literal["none", "cpu", "nvme"] = Field("none", description="of zero stage 3: a rank's shard of the working weights")
-    path: str | None = Field(None, description="of nvme: a folder on the disk")
+    parameters: Literal["none", "cpu", "nvme"] = key("none", "of zero stage 3: a rank's shard of the working weights")
+    path: str | None = key(None, "of nvme: a folder on the disk")
 
 
-class Sharding(Section):
+class Sharding(Section, alters="cost"):
     kind: Literal["dp", "ddp", "fsdp", "zero"] = "ddp"
-    replicas: int = Field(
-        2, gt=1, description="of dp: copies of the model in the one process, each on a GPU of its own if there are enough"
-    )
-    stage: Literal[0, 1, 2, 3] = Field(1, description="of zero: 0 shards nothing, 1 optimizer states, 2 gradients too, 3 weights too")
-    engine: Literal["auto", "deepspeed", "fsdp"] = Field("auto", description="of zero: engine that carries the stage out")
+    replicas: int = key(2, "of dp: copies of the model in the one process, each on a GPU of its own if there are enough", gt=1)
+    stage: Literal[0, 1, 2, 3] = key(1, "of zero: 0 shards nothing, 1 optimizer states, 2 gradients too, 3 weights too")
+    engine: Literal["auto", "deepspeed", "fsdp"] = key("auto", "of zero: engine that carries the stage out")
     offload: Offload = Offload()
-    reshard: bool = Field(
-        True, description="of fsdp: free gathered weights after the forward pass and gather them again for the backward pass"
-    )
-    prefetch: int = Field(1, ge=0, description="of fsdp: number of blocks gathered ahead of the running one")
-    allow_slow: bool = Field(False, description="of fsdp and zero 2, 3 with degrees.pp above 1: run it, by FSDP without reshard")
+    reshard: bool = key(True, "of fsdp: free gathered weights after the forward pass and gather them again for the backward pass")
+    prefetch: int = key(1, "of fsdp: number of blocks gathered ahead of the running one", ge=0)
+    allow_slow: bool = key(False, "of fsdp and zero 2, 3 with degrees.pp above 1: run it, by FSDP without reshard")
 
 
-class Tensor(Section):
-    kind: Literal["1d", "2d", "2.5d", "3d", "dtensor", "copied"] = Field(
+class Tensor(Section, alters="cost"):
+    kind: Literal["1d", "2d", "2.5d", "3d", "dtensor", "copied"] = key(
         "1d",
-        description="1d: heads, hidden units and vocabulary over tp (Megatron-LM); 2d (q x q ranks), 2.5d (depth x q x q), 3d (q x q x q): "
+        "1d: heads, hidden units and vocabulary over tp (Megatron-LM); 2d (q x q ranks), 2.5d (depth x q x q), 3d (q x q x q): "
         "weights and activations in blocks; dtensor: 1d by torch's DTensor; copied: each rank of tp has all weights and "
         "the same tokens, a check of engines",
     )
-    depth: int | None = Field(None, gt=0, description="of 2.5d: number of grids of q x q ranks; null: the smallest above 1")
-    sequence_parallel: bool = Field(
-        False,
-        description="of 1d and dtensor: between layers, in norms and dropout too, each rank of tp has a shard of every sequence",
+    depth: int | None = key(None, "of 2.5d: number of grids of q x q ranks; null: the smallest above 1", gt=0)
+    sequence_parallel: bool = key(
+        False, "of 1d and dtensor: between layers, in norms and dropout too, each rank of tp has a shard of every sequence"
     )
-    overlap_chunks: int = Field(
-        1,
-        gt=0,
-        description="of 1d: chunks of tokens in a layer's products; one is computed while another is summed or gathered",
-    )
+    overlap_chunks: int = key(1, "of 1d: chunks of tokens in a layer's products; one is computed while another is summed or gathered", gt=0)
 
 
-class Sequence(Section):
+class Sequence(Section, alters="cost"):
     """Sequence parallelism over degrees.sp ranks: the positions that each rank holds, and the method of attention."""
 
-    kind: Literal["ring", "lightseq", "colossal_ring", "ulysses"] = Field(
-        "ring", description="ring: keys go round; lightseq: idle ranks help; colossal_ring: whole scores; ulysses: ranks trade heads"
+    kind: Literal["ring", "lightseq", "colossal_ring", "ulysses"] = key(
+        "ring", "ring: keys go round; lightseq: idle ranks help; colossal_ring: whole scores; ulysses: ranks trade heads"
     )
-    order: Literal["contiguous", "striped", "zigzag"] | None = Field(
-        None, description="positions that a rank holds; null: zigzag for ring, which gives ranks equal work, else contiguous"
+    order: Literal["contiguous", "striped", "zigzag"] | None = key(
+        None, "positions that a rank holds; null: zigzag for ring, which gives ranks equal work, else contiguous"
     )
-    heads: int = Field(1, gt=0, description="number of neighbours on sp that trade heads for tokens inside the ring; ulysses: all")
-    keep_attention: bool = Field(False, description="with recompute full: keep attention's output, so that keys are not sent a second time")
+    heads: int = key(1, "number of neighbours on sp that trade heads for tokens inside the ring; ulysses: all", gt=0)
+    keep_attention: bool = key(False, "with recompute full: keep attention's output, so that keys are not sent a second time")
 
     def heads_of(self, sp: int) -> int:
         """Number of neighbours on the sp axis that trade heads for tokens."""
@@ -86,42 +75,40 @@ class Sequence(Section):
         return self.order or ("zigzag" if self.kind == "ring" else "contiguous")
 
 
-class Pipeline(Section):
+class Pipeline(Section, alters="cost"):
     """Layers cut into stages on degrees.pp ranks. Without stages only `microbatches` has an effect."""
 
-    schedule: str = Field("1f1b", description="a name that moe simulate lists, or a file of actions, *.csv")
-    microbatches: int = Field(1, gt=0, le=100_000, description="micro-batches in each rank's share of the batch; gradients accumulate")
-    chunks: int | None = Field(None, gt=0, le=10_000, description="stages of a rank; null: the schedule's own number, 2 if it can vary")
-    layers: tuple[int, ...] | None = Field(None, description="number of layers of each stage; null: cut by FLOPs")
-    drain_every: int = Field(16, gt=0, le=1000, description="of pipedream and two_bw: steps between two drains")
-    vertical_sync: bool = Field(False, description="of pipedream: every stage reads the version that the first one reads")
-    pipelines: int | None = Field(
-        None, gt=1, description="of chimera: pipelines through the same ranks, half of them in each direction; null: 2"
-    )
-    energy_plan: str | None = Field(None, description="a file by moe energy --out: its order, and its clocks if NVML may set them")
+    schedule: str = key("1f1b", "a name that moe simulate lists, or a file of actions, *.csv", alters="training")
+    microbatches: int = key(1, "micro-batches in each rank's share of the batch; gradients accumulate", gt=0, le=100_000)
+    chunks: int | None = key(None, "stages of a rank; null: the schedule's own number, 2 if it can vary", gt=0, le=10_000)
+    layers: tuple[int, ...] | None = key(None, "number of layers of each stage; null: cut by FLOPs")
+    drain_every: int = key(16, "of pipedream and two_bw: steps between two drains", gt=0, le=1000, alters="training")
+    vertical_sync: bool = key(False, "of pipedream: every stage reads the version that the first one reads", alters="training")
+    pipelines: int | None = key(None, "of chimera: pipelines through the same ranks, half of them in each direction; null: 2", gt=1)
+    energy_plan: str | None = key(None, "a file by moe energy --out: its order, and its clocks if NVML may set them")
 
 
-class Tiling(Section):
+class Tiling(Section, alters="cost"):
     """Large matrices cut into tiles, each a separate parameter that an engine gathers, steps and frees on its own."""
 
-    ffn: int = Field(1, gt=0, description="tiles of feed-forward networks and experts, by hidden units")
-    head: int = Field(1, gt=0, description="tiles of the embedding table and the vocabulary projection, by tokens of the vocabulary")
+    ffn: int = key(1, "tiles of feed-forward networks and experts, by hidden units", gt=0)
+    head: int = key(1, "tiles of the embedding table and the vocabulary projection, by tokens of the vocabulary", gt=0)
 
 
-class Recompute(Section):
+class Recompute(Section, alters="cost"):
     """Activations that are computed again in the backward pass instead of kept."""
 
-    kind: Literal["none", "full", "selective"] = Field("none", description="full: whole blocks; selective: their feed-forward or MoE part")
-    every: int = Field(1, gt=0, description="of every n-th block (2: blocks 0, 2, ...)")
-    loss_chunks: int = Field(1, gt=0, description="chunks of tokens for logits and cross-entropy, computed again in the backward pass")
+    kind: Literal["none", "full", "selective"] = key("none", "full: whole blocks; selective: their feed-forward or MoE part")
+    every: int = key(1, "of every n-th block (2: blocks 0, 2, ...)", gt=0)
+    loss_chunks: int = key(1, "chunks of tokens for logits and cross-entropy, computed again in the backward pass", gt=0)
 
     def of_layer(self, layer: int) -> Literal["none", "full", "selective"]:
         return self.kind if layer % self.every == 0 else "none"
 
 
-class Precision(Section):
+class Precision(Section, alters="training"):
     """One policy for dense and sparse: parameters are stored in `master`, matrix products run in `compute`, all sums are fp32."""
 
-    compute: Literal["auto", "fp32", "bf16", "fp16"] = Field("fp32", description="auto: bf16 if every processor has it, else fp32")
+    compute: Literal["auto", "fp32", "bf16", "fp16"] = key("fp32", "auto: bf16 if every processor has it, else fp32")
     master: Literal["fp32", "bf16"] = "fp32"
     loss_scale: Literal["none", "dynamic"] | float = "none"

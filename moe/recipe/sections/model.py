@@ -6,34 +6,28 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from pydantic import Field
-
-from moe.recipe.section import Section
+from moe.recipe.section import Section, key
 from moe.recipe.spans import Spans, spans_of
 
 
-class Rope(Section):
+class Rope(Section, alters="function"):
     """Rotary positions: the angle by which channels turn, and its stretch to sequences longer than in training."""
 
-    base: float = Field(10_000.0, gt=1, description="channel pair i of C / 2 turns by position / base^(2 i / C)")
-    scaling: Literal["none", "linear", "ntk", "dynamic", "llama3", "yarn"] = Field(
+    base: float = key(10_000.0, "channel pair i of C / 2 turns by position / base^(2 i / C)", gt=1)
+    scaling: Literal["none", "linear", "ntk", "dynamic", "llama3", "yarn"] = key(
         "none",
-        description="linear: all pairs turn slower by factor; ntk: mainly the slowest, by a larger base; dynamic: ntk beyond "
+        "linear: all pairs turn slower by factor; ntk: mainly the slowest, by a larger base; dynamic: ntk beyond "
         "trained_length, by each sequence's length; llama3, yarn: only pairs that turn slowly in trained_length",
     )
-    factor: float = Field(1.0, ge=1, description="of scaling: factor by which sequences are longer")
-    trained_length: int | None = Field(None, gt=0, description="of dynamic, llama3 and yarn: sequence length before the stretch")
-    low: float = Field(1.0, gt=0, description="of llama3 and yarn: a pair with fewer turns in trained_length is slowed by factor")
-    high: float | None = Field(None, gt=0, description="a pair with more turns stays unchanged; null: 4 for llama3, 32 for yarn")
-    whole_pairs: bool = Field(True, description="of yarn: both limits are rounded outwards to whole pairs; GPT-OSS: false")
-    mscale: float = Field(1.0, ge=0, description="of yarn: cos and sin times (0.1 mscale ln(factor) + 1) / (0.1 mscale_all ln(factor) + 1)")
-    mscale_all: float = Field(
-        0.0, ge=0, description="of yarn with latents: logits times the square of 0.1 mscale_all ln(factor) + 1 (DeepSeek)"
-    )
-    pairs: Literal["halves", "neighbours"] = Field("halves", description="channels that turn together: i and i + C / 2, or 2 i and 2 i + 1")
-    fraction: float = Field(
-        1.0, gt=0, le=1, description="share of a head's channels that turn, the first ones; C is their number (GLM-4.5: 0.5)"
-    )
+    factor: float = key(1.0, "of scaling: factor by which sequences are longer", ge=1)
+    trained_length: int | None = key(None, "of dynamic, llama3 and yarn: sequence length before the stretch", gt=0)
+    low: float = key(1.0, "of llama3 and yarn: a pair with fewer turns in trained_length is slowed by factor", gt=0)
+    high: float | None = key(None, "a pair with more turns stays unchanged; null: 4 for llama3, 32 for yarn", gt=0)
+    whole_pairs: bool = key(True, "of yarn: both limits are rounded outwards to whole pairs; GPT-OSS: false")
+    mscale: float = key(1.0, "of yarn: cos and sin times (0.1 mscale ln(factor) + 1) / (0.1 mscale_all ln(factor) + 1)", ge=0)
+    mscale_all: float = key(0.0, "of yarn with latents: logits times the square of 0.1 mscale_all ln(factor) + 1 (DeepSeek)", ge=0)
+    pairs: Literal["halves", "neighbours"] = key("halves", "channels that turn together: i and i + C / 2, or 2 i and 2 i + 1")
+    fraction: float = key(1.0, "share of a head's channels that turn, the first ones; C is their number (GLM-4.5: 0.5)", gt=0, le=1)
 
     def turning(self, channels: int) -> int:
         """Number of a head's channels that turn: rounded down, as transformers does."""
@@ -61,40 +55,34 @@ class Rope(Section):
         return self.high or {"llama3": 4.0, "yarn": 32.0}[self.scaling]
 
 
-class Swiglu(Section):
+class Swiglu(Section, alters="function"):
     """Gating of swiglu networks: h = min(x w1, limit), g = x w3 within +-limit, and (h sigmoid(alpha h)) (g + offset)."""
 
-    alpha: float = Field(1.0, gt=0, le=1e3, description="GPT-OSS: 1.702")
-    limit: float | None = Field(None, ge=1e-3, description="null: none; GPT-OSS: 7")
-    offset: float = Field(0.0, ge=-1e3, le=1e3, description="GPT-OSS: 1")
+    alpha: float = key(1.0, "GPT-OSS: 1.702", gt=0, le=1e3)
+    limit: float | None = key(None, "null: none; GPT-OSS: 7", ge=1e-3)
+    offset: float = key(0.0, "GPT-OSS: 1", ge=-1e3, le=1e3)
 
     @property
     def bound(self) -> float:
         return self.limit or math.inf
 
 
-class Scales(Section):
+class Scales(Section, alters="function"):
     """Factors on a model's activations (Granite), with which a small model's learning rate also fits a large one."""
 
-    embedding: float = Field(1.0, ge=1e-6, le=1e6, description="factor on the embedding's output (Granite)")
-    residual: float = Field(
-        1.0, ge=1e-6, le=1e6, description="factor on the outputs of attention, network and experts before they are added"
-    )
-    attention: float | None = Field(None, ge=1e-6, le=1e6, description="on attention's logits; null: 1 / sqrt(channels of a head)")
-    head: float = Field(1.0, ge=1e-6, le=1e6, description="divisor of the vocabulary's logits")
+    embedding: float = key(1.0, "factor on the embedding's output (Granite)", ge=1e-6, le=1e6)
+    residual: float = key(1.0, "factor on the outputs of attention, network and experts before they are added", ge=1e-6, le=1e6)
+    attention: float | None = key(None, "on attention's logits; null: 1 / sqrt(channels of a head)", ge=1e-6, le=1e6)
+    head: float = key(1.0, "divisor of the vocabulary's logits", ge=1e-6, le=1e6)
 
 
-class Latent(Section):
+class Latent(Section, alters="shape"):
     """Multi-head latent attention (DeepSeek-V2): keys and values of all heads are computed from one small vector a token."""
 
-    key_rank: int | None = Field(None, gt=0, description="channels of the latent vector; null: attention without latents")
-    query_rank: int | None = Field(
-        None, gt=0, description="channels of a second latent, for queries; null: queries come from the token itself"
-    )
-    rotary_size: int | None = Field(
-        None, gt=0, description="channels of a head that turn, in addition to head_size; null: half of head_size"
-    )
-    value_size: int | None = Field(None, gt=0, description="channels of a head's values; null: head_size")
+    key_rank: int | None = key(None, "channels of the latent vector; null: attention without latents", gt=0)
+    query_rank: int | None = key(None, "channels of a second latent, for queries; null: queries come from the token itself", gt=0)
+    rotary_size: int | None = key(None, "channels of a head that turn, in addition to head_size; null: half of head_size", gt=0)
+    value_size: int | None = key(None, "channels of a head's values; null: head_size", gt=0)
 
 
 @dataclass(frozen=True)
@@ -111,60 +99,60 @@ class LatentSizes:
         return self.content + self.rotary
 
 
-class Model(Section):
+class Model(Section, alters="shape"):
     """The Transformer around the experts."""
 
-    kind: Literal["decoder", "encoder_decoder"] = Field("decoder", description="encoder_decoder: as T5 and Switch, with data.objective")
-    vocab_size: int | None = Field(None, gt=0, description="null: the tokenizer's, and the objective's sentinels")
-    num_layers: int = Field(4, gt=0, le=10_000, description="of encoder_decoder: layers of both halves, the encoder's first")
-    encoder_layers: int | None = Field(
-        None, gt=0, le=10_000, description="of encoder_decoder: the encoder's part of num_layers; null: half"
-    )
-    d_model: int = Field(256, gt=0)
-    num_heads: int = Field(4, gt=0)
-    num_kv_heads: int | None = Field(None, gt=0, description="grouped-query attention; null: as many as num_heads")
-    head_size: int | None = Field(None, gt=0, description="null: d_model / num_heads")
-    d_ff: int = Field(1024, gt=0)
-    ffn: Literal["relu", "gelu", "geglu", "swiglu"] = "gelu"
+    kind: Literal["decoder", "encoder_decoder"] = key("decoder", "encoder_decoder: as T5 and Switch, with data.objective")
+    vocab_size: int | None = key(None, "null: the tokenizer's, and the objective's sentinels", gt=0)
+    num_layers: int = key(4, "of encoder_decoder: layers of both halves, the encoder's first", gt=0, le=10_000)
+    encoder_layers: int | None = key(None, "of encoder_decoder: the encoder's part of num_layers; null: half", gt=0, le=10_000)
+    d_model: int = key(256, gt=0)
+    num_heads: int = key(4, gt=0, alters="function")
+    num_kv_heads: int | None = key(None, "grouped-query attention; null: as many as num_heads", gt=0)
+    head_size: int | None = key(None, "null: d_model / num_heads", gt=0)
+    d_ff: int = key(1024, gt=0)
+    ffn: Literal["relu", "gelu", "geglu", "swiglu"] = key("gelu", alters="function")
     swiglu: Swiglu = Swiglu()
-    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
-    norm_eps: float | None = Field(None, gt=0, le=1, description="added to the mean square; null: 1e-6 for rmsnorm, 1e-5 for layernorm")
-    qk_norm: Literal["none", "heads", "whole"] = Field(
-        "none", description="RMSNorm of queries and of keys: of each head (Qwen3), or of all heads' channels together (OLMoE)"
+    norm: Literal["rmsnorm", "layernorm"] = key("rmsnorm", alters="function")
+    norm_eps: float | None = key(
+        None, "added to the mean square; null: 1e-6 for rmsnorm, 1e-5 for layernorm", gt=0, le=1, alters="function"
     )
-    qkv_bias: bool = Field(False, description="a bias after the products for queries, keys and values (Qwen2)")
-    clip_qkv: float | None = Field(
-        None, ge=1e-3, description="queries, keys and values are kept within +-this (OLMo, DBRX); null: as they are"
+    qk_norm: Literal["none", "heads", "whole"] = key(
+        "none", "RMSNorm of queries and of keys: of each head (Qwen3), or of all heads' channels together (OLMoE)"
     )
-    out_bias: bool = Field(False, description="a bias after attention's last product (GPT-OSS)")
-    attention_sinks: bool = Field(
-        False, description="a learned logit a head, which takes a share of the softmax and adds no value (GPT-OSS)"
+    qkv_bias: bool = key(False, "a bias after the products for queries, keys and values (Qwen2)")
+    clip_qkv: float | None = key(
+        None, "queries, keys and values are kept within +-this (OLMo, DBRX); null: as they are", ge=1e-3, alters="function"
     )
-    sliding_window: int | None = Field(
-        None, gt=0, description="number of tokens that a token sees, itself the last (Mistral); null: all before it"
+    out_bias: bool = key(False, "a bias after attention's last product (GPT-OSS)")
+    attention_sinks: bool = key(False, "a learned logit a head, which takes a share of the softmax and adds no value (GPT-OSS)")
+    sliding_window: int | None = key(
+        None, "number of tokens that a token sees, itself the last (Mistral); null: all before it", gt=0, alters="function"
     )
-    sliding_layers: tuple[int, ...] | None = Field(None, description="layers with sliding_window by number; null: all")
-    positions: Literal["rotary", "t5"] = Field("rotary", description="t5: relative position bias, 32 buckets")
+    sliding_layers: tuple[int, ...] | None = key(None, "layers with sliding_window by number; null: all", alters="function")
+    positions: Literal["rotary", "t5"] = key("rotary", "t5: relative position bias, 32 buckets", alters="function")
     rope: Rope = Rope()
     latent: Latent = Latent()
     scales: Scales = Scales()
-    logit_cap: float | None = Field(
-        None, ge=1e-3, le=1e6, description="c of c tanh(l / c), which bounds the vocabulary's logits (Gemma 2); null: none"
+    logit_cap: float | None = key(
+        None, "c of c tanh(l / c), which bounds the vocabulary's logits (Gemma 2); null: none", ge=1e-3, le=1e6, alters="function"
     )
-    document_mask: bool = Field(False, description="attention sees only tokens of the same document, if a sequence packs several")
-    document_separator: int | None = Field(
-        None, ge=0, description="the id that begins a document for document_mask; null: the project's own, 0"
+    document_mask: bool = key(False, "attention sees only tokens of the same document, if a sequence packs several", alters="function")
+    document_separator: int | None = key(
+        None, "the id that begins a document for document_mask; null: the project's own, 0", ge=0, alters="function"
     )
-    max_length: int = Field(256, gt=0, le=2**30, description="tokens in one sequence; of encoder_decoder: tokens that the encoder reads")
-    moe_every: int = Field(0, ge=0, description="every n-th layer, of each half, has experts (2: layers 1, 3, ...); 0: dense")
-    moe_layers: tuple[int, ...] | None = Field(None, description="layers with experts by number, instead of moe_every")
+    max_length: int = key(
+        256, "tokens in one sequence; of encoder_decoder: tokens that the encoder reads", gt=0, le=2**30, alters="training"
+    )
+    moe_every: int = key(0, "every n-th layer, of each half, has experts (2: layers 1, 3, ...); 0: dense", ge=0)
+    moe_layers: tuple[int, ...] | None = key(None, "layers with experts by number, instead of moe_every")
     tied_embeddings: bool = True
-    ahead: int = Field(
-        0, ge=0, le=16, description="multi-token prediction in training: tokens predicted after the next one (DeepSeek-V3: 1)"
+    ahead: int = key(0, "multi-token prediction in training: tokens predicted after the next one (DeepSeek-V3: 1)", ge=0, le=16)
+    ahead_weight: float = key(
+        0.3, "weight of the multi-token prediction loss; DeepSeek-V3: 0.3, later 0.1", ge=0, le=1e6, alters="training"
     )
-    ahead_weight: float = Field(0.3, ge=0, le=1e6, description="weight of the multi-token prediction loss; DeepSeek-V3: 0.3, later 0.1")
-    dropout: float = Field(0.0, ge=0, lt=1)
-    init_scale: float = Field(1.0, ge=1e-12, le=1e6, description="s of sigma = sqrt(s / fan_in), truncated normal; Switch: 0.1")
+    dropout: float = key(0.0, ge=0, lt=1, alters="training")
+    init_scale: float = key(1.0, "s of sigma = sqrt(s / fan_in), truncated normal; Switch: 0.1", ge=1e-12, le=1e6, alters="training")
 
     def layers_with_experts(self) -> tuple[int, ...]:
         if self.moe_layers is not None:

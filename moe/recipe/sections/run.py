@@ -60,7 +60,7 @@ class Run(Section):
             "dispatch.kind": self.dispatch.kind,
         }
         if self.model.layers_with_experts():
-            values |= {"router.score": self.router.spec.score, "router.select": self.router.spec.select}
+            values |= {"router.score": self.router.score, "router.select": self.router.select}
         return {key: value for key, value in values.items() if is_plugin(value)}
 
     def resolve(self, world_size: int) -> Run:

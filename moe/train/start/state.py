@@ -9,6 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from parallel.mesh.collectives import largest
+from parallel.mesh.layout import Box, Layout, dense
+from parallel.mesh.mesh import Mesh
+from parallel.numerics.precision import LossScale
+from parallel.store import checkpoint
+from parallel.store.checkpoint import Piece
+from parallel.store.stored import Reader, Unreadable, check_same_parameters, finite
+from parallel.watch.outcome import of_all
 from torch import Tensor, nn
 
 from moe.checks.begins import no_checkpoint
@@ -23,14 +31,6 @@ from parallel.data.engine import Engine
 from parallel.errors import BadInput
 from parallel.kfac.grafted import Curved
 from parallel.kfac.kfac import Kfac
-from parallel.mesh.collectives import largest
-from parallel.mesh.layout import Box, Layout, dense
-from parallel.mesh.mesh import Mesh
-from parallel.numerics.precision import LossScale
-from parallel.store import checkpoint
-from parallel.store.checkpoint import Piece
-from parallel.store.stored import Reader, Unreadable, check_same_parameters, finite
-from parallel.watch.outcome import of_all
 
 FACTOR = "kfac.{}"  # kinds of K-FAC's tensors, which have their own layout
 SQUARES = "exp_avg_sq"  # prefix of the kinds that are means of squares
@@ -305,7 +305,7 @@ def load_extra(reader: Reader, model: nn.Module, *, log: Callable[[str], None], 
     """
     stored, held = reader.names(EXTRA), extra_state(model)
     before = build_run(reader.state["recipe"])
-    saved = reader.state["counters"]["step"] > 0 and before.router.spec.bias_rate is not None  # a converted model may lack them
+    saved = reader.state["counters"]["step"] > 0 and before.router.bias_rate is not None  # a converted model may lack them
     for name, tensor in held.items():
         lost = name not in stored and saved and _layer(name) in before.model.layers_with_experts()
         if lost or stored.get(name, tuple(tensor.shape)) != tuple(tensor.shape):

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
 import torch
+from moe.train.use.sampling import Sampling
 from torch import Tensor
 
 from moe.model.transformer import Block, Output, Transformer, moe_layers
@@ -24,7 +24,6 @@ from moe.nn.context import Context
 from moe.nn.latent import LatentAttention
 from moe.nn.routing_record import RoutingRecord
 from moe.router.methods.catalog import method_of
-from moe.train.use.sampling import Sampling
 from parallel.errors import BadInput
 
 # B texts, S tokens of a context, V vocabulary
@@ -157,7 +156,7 @@ def for_continuing(model: Transformer) -> None:
     for layer in moe_layers(model):
         layer.reporting = False
         if method_of(layer.router.spec).tokens_choose:
-            layer.router.spec = replace(layer.router.spec, eval_capacity_factor=None)
+            layer.router.spec = layer.router.spec.model_copy(update={"eval_capacity_factor": None})
 
 
 @torch.no_grad()

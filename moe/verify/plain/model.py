@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-
-from moe.recipe.sections import Model, Rope, Run
 from moe.verify.plain.batches import PADDING, predicted
 from moe.verify.plain.batches import ids as ids_of
 from moe.verify.plain.layer import Kind, Layer, Tokens, Weights, moe_layer, network, wide
+from torch import Tensor
+
+from moe.recipe.sections import Model, Rope, Run
 
 # B batch, L length, D model, H heads, C channels of a head, T = B*L tokens
 
@@ -166,7 +166,7 @@ def dense_or_experts(
         return out
     nth = model.layers_with_experts().index(number)
     count = experts.of_layer(nth) + experts.skip + experts.zero
-    kind = Kind(run.router.spec, count, experts.ffn or model.ffn, experts.dropout, gating, experts.skip, experts.zero, model.norm_eps)
+    kind = Kind(run.router, count, experts.ffn or model.ffn, experts.dropout, gating, experts.skip, experts.zero, model.norm_eps)
     layers[name] = layer = moe_layer(seen, weights, name, tokens, kind, cast)
     note(f"{name}.router", layer.gates)
     out = beside(seen, layer.y, weights, name, kind, cast)

@@ -12,6 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from moe.train.loop import trainer
+from moe.train.start import opening
+from moe.train.start.restore import restore
+from parallel.mesh.mesh import Degrees, Mesh
+from parallel.process.process import World
+from parallel.store.checkpoint import numbered
+from parallel.store.stored import Reader
 from torch import Tensor
 
 from moe.checks.together import check_run
@@ -30,14 +37,7 @@ from moe.recipe.presets import PRESETS
 from moe.recipe.sections import Run
 from moe.records import metrics
 from moe.router.router import Router
-from moe.train.loop import trainer
-from moe.train.start import opening
-from moe.train.start.restore import restore
 from parallel.errors import BadInput
-from parallel.mesh.mesh import Degrees, Mesh
-from parallel.process.process import World
-from parallel.store.checkpoint import numbered
-from parallel.store.stored import Reader
 from tests.support import trained
 
 # layers 1 and 3 of 4 become sparse; sizes as in tests/support/trained.py: D 16, F 24
@@ -393,7 +393,7 @@ def test_what_gates_sum_to_is_what_the_router_gives(preset: str) -> None:
     settings = build_run({"router": {"preset": preset}}).router
     if preset != "expert_choice":  # which cannot be without
         settings = settings.model_copy(update={"capacity_factor": None, "eval_capacity_factor": None})
-    router = Router(settings.spec, num_experts=64, d_model=8).eval()
+    router = Router(settings, num_experts=64, d_model=8).eval()
     router.weight.data.copy_(random(64, 8))
     tokens = torch.zeros(2, 30, dtype=torch.long)
     routing = router(random(60, 8, seed=3), sequence_tokens=30, context=Context.of(tokens))

@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from parallel.mesh.layout import Layout
+from parallel.mesh.mesh import Degrees, Mesh
 from torch import Tensor, nn
 
 from moe.model.initialise import FirstValues, alone, initialise
@@ -21,8 +23,6 @@ from moe.nn.rotary import _Rotate, rotate
 from moe.parallelize.build import build
 from moe.recipe import sections
 from moe.recipe.load import build_run
-from parallel.mesh.layout import Layout
-from parallel.mesh.mesh import Degrees, Mesh
 
 # B batch, L length, D model, V vocabulary, H heads, C channels of a head, E experts
 B, L, V = 3, 14, 37
@@ -109,7 +109,7 @@ def test_every_parameter_learns(options: dict[str, Any]) -> None:
 @EVERY
 def test_reports_come_from_the_layers_with_experts_in_order(options: dict[str, Any]) -> None:
     model = model_of(**options)
-    k = sections.Router(**options.get("router", {})).spec.num_choices
+    k = sections.Router(**options.get("router", {})).num_choices
     output = model(tokens())
     assert tuple(r.layer for r in output.layers) == model.config.layers_with_experts() == tuple(layer.layer for layer in moe_layers(model))
     for r in output.layers:

@@ -12,17 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from moe.train.parts.passes import Pass
+from moe.verify.plain.batches import batch
+from tests.moe.train.parts.test_batch_counts import owned
 from torch import Tensor
 
 from moe import Context, RoutingRecord, Transformer
 from moe.recipe import sections
 from moe.recipe.presets import PRESETS
 from moe.recipe.router_spec import RouterSpec
-from moe.train.parts.passes import Pass
 from moe.verify.cases import BATCH, LENGTH, Case
-from moe.verify.plain.batches import batch
 from parallel.errors import BadInput
-from tests.moe.train.parts.test_batch_counts import owned
 from tests.support.ranks import run_on_ranks
 from tests.support.routed import B, D, L, by_hand, context, ids, layer_of, random, route, router_of
 from tests.support.tiny import start
@@ -70,7 +70,7 @@ def test_a_passs_own_record_gives_the_same_bits(name: str, recompute: str) -> No
     again = RoutingRecord.of(record.experts)
     got = passed(model_of(ROUTERS[name], recompute=recompute), replay_routing=again)
     assert torch.equal(got[0], want[0]) and all(map(torch.equal, got[1], want[1])) and all(map(torch.equal, got[2], want[2]))
-    k = sections.Router(**ROUTERS[name]).spec.num_choices
+    k = sections.Router(**ROUTERS[name]).num_choices
     assert {layer: (x.shape, x.dtype) for layer, x in record.experts.items()} == dict.fromkeys((0, 2), ((B, L, k), np.int32))
 
 
