@@ -18,10 +18,6 @@ def check_tensor(run: Run) -> None:
         _check_slices(run)
     if run.tensor.overlap_chunks > 1:
         _check_overlap(run)
-    if run.tensor.depth is not None and run.tensor.kind != "2.5d":
-        raise BadInput(
-            "tensor.depth", got=f"{run.tensor.depth} with tensor.kind={run.tensor.kind}", needed="tensor.kind 2.5d", fix="set it to null"
-        )
     if tp == 1:
         return
     if run.tensor.kind in LINES:

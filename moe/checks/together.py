@@ -18,6 +18,7 @@ from moe.checks.sequence import check_sequence
 from moe.checks.sharding import check_sharding
 from moe.checks.tensor import check_tensor
 from moe.checks.tiling import check_tiling
+from moe.recipe.idle import check_settings
 from moe.recipe.plugin import check_there
 from moe.recipe.sections import Data, Run
 from moe.router.checks import check_read, check_slots, check_spec
@@ -45,6 +46,7 @@ def check_together(run: Run) -> None:
         check_there(key, value)
     check_model(run)
     check_encoder_decoder(run)
+    check_settings(run)
     _check_experts(run)
     _check_dispatch(run)
     _check_precision(run)
@@ -109,14 +111,6 @@ def _check_networks(run: Run) -> None:
             needed=f"one for each of the {len(layers)} layers with experts ({', '.join(map(str, layers))}), or one number for all",
             fix=f"list {counted(len(layers), 'number')}, or change model.moe_every",
         )
-    for key, value in (("shared_gate", x.shared_gate), ("shared_d_ff", x.shared_d_ff)):
-        if value and not x.shared:
-            raise BadInput(
-                f"experts.{key}",
-                got=f"{str(value).lower()} without shared experts",
-                needed="experts.shared above 0",
-                fix="set experts.shared to 1",
-            )
     if x.residual and x.shared:
         raise BadInput(
             "experts.residual",
@@ -151,13 +145,6 @@ def _check_dispatch(run: Run) -> None:
             got="null with dispatch.kind=hierarchical",
             needed="how many ranks of the ep axis share a node",
             fix=f"set it to one of {divisors(ep) if isinstance(ep, int) and ep > 0 else [2, 4, 8]}, or dispatch.kind to all_to_all",
-        )
-    if d.kind != "hierarchical" and d.node_size is not None:
-        raise BadInput(
-            "dispatch.node_size",
-            got=f"{d.node_size} with dispatch.kind={d.kind}",
-            needed="null: only hierarchical knows nodes",
-            fix="set dispatch.node_size to null, or dispatch.kind to hierarchical",
         )
     if not run.model.layers_with_experts() or not isinstance(ep, int) or ep <= 1:
         return
@@ -214,10 +201,6 @@ def _check_data(run: Run) -> None:
     if (separator := run.model.document_separator) is not None and separator >= run.vocab_size:
         fix = f"set it to at most {run.vocab_size - 1}"
         raise BadInput("model.document_separator", got=separator, needed=f"an id of the vocabulary of {run.vocab_size}", fix=fix)
-    if run.model.document_separator is not None and not run.model.document_mask:
-        got = f"{run.model.document_separator} with model.document_mask=false"
-        fix = "set model.document_mask to true, or leave model.document_separator out"
-        raise BadInput("model.document_separator", got=got, needed="the mask that it is for", fix=fix)
     if d.is_own:
         _check_given(d)
         return

@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from parallel.store.files import check_writable, user_path
+
 from moe.cli import verbs
 from moe.cli.flags import check_words
 from moe.cli.verbs import (
@@ -41,7 +43,6 @@ from moe.launch import exit_codes
 from moe.launch.environment import set_before_torch
 from moe.recipe.overrides import take_overrides
 from parallel.errors import BadInput, did_you_mean, harmless, some
-from parallel.store.files import check_writable, user_path
 
 if TYPE_CHECKING:
     from moe.recipe.sections import Run
@@ -151,8 +152,9 @@ def _begins_with(flags: Train, overrides: dict[str, str]) -> Path | None:
     if _is_rank(os.environ):
         needed = "a run, which all ranks of a launcher read"
         raise BadInput("--init_from", got=said, needed=needed, fix=f"moe convert {said} runs/BASE, then --init_from runs/BASE")
-    from moe.convert.huggingface.convert import begin_from
     from parallel.store.lock import alone_in
+
+    from moe.convert.huggingface.convert import begin_from
 
     source = user_path(said.removeprefix("hf:"), what="--init_from")
     with alone_in(out):
@@ -466,7 +468,7 @@ def _rehearse(flags: Rehearse, overrides: dict[str, str]) -> int:
 
 
 def _rows(run: Run, origins: dict[str, str]) -> list[dict[str, Any]]:
-    from moe.recipe.load import flat
+    from moe.recipe.keys import flat
 
     return [{"key": key, "value": value, "origin": origins[key]} for key, value in flat(run).items()]
 

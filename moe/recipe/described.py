@@ -6,13 +6,15 @@ import json
 import textwrap
 from typing import Any, get_args
 
-from moe.recipe.load import ALL, choices, field_of, flat, known_keys
+from moe.recipe.keys import choices, facts, field_of, flat, in_words, known_keys
+from moe.recipe.load import ALL
 from moe.recipe.plugin import WORDS, Plugin
-from moe.recipe.section import takes_number
+from moe.recipe.section import facts_of, takes_number
 from moe.recipe.sections import Run
 from parallel.errors import BadInput, did_you_mean, some
 
 _WIDTH = 110
+_RESUMED: dict[str | None, str] = {"shape": "fixed for a run", "function": "a resumed run changes it with --allow-change alone"}
 _INDENT: dict[str, Any] = {"initial_indent": "    ", "subsequent_indent": "      "}
 
 
@@ -38,4 +40,7 @@ def _lines(key: str, value: Any) -> list[str]:
     kinds = [*kinds, WORDS] if Plugin in get_args(field.annotation) else kinds
     told = [f"one of {', '.join(kinds)}"] if kinds else []
     told += [field.description] if field.description else []
+    own = facts_of(field)
+    told += [f"read with {in_words(condition)} alone" for condition in (*own.of, *own.off_without)]
+    told += [_RESUMED[alters]] if (alters := facts(key).alters) in _RESUMED else []
     return [f"{key}: {json.dumps(value)}", *(line for text in told for line in textwrap.wrap(text, _WIDTH, **_INDENT))]

@@ -12,8 +12,7 @@ import json
 import os
 import re
 import reprlib
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cache, reduce
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -21,10 +20,11 @@ from parallel.store.files import read_text, user_path
 from pydantic import ValidationError
 
 from moe.recipe.idle import COMMAND_LINE, check_read
+from moe.recipe.keys import choices, field_at, known_keys, section_of
 from moe.recipe.other_tools import first_leaf, in_our_words, meant_by
 from moe.recipe.plugin import WORDS, Plugin, registered
 from moe.recipe.router_spec import RouterSpec
-from moe.recipe.section import Section, choices_of, takes_number
+from moe.recipe.section import Section, takes_number
 from moe.recipe.sections import Run
 from parallel import yaml_text
 from parallel.errors import BadInput, did_you_mean, some
@@ -192,7 +192,7 @@ def load(recipe: str | Path, overrides: Mapping[str, Any] | None = None) -> tupl
         for section in sections:
             held[section] = dict(held[section]) if isinstance(held.get(section), dict) else {}
             held = held[section]
-        field = _field(dotted.split("."))
+        field = field_at(dotted.split("."))
         assert field is not None
         if dotted == _PRESET:
             _drop_router(values, origins)
@@ -234,78 +234,17 @@ def build_run(values: dict[str, Any]) -> Run:
         raise _explain(dict(first), more) from None
 
 
-def known_keys() -> list[str]:
-    """Return every dotted key of a recipe, as `section.key`, or `section.inner.key` if a section contains another."""
-    return list(_keys())
-
-
-def field_of(key: str) -> Any:
-    """pydantic's description of a dotted key's field; None if there is no such key."""
-    return _field(key.split("."))
-
-
-def choices(key: str) -> list[str]:
-    """Return the names that a key takes, built-in and registered ones; none for a key that takes no names or does not exist."""
-    section, _, name = key.partition(".")
-    field = field_of(key)
-    names = [] if field is None else choices_of(field.annotation)
-    if section == "router" and name in RouterSpec.model_fields:
-        names = [*names, "preset"] if takes_number(field.annotation) else ["preset", *names]
-    return [*names, *registered(key)]
-
-
-def names_beside_plugins(key: str) -> list[str]:
-    """Return the names of a key that also takes a user's own part; none for any other key."""
-    field = field_of(key)
-    return choices(key) if field is not None and Plugin in get_args(field.annotation) else []
-
-
-def flat(run: Run) -> dict[str, Any]:
-    """Every value of a recipe by its dotted key, in JSON form."""
-    values = run.model_dump(mode="json")
-    return {key: reduce(lambda held, name: held[name], key.split("."), values) for key in known_keys()}
-
-
-@cache
-def _keys() -> tuple[str, ...]:
-    return tuple(_keys_of(Run, ""))
-
-
-def _keys_of(section: type[Section], prefix: str) -> Iterator[str]:
-    for name, field in section.model_fields.items():
-        inner = _section(field)
-        yield from [f"{prefix}{name}"] if inner is None else _keys_of(inner, f"{prefix}{name}.")
-
-
-def _section(field: Any) -> type[Section] | None:
-    """The section class of a field; None if the field is a value."""
-    kind = field.annotation
-    return kind if isinstance(kind, type) and issubclass(kind, Section) else None
-
-
-def _field(path: Sequence[Any]) -> Any:
-    """The field at the end of a path of names; None if there is no such field."""
-    section: type[Section] | None = Run
-    field = None
-    for name in path:
-        field = None if section is None else section.model_fields.get(str(name))
-        if field is None:
-            return None
-        section = _section(field)
-    return field
-
-
 def _place(loc: Sequence[Any]) -> list[Any]:
     """The leading names of a pydantic error location; the rest of it points inside a value."""
-    return [name for at, name in enumerate(loc) if _field(loc[: at + 1]) is not None]
+    return [name for at, name in enumerate(loc) if field_at(loc[: at + 1]) is not None]
 
 
 def _refuse_key(path: tuple[Any, ...], value: Any = None, *, typed: bool = False) -> None:
     """Raise BadInput for a key that no recipe has. `typed`: the key is from the command line, and so is the fix."""
     dotted, last = ".".join(map(str, path)), str(path[-1])
     elsewhere = [k for k in known_keys() if k.rpartition(".")[2] == last]
-    outer = next(path[:n] for n in range(len(path) - 1, -1, -1) if n == 0 or _field(path[:n]) is not None)
-    field = _field(path)
+    outer = next(path[:n] for n in range(len(path) - 1, -1, -1) if n == 0 or field_at(path[:n]) is not None)
+    field = field_at(path)
     if field is not None:
         raise BadInput(
             dotted,
@@ -313,7 +252,7 @@ def _refuse_key(path: tuple[Any, ...], value: Any = None, *, typed: bool = False
             needed=f"{dotted}.KEY",
             fix=f"for example --{next(k for k in known_keys() if k.startswith(dotted + '.'))} VALUE",
         )
-    where, section = ".".join(map(str, outer)), _section(_field(outer)) if outer else Run
+    where, section = ".".join(map(str, outer)), section_of(field_at(outer)) if outer else Run
     if section is None:
         raise BadInput(dotted, got=f"a key inside a value: {where} is no section", needed=f"{where}: VALUE", fix=f"set {where} alone")
     inner, given = first_leaf(value)
@@ -349,7 +288,7 @@ def _explain(error: dict[str, Any], more: int) -> BadInput:
         return raised
     loc = tuple(p for p in error["loc"])
     place = _place(loc)
-    if (each := _of_each(_field(place))) is not None:
+    if (each := _of_each(field_at(place))) is not None:
         keys = ", ".join(name for name, field in each.model_fields.items() if field.is_required())
         inside = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in loc[len(place) :])
         example = ", ".join(f"{{path: {name}, weight: {weight}}}" for name, weight in (("a.txt", 2), ("b.txt", 1)))
@@ -360,9 +299,9 @@ def _explain(error: dict[str, Any], more: int) -> BadInput:
             _refuse_key(loc, error["input"])
         except BadInput as refused:
             return refused
-    dotted, field = ".".join(map(str, place or loc)), _field(place) if len(place) > 1 else None
-    if field is not None and _section(field) is not None:
-        inner = some(_section(field).model_fields, rest=f"moe show --keys {dotted}")  # type: ignore[union-attr]
+    dotted, field = ".".join(map(str, place or loc)), field_at(place) if len(place) > 1 else None
+    if field is not None and section_of(field) is not None:
+        inner = some(section_of(field).model_fields, rest=f"moe show --keys {dotted}")  # type: ignore[union-attr]
         return BadInput(dotted, got=_shown(error["input"]), needed=f"a section with keys of {inner}", fix=f"write {dotted}: {{key: value}}")
     if error["type"] == "tuple_type":
         return BadInput(dotted, got=_shown(error["input"]), needed="a list", fix=f"write {dotted}: [1, 2] in a file, --{dotted} [1,2] here")
@@ -394,7 +333,7 @@ def resolved_yaml(run: Run, origins: dict[str, str]) -> str:
     lines: list[str] = []
 
     def write(fields: dict[str, Any], prefix: str, depth: int) -> None:
-        flat = {key: value for key, value in fields.items() if _section(_field([*prefix.split("."), key])) is None}
+        flat = {key: value for key, value in fields.items() if section_of(field_at([*prefix.split("."), key])) is None}
         width = max(len(key) + len(json.dumps(value)) for key, value in flat.items())
         for key, value in fields.items():
             dotted, indent = f"{prefix}.{key}", "  " * depth

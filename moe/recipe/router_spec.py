@@ -19,7 +19,7 @@ from moe.recipe.plugin import Plugin
 from moe.recipe.section import Section, key
 
 
-class RouterSpec(Section, alters="function"):
+class RouterSpec(Section, alters="function", off_without="model.moe_every or model.moe_layers"):
     """One complete router. A recipe's section `router` is one, begun from a published router (`Router` of moe/recipe/sections/experts.py).
 
     scores

@@ -38,12 +38,19 @@ class Key:
     """Facts on a key in addition to its type, bounds and description.
 
     `alters`: what a change alters if a run is resumed; None: as its section says. "Function" is the model's output for a text in
-    evaluation, so a training capacity is training, and an evaluation capacity function. `of`: the settings with which alone the key is
-    read, each as `key=value|value`, or as `key` for any value but null, 0, false and none.
+    evaluation, so a training capacity is training, and an evaluation capacity function.
+    `of`: settings with which alone the key is read, each as `key=value|value`, or as `key` for any value but null, 0, false and none.
+    Another value than the default is refused without them. `off_without`: the same for settings that switch a whole part of a recipe off.
+    The value of a parent may stay then, and a value is refused only next to the setting (moe/recipe/idle.py).
     """
 
     alters: Alters | None = None
     of: tuple[str, ...] = ()
+    off_without: tuple[str, ...] = ()
+
+    @staticmethod
+    def made(alters: Alters | None, of: str | None, off_without: str | None) -> Key:
+        return Key(alters, () if of is None else (of,), () if off_without is None else (off_without,))
 
 
 def key(
@@ -55,10 +62,11 @@ def key(
     lt: float | None = None,
     le: float | None = None,
     alters: Alters | None = None,
-    of: str | tuple[str, ...] = (),
+    of: str | None = None,
+    off_without: str | None = None,
 ) -> _Value:
     """Describe a section's field: default, meaning, bounds, and the facts of `Key`."""
-    facts: Any = {"key": Key(alters, (of,) if isinstance(of, str) else of)}
+    facts: Any = {"key": Key.made(alters, of, off_without)}
     return Field(default, description=description, gt=gt, ge=ge, lt=lt, le=le, json_schema_extra=facts)
 
 
@@ -91,10 +99,10 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)
     all_keys: ClassVar[Key] = Key()
 
-    def __init_subclass__(cls, *, alters: Alters | None = None, of: str | tuple[str, ...] = (), **rest: Any) -> None:
+    def __init_subclass__(cls, *, alters: Alters | None = None, of: str | None = None, off_without: str | None = None, **rest: Any) -> None:
         super().__init_subclass__(**rest)
-        if alters is not None or of:
-            cls.all_keys = Key(alters, (of,) if isinstance(of, str) else of)
+        if alters is not None:  # a subclass without facts of its own keeps its parent's
+            cls.all_keys = Key.made(alters, of, off_without)
 
     @field_validator("*", mode="before")
     @classmethod
@@ -133,8 +141,3 @@ class Section(BaseModel):
         if isinstance(value, float) and value and not 2.0**-126 <= abs(value) < 2.0**128:
             raise ValueError("a number that 32 bits hold, as weights do")
         return value
-
-    def changed(self, *keys: str) -> str | None:
-        """Return the first of these keys, or of all, that differs from its default; None if none does."""
-        fields = type(self).model_fields
-        return next((key for key in keys or fields if getattr(self, key) != fields[key].default), None)

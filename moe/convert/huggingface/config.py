@@ -12,7 +12,7 @@ from typing import Any
 
 from moe.convert.huggingface import deepseek, encoder_decoder
 from moe.convert.huggingface.families import FAMILIES, HARMLESS, REQUIRED, Family, Key, Windows
-from moe.recipe.load import flat
+from moe.recipe.keys import flat
 from moe.recipe.sections import Model, Rope, Run
 from moe.recipe.shapes import NORM_EPS
 from parallel.errors import BadInput, some

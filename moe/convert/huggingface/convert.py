@@ -41,7 +41,8 @@ from moe.launch import exit_codes
 from moe.model.names import global_name
 from moe.model.transformer import Transformer
 from moe.parallelize.plan import lay_out
-from moe.recipe.changes import Change, function_changes, keys_of
+from moe.recipe.changes import Change, function_changes
+from moe.recipe.keys import keys_of
 from moe.recipe.load import build_run, load, resolved_yaml
 from moe.recipe.sections import Run
 from moe.records.results import write_json

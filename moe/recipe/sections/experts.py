@@ -12,7 +12,7 @@ from moe.recipe.router_spec import RouterSpec
 from moe.recipe.section import Section, key
 
 
-class Experts(Section, alters="shape"):
+class Experts(Section, alters="shape", off_without="model.moe_every or model.moe_layers"):
     """The feed-forward networks of one MoE layer."""
 
     num_experts: int | tuple[int, ...] = key(8, "a list (pyramid): one number for each layer with experts, in order")
@@ -24,8 +24,8 @@ class Experts(Section, alters="shape"):
     zero: int = key(0, "choices in addition to the experts that add nothing (MoE++)", ge=0, le=100_000, alters="function")
     biases: bool = key(False, "biases after the products of each expert (GPT-OSS)")
     shared: int = key(0, "experts that every token passes, as one wider network", ge=0)
-    shared_d_ff: int | None = key(None, "hidden width of one shared expert; null: of an expert", gt=0)
-    shared_gate: bool = key(False, "the shared network times sigmoid(w x), as in Qwen2-MoE")
+    shared_d_ff: int | None = key(None, "hidden width of one shared expert; null: of an expert", gt=0, of="experts.shared")
+    shared_gate: bool = key(False, "the shared network times sigmoid(w x), as in Qwen2-MoE", of="experts.shared")
     residual: bool = key(False, "a dense network in each MoE layer, mixed with its experts by a learned softmax (PR-MoE)")
     dropout: float = key(0.0, "inside the experts; Switch fine-tunes with 0.4", ge=0, lt=1, alters="training")
     rebalance_every: int = key(0, "steps between moves of experts that even out the ranks' load; 0: never", ge=0, alters="cost")
@@ -53,7 +53,7 @@ class Experts(Section, alters="shape"):
         return (self.num_experts,) if isinstance(self.num_experts, int) else self.num_experts
 
 
-class _Published(Section):
+class _Published(Section, alters="function", off_without="model.moe_every or model.moe_layers"):
     """The first key of the section `router`."""
 
     preset: Literal[
@@ -91,11 +91,11 @@ class Router(RouterSpec, _Published):
         return {key: getattr(self, key) for key, value in PRESETS[self.preset] if getattr(self, key) != value}
 
 
-class Dispatch(Section, alters="cost"):
+class Dispatch(Section, alters="cost", off_without="model.moe_every or model.moe_layers"):
     """How rows are sent to the ranks that hold their experts, and back. All kinds give the same numbers."""
 
     kind: Literal["auto", "all_to_all", "padded", "all_gather", "hierarchical"] | Plugin = key(
         "auto", "auto: all_to_all; if one rank holds every expert, no rows are sent whatever is set"
     )
     overlap_chunks: int = key(1, "of all_to_all: chunks of the held experts; one is computed while the next is exchanged", gt=0)
-    node_size: int | None = key(None, "of hierarchical: ranks of the ep axis that share a node", gt=0)
+    node_size: int | None = key(None, "ranks of the ep axis that share a node", gt=0, of="dispatch.kind=hierarchical")

@@ -25,17 +25,23 @@ class Offload(Section, alters="cost"):
         "none", "of zero: optimizer states, which are master weights and moments; nvme: stage 3"
     )
     parameters: Literal["none", "cpu", "nvme"] = key("none", "of zero stage 3: a rank's shard of the working weights")
-    path: str | None = key(None, "of nvme: a folder on the disk")
+    path: str | None = key(None, "a folder on the disk", of="sharding.offload.optimizer=nvme or sharding.offload.parameters=nvme")
 
 
 class Sharding(Section, alters="cost"):
     kind: Literal["dp", "ddp", "fsdp", "zero"] = "ddp"
-    replicas: int = key(2, "of dp: copies of the model in the one process, each on a GPU of its own if there are enough", gt=1)
-    stage: Literal[0, 1, 2, 3] = key(1, "of zero: 0 shards nothing, 1 optimizer states, 2 gradients too, 3 weights too")
-    engine: Literal["auto", "deepspeed", "fsdp"] = key("auto", "of zero: engine that carries the stage out")
+    replicas: int = key(
+        2, "copies of the model in the one process, each on a GPU of its own if there are enough", gt=1, of="sharding.kind=dp"
+    )
+    stage: Literal[0, 1, 2, 3] = key(1, "0 shards nothing, 1 optimizer states, 2 gradients too, 3 weights too", of="sharding.kind=zero")
+    engine: Literal["auto", "deepspeed", "fsdp"] = key("auto", "engine that carries the stage out", of="sharding.kind=zero")
     offload: Offload = Offload()
-    reshard: bool = key(True, "of fsdp: free gathered weights after the forward pass and gather them again for the backward pass")
-    prefetch: int = key(1, "of fsdp: number of blocks gathered ahead of the running one", ge=0)
+    reshard: bool = key(
+        True,
+        "free gathered weights after the forward pass and gather them again for the backward pass",
+        of="sharding.kind=fsdp or sharding.engine=fsdp",
+    )
+    prefetch: int = key(1, "number of blocks gathered ahead of the running one", ge=0, of="sharding.kind=fsdp or sharding.engine=fsdp")
     allow_slow: bool = key(False, "of fsdp and zero 2, 3 with degrees.pp above 1: run it, by FSDP without reshard")
 
 
@@ -46,7 +52,7 @@ class Tensor(Section, alters="cost"):
         "weights and activations in blocks; dtensor: 1d by torch's DTensor; copied: each rank of tp has all weights and "
         "the same tokens, a check of engines",
     )
-    depth: int | None = key(None, "of 2.5d: number of grids of q x q ranks; null: the smallest above 1", gt=0)
+    depth: int | None = key(None, "number of grids of q x q ranks; null: the smallest above 1", gt=0, of="tensor.kind=2.5d")
     sequence_parallel: bool = key(
         False, "of 1d and dtensor: between layers, in norms and dropout too, each rank of tp has a shard of every sequence"
     )
@@ -63,7 +69,7 @@ class Sequence(Section, alters="cost"):
         None, "positions that a rank holds; null: zigzag for ring, which gives ranks equal work, else contiguous"
     )
     heads: int = key(1, "number of neighbours on sp that trade heads for tokens inside the ring; ulysses: all", gt=0)
-    keep_attention: bool = key(False, "with recompute full: keep attention's output, so that keys are not sent a second time")
+    keep_attention: bool = key(False, "keep attention's output, so that keys are not sent a second time", of="recompute.kind=full")
 
     def heads_of(self, sp: int) -> int:
         """Number of neighbours on the sp axis that trade heads for tokens."""
@@ -99,7 +105,7 @@ class Recompute(Section, alters="cost"):
     """Activations that are computed again in the backward pass instead of kept."""
 
     kind: Literal["none", "full", "selective"] = key("none", "full: whole blocks; selective: their feed-forward or MoE part")
-    every: int = key(1, "of every n-th block (2: blocks 0, 2, ...)", gt=0)
+    every: int = key(1, "of every n-th block (2: blocks 0, 2, ...)", gt=0, off_without="recompute.kind")
     loss_chunks: int = key(1, "chunks of tokens for logits and cross-entropy, computed again in the backward pass", gt=0)
 
     def of_layer(self, layer: int) -> Literal["none", "full", "selective"]:

@@ -10,7 +10,7 @@ from moe.recipe.section import Section, key
 from moe.recipe.spans import Spans, spans_of
 
 
-class Rope(Section, alters="function"):
+class Rope(Section, alters="function", of="model.positions=rotary"):
     """Rotary positions: the angle by which channels turn, and its stretch to sequences longer than in training."""
 
     base: float = key(10_000.0, "channel pair i of C / 2 turns by position / base^(2 i / C)", gt=1)
@@ -19,13 +19,17 @@ class Rope(Section, alters="function"):
         "linear: all pairs turn slower by factor; ntk: mainly the slowest, by a larger base; dynamic: ntk beyond "
         "trained_length, by each sequence's length; llama3, yarn: only pairs that turn slowly in trained_length",
     )
-    factor: float = key(1.0, "of scaling: factor by which sequences are longer", ge=1)
-    trained_length: int | None = key(None, "of dynamic, llama3 and yarn: sequence length before the stretch", gt=0)
-    low: float = key(1.0, "of llama3 and yarn: a pair with fewer turns in trained_length is slowed by factor", gt=0)
-    high: float | None = key(None, "a pair with more turns stays unchanged; null: 4 for llama3, 32 for yarn", gt=0)
-    whole_pairs: bool = key(True, "of yarn: both limits are rounded outwards to whole pairs; GPT-OSS: false")
-    mscale: float = key(1.0, "of yarn: cos and sin times (0.1 mscale ln(factor) + 1) / (0.1 mscale_all ln(factor) + 1)", ge=0)
-    mscale_all: float = key(0.0, "of yarn with latents: logits times the square of 0.1 mscale_all ln(factor) + 1 (DeepSeek)", ge=0)
+    factor: float = key(1.0, "factor by which sequences are longer", ge=1, of="model.rope.scaling")
+    trained_length: int | None = key(None, "sequence length before the stretch", gt=0, of="model.rope.scaling=dynamic|llama3|yarn")
+    low: float = key(1.0, "a pair with fewer turns in trained_length is slowed by factor", gt=0, of="model.rope.scaling=llama3|yarn")
+    high: float | None = key(
+        None, "a pair with more turns stays unchanged; null: 4 for llama3, 32 for yarn", gt=0, of="model.rope.scaling=llama3|yarn"
+    )
+    whole_pairs: bool = key(True, "both limits are rounded outwards to whole pairs; GPT-OSS: false", of="model.rope.scaling=yarn")
+    mscale: float = key(
+        1.0, "cos and sin times (0.1 mscale ln(factor) + 1) / (0.1 mscale_all ln(factor) + 1)", ge=0, of="model.rope.scaling=yarn"
+    )
+    mscale_all: float = key(0.0, "logits times the square of 0.1 mscale_all ln(factor) + 1 (DeepSeek)", ge=0, of="model.rope.scaling=yarn")
     pairs: Literal["halves", "neighbours"] = key("halves", "channels that turn together: i and i + C / 2, or 2 i and 2 i + 1")
     fraction: float = key(1.0, "share of a head's channels that turn, the first ones; C is their number (GLM-4.5: 0.5)", gt=0, le=1)
 
@@ -55,7 +59,7 @@ class Rope(Section, alters="function"):
         return self.high or {"llama3": 4.0, "yarn": 32.0}[self.scaling]
 
 
-class Swiglu(Section, alters="function"):
+class Swiglu(Section, alters="function", of="model.ffn=swiglu or experts.ffn=swiglu"):
     """Gating of swiglu networks: h = min(x w1, limit), g = x w3 within +-limit, and (h sigmoid(alpha h)) (g + offset)."""
 
     alpha: float = key(1.0, "GPT-OSS: 1.702", gt=0, le=1e3)
@@ -80,9 +84,13 @@ class Latent(Section, alters="shape"):
     """Multi-head latent attention (DeepSeek-V2): keys and values of all heads are computed from one small vector a token."""
 
     key_rank: int | None = key(None, "channels of the latent vector; null: attention without latents", gt=0)
-    query_rank: int | None = key(None, "channels of a second latent, for queries; null: queries come from the token itself", gt=0)
-    rotary_size: int | None = key(None, "channels of a head that turn, in addition to head_size; null: half of head_size", gt=0)
-    value_size: int | None = key(None, "channels of a head's values; null: head_size", gt=0)
+    query_rank: int | None = key(
+        None, "channels of a second latent, for queries; null: queries come from the token itself", gt=0, of="model.latent.key_rank"
+    )
+    rotary_size: int | None = key(
+        None, "channels of a head that turn, in addition to head_size; null: half of head_size", gt=0, of="model.latent.key_rank"
+    )
+    value_size: int | None = key(None, "channels of a head's values; null: head_size", gt=0, of="model.latent.key_rank")
 
 
 @dataclass(frozen=True)
@@ -105,7 +113,7 @@ class Model(Section, alters="shape"):
     kind: Literal["decoder", "encoder_decoder"] = key("decoder", "encoder_decoder: as T5 and Switch, with data.objective")
     vocab_size: int | None = key(None, "null: the tokenizer's, and the objective's sentinels", gt=0)
     num_layers: int = key(4, "of encoder_decoder: layers of both halves, the encoder's first", gt=0, le=10_000)
-    encoder_layers: int | None = key(None, "of encoder_decoder: the encoder's part of num_layers; null: half", gt=0, le=10_000)
+    encoder_layers: int | None = key(None, "the encoder's part of num_layers; null: half", gt=0, le=10_000, of="model.kind=encoder_decoder")
     d_model: int = key(256, gt=0)
     num_heads: int = key(4, gt=0, alters="function")
     num_kv_heads: int | None = key(None, "grouped-query attention; null: as many as num_heads", gt=0)
@@ -129,7 +137,9 @@ class Model(Section, alters="shape"):
     sliding_window: int | None = key(
         None, "number of tokens that a token sees, itself the last (Mistral); null: all before it", gt=0, alters="function"
     )
-    sliding_layers: tuple[int, ...] | None = key(None, "layers with sliding_window by number; null: all", alters="function")
+    sliding_layers: tuple[int, ...] | None = key(
+        None, "layers with sliding_window by number; null: all", alters="function", of="model.sliding_window"
+    )
     positions: Literal["rotary", "t5"] = key("rotary", "t5: relative position bias, 32 buckets", alters="function")
     rope: Rope = Rope()
     latent: Latent = Latent()
@@ -139,7 +149,11 @@ class Model(Section, alters="shape"):
     )
     document_mask: bool = key(False, "attention sees only tokens of the same document, if a sequence packs several", alters="function")
     document_separator: int | None = key(
-        None, "the id that begins a document for document_mask; null: the project's own, 0", ge=0, alters="function"
+        None,
+        "the id that begins a document for document_mask; null: the project's own, 0",
+        ge=0,
+        alters="function",
+        of="model.document_mask",
     )
     max_length: int = key(
         256, "tokens in one sequence; of encoder_decoder: tokens that the encoder reads", gt=0, le=2**30, alters="training"
@@ -149,7 +163,7 @@ class Model(Section, alters="shape"):
     tied_embeddings: bool = True
     ahead: int = key(0, "multi-token prediction in training: tokens predicted after the next one (DeepSeek-V3: 1)", ge=0, le=16)
     ahead_weight: float = key(
-        0.3, "weight of the multi-token prediction loss; DeepSeek-V3: 0.3, later 0.1", ge=0, le=1e6, alters="training"
+        0.3, "weight of the multi-token prediction loss; DeepSeek-V3: 0.3, later 0.1", ge=0, le=1e6, alters="training", of="model.ahead"
     )
     dropout: float = key(0.0, ge=0, lt=1, alters="training")
     init_scale: float = key(1.0, "s of sigma = sqrt(s / fan_in), truncated normal; Switch: 0.1", ge=1e-12, le=1e6, alters="training")

@@ -26,7 +26,7 @@ class Data(Section, alters="training"):
     sources: tuple[Source, ...] = key((), "instead of path: several, as {path, weight} or {path, weight, text_key}")
     text_key: str = key("text", "the field of a JSONL line, or the column of a table, that holds the text")
     tokenizer: Literal["bytes", "bpe", "ids"] = key("bytes", "ids: the data are token ids, not text", alters="function")
-    vocab_size: int = key(4096, "of bpe, above 256; and of ids", gt=0, alters="function")
+    vocab_size: int = key(4096, "above 256 with bpe", gt=0, alters="function", off_without="data.tokenizer=bpe|ids")
     validation_share: float = key(0.05, "of the files", gt=0, lt=1)
     objective: Literal["next_token", "span_corruption"] = key(
         "next_token", "span_corruption: an encoder reads a text with hidden spans, a decoder writes the hidden tokens (T5)"
@@ -43,7 +43,7 @@ class Data(Section, alters="training"):
         return self.path or ", ".join(source.path for source in self.sources) or self.source
 
 
-class Kfac(Section, alters="training"):
+class Kfac(Section, alters="training", of="optimizer.kind=kfac"):
     """Settings of K-FAC: how its factors are estimated and damped."""
 
     damping: float = key(0.3, "its square root is added to each factor, scaled to mean eigenvalue 1", gt=0, le=1e6)
@@ -53,7 +53,7 @@ class Kfac(Section, alters="training"):
     experts: bool = key(True, "false: experts' matrices take AdamW's steps")
 
 
-class Muon(Section, alters="training"):
+class Muon(Section, alters="training", of="optimizer.kind=muon"):
     """Settings of Muon, for matrices; embedding, head, router, gates and norms take AdamW's steps."""
 
     momentum: float = key(0.95, ge=0, lt=1)
@@ -63,7 +63,7 @@ class Muon(Section, alters="training"):
     lr_factor: float = key(1.0, "factor on optimizer.lr for matrices", gt=0, le=1e6)
 
 
-class Adafactor(Section, alters="training"):
+class Adafactor(Section, alters="training", of="optimizer.kind=adafactor"):
     """Settings of Adafactor."""
 
     decay_rate: float = key(0.8, "squares are averaged with the weight t^-decay_rate of the newest", gt=0, le=1)
@@ -73,7 +73,7 @@ class Adafactor(Section, alters="training"):
     eps: float = key(1e-30, "added to squares, which may all be 0", ge=1e-38)
 
 
-class Sgd(Section, alters="training"):
+class Sgd(Section, alters="training", of="optimizer.kind=sgd"):
     """Settings of SGD."""
 
     momentum: float = key(0.9, ge=0, lt=1)
@@ -87,14 +87,14 @@ class Optimizer(Section, alters="training"):
         "adamw", "kfac: K-FAC's direction with AdamW's length; muon: orthogonal steps of matrices; given: from Python"
     )
     lr: float = key(1e-3, gt=0, le=1e3)
-    beta1: float = key(0.9, ge=0, lt=1)
-    beta2: float = key(0.95, ge=0, lt=1)
-    eps: float = key(1e-8, gt=0, le=1)
+    beta1: float = key(0.9, ge=0, lt=1, off_without="optimizer.kind=adamw|kfac|muon")
+    beta2: float = key(0.95, ge=0, lt=1, off_without="optimizer.kind=adamw|kfac|muon")
+    eps: float = key(1e-8, gt=0, le=1, off_without="optimizer.kind=adamw|kfac|muon")
     weight_decay: float = key(0.1, ge=0, le=1e3)
     warmup_steps: int = key(50, ge=0)
     schedule: Literal["cosine", "wsd", "constant", "linear", "inverse_sqrt"] | Plugin = "cosine"
-    decay_share: float = key(0.2, "wsd: the last share of the steps, where the rate falls", gt=0, le=1)
-    min_lr_share: float = key(0.1, ge=0, le=1)
+    decay_share: float = key(0.2, "the last share of the steps, where the rate falls", gt=0, le=1, off_without="optimizer.schedule=wsd")
+    min_lr_share: float = key(0.1, ge=0, le=1, off_without="optimizer.schedule=cosine|wsd|linear")
     clip_norm: float | None = key(1.0, ge=1e-8)
     kfac: Kfac = Kfac()
     muon: Muon = Muon()
@@ -111,9 +111,9 @@ class Lora(Section, alters="shape"):
     """LoRA adapters: two narrow matrices for each frozen one. The frozen weights are loaded from another run (--init_from)."""
 
     rank: int = key(0, "W + alpha / rank B A replaces W; 0: no adapters, all weights are trained", ge=0, le=100_000)
-    alpha: float = key(16.0, gt=0, le=1e6, alters="function")
+    alpha: float = key(16.0, gt=0, le=1e6, alters="function", of="lora.rank")
     targets: Annotated[tuple[Literal["attention", "experts", "dense"], ...], OneOrMore] = key(
-        ("attention",), "modules that get adapters; dense: networks that are no experts, shared and residual ones too"
+        ("attention",), "modules that get adapters; dense: networks that are no experts, shared and residual ones too", of="lora.rank"
     )
 
     @property

@@ -11,23 +11,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from moe.checks.sequence import without_effect
-from moe.checks.verdict import not_recommended
-from moe.data import open_data
-from moe.data.remarks import LISTING, list_in, told
-from moe.data.tokenizer import check_separator
-from moe.parallelize.build import build, whole_layouts
-from moe.parallelize.engines import prepare
-from moe.parallelize.sequence import shard_of
-from moe.recipe import hash_table
-from moe.recipe.hash_table import Table
-from moe.recipe.load import flat, resolved_yaml
-from moe.recipe.sections import Run
-from moe.records.metrics import SUMMARY, Records, read_summary
-from moe.records.progress import open_progress
-from moe.records.redone import Restart, going_on
-from moe.records.title import title
-from moe.records.tracker import open_tracker
 from moe.train.parts.audit import Auditor
 from moe.train.parts.callbacks import Callbacks
 from moe.train.parts.executor import Executor, start_executor
@@ -42,16 +25,35 @@ from moe.train.start.own import Own, the_same
 from moe.train.start.place import make_writable, set_aside
 from moe.train.start.resume import Resumed
 from moe.train.start.state import Counters
-from parallel.data.engine import Rule
 from parallel.mesh.collectives import largest
 from parallel.mesh.mesh import Mesh
 from parallel.numerics.precision import LossScale
-from parallel.process import process
 from parallel.process.process import World
 from parallel.store.checkpoint import keep_newest
 from parallel.store.saver import Saver
 from parallel.store.stored import Reader
 from parallel.watch.outcome import of_all
+
+from moe.checks.sequence import without_effect
+from moe.checks.verdict import not_recommended
+from moe.data import open_data
+from moe.data.remarks import LISTING, list_in, told
+from moe.data.tokenizer import check_separator
+from moe.parallelize.build import build, whole_layouts
+from moe.parallelize.engines import prepare
+from moe.parallelize.sequence import shard_of
+from moe.recipe import hash_table
+from moe.recipe.hash_table import Table
+from moe.recipe.keys import flat
+from moe.recipe.load import resolved_yaml
+from moe.recipe.sections import Run
+from moe.records.metrics import SUMMARY, Records, read_summary
+from moe.records.progress import open_progress
+from moe.records.redone import Restart, going_on
+from moe.records.title import title
+from moe.records.tracker import open_tracker
+from parallel.data.engine import Rule
+from parallel.process import process
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from moe.train.use.decode import Cached, Recomputed
 
 from moe.checks.together import check_run
 from moe.model.transformer import Transformer
 from moe.nn.rotary import DEFAULT, rates, rotate
 from moe.recipe.load import build_run
 from moe.recipe.sections import Model, Rope, Run, Scales
-from moe.train.use.decode import Cached, Recomputed
 from moe.verify.cases import Case
 from moe.verify.compare import compare
 from moe.verify.layouts import compute, run_world
@@ -179,8 +179,8 @@ def test_with_a_cache_of_keys_every_token_is_as_without() -> None:
             {"model": {"rope": {"scaling": "dynamic", "trained_length": 8}, "latent": {"key_rank": 8}}},
             "model.rope.scaling: got dynamic with model.latent.key_rank=8",
         ),
-        ({"model": {"rope": {"factor": 2.0}}}, "model.rope.factor: got 2 with scaling none"),
-        ({"model": {"rope": {"base": 9.0}, "positions": "t5"}}, "model.rope.base: got it with model.positions=t5"),
+        ({"model": {"rope": {"factor": 2.0}}}, "model.rope.factor: got 2 with model.rope.scaling=none"),
+        ({"model": {"rope": {"base": 9.0}, "positions": "t5"}}, "model.rope.base: got 9 with model.positions=t5"),
         ({"model": {"rope": {"scaling": "llama3", "trained_length": 8, "low": 5.0}}}, "model.rope.high: got 4, needed more than .*low=5"),
         (
             {"model": {"rope": {"fraction": 0.3}}},
@@ -189,7 +189,7 @@ def test_with_a_cache_of_keys_every_token_is_as_without() -> None:
         ({"model": {"rope": {"fraction": 0.01}, "head_size": 6}}, "model.rope.fraction: got 0.01 of 6 .*set it to 0.4, which is 2"),
         ({"model": {"rope": {"fraction": 0.58}, "head_size": 100}}, "got 0.58 of 100 .*, which is 57, .*set it to 0.581, which is 58"),
         ({"model": {"rope": {"fraction": 0.5}, "latent": {"key_rank": 8}}}, "model.rope.fraction: got 0.5 with model.latent.key_rank=8"),
-        ({"model": {"rope": {"fraction": 0.5}, "positions": "t5"}}, "model.rope.fraction: got it with model.positions=t5"),
+        ({"model": {"rope": {"fraction": 0.5}, "positions": "t5"}}, "model.rope.fraction: got 0.5 with model.positions=t5"),
         ({"model": {"clip_qkv": 8.0, "latent": {"key_rank": 8}}}, "model.clip_qkv: got 8.0 with model.latent.key_rank=8, needed null"),
         ({"model": {"clip_qkv": 8.0, "kind": "encoder_decoder", "positions": "t5"}}, "model.clip_qkv: got 8.0 with model.kind=enc"),
         ({"model": {"logit_cap": 30.0, "kind": "encoder_decoder", "positions": "t5"}}, "model.logit_cap: got 30.0 with model.kind=enc"),
