@@ -7,6 +7,10 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+from parallel.mesh.layout import Layout
+from parallel.mesh.mesh import Mesh
+from parallel.numerics.precision import DTYPES
+from parallel.process.malloc import give_freed_memory_back
 from torch import Tensor, nn
 
 from moe.model.names import is_bias
@@ -25,14 +29,10 @@ from parallel.data.offload import Offload
 from parallel.errors import BadInput
 from parallel.kfac.grafted import Curved, Grafted
 from parallel.kfac.kfac import Settings
-from parallel.mesh.layout import Layout
-from parallel.mesh.mesh import Mesh
-from parallel.numerics.precision import DTYPES
 from parallel.optim.adafactor import Adafactor
 from parallel.optim.given import Factory, Given
 from parallel.optim.muon import Muon, Orientation
 from parallel.optim.sgd import Sgd
-from parallel.process.malloc import give_freed_memory_back
 
 
 def prepare(run: Run, say: Callable[[str], None]) -> None:
@@ -117,14 +117,11 @@ def optimizer_of(settings: sections.Optimizer) -> Rule:
     if is_plugin(s.kind):
         return given_of(s, load_plugin("optimizer.kind", s.kind, arguments=1))
     if s.kind == "muon":
-        m = s.muon
-        own = m.momentum, m.nesterov, m.iterations, m.scale, m.lr_factor
-        return Muon(*own, betas, s.eps, s.weight_decay, decays, matrix)
+        return Muon(s.muon.momentum, s.muon.scale, s.muon.lr_factor, betas, s.eps, s.weight_decay, decays, matrix)
     if s.kind == "adafactor":
-        a = s.adafactor
-        return Adafactor(a.decay_rate, a.clip, a.step, a.eps, a.floor, s.weight_decay, decays)
+        return Adafactor(s.adafactor.step, s.weight_decay, decays)
     if s.kind == "sgd":
-        return Sgd(s.sgd.momentum, s.sgd.nesterov, s.weight_decay, decays)
+        return Sgd(s.sgd.momentum, s.weight_decay, decays)
     return AdamW(betas, s.eps, s.weight_decay, decays)
 
 

@@ -258,7 +258,9 @@ def _refuse_key(path: tuple[Any, ...], value: Any = None, *, typed: bool = False
     inner, given = first_leaf(value)
     named = dotted + inner
     meant = meant_by(named, given) or (None if elsewhere else meant_by(named.rpartition(".")[2], given))
-    if meant is not None:
+    if last in section.gone:
+        fix = f"remove it: it is always {json.dumps(section.gone[last])}"
+    elif meant is not None:
         dotted, fix = named, meant.fix(given, typed=typed)
     elif outer:
         near = did_you_mean(str(path[len(outer)]), list(section.model_fields))

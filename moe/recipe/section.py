@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 from moe.recipe.overrides import whole
@@ -98,11 +98,29 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)
     all_keys: ClassVar[Key] = Key()
+    gone: ClassVar[dict[str, Any]] = {}  # keys of earlier versions, each with the value that is built in now
 
-    def __init_subclass__(cls, *, alters: Alters | None = None, of: str | None = None, off_without: str | None = None, **rest: Any) -> None:
+    def __init_subclass__(
+        cls,
+        *,
+        alters: Alters | None = None,
+        of: str | None = None,
+        off_without: str | None = None,
+        gone: dict[str, Any] | None = None,
+        **rest: Any,
+    ) -> None:
         super().__init_subclass__(**rest)
+        cls.gone = gone or {}
         if alters is not None:  # a subclass without facts of its own keeps its parent's
             cls.all_keys = Key.made(alters, of, off_without)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_gone(cls, values: Any) -> Any:
+        """Drop the built-in values of keys that are gone: recipes and checkpoints of earlier versions have them."""
+        if not cls.gone or not isinstance(values, dict):
+            return values
+        return {key: value for key, value in values.items() if key not in cls.gone or value != cls.gone[key]}
 
     @field_validator("*", mode="before")
     @classmethod

@@ -93,5 +93,15 @@ def test_a_value_next_to_the_setting_that_switches_it_off_is_refused(key: str) -
         load("dense_tiny", off | {key: another(key)})
 
 
+def test_a_key_that_is_gone_may_have_the_value_that_is_built_in(tmp_path: Path) -> None:
+    """Runs of earlier versions wrote it to their recipes and checkpoints."""
+    old: Any = {"optimizer": {"kind": "muon", "muon": {"momentum": 0.9, "nesterov": True, "iterations": 5}, "adafactor": {"clip": 1.0}}}
+    new: Any = {"optimizer": {"kind": "muon", "muon": {"momentum": 0.9}}}
+    assert build_run(old) == build_run(new)
+    (tmp_path / "old.yaml").write_text("extends: dense_tiny\noptimizer: {kind: muon, muon: {iterations: 4}}\n")
+    with pytest.raises(BadInput, match="^optimizer.muon.iterations: got a key that does not exist.*fix: remove it: it is always 5$"):
+        load(tmp_path / "old.yaml")
+
+
 def test_settings_without_conditions_pass() -> None:
     check_settings(Run())

@@ -53,31 +53,29 @@ class Kfac(Section, alters="training", of="optimizer.kind=kfac"):
     experts: bool = key(True, "false: experts' matrices take AdamW's steps")
 
 
-class Muon(Section, alters="training", of="optimizer.kind=muon"):
+class Muon(Section, alters="training", of="optimizer.kind=muon", gone={"nesterov": True, "iterations": 5}):
     """Settings of Muon, for matrices; embedding, head, router, gates and norms take AdamW's steps."""
 
     momentum: float = key(0.95, ge=0, lt=1)
-    nesterov: bool = True
-    iterations: int = key(5, "of Newton-Schulz", gt=0, le=100)
     scale: Literal["rms", "spectral"] = key("rms", "rms: steps as large as AdamW's; spectral: sqrt(max(1, out / in))")
     lr_factor: float = key(1.0, "factor on optimizer.lr for matrices", gt=0, le=1e6)
 
 
-class Adafactor(Section, alters="training", of="optimizer.kind=adafactor"):
+class Adafactor(
+    Section,
+    alters="training",
+    of="optimizer.kind=adafactor",
+    gone={"decay_rate": 0.8, "clip": 1.0, "floor": 1e-3, "eps": 1e-30},
+):
     """Settings of Adafactor."""
 
-    decay_rate: float = key(0.8, "squares are averaged with the weight t^-decay_rate of the newest", gt=0, le=1)
-    clip: float | None = key(1.0, "largest root mean square of a matrix's step; null: none", gt=0)
     step: Literal["relative", "absolute"] = key("relative", "relative: times the root mean square of the weights")
-    floor: float = key(1e-3, "of that root mean square", gt=0)
-    eps: float = key(1e-30, "added to squares, which may all be 0", ge=1e-38)
 
 
-class Sgd(Section, alters="training", of="optimizer.kind=sgd"):
+class Sgd(Section, alters="training", of="optimizer.kind=sgd", gone={"nesterov": False}):
     """Settings of SGD."""
 
     momentum: float = key(0.9, ge=0, lt=1)
-    nesterov: bool = False
 
 
 class Optimizer(Section, alters="training"):
