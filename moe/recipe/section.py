@@ -120,7 +120,7 @@ class Section(BaseModel):
         """Drop the built-in values of keys that are gone: recipes and checkpoints of earlier versions have them."""
         if not cls.gone or not isinstance(values, dict):
             return values
-        return {key: value for key, value in values.items() if key not in cls.gone or value != cls.gone[key]}
+        return {key: value for key, value in values.items() if key not in cls.gone or value not in (cls.gone[key], str(cls.gone[key]))}
 
     @field_validator("*", mode="before")
     @classmethod

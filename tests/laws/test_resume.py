@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from moe.recipe.sections import Run
-from moe.records import metrics
 from moe.train.loop import trainer
 from parallel.process.process import World
 from parallel.store.saver import Saver
 from parallel.store.stored import Reader
+
+from moe.recipe.sections import Run
+from moe.records import metrics
 from tests.support import trained
 
 STEPS, AT = 9, 4  # AT: where a run is left; no multiple of save_every
@@ -366,7 +366,7 @@ def test_what_moves_the_order_of_samples_is_said_in_one_line(
 def test_another_function_of_the_same_weights_is_refused_by_its_keys_and_allowed_by_name(
     changed: dict[str, dict[str, Any]], said: str, home: Path, left: Callable[[str], tuple[Path, Path]], tmp_path: Path
 ) -> None:
-    """Shapes agree, so the weights would load: only the table of keys (moe/recipe/changes.py) can tell."""
+    """Shapes agree, so the weights would load: only what each key says (moe/recipe/changes.py) can tell."""
     _, part = left("dp 1")
     out, run = copied(part, tmp_path / "run"), recipe(home, changed=changed)
     keys = [f"{section}.{key}" for section, fields in changed.items() for key in fields]

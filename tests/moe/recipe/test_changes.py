@@ -1,4 +1,4 @@
-"""The table of keys says what changing each means: held against a model that is built with and without the change."""
+"""Each key says what changing it alters: held against a model that is built with and without the change."""
 
 from __future__ import annotations
 
