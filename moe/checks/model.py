@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import math
 
-from parallel.mesh.grids import GRIDS
-from parallel.mesh.mesh import divisors
-
 from moe.recipe.sections import Model, Rope, Run, Scales
 from parallel.errors import BadInput
+from parallel.mesh.grids import GRIDS
+from parallel.mesh.mesh import divisors
 
 
 def check_model(run: Run) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from parallel.store.files import user_path, write_text
 
 from moe.checks.together import check_together
 from moe.data import CorruptedTrain, MixedTrain, TrainSet, open_data
@@ -19,6 +18,7 @@ from moe.launch import exit_codes
 from moe.recipe.hash_table import Table, balanced
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
+from parallel.store.files import user_path, write_text
 
 _AT_ONCE = 2**24  # tokens
 _OF_A_MIXTURE = 2**40  # tokens that its counts come to

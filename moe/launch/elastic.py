@@ -13,12 +13,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from parallel.mesh.mesh import divisors
-
 from moe.checks.together import check_run
 from moe.recipe.sections import Run
 from moe.router.slots.groups import needs_group
 from parallel.errors import BadInput
+from parallel.mesh.mesh import divisors
 
 ORIGIN = "--elastic"  # origin of the values changed here
 _TRIES = 8  # numbers of micro-batches tried for one number of processes, fewest first

@@ -17,10 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from parallel.store.files import read_text, user_path
-
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
+from parallel.store.files import read_text, user_path
 
 STATE = "hash_table"  # its key in a checkpoint's state, and the name of the copy in a run's folder
 KEY = "router.hash_table"

@@ -17,12 +17,11 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
-from parallel.store.files import user_path
-
 from moe.recipe.changes import shown
 from moe.recipe.keys import ABOVE_0, facts, field_of, flat, in_words, known_keys, not_met, settings, value_of
 from moe.recipe.sections import Data, Run
 from parallel.errors import BadInput
+from parallel.store.files import user_path
 
 COMMAND_LINE = "command line"
 _Said = Callable[[str, object, object], bool]

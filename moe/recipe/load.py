@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
-from parallel.store.files import read_text, user_path
 from pydantic import ValidationError
 
 from moe.recipe.idle import COMMAND_LINE, check_read
@@ -28,6 +27,7 @@ from moe.recipe.section import Section, takes_number
 from moe.recipe.sections import Run
 from parallel import yaml_text
 from parallel.errors import BadInput, did_you_mean, some
+from parallel.store.files import read_text, user_path
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 PUBLISHED = "published"

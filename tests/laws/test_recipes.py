@@ -6,9 +6,9 @@ import math
 from pathlib import Path
 
 import pytest
-from moe.plan.job.flops import Size, size
 
 from moe.checks.together import check_run
+from moe.plan.job.flops import Size, size
 from moe.recipe.load import load, recipe_names, resolved_yaml, run_name
 from moe.recipe.sections import Router, Run
 from parallel.errors import BadInput

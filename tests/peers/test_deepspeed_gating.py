@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 import torch
-from moe.router.losses.balance import balance_loss
 from torch import Tensor
 
 from moe.nn.context import Context
 from moe.recipe import sections
+from moe.router.losses.balance import balance_loss
 from moe.router.router import Router, Routing
 from moe.router.slots import capacity
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from moe.router.losses.balance import balance_loss, z_loss
 from torch import Tensor, nn
 
 from moe.experts.layer import MoELayer
@@ -18,6 +17,7 @@ from moe.nn.attention import RelativeBias
 from moe.nn.context import Context
 from moe.nn.linear import Norm
 from moe.recipe import sections
+from moe.router.losses.balance import balance_loss, z_loss
 from moe.router.router import Routing
 
 pytest.importorskip("transformers", reason="pip install moe-parallel[hf]")

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 from moe.plan.job.flops import expert_size, size
-
 from moe.recipe.sections import Model, Run
 from moe.recipe.shapes import GATED, T5_BUCKETS
 

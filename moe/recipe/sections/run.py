@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import math
 
-from parallel.mesh.grids import GRIDS, LINES, grid_of
-from parallel.mesh.mesh import Degrees, divisors
-
 from moe.recipe.plugin import is_plugin
 from moe.recipe.section import Section
 from moe.recipe.sections.experts import Dispatch, Experts, Router
@@ -14,6 +11,8 @@ from moe.recipe.sections.layout import Parallel, Pipeline, Precision, Recompute,
 from moe.recipe.sections.model import Model
 from moe.recipe.sections.training import Data, Lora, Optimizer, Train
 from parallel.errors import BadInput
+from parallel.mesh.grids import GRIDS, LINES, grid_of
+from parallel.mesh.mesh import Degrees, divisors
 from parallel.tensor import linear_2p5d
 
 

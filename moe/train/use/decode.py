@@ -15,7 +15,6 @@ from functools import partial
 from typing import Protocol
 
 import torch
-from moe.train.use.sampling import Sampling
 from torch import Tensor
 
 from moe.model.transformer import Block, Output, Transformer, moe_layers
@@ -24,6 +23,7 @@ from moe.nn.context import Context
 from moe.nn.latent import LatentAttention
 from moe.nn.routing_record import RoutingRecord
 from moe.router.methods.catalog import method_of
+from moe.train.use.sampling import Sampling
 from parallel.errors import BadInput
 
 # B texts, S tokens of a context, V vocabulary

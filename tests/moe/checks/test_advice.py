@@ -9,12 +9,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.campaigns import recipes
 
 from moe.checks.advice import apply, check_for_user, proposals, tried
 from moe.checks.together import check_run
 from moe.recipe.load import build_run, load, resolved_yaml
 from parallel.errors import BadInput
+from tests.campaigns import recipes
 
 
 def refused(recipe: str, changed: dict[str, str], world: int) -> BadInput:

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from moe.train.use.decode import Cached, Recomputed
 
 from moe.checks.together import check_run
 from moe.model.transformer import Transformer
 from moe.recipe.load import build_run
 from moe.recipe.sections import Latent, Model, Rope, Run
+from moe.train.use.decode import Cached, Recomputed
 from moe.verify.cases import Case
 from moe.verify.compare import compare
 from moe.verify.layouts import compute, run_world

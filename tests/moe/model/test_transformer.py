@@ -9,8 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from parallel.mesh.layout import Layout
-from parallel.mesh.mesh import Degrees, Mesh
 from torch import Tensor, nn
 
 from moe.model.initialise import FirstValues, alone, initialise
@@ -23,6 +21,8 @@ from moe.nn.rotary import _Rotate, rotate
 from moe.parallelize.build import build
 from moe.recipe import sections
 from moe.recipe.load import build_run
+from parallel.mesh.layout import Layout
+from parallel.mesh.mesh import Degrees, Mesh
 
 # B batch, L length, D model, V vocabulary, H heads, C channels of a head, E experts
 B, L, V = 3, 14, 37

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from moe.train.use.decode import Cached, Recomputed
 from torch import Tensor
 
 from moe.checks.together import check_run
@@ -22,6 +21,7 @@ from moe.nn.context import Context
 from moe.nn.core import softmax_core
 from moe.recipe.load import build_run
 from moe.recipe.sections import Model, Run
+from moe.train.use.decode import Cached, Recomputed
 from moe.verify.cases import Case
 from moe.verify.compare import compare
 from moe.verify.layouts import compute, run_world

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from parallel.mesh.mesh import Degrees, Mesh
 from torch import Tensor
 
 from moe.model.transformer import Transformer, extra_state
@@ -17,6 +16,7 @@ from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from moe.recipe.shapes import SEPARATOR
 from parallel.errors import BadInput
+from parallel.mesh.mesh import Degrees, Mesh
 
 BASE: dict[str, dict[str, Any]] = {
     "model": {"num_layers": 2, "d_model": 16, "num_heads": 2, "d_ff": 24, "max_length": 12, "moe_every": 2, "ffn": "gelu"},

@@ -9,15 +9,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from moe.router.losses.balance import balance_loss, z_loss
-from parallel.numerics.random import key_of, uniform
 from torch import Tensor
 
 from moe.experts.layer import MoELayer
 from moe.nn.context import Context
 from moe.recipe import sections
+from moe.router.losses.balance import balance_loss, z_loss
 from moe.router.router import Router, Routing
 from parallel.errors import BadInput
+from parallel.numerics.random import key_of, uniform
 
 # B sequences, L length, T = B*L tokens, D model, E experts, K choices
 B, L, D, E = 6, 9, 7, 5

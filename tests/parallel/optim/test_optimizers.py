@@ -8,17 +8,17 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from parallel.mesh.mesh import Degrees
-from parallel.process.process import World
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from parallel.data.engine import Rule
 from parallel.data.whole import Cut, Whole
+from parallel.mesh.mesh import Degrees
 from parallel.optim.adafactor import Adafactor
 from parallel.optim.muon import Muon, Orientation, orthogonal, scale
 from parallel.optim.sgd import Sgd
 from parallel.process import process
+from parallel.process.process import World
 from tests.support.ranks import run_on_ranks
 
 LRS = (0.1, 0.07, 0.02)

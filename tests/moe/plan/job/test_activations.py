@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from moe.plan.job.activations import block_bytes, fixed_bytes, head_bytes, router_bytes
-from parallel.numerics.weight_gradient import splittable
 from torch import Tensor
 
 from moe.model.transformer import Transformer
 from moe.nn.context import Context
 from moe.nn.vocabulary import summed_loss
 from moe.parallelize.memory import save_memory
+from moe.plan.job.activations import block_bytes, fixed_bytes, head_bytes, router_bytes
 from moe.recipe import load as recipe
 from moe.recipe.sections import Run
 from moe.router.router import Router
+from parallel.numerics.weight_gradient import splittable
 
 B, L = 4, 128
 SMALL = {"num_layers": 2, "moe_every": 2, "d_model": 48, "num_heads": 4, "d_ff": 112, "max_length": L, "vocab_size": 96}

@@ -7,6 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from moe.model.transformer import Transformer, moe_layers
+from moe.nn.context import Context
 from moe.plan.job.counts import parameters
 from moe.plan.job.flops import Size, counted_training, size
 from moe.plan.job.network import Plan
@@ -14,11 +19,6 @@ from moe.plan.job.of_recipe import network_of
 from moe.plan.machine.cluster import load_cluster
 from moe.plan.machine.program import OWN
 from moe.plan.time.cost import step_time
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
-
-from moe.model.transformer import Transformer, moe_layers
-from moe.nn.context import Context
 from moe.recipe import load as recipe
 from moe.recipe import sections
 
