@@ -8,7 +8,7 @@ value of a lower level stays, because the nearer setting turned it off on purpos
 value that equals the default stays, too. On the command line it is refused: `moe train dense_tiny --experts.num_experts 8` would not
 give a model with 8 experts.
 
-The settings with which alone a key is read stand in its field (`of` and `off_without` of moe/recipe/section.py).
+The field of a key has the settings with which alone it is read (`of` and `off_without` of moe/recipe/section.py).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     beta1: float = key(0.9, "of momentum", ge=0, lt=1, alters="training", of="optimizer.kind=adamw|kfac|muon")
 
-Everything about a key stands in its line: type, default, meaning, bounds, what changing it means for a resumed run, and the setting with
+The field of a key has all facts on it: type, default, meaning, bounds, what a change alters in a resumed run, and the setting with
 which alone it is read. A section may state the last two for all of its keys. load.py, changes.py, idle.py and described.py read them here.
 """
 

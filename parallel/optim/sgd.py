@@ -1,4 +1,4 @@
-"""SGD with momentum: one tensor beside each weight, half of what AdamW keeps.
+"""SGD with momentum: one tensor in addition to each weight, half of AdamW's states.
 
     M  <-  mu M + G        W  <-  W - lr M - lr decay W
 
