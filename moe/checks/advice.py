@@ -22,7 +22,8 @@ import yaml
 from moe.checks.together import check_run
 from moe.recipe import hash_table
 from moe.recipe.idle import COMMAND_LINE, check_read
-from moe.recipe.load import build_run, known_keys
+from moe.recipe.keys import known_keys
+from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
 

@@ -16,9 +16,6 @@ def check_encoder_decoder(run: Run) -> None:
         fix = "set model.kind to encoder_decoder, or data.objective to next_token"
         raise BadInput("data.objective", got="span_corruption with model.kind=decoder", needed="an encoder, which reads the text", fix=fix)
     if not halves:
-        if m.encoder_layers is not None:
-            fix = "set it to null, or model.kind to encoder_decoder"
-            raise BadInput("model.encoder_layers", got=f"{m.encoder_layers} with model.kind=decoder", needed="null: there is none", fix=fix)
         return
     if not spans:
         fix = "set data.objective to span_corruption"

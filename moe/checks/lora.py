@@ -7,12 +7,9 @@ from parallel.errors import BadInput
 
 
 def check_lora(run: Run) -> None:
-    """Refuse keys without adapters, targets that the model lacks, and layouts that would cut an adapter's product. Raises BadInput."""
+    """Refuse targets that the model lacks, and layouts that would cut an adapter's product. Raises BadInput."""
     lora = run.lora
     if not lora.rank:
-        if (key := lora.changed("alpha", "targets")) is not None:
-            fix = f"set lora.rank to 8, or remove lora.{key}"
-            raise BadInput(f"lora.{key}", got=f"{getattr(lora, key)} with lora.rank=0", needed="adapters, which alone read it", fix=fix)
         return
     _check_targets(run)
     s, fix = run.sharding, "set lora.rank to 0, or"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from moe.recipe.sections import Model, Rope, Run
+from moe.recipe.sections import Model, Rope, Run, Scales
 from parallel.errors import BadInput
 from parallel.mesh.grids import GRIDS
 from parallel.mesh.mesh import divisors
@@ -33,7 +33,6 @@ def check_model(run: Run) -> None:
             fix="change head_size, or set model.positions to t5",
         )
     _check_rope(m)
-    _check_swiglu(run)
     _check_latent(m)
     _check_windows(m)
     _check_ahead(run)
@@ -72,9 +71,6 @@ def check_model(run: Run) -> None:
 def _check_latent(m: Model) -> None:
     """Refuse sizes that do not fit together, and keys that latent attention excludes or that only it reads."""
     if m.latent.key_rank is None:
-        if (key := m.latent.changed()) is not None:
-            fix = "set model.latent.key_rank, or remove it"
-            raise BadInput(f"model.latent.{key}", got="it with model.latent.key_rank=null", needed="latent attention", fix=fix)
         return
     refused = {
         "kind": ("decoder", m.kind != "decoder"),
@@ -100,7 +96,8 @@ def _check_latent(m: Model) -> None:
 
 def _check_windows(m: Model) -> None:
     """Refuse sliding layers that do not exist or have no window, and keys that an encoder-decoder lacks."""
-    if (scaled := m.scales.changed()) is not None and m.kind == "encoder_decoder":
+    scaled = next((key for key, value in m.scales if value != getattr(Scales(), key)), None)
+    if scaled is not None and m.kind == "encoder_decoder":
         got = f"{getattr(m.scales, scaled):g} with model.kind=encoder_decoder"
         raise BadInput(f"model.scales.{scaled}", got=got, needed="a decoder: T5 and Switch have none", fix=f"remove model.scales.{scaled}")
     if m.scales.attention is not None and m.latent.key_rank is not None:
@@ -112,9 +109,6 @@ def _check_windows(m: Model) -> None:
             raise BadInput(f"model.{key}", got=got, needed=f"{word}: T5 and Switch have none", fix=f"set it to {word}")
     if m.sliding_layers is None:
         return
-    if m.sliding_window is None:
-        fix = "set model.sliding_window to a number of tokens, or model.sliding_layers to null"
-        raise BadInput("model.sliding_layers", got="it with model.sliding_window=null", needed="a window that these layers have", fix=fix)
     layers = sorted({i for i in m.sliding_layers if 0 <= i < m.num_layers})
     if not layers or len(layers) < len(m.sliding_layers):
         raise BadInput(
@@ -128,8 +122,6 @@ def _check_windows(m: Model) -> None:
 def _check_rope(m: Model) -> None:
     """Refuse rotary keys that nothing reads, and a stretch without the length that it starts from."""
     r = m.rope
-    if (key := r.changed()) is not None and m.positions == "t5":
-        raise BadInput(f"model.rope.{key}", got="it with model.positions=t5", needed="rotary positions", fix=f"remove model.rope.{key}")
     if r.fraction != 1:
         _check_fraction(m)
     if r.scaling in ("dynamic", "llama3", "yarn") and r.trained_length is None:
@@ -138,24 +130,9 @@ def _check_rope(m: Model) -> None:
         )
     if r.scaling in ("llama3", "yarn") and r.most_turns <= r.low:
         raise BadInput("model.rope.high", got=f"{r.most_turns:g}", needed=f"more than model.rope.low={r.low:g}", fix="set it to null")
-    if r.scaling == "none" and r.factor != 1:
-        raise BadInput(
-            "model.rope.factor",
-            got=f"{r.factor:g} with scaling none",
-            needed="a scaling that reads it",
-            fix="set model.rope.scaling to linear",
-        )
-    if r.scaling != "yarn" and (key := r.changed("whole_pairs", "mscale", "mscale_all")) is not None:
-        got = f"{str(getattr(r, key)).lower()} with scaling {r.scaling}"
-        raise BadInput(f"model.rope.{key}", got=got, needed="yarn, which alone reads it", fix=f"remove model.rope.{key}")
     if r.mscale_all and m.latent.key_rank is None:
         got = f"{r.mscale_all:g} with model.latent.key_rank=null"
         raise BadInput("model.rope.mscale_all", got=got, needed="latent attention, whose logits alone grow by it", fix="set it to 0")
-    unread = {"dynamic": ("low", "high")} | dict.fromkeys(("none", "linear", "ntk"), ("trained_length", "low", "high"))
-    if (key := r.changed(*unread[r.scaling]) if r.scaling in unread else None) is not None:
-        got = f"{getattr(r, key):g} with scaling {r.scaling}"
-        needed = f"{'dynamic, ' if key == 'trained_length' else ''}llama3 or yarn, which alone read it"
-        raise BadInput(f"model.rope.{key}", got=got, needed=needed, fix=f"remove model.rope.{key}")
     if r.scaling == "dynamic" and m.latent.key_rank is not None:
         got, needed = f"dynamic with model.latent.key_rank={m.latent.key_rank}", "yarn, as DeepSeek has it, or ntk"
         raise BadInput("model.rope.scaling", got=got, needed=needed, fix="set it to yarn")
@@ -180,26 +157,10 @@ def _check_fraction(m: Model) -> None:
         )
 
 
-def _check_swiglu(run: Run) -> None:
-    """Refuse bounds of swiglu in a model without swiglu networks."""
-    m, s = run.model, run.model.swiglu
-    networks = {m.ffn, (run.experts.ffn or m.ffn) if m.layers_with_experts() else m.ffn}
-    if (key := s.changed()) is not None and "swiglu" not in networks:
-        raise BadInput(
-            f"model.swiglu.{key}",
-            got=f"{getattr(s, key):g} with model.ffn={m.ffn}",
-            needed="networks of swiglu, which alone read it",
-            fix=f"set model.ffn to swiglu, or remove model.swiglu.{key}",
-        )
-
-
 def _check_ahead(run: Run) -> None:
     """Refuse models and layouts in which multi-token prediction (model.ahead) does not work."""
     m = run.model
     if not m.ahead:
-        if m.changed("ahead_weight"):
-            got = f"{m.ahead_weight:g} with model.ahead=0"
-            raise BadInput("model.ahead_weight", got=got, needed="tokens ahead, which alone read it", fix="set model.ahead to 1")
         return
     reasons: dict[str, tuple[bool, object, str]] = {
         "model.kind": (m.kind != "decoder", m.kind, "decoder"),

@@ -6,19 +6,14 @@ from __future__ import annotations
 
 from moe.experts.dispatch.catalog import dispatcher_of
 from moe.plan.pipeline import continuous
-from moe.recipe.sections import Optimizer, Run, Section
+from moe.recipe.sections import Run
 from parallel.data.kinds.catalog import CUT, PLAIN
 from parallel.errors import BadInput
-
-OWN = ("kfac", "muon", "adafactor", "sgd")  # kinds with a section of settings of their own
 
 
 def check_optimizer(run: Run) -> None:
     """Refuse an optimizer that does not work with the rest of the recipe. Raises BadInput for the first reason found."""
     o, s = run.optimizer, run.sharding
-    for kind in OWN:
-        if kind != o.kind:
-            _check_unset(o, kind)
     if o.kind in ("muon", "adafactor", "sgd") or o.is_own:
         _check_deepspeed(run)
     if o.kind in ("muon", "adafactor"):
@@ -58,20 +53,6 @@ def check_optimizer(run: Run) -> None:
             fix="set tiling.ffn to 1, or optimizer.kind to adamw",
         )
     _check_experts(run)
-
-
-def _check_unset(o: Optimizer, kind: str) -> None:
-    """Refuse settings of an optimizer that the recipe does not choose: they would have no effect."""
-    settings: Section = getattr(o, kind)
-    for key, field in type(settings).model_fields.items():
-        value = getattr(settings, key)
-        if value != field.default:
-            raise BadInput(
-                f"optimizer.{kind}.{key}",
-                got=f"{str(value).lower()} with optimizer.kind={o.kind}",
-                needed=f"optimizer.kind {kind}",
-                fix=f"set optimizer.kind to {kind}, or leave optimizer.{kind}.{key} out",
-            )
 
 
 def _check_deepspeed(run: Run) -> None:

@@ -135,7 +135,7 @@ def _check_continuous(run: Run) -> None:
             fix=f"set it to {plain}, or pipeline.schedule to 1f1b",
         )
     if run.model.layers_with_experts():
-        spec = run.router.spec
+        spec = run.router
         if p.microbatches > 1 and spec.balance_scope == "global_batch" and spec.asks_balance:
             raise BadInput(
                 "router.balance_scope",

@@ -33,7 +33,7 @@ def check_sequence(run: Run) -> None:
     if (refused := sequence.named.refuses(asked)) is not None:
         raise refused
     if run.model.layers_with_experts():
-        check_groups(run.router.spec, Degrees(sp=sp))
+        check_groups(run.router, Degrees(sp=sp))
 
 
 def without_effect(run: Run) -> list[str]:
@@ -47,14 +47,7 @@ def without_effect(run: Run) -> list[str]:
 
 def _check_idle(run: Run) -> None:
     """Refuse keys of `sequence` that change nothing under the other values."""
-    sequence, recompute = run.sequence, run.recompute.kind
-    if sequence.keep_attention and recompute != "full":
-        raise BadInput(
-            "sequence.keep_attention",
-            got=f"true with recompute.kind={recompute}",
-            needed="recompute.kind full: otherwise attention is computed once anyway",
-            fix="set sequence.keep_attention to false, or recompute.kind to full",
-        )
+    sequence = run.sequence
     if sequence.named.trades_heads and sequence.heads != 1:
         raise BadInput(
             "sequence.heads",

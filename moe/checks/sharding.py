@@ -24,7 +24,6 @@ def check_sharding(run: Run) -> None:
         _check_zero(run)
     else:
         _check_not_zero(run.sharding)
-    _check_fsdp(run.sharding)
     _check_disk(run.sharding.offload)
     if run.train.save_mode == "async" and "nvme" in (run.sharding.offload.optimizer, run.sharding.offload.parameters):
         raise BadInput(
@@ -36,14 +35,7 @@ def check_sharding(run: Run) -> None:
 
 
 def _check_not_zero(s: Sharding) -> None:
-    """Refuse zero's keys with another kind: they would have no effect."""
-    if (idle := s.changed("stage", "engine")) is not None:
-        raise BadInput(
-            f"sharding.{idle}",
-            got=f"{getattr(s, idle)} with sharding.kind={s.kind}",
-            needed="sharding.kind zero",
-            fix=f"set sharding.kind to zero, or leave sharding.{idle} out",
-        )
+    """Refuse offloading with another kind: it would have no effect."""
     for key in ("optimizer", "parameters"):
         place = getattr(s.offload, key)
         if place != "none":
@@ -53,19 +45,6 @@ def _check_not_zero(s: Sharding) -> None:
                 needed="sharding.kind zero: others keep their states on the device",
                 fix=f"set sharding.kind to zero and sharding.stage to {offloading(key, place).stage}",
             )
-
-
-def _check_fsdp(s: Sharding) -> None:
-    """Refuse fsdp's keys with another kind: they would have no effect."""
-    if "reshard" in s.carrier().keys:
-        return
-    if (key := s.changed("reshard", "prefetch")) is not None:
-        raise BadInput(
-            f"sharding.{key}",
-            got=f"{str(getattr(s, key)).lower()} with sharding.kind={s.kind}",
-            needed="sharding.kind fsdp, which gathers weights block by block",
-            fix=f"set sharding.kind to fsdp, or leave sharding.{key} out",
-        )
 
 
 def _check_zero(run: Run) -> None:
@@ -112,13 +91,6 @@ def _check_zero(run: Run) -> None:
 def _check_disk(o: Offload) -> None:
     """Check the folder for states offloaded to disk: it must be named, exist and be writable. Raises BadInput."""
     if "nvme" not in (o.optimizer, o.parameters):
-        if o.path is not None:
-            raise BadInput(
-                "sharding.offload.path",
-                got=f"{o.path}, with nothing on nvme",
-                needed="null",
-                fix="leave it out, or set sharding.offload.optimizer to nvme",
-            )
         return
     if o.path is None:
         raise BadInput(

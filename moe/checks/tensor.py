@@ -17,10 +17,6 @@ def check_tensor(run: Run) -> None:
         _check_slices(run)
     if run.tensor.overlap_chunks > 1:
         _check_overlap(run)
-    if run.tensor.depth is not None and run.tensor.kind != "2.5d":
-        raise BadInput(
-            "tensor.depth", got=f"{run.tensor.depth} with tensor.kind={run.tensor.kind}", needed="tensor.kind 2.5d", fix="set it to null"
-        )
     if tp == 1:
         return
     if run.tensor.kind in LINES:
@@ -166,7 +162,7 @@ def _check_sequences(run: Run) -> None:
 
     Checked for training and evaluation. Ranks of 1D in a dense model all read the same, so any number passes.
     """
-    tp, group, rows, dp = run.degrees.tp, run.router.spec.group, run.sequence_parts(), int(run.degrees.dp)
+    tp, group, rows, dp = run.degrees.tp, run.router.group, run.sequence_parts(), int(run.degrees.dp)
     unit, words, each = rows, f"the {rows} rows of tp's grid", "each row reads an equal part of them"
     if run.model.layers_with_experts():
         unit, words, each = tp, f"degrees.tp={tp}", "each rank of tp routes an equal part of them"

@@ -17,6 +17,7 @@ from moe.checks.tensor import check_tensor
 from moe.checks.tiling import check_tiling
 from moe.experts.dispatch.catalog import check_dispatch
 from moe.kernels.products import PRODUCTS
+from moe.recipe.idle import check_settings
 from moe.recipe.plugin import check_there
 from moe.recipe.sections import Data, Run
 from moe.router.checks import check_read, check_slots, check_spec
@@ -46,6 +47,7 @@ def check_together(run: Run) -> None:
         check_there(key, value)
     check_model(run)
     check_encoder_decoder(run)
+    check_settings(run)
     _check_experts(run)
     _check_dispatch(run)
     _check_precision(run)
@@ -80,10 +82,10 @@ def _check_experts(run: Run) -> None:
         fitting = divisors(math.gcd(common, run.degrees.dp)) if isinstance(run.degrees.dp, int) and run.degrees.dp > 0 else divisors(common)
         raise BadInput("experts.num_experts", got=got, needed=f"a multiple of degrees.ep={ep}", fix=f"set degrees.ep to one of {fitting}")
     for count in counts:
-        check_spec(run.router.spec, count + run.experts.free)
+        check_spec(run.router, count + run.experts.free)
     _check_free(run)
-    check_read(run.router.spec, run.router.own)
-    check_causal(run.router.spec, allowed=run.router.allow_noncausal)
+    check_read(run.router, run.router.own)
+    check_causal(run.router, allowed=run.router.allow_noncausal)
 
 
 def _check_free(run: Run) -> None:
@@ -91,7 +93,7 @@ def _check_free(run: Run) -> None:
     x = run.experts
     key = "skip" if x.skip else "zero"
     reasons: dict[str, tuple[bool, object, str]] = {
-        "router.select": (not method_of(run.router.spec).tokens_choose, run.router.spec.select, "top_k: tokens choose to cost nothing"),
+        "router.select": (not method_of(run.router).tokens_choose, run.router.select, "top_k: tokens choose to cost nothing"),
         "experts.rebalance_every": (bool(x.rebalance_every), x.rebalance_every, "0: loads are of what costs something"),
     }
     for what, (refused, got, needed) in reasons.items() if x.free else ():
@@ -110,14 +112,6 @@ def _check_networks(run: Run) -> None:
             needed=f"one for each of the {len(layers)} layers with experts ({', '.join(map(str, layers))}), or one number for all",
             fix=f"list {counted(len(layers), 'number')}, or change model.moe_every",
         )
-    for key, value in (("shared_gate", x.shared_gate), ("shared_d_ff", x.shared_d_ff)):
-        if value and not x.shared:
-            raise BadInput(
-                f"experts.{key}",
-                got=f"{str(value).lower()} without shared experts",
-                needed="experts.shared above 0",
-                fix="set experts.shared to 1",
-            )
     if x.residual and x.shared:
         raise BadInput(
             "experts.residual",
@@ -186,10 +180,6 @@ def _check_data(run: Run) -> None:
     if (separator := run.model.document_separator) is not None and separator >= run.vocab_size:
         fix = f"set it to at most {run.vocab_size - 1}"
         raise BadInput("model.document_separator", got=separator, needed=f"an id of the vocabulary of {run.vocab_size}", fix=fix)
-    if run.model.document_separator is not None and not run.model.document_mask:
-        got = f"{run.model.document_separator} with model.document_mask=false"
-        fix = "set model.document_mask to true, or leave model.document_separator out"
-        raise BadInput("model.document_separator", got=got, needed="the mask that it is for", fix=fix)
     if d.is_own:
         _check_given(d)
         return
@@ -251,7 +241,7 @@ def _check_replicas(run: Run, sequences: int) -> None:
             needed="one process, which has all replicas",
             fix="add --nproc 1 and set sharding.replicas, or set sharding.kind to ddp",
         )
-    group = run.router.spec.group if run.model.layers_with_experts() else 1
+    group = run.router.group if run.model.layers_with_experts() else 1
     unit = group if isinstance(group, int) else 1
     if sequences % (run.sharding.replicas * unit):
         held = counted(sequences, "sequence")
@@ -276,7 +266,7 @@ def _check_batch(run: Run) -> None:
             fix=f"set it to {max(1, round(batch / (dp * m))) * dp * m}",
         )
     _check_replicas(run, batch // (dp * m))
-    group, held = run.router.spec.group, batch // (dp * m)
+    group, held = run.router.group, batch // (dp * m)
     if run.model.layers_with_experts() and isinstance(group, int) and held % group:
         raise BadInput(
             "router.group",
@@ -287,9 +277,9 @@ def _check_batch(run: Run) -> None:
     if run.model.layers_with_experts():
         sequences = group if isinstance(group, int) else held if group == "rank" else 1
         length = min(run.model.max_length, run.model.target_length or run.model.max_length)  # of the shorter half
-        check_slots(run.router.spec, group_tokens=sequences * length, num_experts=max(run.experts.counts))
+        check_slots(run.router, group_tokens=sequences * length, num_experts=max(run.experts.counts))
     # if evaluation has a capacity, every rank needs whole groups, or the loss would depend on the layout
-    grouped = run.model.layers_with_experts() and run.router.spec.eval_capacity_factor is not None and isinstance(group, int)
+    grouped = run.model.layers_with_experts() and run.router.eval_capacity_factor is not None and isinstance(group, int)
     unit = dp * group if grouped and isinstance(group, int) else dp
     if run.train.eval_sequences % unit:
         raise BadInput(

@@ -111,8 +111,7 @@ def _refuse_flag(verb: str, name: str, value: str | None, flags: dict[str, Any])
 
 def _by_name(verb: str, name: str, value: str | None, flags: dict[str, Any]) -> str | None:
     """The fix for a name that another tool has, or that is a recipe's key without its section (`--lr`); None for any other name."""
-    from moe.recipe.described import choices
-    from moe.recipe.load import known_keys
+    from moe.recipe.keys import choices, known_keys
     from moe.recipe.other_tools import Meant, in_our_words, meant_by
     from moe.recipe.sections import Run
 

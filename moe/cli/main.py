@@ -466,7 +466,7 @@ def _rehearse(flags: Rehearse, overrides: dict[str, str]) -> int:
 
 
 def _rows(run: Run, origins: dict[str, str]) -> list[dict[str, Any]]:
-    from moe.recipe.load import flat
+    from moe.recipe.keys import flat
 
     return [{"key": key, "value": value, "origin": origins[key]} for key, value in flat(run).items()]
 

@@ -92,7 +92,7 @@ class MoELayer(nn.Module):
         count, d_ff, ffn = experts.of_layer(nth), experts.d_ff or d_ff, experts.ffn or ffn
         self.free, self.skip = experts.free, experts.skip
         self.router = Router(
-            router.spec,
+            router,
             num_experts=count + self.free,
             d_model=d_model,
             norm_eps=norm_eps,

@@ -36,7 +36,7 @@ def choose(name: str = "auto") -> ModuleType:
     if name == "triton":
         return _triton()
     if name not in _NAMES:
-        raise BadInput("experts.kernels", got=name, needed=f"one of {', '.join(_NAMES)}, triton", fix="set it to auto")
+        raise BadInput("experts.kernels", got=name, needed=f"one of {', '.join(_NAMES)}, triton", fix=Set("it", "auto"))
     return import_module(f"moe.kernels.{name}")
 
 

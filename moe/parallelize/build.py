@@ -65,7 +65,7 @@ def build(run: Run, mesh: Mesh, *, device: torch.device, table: Table | None = N
         )
     model, _, layouts = laid_out(run, mesh)
     for num_experts in set(model.expert_counts.values()):  # here, because a plan can be made of any recipe and must run none of its code
-        check_own(run.router.spec, num_experts)
+        check_own(run.router, num_experts)
     first = FirstValues(run.model, layouts, mesh, seed=run.train.seed)
     cut = run.sharding.carrier(pp=run.degrees.pp).cut
     if cut is None:

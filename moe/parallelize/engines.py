@@ -87,14 +87,11 @@ def optimizer_of(settings: sections.Optimizer) -> Rule:
     if is_plugin(s.kind):
         return given_of(s, load_plugin("optimizer.kind", s.kind, arguments=1))
     if s.kind == "muon":
-        m = s.muon
-        own = m.momentum, m.nesterov, m.iterations, m.scale, m.lr_factor
-        return Muon(*own, betas, s.eps, s.weight_decay, decays, matrix)
+        return Muon(s.muon.momentum, s.muon.scale, s.muon.lr_factor, betas, s.eps, s.weight_decay, decays, matrix)
     if s.kind == "adafactor":
-        a = s.adafactor
-        return Adafactor(a.decay_rate, a.clip, a.step, a.eps, a.floor, s.weight_decay, decays)
+        return Adafactor(s.adafactor.step, s.weight_decay, decays)
     if s.kind == "sgd":
-        return Sgd(s.sgd.momentum, s.sgd.nesterov, s.weight_decay, decays)
+        return Sgd(s.sgd.momentum, s.weight_decay, decays)
     return AdamW(betas, s.eps, s.weight_decay, decays)
 
 

@@ -66,7 +66,7 @@ def slice_sequences(run: Run, model: Transformer, mesh: Mesh) -> None:
     sp, places = mesh.axis("sp"), tuple(order.places(rank) for rank in range(mesh.axis("sp").size))
     model.whole_sequences = Slices(replace(sp, label="documents"), places).whole_sequences
     for moe in moe_layers(model):
-        if needs_group(run.router.spec):
+        if needs_group(run.router):
             moe.router.slices = Slices(replace(sp, label=moe.router.name), places)
 
 

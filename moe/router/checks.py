@@ -7,7 +7,6 @@ loss for a selection that is not learned; a router that sees future tokens in a 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, fields
 from typing import Any
 
 from moe.recipe.router_spec import RouterSpec
@@ -32,11 +31,11 @@ def check_read(spec: RouterSpec, own: Mapping[str, Any]) -> None:
     Values of a preset are not refused, so that one choice can be replaced without removing the others. Nor are values equal
     to RouterSpec's defaults, which ask for nothing.
     """
-    idle = {f.name: f.default for f in fields(RouterSpec)}
+    idle = {key: field.default for key, field in RouterSpec.model_fields.items()}
     for key, (beside, reason, instead) in unread(spec).items():
         if key not in own or own[key] == idle[key]:
             continue
-        nothing = "preset" if idle[key] is MISSING else "null" if idle[key] is None else idle[key]
+        nothing = "null" if idle[key] is None else idle[key]
         raise BadInput(
             f"router.{key}",
             got=f"{own[key]} with {beside}",

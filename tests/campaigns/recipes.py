@@ -27,7 +27,8 @@ from moe.checks.together import check_run
 from moe.cli.main import main as moe
 from moe.launch import exit_codes
 from moe.recipe.idle import check_read
-from moe.recipe.load import build_run, flat, known_keys, load, read_recipe, recipe_names, recipe_path
+from moe.recipe.keys import flat, known_keys
+from moe.recipe.load import build_run, load, read_recipe, recipe_names, recipe_path
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
 from tests.campaigns.faults import Row

@@ -75,7 +75,10 @@ CACHED = {
     "moe/kernels/auto.py: _for_gpu": "of the device, which stays what it is",
     "moe/kernels/triton/device.py: _shared_bytes": "of the device",
     "moe/kernels/triton/device.py: hopper": "of the device",
-    "moe/recipe/load.py: _keys": "of the classes of a recipe",
+    "moe/recipe/keys.py: _keys": "of the classes of a recipe",
+    "moe/recipe/keys.py: facts": "what a key's fields say",
+    "moe/recipe/keys.py: _set": "values of a type",
+    "moe/recipe/idle.py: _with_reader": "the keys of the schema",
     "moe/recipe/other_tools.py: _table": "of the tables in that file",
     "parallel/tensor/style.py: _regex": "of a pattern alone",
 }

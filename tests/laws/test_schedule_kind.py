@@ -191,7 +191,7 @@ def test_checks_and_planner_refuse_the_same_sizes(name: str) -> None:
 
 
 MAY_NAME = {
-    "moe/recipe/sections.py": "the default",
+    "moe/recipe/sections/layout.py": "the default",
     "moe/plan/job/network.py": "the default",
     "moe/plan/pipeline.py": "a fix",
     "moe/plan/choose/candidates.py": "presets of what a planner tries",

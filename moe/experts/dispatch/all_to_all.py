@@ -5,6 +5,8 @@ With `overlap_chunks` above 1, the experts of a rank are cut into chunks, and on
 
 from __future__ import annotations
 
+from parallel.fixes import Set
+
 from moe.experts.dispatch.dispatcher import Dispatcher, Exchange, Sizes
 from parallel.errors import BadInput
 from parallel.mesh.mesh import Mesh, divisors
@@ -27,7 +29,7 @@ class AllToAll(Dispatcher):
                 "dispatch.overlap_chunks",
                 got=self.chunks,
                 needed=f"a divisor of the {held} experts that a rank holds (num_experts / ep)",
-                fix=f"set it to one of {divisors(held)}, or lower degrees.ep",
+                fix=Set("it", *divisors(held)) | "lower degrees.ep",
             )
 
     def traffic(self, load: Load) -> Traffic:

@@ -75,7 +75,7 @@ def _changed(plan: Plan, run: Run) -> Run:
 
 def _evaluated(plan: Plan, run: Run) -> int:
     """Round train.eval_sequences up to a number that the ranks' checks accept; otherwise 64 sequences would rule out dp 6."""
-    unit, spec = plan.dp, run.router.spec
+    unit, spec = plan.dp, run.router
     if run.model.layers_with_experts():
         grouped = isinstance(spec.group, int) and (plan.tp > 1 or spec.eval_capacity_factor is not None)
         unit *= plan.tp * (int(spec.group) if grouped else 1)

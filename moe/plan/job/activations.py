@@ -157,7 +157,7 @@ def _experts(run: Run, layer: int, device: Device) -> float:
 
 def router_bytes(run: Run, num_experts: int, device: Device = "cuda") -> float:
     """Bytes held per token by a router and its losses, in fp32. Its input is the layer's own, unless jitter or norm change it."""
-    spec, d, count = run.router.spec, run.model.d_model, num_experts + run.experts.free
+    spec, d, count = run.router, run.model.d_model, num_experts + run.experts.free
     normed, noisy = spec.input_norm == "rmsnorm", spec.noise == "noisy_top_k"
     held = 8 * d if spec.jitter else 4 * d if (normed or noisy) and compute_bytes(run) < 4 else 0
     if normed:

@@ -87,7 +87,7 @@ def _latent(m: Model) -> Latent | None:
 
 
 def _experts(run: Run) -> Experts | None:
-    m, e, spec = run.model, run.experts, run.router.spec
+    m, e, spec = run.model, run.experts, run.router
     sparse = m.layers_with_experts()
     if not sparse:
         return None

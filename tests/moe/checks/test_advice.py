@@ -32,7 +32,7 @@ def refused(recipe: str, changed: dict[str, str], world: int) -> BadInput:
         ({"degrees.pp": "7"}, 2, "set degrees.pp to 2"),
         ({"degrees.dp": "9", "degrees.tp": "2"}, 4, "set degrees.dp to 2"),
         ({"router.top_groups": "3"}, 1, "set router.top_groups to 1"),
-        ({"dispatch.node_size": "7"}, 4, "set dispatch.node_size to null"),
+        ({"dispatch.node_size": "7"}, 4, "remove dispatch.node_size"),
     ],
 )
 def test_advice_that_leads_to_another_refusal_is_left_out(changed: dict[str, str], world: int, fix: str) -> None:
@@ -79,7 +79,7 @@ def test_a_warm_up_above_the_steps_is_refused_where_it_is_said(tmp_path: Path) -
     ],
 )
 def test_what_another_choice_leaves_unread_is_refused(key: str, value: str, beside: dict[str, str]) -> None:
-    with pytest.raises(BadInput, match=f"^{key}: got .*fix: remove {key}$"):
+    with pytest.raises(BadInput, match=f"^{key}: got .*fix: .*remove {key}$"):
         check_run(load("dense_tiny", {key: value, **beside})[0], 1)
 
 

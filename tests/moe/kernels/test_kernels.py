@@ -280,7 +280,7 @@ def test_memory_goes_with_routed_rows(preset: str, dtype: torch.dtype) -> None:
     with Largest() as largest:
         y, report = layer(x, Context.of(x[..., 0]))
         y.float().square().sum().backward()
-    tokens, k = b * length, router.spec.num_choices
+    tokens, k = b * length, router.num_choices
     assert report.dropped > 0 and report.kept > tokens / 2
     rows = tokens * k + 32 * num_experts  # 16-bit products take at least 32 rows an expert
     allowed = max(rows * max(d, f), num_experts * d * f, tokens * num_experts)

@@ -11,7 +11,8 @@ from moe.checks.advice import apply, proposals
 from moe.cli.flags import check_words
 from moe.cli.verbs import RECIPE_VERBS, VERBS, is_word
 from moe.recipe import other_tools
-from moe.recipe.load import build_run, flat, known_keys, load, read_recipe, recipe_path
+from moe.recipe.keys import flat, known_keys
+from moe.recipe.load import build_run, load, read_recipe, recipe_path
 from moe.recipe.other_tools import FLAGS, KEYS, NEEDLESS, OTHER_UNITS, SWITCHES, WITH_OTHERS, WORDS
 from moe.recipe.overrides import take_overrides
 from moe.recipe.sections import Run

@@ -47,7 +47,7 @@ def test_a_small_recipe_keeps_what_is_no_size(name: str) -> None:
     assert bool(made.model.layers_with_experts()) == bool(run.model.layers_with_experts())
     if made.model.layers_with_experts():
         for key in ("num_choices", "score", "select", "gates", "capacity_factor", "balance_weight", "bias_rate", "drop"):
-            assert getattr(made.router.spec, key) == getattr(run.router.spec, key), key
+            assert getattr(made.router, key) == getattr(run.router, key), key
         assert (made.experts.shared, made.experts.residual) == (run.experts.shared, run.experts.residual)
 
 
