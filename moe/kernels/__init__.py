@@ -22,6 +22,7 @@ from types import ModuleType
 
 from moe.kernels.plan import Plan
 from parallel.errors import BadInput
+from parallel.fixes import Set
 
 __all__ = ["Plan", "choose"]
 
@@ -36,7 +37,7 @@ def choose(name: str = "auto") -> ModuleType:
     if name == "triton":
         return _triton()
     if name not in _NAMES:
-        raise BadInput("experts.kernels", got=name, needed=f"one of {', '.join(_NAMES)}, triton", fix="set it to auto")
+        raise BadInput("experts.kernels", got=name, needed=f"one of {', '.join(_NAMES)}, triton", fix=Set("it", "auto"))
     return import_module(f"moe.kernels.{name}")
 
 
@@ -46,7 +47,7 @@ def _triton() -> ModuleType:
             "experts.kernels",
             got="triton, which is not installed",
             needed="the package triton",
-            fix="pip install triton, or set it to auto",
+            fix="pip install triton" | Set("it", "auto"),
         )
     import torch
     import triton as package
@@ -56,7 +57,7 @@ def _triton() -> ModuleType:
             "experts.kernels",
             got="triton, but torch sees no GPU",
             needed="a GPU",
-            fix="set it to auto (to try the kernels, slowly: TRITON_INTERPRET=1)",
+            fix=Set("it", "auto", said="auto (to try the kernels, slowly: TRITON_INTERPRET=1)"),
         )
     from moe.kernels import triton
 

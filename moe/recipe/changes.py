@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -21,6 +20,7 @@ from moe.recipe.router_spec import RouterSpec
 from moe.recipe.sections import Model, Run
 from moe.recipe.shapes import NORM_EPS
 from parallel.errors import BadInput, did_you_mean
+from parallel.fixes import typed, written
 
 Kind = Literal["shape", "function", "training", "cost", "name"]
 
@@ -94,7 +94,7 @@ class Change:
     after: Any
 
     def __str__(self) -> str:
-        return f"{self.key}: {shown(self.before)} -> {shown(self.after)}"
+        return f"{self.key}: {written(self.before)} -> {written(self.after)}"
 
 
 def changes(before: Run, after: Run) -> list[Change]:
@@ -178,12 +178,12 @@ def check_function(
     if not refused:
         return
     flags = " ".join(f"--allow-change {change.key}" for change in refused)
-    back = " ".join(f"--{change.key} {shown(change.before)}" for change in refused)
+    back = typed({change.key: change.before for change in refused})
     raise BadInput(
         ", ".join(change.key for change in refused),
-        got=", ".join(shown(change.after) for change in refused),
-        needed=f"{', '.join(shown(change.before) for change in refused)}, with which {where} was trained",
-        fix=f"{back}, {otherwise}, or {flags} if it is meant",
+        got=", ".join(written(change.after) for change in refused),
+        needed=f"{', '.join(written(change.before) for change in refused)}, with which {where} was trained",
+        fix=back | otherwise | f"{flags} if it is meant",
     )
 
 
@@ -194,7 +194,7 @@ def check_moments(before: Run, after: Run, *, where: str) -> None:
     """Refuse to resume with an optimizer that keeps other states than the checkpoint has. Raises BadInput."""
     old, new = before.optimizer.kind, after.optimizer.kind
     if _MOMENTS.get(old, old) != _MOMENTS.get(new, new):
-        fix = f"--optimizer.kind {old}, or begin anew with its weights alone: --init_from RUN --out ANOTHER"
+        fix = typed({"optimizer.kind": old}) | "begin anew with its weights alone: --init_from RUN --out ANOTHER"
         raise BadInput("optimizer.kind", got=new, needed=f"{old}, whose state {where} has", fix=fix)
 
 
@@ -208,8 +208,3 @@ def told(before: Run, after: Run, *, begun: bool) -> list[str]:
         means = ", and with it what the model computes, as allowed" if change.key in function else means
         lines.setdefault(means, []).append(change)
     return [f"changed since the checkpoint{means}: {', '.join(map(str, some))}" for means, some in lines.items()]
-
-
-def shown(value: Any) -> str:
-    """Return a value as a recipe writes it."""
-    return value if isinstance(value, str) else json.dumps(value)

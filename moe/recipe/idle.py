@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from moe.recipe.plugin import is_plugin
 from moe.recipe.sections import Data, Run
 from parallel.errors import BadInput
+from parallel.fixes import Remove, Set
 from parallel.store.files import user_path
 
 COMMAND_LINE = "command line"
@@ -46,7 +47,7 @@ def check_read(run: Run, origins: Mapping[str, str], *, file: str) -> None:
             "optimizer.warmup_steps",
             got=f"{warmup} with train.steps={steps}",
             needed="at most the steps: the learning rate would never be reached",
-            fix=f"set optimizer.warmup_steps to {steps // 10}, or train.steps to {10 * warmup}",
+            fix=Set("optimizer.warmup_steps", steps // 10) | Set("train.steps", 10 * warmup),
         )
 
 
@@ -69,7 +70,7 @@ def _check_optimizer(run: Run, nearness: Callable[[str], int], said: _Said) -> N
             continue
         if nearness(f"optimizer.{key}") >= max(2, nearness(f"optimizer.{decides}")):
             got = f"{value} with optimizer.{decides}={getattr(o, decides)}"
-            raise BadInput(f"optimizer.{key}", got=got, needed=f"optimizer.{decides} {needed}", fix=f"remove optimizer.{key}")
+            raise BadInput(f"optimizer.{key}", got=got, needed=f"optimizer.{decides} {needed}", fix=Remove(f"optimizer.{key}"))
 
 
 def _check_sparse(run: Run, nearness: Callable[[str], int], said: _Said) -> None:
@@ -88,7 +89,7 @@ def _check_sparse(run: Run, nearness: Callable[[str], int], said: _Said) -> None
             idle[0],
             got="a value" + (f", and {len(idle) - 1} more of experts," if len(idle) > 1 else "") + " in a dense model",
             needed="layers with experts, which alone read it",
-            fix=f"remove {idle[0]}" if len(idle) == 1 else "set model.moe_every to 2, or remove them",
+            fix=Remove(idle[0]) if len(idle) == 1 else Set("model.moe_every", 2) | "remove them",
         )
 
 
@@ -100,7 +101,7 @@ def _check_ids(data: Data, nearness: Callable[[str], int], said: _Said) -> None:
     for number, source in enumerate(data.sources):
         if source.text_key is not None:
             key, got = f"data.sources[{number}].text_key", f"{source.text_key} with token ids"
-            raise BadInput(key, got=got, needed="text, which alone reads it", fix=f"remove {key}")
+            raise BadInput(key, got=got, needed="text, which alone reads it", fix=Remove(key))
     ids = max(2, nearness("data.tokenizer"))
     idle = {"source": ("text", ids), "text_key": ("text", ids)}
     if all(user_path(path, what="data.path").is_dir() for path in paths):
@@ -108,4 +109,6 @@ def _check_ids(data: Data, nearness: Callable[[str], int], said: _Said) -> None:
     for key, (reader, decided) in idle.items():
         value = getattr(data, key)
         if nearness(f"data.{key}") >= decided and said(f"data.{key}", value, Data.model_fields[key].default):
-            raise BadInput(f"data.{key}", got=f"{value} with token ids", needed=f"{reader}, which alone reads it", fix=f"remove data.{key}")
+            raise BadInput(
+                f"data.{key}", got=f"{value} with token ids", needed=f"{reader}, which alone reads it", fix=Remove(f"data.{key}")
+            )

@@ -27,6 +27,7 @@ from moe.recipe.router_spec import RouterSpec
 from moe.recipe.sections import Run, Section, choices_of, takes_number
 from parallel import yaml_text
 from parallel.errors import BadInput, did_you_mean, some
+from parallel.fixes import Remove, Rename, Set, Words, fix_of, guess
 from parallel.store.files import read_text, user_path
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
@@ -314,10 +315,11 @@ def _refuse_key(path: tuple[Any, ...], value: Any = None, *, typed: bool = False
     elif outer:
         near = did_you_mean(str(path[len(outer)]), list(section.model_fields))
         key = elsewhere[0] if len(elsewhere) == 1 or (elsewhere and not near) else f"{where}.{near}" if near else None
-        fix = f"did you mean {key}?" if key else f"remove it, or see: moe show --keys {outer[0]}"
+        fix = Rename("it", key) if key else Remove("it") | f"see: moe show --keys {outer[0]}"
     else:
         near = did_you_mean(dotted, known_keys() if len(path) > 1 else list(Run.model_fields))
-        fix = f"did you mean {near}?" if near else f"did you mean {elsewhere[0]}?" if elsewhere else f"see: moe show --keys {ALL}"
+        near = near or next(iter(elsewhere), None)
+        fix = Rename("it", near) if near else Words(f"see: moe show --keys {ALL}")
     kind = "key" if outer else "section"
     needed = f"one of {some(section.model_fields, rest=f'moe show --keys {where or ALL}')}"
     raise BadInput(dotted, got=f"a {kind} that does not exist", needed=needed, fix=fix)
@@ -358,7 +360,9 @@ def _explain(error: dict[str, Any], more: int) -> BadInput:
         return BadInput(dotted, got=_shown(error["input"]), needed="a list", fix=f"write {dotted}: [1, 2] in a file, --{dotted} [1,2] here")
     choices = [*choices_of(field.annotation), *registered(dotted)] if field else []
     needed = error["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
-    fix = f"set {dotted} to a value like {_shown(field.default)}" if field is not None else f"write {dotted}: {{key: value}}"
+    fix = fix_of(f"write {dotted}: {{key: value}}")
+    if field is not None:
+        fix = Set(dotted, field.default, said=f"a value like {_shown(field.default)}")
     if choices and error["type"] not in _RANGES:
         ours = in_our_words(dotted, error["input"])
         near = ours if ours in choices else did_you_mean(str(error["input"]), choices)
@@ -366,9 +370,10 @@ def _explain(error: dict[str, Any], more: int) -> BadInput:
         numbers += f" or {WORDS}" if field is not None and Plugin in get_args(field.annotation) else ""
         listed = some(sorted(choices, key=lambda name: name not in registered(dotted)), rest=f"moe show --keys {dotted.rpartition('.')[0]}")
         needed = f"{listed}{numbers}" if len(choices) > 1 or numbers else f"{choices[0]} (the only choice this version has)"
-        fix = f"did you mean {near}?" if near and near != str(error["input"]) else f"set {dotted} to {choices[0]}"
+        wanted = near if near and near != str(error["input"]) else None
+        fix = guess(yaml_text.load(wanted)) if wanted else Set(dotted, yaml_text.load(choices[0]))
     if more > 0:
-        fix += f" ({more} more wrong {'value' if more == 1 else 'values'} after this one)"
+        fix = Words(f"{fix} ({more} more wrong {'value' if more == 1 else 'values'} after this one)", fix)
     return BadInput(dotted, got=_shown(error["input"]), needed=needed, fix=fix)
 
 

@@ -14,6 +14,7 @@ from moe.recipe.sections import Run
 from moe.records.results import write_json
 from moe.rehearse.walk import Walked, walk
 from parallel.errors import BadInput
+from parallel.fixes import Set
 from parallel.process.process import World
 from parallel.rehearse.pretended import Found
 
@@ -41,7 +42,7 @@ def carried(run: Run) -> tuple[Run, str]:
             "sharding.kind",
             got="dp, whose replicas are threads of one process",
             needed="one thread a rank, which is what a rehearsal follows",
-            fix="set sharding.kind to ddp",
+            fix=Set("sharding.kind", "ddp"),
         )
     if s.kind != "zero" or s.stage == 0 or by_fsdp(run):
         return run, ""
@@ -50,7 +51,7 @@ def carried(run: Run) -> tuple[Run, str]:
             "sharding.offload",
             got="DeepSpeed's offload, which copies by addresses of memory that a rehearsal does not have",
             needed="states on the device",
-            fix="set sharding.offload.optimizer and sharding.offload.parameters to none",
+            fix=Set("sharding.offload.optimizer", "none") & Set("sharding.offload.parameters", "none"),
         )
     why = "DeepSpeed's engine reads addresses of memory, which a rehearsal does not have"
     if s.stage == 3:

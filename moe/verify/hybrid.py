@@ -24,6 +24,7 @@ from moe.experts.dispatch.catalog import PLAIN, examples, rows_for
 from moe.verify.cases import ATTENTION, ENGINES, EXPERTS, LAYERS, MODELS, SLICED, Case
 from moe.verify.pairwise import Choice, Covering, Pair, cover, together
 from parallel.errors import BadInput, counted
+from parallel.fixes import Set
 from parallel.pipeline.schedules.catalog import SCHEDULES
 
 WORLD, BATCH = 8, 24  # a batch that 8 ranks share out, in groups
@@ -138,10 +139,10 @@ def _check_idle(choice: Choice, ep: int) -> None:
     rows, places = choice["dispatch"], choice["experts"]
     if (rows == "none") != (ep == 1):
         needed = "none: one rank holds every expert, nothing travels" if ep == 1 else "a way for rows to travel"
-        raise Idle("dispatch.kind", got=f"{rows} with experts {places}", needed=needed, fix="set degrees.ep to 2, or leave dispatch out")
+        raise Idle("dispatch.kind", got=f"{rows} with experts {places}", needed=needed, fix=Set("degrees.ep", 2) | "leave dispatch out")
     if ep > 1 and rows not in rows_for(ep):
         needed = "degrees.ep 4: of two ranks, one of the two steps goes nowhere"
-        raise Idle("dispatch.kind", got=f"{rows} with experts {places}", needed=needed, fix="set degrees.ep to 4")
+        raise Idle("dispatch.kind", got=f"{rows} with experts {places}", needed=needed, fix=Set("degrees.ep", 4))
 
 
 def _rest(choice: Choice, world: int | None, ranks: int, experts: int, *, sharers: int) -> int:

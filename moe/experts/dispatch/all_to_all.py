@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from moe.experts.dispatch.dispatcher import Dispatcher, Exchange, Sizes
 from parallel.errors import BadInput
+from parallel.fixes import Set
 from parallel.mesh.mesh import Mesh, divisors
 from parallel.mesh.traffic import Load, Message, Traffic
 
@@ -27,7 +28,7 @@ class AllToAll(Dispatcher):
                 "dispatch.overlap_chunks",
                 got=self.chunks,
                 needed=f"a divisor of the {held} experts that a rank holds (num_experts / ep)",
-                fix=f"set it to one of {divisors(held)}, or lower degrees.ep",
+                fix=Set("it", *divisors(held)) | "lower degrees.ep",
             )
 
     def traffic(self, load: Load) -> Traffic:

@@ -15,6 +15,7 @@ from math import gcd
 
 from moe.experts.dispatch.dispatcher import Dispatcher, Exchange, Sizes
 from parallel.errors import BadInput
+from parallel.fixes import Set
 from parallel.mesh.mesh import Mesh, divisors
 from parallel.mesh.traffic import Load, Message, Traffic
 
@@ -33,11 +34,11 @@ class Hierarchical(Dispatcher):
                 "dispatch.node_size",
                 got="null with dispatch.kind=hierarchical",
                 needed="how many ranks of the ep axis share a node",
-                fix=f"set it to one of {divisors(ranks)}, or dispatch.kind to all_to_all",
+                fix=Set("it", *divisors(ranks)) | Set("dispatch.kind", "all_to_all"),
             )
         if ranks > 1 and ranks % size:
             needed = f"a divisor of degrees.ep={ranks}"
-            raise BadInput("dispatch.node_size", got=size, needed=needed, fix=f"set it to one of {divisors(ranks)}")
+            raise BadInput("dispatch.node_size", got=size, needed=needed, fix=Set("it", *divisors(ranks)))
 
     def traffic(self, load: Load) -> Traffic:
         inner = gcd(self.settings.node_size or 1, load.ranks)

@@ -17,6 +17,7 @@ from typing import Any
 
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
+from parallel.fixes import Fix, typed
 
 Values = dict[str, Any]  # dotted key: value
 SHORTEST = 64  # tokens: shorter sequences are not proposed
@@ -24,9 +25,9 @@ SHORTEST = 64  # tokens: shorter sequences are not proposed
 
 @dataclass(frozen=True)
 class Change:
-    """A change of a recipe. `run`: changed and checked; `words`: flags for the command line."""
+    """A change of a recipe. `run`: changed and checked."""
 
-    words: str
+    fix: Fix
     run: Run
 
 
@@ -38,7 +39,7 @@ def change_that_fits(
         try:
             changed = checked(with_values(run, values), world)
             if fits(changed):
-                return Change(" ".join(f"--{key} {value}" for key, value in values.items()), changed)
+                return Change(typed(values), changed)
         except BadInput:
             continue
     return None
