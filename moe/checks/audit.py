@@ -5,6 +5,7 @@ from __future__ import annotations
 from moe.plan.pipeline import continuous
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
+from parallel.fixes import Set
 
 
 def check_audit(run: Run) -> None:
@@ -15,7 +16,7 @@ def check_audit(run: Run) -> None:
             "train.deterministic",
             got="true with sharding.kind=dp",
             needed=threads,
-            fix="set sharding.kind to ddp, or train.deterministic to false",
+            fix=Set("sharding.kind", "ddp") | Set("train.deterministic", False),
         )
     if not run.train.audit_every:
         return
@@ -31,4 +32,4 @@ def check_audit(run: Run) -> None:
     }
     for got, (refused, needed) in reasons.items():
         if refused:
-            raise BadInput("train.audit_every", got=got, needed=needed, fix="set train.audit_every to 0")
+            raise BadInput("train.audit_every", got=got, needed=needed, fix=Set("train.audit_every", 0))

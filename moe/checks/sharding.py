@@ -14,6 +14,7 @@ import tempfile
 from moe.recipe.sections import Offload, Run, Sharding
 from parallel.data.kinds.catalog import offloading
 from parallel.errors import BadInput, did_you_mean
+from parallel.fixes import Set, all_of, guess
 from parallel.process.extensions import missing_for_nvme
 from parallel.store.files import user_path
 
@@ -30,7 +31,7 @@ def check_sharding(run: Run) -> None:
             "train.save_mode",
             got="async with states on nvme",
             needed="sync: asynchronous saving copies all states to host memory at once",
-            fix="set train.save_mode to sync",
+            fix=Set("train.save_mode", "sync"),
         )
 
 
@@ -43,7 +44,7 @@ def _check_not_zero(s: Sharding) -> None:
                 f"sharding.offload.{key}",
                 got=f"{place} with sharding.kind={s.kind}",
                 needed="sharding.kind zero: others keep their states on the device",
-                fix=f"set sharding.kind to zero and sharding.stage to {offloading(key, place).stage}",
+                fix=Set("sharding.kind", "zero") & Set("sharding.stage", offloading(key, place).stage),
             )
 
 
@@ -51,21 +52,21 @@ def _check_zero(run: Run) -> None:
     s, o = run.sharding, run.sharding.offload
     if s.carrier().stage != s.named.stage:
         raise BadInput(
-            "sharding.engine", got=f"fsdp with sharding.stage={s.stage}", needed="stage 3, which is what FSDP does", fix="set it to auto"
+            "sharding.engine", got=f"fsdp with sharding.stage={s.stage}", needed="stage 3, which is what FSDP does", fix=Set("it", "auto")
         )
     if s.engine == "deepspeed" and s.named.stage == 0:
         raise BadInput(
             "sharding.engine",
             got="deepspeed with sharding.stage=0",
             needed="auto: stage 0 shards nothing, which is data parallelism as torch's DDP does it",
-            fix="set sharding.engine to auto, or sharding.stage to 1, 2 or 3",
+            fix=Set("sharding.engine", "auto") | Set("sharding.stage", 1, 2, 3),
         )
     if run.precision.master != "fp32" and s.named.stage > 0:
         raise BadInput(
             "precision.master",
             got=f"{run.precision.master} with sharding.kind=zero",
             needed="fp32: its engine keeps fp32 master weights in the partitions, beside working weights in precision.compute",
-            fix="set precision.master to fp32, or sharding.kind to ddp",
+            fix=Set("precision.master", "fp32") | Set("sharding.kind", "ddp"),
         )
     for key in ("optimizer", "parameters"):
         place = getattr(o, key)
@@ -76,7 +77,7 @@ def _check_zero(run: Run) -> None:
                 f"sharding.offload.{key}",
                 got=f"{place} with sharding.engine=fsdp",
                 needed="DeepSpeed, which is what offloads here",
-                fix="set sharding.engine to auto",
+                fix=Set("sharding.engine", "auto"),
             )
         if (key, place) not in s.named.offloads:
             lowest = offloading(key, place).stage
@@ -84,7 +85,7 @@ def _check_zero(run: Run) -> None:
                 f"sharding.offload.{key}",
                 got=f"{place} with sharding.stage={s.stage}",
                 needed=f"stage {'1, 2 or 3' if lowest == 1 else '3'}",
-                fix=f"set sharding.stage to {lowest}, or sharding.offload.{key} to {'cpu' if key == 'optimizer' and s.stage else 'none'}",
+                fix=Set("sharding.stage", lowest) | Set(f"sharding.offload.{key}", "cpu" if key == "optimizer" and s.stage else "none"),
             )
 
 
@@ -104,7 +105,7 @@ def _check_disk(o: Offload) -> None:
             "sharding.offload.path",
             got=f"{o.path}, which is {'a file' if path.exists() else 'not there'}",
             needed="a folder that exists",
-            fix=f"did you mean {path.parent / near}?" if near else f"mkdir -p {o.path}" if not path.exists() else "name a folder",
+            fix=guess(str(path.parent / near)) if near else f"mkdir -p {o.path}" if not path.exists() else "name a folder",
         )
     try:
         tempfile.TemporaryFile(dir=path).close()
@@ -122,12 +123,13 @@ def check_installed(run: Run) -> None:
 
     Not part of `check_run`: a recipe is right or wrong on any machine, and `moe plan` and `moe rehearse` read it for another machine.
     """
-    if "nvme" not in (run.sharding.offload.optimizer, run.sharding.offload.parameters):
+    places = {f"sharding.offload.{key}": getattr(run.sharding.offload, key) for key in ("optimizer", "parameters")}
+    if "nvme" not in places.values():
         return
     if missing := missing_for_nvme():
         raise BadInput(
             "sharding.offload",
             got=f"nvme without {' and '.join(missing)}",
             needed="the packages that DeepSpeed's async_io is compiled with, once",
-            fix=f"apt-get install {' '.join(missing)}, or set it to cpu",
+            fix=f"apt-get install {' '.join(missing)}" | all_of({key: "cpu" for key, place in places.items() if place == "nvme"}),
         )

@@ -24,6 +24,7 @@ from moe.router.checks import check_read, check_slots, check_spec
 from moe.router.methods.catalog import method_of
 from moe.router.slots.causal import check_causal
 from parallel.errors import BadInput, counted, did_you_mean
+from parallel.fixes import Nproc, Remove, Set, guess
 from parallel.mesh.mesh import Degrees, check_world, divisors
 from parallel.store.files import user_path
 
@@ -67,11 +68,11 @@ def _check_experts(run: Run) -> None:
     if not run.model.layers_with_experts():
         if run.degrees.ep not in ("auto", 1):
             raise BadInput(
-                "degrees.ep", got=run.degrees.ep, needed="1 for a dense model", fix="set degrees.ep to 1, or model.moe_every to 2"
+                "degrees.ep", got=run.degrees.ep, needed="1 for a dense model", fix=Set("degrees.ep", 1) | Set("model.moe_every", 2)
             )
         if run.degrees.etp != 1:
             raise BadInput(
-                "degrees.etp", got=run.degrees.etp, needed="1 for a dense model", fix="set degrees.etp to 1, or model.moe_every to 2"
+                "degrees.etp", got=run.degrees.etp, needed="1 for a dense model", fix=Set("degrees.etp", 1) | Set("model.moe_every", 2)
             )
         return
     _check_networks(run)
@@ -80,7 +81,7 @@ def _check_experts(run: Run) -> None:
     if isinstance(ep, int) and ep > 0 and any(e % ep for e in counts):
         common = math.gcd(*counts)
         fitting = divisors(math.gcd(common, run.degrees.dp)) if isinstance(run.degrees.dp, int) and run.degrees.dp > 0 else divisors(common)
-        raise BadInput("experts.num_experts", got=got, needed=f"a multiple of degrees.ep={ep}", fix=f"set degrees.ep to one of {fitting}")
+        raise BadInput("experts.num_experts", got=got, needed=f"a multiple of degrees.ep={ep}", fix=Set("degrees.ep", *fitting))
     for count in counts:
         check_spec(run.router, count + run.experts.free)
     _check_free(run)
@@ -92,14 +93,14 @@ def _check_free(run: Run) -> None:
     """Check choices that cost nothing (zero, skip): tokens must choose experts, and experts must stay on their rank."""
     x = run.experts
     key = "skip" if x.skip else "zero"
-    reasons: dict[str, tuple[bool, object, str]] = {
-        "router.select": (not method_of(run.router).tokens_choose, run.router.select, "top_k: tokens choose to cost nothing"),
-        "experts.rebalance_every": (bool(x.rebalance_every), x.rebalance_every, "0: loads are of what costs something"),
+    reasons: dict[str, tuple[bool, object, object, str]] = {
+        "router.select": (not method_of(run.router).tokens_choose, run.router.select, "top_k", "tokens choose to cost nothing"),
+        "experts.rebalance_every": (bool(x.rebalance_every), x.rebalance_every, 0, "loads are of what costs something"),
     }
-    for what, (refused, got, needed) in reasons.items() if x.free else ():
+    for what, (refused, got, plain, why) in reasons.items() if x.free else ():
         if refused:
-            fix = f"set {what} to {needed.partition(':')[0]}, or experts.{key} to 0"
-            raise BadInput(what, got=f"{got} with experts.{key}={getattr(x, key)}", needed=needed, fix=fix)
+            fix = Set(what, plain) | Set(f"experts.{key}", 0)
+            raise BadInput(what, got=f"{got} with experts.{key}={getattr(x, key)}", needed=f"{plain}: {why}", fix=fix)
 
 
 def _check_networks(run: Run) -> None:
@@ -117,7 +118,7 @@ def _check_networks(run: Run) -> None:
             "experts.residual",
             got=f"true with experts.shared={x.shared}",
             needed="one network that every token passes",
-            fix="set experts.shared to 0, or experts.residual to false",
+            fix=Set("experts.shared", 0) | Set("experts.residual", False),
         )
 
 
@@ -130,7 +131,7 @@ def _check_dispatch(run: Run) -> None:
             "degrees.etp",
             got=etp,
             needed=f"a divisor of the experts' d_ff={units}: each of its ranks holds an equal part of the hidden units",
-            fix=f"set degrees.etp to one of {divisors(math.gcd(units, run.degrees.dp if isinstance(run.degrees.dp, int) else units))}",
+            fix=Set("degrees.etp", *divisors(math.gcd(units, run.degrees.dp if isinstance(run.degrees.dp, int) else units))),
         )
     products = PRODUCTS[run.experts.products]
     for key, shards in (("degrees.etp", etp), ("tiling.ffn", run.tiling.ffn)):
@@ -145,40 +146,40 @@ def _check_precision(run: Run) -> None:
     p = run.precision
     if p.master == "bf16" and p.compute != "bf16":
         raise BadInput(
-            "precision.master", got=f"bf16 with compute {p.compute}", needed="fp32 master weights", fix="set precision.master to fp32"
+            "precision.master", got=f"bf16 with compute {p.compute}", needed="fp32 master weights", fix=Set("precision.master", "fp32")
         )
     if p.compute == "fp16" and p.loss_scale == "none":
         raise BadInput(
             "precision.loss_scale",
             got="none with compute fp16",
             needed="a loss scale: gradients below 6e-8 vanish in fp16",
-            fix="set precision.loss_scale to dynamic",
+            fix=Set("precision.loss_scale", "dynamic"),
         )
     if p.compute != "fp16" and p.loss_scale != "none":
         raise BadInput(
             "precision.loss_scale",
             got=f"{p.loss_scale} with compute {p.compute}",
             needed=f"none: {p.compute} has the range of fp32",
-            fix="set precision.loss_scale to none",
+            fix=Set("precision.loss_scale", "none"),
         )
     if isinstance(p.loss_scale, float) and p.loss_scale <= 0:
-        raise BadInput("precision.loss_scale", got=p.loss_scale, needed="above 0", fix="set precision.loss_scale to dynamic")
+        raise BadInput("precision.loss_scale", got=p.loss_scale, needed="above 0", fix=Set("precision.loss_scale", "dynamic"))
 
 
 def _check_data(run: Run) -> None:
     d = run.data
     if d.sources and d.path is not None:
-        fix = "add --data.sources [] to take the path alone, or set data.path to null"
+        fix = Set("data.sources", [], said="[] to take the path alone") | Set("data.path", None)
         raise BadInput("data.path", got=f"{d.path}, and data.sources as well", needed="one of the two", fix=fix)
     if d.tokenizer != "ids" and d.vocab_size <= 256:
         needed = "greater than 256: each byte has an id, and what separates documents"
-        raise BadInput("data.vocab_size", got=d.vocab_size, needed=needed, fix="set data.vocab_size to 257 or more")
+        raise BadInput("data.vocab_size", got=d.vocab_size, needed=needed, fix=Set("data.vocab_size", 257, said="257 or more"))
     if d.tokenizer == "ids" and run.model.document_mask and run.model.document_separator is None:
         needed = "model.document_separator with it: of ids nobody knows which one is between documents"
-        fix = "set model.document_separator to that id, or model.document_mask to false"
+        fix = "give model.document_separator" | Set("model.document_mask", False)
         raise BadInput("model.document_mask", got="true with data.tokenizer=ids", needed=needed, fix=fix)
     if (separator := run.model.document_separator) is not None and separator >= run.vocab_size:
-        fix = f"set it to at most {run.vocab_size - 1}"
+        fix = Set("it", run.vocab_size - 1, said=f"at most {run.vocab_size - 1}")
         raise BadInput("model.document_separator", got=separator, needed=f"an id of the vocabulary of {run.vocab_size}", fix=fix)
     if d.is_own:
         _check_given(d)
@@ -201,13 +202,13 @@ def _check_given(d: Data) -> None:
     if d.tokenizer == "bpe":
         needed = "ids, which the samples are, or bytes"
         raise BadInput(
-            "data.tokenizer", got=f"bpe with data.source={d.source}", needed=needed, fix="set data.tokenizer to ids, and data.vocab_size"
+            "data.tokenizer", got=f"bpe with data.source={d.source}", needed=needed, fix=Set("it", "ids", said="ids, and data.vocab_size")
         )
     for key, value in (("path", d.path if d.source == "given" else None), ("sources", d.sources)):
         if value:
-            raise BadInput(f"data.{key}", got=f"it with data.source={d.source}", needed="one of the two", fix=f"remove data.{key}")
+            raise BadInput(f"data.{key}", got=f"it with data.source={d.source}", needed="one of the two", fix=Remove(f"data.{key}"))
     if d.objective != "next_token":
-        fix = "set data.objective to next_token"
+        fix = Set("data.objective", "next_token")
         raise BadInput("data.objective", got=f"{d.objective} with data.source={d.source}", needed="next_token", fix=fix)
 
 
@@ -220,7 +221,7 @@ def _check_path(key: str, given: str) -> None:
             key,
             got=given,
             needed="a file or folder that exists",
-            fix=f"did you mean {path.parent / near}?" if near else "check the spelling and the folder you are in",
+            fix=guess(str(path.parent / near)) if near else "check the spelling and the folder you are in",
         )
     if not os.access(path, os.R_OK | (os.X_OK if path.is_dir() else 0)):
         needed, fix = "a file or folder that can be read", f"chmod -R u+rX {given}, or ask its owner"
@@ -239,7 +240,7 @@ def _check_replicas(run: Run, sequences: int) -> None:
             "sharding.kind",
             got=f"dp with {run.degrees.dp} processes",
             needed="one process, which has all replicas",
-            fix="add --nproc 1 and set sharding.replicas, or set sharding.kind to ddp",
+            fix=Nproc(1) & Set("sharding.replicas", run.degrees.dp) | Set("sharding.kind", "ddp"),
         )
     group = run.router.group if run.model.layers_with_experts() else 1
     unit = group if isinstance(group, int) else 1
@@ -257,13 +258,13 @@ def _check_replicas(run: Run, sequences: int) -> None:
 def _check_batch(run: Run) -> None:
     batch, dp, m = run.train.global_batch, run.degrees.dp, run.pipeline.microbatches
     if not isinstance(dp, int) or dp < 1:
-        raise BadInput("degrees.dp", got=dp, needed="a whole number of at least 1", fix="set degrees.dp to auto")
+        raise BadInput("degrees.dp", got=dp, needed="a whole number of at least 1", fix=Set("degrees.dp", "auto"))
     if batch % (dp * m):
         raise BadInput(
             "train.global_batch",
             got=batch,
             needed=f"a multiple of degrees.dp * pipeline.microbatches = {dp} * {m}",
-            fix=f"set it to {max(1, round(batch / (dp * m))) * dp * m}",
+            fix=Set("it", max(1, round(batch / (dp * m))) * dp * m),
         )
     _check_replicas(run, batch // (dp * m))
     group, held = run.router.group, batch // (dp * m)
@@ -272,7 +273,7 @@ def _check_batch(run: Run) -> None:
             "router.group",
             got=counted(group, "sequence"),
             needed=f"a divisor of the {held} sequences in one rank's micro-batch",
-            fix=f"set router.group to one of {divisors(held)}",
+            fix=Set("router.group", *divisors(held)),
         )
     if run.model.layers_with_experts():
         sequences = group if isinstance(group, int) else held if group == "rank" else 1
@@ -286,5 +287,5 @@ def _check_batch(run: Run) -> None:
             "train.eval_sequences",
             got=run.train.eval_sequences,
             needed=f"a multiple of degrees.dp * router.group = {dp} * {group}" if grouped else f"a multiple of degrees.dp={dp}",
-            fix=f"set it to {max(1, round(run.train.eval_sequences / unit)) * unit}",
+            fix=Set("it", max(1, round(run.train.eval_sequences / unit)) * unit),
         )

@@ -460,7 +460,7 @@ def _rehearse(flags: Rehearse, overrides: dict[str, str]) -> int:
     try:
         check_for_user(run, flags.world, origins)
     except BadInput as bad:
-        raise BadInput(bad.what, got=bad.got, needed=bad.needed, fix=bad.fix.replace("--nproc", "--world")) from None
+        raise BadInput(bad.what, got=bad.got, needed=bad.needed, fix=str(bad.fix).replace("--nproc", "--world")) from None
     given: dict[str, Any] = {name: value for name in ("rank", "device") if (value := getattr(flags, name)) is not None}
     return _call("moe.rehearse.rehearse", run, recipe=flags.recipe, world=flags.world, json=_text(flags.json), **given)
 

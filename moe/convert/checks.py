@@ -13,6 +13,7 @@ from typing import Any, Literal
 from moe.recipe.sections import Latent, Rope, Router, Run, Scales, Swiglu
 from moe.router.methods.catalog import method_of
 from parallel.errors import BadInput
+from parallel.fixes import Set
 from parallel.mesh.mesh import divisors
 
 Method = Literal["auto", "copy", "granular", "noise", "drop", "merge", "prune"]
@@ -209,7 +210,7 @@ def _check_granular(before: Run, run: Run) -> None:
     units, old, k = _units(run), before.model.d_ff, run.router.num_choices
     if old % units or old == units:
         fitting = [n for n in divisors(old) if n < old]
-        raise BadInput("experts.d_ff", got=units, needed=f"a part of the source's d_ff {old}", fix=f"set it to one of {fitting[-4:]}")
+        raise BadInput("experts.d_ff", got=units, needed=f"a part of the source's d_ff {old}", fix=Set("it", *fitting[-4:]))
     g = parts(before, run)
     for key, values in (("experts.num_experts", run.experts.counts), ("router.num_choices", (k,))):
         if any(n % g for n in values):
@@ -217,7 +218,7 @@ def _check_granular(before: Run, run: Run) -> None:
                 key,
                 got=", ".join(map(str, values)),
                 needed=f"a multiple of the {g} shards of a network (d_ff {old} / {units})",
-                fix=f"set it to a multiple of {g}, or experts.d_ff to {old // math.gcd(g, *values)}",
+                fix=Set("it", g, said=f"a multiple of {g}") | Set("experts.d_ff", old // math.gcd(g, *values)),
             )
     s = run.router
     for key, value, needed in (("select", s.select, "top_k"), ("noise", s.noise, "none"), ("second", s.second, "always")):
@@ -246,9 +247,7 @@ def _check_shrunk(before: Run, run: Run, settings: Settings, layers: list[int]) 
                 fix="upcycle a dense model instead",
             )
         if settings.method == "merge" and into and count % into:
-            raise BadInput(
-                "experts.num_experts", got=into, needed=f"a divisor of the source's {count}", fix=f"set it to one of {divisors(count)}"
-            )
+            raise BadInput("experts.num_experts", got=into, needed=f"a divisor of the source's {count}", fix=Set("it", *divisors(count)))
     for layer_is_dense in {layer in dense for layer in layers}:
         wanted = _units(before) + (old.shared * (old.shared_d_ff or _units(before)) if layer_is_dense else 0)
         key, got = ("model.d_ff", run.model.d_ff) if layer_is_dense else ("experts.d_ff", _units(run))

@@ -22,6 +22,7 @@ from types import ModuleType
 
 from moe.kernels.plan import Plan
 from parallel.errors import BadInput
+from parallel.fixes import Set
 
 __all__ = ["Plan", "choose"]
 
@@ -46,7 +47,7 @@ def _triton() -> ModuleType:
             "experts.kernels",
             got="triton, which is not installed",
             needed="the package triton",
-            fix="pip install triton, or set it to auto",
+            fix="pip install triton" | Set("it", "auto"),
         )
     import torch
     import triton as package
@@ -56,7 +57,7 @@ def _triton() -> ModuleType:
             "experts.kernels",
             got="triton, but torch sees no GPU",
             needed="a GPU",
-            fix="set it to auto (to try the kernels, slowly: TRITON_INTERPRET=1)",
+            fix=Set("it", "auto", said="auto (to try the kernels, slowly: TRITON_INTERPRET=1)"),
         )
     from moe.kernels import triton
 

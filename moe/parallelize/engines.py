@@ -21,6 +21,7 @@ from parallel.data.engine import AdamW, Engine, Rule
 from parallel.data.kinds.kind import Setup
 from parallel.data.offload import Offload
 from parallel.errors import BadInput
+from parallel.fixes import Words, all_of
 from parallel.kfac.grafted import Curved, Grafted
 from parallel.kfac.kfac import Settings
 from parallel.mesh.gradients import data_axis
@@ -119,19 +120,21 @@ def check_given(rule: Given, run: Run, layouts: dict[str, Layout], mesh: Mesh) -
         if mixed := sorted((apart | stacked) - rule.cuts(name, num_dims)):
             experts = mixed == [0] and bool(stacked)
             what = "experts of a layer are stacked" if experts else f"ranks hold parts of it, cut along dim {mixed[-1]}"
-            fix = "step each expert by itself" if experts else "set sharding.kind to ddp, and degrees.tp, degrees.etp and tiling to 1"
+            whole = {"sharding.kind": "ddp", "degrees.tp": 1, "degrees.etp": 1, "tiling.ffn": 1, "tiling.head": 1}
+            fix = Words("step each expert by itself") if experts else all_of(whole)
             raise BadInput(
                 rule.key,
                 got=f"an optimizer whose steps of a part of {name} are not those of the whole",
                 needed=f"the same: {what}",
-                fix=f"{fix}, or leave that parameter to an optimizer that goes by elements",
+                fix=fix | "leave that parameter to an optimizer that goes by elements",
             )
     if unlike and rule.coupled({name: len(layout.shape) for name, layout in layouts.items()}):
         raise BadInput(
             rule.key,
             got="an optimizer whose steps of a parameter depend on the others beside it",
             needed="each parameter by itself: ranks hold different ones",
-            fix="set degrees.pp, tp, ep and etp to 1 and sharding.kind to ddp, or leave the norm of all to optimizer.clip_norm",
+            fix=all_of({"sharding.kind": "ddp", "degrees.pp": 1, "degrees.tp": 1, "degrees.ep": 1, "degrees.etp": 1})
+            | "leave the norm of all to optimizer.clip_norm",
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ from moe.recipe.keys import facts, flat, keys_of, known_keys, not_met
 from moe.recipe.sections import Run
 from moe.recipe.shapes import NORM_EPS
 from parallel.errors import BadInput, did_you_mean
+from parallel.fixes import typed, written
 
 # keys on which the order of samples depends
 ORDER = ("train.global_batch", "train.seed", "model.max_length")
@@ -25,7 +25,7 @@ class Change:
     after: Any
 
     def __str__(self) -> str:
-        return f"{self.key}: {shown(self.before)} -> {shown(self.after)}"
+        return f"{self.key}: {written(self.before)} -> {written(self.after)}"
 
 
 def changes(before: Run, after: Run) -> list[Change]:
@@ -93,12 +93,12 @@ def check_function(
     if not refused:
         return
     flags = " ".join(f"--allow-change {change.key}" for change in refused)
-    back = " ".join(f"--{change.key} {shown(change.before)}" for change in refused)
+    back = typed({change.key: change.before for change in refused})
     raise BadInput(
         ", ".join(change.key for change in refused),
-        got=", ".join(shown(change.after) for change in refused),
-        needed=f"{', '.join(shown(change.before) for change in refused)}, with which {where} was trained",
-        fix=f"{back}, {otherwise}, or {flags} if it is meant",
+        got=", ".join(written(change.after) for change in refused),
+        needed=f"{', '.join(written(change.before) for change in refused)}, with which {where} was trained",
+        fix=back | otherwise | f"{flags} if it is meant",
     )
 
 
@@ -109,7 +109,7 @@ def check_moments(before: Run, after: Run, *, where: str) -> None:
     """Refuse to resume with an optimizer that keeps other states than the checkpoint has. Raises BadInput."""
     old, new = before.optimizer.kind, after.optimizer.kind
     if _MOMENTS.get(old, old) != _MOMENTS.get(new, new):
-        fix = f"--optimizer.kind {old}, or begin anew with its weights alone: --init_from RUN --out ANOTHER"
+        fix = typed({"optimizer.kind": old}) | "begin anew with its weights alone: --init_from RUN --out ANOTHER"
         raise BadInput("optimizer.kind", got=new, needed=f"{old}, whose state {where} has", fix=fix)
 
 
@@ -123,8 +123,3 @@ def told(before: Run, after: Run, *, begun: bool) -> list[str]:
         means = ", and with it what the model computes, as allowed" if change.key in function else means
         lines.setdefault(means, []).append(change)
     return [f"changed since the checkpoint{means}: {', '.join(map(str, some))}" for means, some in lines.items()]
-
-
-def shown(value: Any) -> str:
-    """Return a value as a recipe writes it."""
-    return value if isinstance(value, str) else json.dumps(value)

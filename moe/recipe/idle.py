@@ -17,10 +17,11 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
-from moe.recipe.changes import shown
 from moe.recipe.keys import ABOVE_0, facts, field_of, flat, in_words, known_keys, not_met, settings, value_of
 from moe.recipe.sections import Data, Run
+from parallel import yaml_text
 from parallel.errors import BadInput
+from parallel.fixes import Remove, Set, written
 from parallel.store.files import user_path
 
 COMMAND_LINE = "command line"
@@ -49,7 +50,7 @@ def check_read(run: Run, origins: Mapping[str, str], *, file: str) -> None:
             "optimizer.warmup_steps",
             got=f"{warmup} with train.steps={steps}",
             needed="at most the steps: the learning rate would never be reached",
-            fix=f"set optimizer.warmup_steps to {steps // 10}, or train.steps to {10 * warmup}",
+            fix=Set("optimizer.warmup_steps", steps // 10) | Set("train.steps", 10 * warmup),
         )
 
 
@@ -84,7 +85,7 @@ def _check_switched_off(run: Run, nearness: Callable[[str], int], said: _Said) -
         key,
         got="a value" + (f", and {more} more of experts," if more else "") + " in a dense model",
         needed="layers with experts, which alone read it",
-        fix="set model.moe_every to 2, or remove them" if more else f"remove {key}",
+        fix=Set("model.moe_every", 2) | "remove them" if more else Remove(key),
     )
 
 
@@ -94,9 +95,9 @@ def _refusal(run: Run, key: str, condition: str) -> BadInput:
     first, names = wanted[0]
     return BadInput(
         key,
-        got=f"{f'{value:g}' if isinstance(value, float) else shown(value)} with {first}={shown(value_of(run, first))}",
+        got=f"{f'{value:g}' if isinstance(value, float) else written(value)} with {first}={written(value_of(run, first))}",
         needed=f"{in_words(condition)}, which alone {'read' if wanted[1:] or names[1:] else 'reads'} it",
-        fix=f"set {first} {'' if names[0] == ABOVE_0 else 'to '}{names[0]}, or remove {key}",
+        fix=(f"set {first} {names[0]}" if names[0] == ABOVE_0 else Set(first, yaml_text.load(names[0]))) | Remove(key),
     )
 
 
@@ -108,7 +109,7 @@ def _check_ids(data: Data, nearness: Callable[[str], int], said: _Said) -> None:
     for number, source in enumerate(data.sources):
         if source.text_key is not None:
             key, got = f"data.sources[{number}].text_key", f"{source.text_key} with token ids"
-            raise BadInput(key, got=got, needed="text, which alone reads it", fix=f"remove {key}")
+            raise BadInput(key, got=got, needed="text, which alone reads it", fix=Remove(key))
     ids = max(2, nearness("data.tokenizer"))
     idle = {"source": ("text", ids), "text_key": ("text", ids)}
     if all(user_path(path, what="data.path").is_dir() for path in paths):
@@ -116,4 +117,6 @@ def _check_ids(data: Data, nearness: Callable[[str], int], said: _Said) -> None:
     for key, (reader, decided) in idle.items():
         value = getattr(data, key)
         if nearness(f"data.{key}") >= decided and said(f"data.{key}", value, Data.model_fields[key].default):
-            raise BadInput(f"data.{key}", got=f"{value} with token ids", needed=f"{reader}, which alone reads it", fix=f"remove data.{key}")
+            raise BadInput(
+                f"data.{key}", got=f"{value} with token ids", needed=f"{reader}, which alone reads it", fix=Remove(f"data.{key}")
+            )

@@ -27,6 +27,7 @@ from moe.recipe.section import Section, takes_number
 from moe.recipe.sections import Run
 from parallel import yaml_text
 from parallel.errors import BadInput, did_you_mean, some
+from parallel.fixes import Fix, Remove, Rename, Set, Words, fix_of, guess
 from parallel.store.files import read_text, user_path
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
@@ -259,16 +260,17 @@ def _refuse_key(path: tuple[Any, ...], value: Any = None, *, typed: bool = False
     named = dotted + inner
     meant = meant_by(named, given) or (None if elsewhere else meant_by(named.rpartition(".")[2], given))
     if last in section.gone:
-        fix = f"remove it: it is always {json.dumps(section.gone[last])}"
+        fix: Fix = Words(f"remove it: it is always {json.dumps(section.gone[last])}", Remove("it"))
     elif meant is not None:
         dotted, fix = named, meant.fix(given, typed=typed)
     elif outer:
         near = did_you_mean(str(path[len(outer)]), list(section.model_fields))
         key = elsewhere[0] if len(elsewhere) == 1 or (elsewhere and not near) else f"{where}.{near}" if near else None
-        fix = f"did you mean {key}?" if key else f"remove it, or see: moe show --keys {outer[0]}"
+        fix = Rename("it", key) if key else Remove("it") | f"see: moe show --keys {outer[0]}"
     else:
         near = did_you_mean(dotted, known_keys() if len(path) > 1 else list(Run.model_fields))
-        fix = f"did you mean {near}?" if near else f"did you mean {elsewhere[0]}?" if elsewhere else f"see: moe show --keys {ALL}"
+        near = near or next(iter(elsewhere), None)
+        fix = Rename("it", near) if near else Words(f"see: moe show --keys {ALL}")
     kind = "key" if outer else "section"
     needed = f"one of {some(section.model_fields, rest=f'moe show --keys {where or ALL}')}"
     raise BadInput(dotted, got=f"a {kind} that does not exist", needed=needed, fix=fix)
@@ -309,7 +311,9 @@ def _explain(error: dict[str, Any], more: int) -> BadInput:
         return BadInput(dotted, got=_shown(error["input"]), needed="a list", fix=f"write {dotted}: [1, 2] in a file, --{dotted} [1,2] here")
     names = choices(dotted) if field else []
     needed = error["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
-    fix = f"set {dotted} to a value like {_shown(field.default)}" if field is not None else f"write {dotted}: {{key: value}}"
+    fix = fix_of(f"write {dotted}: {{key: value}}")
+    if field is not None:
+        fix = Set(dotted, field.default, said=f"a value like {_shown(field.default)}")
     if names and error["type"] not in _RANGES:
         ours = in_our_words(dotted, error["input"])
         near = ours if ours in names else did_you_mean(str(error["input"]), names)
@@ -317,9 +321,10 @@ def _explain(error: dict[str, Any], more: int) -> BadInput:
         numbers += f" or {WORDS}" if field is not None and Plugin in get_args(field.annotation) else ""
         listed = some(sorted(names, key=lambda name: name not in registered(dotted)), rest=f"moe show --keys {dotted.rpartition('.')[0]}")
         needed = f"{listed}{numbers}" if len(names) > 1 or numbers else f"{names[0]} (the only choice this version has)"
-        fix = f"did you mean {near}?" if near and near != str(error["input"]) else f"set {dotted} to {names[0]}"
+        wanted = near if near and near != str(error["input"]) else None
+        fix = guess(yaml_text.load(wanted)) if wanted else Set(dotted, yaml_text.load(names[0]))
     if more > 0:
-        fix += f" ({more} more wrong {'value' if more == 1 else 'values'} after this one)"
+        fix = Words(f"{fix} ({more} more wrong {'value' if more == 1 else 'values'} after this one)", fix)
     return BadInput(dotted, got=_shown(error["input"]), needed=needed, fix=fix)
 
 

@@ -13,6 +13,7 @@ from moe.recipe.sections import Run
 from moe.records.results import write_json
 from moe.rehearse.walk import Walked, walk
 from parallel.errors import BadInput
+from parallel.fixes import Set
 from parallel.process.process import World
 from parallel.rehearse.pretended import Found
 
@@ -40,7 +41,7 @@ def carried(run: Run) -> tuple[Run, str]:
             "sharding.kind",
             got="dp, whose replicas are threads of one process",
             needed="one thread a rank, which is what a rehearsal follows",
-            fix="set sharding.kind to ddp",
+            fix=Set("sharding.kind", "ddp"),
         )
     if kind.stands_in is None:
         return run, ""
@@ -49,7 +50,7 @@ def carried(run: Run) -> tuple[Run, str]:
             "sharding.offload",
             got="DeepSpeed's offload, which copies by addresses of memory that a rehearsal does not have",
             needed="states on the device",
-            fix="set sharding.offload.optimizer and sharding.offload.parameters to none",
+            fix=Set("sharding.offload.optimizer", "none") & Set("sharding.offload.parameters", "none"),
         )
     return run.model_copy(update={"sharding": s.model_copy(update=dict(kind.stands_in.sharding))}), kind.stands_in.why
 

@@ -25,6 +25,7 @@ from moe.verify.cases import EXPERTS, LAYERS, MODELS, SLICED, Case, attentions
 from moe.verify.pairwise import Choice, Covering, Pair, cover, together
 from parallel.data.kinds.catalog import ENGINES, planned
 from parallel.errors import BadInput, counted
+from parallel.fixes import Set
 from parallel.pipeline.schedules.catalog import SCHEDULES
 
 WORLD, BATCH = 8, 24  # a batch that 8 ranks share out, in groups

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
 from parallel.errors import BadInput
+from parallel.fixes import Set
 
 Places = Literal["contiguous", "striped", "zigzag"]
 ORDERS: tuple[Places, ...] = get_args(Places)
@@ -62,7 +63,7 @@ class Order:
                 "model.max_length",
                 got=self.length,
                 needed=f"a multiple of {words} = {parts} for sequence.order={self.kind}",
-                fix=f"set it to {max(1, round(self.length / parts)) * parts}",
+                fix=Set("it", max(1, round(self.length / parts)) * parts),
             )
 
     @property

@@ -5,10 +5,9 @@ With `overlap_chunks` above 1, the experts of a rank are cut into chunks, and on
 
 from __future__ import annotations
 
-from parallel.fixes import Set
-
 from moe.experts.dispatch.dispatcher import Dispatcher, Exchange, Sizes
 from parallel.errors import BadInput
+from parallel.fixes import Set
 from parallel.mesh.mesh import Mesh, divisors
 from parallel.mesh.traffic import Load, Message, Traffic
 

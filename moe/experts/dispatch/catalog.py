@@ -12,6 +12,7 @@ from moe.experts.dispatch.local import Local
 from moe.experts.dispatch.padded import Padded
 from moe.recipe.plugin import is_plugin, load_plugin
 from parallel.errors import BadInput
+from parallel.fixes import Set, written
 from parallel.mesh.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -46,12 +47,11 @@ def check_dispatch(settings: sections.Dispatch, *, ranks: int, held: int) -> Non
     for key, reason, name in [(key, reason, other.name) for other in DISPATCHERS.values() for key, reason in other.reads.items()]:
         value, default = getattr(settings, key), type(settings).model_fields[key].default
         if value != default and key not in dispatcher.reads:
-            nothing = "null" if default is None else default
             raise BadInput(
                 f"dispatch.{key}",
                 got=f"{value} with dispatch.kind={settings.kind}",
-                needed=f"{nothing}: {reason}",
-                fix=f"set dispatch.kind to {name}, or dispatch.{key} to {nothing}",
+                needed=f"{written(default)}: {reason}",
+                fix=Set("dispatch.kind", name) | Set(f"dispatch.{key}", default),
             )
     dispatcher.check(ranks=ranks, held=held)
 

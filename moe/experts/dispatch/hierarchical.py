@@ -13,10 +13,9 @@ from __future__ import annotations
 
 from math import gcd
 
-from parallel.fixes import Set
-
 from moe.experts.dispatch.dispatcher import Dispatcher, Exchange, Sizes
 from parallel.errors import BadInput
+from parallel.fixes import Set
 from parallel.mesh.mesh import Mesh, divisors
 from parallel.mesh.traffic import Load, Message, Traffic
 

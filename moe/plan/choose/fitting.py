@@ -19,6 +19,7 @@ from moe.recipe.sections import Run
 from parallel.data.kinds.catalog import ENGINES, offloading
 from parallel.data.kinds.kind import EngineKind
 from parallel.errors import BadInput
+from parallel.fixes import Fix, typed
 
 Values = dict[str, Any]  # dotted key: value
 SHORTEST = 64  # tokens: shorter sequences are not proposed
@@ -26,9 +27,9 @@ SHORTEST = 64  # tokens: shorter sequences are not proposed
 
 @dataclass(frozen=True)
 class Change:
-    """A change of a recipe. `run`: changed and checked; `words`: flags for the command line."""
+    """A change of a recipe. `run`: changed and checked."""
 
-    words: str
+    fix: Fix
     run: Run
 
 
@@ -40,7 +41,7 @@ def change_that_fits(
         try:
             changed = checked(with_values(run, values), world)
             if fits(changed):
-                return Change(" ".join(f"--{key} {value}" for key, value in values.items()), changed)
+                return Change(typed(values), changed)
         except BadInput:
             continue
     return None

@@ -178,7 +178,7 @@ def test_a_base_that_is_not_there_or_another_is_refused(home: Path, base: Path, 
     assert "got no checkpoint in" in said and "moe train also takes --init_from WHERE_IT_IS" in said
     with pytest.raises(BadInput, match="got no checkpoint in") as refused:  # as of texts, evaluation and export
         restore(tmp_path / "b/checkpoints/step-1")
-    link = refused.value.fix.partition("(")[2].partition(")")[0].replace("WHERE_IT_IS", str(base / "checkpoints/step-6"))
+    link = str(refused.value.fix).partition("(")[2].partition(")")[0].replace("WHERE_IT_IS", str(base / "checkpoints/step-6"))
     subprocess.run(link, shell=True, check=True)
     restore(tmp_path / "b/checkpoints/step-1")
     shutil.rmtree(moved)
