@@ -115,7 +115,10 @@ def _check_continuous(run: Run) -> None:
         )
     if not run.sharding.named.steps_by_stage:
         raise BadInput(
-            "sharding.kind", got=f"{run.sharding.kind} with {own}", needed="ddp: the other engines step once for all", fix=Set("it", "ddp")
+            "sharding.kind",
+            got=f"{run.sharding.kind} with {own}",
+            needed="ddp: the other engines step once for all",
+            fix=Set("sharding.kind", "ddp"),
         )
     if run.precision.compute == "fp16":
         raise BadInput(

@@ -99,4 +99,4 @@ class Dispatch(Section, alters="cost", off_without="model.moe_every or model.moe
         "auto", "auto: all_to_all; if one rank holds every expert, no rows are sent whatever is set"
     )
     overlap_chunks: int = key(1, "of all_to_all: chunks of the held experts; one is computed while the next is exchanged", gt=0)
-    node_size: int | None = key(None, "ranks of the ep axis that share a node", gt=0, of="dispatch.kind=hierarchical")
+    node_size: int | None = key(None, "of hierarchical: ranks of the ep axis that share a node", gt=0)
