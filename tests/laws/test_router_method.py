@@ -9,21 +9,22 @@ import re
 from pathlib import Path
 
 import pytest
+from moe.plan.job.of_recipe import network_of
+from moe.plan.memory.kept import router_kept
+from moe.plan.memory.stack import OURS
+from moe.router.slots.causal import check_causal
+from moe.router.slots.groups import needs_group
+from moe.verify.plain import layer as plain_layer
 from torch import Tensor
 
 from moe.checks.together import check_run
-from moe.plan.job.activations import router_bytes
-from moe.plan.job.of_recipe import network_of
 from moe.recipe.load import load
 from moe.recipe.sections import Run
 from moe.router.methods import catalog
 from moe.router.methods.method import Asked, Method
-from moe.router.slots.causal import check_causal
-from moe.router.slots.groups import needs_group
 from moe.verify import expected, layouts, twin
 from moe.verify.cases import Case
 from moe.verify.compare import compare
-from moe.verify.plain import layer as plain_layer
 from parallel.errors import BadInput
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,7 +61,7 @@ def with_it(run: Run, **keys: object) -> Run:
 def test_checks_groups_and_planner_ask_it(monkeypatch: pytest.MonkeyPatch) -> None:
     top_k = load("switch_tiny", {"router.balance_weight": "0", "router.capacity_factor": "null"})[0]
     run = check_run(with_it(top_k), 2)
-    assert router_bytes(run, 8) == router_bytes(top_k, 8) + 7 and network_of(run).experts.router.kept == 7  # type: ignore[union-attr]
+    assert router_kept(network_of(run), OURS, 4) == router_kept(network_of(top_k), OURS, 4) + 7
     for keys, line in (({"balance_weight": 0.1}, "0: the best is never taken"), ({"bias_rate": 0.1}, "null: nothing is chosen by")):
         with pytest.raises(BadInput, match=f"with select runners_up, needed {line}"):
             check_run(with_it(top_k, **keys), 2)

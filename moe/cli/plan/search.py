@@ -6,13 +6,11 @@ and bytes are then predicted as those of every other plan.
 
 from __future__ import annotations
 
-from moe.checks.together import check_run
 from moe.plan.choose.choose import Ranked
 from moe.plan.choose.predicted import held_bytes
 from moe.plan.choose.recipe_of import as_stored, recipe_of
-from moe.plan.job.activations import compute_bytes
 from moe.plan.job.network import Plan
-from moe.plan.job.of_recipe import network_of, plan_of
+from moe.plan.job.of_recipe import compute_bytes, network_of, plan_of
 from moe.plan.machine.cluster import Cluster
 from moe.plan.operators.links import machine_of
 from moe.plan.operators.of_recipe import graph_of
@@ -21,6 +19,8 @@ from moe.plan.search.search import alpa, flexflow
 from moe.plan.search.strategies import Settings
 from moe.plan.time.cost import step_time
 from moe.plan.time.layer_time import KIND
+
+from moe.checks.together import check_run
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
 

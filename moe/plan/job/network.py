@@ -59,6 +59,7 @@ class Experts:
     biases: bool = False
     router: Router = Router()
     gates: int = 0
+    dropout: bool = False  # in the experts: another tensor of the hidden size is kept
     free: int = 0  # choices beside them that cost nothing
 
 

@@ -30,7 +30,6 @@ from itertools import accumulate
 from operator import attrgetter, ge, mul
 from typing import Any, Literal, NamedTuple
 
-from moe.plan.job import counts
 from moe.plan.job.counts import Elements
 from moe.plan.job.in_flight import in_flight
 from moe.plan.job.network import Network, Plan, repeats
@@ -42,6 +41,7 @@ from moe.plan.memory.kept import (
     cast_weights,
     casts_kept,
     ends_kept,
+    inputs_kept,
     keeps_scores,
     layer_kept,
     layer_parts,
@@ -53,6 +53,8 @@ from moe.plan.memory.kept import (
 )
 from moe.plan.memory.stack import OURS, Stack
 from parallel.mesh.grids import GRIDS
+
+from moe.plan.job import counts
 from parallel.pipeline.simulator.held import Rank
 
 NO_UNIT = Unit()
@@ -431,7 +433,8 @@ class _Job:
         if self.casts and last in layers:
             ends[-1] += self.network.ahead * beside.casts
         of_loss = ends[-1] - beside.keeps[last == 0, False] if last in layers else 0.0
-        ends = [end + self._inputs(stage) * beside.crossing for stage, end in zip(layers, ends, strict=True)]
+        inputs = [inputs_kept(self.plan, self.stack, self.stages[stage], first=stage == 0, last=stage == last) for stage in layers]
+        ends = [end + number * beside.crossing for number, end in zip(inputs, ends, strict=True)]
         table = beside.table if 0 in layers or last in layers else 0.0
         tied = beside.table if self.network.tied and 0 in layers and last == 0 and self.network.adapters is None else 0.0
         work = max([of.work for mine in layers.values() for of, _ in mine], default=0.0)
@@ -524,14 +527,6 @@ class _Job:
             return gathered(self.plan, self.stack, at, Unit(of.gathered, of.matrix, behind), held=held, table=table)
 
         return [(of, gone, to_come, bytes_at("work", of, behind), bytes_at("sums", of, behind)) for of, gone, to_come, behind in found]
-
-    def _inputs(self, stage: int) -> int:
-        """How many tensors of the size of a stage's input a micro-batch keeps there, beside what the layers and the last norm keep."""
-        sent = int(self.stack.outputs == "kept" and self.plan.pp > 1)
-        wider = self.stack.norm > self.plan.compute_bytes and self.plan.tensor not in GRIDS  # a copy is kept, not what arrived
-        if self.stages[stage] or stage == len(self.stages) - 1:
-            return sent + (wider and not (self.stages[stage] and self.plan.recompute == "full"))
-        return sent + (stage > 0)  # the embedding alone reads tokens; a stage without anything keeps what goes through
 
 
 # --- states -----------------------------------------------------------------------------------------------------------

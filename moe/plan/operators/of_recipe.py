@@ -15,10 +15,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from moe.plan.job.activations import compute_bytes
 from moe.plan.job.flops import attended, rows_of_token
-from moe.recipe.sections import Run
+from moe.plan.job.of_recipe import compute_bytes
 from parallel.annotations.graph import Dim, Graph, Kind, Operator
+
+from moe.recipe.sections import Run
 from parallel.errors import BadInput
 
 _LETTERS = {
