@@ -21,12 +21,12 @@ from functools import partial
 from pathlib import Path
 
 import torch
-
-from parallel.data.deepspeed import compile_async_io
 from parallel.process.extensions import use_extensions_dir
 from tests.campaigns.faults import Row
 from tests.campaigns.hangs import warm_up
 from tests.campaigns.lives import SAVE_EVERY, STEPS, Before, Life, differ, hashes, left_behind, whole
+
+from parallel.data.deepspeed import compile_async_io
 
 MANY = 25  # of each layout: 200 in all, 80 of them inside a save
 HOW = ("save", "rank", "launcher", "save", "all", "rank", "save", "launcher", "save", "all")
@@ -200,9 +200,9 @@ def _save_first(again: Path) -> None:
     loop = trainer._loop
 
     def hooked(job: Job, asked: Callable[[], bool]) -> None:
-        first, job.saver = job.saver, Saver(again / "checkpoints", job.mesh.axis("world"), keep=1)
+        first, job.saves.saver = job.saves.saver, Saver(again / "checkpoints", job.mesh.axis("world"), keep=1)
         trainer._save(job, wait=True)
-        job.saver = first
+        job.saves.saver = first
         loop(job, asked)
 
     trainer._loop = hooked

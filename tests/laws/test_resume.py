@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from moe.recipe.sections import Run
-from moe.records import metrics
 from moe.train.loop import trainer
 from parallel.process.process import World
 from parallel.store.saver import Saver
 from parallel.store.stored import Reader
+
+from moe.recipe.sections import Run
+from moe.records import metrics
 from tests.support import trained
 
 STEPS, AT = 9, 4  # AT: where a run is left; no multiple of save_every
@@ -98,9 +98,9 @@ def save_what_was_loaded(again: Path) -> None:
 
     def hooked(job: trainer.Job, asked: Callable[[], bool]) -> None:
         again.mkdir(exist_ok=True)
-        first, job.saver = job.saver, Saver(again / "checkpoints", job.mesh.axis("world"), keep=1)
+        first, job.saves.saver = job.saves.saver, Saver(again / "checkpoints", job.mesh.axis("world"), keep=1)
         trainer._save(job, wait=True)
-        job.saver = first
+        job.saves.saver = first
         loop(job, asked)
 
     trainer._loop = hooked
