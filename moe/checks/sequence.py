@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from parallel.mesh.mesh import Degrees, divisors
+
 from moe.recipe.sections import Run
 from moe.router.slots.groups import check_groups
 from parallel.errors import BadInput
-from parallel.mesh.mesh import Degrees, divisors
 from parallel.sequence.order import Order
 
 
@@ -73,7 +74,7 @@ def _check_places(run: Run) -> None:
 
 def _check_heads(run: Run, degree: int) -> None:
     """Refuse heads that do not divide: the heads of a tp rank are shared out over the ranks that trade heads for tokens."""
-    held = run.model.num_heads // run.dense_parts()
+    held = run.model.num_heads // run.tp_grid().units
     if held % degree:
         what = "degrees.sp" if run.sequence.kind == "ulysses" else "sequence.heads"
         of_rank = f"{held} of model.num_heads={run.model.num_heads}" if run.degrees.tp > 1 else f"model.num_heads={held}"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from moe.recipe.sections import Run
-from parallel.errors import BadInput
 from parallel.mesh.grids import GRIDS, LINES
 from parallel.mesh.mesh import divisors
+
+from moe.recipe.sections import Run
+from parallel.errors import BadInput
 
 
 def check_tensor(run: Run) -> None:
@@ -137,15 +138,14 @@ def _check_grid(run: Run) -> None:
 
     If key-value heads are fewer than a side, the side must be a multiple of their number: each is held in equally many copies.
     """
-    m, (depth, _, side) = run.model, run.tp_grid()
-    inputs = side * (depth if run.tensor.kind == "3d" else 1)
-    sizes = {"model.d_model": (m.d_model, inputs), "model.num_heads": (m.num_heads, side)}
+    m, shape = run.model, run.tp_grid()
+    side = shape.units
+    sizes = {"model.d_model": (m.d_model, shape.channels), "model.num_heads": (m.num_heads, side)}
     heads = m.num_kv_heads or m.num_heads
     if side % heads:
         sizes["model.num_kv_heads"] = (heads, side)
     if len(m.layers_with_experts()) < m.num_layers:
         sizes["model.d_ff"] = (m.d_ff, side)
-    shape = " x ".join(str(n) for n in run.tp_grid() if n > 1)
     for what, (size, ways) in sizes.items():
         if size % ways:
             raise BadInput(
@@ -166,7 +166,7 @@ def _check_sequences(run: Run) -> None:
 
     Checked for training and evaluation. Ranks of 1D in a dense model all read the same, so any number passes.
     """
-    tp, group, rows, dp = run.degrees.tp, run.router.spec.group, run.sequence_parts(), int(run.degrees.dp)
+    tp, group, rows, dp = run.degrees.tp, run.router.spec.group, run.tp_grid().sequences, int(run.degrees.dp)
     unit, words, each = rows, f"the {rows} rows of tp's grid", "each row reads an equal part of them"
     if run.model.layers_with_experts():
         unit, words, each = tp, f"degrees.tp={tp}", "each rank of tp routes an equal part of them"

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from parallel.mesh.mesh import Axis, Mesh
 from torch import Tensor
 
 from moe.data.token_shard import TokenShard, order_of
@@ -20,7 +21,6 @@ from moe.nn.core import Bias
 from moe.recipe.sections import Run
 from moe.router.slots.groups import needs_group
 from moe.router.slots.slices import Slices
-from parallel.mesh.mesh import Axis, Mesh
 from parallel.sequence.balanced import Balanced
 from parallel.sequence.colossal_ring import ColossalRing
 from parallel.sequence.method import Method
@@ -57,7 +57,7 @@ class Exchanging:
 
 def shard_of(run: Run, mesh: Mesh, num_sequences: int) -> TokenShard:
     """Return the shard of a batch that this rank reads, in the recipe's order of positions."""
-    over = ("dp", "tp_depth", "tp_row") if run.sequence_parts() > 1 else ("dp",)
+    over = ("dp", "tp_depth", "tp_row") if run.tp_grid().sequences > 1 else ("dp",)
     m, order = run.model, run.sequence.places
     return TokenShard.of(mesh, num_sequences=num_sequences, length=m.read_length, order=order, over=over, source=m.source_length)
 

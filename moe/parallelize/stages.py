@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from parallel.mesh.layout import Layout
+from parallel.mesh.mesh import Mesh
+from parallel.numerics.weight_gradient import splittable
 from torch import nn
 
 from moe.model.transformer import Part, Transformer
 from moe.plan.pipeline import layers_of, schedule_of, splits_backward
 from moe.recipe.sections import Run
 from parallel.data.engine import Engine
-from parallel.mesh.layout import Layout
-from parallel.mesh.mesh import Mesh
-from parallel.numerics.weight_gradient import splittable
 from parallel.pipeline.links import Links
 from parallel.pipeline.replicas import StageReplicas
 from parallel.pipeline.runtime import Runtime
@@ -107,7 +107,7 @@ def crossing_shape(run: Run, tokens_BL: Sequence[int]) -> tuple[int, ...]:
     The shape is [B, L, D], with a smaller L if tp has slices of the sequences between layers, or a smaller D if it has channels.
     """
     batch, length = tokens_BL
-    columns = run.tp_grid()[2] if run.sequence_parts() > 1 else 1
+    columns = run.tp_grid().columns
     return batch, length // (run.degrees.tp if run.tensor.sequence_parallel else 1), run.model.d_model // columns
 
 

@@ -18,11 +18,13 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
+from parallel.mesh.grids import SMALLEST, Grid, grid_of
+from parallel.mesh.mesh import divisors
+
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from moe.router.methods.catalog import METHODS
 from moe.verify.small import LINEAR, small
-from parallel.mesh.mesh import divisors
 from parallel.pipeline.schedules.catalog import SCHEDULES
 from parallel.pipeline.schedules.kind import DEFAULT_CHUNKS, Size
 
@@ -204,6 +206,11 @@ class Case:
         """Every field that is not as it is by default: no two cases have the same, as two may in a table that shows less."""
         told = ((field.name, getattr(self, field.name), field.default) for field in fields(self))
         return " ".join(f"{name}={value}" for name, value, default in told if value != default)
+
+    @property
+    def grid(self) -> Grid:
+        """The ranks of tp."""
+        return grid_of(self.tensor, self.tp, sides=())
 
     @property
     def dp(self) -> int:
@@ -469,16 +476,12 @@ def _halves_tensor_cases(nproc: int) -> list[Case]:
     return (found if nproc >= 2 else []) + (more if nproc >= 4 else [])
 
 
-GRIDS = {"2d": 4, "2.5d": 8, "3d": 8}  # tensor.kind -> the smallest number of ranks
-ROWS_OF_GRID = {"2d": 2, "2.5d": 4, "3d": 4}  # how many parts the grids of these rows split the tokens into
-
-
 def _grid_cases(nproc: int) -> list[Case]:
     """Weights and activations in blocks, tiles of what a rank holds. A batch of 24: eight ranks route an equal part each. The vocabulary's
     256 rows are cut evenly; tests/parallel/tensor/test_grids.py has 11. Of one key-value head each line of a grid holds copies.
     """
     found = []
-    for tensor, tp in GRIDS.items():
+    for tensor, tp in SMALLEST.items():
         one = partial(Case, world=tp, tp=tp, tensor=tensor, microbatches=1, batch=24)
         plain = partial(one, kind="ddp", precision="fp32")
         for kind in ENGINES if tp <= nproc else ():

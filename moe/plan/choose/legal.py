@@ -9,47 +9,19 @@ each other. They cost a microsecond, so that a planner can ask them of a hundred
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 from moe.plan.job.cut import empty_rank
 from moe.plan.job.network import Network, Plan
 from moe.plan.time.pipeline_time import homes_of
+from parallel.mesh.grids import GRIDS, LINES, grid
+
 from parallel.errors import counted
-from parallel.mesh.grids import GRIDS, LINES
 from parallel.pipeline.schedules.catalog import SCHEDULES
 from parallel.pipeline.schedules.kind import ScheduleKind, Size
 
 # the sizes of a schedule, as a recipe names them
 KEYS = {"stages": "degrees.pp"} | {key: f"pipeline.{key}" for key in ("microbatches", "chunks", "schedule", "vertical_sync", "pipelines")}
-
-
-@dataclass(frozen=True)
-class Grid:
-    """Ranks of tp as depth x side x side; a line is 1 x tp x 1."""
-
-    depth: int
-    rows: int
-    side: int
-
-    @property
-    def sequence_parts(self) -> int:
-        """Into how many parts the ranks of tp cut the sequences of a data-parallel rank."""
-        return self.depth * self.rows
-
-
-def grid_of(plan: Plan) -> Grid | None:
-    """None where tp makes no grid of the plan's kind. Lines cut no sequences apart: one part."""
-    if plan.tp == 1 or plan.tensor not in GRIDS:
-        return Grid(1, 1, plan.tp)
-    if plan.tensor == "3d":
-        side = round(plan.tp ** (1 / 3))
-        return Grid(side, side, side) if side**3 == plan.tp and side > 1 else None
-    depth = plan.depth if plan.tensor == "2.5d" else 1
-    side = math.isqrt(plan.tp // depth)
-    fits = depth * side * side == plan.tp and side > 1 and (plan.tensor == "2d" or depth > 1)
-    return Grid(depth, side, side) if fits else None
 
 
 def refusal(network: Network, plan: Plan) -> str | None:
@@ -110,14 +82,13 @@ def _line(network: Network, plan: Plan) -> Iterator[str]:
 
 
 def _grid(network: Network, plan: Plan) -> Iterator[str]:
-    grid = grid_of(plan)
-    if grid is None:
+    made = grid(plan.tensor, plan.tp, plan.depth)
+    if made is None:
         yield f"degrees.tp={plan.tp} is no grid of tensor.kind={plan.tensor}"
         return
-    side = grid.side
-    inputs = side * side if plan.tensor == "3d" else side
+    side = made.units
     sizes = [
-        ("model.d_model", network.width, inputs),
+        ("model.d_model", network.width, made.channels),
         ("model.num_heads", network.heads, side),
     ]
     if side % network.groups:
@@ -168,8 +139,7 @@ def _sequence(network: Network, plan: Plan) -> Iterator[str]:
     ways = 2 * sp if plan.sequence == "ring" else sp
     if network.length % ways:
         yield f"degrees.sp={sp} cuts sequences into {ways} runs, which do not divide model.max_length={network.length}"
-    grid = grid_of(plan)
-    held = network.heads // (grid.side if grid else 1)
+    held = network.heads // plan.grid.units
     if plan.sequence == "ulysses" and held % sp:
         yield f"degrees.sp={sp} ranks that trade heads for tokens do not divide the {held} heads that each holds"
 
@@ -190,10 +160,7 @@ def _experts(network: Network, plan: Plan) -> Iterator[str]:
 
 
 def _batch(network: Network, plan: Plan) -> Iterator[str]:
-    grid = grid_of(plan)
-    if grid is None:
-        return
-    unit, words = grid.sequence_parts, f"the {grid.sequence_parts} rows of tp's grid"
+    unit, words = plan.grid.sequences, f"the {plan.grid.sequences} rows of tp's grid"
     if network.experts is not None and plan.tp > 1:
         unit, words = plan.tp, f"degrees.tp={plan.tp}, whose ranks each route whole sequences"
     if plan.microbatch % unit:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from moe.plan.job.hashed import KEPT, hashed_once
 from moe.plan.job.states import MIXED_FP32_GRADIENTS, Storage
+from parallel.mesh.grids import Grid, grid
 
 Recomputed = Literal["none", "selective", "full"]
 Engine = Literal["ddp", "zero1", "zero2", "zero3", "fsdp"]
@@ -231,9 +232,16 @@ class Plan:
         return STAGE_OF[self.engine]
 
     @property
+    def grid(self) -> Grid:
+        """The ranks of tp of a legal plan."""
+        made = grid(self.tensor, self.tp, self.depth)
+        assert made is not None
+        return made
+
+    @property
     def copies(self) -> int:
         """How many ranks hold the same part of dense parameters and have seen other tokens: those of an engine's axis."""
-        return self.dp * self.sp * (self.depth if self.tensor == "2.5d" else 1)
+        return self.dp * self.sp * self.grid.copies
 
     @property
     def edp(self) -> int:

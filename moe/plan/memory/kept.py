@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from moe.plan.job.counts import attention_matrices, heads_over, network_elements, split_of
+from moe.plan.job.counts import attention_matrices, network_elements
 from moe.plan.job.network import Network, Plan, Recomputed, repeats
 from moe.plan.memory.stack import PARTS, Part, Stack
 from parallel.mesh.grids import GRIDS
@@ -269,11 +269,11 @@ def cast_weights(network: Network, plan: Plan, index: int) -> float:
     made_again = n.adapters is not None  # W + s B A is, in the backward pass
     elements = 0.0
     if not (made_again and n.trains("attention")):
-        elements = (2 if n.source else 1) * attention_matrices(n, split_of(plan), over=heads_over(plan))
+        elements = (2 if n.source else 1) * attention_matrices(n, plan.grid.matrix, over=plan.grid.units)
     if recompute == "none" and not (made_again and n.trains("dense")):
         sparse = e is not None and number in n.sparse_layers
         second = network_elements(n, e.shared_hidden, gated=e.gated) if e and sparse else network_elements(n, n.hidden, gated=n.gated)
-        elements += second / split_of(plan)
+        elements += second / plan.grid.matrix
     return plan.compute_bytes * elements
 
 

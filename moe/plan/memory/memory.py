@@ -577,7 +577,7 @@ def _tiled(network: Network, plan: Plan, layer: Elements, *, sparse: bool) -> El
     """Elements of a layer that are whole at once: tiles of its network are gathered one after the other."""
     if plan.tiles == 1 or sparse:
         return layer
-    network_s = counts.network_elements(network, network.hidden, gated=network.gated) / counts.split_of(plan)
+    network_s = counts.network_elements(network, network.hidden, gated=network.gated) / plan.grid.matrix
     return replace(layer, dense=layer.dense - network_s * (1 - 1 / plan.tiles))
 
 
@@ -649,7 +649,7 @@ def _widest(network: Network, plan: Plan, *, sparse: bool) -> float:
     e = network.experts
     if e is not None and sparse:
         return e.count / plan.ep * network.width * e.hidden / plan.etp * (2 if e.gated else 1)
-    return network.width * network.hidden / counts.split_of(plan) * (2 if network.gated else 1)
+    return network.width * network.hidden / plan.grid.matrix * (2 if network.gated else 1)
 
 
 def _gathered_input(network: Network, plan: Plan, stack: Stack) -> float:

@@ -12,25 +12,26 @@ from typing import Any
 
 import pytest
 import torch
+from moe.plan.job.of_recipe import network_of, plan_of
+from moe.plan.memory.memory import memory
+from moe.plan.memory.stack import OURS
+from parallel.mesh.grids import SMALLEST
+from parallel.process.process import World
+from tests.counted.alive import Alive
 
 from moe.checks.together import check_run
 from moe.cli.main import main
 from moe.nn import attention
 from moe.nn.rotary import Turns
-from moe.plan.job.of_recipe import network_of, plan_of
-from moe.plan.memory.memory import memory
-from moe.plan.memory.stack import OURS
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from moe.rehearse.rehearse import carried
 from moe.rehearse.walk import Walked, open_job, take_step, walk
 from moe.router.rehearsed import balanced_logits
-from moe.verify.cases import ATTENTION, FORMS, GRIDS, LAYERS, ROWS, SLICED, Case, divisors
+from moe.verify.cases import ATTENTION, FORMS, LAYERS, ROWS, SLICED, Case, divisors
 from parallel.errors import BadInput
 from parallel.pipeline.schedules.catalog import SCHEDULES
-from parallel.process.process import World
 from parallel.rehearse.pretended import Found
-from tests.counted.alive import Alive
 from tests.support.ranks import run_on_ranks
 
 
@@ -163,7 +164,7 @@ EVERY = {
     "1f1b fsdp": staged("1f1b", kind="fsdp"),
     "1f1b 1d": replace(staged("1f1b", "dense"), tp=2, tensor="1d"),
     **{form: replace(plain, tp=2, tensor=form) for form in ("copied", "1d", "dtensor", *FORMS)},
-    **{grid: Case("dense", "ddp", world, 1, 1, "bf16", tp=world, tensor=grid, batch=24) for grid, world in GRIDS.items()},
+    **{grid: Case("dense", "ddp", world, 1, 1, "bf16", tp=world, tensor=grid, batch=24) for grid, world in SMALLEST.items()},
     "2d gshard": Case("gshard", "ddp", 4, 2, 1, "fp32", tp=4, tensor="2d", batch=24),
     "zigzag gshard": Case("gshard", "ddp", 4, 2, 1, "fp32", sp=2, length=SLICED),
     "1d gshard": Case("gshard", "ddp", 4, 2, 1, "fp32", tp=2, tensor="1d"),
@@ -235,9 +236,10 @@ def test_a_tensor_on_the_wrong_device_is_named_by_file_and_line(monkeypatch: pyt
 
 
 def test_a_collective_of_a_host_tensor_is_found() -> None:
-    from parallel.mesh import collectives
     from parallel.mesh.mesh import Degrees
     from parallel.process.process import connect
+
+    from parallel.mesh import collectives
     from parallel.rehearse.stage import rehearsal
 
     world = World(3, 8, place="cuda")

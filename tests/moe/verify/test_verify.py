@@ -15,15 +15,20 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import moe.train.loop.step
 import pytest
 import torch
 import torch.distributed as dist
+from parallel.mesh.collectives import Started, sum_over
+from parallel.mesh.grids import GRIDS
+from parallel.mesh.layout import Layout
+from parallel.mesh.mesh import Mesh
+from parallel.numerics.clip import GradientNorm
 from torch import Tensor
 
 import moe.experts.layer
 import moe.nn.attention
 import moe.parallelize.engines
-import moe.train.loop.step
 from moe.checks.together import check_run
 from moe.experts.dispatch import AllToAll
 from moe.experts.experts import Experts
@@ -31,7 +36,7 @@ from moe.model.transformer import Transformer
 from moe.nn.context import Context
 from moe.router.router import Router
 from moe.verify import layouts, verify
-from moe.verify.cases import ATTENTION, GRIDS, LINES, MODELS, ROUTERS, SLICED, Case, data_cases, expert_cases, tiled_cases
+from moe.verify.cases import ATTENTION, LINES, MODELS, ROUTERS, SLICED, Case, data_cases, expert_cases, tiled_cases
 from moe.verify.compare import NUMBERS, compare
 from moe.verify.expected import Expected, alone, made_beside, own_order, reorderings, twin_of
 from moe.verify.in_parts import in_parts
@@ -44,10 +49,6 @@ from parallel.data import ddp
 from parallel.data.ddp import DDP
 from parallel.data.zero import Zero
 from parallel.errors import BadInput
-from parallel.mesh.collectives import Started, sum_over
-from parallel.mesh.layout import Layout
-from parallel.mesh.mesh import Mesh
-from parallel.numerics.clip import GradientNorm
 from parallel.tensor import overlapped
 
 
