@@ -20,8 +20,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-
-from parallel.errors import BadInput, cut
 from parallel.mesh.communicator import Communicator
 from parallel.mesh.debug_collectives import DEBUG, TIMEOUT_S, Agreement
 from parallel.mesh.mesh import Axis, Degrees, Mesh
@@ -29,6 +27,9 @@ from parallel.mesh.record import Record
 from parallel.process.malloc import keep_freed_memory
 from parallel.watch import watchdog
 from parallel.watch.meet import NotMet, meet
+
+from parallel.errors import BadInput, cut
+from parallel.machine import usable_cores
 
 _ADDRESS_OF = 0x8915  # Linux's SIOCGIFADDR: an interface's IPv4 address; IPv6 addresses are in /proc/net/if_inet6
 LIMITS_S = {"gloo": 120.0, "nccl": 600.0}  # seconds that ranks wait for one another; 600 is torch's default
@@ -206,7 +207,7 @@ def _communicator(world: World) -> Communicator:
 def share_cores(world: World) -> None:
     """Divide this machine's cores among its ranks, unless OMP_NUM_THREADS is set: more threads than cores only wait."""
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world.local_size))
+        torch.set_num_threads(max(1, usable_cores() // world.local_size))
 
 
 def connect(degrees: Degrees, world: World, *, timeout_s: float | None = None) -> Mesh:

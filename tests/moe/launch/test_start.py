@@ -24,6 +24,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from moe.train.start.place import asked_to_stop
 
 from moe.cli import main as cli
 from moe.launch import environment, start, status, torchrun
@@ -31,8 +32,8 @@ from moe.launch.launch import _early_signals
 from moe.launch.launch import main as rank_main
 from moe.launch.processes import STDIN, TOKEN, Rank
 from moe.launch.verdict import verdict
-from moe.train.start.place import asked_to_stop
 from parallel.errors import BadInput
+from parallel.machine import usable_cores
 from parallel.process import extensions
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -290,7 +291,7 @@ def test_real_launchers_pass_arguments_and_stop_on_sigterm(launch, launcher: str
         words, env = json.loads((run.out / f"args-{rank}.json").read_text())
         assert words == ["waits", "--train.seed=-1", "--out", str(run.out)]
         assert (env["RANK"], env["LOCAL_RANK"], env["WORLD_SIZE"]) == (str(rank), str(rank), "2")
-        assert env["OMP_NUM_THREADS"] == str(max(1, environment.usable_cores() // 2))
+        assert env["OMP_NUM_THREADS"] == str(max(1, usable_cores() // 2))
         assert Path(env["TORCH_EXTENSIONS_DIR"]) == extensions.extensions_dir()
         assert environment.BEFORE_TORCH.items() <= env.items()
 
