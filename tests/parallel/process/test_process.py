@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from parallel.numerics.precision import multiplies
-from parallel.process.process import World, _not_connected, interface_to, read_environment, start
+from parallel.process.process import World, _not_connected, interface_to, read_environment, share_cores, start
 from parallel.watch.meet import NotMet, meet
 from tests.campaigns.two_machines import two_machines, why_not
 
