@@ -23,10 +23,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-
 from parallel.mesh.mesh import Axis
 from parallel.mesh.regions import region
+from parallel.numerics.precision import sum_dtype
+from torch import Tensor
 
 # torch 2.13 renamed these, and warns about the old names
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -284,8 +284,7 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        wide = grad if grad.dtype == torch.float64 else grad.float()
-        return _scatter_sum(wide, _backward(ctx.axis), ctx.dim).to(grad.dtype), None, None
+        return _scatter_sum(grad.to(sum_dtype(grad.dtype)), _backward(ctx.axis), ctx.dim).to(grad.dtype), None, None
 
 
 class _ReduceScatter(torch.autograd.Function):

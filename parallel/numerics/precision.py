@@ -28,6 +28,11 @@ def gradient_dtype(weight: Tensor) -> torch.dtype:
     return (weight.grad_dtype or weight.dtype) if weight.is_leaf else weight.dtype
 
 
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of sums and statistics of values with this dtype: fp32, or float64 for float64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 def multiplies(dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether the device has matrix instructions for a 16-bit dtype. A CPU without them is far slower than in fp32."""
     if device.type == "cuda":
