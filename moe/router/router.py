@@ -166,10 +166,8 @@ class Router(nn.Module):
         logits_TE = supposed(logits_TE, self._balanced(x_TD))
         if self.noise_weight is None or not self.training:
             return logits_TE, logits_TE, None
-        noise_TE, size_TE = (
-            context.uniform(f"{self.name}.noise", self.num_experts),
-            noise_size(x_TD.to(sum_dtype(x_TD.dtype)), self.noise_weight),
-        )
+        noise_TE = context.uniform(f"{self.name}.noise", self.num_experts)
+        size_TE = noise_size(x_TD.to(sum_dtype(x_TD.dtype)), self.noise_weight)
         noisy_TE = supposed(noisy_logits(logits_TE, size_TE, noise_TE), self._balanced(x_TD))
         return logits_TE, noisy_TE, chance_of_choice(logits_TE, noisy_TE, size_TE, spec.num_choices) if spec.load_weight else None
 

@@ -17,13 +17,15 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+from moe.plan.memory.stack import OURS_ON_CPU
+from tests.campaigns import faults
+from tests.mutations.every import MUTATIONS
 
 from moe.cli import main as cli
-from moe.cli.main import _arguments_of_main, _bench_file, bench_names
+from moe.cli.run.bench import arguments_of_main, bench_file, bench_names
 from moe.cli.verbs import RECIPE_VERBS, VERBS, is_word
 from moe.convert.huggingface.families import FAMILIES
 from moe.launch import exit_codes
-from moe.plan.memory.stack import OURS_ON_CPU
 from moe.recipe.load import flat, known_keys
 from moe.recipe.presets import PRESETS
 from moe.recipe.sections import Run
@@ -112,7 +114,7 @@ def test_commands_that_a_page_names_exist(page: Path) -> None:
             if name[1] not in bench_names():
                 wrong.append(f"moe bench {name[1]}")
                 continue
-            flags = {*_arguments_of_main(_bench_file(name[1])), "help"}
+            flags = {*arguments_of_main(bench_file(name[1])), "help"}
         for flag in re.findall(r"(?<![\w-])--([A-Za-z][\w.-]*)", words):
             known = flag.replace("-", "_").rstrip(".")
             if known not in flags and not (verb in RECIPE_VERBS and (known in keys or known.lower() == "section.key")):

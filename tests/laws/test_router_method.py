@@ -14,7 +14,6 @@ from moe.plan.memory.kept import router_kept
 from moe.plan.memory.stack import OURS
 from moe.router.slots.causal import check_causal
 from moe.router.slots.groups import needs_group
-from moe.verify.plain import layer as plain_layer
 from torch import Tensor
 
 from moe.checks.together import check_run
@@ -22,7 +21,7 @@ from moe.recipe.load import load
 from moe.recipe.sections import Run
 from moe.router.methods import catalog
 from moe.router.methods.method import Asked, Method
-from moe.verify import expected, layouts, twin
+from moe.verify import expected, layouts, plain_router, twin
 from moe.verify.cases import Case
 from moe.verify.compare import compare
 from parallel.errors import BadInput
@@ -78,7 +77,7 @@ def test_layouts_equal_the_plain_twin(monkeypatch: pytest.MonkeyPatch, five_step
     real = Case.run
     monkeypatch.setattr(Case, "run", lambda case: with_it(real(case), balance_weight=0.0))
     runners_up = lambda liked, *_: [sorted(range(len(row)), key=lambda e: (-row[e], e))[1:2] for row in liked.tolist()]  # noqa: E731
-    monkeypatch.setitem(plain_layer.CHOOSE, RunnersUp.name, runners_up)
+    monkeypatch.setitem(plain_router.CHOOSE, RunnersUp.name, runners_up)
     case = Case("switch", "ddp", 2, 2, 1, "fp32")
     want = twin.reference(expected.twin_of(case))
     assert max(compare(layouts.compute(expected.alone(expected.twin_of(case))), want).values()) < 1e-5
@@ -92,7 +91,7 @@ def test_no_other_file_names_a_method() -> None:
     names = "|".join(name for name in catalog.METHODS if name not in ("top_k", "hash", RunnersUp.name))
     allowed = {
         "moe/recipe/router_spec.py", "moe/recipe/presets.py", "moe/recipe/sections.py", "moe/verify/plain/layer.py",
-        "moe/convert/huggingface/deepseek.py", "moe/verify/cases.py", "moe/recipe/other_tools.py",
+        "moe/verify/plain/router.py", "moe/convert/huggingface/deepseek.py", "moe/verify/cases.py", "moe/recipe/other_tools.py",
     }  # fmt: skip
     found = {
         path.relative_to(ROOT).as_posix()

@@ -11,10 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
-from moe.checks.together import check_run
-from moe.checks.verdict import verdict
-from moe.cli.simulate import simulate as simulate_verb
 from moe.plan.choose.candidates import Space, candidates
 from moe.plan.choose.legal import refusal
 from moe.plan.job.in_flight import in_flight
@@ -24,11 +20,15 @@ from moe.plan.machine.cluster import load_cluster
 from moe.plan.memory.memory import peak
 from moe.plan.time.cost import step_time
 from moe.plan.time.pipeline_time import homes_at, pipeline_time
+
+from moe.checks.together import check_run
+from moe.checks.verdict import verdict
+from moe.cli.simulate import simulate as simulate_verb
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from moe.verify import expected, layouts, twin
-from moe.verify.cases import pipeline_cases
 from moe.verify.compare import compare
+from moe.verify.rows.pipeline import pipeline_cases
 from parallel.errors import BadInput
 from parallel.pipeline.schedule import Op, Schedule
 from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
@@ -200,7 +200,11 @@ MAY_NAME = {
     "parallel/pipeline/energy/plan_file.py": "the example of a file",
     "moe/recipe/other_tools.py": "flags of other systems, with their keys here",
     "moe/checks/backends.py": "what other systems accept",
-    "moe/verify/cases.py": "rows",
+    "moe/verify/cases.py": "the default",
+    "moe/verify/rows/data.py": "rows",
+    "moe/verify/rows/pipeline.py": "rows",
+    "moe/verify/rows/sequence.py": "rows",
+    "moe/verify/rows/tensor.py": "rows",
     "moe/verify/hybrid.py": "rows",
     "moe/verify/recipe.py": "rows",
 }

@@ -23,6 +23,7 @@ from moe import __version__
 from moe.cli import doctor, verbs
 from moe.cli import main as cli
 from moe.cli.flags import check_words
+from moe.cli.run import bench
 from moe.launch import launch, start
 from moe.launch.arguments import Arguments, parse
 from moe.recipe.load import RECIPES, flat, known_keys, load, published_names, recipe_names
@@ -335,7 +336,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[Any, ...], 
     def module(name: str) -> types.SimpleNamespace:
         return types.SimpleNamespace(main=lambda *words, **flags: calls.append((name, words, flags)))
 
-    monkeypatch.setattr(cli.importlib, "import_module", module)
+    monkeypatch.setattr("importlib.import_module", module)
     return calls
 
 
@@ -345,7 +346,7 @@ def test_verbs_hand_over_only_what_was_given(called: list[Any], tmp_path: Path, 
     (tmp_path / "runs/a/metrics.jsonl").touch()
     (tmp_path / "bench/layers").mkdir(parents=True)
     (tmp_path / "bench/layers/how_fast.py").write_text("import torch\ndef main(*, steps: int = 3, json=None):\n    return 0\n")
-    monkeypatch.setattr(cli, "BENCHES", tmp_path / "bench")
+    monkeypatch.setattr(bench, "BENCHES", tmp_path / "bench")
     assert cli.main(["generate", "runs/a", "--tokens", "5"]) == 0
     assert cli.main(["report", "runs/a"]) == 0
     kinds = "data,expert,tensor,sequence,pipeline,hybrid"
@@ -388,7 +389,7 @@ def test_a_flag_that_a_measurement_does_not_take_is_refused_by_name(
     (tmp_path / "layers/how_fast.py").write_text(
         '"""How fast.\n\nHow it is timed.\n"""\ndef main(*, steps: int = 3, json=None):\n    return 0\n'
     )
-    monkeypatch.setattr(cli, "BENCHES", tmp_path)
+    monkeypatch.setattr(bench, "BENCHES", tmp_path)
     assert cli.main(["bench", "how-fast", "--seeds", "4"]) == 2 and not called
     assert "--seeds: got it for how-fast, needed what how-fast takes: --steps, --json" in capsys.readouterr().err
     assert cli.main(["bench", "--help"]) == 0 and re.search(r"\n  how-fast  How fast\.\n$", capsys.readouterr().out)

@@ -16,6 +16,7 @@ from moe.plan.job.of_recipe import network_of, plan_of
 from moe.plan.memory.memory import memory
 from moe.plan.memory.stack import OURS
 from parallel.mesh.grids import SMALLEST
+from parallel.mesh.mesh import divisors
 from parallel.process.process import World
 from tests.counted.alive import Alive
 
@@ -28,7 +29,8 @@ from moe.recipe.sections import Run
 from moe.rehearse.rehearse import carried
 from moe.rehearse.walk import Walked, open_job, take_step, walk
 from moe.router.rehearsed import balanced_logits
-from moe.verify.cases import ATTENTION, FORMS, LAYERS, ROWS, SLICED, Case, divisors
+from moe.verify.cases import ATTENTION, FORMS, ROWS, SLICED, Case
+from moe.verify.rows.pipeline import LAYERS
 from parallel.errors import BadInput
 from parallel.pipeline.schedules.catalog import SCHEDULES
 from parallel.rehearse.pretended import Found
