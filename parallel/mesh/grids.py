@@ -25,7 +25,7 @@ Arithmetic without torch, for recipes, planner and layers.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -75,6 +75,17 @@ class Grid:
     def matrix(self) -> int:
         """Number of shards of a weight matrix."""
         return 1 if self.kind == "copied" else self.ranks // self.copies
+
+    def cuts(self, *, width: int, heads: int, groups: int, hidden: int) -> Iterator[tuple[str, int, int]]:
+        """Yield (key, size, number of shards that must divide it). `groups`: key-value heads. `hidden`: 0 without dense networks.
+
+        If the shards are a multiple of the key-value heads, each head is held in equally many copies, but not by DTensor.
+        """
+        yield "model.d_model", width, self.channels
+        yield "model.num_heads", heads, self.units
+        yield "model.d_ff", hidden, self.units
+        if self.units % groups or self.kind == "dtensor":
+            yield "model.num_kv_heads", groups, self.units
 
     def __str__(self) -> str:
         return " x ".join(str(side) for side in (self.depth, self.rows, self.columns) if side > 1)

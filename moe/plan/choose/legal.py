@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from moe.plan.job.cut import empty_rank
 from moe.plan.job.network import Network, Plan
 from moe.plan.time.pipeline_time import homes_of
-from parallel.mesh.grids import GRIDS, LINES, grid
+from parallel.mesh.grids import GRIDS, grid
 
 from parallel.errors import counted
 from parallel.pipeline.schedules.catalog import SCHEDULES
@@ -61,45 +61,28 @@ def _tensor(network: Network, plan: Plan) -> Iterator[str]:
         yield f"tensor.kind={plan.tensor} does not go with model.latent.key_rank={network.latent.key_rank}"
     if plan.tensor in GRIDS and (network.qkv_biases or network.out_bias):
         yield f"tensor.kind={plan.tensor} does not go with model.{'qkv_bias' if network.qkv_biases else 'out_bias'}"
-    if plan.tensor in (*LINES, "sliced"):
-        yield from _line(network, plan)
-    if plan.tensor in GRIDS:
-        yield from _grid(network, plan)
+    yield from _sizes(network, plan)
 
 
-def _line(network: Network, plan: Plan) -> Iterator[str]:
-    tp, dense = plan.tp, len(network.with_experts) < network.depth or network.ahead > 0
-    for what, size in (("model.num_heads", network.heads), ("model.d_ff", network.hidden if dense else 0)):
-        if size % tp:
-            yield f"degrees.tp={tp} does not divide {what}={size}"
-    groups = network.groups
-    if groups % tp and (tp % groups or plan.tensor == "dtensor"):
-        yield f"degrees.tp={tp} neither divides model.num_kv_heads={groups} nor holds equally many copies of them"
-    if network.vocab < tp:
-        yield f"degrees.tp={tp} is more than the vocabulary's {network.vocab}"
-    if plan.tensor == "sliced" and network.length % (tp * plan.sp):
-        yield f"slices over degrees.tp * degrees.sp={tp * plan.sp} do not divide model.max_length={network.length}"
-
-
-def _grid(network: Network, plan: Plan) -> Iterator[str]:
-    made = grid(plan.tensor, plan.tp, plan.depth)
+def _sizes(network: Network, plan: Plan) -> Iterator[str]:
+    made, tp = grid(plan.tensor, plan.tp, plan.depth), plan.tp
     if made is None:
-        yield f"degrees.tp={plan.tp} is no grid of tensor.kind={plan.tensor}"
+        yield f"degrees.tp={tp} is no grid of tensor.kind={plan.tensor}"
         return
-    side = made.units
-    sizes = [
-        ("model.d_model", network.width, made.channels),
-        ("model.num_heads", network.heads, side),
-    ]
-    if side % network.groups:
-        sizes.append(("model.num_kv_heads", network.groups, side))
-    if len(network.sparse_layers) < network.layers:
-        sizes.append(("model.d_ff", network.hidden, side))
-    for what, size, ways in sizes:
-        if size % ways:
+    n, on_grid = network, plan.tensor in GRIDS
+    dense = n.hidden if len(n.with_experts) < n.depth or n.ahead > 0 else 0
+    for what, size, ways in made.cuts(width=n.width, heads=n.heads, groups=n.groups, hidden=dense):
+        if size % ways and on_grid:
             yield f"a side of tp's grid, {ways}, does not divide {what}={size}"
-    if network.vocab < side:
-        yield f"a side of tp's grid, {side}, is more than the vocabulary's {network.vocab}"
+        elif size % ways and what == "model.num_kv_heads":
+            yield f"degrees.tp={tp} neither divides {what}={size} nor holds equally many copies of them"
+        elif size % ways:
+            yield f"degrees.tp={tp} does not divide {what}={size}"
+    if n.vocab < made.units:
+        ranks = f"a side of tp's grid, {made.units}," if on_grid else f"degrees.tp={tp}"
+        yield f"{ranks} is more than the vocabulary's {n.vocab}"
+    if plan.tensor == "sliced" and n.length % (tp * plan.sp):
+        yield f"slices over degrees.tp * degrees.sp={tp * plan.sp} do not divide model.max_length={n.length}"
 
 
 def _halves(network: Network, plan: Plan) -> Iterator[str]:
