@@ -21,9 +21,6 @@ from typing import Any
 
 import torch
 import yaml
-from parallel.numerics.precision import multiplies
-from parallel.process.fork import run_on_ranks
-from parallel.store.files import check_writable, write_text
 
 from moe.calibrate import kernels, links, own_step
 from moe.launch import exit_codes
@@ -34,7 +31,10 @@ from moe.plan.machine.program import OWN_ON_CPU
 from moe.plan.time.cost import own_program, step_time
 from moe.recipe.load import build_run
 from parallel.errors import counted
-from parallel.machine import memory_limit_bytes, processor, usable_cores
+from parallel.numerics.precision import multiplies
+from parallel.process.fork import run_on_ranks
+from parallel.process.machine import memory_limit_bytes, processor, usable_cores
+from parallel.store.files import check_writable, write_text
 
 TIMEOUT_S = 600.0
 MOST_AT_ONCE = 16  # ranks that measure kernels

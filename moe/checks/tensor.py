@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from parallel.mesh.grids import GRIDS, LINES, Grid, grid_of
-from parallel.mesh.mesh import divisors
-
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
+from parallel.mesh.grids import GRIDS, LINES, Grid, grid_of
+from parallel.mesh.mesh import divisors
 
 
 def check_tensor(run: Run) -> None:

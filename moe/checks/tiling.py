@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 
-from parallel.mesh.grids import LINES
-from parallel.mesh.mesh import divisors
-
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
+from parallel.mesh.grids import LINES
+from parallel.mesh.mesh import divisors
 
 
 def check_tiling(run: Run) -> None:

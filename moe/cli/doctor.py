@@ -17,11 +17,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
-from parallel.process.extensions import extensions_dir, missing_for_nvme
-
 from moe.launch import exit_codes
 from moe.launch.environment import free_port
-from parallel.machine import MATRIX_INSTRUCTIONS, matrix_instructions, processor, usable_cores
+from parallel.process.extensions import extensions_dir, missing_for_nvme
+from parallel.process.machine import MATRIX_INSTRUCTIONS, matrix_instructions, processor, usable_cores
 
 # package -> (oldest supported version, whether training needs it)
 PACKAGES = {
@@ -139,6 +138,7 @@ def exchange_rows(rank: int) -> list[float]:
 
 def _exchange() -> list[Row]:
     import torch
+
     from parallel.process.fork import run_on_ranks
 
     torch.set_num_threads(1)  # before any other torch call, since ranks are forked

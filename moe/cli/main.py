@@ -13,8 +13,6 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from parallel.store.files import check_writable, user_path
-
 from moe.cli import parse, verbs
 from moe.cli.flags import check_words
 from moe.cli.run.bench import about_bench, arguments_of_main, bench, bench_file, bench_names
@@ -26,6 +24,7 @@ from moe.launch import exit_codes
 from moe.launch.environment import set_before_torch
 from moe.recipe.overrides import take_overrides
 from parallel.errors import BadInput, did_you_mean, harmless, some
+from parallel.store.files import check_writable, user_path
 
 FUNCTIONS: dict[str, Callable[[Any, dict[str, str]], int]] = {
     "train": train,

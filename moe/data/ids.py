@@ -19,7 +19,6 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from parallel.store.files import replace_file, user_path
 
 from moe.data.corpus import Corpus, unreadable
 from moe.data.formats import TextKey, damaged
@@ -27,6 +26,7 @@ from moe.data.tokenizer import Ids
 from moe.data.tokens import FORMAT, Log, TokenFiles, corpus_hash
 from moe.recipe.sections import Data
 from parallel.errors import BadInput
+from parallel.store.files import replace_file, user_path
 
 _MAGIC = b"MMIDIDX\0\0"
 _HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype, sequences, documents (with one for the end)

@@ -26,13 +26,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from parallel.store.files import of_contents, replace_file, sync, write_synced
 
 from moe.data.corpus import SIDES, Corpus, Side, Survey, content_hash, split_documents, stamp, survey
 from moe.data.formats import TextKey
 from moe.data.tokenizer import Bytes, Tokenizer, load, pieces, train_bpe
 from moe.recipe.sections import Data
 from parallel.errors import BadInput, counted
+from parallel.store.files import of_contents, replace_file, sync, write_synced
 
 FORMAT = 2  # version of token files and of corpus reading: another number gives another key
 ENCODE_TOGETHER_CHARACTERS = 1 << 21

@@ -7,10 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from parallel.mesh.layout import Tile
-from parallel.mesh.regions import in_region
-from parallel.numerics.precision import gradient_dtype, sum_dtype
-from parallel.numerics.weight_gradient import gradient_or_later, linear
 from torch import Tensor, nn
 
 from moe.kernels.activation import GATED, activate
@@ -19,6 +15,10 @@ from moe.nn.lora import adapted
 from moe.nn.lora import product as adapted_product
 from moe.recipe.shapes import NORM_EPS
 from parallel.data.tiling import Products, Slot, Tiled, as_it_is, one_by_one, take
+from parallel.mesh.layout import Tile
+from parallel.mesh.regions import in_region
+from parallel.numerics.precision import gradient_dtype, sum_dtype
+from parallel.numerics.weight_gradient import gradient_or_later, linear
 
 if TYPE_CHECKING:
     from moe.recipe.sections import Swiglu

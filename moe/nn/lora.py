@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
-from parallel.numerics.precision import gradient_dtype, sum_dtype
 from torch import Tensor, nn
+
+from parallel.numerics.precision import gradient_dtype, sum_dtype
 
 if TYPE_CHECKING:
     from moe.recipe.sections import Lora

@@ -16,15 +16,15 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from parallel.mesh.layout import Tile
-from parallel.numerics.precision import gradient_dtype, sum_dtype
-from parallel.numerics.recompute import recomputed
-from parallel.numerics.weight_gradient import linear
 from torch import Tensor, nn
 
 from moe.recipe.shapes import PADDING as PADDING
 from moe.recipe.shapes import marked
 from parallel.data.tiling import Tiled, take, with_branches
+from parallel.mesh.layout import Tile
+from parallel.numerics.precision import gradient_dtype, sum_dtype
+from parallel.numerics.recompute import recomputed
+from parallel.numerics.weight_gradient import linear
 
 # N tokens, D model, V vocabulary or a tile of it
 

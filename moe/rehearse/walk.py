@@ -19,11 +19,6 @@ from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
-from parallel.mesh.communicator import Count
-from parallel.numerics.precision import LossScale
-from parallel.process.process import World
-from parallel.store import checkpoint
-from parallel.store.saver import Saver
 from torch import Tensor
 
 from moe.data import Dataset
@@ -40,10 +35,15 @@ from moe.train.start.job import Batches, Job, Output, Saves, Training
 from moe.train.start.opening import start_model
 from moe.train.start.place import check_precision, settle_precision
 from parallel.data.engine import Engine
+from parallel.mesh.communicator import Count
+from parallel.numerics.precision import LossScale
 from parallel.process import process
+from parallel.process.process import World
 from parallel.rehearse.ledger import Ledger
 from parallel.rehearse.pretended import Pretended
 from parallel.rehearse.stage import rehearsal
+from parallel.store import checkpoint
+from parallel.store.saver import Saver
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,11 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from parallel.mesh.grids import Grid, grid_of
-
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from moe.router.methods.catalog import METHODS
 from moe.verify.small import LINEAR, small
+from parallel.mesh.grids import Grid, grid_of
 from parallel.pipeline.schedules.catalog import SCHEDULES
 
 BATCH, LENGTH, EXPERTS = 12, 10, 8

@@ -19,13 +19,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from parallel.mesh.grids import SMALLEST
-
 from moe.checks.together import check_run
 from moe.verify.cases import ATTENTION, ENGINES, EXPERTS, MODELS, ROWS, SLICED, Case
 from moe.verify.pairwise import Choice, Covering, Pair, cover, together
 from moe.verify.rows.pipeline import LAYERS
 from parallel.errors import BadInput, counted
+from parallel.mesh.grids import SMALLEST
 from parallel.pipeline.schedules.catalog import SCHEDULES
 
 WORLD, BATCH = 8, 24  # a batch that 8 ranks share out, in groups

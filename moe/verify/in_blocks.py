@@ -11,12 +11,12 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from parallel.numerics.precision import sum_dtype
 from torch import Tensor
 
 from moe.model.transformer import Transformer
 from moe.nn.linear import Linear
 from moe.nn.vocabulary import Product, Rows, TiledRows
+from parallel.numerics.precision import sum_dtype
 from parallel.tensor.style import fits
 
 

@@ -23,10 +23,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
 from parallel.mesh.mesh import Axis
 from parallel.mesh.regions import region
 from parallel.numerics.precision import sum_dtype
-from torch import Tensor
 
 # torch 2.13 renamed these, and warns about the old names
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -15,11 +15,12 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
 from parallel.mesh.collectives import count
 from parallel.mesh.layout import Layout
 from parallel.mesh.mesh import Axis, Mesh
 from parallel.numerics.precision import sum_dtype
-from torch import Tensor
 
 _BUCKET_ELEMENTS = 8 * 2**20  # 32 MiB of fp32: large enough for the link, small compared with the gradients
 

@@ -29,9 +29,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from parallel.mesh.mesh import divisors
-
 from parallel.errors import BadInput
+from parallel.mesh.mesh import divisors
 
 LINES = ("1d", "dtensor")  # ranks in one line, each with shards of heads, hidden units and vocabulary
 GRIDS = ("2d", "2.5d", "3d")

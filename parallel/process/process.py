@@ -20,16 +20,16 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
+from parallel.errors import BadInput, cut
 from parallel.mesh.communicator import Communicator
 from parallel.mesh.debug_collectives import DEBUG, TIMEOUT_S, Agreement
 from parallel.mesh.mesh import Axis, Degrees, Mesh
 from parallel.mesh.record import Record
+from parallel.process.machine import usable_cores
 from parallel.process.malloc import keep_freed_memory
 from parallel.watch import watchdog
 from parallel.watch.meet import NotMet, meet
-
-from parallel.errors import BadInput, cut
-from parallel.machine import usable_cores
 
 _ADDRESS_OF = 0x8915  # Linux's SIOCGIFADDR: an interface's IPv4 address; IPv6 addresses are in /proc/net/if_inet6
 LIMITS_S = {"gloo": 120.0, "nccl": 600.0}  # seconds that ranks wait for one another; 600 is torch's default

@@ -11,20 +11,20 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
-from moe.plan.time.tensor import Cost, DenseLayer, cost
-from parallel.mesh.grids import Grid, grid
-from parallel.process.fork import run_on_ranks
-from parallel.process.process import World
 from torch import Tensor
 
 from moe.checks.together import check_run
 from moe.launch import exit_codes
 from moe.nn.context import Context
 from moe.parallelize.build import build
+from moe.plan.time.tensor import Cost, DenseLayer, cost
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from moe.records.results import write_json
+from parallel.mesh.grids import Grid, grid
 from parallel.process import process
+from parallel.process.fork import run_on_ranks
+from parallel.process.process import World
 
 SEQUENCES, LENGTH, WIDTH, HEADS, KV_HEADS, HEAD_SIZE, HIDDEN = 36, 8, 72, 24, 12, 4, 144
 FORMS = (("1d", 2), ("1d", 4), ("sliced", 2), ("sliced", 4), ("2d", 4), ("2d", 9), ("2.5d", 8), ("3d", 8))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from moe.plan.time.tensor import cost
 from parallel.mesh.grids import Grid
 from tests.counted.tensor import PAPER, forms_of, measured

@@ -17,15 +17,13 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from moe.plan.memory.stack import OURS_ON_CPU
-from tests.campaigns import faults
-from tests.mutations.every import MUTATIONS
 
 from moe.cli import main as cli
 from moe.cli.run.bench import arguments_of_main, bench_file, bench_names
 from moe.cli.verbs import RECIPE_VERBS, VERBS, is_word
 from moe.convert.huggingface.families import FAMILIES
 from moe.launch import exit_codes
+from moe.plan.memory.stack import OURS_ON_CPU
 from moe.recipe.load import flat, known_keys
 from moe.recipe.presets import PRESETS
 from moe.recipe.sections import Run
@@ -133,7 +131,7 @@ def test_measurements_of_the_tests_that_a_page_names_exist(page: Path) -> None:
             takes = {*inspect.signature(mains[folder]).parameters}
             known = {"campaigns": set(faults.KINDS), "planner": set(get_args(planner.Part)), "mutations": set()}[folder]
         elif first.replace("-", "_") in {name.replace("-", "_") for name in measurements(ROOT / "tests" / folder)}:
-            takes, known = set(_arguments_of_main(ROOT / "tests" / folder / f"{first.replace('-', '_')}.py")), {first}
+            takes, known = set(arguments_of_main(ROOT / "tests" / folder / f"{first.replace('-', '_')}.py")), {first}
         else:
             takes, known = set(), set()
         wrong += [f"{folder} {first}"] if first and not first.startswith("-") and first not in known else []

@@ -9,21 +9,22 @@ import re
 from pathlib import Path
 
 import pytest
-from moe.plan.job.of_recipe import network_of
-from moe.plan.memory.kept import router_kept
-from moe.plan.memory.stack import OURS
-from moe.router.slots.causal import check_causal
-from moe.router.slots.groups import needs_group
 from torch import Tensor
 
 from moe.checks.together import check_run
+from moe.plan.job.of_recipe import network_of
+from moe.plan.memory.kept import router_kept
+from moe.plan.memory.stack import OURS
 from moe.recipe.load import load
 from moe.recipe.sections import Run
 from moe.router.methods import catalog
 from moe.router.methods.method import Asked, Method
-from moe.verify import expected, layouts, plain_router, twin
+from moe.router.slots.causal import check_causal
+from moe.router.slots.groups import needs_group
+from moe.verify import expected, layouts, twin
 from moe.verify.cases import Case
 from moe.verify.compare import compare
+from moe.verify.plain import router
 from parallel.errors import BadInput
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -77,7 +78,7 @@ def test_layouts_equal_the_plain_twin(monkeypatch: pytest.MonkeyPatch, five_step
     real = Case.run
     monkeypatch.setattr(Case, "run", lambda case: with_it(real(case), balance_weight=0.0))
     runners_up = lambda liked, *_: [sorted(range(len(row)), key=lambda e: (-row[e], e))[1:2] for row in liked.tolist()]  # noqa: E731
-    monkeypatch.setitem(plain_router.CHOOSE, RunnersUp.name, runners_up)
+    monkeypatch.setitem(router.CHOOSE, RunnersUp.name, runners_up)
     case = Case("switch", "ddp", 2, 2, 1, "fp32")
     want = twin.reference(expected.twin_of(case))
     assert max(compare(layouts.compute(expected.alone(expected.twin_of(case))), want).values()) < 1e-5

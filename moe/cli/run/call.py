@@ -6,9 +6,8 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-from parallel.store.files import user_path
-
 from parallel.errors import BadInput, did_you_mean, some
+from parallel.store.files import user_path
 
 
 def call(module: str, *words: Any, **flags: Any) -> int:

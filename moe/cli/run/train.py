@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parallel.store.files import user_path
-
 from moe.cli.run.call import call, text
 from moe.cli.verbs import Rehearse, Train
 from parallel.errors import BadInput
+from parallel.store.files import user_path
 
 if TYPE_CHECKING:
     from moe.recipe.sections import Run
@@ -124,9 +123,8 @@ def _begins_with(flags: Train, overrides: dict[str, str]) -> Path | None:
     if _is_rank(os.environ):
         needed = "a run, which all ranks of a launcher read"
         raise BadInput("--init_from", got=said, needed=needed, fix=f"moe convert {said} runs/BASE, then --init_from runs/BASE")
-    from parallel.store.lock import alone_in
-
     from moe.convert.huggingface.convert import begin_from
+    from parallel.store.lock import alone_in
 
     source = user_path(said.removeprefix("hf:"), what="--init_from")
     with alone_in(out):

@@ -11,7 +11,6 @@ from moe.plan.job.flops import core_work, in_runs, layer_flops, places_of_token,
 from moe.plan.job.network import Adapters, Experts, Latent, Network, Plan, Router
 from moe.plan.job.optimizer import optimizer_bytes
 from moe.plan.job.states import BF16, FP32, FP32_AND_COPY, MIXED, MIXED_FP32_GRADIENTS, Storage
-
 from moe.recipe.sections import Model, Run
 from moe.recipe.shapes import GATED, T5_BUCKETS
 from moe.router.methods.catalog import method_of

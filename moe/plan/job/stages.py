@@ -19,7 +19,6 @@ from moe.plan.job.network import Network, Plan
 from moe.plan.job.of_recipe import compute_bytes, network_of, storage_of
 from moe.plan.memory.kept import stage_kept
 from moe.plan.memory.stack import OURS
-
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
 from parallel.pipeline.schedule import Action, Op

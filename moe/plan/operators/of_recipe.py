@@ -17,9 +17,8 @@ from typing import Any
 
 from moe.plan.job.flops import attended, rows_of_token
 from moe.plan.job.of_recipe import compute_bytes
-from parallel.annotations.graph import Dim, Graph, Kind, Operator
-
 from moe.recipe.sections import Run
+from parallel.annotations.graph import Dim, Graph, Kind, Operator
 from parallel.errors import BadInput
 
 _LETTERS = {

@@ -11,6 +11,9 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
+
+from moe.plan.pipeline import continuous, schedule_of
 from moe.train.loop.step import accumulate, finish
 from moe.train.loop.stream import stream
 from moe.train.parts.learning_rate import learning_rate
@@ -19,9 +22,6 @@ from moe.train.start.job import Job
 from moe.train.start.out_of_memory import PASSES, STEP, during
 from parallel.mesh.collectives import sum_over
 from parallel.numerics.clip import GradientNorm
-from torch import Tensor
-
-from moe.plan.pipeline import continuous, schedule_of
 from parallel.pipeline.schedule import Schedule
 
 

@@ -7,14 +7,14 @@ from functools import partial
 from typing import Any
 
 import torch
+
+from moe.parallelize.sequence import shard_of
+from moe.records.metrics import read
 from moe.train.loop.step import validation_loss
 from moe.train.start.job import Job
 from moe.train.start.out_of_memory import EVALUATION, during
 from parallel.mesh.collectives import max_over
 from parallel.watch import watchdog
-
-from moe.parallelize.sequence import shard_of
-from moe.records.metrics import read
 
 
 def evaluate(job: Job, *, record: bool = True) -> dict[str, Any]:

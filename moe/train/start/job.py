@@ -14,7 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from moe.data import Dataset
+from moe.data.token_shard import TokenShard
 from moe.plan.choose.predicted import Prediction
+from moe.recipe.hash_table import Table
+from moe.recipe.sections import Run
+from moe.records.metrics import Records
+from moe.records.progress import Progress
 from moe.train.parts.audit import Auditor
 from moe.train.parts.callbacks import Callbacks, Now
 from moe.train.parts.executor import Executor
@@ -22,20 +28,13 @@ from moe.train.parts.profile import Recording
 from moe.train.parts.rebalance import Rebalancer
 from moe.train.start.prediction import Measured
 from moe.train.start.state import Counters
+from parallel.data.engine import Engine
 from parallel.mesh.mesh import Axis, Mesh
 from parallel.numerics.precision import LossScale
+from parallel.pipeline.schedule import Schedule
 from parallel.process.process import World
 from parallel.store.saver import Saver
 from parallel.watch.outcome import of_all
-
-from moe.data import Dataset
-from moe.data.token_shard import TokenShard
-from moe.recipe.hash_table import Table
-from moe.recipe.sections import Run
-from moe.records.metrics import Records
-from moe.records.progress import Progress
-from parallel.data.engine import Engine
-from parallel.pipeline.schedule import Schedule
 
 T = TypeVar("T")
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from parallel.mesh.mesh import divisors
-
 from moe.verify.cases import BATCH, HALVES, MODELS, Case
 from moe.verify.rows.pipeline import LAYERS
+from parallel.mesh.mesh import divisors
 
 
 def all_data_cases(nproc: int) -> list[Case]:

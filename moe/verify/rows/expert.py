@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from parallel.mesh.mesh import divisors
-
 from moe.verify.cases import BATCH, EXPERTS, MODELS, OPTIONS, ROUTERS, ROWS, Case
+from parallel.mesh.mesh import divisors
 
 
 def expert_cases(nproc: int) -> list[Case]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from parallel.mesh.mesh import divisors
-
 from moe.verify.cases import BATCH, Case
+from parallel.mesh.mesh import divisors
 from parallel.pipeline.schedules.catalog import SCHEDULES
 from parallel.pipeline.schedules.kind import DEFAULT_CHUNKS, Size
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from parallel.mesh.grids import SMALLEST
-
 from moe.verify.cases import ENGINES, PACKED, SLICED, Case
 from moe.verify.rows.pipeline import _staged
+from parallel.mesh.grids import SMALLEST
 
 
 def tensor_cases(nproc: int) -> list[Case]:

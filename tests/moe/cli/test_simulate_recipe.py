@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from moe.cli import main as cli
+from moe.cli.simulate import simulate
+from moe.cli.simulate import times as simulate_times
 from moe.plan.job.flops import size
 from moe.plan.job.network import Plan
 from moe.plan.job.of_recipe import network_of
 from moe.plan.job.states import FP32
 from moe.plan.memory.kept import ends_kept, layer_kept
 from moe.plan.memory.stack import OURS
-
-from moe.cli import main as cli
-from moe.cli.simulate import simulate
-from moe.cli.simulate import times as simulate_times
 from moe.plan.pipeline import layers_of, schedule_of
 from moe.recipe.load import load
 from parallel.errors import BadInput

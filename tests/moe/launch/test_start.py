@@ -24,7 +24,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from moe.train.start.place import asked_to_stop
 
 from moe.cli import main as cli
 from moe.launch import environment, start, status, torchrun
@@ -32,9 +31,10 @@ from moe.launch.launch import _early_signals
 from moe.launch.launch import main as rank_main
 from moe.launch.processes import STDIN, TOKEN, Rank
 from moe.launch.verdict import verdict
+from moe.train.start.place import asked_to_stop
 from parallel.errors import BadInput
-from parallel.machine import usable_cores
 from parallel.process import extensions
+from parallel.process.machine import usable_cores
 
 ROOT = Path(__file__).resolve().parents[3]
 MARK = "MOE_TEST_MARK"

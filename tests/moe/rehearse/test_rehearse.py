@@ -12,18 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from moe.plan.job.of_recipe import network_of, plan_of
-from moe.plan.memory.memory import memory
-from moe.plan.memory.stack import OURS
-from parallel.mesh.grids import SMALLEST
-from parallel.mesh.mesh import divisors
-from parallel.process.process import World
-from tests.counted.alive import Alive
 
 from moe.checks.together import check_run
 from moe.cli.main import main
 from moe.nn import attention
 from moe.nn.rotary import Turns
+from moe.plan.job.of_recipe import network_of, plan_of
+from moe.plan.memory.memory import memory
+from moe.plan.memory.stack import OURS
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from moe.rehearse.rehearse import carried
@@ -32,8 +28,12 @@ from moe.router.rehearsed import balanced_logits
 from moe.verify.cases import ATTENTION, FORMS, ROWS, SLICED, Case
 from moe.verify.rows.pipeline import LAYERS
 from parallel.errors import BadInput
+from parallel.mesh.grids import SMALLEST
+from parallel.mesh.mesh import divisors
 from parallel.pipeline.schedules.catalog import SCHEDULES
+from parallel.process.process import World
 from parallel.rehearse.pretended import Found
+from tests.counted.alive import Alive
 from tests.support.ranks import run_on_ranks
 
 
@@ -238,10 +238,9 @@ def test_a_tensor_on_the_wrong_device_is_named_by_file_and_line(monkeypatch: pyt
 
 
 def test_a_collective_of_a_host_tensor_is_found() -> None:
+    from parallel.mesh import collectives
     from parallel.mesh.mesh import Degrees
     from parallel.process.process import connect
-
-    from parallel.mesh import collectives
     from parallel.rehearse.stage import rehearsal
 
     world = World(3, 8, place="cuda")

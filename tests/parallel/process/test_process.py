@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from moe.launch.environment import free_port
+from parallel.errors import BadInput
 from parallel.numerics.precision import multiplies
 from parallel.process.process import World, _not_connected, interface_to, read_environment, share_cores, start
 from parallel.watch.meet import NotMet, meet
 from tests.campaigns.two_machines import two_machines, why_not
-
-from moe.launch.environment import free_port
-from parallel.errors import BadInput
 
 LAUNCHERS = {
     "deepspeed": {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_SIZE": "2"},

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from moe.checks.together import check_run
 from moe.plan.choose.candidates import Space, candidates
 from moe.plan.choose.choose import choose, described
 from moe.plan.choose.legal import advice, refusal
@@ -19,11 +21,9 @@ from moe.plan.job.network import Plan
 from moe.plan.job.of_recipe import network_of, plan_of
 from moe.plan.machine.cluster import load_cluster
 from moe.plan.memory.memory import peak
+from moe.plan.pipeline import layers_of, schedule_of
 from moe.plan.time.cost import own_program, step_time
 from moe.plan.time.layer_time import layer_time
-
-from moe.checks.together import check_run
-from moe.plan.pipeline import layers_of, schedule_of
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from parallel.errors import BadInput

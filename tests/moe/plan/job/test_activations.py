@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
-from moe.plan.job.network import Network, Plan
-from moe.plan.job.of_recipe import compute_bytes, network_of, plan_of
-from moe.plan.memory.kept import cast_weights, casts_kept, ends_kept, layer_kept, recompute_of, router_kept
-from moe.plan.memory.stack import OURS_ON_CPU
-from parallel.numerics.weight_gradient import splittable
 from torch import Tensor
 
 from moe.model.transformer import Transformer
 from moe.nn.context import Context
 from moe.nn.vocabulary import summed_loss
 from moe.parallelize.memory import save_memory
+from moe.plan.job.network import Network, Plan
+from moe.plan.job.of_recipe import compute_bytes, network_of, plan_of
+from moe.plan.memory.kept import cast_weights, casts_kept, ends_kept, layer_kept, recompute_of, router_kept
+from moe.plan.memory.stack import OURS_ON_CPU
 from moe.recipe import load as recipe
 from moe.recipe.sections import Run
 from moe.router.router import Router
+from parallel.numerics.weight_gradient import splittable
 
 B, L = 4, 128
 SMALL = {"num_layers": 2, "moe_every": 2, "d_model": 48, "num_heads": 4, "d_ff": 112, "max_length": L, "vocab_size": 96}

@@ -7,6 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+
+from moe.model.transformer import Transformer
+from moe.nn.context import Context
+from moe.parallelize.build import build
+from moe.parallelize.memory import save_memory
+from moe.parallelize.shown import plan_rows
 from moe.plan.job.counts import held
 from moe.plan.job.of_recipe import network_of, plan_of
 from moe.plan.machine.cluster import load_cluster
@@ -14,16 +20,10 @@ from moe.plan.memory.kept import cast_weights, casts_kept, ends_kept, layer_kept
 from moe.plan.memory.memory import peak
 from moe.plan.memory.stack import OURS_ON_CPU
 from moe.plan.time.cost import step_time
-from parallel.process.fork import run_on_ranks
-
-from moe.model.transformer import Transformer
-from moe.nn.context import Context
-from moe.parallelize.build import build
-from moe.parallelize.memory import save_memory
-from moe.parallelize.shown import plan_rows
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from parallel.process import process
+from parallel.process.fork import run_on_ranks
 
 MODEL = {"num_layers": 3, "d_model": 48, "num_heads": 6, "num_kv_heads": 2, "d_ff": 80, "max_length": 20, "tied_embeddings": False}
 SPARSE = {"experts": {"num_experts": 4, "d_ff": 56}, "router": {"preset": "switch", "capacity_factor": None}}

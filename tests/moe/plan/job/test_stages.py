@@ -9,9 +9,9 @@ import sys
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from moe.plan.job.cut import cut, empty_rank
 from moe.plan.job.flops import layer_flops, size, stage_flops
-
 from moe.recipe import load as recipe
 from parallel.errors import BadInput
 
