@@ -745,17 +745,9 @@ class Run(Section):
         inner = self.dispatch.node_size if self.dispatch.kind == "hierarchical" and self.dispatch.node_size else 1
         inner, heads = inner if d.ep > 1 else 1, self.sequence.heads_of(d.sp)
         grid, copies = self.tp_grid(), self.head_copies()
-        along = {"tp_col_copies" if self.tensor.kind in ("2d", "2.5d") else "tp_row_copies": copies}
-        return Degrees(
-            dp=d.dp,
-            pp=d.pp,
-            tp=d.tp,
-            sp=d.sp,
-            ep=d.ep,
-            etp=d.etp,
-            ep_inner=inner,
-            tp_col=grid.columns,
-            tp_depth=grid.depth,
-            sp_heads=heads,
-            **along,
-        )
+        along = {
+            "tp_col_copies" if grid.kind in ("2d", "2.5d") else "tp_row_copies": copies,
+            "tp_col": grid.columns,
+            "tp_depth": grid.depth,
+        }
+        return Degrees(dp=d.dp, pp=d.pp, tp=d.tp, sp=d.sp, ep=d.ep, etp=d.etp, ep_inner=inner, sp_heads=heads, **along)

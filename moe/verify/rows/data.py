@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from moe.verify.cases import BATCH, HALVES, MODELS, Case
 from moe.verify.rows.pipeline import LAYERS
 from parallel.mesh.mesh import divisors
@@ -14,54 +16,35 @@ def all_data_cases(nproc: int) -> list[Case]:
 
 def data_cases(nproc: int) -> list[Case]:
     """Recompute with DDP in fp32 alone: it knows neither engine nor precision."""
-    return [
-        Case(model, kind, world, ep, microbatches, precision, recompute)
-        for world in range(1, nproc + 1)
-        if BATCH % world == 0
-        for kind in ("ddp", "zero1")
-        for precision in ("fp32", "bf16", "fp16")
-        for model in MODELS
-        for ep in (divisors(world) if model != "dense" else [1])
-        if 4 % ep == 0
-        for microbatches in (1, 3)
-        if BATCH % (world * microbatches) == 0
-        for recompute in ("none", "full" if microbatches == 1 else "selective")
-        if recompute == "none" or (kind, precision) == ("ddp", "fp32")
-    ]
+    return _with_engines(nproc, ("ddp", "zero1"), least=1, models=MODELS, recomputed="ddp")
 
 
 def fsdp_cases(nproc: int) -> list[Case]:
     """With recompute too, whose second forward pass runs where parameters come and go; on one rank nothing is cut."""
-    return [
-        Case(model, "fsdp", world, ep, microbatches, precision, recompute)
-        for world in range(2, nproc + 1)
-        if BATCH % world == 0
-        for precision in ("fp32", "bf16", "fp16")
-        for model in ("dense", "gshard", "deepseek")
-        for ep in (divisors(world) if model != "dense" else [1])
-        if 4 % ep == 0
-        for microbatches in (1, 3)
-        if BATCH % (world * microbatches) == 0
-        for recompute in ("none", "full" if microbatches == 1 else "selective")
-        if recompute == "none" or precision == "fp32"
-    ]
+    return _with_engines(nproc, ("fsdp",), least=2, models=("dense", "gshard", "deepseek"), recomputed="fsdp")
 
 
 def zero_cases(nproc: int) -> list[Case]:
     """Stages above 1 and offload; on one rank nothing is cut."""
+    kinds = ("zero2", "zero3", "zero1+cpu", "zero2+cpu", "zero3+cpu-all")
+    return _with_engines(nproc, kinds, least=2, models=("dense", "gshard", "deepseek"), recomputed="zero3")
+
+
+def _with_engines(nproc: int, kinds: Iterable[str], *, least: int, models: Iterable[str], recomputed: str) -> list[Case]:
+    """Return all layouts of these engines from `least` processes on. `recomputed`: the engine that also recomputes, in fp32."""
     return [
         Case(model, kind, world, ep, microbatches, precision, recompute)
-        for world in range(2, nproc + 1)
+        for world in range(least, nproc + 1)
         if BATCH % world == 0
-        for kind in ("zero2", "zero3", "zero1+cpu", "zero2+cpu", "zero3+cpu-all")
+        for kind in kinds
         for precision in ("fp32", "bf16", "fp16")
-        for model in ("dense", "gshard", "deepseek")
+        for model in models
         for ep in (divisors(world) if model != "dense" else [1])
         if 4 % ep == 0
         for microbatches in (1, 3)
         if BATCH % (world * microbatches) == 0
         for recompute in ("none", "full" if microbatches == 1 else "selective")
-        if recompute == "none" or (kind, precision) == ("zero3", "fp32")
+        if recompute == "none" or (kind, precision) == (recomputed, "fp32")
     ]
 
 
