@@ -31,9 +31,9 @@ from moe.plan.machine.program import OWN_ON_CPU
 from moe.plan.time.cost import own_program, step_time
 from moe.recipe.load import build_run
 from parallel.errors import counted
+from parallel.machine import memory_limit_bytes, processor, usable_cores
 from parallel.numerics.precision import multiplies
 from parallel.process.fork import run_on_ranks
-from parallel.process.machine import memory_limit_bytes, processor, usable_cores
 from parallel.store.files import check_writable, write_text
 
 TIMEOUT_S = 600.0

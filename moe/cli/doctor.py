@@ -19,8 +19,8 @@ from typing import Literal
 
 from moe.launch import exit_codes
 from moe.launch.environment import free_port
+from parallel.machine import MATRIX_INSTRUCTIONS, matrix_instructions, processor, usable_cores
 from parallel.process.extensions import extensions_dir, missing_for_nvme
-from parallel.process.machine import MATRIX_INSTRUCTIONS, matrix_instructions, processor, usable_cores
 
 # package -> (oldest supported version, whether training needs it)
 PACKAGES = {

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from moe.launch.processes import PARENT, STDIN
 from parallel.errors import BadInput, counted
+from parallel.machine import usable_cores
 from parallel.process.extensions import extensions_dir, remove_stale_locks, version_of
-from parallel.process.machine import usable_cores
 
 # Variables of an outer job's launcher are removed: a rank must take its rank number from its own launcher.
 _OF_A_LAUNCHER = (

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from parallel.errors import counted
-from parallel.process.machine import processor
+from parallel.machine import processor
 
 
 def matmul_flops(dtype: torch.dtype, device: torch.device, *, seconds: float = 0.3) -> float:

@@ -27,7 +27,6 @@ from torch import Tensor
 
 from parallel.mesh.mesh import Axis
 from parallel.mesh.regions import region
-from parallel.numerics.precision import sum_dtype
 
 # torch 2.13 renamed these, and warns about the old names
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -285,7 +284,11 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _scatter_sum(grad.to(sum_dtype(grad.dtype)), _backward(ctx.axis), ctx.dim).to(grad.dtype), None, None
+        return (
+            _scatter_sum(grad.to(torch.promote_types(grad.dtype, torch.float32)), _backward(ctx.axis), ctx.dim).to(grad.dtype),
+            None,
+            None,
+        )
 
 
 class _ReduceScatter(torch.autograd.Function):

@@ -20,7 +20,6 @@ from torch import Tensor
 from parallel.mesh.collectives import count
 from parallel.mesh.layout import Layout
 from parallel.mesh.mesh import Axis, Mesh
-from parallel.numerics.precision import sum_dtype
 
 _BUCKET_ELEMENTS = 8 * 2**20  # 32 MiB of fp32: large enough for the link, small compared with the gradients
 
@@ -79,7 +78,7 @@ class Started:
 def start_sum(grads: Sequence[Tensor], axis: Axis, *, first: str) -> Started:
     """Start one flat sum of these gradients over an axis longer than 1. `first`: the first one's name, for error messages."""
     flat = torch.cat([grad.reshape(-1) for grad in grads])
-    flat = flat.to(sum_dtype(flat.dtype))
+    flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
     return Started(start_flat(flat, axis, first=first), flat, grads)
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from parallel.process.machine import MATRIX_INSTRUCTIONS, matrix_instructions
+from parallel.machine import MATRIX_INSTRUCTIONS, matrix_instructions
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

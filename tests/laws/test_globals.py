@@ -40,6 +40,7 @@ CHANGED = {
     "parallel/process/extensions.py: os.environ": "torch reads the folder of compiled extensions there, here and in what is started",
 }
 CACHED = {
+    "parallel/mesh/grids.py: grid": "of a kind and numbers of ranks",
     "parallel/watch/audit.py: _weights": "fixed numbers, on a device",
     "moe/plan/time/collective_times.py: group_of": "of a plan's degrees and a cluster",
     "moe/plan/time/cost.py: _cached": "seconds follow from the sizes that are its arguments",

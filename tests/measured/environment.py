@@ -28,7 +28,7 @@ from moe.launch import exit_codes
 from moe.launch.environment import BEFORE_TORCH
 from moe.records.metrics import read
 from moe.records.results import write_json
-from parallel.process.machine import usable_cores
+from parallel.machine import usable_cores
 
 RECIPE, TOKENS = "switch_tiny", 20
 CAPACITY = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")

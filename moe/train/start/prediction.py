@@ -28,10 +28,10 @@ from moe.train.parts.model_states import ModelStates
 from moe.train.start.place import own_peak_bytes
 from parallel.data.engine import Engine
 from parallel.errors import BadInput
+from parallel.machine import memory_limit_bytes, own_limit_bytes, processor, resident_bytes
 from parallel.mesh.collectives import max_over
 from parallel.mesh.mesh import Mesh
 from parallel.process import process
-from parallel.process.machine import memory_limit_bytes, own_limit_bytes, processor, resident_bytes
 from parallel.process.process import World
 
 STEPS_OF_MEMORY = 2  # moments exist from the second on

@@ -33,8 +33,8 @@ from moe.launch.processes import STDIN, TOKEN, Rank
 from moe.launch.verdict import verdict
 from moe.train.start.place import asked_to_stop
 from parallel.errors import BadInput
+from parallel.machine import usable_cores
 from parallel.process import extensions
-from parallel.process.machine import usable_cores
 
 ROOT = Path(__file__).resolve().parents[3]
 MARK = "MOE_TEST_MARK"

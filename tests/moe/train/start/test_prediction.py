@@ -19,8 +19,8 @@ from moe.records.summary import summary_rows
 from moe.train.loop import trainer
 from moe.train.start import prediction
 from parallel.errors import BadInput
+from parallel.machine import processor
 from parallel.process.fork import run_on_ranks
-from parallel.process.machine import processor
 from parallel.process.process import World
 from tests.planner import runs as planner_runs
 from tests.support import trained
@@ -82,7 +82,7 @@ def test_a_limit_of_the_shell_is_read(home: Path, tmp_path: Path, monkeypatch: p
     """What a process has already is taken off both limits, and the less of what is left decides."""
     told = """
 import resource
-from parallel.process.machine import own_limit_bytes
+from parallel.machine import own_limit_bytes
 print(own_limit_bytes())
 for kind, limit in ((resource.RLIMIT_AS, 2**34), (resource.RLIMIT_DATA, 2**33)):
     resource.setrlimit(kind, (limit, limit))
