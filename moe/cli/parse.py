@@ -37,7 +37,7 @@ def print_verbs(*, benches: list[str]) -> None:
     """Print the list of verbs. Written by hand, because importing tyro for it takes longer than everything else."""
     width = min(100, shutil.get_terminal_size().columns)
     print(f"usage: moe {{{','.join(VERBS)}}} ...\n\n{textwrap.fill(_ABOUT, width)}\n")
-    print_list({verb: _about(kind, benches) for verb, kind in VERBS.items()})
+    print_list({verb: about(kind, benches) for verb, kind in VERBS.items()})
 
 
 def print_help(verb: str, *, benches: list[str]) -> None:
@@ -81,7 +81,7 @@ def print_completion(words: list[str], *, benches: list[str]) -> None:
         Path(words[2]).write_text(text)
 
 
-def _about(kind: type, benches: list[str]) -> str:
+def about(kind: type, benches: list[str]) -> str:
     there = f" There are: {', '.join(benches) or 'none in this version'}. More on one: moe bench NAME --help"
     return " ".join((kind.__doc__ or "").split()) + (there if kind is Bench else "")
 
@@ -91,7 +91,7 @@ def _tyro(words: list[str], *, benches: list[str], complete: bool = False) -> An
 
     arms = []
     for verb, kind in VERBS.items():
-        text = _about(kind, benches) + (f"\n\n{_OVERRIDES}" if verb in RECIPE_VERBS else "")
+        text = about(kind, benches) + (f"\n\n{_OVERRIDES}" if verb in RECIPE_VERBS else "")
         arms.append(Annotated[_for_tyro(verb, kind, complete), tyro.conf.subcommand(verb, description=text)])
     union: Any = Union[tuple(arms)]  # noqa: UP007 (as many arms as there are verbs)
     config = (tyro.conf.PositionalRequiredArgs, tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone, tyro.conf.UseAppendAction)
