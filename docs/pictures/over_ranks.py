@@ -16,6 +16,7 @@ from matplotlib.patches import Rectangle
 from shapes import EXPERTS, GREY, INK, LINE, SOFT, WHITE, arrow, box, canvas, cell, note
 
 from moe.plan.time.tensor import cost
+from parallel.mesh.grids import Grid, grid
 from parallel.mesh.layout import Layout
 from parallel.mesh.mesh import Axis, Degrees, Mesh
 from parallel.sequence.balanced import steps, task
@@ -24,7 +25,7 @@ from parallel.tensor.linear_1d import Column, Row
 from parallel.tensor.linear_2d import Block
 from parallel.tensor.linear_3d import Cube
 from parallel.tensor.sliced import SlicePlaces
-from tests.counted.tensor import PAPER, forms_of
+from tests.counted.tensor import PAPER
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
@@ -223,10 +224,6 @@ def tensor_costs() -> Axes:
     colours = dict(zip(("1d", "sliced", "2d", "2.5d", "3d"), (INK, SOFT, *EXPERTS[:3]), strict=True))
     names = {"1d": "1D", "sliced": "1D, slices", "2d": "2D", "2.5d": "2.5D, depth 2", "3d": "3D"}
 
-    def grids(kind: str, ranks: int) -> tuple[int, int, int] | None:
-        found = [grid for name, grid in forms_of(ranks) if name == kind and (kind != "2.5d" or grid[0] == 2)]
-        return found[0] if found else None
-
     rows = json.loads((BENCHMARKS / "comm-tensor.json").read_text())["rows"]
     run = {(row["kind"], row["ranks"]) for row in rows if row["passed"]}  # on so many ranks what was sent is the formula, to the byte
     for axes, what, label in zip(
@@ -234,8 +231,10 @@ def tensor_costs() -> Axes:
     ):
         for kind, colour in colours.items():
             line = kind in ("1d", "sliced")
-            shapes = [(ranks, grids(kind, ranks)) for ranks in range(2, 513) if not line or ranks & (ranks - 1) == 0]
-            known = [(ranks, cost(kind, grid, PAPER)) for ranks, grid in shapes if grid is not None]
+            shapes = [
+                (ranks, grid(kind, ranks, 2 if kind == "2.5d" else None)) for ranks in range(2, 513) if not line or ranks & (ranks - 1) == 0
+            ]
+            known = [(ranks, cost(shape, PAPER)) for ranks, shape in shapes if shape is not None]
             values = [(found.forward + found.backward if what == "sent" else getattr(found, what)) / 2**20 for _, found in known]
             axes.plot([ranks for ranks, _ in known], values, color=colour, marker=".", label=names[kind])
             counted = [at for at in zip([ranks for ranks, _ in known], values, strict=True) if (f"tensor {kind}", at[0]) in run]
@@ -247,13 +246,13 @@ def tensor_costs() -> Axes:
     widths = [2**n for n in range(9, 16)]
     for kind in ("2d", "2.5d", "3d"):
         for ranks, style in ((64, "-"), (512, ":")):
-            grid = grids(kind, ranks)
-            if grid is None:
+            shape = grid(kind, ranks, 2 if kind == "2.5d" else None)
+            if shape is None:
                 continue
             ratios = []
             for width in widths:
                 of = replace(PAPER, width=width, heads=width // 128, kv_heads=width // 128, hidden=4 * width)
-                one, found = cost("1d", (1, 1, ranks), of), cost(kind, grid, of)
+                one, found = cost(Grid("1d", 1, ranks, 1), of), cost(shape, of)
                 ratios.append((found.forward + found.backward) / (one.forward + one.backward))
             panels[3].plot(widths, ratios, style, color=colours[kind], label=f"{names[kind]}, {ranks} ranks")
     panels[3].axhline(1, color=LINE)

@@ -23,16 +23,15 @@ import yaml
 
 from moe.calibrate import kernels, links, own_step
 from moe.launch import exit_codes
-from moe.launch.environment import usable_cores
 from moe.plan.job.of_recipe import network_of, plan_of
-from moe.plan.machine.cluster import Between, Cluster, Inside, told_of
+from moe.plan.machine.cluster import Between, Cluster, Inside, measured_file, told_of
 from moe.plan.machine.device import Device
 from moe.plan.machine.program import OWN_ON_CPU
-from moe.plan.machine.this_machine import measured_file, memory_limit_bytes, processor
 from moe.plan.time.cost import own_program, step_time
 from moe.recipe.load import build_run
 from parallel.data.kinds.catalog import CUT, ENGINES, PLAIN
 from parallel.errors import counted
+from parallel.machine import memory_limit_bytes, processor, usable_cores
 from parallel.numerics.precision import multiplies
 from parallel.process.fork import run_on_ranks
 from parallel.store.files import check_writable, write_text

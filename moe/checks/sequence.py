@@ -30,7 +30,7 @@ def check_sequence(run: Run) -> None:
     _check_heads(run, heads)
     m = run.model
     windows, kv_heads = m.sliding_window is not None, m.num_kv_heads or m.num_heads
-    asked = Asked(sp, m.num_heads // run.dense_parts(), kv_heads, m.max_length, m.positions == "t5", m.attention_sinks, windows)
+    asked = Asked(sp, m.num_heads // run.tp_grid().units, kv_heads, m.max_length, m.positions == "t5", m.attention_sinks, windows)
     if (refused := sequence.named.refuses(asked)) is not None:
         raise refused
     if run.model.layers_with_experts():
@@ -73,7 +73,7 @@ def _check_places(run: Run) -> None:
 
 def _check_heads(run: Run, degree: int) -> None:
     """Refuse heads that do not divide: the heads of a tp rank are shared out over the ranks that trade heads for tokens."""
-    held = run.model.num_heads // run.dense_parts()
+    held = run.model.num_heads // run.tp_grid().units
     if held % degree:
         what = "degrees.sp" if run.sequence.named.trades_heads else "sequence.heads"
         heads = Set("sequence.heads", *(d for d in divisors(held) if run.degrees.sp % d == 0))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
 from parallel.fixes import Set
-from parallel.mesh.grids import GRIDS, LINES
+from parallel.mesh.grids import GRIDS, LINES, Grid, grid_of
 from parallel.mesh.mesh import divisors
 
 
@@ -98,31 +100,37 @@ def _check_overlap(run: Run) -> None:
         )
 
 
+def _cuts(run: Run, shape: Grid) -> Iterator[tuple[str, int, int]]:
+    """Yield (key, size, number of shards that must divide it) on this grid."""
+    m = run.model
+    dense = m.d_ff if len(m.layers_with_experts()) < m.num_layers or m.ahead else 0
+    return shape.cuts(width=m.d_model, heads=m.num_heads, groups=m.num_kv_heads or m.num_heads, hidden=dense)
+
+
 def _check_line(run: Run) -> None:
-    """Refuse heads, hidden units or a vocabulary that tp cannot share out. If key-value heads are fewer than ranks, 1d holds equal
-    copies.
-    """
-    tp, m = run.degrees.tp, run.model
-    heads = m.num_kv_heads or m.num_heads
-    units = m.d_ff if len(m.layers_with_experts()) < m.num_layers or m.ahead else 0
-    copies = run.tensor.kind == "1d"
-    work = [n for n in divisors(m.num_heads) if (heads % n == 0 or (copies and n % heads == 0)) and units % n == 0 and n <= run.vocab_size]
-    fix = Set("degrees.tp", *work)
-    for what, size in (("model.num_heads", m.num_heads), ("model.d_ff", units)):
-        if size % tp:
+    """Refuse heads, hidden units or a vocabulary that tp cannot share out."""
+    tp, kind = run.degrees.tp, run.tensor.kind
+
+    def works(n: int) -> bool:
+        return n <= run.vocab_size and all(size % ways == 0 for _, size, ways in _cuts(run, grid_of(kind, n, sides=())))
+
+    fix = Set("degrees.tp", *filter(works, divisors(run.model.num_heads)))
+    for what, size, ways in _cuts(run, run.tp_grid()):
+        if size % ways == 0:
+            continue
+        if what != "model.num_kv_heads":
             raise BadInput("degrees.tp", got=tp, needed=f"a divisor of {what}={size}: each of its ranks holds an equal part", fix=fix)
-    if heads % tp and not copies:
-        raise BadInput(
-            "degrees.tp",
-            got=f"{tp} with tensor.kind=dtensor",
-            needed=f"a divisor of model.num_kv_heads={heads}: each of its ranks holds other ones",
-            fix=Set("tensor.kind", "1d", said="1d, which holds copies") if tp % heads == 0 else fix,
-        )
-    if heads % tp and tp % heads:
+        if kind == "dtensor":
+            raise BadInput(
+                "degrees.tp",
+                got=f"{tp} with tensor.kind=dtensor",
+                needed=f"a divisor of {what}={size}: each of its ranks holds other ones",
+                fix=Set("tensor.kind", "1d", said="1d, which holds copies") if tp % size == 0 else fix,
+            )
         raise BadInput(
             "degrees.tp",
             got=tp,
-            needed=f"a divisor or a multiple of model.num_kv_heads={heads}: ranks hold equally many, or equally many hold one",
+            needed=f"a divisor or a multiple of {what}={size}: ranks hold equally many, or equally many hold one",
             fix=fix,
         )
     if run.vocab_size < tp:
@@ -130,20 +138,9 @@ def _check_line(run: Run) -> None:
 
 
 def _check_grid(run: Run) -> None:
-    """Refuse sizes that a grid's sides do not divide: heads, hidden units, and d_model (by both sides of a cube).
-
-    If key-value heads are fewer than a side, the side must be a multiple of their number: each is held in equally many copies.
-    """
-    m, (depth, _, side) = run.model, run.tp_grid()
-    inputs = side * (depth if run.tensor.kind == "3d" else 1)
-    sizes = {"model.d_model": (m.d_model, inputs), "model.num_heads": (m.num_heads, side)}
-    heads = m.num_kv_heads or m.num_heads
-    if side % heads:
-        sizes["model.num_kv_heads"] = (heads, side)
-    if len(m.layers_with_experts()) < m.num_layers:
-        sizes["model.d_ff"] = (m.d_ff, side)
-    shape = " x ".join(str(n) for n in run.tp_grid() if n > 1)
-    for what, (size, ways) in sizes.items():
+    """Refuse sizes that a grid's sides do not divide: heads, hidden units, and d_model (by both sides of a cube)."""
+    shape = run.tp_grid()
+    for what, size, ways in _cuts(run, shape):
         if size % ways:
             raise BadInput(
                 "degrees.tp",
@@ -151,10 +148,9 @@ def _check_grid(run: Run) -> None:
                 needed=f"{ways} to divide {what}={size}",
                 fix=Set(what, *sorted({ways, -(-size // ways) * ways}), said=f"a multiple of {ways}") | Set("tensor.kind", "1d"),
             )
-    if run.vocab_size < side:
-        raise BadInput(
-            "degrees.tp", got=f"a grid of {shape}", needed=f"at most the vocabulary's {run.vocab_size} a side", fix=Set("tensor.kind", "1d")
-        )
+    if run.vocab_size < shape.units:
+        needed = f"at most the vocabulary's {run.vocab_size} a side"
+        raise BadInput("degrees.tp", got=f"a grid of {shape}", needed=needed, fix=Set("tensor.kind", "1d"))
 
 
 def _check_sequences(run: Run) -> None:
@@ -163,7 +159,7 @@ def _check_sequences(run: Run) -> None:
 
     Checked for training and evaluation. Ranks of 1D in a dense model all read the same, so any number passes.
     """
-    tp, group, rows, dp = run.degrees.tp, run.router.group, run.sequence_parts(), int(run.degrees.dp)
+    tp, group, rows, dp = run.degrees.tp, run.router.group, run.tp_grid().sequences, int(run.degrees.dp)
     unit, words, each = rows, f"the {rows} rows of tp's grid", "each row reads an equal part of them"
     if run.model.layers_with_experts():
         unit, words, each = tp, f"degrees.tp={tp}", "each rank of tp routes an equal part of them"

@@ -22,12 +22,12 @@ def check_tiling(run: Run) -> None:
             needed=f"a divisor of {what}={size}: each tile has an equal part of the hidden units",
             fix=Set("it", *divisors(math.gcd(*widths.values()))),
         )
-    rows, split = run.vocab_size // run.dense_parts(), _split(run)
+    rows, split = run.vocab_size // run.tp_grid().units, _split(run)
     if run.tiling.head > rows:
         raise BadInput(
             "tiling.head", got=run.tiling.head, needed=f"at most the vocabulary's {run.vocab_size}{split}", fix=Set("it", 1) | "a few"
         )
-    read = int(run.degrees.dp) * run.sequence_parts()
+    read = int(run.degrees.dp) * run.tp_grid().sequences
     tokens = run.train.global_batch // (read * run.pipeline.microbatches) * run.model.max_length
     if run.recompute.loss_chunks > tokens:
         raise BadInput(
@@ -40,7 +40,7 @@ def check_tiling(run: Run) -> None:
 
 def _split(run: Run) -> str:
     """Return the text of the divisor that tp applies to dense sizes."""
-    parts = run.dense_parts()
+    parts = run.tp_grid().units
     return "" if parts == 1 else f" / degrees.tp={parts}" if run.tensor.kind in LINES else f" / {parts}, the side of tp's grid"
 
 
@@ -48,7 +48,7 @@ def _widths(run: Run) -> dict[str, int]:
     """Number of hidden units that a rank holds, by kind of network."""
     m, x, sparse = run.model, run.experts, run.model.layers_with_experts()
     units = x.d_ff or m.d_ff
-    widths = {f"model.d_ff{_split(run)}": m.d_ff // run.dense_parts()} if len(sparse) < m.num_layers or m.ahead else {}
+    widths = {f"model.d_ff{_split(run)}": m.d_ff // run.tp_grid().units} if len(sparse) < m.num_layers or m.ahead else {}
     if sparse:
         split = f" / degrees.etp={run.degrees.etp}" if run.degrees.etp > 1 else ""
         widths[f"the experts' d_ff{split}"] = units // max(1, run.degrees.etp)  # a width below 1 is refused with the other degrees

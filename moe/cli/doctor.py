@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Literal
 
 from moe.launch import exit_codes
-from moe.launch.environment import free_port, usable_cores
+from moe.launch.environment import free_port
+from parallel.machine import MATRIX_INSTRUCTIONS, matrix_instructions, processor, usable_cores
 from parallel.process.extensions import extensions_dir, missing_for_nvme
 
 # package -> (oldest supported version, whether training needs it)
@@ -34,15 +35,6 @@ PACKAGES = {
     "tokenizers": ("0", False),
     "transformers": ("0", False),
     "triton": ("0", False),
-}
-# processor flag -> the matrix product that it offers; Linux, x86 and Arm
-MATRIX_INSTRUCTIONS = {
-    "amx_bf16": "bf16",
-    "avx512_bf16": "bf16",
-    "bf16": "bf16",
-    "amx_fp16": "fp16",
-    "avx512_fp16": "fp16",
-    "asimdhp": "fp16",
 }
 LITTLE_DISK_BYTES = 2e9
 EXCHANGE_TIMEOUT_S = 60.0
@@ -166,14 +158,13 @@ def _devices() -> list[Row]:
     import torch
 
     cores = usable_cores()
-    rows = [Row("processor", f"{_processor()}, {cores} of {os.cpu_count()} cores usable, {_memory()}")]
-    flags = _processor_flags()
-    found = sorted({kind for flag, kind in MATRIX_INSTRUCTIONS.items() if flag in flags})
-    named = ", ".join(flag for flag in MATRIX_INSTRUCTIONS if flag in flags)
+    rows = [Row("processor", f"{processor()}, {cores} of {os.cpu_count()} cores usable, {_memory()}")]
+    flags = matrix_instructions()
+    found = sorted({MATRIX_INSTRUCTIONS[flag] for flag in flags})
     rows.append(
         Row(
             "16-bit instructions",
-            f"{' and '.join(found)} ({named})" if found else "none: 16-bit products are emulated",
+            f"{' and '.join(found)} ({', '.join(flags)})" if found else "none: 16-bit products are emulated",
             "ok" if found else "note",
         )
     )
@@ -192,23 +183,6 @@ def _devices() -> list[Row]:
         *rows,
         Row("backend", "nccl" if nccl else "no nccl in this torch", "ok" if nccl else "FAIL", "" if nccl else "install torch with CUDA"),
     ]
-
-
-def _processor() -> str:
-    try:
-        return next(
-            line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")
-        )
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
-
-
-def _processor_flags() -> set[str]:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return set()
-    return set(next((line.partition(":")[2].split() for line in lines if line.lower().startswith(("flags", "features"))), []))
 
 
 def _memory() -> str:

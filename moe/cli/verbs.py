@@ -6,23 +6,11 @@ A field without a default is a word after the verb; a field marked as a word is 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import io
-import shutil
-import textwrap
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_type_hints
-
-from parallel.errors import BadInput
+from typing import Any, Literal
 
 RECIPE_VERBS = ("train", "show", "plan", "convert", "rehearse", "simulate", "energy", "eval", "hash-table")
-SHELLS = ("bash", "zsh", "fish")
-_ABOUT = "Dense and Mixture-of-Experts Transformers, trained in parallel from one recipe. More on a verb: moe VERB --help"
-_OVERRIDES = (
-    "Any value of the recipe can be given as --section.key VALUE, anywhere after it: --degrees.ep 2 --model.d_ff=512 "
-    "(moe show RECIPE lists them)."
-)
 
 
 def _word(help: str) -> Any:
@@ -316,102 +304,3 @@ VERBS: dict[str, type] = {
     "recipes": Recipes,
     "doctor": Doctor,
 }
-
-
-def parse(verb: str, words: list[str], *, benches: list[str]) -> Any:
-    """The verb's dataclass from words that `moe.cli.flags.check_words` accepted. If tyro still refuses them, raises BadInput, one line."""
-    complaint = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(complaint):
-            parsed = _tyro([verb, *words], benches=benches)
-    except SystemExit:
-        said = "".join(c for c in complaint.getvalue() if c.isascii())
-        raise BadInput(f"moe {verb}", got=said, needed=f"the flags of moe {verb}", fix=f"see: moe {verb} --help") from None
-    return VERBS[verb](**{f.name: getattr(parsed, f.name) for f in dataclasses.fields(VERBS[verb])})
-
-
-def print_verbs(*, benches: list[str]) -> None:
-    """Print the list of verbs. Written by hand, because importing tyro for it takes longer than everything else."""
-    width = min(100, shutil.get_terminal_size().columns)
-    print(f"usage: moe {{{','.join(VERBS)}}} ...\n\n{textwrap.fill(_ABOUT, width)}\n")
-    print_list({verb: _about(kind, benches) for verb, kind in VERBS.items()})
-
-
-def print_help(verb: str, *, benches: list[str]) -> None:
-    """Print one verb's words and flags."""
-    with contextlib.suppress(SystemExit):
-        _tyro([verb, "--help"], benches=benches)
-
-
-def print_bench(name: str, about: str, takes: dict[str, str]) -> None:
-    """Print what a measurement says of itself, and the flags that it takes, with their defaults."""
-    print(f"usage: moe bench {name}{''.join(f' [--{flag}]' for flag in takes)}\n\n{about}\n")
-    helps = {field.name: field.metadata["help"] for field in dataclasses.fields(Bench)}
-    print_list({f"--{flag}": helps[flag] + (f" (default: {default})" if default else "") for flag, default in takes.items()})
-
-
-def print_list(told: dict[str, str]) -> None:
-    """Print names with what is said of each."""
-    width, indent = min(100, shutil.get_terminal_size().columns), max((len(name) for name in told), default=0) + 4
-    for name, text in told.items():
-        print(textwrap.fill(text, width, initial_indent=f"  {name:<{indent - 2}}", subsequent_indent=indent * " "))
-
-
-def print_completion(words: list[str], *, benches: list[str]) -> None:
-    """Run `--tyro-print-completion SHELL` or `--tyro-write-completion SHELL FILE`: completes verbs, flags, dotted keys and choices."""
-    least = 3 if "write" in words[0] else 2
-    if len(words) < least or words[1] not in SHELLS:
-        got = " ".join(words[1:]) or "no shell"
-        raise BadInput(words[0], got=got, needed=" or ".join(SHELLS), fix=f"{words[0]} bash{' FILE' if least == 3 else ''}")
-    from moe.cli.completion import mended
-    from moe.recipe.load import published_names, recipe_names
-
-    script = io.StringIO()
-    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(script):
-        _tyro(["--tyro-print-completion", words[1]], benches=benches, complete=True)
-    names = [*recipe_names(), *published_names()]
-    named = {verb: names for verb in ("train", "show", "plan", "rehearse")}
-    text = mended(script.getvalue(), shell=words[1], words={**named, "bench": benches})
-    if least == 2:
-        print(text, end="")
-    else:
-        Path(words[2]).write_text(text)
-
-
-def _about(kind: type, benches: list[str]) -> str:
-    there = f" There are: {', '.join(benches) or 'none in this version'}. More on one: moe bench NAME --help"
-    return " ".join((kind.__doc__ or "").split()) + (there if kind is Bench else "")
-
-
-def _tyro(words: list[str], *, benches: list[str], complete: bool = False) -> Any:
-    import tyro
-
-    arms = []
-    for verb, kind in VERBS.items():
-        text = _about(kind, benches) + (f"\n\n{_OVERRIDES}" if verb in RECIPE_VERBS else "")
-        arms.append(Annotated[_for_tyro(verb, kind, complete), tyro.conf.subcommand(verb, description=text)])
-    union: Any = Union[tuple(arms)]  # noqa: UP007 (as many arms as there are verbs)
-    config = (tyro.conf.PositionalRequiredArgs, tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone, tyro.conf.UseAppendAction)
-    return tyro.cli(union, prog="moe", description=_ABOUT, args=words, config=config, use_underscores=True)
-
-
-def _for_tyro(verb: str, kind: type, complete: bool) -> type:
-    """The verb's dataclass in the form that tyro needs: help, names of words and defaults as annotations."""
-    from tyro.conf import Positional, arg
-
-    hints = get_type_hints(kind)
-    positional: Any = Positional
-    fields: list[Any] = []
-    for f in dataclasses.fields(kind):
-        about: dict[str, Any] = {"help": f.metadata["help"]}
-        if is_word(f):
-            about |= {"metavar": f.name.upper()}
-        if f.default in (None, False, ()):
-            about |= {"help_behavior_hint": ""}
-        hint = positional[hints[f.name]] if f.metadata.get("word") else hints[f.name]
-        fields.append((f.name, Annotated[hint, arg(**about)], dataclasses.field(default=f.default)))
-    if complete and verb in RECIPE_VERBS:
-        from moe.recipe.sections import Run
-
-        fields += [(name, f.annotation, dataclasses.field(default=f.default)) for name, f in Run.model_fields.items()]
-    return dataclasses.make_dataclass(kind.__name__, fields, frozen=True, namespace={"__doc__": kind.__doc__})

@@ -10,9 +10,9 @@ megatron/core/datasets/indexed_dataset.py; nanoGPT, data/*/prepare.py.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-import os
 import struct
 from pathlib import Path
 from typing import NamedTuple
@@ -27,7 +27,7 @@ from moe.data.tokens import FORMAT, Log, TokenFiles, corpus_hash
 from moe.recipe.sections import Data
 from parallel.errors import BadInput
 from parallel.fixes import Set
-from parallel.store.files import user_path
+from parallel.store.files import replace_file, user_path
 
 _MAGIC = b"MMIDIDX\0\0"
 _HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype, sequences, documents (with one for the end)
@@ -65,7 +65,9 @@ def open_ids(data: Data, *, cache: Path, log: Log = print) -> TokenFiles:
         least, largest = map(int, json.loads(note.read_text()))
     except (OSError, ValueError, TypeError):
         least, largest = _range([found.train] if found.validation is None else [found.train, found.validation])
-        _keep(note, [least, largest])
+        with contextlib.suppress(OSError):  # a failure costs only time
+            note.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(note, json.dumps([least, largest]))
     if least < 0:
         raise BadInput(f"data file {path}", got=f"the id {least}", needed="ids from 0", fix="write the file again, as token ids")
     if largest >= data.vocab_size:
@@ -143,17 +145,6 @@ def _range(streams: list[Stream]) -> tuple[int, int]:
     """Return the least and the largest id, read in chunks."""
     parts = [stream[at : at + _AT_ONCE] for stream in streams for at in range(0, len(stream), _AT_ONCE)]
     return min(int(part.min()) for part in parts), max(int(part.max()) for part in parts)
-
-
-def _keep(note: Path, found: list[int]) -> None:
-    """Cache the range of ids. A failure costs only time. The file is replaced atomically, since other ranks write the same."""
-    try:
-        note.parent.mkdir(parents=True, exist_ok=True)
-        written = note.with_name(f"{note.name}.{os.getpid()}")
-        written.write_text(json.dumps(found))
-        written.replace(note)
-    except OSError:
-        return
 
 
 def _cut(found: _Found, validation_share: float) -> tuple[Stream, Stream]:

@@ -32,7 +32,7 @@ from moe.data.formats import TextKey
 from moe.data.tokenizer import Bytes, Tokenizer, load, pieces, train_bpe
 from moe.recipe.sections import Data
 from parallel.errors import BadInput, counted
-from parallel.store.files import of_contents
+from parallel.store.files import of_contents, replace_file, sync, write_synced
 
 FORMAT = 2  # version of token files and of corpus reading: another number gives another key
 ENCODE_TOGETHER_CHARACTERS = 1 << 21
@@ -143,9 +143,7 @@ def _by_stamp(corpus: Corpus, cache: Path, hashed: Callable[[], str]) -> str:
     if time.time_ns() - before.changed_ns > SETTLED_NS and stamp(corpus) == before:
         with contextlib.suppress(OSError):  # losing the cached hash costs only time
             note.parent.mkdir(parents=True, exist_ok=True)
-            written = note.with_name(f"{note.name}.{os.getpid()}")
-            written.write_text(digest)
-            written.replace(note)
+            replace_file(note, digest)
     return digest
 
 
@@ -234,8 +232,8 @@ def _build(folder: Path, corpus: Corpus, data: Data, corpus_hash: str, tokenizer
         index |= {"split": found.split, "validation_share": data.validation_share, "skipped": found.skipped, "remarks": found.remarks}
         if content_hash(corpus) != corpus_hash:
             raise BadInput(corpus.label, got="files that changed while they were read", needed="text at rest", fix="start again")
-        _write(temporary / "index.json", json.dumps(index, indent=1).encode())
-        _sync_folder(temporary)
+        write_synced(temporary / "index.json", json.dumps(index, indent=1))
+        sync(temporary)
         _publish(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -258,7 +256,7 @@ def _write_files(temporary: Path, corpus: Corpus, data: Data, found: Survey, tok
         tokenizer = train_bpe((text for side, text in documents() if side == "train"), vocab_size=data.vocab_size)
     tokenizer = tokenizer or Bytes()
     described = json.dumps(tokenizer.describe()).encode()
-    _write(temporary / "tokenizer.json", described)
+    write_synced(temporary / "tokenizer.json", described)
     summary = {"kind": tokenizer.describe()["kind"], "vocab_size": tokenizer.vocab_size, "sha256": hashlib.sha256(described).hexdigest()}
     dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
     return {"tokenizer": summary, "dtype": dtype, **write_tokens(temporary, documents(), tokenizer, dtype=dtype)}
@@ -315,27 +313,12 @@ def write_tokens(folder: Path, documents: Iterator[tuple[Side, str]], tokenizer:
         return {side: writer.close() for side, writer in writers.items()}
 
 
-def _write(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def _publish(temporary: Path, folder: Path) -> None:
     """Rename a finished folder to its final name. If another builder was first, its files stay, unless they are damaged."""
     for _ in range(3):
         with contextlib.suppress(OSError):  # it exists, or the second attempt below fails too
             os.rename(temporary, folder)
-            _sync_folder(folder.parent)
+            sync(folder.parent)
             return
         try:
             open_files(folder, verify=True)

@@ -5,7 +5,6 @@ All values come from files and package metadata, because importing torch to ask 
 
 from __future__ import annotations
 
-import math
 import os
 import resource
 import socket
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from moe.launch.processes import PARENT, STDIN
 from parallel.errors import BadInput, counted
+from parallel.machine import usable_cores
 from parallel.process.extensions import extensions_dir, remove_stale_locks, version_of
 
 # Variables of an outer job's launcher are removed: a rank must take its rank number from its own launcher.
@@ -105,16 +105,6 @@ def import_path(environment: Mapping[str, str]) -> dict[str, str]:
         return safe
     others = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path and path != str(here)]
     return safe | {"PYTHONPATH": os.pathsep.join([str(here), *others])}
-
-
-def usable_cores() -> int:
-    """Return the number of cores that this process may use: its affinity, limited by a container's quota."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return min(cores, max(1, math.ceil(int(quota) / int(period))))
-    except (OSError, ValueError):  # no such file, or "max": no quota
-        return cores
 
 
 def has_gpu(environment: Mapping[str, str]) -> bool:

@@ -35,6 +35,7 @@ from moe.recipe.shapes import SEPARATOR
 from moe.router.losses.balance import join
 from parallel.data.tiling import Tiled
 from parallel.mesh.regions import in_region
+from parallel.numerics.precision import sum_dtype
 from parallel.numerics.recompute import recomputed
 
 # B batch, L length, D model, V vocabulary
@@ -266,7 +267,8 @@ class Transformer(nn.Module):
             x_BLD = x_BLD * self.config.d_model**-0.5 if self.config.tied_embeddings else x_BLD
         x_BLD = scaled(x_BLD, 1 / self.config.scales.head)
         if targets_BL is None:
-            return Output(capped(project(x_BLD, matrix, recast=self.recast).float(), self.config.logit_cap), none, ())
+            logits_BLV = project(x_BLD, matrix, recast=self.recast)
+            return Output(capped(logits_BLV.to(sum_dtype(logits_BLV.dtype)), self.config.logit_cap), none, ())
         return Output(none, self._summed_loss(x_BLD, targets_BL, matrix), ())
 
     def _join_ahead(self, x_BLD: Tensor, targets_BL: Tensor, matrix: Tensor | Rows | TiledRows, context: Context) -> Tensor:

@@ -17,7 +17,7 @@ from moe.recipe.shapes import NORM_EPS
 from parallel.data.tiling import Products, Slot, Tiled, as_it_is, one_by_one, take
 from parallel.mesh.layout import Tile
 from parallel.mesh.regions import in_region
-from parallel.numerics.precision import gradient_dtype
+from parallel.numerics.precision import gradient_dtype, sum_dtype
 from parallel.numerics.weight_gradient import gradient_or_later, linear
 
 if TYPE_CHECKING:
@@ -65,31 +65,33 @@ class _LinearFp32(torch.autograd.Function):
     def forward(ctx: Any, x_TI: Tensor, weight_OI: Tensor) -> Tensor:
         ctx.save_for_backward(x_TI, weight_OI)
         ctx.weight = weight_OI
-        return F.linear(x_TI.float(), weight_OI.float())
+        wide = sum_dtype(x_TI.dtype)
+        return F.linear(x_TI.to(wide), weight_OI.to(wide))
 
     @staticmethod
     def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x_TI, weight_OI = ctx.saved_tensors
-        grad_x = (grad_TO @ weight_OI.float()).to(x_TI.dtype) if ctx.needs_input_grad[0] else None
+        grad_x = (grad_TO @ weight_OI.to(grad_TO.dtype)).to(x_TI.dtype) if ctx.needs_input_grad[0] else None
         if not ctx.needs_input_grad[1]:
             return grad_x, None
         dtype = gradient_dtype(ctx.weight)
-        later = gradient_or_later(ctx.weight, lambda: (grad_TO.flatten(0, -2).t() @ x_TI.flatten(0, -2).float()).to(dtype))
+        later = gradient_or_later(ctx.weight, lambda: (grad_TO.flatten(0, -2).t() @ x_TI.flatten(0, -2).to(grad_TO.dtype)).to(dtype))
         return grad_x, later
 
 
 def linear_fp32(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
-    """Return x W^T in fp32, whatever the dtypes. Only x itself is saved for the backward pass, not its fp32 copy."""
+    """Return x W^T in fp32, or in float64 if x is. Only x itself is saved for the backward pass, not its fp32 copy."""
     if not torch.is_grad_enabled():
-        return F.linear(x_TI.float(), weight_OI.float())
+        wide = sum_dtype(x_TI.dtype)
+        return F.linear(x_TI.to(wide), weight_OI.to(wide))
     out: Tensor = _LinearFp32.apply(x_TI, weight_OI)
     return out
 
 
 def normed(x: Tensor, gain_D: Tensor, *, centred: bool, eps: float) -> Tensor:
-    """Apply RMSNorm, or LayerNorm (`centred`), to tokens [..., D], with statistics in fp32. Keep x's dtype."""
-    gain_D, norm = gain_D.float(), F.layer_norm if centred else F.rms_norm
-    return norm(x.float(), gain_D.shape, gain_D, eps=eps).to(x.dtype)
+    """Apply RMSNorm, or LayerNorm (`centred`), to tokens [..., D], with statistics in fp32 or wider. Keep x's dtype."""
+    wide, norm = sum_dtype(x.dtype), F.layer_norm if centred else F.rms_norm
+    return norm(x.to(wide), gain_D.shape, gain_D.to(wide), eps=eps).to(x.dtype)
 
 
 class Norm(nn.Module):

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallel.numerics.precision import gradient_dtype
+from parallel.numerics.precision import gradient_dtype, sum_dtype
 
 if TYPE_CHECKING:
     from moe.recipe.sections import Lora
@@ -81,7 +81,7 @@ def parts(layouts: Mapping[str, Value]) -> tuple[dict[str, Value], dict[str, Val
 
 def adapted(weight: Tensor, left: Tensor, right: Tensor, *, scale: float, dtype: torch.dtype) -> Tensor:
     """Return W + s left right, for matrices or stacks of them, in fp32 or wider. W is first cast to `dtype`."""
-    wide = torch.promote_types(weight.dtype, torch.float32)
+    wide = sum_dtype(weight.dtype)
     return weight.to(dtype).to(wide) + scale * (left.to(wide) @ right.to(wide))
 
 
@@ -104,7 +104,7 @@ class _Product(torch.autograd.Function):
         grad_x = None
         if ctx.needs_input_grad[0]:
             grad_x = grad @ adapted(weight, left, right, scale=ctx.scale, dtype=x.dtype).to(grad.dtype)
-        wide = torch.promote_types(x.dtype, torch.float32)
+        wide = sum_dtype(x.dtype)
         grad_TO, x_TI = grad.flatten(0, -2).to(wide), x.flatten(0, -2).to(wide)
         grad_left = grad_TO.t() @ (x_TI @ right.to(wide).t())
         grad_right = (grad_TO @ left.to(wide)).t() @ x_TI

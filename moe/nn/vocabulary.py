@@ -22,7 +22,7 @@ from moe.recipe.shapes import PADDING as PADDING
 from moe.recipe.shapes import marked
 from parallel.data.tiling import Tiled, take, with_branches
 from parallel.mesh.layout import Tile
-from parallel.numerics.precision import gradient_dtype
+from parallel.numerics.precision import gradient_dtype, sum_dtype
 from parallel.numerics.recompute import recomputed
 from parallel.numerics.weight_gradient import linear
 
@@ -201,8 +201,8 @@ def capped(logits: Tensor, cap: float | None) -> Tensor:
 
 
 def cross_entropy(logits_BLV: Tensor, targets_BL: Tensor, cap: float | None = None) -> Tensor:
-    """Return the cross-entropy summed over tokens, fp32. PADDING targets do not count."""
-    logits_NV = capped(logits_BLV.flatten(0, 1).float(), cap)
+    """Return the cross-entropy summed over tokens, fp32 or wider. PADDING targets do not count."""
+    logits_NV = capped(logits_BLV.flatten(0, 1).to(sum_dtype(logits_BLV.dtype)), cap)
     return F.cross_entropy(logits_NV, targets_BL.flatten(), reduction="sum", ignore_index=PADDING)
 
 
@@ -221,7 +221,7 @@ def summed_loss(
 ) -> Tensor:
     """Project x and return the cross-entropy summed over tokens, fp32 or wider. PADDING targets do not count.
 
-    With one chunk, no tiles and whole rows this is `whole` of all logits, in fp32. `recast` (as in Linear) needs one chunk and no tiles:
+    With one chunk, no tiles and whole rows this is `whole` of all logits. `recast` (as in Linear) needs one chunk and no tiles:
     otherwise the matrix's gradient is never deferred, because it needs logits, which are freed.
     """
     others, one_piece = _others(matrix), chunks == 1 and not isinstance(matrix, Tiled)
@@ -260,7 +260,7 @@ def _recomputed_scores(
 
 def _kept_scores(logits_NV: Tensor, row_N: Tensor, here_N: Tensor, cap: float | None) -> Tensor:
     """Return scores [2, N] like _Scores. The logits stay in memory until the backward pass."""
-    logits_NV = capped(logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32)), cap)
+    logits_NV = capped(logits_NV.to(sum_dtype(logits_NV.dtype)), cap)
     return torch.stack((logits_NV.logsumexp(1), logits_NV.gather(1, row_N.unsqueeze(1)).squeeze(1) * here_N))
 
 
@@ -276,7 +276,7 @@ class _Scores(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, first: int, chunks: int, cap: float | None) -> Tensor:
-        wide = torch.promote_types(x_ND.dtype, torch.float32)
+        wide = sum_dtype(x_ND.dtype)
         row_N, here_N = _local(targets_N, first, weight_VD)
         weight = weight_VD.to(x_ND.dtype)
         scores = x_ND.new_empty(2, len(x_ND), dtype=wide)
@@ -295,7 +295,7 @@ class _Scores(torch.autograd.Function):
         x_ND, weight_VD, row_N, here_N, scores = ctx.saved_tensors
         weight = weight_VD.to(x_ND.dtype)
         # chunks are summed in fp32 or wider, even if an engine has gathered the weight in 16 bits
-        wide = torch.promote_types(ctx.dtype, torch.float32) if ctx.chunks > 1 else ctx.dtype
+        wide = sum_dtype(ctx.dtype) if ctx.chunks > 1 else ctx.dtype
         grad_x = torch.empty_like(x_ND)
         grad_weight = torch.zeros_like(weight_VD, dtype=wide) if ctx.needs_input_grad[1] else None
         for chunk in _chunks(len(x_ND), ctx.chunks):

@@ -46,7 +46,7 @@ class Exchanging:
 
 def shard_of(run: Run, mesh: Mesh, num_sequences: int) -> TokenShard:
     """Return the shard of a batch that this rank reads, in the recipe's order of positions."""
-    over = ("dp", "tp_depth", "tp_row") if run.sequence_parts() > 1 else ("dp",)
+    over = ("dp", "tp_depth", "tp_row") if run.tp_grid().sequences > 1 else ("dp",)
     m, order = run.model, run.sequence.places
     return TokenShard.of(mesh, num_sequences=num_sequences, length=m.read_length, order=order, over=over, source=m.source_length)
 

@@ -107,7 +107,7 @@ def crossing_shape(run: Run, tokens_BL: Sequence[int]) -> tuple[int, ...]:
     The shape is [B, L, D], with a smaller L if tp has slices of the sequences between layers, or a smaller D if it has channels.
     """
     batch, length = tokens_BL
-    columns = run.tp_grid()[2] if run.sequence_parts() > 1 else 1
+    columns = run.tp_grid().columns
     return batch, length // (run.degrees.tp if run.tensor.sequence_parallel else 1), run.model.d_model // columns
 
 

@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 
 from moe.plan.choose.legal import KEYS
 from moe.plan.job.cut import cut, empty_rank
-from moe.plan.job.stages import layer_flops, stage_flops
+from moe.plan.job.flops import layer_flops, stage_flops
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
 from parallel.fixes import Fix, Set, fix_of

@@ -24,7 +24,7 @@ from typing import Any
 
 from moe.records.tracker import Board
 from parallel.errors import BadInput
-from parallel.store.files import read_text
+from parallel.store.files import read_text, replace_file
 
 METRICS, SUMMARY, TENSORBOARD = "metrics.jsonl", "summary.json", "tensorboard"
 _STEP = re.compile(rb'"step":\s*([0-9]{1,18})\b')
@@ -264,19 +264,6 @@ def _whole(raw: bytes) -> Iterator[tuple[bytes, dict[str, Any]]]:
         line = _parse(text)
         if line is not None:
             yield text, line
-
-
-def replace_file(path: Path, content: bytes) -> None:
-    """Replace the file's content atomically: whenever the machine stops, the file is whole, old or new."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(beside, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
 
 
 def write_summary(out: Path, summary: Mapping[str, Any]) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import subprocess
 import time
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import torch
 
 from parallel.errors import counted
+from parallel.machine import processor
 
 
 def matmul_flops(dtype: torch.dtype, device: torch.device, *, seconds: float = 0.3) -> float:
@@ -31,11 +31,7 @@ def hardware(device: torch.device) -> str:
     """Return a short name for the device."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    try:
-        names = [line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    except OSError:
-        names = []
-    return f"{names[0] if names else platform.processor() or platform.machine()}, {counted(torch.get_num_threads(), 'thread')} a rank"
+    return f"{processor()}, {counted(torch.get_num_threads(), 'thread')} a rank"
 
 
 def source_commit() -> str | None:

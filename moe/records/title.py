@@ -26,7 +26,7 @@ def title(run: Run, world: World) -> list[str]:
     ]
     if run.head_copies() > 1:
         heads = run.model.num_kv_heads or run.model.num_heads
-        lines.append(f"key-value heads: {heads} on {run.dense_parts()} ranks of tp, so each is held in {run.head_copies()} copies")
+        lines.append(f"key-value heads: {heads} on {run.tp_grid().units} ranks of tp, so each is held in {run.head_copies()} copies")
     if d.pp > 1:
         lines.append(described(run))
     if run.model.layers_with_experts():
@@ -42,8 +42,8 @@ def _attention(run: Run) -> str:
 
 
 def _tensor(run: Run) -> str:
-    if run.sequence_parts() > 1:
-        return f"{run.tensor.kind}: {' x '.join(str(side) for side in run.tp_grid() if side > 1)}"
+    if run.tp_grid().sequences > 1:
+        return f"{run.tensor.kind}: {run.tp_grid()}"
     chunks = f", overlapped in {run.tensor.overlap_chunks} chunks" if run.tensor.overlap_chunks > 1 else ""
     return f"{run.tensor.kind}{', slices of sequences' if run.tensor.sequence_parallel else ''}{chunks}"
 

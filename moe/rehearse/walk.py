@@ -31,7 +31,7 @@ from moe.records.progress import open_progress
 from moe.train.loop.advance import advance
 from moe.train.parts.rebalance import Rebalancer
 from moe.train.start import state
-from moe.train.start.job import Job
+from moe.train.start.job import Batches, Job, Output, Saves, Training
 from moe.train.start.opening import start_model
 from moe.train.start.place import check_precision, settle_precision
 from parallel.data.engine import Engine
@@ -97,14 +97,10 @@ def open_job(run: Run, world: World) -> Job:
         out=Path(),
         world=world,
         mesh=mesh,
-        executor=executor,
-        data=cast(Dataset, _Data()),
-        shard=shard_of(run, mesh, run.train.global_batch),
-        records=Records(None),
-        progress=open_progress(run.train.steps, recipe="", kind="none"),
-        scale=LossScale.of(run.precision.loss_scale),
-        rebalancer=Rebalancer(run, executor.engine, mesh),
-        saver=Saver(Path(), mesh.axis("world"), keep=1),
+        training=Training(executor, LossScale.of(run.precision.loss_scale), Rebalancer(run, executor.engine, mesh)),
+        batches=Batches(cast(Dataset, _Data()), shard_of(run, mesh, run.train.global_batch)),
+        output=Output(Records(None), open_progress(run.train.steps, recipe="", kind="none")),
+        saves=Saves(Saver(Path(), mesh.axis("world"), keep=1)),
     )
 
 

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from moe.recipe.load import load
-from moe.records.metrics import METRICS, SUMMARY, read, read_summary, replace_file
+from moe.records.metrics import METRICS, SUMMARY, read, read_summary
 from moe.records.summary import MISSING, dropped_shares, duration, fixed, printable, summary_rows, why_skipped
 from parallel.errors import BadInput, counted
-from parallel.store.files import write_text
+from parallel.store.files import replace_file, write_text
 
 REPORT, PLOT_FOLDER = "report.html", "plots"
 MOST_EVENTS = 200

@@ -36,7 +36,7 @@ def normal(uniform_TE: Tensor) -> Tensor:
 
 def noise_size(x_TD: Tensor, noise_weight: Tensor) -> Tensor:
     """Return the learned size of the noise [T, E], with gradient to `noise_weight` [E, D]."""
-    return F.softplus(F.linear(x_TD, noise_weight.float()))
+    return F.softplus(F.linear(x_TD, noise_weight.to(x_TD.dtype)))
 
 
 def noisy_logits(logits_TE: Tensor, size_TE: Tensor, uniform_TE: Tensor) -> Tensor:

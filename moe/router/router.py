@@ -34,6 +34,7 @@ from moe.router.slots.slots import slots_of
 from parallel.errors import BadInput, counted
 from parallel.fixes import Set
 from parallel.mesh.regions import in_region
+from parallel.numerics.precision import sum_dtype
 from parallel.numerics.supposed import supposed
 
 # T tokens, D model, E experts, K choices
@@ -155,18 +156,19 @@ class Router(nn.Module):
         """
         spec = self.spec
         if self.training and spec.jitter:
-            x_TD = jittered(x_TD.float(), context.uniform(f"{self.name}.jitter", x_TD.shape[1]), spec.jitter)
+            x_TD = jittered(x_TD.to(sum_dtype(x_TD.dtype)), context.uniform(f"{self.name}.jitter", x_TD.shape[1]), spec.jitter)
         if self.input_norm is not None:
-            x_TD = self.input_norm(x_TD.float())
+            x_TD = self.input_norm(x_TD.to(sum_dtype(x_TD.dtype)))
         logits_TE = linear_fp32(x_TD, self.weight)
         if self.logit_bias is not None:
-            logits_TE = logits_TE + self.logit_bias.float()
+            logits_TE = logits_TE + self.logit_bias.to(logits_TE.dtype)
         if spec.logit_cap is not None:
             logits_TE = spec.logit_cap * (logits_TE / spec.logit_cap).tanh()
         logits_TE = supposed(logits_TE, self._balanced(x_TD))
         if self.noise_weight is None or not self.training:
             return logits_TE, logits_TE, None
-        noise_TE, size_TE = context.uniform(f"{self.name}.noise", self.num_experts), noise_size(x_TD.float(), self.noise_weight)
+        noise_TE = context.uniform(f"{self.name}.noise", self.num_experts)
+        size_TE = noise_size(x_TD.to(sum_dtype(x_TD.dtype)), self.noise_weight)
         noisy_TE = supposed(noisy_logits(logits_TE, size_TE, noise_TE), self._balanced(x_TD))
         return logits_TE, noisy_TE, chance_of_choice(logits_TE, noisy_TE, size_TE, spec.num_choices) if spec.load_weight else None
 

@@ -14,21 +14,18 @@ Sizes differ from each other, so that swapped dims fail. Where a preset counts o
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
-from functools import partial
-from itertools import cycle
+from dataclasses import dataclass, fields
 from typing import Any
 
-from moe.experts.dispatch.catalog import PLAIN, examples, rows_for
+from moe.experts.dispatch.catalog import PLAIN, examples
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from moe.router.methods.catalog import METHODS
 from moe.verify.small import LINEAR, small
-from parallel.data.kinds.catalog import ENGINES, planned
+from parallel.data.kinds.catalog import ENGINES
 from parallel.data.kinds.kind import EngineKind
-from parallel.mesh.mesh import divisors
+from parallel.mesh.grids import Grid, grid_of
 from parallel.pipeline.schedules.catalog import SCHEDULES
-from parallel.pipeline.schedules.kind import DEFAULT_CHUNKS, Size
 from parallel.sequence.kinds.catalog import SEQUENCES
 
 BATCH, LENGTH, EXPERTS = 12, 10, 8
@@ -127,6 +124,14 @@ AHEAD: dict[str, dict[str, Any]] = {  # two further tokens, behind latent attent
     },
 }
 FEW: dict[str, dict[str, Any]] = {"one_head": {"model": {"num_kv_heads": 1}, "router": {"preset": "glam", "min_capacity": 1}}}
+
+
+def attentions() -> dict[str, dict[str, Any]]:
+    """Return the ways to attend over ranks, by the name in a case, as values of section `sequence`."""
+    found = {form: {"kind": name, **keys} for name, kind in SEQUENCES.items() for form, keys in (kind.tried or {name: {}}).items()}
+    return found | {"heads2": {"kind": "ring", "heads": 2}}
+
+
 FORMS: dict[str, dict[str, Any]] = {  # of a case's `tensor`, beside the kinds alone
     "sliced": {"kind": "1d", "sequence_parallel": True},
     "overlapped": {"kind": "1d", "overlap_chunks": 3},
@@ -134,12 +139,6 @@ FORMS: dict[str, dict[str, Any]] = {  # of a case's `tensor`, beside the kinds a
     "dtensor_sliced": {"kind": "dtensor", "sequence_parallel": True},
 }
 LINES = ("1d", "dtensor", *FORMS)
-
-
-def attentions() -> dict[str, dict[str, Any]]:
-    """Return the ways to attend over ranks, by the name in a case, as values of section `sequence`."""
-    found = {form: {"kind": name, **keys} for name, kind in SEQUENCES.items() for form, keys in (kind.tried or {name: {}}).items()}
-    return found | {"heads2": {"kind": "ring", "heads": 2}}
 
 
 @dataclass(frozen=True)
@@ -204,6 +203,11 @@ class Case:
         return ENGINES[self.kind.partition("+")[0]]
 
     @property
+    def grid(self) -> Grid:
+        """The ranks of tp."""
+        return grid_of(self.tensor, self.tp, sides=())
+
+    @property
     def dp(self) -> int:
         return self.world // (self.pp * self.tp * self.sp)
 
@@ -252,460 +256,3 @@ def sharding_of(kind: str) -> dict[str, Any]:
     where, _, everything = place.partition("-")
     offload = {"optimizer": where, "parameters": where if everything else "none"}
     return {**ENGINES[name].sharding, **({"offload": offload} if place else {})}
-
-
-def all_data_cases(nproc: int) -> list[Case]:
-    found = data_cases(nproc) + sharded_cases(nproc) + tiled_cases(nproc)
-    return found + replica_cases() + batch_cases(nproc) + copied_cases(nproc) + halves_cases(nproc) + options_cases(nproc)
-
-
-def data_cases(nproc: int) -> list[Case]:
-    """Recompute with DDP in fp32 alone: it knows neither engine nor precision."""
-    return [
-        Case(model, kind, world, ep, microbatches, precision, recompute)
-        for world in range(1, nproc + 1)
-        if BATCH % world == 0
-        for kind in (name for name in planned() if ENGINES[name].stage < 2)
-        for precision in ("fp32", "bf16", "fp16")
-        for model in MODELS
-        for ep in (divisors(world) if model != "dense" else [1])
-        if 4 % ep == 0
-        for microbatches in (1, 3)
-        if BATCH % (world * microbatches) == 0
-        for recompute in ("none", "full" if microbatches == 1 else "selective")
-        if recompute == "none" or (kind, precision) == ("ddp", "fp32")
-    ]
-
-
-def sharded_cases(nproc: int) -> list[Case]:
-    """Engines that shard gradients, and states on the host; on one rank nothing is cut. Recompute's second forward pass runs while weights
-    come and go."""
-    sharding = [name for name in planned() if ENGINES[name].stage >= 2]
-    return [
-        Case(model, kind, world, ep, microbatches, precision, recompute)
-        for world in range(2, nproc + 1)
-        if BATCH % world == 0
-        for kind in (*sharding, *on_host())
-        for precision in ("fp32", "bf16", "fp16")
-        for model in ("dense", "gshard", "deepseek")
-        for ep in (divisors(world) if model != "dense" else [1])
-        if 4 % ep == 0
-        for microbatches in (1, 3)
-        if BATCH % (world * microbatches) == 0
-        for recompute in ("none", "full" if microbatches == 1 else "selective")
-        if recompute == "none" or (precision == "fp32" and kind in sharding and ENGINES[kind].stage == 3)
-    ]
-
-
-def on_host() -> list[str]:
-    """Return engines with all states on the host that they can keep there, in the words of `sharding_of`."""
-    return [f"{name}+cpu{'-all' if ('parameters', 'cpu') in kind.offloads else ''}" for name, kind in ENGINES.items() if kind.offloads]
-
-
-def tiled_cases(nproc: int) -> list[Case]:
-    """Tiles and chunks that divide nothing evenly, with each engine, and within experts that are split.
-
-    In 16 bits those of the head and the loss alone: tiles of a network round its partial results, which no reordering that
-    `moe verify` measures does (tests/parallel/data/test_tiling.py compares them with the exact result).
-    """
-    return [
-        Case(
-            model,
-            kind,
-            world,
-            ep,
-            microbatches,
-            precision,
-            recompute,
-            etp,
-            tiles=5 if precision == "fp32" else 1,
-            head_tiles=3,
-            chunks=chunks,
-        )
-        for world in range(1, nproc + 1)
-        if BATCH % world == 0
-        for kind, precision in (("ddp", "fp32"), ("ddp", "bf16"), ("fsdp", "fp32"), ("fsdp", "bf16"), ("zero1", "fp32"))
-        for model in ("dense", "gshard", "deepseek")
-        for ep, etp in [(world, 1), *([(1, 2)] if world % 2 == 0 and (kind, precision) == ("ddp", "fp32") else [])]
-        if model != "dense" or (ep, etp) == (world, 1)
-        for ep in [ep if model != "dense" else 1]
-        if 4 % ep == 0
-        for microbatches, recompute, chunks in ((1, "none", 7), (3, "selective", 1))
-        if BATCH % (world * microbatches) == 0
-        if recompute == "none" or (kind, precision) == ("ddp", "fp32")
-    ]
-
-
-def replica_cases() -> list[Case]:
-    """DP, which is one process whatever nproc is."""
-    return [
-        Case(model, "dp", 1, 1, microbatches, precision, "full" if model == "deepseek" else "none", replicas=2)
-        for model in ("dense", "gshard", "deepseek")
-        for microbatches in (1, 3)
-        for precision in ("fp32", "bf16", "fp16")
-    ]
-
-
-def batch_cases(nproc: int) -> list[Case]:
-    """Batches in which ranks and micro-batches have different numbers of tokens, and a step that is skipped because one rank's
-    gradient overflows; in fp32, where what is counted and who skips does not differ."""
-    return [
-        Case(model, kind, world, ep, microbatches, "fp32", padded=padded, overflow=not padded)
-        for world in range(1, nproc + 1)
-        if BATCH % world == 0
-        for kind in ("ddp", "fsdp", "zero1")
-        if world > 1 or kind == "ddp"
-        for padded, microbatches in ((True, 3), (False, 1))
-        if (padded or kind != "fsdp") and BATCH % (world * microbatches) == 0
-        for model in ("dense", "gshard", "deepseek")
-        for ep in (dict.fromkeys((1, world)) if model != "dense" else [1])
-        if 4 % ep == 0
-    ]
-
-
-def copied_cases(nproc: int) -> list[Case]:
-    """Weights that tp holds in copies, and whose ranks see the same tokens outside of MoE layers: what is summed, counted or sharded over
-    too many ranks or too few shows here. With stages DDP, and from 8 processes on what shards over replicas of stages.
-    """
-    found = []
-    for world, tp in ((2, 2), (4, 2), (4, 4)):
-        for kind in planned() if world <= nproc else ():
-            found += [Case("dense", kind, world, 1, 3, "fp32", tp=tp)] if tp == 2 else []
-            found += [Case("gshard", kind, world, ep, 1, "fp32", tp=tp) for ep in divisors(world)[1:]]
-            found += [Case("deepseek", kind, world, 1, 3 if tp == 2 else 1, "fp32", tp=tp)]
-    found += [Case("gshard", kind, 2, 2, 1, "bf16", "selective", tp=2) for kind in ("ddp", "fsdp", "zero2", "zero3") if nproc >= 2]
-    found += [Case("deepseek", kind, 2, 2, 1, "fp32", tp=2, padded=True) for kind in ("ddp", "fsdp", "zero1") if nproc >= 2]
-    staged = [(4, "ddp"), (8, "ddp"), (8, "zero1"), (8, "fsdp")]
-    for world, kind in [(world, kind) for world, kind in staged if world <= nproc]:
-        for model in ("dense", "gshard"):
-            ep = 1 if model == "dense" else 2
-            found += [Case(model, kind, world, ep, 3, "fp32", pp=2, schedule="1f1b", layers=LAYERS[2][0], tp=2)]
-    return found
-
-
-def halves_cases(nproc: int) -> list[Case]:
-    """Encoder-decoders with every engine, experts split, micro-batches and recompute; of 16 bits bf16, for what is between the halves."""
-    found = [
-        Case(model, kind, world, ep, microbatches, "fp32", recompute)
-        for world in (1, 2, 4)
-        if world <= nproc
-        for kind in (planned() if world > 1 else ("ddp",))
-        for model in HALVES
-        for ep in divisors(world)
-        for microbatches, recompute in ((1, "full"), (3, "selective" if model == "t5" else "none"))
-        if (world < 4 or (kind, ep) in (("ddp", 2), ("fsdp", 4))) and (ep == world) == (microbatches == 1 or world == 1)
-    ]
-    found += [Case("t5", "dp", 1, 1, 1, "fp32"), Case("t5", "ddp", 1, 1, 1, "fp32", tiles=5, head_tiles=3, chunks=7)]
-    found += [Case("t5_untied", "ddp", 2, 1, 1, "fp32", etp=2), Case("t5", "fsdp", 2, 2, 1, "fp32", tp=2)] if nproc >= 2 else []
-    return found + [Case("t5", kind, 2, 2, 1, "bf16", "full") for kind in ("ddp", "fsdp", "zero1", "zero3") if nproc >= 2]
-
-
-def options_cases(nproc: int) -> list[Case]:
-    """Options of published models with two engines, micro-batches and recompute, and drawn experts in bf16; with rows that travel
-    otherwise: all_expert_cases; with slices of sequences: sequence_cases; with tp and pp: tensor_cases and pipeline_cases."""
-    engines = {"gpt_oss": ("ddp", "zero3"), "latent": ("ddp", "fsdp"), "free": ("fsdp", "zero1"), "mixer": ("ddp", "fsdp")}
-    found = [
-        Case(model, kind, 2, 1 + number, 3 - 2 * number, "fp32", "full" if number else "none")
-        for model, kinds in engines.items()
-        for number, kind in enumerate(kinds)
-    ]
-    return [*found, Case("mixer", "ddp", 2, 2, 1, "bf16")] if nproc >= 2 else []
-
-
-def tensor_cases(nproc: int) -> list[Case]:
-    """Heads, hidden units and vocabulary over tp. With tp 4 the two key-value heads lie on two ranks each; the vocabulary's 256 rows are
-    cut evenly, 250 by 4 are not (tests/parallel/tensor/test_vocabulary.py).
-
-    gshard has T5's bias, tied embeddings, dropout and what stands beside experts; ep folds over tp, and etp in one row of each world.
-    """
-    found = []
-    for world, tp in [(world, tp) for world, tp in ((2, 2), (4, 2), (4, 4)) if world <= nproc]:
-        one = partial(Case, world=world, tp=tp, tensor="1d", microbatches=1)
-        plain = partial(one, kind="ddp", precision="fp32")
-        for kind in planned():
-            found += [one("dense", kind, ep=1, microbatches=3 if world == 2 else 1, precision="fp32")]
-            found += [one(model, kind, ep=ep, precision="fp32") for model, ep in (("gshard", world), ("deepseek", 2))]
-        for model, ep in (("dense", 1), ("gshard", 2), ("deepseek", 2)):
-            found += [one(model, "ddp", ep=ep, precision=precision) for precision in ("bf16", "fp16")]
-            found += [plain(model, ep=ep, recompute=how) for how in ("full", "selective")]
-            found += [one(model, kind, ep=ep, precision="fp32", tiles=5, head_tiles=3, chunks=7) for kind in ("ddp", "fsdp")]
-        found += [plain("gshard", ep=1, etp=2), plain("deepseek", ep=2, padded=True)]
-        found += [one("gshard", kind, ep=2, precision="bf16", recompute="selective") for kind in ("fsdp", "zero2", "zero3")]
-    options = partial(Case, world=2, tp=2, ep=2, kind="ddp", microbatches=1)
-    mixed = [options("mixer", tensor="sliced", precision=precision) for precision in ("fp32", "bf16")]
-    found += [*mixed, options("gpt_oss", tensor="dtensor", precision="fp32")] if nproc >= 2 else []
-    found += _halves_tensor_cases(nproc)
-    return (
-        found + _sliced_cases(nproc) + _overlapped_cases(nproc) + _dtensor_cases(nproc) + _staged_tensor_cases(nproc) + _grid_cases(nproc)
-    )
-
-
-def _halves_tensor_cases(nproc: int) -> list[Case]:
-    """Cross attention and a bias that the layers of a half share, by heads; in bf16 also where parameters come and go, and in fp16."""
-    one = partial(Case, kind="ddp", microbatches=1, precision="fp32", tensor="1d")
-    two, four = partial(one, world=2, tp=2), partial(one, world=4, tp=2)
-    found = [two("t5", ep=2), two("t5_untied", ep=1, recompute="full")]
-    found += [two("t5", ep=2, precision="bf16"), two("t5_untied", ep=1, precision="fp16")]
-    more = [four("t5", kind="fsdp", ep=2, recompute="selective"), four("t5_untied", kind="zero1", ep=2, etp=2)]
-    more += [one("t5", world=4, tp=4, ep=2, tiles=5, head_tiles=3, chunks=7), four("t5", ep=4, tensor="overlapped")]
-    more += [four("t5", kind="fsdp", ep=2, precision="bf16", recompute="selective")]
-    return (found if nproc >= 2 else []) + (more if nproc >= 4 else [])
-
-
-GRIDS = {"2d": 4, "2.5d": 8, "3d": 8}  # tensor.kind -> the smallest number of ranks
-ROWS_OF_GRID = {"2d": 2, "2.5d": 4, "3d": 4}  # how many parts the grids of these rows split the tokens into
-
-
-def _grid_cases(nproc: int) -> list[Case]:
-    """Weights and activations in blocks, tiles of what a rank holds. A batch of 24: eight ranks route an equal part each. The vocabulary's
-    256 rows are cut evenly; tests/parallel/tensor/test_grids.py has 11. Of one key-value head each line of a grid holds copies.
-    """
-    found = []
-    for tensor, tp in GRIDS.items():
-        one = partial(Case, world=tp, tp=tp, tensor=tensor, microbatches=1, batch=24)
-        plain = partial(one, kind="ddp", precision="fp32")
-        for kind in planned() if tp <= nproc else ():
-            found += [one(model, kind, ep=ep, precision="fp32") for model, ep in (("dense", 1), ("gshard", 4), ("deepseek", 2))]
-        if tp <= nproc:
-            found += [plain("dense", ep=1, microbatches=3), plain("gshard", ep=1, etp=2), plain("deepseek", ep=2, padded=True)]
-            found += [plain("gshard", ep=2, recompute=how) for how in ("full", "selective")]
-            found += [one("gshard", kind, ep=1, precision="fp32", tiles=5, head_tiles=3, chunks=7) for kind in ("ddp", "fsdp")]
-            found += [plain(model, ep=1) for model in PACKED]
-            found += [one("one_head", kind, ep=2, precision="fp32") for kind in planned()] + [plain("one_head", ep=4, recompute="full")]
-            found += [one(model, "ddp", ep=ep, precision="bf16") for model, ep in (("dense", 1), ("deepseek", 2))]
-            found += [one("dense", "zero2", ep=1, precision="fp16"), one("gshard", "fsdp", ep=2, precision="bf16", recompute="selective")]
-    flat = partial(Case, world=8, tp=4, tensor="2d", precision="fp32", batch=24)
-    both = [flat("gshard", "ddp", ep=4, microbatches=1), flat("dense", "zero1", ep=1, microbatches=1)]
-    both += [flat("one_head", kind, ep=2, microbatches=1) for kind in ("fsdp", "zero2")]
-    both += [
-        flat(model, "ddp", ep=2, microbatches=1, recompute="full", sp=2, attention=attention, length=SLICED)
-        for model, attention in (("gshard", "zigzag"), ("packed", "ulysses"))
-    ]
-    both += [
-        replace(_staged(model, "ddp", 4, 2, schedule, "fp32"), world=8, microbatches=6, batch=24, ep=ep, tp=4, tensor="2d")
-        for model, ep, schedule in (("dense", 1, "1f1b"), ("gshard", 2, "zb_h1"), ("gshard", 2, "chimera"))
-    ]
-    return found + (both if nproc >= 8 else [])
-
-
-def _sliced_cases(nproc: int) -> list[Case]:
-    """Slices of the sequences between layers, whole ones in MoE layers; tp 4 does not divide the 10 tokens of a sequence."""
-    found = []
-    for world in (world for world in (2, 4) if world <= nproc):
-        one = partial(Case, world=world, tp=2, tensor="sliced", microbatches=1)
-        plain = partial(one, kind="ddp", precision="fp32")
-        found += [one("gshard", kind, ep=world, precision="fp32") for kind in planned()]
-        found += [one(model, kind, ep=ep, precision="fp32") for model, ep in (("dense", 1), ("deepseek", 2)) for kind in ("ddp", "zero2")]
-        if world == 2:
-            found += [plain("gshard", ep=2, recompute=how) for how in ("full", "selective")]
-            found += [plain("dense", ep=1, tiles=5, head_tiles=3, chunks=7), plain("deepseek", ep=2, padded=True)]
-            found += [one(model, "ddp", ep=ep, precision="bf16") for model, ep in (("dense", 1), ("gshard", 2))]
-    two = partial(Case, kind="ddp", world=2, microbatches=1, precision="fp32", tp=2)
-    if nproc >= 2:  # between ranks travel latents: with slices only those of a slice are made
-        found += [two("latent", ep=2, tensor="1d", recompute="full"), two("latent", ep=1, tensor="sliced", kind="zero3")]
-        found += [two("latent", ep=2, tensor=tensor, precision="bf16") for tensor in ("1d", "sliced")]
-        found += [two("ahead", ep=2, tensor="1d", kind="fsdp"), two("ahead", ep=1, tensor="sliced", recompute="selective", padded=True)]
-    staged = [_staged(model, "ddp", 4, 2, "1f1b", "fp32") for model in ("dense", "gshard", "ahead")]
-    staged = [replace(case, microbatches=6, ep=1 if case.model == "dense" else 2, tp=2, tensor="sliced") for case in staged]
-    both = [  # slices over sp, and of those over tp
-        Case(model, "ddp", 4, ep, 1, "fp32", tp=2, tensor=tensor, sp=2, length=24, attention="zigzag")
-        for model, ep in (("dense", 1), ("gshard", 2), ("deepseek", 2), ("latent", 2), ("ahead", 2))
-        for tensor in ("1d", "sliced")
-    ]
-    return found + (staged + both if nproc >= 4 else [])
-
-
-def _overlapped_cases(nproc: int) -> list[Case]:
-    """Runs of tokens that differ in length, with and without slices: engines, recompute, 16 bits, put-off gradients; with tp 4 key-value
-    heads on two ranks each, and slices over sp as well."""
-    if nproc < 2:
-        return []
-    one = partial(Case, world=2, tp=2, microbatches=1, precision="fp32")
-    found = [one("gshard", "fsdp", ep=2, tensor="overlapped"), one("dense", "zero3", ep=1, tensor="overlapped", recompute="full")]
-    found += [one("gshard", kind, ep=2, tensor="overlapped_sliced") for kind in ("ddp", "zero3")]
-    found += [replace(one("dense", "ddp", ep=1, tensor=tensor), precision="bf16") for tensor in ("overlapped", "overlapped_sliced")]
-    more = [replace(_staged("gshard", "ddp", 4, 2, "zb_h1", "fp32"), microbatches=6, ep=2, tp=2, tensor="overlapped_sliced")]
-    more += [replace(one("dense", "fsdp", ep=1, tensor="overlapped"), world=4, tp=4)]
-    more += [replace(one("gshard", "zero3", ep=4, tensor="overlapped_sliced"), world=4, tp=4, length=SLICED)]
-    more += [replace(one("dense", "ddp", ep=1, tensor="overlapped_sliced"), world=4, sp=2, length=SLICED)]
-    return found + (more if nproc >= 4 else [])
-
-
-def _dtensor_cases(nproc: int) -> list[Case]:
-    """The parts of 1d, so fewer rows: what torch does within layers with each engine, recompute, tiles, slices, sp, stages and bf16."""
-    found = []
-    for world in (world for world in (2, 4) if world <= nproc):
-        one = partial(Case, world=world, tp=2, tensor="dtensor", microbatches=1)
-        for kind in planned() if world == 2 else ("ddp", "fsdp", "zero3"):
-            found += [one("gshard", kind, ep=world, precision="fp32")]
-        if world == 2:
-            found += [one("dense", kind, ep=1, precision="fp32", tiles=5, head_tiles=3, chunks=7) for kind in ("ddp", "fsdp")]
-            found += [one("deepseek", "ddp", ep=2, precision="fp32", recompute=how) for how in ("full", "selective")]
-            found += [one("dense", "ddp", ep=1, precision="bf16"), one("deepseek", "zero3", ep=1, precision="bf16", recompute="full")]
-        sliced = replace(one("gshard", "ddp", ep=2, precision="fp32"), tensor="dtensor_sliced")
-        found += [sliced, replace(sliced, model="dense", ep=1, kind="zero3"), replace(sliced, precision="bf16")]
-    staged = replace(_staged("gshard", "ddp", 4, 2, "1f1b", "fp32"), microbatches=6, ep=2, tp=2, tensor="dtensor")
-    both = Case("dense", "ddp", 4, 1, 1, "fp32", tp=2, tensor="dtensor", sp=2, length=SLICED, attention="zigzag")
-    return found + ([staged, replace(staged, schedule="zb_h1"), both] if nproc >= 4 else [])
-
-
-def _staged_tensor_cases(nproc: int) -> list[Case]:
-    """Stages hand whole activations on; I and W apart, and a tied embedding on two stages or twice on one rank."""
-    schedules = {"ddp": ("1f1b", "interleaved", "zb_h1", "chimera"), "zero1": ("1f1b",), "fsdp": ("1f1b",)}
-    return [
-        replace(_staged(model, kind, 4, 2, schedule, "fp32"), world=world, microbatches=6 if world == 4 else 3, ep=ep, tp=2, tensor="1d")
-        for world, kind in ((4, "ddp"), (8, "zero1"), (8, "fsdp"))
-        if world <= nproc
-        for schedule in schedules[kind]
-        for model, ep in (("dense", 1), ("gshard", 2))
-    ]
-
-
-def expert_cases(nproc: int) -> list[Case]:
-    """Where one rank holds all experts nothing travels, so there is one way; two steps need ep of at least 4.
-
-    Each kind of recompute goes with one number of micro-batches, and with the other for every second router: so each way that
-    rows travel meets all four pairs, at half the cases.
-    """
-    sparse = [model for model in MODELS | ROUTERS if model != "dense"]
-    return [
-        Case(model, "ddp", world, ep, microbatches, "fp32", recompute, etp, rows, EXPERTS)
-        for world in range(1, nproc + 1)
-        if BATCH % world == 0 and EXPERTS % world == 0
-        for etp in (1, 2)
-        for ep in divisors(world)
-        if world % (ep * etp) == 0
-        for rows in rows_for(ep)
-        for number, model in enumerate(sparse)
-        for microbatches in (1, 3)
-        if BATCH % (world * microbatches) == 0
-        for recompute in ("none", "full" if (microbatches == 1) == (number % 2 == 0) else "selective")
-    ]
-
-
-def all_expert_cases(nproc: int) -> list[Case]:
-    """And options of published models."""
-    ways = zip(OPTIONS, cycle(rows_for(2)[1:]), strict=False)
-    options = [Case(model, "ddp", 2, 2, 1, "fp32", rows=rows, experts=EXPERTS) for model, rows in ways]
-    return expert_cases(nproc) + (options if nproc >= 2 else [])
-
-
-LAYERS = {2: (3, 5), 4: (5, 9)}  # pp -> with one stage a rank, with two: unequal stages
-
-
-def pipeline_cases(nproc: int) -> list[Case]:
-    """Recompute with each precision for two models; engines that shard over replicas of the pipeline beside DDP.
-
-    Tied embeddings lie on two stages, or on one rank twice; layers with experts on some stages alone.
-    """
-    found = []
-    for world, pp in ((2, 2), (4, 4), (4, 2)):
-        for name, kind in SCHEDULES.items() if world <= nproc else ():
-            for precision in ("fp32", "bf16") if kind.continuous else ("fp32", "bf16", "fp16"):
-                shards = ["zero1"] if world > pp and not kind.continuous else []
-                shards += ["fsdp"] if shards and name in ("1f1b", "chimera", "interleaved") and precision != "fp16" else []
-                for model in ("dense", "gshard", "deepseek"):
-                    found += [_staged(model, engine, world, pp, name, precision) for engine in ("ddp", *shards)]
-                    found += [_staged(model, "ddp", world, pp, name, precision, "full")] if model != "deepseek" else []
-    for world, pp, microbatches in ((2, 2, 3), (4, 4, 6), (4, 2, 3)):  # that pp does not divide
-        for model in ("dense", "gshard", "deepseek") if world <= nproc else ():
-            found += [replace(_staged(model, "ddp", world, pp, "interleaved", "fp32"), microbatches=microbatches)]
-    for model in ("dense", "gshard", "deepseek"):  # optimizers on the host
-        found += [_staged(model, "zero1+cpu", 2, 2, "1f1b", "fp32")] if nproc >= 2 else []
-        found += [_staged(model, "zero1+cpu", 4, 2, schedule, "bf16") for schedule in ("1f1b", "zb_v", "chimera")] if nproc >= 4 else []
-    if nproc >= 2:  # the last stage looks tokens up, too
-        found += [_staged("ahead", "ddp", 2, 2, schedule, "fp32") for schedule in ("1f1b", "interleaved", "zb_v", "chimera")]
-    if nproc >= 4:
-        found += [_staged("ahead", "zero1", 4, 2, "zb_h1", "fp32"), _staged("ahead", "ddp", 4, 4, "1f1b", "bf16", "full")]
-    options = (("mixer", "1f1b", "fp32"), ("mixer", "1f1b", "bf16"), ("gpt_oss", "zb_h1", "fp32")) if nproc >= 2 else ()
-    found += [_staged(model, "ddp", 2, 2, schedule, precision) for model, schedule, precision in options]
-    return found + _empty_stage_cases(nproc)
-
-
-def _empty_stage_cases(nproc: int) -> list[Case]:
-    """The head in a stage of its own, the embedding in one, both, and a stage in the middle through which activations only go."""
-
-    def one(
-        model: str, engine: str, world: int, schedule: str, stages: tuple[int, ...], precision: str = "fp32", recompute: str = "none"
-    ) -> Case:
-        pp = len(stages) // (SCHEDULES[schedule].chunks or DEFAULT_CHUNKS)
-        return replace(_staged(model, engine, world, pp, schedule, precision, recompute), layers=sum(stages), stages=stages)
-
-    found = (
-        []
-        if nproc < 2
-        else [
-            *(one(model, "ddp", 2, "1f1b", stages) for model in ("dense", "gshard", "deepseek") for stages in ((3, 0), (0, 3))),
-            one("gshard", "ddp", 2, "zb_h1", (3, 0), "fp16"),
-            one("dense", "ddp", 2, "two_bw", (0, 3)),
-            one("gshard", "ddp", 2, "pipedream", (3, 0)),
-            one("dense", "ddp", 2, "interleaved", (2, 0, 1, 0), "bf16", "full"),
-            one("gshard", "ddp", 2, "zb_v", (0, 2, 1, 0), "bf16"),
-        ]
-    )
-    if nproc >= 4:
-        found += [
-            one("gshard", "ddp", 4, "1f1b", (0, 2, 1, 0)),
-            one("dense", "ddp", 4, "chimera", (1, 2, 1, 0)),
-            one("gshard", "ddp", 4, "dualpipe", (0, 2, 1, 0), "bf16"),
-            *(one("gshard", engine, 4, "1f1b", stages, "bf16") for engine in ("zero1", "fsdp") for stages in ((3, 0), (0, 3))),
-            one("gshard", "zero1", 4, "zb_h1", (3, 0)),
-        ]
-    return found
-
-
-def _staged(model: str, engine: str, world: int, pp: int, schedule: str, precision: str, recompute: str = "none") -> Case:
-    dp = world // pp
-    kind = SCHEDULES[schedule]
-    layers = LAYERS[pp][int(kind.chunks != 1)]
-    least = 2 * pp - 1 if schedule == "zb_h2" else 4  # with fewer, zb_h2 puts no weight gradient into a bubble
-    fit = (m for m in divisors(BATCH // dp) if m >= least and m % pp == 0 and kind.refusal(Size(pp, m)) is None)
-    microbatches = kind.update_every or next(fit)
-    ep = dp if model != "dense" else 1
-    return Case(model, engine, world, ep, microbatches, precision, recompute, pp=pp, schedule=schedule, layers=layers)
-
-
-def sequence_cases(nproc: int) -> list[Case]:
-    """Every way of attending on 2, 3 and 4 ranks with models of rotary and of T5 positions; every router, whose groups are cut; engines,
-    data parallelism, experts that fold over sp, recompute (attention's output kept, with lightseq) and 16 bits with some of the ways.
-
-    Pipelines have another length: gshard with five layers and 24 tokens brings a token so near a tie in the ninth step that attention
-    in slices on one process sends it elsewhere too (docs/inside/log.md).
-    """
-    found = []
-    for sp in range(2, nproc + 1):
-        for attention, form in attentions().items() if BATCH % sp == 0 else ():
-            if (attention == "heads2" and sp % 2) or (SEQUENCES[form["kind"]].trades_heads and 4 % sp):
-                continue
-            found += [Case(model, "ddp", sp, 1, 3, "fp32", sp=sp, attention=attention) for model in ("dense", "gshard", "deepseek")]
-            found += [Case("gshard", "ddp", sp, sp, 1, "fp32", "full", sp=sp, attention=attention)] if 4 % sp == 0 else []
-            found += [Case("dense", "ddp", sp, 1, 1, "bf16", "selective", sp=sp, attention=attention)]
-            found += [Case(model, "ddp", sp, 1, 1, "fp32", sp=sp, attention=attention) for model in PACKED]
-    for number, model in enumerate(model for model in MODELS | ROUTERS if model != "dense"):
-        for sp, attention in ((2, "zigzag"), (4, "striped")):
-            if sp <= nproc:
-                ep = sp if number % 2 else 1
-                found += [Case(model, "ddp", sp, ep, 1 if number % 3 else 3, "fp32", sp=sp, attention=attention, experts=EXPERTS)]
-    for world, sp, attention in ((2, 2, "zigzag"), (4, 2, "heads2"), (4, 2, "lightseq"), (4, 4, "zigzag")):
-        for kind in planned() if world <= nproc else ():
-            found += [Case("gshard", kind, world, 2, 1, "fp32", "full", sp=sp, attention=attention)]
-            found += [Case("deepseek", kind, world, 1, 3, precision, sp=sp, attention=attention) for precision in ("fp32", "bf16", "fp16")]
-        found += [Case("deepseek", "ddp", world, 2, 3, "fp32", sp=sp, attention=attention, padded=True)] if world <= nproc else []
-        found += [Case("dense", "zero1", world, 1, 1, "fp32", sp=sp, attention=attention, overflow=True)] if world <= nproc else []
-    for schedule in ("1f1b", "interleaved") if nproc >= 4 else ():
-        layers = LAYERS[2][int(SCHEDULES[schedule].chunks != 1)]
-        found += [
-            Case(model, "ddp", 4, ep, 4, "fp32", "full", pp=2, schedule=schedule, layers=layers, sp=2, length=16)
-            for model, ep in (("dense", 1), ("gshard", 2), ("deepseek", 1))
-        ]
-    for attention, model in zip(("zigzag", "ulysses", "colossal", "lightseq"), OPTIONS, strict=True) if nproc >= 2 else ():
-        found += [Case(model, "ddp", 2, 2, 1, "fp32", "full", sp=2, attention=attention)]
-    for attention, kind in (("zigzag", "ddp"), ("striped", "fsdp"), ("ulysses", "zero3")) if nproc >= 2 else ():
-        found += [Case("ahead", kind, 2, 2, 1, "fp32", sp=2, attention=attention, padded=attention == "striped")]
-    found += [Case("mixer", "ddp", 2, 1, 3, "fp32", sp=2, attention="ulysses")] if nproc >= 2 else []
-    for attention, kind in (("zigzag", "ddp"), ("ulysses", "fsdp"), ("lightseq", "zero1")) if nproc >= 4 else ():
-        found += [
-            Case(model, kind, 4, ep, microbatches, "fp32", "full", tp=2, tensor="1d", sp=2, attention=attention)
-            for model, ep, microbatches in (("dense", 1, 3), ("gshard", 4, 1), ("deepseek", 2, 1))
-        ]
-    return [replace(case, length=SLICED) if case.length == LENGTH else case for case in dict.fromkeys(found)]

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from moe.kernels.products import PRODUCTS
-from moe.verify.cases import GRIDS, LINES, ROWS_OF_GRID, Case
+from moe.verify.cases import LINES, Case
 from moe.verify.compare import NUMBERS, compare, gradient_deviations
 from moe.verify.layouts import compute
 from moe.verify.plain.model import Rounding
@@ -52,9 +52,9 @@ def twin_of(case: Case) -> Case:
     twin = Case(case.model, PLAIN, 1, 1, 1, case.precision, experts=case.experts, layers=case.layers)
     twin = replace(twin, padded=case.padded, overflow=case.overflow, length=case.length, batch=case.batch, recipe=case.recipe)
     if case.precision != "fp32":
-        parts, blocks = (case.tp if case.tensor in LINES else 1), (2 if case.tensor in GRIDS else 1)
+        parts = case.tp if case.tensor in LINES else 1
         twin = replace(twin, head_tiles=case.head_tiles * parts, chunks=case.chunks, slices=int(case.sp > 1))
-        twin = replace(twin, parts=parts, blocks=blocks)
+        twin = replace(twin, parts=parts, blocks=case.grid.columns)
     if case.delayed:
         return replace(twin, pp=case.pp, schedule=case.schedule, microbatches=case.microbatches, stages=case.stages)
     own = case.dp * case.microbatches
@@ -97,11 +97,11 @@ def own_order(case: Case) -> Case:
     """All sums of a row, in its own order, on one process: the batch in as many parts, layers cut and sequences sliced as its ranks do."""
     one = alone(twin_of(case))
     replicas = case.replicas if case.engine.threads else 1
-    batches = case.dp * case.microbatches * replicas * ROWS_OF_GRID.get(case.tensor, 1)
+    batches = case.dp * case.microbatches * replicas * case.grid.sequences
     cut = replace(one, microbatches=batches, head_tiles=case.head_tiles, chunks=case.chunks)
     if case.tensor in LINES:
         cut = replace(cut, parts=case.tp, head_tiles=case.head_tiles * case.tp)
-    cut = replace(cut, blocks=2 if case.tensor in GRIDS else 1)
+    cut = replace(cut, blocks=case.grid.columns)
     return replace(cut, slices=case.sp, attention=case.attention) if case.sp > 1 else cut
 
 

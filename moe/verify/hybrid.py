@@ -21,15 +21,17 @@ from typing import Any
 
 from moe.checks.together import check_run
 from moe.experts.dispatch.catalog import PLAIN, examples, rows_for
-from moe.verify.cases import EXPERTS, LAYERS, MODELS, SLICED, Case, attentions
+from moe.verify.cases import EXPERTS, MODELS, SLICED, Case, attentions
 from moe.verify.pairwise import Choice, Covering, Pair, cover, together
+from moe.verify.rows.pipeline import LAYERS
 from parallel.data.kinds.catalog import ENGINES, planned
 from parallel.errors import BadInput, counted
 from parallel.fixes import Set
+from parallel.mesh.grids import SMALLEST
 from parallel.pipeline.schedules.catalog import SCHEDULES
 
 WORLD, BATCH = 8, 24  # a batch that 8 ranks share out, in groups
-TENSOR = {"none": 1, "1d": 2, "sliced": 2, "dtensor": 2, "2d": 4, "2.5d": 8, "3d": 8}  # and the fewest ranks
+TENSOR = {"none": 1, "1d": 2, "sliced": 2, "dtensor": 2} | SMALLEST  # and the fewest ranks
 PLACES = {"whole": (1, 1), "ep2": (2, 1), "ep4": (4, 1), "etp2": (1, 2), "ep2 etp2": (2, 2)}  # (ep, etp)
 FACTORS: dict[str, tuple[str, ...]] = {  # the first value is the simplest
     "schedule": ("none", *SCHEDULES),

@@ -16,6 +16,7 @@ from torch import Tensor
 from moe.model.transformer import Transformer
 from moe.nn.linear import Linear
 from moe.nn.vocabulary import Product, Rows, TiledRows
+from parallel.numerics.precision import sum_dtype
 from parallel.tensor.style import fits
 
 
@@ -34,7 +35,7 @@ def product(x: Tensor, weight_OI: Tensor, *, side: int) -> Tensor:
     for rows in weight_OI.to(x.dtype).tensor_split(side, 0):
         pairs = zip(x.view_as(x).tensor_split(side, -1), rows.tensor_split(side, 1), strict=True)
         shares = torch.stack([F.linear(x_t, matrix) for x_t, matrix in pairs])
-        outputs.append(shares.to(torch.promote_types(x.dtype, torch.float32)).sum(0).to(x.dtype))
+        outputs.append(shares.to(sum_dtype(x.dtype)).sum(0).to(x.dtype))
     return torch.cat(outputs, -1)
 
 

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from moe.verify.cases import Case, all_data_cases, all_expert_cases, pipeline_cases, sequence_cases, tensor_cases
+from moe.verify.cases import Case
 from moe.verify.hybrid import WORLD, hybrid_cases
+from moe.verify.rows.data import all_data_cases
+from moe.verify.rows.expert import all_expert_cases
+from moe.verify.rows.pipeline import pipeline_cases
+from moe.verify.rows.sequence import sequence_cases
+from moe.verify.rows.tensor import tensor_cases
 from parallel.errors import BadInput, did_you_mean, some
 
 KINDS: dict[str, Callable[[int], list[Case]]] = {

@@ -27,6 +27,7 @@ from parallel.fixes import Set
 from parallel.mesh.gradients import data_axis
 from parallel.mesh.layout import Layout, dense
 from parallel.mesh.mesh import Axis, Mesh
+from parallel.store.files import replace_file
 
 _DEFINED_TWICE = ("c_library_name", "c_block_size", "c_io_queue_depth")  # constants in files of async_io
 
@@ -94,10 +95,7 @@ def each_op_as_one_file(folder: Path) -> Iterator[None]:
 
     def load_one(*, name: str, sources: Sequence[str], extra_cflags: Sequence[str], **rest: Any) -> Any:
         folder.mkdir(parents=True, exist_ok=True)
-        one = folder / f"{name}.cpp"
-        mine = folder / f".{name}.{os.getpid()}"  # other ranks write the same file: each renames a complete one
-        mine.write_text(as_one_file(sources))
-        mine.replace(one)
+        replace_file(one := folder / f"{name}.cpp", as_one_file(sources))  # other ranks write the same file
         return load(name=name, sources=[str(one)], extra_cflags=[flag for flag in extra_cflags if flag != "-g"], **rest)
 
     extension.load = load_one

@@ -34,6 +34,7 @@ from parallel.mesh.gradients import data_axis, sum_gradients
 from parallel.mesh.layout import Box, Layout
 from parallel.mesh.mesh import Axis, Mesh
 from parallel.numerics.first_values import Fill
+from parallel.numerics.precision import sum_dtype
 from parallel.watch.audit import Held, copies_of
 
 
@@ -103,7 +104,7 @@ def _box(parameter: DTensor, axis: Axis) -> Box:
 def _cut(model: nn.Module, unit: Unit, axis: Axis, on: DeviceMesh, *, reshard: bool) -> FSDPModule:
     module = model.get_submodule(unit.path)
     mine = {model.get_parameter(name) for name in unit.parameters}
-    wide = torch.promote_types(next(iter(mine)).dtype, torch.float32)
+    wide = sum_dtype(next(iter(mine)).dtype)
     fully_shard(
         module,
         mesh=on,

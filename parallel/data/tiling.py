@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel.mesh.layout import Tile
+from parallel.numerics.precision import sum_dtype
 
 Slot = Callable[[Tensor], Tensor]  # a replaceable function of a layer's input or output, for communication in tensor parallelism
 Products = Callable[[Tensor, Sequence[nn.Module]], Sequence[Tensor]]  # x times the matrices of several modules; can send x once for all
@@ -56,7 +57,7 @@ def summed(tiles: Iterable[nn.Module], x: Tensor, apply: Callable[[Any, Tensor],
     total = None
     for tile, branch in with_branches(tiles, x):
         y = apply(tile, branch)
-        y = y.to(torch.promote_types(y.dtype, torch.float32))
+        y = y.to(sum_dtype(y.dtype))
         total = y if total is None else total + y
     assert total is not None, "no tiles"
     return total.to(x.dtype)
@@ -64,7 +65,7 @@ def summed(tiles: Iterable[nn.Module], x: Tensor, apply: Callable[[Any, Tensor],
 
 def with_branches(tiles: Iterable[nn.Module], x: Tensor) -> Iterator[tuple[Any, Tensor]]:
     """Yield each tile with its own copy of x in the graph. The copies' gradients are summed in fp32 or wider."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    wide = x.to(sum_dtype(x.dtype))
     for tile in tiles:
         branch, wide = _Branch.apply(wide, x.detach())
         yield tile, branch
@@ -81,7 +82,7 @@ class _Branch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_x: Tensor | None, grad_wide: Tensor | None) -> tuple[Tensor | None, None]:
         if grad_x is None or grad_wide is None:
-            return grad_wide if grad_x is None else grad_x.to(torch.promote_types(grad_x.dtype, torch.float32)), None
+            return grad_wide if grad_x is None else grad_x.to(sum_dtype(grad_x.dtype)), None
         return grad_wide + grad_x, None
 
 

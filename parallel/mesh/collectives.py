@@ -282,8 +282,11 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        wide = grad if grad.dtype == torch.float64 else grad.float()
-        return _scatter_sum(wide, _backward(ctx.axis), ctx.dim).to(grad.dtype), None, None
+        return (
+            _scatter_sum(grad.to(torch.promote_types(grad.dtype, torch.float32)), _backward(ctx.axis), ctx.dim).to(grad.dtype),
+            None,
+            None,
+        )
 
 
 class _ReduceScatter(torch.autograd.Function):

@@ -1,35 +1,134 @@
-"""Kinds of tensor parallelism by the shape of their grid of ranks: (depth, rows, columns).
+"""The ranks of tp as a grid of depth x rows x columns, by kind of tensor parallelism: into how many shards they cut what.
+
+    1d, dtensor       one line: each rank has shards of heads, hidden units and vocabulary. `sliced` is 1d with sequence parallelism
+    2d                q x q
+    2.5d              d x q x q
+    3d                q x q x q
+    copied            every rank has all
+
+2.5D has d grids of q x q ranks. Each grid has all weights, in blocks, and its own shard of the sequences:
+
+    depth 0   [ x_00 x_01 ]  W_00 W_01        sequences over depth, then over rows: d q shards; channels over columns
+              [ x_10 x_11 ]  W_10 W_11        weights as in 2D, equal on every depth
+    depth 1   [ x_20 x_21 ]  W_00 W_01
+              [ x_30 x_31 ]  W_10 W_11
+
+Each grid multiplies separately, by SUMMA (parallel/tensor/linear_2d.py). The grids' tokens differ, so a block's gradient is summed over
+depth together with the data-parallel ranks, once a step, and engines that shard over those ranks (ZeRO, FSDP) shard over depth too. The
+block's layout says so: its copies over tp_depth saw other tokens. A rank has 1/(d q^2) of the activations and 1/q^2 of the weights. On
+p = d q^2 ranks, a larger d makes q smaller: a product sends less of x, (q - 1) / (d q^2) of it, and more of W. d = 1 is 2D; d = q has the
+shape of a cube. Source: Tesseract (arXiv 2105.14500).
 
 Arithmetic without torch, for recipes, planner and layers.
-
-2d   q x q                 3d   q x q x q                 2.5d   d grids of q x q: parallel/tensor/linear_2p5d.py
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 
 from parallel.errors import BadInput
 from parallel.fixes import Set
+from parallel.mesh.mesh import divisors
 
 LINES = ("1d", "dtensor")  # ranks in one line, each with shards of heads, hidden units and vocabulary
 GRIDS = ("2d", "2.5d", "3d")
+SMALLEST = {"2d": 4, "2.5d": 8, "3d": 8}  # number of ranks
 
 
-def grid_of(kind: str, tp: int, *, sides: Sequence[int]) -> tuple[int, int, int]:
-    """Return (depth, rows, columns) of kind 2d or 3d. Raise BadInput if `tp` is no square or cube.
+@dataclass(frozen=True)
+class Grid:
+    """`kind`: a tensor.kind, or `sliced`. A line has its ranks in `rows`."""
+
+    kind: str
+    depth: int
+    rows: int
+    columns: int
+
+    @property
+    def ranks(self) -> int:
+        return self.depth * self.rows * self.columns
+
+    @property
+    def sequences(self) -> int:
+        """Number of shards into which tp cuts the sequences of a data-parallel rank: 1, or the rows of all grids."""
+        return self.depth * self.rows if self.kind in GRIDS else 1
+
+    @property
+    def units(self) -> int:
+        """Number of shards of heads, hidden units and the vocabulary."""
+        return 1 if self.kind == "copied" else self.columns if self.kind in GRIDS else self.ranks
+
+    @property
+    def channels(self) -> int:
+        """Number of shards of the model's channels that a weight's inputs have."""
+        return self.columns * (self.depth if self.kind == "3d" else 1)
+
+    @property
+    def copies(self) -> int:
+        """Number of ranks that hold the same shard of a matrix and see other tokens."""
+        return self.depth if self.kind == "2.5d" else 1
+
+    @property
+    def matrix(self) -> int:
+        """Number of shards of a weight matrix."""
+        return 1 if self.kind == "copied" else self.ranks // self.copies
+
+    def cuts(self, *, width: int, heads: int, groups: int, hidden: int) -> Iterator[tuple[str, int, int]]:
+        """Yield (key, size, number of shards that must divide it). `groups`: key-value heads. `hidden`: 0 without dense networks.
+
+        If the shards are a multiple of the key-value heads, each head is held in equally many copies, but not by DTensor.
+        """
+        yield "model.d_model", width, self.channels
+        yield "model.num_heads", heads, self.units
+        yield "model.d_ff", hidden, self.units
+        if self.units % groups or self.kind == "dtensor":
+            yield "model.num_kv_heads", groups, self.units
+
+    def __str__(self) -> str:
+        return " x ".join(str(side) for side in (self.depth, self.rows, self.columns) if side > 1)
+
+
+@lru_cache(maxsize=1_000)
+def grid(kind: str, tp: int, depth: int | None = None) -> Grid | None:
+    """Return the grid of tp ranks, or None if they make none. `depth` of 2.5d, None: the smallest above 1."""
+    if tp < 2 or kind not in GRIDS:
+        return Grid(kind, 1, tp, 1)
+    if kind == "2.5d":
+        depth = depth or next((d for d in divisors(tp)[1:] if _root(tp // d, 2)), 0)
+        side = _root(tp // depth, 2) if depth and tp % depth == 0 else 0
+        return Grid(kind, depth, side, side) if side else None
+    side = _root(tp, 2 if kind == "2d" else 3)
+    return Grid(kind, side if kind == "3d" else 1, side, side) if side else None
+
+
+def grid_of(kind: str, tp: int, depth: int | None = None, *, sides: Sequence[int]) -> Grid:
+    """Return the grid of tp ranks. Raises BadInput if they make none.
 
     `sides`: sides above 1 that the model allows, from which the error message suggests values of tp.
     """
-    power, needed = (2, "a square: q * q") if kind == "2d" else (3, "a cube: q * q * q")
-    side = round(tp ** (1 / power))
-    if side**power != tp or side < 2:
-        raise refused(kind, tp, needed, [q**power for q in sides])
-    return (1 if kind == "2d" else side), side, side
-
-
-def refused(kind: str, tp: int, needed: str, work: list[int]) -> BadInput:
-    """Return the error for a `tp` that does not fit. It suggests the nearest numbers of ranks in `work`."""
+    found = grid(kind, tp, depth)
+    if found is not None:
+        return found
+    if kind == "2.5d" and depth is not None:
+        depths, side = [d for d in divisors(tp) if grid(kind, tp, d)], max(2, round(math.sqrt(tp / depth)))
+        raise BadInput(
+            "tensor.depth",
+            got=f"{depth} with degrees.tp={tp}",
+            needed="degrees.tp / depth to be a square, 4 at least",
+            fix=Set("it", *depths) if depths else Set("degrees.tp", depth * side * side),
+        )
+    needed = {"2d": "a square: q * q", "2.5d": "depth * q * q, both at least 2", "3d": "a cube: q * q * q"}[kind]
+    depths = list(range(2, tp + 3)) if kind == "2.5d" else [1]
+    work = [deep * q ** (3 if kind == "3d" else 2) for q in sides for deep in depths]
     near = [max((n for n in work if n < tp), default=0), min((n for n in work if n > tp), default=0)]
-    fix = Set("degrees.tp", *filter(None, near)) | Set("tensor.kind", "1d") if any(near) else Set("tensor.kind", "1d")
-    return BadInput("degrees.tp", got=f"{tp} with tensor.kind={kind}", needed=needed, fix=fix)
+    advised = Set("degrees.tp", *filter(None, near)) | Set("tensor.kind", "1d") if any(near) else Set("tensor.kind", "1d")
+    raise BadInput("degrees.tp", got=f"{tp} with tensor.kind={kind}", needed=needed, fix=advised)
+
+
+def _root(n: int, power: int) -> int:
+    """Return the whole root of n, or 0 if there is none above 1."""
+    side = round(n ** (1 / power))
+    return side if side > 1 and side**power == n else 0

@@ -14,10 +14,11 @@ optimizer's step. A skipped step changes no weight, no optimizer state and no le
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from parallel.machine import MATRIX_INSTRUCTIONS, matrix_instructions
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -27,18 +28,16 @@ def gradient_dtype(weight: Tensor) -> torch.dtype:
     return (weight.grad_dtype or weight.dtype) if weight.is_leaf else weight.dtype
 
 
-_FLAGS = {torch.bfloat16: {"avx512_bf16", "amx_bf16", "bf16"}, torch.float16: {"avx512_fp16", "amx_fp16", "asimdhp"}}
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of sums and statistics of values with this dtype: fp32, or float64 for float64."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def multiplies(dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether the device has matrix instructions for a 16-bit dtype. A CPU without them is far slower than in fp32."""
     if device.type == "cuda":
         return dtype == torch.float16 or bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    try:
-        flags = set(Path("/proc/cpuinfo").read_text().split())
-    except OSError:
-        return False
-    return bool(flags & _FLAGS[dtype])
+    return any(DTYPES[MATRIX_INSTRUCTIONS[flag]] == dtype for flag in matrix_instructions())
 
 
 @dataclass

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from parallel.errors import BadInput, cut
+from parallel.machine import usable_cores
 from parallel.mesh.communicator import Communicator
 from parallel.mesh.debug_collectives import DEBUG, TIMEOUT_S, Agreement
 from parallel.mesh.mesh import Axis, Degrees, Mesh
@@ -206,7 +207,7 @@ def _communicator(world: World) -> Communicator:
 def share_cores(world: World) -> None:
     """Divide this machine's cores among its ranks, unless OMP_NUM_THREADS is set: more threads than cores only wait."""
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world.local_size))
+        torch.set_num_threads(max(1, usable_cores() // world.local_size))
 
 
 def connect(degrees: Degrees, world: World, *, timeout_s: float | None = None) -> Mesh:

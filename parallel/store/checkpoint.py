@@ -33,7 +33,7 @@ from parallel.errors import BadInput, plain
 from parallel.mesh.collectives import largest
 from parallel.mesh.layout import Layout
 from parallel.mesh.mesh import Axis, Mesh
-from parallel.store.files import MOST_BYTES, of_contents, read_text, step_of, usual_mode
+from parallel.store.files import MOST_BYTES, of_contents, read_text, replace_file, step_of, sync, usual_mode, write_synced
 from parallel.store.stored import Reader, Unreadable, check_finite, check_pieces, damaged, finite, reading, unreadable
 from parallel.watch.outcome import of_all
 
@@ -162,7 +162,7 @@ def write_part(temporary: Path, rank: int, held: Iterable[tuple[str, Piece]]) ->
         path = temporary / (f"rank-{rank:05d}-{number}.safetensors" if number else f"rank-{rank:05d}.safetensors")
         with usual_mode(path):
             save_file({entry["key"]: tensor for entry, tensor in tensors}, path)
-        _fsync(path)
+        sync(path)
         files[path.name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
         entries += [entry | {"rank": rank, "file": path.name} for entry, _ in tensors]
         tensors.clear()  # before the next file's are gathered
@@ -170,10 +170,7 @@ def write_part(temporary: Path, rank: int, held: Iterable[tuple[str, Piece]]) ->
         got = f"values of {bad} that are not finite, on rank {rank}"
         fix = "start again: the run goes on from the newest checkpoint, which stays"
         raise BadInput(temporary.stem, got=got, needed="finite numbers: nothing of it is saved", fix=fix)
-    record = record_of(temporary, rank)
-    unnamed = record.with_suffix(".tmp")  # rank 0 may look for the record meanwhile
-    _write(unnamed, json.dumps({"files": files, "tensors": entries}))
-    unnamed.rename(record)
+    replace_file(record_of(temporary, rank), json.dumps({"files": files, "tensors": entries}))  # rank 0 may look for it meanwhile
 
 
 def commit(folder: Path, step: int, state: dict[str, Any], world: Axis, keep: int | None) -> None:
@@ -188,13 +185,13 @@ def commit(folder: Path, step: int, state: dict[str, Any], world: Axis, keep: in
         tensors += record["tensors"]
         part.unlink()
     manifest = json.dumps({"format": FORMAT, "files": files, "tensors": tensors, "state": state})
-    _write(unnamed / "manifest.json", manifest)
-    _write(unnamed / "manifest.sha256", _digest_line(manifest.encode()))
-    _fsync(unnamed)
+    write_synced(unnamed / "manifest.json", manifest)
+    write_synced(unnamed / "manifest.sha256", _digest_line(manifest.encode()))
+    sync(unnamed)
     if os.path.lexists(final):  # a damaged one that was passed over, or no checkpoint at all
         _remove(final)
     unnamed.rename(final)
-    _fsync(folder)
+    sync(folder)
     if keep is not None:
         keep_newest(folder, step, keep)
 
@@ -224,21 +221,8 @@ def _discard(path: Path) -> None:
         path.unlink()
 
 
-def _write(path: Path, text: str) -> None:
-    path.write_text(text)
-    _fsync(path)
-
-
 def _digest_line(manifest: bytes) -> str:
     return f"{hashlib.sha256(manifest).hexdigest()}  manifest.json\n"
-
-
-def _fsync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def sha256(path: Path) -> str:

@@ -4,6 +4,7 @@ user_path("~/text")                     the path, for anything that may or may n
 read_text(path)                         the text of a regular file of a sensible size; OSError says what it is instead
 check_writable(path, what="--out")      before long work: can its results be written there
 write_text(path, text, what="--out")    the text in that file; `writing` is for what writes a file itself, such as a picture
+replace_file(path, content)             the content in that file, atomically
 with usual_mode(path): ...              a library's own way to write a file, whose mode then follows the umask
 of_contents(error)                      whether an OSError means that the file is gone or of another kind, not that it cannot be read now
 step_of("step-120")                     the step of a checkpoint's folder, from its name
@@ -84,6 +85,31 @@ def write_text(path: Path, text: str, *, what: str) -> None:
     """Write a file that the user asked for, and the folder that it is to be in. Raises BadInput if it cannot write."""
     with writing(path, what=what):
         path.write_text(text, encoding="utf-8")
+
+
+def replace_file(path: Path, content: bytes | str) -> None:
+    """Replace a file's content atomically: whenever the machine stops, the file is whole, old or new. Processes may write the same file."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        write_synced(beside, content)
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def write_synced(path: Path, content: bytes | str) -> None:
+    """Write a file, and wait until it is on disk."""
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    sync(path)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file's content, or a folder's names, are on disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _not_written(path: Path, why: str, what: str) -> BadInput:

@@ -24,6 +24,7 @@ from parallel.data.tiling import without_tiles
 from parallel.mesh.collectives import Messages, gathered, sum_over
 from parallel.mesh.layout import Layout
 from parallel.mesh.mesh import Axis, Mesh, view_of
+from parallel.numerics.precision import sum_dtype
 from parallel.tensor.style import Shape
 
 # B sequences, L length, D channels here, N tokens here
@@ -101,7 +102,7 @@ def normed(x: Tensor, gain_D: Tensor, *, centred: bool, eps: float, axis: Axis) 
 
     Statistics and the gain are in fp32 or wider. One exchange of one or two numbers a token forward, and one backward.
     """
-    wide = torch.promote_types(torch.promote_types(x.dtype, gain_D.dtype), torch.float32)
+    wide = sum_dtype(torch.promote_types(x.dtype, gain_D.dtype))
     y: Tensor = _Normed.apply(x, gain_D.to(wide), centred, eps, axis)
     return y
 

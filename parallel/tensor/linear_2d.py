@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from parallel.mesh.collectives import start_broadcast, start_sum_to
 from parallel.mesh.layout import Layout
 from parallel.mesh.mesh import Axis, Mesh, view_of
-from parallel.numerics.precision import gradient_dtype
+from parallel.numerics.precision import gradient_dtype, sum_dtype
 from parallel.numerics.weight_gradient import gradients_or_later
 from parallel.tensor.grid import apart, fill_products, together
 from parallel.tensor.style import Shape
@@ -76,7 +76,7 @@ class _Summa(torch.autograd.Function):
         total: Tensor | None = None
         for x_NI, matrix_OI in zip(blocks(x, row), blocks(together(weights_OI, dtype=x.dtype), column), strict=True):
             share = F.linear(x_NI, matrix_OI)
-            total = share.to(torch.promote_types(x.dtype, torch.float32)) if total is None else total.add_(share)
+            total = share.to(sum_dtype(x.dtype)) if total is None else total.add_(share)
         assert total is not None
         return apart(total.to(x.dtype), [len(weight) for weight in weights_OI])
 

@@ -33,7 +33,7 @@ from torch import Tensor
 from parallel.mesh.collectives import Started, start_gather, start_scatter_sum, start_sum
 from parallel.mesh.layout import Tile
 from parallel.mesh.mesh import Axis
-from parallel.numerics.precision import gradient_dtype
+from parallel.numerics.precision import gradient_dtype, sum_dtype
 from parallel.numerics.weight_gradient import gradients_or_later
 
 # B sequences, L length, l length of a shard, I inputs here, O outputs here, T tokens, R ranks, n positions of a chunk
@@ -150,7 +150,7 @@ class _SlicedColumns(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_BLI, *saved = ctx.saved_tensors
         axis, matrices = _backward(ctx.axis), [weight.to(grads[0].dtype) for weight in saved]
-        wide = torch.promote_types(grads[0].dtype, torch.float32)
+        wide = sum_dtype(grads[0].dtype)
         grads_BRlO = [rearrange(grad, "b (r l) o -> b r l o", r=axis.size) for grad in grads]
         sums = []
         for chunk in _chunks(grads_BRlO[0].shape[2], ctx.chunks):

@@ -200,9 +200,9 @@ def _save_first(again: Path) -> None:
     loop = trainer._loop
 
     def hooked(job: Job, asked: Callable[[], bool]) -> None:
-        first, job.saver = job.saver, Saver(again / "checkpoints", job.mesh.axis("world"), keep=1)
+        first, job.saves.saver = job.saves.saver, Saver(again / "checkpoints", job.mesh.axis("world"), keep=1)
         trainer._save(job, wait=True)
-        job.saver = first
+        job.saves.saver = first
         loop(job, asked)
 
     trainer._loop = hooked

@@ -21,12 +21,10 @@ from moe.plan.time.tensor import Cost, DenseLayer, cost
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from moe.records.results import write_json
-from parallel.errors import BadInput
-from parallel.mesh.grids import GRIDS, grid_of
+from parallel.mesh.grids import Grid, grid
 from parallel.process import process
 from parallel.process.fork import run_on_ranks
 from parallel.process.process import World
-from parallel.tensor import linear_2p5d
 
 SEQUENCES, LENGTH, WIDTH, HEADS, KV_HEADS, HEAD_SIZE, HIDDEN = 36, 8, 72, 24, 12, 4, 144
 FORMS = (("1d", 2), ("1d", 4), ("sliced", 2), ("sliced", 4), ("2d", 4), ("2d", 9), ("2.5d", 8), ("3d", 8))
@@ -52,19 +50,13 @@ def main(*, what: Literal["sent", "kept"] = "sent", nproc: int = 4, json: str | 
     return exit_codes.of(all(row["passed"] for row in rows))
 
 
-def shape(kind: str, ranks: int, *, depth: int | None = None) -> tuple[int, int, int]:
-    """(depth, rows, columns); one row of ranks where the form is no grid. Raises BadInput where they make none."""
-    sides = range(2, ranks)
-    if kind == "2.5d":
-        return linear_2p5d.grid_of(ranks, depth, sides=sides)
-    return grid_of(kind, ranks, sides=sides) if kind in GRIDS else (1, 1, ranks)
-
-
 def measured(kind: str, ranks: int, precision: str, *, chunks: int = 1) -> list[dict[str, Any]]:
     """What is sent, by a rank on average, must be its formula exactly, on a line also in as many calls; weights and what is kept, by the
     fullest, within 5 %. `chunks`: tensor.overlap_chunks."""
     of = DenseLayer(SEQUENCES * LENGTH, WIDTH, HEADS, HEAD_SIZE, KV_HEADS, HIDDEN, itemsize=DTYPES[precision].itemsize)
-    theory = cost(kind, shape(kind, ranks), of, chunks=chunks)
+    form = grid(kind, ranks)
+    assert form is not None
+    theory = cost(form, of, chunks=chunks)
     found = run_on_ranks(_measure, ranks, kind, ranks, precision, chunks)
     name, calls = f"tensor {kind}" + (f" in {chunks} chunks" if chunks > 1 else ""), max(one["calls"] for one in found)
     rows = []
@@ -103,8 +95,8 @@ def _measure(rank: int, kind: str, ranks: int, precision: str, chunks: int) -> d
     mesh = process.connect(run.mesh_degrees(), World(rank, ranks))
     model, _ = build(run, mesh, device=torch.device("cpu"))
     layer = model.layers[0]
-    depth, rows, columns = run.tp_grid() if kind in GRIDS else (1, 1, 1)
-    size = SEQUENCES // (depth * rows), LENGTH // (ranks if kind == "sliced" else 1), WIDTH // columns
+    form = run.tp_grid()
+    size = SEQUENCES // form.sequences, LENGTH // (ranks if kind == "sliced" else 1), WIDTH // form.columns
     x = torch.randn(size).to(DTYPES[precision]).requires_grad_()
     context = Context.of(torch.zeros(size[0], LENGTH, dtype=torch.long))
     parameters = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
@@ -129,9 +121,9 @@ def on_paper() -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     print(f"\n{'a layer of 12,288, 8,192 tokens, bf16':<38}{'ranks':>6}{'grid':>12}{'weights':>10}{'kept':>10}{'sent':>10}  MiB a rank")
     for ranks in ON_PAPER:
-        for kind, grid in forms_of(ranks):
-            found: Cost = cost(kind, grid, PAPER)
-            sides = " x ".join(str(side) for side in grid if side > 1)
+        for form in forms_of(ranks):
+            found: Cost = cost(form, PAPER)
+            kind, sides = form.kind, str(form)
             row = {"kind": f"tensor {kind}", "ranks": ranks, "grid": sides, "weights": found.weights, "kept": found.kept}
             rows.append(row | {"sent": found.forward + found.backward})
             print(
@@ -140,12 +132,7 @@ def on_paper() -> list[dict[str, Any]]:
     return rows
 
 
-def forms_of(ranks: int) -> list[tuple[str, tuple[int, int, int]]]:
-    """Every form that so many ranks can have, with its grid; of 2.5D every depth from 2 on."""
-    found: list[tuple[str, tuple[int, int, int]]] = [("1d", (1, 1, ranks)), ("sliced", (1, 1, ranks))]
-    for kind, depth in [("2d", None), *(("2.5d", depth) for depth in range(2, ranks)), ("3d", None)]:
-        try:
-            found.append((kind, shape(kind, ranks, depth=depth)))
-        except BadInput:
-            continue
-    return found
+def forms_of(ranks: int) -> list[Grid]:
+    """Return every grid of these ranks; of 2.5D every depth from 2 on."""
+    forms = [("1d", None), ("sliced", None), ("2d", None), *(("2.5d", depth) for depth in range(2, ranks)), ("3d", None)]
+    return [made for kind, depth in forms if (made := grid(kind, ranks, depth))]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moe.plan.time.tensor import cost
+from parallel.mesh.grids import Grid
 from tests.counted.tensor import PAPER, forms_of, measured
 
 
@@ -20,12 +21,11 @@ def test_a_layer_sends_and_keeps_what_the_formula_says(kind: str, ranks: int, ch
 def test_a_forms_weights_and_activations_lie_on_all_its_ranks_once() -> None:
     """But for 2.5D, whose weights are copied over depth, and for 1D, whose activations between layers are whole."""
     for ranks in (4, 8, 16, 64):
-        whole = cost("1d", (1, 1, 1), PAPER)
-        for kind, (depth, rows, columns) in forms_of(ranks):
-            found = cost(kind, (depth, rows, columns), PAPER)
-            assert depth * rows * columns == ranks
-            assert found.weights * ranks == whole.weights * (depth if kind == "2.5d" else 1)
-            if kind not in ("1d", "sliced"):
+        whole = cost(Grid("1d", 1, 1, 1), PAPER)
+        for form in forms_of(ranks):
+            found = cost(form, PAPER)
+            assert form.ranks == ranks and found.weights * ranks == whole.weights * form.copies
+            if form.kind not in ("1d", "sliced"):
                 assert found.kept * ranks < whole.kept
             else:
                 assert found.kept * ranks > whole.kept

@@ -30,8 +30,9 @@ from moe.recipe import sections
 from moe.recipe.load import build_run, load
 from moe.router.router import Routing
 from moe.verify import expected, layouts, twin
-from moe.verify.cases import Case, expert_cases
+from moe.verify.cases import Case
 from moe.verify.compare import compare
+from moe.verify.rows.expert import expert_cases
 from parallel.errors import BadInput
 from parallel.mesh.collectives import shift
 from parallel.mesh.mesh import Degrees, Mesh

@@ -19,7 +19,7 @@ from typing import get_args
 import pytest
 
 from moe.cli import main as cli
-from moe.cli.main import _arguments_of_main, _bench_file, bench_names
+from moe.cli.run.bench import arguments_of_main, bench_file, bench_names
 from moe.cli.verbs import RECIPE_VERBS, VERBS, is_word
 from moe.convert.huggingface.families import FAMILIES
 from moe.launch import exit_codes
@@ -112,7 +112,7 @@ def test_commands_that_a_page_names_exist(page: Path) -> None:
             if name[1] not in bench_names():
                 wrong.append(f"moe bench {name[1]}")
                 continue
-            flags = {*_arguments_of_main(_bench_file(name[1])), "help"}
+            flags = {*arguments_of_main(bench_file(name[1])), "help"}
         for flag in re.findall(r"(?<![\w-])--([A-Za-z][\w.-]*)", words):
             known = flag.replace("-", "_").rstrip(".")
             if known not in flags and not (verb in RECIPE_VERBS and (known in keys or known.lower() == "section.key")):
@@ -131,7 +131,7 @@ def test_measurements_of_the_tests_that_a_page_names_exist(page: Path) -> None:
             takes = {*inspect.signature(mains[folder]).parameters}
             known = {"campaigns": set(faults.KINDS), "planner": set(get_args(planner.Part)), "mutations": set()}[folder]
         elif first.replace("-", "_") in {name.replace("-", "_") for name in measurements(ROOT / "tests" / folder)}:
-            takes, known = set(_arguments_of_main(ROOT / "tests" / folder / f"{first.replace('-', '_')}.py")), {first}
+            takes, known = set(arguments_of_main(ROOT / "tests" / folder / f"{first.replace('-', '_')}.py")), {first}
         else:
             takes, known = set(), set()
         wrong += [f"{folder} {first}"] if first and not first.startswith("-") and first not in known else []

@@ -33,13 +33,14 @@ CHANGED = {
     "parallel/data/deepspeed.py: groups.mpu": "DeepSpeed keeps its process groups in a module",
     "parallel/data/deepspeed.py: groups._EXPERT_PARALLEL_GROUP": "likewise",
     "parallel/data/deepspeed.py: groups._EXPERT_DATA_PARALLEL_GROUP": "likewise",
-    "moe/cli/main.py: os.environ": "ranks that a launcher starts inherit debug mode by it",
+    "moe/cli/run/runs.py: os.environ": "ranks that a launcher starts inherit debug mode by it",
     "moe/__init__.py: sys.modules": "Python's table of modules: `parallel` is bound to our own, whatever the user's folder holds",
     "moe/launch/launch.py: os.environ": "a rank that was started by hand with --debug-collectives is as one that inherited it",
     "moe/recipe/plugin.py: sys.path": "the working folder, last, for a module that a recipe names and no other place has",
     "parallel/process/extensions.py: os.environ": "torch reads the folder of compiled extensions there, here and in what is started",
 }
 CACHED = {
+    "parallel/mesh/grids.py: grid": "of a kind and numbers of ranks",
     "parallel/watch/audit.py: _weights": "fixed numbers, on a device",
     "moe/plan/time/collective_times.py: group_of": "of a plan's degrees and a cluster",
     "moe/plan/time/cost.py: _cached": "seconds follow from the sizes that are its arguments",

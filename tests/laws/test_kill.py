@@ -21,7 +21,7 @@ from moe.recipe.sections import Run
 from moe.records import metrics
 from moe.train.loop import ending
 from moe.train.start import state
-from parallel.store import checkpoint, stored
+from parallel.store import checkpoint, files, stored
 from tests.support import trained
 
 STEPS, EVERY = 15, 3
@@ -74,19 +74,20 @@ def at_fsync(number: int) -> Place:
                     die()
             real(path)
 
-        _replace(checkpoint, "_fsync", counted)
+        for module in (files, checkpoint):
+            _replace(module, "sync", counted)
 
     return place
 
 
 def in_half_a_manifest(die: Callable[[], None], armed: Callable[[], bool]) -> None:
-    def half(real: Any, path: Path, text: str, *a: Any) -> Any:
+    def half(real: Any, path: Path, content: bytes) -> Any:
         if armed() and path.name == "manifest.json":
-            real(path, text[: len(text) // 2])
+            real(path, content[: len(content) // 2])
             die()
-        return real(path, text, *a)
+        return real(path, content)
 
-    _replace(Path, "write_text", half)
+    _replace(Path, "write_bytes", half)
 
 
 def before_the_rename(die: Callable[[], None], armed: Callable[[], bool]) -> None:

@@ -19,11 +19,11 @@ from moe.experts.experts import Experts, Routed
 from moe.kernels import choose
 from moe.kernels.products import PRODUCTS, Products
 from moe.parallelize.curvature import Seen
-from moe.plan.job.activations import block_bytes, fixed_bytes
 from moe.plan.job.of_recipe import network_of, plan_of
 from moe.plan.machine.cluster import load_cluster
+from moe.plan.memory.kept import cast_weights, casts_kept, layer_kept, recompute_of
 from moe.plan.memory.memory import peak
-from moe.plan.memory.stack import OURS
+from moe.plan.memory.stack import OURS, OURS_ON_CPU
 from moe.plan.time.cost import step_time
 from moe.recipe.load import load
 from moe.recipe.sections import Run
@@ -34,7 +34,7 @@ from moe.verify.plain import layer as plain_layer
 from moe.verify.verify import judged
 from parallel.errors import BadInput
 from tests.laws.test_architecture import check, python_files, tree, where
-from tests.moe.plan.job.test_activations import B, L, kept_by_blocks, run_of
+from tests.moe.plan.job.test_activations import kept_by_blocks, planned, run_of
 
 # --- the made-up policy -----------------------------------------------------------------------------------------------
 
@@ -153,7 +153,10 @@ def test_checks_refuse_what_it_refuses() -> None:
 def test_planner_counts_the_bytes_that_it_keeps(case: str, compute: str) -> None:
     run = with_it(run_of(case, compute))
     (layer,) = run.model.layers_with_experts()
-    assert kept_by_blocks(run)[layer] == pytest.approx(B * L * block_bytes(run, layer, "cpu") + fixed_bytes(run, layer), rel=0.03)
+    network, plan = planned(run)
+    said = layer_kept(network, plan, OURS_ON_CPU, layer, recompute_of(plan, layer))
+    said += cast_weights(network, plan, layer) if casts_kept(plan, OURS_ON_CPU) else 0.0
+    assert kept_by_blocks(run)[layer] == pytest.approx(said, rel=0.03)
 
 
 def test_planner_takes_its_rate_and_its_bytes() -> None:

@@ -98,9 +98,9 @@ def save_what_was_loaded(again: Path) -> None:
 
     def hooked(job: trainer.Job, asked: Callable[[], bool]) -> None:
         again.mkdir(exist_ok=True)
-        first, job.saver = job.saver, Saver(again / "checkpoints", job.mesh.axis("world"), keep=1)
+        first, job.saves.saver = job.saves.saver, Saver(again / "checkpoints", job.mesh.axis("world"), keep=1)
         trainer._save(job, wait=True)
-        job.saver = first
+        job.saves.saver = first
         loop(job, asked)
 
     trainer._loop = hooked

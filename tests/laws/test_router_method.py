@@ -12,8 +12,9 @@ import pytest
 from torch import Tensor
 
 from moe.checks.together import check_run
-from moe.plan.job.activations import router_bytes
 from moe.plan.job.of_recipe import network_of
+from moe.plan.memory.kept import router_kept
+from moe.plan.memory.stack import OURS
 from moe.recipe.load import load
 from moe.recipe.sections import Run
 from moe.router.methods import catalog
@@ -23,7 +24,7 @@ from moe.router.slots.groups import needs_group
 from moe.verify import expected, layouts, twin
 from moe.verify.cases import Case
 from moe.verify.compare import compare
-from moe.verify.plain import layer as plain_layer
+from moe.verify.plain import router
 from parallel.errors import BadInput
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,7 +61,7 @@ def with_it(run: Run, **keys: object) -> Run:
 def test_checks_groups_and_planner_ask_it(monkeypatch: pytest.MonkeyPatch) -> None:
     top_k = load("switch_tiny", {"router.balance_weight": "0", "router.capacity_factor": "null"})[0]
     run = check_run(with_it(top_k), 2)
-    assert router_bytes(run, 8) == router_bytes(top_k, 8) + 7 and network_of(run).experts.router.kept == 7  # type: ignore[union-attr]
+    assert router_kept(network_of(run), OURS, 4) == router_kept(network_of(top_k), OURS, 4) + 7
     for keys, line in (({"balance_weight": 0.1}, "0: the best is never taken"), ({"bias_rate": 0.1}, "null: nothing is chosen by")):
         with pytest.raises(BadInput, match=f"with select runners_up, needed {line}"):
             check_run(with_it(top_k, **keys), 2)
@@ -77,7 +78,7 @@ def test_layouts_equal_the_plain_twin(monkeypatch: pytest.MonkeyPatch, five_step
     real = Case.run
     monkeypatch.setattr(Case, "run", lambda case: with_it(real(case), balance_weight=0.0))
     runners_up = lambda liked, *_: [sorted(range(len(row)), key=lambda e: (-row[e], e))[1:2] for row in liked.tolist()]  # noqa: E731
-    monkeypatch.setitem(plain_layer.CHOOSE, RunnersUp.name, runners_up)
+    monkeypatch.setitem(router.CHOOSE, RunnersUp.name, runners_up)
     case = Case("switch", "ddp", 2, 2, 1, "fp32")
     want = twin.reference(expected.twin_of(case))
     assert max(compare(layouts.compute(expected.alone(expected.twin_of(case))), want).values()) < 1e-5
@@ -91,7 +92,7 @@ def test_no_other_file_names_a_method() -> None:
     names = "|".join(name for name in catalog.METHODS if name not in ("top_k", "hash", RunnersUp.name))
     allowed = {
         "moe/recipe/router_spec.py", "moe/recipe/presets.py", "moe/recipe/sections/experts.py", "moe/verify/plain/layer.py",
-        "moe/convert/huggingface/deepseek.py", "moe/verify/cases.py", "moe/recipe/other_tools.py",
+        "moe/verify/plain/router.py", "moe/convert/huggingface/deepseek.py", "moe/verify/cases.py", "moe/recipe/other_tools.py",
     }  # fmt: skip
     found = {
         path.relative_to(ROOT).as_posix()

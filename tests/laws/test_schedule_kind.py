@@ -27,8 +27,8 @@ from moe.plan.time.pipeline_time import homes_at, pipeline_time
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from moe.verify import expected, layouts, twin
-from moe.verify.cases import pipeline_cases
 from moe.verify.compare import compare
+from moe.verify.rows.pipeline import pipeline_cases
 from parallel.errors import BadInput
 from parallel.fixes import Set
 from parallel.pipeline.schedule import Op, Schedule
@@ -198,7 +198,11 @@ MAY_NAME = {
     "parallel/pipeline/energy/plan_file.py": "the example of a file",
     "moe/recipe/other_tools.py": "flags of other systems, with their keys here",
     "moe/checks/backends.py": "what other systems accept",
-    "moe/verify/cases.py": "rows",
+    "moe/verify/cases.py": "the default",
+    "moe/verify/rows/data.py": "rows",
+    "moe/verify/rows/pipeline.py": "rows",
+    "moe/verify/rows/sequence.py": "rows",
+    "moe/verify/rows/tensor.py": "rows",
     "moe/verify/hybrid.py": "rows",
     "moe/verify/recipe.py": "rows",
 }

@@ -25,9 +25,10 @@ from typing import Any
 
 from moe.bench.timing import ratio
 from moe.launch import exit_codes
-from moe.launch.environment import BEFORE_TORCH, usable_cores
+from moe.launch.environment import BEFORE_TORCH
 from moe.records.metrics import read
 from moe.records.results import write_json
+from parallel.machine import usable_cores
 
 RECIPE, TOKENS = "switch_tiny", 20
 CAPACITY = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")

@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from moe.verify.cases import Case, pipeline_cases
+from moe.verify.cases import Case
+from moe.verify.rows.pipeline import pipeline_cases
 from tests.mutations.mutation import Edit, Mutation
 
 

@@ -10,9 +10,8 @@ from moe.checks.together import check_run
 from moe.plan.choose.choose import Ranked
 from moe.plan.choose.predicted import held_bytes
 from moe.plan.choose.recipe_of import as_stored, recipe_of
-from moe.plan.job.activations import compute_bytes
 from moe.plan.job.network import Plan
-from moe.plan.job.of_recipe import network_of, plan_of
+from moe.plan.job.of_recipe import compute_bytes, network_of, plan_of
 from moe.plan.machine.cluster import Cluster
 from moe.plan.operators.links import machine_of
 from moe.plan.operators.of_recipe import graph_of

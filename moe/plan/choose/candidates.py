@@ -16,6 +16,7 @@ from typing import NamedTuple
 from moe.plan.choose.stage_layers import layer_lists
 from moe.plan.job.network import Network, Plan
 from parallel.data.kinds.catalog import ENGINES, PLAIN
+from parallel.mesh.grids import grid
 from parallel.mesh.mesh import divisors
 from parallel.sequence.kinds.catalog import DEFAULT, SEQUENCES
 
@@ -109,9 +110,8 @@ def _tensors(tp: int, space: Space) -> list[tuple[str, int]]:
     """(kind, depth)."""
     if tp == 1:
         return [("1d", 1)]
-    deep = [d for d in divisors(tp) if d > 1 and tp // d in _SQUARES]
-    kinds = [kind for kind in space.tensors if not ((kind == "2d" and tp not in _SQUARES) or (kind == "3d" and tp not in _CUBES))]
-    return [(kind, depth) for kind in kinds for depth in (deep if kind == "2.5d" else [1])]
+    found = ((kind, depth) for kind in space.tensors for depth in (divisors(tp)[1:] if kind == "2.5d" else [1]))
+    return [(kind, depth) for kind, depth in found if grid(kind, tp, depth)]
 
 
 def _experts(network: Network, stage: int, space: Space) -> Iterator[tuple[int, int]]:
@@ -123,7 +123,3 @@ def _experts(network: Network, stage: int, space: Space) -> Iterator[tuple[int, 
         for ep in divisors(stage // etp):
             if network.experts.count % ep == 0:
                 yield ep, etp
-
-
-_SQUARES = {n * n for n in range(2, 64)}
-_CUBES = {n**3 for n in range(2, 16)}

@@ -9,49 +9,20 @@ each other. They cost a microsecond, so that a planner can ask them of a hundred
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 from moe.plan.job.cut import empty_rank
 from moe.plan.job.network import Network, Plan
 from moe.plan.time.pipeline_time import homes_of
 from parallel.data.kinds.catalog import offloading
 from parallel.errors import counted
-from parallel.mesh.grids import GRIDS, LINES
+from parallel.mesh.grids import GRIDS, grid
 from parallel.pipeline.schedules.catalog import SCHEDULES
 from parallel.pipeline.schedules.kind import ScheduleKind, Size
 from parallel.sequence.kinds.kind import Asked
 
 # the sizes of a schedule, as a recipe names them
 KEYS = {"stages": "degrees.pp"} | {key: f"pipeline.{key}" for key in ("microbatches", "chunks", "schedule", "vertical_sync", "pipelines")}
-
-
-@dataclass(frozen=True)
-class Grid:
-    """Ranks of tp as depth x side x side; a line is 1 x tp x 1."""
-
-    depth: int
-    rows: int
-    side: int
-
-    @property
-    def sequence_parts(self) -> int:
-        """Into how many parts the ranks of tp cut the sequences of a data-parallel rank."""
-        return self.depth * self.rows
-
-
-def grid_of(plan: Plan) -> Grid | None:
-    """None where tp makes no grid of the plan's kind. Lines cut no sequences apart: one part."""
-    if plan.tp == 1 or plan.tensor not in GRIDS:
-        return Grid(1, 1, plan.tp)
-    if plan.tensor == "3d":
-        side = round(plan.tp ** (1 / 3))
-        return Grid(side, side, side) if side**3 == plan.tp and side > 1 else None
-    depth = plan.depth if plan.tensor == "2.5d" else 1
-    side = math.isqrt(plan.tp // depth)
-    fits = depth * side * side == plan.tp and side > 1 and (plan.tensor == "2d" or depth > 1)
-    return Grid(depth, side, side) if fits else None
 
 
 def refusal(network: Network, plan: Plan) -> str | None:
@@ -91,46 +62,28 @@ def _tensor(network: Network, plan: Plan) -> Iterator[str]:
         yield f"tensor.kind={plan.tensor} does not go with model.latent.key_rank={network.latent.key_rank}"
     if plan.tensor in GRIDS and (network.qkv_biases or network.out_bias):
         yield f"tensor.kind={plan.tensor} does not go with model.{'qkv_bias' if network.qkv_biases else 'out_bias'}"
-    if plan.tensor in (*LINES, "sliced"):
-        yield from _line(network, plan)
-    if plan.tensor in GRIDS:
-        yield from _grid(network, plan)
+    yield from _sizes(network, plan)
 
 
-def _line(network: Network, plan: Plan) -> Iterator[str]:
-    tp, dense = plan.tp, len(network.with_experts) < network.depth or network.ahead > 0
-    for what, size in (("model.num_heads", network.heads), ("model.d_ff", network.hidden if dense else 0)):
-        if size % tp:
-            yield f"degrees.tp={tp} does not divide {what}={size}"
-    groups = network.groups
-    if groups % tp and (tp % groups or plan.tensor == "dtensor"):
-        yield f"degrees.tp={tp} neither divides model.num_kv_heads={groups} nor holds equally many copies of them"
-    if network.vocab < tp:
-        yield f"degrees.tp={tp} is more than the vocabulary's {network.vocab}"
-    if plan.tensor == "sliced" and network.length % (tp * plan.sp):
-        yield f"slices over degrees.tp * degrees.sp={tp * plan.sp} do not divide model.max_length={network.length}"
-
-
-def _grid(network: Network, plan: Plan) -> Iterator[str]:
-    grid = grid_of(plan)
-    if grid is None:
-        yield f"degrees.tp={plan.tp} is no grid of tensor.kind={plan.tensor}"
+def _sizes(network: Network, plan: Plan) -> Iterator[str]:
+    made, tp = grid(plan.tensor, plan.tp, plan.depth), plan.tp
+    if made is None:
+        yield f"degrees.tp={tp} is no grid of tensor.kind={plan.tensor}"
         return
-    side = grid.side
-    inputs = side * side if plan.tensor == "3d" else side
-    sizes = [
-        ("model.d_model", network.width, inputs),
-        ("model.num_heads", network.heads, side),
-    ]
-    if side % network.groups:
-        sizes.append(("model.num_kv_heads", network.groups, side))
-    if len(network.sparse_layers) < network.layers:
-        sizes.append(("model.d_ff", network.hidden, side))
-    for what, size, ways in sizes:
-        if size % ways:
+    n, on_grid = network, plan.tensor in GRIDS
+    dense = n.hidden if len(n.with_experts) < n.depth or n.ahead > 0 else 0
+    for what, size, ways in made.cuts(width=n.width, heads=n.heads, groups=n.groups, hidden=dense):
+        if size % ways and on_grid:
             yield f"a side of tp's grid, {ways}, does not divide {what}={size}"
-    if network.vocab < side:
-        yield f"a side of tp's grid, {side}, is more than the vocabulary's {network.vocab}"
+        elif size % ways and what == "model.num_kv_heads":
+            yield f"degrees.tp={tp} neither divides {what}={size} nor holds equally many copies of them"
+        elif size % ways:
+            yield f"degrees.tp={tp} does not divide {what}={size}"
+    if n.vocab < made.units:
+        ranks = f"a side of tp's grid, {made.units}," if on_grid else f"degrees.tp={tp}"
+        yield f"{ranks} is more than the vocabulary's {n.vocab}"
+    if plan.tensor == "sliced" and n.length % (tp * plan.sp):
+        yield f"slices over degrees.tp * degrees.sp={tp * plan.sp} do not divide model.max_length={n.length}"
 
 
 def _halves(network: Network, plan: Plan) -> Iterator[str]:
@@ -170,8 +123,7 @@ def _sequence(network: Network, plan: Plan) -> Iterator[str]:
     ways = 2 * sp if plan.method.orders[0] == "zigzag" else sp
     if network.length % ways:
         yield f"degrees.sp={sp} cuts sequences into {ways} runs, which do not divide model.max_length={network.length}"
-    grid = grid_of(plan)
-    held = network.heads // (grid.side if grid else 1)
+    held = network.heads // plan.grid.units
     if plan.method.trades_heads and held % sp:
         yield f"degrees.sp={sp} ranks that trade heads for tokens do not divide the {held} heads that each holds"
     n = network
@@ -196,10 +148,7 @@ def _experts(network: Network, plan: Plan) -> Iterator[str]:
 
 
 def _batch(network: Network, plan: Plan) -> Iterator[str]:
-    grid = grid_of(plan)
-    if grid is None:
-        return
-    unit, words = grid.sequence_parts, f"the {grid.sequence_parts} rows of tp's grid"
+    unit, words = plan.grid.sequences, f"the {plan.grid.sequences} rows of tp's grid"
     if network.experts is not None and plan.tp > 1:
         unit, words = plan.tp, f"degrees.tp={plan.tp}, whose ranks each route whole sequences"
     if plan.microbatch % unit:

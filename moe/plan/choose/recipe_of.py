@@ -7,7 +7,6 @@ from dataclasses import replace
 from math import ceil
 from typing import Any
 
-from moe.plan.choose.legal import grid_of
 from moe.plan.job.network import Plan
 from moe.plan.job.of_recipe import plan_of, stage_layers
 from moe.recipe.sections import Run
@@ -79,6 +78,6 @@ def _evaluated(plan: Plan, run: Run) -> int:
     if run.model.layers_with_experts():
         grouped = isinstance(spec.group, int) and (plan.tp > 1 or spec.eval_capacity_factor is not None)
         unit *= plan.tp * (int(spec.group) if grouped else 1)
-    elif (grid := grid_of(plan)) is not None:
-        unit *= grid.sequence_parts
+    else:
+        unit *= plan.grid.sequences
     return ceil(run.train.eval_sequences / unit) * unit

@@ -11,7 +11,6 @@ An embedding is on the first stage, the head on the last; one matrix if it is ti
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
@@ -57,16 +56,6 @@ class Elements:
         return Elements(count * self.dense, count * self.expert, count * self.frozen_dense, count * self.frozen_expert)
 
 
-def split_of(plan: Plan) -> int:
-    """Into how many parts tp cuts a matrix."""
-    return {"copied": 1, "2.5d": plan.tp // max(1, plan.depth)}.get(plan.tensor, plan.tp)
-
-
-def heads_over(plan: Plan) -> int:
-    """Over how many ranks of tp heads and hidden units lie: a side of a grid."""
-    return round(math.pow(split_of(plan), {"2d": 1 / 2, "2.5d": 1 / 2, "3d": 1 / 3}.get(plan.tensor, 1)))
-
-
 def layer(network: Network, plan: Plan, index: int) -> Elements:
     """One layer's, `index` of its run, with its adapters if there are any."""
     whole = _matrices(network, plan, index)
@@ -96,9 +85,9 @@ def _adapters(network: Network, plan: Plan, index: int) -> Elements:
 
 
 def _matrices(network: Network, plan: Plan, index: int) -> Elements:
-    n, t = network, split_of(plan)
+    n, t = network, plan.grid.matrix
     attentions = 2 if n.source else 1  # each with a norm
-    dense = attentions * attention(n, t, over=heads_over(plan)) + (attentions + 1) * norm(n)
+    dense = attentions * attention(n, t, over=plan.grid.units) + (attentions + 1) * norm(n)
     if n.experts is None or index not in n.sparse_layers:
         return Elements(dense + network_elements(n, n.hidden, gated=n.gated) / t + (n.width + n.hidden / t if n.biases else 0))
     e = n.experts
@@ -149,7 +138,7 @@ def gains(network: Network) -> int:
 
 def embedding(network: Network, plan: Plan) -> float:
     """The table of the vocabulary; the head's is of the same size."""
-    return network.vocab * network.width / split_of(plan)
+    return network.vocab * network.width / plan.grid.matrix
 
 
 def ends(network: Network, plan: Plan, *, first: bool, last: bool) -> Elements:
@@ -165,7 +154,7 @@ def ends(network: Network, plan: Plan, *, first: bool, last: bool) -> Elements:
 
 
 def _shared_bias(run: Network, plan: Plan) -> float:
-    return run.heads / split_of(plan) * run.buckets if run.shared_buckets else 0
+    return run.heads / plan.grid.matrix * run.buckets if run.shared_buckets else 0
 
 
 def ahead(network: Network, plan: Plan) -> Elements:

@@ -10,6 +10,7 @@ the encoder's. Capacity is ignored: dropped choices would only lower the count.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -193,6 +194,26 @@ def head_forward(model: sections.Model, *, vocab_size: int) -> float:
     """Forward FLOPs per token of the projection to the vocabulary; an encoder's tokens have none. The embedding lookup needs no product."""
     decoded = 1.0 if model.kind == "decoder" else model.target_length / model.read_length
     return 2.0 * vocab_size * model.d_model * decoded
+
+
+def layer_flops(run: sections.Run) -> tuple[float, ...]:
+    """Forward FLOPs per token of each layer, with the head and multi-token prediction in the last. Experts count by a token's choices."""
+    flops = [block_size(run.model, run.experts, run.router, layer=layer).forward for layer in range(run.model.num_layers)]
+    flops[-1] += end_flops(run)
+    return tuple(flops)
+
+
+def stage_flops(run: sections.Run, layers: Sequence[range]) -> tuple[float, ...]:
+    """Forward FLOPs per token of each stage with these layers, with the head and multi-token prediction in the last."""
+    end, of_layer = end_flops(run), layer_flops(run)
+    of_stage = [sum(of_layer[layer] - (end if layer == run.model.num_layers - 1 else 0.0) for layer in held) for held in layers]
+    return (*of_stage[:-1], of_stage[-1] + end)
+
+
+def end_flops(run: sections.Run) -> float:
+    """Forward FLOPs per token of the vocabulary's projection and of multi-token prediction, which training runs."""
+    head = head_forward(run.model, vocab_size=run.vocab_size)
+    return head + ahead_size(run.model, run.experts, run.router, vocab_size=run.vocab_size)[1]
 
 
 def _ffn(d_model: int, d_ff: int, ffn: str) -> int:

@@ -18,6 +18,7 @@ from moe.plan.job.hashed import KEPT, hashed_once
 from moe.plan.job.states import MIXED_FP32_GRADIENTS, Storage
 from parallel.data.kinds.catalog import ENGINES, PLAIN
 from parallel.data.kinds.kind import EngineKind
+from parallel.mesh.grids import Grid, grid
 from parallel.sequence.kinds import catalog as sequences
 from parallel.sequence.kinds.kind import SequenceKind
 from parallel.sequence.order import Places
@@ -65,6 +66,7 @@ class Experts:
     biases: bool = False
     router: Router = Router()
     gates: int = 0
+    dropout: bool = False  # in the experts: another tensor of the hidden size is kept
     free: int = 0  # choices beside them that cost nothing
     products: str | None = None
     fused: bool = True
@@ -254,9 +256,16 @@ class Plan:
         return sequences.SEQUENCES[self.sequence]
 
     @property
+    def grid(self) -> Grid:
+        """The ranks of tp of a legal plan."""
+        made = grid(self.tensor, self.tp, self.depth)
+        assert made is not None
+        return made
+
+    @property
     def copies(self) -> int:
         """How many ranks hold the same part of dense parameters and have seen other tokens: those of an engine's axis."""
-        return self.dp * self.sp * (self.depth if self.tensor == "2.5d" else 1)
+        return self.dp * self.sp * self.grid.copies
 
     @property
     def edp(self) -> int:

@@ -7,18 +7,21 @@ from functools import lru_cache
 
 from moe.experts.dispatch.catalog import dispatcher_of
 from moe.kernels.products import PRODUCTS
-from moe.plan.job.activations import compute_bytes
 from moe.plan.job.cut import cut
-from moe.plan.job.flops import core_work, in_runs, places_of_token, rows_of_token
+from moe.plan.job.flops import core_work, in_runs, layer_flops, places_of_token, rows_of_token
 from moe.plan.job.network import Adapters, Experts, Latent, Network, Plan, Router
 from moe.plan.job.optimizer import optimizer_bytes
-from moe.plan.job.stages import layer_flops
 from moe.plan.job.states import BF16, FP32, FP32_AND_COPY, MIXED, MIXED_FP32_GRADIENTS, Storage
 from moe.recipe.sections import Model, Run
 from moe.recipe.shapes import GATED, T5_BUCKETS
 from moe.router.methods.catalog import method_of
 from parallel.pipeline.schedules.catalog import SCHEDULES, placed
 from parallel.pipeline.schedules.kind import DEFAULT_CHUNKS
+
+
+def compute_bytes(run: Run) -> int:
+    """Return the bytes of an element in the compute dtype; `auto` counts as bf16."""
+    return 4 if run.precision.compute == "fp32" else 2
 
 
 def network_of(run: Run) -> Network:
@@ -102,6 +105,7 @@ def _experts(run: Run) -> Experts | None:
         shared_hidden=(e.shared_d_ff or hidden) * e.shared + (hidden if e.residual else 0),
         gates=e.shared_gate + 2 * e.residual,
         biases=e.biases,
+        dropout=e.dropout > 0,
         free=e.free,
         products=products.kind,
         fused=products.fused,
@@ -144,7 +148,7 @@ def plan_of(run: Run) -> Plan:
         recompute_every=run.recompute.every,
         loss_chunks=run.recompute.loss_chunks,
         compute_bytes=compute_bytes(run),
-        storage=_storage(run),
+        storage=storage_of(run),
         offload_optimizer=run.sharding.offload.optimizer,
         offload_parameters=run.sharding.offload.parameters,
         tiles=run.tiling.ffn,
@@ -175,7 +179,7 @@ def _chunks(run: Run) -> int:
     return SCHEDULES[p.schedule].chunks or p.chunks or DEFAULT_CHUNKS
 
 
-def _storage(run: Run) -> Storage:
+def storage_of(run: Run) -> Storage:
     """Return the bytes of parameters, gradients and optimizer states, with the states that the recipe's optimizer keeps."""
     storage, (dense, expert) = _with_adam(run), optimizer_bytes(run)
     if run.optimizer.kind in ("adamw", "kfac"):

@@ -20,6 +20,7 @@ from moe.plan.machine.device import RATED, Device
 from moe.plan.machine.program import Program
 from parallel import yaml_text
 from parallel.errors import BadInput, did_you_mean, harmless, some
+from parallel.process.extensions import cache_dir
 from parallel.store.files import read_text, user_path
 
 FOLDER = Path(__file__).parent / "clusters"
@@ -283,3 +284,19 @@ def told_of(cluster: Cluster) -> dict[str, Any]:
     told["device"]["attention"] = list(cluster.device.attention)
     told["sources"] = list(cluster.sources)
     return told
+
+
+def measured_file() -> Path:
+    """Return the path of the cluster file that `moe plan --calibrate` writes by default."""
+    return cache_dir() / "machine.yaml"
+
+
+def measured_cluster(device: str) -> Cluster | None:
+    """Return the cluster file measured on this machine. None without one, and for a file of another device, because several machines may
+    share a home folder."""
+    path = measured_file()
+    try:
+        found = load_cluster(str(path)) if path.is_file() else None
+    except (BadInput, OSError):
+        return None
+    return found if found is not None and found.device.name == device else None

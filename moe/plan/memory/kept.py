@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from moe.plan.job.counts import attention_matrices, heads_over, network_elements, split_of
-from moe.plan.job.network import Experts, Network, Plan, Recomputed, repeats
+from moe.plan.job.counts import attention_matrices, network_elements
+from moe.plan.job.network import Network, Plan, Recomputed, repeats
 from moe.plan.memory.stack import PARTS, Part, Stack
 from parallel.mesh.grids import GRIDS
 from parallel.mesh.traffic import Load, Message, Traffic
@@ -194,12 +194,13 @@ def _experts(n: Network, plan: Plan, stack: Stack) -> float:
     e, c, rows = n.experts, plan.compute_bytes, rows_of(n, plan)
     assert e is not None
     count = stack.gated if e.gated else 1 if n.activation == "relu" else stack.plain
-    hidden = (count if not e.fused else stack.expert_gated if e.gated else stack.expert_plain) * e.hidden / plan.etp
+    tensors = (stack.expert_gated if e.gated else stack.expert_plain) + e.dropout if e.fused else count + 2 * e.dropout
+    hidden = tensors * e.hidden / plan.etp
     of_weights = FP32_BYTES * expert_elements(n, plan) if n.adapters is not None and n.trains("experts") else 0.0  # W + s B A
     moved = stack.expert_rows if plan.ep * plan.etp > 1 or stack.expert_rows == 1 or not e.fused else 0
     here = plan.microbatch * n.length / plan.sp
     shared = c * count * e.shared_hidden * here / plan.tp
-    of_token = stack.maps * e.choices + c * e.gates * n.width + _router(n, e, stack, c)
+    of_token = stack.maps * e.choices + c * e.gates * n.width + router_kept(n, stack, c)
     return rows * c * (moved * n.width + hidden) + here / plan.tp * of_token + shared + of_weights
 
 
@@ -209,8 +210,11 @@ def expert_elements(n: Network, plan: Plan) -> float:
     return 0.0 if e is None else e.count / plan.ep * network_elements(n, e.hidden, gated=e.gated) / plan.etp
 
 
-def _router(n: Network, e: Experts, stack: Stack, itemsize: int) -> float:
-    """Bytes of one token, in fp32: a jitter's numbers and what they make, what a norm and a second product read, and shares of experts."""
+def router_kept(n: Network, stack: Stack, itemsize: int) -> float:
+    """Return the bytes per token of the router and its losses, in fp32: jitter and its product, inputs of a norm and a second product,
+    shares of experts."""
+    e = n.experts
+    assert e is not None
     r, held = e.router, 0.0
     if r.jitter:
         held += 8 * n.width
@@ -233,6 +237,27 @@ def layer_kept(network: Network, plan: Plan, stack: Stack, index: int, recompute
         whole = shares.get("network") == 0.0  # then the whole second half is computed again, from what it was given
         return kept + (plan.compute_bytes * network.width * at.between if whole else 0.0)
     return sum(parts.values())
+
+
+def stage_kept(network: Network, plan: Plan, stack: Stack, layers: range, *, first: bool, last: bool) -> float:
+    """Return the bytes of a decoder's stage with these layers. `first`, `last`: the model begins or ends in it."""
+    casts, input_bytes = casts_kept(plan, stack), plan.compute_bytes * network.width * tokens_of(network, plan, stack).between
+    kept = ends_kept(network, plan, stack, first=first, last=last)
+    kept += inputs_kept(plan, stack, layers, first=first, last=last) * input_bytes
+    if casts and last and network.ahead:
+        kept += network.ahead * cast_ahead(network, plan)
+    for index in layers:
+        kept += layer_kept(network, plan, stack, index, recompute_of(plan, index)) + (cast_weights(network, plan, index) if casts else 0.0)
+    return kept
+
+
+def inputs_kept(plan: Plan, stack: Stack, layers: range, *, first: bool, last: bool) -> int:
+    """Return the number of tensors of a stage's input size that a micro-batch keeps in addition to those of layers and the last norm."""
+    sent = int(stack.outputs == "kept" and plan.pp > 1)
+    wider = stack.norm > plan.compute_bytes and plan.tensor not in GRIDS  # a copy is kept, not what arrived
+    if layers or last:
+        return sent + (wider and not (layers and recompute_of(plan, layers.start) == "full"))
+    return sent + (not first)  # the embedding alone reads tokens; a stage without anything keeps what goes through
 
 
 def keeps_scores(plan: Plan) -> bool:
@@ -259,11 +284,11 @@ def cast_weights(network: Network, plan: Plan, index: int) -> float:
     made_again = n.adapters is not None  # W + s B A is, in the backward pass
     elements = 0.0
     if not (made_again and n.trains("attention")):
-        elements = (2 if n.source else 1) * attention_matrices(n, split_of(plan), over=heads_over(plan))
+        elements = (2 if n.source else 1) * attention_matrices(n, plan.grid.matrix, over=plan.grid.units)
     if recompute == "none" and not (made_again and n.trains("dense")):
         sparse = e is not None and number in n.sparse_layers
         second = network_elements(n, e.shared_hidden, gated=e.gated) if e and sparse else network_elements(n, n.hidden, gated=n.gated)
-        elements += second / split_of(plan)
+        elements += second / plan.grid.matrix
     return plan.compute_bytes * elements
 
 

@@ -43,6 +43,7 @@ from moe.plan.memory.kept import (
     cast_weights,
     casts_kept,
     ends_kept,
+    inputs_kept,
     keeps_scores,
     layer_kept,
     layer_parts,
@@ -433,7 +434,8 @@ class _Job:
         if self.casts and last in layers:
             ends[-1] += self.network.ahead * beside.casts
         of_loss = ends[-1] - beside.keeps[last == 0, False] if last in layers else 0.0
-        ends = [end + self._inputs(stage) * beside.crossing for stage, end in zip(layers, ends, strict=True)]
+        inputs = [inputs_kept(self.plan, self.stack, self.stages[stage], first=stage == 0, last=stage == last) for stage in layers]
+        ends = [end + number * beside.crossing for number, end in zip(inputs, ends, strict=True)]
         table = beside.table if 0 in layers or last in layers else 0.0
         tied = beside.table if self.network.tied and 0 in layers and last == 0 and self.network.adapters is None else 0.0
         work = max([of.work for mine in layers.values() for of, _ in mine], default=0.0)
@@ -527,14 +529,6 @@ class _Job:
 
         return [(of, gone, to_come, bytes_at("work", of, behind), bytes_at("sums", of, behind)) for of, gone, to_come, behind in found]
 
-    def _inputs(self, stage: int) -> int:
-        """How many tensors of the size of a stage's input a micro-batch keeps there, beside what the layers and the last norm keep."""
-        sent = int(self.stack.outputs == "kept" and self.plan.pp > 1)
-        wider = self.stack.norm > self.plan.compute_bytes and self.plan.tensor not in GRIDS  # a copy is kept, not what arrived
-        if self.stages[stage] or stage == len(self.stages) - 1:
-            return sent + (wider and not (self.stages[stage] and self.plan.recompute == "full"))
-        return sent + (stage > 0)  # the embedding alone reads tokens; a stage without anything keeps what goes through
-
 
 # --- states -----------------------------------------------------------------------------------------------------------
 
@@ -584,7 +578,7 @@ def _tiled(network: Network, plan: Plan, layer: Elements, *, sparse: bool) -> El
     """Elements of a layer that are whole at once: tiles of its network are gathered one after the other."""
     if plan.tiles == 1 or sparse:
         return layer
-    network_s = counts.network_elements(network, network.hidden, gated=network.gated) / counts.split_of(plan)
+    network_s = counts.network_elements(network, network.hidden, gated=network.gated) / plan.grid.matrix
     return replace(layer, dense=layer.dense - network_s * (1 - 1 / plan.tiles))
 
 
@@ -656,7 +650,7 @@ def _widest(network: Network, plan: Plan, *, sparse: bool) -> float:
     e = network.experts
     if e is not None and sparse:
         return e.count / plan.ep * network.width * e.hidden / plan.etp * (2 if e.gated else 1)
-    return network.width * network.hidden / counts.split_of(plan) * (2 if network.gated else 1)
+    return network.width * network.hidden / plan.grid.matrix * (2 if network.gated else 1)
 
 
 def _gathered_input(network: Network, plan: Plan, stack: Stack) -> float:

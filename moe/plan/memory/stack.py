@@ -18,7 +18,7 @@ Bytes per token of a layer of D width, w = heads * channels, k = kv_heads * chan
     experts         c (rows D + n F) + maps      for each of a token's choices, and 8 bytes a token and expert for the router
 
 `selective`: the share of each part that selective recomputation keeps; parts not named are kept. Sources: Korthikanti et al. (arXiv
-2205.05198), section 4, has these for Megatron-LM; this project's own are counted against autograd (moe/plan/job/activations.py).
+2205.05198), section 4, has these for Megatron-LM; this project's own are compared with autograd (tests/moe/plan/job/test_activations.py).
 """
 
 from __future__ import annotations

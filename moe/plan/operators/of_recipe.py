@@ -15,8 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from moe.plan.job.activations import compute_bytes
 from moe.plan.job.flops import attended, rows_of_token
+from moe.plan.job.of_recipe import compute_bytes
 from moe.recipe.sections import Run
 from parallel.annotations.graph import Dim, Graph, Kind, Operator
 from parallel.errors import BadInput

@@ -19,7 +19,6 @@ from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
-from moe.plan.job.counts import heads_over
 from moe.plan.job.network import Network, Plan
 from moe.plan.machine.cluster import Cluster
 from moe.plan.machine.program import Program
@@ -145,17 +144,6 @@ def _casts(program: Program, products: list[tuple[float, float, float]]) -> tupl
     return sum(6 * (m * k + k * n) for m, n, k in products), sum(6 * m * n for m, n, k in products)
 
 
-def _sides(plan: Plan) -> tuple[float, float]:
-    """By how much tensor parallelism divides a rank's tokens, and what its products make of them."""
-    if plan.tensor not in GRIDS:
-        return 1, plan.tp
-    if plan.tensor == "3d":
-        side = round(plan.tp ** (1 / 3))
-        return side * side, side
-    side = round((plan.tp / plan.depth) ** 0.5)
-    return side * plan.depth, side
-
-
 def _three(cluster: Cluster, kind: str, m: float, n: float, k: float, count: float = 1) -> tuple[float, float, float]:
     """Seconds of a product forward, of its input's gradient and of its weights'."""
     device = cluster.device
@@ -169,11 +157,9 @@ def _three(cluster: Cluster, kind: str, m: float, n: float, k: float, count: flo
 def _projections(network: Network, plan: Plan, cluster: Cluster, program: Program) -> tuple[Pass, Pass, float]:
     """Into queries, keys and values and out of them; norms and sums of residuals of the whole layer."""
     kind = _kind(plan, program)
-    rows, parts = _sides(plan)
+    rows, parts = plan.grid.sequences, plan.grid.units
     n = tokens_of(network, plan) / rows
     d, a, k = network.width, network.heads * network.channels, network.groups * network.channels
-    t = plan.tp if plan.tensor == "copied" else 1
-    parts = 1 if t > 1 else parts
     if network.latent is None:
         products = [(n, (a + 2 * max(k / parts, network.channels) * parts) / parts, d), (n, d, a / parts)]
     else:
@@ -209,7 +195,7 @@ def _streamed_bytes(plan: Plan, program: Program) -> int:
 
 def _between(network: Network, plan: Plan, program: Program) -> float:
     """Bytes of a layer's two norms and two sums of residuals."""
-    n = tokens_of(network, plan) / _sides(plan)[0]
+    n = tokens_of(network, plan) / plan.grid.sequences
     whole = n / plan.tp if plan.tensor == "sliced" else n
     return (2 * 4 + 2 * (6 + (1 if network.dropout else 0))) / 2 * _streamed_bytes(plan, program) * network.width * whole
 
@@ -234,7 +220,7 @@ def _ffn(
     count: float = 1,
 ) -> tuple[Pass, Pass, float]:
     """A dense network of so many hidden units, or `count` of them at once with `rows` tokens each."""
-    divided, parts = _sides(plan)
+    divided, parts = plan.grid.sequences, plan.grid.units
     n = tokens_of(network, plan) / divided if rows is None else rows
     f = hidden / (parts if rows is None else plan.etp)
     kind, d, device = _kind(plan, program), network.width, cluster.device
@@ -257,8 +243,8 @@ def _ffn(
 
 def _core(network: Network, plan: Plan, cluster: Cluster, program: Program) -> tuple[Pass, Pass]:
     """Attention between q, k and v, with what it sends over sp."""
-    rows, parts = _sides(plan)
-    heads = network.heads / (parts if plan.tensor != "copied" else 1)
+    rows, parts = plan.grid.sequences, plan.grid.units
+    heads = network.heads / parts
     batch = plan.microbatch / rows
     value = network.latent.value_size if network.latent else network.channels
     key = network.channels + (network.latent.rotary_size if network.latent else 0)
@@ -295,7 +281,7 @@ def _cross(network: Network, encoder: Network, plan: Plan, cluster: Cluster, pro
     """Attention to what the encoder gave, with its norm and its sum of the residual: keys and values are made of the encoder's tokens."""
     kind, device = _kind(plan, program), cluster.device
     n, read, d = tokens_of(network, plan), tokens_of(encoder, plan), network.width
-    t = 1 if plan.tensor == "copied" else plan.tp
+    t = plan.grid.units
     a, k = network.heads * network.channels / t, max(network.groups / t, 1) * network.channels
     products = [(n, a, d), (read, 2 * k, d), (n, d, a)]
     times = [_three(cluster, kind, *product) for product in products]
@@ -380,16 +366,13 @@ def _on_grid(network: Network, plan: Plan, cluster: Cluster, group: Group, left:
         network.width,
         network.heads,
         network.channels,
-        max(network.groups, heads_over(plan)),
+        max(network.groups, plan.grid.units),
         network.hidden,
         network.gated,
         plan.compute_bytes,
     )
-    depth = plan.depth if plan.tensor == "2.5d" else 1
-    side = round(plan.tp ** (1 / 3)) if plan.tensor == "3d" else round((plan.tp / depth) ** 0.5)
-    grid = (side, side, side) if plan.tensor == "3d" else (depth, side, side)
-    cost = tensor_parallel.cost(plan.tensor, grid, of)
-    messages = len(of.products) * side
+    cost = tensor_parallel.cost(plan.grid, of)
+    messages = len(of.products) * plan.grid.columns
     out = []
     for sent, times in ((cost.forward, 2), (cost.backward, 4)):
         alone = gather(cluster, group, 0.0) + messages * times * cluster.inside.latency_us * 1e-6
@@ -450,7 +433,7 @@ def _copies(choices: int, places: int) -> float:
 def head_time(network: Network, plan: Plan, cluster: Cluster, program: Program) -> tuple[Pass, Pass, float]:
     """The last norm, the projection to the vocabulary and the loss; and the seconds of the weights' gradient. With `loss_chunks` the
     backward pass makes each run's logits and their exponentials again."""
-    rows, _ = _sides(plan)
+    rows = plan.grid.sequences
     parts = plan.tp / rows
     n, v, device = tokens_of(network, plan) / rows, network.vocab / max(1, parts), cluster.device
     kind = KIND[max(2, plan.compute_bytes)]

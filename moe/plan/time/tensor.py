@@ -27,6 +27,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
+from parallel.mesh.grids import Grid
+
 
 @dataclass(frozen=True)
 class DenseLayer:
@@ -89,14 +91,13 @@ class Cost:
 WIDE = 4
 
 
-def cost(kind: str, grid: tuple[int, int, int], of: DenseLayer, *, chunks: int = 1) -> Cost:
-    """Of 1d, sliced, 2d, 2.5d or 3d; `grid`: (depth, rows, columns), of which 1d and sliced need the product alone. `chunks`: n above."""
-    depth, rows, columns = grid
-    ranks = depth * rows * columns
-    weights = of.elements * of.itemsize // (rows * columns * (depth if kind == "3d" else 1))
-    forward, backward = _on_a_line(kind, ranks, of) if kind in ("1d", "sliced") else _on_a_grid(kind, depth, columns, of)
+def cost(grid: Grid, of: DenseLayer, *, chunks: int = 1) -> Cost:
+    """Return the bytes of a layer on a grid of kind 1d, sliced, 2d, 2.5d or 3d. `chunks`: n above."""
+    kind = grid.kind
+    forward, backward = _on_a_line(kind, grid.ranks, of) if kind in ("1d", "sliced") else _on_a_grid(kind, grid.depth, grid.columns, of)
     calls = {"1d": 4 * chunks, "sliced": 8 * chunks}.get(kind)
-    return Cost(weights, _kept(kind, ranks, columns, of, chunks), int(forward), int(backward), calls)
+    weights = of.elements * of.itemsize // grid.matrix
+    return Cost(weights, _kept(kind, grid.ranks, grid.columns, of, chunks), int(forward), int(backward), calls)
 
 
 def _on_a_line(kind: str, ranks: int, of: DenseLayer) -> tuple[Fraction, Fraction]:

@@ -11,9 +11,8 @@ from moe.recipe.sections.layout import Parallel, Pipeline, Precision, Recompute,
 from moe.recipe.sections.model import Model
 from moe.recipe.sections.training import Data, Lora, Optimizer, Train
 from parallel.errors import BadInput
-from parallel.mesh.grids import GRIDS, LINES, grid_of
+from parallel.mesh.grids import Grid, grid_of
 from parallel.mesh.mesh import Degrees, divisors
-from parallel.tensor import linear_2p5d
 
 
 class Run(Section):
@@ -71,27 +70,15 @@ class Run(Section):
             ep = math.gcd(max(1, dp * tp * sp // max(1, self.degrees.etp)), *self.experts.counts) if self.model.layers_with_experts() else 1
         return self.model_copy(update={"degrees": self.degrees.model_copy(update={"dp": dp, "ep": ep})})
 
-    def tp_grid(self) -> tuple[int, int, int]:
-        """Return the ranks of tp as (depth, rows, columns). Raises BadInput if they make no grid of tensor.kind."""
-        tp, tensor = self.degrees.tp, self.tensor
-        if tp > 1 and tensor.kind in GRIDS:
-            heads = self.model.num_kv_heads or self.model.num_heads
-            sides = [side for side in divisors(self.model.num_heads)[1:] if heads % side == 0 or side % heads == 0]
-            return linear_2p5d.grid_of(tp, tensor.depth, sides=sides) if tensor.kind == "2.5d" else grid_of(tensor.kind, tp, sides=sides)
-        return 1, tp, 1
-
-    def sequence_parts(self) -> int:
-        """Number of shards into which tp cuts the sequences that a data-parallel rank reads: 1, or the rows of all grids."""
-        depth, rows, _ = self.tp_grid()
-        return depth * rows if self.tensor.kind in GRIDS else 1
-
-    def dense_parts(self) -> int:
-        """Number of shards into which tp cuts heads, hidden units and the vocabulary."""
-        return 1 if self.tensor.kind == "copied" else self.degrees.tp if self.tensor.kind in LINES else self.tp_grid()[2]
+    def tp_grid(self) -> Grid:
+        """Return the grid of tp's ranks. Raises BadInput if they make no grid of tensor.kind."""
+        heads = self.model.num_kv_heads or self.model.num_heads
+        sides = [side for side in divisors(self.model.num_heads)[1:] if heads % side == 0 or side % heads == 0]
+        return grid_of(self.tensor.kind, self.degrees.tp, self.tensor.depth, sides=sides)
 
     def head_copies(self) -> int:
         """Number of ranks that hold the same key-value head, among the ranks that share heads: 1 unless heads are fewer than ranks."""
-        heads, ways = self.model.num_kv_heads or self.model.num_heads, self.dense_parts()
+        heads, ways = self.model.num_kv_heads or self.model.num_heads, self.tp_grid().units
         return ways // heads if self.tensor.kind != "dtensor" and ways > heads and ways % heads == 0 else 1
 
     def mesh_degrees(self) -> Degrees:
@@ -100,8 +87,10 @@ class Run(Section):
         if d.dp == "auto" or d.ep == "auto":
             raise BadInput("degrees", got="auto", needed="numbers", fix="call run.resolve(world_size) first")
         inner, heads = (self.dispatch.node_size or 1) if d.ep > 1 else 1, self.sequence.heads_of(d.sp)
-        (depth, _, columns), copies = self.tp_grid(), self.head_copies()
-        along = {"tp_col_copies" if self.tensor.kind in ("2d", "2.5d") else "tp_row_copies": copies}
-        return Degrees(
-            dp=d.dp, pp=d.pp, tp=d.tp, sp=d.sp, ep=d.ep, etp=d.etp, ep_inner=inner, tp_col=columns, tp_depth=depth, sp_heads=heads, **along
-        )
+        grid, copies = self.tp_grid(), self.head_copies()
+        along = {
+            "tp_col_copies" if grid.kind in ("2d", "2.5d") else "tp_row_copies": copies,
+            "tp_col": grid.columns,
+            "tp_depth": grid.depth,
+        }
+        return Degrees(dp=d.dp, pp=d.pp, tp=d.tp, sp=d.sp, ep=d.ep, etp=d.etp, ep_inner=inner, sp_heads=heads, **along)

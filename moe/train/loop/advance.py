@@ -40,15 +40,15 @@ class Made(NamedTuple):
 
 
 def _step(job: Job, asked: Callable[[], bool]) -> Made:
-    run, counters = job.run, job.counters
-    rate, scale = learning_rate(counters.updates, run.optimizer, total=run.train.steps), job.scale.value
-    auditor = job.auditor if job.auditor is not None and job.auditor.due(counters.step + 1) else None
+    run, training, counters, measured = job.run, job.training, job.counters, job.figures.measured
+    rate, scale = learning_rate(counters.updates, run.optimizer, total=run.train.steps), training.scale.value
+    auditor = training.auditor if training.auditor is not None and training.auditor.due(counters.step + 1) else None
     with during(PASSES):
         passes = partial(
             accumulate,
-            job.executor,
+            training.executor,
             _batch(job, counters.step),
-            shard=job.shard,
+            shard=job.batches.shard,
             microbatches=run.pipeline.microbatches,
             seed=run.train.seed,
             step=counters.step,
@@ -56,14 +56,14 @@ def _step(job: Job, asked: Callable[[], bool]) -> Made:
             flag=_flag(job, asked),
         )
         numbers = passes() if auditor is None else auditor.passes(passes, step=counters.step + 1)
-    if job.measured is not None:
-        job.measured.gradients(job.engine)
+    if measured is not None:
+        measured.gradients(job.engine)
     with during(STEP):
         norm = finish(
             job.engine,
             numbers,
             world=job.mesh.axis("world"),
-            scale=job.scale,
+            scale=training.scale,
             lr=rate,
             clip_norm=run.optimizer.clip_norm,
             device=job.world.device,
@@ -88,10 +88,10 @@ def _stream(job: Job, asked: Callable[[], bool]) -> list[Made]:
     rates = [learning_rate(counters.updates + n, run.optimizer, total=run.train.steps) for n in range(count)]
     with during(PASSES):
         made = stream(
-            job.executor,
+            job.training.executor,
             [_batch(job, counters.step + n) for n in range(count)],
             schedule=_schedule(job, count),
-            shard=job.shard,
+            shard=job.batches.shard,
             world=job.mesh.axis("world"),
             seed=run.train.seed,
             step=counters.step,
@@ -102,10 +102,12 @@ def _stream(job: Job, asked: Callable[[], bool]) -> list[Made]:
 
 
 def _schedule(job: Job, count: int) -> Schedule:
-    if count not in job.schedules:
-        job.schedules[count] = schedule_of(job.run, batches=count)
-    return job.schedules[count]
+    made = job.training.schedules
+    if count not in made:
+        made[count] = schedule_of(job.run, batches=count)
+    return made[count]
 
 
 def _batch(job: Job, step: int) -> Tensor:
-    return torch.from_numpy(job.read(partial(job.data.train.batch, step, job.shard))).to(job.world.device)
+    batches = job.batches
+    return torch.from_numpy(batches.read(partial(batches.data.train.batch, step, batches.shard))).to(job.world.device)

@@ -25,25 +25,23 @@ from parallel.watch import watchdog
 
 def finish(job: Job) -> dict[str, Any]:
     """Write the summary and return it. If an earlier start had made all steps, return the stored summary. Collective."""
-    run, world = job.run, job.mesh.axis("world")
-    before = None if job.seconds else read_summary(job.out)
+    run, world, figures, output = job.run, job.mesh.axis("world"), job.figures, job.output
+    before = None if figures.seconds else read_summary(job.out)
     if before is not None and before.get("steps") == job.counters.step:
         if job.counters.step == run.train.steps:  # else a callback stopped this process before its first step
-            job.progress.note(f"train.steps {job.counters.step} was reached before: raise train.steps to go on, or start over with --fresh")
-        job.progress.close(before)
+            output.note(f"train.steps {job.counters.step} was reached before: raise train.steps to go on, or start over with --fresh")
+        output.progress.close(before)
         return before
-    if not job.evaluated:  # an earlier process made the last step, then died before the summary
+    if not figures.evaluated:  # an earlier process made the last step, then died before the summary
         evaluate(job, record=not was_evaluated(job))
     watchdog.enter("ending after the step", patience=watchdog.FIRST)
     job.engine.module.eval()
-    model, length = logits_of(job.executor, job.shard), run.model.max_length
+    model, length = logits_of(job.training.executor, job.batches.shard), run.model.max_length
     text = ""
     if run.train.sample_tokens and run.model.kind == "decoder":
-        job.progress.note(f"writing a sample of {counted(run.train.sample_tokens, 'token')} (train.sample_tokens)")
-        much = run.train.sample_tokens
-        text = sample(
-            model, job.data.tokenizer, prompt=job.data.tokenizer.example, num_tokens=much, max_length=length, device=job.world.device
-        )
+        output.note(f"writing a sample of {counted(run.train.sample_tokens, 'token')} (train.sample_tokens)")
+        much, tokenizer = run.train.sample_tokens, job.batches.data.tokenizer
+        text = sample(model, tokenizer, prompt=tokenizer.example, num_tokens=much, max_length=length, device=job.world.device)
     costs = size(run.model, run.experts, run.router, vocab_size=run.vocab_size)
     speed = None
     if run.train.measure_speed:
@@ -54,14 +52,14 @@ def finish(job: Job) -> dict[str, Any]:
     summary = {
         "recipe": job.name,
         "steps": job.counters.step,
-        **job.evaluated,
+        **figures.evaluated,
         "tokens_per_second": tokens_per_second,
         "train_seconds": seconds,
         "dropped_share": dropped,
         "dropped_share_last": dropped_last,
         "peak_memory_bytes": peak_memory_bytes(job.mesh),
-        "state_bytes": None if job.measured is None else job.measured.states.largest(job.mesh),
-        "predicted": None if job.measured is None else job.measured.against(job.predicted, job.mesh),
+        "state_bytes": None if figures.measured is None else figures.measured.states.largest(job.mesh),
+        "predicted": None if figures.measured is None else figures.measured.against(figures.predicted, job.mesh),
         "parameters_total": costs.total,
         "parameters_active": costs.active,
         "flops_per_token": costs.training,
@@ -78,10 +76,10 @@ def finish(job: Job) -> dict[str, Any]:
     }
     if job.world.rank == 0:
         write_summary(job.out, summary)
-        job.records.close()
+        output.records.close()
         if run.train.report:
             _report(job)
-    job.progress.close(summary)
+    output.progress.close(summary)
     return summary
 
 
@@ -103,4 +101,4 @@ def _report(job: Job) -> None:
     try:
         write_report(job.out)
     except Exception as error:  # a picture that cannot be drawn must not fail a finished run
-        job.progress.note(f"no report ({type(error).__name__}: {error}); try again with: moe report {job.out}")
+        job.output.note(f"no report ({type(error).__name__}: {error}); try again with: moe report {job.out}")

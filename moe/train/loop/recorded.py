@@ -31,12 +31,12 @@ def count(job: Job, norm: GradientNorm) -> None:
 
 def record(job: Job, made: Made, seconds: float) -> dict[str, Any]:
     """Write and display the step's line, and return it. `seconds`: duration of the step."""
-    run, c = job.run, job.counters
+    run, c, figures = job.run, job.counters, job.figures
     numbers, norm, rate, scale = made
     tokens = run.train.global_batch * run.model.read_length
-    job.seconds += seconds
-    if job.measured is not None:
-        job.measured.step(seconds, job.engine)
+    figures.seconds += seconds
+    if figures.measured is not None:
+        figures.measured.step(seconds, job.engine)
     line = {
         "kind": "train",
         "step": c.step,
@@ -57,8 +57,8 @@ def record(job: Job, made: Made, seconds: float) -> dict[str, Any]:
         "moe": [_layer_line(layer) for layer in numbers.layers],
         "time": time.time(),
     }
-    job.records.write(line)
-    job.progress.step(line)
+    job.output.write(line)
+    job.output.progress.step(line)
     return line
 
 
@@ -75,7 +75,7 @@ def refuse_endless_skips(job: Job, norm: GradientNorm) -> None:
         return
     of_all(lambda: _refuse_bad_weights(job), job.mesh.axis("world"), what=f"step {c.step}")
     families = ", ".join(name for name, value in norm.families.items() if not value < float("inf"))
-    job.records.write({"kind": "event", "event": "skipped", "step": c.step, "families": families})
+    job.output.event("skipped", step=c.step, families=families)
     if continuous(run):
         raise BadInput(
             f"step {c.step}",
@@ -85,11 +85,12 @@ def refuse_endless_skips(job: Job, norm: GradientNorm) -> None:
             | Set("pipeline.schedule", ADVISED, said=f"{ADVISED}, which skips such steps")
             | "resume from an earlier checkpoint",
         )
-    scaled = job.scale.growth_interval > 0
-    if scaled and job.scale.at_floor:
+    scale = job.training.scale
+    scaled = scale.growth_interval > 0
+    if scaled and scale.at_floor:
         raise BadInput(
             f"step {c.step}",
-            got=f"gradients ({families}) that overflow {run.precision.compute} even at the smallest loss scale {job.scale.floor:g}",
+            got=f"gradients ({families}) that overflow {run.precision.compute} even at the smallest loss scale {scale.floor:g}",
             needed="finite gradients",
             fix="lower optimizer.lr" | Set("precision.compute", "bf16") & Set("precision.loss_scale", "none"),
         )
@@ -107,10 +108,11 @@ def _refuse_bad_weights(job: Job) -> None:
     bad = next((held for held in job.engine.tensors() if not finite(held.tensor)), None)
     if bad is None:
         return
-    skipped, there = job.counters.in_a_row, [step for step, _ in numbered(job.checkpoints)]
+    skipped, saver = job.counters.in_a_row, job.saves.saver
+    there = [step for step, _ in numbered(saver.folder)]
     after = f", so that {skipped} step{'s were' if skipped > 1 else ' was'} skipped"
     goes_on = f"the run goes on from step-{max(there)}" if there else "the run begins again"
-    if (step := job.saver.under_way) is not None and step not in there:
+    if (step := saver.under_way) is not None and step not in there:
         goes_on += f", or goes on from step-{step} once that is saved"
     raise BadInput(
         f"step {job.counters.step}",

@@ -104,26 +104,27 @@ def train(
 def _train(run: Run, told: Asked, predicted: Prediction | None, profile: bool) -> dict[str, Any]:
     watchdog.enter("preparing", patience=watchdog.FIRST)
     job = open_job(run, told)
-    job.predicted, job.measured = predicted, Measured(told.world)
+    figures, output = job.figures, job.output
+    figures.predicted, figures.measured = predicted, Measured(told.world)
     if profile and first_of_its_stage(job.mesh):
-        job.recording = Recording(told.out / "profile", f"rank-{told.world.rank}", note=job.progress.note)
+        figures.recording = Recording(told.out / "profile", f"rank-{told.world.rank}", note=output.note)
     with asked_to_stop() as asked:
         try:
-            with planned_clocks(run, job.executor, job.mesh, told.world, note=job.progress.note):
+            with planned_clocks(run, job.training.executor, job.mesh, told.world, note=output.note):
                 _loop(job, asked)
             summary = finish(job)
             job.tell("on_train_end", summary)
             return summary
         finally:
-            if job.recording is not None:
-                job.recording.close()
-            job.saver.leave()
-            job.progress.close()
-            job.records.close()
+            if figures.recording is not None:
+                figures.recording.close()
+            job.saves.saver.leave()
+            output.progress.close()
+            output.records.close()
 
 
 def _loop(job: Job, asked: Callable[[], bool]) -> None:
-    run, counters, began = job.run, job.counters, job.counters.step
+    run, counters, began, recording = job.run, job.counters, job.counters.step, job.figures.recording
     due: Callable[[int], bool] = lambda every: every > 0 and counters.step % every == 0  # noqa: E731
     unsaved = False  # a save is due
     job.tell("on_train_begin", {})
@@ -132,14 +133,14 @@ def _loop(job: Job, asked: Callable[[], bool]) -> None:
     while counters.step < run.train.steps and job.stopped is None:
         started = time.perf_counter()
         watchdog.enter("starting the step", step=counters.step + 1, patience=watchdog.FIRST if began == counters.step else 1.0)
-        made = advance(job, asked) if job.recording is None else job.recording.of(lambda: advance(job, asked))
+        made = advance(job, asked) if recording is None else recording.of(lambda: advance(job, asked))
         watchdog.enter("after the step", patience=1.0)
         seconds = (time.perf_counter() - started) / len(made)
         for one in made:
             count(job, one.norm)
             line = record(job, one, seconds)
             refuse_endless_skips(job, one.norm)
-            job.rebalancer.after_step(one.numbers, step=counters.step, updates=counters.updates, record=job.records.write)
+            job.training.rebalancer.after_step(one.numbers, step=counters.step, updates=counters.updates, record=job.output.write)
             job.tell("on_step_end", line)
         _record_saved(job)
         last, flags = counters.step == run.train.steps or job.stopped is not None, made[-1].numbers.flags
@@ -151,8 +152,8 @@ def _loop(job: Job, asked: Callable[[], bool]) -> None:
         if last or due(run.train.eval_every):
             job.tell("on_evaluate", evaluate(job))
         if flags and not last:
-            job.records.write({"kind": "event", "event": "stopped", "step": counters.step})
-            job.progress.note(f"stopped by a signal at step {counters.step}; the same command goes on from here")
+            job.output.event("stopped", step=counters.step)
+            job.output.note(f"stopped by a signal at step {counters.step}; the same command goes on from here")
             raise Stopped
     if job.stopped is not None and counters.step < run.train.steps:
         _end_early(job)
@@ -161,59 +162,60 @@ def _loop(job: Job, asked: Callable[[], bool]) -> None:
 def _end_early(job: Job) -> None:
     """Finish a run that a callback stopped: save and evaluate, unless done at this step."""
     step = job.counters.step
-    if job.saved_at != step:
+    if job.saves.begun != step:
         _save(job, wait=True)
-    job.saver.settle()
+    job.saves.saver.settle()
     _tell_saved(job)
-    if job.evaluated_at != step:
+    if job.figures.evaluated_at != step:
         evaluate(job, record=not was_evaluated(job))
-    job.records.write({"kind": "event", "event": "stopped", "step": step, "by": job.stopped})
-    job.progress.note(f"stopped at step {step} by {job.stopped}; started again, the run goes on from here")
+    job.output.event("stopped", step=step, by=job.stopped)
+    job.output.note(f"stopped at step {step} by {job.stopped}; started again, the run goes on from here")
 
 
 def _save(job: Job, *, wait: bool) -> None:
-    if job.auditor is not None:
-        job.auditor.before_save(job.counters.step)
+    training, saves = job.training, job.saves
+    if training.auditor is not None:
+        training.auditor.before_save(job.counters.step)
     watchdog.enter("saving after the step", patience=watchdog.FIRST)
     parts = state.parts(
         job.engine,
         job.mesh,
         counters=job.counters,
-        scale=job.scale,
+        scale=training.scale,
         recipe=job.run.model_dump(mode="json"),
-        tokenizer=job.data.tokenizer.describe(),
-        data=job.data.key,
-        code=job.code,
-        base=job.base,
-        table=job.table,
-        placed=job.rebalancer.state(),
+        tokenizer=job.batches.data.tokenizer.describe(),
+        data=job.batches.data.key,
+        code=saves.code,
+        base=saves.base,
+        table=saves.table,
+        placed=training.rebalancer.state(),
     )
-    job.saver.settle()
+    saves.saver.settle()
     _record_saved(job)
     _tell_saved(job)
     if wait or job.run.train.save_mode == "sync":
-        job.saver.save(**parts, prune=not job.counters.in_a_row)
+        saves.saver.save(**parts, prune=not job.counters.in_a_row)
     else:
-        job.saver.begin(**parts)
-    job.saved_at = job.counters.step
+        saves.saver.begin(**parts)
+    saves.begun = job.counters.step
     watchdog.enter("after saving", patience=1.0)
     _record_saved(job)
     _tell_saved(job)
 
 
 def _record_saved(job: Job) -> None:
-    step = job.saver.news()
+    step = job.saves.saver.news()
     if step is not None:
-        job.records.write(_saved(job, step))
+        job.output.write(_saved(job, step))
 
 
 def _tell_saved(job: Job) -> None:
     """Tell callbacks of a checkpoint when every rank knows of it. Rank 0 may know earlier."""
-    step = job.saver.known
-    if step is not None and step != job.told_saved:
-        job.told_saved = step
+    step = job.saves.saver.known
+    if step is not None and step != job.saves.told:
+        job.saves.told = step
         job.tell("on_save", _saved(job, step))
 
 
 def _saved(job: Job, step: int) -> dict[str, Any]:
-    return {"kind": "event", "event": "saved", "step": step, "path": str(job.checkpoints / f"step-{step}")}
+    return {"kind": "event", "event": "saved", "step": step, "path": str(job.saves.saver.folder / f"step-{step}")}

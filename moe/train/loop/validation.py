@@ -19,21 +19,19 @@ from parallel.watch import watchdog
 
 def evaluate(job: Job, *, record: bool = True) -> dict[str, Any]:
     """Evaluate at this step and return the record's line. `record`: also write it. Collective."""
-    run = job.run
+    run, batches = job.run, job.batches
     watchdog.enter("evaluation after the step")
     shard = shard_of(run, job.mesh, run.train.eval_sequences)
-    at_once = max(1, len(job.shard.sequences) // run.pipeline.microbatches)
+    at_once = max(1, len(batches.shard.sequences) // run.pipeline.microbatches)
     with during(EVALUATION):  # micro-batches are as large as a step's, which fitted; only the sequences can be too large
-        held = job.read(partial(job.data.validation.held, shard))
-        loss = validation_loss(job.executor, torch.from_numpy(held.sequences).to(job.world.device), shard=shard, at_once=at_once)
-    job.evaluated_at, job.evaluated = (
-        job.counters.step,
-        {"validation_loss": loss, "bits_per_byte": loss / 0.6931471805599453 / held.bytes_per_token},
-    )
-    line = {"kind": "eval", "step": job.counters.step, "time": time.time()} | job.evaluated
+        held = batches.read(partial(batches.data.validation.held, shard))
+        loss = validation_loss(job.training.executor, torch.from_numpy(held.sequences).to(job.world.device), shard=shard, at_once=at_once)
+    step, found = job.counters.step, {"validation_loss": loss, "bits_per_byte": loss / 0.6931471805599453 / held.bytes_per_token}
+    job.figures.evaluated_at, job.figures.evaluated = step, found
+    line = {"kind": "eval", "step": step, "time": time.time()} | found
     if record:
-        job.records.write(line)
-    job.progress.evaluation(line)
+        job.output.write(line)
+    job.output.progress.evaluation(line)
     return line
 
 

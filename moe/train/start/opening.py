@@ -6,14 +6,15 @@ checkpoint of this run  ->  resumed               none, but another run's (--ini
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from moe.checks.sequence import without_effect
 from moe.checks.verdict import not_recommended
-from moe.data import open_data
+from moe.data import Dataset, open_data
 from moe.data.remarks import LISTING, list_in, told
 from moe.data.tokenizer import check_separator
 from moe.parallelize.build import build, whole_layouts
@@ -36,13 +37,12 @@ from moe.train.parts.rebalance import Rebalancer, nothing_to_move
 from moe.train.start import state
 from moe.train.start.adapters import base_of, check_base, described
 from moe.train.start.adapters import whole as whole_model
-from moe.train.start.job import Job
+from moe.train.start.job import Batches, Job, Output, Saves, Training
 from moe.train.start.kept import KEPT, pass_on
 from moe.train.start.out_of_memory import RESUMING, STATES, WEIGHTS, during
 from moe.train.start.own import Own, the_same
 from moe.train.start.place import make_writable, set_aside
 from moe.train.start.resume import Resumed
-from moe.train.start.state import Counters
 from parallel.data.engine import Rule
 from parallel.mesh.collectives import largest
 from parallel.mesh.mesh import Mesh
@@ -78,16 +78,63 @@ class Asked:
             print(line)
 
 
+@dataclass(frozen=True)
+class Start:
+    """The state that a run starts from. `found`: its own checkpoint. `source`: the model of --init_from, if the run begins with it. `base`:
+    the whole model that this run's adapters change. `writes`: this rank writes the run's folder."""
+
+    found: Reader | None
+    source: Reader | None
+    base: Reader | None
+    resumed: Resumed
+    writes: bool
+
+
 def open_job(run: Run, asked: Asked) -> Job:
     """Return this rank's job, restored from the newest checkpoint. Collective. Raises BadInput."""
-    world, out, first = asked.world, asked.out, asked.world.rank == 0
+    out, world = asked.out, asked.world
     mesh = process.connect(run.mesh_degrees(), world)
     callbacks = Callbacks(asked.own.callbacks, mesh.axis("world"))
-    found = None if asked.fresh else state.find(out / "checkpoints", mesh, log=asked.say, step=asked.from_step)
-    done = _is_done(run, found, out, mesh)
+    start = _start_of(run, asked, mesh)
+    data = _read_data(run, asked, mesh, start.resumed)
+    prepare(run, asked.say)
+    executor = start_model(run, mesh, world, rule=asked.own.rule(run, mesh), table=start.resumed.table)
+    if asked.fresh:
+        for folder in (out / "checkpoints", out / KEPT):
+            set_aside(folder, world)
+    training = Training(executor, LossScale.of(run.precision.loss_scale), Rebalancer(run, executor.engine, mesh))
+    _restore(run, asked, mesh, training, data, start)
+    aside = None if asked.from_step is None else set_aside(out / "checkpoints", world, after=asked.from_step)
+    if start.writes:
+        _write_folder(run, asked, data, start)
+    output = _open_output(run, asked, start, training.counters.step, callbacks)
+    for line in (*_remarks(run, asked, start), *_of_start(run, asked, start, training.counters.step, aside)):
+        output.note(line)
+    shard = shard_of(run, mesh, run.train.global_batch)
+    saver = Saver(out / "checkpoints", mesh.axis("world"), keep=run.train.keep)
+    if start.found is not None and start.writes and not training.counters.in_a_row:  # else an older one may be needed
+        keep_newest(saver.folder, training.counters.step, run.train.keep)
+    auditor = Auditor(executor.engine, mesh, every=run.train.audit_every, record=output.write, note=output.note, checkpoints=saver.folder)
+    base = described(start.base) if start.base is not None and run.lora.rank else None
+    return Job(
+        run,
+        asked.name,
+        out,
+        world,
+        mesh,
+        training=replace(training, auditor=auditor),
+        batches=Batches(data, shard, mesh.axis("world") if run.data.is_own else None),
+        output=output,
+        saves=Saves(saver, asked.code, base, start.resumed.table, begun=None if start.found is None else training.counters.step),
+    )
+
+
+def _start_of(run: Run, asked: Asked, mesh: Mesh) -> Start:
+    """Find the checkpoints from which the run starts, and check that its model fits them. Makes the run's folder. Collective."""
+    found = None if asked.fresh else state.find(asked.out / "checkpoints", mesh, log=asked.say, step=asked.from_step)
+    done = _is_done(run, found, asked.out, mesh)
     if not done:
-        make_writable(out, world)
-    writes = first and not done
+        make_writable(asked.out, asked.world)
     source = None
     if asked.init_from is not None and found is None:
         begins = state.source(asked.init_from, mesh, log=asked.say)
@@ -95,6 +142,11 @@ def open_job(run: Run, asked: Asked) -> Job:
     check_base(run.lora.rank, source=source, found=found)
     base = source if found is None else base_of(found, _moved(asked)) if run.lora.rank else None
     resumed = Resumed.of(found, run, asked.allow_changes) if source is None else Resumed.begun(source, run, asked.allow_changes)
+    return Start(found, source, base, resumed, writes=asked.world.rank == 0 and not done)
+
+
+def _read_data(run: Run, asked: Asked, mesh: Mesh, resumed: Resumed) -> Dataset:
+    """Open the run's data, with the tokenizer that it resumes with. Collective with a user's own data."""
     read = partial(
         open_data,
         run.data,
@@ -106,111 +158,91 @@ def open_job(run: Run, asked: Asked) -> Job:
         given=asked.own.data,
     )
     data = the_same(read, mesh.axis("world")) if run.data.is_own else read()
-    for line in told(data.index, out / LISTING):
+    for line in told(data.index, asked.out / LISTING):
         asked.say(line)
     if run.model.document_mask:
         check_separator(data.tokenizer, run.model.document_separator)
-    prepare(run, asked.say)
-    executor = start_model(run, mesh, world, rule=asked.own.rule(run, mesh), table=resumed.table)
-    scale, counters = LossScale.of(run.precision.loss_scale), Counters()
-    if asked.fresh:
-        for folder in (out / "checkpoints", out / KEPT):
-            set_aside(folder, world)
+    return data
+
+
+def _restore(run: Run, asked: Asked, mesh: Mesh, training: Training, data: Dataset, start: Start) -> None:
+    """Load the model, and the training state of a resumed run. Collective."""
     whole = whole_layouts(run) if run.degrees.pp > 1 else None
-    rebalancer = Rebalancer(run, executor.engine, mesh)
+    engine, found = training.executor.engine, start.found
     if found is not None:
-        rebalancer.resume(found.state.get(state.PLACED), where=f"checkpoint {found.path.name}")
+        training.rebalancer.resume(found.state.get(state.PLACED), where=f"checkpoint {found.path.name}")
     with during(RESUMING):
-        if base is not None:  # before `resume`, which sets the counters
-            state.begin(base, executor.engine, mesh, log=asked.say, whole=whole)
+        if start.base is not None:  # before `resume`, which sets the counters
+            state.begin(start.base, engine, mesh, log=asked.say, whole=whole)
         state.resume(
             found,
-            executor.engine,
+            engine,
             mesh,
-            counters=counters,
-            scale=scale,
+            counters=training.counters,
+            scale=training.scale,
             data=data.key,
             recipe=run.model_dump(mode="json"),
             log=asked.say,
             whole=whole,
         )
-    aside = None if asked.from_step is None else set_aside(out / "checkpoints", world, after=asked.from_step)
-    if writes:
-        (out / "recipe.yaml").write_text(resolved_yaml(run, asked.origins))
-        list_in(out, data.index)
-        if source is not None:
-            pass_on(source.path, out)
-        if resumed.table is not None:
-            (out / f"{hash_table.STATE}.json").write_text(json.dumps(resumed.table))
-    goes_on = found is not None or (asked.restart is not None and not asked.fresh and asked.restart.has_records(out))
-    again = going_on(out, counters.step, asked.restart) if goes_on and first else {}
+
+
+def _write_folder(run: Run, asked: Asked, data: Dataset, start: Start) -> None:
+    """Write the files of the run's folder other than records and checkpoints."""
+    (asked.out / "recipe.yaml").write_text(resolved_yaml(run, asked.origins))
+    list_in(asked.out, data.index)
+    if start.source is not None:
+        pass_on(start.source.path, asked.out)
+    if start.resumed.table is not None:
+        (asked.out / f"{hash_table.STATE}.json").write_text(json.dumps(start.resumed.table))
+
+
+def _open_output(run: Run, asked: Asked, start: Start, step: int, callbacks: Callbacks) -> Output:
+    """Open records, trackers and display, and record how the run starts at this step."""
+    out, world, first, resumed = asked.out, asked.world, asked.world.rank == 0, start.resumed
+    goes_on = start.found is not None or (asked.restart is not None and not asked.fresh and asked.restart.has_records(out))
+    again = going_on(out, step, asked.restart) if goes_on and first else {}
     config = {key: value for key, value in flat(run).items() if not isinstance(value, list | dict)}
     trackers = {
         str(name): partial(open_tracker, name, out, recipe=asked.name, config=config, goes_on=goes_on) for name in run.train.trackers
     }
-    records = Records(out if writes else None, resume_step=counters.step if goes_on else None, say=asked.say, trackers=trackers)
-    progress = open_progress(
-        run.train.steps,
-        recipe=asked.name,
-        world=world.size,
-        lines=title(run, world),
-        out=out,
-        kind="auto" if first and asked.display else "none",
-    )
-    if why := nothing_to_move(run):
-        progress.note(f"experts.rebalance_every {run.experts.rebalance_every} has no effect: {why}")
-    before = {} if found is None else found.state.get("code", {})
-    changed = [key for key, digest in asked.code.items() if before.get(key, digest) != digest]
-    for line in (
-        *(f"changed since the checkpoint: the code of {key} {run.plugins()[key]}" for key in changed),
-        *without_effect(run),
-        *(f"not recommended: {reason}" for reason in not_recommended(run)),
-        *resumed.unused(asked.allow_changes),
-    ):
-        progress.note(line)
-    if found is not None:
-        progress.note(f"resumed from {out / 'checkpoints'} at step {counters.step} (--fresh starts over)")
-    if aside is not None:
-        progress.note(f"later checkpoints are set aside, in {aside}")
+    records = Records(out if start.writes else None, resume_step=step if goes_on else None, say=asked.say, trackers=trackers)
+    kind: Literal["auto", "none"] = "auto" if first and asked.display else "none"
+    progress = open_progress(run.train.steps, recipe=asked.name, world=world.size, lines=title(run, world), out=out, kind=kind)
+    output = Output(records, progress, callbacks)
     if goes_on:
-        about = resumed.recorded() if source is None else {}
+        about = resumed.recorded() if start.source is None else {}
         worlds = {"world": world.size} | ({} if resumed.world is None else {"world_before": resumed.world})
-        records.write({"kind": "event", "event": "resumed", "step": counters.step, **worlds, **again, **about})
-    if source is not None:
-        progress.note(f"begins with the weights and the tokenizer of {source.path}")
-        records.write({"kind": "event", "event": "begun", "step": 0, "from": str(source.path)} | resumed.recorded())
+        output.event("resumed", step=step, **worlds, **again, **about)
+    if start.source is not None:
+        output.event("begun", step=0, **{"from": str(start.source.path)}, **resumed.recorded())
+    return output
+
+
+def _remarks(run: Run, asked: Asked, start: Start) -> Iterator[str]:
+    """Yield lines on keys without effect, code that has changed, and combinations that are not recommended."""
+    if why := nothing_to_move(run):
+        yield f"experts.rebalance_every {run.experts.rebalance_every} has no effect: {why}"
+    before = {} if start.found is None else start.found.state.get("code", {})
+    for key, digest in asked.code.items():
+        if before.get(key, digest) != digest:
+            yield f"changed since the checkpoint: the code of {key} {run.plugins()[key]}"
+    yield from without_effect(run)
+    for reason in not_recommended(run):
+        yield f"not recommended: {reason}"
+    yield from start.resumed.unused(asked.allow_changes)
+
+
+def _of_start(run: Run, asked: Asked, start: Start, step: int, aside: Path | None) -> Iterator[str]:
+    """Yield lines on the checkpoints from which the run starts. `aside`: the folder of later ones."""
+    if start.found is not None:
+        yield f"resumed from {asked.out / 'checkpoints'} at step {step} (--fresh starts over)"
+    if aside is not None:
+        yield f"later checkpoints are set aside, in {aside}"
+    if start.source is not None:
+        yield f"begins with the weights and the tokenizer of {start.source.path}"
     elif asked.init_from is not None and not (run.lora.rank and _moved(asked)):
-        progress.note(f"--init_from {asked.init_from} has no effect: the run goes on from its own checkpoint (--fresh starts over)")
-    shard = shard_of(run, mesh, run.train.global_batch)
-    saver = Saver(out / "checkpoints", mesh.axis("world"), keep=run.train.keep)
-    if found is not None and writes and not counters.in_a_row:  # else the run may have to resume from an older one
-        keep_newest(saver.folder, counters.step, run.train.keep)
-    auditor = Auditor(
-        executor.engine, mesh, every=run.train.audit_every, record=records.write, note=progress.note, checkpoints=saver.folder
-    )
-    return Job(
-        run,
-        asked.name,
-        out,
-        world,
-        mesh,
-        executor,
-        data,
-        shard,
-        records,
-        progress,
-        scale,
-        rebalancer,
-        saver,
-        counters,
-        auditor=auditor,
-        callbacks=callbacks,
-        code=asked.code,
-        own_data=run.data.is_own,
-        saved_at=None if found is None else counters.step,
-        base=described(base) if base is not None and run.lora.rank else None,
-        table=resumed.table,
-    )
+        yield f"--init_from {asked.init_from} has no effect: the run goes on from its own checkpoint (--fresh starts over)"
 
 
 def _is_done(run: Run, found: Reader | None, out: Path, mesh: Mesh) -> bool:

@@ -20,8 +20,7 @@ import torch
 
 from moe.checks.together import check_run
 from moe.plan.choose.predicted import Place, Prediction, predict
-from moe.plan.machine.cluster import load_cluster
-from moe.plan.machine.this_machine import measured_cluster, memory_limit_bytes, own_limit_bytes, processor, resident_bytes
+from moe.plan.machine.cluster import load_cluster, measured_cluster
 from moe.recipe.sections import Run
 from moe.records import prediction
 from moe.records.summary import size
@@ -30,6 +29,7 @@ from moe.train.start.place import own_peak_bytes
 from parallel.data.engine import Engine
 from parallel.errors import BadInput
 from parallel.fixes import Set
+from parallel.machine import memory_limit_bytes, own_limit_bytes, processor, resident_bytes
 from parallel.mesh.collectives import max_over
 from parallel.mesh.mesh import Mesh
 from parallel.process import process

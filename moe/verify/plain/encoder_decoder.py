@@ -18,8 +18,9 @@ from torch import Tensor
 
 from moe.recipe.sections import Run
 from moe.verify.plain.batches import PADDING
-from moe.verify.plain.layer import Layer, Tokens, Weights, wide
+from moe.verify.plain.layer import Layer, Weights
 from moe.verify.plain.model import Note, Passed, Rounding, dense_or_experts, norm
+from moe.verify.plain.router import Tokens, wide
 
 # B batch, L length, S length of the source, D model, H heads, C channels of a head, T = B*L tokens
 

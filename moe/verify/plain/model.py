@@ -24,7 +24,8 @@ from torch import Tensor
 from moe.recipe.sections import Model, Rope, Run
 from moe.verify.plain.batches import PADDING, predicted
 from moe.verify.plain.batches import ids as ids_of
-from moe.verify.plain.layer import Kind, Layer, Tokens, Weights, moe_layer, network, wide
+from moe.verify.plain.layer import Kind, Layer, Weights, moe_layer, network
+from moe.verify.plain.router import Tokens, wide
 
 # B batch, L length, D model, H heads, C channels of a head, T = B*L tokens
 

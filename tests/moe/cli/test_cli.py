@@ -23,6 +23,9 @@ from moe import __version__
 from moe.cli import doctor, verbs
 from moe.cli import main as cli
 from moe.cli.flags import check_words
+from moe.cli.parse import SHELLS, about
+from moe.cli.parse import parse as parse_verb
+from moe.cli.run import bench
 from moe.launch import launch, start
 from moe.launch.arguments import Arguments, parse
 from moe.recipe.keys import flat, known_keys
@@ -77,7 +80,7 @@ def test_help_has_no_gap_where_a_docstring_begins_a_line(capsys: pytest.CaptureF
     assert cli.main(["--help"]) == 0
     assert "of Hugging Face's transformers" in " ".join(line.strip() for line in capsys.readouterr().out.splitlines())
     for kind in verbs.VERBS.values():
-        assert "  " not in verbs._about(kind, []).strip(), kind
+        assert "  " not in about(kind, []).strip(), kind
 
 
 def test_no_word_is_a_question_for_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,7 +110,7 @@ def test_bash_completes_verbs_dotted_keys_and_choices(tmp_path: Path) -> None:
 def test_nothing_is_completed_that_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     """Every flag and choice of bash's script, given to the command line's own reading; the other shells have the same table."""
     tables = []
-    for shell in verbs.SHELLS:
+    for shell in SHELLS:
         assert cli.main(["--tyro-print-completion", shell]) == 0
         (line,) = [line for line in capsys.readouterr().out.splitlines() if "COMPLETION_SPEC = {" in line]
         text = line[line.index("{") :]
@@ -217,10 +220,10 @@ def test_a_step_that_cannot_be_meant_is_refused(
 
 def test_checked_words_mean_the_same_to_tyro() -> None:
     words = check_words("generate", verbs.Generate, ["runs/x", "--temperature", "0.5", "--prompt=- a --b", "--tokens=7"])
-    got = verbs.parse("generate", words, benches=[])
+    got = parse_verb("generate", words, benches=[])
     assert got == verbs.Generate("runs/x", prompt="- a --b", tokens=7, temperature=0.5)
     words = check_words("train", verbs.Train, ["--nproc", "2", "r", "--fresh", "--launcher", "torchrun", "--out", "a=b"])
-    assert verbs.parse("train", words, benches=[]) == verbs.Train("r", nproc=2, fresh=True, launcher="torchrun", out=Path("a=b"))
+    assert parse_verb("train", words, benches=[]) == verbs.Train("r", nproc=2, fresh=True, launcher="torchrun", out=Path("a=b"))
 
 
 def test_a_complaint_of_tyro_alone_is_one_line_too(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,7 +339,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[Any, ...], 
     def module(name: str) -> types.SimpleNamespace:
         return types.SimpleNamespace(main=lambda *words, **flags: calls.append((name, words, flags)))
 
-    monkeypatch.setattr(cli.importlib, "import_module", module)
+    monkeypatch.setattr("importlib.import_module", module)
     return calls
 
 
@@ -346,7 +349,7 @@ def test_verbs_hand_over_only_what_was_given(called: list[Any], tmp_path: Path, 
     (tmp_path / "runs/a/metrics.jsonl").touch()
     (tmp_path / "bench/layers").mkdir(parents=True)
     (tmp_path / "bench/layers/how_fast.py").write_text("import torch\ndef main(*, steps: int = 3, json=None):\n    return 0\n")
-    monkeypatch.setattr(cli, "BENCHES", tmp_path / "bench")
+    monkeypatch.setattr(bench, "BENCHES", tmp_path / "bench")
     assert cli.main(["generate", "runs/a", "--tokens", "5"]) == 0
     assert cli.main(["report", "runs/a"]) == 0
     kinds = "data,expert,tensor,sequence,pipeline,hybrid"
@@ -389,7 +392,7 @@ def test_a_flag_that_a_measurement_does_not_take_is_refused_by_name(
     (tmp_path / "layers/how_fast.py").write_text(
         '"""How fast.\n\nHow it is timed.\n"""\ndef main(*, steps: int = 3, json=None):\n    return 0\n'
     )
-    monkeypatch.setattr(cli, "BENCHES", tmp_path)
+    monkeypatch.setattr(bench, "BENCHES", tmp_path)
     assert cli.main(["bench", "how-fast", "--seeds", "4"]) == 2 and not called
     assert "--seeds: got it for how-fast, needed what how-fast takes: --steps, --json" in capsys.readouterr().err
     assert cli.main(["bench", "--help"]) == 0 and re.search(r"\n  how-fast  How fast\.\n$", capsys.readouterr().out)

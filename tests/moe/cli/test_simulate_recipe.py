@@ -11,8 +11,12 @@ import pytest
 from moe.cli import main as cli
 from moe.cli.simulate import simulate
 from moe.cli.simulate import times as simulate_times
-from moe.plan.job.activations import block_bytes, head_bytes
 from moe.plan.job.flops import size
+from moe.plan.job.network import Plan
+from moe.plan.job.of_recipe import network_of
+from moe.plan.job.states import FP32
+from moe.plan.memory.kept import ends_kept, layer_kept
+from moe.plan.memory.stack import OURS
 from moe.plan.pipeline import layers_of, schedule_of
 from moe.recipe.load import load
 from parallel.errors import BadInput
@@ -64,7 +68,9 @@ def test_a_recipes_model_decides_times_and_memory(tmp_path: Path, capsys: pytest
     tied = run.model.d_model if run.model.tied_embeddings else 0  # the table is on both ends
     assert sum(row["parameters_by_rank"]) == counted.total + tied
     assert row["state_bytes_by_rank"] == [16 * n for n in row["parameters_by_rank"]]
-    block, head = tokens * block_bytes(run, 0), tokens * head_bytes(run)
+    network, plan = network_of(run), Plan(pp=2, microbatch=run.train.global_batch // 4, compute_bytes=4, storage=FP32)
+    block = layer_kept(network, plan, OURS, 0, "none")
+    head = ends_kept(network, plan, OURS, first=False, last=True)
     assert row["activation_bytes_by_rank"] == pytest.approx([2 * 3 * block, 3 * block + head])  # min(m, p - r) in flight
     assert row["sent_bytes_by_rank"] == [4 * tokens * run.model.d_model * 4] * 2
 

@@ -33,6 +33,7 @@ from moe.launch.processes import STDIN, TOKEN, Rank
 from moe.launch.verdict import verdict
 from moe.train.start.place import asked_to_stop
 from parallel.errors import BadInput
+from parallel.machine import usable_cores
 from parallel.process import extensions
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -290,7 +291,7 @@ def test_real_launchers_pass_arguments_and_stop_on_sigterm(launch, launcher: str
         words, env = json.loads((run.out / f"args-{rank}.json").read_text())
         assert words == ["waits", "--train.seed=-1", "--out", str(run.out)]
         assert (env["RANK"], env["LOCAL_RANK"], env["WORLD_SIZE"]) == (str(rank), str(rank), "2")
-        assert env["OMP_NUM_THREADS"] == str(max(1, environment.usable_cores() // 2))
+        assert env["OMP_NUM_THREADS"] == str(max(1, usable_cores() // 2))
         assert Path(env["TORCH_EXTENSIONS_DIR"]) == extensions.extensions_dir()
         assert environment.BEFORE_TORCH.items() <= env.items()
 

@@ -15,6 +15,7 @@ import torch
 
 from moe.checks.together import check_run
 from moe.cli.main import main
+from moe.experts.dispatch.catalog import examples
 from moe.nn import attention
 from moe.nn.rotary import Turns
 from moe.plan.job.of_recipe import network_of, plan_of
@@ -25,8 +26,11 @@ from moe.recipe.sections import Run
 from moe.rehearse.rehearse import carried
 from moe.rehearse.walk import Walked, open_job, take_step, walk
 from moe.router.rehearsed import balanced_logits
-from moe.verify.cases import FORMS, GRIDS, LAYERS, ROWS, SLICED, Case, attentions, divisors
+from moe.verify.cases import FORMS, SLICED, Case, attentions
+from moe.verify.rows.pipeline import LAYERS
 from parallel.errors import BadInput
+from parallel.mesh.grids import SMALLEST
+from parallel.mesh.mesh import divisors
 from parallel.pipeline.schedules.catalog import SCHEDULES
 from parallel.process.process import World
 from parallel.rehearse.pretended import Found
@@ -163,12 +167,12 @@ EVERY = {
     "1f1b fsdp": staged("1f1b", kind="fsdp"),
     "1f1b 1d": replace(staged("1f1b", "dense"), tp=2, tensor="1d"),
     **{form: replace(plain, tp=2, tensor=form) for form in ("copied", "1d", "dtensor", *FORMS)},
-    **{grid: Case("dense", "ddp", world, 1, 1, "bf16", tp=world, tensor=grid, batch=24) for grid, world in GRIDS.items()},
+    **{grid: Case("dense", "ddp", world, 1, 1, "bf16", tp=world, tensor=grid, batch=24) for grid, world in SMALLEST.items()},
     "2d gshard": Case("gshard", "ddp", 4, 2, 1, "fp32", tp=4, tensor="2d", batch=24),
     "zigzag gshard": Case("gshard", "ddp", 4, 2, 1, "fp32", sp=2, length=SLICED),
     "1d gshard": Case("gshard", "ddp", 4, 2, 1, "fp32", tp=2, tensor="1d"),
     **{way: replace(plain, sp=4 if way == "heads2" else 2, attention=way, length=SLICED, recompute="full") for way in attentions()},
-    **{rows: replace(sparse, rows=rows, ep=2 if rows == "overlapped" else 4) for rows in ROWS},
+    **{rows: replace(sparse, rows=rows, ep=2 if rows == "overlapped" else 4) for rows in examples()},
     **{f"etp {rows}": Case("gshard", "ddp", 4, 2, 1, "fp32", etp=2, rows=rows) for rows in ("all_to_all", "all_gather")},
     **{router: Case(router, "ddp", 4, 2, 1, "fp32") for router in ("expert_choice", "noisy_top_k", "sinkhorn", "packed")},
 }

@@ -31,12 +31,14 @@ from moe.model.transformer import Transformer
 from moe.nn.context import Context
 from moe.router.router import Router
 from moe.verify import layouts, verify
-from moe.verify.cases import GRIDS, LINES, MODELS, ROUTERS, SLICED, Case, attentions, data_cases, expert_cases, tiled_cases
+from moe.verify.cases import MODELS, ROUTERS, SLICED, Case, attentions
 from moe.verify.compare import NUMBERS, compare
 from moe.verify.expected import Expected, alone, made_beside, own_order, reorderings, twin_of
 from moe.verify.in_parts import in_parts
 from moe.verify.kinds import cases
 from moe.verify.layouts import compute
+from moe.verify.rows.data import data_cases, tiled_cases
+from moe.verify.rows.expert import expert_cases
 from moe.verify.tape import Tape
 from moe.verify.twin import Result, reference
 from moe.verify.where import Standard
@@ -45,6 +47,7 @@ from parallel.data.ddp import DDP
 from parallel.data.zero import Zero
 from parallel.errors import BadInput
 from parallel.mesh.collectives import Started, sum_over
+from parallel.mesh.grids import GRIDS, LINES
 from parallel.mesh.layout import Layout
 from parallel.mesh.mesh import Mesh
 from parallel.numerics.clip import GradientNorm

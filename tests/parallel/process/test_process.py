@@ -14,7 +14,7 @@ import torch
 from moe.launch.environment import free_port
 from parallel.errors import BadInput
 from parallel.numerics.precision import multiplies
-from parallel.process.process import World, _not_connected, interface_to, read_environment, start
+from parallel.process.process import World, _not_connected, interface_to, read_environment, share_cores, start
 from parallel.watch.meet import NotMet, meet
 from tests.campaigns.two_machines import two_machines, why_not
 
@@ -113,7 +113,7 @@ def test_what_nccl_says_is_kept_and_no_message_is_one_too() -> None:
     ],
 )
 def test_16_bits_are_known_by_the_processors_own_flags(flags: str, bf16: bool, fp16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pathlib.Path.read_text", lambda self: flags)
+    monkeypatch.setattr("pathlib.Path.read_text", lambda self, **_: flags)
     assert multiplies(torch.bfloat16, torch.device("cpu")) is bf16
     assert multiplies(torch.float16, torch.device("cpu")) is fp16
 
@@ -149,3 +149,14 @@ def test_two_machines_meet_by_the_cable_between_them() -> None:
             os.close(writes)
             assert os.read(reads, 64).decode() == machines.ends[machine]
             os.close(reads)
+
+
+def test_ranks_share_the_cores_of_a_containers_quota(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a quota of 3 of 8 cores, each of two ranks gets one thread."""
+    threads: list[int] = []
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr("pathlib.Path.read_text", lambda self, **_: "300000 100000")
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    share_cores(World(0, 2, local_size=2))
+    assert threads == [1]

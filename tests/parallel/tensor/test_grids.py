@@ -25,7 +25,6 @@ from parallel.mesh.mesh import Degrees, Mesh
 from parallel.numerics.weight_gradient import put_off
 from parallel.process import process
 from parallel.process.process import World
-from parallel.tensor import linear_2p5d
 from parallel.tensor.exchanged import Exchanged
 from parallel.tensor.grid import ChannelsNorm
 from parallel.tensor.linear_2d import Block
@@ -216,5 +215,5 @@ def test_every_number_that_a_refusal_names_makes_a_grid() -> None:
 
 
 def made(kind: str, tp: int, *, depth: int | None = None) -> tuple[int, int, int]:
-    sides = range(2, 12)
-    return linear_2p5d.grid_of(tp, depth, sides=sides) if kind == "2.5d" else grid_of(kind, tp, sides=sides)
+    found = grid_of(kind, tp, depth, sides=range(2, 12))
+    return found.depth, found.rows, found.columns

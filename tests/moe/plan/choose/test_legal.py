@@ -22,7 +22,8 @@ from moe.plan.job.of_recipe import network_of, plan_of
 from moe.plan.machine.cluster import load_cluster
 from moe.plan.memory.memory import peak
 from moe.plan.pipeline import layers_of, schedule_of
-from moe.plan.time.cost import step_time
+from moe.plan.time.cost import own_program, step_time
+from moe.plan.time.layer_time import layer_time
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
@@ -208,3 +209,19 @@ def test_a_grid_that_is_none_is_said() -> None:
     network = network_of(run_of(sparse=False))
     assert "is no grid" in str(refusal(network, Plan(tp=6, tensor="2d", microbatch=6)))
     assert refusal(network, Plan(tp=4, tensor="2d", microbatch=6)) is None
+
+
+def test_a_depth_of_one_is_a_square_for_both() -> None:
+    run = build_run({"model": MODEL, "degrees": {"tp": 4, "dp": 1}, "tensor": {"kind": "2.5d", "depth": 1}}).resolve(4)
+    assert str(check_run(run, 4).tp_grid()) == "2 x 2" and refusal(network_of(run), plan_of(run)) is None
+
+
+def test_ranks_that_hold_copies_compute_everything() -> None:
+    """A layer's products take as long on each of two such ranks as on one alone, and as in 1D on half of the units."""
+    network, cluster = replace(network_of(run_of(sparse=False)), width=2048, hidden=8192, length=1024), load_cluster("h100-8")
+    program = own_program(cluster)
+    alone, copied, cut = (
+        layer_time(network, Plan(tp=tp, tensor=kind), cluster, program, sparse=False).forward.compute
+        for tp, kind in ((1, "1d"), (2, "copied"), (2, "1d"))
+    )
+    assert copied == alone > cut

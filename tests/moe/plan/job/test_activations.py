@@ -10,7 +10,10 @@ from moe.model.transformer import Transformer
 from moe.nn.context import Context
 from moe.nn.vocabulary import summed_loss
 from moe.parallelize.memory import save_memory
-from moe.plan.job.activations import block_bytes, fixed_bytes, head_bytes, router_bytes
+from moe.plan.job.network import Network, Plan
+from moe.plan.job.of_recipe import compute_bytes, network_of, plan_of
+from moe.plan.memory.kept import cast_weights, casts_kept, ends_kept, layer_kept, recompute_of, router_kept
+from moe.plan.memory.stack import OURS_ON_CPU
 from moe.recipe import load as recipe
 from moe.recipe.sections import Run
 from moe.router.router import Router
@@ -25,7 +28,7 @@ CASES: dict[str, dict[str, str]] = {
     "rmsnorm": {"model.norm": "rmsnorm"},
     "rmsnorm, selective": {"model.norm": "rmsnorm", "recompute.kind": "selective"},
     "t5": {"model.positions": "t5"},
-    "a window": {"model.sliding_window": "32", "model.sliding_layers": "[0]", "model.num_kv_heads": "2"},
+    "a window": {"model.sliding_window": "32", "model.sliding_layers": "[0, 1]", "model.num_kv_heads": "2"},
     "sinks": {"model.attention_sinks": "true", "model.out_bias": "true"},
     "clipped": {"model.clip_qkv": "0.1", "model.qk_norm": "heads", "model.num_kv_heads": "2", "model.rope.fraction": "0.5"},
     "latents": {"model.latent.key_rank": "20", "model.latent.query_rank": "28", "model.latent.rotary_size": "6", "model.norm": "rmsnorm"},
@@ -40,6 +43,7 @@ CASES: dict[str, dict[str, str]] = {
     },
     "few places": {"router.preset": "switch", "router.capacity_factor": "0.3"},
     "shared": {"experts.shared": "2"},
+    "a gate of the shared expert": {"experts.shared": "1", "experts.shared_gate": "true"},
     "residual": {"experts.residual": "true"},
     "expert dropout": {"experts.dropout": "0.1"},
     "full": {"recompute.kind": "full"},
@@ -50,6 +54,18 @@ CASES: dict[str, dict[str, str]] = {
 def run_of(case: str, compute: str) -> Run:
     values = {f"model.{key}": str(value) for key, value in SMALL.items()} | {"precision.compute": compute, "experts.num_experts": "2"}
     return recipe.load("switch_tiny", values | {"router.jitter": "0.0"} | CASES[case])[0]
+
+
+def planned(run: Run) -> tuple[Network, Plan]:
+    """The recipe as the planner sees it, with micro-batches of B sequences."""
+    run = run.resolve(1)
+    return network_of(run), plan_of(run).but(microbatch=B)
+
+
+def of_layer(run: Run, layer: int) -> float:
+    """Bytes that a layer's micro-batch keeps, without copies of weights."""
+    network, plan = planned(run)
+    return layer_kept(network, plan, OURS_ON_CPU, layer, recompute_of(plan, layer))
 
 
 def kept_by_blocks(run: Run, casts: str = "kept") -> list[int]:
@@ -83,8 +99,9 @@ def kept_by_blocks(run: Run, casts: str = "kept") -> list[int]:
 def test_a_block_keeps_what_the_formula_says(case: str, compute: str) -> None:
     """A dense block within 3 %; one with experts within 15 %, because the kernels fill each expert's rows up to whole blocks."""
     run = run_of(case, compute)
+    network, plan = planned(run)
     for layer, kept in enumerate(kept_by_blocks(run)):
-        said = B * L * block_bytes(run, layer, "cpu") + fixed_bytes(run, layer)
+        said = of_layer(run, layer) + (cast_weights(network, plan, layer) if casts_kept(plan, OURS_ON_CPU) else 0.0)
         assert said == pytest.approx(kept, rel=0.15 if layer in run.model.layers_with_experts() else 0.03)
 
 
@@ -104,7 +121,8 @@ def test_a_routers_options_keep_what_the_formula_says(case: str, compute: str) -
     """More than a plain router, but for an index and a gate of each choice."""
     values = {f"model.{key}": str(value) for key, value in SMALL.items()} | {"precision.compute": compute, "experts.num_experts": "6"}
     runs = [recipe.load("switch_tiny", values | {"router.jitter": "0.0"} | own)[0] for own in ({}, ROUTERS[case])]
-    more = router_bytes(runs[1], 6, "cpu") - router_bytes(runs[0], 6, "cpu")
+    plain, own = (router_kept(network_of(run), OURS_ON_CPU, compute_bytes(run)) for run in runs)
+    more = own - plain
     assert more == pytest.approx((kept_by_router(runs[1]) - kept_by_router(runs[0])) / (B * L), abs=12 * runs[1].router.num_choices)
     assert more > 0
 
@@ -131,9 +149,10 @@ def kept_by_router(run: Run) -> int:
 def test_stages_keep_no_cast_weights(case: str) -> None:
     """A stage's products cast their weights again in the backward pass: of a dense layer nothing is kept but what its tokens need."""
     run = run_of(case, "bf16")
-    said = B * L * block_bytes(run, 0) + fixed_bytes(run, 0, "again")
+    network, plan = planned(run)
+    said = of_layer(run, 0)
     assert said == pytest.approx(kept_by_blocks(run, "again")[0], rel=0.03)
-    assert fixed_bytes(run, 0) - fixed_bytes(run, 0, "again") > 0.03 * said
+    assert cast_weights(network, plan, 0) > 0.03 * said and not casts_kept(plan.but(pp=2), OURS_ON_CPU)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +160,7 @@ def test_stages_keep_no_cast_weights(case: str) -> None:
 )
 def test_the_head_keeps_its_logits_unless_they_come_in_chunks(chunks: int, norm: str, cap: str) -> None:
     values = {"recompute.loss_chunks": str(chunks), "model.num_layers": "1", "model.norm": norm, "precision.compute": "fp32"}
-    values["model.logit_cap"] = cap
+    values |= {"model.logit_cap": cap, "model.max_length": str(L)}
     run = recipe.load("dense_tiny", values)[0]
     model = Transformer(run.model, vocab_size=run.vocab_size)
     x_BLD = torch.randn(B, L, run.model.d_model, requires_grad=True)
@@ -152,4 +171,4 @@ def test_the_head_keeps_its_logits_unless_they_come_in_chunks(chunks: int, norm:
         loss = summed_loss(model.norm(x_BLD), targets, model.embedding, chunks=chunks, cap=run.model.logit_cap)
     assert loss.requires_grad
     found = sum(t.untyped_storage().nbytes() for at, t in kept.items() if at not in weights)
-    assert B * L * head_bytes(run, "cpu") == pytest.approx(found, rel=0.03)
+    assert ends_kept(*planned(run), OURS_ON_CPU, first=False, last=True) == pytest.approx(found, rel=0.03)

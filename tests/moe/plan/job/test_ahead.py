@@ -20,12 +20,12 @@ from moe.plan.choose.legal import refusal
 from moe.plan.job.counts import held, parameters
 from moe.plan.job.flops import size
 from moe.plan.job.of_recipe import network_of, plan_of
-from moe.plan.job.stages import stages_of
 from moe.plan.machine.cluster import load_cluster
 from moe.plan.memory.kept import cast_ahead, casts_kept, ends_kept
 from moe.plan.memory.memory import peak
 from moe.plan.memory.stack import OURS_ON_CPU
 from moe.plan.pipeline import layers_of, schedule_of
+from moe.plan.stages import stages_of
 from moe.plan.time.cost import step_time
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe.plan.job.cut import cut, empty_rank
-from moe.plan.job.flops import size
-from moe.plan.job.stages import layer_flops, stage_flops
+from moe.plan.job.flops import layer_flops, size, stage_flops
 from moe.recipe import load as recipe
 from parallel.errors import BadInput
 
@@ -89,5 +88,5 @@ def test_a_layer_with_experts_costs_its_choices_and_not_its_experts() -> None:
 
 
 def test_costs_need_no_torch() -> None:
-    code = "import sys, moe.plan.job.stages, moe.plan.job.cut; sys.exit('torch' in sys.modules)"
+    code = "import sys, moe.plan.stages, moe.plan.job.cut; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import yaml
 
-from moe.plan.machine import this_machine
-from moe.plan.machine.cluster import load_cluster, told_of
+from moe.plan.machine.cluster import load_cluster, measured_file, told_of
 from moe.records.summary import summary_rows
 from moe.train.loop import trainer
 from moe.train.start import prediction
 from parallel.errors import BadInput
+from parallel.machine import processor
 from parallel.process.fork import run_on_ranks
 from parallel.process.process import World
 from tests.planner import runs as planner_runs
@@ -82,7 +82,7 @@ def test_a_limit_of_the_shell_is_read(home: Path, tmp_path: Path, monkeypatch: p
     """What a process has already is taken off both limits, and the less of what is left decides."""
     told = """
 import resource
-from moe.plan.machine.this_machine import own_limit_bytes
+from parallel.machine import own_limit_bytes
 print(own_limit_bytes())
 for kind, limit in ((resource.RLIMIT_AS, 2**34), (resource.RLIMIT_DATA, 2**33)):
     resource.setrlimit(kind, (limit, limit))
@@ -111,12 +111,12 @@ def test_time_is_predicted_where_this_machine_was_measured(home: Path, tmp_path:
     run = trained.recipe(home, train={"steps": 2, "save_every": 0})
     assert go(run, tmp_path / "a")["predicted"]["step_seconds"] is None
     assert "time not predicted (moe plan --calibrate measures this machine)" in capsys.readouterr().out
-    cluster_file(this_machine.measured_file(), memory_gib=8, name="another processor")
+    cluster_file(measured_file(), memory_gib=8, name="another processor")
     assert go(run, tmp_path / "b")["predicted"]["step_seconds"] is None
-    cluster_file(this_machine.measured_file(), memory_gib=8, name=this_machine.processor())
+    cluster_file(measured_file(), memory_gib=8, name=processor())
     assert go(run, tmp_path / "c")["predicted"]["step_seconds"] > 0
     assert "a step (machine)" in capsys.readouterr().out
-    this_machine.measured_file().unlink()
+    measured_file().unlink()
 
 
 @pytest.mark.parametrize("case", ["fsdp", "pp 2"])

@@ -1,7 +1,5 @@
 """The cost of each stage of a recipe's model, computed without the model, for cutting and simulating pipelines.
 
-    layer_flops(run)          forward FLOPs per token of each layer; the last has the head's and multi-token prediction's, too
-    stage_flops(run, layers)  forward FLOPs per token of each stage; the last stage has the head's, even without a layer
     stages_of(run, layers)    FLOPs and bytes of one micro-batch on each stage that has these layers
     Device.cost(stages)       seconds: FLOPs over a speed, bytes over a link's bandwidth
 
@@ -16,8 +14,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moe.plan.job.activations import block_bytes, compute_bytes, fixed_bytes, head_bytes, input_bytes
-from moe.plan.job.flops import ahead_size, attention_products, block_size, core_forward, expert_size, head_forward
+from moe.plan.job.flops import ahead_size, attention_products, block_size, core_forward, end_flops, expert_size, head_forward
+from moe.plan.job.network import Network, Plan
+from moe.plan.job.of_recipe import compute_bytes, network_of, storage_of
+from moe.plan.memory.kept import stage_kept
+from moe.plan.memory.stack import OURS
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
 from parallel.pipeline.schedule import Action, Op
@@ -65,26 +66,6 @@ class Device:
         return cost
 
 
-def layer_flops(run: Run) -> tuple[float, ...]:
-    """Forward FLOPs per token of each layer, with the head and multi-token prediction in the last. Experts count by a token's choices."""
-    flops = [block_size(run.model, run.experts, run.router, layer=layer).forward for layer in range(run.model.num_layers)]
-    flops[-1] += end_flops(run)
-    return tuple(flops)
-
-
-def stage_flops(run: Run, layers: Sequence[range]) -> tuple[float, ...]:
-    """Forward FLOPs per token of each stage with these layers, with the head and multi-token prediction in the last."""
-    end, of_layer = end_flops(run), layer_flops(run)
-    of_stage = [sum(of_layer[layer] - (end if layer == run.model.num_layers - 1 else 0.0) for layer in held) for held in layers]
-    return (*of_stage[:-1], of_stage[-1] + end)
-
-
-def end_flops(run: Run) -> float:
-    """Forward FLOPs per token of the vocabulary's projection and of multi-token prediction, which training runs."""
-    head = head_forward(run.model, vocab_size=run.vocab_size)
-    return head + ahead_size(run.model, run.experts, run.router, vocab_size=run.vocab_size)[1]
-
-
 def micro_batch(run: Run, microbatches: int) -> int:
     """Number of sequences in one micro-batch of one replica. Raises BadInput if the batch cannot be cut into `microbatches`."""
     replicas = run.degrees.dp if isinstance(run.degrees.dp, int) else 1
@@ -102,28 +83,36 @@ def micro_batch(run: Run, microbatches: int) -> int:
 
 def stages_of(run: Run, layers: Sequence[range], *, sequences: int) -> tuple[Stage, ...]:
     """Return the stages with these layers (moe/plan/pipeline.py), with the costs of micro-batches of `sequences` sequences."""
-    tokens, last = sequences * run.model.max_length, len(layers) - 1
-    return tuple(_stage(run, held, tokens, first=stage == 0, last=stage == last) for stage, held in enumerate(layers))
+    network, last = network_of(run), len(layers) - 1
+    plan = Plan(  # each stage is one device's, whole
+        pp=len(layers),
+        ep=run.degrees.ep if isinstance(run.degrees.ep, int) else 1,
+        microbatch=sequences,
+        recompute=run.recompute.kind,
+        recompute_every=run.recompute.every,
+        loss_chunks=run.recompute.loss_chunks,
+        compute_bytes=compute_bytes(run),
+        storage=storage_of(run),
+    )
+    return tuple(_stage(run, held, network, plan, first=stage == 0, last=stage == last) for stage, held in enumerate(layers))
 
 
-def _stage(run: Run, layers: range, tokens: int, *, first: bool, last: bool) -> Stage:
-    model = run.model
+def _stage(run: Run, layers: range, network: Network, plan: Plan, *, first: bool, last: bool) -> Stage:
+    model, tokens = run.model, plan.microbatch * run.model.max_length
     flops = end_flops(run) if last else 0.0
     heads = head_forward(model, vocab_size=run.vocab_size) * (1 + model.ahead) if last else 0.0
     again = heads if run.recompute.loss_chunks > 1 else 0.0
     core = sum(core_forward(model, layer=layer) for layer in layers)
     forward = flops + sum(block_size(model, run.experts, run.router, layer=layer).forward for layer in layers)
     again += sum(_recomputed(run, layer) for layer in layers)
-    came = input_bytes(run, layers.start if layers else None, first=first, last=last)
-    held = sum(block_bytes(run, layer) for layer in layers) + came + (head_bytes(run) if last else 0)
     return Stage(
         layers=layers,
         parameters=_ends(run, first=first, last=last) + sum(_parameters(run, layer) for layer in layers),
         forward=tokens * forward,
         backward=tokens * (2 * forward + again),
         weights=tokens * (forward - core),
-        held=tokens * held + sum(fixed_bytes(run, layer, "kept" if first and last else "again") for layer in layers),
-        crossing=tokens * model.d_model * compute_bytes(run),
+        held=stage_kept(network, plan, OURS, layers, first=first, last=last),
+        crossing=tokens * model.d_model * plan.compute_bytes,
     )
 
 

@@ -1,0 +1,1 @@
+"""The layouts that `moe verify` tries, by kind."""
