@@ -156,6 +156,7 @@ MAY_NAME = {
     "moe/plan/choose/candidates.py": "presets of what a planner tries",
     "moe/verify/cases.py": "rows",
     "moe/verify/rows/sequence.py": "rows",
+    "moe/verify/rows/tensor.py": "rows",
     "moe/verify/recipe.py": "rows",
 }
 

@@ -33,7 +33,7 @@ def refused(recipe: str, changed: dict[str, str], world: int) -> BadInput:
         ({"degrees.pp": "7"}, 2, "set degrees.pp to 2"),
         ({"degrees.dp": "9", "degrees.tp": "2"}, 4, "set degrees.dp to 2"),
         ({"router.top_groups": "3"}, 1, "set router.top_groups to 1"),
-        ({"dispatch.node_size": "7"}, 4, "remove dispatch.node_size"),
+        ({"dispatch.node_size": "7"}, 4, "set dispatch.node_size to null"),
     ],
 )
 def test_advice_that_leads_to_another_refusal_is_left_out(changed: dict[str, str], world: int, fix: str) -> None:
