@@ -1,8 +1,8 @@
-"""Checks that a schedule is complete and free of deadlock; both without times and without processes.
+"""Checks that a schedule is complete and free of deadlock. Needs no times and starts no processes.
 
 Complete: every stage runs every micro-batch forward once and backward once (B, or I and W), on one rank, and every update happens.
-Free of deadlock: ranks take their actions in order, each as soon as its needs are done. If all ranks wait, it is a deadlock, and the
-message has every rank's next action with what it waits for.
+Free of deadlock: each rank executes its actions in order, each as soon as the actions that it needs are done. If all ranks wait, it is
+a deadlock: the error names each rank's next action and the actions that it waits for.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def check(schedule: Schedule) -> Schedule:
 
 
 def linear(schedule: Schedule, *, sums_block: bool = False) -> list[Node]:
-    """All actions in one order in which each comes after its needs. Raises BadInput for a deadlock.
+    """All actions in one order, each after the actions that it needs. Raises BadInput for a deadlock.
 
-    sums_block: a rank continues after S only when every replica has reached it.
+    sums_block: if True, a rank continues after S only when every replica has reached that S.
     """
     found = steps(schedule, sums_block=sums_block)
     return [Node(found.ranks[n], n - found.first[found.ranks[n]]) for n in found.order]

@@ -1,10 +1,10 @@
 """Messages between the ranks of a pipeline: one channel for each ordered pair of ranks, in which messages keep their order.
 
-    rank 0  --F0 F1 F2-->  rank 1        one group carries messages to higher ranks, another those to lower ranks: two ranks that
-    rank 0  <--B0 B1-----  rank 1        send to each other never wait for one another
+    rank 0  --F0 F1 F2-->  rank 1        messages to higher ranks use one process group, messages to lower ranks another: two ranks
+    rank 0  <--B0 B1-----  rank 1        that send to each other never block one another
 
-The receiver knows the order (Schedule.messages), so only tensors travel: no shapes, no tags. It posts the next receive before it
-needs the message, which then arrives while it computes; a message that comes before its turn is put aside.
+The receiver knows the order (Schedule.messages), so only tensors travel: no shapes, no tags. It posts the next receive of a channel
+early, so that the message arrives while it computes. A message that arrives before it is needed is stored.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ from parallel.mesh.mesh import Axis
 from parallel.mesh.regions import region
 from parallel.pipeline.schedule import Message, Schedule
 
-Empty = Callable[[Message], Tensor]  # makes the tensor into which a message is received
+Empty = Callable[[Message], Tensor]  # allocates the tensor into which a message is received
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """A schedule's messages as one rank sees them.
+    """Messages of a schedule, arranged for one rank.
 
-    due: the messages to this rank, by source, in order of arrival. taken: the place in the receiver's order where it takes a message.
-    left: the place in the sender's order where it sends it. channels: each ordered pair of ranks with its first message.
+    due: messages to this rank by source rank, in order of arrival.
+    taken: message -> index of the action, in the receiver's order, that uses it.
+    left: message -> index of the action, in the sender's order, that sends it.
+    channels: each ordered pair (source, target) of ranks with its first message.
     """
 
     due: dict[int, tuple[Message, ...]]
@@ -49,7 +51,7 @@ class Traffic:
 
 
 class Links:
-    """The channels of one rank. `up` and `down`: the axis of stages twice, with a process group each."""
+    """Channels of one rank. `up` and `down`: the pipeline's axis twice, each with its own process group."""
 
     def __init__(self, up: Axis, down: Axis) -> None:
         self.up, self.down = up, down
@@ -67,7 +69,7 @@ class Links:
             self._ask(source)
 
     def _meet(self, traffic: Traffic, empty: Empty) -> None:
-        """Send one element through each new channel, pair after pair: NCCL connects two ranks once both are there, and blocks until so."""
+        """Connect each new channel by a message of one element, pair after pair: NCCL's first message blocks until both ranks are there."""
         for pair, message in traffic.channels:
             if pair not in self._met:
                 self._met.add(pair)
@@ -101,7 +103,7 @@ class Links:
         return self._early.pop(message)
 
     def send(self, message: Message, tensor: Tensor) -> None:
-        """Start to send. The tensor is kept until it is known to have arrived."""
+        """Start sending `tensor`. It is kept until it is known to have arrived."""
         way = self._way(message)
         count(replace(way, label=str(message)), "send", tensor)
         self._announce(message)
@@ -110,19 +112,19 @@ class Links:
         self.sent[message.target].append((self._traffic.taken[message], work, tensor))
 
     def _announce(self, message: Message) -> None:
-        """For the watchdog: it compares what was sent through a channel with what is waited for."""
+        """Record the message for the watchdog, which compares the messages sent and awaited on each channel."""
         ranks, record = self.up.ranks, self.up.communicator.record
         if record is not None:
             record.message(ranks[message.source], ranks[message.target], str(message))
 
     def _let_go(self, message: Message) -> None:
-        """Release sent tensors: whatever this message's sender had taken before sending it has arrived, so waiting for these is free."""
+        """Release the tensors that the sender of `message` received before it sent it: waiting for those sends takes no time."""
         left, sent = self._traffic.left[message], self.sent[message.source]
         while sent and sent[0][0] <= left:
             sent.popleft()[1].wait()
 
     def end(self) -> None:
-        """Wait until everything that was sent has arrived."""
+        """Wait until every sent message has arrived."""
         for sent in self.sent.values():
             while sent:
                 sent.popleft()[1].wait()

@@ -1,12 +1,13 @@
-"""All actions of a schedule in one order, each after what it needs: in bulk what `Schedule.needs`, `receives` and `sends` say one by one.
+"""Puts all actions of a schedule in one order, each after the actions that it needs.
 
     number    0   1   2   3   4   5        rank after rank, each in its order
     action    0F0 0B0 0U  1F0 1B0 1U       source[3] = 0 and target[0] = 1: 1F0 waits for 0F0's message, which goes to rank 1
-    order     0 3 4 5 1 2                  each rank goes as far as it can, in turn, until all have ended
+    order     0 3 4 5 1 2                  each rank in turn runs until it must wait, until all have ended
 
-A rank that must wait is set aside until what it waits for is done, so the work is proportional to the number of actions. If all wait, it
-is a deadlock, and the message has every rank's next action with what it waits for. A schedule's steps are found once and kept with it: a
-simulation with other times begins with the clocks.
+It computes for all actions at once the needs that `Schedule.needs`, `receives` and `sends` give for one. A rank that must wait is set
+aside until the missing action is done, so the time is proportional to the number of actions. If all ranks wait, it is a deadlock, and the
+error names every rank's next action with the actions that it waits for. The result is stored with the schedule, so that a second
+simulation, with other times, does not repeat this.
 """
 
 from __future__ import annotations
@@ -23,11 +24,15 @@ NOBODY = -1
 
 
 class Steps:
-    """A schedule's actions by number, in lists. `order`: the numbers in an order in which each action comes after its needs.
+    """A schedule's actions, numbered rank after rank, and lists indexed by these numbers (NONE: there is none).
 
-    first: the number of each rank's first action, and at its end the number of all actions. ranks: who does it. source: the maker of
-    the message that it waits for. target: the rank that its message goes to. more: other actions that it waits for: U for S on every
-    replica, a pair for both of its messages. pairs: the first of each pair, whose results leave with those of the second.
+    order: the numbers, sorted so that each action comes after the actions that it needs.
+    first: number of each rank's first action; the last entry is the number of all actions.
+    ranks: rank that executes the action.
+    source: action that sends the message for which it waits.
+    target: rank to which its own message goes.
+    more: further actions for which it waits (U for S on every replica; a pair for both of its messages).
+    pairs: first action of each pair, whose result is sent together with the second's.
     """
 
     def __init__(self, schedule: Schedule, *, sums_block: bool) -> None:
@@ -42,7 +47,7 @@ class Steps:
         self.order = self._in_order()
 
     def _wire(self, sums_block: bool) -> None:
-        """Fill in source, target and more. What an action needs of its own rank is left out where it comes before it there."""
+        """Fill in source, target and more. Needs that come earlier in the same rank's order are left out: they are met anyway."""
         self._index()
         width, forward, inputs, backward = self._width, self._by_op[Op.F], self._by_op[Op.I], self._by_op[Op.I] | self._by_op[Op.B]
         source, target, more, ranks = self.source, self.target, self.more, self.ranks
@@ -78,7 +83,7 @@ class Steps:
                     more.setdefault(n + 1, []).extend(sums)
 
     def _index(self) -> None:
-        """Find F, B, I and W by stage * width + micro-batch, S and U by stage and version, and each update's gradients on its rank."""
+        """Index F, B, I and W by stage * width + micro-batch, S and U by stage and version, and the gradients of each update by rank."""
         self._width = width = 1 + max((action.microbatch for action in self.actions), default=0)
         self._by_op: dict[Op, dict[int, int]] = {op: {} for op in COMPUTE}
         self._of_batch: dict[tuple[Op, int, int], list[int]] = defaultdict(list)
@@ -96,7 +101,7 @@ class Steps:
         num_ranks, source, more, pairs = len(self.first) - 1, self.source, self.more, self.pairs
         at, done = self.first[:-1], bytearray(len(self.actions))
         waiting: dict[int, list[int]] = {}
-        turns = list(range(num_ranks))  # round * num_ranks + rank: a heap of who goes on, in which round
+        turns = list(range(num_ranks))  # heap of ranks that can continue, each as round * num_ranks + rank
         order: list[int] = []
         while turns:
             turn = heappop(turns)
@@ -138,11 +143,11 @@ class Steps:
 
 
 def steps(schedule: Schedule, *, sums_block: bool = False) -> Steps:
-    """The schedule's steps. Raises BadInput for a deadlock.
+    """Steps of a schedule, computed once. Raises BadInput for a deadlock.
 
-    sums_block: a rank continues after S only when every replica has reached it.
+    sums_block: if True, a rank continues after S only when every replica has reached that S.
     """
-    kept: dict[bool, Steps] = schedule.__dict__.setdefault("_steps", {})  # beside the fields, as functools.cached_property does
+    kept: dict[bool, Steps] = schedule.__dict__.setdefault("_steps", {})  # stored in the instance, as functools.cached_property does
     if sums_block not in kept:
         kept[sums_block] = Steps(schedule, sums_block=sums_block)
     return kept[sums_block]

@@ -1,6 +1,6 @@
-"""The schedules by name. A new schedule is one file and one row here.
+"""Lists the schedules by name. A new schedule is one file and one row here.
 
-build("interleaved", ranks=4, microbatches=8, chunks=2)
+Example: make_schedule("interleaved", ranks=4, microbatches=8, chunks=2)
 """
 
 from __future__ import annotations
@@ -114,10 +114,11 @@ def make_schedule(
     vertical_sync: bool | None = None,
     pipelines: int | None = None,
 ) -> Schedule:
-    """The schedule of this name on `ranks` pipeline ranks. Raises BadInput for sizes it cannot have, with the nearest that works.
+    """Make the schedule `name` for `ranks` pipeline ranks. Raises BadInput for impossible sizes, with the nearest possible one.
 
-    chunks: stages per rank, 2 by default where that is a choice. batches: of `microbatches` each, one after the other; 1 by default, for
-    two_bw 2, because its first batch looks like 1F1B's. vertical_sync: pipedream only, default off. pipelines: chimera only, default 2.
+    chunks: number of stages a rank, for schedules that leave the choice; 2 by default. batches: number of batches, one after the
+    other, of `microbatches` each; 1 by default, and 2 for two_bw, because its first batch looks like 1F1B's. vertical_sync: only for
+    pipedream, False by default. pipelines: only for chimera, 2 by default.
     """
     kind = kind_of(name)
     own = {"vertical_sync": vertical_sync, "pipelines": pipelines}
@@ -148,19 +149,19 @@ def make_schedule(
 
 
 def placed(name: str) -> Placed:
-    """Where a schedule has its stages; orders from a file, which are not in the catalog, count as lines."""
+    """Placement of a schedule's stages; `line` for orders from a file, which are not in the catalog."""
     kind = SCHEDULES.get(name)
     return "line" if kind is None else kind.placed
 
 
 def closed_form(name: str) -> Callable[[Passes], float] | None:
-    """The closed form of a schedule's time; None if it is simulated, as orders from a file are."""
+    """Closed form of a schedule's time; None if it must be simulated, as orders from a file must be."""
     kind = SCHEDULES.get(name)
     return None if kind is None else kind.seconds
 
 
 def fewer_ranks(name: str, most: int) -> int:
-    """The largest number of ranks up to `most` that the schedule can have; 1 (no pipeline) if it can have none."""
+    """Largest number of ranks, at most `most`, for which the schedule exists; 1 (no pipeline) if there is none."""
     kind = SCHEDULES.get(name)
     if kind is None:
         return max(1, most)
@@ -169,7 +170,7 @@ def fewer_ranks(name: str, most: int) -> int:
 
 
 def kind_of(name: str) -> ScheduleKind:
-    """The catalog's row for a schedule's name. Raises BadInput for an unknown name."""
+    """Row of the catalog for a schedule's name. Raises BadInput for an unknown name."""
     if name not in SCHEDULES:
         near = did_you_mean(name, SCHEDULES)
         fix = f"did you mean {near}?" if near else "choose one of them"

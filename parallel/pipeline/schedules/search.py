@@ -1,11 +1,13 @@
-"""An order found by search, for stages and links of unequal times and a limit of memory.
+"""Searches for a fast order, for stages and links of unequal times and a limit of memory.
 
-    start      the catalog's schedules on the same placement that fit; greedy orders: a rank does what can start first, and W fills
-               waits, or makes room when memory is full; with a stage a rank, the zero-bubble paper's rules too (alternating.py)
-    improve    move one action within its rank's order; keep what is not slower in the simulator and still fits
+    start      all schedules of the catalog with the same placement that fit into memory
+               greedy orders: a rank takes the action that can start first; W fills waits, or frees memory when it is full
+               with one stage a rank, also the orders of alternating.py
+    improve    move one action within its rank's order, and keep the new order if it fits and is not slower in the simulator
 
-So the result is never slower than a schedule of the catalog that holds the same stages and fits. A placement says which stages a rank
-holds: `line` one, `loop` r, p + r, ... (interleaved), `v` r and 2 p - 1 - r (zb_v). The search is the same each time it runs.
+So the result is never slower than a schedule of the catalog that has the same placement and fits. Placements: `line` (one stage a
+rank), `loop` (rank r holds stages r, p + r, ..., as in interleaved), `v` (stages r and 2 p - 1 - r, as in zb_v). The search has a fixed
+seed, so equal inputs give equal orders.
 """
 
 from __future__ import annotations
@@ -26,16 +28,16 @@ from parallel.pipeline.simulator.held import peak_held
 from parallel.pipeline.simulator.simulate import Cost, OfMessage, makespan
 
 PLACEMENTS = ("line", "loop", "v")
-MOVED = 2**21  # actions in all the orders that moves make: half a minute at most
+MOVED = 2**21  # limit of (orders tried) * (actions in an order): at most half a minute
 
 
 def homes_of(placement: str, ranks: int, chunks: int) -> Sequence[tuple[int]]:
-    """The rank of each stage. chunks: stages a rank for `loop`."""
+    """Rank of each stage, as a tuple of one. chunks: number of stages a rank for `loop`."""
     return {"line": one_stage_a_rank(ranks), "loop": looped(ranks, chunks), "v": folded(ranks)}[placement]
 
 
 class Given(NamedTuple):
-    """What a search knows. memory: the most that a rank may keep until W, in micro-batches of all its layers; None: no limit."""
+    """Inputs of a search. memory: most micro-batches, of all of a rank's layers, that it may keep until W; None: no limit."""
 
     placement: str
     ranks: int
@@ -69,10 +71,11 @@ def search(
     overlap: bool = True,
     rounds: int = 300,
 ) -> Schedule:
-    """The fastest order found on a placement, from the first start to the last end.
+    """Fastest order found on a placement, from the first start to the last end.
 
-    chunks: stages a rank for `loop`. rounds: moves tried after the start, fewer of a long order: no more than MOVED actions in all.
-    cost: as for `simulate`; times do not depend on the micro-batch. Raises BadInput for a memory in which no order fits.
+    cost: as for `simulate`; times must not depend on the micro-batch. chunks: number of stages a rank for `loop`. memory: most
+    micro-batches, of all of a rank's layers, that it may keep until W. rounds: number of moves that are tried; fewer if orders are long
+    (MOVED). Raises BadInput if no order fits into `memory`.
     """
     chunks = {"line": 1, "loop": chunks, "v": 2}[placement]
     given = Given(placement, ranks, microbatches, chunks, cost, transfer_time, memory, overlap)
@@ -84,12 +87,12 @@ def search(
 
 
 def _of_catalog(given: Given) -> Iterator[Schedule]:
-    """The catalog's schedules of one batch whose stages are placed in the same way."""
+    """Schedules of the catalog, for one batch, with the same placement of stages."""
     for name, kind in SCHEDULES.items():
         if not kind.continuous and kind.chunks in (None, given.chunks):
             try:
                 made = make_schedule(name, ranks=given.ranks, microbatches=given.microbatches, chunks=given.chunks)
-            except BadInput:  # sizes that it cannot have
+            except BadInput:  # impossible sizes
                 continue
             if made.homes == tuple(given.homes):
                 yield made
@@ -114,8 +117,11 @@ def _greedy_orders(given: Given) -> Iterator[Schedule]:
 
 
 class _Greedy:
-    """One greedy order. first: what goes first of F and I that can start at once. filled: the share of W's time from which a wait is
-    filled with it. ahead: at most so many times as many forwards in flight as 1F1B has there."""
+    """Builds one greedy order.
+
+    first: F or I, which goes first if both can start at the same time. filled: W fills a wait of at least this fraction of its time.
+    ahead: at most this multiple of 1F1B's forward passes are in flight.
+    """
 
     def __init__(self, given: Given, first: Op, filled: float, ahead: int) -> None:
         self.given, self.first, self.filled, self.ahead = given, first, filled, ahead
@@ -130,9 +136,9 @@ class _Greedy:
         self.done: list[list[Action]] = [[] for _ in range(given.ranks)]
 
     def orders(self) -> list[list[Action]] | None:
-        """Every rank's order; None if memory runs full with nothing left that frees it."""
+        """Orders of all ranks; None if memory is full and no action can free any."""
         choices = {rank: self._choice(rank) for rank in range(self.given.ranks)}
-        queue = [(choice, rank) for rank, choice in choices.items() if choice is not None]  # also choices that are no longer a rank's
+        queue = [(choice, rank) for rank, choice in choices.items() if choice is not None]  # old choices stay in it until popped
         heapify(queue)
         for _ in range(3 * self.given.microbatches * len(self.rank)):
             while queue and choices[queue[0][1]] != queue[0][0]:
@@ -147,7 +153,7 @@ class _Greedy:
         return self.done
 
     def _choice(self, rank: int) -> tuple[float, int, Action] | None:
-        """The start, a number that says what goes first, and the action that a rank would do next."""
+        """Next action of a rank as (start, priority, action), lower priorities first; None if it must wait."""
         free, found = self.free[rank], []
         for stage in self.held_by[rank]:
             for op in (Op.F, Op.I):
@@ -168,11 +174,11 @@ class _Greedy:
         flying = self.next[Op.F][stage] - self.next[Op.I][stage]
         if flying >= self.ahead * (len(self.rank) - stage):
             return False
-        later = sum(s > stage for s in self.held_by[rank])  # what this micro-batch will still need here
+        later = sum(s > stage for s in self.held_by[rank])  # later stages of this micro-batch on the same rank need memory too
         return limit is None or self.kept[rank] + 1 + later <= limit * chunks
 
     def _do(self, start: float, action: Action) -> set[int]:
-        """Do it; returns the ranks that can now do something else."""
+        """Execute the action. Returns the ranks whose next action may have changed."""
         op, stage, microbatch, _ = action
         rank = self.rank[stage]
         end = self.free[rank] = start + self.given.cost(rank, action)
@@ -196,7 +202,7 @@ class _Greedy:
 
 
 def _improved(schedule: Schedule, given: Given, rounds: int) -> Schedule:
-    """Try moves of one action by a few places, and keep each after which the schedule fits and is not slower."""
+    """Move one action at a time by a few places. Keep each new schedule that fits and is not slower."""
     if schedule.pairs:
         return schedule
     draw, best, time = random.Random(0), schedule, given.time(schedule)
@@ -217,7 +223,7 @@ def _improved(schedule: Schedule, given: Given, rounds: int) -> Schedule:
 
 
 def _moved(schedule: Schedule, draw: random.Random) -> Schedule | None:
-    """One action, not U, some places earlier or later in its rank's order; None if it would then come before what it needs there."""
+    """Move a random action (not U) some places within its rank's order. None if it would come before an action that it needs."""
     rank = draw.randrange(schedule.num_ranks)
     order = [a for a in schedule.orders[rank] if a.op in COMPUTE]
     at = draw.randrange(len(order))
