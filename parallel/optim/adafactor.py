@@ -1,12 +1,12 @@
-"""Adafactor: of a matrix's squared gradients it keeps the means of rows and of columns, n + m numbers in the place of 2 n m.
+"""Adafactor: keeps only the means of rows and columns of a matrix's squared gradients, n + m numbers instead of AdamW's 2 n m.
 
     R  <-  b R + (1 - b) mean of (G^2 + eps) over columns        C: over rows        b = 1 - t^-decay
     V = R C^T / mean(R)        U = G / sqrt(V)        U  <-  U / max(1, rms(U) / d)
-    W  <-  W - a U - lr decay W        a = lr max(floor, rms(W)) relative, or lr
+    W  <-  W - a U - lr decay W        a = lr max(floor, rms(W)) if `step` is relative, or lr if it is absolute
 
-A vector keeps its squares whole. Each expert is a matrix of its own, with its own rms, so nothing depends on who holds it (Mesh
-TensorFlow takes them together). No first moment, as Switch and GLaM trained. Source: Shazeer and Stern, arXiv 1804.04235, algorithms 4
-and 5; `optimizer.schedule: inverse_sqrt` is its rate.
+A vector keeps all its squares. Each expert is a matrix of its own, with its own rms, so the result does not depend on the ranks that hold
+it. (Mesh TensorFlow takes the rms of all experts together.) There is no first moment, as in the training of Switch and GLaM. Source:
+Shazeer and Stern, arXiv 1804.04235, algorithms 4 and 5; its learning rate is `optimizer.schedule: inverse_sqrt`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ ROW, COLUMN, SQUARE = "exp_avg_sq_row", "exp_avg_sq_column", "exp_avg_sq"
 
 @dataclass(frozen=True)
 class Adafactor(Rule):
-    """`clip`: d of the largest root mean square of a step, None for none; `floor`: of the weights' rms, where steps are relative to it."""
+    """Facts and settings of Adafactor. clip: d, the largest root mean square (rms) of a step; None: no limit. floor: least rms of the
+    weights for relative steps."""
 
     decay_rate: float
     clip: float | None
@@ -46,7 +47,7 @@ class Adafactor(Rule):
 
 
 class Factored(torch.optim.Optimizer):
-    """torch's form of it."""
+    """Adafactor as a torch.optim.Optimizer."""
 
     def __init__(self, groups: list[dict[str, Any]], *, rule: Adafactor) -> None:
         super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0})
@@ -82,7 +83,7 @@ class Factored(torch.optim.Optimizer):
 
 
 def _inverse_root(held: dict[str, Tensor]) -> Tensor:
-    """1 / sqrt(V)."""
+    """1 / sqrt(V), from the means of rows and columns or from the squares."""
     if SQUARE in held:
         return held[SQUARE].rsqrt()
     rows, columns = held[ROW], held[COLUMN]
@@ -90,5 +91,5 @@ def _inverse_root(held: dict[str, Tensor]) -> Tensor:
 
 
 def _rms(x: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """Root mean square of a vector or of each matrix, with its dims kept at 1."""
+    """Root mean square of a vector or of each matrix; reduced dims have size 1."""
     return x.square().mean(dims, keepdim=True).sqrt()

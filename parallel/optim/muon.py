@@ -1,13 +1,13 @@
-"""Muon: a matrix's momentum, made orthogonal, is its step; everything else takes AdamW's.
+"""Muon: the step of a matrix is its momentum, made orthogonal; all other parameters take AdamW's step.
 
     M  <-  mu M + G                                   U = G + mu M (Nesterov), or M
     X0 = U / |U|        X  <-  a X + b (X X^T) X + c (X X^T)^2 X, some times        about the orthogonal matrix nearest to U
     W  <-  W - lr s X - lr decay W                    s: see `scale`
 
-The Newton-Schulz iteration needs products of matrices alone. a, b and c are Jordan's: they drive singular values towards 1 fast, and
-only to about 0.7 to 1.2, which is enough. Experts are stacked, each a matrix of its own. Of the ranks that hold copies or parts of a matrix
-(data parallelism, FSDP, tensor parallelism), one iterates, and the others get the result (parallel/optim/shared.py). The momentum
-lies as the weight does, in copies or parts: checkpoints and audits treat both alike.
+The Newton-Schulz iteration needs only products of matrices. a, b and c are Jordan's: singular values reach 0.7 to 1.2 in a few iterations,
+which is close enough to 1. Experts are stacked, each a matrix of its own. If several ranks hold copies or parts of a matrix (data
+parallelism, FSDP, tensor parallelism), one of them iterates and sends the result to the others (parallel/optim/shared.py). The momentum
+is distributed as the weight is, so checkpoints and audits treat both alike.
 Sources: Jordan et al. 2024, "Muon" (kellerjordan.github.io/posts/muon); Liu et al., arXiv 2502.16982 (the scale that matches AdamW's).
 """
 
@@ -34,7 +34,11 @@ Orientation = Literal["out_in", "in_out"]  # which of a matrix's two dims are it
 
 @dataclass(frozen=True)
 class Muon(Rule):
-    """`matrix(name, dims)`: how a parameter's matrices lie, None for what is AdamW's. `lr_factor`: of their rate."""
+    """Facts and settings of Muon.
+
+    matrix: (name, number of dims) -> orientation of the parameter's matrices; None: it takes AdamW's step. lr_factor: the matrices'
+    learning rate, as a multiple of the others'.
+    """
 
     momentum: float
     nesterov: bool
@@ -48,7 +52,7 @@ class Muon(Rule):
     matrix: Callable[[str, int], Orientation | None]
 
     def flops(self, shape: tuple[int, int]) -> float:
-        """Of one matrix's iterations."""
+        """Floating-point operations of the iterations on one matrix."""
         m, n = sorted(shape)
         return self.iterations * (4.0 * n * m**2 + 2.0 * m**3)
 
@@ -66,14 +70,14 @@ class Muon(Rule):
 
 
 class Orthogonal(AdamWBut):
-    """AdamW, except that groups whose `matrix` is set take Muon's step."""
+    """AdamW in which parameter groups with a `matrix` take Muon's step."""
 
     def __init__(self, groups: list[dict[str, Any]], *, rule: Muon, wholes: Mapping[int, Whole]) -> None:
         super().__init__(groups, lr=0.0, betas=rule.betas, eps=rule.eps, fused=True)
         self.rule, self.wholes = rule, wholes
 
     def move(self, weight: nn.Parameter, group: dict[str, Any]) -> bool:
-        return bool(group["matrix"])  # `step` moves them, all together
+        return bool(group["matrix"])  # `step` updates all of them together
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -107,10 +111,10 @@ def _stack(number: int, weight: Tensor, whole: Whole) -> Stack:
 
 
 def orthogonal(matrices: Tensor, *, iterations: int = 5) -> Tensor:
-    """Of each matrix [..., rows, columns] about U V^T of its singular value decomposition, in fp32; zero stays zero."""
+    """Approximate U V^T of each matrix [..., rows, columns] with singular value decomposition U S V^T; fp32. Zero stays zero."""
     x: Tensor = matrices.float()
     tall = x.shape[-2] > x.shape[-1]
-    x = x.mT if tall else x  # the smaller square
+    x = x.mT if tall else x  # so that x x^T is the smaller square
     x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp_min(1e-7)
     for _ in range(iterations):
         square = x @ x.mT
@@ -119,8 +123,11 @@ def orthogonal(matrices: Tensor, *, iterations: int = 5) -> Tensor:
 
 
 def scale(kind: Scale, shape: tuple[int, ...], orientation: Orientation) -> float:
-    """What an orthogonal step is multiplied by. rms: 0.2 sqrt(max(rows, columns)), the size of AdamW's steps (Liu et al., eq. 4), so both
-    share a rate; spectral: sqrt(max(1, out / in)), Jordan's, with a rate of its own."""
+    """Factor of an orthogonal step.
+
+    rms: 0.2 sqrt(max(rows, columns)), which gives steps of AdamW's size (Liu et al., eq. 4), so that both can have one learning rate.
+    spectral: sqrt(max(1, out / in)), Jordan's, which needs a learning rate of its own.
+    """
     if kind == "rms":
         return 0.2 * math.sqrt(max(shape[-2:]))
     out_size, in_size = (shape[-2], shape[-1]) if orientation == "out_in" else (shape[-1], shape[-2])

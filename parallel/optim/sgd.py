@@ -1,8 +1,8 @@
-"""SGD with momentum: one tensor beside each weight, half of what AdamW keeps.
+"""SGD with momentum: one optimizer state for each weight, half as many as AdamW's.
 
     M  <-  mu M + G        W  <-  W - lr (M, or G + mu M with Nesterov) - lr decay W
 
-As in torch's SGD without dampening, but with decoupled decay, so that a recipe's decay means the same for every kind.
+As torch's SGD without dampening, but with decoupled weight decay, so that a recipe's weight decay means the same for all optimizers.
 Sources: Polyak 1964; Nesterov 1983 in the form of Sutskever et al. 2013.
 """
 
@@ -24,7 +24,7 @@ MOMENTUM = "momentum"
 
 @dataclass(frozen=True)
 class Sgd(Rule):
-    """`nesterov`: the step looks ahead by the new momentum."""
+    """Facts and settings of SGD. nesterov: the step is G + mu M instead of M."""
 
     momentum: float
     nesterov: bool
@@ -39,7 +39,7 @@ class Sgd(Rule):
 
 
 class Momentum(torch.optim.Optimizer):
-    """torch's form of it; sums in fp32, whatever the weights' dtype."""
+    """SGD as a torch.optim.Optimizer. It computes in fp32 for weights of any dtype."""
 
     def __init__(self, groups: list[dict[str, Any]], *, momentum: float, nesterov: bool) -> None:
         super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0})
@@ -58,7 +58,7 @@ class Momentum(torch.optim.Optimizer):
 
 
 def moved(state: dict[str, Tensor], weight: Tensor, *, momentum: float) -> Tensor:
-    """The momentum after this step's gradient, in fp32; the state has it in the weight's dtype."""
+    """Add this step's gradient to the momentum. Returns it in fp32, and stores it in `state` in the weight's dtype."""
     assert weight.grad is not None
     if MOMENTUM not in state:
         state["step"] = torch.zeros((), device=weight.device)

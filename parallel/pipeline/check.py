@@ -44,11 +44,11 @@ def _check_whole(schedule: Schedule) -> None:
             if not 0 <= action.microbatch < schedule.microbatches:
                 raise _wrong(schedule, str(action), f"micro-batches 0 to {schedule.microbatches - 1}", "renumber it or remove it")
             if action.version > schedule.num_updates:
-                raise _wrong(schedule, str(action), f"a version from 0 to {schedule.num_updates}, that an update makes", "correct it")
+                raise _wrong(schedule, str(action), f"a version from 0 to {schedule.num_updates}", "correct it")
             count[action[:3]] += 1
     for named, n in count.items():
         if n > 1:
-            raise _wrong(schedule, f"{Action(*named)} {n} times", "it once", "remove the others")
+            raise _wrong(schedule, f"{Action(*named)} {n} times", "each action once", "remove the others")
     for stage in range(schedule.num_stages):
         for microbatch in range(schedule.microbatches):
             _check_one(schedule, stage, microbatch)
@@ -85,7 +85,9 @@ def _check_updates(schedule: Schedule) -> None:
     if present != wanted:
         rank, op, stage, version = min((wanted - present) or (present - wanted))
         n = present[rank, op, stage, version]
-        needed = "it once" if wanted[rank, op, stage, version] else f"versions 1 to {schedule.num_updates}, and S only for replicas"
+        needed = (
+            "this action once" if wanted[rank, op, stage, version] else f"versions 1 to {schedule.num_updates}, and S only for replicas"
+        )
         raise _wrong(schedule, f"{n} times {Action(op, stage, version=version)} on rank {rank}", needed, "one U a stage, rank and batch")
     for stage, ranks in enumerate(schedule.homes):
         for pair in combinations(ranks, 2):
@@ -93,7 +95,7 @@ def _check_updates(schedule: Schedule) -> None:
             sums = [[a for a in schedule.orders[rank] if a.op is Op.S and shared[a.stage]] for rank in pair]
             if sums[0] != sums[1]:
                 got = f"sums in different orders on ranks {pair[0]} and {pair[1]}"
-                raise _wrong(schedule, got, "one order", f"reorder S of stage {stage}")
+                raise _wrong(schedule, got, "the same order on all ranks", f"reorder S of stage {stage}")
 
 
 def _wrong(schedule: Schedule, got: str, needed: str, fix: str) -> BadInput:

@@ -61,7 +61,9 @@ def read_order(path: str | Path) -> Schedule:
                 f"{path} line {rank + 1}", got="no action", needed="a stage on every rank", fix="add actions, or remove the line"
             )
     if not any(action.op is Op.F for order in orders for action in order):
-        raise BadInput("schedule", got=f"{path} without a forward", needed="a line of actions a rank, such as 0F0,0B0", fix="add them")
+        raise BadInput(
+            "schedule", got=f"{path} without a forward", needed="a line of actions for each rank, such as 0F0,0B0", fix="add them"
+        )
     return check(_schedule(Path(path).stem, orders, frozenset(pairs)))
 
 
@@ -87,8 +89,8 @@ def _schedule(name: str, orders: Sequence[list[Action]], pairs: frozenset[Node])
     if missing is not None:
         raise BadInput(
             f"schedule {name}",
-            got=f"stages up to {num_stages - 1}, none {missing}",
-            needed="every stage from 0",
+            got=f"stages up to {num_stages - 1} without stage {missing}",
+            needed="all stages from 0",
             fix=f"add stage {missing} to a rank, or renumber",
         )
     homes = [tuple(r for r, order in enumerate(orders) if any(a.stage == stage for a in order)) for stage in range(num_stages)]
@@ -102,7 +104,7 @@ def _schedule(name: str, orders: Sequence[list[Action]], pairs: frozenset[Node])
         raise BadInput(
             f"schedule {name}",
             got=f"{microbatches} micro-batches and {num_updates} updates",
-            needed="as many micro-batches to each update",
+            needed="the same number of micro-batches for each update",
             fix="add or remove updates",
         )
     return Schedule(name, tuple(homes), microbatches, microbatches // num_updates, tuple(tuple(order) for order in orders), pairs)

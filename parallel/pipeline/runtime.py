@@ -234,7 +234,7 @@ class _Run:
             raise BadInput(
                 f"pipeline rank {self.runtime.axis.index}",
                 got=f"schedule {self.plan.schedule.name} of {len(shapes)} micro-batches {list(shapes[0])} {self.work.dtype}",
-                needed="the same on every rank of the pipeline",
+                needed="the same schedule and shapes on every rank of the pipeline",
                 fix="start every rank with the same recipe and the same batch",
             )
         self.runtime._agreed.add(code)

@@ -137,7 +137,7 @@ class Steps:
         return BadInput(
             f"schedule {self.schedule.name}",
             got=f"a deadlock after {sum(done)} of {len(done)} actions: {'; '.join(lines)}",
-            needed="each action after what it needs, on every rank",
+            needed="orders in which each action comes after the actions that it needs",
             fix="move what is waited for before the action that holds its rank up",
         )
 

@@ -32,7 +32,8 @@ OPENERS = r"(Of|Those|The same|Whether it|What (is|they|it))\b"  # a docstring b
 PLAIN = (  # folders whose docstrings and comments keep the law
     "moe/kernels", "moe/experts", "moe/nn", "moe/model", "moe/router", "moe/checks", "moe/parallelize", "moe/recipe",
     "moe/train", "moe/launch", "moe/records", "moe/report", "moe/data", "moe/rehearse", "moe/calibrate",
-    "parallel/data", "parallel/tensor", "parallel/sequence",
+    "parallel/data", "parallel/tensor", "parallel/sequence", "parallel/pipeline", "parallel/kfac", "parallel/optim",
+    "parallel/rehearse",
 )  # fmt: skip
 
 

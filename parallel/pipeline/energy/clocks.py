@@ -74,7 +74,7 @@ def above_idle(clock: Clock, idle_power: float) -> float:
 def useful(clocks: Sequence[Clock], idle_power: float, action: Action) -> list[Clock]:
     """Clocks from the fastest to the valley (the one of least energy), without clocks that are slower but save nothing."""
     if not clocks:
-        raise BadInput("profile", got=f"no clock for {action}", needed="at least one", fix="measure it, or give it one clock")
+        raise BadInput("profile", got=f"no clock for {action}", needed="at least one clock", fix="measure it, or give it one clock")
     kept: list[Clock] = []
     for clock in sorted(clocks, key=lambda clock: (clock.time, clock.energy)):
         if not kept or above_idle(clock, idle_power) < above_idle(kept[-1], idle_power):

@@ -1,5 +1,8 @@
 """Lists the schedules by name. A new schedule is one file and one row here.
 
+Letters in the schedules' files: p ranks, m micro-batches, v chunks (stages a rank), r a rank, s a stage, t a time; F, B, I and W are
+also their times. Bubble: idle time divided by ideal time.
+
 Example: make_schedule("interleaved", ranks=4, microbatches=8, chunks=2)
 """
 
@@ -125,7 +128,12 @@ def make_schedule(
     for option, value in own.items():
         if value not in (None, False) and kind.option != option:
             owner = next(n for n, k in SCHEDULES.items() if k.option == option)
-            raise BadInput(option, got=f"it for {name}", needed=f"{owner}, which alone has it", fix=f"remove {option}, or take {owner}")
+            raise BadInput(
+                option,
+                got=f"schedule {name}",
+                needed=f"schedule {owner}, the only one with this option",
+                fix=f"remove {option}, or take {owner}",
+            )
     at_least("stages", ranks, 1)
     at_least("microbatches", microbatches, 1)
     if chunks is not None:

@@ -43,7 +43,7 @@ def chimera_refusal(size: Size) -> BadInput | None:
     ranks, microbatches, pipelines = size.ranks, size.microbatches, size.pipelines
     if ranks % 2:
         near = f"{ranks - 1} or {ranks + 1}" if ranks > 1 else "2"
-        needed = "an even number for chimera, whose two directions meet in the middle"
+        needed = "an even number for chimera, because its two directions meet in the middle"
         return BadInput("stages", got=ranks, needed=needed, fix=f"set stages to {near}")
     fit = [n for n in range(2, ranks + 1, 2) if ranks % n == 0]
     if pipelines not in fit:
@@ -52,7 +52,7 @@ def chimera_refusal(size: Size) -> BadInput | None:
         return BadInput("pipelines", got=pipelines, needed=needed, fix=f"set pipelines to {near}")
     if microbatches % ranks:
         near = " or ".join(str(n) for n in (microbatches // ranks * ranks, (microbatches // ranks + 1) * ranks) if n)
-        needed = f"a multiple of {ranks} stages for chimera, half each way"
+        needed = f"a multiple of {ranks}, the number of stages, for chimera"
         return BadInput("microbatches", got=microbatches, needed=needed, fix=f"set microbatches to {near}")
     return None
 

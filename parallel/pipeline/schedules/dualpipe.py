@@ -33,7 +33,7 @@ def dualpipe_refusal(size: Size) -> BadInput | None:
     ranks, microbatches = size.ranks, size.microbatches
     if ranks % 2:
         near = f"{ranks - 1} or {ranks + 1}" if ranks > 1 else "2"
-        needed = "an even number for dualpipe, whose directions meet in the middle"
+        needed = "an even number for dualpipe, because its two directions meet in the middle"
         return BadInput("stages", got=ranks, needed=needed, fix=f"set stages to {near}")
     if microbatches % 2 or microbatches < 2 * ranks:
         near = str(max(2 * ranks, microbatches + microbatches % 2))

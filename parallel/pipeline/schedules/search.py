@@ -81,7 +81,7 @@ def search(
     given = Given(placement, ranks, microbatches, chunks, cost, transfer_time, memory, overlap)
     found = [schedule for schedule in (*_of_catalog(given), *_greedy_orders(given)) if given.fits(schedule)]
     if not found:
-        raise BadInput("memory", got=memory, needed=f"at least 1, a micro-batch of a rank's layers, on {placement}", fix="set memory to 1")
+        raise BadInput("memory", got=memory, needed="at least 1 (one micro-batch of a rank's layers)", fix="set memory to 1")
     best = min(found, key=given.time)
     return check(replace(_improved(best, given, rounds), name="search"))
 

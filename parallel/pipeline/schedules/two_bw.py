@@ -28,7 +28,7 @@ def two_bw_refusal(size: Size) -> BadInput | None:
     """Refuse fewer micro-batches than ranks: a forward pass would need weights that do not exist yet."""
     if size.microbatches >= size.ranks:
         return None
-    needed = f"at least {size.ranks}, one a stage, for two_bw: with fewer two versions are not enough"
+    needed = f"at least {size.ranks}, one a stage, for two_bw: fewer need more than two weight versions"
     return BadInput("microbatches", got=size.microbatches, needed=needed, fix=f"set microbatches to {size.ranks}")
 
 

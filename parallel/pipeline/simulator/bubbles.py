@@ -99,7 +99,12 @@ def pack(timeline: Timeline, works: Sequence[BubbleWork], *, margin: float = 1.0
         if len(done) == len(works):
             return _packing(timeline, done, step + 1)
     left = next(work for queue in waiting.values() for work in queue)
-    raise BadInput("needs", got=f"{left.name} that waits for {', '.join(left.needs)}", needed="no circle", fix="remove one of the needs")
+    raise BadInput(
+        "needs",
+        got=f"{left.name}, which waits for {', '.join(left.needs)}",
+        needed="needs that form no circle",
+        fix="remove one of the needs",
+    )
 
 
 def _of_steps(timeline: Timeline) -> list[Bubble]:
@@ -142,7 +147,7 @@ def _packing(timeline: Timeline, done: dict[str, Placed], steps: int) -> Packing
 def _check(timeline: Timeline, works: Sequence[BubbleWork], holes: Sequence[Bubble], margin: float) -> None:
     names = {work.name for work in works}
     if len(names) < len(works):
-        raise BadInput("works", got=f"{len(works)} with {len(names)} names", needed="a name for each", fix="number them")
+        raise BadInput("works", got=f"{len(works)} works with {len(names)} names", needed="a different name for each", fix="number them")
     for work in works:
         missing = [need for need in work.needs if need not in names]
         if missing:

@@ -89,7 +89,7 @@ def costs(
     update: float = 0,
     summation: float = 0,
 ) -> Cost:
-    """Cost function from times of one micro-batch, by stage or one number for all stages.
+    """Make a cost function from the times of one micro-batch: a list with a time for each stage, or one number for all stages.
 
     B takes `backward`; W takes the fraction `weight_share` of that, and I the rest. update: time of U. summation: time of S.
     """

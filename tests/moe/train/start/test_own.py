@@ -13,6 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from moe.train.loop import trainer
+from moe.train.parts.callbacks import Now
+from moe.train.start.restore import load_model
+from parallel.mesh.mesh import Degrees, Mesh
+from parallel.store.stored import Reader
 
 from moe import Callback
 from moe.data import open_data
@@ -20,12 +25,7 @@ from moe.data.given import open_given
 from moe.parallelize.build import whole_layouts
 from moe.parallelize.engines import check_given, given_of
 from moe.recipe.sections import Run
-from moe.train.loop import trainer
-from moe.train.parts.callbacks import Now
-from moe.train.start.restore import load_model
 from parallel.errors import BadInput
-from parallel.mesh.mesh import Degrees, Mesh
-from parallel.store.stored import Reader
 from tests.support import trained
 
 
@@ -432,12 +432,12 @@ class Wide(torch.optim.SGD):
     [
         (lambda groups: 1 / 0, {}, "got ZeroDivisionError: division by zero, needed a function of torch's parameter groups"),
         (lambda groups: "sgd", {}, "got a str, needed"),
-        (lambda groups: torch.optim.SGD(groups[0]["params"][:0] or [torch.zeros(1)]), {}, "needed one that steps every parameter once"),
-        (lambda groups: torch.optim.SGD([g | {"lr": 3.0} for g in groups]), {}, "got a group with a rate of its own"),
+        (lambda groups: torch.optim.SGD(groups[0]["params"][:0] or [torch.zeros(1)]), {}, "got an optimizer of 1 parameters, not of the"),
+        (lambda groups: torch.optim.SGD([g | {"lr": 3.0} for g in groups]), {}, "got a parameter group with its own learning rate"),
         (torch.optim.LBFGS, {}, "got an optimizer whose step() raised TypeError: LBFGS.step() missing 1 required"),
         (torch.optim.NAdam, {}, "got an optimizer that keeps mu_product, a tensor [] of torch.float32"),
         (Wide, {}, "got an optimizer that keeps history, a tensor [4,"),
-        (Counts, {}, "got an optimizer whose state does not say how it goes on"),
+        (Counts, {}, "got an optimizer that does not continue from its saved states"),
         (ByNorm, {"sharding": {"kind": "fsdp"}}, "needed the same: ranks hold parts of it, cut along dim"),
         (lambda groups: ByNorm(groups, by_expert=False), {}, "needed the same: experts of a layer are stacked"),
         (torch.optim.SGD, {"sharding": {"kind": "zero"}}, "optimizer.kind: got given with sharding.kind=zero and stage 1"),
