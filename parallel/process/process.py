@@ -20,8 +20,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-
-from parallel.errors import BadInput, cut
 from parallel.mesh.communicator import Communicator
 from parallel.mesh.debug_collectives import DEBUG, TIMEOUT_S, Agreement
 from parallel.mesh.mesh import Axis, Degrees, Mesh
@@ -29,6 +27,8 @@ from parallel.mesh.record import Record
 from parallel.process.malloc import keep_freed_memory
 from parallel.watch import watchdog
 from parallel.watch.meet import NotMet, meet
+
+from parallel.errors import BadInput, cut
 
 _ADDRESS_OF = 0x8915  # Linux's SIOCGIFADDR: an interface's IPv4 address; IPv6 addresses are in /proc/net/if_inet6
 LIMITS_S = {"gloo": 120.0, "nccl": 600.0}  # seconds that ranks wait for one another; 600 is torch's default
@@ -184,7 +184,7 @@ def _with_address(address: ipaddress.IPv6Address) -> str | None:
 
 
 def _last_resort_s() -> float:
-    """Return torch's time limit for a group. It is later than the watchdog's, whose message says more."""
+    """Return torch's time limit for a group. It is later than the watchdog's, because the watchdog's message says more."""
     watching = watchdog.current()
     return 600.0 if watching is None else watchdog.FIRST * watching.limit_s + 60
 
