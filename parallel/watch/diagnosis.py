@@ -156,8 +156,7 @@ def _parted(values: Mapping[int, Any]) -> tuple[list[int], list[int]]:
 
 
 def _both(at: Mapping[int, Call]) -> str:
-    """Text for ranks without a majority: two that differ, or, if their recorded collectives are equal, the number before which they
-    differ."""
+    """Text for ranks without a majority: two that differ. If their recorded collectives are equal, they differ earlier than that."""
     first, *others = sorted(at)
     found = next((r for r in others if at[r].said() != at[first].said()), None)
     number = at[first].number

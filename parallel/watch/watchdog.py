@@ -262,8 +262,7 @@ class Watchdog:
         os._exit(1)
 
     def _aborted(self) -> None:
-        """Handle SIGABRT: a library ends this process (as gloo does if a rank receives more bytes than it expects). Tell the others
-        first."""
+        """Handle SIGABRT, by which a library ends this process (gloo, if a rank receives too many bytes): tell the other ranks first."""
         if not self._stopped.is_set() and not self._leaving:
             self._leaving = True
             self.record.failed = f"{ABORTED}, with its message in the output above"

@@ -33,7 +33,7 @@ PLAIN = (  # folders whose docstrings and comments keep the law
     "moe/kernels", "moe/experts", "moe/nn", "moe/model", "moe/router", "moe/checks", "moe/parallelize", "moe/recipe",
     "moe/train", "moe/launch", "moe/records", "moe/report", "moe/data", "moe/rehearse", "moe/calibrate",
     "parallel/data", "parallel/tensor", "parallel/sequence", "parallel/pipeline", "parallel/kfac", "parallel/optim",
-    "parallel/rehearse",
+    "parallel/rehearse", "parallel/plan",
 )  # fmt: skip
 
 

@@ -1,12 +1,12 @@
-"""The guide that chooses a strategy, said with the numbers of one model on one cluster: each rule, and what the model of costs says of it.
+"""Rules of thumb for choosing a parallel strategy, each with the predicted numbers of one model on one cluster.
 
     one device      does it fit?  no: ZeRO with offload, then tiling
-    one node        DDP or ZeRO;  where it does not fit: pipeline, ZeRO or tensor parallelism, by how devices are linked; tp within a node
+    one node        DDP or ZeRO;  if it does not fit: pipeline, ZeRO or tensor parallelism, depending on the links; tp within a node
     many nodes      fast network: ZeRO, or pipeline + tensor + data;  slow network: data + pipeline + tensor with ZeRO-1
     always          no pipeline with ZeRO-2 or 3;  bf16 before fp16
 
-A rule is a rule of thumb: where predictions contradict it, the guide says so. Sources: ZeRO (arXiv 1910.02054), Narayanan et al. (arXiv
-2104.04473) sections 3 and 5, BLOOM (arXiv 2211.05100) section 3.3.
+If predictions contradict a rule, the guide says so. Sources: ZeRO (arXiv 1910.02054), Narayanan et al. (arXiv 2104.04473) sections 3
+and 5, BLOOM (arXiv 2211.05100) section 3.3.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from moe.plan.job.network import Plan
 from moe.plan.machine.cluster import Cluster
 
 _GIB = 2**30
-ABOUT_EQUAL = 0.1  # times that differ by less count as equal
+ABOUT_EQUAL = 0.1  # times count as equal if they differ by less than this fraction
 FAST_LINK = 50.0  # GB/s that a device sends within its node: NVLink has 100 and more, PCIe 10 to 30
 
 FAMILIES: dict[str, Callable[[Plan], bool]] = {
@@ -39,14 +39,14 @@ def _data_alone(plan: Plan) -> bool:
 
 
 class Best(Protocol):
-    """The fastest plan of a family that fits on so many devices, or None."""
+    """(family, number of devices) -> fastest plan of the family that fits; None if none does."""
 
     def __call__(self, family: str, devices: int) -> Ranked | None: ...
 
 
 @dataclass(frozen=True)
 class Said:
-    """One rule with its numbers. `holds`: whether the predictions agree; None where they cannot say."""
+    """One rule with its numbers. holds: True if the predictions agree with it, False if not, None if they do not decide it."""
 
     rule: str
     numbers: str
@@ -58,8 +58,11 @@ class Said:
 
 
 def walk(best: Best, cluster: Cluster, *, one_device: Ranked, offloaded: Ranked | None, compute: str) -> Iterator[Said]:
-    """`one_device`: the smallest plan on one device, whether it fits or not; `offloaded`: the same with states on the host. `compute`: the
-    recipe's precision."""
+    """Yield all rules that apply.
+
+    one_device: the smallest plan on one device, even if it does not fit. offloaded: the same plan with states offloaded to the host.
+    compute: the recipe's precision.
+    """
     limit = cluster.memory_bytes()
     fits = one_device.held_bytes <= limit
     yield _single(one_device, offloaded, limit)
@@ -75,7 +78,7 @@ def _single(one: Ranked, offloaded: Ranked | None, limit: float) -> Said:
     need = f"{one.held_bytes / _GIB:.4g} GiB of {limit / _GIB:.4g}"
     if one.held_bytes <= limit:
         return Said("One device holds the model: more devices are for speed.", f"{need}, {one.seconds:.4g} s a step", True)
-    numbers = f"{need}, with everything computed again"
+    numbers = f"{need}, with full recompute"
     if offloaded is None:
         return Said("One device does not hold it: ZeRO with offload, then tiling of large matrices.", numbers)
     rest = "fits" if offloaded.held_bytes <= limit else "does not fit either: tile the largest matrices, or take more devices"
@@ -139,7 +142,7 @@ def _precision(peaks: dict[str, float], compute: str) -> Said:
     rates = ", ".join(f"{kind} {peaks[kind]:.4g} TFLOP/s" for kind in ("bf16", "fp16", "fp32") if kind in peaks)
     numbers = f"at most {rates}; the recipe computes in {compute}"
     if "bf16" in peaks:
-        rule = "The device has bf16: take it before fp16, whose gradients need a scale of the loss."
+        rule = "The device has bf16: prefer it to fp16, which needs loss scaling."
         return Said(rule, numbers, peaks["bf16"] >= peaks.get("fp16", 0.0))
     if compute == "bf16":
         numbers += ", which the device only imitates: it is predicted as fast as fp16, and is not"

@@ -1,8 +1,8 @@
-"""This machine as a planner sees it: the memory that its processes may take, and the cluster file that was measured here.
+"""Properties of this machine for the planner: the memory that its processes may use, and the cluster file that was measured here.
 
-    memory      the least of what is installed and what the container's group may take (cgroup v2)
-    own         what one process may still take where the user's shell limits it (`ulimit -d`, `ulimit -v`)
-    measured    the user's cache, machine.yaml: written by `moe plan --calibrate`, and of this processor or GPU, or it does not count
+    memory      installed memory, or the limit of the container (cgroup) if that is smaller
+    own         memory that this process may still take under limits of the shell (`ulimit -d`, `ulimit -v`)
+    measured    machine.yaml in the user's cache, written by `moe plan --calibrate`; used only for the processor or GPU that it names
 
 Needs no torch.
 """
@@ -14,16 +14,16 @@ import resource
 from pathlib import Path
 
 import psutil
-
 from moe.plan.machine.cluster import Cluster, load_cluster
-from parallel.errors import BadInput
 from parallel.process.extensions import cache_dir
+
+from parallel.errors import BadInput
 
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 def memory_limit_bytes() -> int:
-    """What all processes here together may take."""
+    """Memory that all processes of this machine or container together may use, in bytes."""
     limit = int(psutil.virtual_memory().total)
     for path in _LIMITS:
         try:
@@ -34,7 +34,7 @@ def memory_limit_bytes() -> int:
 
 
 def own_limit_bytes() -> float | None:
-    """What this process may still take of data (RLIMIT_DATA) or of addresses (RLIMIT_AS), the less of both; None without limits."""
+    """Bytes that this process may still take under RLIMIT_DATA and RLIMIT_AS; None without such limits."""
     held = psutil.Process().memory_info()
     taken = {resource.RLIMIT_DATA: getattr(held, "data", held.rss), resource.RLIMIT_AS: held.vms}
     limits = {kind: resource.getrlimit(kind)[0] for kind in taken}
@@ -43,12 +43,12 @@ def own_limit_bytes() -> float | None:
 
 
 def resident_bytes() -> int:
-    """Of this process, now."""
+    """Resident memory of this process now, in bytes."""
     return int(psutil.Process().memory_info().rss)
 
 
 def processor() -> str:
-    """The processor's name."""
+    """Name of the processor."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as told:
             return next(line.partition(":")[2].strip() for line in told if line.startswith("model name"))
@@ -57,12 +57,12 @@ def processor() -> str:
 
 
 def measured_file() -> Path:
-    """Where `moe plan --calibrate` writes, unless told otherwise."""
+    """Default path of the file that `moe plan --calibrate` writes."""
     return cache_dir() / "machine.yaml"
 
 
 def measured_cluster(device: str) -> Cluster | None:
-    """The cluster file that was measured here; None without one, and for one of another device: a home folder may be many machines'."""
+    """Cluster that was measured here; None if there is none, or if it names another device (machines may share a home folder)."""
     path = measured_file()
     try:
         found = load_cluster(str(path)) if path.is_file() else None

@@ -1,6 +1,6 @@
-"""What sequence-parallel attention costs: bytes sent and kept, by method, as closed forms that are counted against runs.
+"""Bytes that sequence-parallel attention sends and keeps, for each method. Closed forms, which tests compare with the bytes of runs.
 
-    q = B H (L / N) C elements of a rank's queries, k = B K (L / N) C of its keys, r = B H (L / N) of a number for each query; N ranks
+    N ranks; elements of a rank: q = B H (L / N) C of its queries, k = B K (L / N) C of its keys, r = B H (L / N) of one number a query
 
     method          sent by all ranks: forward                backward                                kept by a rank
     ring            N (N-1) 2k                                N (N-1) 2k  +  N N 2k wide              2q + 2k + r wide
@@ -9,8 +9,9 @@
     colossal_ring   N (N-1) 2k                                N (N-1) 2k  +  N (N-1) 2k wide          2q + 2k + N L / N * r
     ulysses         N (2q + 2s) (N-1) / N                     the same                                2q + 2s + r wide
 
-far: pairs of ranks at most N / 2 apart, of which the later one is sent keys; helped: those further apart, of which the earlier one is
-sent queries. s: k with heads repeated until N shares them out. wide: fp32, or fp64 where the input is. Sources: the methods' files.
+far: number of pairs of ranks at most N / 2 apart; the earlier rank sends keys to the later. helped: number of pairs further apart; the
+later rank sends queries to the earlier. s: as k, with heads repeated until N divides their number. wide: fp32 (fp64 if the input is
+fp64); other elements have the input's dtype. Sources: see the methods' files.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Attention:
-    """One layer's, of `batch` sequences; `itemsize`: bytes of an element."""
+    """Sizes of the attention of one layer, for `batch` sequences. itemsize: bytes of an element."""
 
     batch: int
     length: int
@@ -37,7 +38,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class Cost:
-    """Bytes: sent by all ranks together, and kept by each from its forward to its backward pass."""
+    """Bytes. forward, backward: sent by all ranks together. kept: kept by each rank from its forward to its backward pass."""
 
     forward: int
     backward: int
@@ -45,7 +46,7 @@ class Cost:
 
 
 def cost(kind: str, ranks: int, of: Attention) -> Cost:
-    """Of ring, lightseq, colossal_ring or ulysses on so many ranks."""
+    """Cost of attention on `ranks` ranks. kind: ring, lightseq, colossal_ring or ulysses."""
     held = of.batch * of.length // ranks
     q, k, r = held * of.heads * of.head_size, held * of.kv_heads * of.head_size, held * of.heads
     i, wide, turns = of.itemsize, of.wide, ranks * (ranks - 1)
