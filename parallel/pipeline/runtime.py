@@ -164,7 +164,7 @@ class _Run:
     def run(self) -> None:
         runtime, links = self.runtime, self.runtime.links
         self._agree()
-        links.begin(self.plan.traffic, self._room)
+        links.begin(self.plan.traffic, self._buffer)
         for watcher in self.watchers:
             watcher.begin()
         for at, step in enumerate(self.plan.steps):
@@ -183,7 +183,7 @@ class _Run:
         if self.train and runtime.replicas is not None:
             runtime.replicas.finish()
 
-    def _room(self, message: Message) -> Tensor:
+    def _buffer(self, message: Message) -> Tensor:
         return torch.empty(self.work.shape(message.microbatch), dtype=self.work.dtype, device=self.work.device)
 
     def _act(self, action: Action) -> None:

@@ -20,7 +20,7 @@ from itertools import accumulate
 from parallel.errors import BadInput
 from parallel.pipeline.schedule import COMPUTE, OF_A_BATCH, Action, Op, Schedule
 
-NOBODY = -1
+NONE = -1
 
 
 class Steps:
@@ -40,7 +40,7 @@ class Steps:
         self.actions: list[Action] = [action for order in schedule.orders for action in order]
         self.first = [0, *accumulate(map(len, schedule.orders))]
         self.ranks = [rank for rank, order in enumerate(schedule.orders) for _ in order]
-        self.source, self.target = [NOBODY] * len(self.actions), [NOBODY] * len(self.actions)
+        self.source, self.target = [NONE] * len(self.actions), [NONE] * len(self.actions)
         self.more: dict[int, list[int]] = {}
         self.pairs = {self.first[node.rank] + node.at for node in schedule.pairs}
         self._wire(sums_block)
@@ -75,8 +75,8 @@ class Steps:
                 if need is not None and not first <= need < n:
                     more.setdefault(n, []).append(need)
         for n in self.pairs:
-            more[n] = [m for m in (*more.pop(n, ()), source[n + 1], *more.pop(n + 1, ())) if m not in (n, NOBODY)]
-            source[n + 1] = NOBODY
+            more[n] = [m for m in (*more.pop(n, ()), source[n + 1], *more.pop(n + 1, ())) if m not in (n, NONE)]
+            source[n + 1] = NONE
         for (op, _, _), sums in self._of_batch.items() if sums_block else ():
             for n in sums if op is Op.S else ():
                 if n + 1 < self.first[ranks[n] + 1]:
@@ -108,7 +108,7 @@ class Steps:
             rank = turn % num_ranks
             n, end = at[rank], self.first[rank + 1]
             while n < end:
-                missing = source[n] if source[n] >= 0 and not done[source[n]] else NOBODY
+                missing = source[n] if source[n] >= 0 and not done[source[n]] else NONE
                 if n in more:
                     missing = next((m for m in more[n] if not done[m]), missing)
                 if missing >= 0:
