@@ -22,7 +22,7 @@ from parallel.errors import BadInput
 from parallel.kfac.kfac import Item, Kfac
 from parallel.mesh.collectives import largest
 from parallel.mesh.mesh import Axis
-from parallel.pipeline.runtime import Took
+from parallel.pipeline.runtime import TimedAction
 from parallel.pipeline.schedule import Action, Op, Schedule
 from parallel.pipeline.simulator.bubbles import BubbleWork, Packing, Placed, bubbles, pack
 from parallel.pipeline.simulator.simulate import Span, Timeline
@@ -147,7 +147,7 @@ class Filler:
     slots: dict[tuple[int, int], list[Item]] | None = None
     placed_share: float = 0.0
     waits: tuple[float, float] = (0.0, 0.0)
-    _record: list[Took] | None = None
+    _record: list[TimedAction] | None = None
 
     def __post_init__(self) -> None:
         self.kfac.put_off(timed=True)
@@ -160,7 +160,7 @@ class Filler:
 
     def before(self, action: Action) -> None: ...
 
-    def after(self, at: int, took: Took) -> None:
+    def after(self, at: int, took: TimedAction) -> None:
         if self._record is not None:
             self._record.append(took)
         if self.slots is not None:

@@ -57,7 +57,7 @@ class Work(Protocol):
     def update(self, stage: int, version: int) -> None: ...
 
 
-class Took(NamedTuple):
+class TimedAction(NamedTuple):
     """Start and end of an action, in seconds of time.perf_counter."""
 
     action: Action
@@ -76,7 +76,7 @@ class Watcher(Protocol):
         """Called before the rank waits for the action's messages."""
         ...
 
-    def after(self, at: int, took: Took) -> None:
+    def after(self, at: int, took: TimedAction) -> None:
         """Called after action number `at` and its sends, before the rank waits for the next action's messages."""
         ...
 
@@ -85,13 +85,13 @@ class Watcher(Protocol):
 class Recorder:
     """Watcher that records every action's times."""
 
-    record: list[Took] = field(default_factory=list)
+    record: list[TimedAction] = field(default_factory=list)
 
     def begin(self) -> None: ...
 
     def before(self, action: Action) -> None: ...
 
-    def after(self, at: int, took: Took) -> None:
+    def after(self, at: int, took: TimedAction) -> None:
         self.record.append(took)
 
 
@@ -176,7 +176,7 @@ class _Run:
             self._act(step.action)
             for message in step.sends:
                 links.send(message, self.results.pop(_key(message.op, message.stage, message.microbatch)))
-            took = Took(step.action, started, time.perf_counter())
+            took = TimedAction(step.action, started, time.perf_counter())
             for watcher in self.watchers:
                 watcher.after(at, took)
         links.end()

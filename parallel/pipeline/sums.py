@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from parallel.pipeline.schedule import Action, Op, Schedule
 
 if TYPE_CHECKING:
-    from parallel.pipeline.runtime import Took  # which needs torch
+    from parallel.pipeline.runtime import TimedAction  # which needs torch
 
 
 def whole_at(order: Sequence[Action]) -> dict[int, int]:
@@ -41,5 +41,5 @@ class SumsBeside:
 
     def before(self, action: Action) -> None: ...
 
-    def after(self, at: int, took: Took) -> None:
+    def after(self, at: int, took: TimedAction) -> None:
         self.start(self.names.get(self.stage_at[at], ()) if at in self.stage_at else ())

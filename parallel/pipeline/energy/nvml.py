@@ -23,7 +23,7 @@ from parallel.pipeline.energy.energy import EnergyPlan
 from parallel.pipeline.schedule import Action, Op
 
 if TYPE_CHECKING:  # runtime imports torch, which making a plan does not need
-    from parallel.pipeline.runtime import Took
+    from parallel.pipeline.runtime import TimedAction
 
 
 class NoControl(RuntimeError):
@@ -128,7 +128,7 @@ class Pace:
 
     def begin(self) -> None: ...
 
-    def after(self, at: int, took: Took) -> None: ...
+    def after(self, at: int, took: TimedAction) -> None: ...
 
     def before(self, action: Action) -> None:
         locked, mhz = self.gpus.locked[0], self.mhz.get(action, 0.0)
