@@ -25,7 +25,7 @@ def whole_at(order: Sequence[Action]) -> dict[int, int]:
     return {at: stage for stage, at in last.items()}
 
 
-class SumsBeside:
+class OverlappedSums:
     """Watcher that starts each stage's sum.
 
     names: stage -> names of the parameters that no other stage holds. start: called after each action with the names whose sum may

@@ -16,6 +16,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
+from moe.train.parts.passes import Pass
+from parallel.mesh.collectives import sum_over_all
+from parallel.mesh.layout import Layout
+from parallel.mesh.mesh import Axis, Mesh
+from parallel.watch import watchdog
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
@@ -26,17 +31,12 @@ from moe.parallelize import stages
 from moe.parallelize.engines import start_engine
 from moe.plan.pipeline import schedule_of
 from moe.recipe.sections import Run
-from moe.train.parts.passes import Pass
 from parallel.data.engine import Engine, Rule
 from parallel.kfac.fisher import Filler
 from parallel.kfac.grafted import Curved
-from parallel.mesh.collectives import sum_over_all
-from parallel.mesh.layout import Layout
-from parallel.mesh.mesh import Axis, Mesh
 from parallel.pipeline.runtime import Runtime, Watcher
 from parallel.pipeline.schedule import Schedule
 from parallel.pipeline.weights import Versions
-from parallel.watch import watchdog
 
 Each = Callable[[int, Output], Tensor | None]
 Crossing = Callable[[Sequence[int]], tuple[int, ...]]  # maps the shape of a micro-batch's tokens [B, L] to the shape sent between stages
@@ -70,7 +70,7 @@ def start_executor(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh:
 def pipelined(run: Run, engine: Engine, mesh: Mesh, *, watchers: Sequence[Watcher] = ()) -> Pipelined:
     """Return an executor of this rank's stages. Collective: groups are made."""
     runtime = stages.start_runtime(run, engine.module, engine.layouts, mesh)
-    sums = stages.sums_beside(run, engine, runtime)
+    sums = stages.overlapped_sums(run, engine, runtime)
     return Pipelined(engine, runtime, crossing=lambda tokens: stages.crossing_shape(run, tokens), watchers=watchers, sums=sums)
 
 
