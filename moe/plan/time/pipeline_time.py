@@ -23,7 +23,7 @@ from moe.plan.job.network import Plan
 
 from parallel.pipeline.schedule import COMPUTE, Action, Op, folded
 from parallel.pipeline.schedules.catalog import closed_form, kind_of, placed
-from parallel.pipeline.schedules.kind import Passes, Placed
+from parallel.pipeline.schedules.kind import PassTimes, Placed
 from parallel.pipeline.simulator.simulate import costs, makespan
 from parallel.pipeline.sums import whole_at
 
@@ -71,7 +71,7 @@ def pipeline_time(
     of each stage, used in simulations if ranks have several stages (None: a rank's stages are equal). how: `least` and `alone` never
     exceed `simulated`.
     """
-    passes = Passes(forward, backward, 2 * sent * crossings(plan), plan.microbatches, plan.chunks)
+    passes = PassTimes(forward, backward, 2 * sent * crossings(plan), plan.microbatches, plan.chunks)
     if plan.pp == 1:
         return plan.microbatches * passes.total[0]
     if (closed := closed_form(plan.schedule)) is not None:

@@ -17,7 +17,7 @@ from parallel.pipeline.schedules.dualpipe import dualpipe, dualpipe_refusal
 from parallel.pipeline.schedules.dualpipe_v import dualpipe_v, dualpipe_v_refusal
 from parallel.pipeline.schedules.gpipe import all_at_once, gpipe, gpipe_seconds
 from parallel.pipeline.schedules.interleaved import interleaved, interleaved_held, interleaved_seconds
-from parallel.pipeline.schedules.kind import DEFAULT_CHUNKS, Passes, Placed, ScheduleKind, Size
+from parallel.pipeline.schedules.kind import DEFAULT_CHUNKS, PassTimes, Placed, ScheduleKind, Size
 from parallel.pipeline.schedules.looped_bfs import looped_bfs
 from parallel.pipeline.schedules.naive import naive, naive_seconds
 from parallel.pipeline.schedules.one_f_one_b import one_f_one_b, one_f_one_b_seconds
@@ -162,7 +162,7 @@ def placed(name: str) -> Placed:
     return "line" if kind is None else kind.placed
 
 
-def closed_form(name: str) -> Callable[[Passes], float] | None:
+def closed_form(name: str) -> Callable[[PassTimes], float] | None:
     """Closed form of a schedule's time; None if it must be simulated, as orders from a file must be."""
     kind = SCHEDULES.get(name)
     return None if kind is None else kind.seconds

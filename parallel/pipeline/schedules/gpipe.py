@@ -9,7 +9,7 @@ The bubble is (p - 1) / m. All m micro-batches are in flight on every rank.
 from __future__ import annotations
 
 from parallel.pipeline.schedule import Action, Op, Schedule, flushed, one_stage_a_rank
-from parallel.pipeline.schedules.kind import Passes, Size
+from parallel.pipeline.schedules.kind import PassTimes, Size
 from parallel.pipeline.simulator.held import Rank
 
 
@@ -19,7 +19,7 @@ def gpipe(ranks: int, microbatches: int) -> Schedule:
     return flushed("gpipe", one_stage_a_rank(ranks), microbatches, orders)
 
 
-def gpipe_seconds(passes: Passes) -> float:
+def gpipe_seconds(passes: PassTimes) -> float:
     """Time of all forward passes plus time of all backward passes, each sum t + (m - 1) max t over the ranks' times t."""
     ways = ([x + passes.waits / 2 for x in way] for way in (passes.forward, passes.backward))
     return sum(sum(way) + (passes.microbatches - 1) * max(way) for way in ways)

@@ -20,7 +20,7 @@ from itertools import accumulate, pairwise
 from operator import sub
 
 from parallel.pipeline.schedule import Action, Op, Schedule, flushed, looped
-from parallel.pipeline.schedules.kind import Passes, Size
+from parallel.pipeline.schedules.kind import PassTimes, Size
 from parallel.pipeline.schedules.one_f_one_b import alternate
 from parallel.pipeline.simulator.held import Rank, undominated
 
@@ -44,7 +44,7 @@ def groups(ranks: int, microbatches: int) -> list[int]:
     return [each + 1] * more + [each] * (count - more)
 
 
-def interleaved_seconds(passes: Passes) -> float:
+def interleaved_seconds(passes: PassTimes) -> float:
     """m max t + (sum t - max t) / v, where t is a rank's time for one micro-batch; sum t + (m - 1) max t / v if m < p."""
     total, m, v = passes.total, passes.microbatches, passes.chunks
     if m < len(total):

@@ -38,7 +38,7 @@ class Size:
         return schedule(self.ranks, self.microbatches).repeated(self.batches)
 
 
-class Passes(NamedTuple):
+class PassTimes(NamedTuple):
     """Seconds of one micro-batch on each rank. `waits`: seconds that a rank waits for its messages, both directions together."""
 
     forward: Sequence[float]
@@ -82,7 +82,7 @@ class ScheduleKind:
     option: str | None = None
     placed: Placed = "line"
     refusal: Callable[[Size], BadInput | None] = any_size
-    seconds: Callable[[Passes], float] | None = None
+    seconds: Callable[[PassTimes], float] | None = None
     held: Callable[[Size], tuple[Rank, ...]] | None = None
     rounds: int | None = None
     steady: bool = True

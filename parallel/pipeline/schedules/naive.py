@@ -9,7 +9,7 @@ The bubble is p - 1 for any number of micro-batches. One micro-batch is in fligh
 from __future__ import annotations
 
 from parallel.pipeline.schedule import Action, Op, Schedule, flushed, one_stage_a_rank
-from parallel.pipeline.schedules.kind import Passes
+from parallel.pipeline.schedules.kind import PassTimes
 
 
 def naive(ranks: int, microbatches: int) -> Schedule:
@@ -18,6 +18,6 @@ def naive(ranks: int, microbatches: int) -> Schedule:
     return flushed("naive", one_stage_a_rank(ranks), microbatches, orders)
 
 
-def naive_seconds(passes: Passes) -> float:
+def naive_seconds(passes: PassTimes) -> float:
     """m sum t, where t is a rank's time for one micro-batch."""
     return passes.microbatches * sum(passes.total)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from parallel.pipeline.schedule import Action, Op, Schedule, flushed, one_stage_a_rank
-from parallel.pipeline.schedules.kind import Passes
+from parallel.pipeline.schedules.kind import PassTimes
 
 
 def one_f_one_b(ranks: int, microbatches: int, *, extra_warmup: Sequence[int] | None = None) -> Schedule:
@@ -34,7 +34,7 @@ def alternate(forwards: Sequence[Action], backwards: Sequence[Action], *, warmup
     return [*order, *backwards[len(forwards) - ahead :]]
 
 
-def one_f_one_b_seconds(passes: Passes) -> float:
+def one_f_one_b_seconds(passes: PassTimes) -> float:
     """sum t + (m - 1) max t, where t is a rank's time for one micro-batch [2104.04473]."""
     total = passes.total
     return sum(total) + (passes.microbatches - 1) * max(total)
