@@ -15,12 +15,12 @@ from functools import cache, lru_cache
 from parallel.pipeline.schedule import Schedule
 from parallel.pipeline.schedules.catalog import kind_of, make_schedule
 from parallel.pipeline.schedules.kind import Size
-from parallel.pipeline.simulator.held import Rank, held
+from parallel.pipeline.simulator.held import RankPeaks, held
 
 STEADY = 3  # number of rounds (one micro-batch a rank) after which further rounds are equal
 
 
-def in_flight(schedule: str, *, ranks: int, microbatches: int, chunks: int = 1) -> tuple[Rank, ...]:
+def in_flight(schedule: str, *, ranks: int, microbatches: int, chunks: int = 1) -> tuple[RankPeaks, ...]:
     """Peak micro-batches of each pipeline rank. Raises BadInput for sizes that the schedule cannot have."""
     kind = kind_of(schedule)
     if kind.held is not None:
@@ -50,5 +50,5 @@ def made(schedule: str, ranks: int, microbatches: int, chunks: int) -> Schedule:
 
 
 @cache
-def _found(schedule: str, ranks: int, microbatches: int, chunks: int) -> tuple[Rank, ...]:
+def _found(schedule: str, ranks: int, microbatches: int, chunks: int) -> tuple[RankPeaks, ...]:
     return held(made(schedule, ranks, microbatches, chunks))

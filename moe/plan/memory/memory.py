@@ -54,7 +54,7 @@ from moe.plan.memory.stack import OURS, Stack
 from parallel.mesh.grids import GRIDS
 
 from moe.plan.job import counts
-from parallel.pipeline.simulator.held import Rank
+from parallel.pipeline.simulator.held import RankPeaks
 
 NO_UNIT = Unit()
 NO_EXPERTS = -1  # layer number for a layer without experts
@@ -404,7 +404,7 @@ class _Job:
             return [(self.layer(stage.start), len(stage))] if stage else []
         return list(Counter(map(self.layer, stage)).items())
 
-    def of_rank(self, number: int, rank: Rank) -> _Rank:
+    def of_rank(self, number: int, rank: RankPeaks) -> _Rank:
         beside = self.beside
         layers = {stage: self.kinds_of(self.stages[stage]) for stage in rank.stages}
         first, last = 0 in layers, len(self.stages) - 1 in layers
@@ -436,7 +436,7 @@ class _Job:
                 kept.append(one)
         return tuple(kept)
 
-    def _moments(self, rank: Rank, layers: dict[int, list[tuple[_Layer, int]]], held: Elements) -> Iterator[_Moment]:
+    def _moments(self, rank: RankPeaks, layers: dict[int, list[tuple[_Layer, int]]], held: Elements) -> Iterator[_Moment]:
         """All moments of a step that may be the peak."""
         beside, last = self.beside, len(self.stages) - 1
         bodies = [sum([n * of.kept for of, n in mine]) for mine in layers.values()]
@@ -491,7 +491,7 @@ class _Job:
                     yield moment("embedding", kept - body, left, of_embedding, 0.0, 0.0, to_come=table_to_come, waiting=tied)
                 before = sum((of.elements.times(n) for of, n in layers[stage]), before) if once else NOTHING
 
-    def _counts(self, rank: Rank) -> list[tuple[Sequence[int], bool]]:
+    def _counts(self, rank: RankPeaks) -> list[tuple[Sequence[int], bool]]:
         """(micro-batches in flight by stage, True if no backward pass of the step has ended yet) for all moments that may be the peak. The
         moment after the first backward pass counts too, because gradients exist from then on."""
         microbatches = self.plan.microbatches

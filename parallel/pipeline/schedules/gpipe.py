@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from parallel.pipeline.schedule import Action, Op, Schedule, flushed, one_stage_a_rank
 from parallel.pipeline.schedules.kind import PassTimes, Size
-from parallel.pipeline.simulator.held import Rank
+from parallel.pipeline.simulator.held import RankPeaks
 
 
 def gpipe(ranks: int, microbatches: int) -> Schedule:
@@ -25,7 +25,7 @@ def gpipe_seconds(passes: PassTimes) -> float:
     return sum(sum(way) + (passes.microbatches - 1) * max(way) for way in ways)
 
 
-def all_at_once(size: Size) -> tuple[Rank, ...]:
+def all_at_once(size: Size) -> tuple[RankPeaks, ...]:
     """Activations for schedules in which every rank keeps all micro-batches of each of its stages."""
     p, v = size.ranks, size.chunks
-    return tuple(Rank(tuple(range(r, p * v, p)), ((size.microbatches,) * v,)) for r in range(p))
+    return tuple(RankPeaks(tuple(range(r, p * v, p)), ((size.microbatches,) * v,)) for r in range(p))

@@ -22,7 +22,7 @@ from operator import sub
 from parallel.pipeline.schedule import Action, Op, Schedule, flushed, looped
 from parallel.pipeline.schedules.kind import PassTimes, Size
 from parallel.pipeline.schedules.one_f_one_b import alternate
-from parallel.pipeline.simulator.held import Rank, undominated
+from parallel.pipeline.simulator.held import RankPeaks, undominated
 
 
 def interleaved(ranks: int, microbatches: int, chunks: int) -> Schedule:
@@ -52,7 +52,7 @@ def interleaved_seconds(passes: PassTimes) -> float:
     return m * max(total) + (sum(total) - max(total)) / v
 
 
-def interleaved_held(size: Size) -> tuple[Rank, ...]:
+def interleaved_held(size: Size) -> tuple[RankPeaks, ...]:
     """Peak activations of each rank, from as few micro-batches as show the peak.
 
     That is two groups if all have p micro-batches. With larger groups it is p + 1, because the ranks then reach their peaks in
@@ -63,7 +63,7 @@ def interleaved_held(size: Size) -> tuple[Rank, ...]:
 
 
 @cache
-def _held(ranks: int, microbatches: int, chunks: int) -> tuple[Rank, ...]:
+def _held(ranks: int, microbatches: int, chunks: int) -> tuple[RankPeaks, ...]:
     """Peaks, counted without building a schedule: after the warm-up, forward and backward passes alternate.
 
     The number of micro-batches kept of each chunk is one digit, in base microbatches + 1, of a single number.
@@ -77,5 +77,5 @@ def _held(ranks: int, microbatches: int, chunks: int) -> tuple[Rank, ...]:
         ahead = min(2 * (ranks - 1 - rank) + (chunks - 1) * sizes[0] + 1, len(passes))
         peaks = sorted(set(map(sub, forward[ahead:], backward)), reverse=True)
         most = [tuple(peak // base ** (chunks - 1 - chunk) % base for chunk in range(chunks)) for peak in peaks]
-        found.append(Rank(tuple(range(rank, ranks * chunks, ranks)), undominated(most)))
+        found.append(RankPeaks(tuple(range(rank, ranks * chunks, ranks)), undominated(most)))
     return tuple(found)

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 
 from parallel.errors import BadInput
 from parallel.pipeline.schedule import Op, Schedule
-from parallel.pipeline.simulator.held import Rank
+from parallel.pipeline.simulator.held import RankPeaks
 
 Placed = Literal["line", "v", "both_ways"]
 DEFAULT_CHUNKS = 2  # number of stages a rank if the schedule leaves the choice and none is given
@@ -83,7 +83,7 @@ class ScheduleKind:
     placed: Placed = "line"
     refusal: Callable[[Size], BadInput | None] = any_size
     seconds: Callable[[PassTimes], float] | None = None
-    held: Callable[[Size], tuple[Rank, ...]] | None = None
+    held: Callable[[Size], tuple[RankPeaks, ...]] | None = None
     rounds: int | None = None
     steady: bool = True
     age: Callable[[Size, int], int] | None = None

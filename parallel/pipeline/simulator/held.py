@@ -11,7 +11,7 @@ from parallel.pipeline.schedule import Op, Schedule
 
 
 @dataclass(frozen=True)
-class Rank:
+class RankPeaks:
     """Peak memory of one rank, in micro-batches.
 
     most: peaks, each with the number of kept micro-batches for each of `stages`. Only peaks that no other peak exceeds in all stages.
@@ -23,11 +23,11 @@ class Rank:
     versions: int = 1
 
 
-def held(schedule: Schedule) -> tuple[Rank, ...]:
+def held(schedule: Schedule) -> tuple[RankPeaks, ...]:
     """Peak memory of each rank, counted in its order of actions."""
     ranks = range(schedule.num_ranks)
     versions = weight_versions(schedule) if schedule.num_updates > 1 else [1] * len(ranks)
-    return tuple(Rank(schedule.stages_of(rank), _most(schedule, rank), versions[rank]) for rank in ranks)
+    return tuple(RankPeaks(schedule.stages_of(rank), _most(schedule, rank), versions[rank]) for rank in ranks)
 
 
 def _most(schedule: Schedule, rank: int) -> tuple[tuple[int, ...], ...]:
