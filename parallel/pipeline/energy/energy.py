@@ -18,7 +18,7 @@ from math import floor
 
 from parallel.errors import BadInput
 from parallel.pipeline.energy.clocks import Clock, Profile, above_idle, fastest, useful, valley
-from parallel.pipeline.energy.slack import Clocked, Graph
+from parallel.pipeline.energy.slack import ClockedGraph, Graph
 from parallel.pipeline.schedule import COMPUTE, Action, Node, Op, Schedule
 from parallel.pipeline.schedules.one_f_one_b import one_f_one_b
 from parallel.pipeline.simulator.simulate import Timeline, simulate
@@ -165,7 +165,7 @@ def _raise(graph: Graph, options: dict[Node, list[Clock]], chosen: dict[Node, Cl
         gain = chosen[node].time - faster.time
         return (above_idle(faster, idle_power) - above_idle(chosen[node], idle_power)) / gain
 
-    at = Clocked(graph, chosen)
+    at = ClockedGraph(graph, chosen)
     prices = {node: price(node) for node, clocks in options.items() if chosen[node] != clocks[0]}
     while at.makespan > limit * (1 + _EPSILON):
         node = min(at.critical(prices, _EPSILON * limit), key=lambda node: (prices[node], node))
@@ -183,7 +183,7 @@ def _faster(clocks: list[Clock], than: Clock) -> Clock:
 
 def _lower(graph: Graph, options: dict[Node, list[Clock]], chosen: dict[Node, Clock], limit: float, idle_power: float) -> None:
     """Lower clocks, one step at a time, while any action's slack allows it: each time the one that saves most energy."""
-    at = Clocked(graph, chosen)
+    at = ClockedGraph(graph, chosen)
     while True:
         spare = limit - at.makespan
         slack = at.slack()

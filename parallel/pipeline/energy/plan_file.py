@@ -24,7 +24,7 @@ _MOST_MHZ = 1e5
 
 
 @dataclass(frozen=True)
-class Clocked:
+class ClockedSchedule:
     """Schedule in its plan's order, and for each rank the clock of each action in MHz."""
 
     schedule: Schedule
@@ -49,7 +49,7 @@ def write_plan(plan: EnergyPlan, path: str | Path) -> None:
     write_text(Path(path), json.dumps(value, indent=1) + "\n", what="--out")
 
 
-def read_plan(path: str | Path, schedule: Schedule, *, what: str, fix: str) -> Clocked:
+def read_plan(path: str | Path, schedule: Schedule, *, what: str, fix: str) -> ClockedSchedule:
     """Read a plan for this schedule. Raises BadInput, with `what` and `fix`, if the file is no plan or belongs to another schedule."""
     size = f"{schedule.num_ranks} ranks, {schedule.num_stages} stages, {schedule.microbatches} micro-batches"
 
@@ -78,7 +78,7 @@ def read_plan(path: str | Path, schedule: Schedule, *, what: str, fix: str) -> C
         clocks.append({known[name]: mhz for name, mhz in planned})
     if schedule.pairs and tuple(orders) != schedule.orders:
         raise wrong("another order")  # schedule.pairs are positions in the order, so they would be wrong
-    return Clocked(check(replace(schedule, orders=tuple(orders))), tuple(clocks))
+    return ClockedSchedule(check(replace(schedule, orders=tuple(orders))), tuple(clocks))
 
 
 def _ranks(value: Any) -> list[list[tuple[str, float]]] | None:

@@ -59,7 +59,7 @@ class Graph:
 
     def slack(self, clocks: Mapping[Node, Clock]) -> dict[Node, float]:
         """Seconds by which each action alone could be longer without changing the makespan."""
-        return Clocked(self, clocks).slack()
+        return ClockedGraph(self, clocks).slack()
 
     def times(self, clocks: Mapping[Node, Clock]) -> list[float]:
         times = [0.0] * len(self.before)
@@ -76,7 +76,7 @@ class Graph:
         return ends
 
 
-class Clocked:
+class ClockedGraph:
     """Times of a graph's vertices at given clocks. After a change of one clock, only the times that depend on it are computed again.
 
     ends: end of each vertex. tails: longest time from the end of each vertex to the end of the step.
