@@ -36,7 +36,7 @@ def homes_of(placement: str, ranks: int, chunks: int) -> Sequence[tuple[int]]:
     return {"line": one_stage_a_rank(ranks), "loop": looped(ranks, chunks), "v": folded(ranks)}[placement]
 
 
-class Given(NamedTuple):
+class Problem(NamedTuple):
     """Inputs of a search. memory: most micro-batches, of all of a rank's layers, that it may keep until W; None: no limit."""
 
     placement: str
@@ -78,42 +78,42 @@ def search(
     (MOVED). Raises BadInput if no order fits into `memory`.
     """
     chunks = {"line": 1, "loop": chunks, "v": 2}[placement]
-    given = Given(placement, ranks, microbatches, chunks, cost, transfer_time, memory, overlap)
-    found = [schedule for schedule in (*_of_catalog(given), *_greedy_orders(given)) if given.fits(schedule)]
+    problem = Problem(placement, ranks, microbatches, chunks, cost, transfer_time, memory, overlap)
+    found = [schedule for schedule in (*_of_catalog(problem), *_greedy_orders(problem)) if problem.fits(schedule)]
     if not found:
         raise BadInput("memory", got=memory, needed="at least 1 (one micro-batch of a rank's layers)", fix="set memory to 1")
-    best = min(found, key=given.time)
-    return check(replace(_improved(best, given, rounds), name="search"))
+    best = min(found, key=problem.time)
+    return check(replace(_improved(best, problem, rounds), name="search"))
 
 
-def _of_catalog(given: Given) -> Iterator[Schedule]:
+def _of_catalog(problem: Problem) -> Iterator[Schedule]:
     """Schedules of the catalog, for one batch, with the same placement of stages."""
     for name, kind in SCHEDULES.items():
-        if not kind.continuous and kind.chunks in (None, given.chunks):
+        if not kind.continuous and kind.chunks in (None, problem.chunks):
             try:
-                made = make_schedule(name, ranks=given.ranks, microbatches=given.microbatches, chunks=given.chunks)
+                made = make_schedule(name, ranks=problem.ranks, microbatches=problem.microbatches, chunks=problem.chunks)
             except BadInput:  # impossible sizes
                 continue
-            if made.homes == tuple(given.homes):
+            if made.homes == tuple(problem.homes):
                 yield made
 
 
-def _greedy_orders(given: Given) -> Iterator[Schedule]:
+def _greedy_orders(problem: Problem) -> Iterator[Schedule]:
     seen: list[list[list[Action]]] = []
-    for first, filled, ahead in product((Op.I, Op.F), (0.01, 0.5, 1.0), (1, 2, given.microbatches)):
-        orders = _Greedy(given, first, filled, ahead).orders()
+    for first, filled, ahead in product((Op.I, Op.F), (0.01, 0.5, 1.0), (1, 2, problem.microbatches)):
+        orders = _Greedy(problem, first, filled, ahead).orders()
         if orders is not None and orders not in seen:
             seen.append(orders)
-            yield flushed("search", given.homes, given.microbatches, orders)
-    if given.placement == "line":
-        times = [{op: given.cost(r, Action(op, r, 0)) for op in (Op.F, Op.I, Op.W)} for r in range(given.ranks)]
-        sent = 0 if callable(given.transfer_time) else given.transfer_time
+            yield flushed("search", problem.homes, problem.microbatches, orders)
+    if problem.placement == "line":
+        times = [{op: problem.cost(r, Action(op, r, 0)) for op in (Op.F, Op.I, Op.W)} for r in range(problem.ranks)]
+        sent = 0 if callable(problem.transfer_time) else problem.transfer_time
         for late, waiting, skip, always in product((False, True), repeat=4):
             how = {"late": late, "waiting": waiting, "skip": skip, "always": always}
-            orders = Alternating(times, given.microbatches, sent=sent, memory=given.memory, **how).orders()
+            orders = Alternating(times, problem.microbatches, sent=sent, memory=problem.memory, **how).orders()
             if orders not in seen:
                 seen.append(orders)
-                yield flushed("search", given.homes, given.microbatches, orders)
+                yield flushed("search", problem.homes, problem.microbatches, orders)
 
 
 class _Greedy:
@@ -123,24 +123,24 @@ class _Greedy:
     ahead: at most this multiple of 1F1B's forward passes are in flight.
     """
 
-    def __init__(self, given: Given, first: Op, filled: float, ahead: int) -> None:
-        self.given, self.first, self.filled, self.ahead = given, first, filled, ahead
-        self.rank = [home[0] for home in given.homes]
+    def __init__(self, problem: Problem, first: Op, filled: float, ahead: int) -> None:
+        self.problem, self.first, self.filled, self.ahead = problem, first, filled, ahead
+        self.rank = [home[0] for home in problem.homes]
         stages = len(self.rank)
-        self.held_by = [[s for s in range(stages) if self.rank[s] == r] for r in range(given.ranks)]
-        self.free: list[float] = [0] * given.ranks
-        self.kept = [0] * given.ranks
+        self.held_by = [[s for s in range(stages) if self.rank[s] == r] for r in range(problem.ranks)]
+        self.free: list[float] = [0] * problem.ranks
+        self.kept = [0] * problem.ranks
         self.next = {op: [0] * stages for op in (Op.F, Op.I)}
-        self.owed: list[list[Action]] = [[] for _ in range(given.ranks)]
-        self.arrived: dict[tuple[Op, int, int], float] = {(Op.F, 0, j): 0 for j in range(given.microbatches)}
-        self.done: list[list[Action]] = [[] for _ in range(given.ranks)]
+        self.owed: list[list[Action]] = [[] for _ in range(problem.ranks)]
+        self.arrived: dict[tuple[Op, int, int], float] = {(Op.F, 0, j): 0 for j in range(problem.microbatches)}
+        self.done: list[list[Action]] = [[] for _ in range(problem.ranks)]
 
     def orders(self) -> list[list[Action]] | None:
         """Orders of all ranks; None if memory is full and no action can free any."""
-        choices = {rank: self._choice(rank) for rank in range(self.given.ranks)}
+        choices = {rank: self._choice(rank) for rank in range(self.problem.ranks)}
         queue = [(choice, rank) for rank, choice in choices.items() if choice is not None]  # old choices stay in it until popped
         heapify(queue)
-        for _ in range(3 * self.given.microbatches * len(self.rank)):
+        for _ in range(3 * self.problem.microbatches * len(self.rank)):
             while queue and choices[queue[0][1]] != queue[0][0]:
                 heappop(queue)
             if not queue:
@@ -165,12 +165,12 @@ class _Greedy:
         if not found:
             return (free, 2, owed[0]) if owed else None
         start, order, _, action = min(found)
-        if owed and start - free >= self.filled * self.given.cost(rank, owed[0]) and start > free:
+        if owed and start - free >= self.filled * self.problem.cost(rank, owed[0]) and start > free:
             return (free, 2, owed[0])
         return start, order, action
 
     def _room(self, rank: int, stage: int) -> bool:
-        limit, chunks = self.given.memory, self.given.chunks
+        limit, chunks = self.problem.memory, self.problem.chunks
         flying = self.next[Op.F][stage] - self.next[Op.I][stage]
         if flying >= self.ahead * (len(self.rank) - stage):
             return False
@@ -181,7 +181,7 @@ class _Greedy:
         """Execute the action. Returns the ranks whose next action may have changed."""
         op, stage, microbatch, _ = action
         rank = self.rank[stage]
-        end = self.free[rank] = start + self.given.cost(rank, action)
+        end = self.free[rank] = start + self.problem.cost(rank, action)
         self.done[rank].append(action)
         self.kept[rank] += {Op.F: 1, Op.I: 0, Op.W: -1}[op]
         if op is Op.W:
@@ -196,25 +196,25 @@ class _Greedy:
             to = (Op.I, stage - 1, microbatch)
         if to[1] < 0:
             return {rank}
-        took = 0 if callable(self.given.transfer_time) or self.rank[to[1]] == rank else self.given.transfer_time
+        took = 0 if callable(self.problem.transfer_time) or self.rank[to[1]] == rank else self.problem.transfer_time
         self.arrived[to] = end + took
         return {rank, self.rank[to[1]]}
 
 
-def _improved(schedule: Schedule, given: Given, rounds: int) -> Schedule:
+def _improved(schedule: Schedule, problem: Problem, rounds: int) -> Schedule:
     """Move one action at a time by a few places. Keep each new schedule that fits and is not slower."""
     if schedule.pairs:
         return schedule
-    draw, best, time = random.Random(0), schedule, given.time(schedule)
-    least = max(sum(given.cost(r, a) for a in order) for r, order in enumerate(schedule.orders))
+    draw, best, time = random.Random(0), schedule, problem.time(schedule)
+    least = max(sum(problem.cost(r, a) for a in order) for r, order in enumerate(schedule.orders))
     for _ in range(min(rounds, MOVED // sum(map(len, best.orders)))):
         if time <= least:
             break
         tried = _moved(best, draw)
-        if tried is None or not given.fits(tried):
+        if tried is None or not problem.fits(tried):
             continue
         try:
-            took = given.time(tried)
+            took = problem.time(tried)
         except BadInput:  # a deadlock
             continue
         if took <= time:
