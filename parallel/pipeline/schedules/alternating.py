@@ -50,13 +50,13 @@ class Alternating:
         """Orders of all ranks, without updates."""
         self._warm_up()
         for _ in range(1, self.microbatches):
-            for rank in self._who_goes_forward():
+            for rank in self._ranks_with_forward():
                 self._make_room(rank)
                 self._fill(rank, self._arrival(Op.F, rank))
                 self._do(Op.F, rank)
             for rank in reversed(self.ranks):
                 self._fill(rank, self._arrival(Op.I, rank))
-                while rank == 0 and self.counts[Op.F][0] == self.microbatches and self._owes(0):
+                while rank == 0 and self.counts[Op.F][0] == self.microbatches and self._has_pending(0):
                     self._do(Op.W, 0)  # no rank waits for rank 0's I, so W delays nothing
                 self._do(Op.I, rank)
         for rank in self.ranks:
@@ -96,7 +96,7 @@ class Alternating:
             ends.append(of)
         return ends
 
-    def _who_goes_forward(self) -> list[int]:
+    def _ranks_with_forward(self) -> list[int]:
         """Ranks that do their next F now. If a rank skips its F, all ranks before it skip theirs too."""
         found: list[int] = []
         for rank in reversed(self.ranks):
@@ -124,13 +124,13 @@ class Alternating:
     def _fill(self, rank: int, arrival: float) -> None:
         """Fill the wait until `arrival` with W."""
         took = self.times[rank][Op.W]
-        while self._owes(rank) and self.free[rank] + took <= arrival:
+        while self._has_pending(rank) and self.free[rank] + took <= arrival:
             self._do(Op.W, rank)
         gap = arrival - self.free[rank]
-        if gap > 0 and self._owes(rank) and (self.always or gap > max(self.waited) - self.waited[rank]):
+        if gap > 0 and self._has_pending(rank) and (self.always or gap > max(self.waited) - self.waited[rank]):
             self._do(Op.W, rank)
 
-    def _owes(self, rank: int) -> bool:
+    def _has_pending(self, rank: int) -> bool:
         return self.counts[Op.W][rank] < self.counts[Op.I][rank]
 
     def _arrival(self, op: Op, rank: int) -> float:

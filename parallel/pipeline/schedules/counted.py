@@ -14,7 +14,7 @@ class Counted:
         self.order: list[Action] = []
         self._forwards: dict[int, int] = {}
         self._backwards: dict[int, int] = {}
-        self._owed: deque[Action] = deque()
+        self._pending: deque[Action] = deque()
 
     def forward(self, stage: int) -> None:
         self._add(Op.F, stage, self._forwards)
@@ -23,14 +23,14 @@ class Counted:
         self._add(Op.B, stage, self._backwards)
 
     def input(self, stage: int) -> None:
-        self._owed.append(Action(Op.W, stage, self._add(Op.I, stage, self._backwards)))
+        self._pending.append(Action(Op.W, stage, self._add(Op.I, stage, self._backwards)))
 
     def weights(self, stage: int | None = None) -> bool:
         """Append the W of the oldest I that has none yet, of any stage or of the given one. Returns False if there is none."""
-        for at, owed in enumerate(self._owed):
-            if stage is None or stage == owed.stage:
-                del self._owed[at]
-                self.order.append(owed)
+        for at, pending in enumerate(self._pending):
+            if stage is None or stage == pending.stage:
+                del self._pending[at]
+                self.order.append(pending)
                 return True
         return False
 

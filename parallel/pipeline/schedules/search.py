@@ -131,7 +131,7 @@ class _Greedy:
         self.free: list[float] = [0] * problem.ranks
         self.kept = [0] * problem.ranks
         self.next = {op: [0] * stages for op in (Op.F, Op.I)}
-        self.owed: list[list[Action]] = [[] for _ in range(problem.ranks)]
+        self.pending: list[list[Action]] = [[] for _ in range(problem.ranks)]
         self.arrived: dict[tuple[Op, int, int], float] = {(Op.F, 0, j): 0 for j in range(problem.microbatches)}
         self.done: list[list[Action]] = [[] for _ in range(problem.ranks)]
 
@@ -161,12 +161,12 @@ class _Greedy:
                 arrival = self.arrived.get(action[:3])
                 if arrival is not None and (op is Op.I or self._room(rank, stage)):
                     found.append((max(free, arrival), 0 if op is self.first else 1, -stage, action))
-        owed = self.owed[rank]
+        pending = self.pending[rank]
         if not found:
-            return (free, 2, owed[0]) if owed else None
+            return (free, 2, pending[0]) if pending else None
         start, order, _, action = min(found)
-        if owed and start - free >= self.filled * self.problem.cost(rank, owed[0]) and start > free:
-            return (free, 2, owed[0])
+        if pending and start - free >= self.filled * self.problem.cost(rank, pending[0]) and start > free:
+            return (free, 2, pending[0])
         return start, order, action
 
     def _room(self, rank: int, stage: int) -> bool:
@@ -185,14 +185,14 @@ class _Greedy:
         self.done[rank].append(action)
         self.kept[rank] += {Op.F: 1, Op.I: 0, Op.W: -1}[op]
         if op is Op.W:
-            self.owed[rank].remove(action)
+            self.pending[rank].remove(action)
             return {rank}
         self.next[op][stage] += 1
         last = len(self.rank) - 1
         if op is Op.F:
             to = (Op.I, stage, microbatch) if stage == last else (Op.F, stage + 1, microbatch)
         else:
-            self.owed[rank].append(action._replace(op=Op.W))
+            self.pending[rank].append(action._replace(op=Op.W))
             to = (Op.I, stage - 1, microbatch)
         if to[1] < 0:
             return {rank}

@@ -63,12 +63,12 @@ def _squeezed(name: str, blocks: list[_Block], microbatches: int, *, kept: int) 
 
 
 class _Rank:
-    """Progress of one rank. next: next micro-batch, by operation and chunk (0 down, 1 up). owed: W to do. kept: chunks in memory."""
+    """Progress of one rank. next: next micro-batch, by operation and chunk (0 down, 1 up). pending: W to do. kept: chunks in memory."""
 
     def __init__(self, stages: tuple[int, int], block: _Block) -> None:
         self.stages, self.block = stages, block
         self.next = {Op.F: [0, 0], Op.I: [0, 0]}
-        self.owed: list[Action] = []
+        self.pending: list[Action] = []
         self.kept = 0
 
 
@@ -107,8 +107,8 @@ class _Clock:
             if op is Op.I or self._room(rank, chunk, microbatch)
         ]
         if not found:
-            rank.kept -= bool(rank.owed)
-            return rank.owed.pop(0) if rank.owed else None
+            rank.kept -= bool(rank.pending)
+            return rank.pending.pop(0) if rank.pending else None
         _, op, chunk, microbatch = min(found)
         action = Action(op, rank.stages[chunk], microbatch)
         self.ended[action[:3]] = tick + 1
@@ -116,7 +116,7 @@ class _Clock:
         if op is Op.F:
             rank.kept += 1
         else:
-            rank.owed.append(action._replace(op=Op.W))
+            rank.pending.append(action._replace(op=Op.W))
         return action
 
     def _ready(self, op: Op, stage: int, microbatch: int, tick: int) -> bool:
@@ -135,7 +135,7 @@ class _Clock:
             its = rank.block.slot(Op.F, other, late)
             if its > slot:
                 break
-            if not self.ahead or (rank.owed and any(rank.next[Op.I])):
+            if not self.ahead or (rank.pending and any(rank.next[Op.I])):
                 return False
             early = microbatch + 1 - sum(rank.block.slot(Op.F, chunk, n) < its for n in range(microbatch + 1))
             if rank.block.kept_before(its, self.microbatches) + early + 1 > self.limit:

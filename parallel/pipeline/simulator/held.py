@@ -63,7 +63,7 @@ def peak_activations(schedule: Schedule, size: Callable[[int], float] = _one) ->
     return _peaks(schedule, {Op.F: 1, Op.B: -1, Op.I: -1}, size)
 
 
-def peak_owed(schedule: Schedule, size: Callable[[int], float] = _one) -> tuple[float, ...]:
+def peak_pending(schedule: Schedule, size: Callable[[int], float] = _one) -> tuple[float, ...]:
     """Most micro-batches between I and W on each rank. Their layers' inputs and output gradients are kept."""
     return _peaks(schedule, {Op.I: 1, Op.W: -1}, size)
 
@@ -73,16 +73,16 @@ def peak_held(schedule: Schedule, size: Callable[[int], float] = _one) -> tuple[
     return _peaks(schedule, {Op.F: 1, Op.B: -1, Op.W: -1}, size)
 
 
-def peak_kept(schedule: Schedule, kept: Callable[[int], float], owed: Callable[[int], float]) -> tuple[float, ...]:
-    """Peak memory of each rank, in the unit of `kept` and `owed`.
+def peak_kept(schedule: Schedule, kept: Callable[[int], float], pending: Callable[[int], float]) -> tuple[float, ...]:
+    """Peak memory of each rank, in the unit of `kept` and `pending`.
 
-    kept: stage -> memory of a micro-batch in flight. owed: stage -> memory of a micro-batch between I and W.
+    kept: stage -> memory of a micro-batch in flight. pending: stage -> memory of a micro-batch between I and W.
     """
     peaks = []
     for order in schedule.orders:
         held = peak = 0.0
         for op, stage, _, _ in order:
-            change = {Op.F: kept(stage), Op.B: -kept(stage), Op.I: owed(stage) - kept(stage), Op.W: -owed(stage)}
+            change = {Op.F: kept(stage), Op.B: -kept(stage), Op.I: pending(stage) - kept(stage), Op.W: -pending(stage)}
             held += change.get(op, 0)
             peak = max(peak, held)
         peaks.append(peak)
