@@ -7,6 +7,10 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+from parallel.mesh.layout import Layout
+from parallel.mesh.mesh import Mesh
+from parallel.numerics.precision import DTYPES
+from parallel.process.malloc import give_freed_memory_back
 from torch import Tensor, nn
 
 from moe.model.names import is_bias
@@ -23,16 +27,12 @@ from parallel.data.dp import Replicas
 from parallel.data.engine import AdamW, Engine, Rule
 from parallel.data.offload import Offload
 from parallel.errors import BadInput
-from parallel.kfac.grafted import Curved, Grafted
+from parallel.kfac.grafted import Grafted, KfacEngine
 from parallel.kfac.kfac import Settings
-from parallel.mesh.layout import Layout
-from parallel.mesh.mesh import Mesh
-from parallel.numerics.precision import DTYPES
 from parallel.optim.adafactor import Adafactor
 from parallel.optim.given import Factory, Given
 from parallel.optim.muon import Muon, Orientation
 from parallel.optim.sgd import Sgd
-from parallel.process.malloc import give_freed_memory_back
 
 
 def prepare(run: Run, say: Callable[[str], None]) -> None:
@@ -84,7 +84,7 @@ def _start_ddp(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh: Mes
     kfac = watched(model, layouts, mesh, settings=settings, experts=k.experts)
     assert isinstance(optimizer, AdamW)
     optimizer = replace(optimizer, make=partial(Grafted, kfac=kfac))
-    return Curved(DDP(model, layouts=layouts, mesh=mesh, optimizer=optimizer), kfac)
+    return KfacEngine(DDP(model, layouts=layouts, mesh=mesh, optimizer=optimizer), kfac)
 
 
 def _start_zero(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh: Mesh, optimizer: Rule) -> Engine:

@@ -69,7 +69,7 @@ def grafted(direction: Tensor, length: Tensor) -> Tensor:
     return torch.where(norm > 0, direction * (wanted / torch.where(norm > 0, norm, 1.0)), length)
 
 
-class Curved:
+class KfacEngine:
     """Engine around an engine with a `Grafted` optimizer: records forward passes, and finishes K-FAC's work before each update."""
 
     def __init__(self, engine: Engine, kfac: Kfac) -> None:

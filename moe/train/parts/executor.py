@@ -33,7 +33,7 @@ from moe.plan.pipeline import schedule_of
 from moe.recipe.sections import Run
 from parallel.data.engine import Engine, Rule
 from parallel.kfac.fisher import Filler
-from parallel.kfac.grafted import Curved
+from parallel.kfac.grafted import KfacEngine
 from parallel.pipeline.runtime import Runtime, Watcher
 from parallel.pipeline.schedule import Schedule
 from parallel.pipeline.weights import Versions
@@ -76,7 +76,7 @@ def pipelined(run: Run, engine: Engine, mesh: Mesh, *, watchers: Sequence[Watche
 
 def fillers(run: Run, engine: Engine, mesh: Mesh) -> list[Filler]:
     """Return watchers that do K-FAC's work in a pipeline's idle times; none for another optimizer."""
-    if not isinstance(engine, Curved):
+    if not isinstance(engine, KfacEngine):
         return []
     assert isinstance(engine.module, Transformer)
     of_linears = stages.stage_of_each(run, engine.module, engine.kfac.linears)

@@ -32,7 +32,7 @@ from parallel.data.load import given
 from parallel.errors import BadInput
 from parallel.kfac.factors import averaged, damped_inverse, direction, mean_eigenvalue, summed_products
 from parallel.kfac.fisher import Filler, check_rules, works
-from parallel.kfac.grafted import Curved, grafted
+from parallel.kfac.grafted import KfacEngine, grafted
 from parallel.kfac.kfac import Item, Kfac, Settings
 from parallel.pipeline.runtime import TimedAction
 from parallel.pipeline.schedule import Action
@@ -305,7 +305,7 @@ class Small:
 
     @property
     def kfac(self) -> Kfac:
-        assert isinstance(self.engine, Curved)
+        assert isinstance(self.engine, KfacEngine)
         return self.engine.kfac
 
     def step(self, number: int) -> float:
