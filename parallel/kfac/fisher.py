@@ -6,8 +6,8 @@ Rules: A of a micro-batch comes after its forward pass, and G after its backward
 ranks that hold replicas comes after all curvature of that factor. The inversion comes after the sum, on one of these ranks. `works`
 states these rules as needs for any packing (parallel/pipeline/simulator/bubbles.py); `check_rules` checks a packing independently.
 
-`Filler` measures the first steps, then packs its own rank's units into its own rank's waits. Sums over ranks always run at the end of a
-step (parallel/kfac/kfac.py), and so does work that found no place in the plan. A plan changes times, never numbers, so each rank can plan
+`BubbleFiller` measures the first steps, then packs its own rank's units into its own rank's waits. Sums over ranks always run at the end of
+a step (parallel/kfac/kfac.py), and so does work that found no place in the plan. A plan changes times, never numbers, so each rank can plan
 on its own.
 """
 
@@ -128,7 +128,7 @@ def _refuse_before(placed: Placed, end: float, what: str) -> None:
 
 
 @dataclass
-class Filler:
+class BubbleFiller:
     """Watcher of the pipeline's runtime that does a rank's K-FAC work while the rank would wait.
 
     The first `measured` refreshes run at the ends of steps, and their units are timed. So are the actions of their last step.

@@ -38,7 +38,7 @@ from moe.parallelize.build import build
 from moe.parallelize.engines import start_engine
 from moe.recipe.sections import Run
 from moe.records.results import write_json
-from parallel.kfac.fisher import Filler
+from parallel.kfac.fisher import BubbleFiller
 from parallel.kfac.grafted import KfacEngine
 from parallel.kfac.kfac import Item, Kfac
 from parallel.process import process
@@ -156,7 +156,7 @@ class Started:
     run: Run
     mesh: Mesh
     executor: Pipelined
-    filler: Filler | None
+    filler: BubbleFiller | None
 
     def step(self, number: int, batch: Tensor, *, lr: float) -> tuple[float, float]:
         """Train one step on this batch. Returns its loss and its seconds."""

@@ -32,7 +32,7 @@ from moe.parallelize.engines import start_engine
 from moe.plan.pipeline import schedule_of
 from moe.recipe.sections import Run
 from parallel.data.engine import Engine, Rule
-from parallel.kfac.fisher import Filler
+from parallel.kfac.fisher import BubbleFiller
 from parallel.kfac.grafted import KfacEngine
 from parallel.pipeline.runtime import Runtime, Watcher
 from parallel.pipeline.schedule import Schedule
@@ -74,13 +74,13 @@ def pipelined(run: Run, engine: Engine, mesh: Mesh, *, watchers: Sequence[Watche
     return Pipelined(engine, runtime, crossing=lambda tokens: stages.crossing_shape(run, tokens), watchers=watchers, sums=sums)
 
 
-def fillers(run: Run, engine: Engine, mesh: Mesh) -> list[Filler]:
+def fillers(run: Run, engine: Engine, mesh: Mesh) -> list[BubbleFiller]:
     """Return watchers that do K-FAC's work in a pipeline's idle times; none for another optimizer."""
     if not isinstance(engine, KfacEngine):
         return []
     assert isinstance(engine.module, Transformer)
     of_linears = stages.stage_of_each(run, engine.module, engine.kfac.linears)
-    return [Filler(engine.kfac, schedule_of(run), mesh.axis("pp"), of_linears)]
+    return [BubbleFiller(engine.kfac, schedule_of(run), mesh.axis("pp"), of_linears)]
 
 
 class Single:

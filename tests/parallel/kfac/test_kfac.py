@@ -31,7 +31,7 @@ from moe.recipe.sections import Run
 from parallel.data.load import given
 from parallel.errors import BadInput
 from parallel.kfac.factors import averaged, damped_inverse, direction, mean_eigenvalue, summed_products
-from parallel.kfac.fisher import Filler, check_rules, works
+from parallel.kfac.fisher import BubbleFiller, check_rules, works
 from parallel.kfac.grafted import KfacEngine, grafted
 from parallel.kfac.kfac import Item, Kfac, Settings
 from parallel.pipeline.runtime import TimedAction
@@ -543,7 +543,7 @@ def test_curvature_before_its_rows_are_there_and_a_missing_unit_are_refused() ->
 class _Counted:
     """The filler, and how many units of work it did."""
 
-    def __init__(self, filler: Filler) -> None:
+    def __init__(self, filler: BubbleFiller) -> None:
         self.filler, self.done = filler, 0
 
     def begin(self) -> None:
@@ -565,7 +565,7 @@ def _staged(rank: int, values: dict[str, Any], kfac: dict[str, Any], steps: int)
     small = Small(values, kfac=kfac, rank=rank, ranks=values["degrees"]["pp"] * values["degrees"].get("dp", 1))
     assert isinstance(small.executor, Pipelined)
     (filler,) = small.executor.watchers
-    assert isinstance(filler, Filler)
+    assert isinstance(filler, BubbleFiller)
     counted = _Counted(filler)
     small.executor = Pipelined(small.engine, small.executor.runtime, crossing=small.executor.crossing, watchers=[counted])
     losses = [small.step(step) for step in range(steps)]
