@@ -6,9 +6,9 @@ Rules: A of a micro-batch comes after its forward pass, and G after its backward
 ranks that hold replicas comes after all curvature of that factor. The inversion comes after the sum, on one of these ranks. `works`
 states these rules as needs for any packing (parallel/pipeline/simulator/bubbles.py); `check_rules` checks a packing independently.
 
-`BubbleFiller` measures the first steps, then packs its own rank's units into its own rank's waits. Sums over ranks always run at the end of
-a step (parallel/kfac/kfac.py), and so does work that found no place in the plan. A plan changes times, never numbers, so each rank can plan
-on its own.
+`BubbleFiller` measures the first steps, then packs its own rank's units into its own rank's waits. Sums over ranks always run at the end
+of a step (parallel/kfac/kfac.py), and so does work that found no place in the plan. A plan changes times, never numbers, so each rank can
+make its own plan.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from parallel.errors import BadInput
-from parallel.kfac.kfac import Item, Kfac
+from parallel.kfac.kfac import Kfac, KfacUnit
 from parallel.mesh.collectives import largest
 from parallel.mesh.mesh import Axis
 from parallel.pipeline.runtime import TimedAction
@@ -144,13 +144,13 @@ class BubbleFiller:
     axis: Axis
     stages: Mapping[str, int]
     measured: int = 2
-    slots: dict[tuple[int, int], list[Item]] | None = None
+    slots: dict[tuple[int, int], list[KfacUnit]] | None = None
     placed_share: float = 0.0
     waits: tuple[float, float] = (0.0, 0.0)
     _record: list[TimedAction] | None = None
 
     def __post_init__(self) -> None:
-        self.kfac.put_off(timed=True)
+        self.kfac.defer(timed=True)
 
     def begin(self) -> None:
         if self.slots is None:
@@ -214,14 +214,14 @@ class BubbleFiller:
         idle = sum(hole.end - hole.start for hole in bubbles(timeline))
         self.waits = idle / timeline.makespan, (idle - room / s.refresh_every) / timeline.makespan
 
-    def _items(self, kind: str) -> list[Item]:
+    def _items(self, kind: str) -> list[KfacUnit]:
         keys = list(self.kfac.factors)
         if kind == "inversion":
-            return [Item(kind, *key) for key in keys if key in self.kfac.inverts]
+            return [KfacUnit(kind, *key) for key in keys if key in self.kfac.inverts]
         passes = Counter(a.stage for a in self._order if a.op is Op.F)
-        return [Item(kind, *key, i) for key in keys for i in range(passes[self.stages[key[1]]])]
+        return [KfacUnit(kind, *key, i) for key in keys for i in range(passes[self.stages[key[1]]])]
 
-    def _after(self, item: Item) -> tuple[Action, ...]:
+    def _after(self, item: KfacUnit) -> tuple[Action, ...]:
         if item.kind == "inversion":
             return ()
         stage = self.stages[item.name]

@@ -78,7 +78,7 @@ class Linear:
         return replace(self.layout, shape=(*(self.layout.shape[:-2] or (1,)), width, width), split=stacked)
 
 
-class Item(NamedTuple):
+class KfacUnit(NamedTuple):
     """Unit of work for one factor ("A" or "G") of the linear `name`.
 
     kind: "curvature" or "inversion". microbatch: number of the linear's forward pass in the step; -1 for an inversion.
@@ -125,7 +125,7 @@ class Kfac:
 
     total: (sums, layouts) -> None; sums tensors in place over the ranks that hold copies, which the layouts name.
     place: layout -> (this rank's index among these ranks, their number).
-    at_once: True: work is done as soon as possible; False: it waits for `do_next`, `run` or the end of the step (see `put_off`).
+    at_once: True: work is done as soon as possible; False: it waits for `do_next`, `run` or the end of the step (see `defer`).
     updates: number of updates so far.
     """
 
@@ -143,17 +143,17 @@ class Kfac:
         self._passes: Counter[str] = Counter()
         self._unsummed = False  # True if a step was recorded and not yet summed over ranks
         self._unshared = False  # True if new inverses are only on the ranks that made them
-        self._kept: dict[Item, Rows] = {}
-        self._queue: deque[Item] = deque()
+        self._kept: dict[KfacUnit, Rows] = {}
+        self._queue: deque[KfacUnit] = deque()
         for linear in self.linears.values():
             for factor, name in (("A", linear.inputs), ("G", linear.name)):
                 if (factor, name) not in self.factors:
                     width = linear.sizes[factor]
                     zeros = torch.zeros(linear.stack, width, width, device=linear.weight.device)
                     self.factors[factor, name] = Factor(linear.layout_of(factor), zeros, zeros.clone())
-        self.inverts = self._dealt()
+        self.inverts = self._own_inversions()
 
-    def _dealt(self) -> frozenset[tuple[str, str]]:
+    def _own_inversions(self) -> frozenset[tuple[str, str]]:
         """Factors that this rank inverts. Factors held by the same ranks are distributed to them in turn, the largest first."""
         alike: dict[tuple[tuple[str, ...], tuple[int, ...]], list[tuple[str, str]]] = defaultdict(list)
         for key, factor in self.factors.items():
@@ -188,11 +188,11 @@ class Kfac:
         microbatch = self._passes[name]
         self._passes[name] += 1
         if self.linears[name].inputs == name:
-            self._ready(Item("curvature", "A", name, microbatch), x.detach(), counts)
-        item = Item("curvature", "G", name, microbatch)
+            self._ready(KfacUnit("curvature", "A", name, microbatch), x.detach(), counts)
+        item = KfacUnit("curvature", "G", name, microbatch)
         y.register_hook(lambda grad: self._ready(item, grad.detach(), counts))
 
-    def _ready(self, item: Item, rows: Tensor, counts: Sequence[int] | None) -> None:
+    def _ready(self, item: KfacUnit, rows: Tensor, counts: Sequence[int] | None) -> None:
         self._kept[item] = Rows(rows.flatten(0, -2), counts)
         self._queue.append(item)
         if self.at_once:
@@ -206,18 +206,18 @@ class Kfac:
         storages = {rows.rows.untyped_storage().data_ptr(): rows.rows.untyped_storage().nbytes() for rows in self._kept.values()}
         return sum(storages.values())
 
-    def put_off(self, *, timed: bool) -> None:
+    def defer(self, *, timed: bool) -> None:
         """From now on, let work wait until `do_next` or `run`, or the end of the step. timed: measure each unit until `times` is called."""
         self.at_once, self._seconds = False, {} if timed else None
 
     def times(self) -> dict[tuple[str, str, str], float]:
-        """Median seconds of each unit since `put_off`, by (kind, factor, linear). Ends the measurement."""
+        """Median seconds of each unit since `defer`, by (kind, factor, linear). Ends the measurement."""
         assert self._seconds is not None
         found, self._seconds = {key: median(times) for key, times in self._seconds.items()}, None
         return found
 
     @property
-    def waiting(self) -> tuple[Item, ...]:
+    def waiting(self) -> tuple[KfacUnit, ...]:
         """Units of work that can be done now, in the order in which they became ready."""
         return tuple(self._queue)
 
@@ -235,7 +235,7 @@ class Kfac:
             done += 1
         return done
 
-    def run(self, item: Item) -> None:
+    def run(self, item: KfacUnit) -> None:
         """Take a unit of work from the queue and do it."""
         self._queue.remove(item)
         if self._seconds is None:
@@ -247,7 +247,7 @@ class Kfac:
         self._seconds.setdefault((item.kind, item.factor, item.name), []).append(_now(device) - started)
 
     @torch.no_grad()
-    def do(self, item: Item) -> None:
+    def do(self, item: KfacUnit) -> None:
         """Do a unit of work without taking it from the queue."""
         factor = self.factors[item.factor, item.name]
         if item.kind == "inversion":
@@ -306,7 +306,7 @@ class Kfac:
             factor.running = averaged(factor.running, factor.sums, ema=self.settings.ema)
             factor.sums = None
             if key in self.inverts:
-                self._queue.append(Item("inversion", *key))
+                self._queue.append(KfacUnit("inversion", *key))
         self._unshared = True
 
     @torch.no_grad()

@@ -40,7 +40,7 @@ from moe.recipe.sections import Run
 from moe.records.results import write_json
 from parallel.kfac.fisher import BubbleFiller
 from parallel.kfac.grafted import KfacEngine
-from parallel.kfac.kfac import Item, Kfac
+from parallel.kfac.kfac import Kfac, KfacUnit
 from parallel.process import process
 
 CPU = torch.device("cpu")
@@ -142,7 +142,7 @@ def _sleeping(model: nn.Module) -> None:
 def _slow(kfac: Kfac) -> None:
     plain = kfac.do
 
-    def do(item: Item) -> None:
+    def do(item: KfacUnit) -> None:
         time.sleep(UNIT_S[item.kind])
         plain(item)
 
@@ -178,7 +178,7 @@ def start(values: dict[str, Any], way: str, rank: int, ranks: int, schedule: str
     if isinstance(engine, KfacEngine):
         _slow(engine.kfac)
         if way == KFAC_ENDS:
-            engine.kfac.put_off(timed=False)
+            engine.kfac.defer(timed=False)
     watchers = fillers(run, engine, mesh) if way == KFAC_BUBBLES else []
     return Started(run, mesh, pipelined(run, engine, mesh, watchers=watchers), watchers[0] if watchers else None)
 

@@ -33,7 +33,7 @@ from parallel.errors import BadInput
 from parallel.kfac.factors import averaged, damped_inverse, direction, mean_eigenvalue, summed_products
 from parallel.kfac.fisher import BubbleFiller, check_rules, works
 from parallel.kfac.grafted import KfacEngine, grafted
-from parallel.kfac.kfac import Item, Kfac, Settings
+from parallel.kfac.kfac import Kfac, KfacUnit, Settings
 from parallel.pipeline.runtime import TimedAction
 from parallel.pipeline.schedule import Action
 from parallel.pipeline.schedules import catalog
@@ -456,7 +456,7 @@ def _inverted(rank: int, ranks: int, degrees: dict[str, int]) -> tuple[set[tuple
     small, done = Small(values, rank=rank, ranks=ranks), set()
     plain = small.kfac.do
 
-    def do(item: Item) -> None:
+    def do(item: KfacUnit) -> None:
         if item.kind == "inversion":
             done.add((item.factor, item.name))
         plain(item)
