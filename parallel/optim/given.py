@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel.data.engine import Kept, Rule
+from parallel.data.engine import Rule, StateDims
 from parallel.data.load import fill_stepped
 from parallel.data.whole import Whole
 from parallel.errors import BadInput
@@ -46,7 +46,7 @@ class Given(Rule):
     lr: float
     weight_decay: float
     decays: Callable[[str, Tensor], bool]
-    _kept: dict[tuple[str, int], Kept] = field(default_factory=dict)
+    _kept: dict[tuple[str, int], StateDims] = field(default_factory=dict)
     _cuts: dict[tuple[str, int], frozenset[int]] = field(default_factory=dict)
 
     def groups(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> Groups:
@@ -80,7 +80,7 @@ class Given(Rule):
             )
         return made
 
-    def kept(self, name: str, num_dims: int) -> Kept:
+    def kept(self, name: str, num_dims: int) -> StateDims:
         """Optimizer states of a parameter of this name, found by trying. Raises BadInput if checkpoints cannot store or restore them."""
         at = name, num_dims
         if at not in self._kept:
@@ -116,7 +116,7 @@ class Given(Rule):
             self._step(optimizer)
         return {name: parameter.detach() for name, parameter in parameters.items()}
 
-    def _tried(self, name: str, num_dims: int) -> Kept:
+    def _tried(self, name: str, num_dims: int) -> StateDims:
         whole = _small(num_dims)
         kept: dict[str, int | None] = {}
         through, optimizer, parameter = self._stepped(name, whole)
@@ -143,7 +143,7 @@ class Given(Rule):
         return kept
 
     def _stepped(
-        self, name: str, whole: Tensor, dim: int = 0, part: slice = slice(None), *, again: Kept | None = None
+        self, name: str, whole: Tensor, dim: int = 0, part: slice = slice(None), *, again: StateDims | None = None
     ) -> tuple[Tensor, torch.optim.Optimizer, nn.Parameter]:
         """Step a part of a small parameter a few times. Returns (its values, the optimizer, the parameter).
 
