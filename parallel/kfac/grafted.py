@@ -22,13 +22,13 @@ from parallel.data.engine import Engine, Load
 from parallel.kfac.factors import direction
 from parallel.kfac.kfac import Kfac
 from parallel.mesh.layout import Layout
-from parallel.optim.step import AdamWBut, decay_and_subtract
+from parallel.optim.step import AdamWExcept, decay_and_subtract
 from parallel.watch.audit import Held
 
 Group = dict[str, Any]
 
 
-class Grafted(AdamWBut):
+class Grafted(AdamWExcept):
     """AdamW in which the linears of `kfac` take the grafted step."""
 
     def __init__(self, groups: list[Group], *, kfac: Kfac, **settings: Any) -> None:
@@ -36,7 +36,7 @@ class Grafted(AdamWBut):
         self.kfac = kfac
         self.linears = {id(linear.weight): linear for linear in kfac.linears.values()}
 
-    def move(self, weight: nn.Parameter, group: Group) -> bool:
+    def update_itself(self, weight: nn.Parameter, group: Group) -> bool:
         linear, grad = self.linears.get(id(weight)), weight.grad
         if linear is None or not self.kfac.has_inverses:
             return False

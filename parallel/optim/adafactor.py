@@ -43,10 +43,10 @@ class Adafactor(Rule):
 
     def build(self, groups: list[dict[str, Any]], wholes: Mapping[int, Whole] | None = None) -> torch.optim.Optimizer:
         assert not any(whole.cuts for whole in (wholes or {}).values()), "means are of whole matrices"
-        return Factored(groups, rule=self)
+        return AdafactorOptimizer(groups, rule=self)
 
 
-class Factored(torch.optim.Optimizer):
+class AdafactorOptimizer(torch.optim.Optimizer):
     """Adafactor as a torch.optim.Optimizer."""
 
     def __init__(self, groups: list[dict[str, Any]], *, rule: Adafactor) -> None:

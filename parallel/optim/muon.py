@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from parallel.data.engine import MOMENTS, Rule, StateDims
 from parallel.data.whole import Whole
-from parallel.optim.sgd import MOMENTUM, moved
+from parallel.optim.sgd import MOMENTUM, updated_momentum
 from parallel.optim.shared import Stack, shared
-from parallel.optim.step import AdamWBut, decay_and_subtract
+from parallel.optim.step import AdamWExcept, decay_and_subtract
 
 A, B, C = 3.4445, -4.7750, 2.0315
 Scale = Literal["rms", "spectral"]
@@ -66,17 +66,17 @@ class Muon(Rule):
         return [group | {"matrix": kind} for kind, held in parts.items() for group in super(Muon, self).groups(held)]
 
     def build(self, groups: list[dict[str, Any]], wholes: Mapping[int, Whole] | None = None) -> torch.optim.Optimizer:
-        return Orthogonal(groups, rule=self, wholes=wholes or {})
+        return MuonOptimizer(groups, rule=self, wholes=wholes or {})
 
 
-class Orthogonal(AdamWBut):
+class MuonOptimizer(AdamWExcept):
     """AdamW in which parameter groups with a `matrix` take Muon's step."""
 
     def __init__(self, groups: list[dict[str, Any]], *, rule: Muon, wholes: Mapping[int, Whole]) -> None:
         super().__init__(groups, lr=0.0, betas=rule.betas, eps=rule.eps, fused=True)
         self.rule, self.wholes = rule, wholes
 
-    def move(self, weight: nn.Parameter, group: dict[str, Any]) -> bool:
+    def update_itself(self, weight: nn.Parameter, group: dict[str, Any]) -> bool:
         return bool(group["matrix"])  # `step` updates all of them together
 
     @torch.no_grad()
@@ -89,7 +89,7 @@ class Orthogonal(AdamWBut):
         def part(number: int) -> Tensor:
             weight, _ = held[number]
             assert weight.grad is not None
-            momentum = moved(self.state[weight], weight, momentum=rule.momentum)
+            momentum = updated_momentum(self.state[weight], weight, momentum=rule.momentum)
             ahead = weight.grad.float().add(momentum, alpha=rule.momentum) if rule.nesterov else momentum
             return ahead.reshape(stacks[number].count, *stacks[number].shape)
 

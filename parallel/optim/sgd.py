@@ -35,10 +35,10 @@ class Sgd(Rule):
         return {MOMENTUM: None}
 
     def build(self, groups: list[dict[str, Any]], wholes: Mapping[int, Whole] | None = None) -> torch.optim.Optimizer:
-        return Momentum(groups, momentum=self.momentum, nesterov=self.nesterov)
+        return SgdOptimizer(groups, momentum=self.momentum, nesterov=self.nesterov)
 
 
-class Momentum(torch.optim.Optimizer):
+class SgdOptimizer(torch.optim.Optimizer):
     """SGD as a torch.optim.Optimizer. It computes in fp32 for weights of any dtype."""
 
     def __init__(self, groups: list[dict[str, Any]], *, momentum: float, nesterov: bool) -> None:
@@ -52,12 +52,12 @@ class Momentum(torch.optim.Optimizer):
             for weight in group["params"]:
                 if weight.grad is None:
                     continue
-                grad, held = weight.grad.float(), moved(self.state[weight], weight, momentum=self.momentum)
+                grad, held = weight.grad.float(), updated_momentum(self.state[weight], weight, momentum=self.momentum)
                 step = grad.add(held, alpha=self.momentum) if self.nesterov else held
                 decay_and_subtract(weight, step.mul(group["lr"]), lr=group["lr"], decay=group["weight_decay"])
 
 
-def moved(state: dict[str, Tensor], weight: Tensor, *, momentum: float) -> Tensor:
+def updated_momentum(state: dict[str, Tensor], weight: Tensor, *, momentum: float) -> Tensor:
     """Add this step's gradient to the momentum. Returns it in fp32, and stores it in `state` in the weight's dtype."""
     assert weight.grad is not None
     if MOMENTUM not in state:

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 
-class AdamWBut(torch.optim.AdamW):
-    """torch's AdamW for all weights but those that `move` updates."""
+class AdamWExcept(torch.optim.AdamW):
+    """torch's AdamW for all weights but those that `update_itself` updates."""
 
-    def move(self, weight: nn.Parameter, group: dict[str, Any]) -> bool:
+    def update_itself(self, weight: nn.Parameter, group: dict[str, Any]) -> bool:
         """Update the weight and return True, or return False to let AdamW update it."""
         raise NotImplementedError
 
@@ -22,7 +22,7 @@ class AdamWBut(torch.optim.AdamW):
         for group in self.param_groups:
             for weight in group["params"]:
                 grad = weight.grad
-                if grad is not None and self.move(weight, group):
+                if grad is not None and self.update_itself(weight, group):
                     moved.append((weight, grad))
                     weight.grad = None  # so that AdamW skips it
         super().step()
