@@ -21,21 +21,21 @@ from typing import Any
 
 import torch
 import yaml
+from parallel.numerics.precision import multiplies
+from parallel.process.fork import run_on_ranks
+from parallel.store.files import check_writable, write_text
 
 from moe.calibrate import kernels, links, own_step
 from moe.launch import exit_codes
 from moe.launch.environment import usable_cores
 from moe.plan.job.of_recipe import network_of, plan_of
-from moe.plan.machine.cluster import Between, Cluster, Inside, told_of
+from moe.plan.machine.cluster import Between, Cluster, Inside, mapping_of
 from moe.plan.machine.device import Device
 from moe.plan.machine.program import OWN_ON_CPU
 from moe.plan.machine.this_machine import measured_file, memory_limit_bytes, processor
 from moe.plan.time.cost import own_program, step_time
 from moe.recipe.load import build_run
 from parallel.errors import counted
-from parallel.numerics.precision import multiplies
-from parallel.process.fork import run_on_ranks
-from parallel.store.files import check_writable, write_text
 
 TIMEOUT_S = 600.0
 MOST_AT_ONCE = 16  # ranks that measure kernels
@@ -63,7 +63,7 @@ def main(*, out: Path | None = None, nproc: int | None = None) -> int:
 
 def text(cluster: Cluster) -> str:
     """Return the text of the cluster file."""
-    return "# This machine, as moe plan --calibrate measured it.\n" + yaml.safe_dump(told_of(cluster), sort_keys=False)
+    return "# This machine, as moe plan --calibrate measured it.\n" + yaml.safe_dump(mapping_of(cluster), sort_keys=False)
 
 
 def host(ranks: int) -> Cluster:

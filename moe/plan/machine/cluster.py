@@ -179,27 +179,27 @@ def _nearest(name: str, known: list[str]) -> str:
 def _read(path: Path) -> Cluster:
     what = f"cluster file {path.name}"
     try:
-        told = yaml_text.load(read_text(path))
+        mapping = yaml_text.load(read_text(path))
     except OSError as error:
         raise BadInput(what, got=error.strerror or error, needed="a file that can be read", fix="check the file") from None
     except yaml_text.NOT_YAML as wrong:
         line = getattr(wrong, "problem", None) or (str(wrong).splitlines() or ["values nested too deeply"])[0]
         raise BadInput(what, got=line, needed="YAML", fix="mend that line") from None
-    if not isinstance(told, dict):
-        raise BadInput(what, got=type(told).__name__, needed="a mapping", fix=f"begin with a copy of {FOLDER.name}/a100-80-8.yaml")
+    if not isinstance(mapping, dict):
+        raise BadInput(what, got=type(mapping).__name__, needed="a mapping", fix=f"begin with a copy of {FOLDER.name}/a100-80-8.yaml")
     try:
-        return cluster_of(told, name=path.stem)
+        return cluster_of(mapping, name=path.stem)
     except (KeyError, TypeError, ValueError, AttributeError) as wrong:
         said = f"no key {wrong}" if isinstance(wrong, KeyError) else str(wrong)
         fix = f"write it as {FOLDER.name}/a100-80-8.yaml does"
         raise BadInput(what, got=said, needed="the keys of a cluster", fix=fix) from None
 
 
-def cluster_of(told: dict[str, Any], *, name: str) -> Cluster:
+def cluster_of(mapping: dict[str, Any], *, name: str) -> Cluster:
     """Make a cluster from the mapping in its file. Raises KeyError, TypeError, ValueError or AttributeError if it is no cluster."""
-    _check_texts(told)
+    _check_texts(mapping)
     device, inside, between, rest = (
-        _section(told, name, of) for name, of in (("device", Device), ("inside", Inside), ("between", Between), ("", Cluster))
+        _section(mapping, name, of) for name, of in (("device", Device), ("inside", Inside), ("between", Between), ("", Cluster))
     )
     device["name"], device["attention"] = str(device["name"]), tuple(device["attention"])
     if not set(device["peak_tflops"]) & set(RATED):
@@ -227,22 +227,22 @@ def cluster_of(told: dict[str, Any], *, name: str) -> Cluster:
         cores=int(rest.get("cores", 0)),
         threads={int(count): float(speed) for count, speed in rest.get("threads", {}).items()},
         program={str(name): float(value) for name, value in rest.get("program", {}).items()},
-        sources=tuple(told.get("sources", ())),
+        sources=tuple(mapping.get("sources", ())),
     )
 
 
-def _check_texts(told: Any) -> None:
+def _check_texts(mapping: Any) -> None:
     """Refuse text with control characters."""
-    if isinstance(told, dict | list):
-        for value in (*told, *told.values()) if isinstance(told, dict) else told:
+    if isinstance(mapping, dict | list):
+        for value in (*mapping, *mapping.values()) if isinstance(mapping, dict) else mapping:
             _check_texts(value)
-    elif isinstance(told, str) and not harmless(told):
-        raise ValueError(f"{told!r}, which has control characters")
+    elif isinstance(mapping, str) and not harmless(mapping):
+        raise ValueError(f"{mapping!r}, which has control characters")
 
 
-def _section(told: dict[str, Any], section: str, of: type) -> dict[str, Any]:
+def _section(mapping: dict[str, Any], section: str, of: type) -> dict[str, Any]:
     """Values of a section (""  for the top level), with the field names of `of`. Raises ValueError for unknown names and bad numbers."""
-    values = told[section] if section else told
+    values = mapping[section] if section else mapping
     if not isinstance(values, dict):
         raise ValueError(f"{section}: {values!r}, which is no mapping")
     known = {one.name for one in fields(of)}
@@ -280,12 +280,12 @@ def _of_range(key: str, value: Any, where: Any) -> Any:
     return number
 
 
-def told_of(cluster: Cluster) -> dict[str, Any]:
+def mapping_of(cluster: Cluster) -> dict[str, Any]:
     """Mapping from which `cluster_of` makes this cluster again."""
     from dataclasses import asdict
 
-    told = asdict(cluster)
-    told.pop("name")
-    told["device"]["attention"] = list(cluster.device.attention)
-    told["sources"] = list(cluster.sources)
-    return told
+    mapping = asdict(cluster)
+    mapping.pop("name")
+    mapping["device"]["attention"] = list(cluster.device.attention)
+    mapping["sources"] = list(cluster.sources)
+    return mapping

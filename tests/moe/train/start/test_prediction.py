@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 import yaml
-
 from moe.plan.machine import this_machine
-from moe.plan.machine.cluster import load_cluster, told_of
-from moe.records.summary import summary_rows
+from moe.plan.machine.cluster import load_cluster, mapping_of
 from moe.train.loop import trainer
 from moe.train.start import prediction
-from parallel.errors import BadInput
 from parallel.process.fork import run_on_ranks
 from parallel.process.process import World
+
+from moe.records.summary import summary_rows
+from parallel.errors import BadInput
 from tests.planner import runs as planner_runs
 from tests.support import trained
 
@@ -31,7 +31,7 @@ def cluster_file(path: Path, *, memory_gib: float, name: str = "one core") -> st
     known = load_cluster("v100-8")
     host = replace(known, devices_per_node=2, cores=2, device=replace(known.device, name=name, memory_gib=memory_gib))
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(yaml.safe_dump(told_of(host)))
+    path.write_text(yaml.safe_dump(mapping_of(host)))
     return str(path)
 
 
