@@ -47,7 +47,7 @@ def degrees(network: Network, *, world: int, space: Space) -> Iterator[tuple[int
                 yield pp, tp, sp, world // pp // tp // sp
 
 
-class Way(NamedTuple):
+class Degrees(NamedTuple):
     """Degrees of parallelism of a plan."""
 
     pp: int
@@ -57,15 +57,15 @@ class Way(NamedTuple):
     ep: int
 
 
-def way_of(plan: Plan) -> Way:
-    return Way(plan.pp, plan.tp, plan.sp, plan.dp, plan.ep)
+def degrees_of(plan: Plan) -> Degrees:
+    return Degrees(plan.pp, plan.tp, plan.sp, plan.dp, plan.ep)
 
 
-def ways(network: Network, *, world: int, global_batch: int, space: Space) -> Iterator[Way]:
+def degree_choices(network: Network, *, world: int, global_batch: int, space: Space) -> Iterator[Degrees]:
     """All degrees of parallelism that divide the batch equally."""
     for pp, tp, sp, dp in degrees(network, world=world, space=space):
         if global_batch % dp == 0:
-            yield from dict.fromkeys(Way(pp, tp, sp, dp, ep) for ep, _ in _experts(network, dp * sp * tp, space))
+            yield from dict.fromkeys(Degrees(pp, tp, sp, dp, ep) for ep, _ in _experts(network, dp * sp * tp, space))
 
 
 def candidates(
@@ -75,7 +75,7 @@ def candidates(
     global_batch: int,
     base: Plan,
     space: Space | None = None,
-    only: Collection[Way] | None = None,
+    only: Collection[Degrees] | None = None,
 ) -> Iterator[Plan]:
     """Plans for `world` ranks, legal or not. Settings that the space does not vary (precision, storage, tiles) come from `base`.
 
@@ -88,7 +88,7 @@ def candidates(
         sizes, unit = divisors(global_batch // dp), tp if network.experts else 1
         if space.largest_microbatch is not None:
             sizes = [n for n in sizes if n % unit == 0 and n <= max(space.largest_microbatch, unit)]
-        experts = [one for one in _experts(network, dp * sp * tp, space) if only is None or Way(pp, tp, sp, dp, one[0]) in only]
+        experts = [one for one in _experts(network, dp * sp * tp, space) if only is None or Degrees(pp, tp, sp, dp, one[0]) in only]
         if not experts:
             continue
         schedules = space.schedules if pp > 1 else (("1f1b", 1),)

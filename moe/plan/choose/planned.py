@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import NamedTuple
 
-from moe.plan.choose.candidates import Space, Way, candidates, way_of
-from moe.plan.choose.candidates import ways as ways_to_cut
+from moe.plan.choose.candidates import Degrees, Space, candidates, degree_choices, degrees_of
 from moe.plan.choose.choose import Found, Ranked, Refused, choose, described
 from moe.plan.choose.fitting import Values, with_values
 from moe.plan.choose.guide import FAMILIES, Said, walk
@@ -30,6 +29,7 @@ from moe.plan.machine.cluster import FOLDER, Cluster, load_cluster
 from moe.plan.memory.memory import Memory, peak
 from moe.plan.time.cost import Time, step_time
 from moe.plan.time.pipeline_time import How
+
 from moe.recipe.sections import Run
 from parallel.errors import BadInput, counted
 from parallel.pipeline.schedules.catalog import closed_form
@@ -108,7 +108,7 @@ def planned(
     own = None if own_run is None else plan_of(own_run)
     run = run.resolve(cluster.world)
     network = network_of(run)
-    cuts = ways_to_cut(network, world=cluster.world, global_batch=run.train.global_batch, space=space)
+    cuts = degree_choices(network, world=cluster.world, global_batch=run.train.global_batch, space=space)
     if ways is not None and next(islice(cuts, ways, None), None) is None:
         ways = None
 
@@ -130,12 +130,12 @@ def planned(
             given=given,
         )
 
-    only: dict[Way, None] = {}
+    only: dict[Degrees, None] = {}
     first, accepted = None, _Accepted(run, cluster.world, top, checked, own, own_run)
     if ways is not None:
 
         def cut_so(ranked: Ranked) -> bool:
-            only[way_of(ranked.plan)] = None
+            only[degrees_of(ranked.plan)] = None
             return len(only) == ways
 
         small = replace(_offloading(FIRST, run), largest_tp=space.largest_tp, largest_sp=space.largest_sp, largest_pp=space.largest_pp)
@@ -151,7 +151,7 @@ def planned(
     return accepted.planned(network, cluster, found)
 
 
-def _plans(run: Run, cluster: Cluster, space: Space, only: Collection[Way] | None = None) -> Iterator[Plan]:
+def _plans(run: Run, cluster: Cluster, space: Space, only: Collection[Degrees] | None = None) -> Iterator[Plan]:
     """Yield plans of a resolved run, legal or not, each with the element sizes of its engine."""
     base, stored = plan_of(run), _storages(run, plan_of(run), space.engines)
     for plan in candidates(network_of(run), world=cluster.world, global_batch=run.train.global_batch, base=base, space=space, only=only):

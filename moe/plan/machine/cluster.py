@@ -231,13 +231,13 @@ def cluster_of(mapping: dict[str, Any], *, name: str) -> Cluster:
     )
 
 
-def _check_texts(mapping: Any) -> None:
+def _check_texts(value: Any) -> None:
     """Refuse text with control characters."""
-    if isinstance(mapping, dict | list):
-        for value in (*mapping, *mapping.values()) if isinstance(mapping, dict) else mapping:
-            _check_texts(value)
-    elif isinstance(mapping, str) and not harmless(mapping):
-        raise ValueError(f"{mapping!r}, which has control characters")
+    if isinstance(value, dict | list):
+        for part in (*value, *value.values()) if isinstance(value, dict) else value:
+            _check_texts(part)
+    elif isinstance(value, str) and not harmless(value):
+        raise ValueError(f"{value!r}, which has control characters")
 
 
 def _section(mapping: dict[str, Any], section: str, of: type) -> dict[str, Any]:
