@@ -23,7 +23,7 @@ from math import prod
 from typing import Literal, NamedTuple
 
 from parallel.annotations.graph import Graph, Operator
-from parallel.annotations.resharding import Axes, Sharding, Sizes, Step, reshard, sent_by, ways
+from parallel.annotations.resharding import Axes, Sharding, Sizes, Step, num_parts, reshard, sent_by
 
 Cuts = Mapping[str, Axes]  # for one operator: letter of a factor -> axes that cut it, major first
 STATISTIC_BYTES = 8  # bytes of a statistic for one position: two numbers in fp32
@@ -200,14 +200,14 @@ def work_of(op: Operator, cuts: Cuts, constant: frozenset[str]) -> Work:
 def statistics(graph: Graph, work: Work, mesh: Sizes) -> Iterator[Step]:
     """Small all-reduces of an operator that needs a statistic over a cut factor, as a norm does."""
     op, cuts = work.operator, work.cuts
-    places = prod(graph.dims[f].size // ways(cuts.get(f, ()), mesh) for f in op.factors if f not in op.statistics)
+    places = prod(graph.dims[f].size // num_parts(cuts.get(f, ()), mesh) for f in op.factors if f not in op.statistics)
     for axis in (axis for f in op.statistics for axis in cuts.get(f, ())):
         yield Step("all_reduce", axis, None, None, sent_by("all_reduce", mesh[axis], places * STATISTIC_BYTES))
 
 
 def flops(work: Work, mesh: Sizes) -> float:
     """Operations of a rank, forward and backward. The gradients of a product are two products."""
-    return 3 * work.operator.flops / ways(tuple(axis for axes in work.cuts.values() for axis in axes), mesh)
+    return 3 * work.operator.flops / num_parts(tuple(axis for axes in work.cuts.values() for axis in axes), mesh)
 
 
 def peak(graph: Graph, held: Mapping[str, float]) -> float:

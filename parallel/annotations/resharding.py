@@ -52,7 +52,7 @@ class Sharding:
 
     def local(self, shape: tuple[int, ...], mesh: Sizes) -> tuple[int, ...]:
         """Shape of a rank's part of a tensor with this shape."""
-        return tuple(size // ways(axes, mesh) for size, axes in zip(shape, self.dims, strict=True))
+        return tuple(size // num_parts(axes, mesh) for size, axes in zip(shape, self.dims, strict=True))
 
     def __str__(self) -> str:
         cut = ", ".join("+".join(axes) or "_" for axes in self.dims)
@@ -74,7 +74,7 @@ class Step:
         return " ".join([self.kind, "over", self.axis, *(p for p in places if p)])
 
 
-def ways(axes: Axes, mesh: Sizes) -> int:
+def num_parts(axes: Axes, mesh: Sizes) -> int:
     """Number of parts into which the axes cut."""
     return prod(mesh[axis] for axis in axes)
 
@@ -146,7 +146,7 @@ def _moves(now: Sharding, shape: tuple[int, ...], mesh: Sizes, keep: frozenset[s
         return Step(kind, axis, source, target, sent_by(kind, mesh[axis], bytes_held)), after
 
     def room(axis: str) -> list[int]:
-        return [d for d, axes in enumerate(now.dims) if shape[d] % (ways(axes, mesh) * mesh[axis]) == 0]
+        return [d for d, axes in enumerate(now.dims) if shape[d] % (num_parts(axes, mesh) * mesh[axis]) == 0]
 
     for axis in now.partial:
         yield step("all_reduce", axis, None, None)

@@ -25,7 +25,7 @@ from typing import Literal, NamedTuple
 
 from parallel.annotations.graph import Graph, Operator
 from parallel.annotations.partition import Conflict, Cuts, Program, Work, indices, shape, tensors, work_of
-from parallel.annotations.resharding import Axes, Sharding, Sizes, check_axes, reshard, sent, ways
+from parallel.annotations.resharding import Axes, Sharding, Sizes, check_axes, num_parts, reshard, sent
 
 from parallel.errors import BadInput, did_you_mean
 
@@ -84,12 +84,12 @@ def _check(found: Annotation, tensor: str, shape: tuple[int, ...], mesh: Sizes) 
                 what, got=f"{axis} more than once", needed="each axis once in a tensor: it cuts one dim", fix=f"leave {axis} at one place"
             )
     for dim, (size, axes) in enumerate(zip(shape, found.dims, strict=True)):
-        if size % ways(axes, mesh):
+        if size % num_parts(axes, mesh):
             raise BadInput(
                 what,
-                got=f"{'+'.join(axes)} ({ways(axes, mesh)} ranks) on dim {dim} of size {size}",
+                got=f"{'+'.join(axes)} ({num_parts(axes, mesh)} ranks) on dim {dim} of size {size}",
                 needed="equal parts",
-                fix=f"set the size to {-(-size // ways(axes, mesh)) * ways(axes, mesh)}, or write _ there",
+                fix=f"set the size to {-(-size // num_parts(axes, mesh)) * num_parts(axes, mesh)}, or write _ there",
             )
 
 
@@ -269,7 +269,7 @@ def _possible(graph: Graph, op: Operator, found: Propagated) -> Iterator[Cuts]:
     seen: set[str] = set()
     for chosen in product(*[(*factors, "") for factors in asked.values()]):
         of = {f: tuple(axis for axis, factor in zip(asked, chosen, strict=True) if factor == f) for f in set(chosen) - {""}}
-        if any(graph.dims[f].size % ways(axes, found.mesh) for f, axes in of.items()):
+        if any(graph.dims[f].size % num_parts(axes, found.mesh) for f, axes in of.items()):
             continue
         for orders in product(*[permutations(of[f]) for f in sorted(of)]):
             cuts = dict(zip(sorted(of), orders, strict=True))

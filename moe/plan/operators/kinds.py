@@ -18,7 +18,7 @@ from moe.plan.job.network import Engine, Plan
 from moe.plan.operators import gspmd, mesh_tensorflow
 from parallel.annotations.graph import Graph
 from parallel.annotations.partition import Program
-from parallel.annotations.resharding import Axes, Sharding, Sizes, ways
+from parallel.annotations.resharding import Axes, Sharding, Sizes, num_parts
 
 from parallel.errors import BadInput
 
@@ -52,10 +52,10 @@ def plan_of(program: Program) -> Plan:
     sliced = _check_stream(program, kind)
     size = program.mesh
     return Plan(
-        dp=ways(kind.data, size),
-        tp=ways(kind.tensor, size),
-        ep=ways(kind.experts, size),
-        etp=ways(kind.expert_hidden, size),
+        dp=num_parts(kind.data, size),
+        tp=num_parts(kind.tensor, size),
+        ep=num_parts(kind.experts, size),
+        etp=num_parts(kind.expert_hidden, size),
         engine=engine,
         tensor="sliced" if sliced else "1d",
     )
