@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from moe.checks.together import check_run
 from moe.plan.choose.choose import described
 from moe.plan.job.flops import counted_training, size
 from moe.plan.job.network import Recomputed
@@ -22,6 +21,8 @@ from moe.plan.machine.program import PROGRAMS, Program
 from moe.plan.memory.memory import peak
 from moe.plan.memory.stack import DEEPSEEK, MEGATRON, MEGATRON_2022, MEGATRON_DEEPSPEED, OURS, TORCHTITAN, Stack
 from moe.plan.time.cost import step_time
+
+from moe.checks.together import check_run
 from moe.recipe.load import load
 from moe.recipe.sections import Run
 
@@ -97,7 +98,7 @@ RUNS = (
         "h800-8x256",
         671,
         37,
-        replace(CORE, dispatch="by_node", experts_beside=0.7, products="fp8"),
+        replace(CORE, dispatch="by_node", experts_overlap=0.7, products="fp8"),
         DEEPSEEK,
         replace(MIXED_FP32_GRADIENTS, optimizer=8),  # moments in bf16
         source="DeepSeek-V3 (arXiv 2412.19437), section 1: 180,000 GPU-hours for 10^12 tokens",

@@ -17,7 +17,7 @@ ALONE = 0.3  # fraction of the faster of host and device that does not overlap: 
 @hashed_once
 @dataclass(frozen=True)
 class Program:
-    """One training program. `beside` means: at the same time as, so that it is hidden.
+    """One training program. `overlapped` means: at the same time as other work, so that it is hidden.
 
     attention      `fused`: one kernel, scores stay on the chip; `scores`: they are written, read and masked in memory
     launch_us      host's time to launch a kernel of the forward pass; the backward pass, driven by C++, takes `backward_launch` times that
@@ -25,25 +25,25 @@ class Program:
     step_ms        host's time once a step: data, gradient norm, loss scale, logging
     pointwise      bytes that norms, activations and residual sums move, divided by fully fused kernels' bytes
     streams        time of pointwise kernels depends on `bytes`, or on `elements` (4 bytes each, if a core computes in fp32 anyway)
-    gradients      gradient sums run `after` the backward pass, or `beside` its last micro-batch
+    gradients      gradient sums run `after` the backward pass, or `overlapped` with its last micro-batch
     staged         gradient sums with pipeline stages: as above, or `by stage`: each when its stage is done, during other actions
-    gathers        gathers of sharded parameters run `beside` the previous layer, `partly` so, or are `waited` for
+    gathers        gathers of sharded parameters run `overlapped` with the previous layer, only `partly` so, or are `waited` for
     alone          fraction of the faster of host and device that does not overlap (1: one core does both, one after the other)
     shards         FSDP with pipeline stages gathers parameters and sums gradients in each `micro-batch`, or once a `step`
     gather_gb_s    largest rate at which a rank receives gathered parameters (None: the rate of its links)
     gather_us      host's time around one gather or sum of a layer's sharded parameters, if it hides nothing: copies in and out of
                    buffers, and ranks that wait for each other
-    experts_beside fraction of the exchanges with experts that the other direction's computation hides
-    tensor_beside  fraction of tensor parallelism's collectives that products hide
+    experts_overlap  fraction of the exchanges with experts that the other direction's computation hides
+    tensor_overlap   fraction of tensor parallelism's collectives that products hide
     transfers      between stages: each rank of tp sends its part (`parts`), or all send the same (`whole`)
-    interleaved_transfers  `waited` for, or `beside` the next chunk's work
+    interleaved_transfers  `waited` for, or `overlapped` with the next chunk's work
     dispatch       to experts: `all_to_all` sends each choice; `by_node` sends a token once to every rank that
                    needs it, and once over the network to every node (DeepEP)
     experts        products of a rank's experts: `grouped` in one kernel, or one kernel for `each`
     engine         additional time of the engine around the layers, as a fraction of a micro-batch's time
-    sent_gradients dtype of sent gradients: as the plan `stored` them, or as activations are `computed`
+    sent_gradients dtype of sent gradients: as they are `stored`, or as activations are `computed`
     accumulates    a micro-batch's gradients are added to the sum in a kernel `apart`, or in the product that makes them (`within`)
-    parameters     gathers of new parameters run `after` the optimizer, or `beside` the next forward pass
+    parameters     gathers of new parameters run `after` the optimizer, or `overlapped` with the next forward pass
     selective      selective recompute repeats `core`: attention that writes scores; `second`: a layer's norm and network or experts;
                    `half`: half of the forward pass
     products       dtype of linear layers' products: `compute` (the plan's), or `fp8`
@@ -57,23 +57,23 @@ class Program:
     step_ms: float = 1.0
     pointwise: float = 1.0
     streams: Literal["bytes", "elements"] = "bytes"
-    gradients: Literal["after", "beside"] = "beside"
+    gradients: Literal["after", "overlapped"] = "overlapped"
     staged: Literal["as gradients", "by stage"] = "as gradients"
-    gathers: Literal["beside", "partly", "waited"] = "beside"
+    gathers: Literal["overlapped", "partly", "waited"] = "overlapped"
     alone: float = ALONE
     shards: Literal["micro-batch", "step"] = "step"
     gather_gb_s: float | None = None
     gather_us: float = 0.0
-    tensor_beside: float = 0.0
-    experts_beside: float = 0.0
+    tensor_overlap: float = 0.0
+    experts_overlap: float = 0.0
     transfers: Literal["parts", "whole"] = "parts"
-    interleaved_transfers: Literal["waited", "beside"] = "waited"
+    interleaved_transfers: Literal["waited", "overlapped"] = "waited"
     dispatch: Literal["all_to_all", "by_node"] = "all_to_all"
     experts: Literal["grouped", "each"] = "grouped"
     engine: float = 0.0
     sent_gradients: Literal["stored", "computed"] = "stored"
     accumulates: Literal["apart", "within"] = "apart"
-    parameters: Literal["after", "beside"] = "after"
+    parameters: Literal["after", "overlapped"] = "after"
     selective: Literal["core", "second", "half"] = "core"
     products: Literal["compute", "fp8"] = "compute"
 
@@ -119,14 +119,14 @@ PROGRAMS = {
         Program(
             "megatron-core",
             launch_us=20,
-            tensor_beside=0.5,
-            interleaved_transfers="beside",
+            tensor_overlap=0.5,
+            interleaved_transfers="overlapped",
             experts="each",
             accumulates="within",
-            parameters="beside",
+            parameters="overlapped",
         ),
         # Megatron-Core's own FSDP, which sums gradients in 16 bits
-        Program("megatron-fsdp", launch_us=20, tensor_beside=0.5, experts="each", accumulates="within", sent_gradients="computed"),
+        Program("megatron-fsdp", launch_us=20, tensor_overlap=0.5, experts="each", accumulates="within", sent_gradients="computed"),
         # DeepSpeed's ZeRO-3 of 2021, which gathers parameters one by one (Megatron SC21, Table 2: 17 GB/s a rank)
         Program("deepspeed-zero3-2021", attention="scores", launch_us=30, gathers="partly", gather_gb_s=17, checkpoint_us=300),
         # DeepSpeed's ZeRO since 2022, and users' eager models on it

@@ -334,7 +334,7 @@ def _stage(
 
 def transfer_time(network: Network, plan: Plan, cluster: Cluster, program: Program) -> float:
     """Seconds that a rank waits for one message between stages."""
-    if plan.pp == 1 or (plan.chunks > 1 and program.interleaved_transfers == "beside"):
+    if plan.pp == 1 or (plan.chunks > 1 and program.interleaved_transfers == "overlapped"):
         return 0.0
     stride = plan.tp * plan.sp * plan.dp
     size = tokens_of(network, plan) * network.width * plan.compute_bytes
@@ -372,31 +372,31 @@ def _sharing(
     wide = narrow if program.sent_gradients == "computed" else wide
     if plan.stage == 0:
         sums = all_reduce(cluster, copies, dense * wide) + all_reduce(cluster, expert_copies, expert * wide)
-        exposed = spare.left(sums) if by_stage else _beside_backward(sums, stage, program)
+        exposed = spare.left(sums) if by_stage else _overlapped_with_backward(sums, stage, program)
         return exposed, 0.0, max(0.0, sums - exposed)
     parts = ((copies, dense), (expert_copies, expert))
     reduced = sum(_limited(program, gather(cluster, g, p * wide), g, p * wide, plan) for g, p in parts)
     gathered = sum(_limited(program, gather(cluster, g, p * narrow), g, p * narrow, plan) for g, p in parts)
     m = plan.microbatches
     if plan.stage == 1:  # by stage: DeepSpeed sums after the rank's last action
-        exposed = max(0.0, reduced - spare.others) if by_stage else _beside_backward(reduced, stage, program)
-        if program.parameters == "beside":
-            waited, hidden = _beside(gathered, stage.ahead, program)
+        exposed = max(0.0, reduced - spare.others) if by_stage else _overlapped_with_backward(reduced, stage, program)
+        if program.parameters == "overlapped":
+            waited, hidden = _overlapped(gathered, stage.ahead, program)
             return exposed, waited, max(0.0, reduced - exposed) + hidden
         return exposed, gathered, max(0.0, reduced - exposed)
     if plan.stage == 2:
-        each, hidden = _beside(reduced, stage.back, program)
+        each, hidden = _overlapped(reduced, stage.back, program)
         return m * each, gathered, m * hidden
     if copies.size > 1:
         around = max(1.0, cluster.crowd(world)) * (network.depth + 2) / plan.pp * program.gather_us * 1e-6  # layers and both ends
         reduced, gathered = reduced + around, gathered + around
-    forward, hidden_forward = _beside(gathered, stage.ahead, program)
+    forward, hidden_forward = _overlapped(gathered, stage.ahead, program)
     often = plan.pp == 1 or program.shards == "micro-batch"
     if not often and not plan.reshard:  # parameters and gradients stay whole during all micro-batches of the step
-        exposed = _beside_backward(reduced, stage, program)
+        exposed = _overlapped_with_backward(reduced, stage, program)
         return exposed, gathered, max(0.0, reduced - exposed)
     again = gathered if plan.reshard and not (plan.pp > 1 and often) else 0.0
-    backward, hidden_backward = _beside(again + reduced, stage.back, program)
+    backward, hidden_backward = _overlapped(again + reduced, stage.back, program)
     first = gathered / max(1, network.depth)
     return m * backward, m * (forward + first), m * (hidden_forward + hidden_backward)
 
@@ -443,18 +443,18 @@ def _limited(program: Program, seconds: float, group: Group, num_bytes: float, p
     return max(seconds, (group.size - 1) / group.size * num_bytes / (program.gather_gb_s * 1e9))
 
 
-def _beside(seconds: float, window: float, program: Program) -> tuple[float, float]:
+def _overlapped(seconds: float, window: float, program: Program) -> tuple[float, float]:
     """(exposed seconds, hidden seconds) of collectives during `window` seconds of products, which the collectives slow down."""
     if program.gathers == "waited":
         return seconds, 0.0
-    share = 1.0 if program.gathers == "beside" else 0.67
+    share = 1.0 if program.gathers == "overlapped" else 0.67
     hidden = min(seconds, window * share) if share == 1.0 else min(seconds * share, window)
     return seconds - hidden + OVERLAP_SLOWDOWN * hidden, hidden
 
 
-def _beside_backward(seconds: float, stage: Stage, program: Program) -> float:
+def _overlapped_with_backward(seconds: float, stage: Stage, program: Program) -> float:
     """Exposed seconds of sums once a step. The last bucket, about a tenth of the backward pass, is never hidden."""
-    return seconds if program.gradients == "after" else _beside(seconds, 0.9 * stage.back, program)[0]
+    return seconds if program.gradients == "after" else _overlapped(seconds, 0.9 * stage.back, program)[0]
 
 
 def _update(plan: Plan, cluster: Cluster, program: Program, dense: float, expert: float) -> tuple[float, float]:

@@ -321,7 +321,7 @@ def _cross_sums(n: float, read: float, width: int, plan: Plan, cluster: Cluster,
     """(forward, backward) all-reduces of cross-attention with 1D: its output forward; gradients of decoder and encoder input backward."""
     group = group_of(plan.tp, 1, cluster.devices_per_node, plan.world)
     own, other = (all_reduce(cluster, group, tokens * width * plan.compute_bytes) for tokens in (n, read))
-    left = 1 - program.tensor_beside
+    left = 1 - program.tensor_overlap
     return Pass(tensor=left * own, kernels=0.5), Pass(tensor=left * (own + other), kernels=1)
 
 
@@ -358,7 +358,7 @@ def _tensor(network: Network, plan: Plan, cluster: Cluster, program: Program, *,
         return Pass(), Pass()
     n = tokens_of(network, plan)
     group = group_of(plan.tp, 1, cluster.devices_per_node, plan.world)
-    left = 1 - program.tensor_beside
+    left = 1 - program.tensor_overlap
     if plan.tensor in (*LINES, "sliced"):
         size = n * network.width * plan.compute_bytes
         entering = n * _entering(network) * plan.compute_bytes
@@ -431,7 +431,7 @@ def _experts(network: Network, plan: Plan, cluster: Cluster, program: Program, i
     if plan.etp > 1:
         inner = group_of(plan.etp, 1, cluster.devices_per_node, plan.world)
         way += gather(cluster, inner, size * plan.etp)
-    sent = Pass(experts=2 * way * (1 - program.experts_beside), kernels=4 if plan.ep * plan.etp > 1 else 0)
+    sent = Pass(experts=2 * way * (1 - program.experts_overlap), kernels=4 if plan.ep * plan.etp > 1 else 0)
     return forward + sent, backward + sent, weights
 
 
