@@ -102,13 +102,13 @@ def _matrices(network: Network, plan: Plan, index: int) -> Elements:
     if n.experts is None or index not in n.sparse_layers:
         return Elements(dense + network_elements(n, n.hidden, gated=n.gated) / t + (n.width + n.hidden / t if n.biases else 0))
     e = n.experts
-    beside = (
+    others = (
         network_elements(n, e.shared_hidden, gated=e.gated) / t
         + n.width * ((e.count + e.free) * (1 + e.router.noise) + e.count * e.biases + e.router.norm + e.gates)
         + (e.count + e.free) * e.router.vectors
     )
     one = network_elements(n, e.hidden, gated=e.gated) + e.hidden * (2 if e.gated else 1) * e.biases
-    return Elements(dense + beside, e.count * one / (plan.ep * plan.etp))
+    return Elements(dense + others, e.count * one / (plan.ep * plan.etp))
 
 
 def norm(network: Network) -> int:
@@ -128,8 +128,8 @@ def attention(network: Network, t: int, *, over: int) -> float:
     keys = max(n.groups, over) / t * n.channels
     biases = (inner / t + 2 * keys + n.width) if n.biases else (inner / t + 2 * keys) if n.qkv_biases else 0
     latents = n.latent.query_rank + n.latent.key_rank if n.latent else 0  # their norms' gains
-    beside = (n.width if n.out_bias else 0) + n.heads / t * (n.sinks + (0 if n.shared_buckets else n.buckets))
-    return attention_matrices(n, t, over=over) + biases + gains(n) + latents + beside
+    others = (n.width if n.out_bias else 0) + n.heads / t * (n.sinks + (0 if n.shared_buckets else n.buckets))
+    return attention_matrices(n, t, over=over) + biases + gains(n) + latents + others
 
 
 def attention_matrices(network: Network, t: int, *, over: int) -> float:

@@ -244,7 +244,7 @@ def _gathers(plan: Plan, stack: Stack) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class _Beside:
+class _OutsideLayers:
     """Parts of the model outside of its layers.
 
     elements, keeps: (has the first stage, has the last stage) -> parameters, and bytes that a micro-batch keeps there. crossing: bytes of
@@ -268,9 +268,9 @@ def _of_microbatch(plan: Plan) -> Plan:
 
 
 @lru_cache(maxsize=20_000)
-def _beside(network: Network, plan: Plan, stack: Stack) -> _Beside:
+def _outside_layers(network: Network, plan: Plan, stack: Stack) -> _OutsideLayers:
     ends = [(first, last) for first in (False, True) for last in (False, True)]
-    return _Beside(
+    return _OutsideLayers(
         {(first, last): counts.ends(network, plan, first=first, last=last) for first, last in ends},
         {(first, last): ends_kept(network, plan, stack, first=first, last=last) for first, last in ends},
         plan.compute_bytes * network.width * sum(tokens_of(run, plan, stack).between for run in network.halves),
@@ -387,7 +387,7 @@ class _Job:
         self.gathers = _gathers(plan, stack)
         self.sparse = frozenset(network.with_experts) if network.experts else frozenset()
         self.kinds: dict[tuple[bool, bool, bool], _Layer] = {}
-        self.beside = _beside(network, _of_microbatch(plan), stack)
+        self.outside = _outside_layers(network, _of_microbatch(plan), stack)
 
     def layer(self, index: int) -> _Layer:
         kind = (index < self.network.before, index in self.sparse, repeats(index, self.plan.recompute_every))
@@ -405,19 +405,19 @@ class _Job:
         return list(Counter(map(self.layer, stage)).items())
 
     def of_rank(self, number: int, rank: RankPeaks) -> _Rank:
-        beside = self.beside
+        outside = self.outside
         layers = {stage: self.kinds_of(self.stages[stage]) for stage in rank.stages}
         first, last = 0 in layers, len(self.stages) - 1 in layers
-        held = sum((of.elements.times(n) for mine in layers.values() for of, n in mine), beside.elements[first, last])
+        held = sum((of.elements.times(n) for mine in layers.values() for of, n in mine), outside.elements[first, last])
         return _Rank(
             number,
             rank.versions,
             held,
             (
                 *(of.gathered for mine in layers.values() for of, _ in mine),
-                *([Elements(beside.ahead)] if last and self.network.ahead else []),
+                *([Elements(outside.ahead)] if last and self.network.ahead else []),
             ),
-            beside.table if first or last else 0.0,
+            outside.table if first or last else 0.0,
             self._fullest(self._moments(rank, layers, held)),
         )
 
@@ -438,15 +438,15 @@ class _Job:
 
     def _moments(self, rank: RankPeaks, layers: dict[int, list[tuple[_Layer, int]]], held: Elements) -> Iterator[_Moment]:
         """All moments of a step that may be the peak."""
-        beside, last = self.beside, len(self.stages) - 1
+        outside, last = self.outside, len(self.stages) - 1
         bodies = [sum([n * of.kept for of, n in mine]) for mine in layers.values()]
-        ends = [beside.keeps[stage == 0, stage == last] for stage in layers]
+        ends = [outside.keeps[stage == 0, stage == last] for stage in layers]
         if self.casts and last in layers:
-            ends[-1] += self.network.ahead * beside.casts
-        of_loss = ends[-1] - beside.keeps[last == 0, False] if last in layers else 0.0
-        ends = [end + self._inputs(stage) * beside.crossing for stage, end in zip(layers, ends, strict=True)]
-        table = beside.table if 0 in layers or last in layers else 0.0
-        tied = beside.table if self.network.tied and 0 in layers and last == 0 and self.network.adapters is None else 0.0
+            ends[-1] += self.network.ahead * outside.casts
+        of_loss = ends[-1] - outside.keeps[last == 0, False] if last in layers else 0.0
+        ends = [end + self._inputs(stage) * outside.crossing for stage, end in zip(layers, ends, strict=True)]
+        table = outside.table if 0 in layers or last in layers else 0.0
+        tied = outside.table if self.network.tied and 0 in layers and last == 0 and self.network.adapters is None else 0.0
         work = max([of.work for mine in layers.values() for of, _ in mine], default=0.0)
         whole = self._gathered(held, table)
         wide = WIDE if self.stack.casts and not self.gathers else self.plan.compute_bytes  # rows are read in fp32, then cast; not in FSDP
@@ -464,12 +464,12 @@ class _Job:
             if last in layers:
                 of_head = self.casts and self.plan.loss_chunks == 1 and self.plan.tensor not in GRIDS
                 cast = self.plan.compute_bytes * table if of_head else 0.0
-                yield moment("loss", kept, of_ends + beside.loss + cast, 0.0, beside.gathered_input, 0.0, to_come=all_to_come)
+                yield moment("loss", kept, of_ends + outside.loss + cast, 0.0, outside.gathered_input, 0.0, to_come=all_to_come)
             if last in layers and self.network.ahead:  # a layer of multi-token prediction
                 yield moment("loss", kept, of_ends, 0.0, work, 0.0, to_come=all_to_come)
             if not any(layers.values()):
                 yield moment("loss", kept, of_ends, 0.0, 0.0, 0.0, to_come=all_to_come)
-            before = beside.elements[0 in layers, False] if once else NOTHING
+            before = outside.elements[0 in layers, False] if once else NOTHING
             for stage, body, number in zip(layers, bodies, count, strict=True):
                 left = of_ends - (of_loss if stage == last and number else 0.0)
                 for of, gone, to_come, bytes_at_work, bytes_of_sums in at_work[stage, once]:

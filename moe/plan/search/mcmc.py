@@ -130,8 +130,8 @@ def _proposal(
     go = draw.random() < NEIGHBOURS
     seen = {name}
     while go:
-        beside = [e.reader for e in graph.readers[name]] + [x for x in graph.named[name].inputs if x in graph.named]
-        able = [other for other in beside if other not in seen and there[name] in sets.get(other, ())]
+        neighbours = [e.reader for e in graph.readers[name]] + [x for x in graph.named[name].inputs if x in graph.named]
+        able = [other for other in neighbours if other not in seen and there[name] in sets.get(other, ())]
         if not able:
             break
         other = draw.choice(able)

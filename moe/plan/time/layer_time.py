@@ -422,8 +422,8 @@ def _experts(network: Network, plan: Plan, cluster: Cluster, program: Program, i
     forward += Pass(compute=router / 3 + device.stream(moved, kernels=8), kernels=DISPATCH_KERNELS)
     backward += Pass(compute=2 * router / 3 + device.stream(moved, kernels=10), kernels=DISPATCH_KERNELS)
     if e.shared_hidden:
-        beside = _ffn(network, plan, cluster, e.shared_hidden, e.gated, program)
-        forward, backward, weights = forward + beside[0], backward + beside[1], weights + beside[2]
+        shared = _ffn(network, plan, cluster, e.shared_hidden, e.gated, program)
+        forward, backward, weights = forward + shared[0], backward + shared[1], weights + shared[2]
     group = group_of(plan.ep, plan.etp, cluster.devices_per_node, plan.world)
     size = choices * (factor if e.sent is None else e.sent) * d * item
     ranks, nodes = (_copies(e.choices, plan.ep), _copies(e.choices, group.nodes)) if program.dispatch == "by_node" else (1.0, 1.0)
