@@ -170,7 +170,7 @@ def write_part(temporary: Path, rank: int, held: Iterable[tuple[str, Piece]]) ->
     if bad:
         got = f"values of {bad} that are not finite, on rank {rank}"
         fix = "start again: the run goes on from the newest checkpoint, which stays"
-        raise BadInput(temporary.stem, got=got, needed="finite numbers: nothing of it is saved", fix=fix)
+        raise BadInput(temporary.stem, got=got, needed="finite numbers; this checkpoint is not saved", fix=fix)
     record = record_of(temporary, rank)
     unnamed = record.with_suffix(".tmp")  # rank 0 may look for the record at any time, and must find it complete
     _write(unnamed, json.dumps({"files": files, "tensors": entries}))
@@ -339,20 +339,20 @@ def _newest(folder: Path, log: Callable[[str], None]) -> int:
     none = sorted(path.name for path in _entries(folder) if path.suffix != ".tmp" and (step_of(path.name) is None or not _is_folder(path)))
     if none:
         more = f" and {len(none) - _NAMED} more" if len(none) > _NAMED else ""
-        log(plain(f"no checkpoints, so they are not looked at: {', '.join(none[:_NAMED])}{more} in {folder}"))
+        log(plain(f"ignored, because they are no checkpoints: {', '.join(none[:_NAMED])}{more} in {folder}"))
     for number, path in there:
         try:
             verify(path)
         except Unreadable:
             raise
         except BadInput as refused:
-            log(f"passed over: {refused}")
+            log(f"skipped: {refused}")
         else:
             return number
     if there or (os.path.lexists(folder) and not _is_folder(folder)):
         raise BadInput(
             str(folder),
-            got="checkpoints of which none can be read" if there else "no folder, or a link to one that is not there",
+            got="checkpoints, none of which can be read" if there else "no folder, or a broken link",
             needed="at least one that verifies",
             fix="bring back what is missing, or start over with --fresh, which sets them aside",
         )

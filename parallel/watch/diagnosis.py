@@ -242,7 +242,7 @@ def _lost(answers: Answers, waiting: Iterable[int]) -> Finding | None:
             source, target = map(int, key.split(">"))
             sent = answers.get(source, {}).get("messages", {}).get(key, [0])[0]
             if target == rank and answers[rank]["awaited"] == key and number <= sent:
-                line = f"message {number} from rank {source} to rank {rank} ({label}) is lost: sent, and not come"
+                line = f"message {number} from rank {source} to rank {rank} ({label}) is lost: it was sent, but did not arrive"
                 return Finding("lost", (source, rank), f"{line}{_waits([rank], answers)}")
     return None
 
@@ -264,5 +264,5 @@ def _engine(answers: Answers, waiting: set[int]) -> Finding | None:
         where = f"{_at(answers[few[0]])} ({answers[few[0]]['place']})"
         return Finding("engine", tuple(few), f"{_ranks(few)} waits elsewhere, in {where}{_waits(waiting - set(few), answers)}")
     hosts = sorted({a["host"] for a in answers.values()})
-    line = f"every rank has come, and nothing arrives between {' and '.join(hosts[:4])}{_waits(sure, answers)}"
+    line = f"every rank is here, but nothing arrives between {' and '.join(hosts[:4])}{_waits(sure, answers)}"
     return Finding("engine", tuple(sorted(answers)), line)

@@ -67,7 +67,7 @@ def meet(rank: int, size: int, *, environment: Mapping[str, str], timeout_s: flo
             store.set(f"here/{rank}", node)
             said = _wait(store, size, until=until, answer=answer, limit=f"within {timeout_s:g} s{_LIMIT}", at=f"{host}:{port}")
     except _GONE:
-        raise NotMet(f"{here} met others at {host}:{port}, and their store is gone: rank 0 has left") from None
+        raise NotMet(f"{here} met the other ranks at {host}:{port}, but their store is gone, because rank 0 has left") from None
     if said:
         with contextlib.suppress(*_GONE):
             store.set(_PROBLEM, said)

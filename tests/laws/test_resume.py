@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from moe.recipe.sections import Run
-from moe.records import metrics
 from moe.train.loop import trainer
 from parallel.process.process import World
 from parallel.store.saver import Saver
 from parallel.store.stored import Reader
+
+from moe.recipe.sections import Run
+from moe.records import metrics
 from tests.support import trained
 
 STEPS, AT = 9, 4  # AT: where a run is left; no multiple of save_every
@@ -432,7 +432,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
     raw[len(raw) // 2] ^= 1
     shard.write_bytes(raw)
     trainer.train(recipe(home), out=out, world=World(), display=True)
-    assert f"passed over: checkpoint step-{AT}: got a damaged {shard.name}" in capsys.readouterr().out
+    assert f"skipped: checkpoint step-{AT}: got a damaged {shard.name}" in capsys.readouterr().out
     assert ("resumed", 3) in trained.events(out)
     assert trained.losses(out) == trained.losses(whole)
 

@@ -31,7 +31,7 @@ def held(schedule: Schedule) -> tuple[RankPeaks, ...]:
 
 
 def _most(schedule: Schedule, rank: int) -> tuple[tuple[int, ...], ...]:
-    """Peaks of one rank. A micro-batch counts until its B or W: I frees about as much memory as the gradients that it keeps take."""
+    """Peaks of one rank. A micro-batch counts until its B or W: I frees about as much memory as the gradients kept for W need."""
     places = {stage: i for i, stage in enumerate(schedule.stages_of(rank))}
     now, peaks, rising = [0] * len(places), set(), False
     change = {Op.F: 1, Op.B: -1, Op.W: -1}

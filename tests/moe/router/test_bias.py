@@ -7,23 +7,23 @@ from typing import Any
 
 import pytest
 import torch
+from moe.router.losses.bias import updated_bias
+from moe.train.loop.step import update_biases, validation_loss
+from moe.train.start import state
+from moe.train.start.state import Counters
+from moe.verify.plain.batches import batch
+from parallel.mesh.mesh import Degrees, Mesh
+from parallel.numerics.precision import LossScale
+from parallel.store import checkpoint
+from parallel.store.stored import Reader
 from torch import Tensor
 
 from moe.checks.together import check_run
 from moe.model.transformer import extra_state
 from moe.parallelize.build import build
-from moe.router.losses.bias import updated_bias
-from moe.train.loop.step import update_biases, validation_loss
-from moe.train.start import state
-from moe.train.start.state import Counters
 from moe.verify.cases import Case
-from moe.verify.plain.batches import batch
 from parallel.data.deepspeed import load_deepspeed
 from parallel.errors import BadInput
-from parallel.mesh.mesh import Degrees, Mesh
-from parallel.numerics.precision import LossScale
-from parallel.store import checkpoint
-from parallel.store.stored import Reader
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny import Tiny, start
 
@@ -183,7 +183,7 @@ def test_a_bias_that_is_not_finite_is_passed_over(
     tiny = tiny_of(0)
     extra_state(tiny.model)[BIAS].fill_(float("nan"))
     commit(tiny, tmp_path, 1)
-    with pytest.raises(BadInput, match="got checkpoints of which none can be read"):
+    with pytest.raises(BadInput, match="got checkpoints, none of which can be read"):
         reopen(tiny_of(0), tmp_path)
     assert f"values of {BIAS}/buffer that are not finite" in capsys.readouterr().out
 
