@@ -536,7 +536,7 @@ def test_curvature_before_its_rows_are_there_and_a_missing_unit_are_refused() ->
     early = tuple(p._replace(start=0.0, end=0.15) if p is late else p for p in packing.placed)
     with pytest.raises(BadInput, match="curvature G .* got a start at 0, needed the end of "):
         check_rules(replace(packing, placed=early), FACTORS)
-    with pytest.raises(BadInput, match="got 0 of it"):
+    with pytest.raises(BadInput, match="got 0 placements"):
         check_rules(replace(packing, placed=packing.placed[1:]), FACTORS)
 
 
