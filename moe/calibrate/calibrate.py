@@ -21,9 +21,6 @@ from typing import Any
 
 import torch
 import yaml
-from parallel.numerics.precision import multiplies
-from parallel.process.fork import run_on_ranks
-from parallel.store.files import check_writable, write_text
 
 from moe.calibrate import kernels, links, own_step
 from moe.launch import exit_codes
@@ -36,6 +33,9 @@ from moe.plan.machine.this_machine import measured_file, memory_limit_bytes, pro
 from moe.plan.time.cost import own_program, step_time
 from moe.recipe.load import build_run
 from parallel.errors import counted
+from parallel.numerics.precision import multiplies
+from parallel.process.fork import run_on_ranks
+from parallel.store.files import check_writable, write_text
 
 TIMEOUT_S = 600.0
 MOST_AT_ONCE = 16  # ranks that measure kernels

@@ -10,8 +10,6 @@ import re
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
-from parallel.store.files import user_path
-
 from moe.plan.choose.legal import KEYS
 from moe.plan.job.cut import cut, empty_rank
 from moe.plan.job.stages import layer_flops, stage_flops
@@ -23,6 +21,7 @@ from parallel.pipeline.order_file import read_order
 from parallel.pipeline.schedule import Op, Schedule
 from parallel.pipeline.schedules.catalog import SCHEDULES, fewer_ranks, make_schedule
 from parallel.pipeline.simulator.simulate import costs, simulate
+from parallel.store.files import user_path
 
 
 def continuous(run: Run) -> bool:

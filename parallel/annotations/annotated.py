@@ -19,12 +19,12 @@ from math import prod
 from typing import TYPE_CHECKING, Literal
 
 import torch
-from parallel.annotations.graph import Operator
-from parallel.annotations.partition import Program, Work, shape
-from parallel.annotations.resharding import Axes, Sharding, Sizes, num_parts
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from parallel.annotations.graph import Operator
+from parallel.annotations.partition import Program, Work, shape
+from parallel.annotations.resharding import Axes, Sharding, Sizes, num_parts
 from parallel.errors import BadInput
 
 if TYPE_CHECKING:

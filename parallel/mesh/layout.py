@@ -29,9 +29,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from parallel.mesh.mesh import DENSE, EXPERT, Mesh
-
 from parallel.errors import BadInput
+from parallel.mesh.mesh import DENSE, EXPERT, Mesh
 
 if TYPE_CHECKING:  # the planner reads layouts without torch
     from torch import Tensor

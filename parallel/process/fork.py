@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
 from parallel.process.malloc import keep_freed_memory
 from parallel.process.parent import die_with
 

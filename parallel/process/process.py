@@ -20,6 +20,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
+from parallel.errors import BadInput, cut
 from parallel.mesh.communicator import Communicator
 from parallel.mesh.debug_collectives import DEBUG, TIMEOUT_S, Agreement
 from parallel.mesh.mesh import Axis, Degrees, Mesh
@@ -27,8 +29,6 @@ from parallel.mesh.record import Record
 from parallel.process.malloc import keep_freed_memory
 from parallel.watch import watchdog
 from parallel.watch.meet import NotMet, meet
-
-from parallel.errors import BadInput, cut
 
 _ADDRESS_OF = 0x8915  # Linux's SIOCGIFADDR: an interface's IPv4 address; IPv6 addresses are in /proc/net/if_inet6
 LIMITS_S = {"gloo": 120.0, "nccl": 600.0}  # seconds that ranks wait for one another; 600 is torch's default

@@ -25,17 +25,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from parallel.errors import BadInput, plain
 from parallel.mesh.collectives import largest
 from parallel.mesh.layout import Layout
 from parallel.mesh.mesh import Axis, Mesh
 from parallel.store.files import MOST_BYTES, of_contents, read_text, step_of, usual_mode
 from parallel.store.stored import Reader, Unreadable, check_finite, check_pieces, damaged, finite, reading, unreadable
 from parallel.watch.outcome import of_all
-from safetensors import SafetensorError
-from safetensors.torch import save_file
-from torch import Tensor
-
-from parallel.errors import BadInput, plain
 
 FORMAT = 1
 _NONE = -1  # number that means "no step"

@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from parallel.mesh.mesh import Axis
-from parallel.store import checkpoint
-from parallel.store.checkpoint import Piece
 from torch import Tensor
 
 from parallel.errors import BadInput
+from parallel.mesh.mesh import Axis
+from parallel.store import checkpoint
+from parallel.store.checkpoint import Piece
 
 _LOOK_S = 0.02  # seconds between two checks for the other ranks' parts
 _LEAVE_S = 30.0

@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from parallel.mesh.layout import Box, Layout
-from parallel.mesh.mesh import Mesh
-from parallel.store.files import of_contents
 from torch import Tensor
 
 from parallel.errors import BadInput
+from parallel.mesh.layout import Box, Layout
+from parallel.mesh.mesh import Mesh
+from parallel.store.files import of_contents
 
 CHECKED_BYTES = 2**20  # bytes that are read at a time to check for finite values, few enough for a core's cache
 HEADER_BYTES = 100_000_000  # largest header of a safetensors file

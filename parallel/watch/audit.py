@@ -20,11 +20,12 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
 from parallel.mesh.collectives import gathered, max_over, start_broadcast
 from parallel.mesh.gradients import on_stages
 from parallel.mesh.layout import Layout
 from parallel.mesh.mesh import Axis, Mesh
-from torch import Tensor
 
 _WORDS = 2**16  # 8-byte words that are hashed at a time, few enough for the processor's cache
 

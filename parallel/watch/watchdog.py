@@ -25,11 +25,11 @@ from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
 import torch.distributed as dist
+
+from parallel.errors import Ended
 from parallel.mesh.debug_collectives import Disagreement
 from parallel.mesh.record import Record, balanced
 from parallel.watch.diagnosis import ABORTED, Finding, diagnose
-
-from parallel.errors import Ended
 
 FIRST = 5.0  # factor of the time limit until the end of the first step, and while saving
 ANSWER_S = 3.0, 10.0  # bounds of the time for an answer (a twentieth of the limit), after which a rank counts as missing

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from moe.plan.job.cut import empty_rank
 from moe.plan.job.network import Network, Plan
 from moe.plan.time.pipeline_time import homes_of
-from parallel.mesh.grids import GRIDS, LINES
-
 from parallel.errors import counted
+from parallel.mesh.grids import GRIDS, LINES
 from parallel.pipeline.schedules.catalog import SCHEDULES
 from parallel.pipeline.schedules.kind import ScheduleKind, Size
 

@@ -29,7 +29,6 @@ from moe.plan.machine.cluster import FOLDER, Cluster, load_cluster
 from moe.plan.memory.memory import Memory, peak
 from moe.plan.time.cost import Time, step_time
 from moe.plan.time.pipeline_time import How
-
 from moe.recipe.sections import Run
 from parallel.errors import BadInput, counted
 from parallel.pipeline.schedules.catalog import closed_form

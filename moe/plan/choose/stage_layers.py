@@ -13,11 +13,10 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
+from moe.plan.job import counts
 from moe.plan.job.cut import cut
 from moe.plan.job.network import Network, Plan
 from parallel.mesh.grids import LINES
-
-from moe.plan.job import counts
 
 EMPTIER = 0.95  # the largest stage must have at most this fraction of the parameters of the cut by work
 

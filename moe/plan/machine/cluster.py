@@ -18,10 +18,9 @@ from typing import Any
 from moe.plan.job.hashed import hashed_once
 from moe.plan.machine.device import RATED, Device
 from moe.plan.machine.program import Program
-from parallel.store.files import read_text, user_path
-
 from parallel import yaml_text
 from parallel.errors import BadInput, did_you_mean, harmless, some
+from parallel.store.files import read_text, user_path
 
 FOLDER = Path(__file__).parent / "clusters"
 _MOST = 1_000_000  # largest number of nodes, and of devices in a node

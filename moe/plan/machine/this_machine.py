@@ -14,10 +14,10 @@ import resource
 from pathlib import Path
 
 import psutil
-from moe.plan.machine.cluster import Cluster, load_cluster
-from parallel.process.extensions import cache_dir
 
+from moe.plan.machine.cluster import Cluster, load_cluster
 from parallel.errors import BadInput
+from parallel.process.extensions import cache_dir
 
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 

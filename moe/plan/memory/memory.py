@@ -30,6 +30,7 @@ from itertools import accumulate
 from operator import attrgetter, ge, mul
 from typing import Any, Literal, NamedTuple
 
+from moe.plan.job import counts
 from moe.plan.job.counts import Elements
 from moe.plan.job.in_flight import in_flight
 from moe.plan.job.network import Network, Plan, repeats
@@ -52,8 +53,6 @@ from moe.plan.memory.kept import (
 )
 from moe.plan.memory.stack import OURS, Stack
 from parallel.mesh.grids import GRIDS
-
-from moe.plan.job import counts
 from parallel.pipeline.simulator.held import RankPeaks
 
 NO_UNIT = Unit()

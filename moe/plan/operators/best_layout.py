@@ -23,7 +23,6 @@ from moe.plan.operators.mesh_tensorflow import by_letter, cuts, program, renamed
 from parallel.annotations.graph import Graph, Operator
 from parallel.annotations.partition import Machine, Program, flops, indices, needed, peak, size, tensors, work_of
 from parallel.annotations.resharding import Sharding, Sizes
-
 from parallel.errors import BadInput
 
 Objective = Literal["seconds", "bytes"]

@@ -26,7 +26,6 @@ from typing import Literal, NamedTuple
 from parallel.annotations.graph import Graph, Operator
 from parallel.annotations.partition import Conflict, Cuts, Program, Work, indices, shape, tensors, work_of
 from parallel.annotations.resharding import Axes, Sharding, Sizes, check_axes, num_parts, reshard, sent
-
 from parallel.errors import BadInput, did_you_mean
 
 

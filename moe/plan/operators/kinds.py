@@ -19,7 +19,6 @@ from moe.plan.operators import gspmd, mesh_tensorflow
 from parallel.annotations.graph import Graph
 from parallel.annotations.partition import Program
 from parallel.annotations.resharding import Axes, Sharding, Sizes, num_parts
-
 from parallel.errors import BadInput
 
 BY_TENSOR = ("heads", "hidden", "vocab")  # dims that 1D tensor parallelism cuts; networks next to experts stay whole

@@ -22,7 +22,6 @@ from itertools import combinations
 from parallel.annotations.graph import Dim, Graph, Operator
 from parallel.annotations.partition import Cuts, Program, indices, needed, tensors, work_of
 from parallel.annotations.resharding import Sharding, Sizes, check_axes
-
 from parallel.errors import BadInput, did_you_mean
 
 Layout = Mapping[str, str]  # name of a dim -> axis of the mesh

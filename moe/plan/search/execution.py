@@ -21,6 +21,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
+
 from moe.plan.job.states import model_states
 from moe.plan.operators.links import Machine
 from moe.plan.search.strategies import Settings

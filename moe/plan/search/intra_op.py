@@ -21,7 +21,6 @@ from typing import Any, Literal
 from moe.plan.operators.links import Mesh
 from moe.plan.search.strategies import AGAIN, Cost, Settings, State, Strategy, candidates, change, cost_of, read_together
 from parallel.annotations.graph import Graph
-
 from parallel.errors import BadInput
 
 LARGE = 60_000  # number of variables above which the relaxation is rounded

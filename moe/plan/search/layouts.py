@@ -28,7 +28,6 @@ from parallel.annotations.graph import Graph
 from parallel.annotations.partition import Machine as Rates
 from parallel.annotations.partition import Program
 from parallel.annotations.resharding import Sizes
-
 from parallel.errors import BadInput
 
 EXPERTS = ("", "experts:rows", "experts:columns", "experts:rows, expert_hidden:columns", "experts:columns, expert_hidden:rows")

@@ -25,7 +25,6 @@ from moe.plan.search.intra_op import intra_op
 from moe.plan.search.runnable import LayerCost, Runnable
 from moe.plan.search.strategies import Settings, Strategy
 from parallel.annotations.graph import Graph
-
 from parallel.errors import BadInput
 
 

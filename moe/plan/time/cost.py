@@ -18,6 +18,7 @@ from functools import cached_property, lru_cache
 from itertools import product
 from math import inf
 
+from moe.plan.job import counts
 from moe.plan.job.counts import sizes_of
 from moe.plan.job.network import Network, Plan, Recomputed, repeats
 from moe.plan.machine.cluster import Cluster
@@ -25,8 +26,6 @@ from moe.plan.machine.program import OWN, OWN_ON_CPU, Program
 from moe.plan.time.collective_times import Group, all_reduce, gather, group_of, send
 from moe.plan.time.layer_time import Layer, Pass, head_time, join_time, layer_time, of_layer, tokens_of
 from moe.plan.time.pipeline_time import How, crossings, head_rank, homes_at, pipeline_time, tails
-
-from moe.plan.job import counts
 from parallel.pipeline.schedules.catalog import closed_form, kind_of, placed
 from parallel.pipeline.schedules.kind import Placed
 

@@ -13,7 +13,6 @@ from moe.plan.job.network import Network, Plan
 from moe.plan.machine.cluster import Cluster
 from moe.plan.machine.program import Program
 from moe.plan.time.cost import own_program, stage_times, transfer_time
-
 from parallel.pipeline.schedule import Schedule
 from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
 from parallel.pipeline.simulator.simulate import Cost, Timeline, costs, simulate

@@ -7,23 +7,23 @@ from typing import Any
 
 import pytest
 import torch
-from moe.router.losses.bias import updated_bias
-from moe.train.loop.step import update_biases, validation_loss
-from moe.train.start import state
-from moe.train.start.state import Counters
-from moe.verify.plain.batches import batch
-from parallel.mesh.mesh import Degrees, Mesh
-from parallel.numerics.precision import LossScale
-from parallel.store import checkpoint
-from parallel.store.stored import Reader
 from torch import Tensor
 
 from moe.checks.together import check_run
 from moe.model.transformer import extra_state
 from moe.parallelize.build import build
+from moe.router.losses.bias import updated_bias
+from moe.train.loop.step import update_biases, validation_loss
+from moe.train.start import state
+from moe.train.start.state import Counters
 from moe.verify.cases import Case
+from moe.verify.plain.batches import batch
 from parallel.data.deepspeed import load_deepspeed
 from parallel.errors import BadInput
+from parallel.mesh.mesh import Degrees, Mesh
+from parallel.numerics.precision import LossScale
+from parallel.store import checkpoint
+from parallel.store.stored import Reader
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny import Tiny, start
 

@@ -9,15 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from moe.train.loop.step import accumulate, finish
-from moe.train.parts.executor import Pipelined, start_executor
-from moe.train.start import state
-from parallel.mesh.layout import Layout, dense
-from parallel.mesh.mesh import Degrees, Mesh
-from parallel.numerics.precision import LossScale
-from parallel.process.process import World
-from tests.measured import kfac as bench
-from tests.measured.kfac import steps_to
 from torch import Tensor, nn
 
 from moe.checks.together import check_run
@@ -28,18 +19,27 @@ from moe.parallelize.build import build
 from moe.parallelize.curvature import watched
 from moe.parallelize.sequence import shard_of
 from moe.recipe.sections import Run
+from moe.train.loop.step import accumulate, finish
+from moe.train.parts.executor import Pipelined, start_executor
+from moe.train.start import state
 from parallel.data.load import given
 from parallel.errors import BadInput
 from parallel.kfac.factors import averaged, damped_inverse, direction, mean_eigenvalue, summed_products
 from parallel.kfac.fisher import BubbleFiller, check_rules, works
 from parallel.kfac.grafted import KfacEngine, grafted
 from parallel.kfac.kfac import Kfac, KfacUnit, Settings
+from parallel.mesh.layout import Layout, dense
+from parallel.mesh.mesh import Degrees, Mesh
+from parallel.numerics.precision import LossScale
 from parallel.pipeline.runtime import TimedAction
 from parallel.pipeline.schedule import Action
 from parallel.pipeline.schedules import catalog
 from parallel.pipeline.simulator.bubbles import Packing, pack
 from parallel.pipeline.simulator.simulate import costs, simulate
 from parallel.process import process
+from parallel.process.process import World
+from tests.measured import kfac as bench
+from tests.measured.kfac import steps_to
 from tests.support.ranks import run_on_ranks
 
 CPU = torch.device("cpu")

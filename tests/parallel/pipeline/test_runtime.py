@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from parallel.mesh.layout import Layout
-from parallel.mesh.mesh import Degrees, Mesh
-from parallel.numerics.weight_gradient import linear
-from parallel.process.process import World
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from parallel.errors import BadInput
+from parallel.mesh.layout import Layout
+from parallel.mesh.mesh import Degrees, Mesh
+from parallel.numerics.weight_gradient import linear
 from parallel.pipeline.check import check
 from parallel.pipeline.links import Links
 from parallel.pipeline.replicas import StageReplicas
@@ -26,6 +25,7 @@ from parallel.pipeline.schedule import Action, Op, Schedule, flushed
 from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
 from parallel.pipeline.schedules.chimera import chimera
 from parallel.process import process
+from parallel.process.process import World
 from tests.support.ranks import run_on_ranks
 
 ROWS, WIDTH = 3, 5

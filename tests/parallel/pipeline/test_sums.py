@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from moe.train.parts.executor import Pipelined
 from torch import Tensor
 
+from moe.train.parts.executor import Pipelined
 from moe.verify.cases import Case
 from parallel.pipeline.runtime import TimedAction
 from parallel.pipeline.schedule import Action, Op

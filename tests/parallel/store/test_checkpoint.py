@@ -22,8 +22,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import Tensor
+
 from moe.train.start import state
 from moe.train.start.state import Counters
+from moe.verify.cases import Case
+from parallel.data.deepspeed import load_deepspeed
+from parallel.errors import BadInput
 from parallel.mesh.layout import Layout, dense, stacked_over
 from parallel.mesh.mesh import Axis, Degrees, Mesh, divisors
 from parallel.numerics.precision import LossScale
@@ -33,12 +39,6 @@ from parallel.store import checkpoint
 from parallel.store.checkpoint import Piece, newest, numbered, pieces, save, verify
 from parallel.store.saver import Saver
 from parallel.store.stored import Reader, TensorFile, check_same_parameters
-from safetensors.torch import save_file
-from torch import Tensor
-
-from moe.verify.cases import Case
-from parallel.data.deepspeed import load_deepspeed
-from parallel.errors import BadInput
 from tests.support import trained
 from tests.support.tiny import Tiny, start
 

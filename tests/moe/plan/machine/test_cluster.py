@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import yaml
+
 from moe.plan.machine.cluster import Cluster, cluster_names, cluster_of, load_cluster, mapping_of
 from moe.plan.machine.device import alignment
 from moe.plan.time.collective_times import Group, all_reduce, all_to_all, gather, group_of, network, send
-
 from parallel.errors import BadInput
 
 
