@@ -35,7 +35,7 @@ from parallel.pipeline.schedules.catalog import closed_form
 
 WAYS = 24
 TIGHT = 0.9  # of the memory
-SMALL = 32  # devices: up to these the first round tries larger micro-batches too
+SMALL = 32  # most devices for which the first round also tries larger micro-batches
 _GIB = 2**30
 FIRST = Space(
     engines=("zero1", "fsdp"),
