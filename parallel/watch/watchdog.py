@@ -65,7 +65,7 @@ class Watchdog:
         self.end, self.note = end or _print_it, note or _say
         self._answer_s = min(ANSWER_S[1], max(ANSWER_S[0], limit_s / 20))
         self.line: str | None = None
-        self.speaker, self.kind = False, ""
+        self.prints, self.kind = False, ""
         self._store, self._ears = (dist.PrefixStore("watch", store.clone()) for _ in range(2))
         self._round, self._leaving, self._readers = 1, False, world_size
         self._stopped, self._decided = threading.Event(), threading.Event()
@@ -147,11 +147,11 @@ class Watchdog:
             self._round = n + 1
             if word is not None and word["end"]:
                 self._readers = word["readers"]
-                self._finish(word["line"], speaker=word["speaker"] == rank, heard=n, kind=word["kind"])
+                self._finish(word["line"], prints=word["prints"] == rank, heard=n, kind=word["kind"])
                 return
             if self._leaving:  # nothing was found, so this rank ends with its own error
                 self._decided.set()
-            if word is not None and word["line"] and word["speaker"] == rank:
+            if word is not None and word["line"] and word["prints"] == rank:
                 self.note(word["line"])
 
     def _ask(self, why: Why) -> None:
@@ -165,7 +165,7 @@ class Watchdog:
             finding = self._within(4 * self._answer_s, lambda: self._find(n, why, patience))
             said = None if finding is None else self._worded(finding, why)
             end = said is not None and why != "slow"
-            word = {"end": end, "line": said, "speaker": rank, "kind": finding.kind if finding else "", "readers": self._readers}
+            word = {"end": end, "line": said, "prints": rank, "kind": finding.kind if finding else "", "readers": self._readers}
             self._within(self._answer_s, lambda: self._store.set(f"line/{n}", json.dumps(word)))
         except (RuntimeError, TimeoutError):  # the store does not answer, so no rank can be asked; all ranks notice the same
             if not self._stopped.is_set() and (why != "hang" or self.record.answer()["waits"] != "no"):
@@ -207,7 +207,7 @@ class Watchdog:
         if why == "slow":
             self.note(f"slow: {line}")
         else:
-            self._finish(line, speaker=True)
+            self._finish(line, prints=True)
 
     def _find(self, n: int, why: Why, patience: float) -> Finding | None:
         """Collect the ranks' answers and diagnose them; repeat until there is a finding, because a rank may answer late."""
@@ -245,18 +245,18 @@ class Watchdog:
 
     # --- the end --------------------------------------------------------------------------------------------------------
 
-    def _finish(self, line: str, *, speaker: bool, heard: int = 0, kind: str = "") -> None:
+    def _finish(self, line: str, *, prints: bool, heard: int = 0, kind: str = "") -> None:
         """End this process with the line, unless its main thread is ending already and will print the line itself."""
         if self._decided.is_set():
             return
-        self.line, self.speaker, self.kind = line, speaker, kind
+        self.line, self.prints, self.kind = line, prints, kind
         self._decided.set()
         if heard:
             with contextlib.suppress(RuntimeError, TimeoutError):
                 self._within(1.0, lambda: self._store.add(f"heard/{heard}", 1))
         if self._leaving:
             return
-        self.end(line, speaker)
+        self.end(line, prints)
         if self.record.rank == 0:  # it may hold the store, which the others are still reading
             time.sleep(2 * _AGAIN_S)
         os._exit(1)
@@ -268,7 +268,7 @@ class Watchdog:
             self.record.failed = f"{ABORTED}, with its message in the output above"
             self._settle("failed")
             if self.line is not None:
-                self.end(self.line, self.speaker)
+                self.end(self.line, self.prints)
                 os._exit(1)
 
     def explain(self, error: BaseException) -> str | None:
@@ -335,8 +335,8 @@ def _heard_text(store: Any, key: str) -> str | None:
     return store.get(key).decode() if store.check([key]) else None
 
 
-def _print_it(line: str, speaker: bool) -> None:
-    if speaker:
+def _print_it(line: str, prints: bool) -> None:
+    if prints:
         _say(line)
 
 
@@ -367,7 +367,7 @@ def enter(phase: str, *, step: int | None = None, patience: float | None = None)
 def check_tokens(total: float) -> None:
     """Raise Disagreement, on all ranks, if the sum of all ranks' tokens (parallel/mesh/record.py) shows that two ranks differ."""
     if not balanced(total) and _of_process is not None:
-        raise Disagreement(_of_process.disagree(), speaker=_of_process.speaker)
+        raise Disagreement(_of_process.disagree(), prints=_of_process.prints)
 
 
 def ended_by(error: BaseException) -> Ended | None:
@@ -375,12 +375,12 @@ def ended_by(error: BaseException) -> Ended | None:
     if isinstance(error, Ended) or _of_process is None:
         return None
     line = _of_process.explain(error)
-    return None if line is None else Ended(line, speaker=_of_process.speaker)
+    return None if line is None else Ended(line, prints=_of_process.prints)
 
 
-def speaks() -> bool | None:
+def prints_line() -> bool | None:
     """True if this rank prints the line that ended the run; None if there is no such line, or no other rank."""
-    return None if _of_process is None or _of_process.line is None else _of_process.speaker
+    return None if _of_process is None or _of_process.line is None else _of_process.prints
 
 
 def release() -> None:

@@ -83,7 +83,7 @@ class Auditor:
             seen.append((mine, heard))
             self.engine.drop_gradients()
         named = _few(reasons) or "weights"
-        raise Ended(f"step {step}: no two of {ATTEMPTS} equal passes agree ({named}); {self._otherwise()}", speaker=self.world.index == 0)
+        raise Ended(f"step {step}: no two of {ATTEMPTS} equal passes agree ({named}); {self._otherwise()}", prints=self.world.index == 0)
 
     def compare_copies(self, step: int, when: str) -> tuple[list[Held], Tensor]:
         """Return this rank's tensors and their hashes once all copies are equal. Collective. Raises Ended on all ranks if repair fails."""
@@ -160,7 +160,7 @@ class Auditor:
     def _end(self, step: int, when: str, found: Sequence[str]) -> None:
         self.record({"kind": "event", "event": "corruption", "step": step, "found": f"{when}: {_few(found)}", "done": "the run ends"})
         line = f"step {step}: silent corruption, {when}: {_few(found)}; no copy is known to be intact; {self._otherwise()}"
-        raise Ended(line, speaker=self.world.index == 0)
+        raise Ended(line, prints=self.world.index == 0)
 
     def _otherwise(self) -> str:
         steps = [number for number, _ in numbered(self.checkpoints)]
