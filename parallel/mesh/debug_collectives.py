@@ -42,7 +42,7 @@ class Call:
     send: list[int] | None = None
     receive: list[int] | None = None
 
-    def said(self) -> str:
+    def text(self) -> str:
         splits = "" if self.send is None else f" sending {self.send} receiving {self.receive}"
         return f"{self.name} over {self.axis}{f' in {self.label}' if self.label else ''} of {self.shape} {self.dtype}{splits}"
 
@@ -75,7 +75,7 @@ class Agreement:
         mine = Call(name, axis, label, self._numbers[ranks], shape, dtype, send, receive)
         key = f"agree/{self.number}/{'-'.join(map(str, ranks))}/{{}}/{{}}"
         self.store.set(key.format(mine.number, self.rank), json.dumps(asdict(mine)))
-        self.store.set(f"agree/at/{self.rank}", f"collective {mine.number} of its axis, {mine.said()}")
+        self.store.set(f"agree/at/{self.rank}", f"collective {mine.number} of its axis, {mine.text()}")
         calls = {self.rank: mine}
         deadline = time.monotonic() + self.timeout_s
         for rank in ranks:
@@ -99,7 +99,7 @@ class Agreement:
                 at = f"agree/at/{rank}"
                 last = f"was last seen at {self.store.get(at).decode()}" if self.store.check([at]) else "has not made any"
                 waited = f"within {self.timeout_s:g} s to collective {mine.number} of ranks {list(ranks)}"
-                self._fail(f"rank {rank} did not come {waited}, where rank {self.rank} is at {mine.said()}; rank {rank} {last}")
+                self._fail(f"rank {rank} did not come {waited}, where rank {self.rank} is at {mine.text()}; rank {rank} {last}")
 
     def _fail(self, problem: str) -> None:
         self.store.set("agree/failed", problem)
@@ -111,7 +111,7 @@ def compare(calls: list[Call], ranks: tuple[int, ...]) -> str | None:
     first = calls[0]
     for rank, call in zip(ranks[1:], calls[1:], strict=True):
         if _same_for_all(call) != _same_for_all(first):
-            return f"collective {first.number} differs: rank {ranks[0]} is at {first.said()}, but rank {rank} at {call.said()}"
+            return f"collective {first.number} differs: rank {ranks[0]} is at {first.text()}, but rank {rank} at {call.text()}"
     if first.send is None:
         return None
     for i, sender in enumerate(calls):

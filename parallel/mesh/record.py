@@ -145,7 +145,7 @@ class Record:
             "messages": {f"{a}>{b}": list(found) for (a, b), found in list(self.messages.items())},
         }
 
-    def said(self) -> str:
+    def text(self) -> str:
         """Phrase that describes this rank's progress."""
         latest = self.latest
         last = f", after {latest.last[-1][1]} {latest.number} over {latest.name}" if latest is not None and latest.last else ""

@@ -183,7 +183,7 @@ def mend(finding: Finding) -> None:
         tensor.copy_(came.to(tensor.device).view(tensor.dtype).view(tensor.shape))
 
 
-def said_by_all(lines: Sequence[str], world: Axis) -> list[str]:
+def lines_of_all(lines: Sequence[str], world: Axis) -> list[str]:
     """Lines of all ranks in rank order, without repetitions; equal on every rank. Collective."""
     own = "\n".join(lines).encode()
     device = "cuda" if _by_nccl(world) else "cpu"

@@ -128,8 +128,8 @@ def _first_difference(lanes: Mapping[int, Mapping[str, Any]]) -> Finding | None:
             few, others = _parted({rank: found[number][-1] for rank, found in calls.items()})
             if not few:
                 return Finding("differ", ranks, f"{_ranks(ranks)} differ: {_both(at)}")
-            line = f"{_ranks(few)} made another collective {number} over {at[few[0]].axis}: {at[few[0]].said()}"
-            return Finding("differ", tuple(few), f"{line}, where {_ranks(others)} made {at[others[0]].said()}")
+            line = f"{_ranks(few)} made another collective {number} over {at[few[0]].axis}: {at[few[0]].text()}"
+            return Finding("differ", tuple(few), f"{line}, where {_ranks(others)} made {at[others[0]].text()}")
         if bad:
             return _split_finding(bad, at)
     return None
@@ -142,7 +142,7 @@ def _other_number(lanes: Mapping[int, Mapping[str, Any]], answers: Answers) -> F
         return None
     few, others = _parted(made)
     named = [*(few or sorted(made))[:2], *others[:1]]
-    last = {rank: f", the last {_call(lanes[rank], lanes[rank]['calls'][-1]).said()}" if made[rank] else "" for rank in named}
+    last = {rank: f", the last {_call(lanes[rank], lanes[rank]['calls'][-1]).text()}" if made[rank] else "" for rank in named}
     shown = "; ".join(f"rank {rank} made {made[rank]}{last[rank]}" for rank in named)
     return Finding("differ", tuple(few or sorted(made)), f"{_ranks(few or made)} made more or fewer collectives of a group: {shown}")
 
@@ -158,11 +158,11 @@ def _parted(values: Mapping[int, Any]) -> tuple[list[int], list[int]]:
 def _both(at: Mapping[int, Call]) -> str:
     """Text for ranks without a majority: two that differ. If their recorded collectives are equal, they differ earlier than that."""
     first, *others = sorted(at)
-    found = next((r for r in others if at[r].said() != at[first].said()), None)
+    found = next((r for r in others if at[r].text() != at[first].text()), None)
     number = at[first].number
     if found is None:
         return f"before collective {number} over {at[first].axis}, which is further back than they remember"
-    return f"at collective {number} rank {first} made {at[first].said()}, but rank {found} {at[found].said()}"
+    return f"at collective {number} rank {first} made {at[first].text()}, but rank {found} {at[found].text()}"
 
 
 def _split(at: Mapping[int, Call], ranks: list[int]) -> list[tuple[int, int, int, int]]:

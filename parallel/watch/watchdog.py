@@ -62,11 +62,11 @@ class Watchdog:
         note: Callable[[str], None] | None = None,
     ) -> None:
         self.record, self.world_size, self.limit_s, self.holder = record, world_size, limit_s, holder
-        self.end, self.note = end or _print_it, note or _say
+        self.end, self.note = end or _print_if, note or _print
         self._answer_s = min(ANSWER_S[1], max(ANSWER_S[0], limit_s / 20))
         self.line: str | None = None
         self.prints, self.kind = False, ""
-        self._store, self._ears = (dist.PrefixStore("watch", store.clone()) for _ in range(2))
+        self._store, self._listener_store = (dist.PrefixStore("watch", store.clone()) for _ in range(2))
         self._round, self._leaving, self._readers = 1, False, world_size
         self._stopped, self._decided = threading.Event(), threading.Event()
         self._noted_at = -1.0
@@ -124,8 +124,8 @@ class Watchdog:
 
     def _beat(self) -> None:
         with contextlib.suppress(RuntimeError, TimeoutError):
-            word = json.dumps([time.time(), self.record.said()])
-            self._within(_AGAIN_S, lambda: self._store.set(f"seen/{self.record.rank}", word))
+            seen = json.dumps([time.time(), self.record.text()])
+            self._within(_AGAIN_S, lambda: self._store.set(f"seen/{self.record.rank}", seen))
 
     # --- asking and answering -------------------------------------------------------------------------------------------
 
@@ -136,23 +136,23 @@ class Watchdog:
         while not self._stopped.wait(tick):
             n = self._round
             try:
-                if not self._ears.check([f"ask/{n}"]):
+                if not self._listener_store.check([f"ask/{n}"]):
                     continue
-                word, until = None, time.monotonic() + 4 * self._answer_s
-                while word is None and time.monotonic() < until:
-                    self._ears.set(f"at/{n}/{rank}", json.dumps(self.record.answer()))
-                    word = _heard(self._ears, f"line/{n}", _AGAIN_S)
+                verdict, until = None, time.monotonic() + 4 * self._answer_s
+                while verdict is None and time.monotonic() < until:
+                    self._listener_store.set(f"at/{n}/{rank}", json.dumps(self.record.answer()))
+                    verdict = _read_json(self._listener_store, f"line/{n}", _AGAIN_S)
             except RuntimeError:  # the store is gone; ranks that wait for others will notice it
                 return
             self._round = n + 1
-            if word is not None and word["end"]:
-                self._readers = word["readers"]
-                self._finish(word["line"], prints=word["prints"] == rank, heard=n, kind=word["kind"])
+            if verdict is not None and verdict["end"]:
+                self._readers = verdict["readers"]
+                self._finish(verdict["line"], prints=verdict["prints"] == rank, heard=n, kind=verdict["kind"])
                 return
             if self._leaving:  # nothing was found, so this rank ends with its own error
                 self._decided.set()
-            if word is not None and word["line"] and word["prints"] == rank:
-                self.note(word["line"])
+            if verdict is not None and verdict["line"] and verdict["prints"] == rank:
+                self.note(verdict["line"])
 
     def _ask(self, why: Why) -> None:
         """Ask all ranks where they are, diagnose, and write the line for all. The listening thread of each rank then ends the run."""
@@ -163,13 +163,13 @@ class Watchdog:
             if first != mine:  # another rank asks already
                 return
             finding = self._within(4 * self._answer_s, lambda: self._find(n, why, patience))
-            said = None if finding is None else self._worded(finding, why)
+            said = None if finding is None else self._text_of(finding, why)
             end = said is not None and why != "slow"
-            word = {"end": end, "line": said, "prints": rank, "kind": finding.kind if finding else "", "readers": self._readers}
-            self._within(self._answer_s, lambda: self._store.set(f"line/{n}", json.dumps(word)))
+            verdict = {"end": end, "line": said, "prints": rank, "kind": finding.kind if finding else "", "readers": self._readers}
+            self._within(self._answer_s, lambda: self._store.set(f"line/{n}", json.dumps(verdict)))
         except (RuntimeError, TimeoutError):  # the store does not answer, so no rank can be asked; all ranks notice the same
             if not self._stopped.is_set() and (why != "hang" or self.record.answer()["waits"] != "no"):
-                self._alone(why)
+                self._store_missing(why)
 
     def _within(self, seconds: float, work: Callable[[], T]) -> T:
         """Run `work`, which calls the store, in a thread, and return its result. Raises TimeoutError after `seconds`.
@@ -200,8 +200,8 @@ class Watchdog:
             raise TimeoutError(_STORE)
         return found[0]
 
-    def _alone(self, why: Why) -> None:
-        at, idle = self.record.said(), time.monotonic() - self.record.at
+    def _store_missing(self, why: Why) -> None:
+        at, idle = self.record.text(), time.monotonic() - self.record.at
         waited = f"rank {self.record.rank} has waited {idle:.0f} s for it, in {at}"
         line = f"{self.holder} is missing: it holds the store through which ranks communicate, and does not answer; {waited}"
         if why == "slow":
@@ -216,28 +216,28 @@ class Watchdog:
         while True:
             answers = {}
             for rank in range(self.world_size):
-                found = _heard(self._store, f"at/{n}/{rank}", max(0.01, until - time.monotonic()))
+                found = _read_json(self._store, f"at/{n}/{rank}", max(0.01, until - time.monotonic()))
                 if found is not None:
                     answers[rank] = found
             self._readers = len(answers)
-            silent = {rank: self._last_word(rank) for rank in range(self.world_size) if rank not in answers}
+            silent = {rank: self._last_sign(rank) for rank in range(self.world_size) if rank not in answers}
             finding = diagnose(answers, silent, limit_s=self.limit_s, share=share, settled=why == "differ")
             again = finding is None or (finding.kind == "failed" and ABORTED in finding.line)  # others may still answer why it aborted
             if not again or why in ("slow", "hang") or time.monotonic() > until:
                 return finding
             time.sleep(_AGAIN_S)
 
-    def _last_word(self, rank: int) -> str:
+    def _last_sign(self, rank: int) -> str:
         """Text about a rank that does not answer: how it left, or its last known place."""
-        if (left := _heard_text(self._store, f"left/{rank}")) is not None:
+        if (left := _read_text(self._store, f"left/{rank}")) is not None:
             return f"it has left: {left}"
-        seen = _heard_text(self._store, f"seen/{rank}")
+        seen = _read_text(self._store, f"seen/{rank}")
         if seen is None:
             return "it was never seen"
         at, said = json.loads(seen)
         return f"last seen {max(0.0, time.time() - at):.0f} s ago in {said}"
 
-    def _worded(self, finding: Finding, why: Why) -> str:
+    def _text_of(self, finding: Finding, why: Why) -> str:
         if why == "slow":
             late = finding.line.replace(" missing", " late", 1)
             return f"slow: {late} (after {self.limit_s:g} s, train.timeout_s, the run ends)"
@@ -298,9 +298,9 @@ class Watchdog:
         asked = self._round
         self._ask(why)
         self._decided.wait(4 * self._answer_s)
-        self._wait_for_hearers(asked)
+        self._wait_for_readers(asked)
 
-    def _wait_for_hearers(self, asked: int) -> None:
+    def _wait_for_readers(self, asked: int) -> None:
         """On rank 0, which may hold the store: wait until the other ranks have read the line."""
         if self.record.rank:
             return
@@ -314,14 +314,14 @@ def is_echo(error: BaseException) -> bool:
     """True if an error is the consequence of another rank's end."""
     if isinstance(error, (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)):
         return True
-    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in _ECHOES)
+    return isinstance(error, RuntimeError) and any(part in str(error).lower() for part in _ECHOES)
 
 
 def _no_thread() -> threading.Thread | None:
     return None
 
 
-def _heard(store: Any, key: str, wait_s: float) -> Any:
+def _read_json(store: Any, key: str, wait_s: float) -> Any:
     """JSON value of a key; None if it does not exist after `wait_s`. Raises RuntimeError if the store is gone."""
     until = time.monotonic() + wait_s
     while not store.check([key]):  # store.wait with a time limit would fill the output with torch's warnings
@@ -331,16 +331,16 @@ def _heard(store: Any, key: str, wait_s: float) -> Any:
     return json.loads(store.get(key))
 
 
-def _heard_text(store: Any, key: str) -> str | None:
+def _read_text(store: Any, key: str) -> str | None:
     return store.get(key).decode() if store.check([key]) else None
 
 
-def _print_it(line: str, prints: bool) -> None:
+def _print_if(line: str, prints: bool) -> None:
     if prints:
-        _say(line)
+        _print(line)
 
 
-def _say(line: str) -> None:
+def _print(line: str) -> None:
     with contextlib.suppress(OSError):
         os.write(sys.stderr.fileno(), f"{line}\n".encode())
 
