@@ -129,14 +129,15 @@ def start(world: World, *, timeout_s: float | None = None, end: watchdog.End | N
 
 
 def _not_connected(error: RuntimeError, world: World) -> Exception:
-    """Return the exception for ranks that met in the store but did not connect: another rank's message, or this rank's for all."""
+    """Return the exception for ranks that reached the store but cannot connect to each other. All ranks get the message of one rank."""
     lines, where = [line.strip() for line in str(error).splitlines() if line.strip()], ""
     if world.device.type == "cpu":
         lines = [line.rpartition("] ")[2] for line in lines[:1]]  # without gloo's source line and stack frames
         if over := os.environ.get("GLOO_SOCKET_IFNAME"):
-            where = f" over {over} (GLOO_SOCKET_IFNAME: it must be an interface by which they reach each other)"
+            where = f" over {over} (GLOO_SOCKET_IFNAME: it must be an interface that connects the ranks)"
     said = cut("; ".join(lines)) or type(error).__name__  # NCCL's last lines have the reason
-    own = ConnectionError(f"rank {world.rank} on {socket.gethostname()} met the others and does not connect to them{where}: {said}")
+    here = f"rank {world.rank} on {socket.gethostname()}"
+    own = ConnectionError(f"{here} reached the store but cannot connect to the other ranks{where}: {said}")
     return watchdog.ended_by(own) or NotMet(str(own))
 
 

@@ -10,7 +10,7 @@ c: bytes of a weight in the compute dtype. r: bytes of a gradient that is reduce
     kept whole  any of them       c (P - B) + sums    without `reshard`; with pipeline stages c P, because other micro-batches need them
     ZeRO-3      forward pass      c (W + F)           DeepSpeed (parallel/data/zero3.py) gathers weight by weight and frees late. W: whole
                 the loss          c W                 elements (two buckets, or the widest matrix). F: elements of an arriving bucket
-                a layer works     c W (+ c F)         F counts only if W is not everything
+                a layer works     c W (+ c F)         F counts only if not all elements are whole
                 a bucket's sums   c W + (2 + 1/N) r K K gradients of a bucket: as sent, as received, and this rank's sums
 
 Weights without copies on other ranks are never gathered. For other software, the largest amount of any moment is counted.
