@@ -47,7 +47,7 @@ _BETWEEN = (
 _TORCH, _HERE = str(Path(torch.__file__).parent), str(Path(__file__).parent)
 
 
-class Found(RuntimeError):
+class RehearsalError(RuntimeError):
     """Error that a rehearsal finds in a run. The message is one line that names file and line."""
 
 
@@ -112,7 +112,7 @@ class Pretended(FakeTensorMode):
         try:
             out = super().dispatch(func, types, args, kwargs)
         except RuntimeError as error:
-            raise Found(f"{where()}: {func._opname}: {_first_line(error)}") from error
+            raise RehearsalError(f"{where()}: {func._opname}: {_first_line(error)}") from error
         finally:
             self._within -= 1
         made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, FakeTensor)]
@@ -134,7 +134,7 @@ class Pretended(FakeTensorMode):
             return tree_map(lambda leaf: self._pretend(leaf, tensors[0].device) if isinstance(leaf, Tensor) else leaf, real)
         if func._opname == "_local_scalar_dense" and tensors[0].is_floating_point():
             return 0.0
-        raise Found(f"{where()}: {func._opname} of values that a rehearsal cannot know")
+        raise RehearsalError(f"{where()}: {func._opname} of values that a rehearsal cannot know")
 
     def _places(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Replace masks with known values among `indices` by the indices at which they are true."""
@@ -145,7 +145,7 @@ class Pretended(FakeTensorMode):
                 continue
             mask = self.known(index)
             if mask is None:
-                raise Found(f"{where()}: rows by a mask that a rehearsal cannot know")
+                raise RehearsalError(f"{where()}: rows by a mask that a rehearsal cannot know")
             with _disable_current_modes():
                 places = mask.nonzero(as_tuple=True)
             found += [self._pretend(at, index.device) for at in places]
@@ -190,7 +190,9 @@ class Pretended(FakeTensorMode):
         name = func._opname
         for tensor in tensors if name != "barrier" and not self.of_reducer else ():
             if tensor.device.type != self.device.type:
-                raise Found(f"{where()}: {name.strip('_')} of a tensor on {tensor.device}; ranks send only from {self.device.type}")
+                raise RehearsalError(
+                    f"{where()}: {name.strip('_')} of a tensor on {tensor.device}; ranks send only from {self.device.type}"
+                )
         work = FakeWork().boxed()
         group = next(
             (dist.ProcessGroup.unbox(a) for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type())), None
