@@ -88,7 +88,7 @@ class Wait:
 
 
 @dataclass(frozen=True)
-class Found:
+class Diagnosis:
     """Result. culprits: ranks for which the others waited. said: the reason, as text. waits: waits of all ranks in all groups. silent:
     ranks without a record."""
 
@@ -176,7 +176,7 @@ def _ranks(text: Any) -> tuple[int, ...]:
     return tuple(int(rank) for rank in (json.loads(text) if isinstance(text, str) else text))
 
 
-def diagnose(traces: list[Trace]) -> Found:
+def diagnose(traces: list[Trace]) -> Diagnosis:
     """Find the ranks for which a hung run waited. No culprit if no rank waits, or if all wait for each other."""
     by_rank = {trace.rank: trace for trace in traces}
     groups = {group for trace in traces for group in trace.calls if len(group[2]) > 1}
@@ -185,13 +185,13 @@ def diagnose(traces: list[Trace]) -> Found:
     waits = tuple(wait for group in sorted(groups) for wait in _waits(group, by_rank))
     differ = next((found for group in sorted(groups) if (found := _differ(group, by_rank))), None)
     if differ is not None:
-        return Found(*differ, waits, silent)
+        return Diagnosis(*differ, waits, silent)
     edges = {(wait.rank, other) for wait in waits for other in wait.behind}
     roots = {to for _, to in edges} - {of for of, _ in edges}
     if not roots:
         edges = set(_unanswered(by_rank))
         roots = {to for _, to in edges} - {of for of, _ in edges}
-    return Found(tuple(sorted(roots)), _words(roots, waits, by_rank), waits, silent)
+    return Diagnosis(tuple(sorted(roots)), _words(roots, waits, by_rank), waits, silent)
 
 
 def _waits(group: Group, by_rank: dict[int, Trace]) -> Iterator[Wait]:
