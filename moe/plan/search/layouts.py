@@ -23,7 +23,7 @@ from moe.plan.operators import mesh_tensorflow
 from moe.plan.operators.best_layout import best_layout
 from moe.plan.operators.kinds import BY_TENSOR, plan_of
 from moe.plan.operators.links import Machine
-from moe.plan.search.search import Allowed, Found
+from moe.plan.search.search import Allowed, SearchResult
 from parallel.annotations.graph import Graph
 from parallel.annotations.partition import Machine as Rates
 from parallel.annotations.partition import Program
@@ -43,7 +43,7 @@ class _Candidate:
     rules: Mapping[str, str]
 
 
-def mesh_tf(graph: Graph, machine: Machine, microbatches: int = 1, *, allowed: Allowed = lambda plan: True) -> Found:
+def mesh_tf(graph: Graph, machine: Machine, microbatches: int = 1, *, allowed: Allowed = lambda plan: True) -> SearchResult:
     """Find the best layout that the trainer can run. `free_seconds`: of the best legal layout. Raises BadInput if none fits."""
     free, where = inf, ""
     for mesh in meshes(machine):
@@ -59,7 +59,7 @@ def mesh_tf(graph: Graph, machine: Machine, microbatches: int = 1, *, allowed: A
     return _found("mesh-tf", found, min(free, found[1]), where if free < found[1] * (1 - 1e-9) else "")
 
 
-def gspmd(graph: Graph, machine: Machine, microbatches: int = 1, *, allowed: Allowed = lambda plan: True) -> Found:
+def gspmd(graph: Graph, machine: Machine, microbatches: int = 1, *, allowed: Allowed = lambda plan: True) -> SearchResult:
     """Find the set of annotations with the fewest seconds. Raises BadInput if none fits."""
     found = _best(_annotated(graph, machine), graph, machine, microbatches, allowed, "gspmd")
     return _found("gspmd", found, found[1], "")
@@ -191,14 +191,14 @@ def _seconds(program: Program, rates: Rates, microbatches: int) -> float:
     return microbatches * (program.seconds(rates) - once) + once
 
 
-def _found(search: str, best: Best, free: float, other: str) -> Found:
+def _found(search: str, best: Best, free: float, other: str) -> SearchResult:
     plan, seconds, one = best
     said = f"{_said(one.rules)} on {_shape(one.mesh)}"
     if one.program.conflicts:
         said += f", {len(one.program.conflicts)} conflicts of what spread"
     if other:
         said += f"; the best layout of all, {other}, is not one that the trainer runs here ({free / seconds:.0%} of the time)"
-    return Found(search, plan, seconds, free, dict(one.rules), (), bool(other), said)  # type: ignore[arg-type]
+    return SearchResult(search, plan, seconds, free, dict(one.rules), (), bool(other), said)  # type: ignore[arg-type]
 
 
 def _said(rules: Mapping[str, str]) -> str:

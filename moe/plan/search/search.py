@@ -29,7 +29,7 @@ from parallel.errors import BadInput
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """Result of a search.
 
     assignment: operator -> cut factors with their numbers of parts, from the most distant to the nearest ranks, such as `b8 f4`. nearest:
@@ -64,7 +64,7 @@ def _all(plan: Plan) -> bool:
     return True
 
 
-def alpa(graph: Graph, machine: Machine, settings: Settings | None = None, *, allowed: Allowed = _all) -> Found:
+def alpa(graph: Graph, machine: Machine, settings: Settings | None = None, *, allowed: Allowed = _all) -> SearchResult:
     """Find stages and strategies with the least time (Alpa). Raises BadInput if nothing fits into memory.
 
     allowed: plan -> True if the recipe can be trained with it.
@@ -93,7 +93,7 @@ def alpa(graph: Graph, machine: Machine, settings: Settings | None = None, *, al
     plan = _nearest(runnable, tuple(stage.end - stage.first for stage in stages) if equal else None)
     seconds = runnable.seconds(plan)
     own = seconds <= found.seconds * (1 + 1e-6)
-    return Found("alpa", plan, seconds, min(found.seconds, seconds), assignment, stages, not own, _said(own, seconds, found.seconds))
+    return SearchResult("alpa", plan, seconds, min(found.seconds, seconds), assignment, stages, not own, _said(own, seconds, found.seconds))
 
 
 def _fastest(solutions: list[_Solution], in_flight: int, memory_bytes: float) -> tuple[Any, Any]:
@@ -206,7 +206,7 @@ def flexflow(
     budget: int = 2000,
     seconds: float = 20.0,
     seed: int = 0,
-) -> Found:
+) -> SearchResult:
     """Find the best placement by a random walk (FlexFlow) over cuts that use all devices, without stages; micro-batches run in sequence."""
     from moe.plan.search.execution import Placed, Simulator, run
     from moe.plan.search.mcmc import legal, mcmc
@@ -241,4 +241,4 @@ def flexflow(
     texts = {name: " ".join(f"{a or 'copies'}{n}" for a, n in placed.degrees) or "-" for name, placed in walk.placement.items()}
     own = near <= walk.seconds * (1 + 1e-9)
     said = _said(own, near, walk.seconds) if near < inf else f"no plan without stages fits: one of {plan.pp} stages"
-    return Found("flexflow", plan, runnable.seconds(plan), free, texts, (), not own, said)
+    return SearchResult("flexflow", plan, runnable.seconds(plan), free, texts, (), not own, said)
