@@ -45,7 +45,7 @@ class Refused:
 
 
 @dataclass(frozen=True)
-class Found:
+class Ranking:
     """Result. tried, fitting: numbers of plans. ranked: best first. nearest: the plan that misses the memory limit by least, and the
     bytes by which it does."""
 
@@ -86,7 +86,7 @@ def choose(
     top: int = 10,
     enough: Callable[[Ranked], bool] = lambda ranked: False,
     given: Plan | None = None,
-) -> Found:
+) -> Ranking:
     """Rank the best `top` plans that need at most `limit_bytes` a rank. Plans that are not recommended come after all others.
 
     least: lower bounds of `seconds`, from the cheapest to the tightest; most plans are ruled out by the first. recompute: kinds in order of
@@ -129,7 +129,7 @@ def choose(
         ranked.append(one)
         if enough(one):
             break
-    return Found(tried, sum(map(len, kept.values())), tuple(ranked), tuple(refused), nearest)
+    return Ranking(tried, sum(map(len, kept.values())), tuple(ranked), tuple(refused), nearest)
 
 
 def _first_that_fits(

@@ -16,7 +16,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from moe.plan.choose.candidates import Degrees, Space, candidates, degree_choices, degrees_of
-from moe.plan.choose.choose import Found, Ranked, Refused, choose, described
+from moe.plan.choose.choose import Ranked, Ranking, Refused, choose, described
 from moe.plan.choose.fitting import Values, with_values
 from moe.plan.choose.guide import FAMILIES, Said, walk
 from moe.plan.choose.legal import refusal
@@ -64,7 +64,7 @@ class Planned:
 
     network: Network
     cluster: Cluster
-    found: Found
+    found: Ranking
     runs: tuple[Run, ...]
     own: Plan | None = None
 
@@ -114,7 +114,7 @@ def planned(
     def bound(how: How) -> Callable[[Plan], float]:
         return lambda plan: step_time(network, plan, cluster, pipeline=how).step
 
-    def chosen(plans: Iterable[Plan], space: Space, *, top: int, enough: Callable[[Ranked], bool], given: Plan | None = None) -> Found:
+    def chosen(plans: Iterable[Plan], space: Space, *, top: int, enough: Callable[[Ranked], bool], given: Plan | None = None) -> Ranking:
         simulates = any(closed_form(name) is None for name, _ in space.schedules)
         return choose(
             network,
@@ -189,7 +189,7 @@ class _Accepted:
         self.runs.append(made)
         return len(self.kept) == self.top
 
-    def planned(self, network: Network, cluster: Cluster, found: Found) -> Planned:
+    def planned(self, network: Network, cluster: Cluster, found: Ranking) -> Planned:
         refused = (*found.refused, *self.refused.values())
         if not self.kept:
             assert self.first is not None
@@ -207,7 +207,7 @@ def _storages(run: Run, base: Plan, engines: Iterable[Engine]) -> dict[str, Plan
     return {engine: as_stored(replace(base, engine=engine), run) for engine in {*engines, *FIRST.engines, "ddp"}}  # type: ignore[arg-type]
 
 
-def _joined(found: Found, first: Found) -> tuple[Refused, ...]:
+def _joined(found: Ranking, first: Ranking) -> tuple[Refused, ...]:
     reasons = {one.reason: one for one in first.refused}
     for one in found.refused:
         before = reasons.get(one.reason)
@@ -215,7 +215,7 @@ def _joined(found: Found, first: Found) -> tuple[Refused, ...]:
     return tuple(sorted(reasons.values(), key=lambda one: -one.count))
 
 
-def _nothing_fits(found: Found, run: Run, cluster: Cluster, checked: Callable[[Run, int], Run]) -> BadInput:
+def _nothing_fits(found: Ranking, run: Run, cluster: Cluster, checked: Callable[[Run, int], Run]) -> BadInput:
     """Return the refusal of a recipe that no plan trains on the cluster. Its fix has been tried."""
     if found.nearest is None:
         reason = (
