@@ -18,7 +18,7 @@ from typing import NamedTuple
 from moe.plan.choose.candidates import Degrees, Space, candidates, degree_choices, degrees_of
 from moe.plan.choose.choose import Ranked, Ranking, Refused, choose, described
 from moe.plan.choose.fitting import Values, with_values
-from moe.plan.choose.guide import FAMILIES, Said, walk
+from moe.plan.choose.guide import FAMILIES, GuideRule, guide_rules
 from moe.plan.choose.legal import refusal
 from moe.plan.choose.predicted import held_bytes, stack_on
 from moe.plan.choose.recipe_of import as_stored, recipe_of
@@ -281,7 +281,7 @@ def gib(size_bytes: float) -> str:
     return f"{size:.1f}" if size >= 0.1 else f"{size:.2g}"
 
 
-def guided(run: Run, cluster: Cluster) -> Iterator[Said]:
+def guided(run: Run, cluster: Cluster) -> Iterator[GuideRule]:
     """Yield the steps of the guide that chooses a strategy, with this recipe's numbers on this cluster."""
     network, batch = network_of(run.resolve(cluster.world)), run.train.global_batch
     base = plan_of(run.resolve(cluster.world))
@@ -309,7 +309,7 @@ def guided(run: Run, cluster: Cluster) -> Iterator[Said]:
 
     alone = replace(Plan(), microbatch=1, microbatches=batch, recompute="full")
     host = judged(replace(alone, engine="zero3", offload_optimizer="cpu", offload_parameters="cpu"))
-    return walk(best, cluster, one_device=judged(alone), offloaded=host, compute=run.precision.compute)
+    return guide_rules(best, cluster, one_device=judged(alone), offloaded=host, compute=run.precision.compute)
 
 
 GUIDED = Space(
