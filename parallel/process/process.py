@@ -65,7 +65,7 @@ def read_environment(environment: Mapping[str, str] = os.environ) -> World:
     values = {what: next((environment[n] for n in names if n in environment), None) for what, names in _NAMES.items()}
     if "RANK" not in environment and (alone := environment.get("WORLD_SIZE") or "1") != "1" and not _elsewhere(environment):
         fix = "start with moe train --nproc N, or unset WORLD_SIZE"
-        raise BadInput("WORLD_SIZE", got=f"{alone}, but no RANK", needed="both variables, or neither", fix=fix)
+        raise BadInput("WORLD_SIZE", got=f"{alone} without RANK, so on rank 0 by default", needed="both variables, or neither", fix=fix)
     if "RANK" not in environment and environment.get("SLURM_NTASKS", "1") == "1" and "OMPI_COMM_WORLD_RANK" not in environment:
         return World()
     try:
