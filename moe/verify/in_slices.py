@@ -15,7 +15,7 @@ from torch import Tensor
 from moe.model.transformer import Block, Transformer
 from moe.parallelize.sequence import Exchanging
 from moe.recipe import sections
-from moe.verify.cases import ATTENTION, Case
+from moe.verify.cases import Case, attentions
 from parallel.mesh.mesh import Axis
 from parallel.sequence.colossal_ring import ColossalRing
 from parallel.sequence.method import Kept, Known, Method
@@ -25,8 +25,8 @@ from parallel.sequence.softmax import Gradients, Partial, Tokens, attend, attend
 
 def in_slices(model: Transformer, case: Case) -> None:
     """Fill the cores of attention as `case.slices` ranks attend, by `case.attention`. One slice of a Colossal ring: whole scores."""
-    form = sections.Sequence(**ATTENTION[case.attention])
-    kind = _ColossalInSlices if form.kind == "colossal_ring" else _InSlices
+    form = sections.Sequence(**attentions()[case.attention])
+    kind = _ColossalInSlices if form.named.keeps_scores else _InSlices
     order = Order(form.places, case.slices // form.heads_of(case.slices), case.length)  # ranks that trade heads see what all of them hold
     for block in model.layers:
         assert isinstance(block, Block)

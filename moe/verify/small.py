@@ -66,7 +66,7 @@ def small(path: str, *, ep: int = 1) -> dict[str, dict[str, Any]]:
 def _begins_at_zero(run: Run) -> bool:
     """Return whether parameters begin at 0: after a step they are the update alone, which Adam makes of the gradient's sign."""
     m, x = run.model, run.experts
-    return m.qkv_bias or m.out_bias or m.attention_sinks or x.biases or run.router.spec.logits == "affine"
+    return m.qkv_bias or m.out_bias or m.attention_sinks or x.biases or run.router.logits == "affine"
 
 
 def _without(section: Section, keys: str) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def _latent(run: Run) -> dict[str, Any]:
 def _router(run: Run) -> dict[str, Any]:
     """What counts over what a rank holds depends on the layout by definition: here over a sequence."""
     changed = {"preset": run.router.preset, "allow_noncausal": run.router.allow_noncausal} | run.router.own
-    spec = run.router.spec
+    spec = run.router
     changed |= {"group": 1} if spec.group != "sequence" else {}
     changed |= {"hash_table": None} if spec.hash_table is not None else {}  # which is of another vocabulary
     changed |= {"balance_scope": "sequence"} if spec.balance_scope == "micro_batch" else {}
@@ -103,12 +103,12 @@ def _router(run: Run) -> dict[str, Any]:
 def _dispatch(run: Run, ep: int) -> dict[str, Any]:
     """The recipe's way for rows; of one in two steps, all ranks are a node."""
     return {"kind": run.dispatch.kind, "overlap_chunks": min(run.dispatch.overlap_chunks, 2)} | (
-        {"node_size": ep} if run.dispatch.kind == "hierarchical" else {}
+        {"node_size": ep} if run.dispatch.node_size else {}
     )
 
 
 def _num_experts(run: Run) -> int:
-    spec = run.router.spec
+    spec = run.router
     unit = lcm(4, spec.expert_groups)
     needed = method_of(spec).experts_needed(spec)
     return unit * max(1, -(-2 * needed // unit)) if needed * 2 > unit else unit
@@ -117,11 +117,11 @@ def _num_experts(run: Run) -> int:
 def told(run: Run) -> list[str]:
     """What of the recipe the small one does not have."""
     lines = []
-    if run.router.spec.group == "rank" and run.model.layers_with_experts():
+    if run.router.group == "rank" and run.model.layers_with_experts():
         lines.append("not compared: router.group rank, which depends on the layout by definition; here capacity is counted over a sequence")
     if run.lora.rank:
         lines.append(f"not compared: lora.rank {run.lora.rank}; here all weights are trained, and there are no adapters")
-    if run.router.spec.hash_table is not None:
+    if run.router.hash_table is not None:
         lines.append("not compared: router.hash_table, which is of the recipe's vocabulary; here a hash of the id chooses")
     named = [key for key in run.plugins() if key in ("data.source", "optimizer.schedule")]
     return lines + [f"not compared: {key} {run.plugins()[key]}, which no layout changes" for key in named]

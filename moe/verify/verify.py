@@ -21,7 +21,7 @@ from moe.launch import exit_codes
 from moe.records.speed import source_commit
 from moe.verify.cases import Case
 from moe.verify.compare import NUMBERS, compare
-from moe.verify.expected import Expected, made_beside, twin_of
+from moe.verify.expected import Expected, made_beside, rounds, twin_of
 from moe.verify.hybrid import WORLD, as_json, covering, described
 from moe.verify.kinds import KINDS, cases
 from moe.verify.layouts import Ran, run_world
@@ -78,7 +78,7 @@ def main(
             if twin not in expected:
                 expected[twin] = next(made)
             row = judged(case, ran, expected[twin])
-            if twin.precision != "fp32":
+            if rounds(twin):
                 table.tolerances[name_of(twin)] = expected[twin].tolerance
             table.add(case, row)
             failed += [] if row["passed"] else [(case, row)]
@@ -100,7 +100,7 @@ def judged(case: Case, ran: Ran, expected: Expected) -> dict[str, Any]:
     tie may go elsewhere in that order alone. The tolerance stays as it is.
     """
     row = _row(case, ran, expected)
-    if row["passed"] or "error" in row or case.precision == "fp32":
+    if row["passed"] or "error" in row or not rounds(case):
         return row
     again = _row(case, ran, expected.in_the_order_of(case))
     return again if again["passed"] else row
@@ -151,7 +151,7 @@ def _say_sums(rows: list[dict[str, Any]], expected: dict[Case, Expected], nproc:
     say(f"{passed} passed, {len(rows) - passed} failed: {chosen} in {seconds:.0f} s")
     say("tolerances: fp32 1e-5 for every number; in lower precision twice the spread of rounding, measured just now:")
     for twin, e in expected.items():
-        if twin.precision != "fp32":
+        if rounds(twin):
             say(f"  {name_of(twin)}: " + " ".join(f"{number} {value:.0e}" for number, value in e.tolerance.items()))
 
 

@@ -1,9 +1,9 @@
 """SGD with momentum: one optimizer state for each weight, half as many as AdamW's.
 
-    M  <-  mu M + G        W  <-  W - lr (M, or G + mu M with Nesterov) - lr decay W
+    M  <-  mu M + G        W  <-  W - lr M - lr decay W
 
 As torch's SGD without dampening, but with decoupled weight decay, so that a recipe's weight decay means the same for all optimizers.
-Sources: Polyak 1964; Nesterov 1983 in the form of Sutskever et al. 2013.
+Source: Polyak 1964.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ MOMENTUM = "momentum"
 
 @dataclass(frozen=True)
 class Sgd(Rule):
-    """Facts and settings of SGD. nesterov: the step is G + mu M instead of M."""
+    """Facts and settings of SGD."""
 
     momentum: float
-    nesterov: bool
     weight_decay: float
     decays: Callable[[str, Tensor], bool]
 
@@ -35,15 +34,15 @@ class Sgd(Rule):
         return {MOMENTUM: None}
 
     def build(self, groups: list[dict[str, Any]], wholes: Mapping[int, Whole] | None = None) -> torch.optim.Optimizer:
-        return SgdOptimizer(groups, momentum=self.momentum, nesterov=self.nesterov)
+        return SgdOptimizer(groups, momentum=self.momentum)
 
 
 class SgdOptimizer(torch.optim.Optimizer):
     """SGD as a torch.optim.Optimizer. It computes in fp32 for weights of any dtype."""
 
-    def __init__(self, groups: list[dict[str, Any]], *, momentum: float, nesterov: bool) -> None:
+    def __init__(self, groups: list[dict[str, Any]], *, momentum: float) -> None:
         super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0})
-        self.momentum, self.nesterov = momentum, nesterov
+        self.momentum = momentum
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -52,9 +51,8 @@ class SgdOptimizer(torch.optim.Optimizer):
             for weight in group["params"]:
                 if weight.grad is None:
                     continue
-                grad, held = weight.grad.float(), updated_momentum(self.state[weight], weight, momentum=self.momentum)
-                step = grad.add(held, alpha=self.momentum) if self.nesterov else held
-                decay_and_subtract(weight, step.mul(group["lr"]), lr=group["lr"], decay=group["weight_decay"])
+                held = updated_momentum(self.state[weight], weight, momentum=self.momentum)
+                decay_and_subtract(weight, held.mul(group["lr"]), lr=group["lr"], decay=group["weight_decay"])
 
 
 def updated_momentum(state: dict[str, Tensor], weight: Tensor, *, momentum: float) -> Tensor:

@@ -13,12 +13,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from moe.experts.dispatch.dispatcher import Dispatcher
 from moe.plan.job.hashed import KEPT, hashed_once
 from moe.plan.job.states import MIXED_FP32_GRADIENTS, Storage
+from parallel.data.kinds.catalog import ENGINES, PLAIN
+from parallel.data.kinds.kind import EngineKind
+from parallel.sequence.kinds import catalog as sequences
+from parallel.sequence.kinds.kind import SequenceKind
+from parallel.sequence.order import Places
 
 Recomputed = Literal["none", "selective", "full"]
-Engine = Literal["ddp", "zero1", "zero2", "zero3", "fsdp"]
-STAGE_OF = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3}
 
 
 def repeats(index: int, every: int) -> bool:
@@ -47,8 +51,10 @@ class Experts:
     """Experts of one MoE layer: `count` experts of `hidden` units, of which each token chooses `choices`.
 
     shared_hidden: hidden units of shared experts, which all tokens pass. rows: rows computed for each choice (below 1 if choices are
-    dropped); None: one, but experts may get unequal numbers. sent: rows sent for each choice (empty capacity slots count); None: as `rows`.
-    gates: number of gates that weigh shared experts. free: choices that cost nothing, in addition to experts.
+    dropped); None: one, but experts may get unequal numbers. places: capacity slots for each choice, empty slots included; None: no limit.
+    exchange: the dispatcher; None: kept rows are sent by an all-to-all. gates: number of gates that weigh shared experts. free: choices
+    that cost nothing, in addition to experts. products: dtype of the experts' products (device.py); None: the compute dtype. fused: one
+    kernel computes the whole network, so that only its input and pre-activations are kept.
     """
 
     count: int
@@ -57,11 +63,14 @@ class Experts:
     gated: bool = False
     shared_hidden: int = 0
     rows: float | None = None
-    sent: float | None = None
+    places: float | None = None
+    exchange: Dispatcher | None = None
     biases: bool = False
     router: Router = Router()
     gates: int = 0
     free: int = 0
+    products: str | None = None
+    fused: bool = True
 
 
 @dataclass(frozen=True)
@@ -200,11 +209,11 @@ class Plan:
     pp: int = 1
     ep: int = 1
     etp: int = 1
-    engine: Engine = "ddp"
+    engine: str = PLAIN
     tensor: Literal["1d", "sliced", "2d", "2.5d", "3d", "dtensor", "copied"] = "1d"
     depth: int = 1
-    sequence: Literal["ring", "lightseq", "colossal_ring", "ulysses"] = "ring"
-    order: Literal["contiguous", "striped", "zigzag"] = "zigzag"
+    sequence: str = sequences.DEFAULT
+    order: Places = "zigzag"
     schedule: str = "1f1b"
     chunks: int = 1
     stage_layers: tuple[int, ...] | None = None
@@ -236,7 +245,23 @@ class Plan:
     @property
     def stage(self) -> int:
         """ZeRO stage of the engine, 0 to 3."""
-        return STAGE_OF[self.engine]
+        return ENGINES[self.engine].stage
+
+    @property
+    def kind(self) -> EngineKind:
+        """Facts about the engine: its row of the catalog."""
+        return ENGINES[self.engine]
+
+    @property
+    def carrier(self) -> EngineKind:
+        """Facts about the engine that runs. With pipeline stages, another engine may replace the plan's."""
+        kind = ENGINES[self.engine]
+        return ENGINES[kind.with_stages] if self.pp > 1 and kind.with_stages else kind
+
+    @property
+    def method(self) -> SequenceKind:
+        """Facts about the method of sequence parallelism."""
+        return sequences.SEQUENCES[self.sequence]
 
     @property
     def copies(self) -> int:

@@ -46,7 +46,7 @@ class Program:
     parameters     gathers of new parameters run `after` the optimizer, or `overlapped` with the next forward pass
     selective      selective recompute repeats `core`: attention that writes scores; `second`: a layer's norm and network or experts;
                    `half`: half of the forward pass
-    products       dtype of linear layers' products: `compute` (the plan's), or `fp8`
+    products       dtype of linear layers' products: `compute` (the plan's), or a narrower dtype to which operands are cast, as fp8
     """
 
     name: str
@@ -75,7 +75,7 @@ class Program:
     accumulates: Literal["apart", "within"] = "apart"
     parameters: Literal["after", "overlapped"] = "after"
     selective: Literal["core", "second", "half"] = "core"
-    products: Literal["compute", "fp8"] = "compute"
+    products: str = "compute"
 
 
 PROGRAMS = {

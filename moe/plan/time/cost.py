@@ -371,14 +371,14 @@ def _sharing(
     wide = narrow if program.sent_gradients == "computed" else wide
     if plan.stage == 0:
         sums = all_reduce(cluster, copies, dense * wide) + all_reduce(cluster, expert_copies, expert * wide)
-        exposed = spare.left(sums) if by_stage else _overlapped_with_backward(sums, stage, program)
+        exposed = spare.left(sums) if by_stage else _overlapped_with_backward(sums, stage, program, plan)
         return exposed, 0.0, max(0.0, sums - exposed)
     parts = ((copies, dense), (expert_copies, expert))
     reduced = sum(_limited(program, gather(cluster, g, p * wide), g, p * wide, plan) for g, p in parts)
     gathered = sum(_limited(program, gather(cluster, g, p * narrow), g, p * narrow, plan) for g, p in parts)
     m = plan.microbatches
     if plan.stage == 1:  # by stage: DeepSpeed sums after the rank's last action
-        exposed = max(0.0, reduced - spare.others) if by_stage else _overlapped_with_backward(reduced, stage, program)
+        exposed = max(0.0, reduced - spare.others) if by_stage else _overlapped_with_backward(reduced, stage, program, plan)
         if program.parameters == "overlapped":
             waited, hidden = _overlapped(gathered, stage.ahead, program)
             return exposed, waited, max(0.0, reduced - exposed) + hidden
@@ -392,7 +392,7 @@ def _sharing(
     forward, hidden_forward = _overlapped(gathered, stage.ahead, program)
     often = plan.pp == 1 or program.shards == "micro-batch"
     if not often and not plan.reshard:  # parameters and gradients stay whole during all micro-batches of the step
-        exposed = _overlapped_with_backward(reduced, stage, program)
+        exposed = _overlapped_with_backward(reduced, stage, program, plan)
         return exposed, gathered, max(0.0, reduced - exposed)
     again = gathered if plan.reshard and not (plan.pp > 1 and often) else 0.0
     backward, hidden_backward = _overlapped(again + reduced, stage.back, program)
@@ -451,9 +451,10 @@ def _overlapped(seconds: float, window: float, program: Program) -> tuple[float,
     return seconds - hidden + OVERLAP_SLOWDOWN * hidden, hidden
 
 
-def _overlapped_with_backward(seconds: float, stage: Stage, program: Program) -> float:
+def _overlapped_with_backward(seconds: float, stage: Stage, program: Program, plan: Plan) -> float:
     """Exposed seconds of sums once a step. The last bucket, about a tenth of the backward pass, is never hidden."""
-    return seconds if program.gradients == "after" else _overlapped(seconds, 0.9 * stage.back, program)[0]
+    exposed = program.gradients == "after" or not plan.kind.overlaps
+    return seconds if exposed else _overlapped(seconds, 0.9 * stage.back, program)[0]
 
 
 def _update(plan: Plan, cluster: Cluster, program: Program, dense: float, expert: float) -> tuple[float, float]:

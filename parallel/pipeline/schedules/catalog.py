@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from parallel.errors import BadInput, did_you_mean, some
+from parallel.fixes import Remove, Set, guess
 from parallel.pipeline.schedule import Schedule, at_least
 from parallel.pipeline.schedules.chimera import chimera, chimera_refusal
 from parallel.pipeline.schedules.dualpipe import dualpipe, dualpipe_refusal
@@ -27,6 +28,7 @@ from parallel.pipeline.schedules.v_memory import v_half, v_min
 from parallel.pipeline.schedules.zb_v import zb_v
 from parallel.pipeline.schedules.zero_bubble import zb_h1, zb_h2
 
+ADVISED = "1f1b"  # proposed in place of a schedule that does not work: the backward is whole, and a step drains the pipeline
 _OLDER = "gradients are computed with older weights, so losses differ from one process; better: zb_h1"
 
 SCHEDULES: dict[str, ScheduleKind] = {
@@ -132,7 +134,7 @@ def make_schedule(
                 option,
                 got=f"schedule {name}",
                 needed=f"schedule {owner}, the only one with this option",
-                fix=f"remove {option}, or take {owner}",
+                fix=Remove("it") | f"take {owner}",
             )
     at_least("stages", ranks, 1)
     at_least("microbatches", microbatches, 1)
@@ -144,7 +146,7 @@ def make_schedule(
                 "chunks",
                 got=chunks,
                 needed=f"{kind.chunks} for {name}",
-                fix=f"set chunks to {kind.chunks}, or a schedule with a choice: {several}",
+                fix=Set("it", kind.chunks) | f"take a schedule with a choice: {several}",
             )
     if batches is not None:
         at_least("batches", batches, 1)
@@ -181,6 +183,6 @@ def kind_of(name: str) -> ScheduleKind:
     """Row of the catalog for a schedule's name. Raises BadInput for an unknown name."""
     if name not in SCHEDULES:
         near = did_you_mean(name, SCHEDULES)
-        fix = f"did you mean {near}?" if near else "choose one of them"
+        fix = guess(near) if near else "choose one of them"
         raise BadInput("schedule", got=name, needed=f"one of {some(SCHEDULES, rest='moe simulate')}", fix=fix)
     return SCHEDULES[name]

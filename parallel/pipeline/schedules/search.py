@@ -20,6 +20,7 @@ from itertools import product
 from typing import NamedTuple
 
 from parallel.errors import BadInput
+from parallel.fixes import Set
 from parallel.pipeline.check import check
 from parallel.pipeline.schedule import COMPUTE, Action, Op, Schedule, flushed, folded, looped, one_stage_a_rank
 from parallel.pipeline.schedules.alternating import Alternating
@@ -81,7 +82,7 @@ def search(
     problem = Problem(placement, ranks, microbatches, chunks, cost, transfer_time, memory, overlap)
     found = [schedule for schedule in (*_of_catalog(problem), *_greedy_orders(problem)) if problem.fits(schedule)]
     if not found:
-        raise BadInput("memory", got=memory, needed="at least 1 (one micro-batch of a rank's layers)", fix="set memory to 1")
+        raise BadInput("memory", got=memory, needed="at least 1 (one micro-batch of a rank's layers)", fix=Set("it", 1))
     best = min(found, key=problem.time)
     return check(replace(_improved(best, problem, rounds), name="search"))
 

@@ -1,6 +1,6 @@
 """Simulates a Schedule: computes a Timeline from the cost of each action and the rule `Schedule.needs`.
 
-    simulate(make_schedule("1f1b", ranks=4, microbatches=8), costs(forward=1, backward=2)).makespan      # 33
+    simulate(schedule, costs(forward=1, backward=2)).makespan      # 33, for 1F1B with 4 ranks and 8 micro-batches
 
 An action starts when its rank is free and its needs are met. A message arrives one transfer time after the action that made it ended.
 With overlap, a link works in parallel with the ranks, one message at a time in each direction; without, the sending rank waits.
