@@ -18,12 +18,12 @@ _SOME = 5  # names in a line
 class BadInput(ValueError):
     """An error in the user's input. Its message is one line that says what to write instead.
 
-    The command line prints it and exits with 2; a library caller catches a ValueError. `speaker`: whether this rank prints it, if the
-    watchdog of several ranks has decided that; None: not decided. Example: `BadInput("degrees.tp", got=3, needed="a divisor of 8",
+    The command line prints it and exits with 2; a library caller catches a ValueError. `prints`: True if this rank prints it,
+    decided by the watchdog of several ranks; None: not decided. Example: `BadInput("degrees.tp", got=3, needed="a divisor of 8",
     fix=Set("it", 1, 2, 4, 8))`.
     """
 
-    speaker: bool | None = None
+    prints: bool | None = None
 
     def __init__(self, what: str, *, got: object, needed: str, fix: Fix | str) -> None:
         self.what, self.got, self.needed, self.fix = what, got, needed, fix_of(fix)
@@ -88,12 +88,12 @@ def some(names: Iterable[str], *, rest: str = "") -> str:
 class Ended(RuntimeError):
     """The end of a run on several ranks, in one line that is equal on all of them and needs no stack trace.
 
-    `speaker`: whether this rank prints it, if no launcher collects the messages of all ranks.
+    `prints`: True if this rank prints it, in a run without a launcher that collects the messages of all ranks.
     """
 
-    def __init__(self, line: str, *, speaker: bool = True) -> None:
+    def __init__(self, line: str, *, prints: bool = True) -> None:
         super().__init__(line)
-        self.speaker = speaker
+        self.prints = prints
 
 
 def where(error: BaseException) -> str:

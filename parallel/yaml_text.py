@@ -1,9 +1,9 @@
-"""YAML that somebody else may have written: plain values alone, refused before it can take all memory or all time.
+"""Loads YAML text from any source safely: plain values only, and limits on their number and depth.
 
-    text -> events, counted -> values          a: &x [1, 1], b: [*x, *x]     counts as 8 values, as it does when it is written out
+    text -> events, counted -> values          a: &x [1, 1], b: [*x, *x]     counts as 8 values: aliases count as if written out
 
-Aliases can stand for more values than there are atoms, and nested brackets can overrun the stack of the library that reads them. Both are
-seen in the stream of events, before any value is made. Two equal keys, of which PyYAML keeps the last, are refused too.
+A few aliases can mean more values than fit into memory, and deeply nested brackets overflow the stack of the parser. Both are noticed in
+the stream of events, before any value is made. Repeated keys are refused too (PyYAML would keep the last).
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 
 
 def load(text: str) -> Any:
-    """The values of a text. Raises one of NOT_YAML for anything else, and for more than MOST_VALUES or deeper than DEEPEST."""
+    """Values of a YAML text. Raises one of NOT_YAML if it is not YAML, has more than MOST_VALUES values, or nests deeper than DEEPEST."""
     _check_size(text)
     return yaml.load(text, _Loader)
 
 
 def _check_size(text: str) -> None:
-    """Refuse aliases, depths and numbers of values that nobody writes by hand."""
+    """Refuse recursive aliases, too many values and too deep nesting."""
     whole = 0
-    sizes: dict[str, int] = {}  # of what each anchor stands for, written out
-    open_: list[tuple[str | None, int]] = []  # what is not closed yet: its anchor, and how many values came before it
+    sizes: dict[str, int] = {}  # anchor -> number of its values, written out
+    open_: list[tuple[str | None, int]] = []  # open collections: anchor, and number of values before it
     for event in yaml.parse(text, _Loader):
         if isinstance(event, yaml.AliasEvent):
             if event.anchor in [anchor for anchor, _ in open_]:
-                raise _refused(f"*{event.anchor} inside of what it stands for", event.start_mark)
+                raise _refused(f"*{event.anchor} inside of its own value", event.start_mark)
             whole += sizes.get(str(event.anchor), 1)
         elif isinstance(event, yaml.ScalarEvent):
             whole += 1

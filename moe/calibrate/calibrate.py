@@ -24,7 +24,7 @@ import yaml
 from moe.calibrate import kernels, links, own_step
 from moe.launch import exit_codes
 from moe.plan.job.of_recipe import network_of, plan_of
-from moe.plan.machine.cluster import Between, Cluster, Inside, measured_file, told_of
+from moe.plan.machine.cluster import Between, Cluster, Inside, mapping_of, measured_file
 from moe.plan.machine.device import Device
 from moe.plan.machine.program import OWN_ON_CPU
 from moe.plan.time.cost import own_program, step_time
@@ -62,7 +62,7 @@ def main(*, out: Path | None = None, nproc: int | None = None) -> int:
 
 def text(cluster: Cluster) -> str:
     """Return the text of the cluster file."""
-    return "# This machine, as moe plan --calibrate measured it.\n" + yaml.safe_dump(told_of(cluster), sort_keys=False)
+    return "# This machine, as moe plan --calibrate measured it.\n" + yaml.safe_dump(mapping_of(cluster), sort_keys=False)
 
 
 def host(ranks: int) -> Cluster:

@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 # (m, n, k): rows as in micro-batches, widths as in small and larger models
 PRODUCTS = ((256, 64, 64), (512, 128, 128), (1024, 192, 192), (1024, 512, 256), (1024, 768, 768), (2048, 2048, 1024))
 LARGE_PRODUCTS = ((2048, 4096, 4096), (8192, 8192, 8192))  # for accelerators
-ATTENTION = (4, 4, 256)  # sequences, heads, places
+ATTENTION = (4, 4, 256)  # sequences, heads, positions
 HEADS = (32, 128)  # channels
 STREAM_BYTES = 64 * 2**20
 SECONDS = 0.15  # for each measurement
@@ -52,10 +52,10 @@ def products(device: torch.device, dtype: torch.dtype) -> dict[float, float]:
 
 
 def attention(device: torch.device, dtype: torch.dtype) -> list[float]:
-    """Return picoseconds of an operation of causal attention and of a pair of places, forward and then backward.
+    """Return picoseconds of an operation of causal attention and of a (query, key) pair: forward, then backward.
 
     Two head sizes give both: a part of a pair's time does not grow with its channels. Half of all pairs are computed, and the backward pass
-    has 2.5 times the operations, as parallel/plan counts.
+    has 2.5 times the operations, as moe/plan counts.
     """
     sequences, heads, length = ATTENTION
     pairs = sequences * heads * length**2 / 2

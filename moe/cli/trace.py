@@ -11,7 +11,7 @@ from moe.launch import exit_codes
 from moe.records.results import write_json
 from parallel.errors import plain
 from parallel.store.files import user_path
-from parallel.watch.flight_recorder import Found, diagnose, read_folder
+from parallel.watch.flight_recorder import Diagnosis, diagnose, read_folder
 
 
 def main(folder: str, *, json: str | None = None) -> int:
@@ -31,14 +31,14 @@ def main(folder: str, *, json: str | None = None) -> int:
     return exit_codes.DONE
 
 
-def line(found: Found) -> str:
+def line(found: Diagnosis) -> str:
     """What is found, in one line."""
     if not found.culprits:
         return plain(f"no culprit: {found.said}")
     return plain(f"rank{'s' if len(found.culprits) > 1 else ''} {' '.join(map(str, found.culprits))}: {found.said}")
 
 
-def _rows(found: Found) -> list[dict[str, Any]]:
+def _rows(found: Diagnosis) -> list[dict[str, Any]]:
     """Of each rank that waits for somebody, the collective in which it waits for a culprit, or else the first."""
     rows = []
     for rank in sorted({wait.rank for wait in found.waits if wait.behind}):

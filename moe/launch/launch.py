@@ -107,7 +107,7 @@ def _ended(work: Callable[[Life], int], life: Life, rank: int) -> int:
             print(f"error: {error}", file=sys.stderr, flush=True)
     except Ended as ended:  # the message names rank and collective, so a stack trace adds nothing
         error, of_all = str(ended), True
-        if ended.speaker and TOKEN not in os.environ:  # else the parent prints it once for all
+        if ended.prints and TOKEN not in os.environ:  # else the parent prints it once for all
             print(f"error on rank {rank}: {error}", file=sys.stderr, flush=True)
     except KeyboardInterrupt:  # before training began; during it, a signal saves and stops
         code, error = INTERRUPTED, "interrupted"
@@ -128,8 +128,8 @@ def _is_to_say(bad: BadInput, rank: int) -> bool:
     """Return whether this rank prints a BadInput, so that an error of one rank or of all is printed once."""
     if TOKEN in os.environ:  # the parent has all ranks' status, and prints errors that rank 0 does not
         return rank == 0
-    if bad.speaker is not None:
-        return bad.speaker
+    if bad.prints is not None:
+        return bad.prints
     task = os.environ.get("SLURM_NTASKS", "1") != "1"
     return not (task or any(name in os.environ for name in _LAUNCHERS)) or _first_here(str(bad))  # by hand, each has its own terminal
 
@@ -309,7 +309,7 @@ def _carried_out(work: Callable[[], object]) -> int:
         if ended is not None:
             raise ended from None
         if isinstance(failure, BadInput):
-            failure.speaker = watchdog.speaks()
+            failure.prints = watchdog.prints_line()
         raise
     finally:
         # launchers end the other ranks when the first has left: a rank that is still leaving must be able to report how it ended
@@ -326,10 +326,10 @@ def _ignore_signals() -> None:
 def _last_word(place: list[Path], rank: int) -> Callable[[str, bool], None]:
     """Return the function that the watchdog calls before it ends this process. The main thread is stuck then."""
 
-    def end(line: str, speaker: bool) -> None:
+    def end(line: str, prints: bool) -> None:
         for out in place:
             status.leave(out, rank, FAILED, line, of_all=True)
-        if speaker and TOKEN not in os.environ:
+        if prints and TOKEN not in os.environ:
             os.write(2, f"error on rank {rank}: {line}\n".encode())
         if sys.stdout.isatty():
             os.write(1, b"\x1b[?25h")  # a live display hides the cursor

@@ -22,7 +22,7 @@ from parallel.data.kinds.kind import Setup
 from parallel.data.offload import Offload
 from parallel.errors import BadInput
 from parallel.fixes import Words, all_of
-from parallel.kfac.grafted import Curved, Grafted
+from parallel.kfac.grafted import Grafted, KfacEngine
 from parallel.kfac.kfac import Settings
 from parallel.mesh.gradients import data_axis
 from parallel.mesh.layout import Layout
@@ -79,7 +79,7 @@ def start_engine(run: Run, model: Transformer, layouts: dict[str, Layout], mesh:
         return kind.start(model, setup, optimizer)
     assert isinstance(optimizer, AdamW)
     kfac = watched(model, layouts, mesh, settings=Settings(k.damping, k.ema, k.refresh_every, k.delay), experts=k.experts)
-    return Curved(kind.start(model, setup, replace(optimizer, make=partial(Grafted, kfac=kfac))), kfac)
+    return KfacEngine(kind.start(model, setup, replace(optimizer, make=partial(Grafted, kfac=kfac))), kfac)
 
 
 def optimizer_of(settings: sections.Optimizer) -> Rule:

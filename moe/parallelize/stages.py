@@ -21,7 +21,7 @@ from parallel.pipeline.links import Links
 from parallel.pipeline.replicas import StageReplicas
 from parallel.pipeline.runtime import Runtime
 from parallel.pipeline.schedule import Schedule
-from parallel.pipeline.sums import SumsBeside
+from parallel.pipeline.sums import OverlappedSums
 
 
 def parts_of(run: Run, schedule: Schedule) -> tuple[Part, ...]:
@@ -79,12 +79,12 @@ def _names_of(model: Transformer, parts: tuple[Part, ...]) -> dict[int, list[str
     return found
 
 
-def sums_beside(run: Run, engine: Engine, runtime: Runtime) -> SumsBeside:
+def overlapped_sums(run: Run, engine: Engine, runtime: Runtime) -> OverlappedSums:
     """Return the object that starts the data-parallel sums of a stage's own parameters as soon as their gradients are complete."""
     assert isinstance(engine.module, Transformer)
     names = _names_of(engine.module, parts_of(run, runtime.schedule))
     alone = {stage: [name for name in of if not engine.layouts[name].holders] for stage, of in names.items()}
-    return SumsBeside(runtime.schedule, runtime.axis.index, alone, start=engine.start_sums)
+    return OverlappedSums(runtime.schedule, runtime.axis.index, alone, start=engine.start_sums)
 
 
 def start_runtime(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh: Mesh) -> Runtime:

@@ -16,7 +16,7 @@ from moe.recipe.sections import Run
 from parallel.errors import BadInput
 from parallel.fixes import Fix, Set, fix_of
 from parallel.pipeline.check import check
-from parallel.pipeline.energy.plan_file import Clocked, read_plan
+from parallel.pipeline.energy.plan_file import ClockedSchedule, read_plan
 from parallel.pipeline.order_file import read_order
 from parallel.pipeline.schedule import Op, Schedule
 from parallel.pipeline.schedules.catalog import ADVISED, SCHEDULES, fewer_ranks, make_schedule
@@ -35,7 +35,7 @@ def schedule_of(run: Run, *, batches: int = 1) -> Schedule:
     return _named(run, batches) if run.pipeline.energy_plan is None else energy_plan(run).schedule
 
 
-def energy_plan(run: Run) -> Clocked:
+def energy_plan(run: Run) -> ClockedSchedule:
     """Return the recipe's energy plan. Raises BadInput for a plan of another schedule, and for a schedule without drains between steps."""
     p, what = run.pipeline, "pipeline.energy_plan"
     if run.degrees.pp == 1 or continuous(run):

@@ -15,7 +15,7 @@ from moe.rehearse.walk import Walked, walk
 from parallel.errors import BadInput
 from parallel.fixes import Set
 from parallel.process.process import World
-from parallel.rehearse.pretended import Found
+from parallel.rehearse.pretended import RehearsalError
 
 DEVICES = ("cpu", "cuda")
 
@@ -63,7 +63,7 @@ def main(run: Run, *, recipe: str, world: int, rank: int = 0, device: str = "cpu
     run, stands_for = carried(run)
     try:
         walked = walk(run, World(rank, world, place=device))
-    except Found as found:
+    except RehearsalError as found:
         print(f"rank {rank} of {world} on {device} fails: {found}")
         if json is not None:
             write_json(json, verb="rehearse", rows=[_place(rank, world, device) | {"found": str(found), "passed": False}], recipe=recipe)

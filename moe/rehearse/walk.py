@@ -76,7 +76,7 @@ def walk(run: Run, world: World, *, steps: int = 2) -> Walked:
     """Rehearse a checked run of the world's size, and return the last step's figures. If a pipeline is not drained between batches, a step
     is as many batches as it has ranks, at least 2.
 
-    Raises BadInput as the run itself would, and Found for a contradiction.
+    Raises BadInput as the run itself would, and RehearsalError for a contradiction.
     """
     run = run.model_copy(update={"train": run.train.model_copy(update={"compile": False})})  # nothing is computed, compiled or not
     if continuous(run):

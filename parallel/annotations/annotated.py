@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from parallel.annotations.graph import Operator
 from parallel.annotations.partition import Program, Work, shape
-from parallel.annotations.resharding import Axes, Sharding, Sizes, ways
+from parallel.annotations.resharding import Axes, Sharding, Sizes, num_parts
 from parallel.errors import BadInput
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Rank:
         place = 0
         for axis in axes:
             place = place * self.sizes[axis] + self.mesh.get_local_rank(axis)
-        part = self.factors[letter] // ways(axes, self.sizes)
+        part = self.factors[letter] // num_parts(axes, self.sizes)
         return slice(place * part, (place + 1) * part)
 
     def total(self, local: Tensor, letters: str, *, read: Literal["in parts", "in copies"]) -> Tensor:

@@ -1,16 +1,17 @@
-"""The operators of one forward pass as a value: what searches cut over devices (no torch).
+"""Graph of the operators of one forward pass, which the planner's searches cut over devices. Needs no torch.
 
     bld --norm--> bld --ffn.w1 "bld,df->blf"--> blf --act--> blf --ffn.w2 "blf,fd->bld"--> bld
 
-Each operator has a rule in einsum notation. A letter is a factor: it has one role and one size in the whole graph (`dims`). A factor that
-is cut cuts every tensor of the operator that has its letter: a cut of `b` is data parallelism, of `f` Megatron's columns, then rows. A
-factor that the output does not have is summed over: ranks that hold parts of it hold partial sums. Tensors are joined by position:
-attention reads as `bskc` what the keys' product gives as `blkc`, because a query's place and a key's place are cut apart.
+Each operator has a rule in einsum notation. A letter is a factor: it has one role and one size in the whole graph (`dims`). A cut of a
+factor cuts every tensor of the operator that has its letter: a cut of `b` is data parallelism, a cut of `f` is Megatron's column-parallel,
+then row-parallel layer. The sum runs over factors that the output does not have: ranks with parts of such a factor hold partial sums.
+Tensors are matched by position: attention reads as `bskc` the tensor that the keys' product gives as `blkc`, because the positions of
+queries (l) and of keys (s) may be cut differently.
 
     b batch  l length  s length (of keys)  d width  v vocab  k heads (of keys)  g queries (heads of queries for each of keys)
     c channels (of a head)  f hidden  e experts  u slots (rows of one expert from one sequence)  m expert_hidden  n shared_hidden
 
-Further letters (capitals) stand for a role that has several sizes, as in a model whose layers differ in their number of experts.
+Capital letters are used for roles with several sizes, as in a model with layers of different numbers of experts.
 The notation is GShard's (arXiv 2006.16668, section 3.2) and GSPMD's (arXiv 2105.04663, section 3.5).
 """
 
@@ -27,7 +28,7 @@ Kind = Literal["product", "pointwise", "norm", "lookup", "attention", "dispatch"
 
 @dataclass(frozen=True)
 class Dim:
-    """A factor's role, such as `hidden`, and its size in the whole model."""
+    """Role of a factor, such as `hidden`, and its size in the whole model."""
 
     name: str
     size: int
@@ -35,11 +36,11 @@ class Dim:
 
 @dataclass(frozen=True)
 class Operator:
-    """`rule`: a term for each of `inputs`, in their order, and for the output, which has the operator's name.
+    """An operator. Its output has the operator's name.
 
-    `flops`: of the whole forward product, 0 for what is no product. `whole`: factors that cannot be cut. `statistics`: factors whose cut
-    leaves only small partial results, one number (or two) for each of the other factors' places: norms, the loss.
-    `layer`: the block that it belongs to; -1: before the first; the number of layers: after the last.
+    rule: letters of each input, in the order of `inputs`, and of the output. flops: of the whole forward product; 0 if it is no product.
+    whole: factors that cannot be cut. statistics: factors that norms and the loss reduce to one or two numbers; a cut of these leaves only
+    small partial results. layer: number of its block; -1: before the first block; the number of layers: after the last.
     """
 
     name: str
@@ -53,27 +54,27 @@ class Operator:
 
     @cached_property
     def terms(self) -> tuple[str, ...]:
-        """The letters of each input."""
+        """Letters of each input."""
         return tuple(self.rule.partition("->")[0].split(","))
 
     @cached_property
     def output(self) -> str:
-        """The letters of the output."""
+        """Letters of the output."""
         return self.rule.partition("->")[2]
 
     @cached_property
     def factors(self) -> str:
-        """Every letter once, those of the output first."""
+        """All letters, each once, first the output's."""
         return "".join(dict.fromkeys(self.output + "".join(self.terms)))
 
     @cached_property
     def summed(self) -> str:
-        """The factors that the output does not have."""
+        """Factors that the output does not have."""
         return "".join(letter for letter in self.factors if letter not in self.output)
 
 
 class Edge(NamedTuple):
-    """Operator `reader` reads as its input number `place` what operator `writer` gives."""
+    """Operator `reader` reads the output of operator `writer` as its input number `place`."""
 
     writer: str
     reader: str
@@ -82,9 +83,10 @@ class Edge(NamedTuple):
 
 @dataclass(frozen=True)
 class Graph:
-    """`operators` in the order in which they run; `parameters` and `inputs` (tokens, targets): the letters of each, by name.
+    """A forward pass.
 
-    `itemsize`: bytes of an element of activations. A parameter that several operators read is shared by them (tied embeddings).
+    dims: letter -> role and size. inputs (tokens, targets), parameters: name -> letters. Several operators may read a parameter (tied
+    embeddings). operators: in the order in which they run. itemsize: bytes of an element of activations.
     """
 
     dims: Mapping[str, Dim]
@@ -97,12 +99,12 @@ class Graph:
         known = set(self.inputs) | set(self.parameters)
         for op in self.operators:
             assert len(op.terms) == len(op.inputs), f"{op.name}: {op.rule} for {op.inputs}"
-            assert set(op.inputs) <= known, f"{op.name} reads what nobody gave before: {set(op.inputs) - known}"
+            assert set(op.inputs) <= known, f"{op.name} reads tensors that do not exist: {set(op.inputs) - known}"
             assert set(op.factors) <= set(self.dims), f"{op.name}: letters without a size in {op.rule}"
             for name, term in zip(op.inputs, op.terms, strict=True):
                 there = self.letters(name)
                 assert [self.dims[a].size for a in term] == [self.dims[a].size for a in there], f"{op.name} reads {name} {there} as {term}"
-            assert op.name not in known, f"{op.name} is there twice"
+            assert op.name not in known, f"{op.name} exists twice"
             known.add(op.name)
 
     @cached_property
@@ -111,7 +113,7 @@ class Graph:
         return {op.name: op for op in self.operators}
 
     def letters(self, value: str) -> str:
-        """Of an input, a parameter or an operator's output."""
+        """Letters of an input, a parameter or an operator's output."""
         made = self.__dict__.get("named") or {op.name: op for op in self.operators}
         return self.inputs.get(value) or self.parameters.get(value) or made[value].output
 
@@ -121,12 +123,12 @@ class Graph:
 
     @cached_property
     def edges(self) -> tuple[Edge, ...]:
-        """Between operators, in the readers' order."""
+        """Edges between operators, in the readers' order."""
         return tuple(Edge(name, op.name, i) for op in self.operators for i, name in enumerate(op.inputs) if name in self.named)
 
     @cached_property
     def readers(self) -> dict[str, tuple[Edge, ...]]:
-        """The edges out of each operator."""
+        """Operator -> edges to the operators that read its output."""
         return {op.name: tuple(edge for edge in self.edges if edge.writer == op.name) for op in self.operators}
 
     @cached_property
@@ -135,16 +137,16 @@ class Graph:
 
     @cached_property
     def flops(self) -> float:
-        """Of one forward pass."""
+        """Floating-point operations of one forward pass."""
         return sum(op.flops for op in self.operators)
 
     @cached_property
     def layers(self) -> tuple[int, ...]:
-        """The numbers of layers, in order, the ends among them (-1, and one more than the last block's)."""
+        """Numbers of the layers, in order, with both ends: -1, and one more than the last block's number."""
         return tuple(sorted({op.layer for op in self.operators}))
 
     def part(self, layers: range) -> Graph:
-        """The operators of some layers alone; what they read of earlier ones becomes an input."""
+        """Graph of some layers. Outputs of other layers that they read become inputs."""
         kept = tuple(op for op in self.operators if op.layer in layers)
         there, read = {op.name for op in kept}, {name for op in kept for name in op.inputs}
         given = {name: self.letters(name) for name in sorted(read - there) if name not in self.parameters}

@@ -1,15 +1,15 @@
-"""What one rank computes and what travels, once every tensor has a sharding and every operator has cuts: the program of all ranks.
+"""The program of all ranks: each rank's computation and communication, given the sharding of every tensor and the cuts of every operator.
 
-    tensor --enter--> as the operator reads it --part of the operator--> made, perhaps in shares --leave--> tensor      forward
-    gradient <--sum-- shares of it <--gradients of the part-- <--gather--                      <-- gradient             backward
+    tensor --enter--> sharded as the operator reads it --its part--> result, perhaps partial sums --leave--> tensor      forward
+    gradient <--sum-- partial sums <--gradients of the part-- <--gather--                    <-- gradient                backward
 
-An operator that cuts a factor its output lacks (it is summed) makes shares. A gradient comes in shares wherever a factor is cut that its
-input lacks: the batch for a weight (data parallelism's sum), hidden units for a network's input (Megatron-LM's f). Steps are found by
-resharding.py: shares become an all-reduce, or a reduce-scatter where the tensor is cut anyway. What several operators read alike comes
-once, and their shares of a gradient are added before they are sent.
+An operator with a cut of a factor that its output lacks gives partial sums. A gradient is a partial sum if a factor is cut that the input
+lacks: the batch for a weight (data parallelism), hidden units for a network's input (Megatron-LM's f). resharding.py finds the steps:
+partial sums become an all-reduce, or a reduce-scatter if the tensor is cut anyway. A tensor that several operators read with the same
+sharding is communicated once, and their partial gradients are added before they are sent.
 
-    seconds    3 FLOPs of the part / rate (1 forward, 2 backward)  +  for each step its latency and bytes / the axis' bandwidth
-    bytes      weights with their states  +  at the worst moment of forward and backward what is kept and the gradients on their way
+    seconds    3 FLOPs of the part / rate (1 forward, 2 backward)  +  for each step its latency and bytes / the axis's bandwidth
+    bytes      weights with their states  +  the most activations and gradients at any moment of forward and backward pass
 
 Sources: GSPMD (arXiv 2105.04663), section 4; Mesh-TensorFlow (arXiv 1811.02084), section 4.
 """
@@ -23,14 +23,14 @@ from math import prod
 from typing import Literal, NamedTuple
 
 from parallel.annotations.graph import Graph, Operator
-from parallel.annotations.resharding import Axes, Sharding, Sizes, Step, reshard, sent_by, ways
+from parallel.annotations.resharding import Axes, Sharding, Sizes, Step, num_parts, reshard, sent_by
 
-Cuts = Mapping[str, Axes]  # of an operator: a factor's letter -> the axes that cut it, major first
-STATISTIC_BYTES = 8  # of a place: two numbers in fp32
+Cuts = Mapping[str, Axes]  # for one operator: letter of a factor -> axes that cut it, major first
+STATISTIC_BYTES = 8  # bytes of a statistic for one position: two numbers in fp32
 
 
 class Conflict(NamedTuple):
-    """Two ways that exclude each other at a tensor or an operator, and the bytes that leave a rank in a step with each."""
+    """Two choices that exclude each other at a tensor or operator, and the bytes that a rank sends in a step with each."""
 
     where: str
     kept: str
@@ -44,7 +44,8 @@ class Conflict(NamedTuple):
 
 @dataclass(frozen=True)
 class Work:
-    """A rank's part of an operator: how it reads its inputs, what it makes, and what it gives of its inputs' gradients (None: of none)."""
+    """A rank's part of an operator. needs: sharding in which it reads each input. made: sharding of its result. gives: sharding of the
+    gradient of each input; None: it has no gradient."""
 
     operator: Operator
     cuts: Cuts
@@ -54,7 +55,7 @@ class Work:
 
 
 class Move(NamedTuple):
-    """A step of the program. `why`: the tensor enters or leaves an operator, or the operator needs a statistic over all of a factor."""
+    """A step of communication. why: the tensor enters or leaves an operator, or the operator needs a statistic over a whole factor."""
 
     direction: Literal["forward", "backward"]
     tensor: str
@@ -67,7 +68,7 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True)
 class Machine:
-    """What a cost in seconds needs: a rank's `flops` a second, and the bytes a second that leave it over an axis, or over any."""
+    """Rates of a machine. flops: operations a second of a rank. bandwidth: bytes a second that a rank sends, by axis or for all axes."""
 
     flops: float = 1e14
     bandwidth: Mapping[str, float] | float = 1e11
@@ -82,7 +83,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Program:
-    """`shardings`: of every tensor between operators; `conflicts`: what was decided on the way, and against what."""
+    """The program of all ranks. shardings: of every tensor between operators. conflicts: choices that were made, with the rejected ones."""
 
     graph: Graph
     mesh: Sizes
@@ -92,26 +93,26 @@ class Program:
 
     @cached_property
     def moves(self) -> tuple[Move, ...]:
-        """All that is done to tensors between operators, in order: forward, then backward. Slices are there, and send nothing."""
+        """All changes of sharding between operators, in order: forward, then backward. Slices are included, though they send nothing."""
         return (*self._forward(), *self._backward())
 
     @property
     def collectives(self) -> tuple[Move, ...]:
-        """The moves that send something."""
+        """Moves that send bytes."""
         return tuple(move for move in self.moves if move.step.sent)
 
     @property
     def sent(self) -> float:
-        """Bytes that leave a rank in a step."""
+        """Bytes that a rank sends in a step."""
         return float(sum(move.step.sent for move in self.moves))
 
     def seconds(self, machine: Machine) -> float:
-        """Of a step, nothing at the same time as anything else."""
+        """Seconds of a step without any overlap."""
         computed = sum(flops(work, self.mesh) for work in self.work) / machine.flops
         return computed + sum(machine.seconds(move.step) for move in self.moves)
 
     def bytes(self, *, of_weight: float = 16) -> float:
-        """The most that a rank holds in a step; `of_weight`: bytes of a weight's element with its gradient and the optimizer's states."""
+        """Most bytes of a rank in a step. of_weight: bytes of a weight's element with its gradient and optimizer states."""
         graph = self.graph
         held = {name: size(graph, name, self.shardings[name], self.mesh) for name in self.shardings}
         weights = of_weight * sum(held[name] for name in graph.parameters)
@@ -137,7 +138,7 @@ class Program:
             op, whole = work.operator, Sharding(work.made.dims)
             yield from self._summed(op.name, gives)
             yield from (Move("backward", op.name, "leave", step) for step in self._steps(self.shardings[op.name], whole, op.name))
-            if set(op.statistics) <= set(op.output):  # else all ranks have the gradient of the statistic whole, as of a loss
+            if set(op.statistics) <= set(op.output):  # otherwise all ranks have the statistic's gradient, as for a loss
                 yield from (Move("backward", op.name, "statistic", step) for step in statistics(self.graph, work, self.mesh))
             for name, given in zip(op.inputs, work.gives, strict=True):
                 if given is not None:
@@ -157,33 +158,33 @@ def shape(graph: Graph, tensor: str) -> tuple[int, ...]:
 
 
 def size(graph: Graph, tensor: str, sharding: Sharding, mesh: Sizes) -> int:
-    """Elements of it on a rank."""
+    """Number of the tensor's elements on a rank."""
     return prod(sharding.local(shape(graph, tensor), mesh))
 
 
 def tensors(graph: Graph) -> tuple[str, ...]:
-    """Inputs, parameters, and what operators give."""
+    """Names of all inputs, parameters and operators' outputs."""
     return (*graph.inputs, *graph.parameters, *graph.named)
 
 
 def indices(graph: Graph) -> frozenset[str]:
-    """Inputs that are numbers of rows or classes, and have no gradient."""
+    """Inputs that are indices of rows or classes, and so have no gradient."""
     places = {"lookup": 0, "loss": 1}
     return frozenset(op.inputs[places[op.kind]] for op in graph.operators if op.kind in places) & frozenset(graph.inputs)
 
 
 def needed(cuts: Cuts, letters: str) -> tuple[Axes, ...]:
-    """How a tensor lies that an operator with these cuts reads or makes with these letters."""
+    """Axes of each dim of a tensor with these letters, as an operator with these cuts reads or makes it."""
     return tuple(cuts.get(letter, ()) for letter in letters)
 
 
 def shares(cuts: Cuts, letters: str, *, but: str = "") -> Axes:
-    """The axes that cut what a tensor of these letters lacks: its ranks have shares of it. `but`: factors that leave none."""
+    """Axes that cut factors which a tensor with these letters lacks: ranks along them have partial sums. but: factors that do not count."""
     return tuple(sorted(axis for letter, axes in cuts.items() if letter not in letters + but for axis in axes))
 
 
 def work_of(op: Operator, cuts: Cuts, constant: frozenset[str]) -> Work:
-    """A rank's part of an operator with these cuts; `constant`: the tensors without gradients."""
+    """A rank's part of an operator with these cuts. constant: tensors without gradients."""
     return Work(
         op,
         cuts,
@@ -197,23 +198,23 @@ def work_of(op: Operator, cuts: Cuts, constant: frozenset[str]) -> Work:
 
 
 def statistics(graph: Graph, work: Work, mesh: Sizes) -> Iterator[Step]:
-    """The small sums of an operator that needs a number of all of a factor that is cut, as a norm does."""
+    """Small all-reduces of an operator that needs a statistic over a cut factor, as a norm does."""
     op, cuts = work.operator, work.cuts
-    places = prod(graph.dims[f].size // ways(cuts.get(f, ()), mesh) for f in op.factors if f not in op.statistics)
+    places = prod(graph.dims[f].size // num_parts(cuts.get(f, ()), mesh) for f in op.factors if f not in op.statistics)
     for axis in (axis for f in op.statistics for axis in cuts.get(f, ())):
         yield Step("all_reduce", axis, None, None, sent_by("all_reduce", mesh[axis], places * STATISTIC_BYTES))
 
 
 def flops(work: Work, mesh: Sizes) -> float:
-    """Of a rank, forward and backward: a product's gradients are two products."""
-    return 3 * work.operator.flops / ways(tuple(axis for axes in work.cuts.values() for axis in axes), mesh)
+    """Operations of a rank, forward and backward. The gradients of a product are two products."""
+    return 3 * work.operator.flops / num_parts(tuple(axis for axes in work.cuts.values() for axis in axes), mesh)
 
 
 def peak(graph: Graph, held: Mapping[str, float]) -> float:
-    """The largest sum of what lives at the same time, of a pass through the operators and back; `held`: of each tensor but parameters.
+    """Largest sum of all live tensors in a forward and backward pass. held: size of each tensor except parameters.
 
-    An activation lives until the backward pass of the first operator that reads it, or of its own where that is later; its gradient from
-    the backward pass of the last reader to its own.
+    An activation lives until the backward pass of the first operator that reads it, or of its own operator if that is later. Its gradient
+    lives from the backward pass of the last reader to its own operator's.
     """
     change, steps = [0.0] * (2 * len(graph.operators) + 2), 2 * len(graph.operators)
 

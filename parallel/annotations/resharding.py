@@ -1,18 +1,18 @@
-"""How a tensor lies on a mesh, and the cheapest way from one lie to another.
+"""Sharding of a tensor over a mesh, and the cheapest steps from one sharding to another.
 
     Sharding((("rows",), ()))            dim 0 over rows, dim 1 whole; the axes of a dim from the major one to the minor one
-    Sharding(((), ()), ("columns",))     whole, but each rank of columns has a share, and the shares are still to be added up
+    Sharding(((), ()), ("columns",))     whole, but each rank along columns has a partial sum
 
-    step             what it does to an axis                          bytes that leave a rank, n ranks, S bytes held before it
+    step             effect on an axis                                bytes that a rank sends; n ranks, S bytes held before the step
     slice            cuts a dim by it                                 0
-    all_gather       takes it off a dim                               (n - 1) S
+    all_gather       removes it from a dim                            (n - 1) S
     all_to_all       moves it from one dim to another                 (n - 1) / n S
-    reduce_scatter   adds shares, and cuts a dim by it                (n - 1) / n S
-    all_reduce       adds shares                                      2 (n - 1) / n S
+    reduce_scatter   adds partial sums, and cuts a dim by it          (n - 1) / n S
+    all_reduce       adds partial sums                                2 (n - 1) / n S
 
-A step takes one axis. Only the minor axis of a dim can come or go: the others' parts would not be runs of elements. There are few
-lies of one tensor, so the way with the fewest bytes is found by Dijkstra's algorithm, and of ways that send as much the one with fewer
-steps. Sources: GSPMD (arXiv 2105.04663), section 3.5 and 4.5; the counts are those of ring collectives (Thakur et al. 2005).
+Each step handles one axis. Only the minor axis of a dim can be added or removed, because the parts of other axes are not contiguous. A
+tensor has few shardings, so Dijkstra's algorithm finds the steps with the fewest bytes; of equal ones, the fewest steps. Sources: GSPMD
+(arXiv 2105.04663), sections 3.5 and 4.5; bytes are counted for ring collectives (Thakur et al. 2005).
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ from typing import Literal
 from parallel.errors import BadInput, did_you_mean
 
 Axes = tuple[str, ...]
-Sizes = Mapping[str, int]  # of a mesh's axes, in order: the last varies fastest from rank to rank
+Sizes = Mapping[str, int]  # axis of a mesh -> size, in order: the last axis varies fastest from rank to rank
 Kind = Literal["slice", "all_gather", "all_to_all", "reduce_scatter", "all_reduce"]
 _OF_HELD = {"slice": 0, "all_gather": 1, "all_to_all": 1, "reduce_scatter": 1, "all_reduce": 2}
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """Of each dim the axes that cut it, major first; `partial`: axes whose ranks have shares to be added up."""
+    """Sharding of a tensor. dims: axes that cut each dim, major first. partial: axes along which ranks have partial sums."""
 
     dims: tuple[Axes, ...]
     partial: Axes = ()
 
     @staticmethod
     def whole(rank: int) -> Sharding:
-        """Of a tensor with so many dims, in copies."""
+        """Sharding of a tensor with `rank` dims that every rank holds whole."""
         return Sharding(((),) * rank)
 
     @property
     def axes(self) -> frozenset[str]:
-        """All that it takes."""
+        """All axes that it uses."""
         return frozenset(axis for axes in self.dims for axis in axes) | frozenset(self.partial)
 
     def local(self, shape: tuple[int, ...], mesh: Sizes) -> tuple[int, ...]:
-        """What a rank holds of a tensor of this shape."""
-        return tuple(size // ways(axes, mesh) for size, axes in zip(shape, self.dims, strict=True))
+        """Shape of a rank's part of a tensor with this shape."""
+        return tuple(size // num_parts(axes, mesh) for size, axes in zip(shape, self.dims, strict=True))
 
     def __str__(self) -> str:
         cut = ", ".join("+".join(axes) or "_" for axes in self.dims)
@@ -61,7 +61,7 @@ class Sharding:
 
 @dataclass(frozen=True)
 class Step:
-    """One collective, or a slice, of one axis. `source`, `target`: the dims that lose and gain it; `sent`: bytes that leave a rank."""
+    """One collective or slice over one axis. source, target: dims that lose and gain the axis. sent: bytes that a rank sends."""
 
     kind: Kind
     axis: str
@@ -74,13 +74,13 @@ class Step:
         return " ".join([self.kind, "over", self.axis, *(p for p in places if p)])
 
 
-def ways(axes: Axes, mesh: Sizes) -> int:
-    """Into how many parts the axes cut."""
+def num_parts(axes: Axes, mesh: Sizes) -> int:
+    """Number of parts into which the axes cut."""
     return prod(mesh[axis] for axis in axes)
 
 
 def check_axes(axes: Iterable[str], mesh: Sizes, *, what: str) -> None:
-    """Raises BadInput for an axis that the mesh does not have, and for a mesh whose axes are no numbers of ranks."""
+    """Raise BadInput for an axis that the mesh does not have, and for a mesh with sizes that are no positive integers."""
     for axis, size in mesh.items():
         if not isinstance(size, int) or size < 1:
             raise BadInput(f"mesh axis {axis}", got=size, needed="a whole number of ranks from 1", fix=f"set {axis} to 1, or leave it out")
@@ -94,18 +94,18 @@ def check_axes(axes: Iterable[str], mesh: Sizes, *, what: str) -> None:
 
 
 def sent_by(kind: Kind, ways: int, held: float) -> float:
-    """Bytes that leave a rank in a ring, or in an exchange, of `held` bytes before it."""
+    """Bytes that a rank sends in a collective. held: bytes that it holds before."""
     return held * (ways - 1) * _OF_HELD[kind] / (1 if kind == "all_gather" else ways)
 
 
 def reshard(held: Sharding, wanted: Sharding, shape: tuple[int, ...], mesh: Sizes, *, itemsize: int = 4) -> tuple[Step, ...]:
-    """The steps with the fewest bytes. Shares of an axis can be added up, but not made: `wanted` has none that `held` has not."""
+    """Steps from `held` to `wanted` with the fewest bytes. Partial axes of `wanted` must be partial in `held` too."""
     assert set(wanted.partial) <= set(held.partial), f"{wanted} has shares that {held} has not"
     return _cheapest(held, wanted, shape, tuple(mesh.items()), itemsize)
 
 
 def sent(steps: tuple[Step, ...]) -> float:
-    """Bytes that leave a rank in all of them."""
+    """Bytes that a rank sends in all steps."""
     return sum(step.sent for step in steps)
 
 
@@ -133,7 +133,7 @@ def _cheapest(
 
 
 def _moves(now: Sharding, shape: tuple[int, ...], mesh: Sizes, keep: frozenset[str], itemsize: int) -> Iterator[tuple[Step, Sharding]]:
-    """Every step from here that takes an axis of either end."""
+    """All steps from a sharding that use an axis in `keep`, with the shardings after them."""
     bytes_held = prod(now.local(shape, mesh)) * itemsize
 
     def step(kind: Kind, axis: str, source: int | None, target: int | None) -> tuple[Step, Sharding]:
@@ -146,7 +146,7 @@ def _moves(now: Sharding, shape: tuple[int, ...], mesh: Sizes, keep: frozenset[s
         return Step(kind, axis, source, target, sent_by(kind, mesh[axis], bytes_held)), after
 
     def room(axis: str) -> list[int]:
-        return [d for d, axes in enumerate(now.dims) if shape[d] % (ways(axes, mesh) * mesh[axis]) == 0]
+        return [d for d, axes in enumerate(now.dims) if shape[d] % (num_parts(axes, mesh) * mesh[axis]) == 0]
 
     for axis in now.partial:
         yield step("all_reduce", axis, None, None)

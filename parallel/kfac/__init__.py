@@ -1,1 +1,1 @@
-"""K-FAC: its factors, its step, and its work in a pipeline's bubbles (PipeFisher)."""
+"""K-FAC: its factors, its optimizer, and its work in a pipeline's bubbles (PipeFisher)."""

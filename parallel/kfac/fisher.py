@@ -1,14 +1,14 @@
-"""PipeFisher (arXiv 2211.14133): K-FAC's units of work in a pipeline's bubbles, planned from measured times and done by the runtime.
+"""PipeFisher (arXiv 2211.14133): puts K-FAC's work into a pipeline's bubbles, by a plan made from measured times.
 
-    rank 1   F0  A0  F1  A1  B0  G0  B1  G1 | F0 F1 inv inv B0 ...      A0: the inputs' factor of micro-batch 0, after its forward
+    rank 1   F0  A0  F1  A1  B0  G0  B1  G1 | F0 F1 inv inv B0 ...      A0: factor A of micro-batch 0, after its forward pass
 
-Rules: A of a micro-batch comes after its forward pass, and G after its backward pass (I, where that is separate). A sum over the ranks
-that hold replicas comes after all curvature of that factor; an inversion comes after the sum, on one of these ranks. `works` states
-the rules as needs for any packing (parallel/pipeline/simulator/bubbles.py); `check_rules` checks a packing without using its needs.
+Rules: A of a micro-batch comes after its forward pass, and G after its backward pass (after I, if that is separate). The sum over the
+ranks that hold replicas comes after all curvature of that factor. The inversion comes after the sum, on one of these ranks. `works`
+states these rules as needs for any packing (parallel/pipeline/simulator/bubbles.py); `check_rules` checks a packing independently.
 
-`Filler` measures the first steps, then packs its own rank's units into its own rank's waits. Sums have a fixed place, the end
-of a step (parallel/kfac/kfac.py), and work without a place in the plan is done there too. A plan changes times, never numbers, so each
-rank can plan on its own.
+`BubbleFiller` measures the first steps, then packs its own rank's units into its own rank's waits. Sums over ranks always run at the end
+of a step (parallel/kfac/kfac.py), and so does work that found no place in the plan. A plan changes times, never numbers, so each rank can
+make its own plan.
 """
 
 from __future__ import annotations
@@ -19,21 +19,24 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from parallel.errors import BadInput
-from parallel.kfac.kfac import Item, Kfac
+from parallel.kfac.kfac import Kfac, KfacUnit
 from parallel.mesh.collectives import largest
 from parallel.mesh.mesh import Axis
-from parallel.pipeline.runtime import Took
+from parallel.pipeline.runtime import TimedAction
 from parallel.pipeline.schedule import Action, Op, Schedule
 from parallel.pipeline.simulator.bubbles import BubbleWork, Packing, Placed, bubbles, pack
 from parallel.pipeline.simulator.simulate import Span, Timeline
 
 _MARGIN = 1.05
-_BACKWARDS = (Op.B, Op.I)  # after either, the gradients of a stage's outputs are available
+_BACKWARDS = (Op.B, Op.I)  # after either, the gradients of the outputs of a stage's linears are available
 Factors = Mapping[int, Sequence[tuple[str, str]]]  # stage -> its factors: ("A" or "G", linear)
 
 
 class KfacWork(NamedTuple):
-    """One unit of K-FAC on one rank, for one factor of one linear: "curvature" of a micro-batch, "sum" over replicas, or "inversion"."""
+    """One unit of K-FAC's work on one rank, for one factor ("A" or "G") of one linear.
+
+    kind: "curvature" of one micro-batch, "sum" over replicas, or "inversion". microbatch: -1 for sums and inversions.
+    """
 
     kind: str
     factor: str
@@ -48,7 +51,7 @@ class KfacWork(NamedTuple):
 
 
 def kfac_work(schedule: Schedule, factors: Factors) -> list[KfacWork]:
-    """All units in order of priority: curvature, then sums where a stage has several ranks, then inversions."""
+    """All units in order of priority: curvature, then sums for stages with several ranks, then inversions."""
     each = [(stage, rank, *key) for stage, homes in enumerate(schedule.homes) for rank in homes for key in factors.get(stage, ())]
     curvature = [
         KfacWork("curvature", factor, linear, stage, rank, a.microbatch)
@@ -66,7 +69,7 @@ def kfac_work(schedule: Schedule, factors: Factors) -> list[KfacWork]:
 
 
 def works(schedule: Schedule, factors: Factors, seconds: Callable[[KfacWork], float]) -> list[BubbleWork]:
-    """The same units as work for `pack`, each with what it must come after. A work's name is the unit's text."""
+    """All units as work for `pack`, with the actions and the other work that must come before each. seconds: duration of a unit."""
     units = kfac_work(schedule, factors)
     made: dict[tuple[str, str, str], list[str]] = defaultdict(list)
     for unit in units:
@@ -86,20 +89,20 @@ def works(schedule: Schedule, factors: Factors, seconds: Callable[[KfacWork], fl
 
 
 def _maker(schedule: Schedule, unit: KfacWork) -> Action:
-    """The action that makes the rows of a unit's micro-batch."""
+    """Action that makes the rows for a unit of curvature."""
     wanted = (Op.F,) if unit.factor == "A" else _BACKWARDS
     order = schedule.orders[unit.rank]
     return next(a for a in order if a.op in wanted and (a.stage, a.microbatch) == (unit.stage, unit.microbatch))
 
 
 def check_rules(packing: Packing, factors: Factors) -> None:
-    """Refuse a packing in which a unit is missing, comes twice or comes too early. Raises BadInput."""
+    """Check a packing. Raises BadInput if a unit is missing, comes twice, or starts too early."""
     schedule = packing.timeline.schedule
     units = kfac_work(schedule, factors)
     counts = Counter(placed.work.name for placed in packing.placed)
     for unit in units:
         if counts[str(unit)] != 1:
-            raise BadInput(str(unit), got=f"{counts[str(unit)]} of it", needed="1", fix="pack what works() gives")
+            raise BadInput(str(unit), got=f"{counts[str(unit)]} placements", needed="1", fix="pack what works() gives")
     placed = {p.work.name: p for p in packing.placed}
     ends = {(rank, span.action): span.end for rank, spans in enumerate(packing.timeline.spans) for span in spans}
     curved: dict[tuple[str, str], float] = defaultdict(float)
@@ -125,12 +128,15 @@ def _refuse_before(placed: Placed, end: float, what: str) -> None:
 
 
 @dataclass
-class Filler:
-    """Puts a rank's K-FAC into its waits: a Watcher of the pipeline's runtime.
+class BubbleFiller:
+    """Watcher of the pipeline's runtime that does a rank's K-FAC work while the rank would wait.
 
-    `schedule`: of one batch; `axis`: the ranks of the pipeline; `stages`: of each linear of this rank. The first `measured` refreshes
-    are made at the ends of steps, with their times taken, as are the actions' times of the last step of each. `slots`: for each step of a
-    refresh and place in the order, the units to do there.
+    The first `measured` refreshes run at the ends of steps, and their units are timed. So are the actions of their last step.
+
+    schedule: the schedule of one batch. axis: the ranks of the pipeline. stages: linear -> its stage.
+    slots: (step of a refresh, index in the order) -> the units to do after that action; None: not planned yet.
+    placed_share: fraction of the units' time that has a place in the plan.
+    waits: fraction of a step that this rank waits, without and with the placed units.
     """
 
     kfac: Kfac
@@ -138,13 +144,13 @@ class Filler:
     axis: Axis
     stages: Mapping[str, int]
     measured: int = 2
-    slots: dict[tuple[int, int], list[Item]] | None = None
-    placed_share: float = 0.0  # the share of the units' time that the plan has room for
-    waits: tuple[float, float] = (0.0, 0.0)  # this rank's share of a step, without the units that are placed and with them
-    _record: list[Took] | None = None
+    slots: dict[tuple[int, int], list[KfacUnit]] | None = None
+    placed_share: float = 0.0
+    waits: tuple[float, float] = (0.0, 0.0)
+    _record: list[TimedAction] | None = None
 
     def __post_init__(self) -> None:
-        self.kfac.put_off(timed=True)
+        self.kfac.defer(timed=True)
 
     def begin(self) -> None:
         if self.slots is None:
@@ -154,21 +160,21 @@ class Filler:
 
     def before(self, action: Action) -> None: ...
 
-    def after(self, at: int, took: Took) -> None:
+    def after(self, at: int, took: TimedAction) -> None:
         if self._record is not None:
             self._record.append(took)
         if self.slots is not None:
             self._fill(at)
 
     def _fill(self, at: int) -> None:
-        """After the at-th action, -1: before the first."""
+        """Do the units planned after action number `at`; -1: before the first action."""
         assert self.slots is not None
         for item in self.slots.get((self.kfac.updates % self.kfac.settings.refresh_every, at), ()):
             if item in self.kfac.waiting:
                 self.kfac.run(item)
 
     def _plan_or_record(self) -> None:
-        """In the last step of a refresh actions' times are taken; with the step after it they are complete."""
+        """Start recording at the last step of the measured refreshes; plan one step later, when the record is complete."""
         if self._record and len(self._record) >= len(self._order):
             self.plan()
         elif self.kfac.updates == self.measured * self.kfac.settings.refresh_every - 1:
@@ -179,7 +185,7 @@ class Filler:
         return self.schedule.orders[self.axis.index]
 
     def plan(self) -> None:
-        """From what was measured. Collective over the pipeline: a step is as long as its slowest rank says."""
+        """Make the plan from the measured times. Collective over the pipeline, because a step ends with its slowest rank."""
         s = self.kfac.settings
         assert self._record is not None
         record = self._record[: len(self._order)]
@@ -188,7 +194,7 @@ class Filler:
         first = -largest(-begun, self.axis)
         last = largest(record[-1].end, self.axis)
         spans = tuple(Span(took.action, took.start - first, took.end - first) for took in record)
-        # a timeline of this rank alone: a short action at its end marks where the last rank is done, so no wait goes on into the next step
+        # Timeline of this rank only. A short action at its end marks the end of the last rank, so no wait reaches into the next step.
         end = Action(Op.U, spans[0].action.stage, version=-1)
         own = Schedule(self.schedule.name, tuple((0,) for _ in self.schedule.homes), 1, 1, ((*self._order, end),))
         timeline = Timeline(own, ((*spans, Span(end, last - first, (last - first) * (1 + 1e-6))),), (), True)
@@ -208,14 +214,14 @@ class Filler:
         idle = sum(hole.end - hole.start for hole in bubbles(timeline))
         self.waits = idle / timeline.makespan, (idle - room / s.refresh_every) / timeline.makespan
 
-    def _items(self, kind: str) -> list[Item]:
+    def _items(self, kind: str) -> list[KfacUnit]:
         keys = list(self.kfac.factors)
         if kind == "inversion":
-            return [Item(kind, *key) for key in keys if key in self.kfac.inverts]
+            return [KfacUnit(kind, *key) for key in keys if key in self.kfac.inverts]
         passes = Counter(a.stage for a in self._order if a.op is Op.F)
-        return [Item(kind, *key, i) for key in keys for i in range(passes[self.stages[key[1]]])]
+        return [KfacUnit(kind, *key, i) for key in keys for i in range(passes[self.stages[key[1]]])]
 
-    def _after(self, item: Item) -> tuple[Action, ...]:
+    def _after(self, item: KfacUnit) -> tuple[Action, ...]:
         if item.kind == "inversion":
             return ()
         stage = self.stages[item.name]
@@ -226,6 +232,6 @@ class Filler:
         return (next(a for a in self._order if a.op in _BACKWARDS and (a.stage, a.microbatch) == (stage, of)),)
 
     def _place(self, timeline: Timeline, placed: Placed) -> int:
-        """Place in the order of the last action that has ended when the work begins, within its step."""
+        """Index of the last action of the step that has ended when the work starts; -1 if none has."""
         at = placed.start - placed.step * timeline.makespan
         return sum(span.end <= at + 1e-9 for span in timeline.spans[0][:-1]) - 1

@@ -1,12 +1,12 @@
-"""The K-FAC step: K-FAC's direction with the length of AdamW's step.
+"""Optimizer that takes K-FAC's direction with the length of AdamW's step.
 
     M   mean of the gradients (AdamW's first moment)          S = M^ / (sqrt(V^) + eps)      AdamW's step, with bias corrections
-    D   G^-1 M A^-1
+    D = G^-1 M A^-1
     W  <-  W - lr (S's norm / D's norm) D - lr decay W        each matrix, each expert, with its own norms
 
-Grafting (Agarwal et al., arXiv 2002.11803) takes the direction from one method and the length from another. So learning rates and
-schedules mean the same as for AdamW, and no bound on the step (K-FAC's KL clip) is needed. The state is AdamW's: the same two
-moments, in the same checkpoints. Parameters outside K-FAC, and linears without inverses yet, take AdamW's step.
+Grafting (Agarwal et al., arXiv 2002.11803) combines the direction of one method with the length of another. So AdamW's learning rates and
+schedules can be used, and K-FAC's bound on the step (KL clip) is not needed. The optimizer states are AdamW's two moments, in the same
+checkpoints. Parameters outside K-FAC, and linears that have no inverses yet, take AdamW's step.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from parallel.data.engine import Engine, Load
 from parallel.kfac.factors import direction
 from parallel.kfac.kfac import Kfac
 from parallel.mesh.layout import Layout
-from parallel.optim.step import AdamWBut, decay_and_subtract
+from parallel.optim.step import AdamWExcept, decay_and_subtract
 from parallel.watch.audit import Held
 
 Group = dict[str, Any]
 
 
-class Grafted(AdamWBut):
-    """AdamW, except that the linears of `kfac` take the grafted step."""
+class Grafted(AdamWExcept):
+    """AdamW in which the linears of `kfac` take the grafted step."""
 
     def __init__(self, groups: list[Group], *, kfac: Kfac, **settings: Any) -> None:
         super().__init__(groups, **settings)
         self.kfac = kfac
         self.linears = {id(linear.weight): linear for linear in kfac.linears.values()}
 
-    def move(self, weight: nn.Parameter, group: Group) -> bool:
+    def update_itself(self, weight: nn.Parameter, group: Group) -> bool:
         linear, grad = self.linears.get(id(weight)), weight.grad
         if linear is None or not self.kfac.has_inverses:
             return False
@@ -54,7 +54,7 @@ class Grafted(AdamWBut):
         return True
 
     def _state_of(self, weight: nn.Parameter) -> dict[str, Tensor]:
-        """AdamW's state of the weight, created as AdamW creates it."""
+        """AdamW's states of the weight, created as AdamW would create them."""
         state: dict[str, Tensor] = self.state[weight]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=weight.device)
@@ -64,13 +64,13 @@ class Grafted(AdamWBut):
 
 
 def grafted(direction: Tensor, length: Tensor) -> Tensor:
-    """Each matrix of `direction`, scaled to the norm of the same matrix of `length`; where the direction is zero, `length` itself."""
+    """Scale each matrix of `direction` to the norm of the same matrix of `length`. Where the direction is zero, return `length`."""
     norm, wanted = (torch.linalg.matrix_norm(t, keepdim=True) for t in (direction, length))
     return torch.where(norm > 0, direction * (wanted / torch.where(norm > 0, norm, 1.0)), length)
 
 
-class Curved:
-    """An engine whose optimizer is `Grafted`: it records forward passes, and has K-FAC's work done before each update."""
+class KfacEngine:
+    """Engine around an engine with a `Grafted` optimizer: records forward passes, and finishes K-FAC's work before each update."""
 
     def __init__(self, engine: Engine, kfac: Kfac) -> None:
         self.engine, self.kfac = engine, kfac

@@ -1,19 +1,19 @@
-"""K-FAC as units of work whose time is free: PipeFisher (arXiv 2211.14133) puts them where a pipeline's ranks wait.
+"""K-FAC as units of work that can run at any time before a deadline: PipeFisher (arXiv 2211.14133) puts them into a pipeline's bubbles.
 
     step t, a multiple of n         forward    A of micro-batch i may start: sum of a a^T
                                     backward   G of micro-batch i may start: sum of g g^T
     the end of step t + d // 2      sums over the ranks that hold copies, then the running mean
     from then to the end of t + d   an inversion of each A and G, on one of the ranks that hold it
-    the end of step t + d           the inverses go to the other ranks; the new inverses replace the old ones, all at once
+    the end of step t + d           the inverses go to the other ranks, and all new inverses replace the old ones
 
-n is `refresh_every`, d is `delay`. Inverses are stale in between; the direction (parallel/kfac/factors.py) is computed in every step.
-Work due at the end of a step is done there if no bubble had room for it. Numbers never depend on where work was placed, and one
-process with the same n and d is the twin of any pipeline. Sums and the exchange of inverses are collective, so they have a
-fixed place.
+n is `refresh_every`, d is `delay`. The inverses are stale in between; the direction (parallel/kfac/factors.py) is computed in every step.
+Work that is due at the end of a step and found no bubble is done there. Numbers never depend on when the work was done, and one process
+with the same n and d gives the same numbers as any pipeline. Sums and the exchange of inverses are collective, so they always run at the
+end of their step.
 
-The Fisher information is the empirical one, from the gradients that the step computes anyway, as in the paper's code. Rows are
-kept from when they are made until their work is done: `kept_bytes`. In fp16, a step with a gradient that is not finite is discarded,
-and the next step takes its place.
+The Fisher information is the empirical one, from the gradients that the step computes anyway, as in the paper's code. Rows are kept in
+memory until the work on them is done (`kept_bytes`). In fp16, a step with a gradient that is not finite is discarded, and the next step
+takes its place.
 """
 
 from __future__ import annotations
@@ -37,7 +37,11 @@ from parallel.mesh.layout import Layout
 
 @dataclass(frozen=True)
 class Settings:
-    """K-FAC's settings. `damping`: relative to the mean eigenvalue of G (x) A. `ema`: share of the old factor kept at a refresh."""
+    """Settings of K-FAC.
+
+    damping: relative to the mean eigenvalue of G (x) A. ema: weight of the old factor at a refresh. refresh_every: number of updates
+    between refreshes. delay: number of updates from a refresh to the use of its inverses.
+    """
 
     damping: float
     ema: float
@@ -47,8 +51,10 @@ class Settings:
 
 @dataclass(frozen=True)
 class Linear:
-    """One linear layer: a weight [O, I], or a stack [E, I, O], by its parameter's name. Linears that read the same rows share `inputs`, the
-    name of one of them; only that one reports the rows."""
+    """One linear layer, with a weight [O, I], or a stack of them, [E, I, O].
+
+    name: name of the weight. inputs: name of the linear that reports the input rows; linears with the same inputs share one factor A.
+    """
 
     name: str
     weight: nn.Parameter
@@ -61,20 +67,22 @@ class Linear:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The widths of its two factors."""
+        """Widths of the factors A and G."""
         inputs, outputs = self.weight.shape[-2:] if self.weight.ndim == 3 else reversed(self.weight.shape)
         return {"A": inputs, "G": outputs}
 
     def layout_of(self, factor: str) -> Layout:
-        """The layout of a factor on the mesh: split over experts like its stack, whole otherwise."""
+        """Layout of a factor on the mesh: split over experts as the stack is, otherwise whole."""
         width = self.sizes[factor]
         stacked = {dim: axis for dim, axis in self.layout.split.items() if dim == 0 and self.weight.ndim == 3}
         return replace(self.layout, shape=(*(self.layout.shape[:-2] or (1,)), width, width), split=stacked)
 
 
-class Item(NamedTuple):
-    """A unit of work for factor A or G of one linear: "curvature" of a micro-batch (counted by the linear's forward passes in the step), or
-    "inversion"."""
+class KfacUnit(NamedTuple):
+    """Unit of work for one factor ("A" or "G") of the linear `name`.
+
+    kind: "curvature" or "inversion". microbatch: number of the linear's forward pass in the step; -1 for an inversion.
+    """
 
     kind: str
     factor: str
@@ -88,8 +96,11 @@ class Item(NamedTuple):
 
 @dataclass
 class Factor:
-    """One factor. `running`: its mean, scaled to a mean eigenvalue of 1. `sums`: of the current step. `inverse`: in use. `next`: the coming
-    inverse. Zeros mean that no row has been seen, for each matrix of a stack."""
+    """One factor of one linear, [E, W, W] each; matrices that have had no row yet are zero.
+
+    running: running mean, scaled to a mean eigenvalue of 1. sums: sums of the current step. inverse: the inverse in use. next: the
+    inverse that will replace it.
+    """
 
     layout: Layout
     running: Tensor
@@ -109,11 +120,13 @@ class Rows:
 
 @dataclass
 class Kfac:
-    """All linears of a rank. `total(sums, layouts)` sums in place over the ranks that hold copies, by what the layouts say, and
-    `place(layout)` is this rank's place among them and their number. `at_once`: work is done as soon as it can be; otherwise it waits
-    for `do_next` or for the end of a step (`put_off`).
+    """K-FAC for all linears of a rank. The caller runs forward passes within `recording`, and calls `finish` before each update, or
+    `forget` if there is no update.
 
-    A caller records its forward passes (`recording`), and calls `finish` before each update, or `forget` if there is no update.
+    total: (sums, layouts) -> None; sums tensors in place over the ranks that hold copies, which the layouts name.
+    place: layout -> (this rank's index among these ranks, their number).
+    at_once: True: work is done as soon as possible; False: it waits for `do_next`, `run` or the end of the step (see `defer`).
+    updates: number of updates so far.
     """
 
     linears: dict[str, Linear]
@@ -125,23 +138,23 @@ class Kfac:
     factors: dict[tuple[str, str], Factor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._seconds: dict[tuple[str, str, str], list[float]] | None = None  # of each unit, while times are taken
+        self._seconds: dict[tuple[str, str, str], list[float]] | None = None  # times of each unit; None: not measured
         self._open = False
         self._passes: Counter[str] = Counter()
-        self._unsummed = False  # whether a step was recorded and not yet summed over ranks
-        self._unshared = False  # whether new inverses are only on the ranks that made them
-        self._kept: dict[Item, Rows] = {}
-        self._queue: deque[Item] = deque()
+        self._unsummed = False  # True if a step was recorded and not yet summed over ranks
+        self._unshared = False  # True if new inverses are only on the ranks that made them
+        self._kept: dict[KfacUnit, Rows] = {}
+        self._queue: deque[KfacUnit] = deque()
         for linear in self.linears.values():
             for factor, name in (("A", linear.inputs), ("G", linear.name)):
                 if (factor, name) not in self.factors:
                     width = linear.sizes[factor]
                     zeros = torch.zeros(linear.stack, width, width, device=linear.weight.device)
                     self.factors[factor, name] = Factor(linear.layout_of(factor), zeros, zeros.clone())
-        self.inverts = self._dealt()
+        self.inverts = self._own_inversions()
 
-    def _dealt(self) -> frozenset[tuple[str, str]]:
-        """The factors that this rank inverts. Factors held by the same ranks are dealt to these in turn, the largest first."""
+    def _own_inversions(self) -> frozenset[tuple[str, str]]:
+        """Factors that this rank inverts. Factors held by the same ranks are distributed to them in turn, the largest first."""
         alike: dict[tuple[tuple[str, ...], tuple[int, ...]], list[tuple[str, str]]] = defaultdict(list)
         for key, factor in self.factors.items():
             alike[factor.layout.summed_over(), factor.layout.holders].append(key)
@@ -155,12 +168,12 @@ class Kfac:
 
     @property
     def records(self) -> bool:
-        """Whether factors are taken in the current step."""
+        """True if the current step computes new factors."""
         return self.updates % self.settings.refresh_every == 0
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """A context for one forward pass in training. Recomputed passes, inside the backward pass, run outside of it."""
+        """Context for one forward pass in training. Forward passes that are recomputed in the backward pass run outside of it."""
         self._open = self.records
         self._unsummed |= self.records
         try:
@@ -169,17 +182,17 @@ class Kfac:
             self._open = False
 
     def watch(self, name: str, x: Tensor, y: Tensor, counts: Sequence[int] | None = None) -> None:
-        """Record what the linear `name` read (x) and gave (y), both [..., width], one row per token; `counts`: rows of each expert."""
+        """Record the input x and the output y of the linear `name`, both [..., width], one row a token. counts: rows of each expert."""
         if not (self._open and y.requires_grad):
             return
         microbatch = self._passes[name]
         self._passes[name] += 1
         if self.linears[name].inputs == name:
-            self._ready(Item("curvature", "A", name, microbatch), x.detach(), counts)
-        item = Item("curvature", "G", name, microbatch)
+            self._ready(KfacUnit("curvature", "A", name, microbatch), x.detach(), counts)
+        item = KfacUnit("curvature", "G", name, microbatch)
         y.register_hook(lambda grad: self._ready(item, grad.detach(), counts))
 
-    def _ready(self, item: Item, rows: Tensor, counts: Sequence[int] | None) -> None:
+    def _ready(self, item: KfacUnit, rows: Tensor, counts: Sequence[int] | None) -> None:
         self._kept[item] = Rows(rows.flatten(0, -2), counts)
         self._queue.append(item)
         if self.at_once:
@@ -189,23 +202,23 @@ class Kfac:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of the rows that wait for their work, each storage once. The backward pass may need some of these rows anyway."""
+        """Bytes of all rows that are kept for later work. The backward pass may keep some of these rows anyway."""
         storages = {rows.rows.untyped_storage().data_ptr(): rows.rows.untyped_storage().nbytes() for rows in self._kept.values()}
         return sum(storages.values())
 
-    def put_off(self, *, timed: bool) -> None:
-        """From now on work waits until it is asked for, or the step ends. `timed`: each unit's seconds are taken, until `times`."""
+    def defer(self, *, timed: bool) -> None:
+        """From now on, let work wait until `do_next` or `run`, or the end of the step. timed: measure each unit until `times` is called."""
         self.at_once, self._seconds = False, {} if timed else None
 
     def times(self) -> dict[tuple[str, str, str], float]:
-        """The median seconds of each unit by (kind, factor, linear) since `put_off`; no more are taken."""
+        """Median seconds of each unit since `defer`, by (kind, factor, linear). Ends the measurement."""
         assert self._seconds is not None
         found, self._seconds = {key: median(times) for key, times in self._seconds.items()}, None
         return found
 
     @property
-    def waiting(self) -> tuple[Item, ...]:
-        """Units that can be done now, in the order in which they became ready."""
+    def waiting(self) -> tuple[KfacUnit, ...]:
+        """Units of work that can be done now, in the order in which they became ready."""
         return tuple(self._queue)
 
     def do_next(self) -> bool:
@@ -216,13 +229,13 @@ class Kfac:
         return False
 
     def fill(self, until: Callable[[], bool]) -> int:
-        """Do units of work until `until()` is true or none is left; for a rank that waits for a message. Returns the number done."""
+        """Do units of work until `until()` is true or none is left. Returns the number done. For a rank that waits for a message."""
         done = 0
         while not until() and self.do_next():
             done += 1
         return done
 
-    def run(self, item: Item) -> None:
+    def run(self, item: KfacUnit) -> None:
         """Take a unit of work from the queue and do it."""
         self._queue.remove(item)
         if self._seconds is None:
@@ -234,8 +247,8 @@ class Kfac:
         self._seconds.setdefault((item.kind, item.factor, item.name), []).append(_now(device) - started)
 
     @torch.no_grad()
-    def do(self, item: Item) -> None:
-        """Do a unit, whether it is in the queue or not."""
+    def do(self, item: KfacUnit) -> None:
+        """Do a unit of work without taking it from the queue."""
         factor = self.factors[item.factor, item.name]
         if item.kind == "inversion":
             factor.next = damped_inverse(factor.running, damping=self.settings.damping)
@@ -270,7 +283,7 @@ class Kfac:
                 factor.sums = None
 
     def settle(self) -> None:
-        """Do all existing work between steps, whenever it is due. Collective."""
+        """Between steps: do all work that exists, even if it is due later. Collective."""
         self._sum()
         self._share()
 
@@ -280,7 +293,7 @@ class Kfac:
 
     @torch.no_grad()
     def _sum(self) -> None:
-        """Once per recorded step: finish its curvature, sum it over copies, update the running mean, and queue the inversions."""
+        """Once for each recorded step: finish its curvature, sum it over copies, update the running mean, and queue the inversions."""
         if not self._unsummed:
             return
         self._unsummed = False
@@ -293,12 +306,12 @@ class Kfac:
             factor.running = averaged(factor.running, factor.sums, ema=self.settings.ema)
             factor.sums = None
             if key in self.inverts:
-                self._queue.append(Item("inversion", *key))
+                self._queue.append(KfacUnit("inversion", *key))
         self._unshared = True
 
     @torch.no_grad()
     def _share(self) -> None:
-        """Finish all waiting work, then give each new inverse to all ranks that hold the factor: a sum, to which the others add zeros."""
+        """Finish all waiting work, then send each new inverse to all ranks that hold the factor, by a sum to which they add zeros."""
         self._work_off()
         if not self._unshared:
             return
@@ -315,25 +328,25 @@ class Kfac:
     # --- for the update -----------------------------------------------------------------------------------------------
 
     def inverses(self, linear: Linear) -> tuple[Tensor, Tensor]:
-        """The A^-1 and G^-1 in use, [E, I, I] and [E, O, O]; zeros for matrices that never saw a row."""
+        """A^-1 [E, I, I] and G^-1 [E, O, O] in use; zeros for matrices that have had no row yet."""
         return self.factors["A", linear.inputs].inverse, self.factors["G", linear.name].inverse
 
     @property
     def has_inverses(self) -> bool:
-        """Whether the first refresh is complete; ask after `finish`."""
+        """True if the first refresh is complete. Valid after `finish`."""
         return self.updates > self.settings.delay
 
     # --- state --------------------------------------------------------------------------------------------------------
 
     def state(self) -> Iterator[tuple[str, str, Layout, Tensor]]:
-        """(kind, parameter, layout, this rank's part) of everything that resuming needs beside `updates`. Collective."""
+        """Yield (kind, parameter, layout, this rank's part) of all tensors that resuming needs, in addition to `updates`. Collective."""
         self.settle()
         for (factor, name), held in self.factors.items():
             for kind, tensor in held.tensors().items():
                 yield factor + kind, name, held.layout, tensor
 
     def load(self, stored: Callable[[str, str, Layout], Tensor | None], *, updates: int) -> bool:
-        """Resume from what `state` gave: `stored(kind, parameter, layout)`, None if missing. Returns whether everything was there."""
+        """Resume from the tensors of `state`. stored: (kind, parameter, layout) -> tensor, or None. Returns False if any is missing."""
         self.updates, whole = updates, True
         pending = 0 < updates % self.settings.refresh_every <= self.settings.delay
         for (factor, name), held in self.factors.items():
@@ -349,7 +362,7 @@ class Kfac:
 
 
 def _now(device: torch.device) -> float:
-    """The current time in seconds, after the device has finished its queue."""
+    """Current time in seconds, after the device has executed its queue."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

@@ -1,12 +1,11 @@
-"""Debug mode: before a collective runs, its ranks tell each other what they are about to do, and compare.
+"""Debug mode: before a collective runs, its ranks exchange descriptions of it and compare them.
 
     rank 0   all_to_all, layers.3, number 12, [9, 64] float32, sends 5 4        rank 1   all_to_all, layers.3, number 12, ... sends 3 2
              \\______ each rank writes its own line to the group's store and reads the others' ______/
-    equal: go on        not equal: every rank raises, naming rank, collective, layer and both sides        missing: the same, in timeout_s
+    equal: continue        different: every rank raises, naming ranks, collective and layer        missing: the same, after timeout_s
 
-Without it a rank that makes another collective than its peers makes them wait for ever, and with gloo splits that
-disagree give wrong numbers without an error. It costs some round trips to the store for each collective, so it is off
-unless asked for; then nothing of it runs.
+Without debug mode, ranks wait for ever if one calls a different collective, and gloo gives wrong numbers without an error if splits
+differ. Debug mode costs some round trips to the store for each collective, so it is off by default, and then none of this code runs.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ from typing import Any
 
 from parallel.errors import Ended
 
-DEBUG = "MOE_DEBUG_COLLECTIVES"  # in the environment of ranks: seconds to wait for one that does not come
-TIMEOUT_S = 60.0  # longer than a checkpoint or the first step's compilation may hold up a rank that is well
-_LOOK_S = 0.25  # how often a rank that waits looks whether another has failed
+DEBUG = "MOE_DEBUG_COLLECTIVES"  # environment variable: seconds to wait for a missing rank; turns debug mode on
+TIMEOUT_S = 60.0  # longer than a checkpoint or the first step's compilation may delay a healthy rank
+_LOOK_S = 0.25  # seconds between a waiting rank's checks whether another has failed
 
 
 class Disagreement(Ended):
-    """Ranks of one axis are not about to make the same collective; the message is one line, the same fault on each."""
+    """Raised on all ranks of an axis if they are not about to run the same collective. The message is one line."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """What a rank is about to do. `splits`: rows to and from each rank of the axis, where ranks may differ."""
+    """Collective that a rank is about to run. send, receive: rows to and from each rank of the axis, if these may differ; else None."""
 
     name: str
     axis: str
@@ -43,15 +42,15 @@ class Call:
     send: list[int] | None = None
     receive: list[int] | None = None
 
-    def said(self) -> str:
+    def text(self) -> str:
         splits = "" if self.send is None else f" sending {self.send} receiving {self.receive}"
         return f"{self.name} over {self.axis}{f' in {self.label}' if self.label else ''} of {self.shape} {self.dtype}{splits}"
 
 
 class Agreement:
-    """One for each communicator. `store`: what the process group met through (set, get, wait, check, add, delete_key).
+    """Compares the collectives of one communicator's ranks. store: the process group's store (set, get, wait, check, add, delete_key).
 
-    Every rank must make its agreements in the same order: how many it made before, which the store counts, tells them apart.
+    Every rank must create its Agreements in the same order, because their number, which the store counts, identifies them.
     """
 
     def __init__(self, store: Any, *, rank: int, timeout_s: float) -> None:
@@ -71,12 +70,12 @@ class Agreement:
         send: list[int] | None = None,
         receive: list[int] | None = None,
     ) -> None:
-        """Return when every one of these ranks is about to make this collective. Raises Disagreement."""
+        """Return when all of these ranks are about to run this collective. Raises Disagreement if one runs another or does not come."""
         self._numbers[ranks] += 1
         mine = Call(name, axis, label, self._numbers[ranks], shape, dtype, send, receive)
         key = f"agree/{self.number}/{'-'.join(map(str, ranks))}/{{}}/{{}}"
         self.store.set(key.format(mine.number, self.rank), json.dumps(asdict(mine)))
-        self.store.set(f"agree/at/{self.rank}", f"collective {mine.number} of its axis, {mine.said()}")
+        self.store.set(f"agree/at/{self.rank}", f"collective {mine.number} of its axis, {mine.text()}")
         calls = {self.rank: mine}
         deadline = time.monotonic() + self.timeout_s
         for rank in ranks:
@@ -85,13 +84,13 @@ class Agreement:
         problem = compare([calls[rank] for rank in ranks], ranks)
         if problem:
             self._fail(problem)
-        if mine.number > 2:  # who is here has seen all of the last one, so nobody reads the one before that any more
+        if mine.number > 2:  # all ranks that came here have read number - 1, so no rank reads number - 2 any more
             with suppress(RuntimeError):
                 self.store.delete_key(key.format(mine.number - 2, self.rank))
 
     def _read(self, key: str, rank: int, mine: Call, ranks: tuple[int, ...], deadline: float) -> Call:
         while True:
-            with suppress(RuntimeError):  # of a wait that was too short
+            with suppress(RuntimeError):  # the wait's time limit passed
                 self.store.wait([key], timedelta(seconds=_LOOK_S))
                 return Call(**json.loads(self.store.get(key)))
             if self.store.check(["agree/failed"]):
@@ -100,7 +99,7 @@ class Agreement:
                 at = f"agree/at/{rank}"
                 last = f"was last seen at {self.store.get(at).decode()}" if self.store.check([at]) else "has not made any"
                 waited = f"within {self.timeout_s:g} s to collective {mine.number} of ranks {list(ranks)}"
-                self._fail(f"rank {rank} did not come {waited}, where rank {self.rank} is at {mine.said()}; rank {rank} {last}")
+                self._fail(f"rank {rank} did not come {waited}, where rank {self.rank} is at {mine.text()}; rank {rank} {last}")
 
     def _fail(self, problem: str) -> None:
         self.store.set("agree/failed", problem)
@@ -108,11 +107,11 @@ class Agreement:
 
 
 def compare(calls: list[Call], ranks: tuple[int, ...]) -> str | None:
-    """One line that names the first two ranks that differ and both sides, or None. `calls` in the order of `ranks`."""
+    """Line that names the first two ranks that differ, with their collectives; None if all agree. calls: in the order of `ranks`."""
     first = calls[0]
     for rank, call in zip(ranks[1:], calls[1:], strict=True):
         if _same_for_all(call) != _same_for_all(first):
-            return f"collective {first.number} differs: rank {ranks[0]} is at {first.said()}, but rank {rank} at {call.said()}"
+            return f"collective {first.number} differs: rank {ranks[0]} is at {first.text()}, but rank {rank} at {call.text()}"
     if first.send is None:
         return None
     for i, sender in enumerate(calls):
@@ -127,5 +126,5 @@ def compare(calls: list[Call], ranks: tuple[int, ...]) -> str | None:
 
 
 def _same_for_all(call: Call) -> tuple[Any, ...]:
-    """Where splits are given, the number of rows may differ, and their width may not."""
+    """Facts that must be equal on all ranks. With splits, the number of rows may differ, but not their width."""
     return call.name, call.axis, call.label, call.dtype, call.shape if call.send is None else call.shape[1:], call.send is None

@@ -19,7 +19,7 @@ same elements are of two kinds:
     experts                      EXPERT   {0: "ep", 2: "etp"}              edp                        edp
     a tile                       its rank's shard, cut again: the same ranks hold all tiles, as separate parameters
 
-2D's products already sum gradients over the grid. 2.5D's products do so for each of the d grids, whose tokens differ, so gradients
+2D's products already sum gradients over the grid. 2.5D's products do so for each of the d grids, which have different tokens, so gradients
 are summed over depth. Sources: Megatron-LM (arXiv 1909.08053), its sequence parallelism (arXiv 2205.05198); see parallel/mesh/mesh.py too.
 """
 

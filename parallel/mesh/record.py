@@ -1,15 +1,15 @@
-"""Where this rank is: what it announces before each collective and message, kept here in memory and sent to nobody.
+"""Records this rank's progress in memory: its phase, and every collective and message before it starts. Nothing is sent.
 
-    main thread      announce(all_reduce over dp, number 340, layers.3) ... phase(the backward pass) ...     a few microseconds each
-    watchdog         reads it when something has taken too long (parallel/watch/watchdog.py), for this rank and in its name
+    main thread      announce(all_reduce over dp, number 340, layers.3) ... enter(the backward pass) ...     a few microseconds each
+    watchdog         reads the record if the rank makes no progress for too long (parallel/watch/watchdog.py)
 
-Each group of ranks has a lane: how many collectives this rank has announced in it, the last of them, and a hash chain of them all.
-Ranks of a group that make the same collectives have equal chains, so one number more in a sum that runs anyway says whether any two of
-all ranks differ, also where nothing hangs (gloo gives wrong numbers for shapes and splits that disagree):
+Each group of ranks has a lane: the number of collectives that this rank has announced in it, the last of them, and a hash chain of all.
+Ranks that run the same collectives have equal chains. So one more number in a sum that runs anyway shows whether any two ranks differ,
+even if nothing hangs (gloo gives wrong numbers if shapes or splits differ):
 
-    token of rank r = sum over its lanes of  (w_i - w_(i-1)) * chain + splits        over a group the first part telescopes to 0
-    splits = sum over j of  h_ij * sent to j - h_ji * received from j                over a group 0, where both sides agree
-    all modulo 2**40, so that sums of 8,192 ranks are exact in float64; ranks that differ are missed once in 2**40
+    token of rank r = sum over its lanes of  (w_i - w_(i-1)) * chain + splits        in the sum over a group, the first part cancels to 0
+    splits = sum over j of  h_ij * sent to j - h_ji * received from j                in the sum over a group 0, if both sides agree
+    all modulo 2**40, so that sums of 8,192 ranks are exact in float64; a difference is missed once in 2**40
 """
 
 from __future__ import annotations
@@ -28,18 +28,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-_MODULUS, MOST_RANKS = 1 << 40, 1 << 13  # sums of so many tokens are exact
-_KEPT = 512  # collectives of a lane that are remembered, to find the first in which ranks differ
+_MODULUS, MOST_RANKS = 1 << 40, 1 << 13  # sums of MOST_RANKS tokens are exact in float64
+_KEPT = 512  # number of the last collectives that a lane keeps, to find the first in which ranks differ
 _OWN = (f"parallel{os.sep}watchdog.py", f"parallel{os.sep}record.py", "threading.py")
-_MAYBE = os.path.join("torch", "autograd", "graph.py")  # a backward pass, in C++: it computes, or waits in torch's own reducer
-# where Python stands while it waits for other ranks
+_MAYBE = os.path.join("torch", "autograd", "graph.py")  # backward pass in C++: it computes, or waits in DDP's reducer
+# files in which Python is while it waits for other ranks
 _WAITS = (f"torch{os.sep}distributed{os.sep}", f"deepspeed{os.sep}comm{os.sep}") + tuple(
     os.sep + name for name in (f"pipeline{os.sep}links.py", "collectives.py", "exchange.py", "gradients.py")
 )
 
 
 class Lane:
-    """One group of ranks as this rank sees it: `number` collectives so far, `chain` of them, `last` ones, newest at the end."""
+    """This rank's collectives in one group of ranks.
+
+    number: number of collectives so far. chain: hash chain of all. splits: sum of the split hashes. last: the last ones, newest at the end.
+    """
 
     def __init__(self, name: str, ranks: tuple[int, ...], index: int) -> None:
         self.name, self.ranks, self.number, self.chain, self.splits = name, ranks, 0, 0, 0
@@ -52,22 +55,27 @@ class Lane:
 
 
 class Record:
-    """`phase` and `step` say what the rank is at, `at` when it last announced anything; `patience` multiplies the time limit."""
+    """Progress of this rank.
+
+    phase, step: current part of the work. at: time (time.monotonic) of its last announcement. patience: multiplies the watchdog's time
+    limit. messages: (from, to) -> (number of messages sent or awaited here, label of the last). awaited: channel of the message that the
+    rank waits for, if its last announcement was one. failed: the error that ended this rank.
+    """
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.phase, self.step, self.at, self.patience = "starting", 0, time.monotonic(), 1.0
         self.lanes: dict[tuple[str, tuple[int, ...]], Lane] = {}
-        self._lane_of: dict[tuple[str, int], Lane] = {}  # by the tuple of ranks itself: a thousand ranks are not hashed each time
+        self._lane_of: dict[tuple[str, int], Lane] = {}  # by the id of the tuple of ranks, because hashing a thousand ranks is slow
         self._alive: list[tuple[int, ...]] = []
         self.latest: Lane | None = None
-        self.messages: dict[tuple[int, int], tuple[int, str]] = {}  # (from, to): how many sent, or waited for, here; the last one
-        self.awaited: tuple[int, int] | None = None  # the channel of the message that was announced last, if it is one that comes here
+        self.messages: dict[tuple[int, int], tuple[int, str]] = {}
+        self.awaited: tuple[int, int] | None = None
         self.failed: str | None = None
         self._words: dict[Any, int] = {}
 
     def enter(self, phase: str, *, step: int | None = None, patience: float | None = None) -> None:
-        """This rank goes on to something else; `step` counts from 1. Step and patience stay where they are not given."""
+        """Enter another phase. step: counts from 1. Step and patience stay unchanged if they are not given."""
         self.phase, self.awaited, self.at = phase, None, time.monotonic()
         self.step = self.step if step is None else step
         self.patience = self.patience if patience is None else patience
@@ -84,7 +92,7 @@ class Record:
         send: list[int] | None,
         receive: list[int] | None,
     ) -> None:
-        """Before a collective. Shape and dtype count, except for rows, where only their width must agree; splits count by pairs."""
+        """Record a collective before it starts. With splits, only the width of rows must agree between ranks, and each pair's splits."""
         lane = self._lane_of.get((axis_name, id(ranks))) or self._lane(axis_name, ranks, index)
         shape, words = tensor.shape, self._words
         same = shape if send is None else shape[1:]
@@ -102,22 +110,22 @@ class Record:
         self.latest, self.awaited, self.at = lane, None, time.monotonic()
 
     def _lane(self, axis_name: str, ranks: tuple[int, ...], index: int) -> Lane:
-        self._alive.append(ranks)  # so that its id stays its own
+        self._alive.append(ranks)  # keep the tuple alive, so that no other object gets its id
         lane = self._lane_of[axis_name, id(ranks)] = self.lanes.setdefault((axis_name, ranks), Lane(axis_name, ranks, index))
         return lane
 
     def message(self, source: int, target: int, label: str) -> None:
-        """Before one more message of a pipeline is sent, or waited for: by the rank that it concerns, one of the two."""
+        """Record a pipeline message before this rank sends it or waits for it."""
         self.messages[source, target] = self.messages.get((source, target), (0, ""))[0] + 1, label
         self.awaited = (source, target) if target == self.rank else None
         self.at = time.monotonic()
 
     def token(self) -> float:
-        """This rank's part of a sum over all ranks that is 0 modulo 2**40 where the ranks of every group made the same collectives."""
+        """This rank's summand of a sum over all ranks that is 0 modulo 2**40 if the ranks of every group ran the same collectives."""
         return float(sum(lane.weight * lane.chain + lane.splits for lane in self.lanes.values()) % _MODULUS)
 
     def answer(self) -> dict[str, Any]:
-        """Where this rank is, as plain values; called by the watchdog's thread while the main thread goes on, or does not."""
+        """Progress of this rank as plain values (JSON). The watchdog's thread calls it, whether the main thread runs or hangs."""
         place, waits = standing(threading.main_thread().ident)
         latest, awaited = self.latest, self.awaited
         return {
@@ -137,26 +145,26 @@ class Record:
             "messages": {f"{a}>{b}": list(found) for (a, b), found in list(self.messages.items())},
         }
 
-    def said(self) -> str:
-        """One phrase for where this rank is."""
+    def text(self) -> str:
+        """Phrase that describes this rank's progress."""
         latest = self.latest
         last = f", after {latest.last[-1][1]} {latest.number} over {latest.name}" if latest is not None and latest.last else ""
         return f"{self.phase}{f' of step {self.step}' if self.step else ''}{last}"
 
 
 def balanced(total: float) -> bool:
-    """Whether the sum of all ranks' tokens says that they agree."""
+    """True if the sum of all ranks' tokens shows that they ran the same collectives."""
     return total % _MODULUS == 0
 
 
 def standing(main: int | None) -> tuple[str, str]:
-    """(file:line function where Python stands, outside torch if it can be; whether it waits there for other ranks: yes, no or maybe)."""
+    """(file:line function that Python is in, outside torch if possible; "yes", "no" or "maybe": does it wait for other ranks there)."""
     frames = sys._current_frames()
     frame: Any = frames.get(main or 0)
     others = [found for ident, found in frames.items() if ident != main and not found.f_code.co_filename.endswith(_OWN)]
     torch = sys.modules.get("torch")
-    waits = "maybe" if torch is not None and torch.cuda.is_initialized() else "no"  # a GPU's kernels are waited for anywhere
-    for top in [found for found in (frame, *others) if found is not None]:  # autograd works in threads of its own on a GPU
+    waits = "maybe" if torch is not None and torch.cuda.is_initialized() else "no"  # Python can wait for GPU kernels anywhere
+    for top in [found for found in (frame, *others) if found is not None]:  # on a GPU, autograd has threads of its own
         name = top.f_code.co_filename
         if any(part in name for part in _WAITS) and top.f_code.co_name not in ("count", "announce"):
             waits = "yes"

@@ -1,7 +1,7 @@
-"""What code that reads a tensor's values says for a rehearsal, where tensors have shapes and devices but no values (parallel/rehearse/).
+"""Gives values to tensors in a rehearsal, where tensors have shapes and devices but no values (parallel/rehearse/).
 
-logits = supposed(logits, lambda: balanced(...))       training: the logits, as they are      rehearsal: taken to be these
-if pretended(out): return                              values that nobody will read need not be drawn
+logits = supposed(logits, lambda: balanced(...))       training: unchanged      rehearsal: the logits get the given values
+if pretended(out): return                              in a rehearsal, skip drawing values that are never read
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from torch import Tensor
 
 
 def pretended(tensor: Tensor) -> bool:
-    """Whether a tensor is of a rehearsal: it has no values."""
+    """True if the tensor belongs to a rehearsal, and so has no values."""
     return hasattr(tensor, "fake_mode")
 
 
 def supposed(tensor: Tensor, values: Callable[[], Tensor]) -> Tensor:
-    """The tensor; in a rehearsal its values are taken to be `values()`, of its shape, and what follows from them is known too."""
+    """Return the tensor. In a rehearsal, it gets the values `values()`, of its shape; tensors computed from it then have values too."""
     mode: Any = getattr(tensor, "fake_mode", None)
     return tensor if mode is None else mode.suppose(tensor, values)

@@ -1,1 +1,1 @@
-"""Optimizers beside AdamW, one a file: as data (a Rule of parallel/data/engine.py) and as one of torch's optimizers."""
+"""Optimizers other than AdamW, one a file: a Rule (parallel/data/engine.py) with its facts, and a torch.optim.Optimizer."""

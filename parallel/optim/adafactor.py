@@ -1,12 +1,12 @@
-"""Adafactor: of a matrix's squared gradients it keeps the means of rows and of columns, n + m numbers in the place of 2 n m.
+"""Adafactor: keeps only the means of rows and columns of a matrix's squared gradients, n + m numbers instead of AdamW's 2 n m.
 
     R  <-  b R + (1 - b) mean of (G^2 + eps) over columns        C: over rows        b = 1 - t^-0.8
     V = R C^T / mean(R)        U = G / sqrt(V)        U  <-  U / max(1, rms(U))
-    W  <-  W - a U - lr decay W        a = lr max(floor, rms(W)) relative, or lr
+    W  <-  W - a U - lr decay W        a = lr max(floor, rms(W)) if `step` is relative, or lr if it is absolute
 
-A vector keeps its squares whole. Each expert is a matrix of its own, with its own rms, so nothing depends on who holds it (Mesh
-TensorFlow takes them together). No first moment, as Switch and GLaM trained. Source: Shazeer and Stern, arXiv 1804.04235, algorithms 4
-and 5, with their constants; `optimizer.schedule: inverse_sqrt` is its rate.
+A vector keeps all its squares. Each expert is a matrix of its own, with its own rms, so the result does not depend on the ranks that hold
+it. (Mesh TensorFlow takes the rms of all experts together.) There is no first moment, as in the training of Switch and GLaM. Source:
+Shazeer and Stern, arXiv 1804.04235, algorithms 4 and 5, with their constants; its learning rate is `optimizer.schedule: inverse_sqrt`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from parallel.data.engine import Kept, Rule
+from parallel.data.engine import Rule, StateDims
 from parallel.data.whole import Whole
 from parallel.optim.step import decay_and_subtract
 
@@ -30,22 +30,22 @@ FLOOR = 1e-3  # of the weights' root mean square, to which steps are relative
 
 @dataclass(frozen=True)
 class Adafactor(Rule):
-    """The optimizer as data. `step`: whether steps are relative to the weights' root mean square."""
+    """Facts and settings of Adafactor. step: relative to the root mean square (rms) of the weights, or absolute."""
 
     step: Literal["relative", "absolute"]
     weight_decay: float
     decays: Callable[[str, Tensor], bool]
 
-    def kept(self, name: str, num_dims: int) -> Kept:
+    def kept(self, name: str, num_dims: int) -> StateDims:
         return {ROW: -1, COLUMN: -2} if num_dims > 1 else {SQUARE: None}
 
     def build(self, groups: list[dict[str, Any]], wholes: Mapping[int, Whole] | None = None) -> torch.optim.Optimizer:
         assert not any(whole.cuts for whole in (wholes or {}).values()), "means are of whole matrices"
-        return Factored(groups, rule=self)
+        return AdafactorOptimizer(groups, rule=self)
 
 
-class Factored(torch.optim.Optimizer):
-    """torch's form of it."""
+class AdafactorOptimizer(torch.optim.Optimizer):
+    """Adafactor as a torch.optim.Optimizer."""
 
     def __init__(self, groups: list[dict[str, Any]], *, rule: Adafactor) -> None:
         super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0})
@@ -80,7 +80,7 @@ class Factored(torch.optim.Optimizer):
 
 
 def _inverse_root(held: dict[str, Tensor]) -> Tensor:
-    """1 / sqrt(V)."""
+    """1 / sqrt(V), from the means of rows and columns or from the squares."""
     if SQUARE in held:
         return held[SQUARE].rsqrt()
     rows, columns = held[ROW], held[COLUMN]
@@ -88,5 +88,5 @@ def _inverse_root(held: dict[str, Tensor]) -> Tensor:
 
 
 def _rms(x: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """Root mean square of a vector or of each matrix, with its dims kept at 1."""
+    """Root mean square of a vector or of each matrix; reduced dims have size 1."""
     return x.square().mean(dims, keepdim=True).sqrt()

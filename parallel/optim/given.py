@@ -1,14 +1,15 @@
-"""An optimizer that a user's program makes: what must be known of it is found by trying it on small parameters of the same names.
+"""Optimizer from a user's function. Its properties are found by trying it on small parameters with the same names.
 
     factory([{"params": [...], "names": [...], "weight_decay": 0.1, "lr": 0.001}, ...])  ->  a torch.optim.Optimizer
 
-    three steps                             == two steps, its state into a new one, one step      a checkpoint can hold it
-    of a stack of experts                   == of each expert by itself                           experts may lie anywhere
-    of a matrix                             == of its upper and its lower part, ...               parts of it may lie apart (fsdp, tp, etp)
-    of all parameters                       == of each by itself                                  ranks may hold others (pp, ep, ...)
+    if these give equal steps                                                     the optimizer supports
+    three steps, and two steps, a new optimizer with the old states, one step     checkpoints
+    a stack of experts together, and each expert alone                            experts on any ranks
+    a whole matrix, and its upper and lower part alone                            parts of a matrix on different ranks (fsdp, tp, etp)
+    all parameters together, and each alone                                       other parameters on other ranks (pp, ep, ...)
 
-What is kept of a parameter must have its shape: that is what checkpoints cut and put together for any layout. The rate is set before
-each step, as for every other kind.
+Optimizer states must have the shape of their parameter, because checkpoints cut and join them like the parameter for any layout. The
+learning rate is set before each step, as for all optimizers.
 """
 
 from __future__ import annotations
@@ -21,27 +22,31 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel.data.engine import Kept, Rule
+from parallel.data.engine import Rule, StateDims
 from parallel.data.load import fill_stepped
 from parallel.data.whole import Whole
 from parallel.errors import BadInput
 
 Groups = list[dict[str, Any]]
 Factory = Callable[[Groups], torch.optim.Optimizer]
-_SIZES = (2, 3, 5)  # of small parameters, the last ones of as many dims: unequal, so that a state of another shape shows
+_SIZES = (2, 3, 5)  # shape of the small parameters; unequal, so that a state of another shape is noticed
 _STEPS, _CLOSE = 3, 1e-5
 
 
 @dataclass
 class Given(Rule):
-    """`key`: what names the factory in a line about it; `lr`: of the first group lists, the recipe's."""
+    """Facts of an optimizer that a user's function makes.
+
+    factory: the function. key: name of the recipe's key, for errors. lr: the recipe's learning rate. decays: (name, parameter) -> True
+    if weight decay applies.
+    """
 
     factory: Factory
     key: str
     lr: float
     weight_decay: float
     decays: Callable[[str, Tensor], bool]
-    _kept: dict[tuple[str, int], Kept] = field(default_factory=dict)
+    _kept: dict[tuple[str, int], StateDims] = field(default_factory=dict)
     _cuts: dict[tuple[str, int], frozenset[int]] = field(default_factory=dict)
 
     def groups(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> Groups:
@@ -51,7 +56,7 @@ class Given(Rule):
         return [group | {"names": [names[id(p)] for p in group["params"]], "lr": self.lr} for group in made]
 
     def build(self, groups: Groups, wholes: Mapping[int, Whole] | None = None) -> torch.optim.Optimizer:
-        """Raises BadInput for a factory that fails, or gives anything but an optimizer of all these parameters, and of no others."""
+        """Make the optimizer. Raises BadInput if the function fails, or does not return an optimizer of exactly these parameters."""
         asked = {id(p) for group in groups for p in group["params"]}
         rates = [group["lr"] for group in groups]
         try:
@@ -63,24 +68,27 @@ class Given(Rule):
         held = [id(p) for group in made.param_groups for p in group["params"]]
         if sorted(held) != sorted(asked):
             raise self._refused(
-                f"an optimizer of {len(held)} parameters where there are {len(asked)}", "one that steps every parameter once"
+                f"an optimizer of {len(held)} parameters, not of the {len(asked)} given", "an optimizer that has every parameter once"
             )
         if any(rate not in rates for rate in (group["lr"] for group in made.param_groups)):
             fix = "set optimizer.lr, and leave lr out of the groups"
             raise BadInput(
-                self.key, got="a group with a rate of its own", needed="the recipe's rate, which is set before each step", fix=fix
+                self.key,
+                got="a parameter group with its own learning rate",
+                needed="the recipe's learning rate, which is set before each step",
+                fix=fix,
             )
         return made
 
-    def kept(self, name: str, num_dims: int) -> Kept:
-        """Of a parameter of this name, by trying it. Raises BadInput for what a checkpoint cannot hold, or would not go on from."""
+    def kept(self, name: str, num_dims: int) -> StateDims:
+        """Optimizer states of a parameter of this name, found by trying. Raises BadInput if checkpoints cannot store or restore them."""
         at = name, num_dims
         if at not in self._kept:
             self._kept[at] = self._tried(name, num_dims)
         return self._kept[at]
 
     def cuts(self, name: str, num_dims: int) -> frozenset[int]:
-        """The dims along which parts of the parameter get the steps of the whole."""
+        """Dims along which the parameter may be cut: parts that are stepped alone get the same steps as the whole parameter."""
         at = name, num_dims
         if at not in self._cuts:
             whole = _small(num_dims)
@@ -93,13 +101,13 @@ class Given(Rule):
         return self._cuts[at]
 
     def coupled(self, num_dims: Mapping[str, int]) -> bool:
-        """Whether the steps of one of these parameters, by name, depend on which others are stepped beside it."""
+        """True if the steps of a parameter depend on the other parameters of the optimizer. num_dims: name -> number of dims."""
         small = {name: torch.cos(_small(dims) + number) for number, (name, dims) in enumerate(num_dims.items())}
         together = self._together(small)
         return not all(_equal(self._together({name: value})[name], together[name]) for name, value in small.items())
 
     def _together(self, small: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Small parameters after a few steps of one optimizer."""
+        """Small parameters after a few steps of one optimizer for all of them."""
         parameters = {name: nn.Parameter(value.clone()) for name, value in small.items()}
         optimizer = self.build(self.groups(parameters.items()))
         for step in range(_STEPS):
@@ -108,7 +116,7 @@ class Given(Rule):
             self._step(optimizer)
         return {name: parameter.detach() for name, parameter in parameters.items()}
 
-    def _tried(self, name: str, num_dims: int) -> Kept:
+    def _tried(self, name: str, num_dims: int) -> StateDims:
         whole = _small(num_dims)
         kept: dict[str, int | None] = {}
         through, optimizer, parameter = self._stepped(name, whole)
@@ -125,19 +133,22 @@ class Given(Rule):
                     f"floating-point tensors of the parameter's shape {list(parameter.shape)}, which checkpoints can cut for any layout"
                 )
                 raise BadInput(
-                    self.key, got=f"an optimizer that keeps {got}, of {name}", needed=needed, fix="keep tensors of that shape, and `step`"
+                    self.key, got=f"an optimizer that keeps {got}, for {name}", needed=needed, fix="keep tensors of that shape, and `step`"
                 )
             kept[kind] = None
         if not _equal(self._stepped(name, whole, again=kept)[0], through):
-            needed = "what it goes on with in optimizer.state, a tensor of the parameter's shape for each name, and `step`"
+            needed = "all of its states in optimizer.state: tensors of the parameter's shape, and `step`"
             fix = "keep nothing in the groups or in the object, and torch's state_dict in the form of torch.optim"
-            raise BadInput(self.key, got=f"an optimizer whose state does not say how it goes on, of {name}", needed=needed, fix=fix)
+            raise BadInput(self.key, got=f"an optimizer that does not continue from its saved states, for {name}", needed=needed, fix=fix)
         return kept
 
     def _stepped(
-        self, name: str, whole: Tensor, dim: int = 0, part: slice = slice(None), *, again: Kept | None = None
+        self, name: str, whole: Tensor, dim: int = 0, part: slice = slice(None), *, again: StateDims | None = None
     ) -> tuple[Tensor, torch.optim.Optimizer, nn.Parameter]:
-        """A part of a small parameter after a few steps; `again`: with what is kept put into a new optimizer before the last one."""
+        """Step a part of a small parameter a few times. Returns (its values, the optimizer, the parameter).
+
+        again: states that are moved into a new optimizer before the last step; None: one optimizer does all steps.
+        """
         at = (slice(None),) * dim + (part,)
         parameter = nn.Parameter(whole[at].clone())
         optimizer = self.build(self.groups([(name, parameter)]))

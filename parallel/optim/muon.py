@@ -1,13 +1,13 @@
-"""Muon: a matrix's momentum, made orthogonal, is its step; everything else takes AdamW's.
+"""Muon: the step of a matrix is its momentum, made orthogonal; all other parameters take AdamW's step.
 
     M  <-  mu M + G                                   U = G + mu M (Nesterov's form)
     X0 = U / |U|        X  <-  a X + b (X X^T) X + c (X X^T)^2 X, some times        about the orthogonal matrix nearest to U
     W  <-  W - lr s X - lr decay W                    s: see `scale`
 
-The Newton-Schulz iteration needs products of matrices alone. a, b and c are Jordan's: they drive singular values towards 1 fast, and
-only to about 0.7 to 1.2, which is enough. Experts are stacked, each a matrix of its own. Of the ranks that hold copies or parts of a matrix
-(data parallelism, FSDP, tensor parallelism), one iterates, and the others get the result (parallel/optim/shared.py). The momentum
-lies as the weight does, in copies or parts: checkpoints and audits treat both alike.
+The Newton-Schulz iteration needs only products of matrices. a, b and c are Jordan's: singular values reach 0.7 to 1.2 in a few iterations,
+which is close enough to 1. Experts are stacked, each a matrix of its own. If several ranks hold copies or parts of a matrix (data
+parallelism, FSDP, tensor parallelism), one of them iterates and sends the result to the others (parallel/optim/shared.py). The momentum
+is distributed as the weight is, so checkpoints and audits treat both alike.
 Sources: Jordan et al. 2024, "Muon" (kellerjordan.github.io/posts/muon); Liu et al., arXiv 2502.16982 (the scale that matches AdamW's).
 """
 
@@ -21,11 +21,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from parallel.data.engine import MOMENTS, Kept, Rule
+from parallel.data.engine import MOMENTS, Rule, StateDims
 from parallel.data.whole import Whole
-from parallel.optim.sgd import MOMENTUM, moved
+from parallel.optim.sgd import MOMENTUM, updated_momentum
 from parallel.optim.shared import Stack, shared
-from parallel.optim.step import AdamWBut, decay_and_subtract
+from parallel.optim.step import AdamWExcept, decay_and_subtract
 
 A, B, C = 3.4445, -4.7750, 2.0315
 ITERATIONS = 5
@@ -35,7 +35,11 @@ Orientation = Literal["out_in", "in_out"]  # which of a matrix's two dims are it
 
 @dataclass(frozen=True)
 class Muon(Rule):
-    """`matrix(name, dims)`: how a parameter's matrices lie, None for what is AdamW's. `lr_factor`: of their rate."""
+    """Facts and settings of Muon.
+
+    matrix: (name, number of dims) -> orientation of the parameter's matrices; None: it takes AdamW's step. lr_factor: the matrices'
+    learning rate, as a multiple of the others'.
+    """
 
     momentum: float
     scale: Scale
@@ -47,11 +51,11 @@ class Muon(Rule):
     matrix: Callable[[str, int], Orientation | None]
 
     def flops(self, shape: tuple[int, int]) -> float:
-        """Of one matrix's iterations."""
+        """Floating-point operations of the iterations on one matrix."""
         m, n = sorted(shape)
         return ITERATIONS * (4.0 * n * m**2 + 2.0 * m**3)
 
-    def kept(self, name: str, num_dims: int) -> Kept:
+    def kept(self, name: str, num_dims: int) -> StateDims:
         return {MOMENTUM: None} if self.matrix(name, num_dims) else dict.fromkeys(MOMENTS)
 
     def groups(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
@@ -61,18 +65,18 @@ class Muon(Rule):
         return [group | {"matrix": kind} for kind, held in parts.items() for group in super(Muon, self).groups(held)]
 
     def build(self, groups: list[dict[str, Any]], wholes: Mapping[int, Whole] | None = None) -> torch.optim.Optimizer:
-        return Orthogonal(groups, rule=self, wholes=wholes or {})
+        return MuonOptimizer(groups, rule=self, wholes=wholes or {})
 
 
-class Orthogonal(AdamWBut):
-    """AdamW, except that groups whose `matrix` is set take Muon's step."""
+class MuonOptimizer(AdamWExcept):
+    """AdamW in which parameter groups with a `matrix` take Muon's step."""
 
     def __init__(self, groups: list[dict[str, Any]], *, rule: Muon, wholes: Mapping[int, Whole]) -> None:
         super().__init__(groups, lr=0.0, betas=rule.betas, eps=rule.eps, fused=True)
         self.rule, self.wholes = rule, wholes
 
-    def move(self, weight: nn.Parameter, group: dict[str, Any]) -> bool:
-        return bool(group["matrix"])  # `step` moves them, all together
+    def update_itself(self, weight: nn.Parameter, group: dict[str, Any]) -> bool:
+        return bool(group["matrix"])  # `step` updates all of them together
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -84,7 +88,7 @@ class Orthogonal(AdamWBut):
         def part(number: int) -> Tensor:
             weight, _ = held[number]
             assert weight.grad is not None
-            momentum = moved(self.state[weight], weight, momentum=rule.momentum)
+            momentum = updated_momentum(self.state[weight], weight, momentum=rule.momentum)
             ahead: Tensor = weight.grad.float().add(momentum, alpha=rule.momentum)  # Nesterov's form
             return ahead.reshape(stacks[number].count, *stacks[number].shape)
 
@@ -106,10 +110,10 @@ def _stack(number: int, weight: Tensor, whole: Whole) -> Stack:
 
 
 def orthogonal(matrices: Tensor) -> Tensor:
-    """Of each matrix [..., rows, columns] about U V^T of its singular value decomposition, in fp32; zero stays zero."""
+    """Approximate U V^T of each matrix [..., rows, columns] with singular value decomposition U S V^T; fp32. Zero stays zero."""
     x: Tensor = matrices.float()
     tall = x.shape[-2] > x.shape[-1]
-    x = x.mT if tall else x  # the smaller square
+    x = x.mT if tall else x  # so that x x^T is the smaller square
     x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp_min(1e-7)
     for _ in range(ITERATIONS):
         square = x @ x.mT
@@ -118,8 +122,11 @@ def orthogonal(matrices: Tensor) -> Tensor:
 
 
 def scale(kind: Scale, shape: tuple[int, ...], orientation: Orientation) -> float:
-    """What an orthogonal step is multiplied by. rms: 0.2 sqrt(max(rows, columns)), the size of AdamW's steps (Liu et al., eq. 4), so both
-    share a rate; spectral: sqrt(max(1, out / in)), Jordan's, with a rate of its own."""
+    """Factor of an orthogonal step.
+
+    rms: 0.2 sqrt(max(rows, columns)), which gives steps of AdamW's size (Liu et al., eq. 4), so that both can have one learning rate.
+    spectral: sqrt(max(1, out / in)), Jordan's, which needs a learning rate of its own.
+    """
     if kind == "rms":
         return 0.2 * math.sqrt(max(shape[-2:]))
     out_size, in_size = (shape[-2], shape[-1]) if orientation == "out_in" else (shape[-1], shape[-2])

@@ -1,8 +1,8 @@
-"""SGD with momentum: one tensor in addition to each weight, half of AdamW's states.
+"""SGD with momentum: one optimizer state for each weight, half as many as AdamW's.
 
     M  <-  mu M + G        W  <-  W - lr M - lr decay W
 
-As in torch's SGD without dampening, but with decoupled decay, so that a recipe's decay means the same for every kind.
+As torch's SGD without dampening, but with decoupled weight decay, so that a recipe's weight decay means the same for all optimizers.
 Source: Polyak 1964.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel.data.engine import Kept, Rule
+from parallel.data.engine import Rule, StateDims
 from parallel.data.whole import Whole
 from parallel.optim.step import decay_and_subtract
 
@@ -24,21 +24,21 @@ MOMENTUM = "momentum"
 
 @dataclass(frozen=True)
 class Sgd(Rule):
-    """The optimizer as data."""
+    """Facts and settings of SGD."""
 
     momentum: float
     weight_decay: float
     decays: Callable[[str, Tensor], bool]
 
-    def kept(self, name: str, num_dims: int) -> Kept:
+    def kept(self, name: str, num_dims: int) -> StateDims:
         return {MOMENTUM: None}
 
     def build(self, groups: list[dict[str, Any]], wholes: Mapping[int, Whole] | None = None) -> torch.optim.Optimizer:
-        return Momentum(groups, momentum=self.momentum)
+        return SgdOptimizer(groups, momentum=self.momentum)
 
 
-class Momentum(torch.optim.Optimizer):
-    """torch's form of it; sums in fp32, whatever the weights' dtype."""
+class SgdOptimizer(torch.optim.Optimizer):
+    """SGD as a torch.optim.Optimizer. It computes in fp32 for weights of any dtype."""
 
     def __init__(self, groups: list[dict[str, Any]], *, momentum: float) -> None:
         super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0})
@@ -51,12 +51,12 @@ class Momentum(torch.optim.Optimizer):
             for weight in group["params"]:
                 if weight.grad is None:
                     continue
-                held = moved(self.state[weight], weight, momentum=self.momentum)
+                held = updated_momentum(self.state[weight], weight, momentum=self.momentum)
                 decay_and_subtract(weight, held.mul(group["lr"]), lr=group["lr"], decay=group["weight_decay"])
 
 
-def moved(state: dict[str, Tensor], weight: Tensor, *, momentum: float) -> Tensor:
-    """The momentum after this step's gradient, in fp32; the state has it in the weight's dtype."""
+def updated_momentum(state: dict[str, Tensor], weight: Tensor, *, momentum: float) -> Tensor:
+    """Add this step's gradient to the momentum. Returns it in fp32, and stores it in `state` in the weight's dtype."""
     assert weight.grad is not None
     if MOMENTUM not in state:
         state["step"] = torch.zeros((), device=weight.device)

@@ -1,11 +1,11 @@
-"""Work on whole matrices, shared out among the ranks that would all do the same: each matrix is one rank's, and the others get its result.
+"""Distributes work on whole matrices over the ranks that hold copies or parts of them: one rank, the owner, does each matrix.
 
-    copies    every rank has the matrix       its rank works    --all-gather-->  all have the result
-    a cut     parts  --all-to-all-->  the matrix, on its rank   --all-to-all-->  each has its part of the result
+    copies    every rank has the matrix                      the owner works   --all-gather-->   all ranks have the result
+    parts     --all-to-all-->  the whole matrix              the owner works   --all-to-all-->   each rank has its part of the result
 
-A matrix that is cut over several axes (by FSDP and tensor parallelism, say) is put together axis by axis, and its result goes back the
-same way. Whose a matrix is follows from shapes alone, so no rank has to be told: the longest first, each to the rank with the least so
-far. Matrices travel many at a time, in rounds; a round's results are gathered while the next round is computed.
+A matrix that is cut over several axes (by FSDP and tensor parallelism, for example) is joined axis by axis, and its result is cut in the
+reverse order. All ranks compute the owners from the shapes alone: in order of decreasing cost, each matrix goes to the rank with the least
+work so far. Many matrices are sent together, in rounds. A round's results are gathered while the next round is computed.
 """
 
 from __future__ import annotations
@@ -24,15 +24,18 @@ from parallel.mesh.mesh import Axis
 
 # K matrices of one parameter, R rows, C columns
 
-_ROUND_ELEMENTS = 32 * 2**20  # of all ranks together: 128 MiB of fp32
-Work = Callable[[int, Tensor], Tensor]  # (number of a parameter, whole matrices [K, R, C]) -> as many of that shape
-Cost = Callable[[tuple[int, int]], float]  # of the work on one matrix of this shape
+_ROUND_ELEMENTS = 32 * 2**20  # elements of a round, all ranks together: 128 MiB of fp32
+Work = Callable[[int, Tensor], Tensor]  # (number of a parameter, whole matrices [K, R, C]) -> results [K, R, C]
+Cost = Callable[[tuple[int, int]], float]  # shape of a matrix -> cost of the work on it, in any unit
 Arrive = Callable[[], list[Tensor]]
 
 
 @dataclass(frozen=True)
 class Stack:
-    """What this rank holds of a parameter's matrices: K of them, `shape` [R, C]. Results have `dtype`; `number` is the parameter's."""
+    """This rank's part of a parameter's matrices: `count` (K) of them, each of `shape` [R, C].
+
+    number: the parameter's number. dtype: dtype of the results. whole: how the parts form whole matrices.
+    """
 
     number: int
     count: int
@@ -42,22 +45,22 @@ class Stack:
 
     @property
     def matrix(self) -> tuple[int, int]:
-        """The shape of a whole one."""
+        """Shape of a whole matrix."""
         sizes = {-2: self.shape[0], -1: self.shape[1]} | {cut.dim: cut.size for cut in self.whole.cuts}
         return sizes[-2], sizes[-1]
 
     @property
     def axes(self) -> tuple[Axis, ...]:
-        """The ranks that share out the matrices: those with copies, then those with parts."""
+        """Axes over which the matrices are distributed: the axis of ranks with copies, if any, then the axes of ranks with parts."""
         return *((self.whole.copies,) if self.whole.copies else ()), *(cut.axis for cut in self.whole.cuts)
 
 
 def shared(stacks: Iterable[Stack], part: Callable[[int], Tensor], work: Work, *, cost: Cost) -> Iterator[tuple[int, Tensor]]:
-    """(number, this rank's part [K, R, C] of the results) of each stack, in some order. Collective: all ranks have the same stacks.
+    """Yield (number, this rank's part [K, R, C] of the results) for each stack, in any order. Collective: stacks are equal on all ranks.
 
-    `part(number)`: what this rank holds of the matrices [K, R, C], in the dtype that `work` takes; asked once.
+    part: number -> this rank's part of the matrices, [K, R, C], in the dtype that `work` takes; called once. work, cost: see above.
     """
-    alike: dict[tuple[object, ...], list[Stack]] = {}  # shared out among the same ranks
+    alike: dict[tuple[object, ...], list[Stack]] = {}  # stacks that are distributed over the same ranks
     for stack in stacks:
         key = stack.dtype, stack.whole.copies is None, *((axis.name, axis.ranks) for axis in stack.axes)
         alike.setdefault(key, []).append(stack)
@@ -66,7 +69,7 @@ def shared(stacks: Iterable[Stack], part: Callable[[int], Tensor], work: Work, *
 
 
 def assigned(costs: Sequence[float], ranks: int) -> list[int]:
-    """Whose each piece of work is: in this order, longest first, to the rank with the least so far."""
+    """Rank of each piece of work: in the given order (decreasing cost), each goes to the rank with the least work so far."""
     loads = [(0.0, rank) for rank in range(ranks)]
     owners = []
     for cost in costs:
@@ -78,18 +81,18 @@ def assigned(costs: Sequence[float], ranks: int) -> list[int]:
 
 @dataclass(frozen=True)
 class _Held:
-    """Matrices on their way to who works on them: `places`, of each of the K, on the axes that it has still to cross."""
+    """Matrices on the way to their owners. places: for each of the K matrices, the owner's index on each axis that is still to cross."""
 
     stack: Stack
     tensor: Tensor
     places: list[tuple[int, ...]]
 
     def of(self, place: int) -> list[int]:
-        """Which of them are of that place on the next axis."""
+        """Numbers k of the matrices with an owner at index `place` of the next axis."""
         return [k for k, places in enumerate(self.places) if places[0] == place]
 
     def there(self, place: int, tensor: Tensor) -> _Held:
-        """Those, in this form, behind that axis."""
+        """The matrices with an owner at index `place`, after they crossed the next axis; `tensor`: their values."""
         return replace(self, tensor=tensor, places=[self.places[k][1:] for k in self.of(place)])
 
 
@@ -112,7 +115,7 @@ def _arrived(stacks: list[Stack], arrive: Arrive) -> Iterator[tuple[int, Tensor]
 
 
 def _rounds(stacks: list[Stack], ranks: int) -> Iterator[list[Stack]]:
-    """Some at a time: at least one matrix for each rank, so that none waits, and many where they are small."""
+    """Divide the stacks into rounds. A round has at least one matrix for each rank, and many if they are small."""
     some: list[Stack] = []
     matrices = elements = 0
     for stack in stacks:
@@ -127,7 +130,7 @@ def _rounds(stacks: list[Stack], ranks: int) -> Iterator[list[Stack]]:
 
 
 def _place(owner: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """A rank's number as its place on each axis."""
+    """Index of a rank on each axis, from its number."""
     places = []
     for size in reversed(sizes):
         owner, place = divmod(owner, size)
@@ -136,7 +139,7 @@ def _place(owner: int, sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def _through(level: int, batch: list[_Held], work: Work) -> Arrive:
-    """The results for what this rank holds of a batch, from this axis on."""
+    """Send a batch over the axes from number `level` on, to its owners and back. Returns a function that gives this rank's results."""
     stack = batch[0].stack
     if level == len(stack.axes):
         done = [work(h.stack.number, h.tensor) if len(h.tensor) else h.tensor.to(h.stack.dtype) for h in batch]
@@ -149,7 +152,7 @@ def _through(level: int, batch: list[_Held], work: Work) -> Arrive:
 def _by_copies(axis: Axis, batch: list[_Held], work: Work) -> Arrive:
     found = _through(1, [held.there(axis.index, held.tensor[held.of(axis.index)]) for held in batch], work)()
     shapes = [[(len(held.of(place)), *held.tensor.shape[1:]) for held in batch] for place in range(axis.size)]
-    mine = found[0].new_zeros(max(sum(map(math.prod, row)) for row in shapes))  # as long on every rank: loads are even within a matrix
+    mine = found[0].new_zeros(max(sum(map(math.prod, row)) for row in shapes))  # equally long on all ranks, padded by at most a matrix
     flat = torch.cat([tensor.flatten() for tensor in found])
     mine[: len(flat)] = flat
     started = start_gather(mine, axis)
@@ -165,8 +168,8 @@ def _by_parts(level: int, batch: list[_Held], work: Work) -> Arrive:
     whole, axis = batch[0].stack.whole, batch[0].stack.axes[level]
     nth, places = level - (whole.copies is not None), range(axis.size)
     cuts = [held.stack.whole.cuts[nth] for held in batch]
-    go = [[(len(held.of(place)), *held.tensor.shape[1:]) for held in batch] for place in places]  # my parts of a place's matrices
-    come = [  # a place's parts of my matrices
+    go = [[(len(held.of(place)), *held.tensor.shape[1:]) for held in batch] for place in places]  # shapes of my parts of others' matrices
+    come = [  # shapes of the others' parts of my matrices
         [cut.part_shape((len(held.of(axis.index)), *held.tensor.shape[1:]), place) for held, cut in zip(batch, cuts, strict=True)]
         for place in places
     ]
@@ -179,7 +182,7 @@ def _by_parts(level: int, batch: list[_Held], work: Work) -> Arrive:
 
 
 def _exchanged(sent: list[list[Tensor]], come: list[list[tuple[int, ...]]], axis: Axis) -> list[list[Tensor]]:
-    """For each place of the axis tensors for it, and those of these shapes that come from it."""
+    """Exchange tensors over the axis. sent: for each rank, the tensors for it. Returns, for each rank, its tensors of the shapes `come`."""
     flats = [torch.cat([tensor.flatten() for tensor in row]) for row in sent]
     receive = [sum(map(math.prod, row)) for row in come]
     arrived = all_to_all(torch.cat(flats), axis, send=[len(flat) for flat in flats], receive=receive)
@@ -187,13 +190,13 @@ def _exchanged(sent: list[list[Tensor]], come: list[list[tuple[int, ...]]], axis
 
 
 def _cut(flat: Tensor, shapes: list[tuple[int, ...]]) -> list[Tensor]:
-    """The tensors of these shapes that lie in its beginning, one after another."""
+    """Split the beginning of a flat tensor into tensors of these shapes, one after another."""
     sizes = [math.prod(shape) for shape in shapes]
     return [part.view(shape) for part, shape in zip(flat[: sum(sizes)].split(sizes), shapes, strict=True)]
 
 
 def _joined(batch: list[_Held], of_places: list[list[Tensor]]) -> list[Tensor]:
-    """What came from each place, in the order of the matrices."""
+    """Join the tensors that came from each rank, in the order of the matrices."""
     joined = []
     for n, held in enumerate(batch):
         out = of_places[0][n].new_empty(held.tensor.shape)

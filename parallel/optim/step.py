@@ -1,4 +1,4 @@
-"""What the project's optimizers share: AdamW for all but some weights, and the last line of a step."""
+"""Base class and last operation of the project's optimizers: AdamW with exceptions, and the update of a weight."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 
 
-class AdamWBut(torch.optim.AdamW):
-    """torch's AdamW, except for weights that `move` steps itself: it says whether it did."""
+class AdamWExcept(torch.optim.AdamW):
+    """torch's AdamW for all weights but those that `update_itself` updates."""
 
-    def move(self, weight: nn.Parameter, group: dict[str, Any]) -> bool:
+    def update_itself(self, weight: nn.Parameter, group: dict[str, Any]) -> bool:
+        """Update the weight and return True, or return False to let AdamW update it."""
         raise NotImplementedError
 
     @torch.no_grad()
@@ -21,7 +22,7 @@ class AdamWBut(torch.optim.AdamW):
         for group in self.param_groups:
             for weight in group["params"]:
                 grad = weight.grad
-                if grad is not None and self.move(weight, group):
+                if grad is not None and self.update_itself(weight, group):
                     moved.append((weight, grad))
                     weight.grad = None  # so that AdamW skips it
         super().step()
@@ -30,5 +31,5 @@ class AdamWBut(torch.optim.AdamW):
 
 
 def decay_and_subtract(weight: Tensor, step: Tensor, *, lr: float, decay: float) -> None:
-    """W <- W - lr decay W - step, in place; the step is fp32 and rounded to the weight's dtype."""
+    """Set W to W - lr decay W - step, in place. The fp32 `step` is rounded to the weight's dtype."""
     weight.mul_(1 - lr * decay).sub_(step.to(weight.dtype))

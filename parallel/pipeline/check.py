@@ -1,8 +1,8 @@
-"""Checks that a schedule is complete and free of deadlock; both without times and without processes.
+"""Checks that a schedule is complete and free of deadlock. Needs no times and starts no processes.
 
 Complete: every stage runs every micro-batch forward once and backward once (B, or I and W), on one rank, and every update happens.
-Free of deadlock: ranks take their actions in order, each as soon as its needs are done. If all ranks wait, it is a deadlock, and the
-message has every rank's next action with what it waits for.
+Free of deadlock: each rank executes its actions in order, each as soon as the actions that it needs are done. If all ranks wait, it is
+a deadlock: the error names each rank's next action and the actions that it waits for.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def check(schedule: Schedule) -> Schedule:
 
 
 def linear(schedule: Schedule, *, sums_block: bool = False) -> list[Node]:
-    """All actions in one order in which each comes after its needs. Raises BadInput for a deadlock.
+    """All actions in one order, each after the actions that it needs. Raises BadInput for a deadlock.
 
-    sums_block: a rank continues after S only when every replica has reached it.
+    sums_block: if True, a rank continues after S only when every replica has reached that S.
     """
     found = steps(schedule, sums_block=sums_block)
     return [Node(found.ranks[n], n - found.first[found.ranks[n]]) for n in found.order]
@@ -44,11 +44,11 @@ def _check_whole(schedule: Schedule) -> None:
             if not 0 <= action.microbatch < schedule.microbatches:
                 raise _wrong(schedule, str(action), f"micro-batches 0 to {schedule.microbatches - 1}", "renumber it or remove it")
             if action.version > schedule.num_updates:
-                raise _wrong(schedule, str(action), f"a version from 0 to {schedule.num_updates}, that an update makes", "correct it")
+                raise _wrong(schedule, str(action), f"a version from 0 to {schedule.num_updates}", "correct it")
             count[action[:3]] += 1
     for named, n in count.items():
         if n > 1:
-            raise _wrong(schedule, f"{Action(*named)} {n} times", "it once", "remove the others")
+            raise _wrong(schedule, f"{Action(*named)} {n} times", "each action once", "remove the others")
     for stage in range(schedule.num_stages):
         for microbatch in range(schedule.microbatches):
             _check_one(schedule, stage, microbatch)
@@ -85,7 +85,9 @@ def _check_updates(schedule: Schedule) -> None:
     if present != wanted:
         rank, op, stage, version = min((wanted - present) or (present - wanted))
         n = present[rank, op, stage, version]
-        needed = "it once" if wanted[rank, op, stage, version] else f"versions 1 to {schedule.num_updates}, and S only for replicas"
+        needed = (
+            "this action once" if wanted[rank, op, stage, version] else f"versions 1 to {schedule.num_updates}, and S only for replicas"
+        )
         raise _wrong(schedule, f"{n} times {Action(op, stage, version=version)} on rank {rank}", needed, "one U a stage, rank and batch")
     for stage, ranks in enumerate(schedule.homes):
         for pair in combinations(ranks, 2):
@@ -93,7 +95,7 @@ def _check_updates(schedule: Schedule) -> None:
             sums = [[a for a in schedule.orders[rank] if a.op is Op.S and shared[a.stage]] for rank in pair]
             if sums[0] != sums[1]:
                 got = f"sums in different orders on ranks {pair[0]} and {pair[1]}"
-                raise _wrong(schedule, got, "one order", f"reorder S of stage {stage}")
+                raise _wrong(schedule, got, "the same order on all ranks", f"reorder S of stage {stage}")
 
 
 def _wrong(schedule: Schedule, got: str, needed: str, fix: str) -> BadInput:

@@ -1,10 +1,10 @@
 """Messages between the ranks of a pipeline: one channel for each ordered pair of ranks, in which messages keep their order.
 
-    rank 0  --F0 F1 F2-->  rank 1        one group carries messages to higher ranks, another those to lower ranks: two ranks that
-    rank 0  <--B0 B1-----  rank 1        send to each other never wait for one another
+    rank 0  --F0 F1 F2-->  rank 1        messages to higher ranks use one process group, messages to lower ranks another: two ranks
+    rank 0  <--B0 B1-----  rank 1        that send to each other never block one another
 
-The receiver knows the order (Schedule.messages), so only tensors travel: no shapes, no tags. It posts the next receive before it
-needs the message, which then arrives while it computes; a message that comes before its turn is put aside.
+The receiver knows the order (Schedule.messages), so only tensors travel: no shapes, no tags. It posts the next receive of a channel
+early, so that the message arrives while it computes. A message that arrives before it is needed is stored.
 """
 
 from __future__ import annotations
@@ -21,20 +21,22 @@ from parallel.mesh.mesh import Axis
 from parallel.mesh.regions import region
 from parallel.pipeline.schedule import Message, Schedule
 
-Empty = Callable[[Message], Tensor]  # makes the tensor into which a message is received
+Empty = Callable[[Message], Tensor]  # allocates the tensor into which a message is received
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """A schedule's messages as one rank sees them.
+    """Messages of a schedule, arranged for one rank.
 
-    due: the messages to this rank, by source, in order of arrival. taken: the place in the receiver's order where it takes a message.
-    left: the place in the sender's order where it sends it. channels: each ordered pair of ranks with its first message.
+    expected: messages to this rank by source rank, in order of arrival.
+    taken_at: message -> index of the action, in the receiver's order, that uses it.
+    sent_at: message -> index of the action, in the sender's order, that sends it.
+    channels: each ordered pair (source, target) of ranks with its first message.
     """
 
-    due: dict[int, tuple[Message, ...]]
-    taken: dict[Message, int]
-    left: dict[Message, int]
+    expected: dict[int, tuple[Message, ...]]
+    taken_at: dict[Message, int]
+    sent_at: dict[Message, int]
     channels: tuple[tuple[tuple[int, int], Message], ...]
 
     @staticmethod
@@ -49,80 +51,80 @@ class Traffic:
 
 
 class Links:
-    """The channels of one rank. `up` and `down`: the axis of stages twice, with a process group each."""
+    """Channels of one rank. `up` and `down`: the pipeline's axis twice, each with its own process group."""
 
     def __init__(self, up: Axis, down: Axis) -> None:
         self.up, self.down = up, down
-        self._met: set[tuple[int, int]] = set()
+        self._connected: set[tuple[int, int]] = set()
         self.sent: dict[int, deque[tuple[int, dist.Work, Tensor]]] = defaultdict(deque)
 
     def begin(self, traffic: Traffic, empty: Empty) -> None:
         """Post the receive for the first message of every channel to this rank."""
-        self._meet(traffic, empty)
+        self._connect(traffic, empty)
         self._empty, self._traffic = empty, traffic
-        self._due = {source: deque(messages) for source, messages in traffic.due.items()}
-        self._asked: dict[int, tuple[Message, Tensor, dist.Work]] = {}
+        self._expected = {source: deque(messages) for source, messages in traffic.expected.items()}
+        self._posted: dict[int, tuple[Message, Tensor, dist.Work]] = {}
         self._early: dict[Message, Tensor] = {}
-        for source in self._due:
-            self._ask(source)
+        for source in self._expected:
+            self._post(source)
 
-    def _meet(self, traffic: Traffic, empty: Empty) -> None:
-        """Send one element through each new channel, pair after pair: NCCL connects two ranks once both are there, and blocks until so."""
+    def _connect(self, traffic: Traffic, empty: Empty) -> None:
+        """Connect each new channel by a message of one element, pair after pair: NCCL's first message blocks until both ranks are there."""
         for pair, message in traffic.channels:
-            if pair not in self._met:
-                self._met.add(pair)
-                way, hello = self._way(message), empty(message).new_zeros(1)
-                if way.index == pair[0]:
-                    dist.send(hello, way.ranks[pair[1]], group=way.group)
-                elif way.index == pair[1]:
-                    dist.recv(hello, way.ranks[pair[0]], group=way.group)
+            if pair not in self._connected:
+                self._connected.add(pair)
+                axis, greeting = self._axis_of(message), empty(message).new_zeros(1)
+                if axis.index == pair[0]:
+                    dist.send(greeting, axis.ranks[pair[1]], group=axis.group)
+                elif axis.index == pair[1]:
+                    dist.recv(greeting, axis.ranks[pair[0]], group=axis.group)
 
-    def _ask(self, source: int) -> None:
-        if self._due[source]:
-            message = self._due[source].popleft()
-            room = self._empty(message)
-            work = dist.irecv(room, self.up.ranks[source], group=self._way(message).group)
+    def _post(self, source: int) -> None:
+        if self._expected[source]:
+            message = self._expected[source].popleft()
+            buffer = self._empty(message)
+            work = dist.irecv(buffer, self.up.ranks[source], group=self._axis_of(message).group)
             assert work is not None
-            self._asked[source] = message, room, work
+            self._posted[source] = message, buffer, work
 
-    def _way(self, message: Message) -> Axis:
+    def _axis_of(self, message: Message) -> Axis:
         return self.up if message.source < message.target else self.down
 
     def take(self, message: Message) -> Tensor:
         """Wait for a message to this rank and return its tensor."""
         while message not in self._early:
-            arriving, room, work = self._asked.pop(message.source)
-            self._announce(arriving)
+            arrived, buffer, work = self._posted.pop(message.source)
+            self._announce(arrived)
             with region("wait for a message"):
                 work.wait()
-            self._early[arriving] = room
-            self._ask(message.source)
-        self._let_go(message)
+            self._early[arrived] = buffer
+            self._post(message.source)
+        self._release(message)
         return self._early.pop(message)
 
     def send(self, message: Message, tensor: Tensor) -> None:
-        """Start to send. The tensor is kept until it is known to have arrived."""
-        way = self._way(message)
-        count(replace(way, label=str(message)), "send", tensor)
+        """Start sending `tensor`. It is kept until it is known to have arrived."""
+        axis = self._axis_of(message)
+        count(replace(axis, label=str(message)), "send", tensor)
         self._announce(message)
-        work = dist.isend(tensor, way.ranks[message.target], group=way.group)
+        work = dist.isend(tensor, axis.ranks[message.target], group=axis.group)
         assert work is not None
-        self.sent[message.target].append((self._traffic.taken[message], work, tensor))
+        self.sent[message.target].append((self._traffic.taken_at[message], work, tensor))
 
     def _announce(self, message: Message) -> None:
-        """For the watchdog: it compares what was sent through a channel with what is waited for."""
+        """Record the message for the watchdog, which compares the messages sent and awaited on each channel."""
         ranks, record = self.up.ranks, self.up.communicator.record
         if record is not None:
             record.message(ranks[message.source], ranks[message.target], str(message))
 
-    def _let_go(self, message: Message) -> None:
-        """Release sent tensors: whatever this message's sender had taken before sending it has arrived, so waiting for these is free."""
-        left, sent = self._traffic.left[message], self.sent[message.source]
-        while sent and sent[0][0] <= left:
+    def _release(self, message: Message) -> None:
+        """Release the tensors that the sender of `message` received before it sent it: waiting for those sends takes no time."""
+        sent_at, sent = self._traffic.sent_at[message], self.sent[message.source]
+        while sent and sent[0][0] <= sent_at:
             sent.popleft()[1].wait()
 
     def end(self) -> None:
-        """Wait until everything that was sent has arrived."""
+        """Wait until every sent message has arrived."""
         for sent in self.sent.values():
             while sent:
                 sent.popleft()[1].wait()

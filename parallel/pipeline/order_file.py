@@ -1,10 +1,10 @@
-"""Schedules as CSV files: one line per rank, one cell per action, written stage-op-micro-batch@version.
+"""Reads and writes schedules as CSV files: a line for each rank, a cell for each action, written stage-op-micro-batch@version.
 
-    0F0,0F1,0B0,0B1,0U@1            0U@1: update of stage 0 that makes version 1; @0 is left out
+    0F0,0F1,0B0,0B1,0U@1            0U@1: update of stage 0 that makes version 1; @0 is not written
     1F0,1B0,1F1,1B1,1U@1            (0F4;7B1)OVERLAP_F_B: a pair, which runs as one block
 
-A stage is on the ranks whose lines name it. Lines without S and U get them at their end. Without versions, this is also the
-compute-only format of torch.distributed.pipelining, whose files can be read too. Its empty cells are waits, and are ignored here.
+A rank holds the stages that its line names. Files without S and U get them added at the end of each line. Without versions, this is the
+compute-only format of torch.distributed.pipelining, so its files can be read. Its empty cells (waits) are ignored here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PAIR = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")
 
 
 def write_order(schedule: Schedule, path: str | Path, *, what: str = "--out") -> None:
-    """Write one line per rank, and the folder that the file is to be in. Raises BadInput if the file cannot be written."""
+    """Write the schedule to `path`, and create its folder if needed. Raises BadInput if the file cannot be written."""
     lines = []
     for rank, order in enumerate(schedule.orders):
         cells: list[str] = []
@@ -39,7 +39,7 @@ def write_order(schedule: Schedule, path: str | Path, *, what: str = "--out") ->
 
 
 def read_order(path: str | Path) -> Schedule:
-    """The schedule in a file, checked to be complete and free of deadlock. Raises BadInput, one line, for anything else."""
+    """Read a schedule from a file and check it. Raises BadInput if it is no such file, is incomplete or has a deadlock."""
     try:
         lines = [cells for cells in csv.reader(io.StringIO(read_text(path, newline="").removeprefix("\ufeff"))) if cells]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
@@ -61,7 +61,9 @@ def read_order(path: str | Path) -> Schedule:
                 f"{path} line {rank + 1}", got="no action", needed="a stage on every rank", fix="add actions, or remove the line"
             )
     if not any(action.op is Op.F for order in orders for action in order):
-        raise BadInput("schedule", got=f"{path} without a forward", needed="a line of actions a rank, such as 0F0,0B0", fix="add them")
+        raise BadInput(
+            "schedule", got=f"{path} without a forward", needed="a line of actions for each rank, such as 0F0,0B0", fix="add them"
+        )
     return check(_schedule(Path(path).stem, orders, frozenset(pairs)))
 
 
@@ -87,8 +89,8 @@ def _schedule(name: str, orders: Sequence[list[Action]], pairs: frozenset[Node])
     if missing is not None:
         raise BadInput(
             f"schedule {name}",
-            got=f"stages up to {num_stages - 1}, none {missing}",
-            needed="every stage from 0",
+            got=f"stages up to {num_stages - 1} without stage {missing}",
+            needed="all stages from 0",
             fix=f"add stage {missing} to a rank, or renumber",
         )
     homes = [tuple(r for r, order in enumerate(orders) if any(a.stage == stage for a in order)) for stage in range(num_stages)]
@@ -102,7 +104,7 @@ def _schedule(name: str, orders: Sequence[list[Action]], pairs: frozenset[Node])
         raise BadInput(
             f"schedule {name}",
             got=f"{microbatches} micro-batches and {num_updates} updates",
-            needed="as many micro-batches to each update",
+            needed="the same number of micro-batches for each update",
             fix="add or remove updates",
         )
     return Schedule(name, tuple(homes), microbatches, microbatches // num_updates, tuple(tuple(order) for order in orders), pairs)

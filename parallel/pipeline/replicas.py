@@ -1,6 +1,7 @@
 """Sums gradients of parameters that several ranks of a pipeline hold: Chimera's replicas of a stage, and a tied embedding.
 
-S (Schedule) starts summing a stage's gradients while other actions run. `finish` waits for those sums and does the rest.
+The action S starts the sum of a stage's gradients, which runs while other actions compute. `finish` waits for these sums and does the
+sums that no S started.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from parallel.mesh.mesh import Mesh
 
 
 class StageReplicas:
-    """This rank's shared parameters. `parameters` and `layouts` by name; `of_stage`: the names that belong to a single stage."""
+    """Sums this rank's shared parameters. `parameters` and `layouts` are by name; `of_stage`: stage -> names of its parameters."""
 
     def __init__(
         self, parameters: dict[str, nn.Parameter], layouts: dict[str, Layout], mesh: Mesh, *, of_stage: dict[int, list[str]]
@@ -37,7 +38,7 @@ class StageReplicas:
         self.started.clear()
 
     def _start(self, names: Iterable[str]) -> None:
-        """One flat sum for the names that the same ranks hold."""
+        """Start one sum, over one flat tensor, for all names that the same ranks hold."""
         together: dict[tuple[int, ...], list[str]] = {}
         for name in names:
             if name in self.shared:
@@ -49,7 +50,7 @@ class StageReplicas:
 
     def _gradient(self, name: str) -> Tensor:
         parameter = self.shared[name]
-        if parameter.grad is None:  # no token reached it here, but the other holders' sum is still needed
+        if parameter.grad is None:  # no token reached it on this rank, but every holder must take part in the sum
             parameter.grad = torch.zeros_like(parameter)
         local: Tensor = parameter.grad.to_local() if hasattr(parameter.grad, "to_local") else parameter.grad  # FSDP's local part
         return local

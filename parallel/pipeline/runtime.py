@@ -1,10 +1,13 @@
-"""Executes one rank's actions of any Schedule: the schedule that is drawn is the one that runs.
+"""Executes one rank's actions of any Schedule: the simulator draws the same schedule that runs here.
 
-    for each action:  receive what it needs from other ranks (Schedule.receives)  ->  F B I W S U  ->  send its result (Schedule.sends)
+    for each action:  receive its inputs from other ranks (Schedule.receives)  ->  F B I W S U  ->  send its result (Schedule.sends)
 
-The runtime handles orders and tensors. The `Work` decides what a stage computes, how gradients are summed and what an update is.
+The runtime handles orders and tensors. The `Work` decides what a stage computes, how gradients are summed and what an update does.
 Sends and receives overlap with computation (parallel/pipeline/links.py). Between F and B, a micro-batch keeps its input and an
 edge of the autograd graph; its output is freed once it is sent.
+
+    runtime = Runtime(schedule, axis, Links(up, down))
+    runtime.run(work)               # one batch; collective over the ranks of `axis`
 """
 
 from __future__ import annotations
@@ -30,32 +33,32 @@ from parallel.pipeline.schedule import COMPUTE, Action, Message, Node, Op, Sched
 
 
 class Work(Protocol):
-    """The computation of one rank's stages. `microbatch` counts over the whole schedule."""
+    """Computation of one rank's stages, which the caller implements. `microbatch` counts over the whole schedule."""
 
     dtype: torch.dtype
     device: torch.device
 
     def shape(self, microbatch: int) -> tuple[int, ...]:
-        """Shape of the tensors between stages, the same at every boundary."""
+        """Shape of the tensors that pass between stages; equal at every boundary."""
         ...
 
     def forward(self, stage: int, microbatch: int, x: Tensor | None) -> Tensor:
-        """Run a stage: returns the next stage's input, or on the last stage the scalar to differentiate. x: None on the first stage."""
+        """Run a stage on `x` (None on the first stage). Returns the next stage's input, or on the last stage the scalar loss."""
         ...
 
     def backward(self, output: GradientEdge, gradient: Tensor | None) -> None:
-        """Add gradients to the weights and to the input of `forward`. `gradient`: the output's; None on the last stage."""
+        """Add gradients to the weights and to the input of `forward`. `gradient`: gradient of its output; None on the last stage."""
         ...
 
     def reading(self, stage: int, version: int) -> AbstractContextManager[None]:
-        """A context in which the stage's weights have this version."""
+        """Context in which the stage's weights are those of this version."""
         ...
 
     def update(self, stage: int, version: int) -> None: ...
 
 
-class Took(NamedTuple):
-    """An action's start and end, in seconds of time.perf_counter."""
+class TimedAction(NamedTuple):
+    """Start and end of an action, in seconds of time.perf_counter."""
 
     action: Action
     start: float
@@ -63,44 +66,44 @@ class Took(NamedTuple):
 
 
 class Watcher(Protocol):
-    """Something beside a rank's actions in training. It may do work of its own in `begin` and `after`: that runs in the bubble."""
+    """Callbacks around a rank's actions in training. Work that `begin` and `after` do fills the bubble."""
 
     def begin(self) -> None:
-        """Before the first action of the order, and before what it needs is waited for."""
+        """Called once, before the rank waits for the first action's messages."""
         ...
 
     def before(self, action: Action) -> None:
-        """Before the action's messages are waited for."""
+        """Called before the rank waits for the action's messages."""
         ...
 
-    def after(self, at: int, took: Took) -> None:
-        """After the at-th action of the order and its sends, before what the next one needs is waited for."""
+    def after(self, at: int, took: TimedAction) -> None:
+        """Called after action number `at` and its sends, before the rank waits for the next action's messages."""
         ...
 
 
 @dataclass
 class Recorder:
-    """The Watcher that keeps every action's times."""
+    """Watcher that records every action's times."""
 
-    record: list[Took] = field(default_factory=list)
+    record: list[TimedAction] = field(default_factory=list)
 
     def begin(self) -> None: ...
 
     def before(self, action: Action) -> None: ...
 
-    def after(self, at: int, took: Took) -> None:
+    def after(self, at: int, took: TimedAction) -> None:
         self.record.append(took)
 
 
 class _Kept(NamedTuple):
-    """What a micro-batch keeps between F and its backward pass."""
+    """Tensors of a micro-batch that are kept from F to its backward pass: the input, and the edge to the output in autograd's graph."""
 
     x: Tensor | None
     output: GradientEdge
 
 
 class _Step(NamedTuple):
-    """An action with the messages before and after it."""
+    """An action with the messages that it receives and sends."""
 
     action: Action
     receives: tuple[Message, ...]
@@ -108,7 +111,7 @@ class _Step(NamedTuple):
 
 
 class _Plan:
-    """What one rank needs to know of a schedule to execute it. `code`: equal for equal schedules, in every process."""
+    """One rank's steps, messages and micro-batches of a schedule. `code`: a hash that is equal on all ranks if their schedules are."""
 
     def __init__(self, schedule: Schedule, rank: int) -> None:
         nodes = [Node(rank, at) for at in range(len(schedule.orders[rank]))]
@@ -120,7 +123,10 @@ class _Plan:
 
 @dataclass
 class Runtime:
-    """One rank of a pipeline. `schedule`: of one batch; `axis`: the ranks of the pipeline; `replicas`: sums what several of them hold."""
+    """Runs one rank of a pipeline.
+
+    schedule: the schedule of one batch. axis: the ranks of the pipeline. replicas: sums gradients of parameters that several ranks hold.
+    """
 
     schedule: Schedule
     axis: Axis
@@ -131,11 +137,11 @@ class Runtime:
     _forwards: dict[int, Schedule] = field(default_factory=dict)
 
     def run(self, work: Work, schedule: Schedule | None = None, *, watchers: Sequence[Watcher] = ()) -> None:
-        """Forward and backward of a whole schedule (default: the one batch's). Collective over the pipeline's ranks."""
+        """Run forward and backward passes of a whole schedule (default: `self.schedule`). Collective over the pipeline's ranks."""
         _Run(self, work, self._plan(schedule or self.schedule), watchers, train=True).run()
 
     def forward(self, work: Work, microbatches: int) -> None:
-        """Forward passes only, without gradients. Micro-batch j runs on the stages that train micro-batch j. Collective."""
+        """Run only forward passes, without gradients, on the ranks that train the same micro-batches. Collective."""
         with torch.no_grad():
             if microbatches not in self._forwards:
                 self._forwards[microbatches] = forwards(self.schedule, microbatches)
@@ -151,14 +157,14 @@ class _Run:
     def __init__(self, runtime: Runtime, work: Work, plan: _Plan, watchers: Sequence[Watcher], *, train: bool) -> None:
         self.runtime, self.work, self.plan, self.watchers, self.train = runtime, work, plan, watchers, train
         self.last = plan.schedule.num_stages - 1
-        self.results: dict[tuple[bool, int, int], Tensor] = {}  # (forward?, stage, micro-batch), until the neighbour takes it
+        self.results: dict[tuple[bool, int, int], Tensor] = {}  # (forward?, stage, micro-batch) -> result, until the next stage uses it
         self.kept: dict[tuple[int, int], _Kept] = {}
         self.owed: dict[tuple[int, int], Owed] = {}
 
     def run(self) -> None:
         runtime, links = self.runtime, self.runtime.links
         self._agree()
-        links.begin(self.plan.traffic, self._room)
+        links.begin(self.plan.traffic, self._buffer)
         for watcher in self.watchers:
             watcher.begin()
         for at, step in enumerate(self.plan.steps):
@@ -170,14 +176,14 @@ class _Run:
             self._act(step.action)
             for message in step.sends:
                 links.send(message, self.results.pop(_key(message.op, message.stage, message.microbatch)))
-            took = Took(step.action, started, time.perf_counter())
+            took = TimedAction(step.action, started, time.perf_counter())
             for watcher in self.watchers:
                 watcher.after(at, took)
         links.end()
         if self.train and runtime.replicas is not None:
             runtime.replicas.finish()
 
-    def _room(self, message: Message) -> Tensor:
+    def _buffer(self, message: Message) -> Tensor:
         return torch.empty(self.work.shape(message.microbatch), dtype=self.work.dtype, device=self.work.device)
 
     def _act(self, action: Action) -> None:
@@ -217,7 +223,7 @@ class _Run:
             self.results[False, stage, microbatch] = x.grad.contiguous()
 
     def _agree(self) -> None:
-        """Check once per schedule and shape that every rank is about to run the same. Raises BadInput on all ranks if not."""
+        """Check, once for each schedule and shape, that all ranks run the same schedule. Raises BadInput on all ranks if not."""
         shapes = tuple(self.work.shape(j) for j in self.plan.microbatches)
         code = hash_of((self.plan.code, shapes, str(self.work.dtype)))
         if code in self.runtime._agreed:
@@ -228,7 +234,7 @@ class _Run:
             raise BadInput(
                 f"pipeline rank {self.runtime.axis.index}",
                 got=f"schedule {self.plan.schedule.name} of {len(shapes)} micro-batches {list(shapes[0])} {self.work.dtype}",
-                needed="the same on every rank of the pipeline",
+                needed="the same schedule and shapes on every rank of the pipeline",
                 fix="start every rank with the same recipe and the same batch",
             )
         self.runtime._agreed.add(code)
@@ -239,16 +245,17 @@ def _key(op: Op, stage: int, microbatch: int) -> tuple[bool, int, int]:
 
 
 def hash_of(value: object) -> int:
-    """A hash that is the same in every process, unlike hash()."""
+    """Hash that is equal in every process, unlike hash()."""
     from hashlib import blake2b
 
     return int.from_bytes(blake2b(repr(value).encode(), digest_size=7).digest(), "little")
 
 
 def forwards(schedule: Schedule, microbatches: int) -> Schedule:
-    """A schedule of F alone for any number of micro-batches, in groups of as many as ranks. Number j takes the path of j mod m.
+    """Schedule of forward passes only, for any number of micro-batches. Micro-batch j runs on the ranks of j mod m in `schedule`.
 
-    All ranks order by (group, stage, micro-batch), and an F needs only F before it in that order, so there is no deadlock.
+    Micro-batches form groups, one micro-batch for each rank. All ranks order by (group, stage, micro-batch), and an F needs only an F
+    that comes earlier in that order, so there is no deadlock.
     """
     orders: list[list[tuple[int, Action]]] = [[] for _ in schedule.orders]
     for j in range(microbatches):

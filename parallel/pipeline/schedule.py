@@ -3,9 +3,9 @@
     rank 0   0F0 0F1 0B0 0B1 0U@1          Action(op, stage, microbatch, version), written stage-op-micro-batch@version
     rank 1   1F0 1B0 1F1 1B1 1U@1
 
-The order within a rank is the schedule's choice. What an action waits for is not: `needs` is the only rule. From it the simulator
-gives each action a time, the runtime derives what to receive and to send, and `check` executes the orders without times, so that
-an order with a deadlock is refused before a process starts.
+The order within a rank is the schedule's choice. The actions that an action waits for follow from one rule, `Schedule.needs`. From it
+the simulator gives each action a time, the runtime derives receives and sends, and `check` executes the orders without times, so that
+an order with a deadlock is refused before any process starts.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from parallel.fixes import Set
 
 
 class Op(StrEnum):
-    F = "F"  # forward
-    B = "B"  # backward, whole: gradient of the input and of the weights
-    I = "I"  # backward of the input alone, which the stage before waits for  # noqa: E741
-    W = "W"  # backward of the weights alone, which only the update waits for
+    F = "F"  # forward pass
+    B = "B"  # whole backward pass: gradients of the input and of the weights
+    I = "I"  # input gradient only, which the previous stage waits for  # noqa: E741
+    W = "W"  # weight gradient only, which only the update waits for
     S = "S"  # sum of a stage's gradients over the ranks that hold a replica of it
     U = "U"  # update of a stage's weights
 
-    __hash__ = str.__hash__  # enum's own is written in Python, and tables of actions are asked often
+    __hash__ = str.__hash__  # faster than Enum.__hash__, which is written in Python: dictionaries of actions are read often
 
 
 COMPUTE = (Op.F, Op.B, Op.I, Op.W)
@@ -39,8 +39,7 @@ OF_A_BATCH = -1  # the micro-batch number of S and U, which belong to a whole ba
 class Action(NamedTuple):
     """One action of a rank.
 
-    `version` counts updates. For F, B, I and W it is the version of the weights that they read (0: the first); for S and U it is the
-    version that the update makes.
+    `version` counts updates of the weights. F, B, I and W read that version (0: the initial weights); S and U make it.
     """
 
     op: Op
@@ -72,11 +71,12 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """The orders of actions, one per rank, and the ranks of each stage.
+    """Orders of actions, one for each rank, and the ranks of each stage.
 
-    homes: for each stage the ranks that hold it: one, or several if it has replicas that see different micro-batches.
-    microbatches: their number in all orders together; an update sums `microbatches_per_update` of them.
-    pairs: positions of an F that runs as one block with the B after it: both start when both can, and both results leave at the end.
+    homes: for each stage the ranks that hold it: one rank, or several if it has replicas that train different micro-batches.
+    microbatches: number of micro-batches in the whole schedule; an update sums the gradients of `microbatches_per_update` of them.
+    pairs: positions of an F that runs as one block with the B after it: the block starts when both can start, and both results are
+    sent at its end.
     """
 
     name: str
@@ -127,7 +127,7 @@ class Schedule:
 
     @cached_property
     def _last_gradients(self) -> dict[tuple[int, int, int], list[Node]]:
-        """(rank, stage, version) -> the B and W whose gradients the update to that version sums."""
+        """(rank, stage, version) -> the B and W nodes that compute the gradients of the update to that version."""
         found: dict[tuple[int, int, int], list[Node]] = defaultdict(list)
         for node, a in self.nodes():
             if a.op in (Op.B, Op.W):
@@ -135,19 +135,20 @@ class Schedule:
         return found
 
     def find(self, op: Op, stage: int, microbatch: int) -> Node | None:
-        """The node of F, B, I or W of a micro-batch; None if no rank does it."""
+        """Node of a micro-batch's F, B, I or W on a stage; None if no rank executes it."""
         return self._compute.get((op, stage, microbatch))
 
     def backward(self, stage: int, microbatch: int) -> Node | None:
-        """The node that makes a stage's input gradient, by B or by I."""
+        """Node that computes a stage's input gradient: its B or its I."""
         return self.find(Op.B, stage, microbatch) or self.find(Op.I, stage, microbatch)
 
     def needs(self, node: Node) -> tuple[Node, ...]:
-        """The actions that must end before this one starts, beside the one before it on its rank.
+        """Nodes that must end before this one starts, in addition to the previous action of its rank.
 
-        F: F of the previous stage. B and I: their own F, and the input gradient of the next stage. W: its I. S: every gradient of
-        the batch on this rank. U: the same, or S on all replicas if the stage has any. F, B and I of a version above 0: the update
-        that made it. Needed actions that no rank does are left out; `check` refuses such a schedule.
+        F: F of the previous stage. B and I: F of the same stage, and the input gradient of the next stage. W: I of the same stage.
+        S: all gradients of the batch for that stage on this rank. U: the same gradients, or S on all replicas if the stage has any.
+        F, B and I that read a version above 0 also need the update that made it. Actions that no rank executes are left out;
+        `check` refuses such a schedule.
         """
         needs = self._own_needs(node)
         if node in self.pairs:
@@ -170,7 +171,7 @@ class Schedule:
         return tuple(n for n in found if n is not None)
 
     def _made_by(self, node: Node) -> tuple[Node | None, ...]:
-        """The nodes that make the tensor which F, B or I takes from another stage."""
+        """Node that computes the input that F, B or I takes from another stage, in a tuple; empty if there is none."""
         op, stage, microbatch, _ = self.action(node)
         if op is Op.F and stage > 0:
             return (self.find(Op.F, stage - 1, microbatch),)
@@ -179,20 +180,20 @@ class Schedule:
         return ()
 
     def replicas(self, node: Node) -> tuple[Node, ...]:
-        """S of the same stage and batch as this S or U, on every rank that holds the stage."""
+        """S nodes of the same stage and batch as this S or U, one for each rank that holds the stage."""
         _, stage, _, version = self.action(node)
         found = (self._of_batch.get((Op.S, stage, version, home)) for home in self.homes[stage])
         return tuple(n for n in found if n is not None)
 
     def sends(self, node: Node) -> tuple[Message, ...]:
-        """Messages that leave the rank when the action ends: its result, if another rank needs it. A pair sends both at its end."""
+        """Messages sent when the action ends: its result, if another rank needs it. A pair sends both of its results at its end."""
         if node in self.pairs:
             return ()
         block = (Node(node.rank, node.at - 1), node)
         return tuple(message for n in (block if block[0] in self.pairs else block[1:]) for message in self._message(n))
 
     def receives(self, node: Node) -> tuple[Message, ...]:
-        """Messages that must have arrived before the action starts: `sends` from the receiver's side."""
+        """Messages that must arrive before the action starts."""
         if Node(node.rank, node.at - 1) in self.pairs:
             return ()
         block = (node, _after(node)) if node in self.pairs else (node,)
@@ -212,7 +213,7 @@ class Schedule:
         return (Message(op, stage, microbatch, node.rank, reader.rank),)
 
     def messages(self) -> dict[tuple[int, int], tuple[Message, ...]]:
-        """(source, target) -> messages in the order in which the source sends them, so that the target can post receives early."""
+        """(source, target) -> messages, in the order in which the source rank sends them."""
         found: dict[tuple[int, int], list[Message]] = defaultdict(list)
         for node, _ in self.nodes():
             for message in self.sends(node):
@@ -220,7 +221,7 @@ class Schedule:
         return {pair: tuple(messages) for pair, messages in found.items()}
 
     def repeated(self, batches: int) -> Schedule:
-        """The same orders `batches` times over, with micro-batches and versions counted on: a run without draining in between."""
+        """Repeat the orders `batches` times without a drain in between. Micro-batch and version numbers continue from batch to batch."""
         if batches == 1:
             return self
         orders = tuple(
@@ -240,13 +241,13 @@ def _shifted(action: Action, microbatches: int, versions: int) -> Action:
 
 
 def flushed(name: str, homes: Sequence[Sequence[int]], microbatches: int, orders: Sequence[Sequence[Action]]) -> Schedule:
-    """A schedule of one batch from its compute actions. Each rank ends with an update of each of its stages."""
+    """Schedule of one batch from its compute actions. Each rank ends with an update of each of its stages."""
     placed = tuple(tuple(ranks) for ranks in homes)
     return Schedule(name, placed, microbatches, microbatches, tuple((*order, *updates(order)) for order in orders))
 
 
 def updates(order: Sequence[Action]) -> list[Action]:
-    """U for every stage of a rank, in the order in which the stages' gradients are complete."""
+    """U actions for all stages of a rank, in the order in which the stages' gradients are complete."""
     stages = dict.fromkeys(action.stage for action in reversed(order) if action.op in (Op.B, Op.W))
     return [Action(Op.U, stage, version=1) for stage in reversed(stages)]
 
@@ -256,12 +257,12 @@ def one_stage_a_rank(ranks: int) -> list[tuple[int]]:
 
 
 def looped(ranks: int, chunks: int) -> list[tuple[int]]:
-    """Stage s on rank s mod ranks: rank r holds r, r + ranks, ..."""
+    """Homes of stages placed in a loop: rank r holds stages r, r + ranks, r + 2 ranks, ..."""
     return [(stage % ranks,) for stage in range(ranks * chunks)]
 
 
 def folded(ranks: int) -> list[tuple[int]]:
-    """A V: rank r holds stages r and 2 ranks - 1 - r."""
+    """Homes of stages placed as a V: rank r holds stages r and 2 ranks - 1 - r."""
     return [(min(stage, 2 * ranks - 1 - stage),) for stage in range(2 * ranks)]
 
 

@@ -1,12 +1,13 @@
-"""All actions of a schedule in one order, each after what it needs: in bulk what `Schedule.needs`, `receives` and `sends` say one by one.
+"""Puts all actions of a schedule in one order, each after the actions that it needs.
 
     number    0   1   2   3   4   5        rank after rank, each in its order
     action    0F0 0B0 0U  1F0 1B0 1U       source[3] = 0 and target[0] = 1: 1F0 waits for 0F0's message, which goes to rank 1
-    order     0 3 4 5 1 2                  each rank goes as far as it can, in turn, until all have ended
+    order     0 3 4 5 1 2                  each rank in turn runs until it must wait, until all have ended
 
-A rank that must wait is set aside until what it waits for is done, so the work is proportional to the number of actions. If all wait, it
-is a deadlock, and the message has every rank's next action with what it waits for. A schedule's steps are found once and kept with it: a
-simulation with other times begins with the clocks.
+It computes for all actions at once the needs that `Schedule.needs`, `receives` and `sends` give for one. A rank that must wait is set
+aside until the missing action is done, so the time is proportional to the number of actions. If all ranks wait, it is a deadlock, and the
+error names every rank's next action with the actions that it waits for. The result is stored with the schedule, so that a second
+simulation, with other times, does not repeat this.
 """
 
 from __future__ import annotations
@@ -19,15 +20,19 @@ from itertools import accumulate
 from parallel.errors import BadInput
 from parallel.pipeline.schedule import COMPUTE, OF_A_BATCH, Action, Op, Schedule
 
-NOBODY = -1
+NONE = -1
 
 
 class Steps:
-    """A schedule's actions by number, in lists. `order`: the numbers in an order in which each action comes after its needs.
+    """A schedule's actions, numbered rank after rank, and lists indexed by these numbers (NONE: there is none).
 
-    first: the number of each rank's first action, and at its end the number of all actions. ranks: who does it. source: the maker of
-    the message that it waits for. target: the rank that its message goes to. more: other actions that it waits for: U for S on every
-    replica, a pair for both of its messages. pairs: the first of each pair, whose results leave with those of the second.
+    order: the numbers, sorted so that each action comes after the actions that it needs.
+    first: number of each rank's first action; the last entry is the number of all actions.
+    ranks: rank that executes the action.
+    source: action that sends the message for which it waits.
+    target: rank to which its own message goes.
+    more: further actions for which it waits (U for S on every replica; a pair for both of its messages).
+    pairs: first action of each pair, whose result is sent together with the second's.
     """
 
     def __init__(self, schedule: Schedule, *, sums_block: bool) -> None:
@@ -35,14 +40,14 @@ class Steps:
         self.actions: list[Action] = [action for order in schedule.orders for action in order]
         self.first = [0, *accumulate(map(len, schedule.orders))]
         self.ranks = [rank for rank, order in enumerate(schedule.orders) for _ in order]
-        self.source, self.target = [NOBODY] * len(self.actions), [NOBODY] * len(self.actions)
+        self.source, self.target = [NONE] * len(self.actions), [NONE] * len(self.actions)
         self.more: dict[int, list[int]] = {}
         self.pairs = {self.first[node.rank] + node.at for node in schedule.pairs}
         self._wire(sums_block)
         self.order = self._in_order()
 
     def _wire(self, sums_block: bool) -> None:
-        """Fill in source, target and more. What an action needs of its own rank is left out where it comes before it there."""
+        """Fill in source, target and more. Needs that come earlier in the same rank's order are left out: they are met anyway."""
         self._index()
         width, forward, inputs, backward = self._width, self._by_op[Op.F], self._by_op[Op.I], self._by_op[Op.I] | self._by_op[Op.B]
         source, target, more, ranks = self.source, self.target, self.more, self.ranks
@@ -70,15 +75,15 @@ class Steps:
                 if need is not None and not first <= need < n:
                     more.setdefault(n, []).append(need)
         for n in self.pairs:
-            more[n] = [m for m in (*more.pop(n, ()), source[n + 1], *more.pop(n + 1, ())) if m not in (n, NOBODY)]
-            source[n + 1] = NOBODY
+            more[n] = [m for m in (*more.pop(n, ()), source[n + 1], *more.pop(n + 1, ())) if m not in (n, NONE)]
+            source[n + 1] = NONE
         for (op, _, _), sums in self._of_batch.items() if sums_block else ():
             for n in sums if op is Op.S else ():
                 if n + 1 < self.first[ranks[n] + 1]:
                     more.setdefault(n + 1, []).extend(sums)
 
     def _index(self) -> None:
-        """Find F, B, I and W by stage * width + micro-batch, S and U by stage and version, and each update's gradients on its rank."""
+        """Index F, B, I and W by stage * width + micro-batch, S and U by stage and version, and the gradients of each update by rank."""
         self._width = width = 1 + max((action.microbatch for action in self.actions), default=0)
         self._by_op: dict[Op, dict[int, int]] = {op: {} for op in COMPUTE}
         self._of_batch: dict[tuple[Op, int, int], list[int]] = defaultdict(list)
@@ -96,14 +101,14 @@ class Steps:
         num_ranks, source, more, pairs = len(self.first) - 1, self.source, self.more, self.pairs
         at, done = self.first[:-1], bytearray(len(self.actions))
         waiting: dict[int, list[int]] = {}
-        turns = list(range(num_ranks))  # round * num_ranks + rank: a heap of who goes on, in which round
+        turns = list(range(num_ranks))  # heap of ranks that can continue, each as round * num_ranks + rank
         order: list[int] = []
         while turns:
             turn = heappop(turns)
             rank = turn % num_ranks
             n, end = at[rank], self.first[rank + 1]
             while n < end:
-                missing = source[n] if source[n] >= 0 and not done[source[n]] else NOBODY
+                missing = source[n] if source[n] >= 0 and not done[source[n]] else NONE
                 if n in more:
                     missing = next((m for m in more[n] if not done[m]), missing)
                 if missing >= 0:
@@ -132,17 +137,17 @@ class Steps:
         return BadInput(
             f"schedule {self.schedule.name}",
             got=f"a deadlock after {sum(done)} of {len(done)} actions: {'; '.join(lines)}",
-            needed="each action after what it needs, on every rank",
+            needed="orders in which each action comes after the actions that it needs",
             fix="move what is waited for before the action that holds its rank up",
         )
 
 
 def steps(schedule: Schedule, *, sums_block: bool = False) -> Steps:
-    """The schedule's steps. Raises BadInput for a deadlock.
+    """Steps of a schedule, computed once. Raises BadInput for a deadlock.
 
-    sums_block: a rank continues after S only when every replica has reached it.
+    sums_block: if True, a rank continues after S only when every replica has reached that S.
     """
-    kept: dict[bool, Steps] = schedule.__dict__.setdefault("_steps", {})  # beside the fields, as functools.cached_property does
+    kept: dict[bool, Steps] = schedule.__dict__.setdefault("_steps", {})  # stored in the instance, as functools.cached_property does
     if sums_block not in kept:
         kept[sums_block] = Steps(schedule, sums_block=sums_block)
     return kept[sums_block]

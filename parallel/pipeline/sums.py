@@ -1,11 +1,11 @@
-"""When a stage's gradients are whole, and sums over replicas of the pipeline that begin then, beside the rank's other actions.
+"""Starts the data-parallel sum of a stage's gradients as soon as they are complete, so that it overlaps with the rank's other actions.
 
     rank 0 of interleaved, two chunks    ... 4B2 4B3 | 0B0 0B1 0B2 0B3 |
-                                                     ^ stage 4 is summed from here on, stage 0 from the end
+                                                     ^ the sum of stage 4 starts here, the sum of stage 0 at the end
 
-A rank of one stage has nothing left to do by then: what it sums is beside other ranks' actions alone. What several stages hold (replicas,
-a tied embedding) is summed over those first, so it waits for the end. The order of actions alone says when a sum starts, so ranks that sum
-together start alike.
+A rank with a single stage has no actions left at that point, so its sum overlaps only with other ranks' actions. Parameters that several
+stages hold (replicas, a tied embedding) are first summed over these stages, so their sum starts after the last action. Only the order of
+actions decides when a sum starts, so all ranks that take part start it at the same point.
 """
 
 from __future__ import annotations
@@ -16,18 +16,21 @@ from typing import TYPE_CHECKING
 from parallel.pipeline.schedule import Action, Op, Schedule
 
 if TYPE_CHECKING:
-    from parallel.pipeline.runtime import Took  # which needs torch
+    from parallel.pipeline.runtime import TimedAction  # which needs torch
 
 
 def whole_at(order: Sequence[Action]) -> dict[int, int]:
-    """Places in a rank's order after which a stage has all its gradients of the batch -> that stage."""
+    """Index in a rank's order -> the stage whose gradients of the batch are complete after that action."""
     last = {action.stage: at for at, action in enumerate(order) if action.op in (Op.B, Op.W)}
     return {at: stage for stage, at in last.items()}
 
 
-class SumsBeside:
-    """The Watcher that starts each stage's sum. `names`: of each stage's parameters that no other stage holds; `start` begins the sum of
-    some, of none as well: then it puts in place what has arrived."""
+class OverlappedSums:
+    """Watcher that starts each stage's sum.
+
+    names: stage -> names of the parameters that no other stage holds. start: called after each action with the names whose sum may
+    start now; with no names, it only stores the results of sums that have ended.
+    """
 
     def __init__(
         self, schedule: Schedule, rank: int, names: Mapping[int, Sequence[str]], *, start: Callable[[Sequence[str]], None]
@@ -38,5 +41,5 @@ class SumsBeside:
 
     def before(self, action: Action) -> None: ...
 
-    def after(self, at: int, took: Took) -> None:
+    def after(self, at: int, took: TimedAction) -> None:
         self.start(self.names.get(self.stage_at[at], ()) if at in self.stage_at else ())

@@ -1,9 +1,9 @@
-"""Versions of a stage's weights, where updates do not wait for the pipeline to drain (PipeDream, 2BW).
+"""Keeps old versions of a stage's weights, for schedules whose updates do not wait for the pipeline to drain (PipeDream, 2BW).
 
     0F0 0F1 ... 0B0 0U@1 0F2@1 0B1 ...        0B1 reads version 0, as its forward did, though version 1 exists
 
 An update keeps the old values if a later action still reads them, and changes a copy. Before an action, the parameters are set to the
-version that it reads. The order says which actions those are, so nothing is kept longer than needed.
+version that it reads. The order says which version each action reads, so no version is kept longer than needed.
 Source: weight stashing, PipeDream (arXiv 1806.03377, section 3.3).
 """
 
@@ -19,7 +19,10 @@ from parallel.pipeline.schedule import Action, Op
 
 
 class Versions:
-    """The weight versions of one stage on this rank. `parameters` (now version 0) include all that updates change; `order`: the rank's."""
+    """Weight versions of one stage on this rank.
+
+    parameters: all tensors that updates change; their values are now version 0. order: this rank's actions.
+    """
 
     def __init__(self, parameters: Sequence[Tensor], order: Sequence[Action], stage: int) -> None:
         self.parameters, self.newest = tuple(parameters), 0
@@ -48,15 +51,16 @@ class Versions:
         return before
 
     def update(self, version: int, step: Callable[[], None]) -> None:
-        """Make `version`: `step` changes the parameters in place. Graphs made from the old values keep them."""
+        """Make `version` by calling `step`, which changes the parameters in place. Autograd graphs of older versions keep their values."""
         if self.to_come.get(self.newest):
             self.kept[self.newest] = self._replace([p.data.clone() for p in self.parameters])
-        # autograd checks whether weights of a graph in flight were changed in place; it will get the old values, so hide the change
+        # Autograd refuses a backward pass if weights changed in place since the forward pass. Here the backward pass gets the old values
+        # back (`reading`), so the change is hidden from that check.
         with torch.autograd._unsafe_preserve_version_counter(self.parameters):
             step()
         self.newest = version
 
     @property
     def count(self) -> int:
-        """Number of versions held now."""
+        """Number of versions in memory now."""
         return 1 + len(self.kept)

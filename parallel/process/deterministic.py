@@ -1,9 +1,9 @@
-"""The same bits from the same run: while it lasts, torch takes deterministic algorithms alone, and says so where it has none.
+"""Makes runs reproducible bit by bit: torch uses only deterministic algorithms, and raises an error if it has none for an operator.
 
-    CPU    sums are in a fixed order for a fixed number of threads; gloo adds in a fixed order. What is set here changes no number
-    GPU    torch replaces or refuses what adds with atomics; cuBLAS gets a workspace of fixed size; cuDNN does not choose by time
+    CPU    sums have a fixed order for a fixed number of threads, and so have gloo's sums. These settings change no number
+    GPU    torch replaces or refuses operators that add with atomics; cuBLAS gets a workspace of fixed size; cuDNN does not autotune
 
-Source: torch's notes on reproducibility. NCCL adds in an order that follows from the ranks and its version: not set here.
+Source: torch's notes on reproducibility. NCCL's order of sums depends on the ranks and on its version, and is not set here.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 @contextmanager
 def deterministic(asked: bool) -> Iterator[None]:
-    """Where it is asked for. The settings are the process's, and are put back."""
+    """Context in which torch is deterministic, if `asked` is True. It changes settings of the whole process, and restores them."""
     if not asked:
         yield
         return
-    os.environ.setdefault(_WORKSPACE, ":4096:8")  # read when CUDA's first product runs
+    os.environ.setdefault(_WORKSPACE, ":4096:8")  # read when the first matrix product runs on CUDA
     cudnn, fill = torch.backends.cudnn, cast(Any, torch.utils.deterministic)
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     others = cudnn.deterministic, cudnn.benchmark, fill.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
     cudnn.deterministic, cudnn.benchmark = True, False
-    fill.fill_uninitialized_memory = False  # every element is written before it is read: writing it twice costs time alone
+    fill.fill_uninitialized_memory = False  # this code writes every element before it reads it, so filling only costs time
     try:
         yield
     finally:

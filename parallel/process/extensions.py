@@ -1,6 +1,6 @@
-"""Where the extensions that DeepSpeed compiles are kept, and what compiling needs; nothing here imports torch.
+"""Folder of the extensions that DeepSpeed compiles, and the packages that compiling needs. Does not import torch.
 
-Everything is decided from files and package metadata, because importing torch to ask would cost two seconds.
+Only files and package metadata are read, because importing torch takes two seconds.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ import psutil
 
 
 def extensions_dir(environment: Mapping[str, str] = os.environ) -> Path:
-    """Where torch keeps the extensions that DeepSpeed compiles: the user's cache, apart for every torch, DeepSpeed and Python.
+    """Folder for compiled extensions in the user's cache, a different one for each version of torch, DeepSpeed and Python.
 
-    torch's own default has one folder for all versions, which is built again whenever two environments alternate.
+    torch's default is one folder for all versions, so two environments that alternate would compile again each time.
     """
     python = f"{sys.implementation.name}{sys.version_info.major}.{sys.version_info.minor}"
     return cache_dir(environment) / "extensions" / f"torch-{version_of('torch')}-deepspeed-{version_of('deepspeed')}-{python}"
 
 
 def cache_dir(environment: Mapping[str, str] = os.environ) -> Path:
-    """The user's cache of this project."""
+    """This project's folder in the user's cache."""
     return Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moe-parallel"
 
 
 def use_extensions_dir() -> None:
-    """Have this process, and what it starts, find compiled extensions there, unless it was told of another place."""
+    """Make this process and its children use `extensions_dir`, unless the environment names another folder."""
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(extensions_dir()))
 
 
 def missing_for_nvme(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """What must be installed before DeepSpeed's async_io can be compiled; empty if it can be, or is."""
+    """Packages to install before DeepSpeed's async_io can be compiled; empty if it can be, or is compiled already."""
     folder = Path(environment.get("TORCH_EXTENSIONS_DIR") or extensions_dir(environment))
     if (folder / "async_io" / "async_io.so").exists() and ctypes.util.find_library("aio"):
         return []
@@ -49,7 +49,7 @@ def missing_for_nvme(environment: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def version_of(package: str) -> str:
-    """An installed package's version; "none" where it is not installed."""
+    """Version of an installed package; "none" if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -57,7 +57,7 @@ def version_of(package: str) -> str:
 
 
 def remove_stale_locks(folder: Path) -> list[Path]:
-    """Remove locks that a killed compilation left: torch would wait for them for ever. A lock in use is open in its process."""
+    """Remove locks that a killed compilation left, for which torch would wait for ever. Locks that a process has open are in use."""
     locks = [path for path in folder.glob("*/lock") if path.is_file()]
     stale = [path for path in locks if not _is_open(path)]
     for path in stale:
@@ -71,6 +71,6 @@ def _is_open(path: Path) -> bool:
         try:
             if any(Path(os.readlink(handle)) == wanted for handle in Path(f"/proc/{process.pid}/fd").iterdir()):
                 return True
-        except OSError:  # it ended meanwhile, or belongs to another user
+        except OSError:  # the process has ended, or belongs to another user
             continue
     return not sys.platform.startswith("linux")

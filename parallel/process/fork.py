@@ -1,9 +1,10 @@
 """Runs a function on N gloo ranks on this machine, each a fork of this process: 0.2 s to start, one thread per rank.
 
-`run_on_ranks` has one result of each rank; `each_on_ranks` has many, and hands each over while the ranks go on with the next.
+    run_on_ranks(function, 4)      calls function(rank) on 4 ranks, and returns their 4 results
+    each_on_ranks(function, 4)     function is a generator; yields the 4 results of each round while the ranks compute the next
 
 The caller must not have started threads of its own (set torch to one thread first): a forked process inherits locks, but not
-threads. A rank that raises, dies or hangs ends the whole set. Every rank's error is reported with its rank, and a deadlock with
+threads. A rank that raises, dies or hangs ends all ranks. Every rank's error is reported with its rank, and a deadlock with
 the Python stack of each rank that was still running.
 """
 
@@ -30,7 +31,7 @@ import torch.distributed as dist
 from parallel.process.malloc import keep_freed_memory
 from parallel.process.parent import die_with
 
-_GRACE_S = 3.0  # time for the others after one rank has failed: often they fail too, and their errors help
+_GRACE_S = 3.0  # seconds to wait for the other ranks' errors, which often help, after one rank has failed
 
 
 def run_on_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
@@ -48,10 +49,10 @@ def run_on_ranks(function: Callable[..., Any], world_size: int, *args: Any, time
 
 
 def each_on_ranks(function: Callable[..., Iterator[Any]], world_size: int, *args: Any, timeout_s: float = 120.0) -> Iterator[list[Any]]:
-    """What function(rank, *args), a generator, yields on every rank: a list in order of rank, as soon as all of them have yielded it.
+    """Yield the results of the generator function(rank, *args): each time a list, in order of rank, when all ranks have yielded.
 
-    Every rank must yield equally often, and none goes on before all have. So where ranks fail, what they yielded before is handed over
-    first; then the error is raised, and belongs to the next result. `timeout_s` is for each result. Ranks end when nobody reads on.
+    All ranks must yield equally often, and wait for each other at each result. If ranks fail, earlier results are yielded first, and then
+    the error is raised. timeout_s: time limit of each result. The ranks end when the caller stops reading.
     """
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         folder = Path(name)
@@ -68,7 +69,7 @@ def each_on_ranks(function: Callable[..., Iterator[Any]], world_size: int, *args
                 yield [_taken(part) for part in parts]
             stacks = _stacks(ranks, late, folder)
         finally:
-            for process in ranks:  # kill all before waiting for any: a rank that outlives its peer would report that instead
+            for process in ranks:  # kill all before waiting for any: a rank that outlives another would report a lost connection
                 process.kill()
             for process in ranks:
                 process.join()
@@ -83,8 +84,8 @@ def _child(
 ) -> None:
     code = 1
     die_with(parent)
-    gc.freeze()  # what is inherited stays as it is: a collection would visit all of it, and copy every page that it marks
-    keep_freed_memory()  # as ranks of a launcher do (parallel/process/process.py): otherwise a timing measures how pages are cleared
+    gc.freeze()  # exclude inherited objects from garbage collection, which would copy every page that it marks
+    keep_freed_memory()  # as in ranks that a launcher starts (process.py); otherwise timings would include clearing pages
     try:
         torch.set_num_threads(1)
         faulthandler.register(signal.SIGUSR1, file=open(folder / f"{rank}.stack", "w"), all_threads=False)  # noqa: SIM115 (open while the rank lives)
@@ -93,8 +94,8 @@ def _child(
         dist.barrier()  # connect all before one can fail, so that its peers report their own errors
         for number, result in enumerate(function(rank, *args)):
             torch.save(result, folder / f"{rank}.part")
-            (folder / f"{rank}.part").rename(_parts(folder, number, world_size)[rank])  # whole, or not there
-            dist.barrier()  # none goes on, or leaves, while another still needs its connections
+            (folder / f"{rank}.part").rename(_parts(folder, number, world_size)[rank])  # so that a result is never seen incomplete
+            dist.barrier()  # no rank leaves while another still needs its connections
         (folder / f"{rank}.ended").touch()
         code = 0
     except BaseException:
@@ -104,12 +105,11 @@ def _child(
 
 
 def _wait(ranks: Sequence[BaseProcess], parts: Sequence[Path], timeout_s: float) -> list[int] | None:
-    """Wait until all `parts` are there: None. Or until all ranks have ended, one has failed and its grace is over, or time is up: the ranks
-    that run at the time limit."""
+    """Wait until all `parts` exist, and return None. If ranks end or fail first, return []; at the time limit, the ranks still running."""
     deadline = time.monotonic() + timeout_s
     failed_at: float | None = None
     while True:
-        running = any(p.is_alive() for p in ranks)  # asked before the files: who has ended writes none any more
+        running = any(p.is_alive() for p in ranks)  # checked before the files: a rank that has ended writes no more
         if all(part.exists() for part in parts):
             return None
         now = time.monotonic()
@@ -123,7 +123,7 @@ def _wait(ranks: Sequence[BaseProcess], parts: Sequence[Path], timeout_s: float)
 
 
 def _parts(folder: Path, number: int, world_size: int) -> list[Path]:
-    """Where the ranks put their results of that number."""
+    """Paths of all ranks' results with this number."""
     return [folder / f"{number}.{rank}.result" for rank in range(world_size)]
 
 

@@ -1,8 +1,8 @@
-"""Settings of the C library for freed memory: keep it for the next tensor (fast), or return it to the system at once (small).
+"""Settings of the C library for freed memory: keep it for the next tensor (fast), or return it to the system immediately (small).
 
-Linux's default is neither. A tensor of 32 MiB or more is mapped anew each time it is made, and each of its pages is cleared at its first
-touch: for a layer of 128 small experts that is a third of a training step on a CPU. Smaller tensors leave holes in the heap that no
-other process can use: under offload to disk, where only what is in use should be in memory, they add up to the size of the model.
+Linux's default does neither. Each tensor of 32 MiB or more gets new pages, and Linux clears each page when it is first written: for a
+layer of 128 small experts, this takes a third of a training step on a CPU. Smaller tensors leave holes in the heap that no other process
+can use. If states are offloaded to a disk, these holes add up to the size of the model.
 """
 
 from __future__ import annotations
@@ -29,6 +29,6 @@ def _set(what: int, value: int) -> bool:
     if not sys.platform.startswith("linux"):
         return False
     try:
-        return bool(ctypes.CDLL(None).mallopt(what, value))  # of the C library that this process has: no search for its file
+        return bool(ctypes.CDLL(None).mallopt(what, value))  # CDLL(None): the C library that this process has loaded
     except (OSError, AttributeError):
         return False

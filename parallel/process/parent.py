@@ -1,4 +1,4 @@
-"""A process that must not outlive the one that started it, however that one ends (Linux: the kernel sees to it)."""
+"""Ends a process when its parent ends for any reason. The Linux kernel does it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with(parent: int) -> None:
-    """Have this process killed when `parent`, which started it, dies; now, if it is dead already. Does nothing on other systems."""
+    """Let the kernel kill this process when its parent, with id `parent`, dies; or now, if it is dead. Only on Linux."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:

@@ -66,7 +66,7 @@ def read_environment(environment: Mapping[str, str] = os.environ) -> World:
     values = {what: next((environment[n] for n in names if n in environment), None) for what, names in _NAMES.items()}
     if "RANK" not in environment and (alone := environment.get("WORLD_SIZE") or "1") != "1" and not _elsewhere(environment):
         fix = "start with moe train --nproc N, or unset WORLD_SIZE"
-        raise BadInput("WORLD_SIZE", got=f"{alone} without a RANK, on rank 0 as far as this process knows", needed="both", fix=fix)
+        raise BadInput("WORLD_SIZE", got=f"{alone} without RANK, so on rank 0 by default", needed="both variables, or neither", fix=fix)
     if "RANK" not in environment and environment.get("SLURM_NTASKS", "1") == "1" and "OMPI_COMM_WORLD_RANK" not in environment:
         return World()
     try:
@@ -130,14 +130,15 @@ def start(world: World, *, timeout_s: float | None = None, end: watchdog.End | N
 
 
 def _not_connected(error: RuntimeError, world: World) -> Exception:
-    """Return the exception for ranks that met in the store but did not connect: another rank's message, or this rank's for all."""
+    """Return the exception for ranks that reached the store but cannot connect to each other. All ranks get the message of one rank."""
     lines, where = [line.strip() for line in str(error).splitlines() if line.strip()], ""
     if world.device.type == "cpu":
         lines = [line.rpartition("] ")[2] for line in lines[:1]]  # without gloo's source line and stack frames
         if over := os.environ.get("GLOO_SOCKET_IFNAME"):
-            where = f" over {over} (GLOO_SOCKET_IFNAME: it must be an interface by which they reach each other)"
+            where = f" over {over} (GLOO_SOCKET_IFNAME: it must be an interface that connects the ranks)"
     said = cut("; ".join(lines)) or type(error).__name__  # NCCL's last lines have the reason
-    own = ConnectionError(f"rank {world.rank} on {socket.gethostname()} met the others and does not connect to them{where}: {said}")
+    here = f"rank {world.rank} on {socket.gethostname()}"
+    own = ConnectionError(f"{here} reached the store but cannot connect to the other ranks{where}: {said}")
     return watchdog.ended_by(own) or NotMet(str(own))
 
 
@@ -185,7 +186,7 @@ def _with_address(address: ipaddress.IPv6Address) -> str | None:
 
 
 def _last_resort_s() -> float:
-    """Return torch's time limit for a group. It is later than the watchdog's, whose message says more."""
+    """Return torch's time limit for a group. It is later than the watchdog's, because the watchdog's message says more."""
     watching = watchdog.current()
     return 600.0 if watching is None else watchdog.FIRST * watching.limit_s + 60
 

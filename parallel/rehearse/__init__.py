@@ -1,1 +1,1 @@
-"""A run of a world that is not there, walked through by one rank: tensors without values, a process group without peers."""
+"""Rehearses a run on any number of ranks in one process: tensors without values, a process group without peers."""

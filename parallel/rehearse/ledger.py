@@ -1,7 +1,7 @@
-"""Bytes of the pretended tensors that are alive, whoever holds them, and what they were for when they were most.
+"""Counts the bytes of all pretended tensors, and their purpose (parameters, gradients, ...) at the moment of the peak.
 
-Each storage counts once, from the operator that makes it until it is freed or resized to nothing. What a storage is for is said later:
-parameters once they are built, gradients and moments once they are there. So the peak is found by going through the events again.
+Each storage counts once, from the operator that makes it until it is freed or resized to nothing. Its purpose is named later: parameters
+after the model is built, gradients and optimizer states after they exist. So the peak is found by replaying the events.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-OTHER = "activations"  # and whatever else nobody named: buffers of collectives, scratch
+OTHER = "activations"  # and all storages without a named purpose: buffers of collectives, scratch
 
 
 class Ledger:
-    """`device`: what counts lies there; the rest is the host's."""
+    """Bytes of tensors over time. device: tensors on other devices do not count."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.now = self.most = 0
         self.kinds: dict[int, str] = {}  # by number of a storage
         self._events: list[tuple[int, int]] = []  # (number of a storage, bytes more or fewer)
-        self._numbers: dict[int, int] = {}  # of the storages that are alive, by address
+        self._numbers: dict[int, int] = {}  # address of a live storage -> its number
         self._sizes: dict[int, int] = {}  # by number
         self._spoiled: set[int] = set()
         self._made = self._first = 0
 
     def see(self, tensor: Any, *, counts: bool = True) -> None:
-        """A tensor that an operator gave; one that no device would hold does not count."""
+        """Record an operator's result. counts: False if no real device would allocate it."""
         storage = tensor.untyped_storage()
         where = storage._cdata
         if where not in self._numbers:
@@ -42,7 +42,7 @@ class Ledger:
             self._change(self._numbers[where], storage.nbytes())
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """It has another size than it had."""
+        """Record that a storage has changed its size."""
         number = self._numbers.get(storage._cdata)
         if number in self._sizes:
             self._change(number, storage.nbytes() - self._sizes[number])
@@ -60,35 +60,35 @@ class Ledger:
             self._change(number, -self._sizes.pop(number))
 
     def spoil(self, tensor: Tensor) -> None:
-        """Its values, and those of every view of its storage, are unknown from now on."""
+        """Mark the values of the tensor's storage, with all of its views, as unknown."""
         self._spoiled.add(self._numbers.get(tensor.untyped_storage()._cdata, -1))
 
     def is_spoiled(self, tensor: Tensor) -> bool:
         return bool(self._spoiled) and self._numbers.get(tensor.untyped_storage()._cdata) in self._spoiled
 
     def name(self, kind: str, tensors: Iterable[Tensor]) -> None:
-        """What these tensors' storages are for; a storage that has a name keeps it."""
+        """Name the purpose of these tensors' storages. A storage that has a name keeps it."""
         for tensor in tensors:
             number = self._numbers.get(tensor.untyped_storage()._cdata)
             if number is not None:
                 self.kinds.setdefault(number, kind)
 
     def mark(self) -> int:
-        """A point in time, for `name_alive`."""
+        """Current point in time, for `name_alive`."""
         return self._made
 
     def name_alive(self, kind: str, *, since: int = 0, before: int | None = None) -> None:
-        """What storages are for that were made between two marks and are still alive, where nothing was said of them."""
+        """Name the purpose of all live storages that were made between two marks and have no name yet."""
         for number in self._sizes:
             if since <= number < (self._made if before is None else before):
                 self.kinds.setdefault(number, kind)
 
     def begin(self) -> None:
-        """From here on the peak is looked for."""
+        """Start the time in which `at_peak` looks for the peak."""
         self.most, self._first = self.now, len(self._events)
 
     def at_peak(self) -> dict[str, int]:
-        """Bytes by kind at the moment since `begin` when they were most."""
+        """Bytes by purpose at the moment of most bytes since `begin`."""
         held: Counter[int] = Counter()
         peak: Counter[int] = Counter()
         now = most = 0

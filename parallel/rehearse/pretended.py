@@ -1,12 +1,13 @@
-"""Tensors that have a shape, a dtype and a device, and no values, but for those whose values follow from what is known.
+"""Pretended tensors: a shape, a dtype and a device without values. Values exist only for small tensors computed from known ones.
 
     weight [4096, 16384] on cuda:0      a fake tensor of torch: no memory, any device; every operator checks shapes, dtypes and devices
-    tokens, counts, routing             fake too, with their real values beside them on the CPU: what an operator makes of known values
-                                        alone is computed, so `.tolist()`, uneven splits and capacities come out as they would
-    a sum of losses                     unknown: where a number is read off it, it is 0
+    tokens, counts, routing             fake tensors with known values, kept on the CPU: an operator on known values only is computed,
+                                        so that `.tolist()`, uneven splits and capacities are as in a real run
+    a sum of losses                     unknown: reading it as a number gives 0
 
-Collectives go nowhere. All ranks are taken to be like this one: a sum is this rank's value times the ranks, a gather its value again and
-again, and an exchange brings from each rank what this one has for its own place. With balanced routing that is what would come.
+Collectives send nothing. All ranks are assumed to be equal to this one: a sum is this rank's value times the number of ranks, a gather
+repeats this rank's value, and in an exchange each rank sends what this rank would send to itself. With balanced routing, a real run
+receives the same.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from parallel.rehearse.ledger import Ledger
 
-MADE_ELEMENTS = 512  # floats made of nothing (zeros, empty) are known up to here: counters and selection biases are, weights are not
-KNOWN_ELEMENTS = 2**24  # and whatever follows from known values, up to here
+MADE_ELEMENTS = 512  # largest float tensor from zeros() or empty() with known values: includes counters and biases, but not weights
+KNOWN_ELEMENTS = 2**24  # largest tensor, computed from known values, with known values
 
 _SUM = int(dist.ReduceOp.SUM)  # type: ignore[call-overload]
 _PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
-_READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}  # of operators whose result depends on values
-_ENGINE = ("torch/autograd/graph.py", "torch/autograd/__init__.py")  # the innermost Python while autograd runs no function of ours
+_READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}  # tags of operators that read values
+_ENGINE = ("torch/autograd/graph.py", "torch/autograd/__init__.py")  # innermost Python file while autograd's C++ makes tensors
 _BETWEEN = (
     "rehearse/pretended.py",
     "rehearse/stage.py",
@@ -46,25 +47,26 @@ _BETWEEN = (
 _TORCH, _HERE = str(Path(torch.__file__).parent), str(Path(__file__).parent)
 
 
-class Found(RuntimeError):
-    """What a rehearsal finds wrong: the message is one line that names file and line."""
+class RehearsalError(RuntimeError):
+    """Error that a rehearsal finds in a run. The message is one line that names file and line."""
 
 
 class Pretended(FakeTensorMode):
-    """While it is entered, whatever torch computes is pretended. Collectives take tensors on `device` alone; `ledger`: bytes held."""
+    """Mode in which all of torch's operators give pretended tensors. `ledger` counts their bytes.
+
+    device: the only device from which collectives accept tensors.
+    """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.device, self.ledger = device, Ledger(device)
-        self._within = (
-            0  # operators whose work torch writes as that of others: a device has one kernel for it, and none of the steps between
-        )
-        self.of_reducer = False  # while DDP's reducer makes its buckets: its C++ reads and writes the numbers that it makes
+        self._within = 0  # depth of operators within operators; results of inner ones do not count, as a device has one fused kernel
+        self.of_reducer = False  # True while DDP's reducer makes its buckets: its C++ needs real integer tensors
 
     # --- values -------------------------------------------------------------------------------------------------------
 
     def suppose(self, tensor: Tensor, values: Callable[[], Tensor]) -> Tensor:
-        """From now on the tensor has these values, which are of its shape and computed on the CPU."""
+        """Give the tensor known values of its shape. values: computes them on the CPU."""
         with _disable_current_modes():
             real = values().to(tensor.dtype)
         assert tensor.shape == real.shape, (tensor.shape, real.shape)
@@ -72,14 +74,14 @@ class Pretended(FakeTensorMode):
         return tensor
 
     def known(self, tensor: Tensor) -> Tensor | None:
-        """Its values on the CPU, if they are known."""
+        """Values of the tensor on the CPU; None if they are unknown."""
         if not isinstance(tensor, FakeTensor):
-            return None if tensor.is_meta else tensor  # a real one, which meets fake ones
+            return None if tensor.is_meta else tensor  # a real tensor
         values: Tensor | None = getattr(tensor, "_known", None)
         return None if values is None or self.ledger.is_spoiled(tensor) else values
 
     def dispatch(self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        """One operator, forward, backward or of C++."""
+        """Run one operator. torch calls this for the forward pass, the backward pass and its own C++ code."""
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:
             return _device_in_cpp(args[0])
@@ -87,7 +89,7 @@ class Pretended(FakeTensorMode):
             return super().dispatch(func, types, args, kwargs)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if not all(type(tensor) in _PLAIN for tensor in tensors):
-            return NotImplemented  # a DTensor, which asks again with what it holds here
+            return NotImplemented  # a DTensor, which then calls the operator on its local tensors
         if func.namespace == "c10d":
             return self._collective(func, args, tensors)
         if self.of_reducer and not any(isinstance(tensor, FakeTensor) for tensor in tensors):
@@ -96,13 +98,13 @@ class Pretended(FakeTensorMode):
                     return func(*args, **kwargs)
             kwargs = kwargs | {"device": self.device}
         if _is_of_meta(tensors, kwargs):
-            with _disable_current_modes():  # as in a run: a model is laid out there before it has values
+            with _disable_current_modes():  # as in a real run, a model is built on the meta device before it has values
                 return func(*args, **kwargs)
         if self.device.type != "cpu" and kwargs.get("device") is not None and _asked_by().endswith(_ENGINE):
-            kwargs = kwargs | {"device": self.device}  # autograd: zeros for a gradient that nobody gave, one cast back, the first 1
+            kwargs = kwargs | {"device": self.device}  # autograd makes zeros for missing gradients, casts, and the first gradient of 1
         values = [self.known(tensor) for tensor in tensors]
         everything = all(v is not None and v.numel() <= KNOWN_ELEMENTS for v in values)
-        if func is torch.ops.aten.index.Tensor:  # of what is not known too: how many rows there are, masks alone decide
+        if func is torch.ops.aten.index.Tensor:  # only masks decide the number of rows, so the indexed tensor may be unknown
             args = (args[0], self._places(args[1]))
         elif _READS & set(func.tags):
             return self._read(func, args, kwargs, tensors, everything)
@@ -110,7 +112,7 @@ class Pretended(FakeTensorMode):
         try:
             out = super().dispatch(func, types, args, kwargs)
         except RuntimeError as error:
-            raise Found(f"{where()}: {func._opname}: {_first_line(error)}") from error
+            raise RehearsalError(f"{where()}: {func._opname}: {_first_line(error)}") from error
         finally:
             self._within -= 1
         made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, FakeTensor)]
@@ -125,17 +127,17 @@ class Pretended(FakeTensorMode):
         return out
 
     def _read(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor], everything: bool) -> Any:
-        """An operator whose result depends on values: a number, or a tensor of as many rows as there are of something."""
+        """Run an operator that reads values: its result is a number, or a tensor with a number of rows that depends on values."""
         if everything:
             with _disable_current_modes():
                 real = func(*self._real(args), **self._real(kwargs))
             return tree_map(lambda leaf: self._pretend(leaf, tensors[0].device) if isinstance(leaf, Tensor) else leaf, real)
         if func._opname == "_local_scalar_dense" and tensors[0].is_floating_point():
             return 0.0
-        raise Found(f"{where()}: {func._opname} of values that a rehearsal cannot know")
+        raise RehearsalError(f"{where()}: {func._opname} of values that a rehearsal cannot know")
 
     def _places(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The same indices, masks of known values as the places where they are true."""
+        """Replace masks with known values among `indices` by the indices at which they are true."""
         found: list[Tensor | None] = []
         for index in indices:
             if index is None or index.dtype not in (torch.bool, torch.uint8):
@@ -143,7 +145,7 @@ class Pretended(FakeTensorMode):
                 continue
             mask = self.known(index)
             if mask is None:
-                raise Found(f"{where()}: rows by a mask that a rehearsal cannot know")
+                raise RehearsalError(f"{where()}: rows by a mask that a rehearsal cannot know")
             with _disable_current_modes():
                 places = mask.nonzero(as_tuple=True)
             found += [self._pretend(at, index.device) for at in places]
@@ -163,7 +165,7 @@ class Pretended(FakeTensorMode):
         return tree_map(one, value)
 
     def _compute(self, func: Any, args: Any, kwargs: Any, made: Sequence[Tensor]) -> None:
-        """The values too; what is written into, and every view of it, changes with them."""
+        """Compute the operator's known values too. In-place operators change the known values of all views."""
         with _disable_current_modes():
             real = func(*self._real(args), **self._real(kwargs))
         for tensor, values in zip(made, (leaf for leaf in tree_leaves(real) if isinstance(leaf, Tensor)), strict=True):
@@ -176,7 +178,7 @@ class Pretended(FakeTensorMode):
                 self.forget(leaf for leaf in tree_leaves(given) if isinstance(leaf, FakeTensor))
 
     def forget(self, tensors: Iterable[Tensor]) -> None:
-        """Something unknown was written into them."""
+        """Mark the tensors' values as unknown, because unknown values were written into them."""
         for tensor in tensors:
             if hasattr(tensor, "_known"):
                 self.ledger.spoil(tensor)
@@ -184,11 +186,13 @@ class Pretended(FakeTensorMode):
     # --- collectives --------------------------------------------------------------------------------------------------
 
     def _collective(self, func: Any, args: Any, tensors: Sequence[Tensor]) -> Any:
-        """Nothing is sent; what would come is known where all that is sent is."""
+        """Pretend a collective. The received values are known if all sent values are."""
         name = func._opname
         for tensor in tensors if name != "barrier" and not self.of_reducer else ():
             if tensor.device.type != self.device.type:
-                raise Found(f"{where()}: {name.strip('_')} of a tensor on {tensor.device}, and ranks speak by {self.device.type} alone")
+                raise RehearsalError(
+                    f"{where()}: {name.strip('_')} of a tensor on {tensor.device}; ranks send only from {self.device.type}"
+                )
         work = FakeWork().boxed()
         group = next(
             (dist.ProcessGroup.unbox(a) for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type())), None
@@ -200,7 +204,7 @@ class Pretended(FakeTensorMode):
         return work if len(func._schema.returns) == 1 else (args[0], work)
 
     def _coming(self, name: str, args: Any, group: Any) -> Tensor | None:
-        """What would come from ranks that are like this one, where it is known."""
+        """Values received from ranks that are equal to this one; None if they are unknown."""
         if name == "allreduce_" and len(args[0]) == 1 and (values := self.known(args[0][0])) is not None:
             return values * group.size() if int(args[2].op()) == _SUM else values
         if name not in ("_allgather_base_", "alltoall_base_") or (values := self.known(args[1])) is None:
@@ -222,7 +226,7 @@ class Pretended(FakeTensorMode):
 
 
 def where() -> str:
-    """File, line and function of who called torch: the innermost that is neither torch's nor the rehearsal's."""
+    """File, line and function of the innermost caller that belongs neither to torch nor to the rehearsal."""
     for frame in reversed(traceback.extract_stack()):
         if not frame.filename.startswith((_TORCH, _HERE, "<")):
             return f"{frame.filename}:{frame.lineno} in {frame.name}"
@@ -230,7 +234,7 @@ def where() -> str:
 
 
 def _asked_by() -> str:
-    """The file whose Python called the operator, or called into the C++ that did."""
+    """Python file that called the operator, directly or through C++."""
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_code.co_filename.endswith(_BETWEEN):
         frame = frame.f_back
@@ -238,14 +242,14 @@ def _asked_by() -> str:
 
 
 def _device_in_cpp(tensor: Any) -> torch.device:
-    """What torch's C++ is told: the CPU in the place of any accelerator, whose code may not be there. Python sees `tensor.device`."""
+    """Device that torch's C++ code sees: the CPU instead of an accelerator, which need not exist. Python code sees `tensor.device`."""
     if tensor.fake_mode.in_kernel_invocation or tensor.fake_device.type == "meta":
         return torch.device("meta")
     return torch.device("cpu")
 
 
 def _is_of_meta(tensors: Sequence[Tensor], kwargs: Any) -> bool:
-    """Whether an operator has to do with torch's meta device alone."""
+    """True if an operator reads and makes only tensors on torch's meta device."""
     device = kwargs.get("device")
     if not tensors or device is not None:
         return device is not None and torch.device(device).type == "meta"

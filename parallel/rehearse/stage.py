@@ -1,7 +1,8 @@
-"""Where a rehearsal takes place: one rank of a process group without peers, tensors without values, a GPU that need not be there.
+"""Context of a rehearsal: one rank of a process group without peers, tensors without values, a GPU that need not exist.
 
     with rehearsal(world) as pretended:      torch's fake process group of world.size ranks; world.device may be a GPU without a driver
         ...                                  the run's own code
+    pretended.ledger.at_peak()               bytes by purpose at the peak
 
 Sources: torch.testing._internal.distributed.fake_pg, torch._subclasses.fake_tensor.
 """
@@ -31,7 +32,7 @@ _HANDLES = [f"{_FSDP}.{name}._get_device_handle" for name in ("_fsdp_collectives
 
 @contextmanager
 def rehearsal(world: World) -> Iterator[Pretended]:
-    """While it lasts, torch computes nothing and this process is the rank `world.rank` of a group of its own. There must be no other."""
+    """Context in which torch computes nothing and this process is rank `world.rank` of a fake process group. It must have no other."""
     assert not dist.is_initialized(), "a rehearsal needs a process without a process group"
     dist.init_process_group("fake", rank=world.rank, world_size=world.size, store=fake_pg.FakeStore())
     pretended = Pretended(world.device)
@@ -52,7 +53,7 @@ def rehearsal(world: World) -> Iterator[Pretended]:
             if world.device.type == "cuda":
                 for handle in _HANDLES:
                     stack.enter_context(mock.patch(handle, lambda _: _Handle(world.device.index)))
-                stack.enter_context(mock.patch.object(torch.cuda, "is_bf16_supported", lambda **_: True))  # GPUs since 2020 do
+                stack.enter_context(mock.patch.object(torch.cuda, "is_bf16_supported", lambda **_: True))  # true of GPUs since 2020
                 stack.enter_context(mock.patch.object(torch.cuda, "synchronize", lambda *_: None))
                 gpu, backward = _Gpu(), torch.autograd._engine_run_backward
                 stack.enter_context(mock.patch.object(torch.autograd, "_engine_run_backward", _within(gpu, backward)))
@@ -64,7 +65,7 @@ def rehearsal(world: World) -> Iterator[Pretended]:
 
 
 class _Handle:
-    """Stands for torch.cuda in FSDP: streams are those of the CPU, which do nothing."""
+    """Replaces torch.cuda in FSDP. Its streams are torch.cpu's, which do nothing."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -77,7 +78,7 @@ class _Handle:
 
 
 def _making(pretended: Pretended, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function of DDP's reducer, where its buckets are made."""
+    """Wrap a function of DDP's reducer that makes buckets: `of_reducer` is True while it runs."""
 
     def made(*args: Any, **kwargs: Any) -> Any:
         pretended.of_reducer = True
@@ -90,7 +91,7 @@ def _making(pretended: Pretended, function: Callable[..., Any]) -> Callable[...,
 
 
 def _within(mode: TorchFunctionMode, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function of torch's autograd in a mode, which torch leaves while it handles the call of a backward pass."""
+    """Wrap autograd's function that runs a backward pass, so that it runs in `mode`, which torch leaves when it handles backward()."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with mode:
@@ -100,8 +101,8 @@ def _within(mode: TorchFunctionMode, function: Callable[..., Any]) -> Callable[.
 
 
 class _Gpu(TorchFunctionMode):
-    """What differs on a GPU: torch's C++ is told that all is on the host (parallel/rehearse/pretended.py), so it would not move between
-    host and device, and would take the host's kernels where a GPU's keep less."""
+    """Makes torch behave as on a GPU. Its C++ code sees all tensors on the CPU (parallel/rehearse/pretended.py), so without this mode it
+    would not copy between CPU and GPU, and would use CPU kernels that keep more for the backward pass than the GPU's."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -136,8 +137,7 @@ def _to(tensor: Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> Tensor
 
 
 class _FusedRmsNorm(torch.autograd.Function):
-    """What torch's RMSNorm makes and keeps there, by one kernel: x and a number of each token. On a CPU it is several, and x / rms(x) waits
-    for the backward pass too."""
+    """RMSNorm with the memory of the GPU's fused kernel: it keeps x and one number a token. The CPU's operators also keep x / rms(x)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gain: Tensor) -> Tensor:
@@ -151,7 +151,7 @@ class _FusedRmsNorm(torch.autograd.Function):
 
 
 class _FusedSilu(torch.autograd.Function):
-    """What SiLU makes: its backward pass is one kernel, too. Where torch knows none it is six operators."""
+    """SiLU with the memory of the GPU's fused kernels. Without one for the backward pass, torch would run six operators."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -167,8 +167,11 @@ class _FusedSilu(torch.autograd.Function):
 def _attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *, is_causal: bool = False, scale: float | None = None
 ) -> Tensor:
-    """What is added to the logits, as T5's bias, needs a gradient. A CPU's fused kernel has none for it; of a GPU's the memory-efficient
-    one has, if it can read the mask and the heads in whole words. Else torch computes the scores one by one, on both."""
+    """Attention with the memory of the kernel that a GPU would use if the mask needs a gradient, as T5's bias does.
+
+    The GPU's memory-efficient kernel computes this gradient if mask and heads are aligned to 16 bytes; the CPU's fused kernel does not.
+    In all other cases torch chooses alike on both.
+    """
     words = all(x.shape[-1] * x.element_size() % 16 == 0 for x in (query, value)) and query.shape[-1] == key.shape[-1]
     if attn_mask is None or not attn_mask.requires_grad or attn_mask.stride(-1) != 1 or not words:
         return F.scaled_dot_product_attention(query, key, value, attn_mask, is_causal=is_causal, scale=scale)

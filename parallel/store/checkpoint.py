@@ -1,15 +1,15 @@
-"""Checkpoints by global names, readable on any other mesh; safetensors and JSON only, so loading runs no code.
+"""Writes checkpoints with global names, which can be read on any other mesh. Only safetensors and JSON, so loading runs no code.
 
     checkpoints/step-120/
-        rank-00000.safetensors     the tensors this rank owns: "layers.3.experts.17.w1/weight", ".../exp_avg", ".../exp_avg_sq"
-        rank-00000-1.safetensors   where they are more than 256 MiB; and so on
-        manifest.json              every file's size and SHA-256; every tensor's full shape and where its pieces lie; the trainer's state
-        manifest.sha256            the manifest's own, as `sha256sum -c` reads it
+        rank-00000.safetensors     tensors that this rank owns: "layers.3.experts.17.w1/weight", ".../exp_avg", ".../exp_avg_sq"
+        rank-00000-1.safetensors   more of them, if they take more than 256 MiB; and so on
+        manifest.json              size and SHA-256 of every file; full shape and pieces of every tensor; the trainer's state
+        manifest.sha256            SHA-256 of the manifest, in the format of `sha256sum -c`
 
-A save is committed by renaming a finished folder: write to step-120.tmp, fsync, manifest with hashes, fsync, rename, fsync
-the parent; only then may older ones go. Whatever the instant a process dies, a folder with the final name is whole: one
-that goes loses its name first. What a dead process left behind (step-*.tmp) goes with the next save.
-Reading checks every hash first and falls back to the newest one that verifies, saying what was passed over and why.
+A save is committed by renaming a finished folder: write to step-120.tmp, fsync, manifest with hashes, fsync, rename, fsync the parent.
+Only then are older checkpoints removed, each after a rename to a temporary name. So a folder with a final name is always complete, even
+if a process dies at any moment. Temporary folders of a dead process (step-*.tmp) are removed by the next save.
+Reading first checks every hash. It falls back to the newest checkpoint that verifies, and logs each one that it skips, with the reason.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from parallel.store.stored import Reader, Unreadable, check_finite, check_pieces
 from parallel.watch.outcome import of_all
 
 FORMAT = 1
-_NONE = -1  # instead of a step
-_NAMED = 3  # in one line
-MANIFEST_BYTES = 2**31  # more than a million tensors take
-FILE_BYTES = 256 * 2**20  # of tensors, after which a rank begins another file
+_NONE = -1  # number that means "no step"
+_NAMED = 3  # names shown in one line
+MANIFEST_BYTES = 2**31  # largest manifest that is read; enough for more than a million tensors
+FILE_BYTES = 256 * 2**20  # bytes of tensors after which a rank begins another file
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Piece:
 
 
 def pieces(name: str, layout: Layout, mesh: Mesh, local: Tensor) -> Iterator[Piece]:
-    """What this rank holds of a parameter, by global names: a stack becomes one tensor per element."""
+    """Pieces of a parameter that this rank holds, by global names. A stack (of experts) becomes one tensor for each element."""
     region = layout.region(mesh)
     if layout.unstack is None:
         yield Piece(name, layout.shape, tuple(s.start for s in region), local)
@@ -70,10 +70,11 @@ def pieces(name: str, layout: Layout, mesh: Mesh, local: Tensor) -> Iterator[Pie
 def save(
     folder: Path, step: int, held: Iterable[tuple[str, Piece]], *, state: dict[str, Any], world: Axis, keep: int, prune: bool = True
 ) -> Path:
-    """Write `held` ((kind, piece), the ones this rank owns) and rank 0's `state`; returns the committed folder. The newest `keep` stay, or
-    without `prune` all.
+    """Write a checkpoint and return its folder. Collective. Raises BadInput on all ranks if any cannot write or holds a value that is not
+    finite.
 
-    Collective. Raises BadInput on every rank when any of them cannot write, or holds numbers that are not finite.
+    held: (kind, piece) of all tensors that this rank owns. state: the trainer's state, from rank 0. keep: number of newest checkpoints
+    that stay; all stay if `prune` is False.
     """
     begin(folder, step, world)
     agreed(folder, step, world, lambda: write_part(temporary(folder, step), world.index, held))
@@ -82,23 +83,23 @@ def save(
 
 
 def temporary(folder: Path, step: int) -> Path:
-    """Where a checkpoint is written before it has its final name."""
+    """Folder in which a checkpoint is written before it gets its final name."""
     return folder / f"step-{step}.tmp"
 
 
 def record_of(folder: Path, rank: int) -> Path:
-    """What a rank says of its part in a temporary folder, once all of it is there."""
+    """Path of the record that a rank writes into a temporary folder when its part is complete."""
     return folder / f"rank-{rank:05d}.json"
 
 
 def begin(folder: Path, step: int, world: Axis) -> None:
-    """Make the temporary folder. Collective. Raises BadInput on every rank where that cannot be."""
+    """Make the temporary folder. Collective. Raises BadInput on all ranks if it cannot be made."""
     agreed(folder, step, world, lambda: _make(folder, temporary(folder, step)) if world.index == 0 else None)
 
 
 def agreed(folder: Path, step: int, world: Axis, work: Callable[[], None]) -> None:
-    """Do one rank's work for a save. Collective. Raises BadInput in the same line on every rank where it fails on any; then what there is
-    of the save is removed, on a full disk most of all."""
+    """Do this rank's work for a save. Collective. If it fails on any rank, remove the unfinished save (the disk may be full) and raise
+    BadInput, with the same line, on all ranks."""
     problem: BadInput | None = None
     try:
         work()
@@ -128,12 +129,12 @@ def _make(folder: Path, temporary: Path) -> None:
     temporary.mkdir()
 
 
-Entry = dict[str, Any]  # of a tensor in the manifest
+Entry = dict[str, Any]  # a tensor's entry in the manifest
 
 
 def in_files(held: Iterable[tuple[str, Piece]]) -> Iterator[list[tuple[Entry, Tensor]]]:
-    """What a rank saves, on the host, in as many files as it takes to have no more than one file's tensors in memory: an engine's states
-    may lie on a disk. At least one file."""
+    """Yield the tensors of one file after another, on the CPU, at least one file. Only one file's tensors are in memory at a time, because
+    an engine may keep its states on a disk."""
     tensors: list[tuple[Entry, Tensor]] = []
     held_bytes = 0
     for kind, piece in held:
@@ -149,8 +150,8 @@ def in_files(held: Iterable[tuple[str, Piece]]) -> Iterator[list[tuple[Entry, Te
 
 
 def write_part(temporary: Path, rank: int, held: Iterable[tuple[str, Piece]]) -> None:
-    """One rank's files, and then its record. Raises BadInput for numbers that are not finite, once all of `held` was taken: that is
-    collective."""
+    """Write a rank's files, then its record. Raises BadInput for a value that is not finite, but only after `held` was read to its end,
+    because reading it is collective."""
     entries: list[Entry] = []
     files: dict[str, dict[str, Any]] = {}
     bad: str | None = None
@@ -165,16 +166,19 @@ def write_part(temporary: Path, rank: int, held: Iterable[tuple[str, Piece]]) ->
         sync(path)
         files[path.name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
         entries += [entry | {"rank": rank, "file": path.name} for entry, _ in tensors]
-        tensors.clear()  # before the next file's are gathered
+        tensors.clear()  # free them before the next file's tensors are gathered
     if bad:
         got = f"values of {bad} that are not finite, on rank {rank}"
         fix = "start again: the run goes on from the newest checkpoint, which stays"
-        raise BadInput(temporary.stem, got=got, needed="finite numbers: nothing of it is saved", fix=fix)
+        raise BadInput(temporary.stem, got=got, needed="finite numbers; this checkpoint is not saved", fix=fix)
     replace_file(record_of(temporary, rank), json.dumps({"files": files, "tensors": entries}))  # rank 0 may look for it meanwhile
 
 
 def commit(folder: Path, step: int, state: dict[str, Any], world: Axis, keep: int | None) -> None:
-    """On rank 0, when every rank's record is there: the manifest, the final name, and older ones go; with None they stay."""
+    """On rank 0, when the records of all ranks exist: write the manifest, rename the folder, and remove older checkpoints.
+
+    keep: number of checkpoints that stay; None: all.
+    """
     final, unnamed = folder / f"step-{step}", temporary(folder, step)
     files: dict[str, dict[str, Any]] = {}
     tensors: list[dict[str, Any]] = []
@@ -188,7 +192,7 @@ def commit(folder: Path, step: int, state: dict[str, Any], world: Axis, keep: in
     write_synced(unnamed / "manifest.json", manifest)
     write_synced(unnamed / "manifest.sha256", _digest_line(manifest.encode()))
     sync(unnamed)
-    if os.path.lexists(final):  # a damaged one that was passed over, or no checkpoint at all
+    if os.path.lexists(final):  # a damaged checkpoint that was skipped, or another file or folder of this name
         _remove(final)
     unnamed.rename(final)
     sync(folder)
@@ -197,17 +201,17 @@ def commit(folder: Path, step: int, state: dict[str, Any], world: Axis, keep: in
 
 
 def keep_newest(folder: Path, step: int, keep: int) -> None:
-    """Of the checkpoints up to that of `step`, which is good, the newest `keep` stay. Also for a run that goes on: the one before may
-    have died between a commit and this."""
-    # only lower numbers: a higher one was passed over as damaged, and must not push out the one just written
+    """Remove all but the newest `keep` checkpoints up to `step`, which is known to be good. Also called when a run resumes, because the
+    previous process may have died before it got here."""
+    # Only lower steps count: a higher one was skipped as damaged, and must not displace the one just written.
     older = [path for number, path in sorted(numbered(folder)) if number < step]
     for old in older[: max(0, len(older) - (keep - 1))]:
-        with suppress(OSError):  # the new one stands, whatever becomes of the old
+        with suppress(OSError):  # the new checkpoint is good even if an old one cannot be removed
             _remove(old)
 
 
 def _remove(path: Path) -> None:
-    """Its name goes first: dying half way must not leave half a checkpoint under a final name."""
+    """Remove a checkpoint, after renaming it: a death half way must not leave half a checkpoint under a final name."""
     nameless = path.with_name(f"{path.name}.old.tmp")
     path.rename(nameless)
     _discard(nameless)
@@ -235,7 +239,7 @@ def sha256(path: Path) -> str:
 
 
 def numbered(folder: Path) -> list[tuple[int, Path]]:
-    """(step, folder) of every committed checkpoint, in any order. Raises BadInput where the folder is there and cannot be looked into."""
+    """(step, folder) of every committed checkpoint, in any order. Raises BadInput if the folder exists but cannot be read."""
     found = [(step_of(path.name), path) for path in _entries(folder)]
     return [(step, path) for step, path in found if step is not None and _is_folder(path)]
 
@@ -259,9 +263,9 @@ def _is_folder(path: Path) -> bool:
 
 
 def verify(path: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint whose every file has its size and hash, and whose tensors are whole and finite.
+    """Check a checkpoint (size and hash of every file, complete and finite tensors) and return its manifest.
 
-    Raises BadInput naming the file that has not; Unreadable, naming it, where it cannot be read for a reason other than its contents.
+    Raises BadInput that names a damaged file, and Unreadable that names a file that cannot be read but may be intact.
     """
     try:
         raw = _text(path / "manifest.json", most_bytes=MANIFEST_BYTES).encode()
@@ -298,11 +302,11 @@ def _text(path: Path, *, most_bytes: int = MOST_BYTES) -> str:
 
 
 def newest(folder: Path, *, world: Axis, log: Callable[[str], None], step: int | None = None, flag: str = "--from_step") -> Path | None:
-    """The newest checkpoint that verifies, or that of `step`, which `flag` named, the same on every rank; rank 0 looks. None if there is
-    none at all.
+    """Folder of the newest checkpoint that verifies, or of the checkpoint of `step`; None if there is no checkpoint. Collective: rank 0
+    looks, and all ranks return the same.
 
-    Raises BadInput, on every rank, where there are some and none can be read, since to start over then would bury them; where a file cannot
-    be read though it may be whole; and for a `step` that is not there.
+    Raises BadInput on all ranks if checkpoints exist but none verifies (starting over would replace them), if a file cannot be read but
+    may be intact, or if `step` does not exist. flag: the command-line flag that gave `step`, for the error.
     """
 
     def look() -> int:
@@ -314,25 +318,25 @@ def newest(folder: Path, *, world: Axis, log: Callable[[str], None], step: int |
 
 
 def _newest(folder: Path, log: Callable[[str], None]) -> int:
-    """Its step; _NONE if there is none."""
+    """Step of the newest checkpoint that verifies; _NONE if there is no checkpoint."""
     there = sorted(numbered(folder), reverse=True)
     none = sorted(path.name for path in _entries(folder) if path.suffix != ".tmp" and (step_of(path.name) is None or not _is_folder(path)))
     if none:
         more = f" and {len(none) - _NAMED} more" if len(none) > _NAMED else ""
-        log(plain(f"no checkpoints, so they are not looked at: {', '.join(none[:_NAMED])}{more} in {folder}"))
+        log(plain(f"ignored, because they are no checkpoints: {', '.join(none[:_NAMED])}{more} in {folder}"))
     for number, path in there:
         try:
             verify(path)
         except Unreadable:
             raise
         except BadInput as refused:
-            log(f"passed over: {refused}")
+            log(f"skipped: {refused}")
         else:
             return number
     if there or (os.path.lexists(folder) and not _is_folder(folder)):
         raise BadInput(
             str(folder),
-            got="checkpoints of which none can be read" if there else "no folder, or a link to one that is not there",
+            got="checkpoints, none of which can be read" if there else "no folder, or a broken link",
             needed="at least one that verifies",
             fix="bring back what is missing, or start over with --fresh, which sets them aside",
         )
@@ -340,7 +344,7 @@ def _newest(folder: Path, log: Callable[[str], None]) -> int:
 
 
 def _named(folder: Path, step: int, flag: str) -> int:
-    """That step, if it is there and verifies."""
+    """Return `step` if its checkpoint exists and verifies; else raise BadInput."""
     there = sorted(number for number, _ in numbered(folder))
     if step not in there:
         needed = f"one of {', '.join(map(str, there))}" if there else f"a checkpoint in {folder}"

@@ -1,13 +1,13 @@
-"""Files that a user names: a path that makes no sense, a pipe, a device or a huge file is one line instead of a hang.
+"""Reads and writes files that a user names. A bad path, a pipe, a device or a huge file gives a one-line error instead of a hang.
 
-user_path("~/text")                     the path, for anything that may or may not be there
-read_text(path)                         the text of a regular file of a sensible size; OSError says what it is instead
-check_writable(path, what="--out")      before long work: can its results be written there
-write_text(path, text, what="--out")    the text in that file; `writing` is for what writes a file itself, such as a picture
-replace_file(path, content)             the content in that file, atomically
-with usual_mode(path): ...              a library's own way to write a file, whose mode then follows the umask
-of_contents(error)                      whether an OSError means that the file is gone or of another kind, not that it cannot be read now
-step_of("step-120")                     the step of a checkpoint's folder, from its name
+user_path("~/text")                     path with the home folder inserted; the file need not exist
+read_text(path)                         text of a regular file of at most 64 MiB; OSError for other files
+check_writable(path, what="--out")      raises BadInput before long work if its results cannot be written there
+write_text(path, text, what="--out")    writes the file; `writing` is the same for code that writes a file itself, such as a picture
+replace_file(path, content)             writes the content into that file, atomically
+with usual_mode(path): ...              gives a file that a library writes the usual mode (umask)
+of_contents(error)                      True if an OSError means that the file is gone or of another kind
+step_of("step-120")                     step of a checkpoint's folder, from its name
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from pathlib import Path
 from parallel.errors import BadInput, harmless
 
 _OF_CONTENTS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.ENAMETOOLONG, errno.ESPIPE)
-_MOST_STEPS = 2**53  # ranks tell each other steps as float64
-MOST_BYTES = 64 * 2**20  # of a recipe, an order, a plan, a hostfile: the largest that anybody writes are a few megabytes
+_MOST_STEPS = 2**53  # largest step that float64, in which ranks exchange steps, holds exactly
+MOST_BYTES = 64 * 2**20  # largest recipe, order, plan or hostfile that is read; real ones have a few megabytes at most
 
 
 def user_path(text: str | Path, *, what: str) -> Path:
-    """`~` made a home. Raises BadInput, about `what`, for a path that the system cannot even look up, or a terminal cannot show."""
+    """Path with `~` replaced by the home folder. Raises BadInput, about `what`, if the system cannot look it up or a terminal show it."""
     if not harmless(str(text)):
         raise BadInput(what, got=repr(str(text)), needed="a path without control characters", fix="rename it")
     try:
@@ -43,7 +43,7 @@ def user_path(text: str | Path, *, what: str) -> Path:
 
 
 def read_text(path: str | Path, *, most_bytes: int = MOST_BYTES, newline: str | None = None) -> str:
-    """The UTF-8 text of a regular file. Raises OSError for anything else, such as a pipe, which would wait, or a device without an end."""
+    """UTF-8 text of a regular file. Raises OSError for other files, such as a pipe (reading would wait) or a device (without an end)."""
     with open(path, encoding="utf-8", newline=newline, opener=_opened) as file:
         about = os.fstat(file.fileno())
         if not stat.S_ISREG(about.st_mode):
@@ -54,11 +54,11 @@ def read_text(path: str | Path, *, most_bytes: int = MOST_BYTES, newline: str | 
 
 
 def _opened(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)  # a pipe without a writer opens at once, and is then seen for what it is
+    return os.open(path, flags | os.O_NONBLOCK)  # opens a pipe without a writer immediately, so that fstat can recognise it
 
 
 def check_writable(path: Path, *, what: str) -> None:
-    """Refuse a place in which nothing can be written, before the work whose results it is for. Raises BadInput, about `what`."""
+    """Check, before long work, that its results can be written to `path`. Raises BadInput, about `what`, if not."""
     folder = next(place for place in (path.absolute().parent, *path.absolute().parents) if place.exists())
     why = (
         "Is a directory" if path.is_dir()
@@ -72,7 +72,7 @@ def check_writable(path: Path, *, what: str) -> None:
 
 @contextmanager
 def writing(path: Path, *, what: str) -> Iterator[None]:
-    """Around what writes a file that the user asked for: makes the folder that it is to be in. Raises BadInput if it cannot write."""
+    """Context for code that writes the file `path`. Makes its folder. Raises BadInput, about `what`, if the file cannot be written."""
     check_writable(path, what=what)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -82,7 +82,7 @@ def writing(path: Path, *, what: str) -> Iterator[None]:
 
 
 def write_text(path: Path, text: str, *, what: str) -> None:
-    """Write a file that the user asked for, and the folder that it is to be in. Raises BadInput if it cannot write."""
+    """Write a file, and make its folder if needed. Raises BadInput, about `what`, if it cannot be written."""
     with writing(path, what=what):
         path.write_text(text, encoding="utf-8")
 
@@ -118,7 +118,7 @@ def _not_written(path: Path, why: str, what: str) -> BadInput:
 
 @contextmanager
 def usual_mode(path: Path) -> Iterator[None]:
-    """Around a library that writes a file for its owner alone, as safetensors does: it gets the mode of any new file in that folder."""
+    """Context for a library that makes files readable only for their owner, as safetensors does: the file gets the usual mode."""
     path.touch()
     mode = stat.S_IMODE(path.stat().st_mode)
     yield
@@ -126,13 +126,16 @@ def usual_mode(path: Path) -> Iterator[None]:
 
 
 def of_contents(error: OSError) -> bool:
-    """Whether the file is gone, or is no regular file: then what was written is lost. Else it may be whole, and a later or another reader's
-    attempt may succeed: no permission, a disk or server that does not answer, too many open files."""
+    """True if an error means that the file is gone or is no regular file, so that its contents are lost.
+
+    For other errors (no permission, a disk or server that does not answer, too many open files) it may be intact, and a later attempt may
+    succeed.
+    """
     return not error.errno or error.errno in _OF_CONTENTS
 
 
 def step_of(name: str) -> int | None:
-    """None for any other name: step-0080, digits of other scripts, a number that no run reaches."""
+    """Step in a folder's name, such as 80 for `step-80`; None for other names (step-0080, non-ASCII digits, more than 2^53 steps)."""
     digits = name.removeprefix("step-")
     number = int(digits) if digits.isascii() and digits.isdecimal() else _MOST_STEPS
     return number if name == f"step-{number}" and number < _MOST_STEPS else None

@@ -1,12 +1,12 @@
-"""One run at a time in a folder: locks of open files, which the system gives back when their owner dies, however it dies.
+"""Locks a folder for one run at a time, by locks of open files (flock), which the system releases when their owner dies.
 
-    the folder itself   held under whatever name, and whatever is removed in it: between the processes of one machine
-    <folder>/.lock      names the process that holds the folder; locked as well, because NFS and Lustre pass on locks of files to other
-                        machines, and no locks of folders
+    the folder itself   locked against processes of this machine; the lock survives renames and removed files
+    <folder>/.lock      names the process that holds the lock; locked too, because NFS and Lustre pass locks of files to other machines,
+                        but not locks of folders
 
-Only the holder removes anything: its file, and the folders that were made for it if nothing was put into them. The parent of several
-processes holds the lock for all of them, and says so in their environment (HELD); a process that is alone, and rank 0 of ranks that
-another launcher started, holds it itself. A disk without locks is used without them.
+Only the holder removes its file, and the folders that it made if they are empty. A launcher holds the lock for its ranks, and tells them
+in their environment (HELD). A process that is alone, or rank 0 under another launcher, holds it itself. On a disk without locks, nothing
+is locked.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from parallel.errors import BadInput
 NAME = ".lock"
 HELD = "MOE_LOCKED_FOLDER"
 _SIGNED = "process "  # begins the file's text
-_TRIES, _POLL_S = 50, 0.01  # while another start makes the folder, removes it, or has not signed yet
+_TRIES, _POLL_S = 50, 0.01  # for the time in which another process makes or removes the folder, or has not written its name yet
 _GONE = (errno.ENOENT, errno.ESTALE)
-_PLAIN = os.O_NOFOLLOW | os.O_NONBLOCK  # no link to a file elsewhere, and no pipe
+_PLAIN = os.O_NOFOLLOW | os.O_NONBLOCK  # do not follow links or wait for pipes
 
 
 @contextlib.contextmanager
 def alone_in(folder: Path, *, what: str = "--out") -> Iterator[None]:
-    """Make the folder and hold its lock, unless an ancestor holds it. Raises BadInput, about `what`, with the process that holds it."""
+    """Context that makes the folder and holds its lock, unless an ancestor process does. Raises BadInput if another process holds it."""
     held = None if is_held(folder) else _hold(folder, what)
     try:
         yield
@@ -42,13 +42,14 @@ def alone_in(folder: Path, *, what: str = "--out") -> Iterator[None]:
 
 
 def is_held(folder: Path) -> bool:
-    """Whether an ancestor of this process holds the folder's lock for it."""
+    """True if an ancestor of this process holds the folder's lock for it."""
     return os.environ.get(HELD) == str(folder.resolve())
 
 
 @dataclass
 class _Held:
-    """A folder by an open descriptor, and its file by another (None: it has none). `made`: folders made for it, the deepest first."""
+    """A locked folder. place, file: open descriptors of the folder and of its lock file; None: none. made: folders made for it, deepest
+    first. signed: True if the file names this process."""
 
     folder: Path
     made: list[Path]
@@ -58,29 +59,29 @@ class _Held:
     process: int = field(default_factory=os.getpid)
 
     def is_there(self) -> bool:
-        """Whether the folder still has its name."""
+        """True if the folder still has its path."""
         try:
             return self.place is not None and os.path.samestat(os.fstat(self.place), os.stat(self.folder))
         except OSError:
             return False
 
     def leave(self) -> None:
-        """Remove what was made for the lock alone, and give it back. A process that was forked meanwhile has no part in it."""
+        """Remove the lock file and empty folders made for it, and release the lock. In a forked child, only close the descriptors."""
         if self.place is None or os.getpid() != self.process:
             return self.close()
         if self.file is not None:
             with contextlib.suppress(OSError):
                 named = os.stat(NAME, dir_fd=self.place, follow_symlinks=False)
                 if self.signed and os.path.samestat(os.fstat(self.file), named):
-                    os.unlink(NAME, dir_fd=self.place)  # while it is held: a start that has it open sees that it is gone
-            os.close(self.file)  # before its folder goes: NFS keeps a removed file in the folder until it is closed
+                    os.unlink(NAME, dir_fd=self.place)  # while locked, so that a process that has it open sees that it is removed
+            os.close(self.file)  # before the folder is removed: NFS keeps a removed file in the folder until it is closed
             self.file = None
         with contextlib.suppress(OSError):
-            # a folder that was renamed may have been made again, for ranks to note how they ended
+            # If the folder was renamed, ranks may have made it again to write down how they ended.
             for folder in self.made if self.is_there() else [self.folder]:
                 folder.rmdir()
         with contextlib.suppress(OSError):
-            fcntl.flock(self.place, fcntl.LOCK_UN)  # a process that was forked meanwhile may have the descriptor still
+            fcntl.flock(self.place, fcntl.LOCK_UN)  # explicitly, because a forked child may still have the descriptor open
         self.close()
 
     def close(self) -> None:
@@ -90,8 +91,8 @@ class _Held:
 
 
 def _hold(folder: Path, what: str) -> _Held:
-    """Hold the folder. Raises BadInput if another process does. Nothing is held in a folder that cannot be made or opened: the first
-    that writes there refuses it."""
+    """Lock the folder. Raises BadInput if another process holds it. A folder that cannot be made or opened is not locked: the first write
+    to it will raise the error."""
     made: list[Path] = []
     owner = ""
     for _ in range(_TRIES):
@@ -121,7 +122,7 @@ def _hold(folder: Path, what: str) -> _Held:
 
 
 def _locked(handle: int) -> bool:
-    """Lock it; False if another process has. A disk that has no locks refuses nothing."""
+    """Lock an open file or folder. Returns False if another process holds the lock; True on a disk without locks."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -132,30 +133,28 @@ def _locked(handle: int) -> bool:
 
 
 def _sign(held: _Held) -> bool:
-    """Lock the file in a folder that is held on this machine, and write this process into it. False if another machine holds it.
-
-    Raises OSError if the folder is gone.
-    """
+    """Lock the lock file of a folder that is locked on this machine, and write this process's name into it. Returns False if another
+    machine holds it. Raises OSError if the folder is gone."""
     try:
         held.file = os.open(NAME, os.O_RDWR | os.O_CREAT | _PLAIN, 0o666, dir_fd=held.place)
     except OSError as error:
         if error.errno in _GONE:
             raise
-        return True  # a full disk, or another user's file: the folder's own lock is held
+        return True  # a full disk, or another user's file: the folder itself is locked, which is enough
     if not _locked(held.file) or not os.fstat(held.file).st_nlink:
         return False
     with contextlib.suppress(OSError):
         text = f"{_SIGNED}{os.getpid()} on {os.uname().nodename}\n".encode()
-        held.signed = os.pread(held.file, len(_SIGNED), 0) in (b"", _SIGNED.encode())  # else it is a file of the user's
+        held.signed = os.pread(held.file, len(_SIGNED), 0) in (b"", _SIGNED.encode())  # otherwise it is a file of the user
         if held.signed:
             os.pwrite(held.file, text, 0)
             os.ftruncate(held.file, len(text))
-            os.fsync(held.file)  # for starts on other machines
+            os.fsync(held.file)  # so that other machines can read it
     return True
 
 
 def _owner(place: int) -> str:
-    """The process that holds the folder, as its file says; nothing while it has not said so yet, or has just left."""
+    """Name of the process that holds the folder, from its lock file; "" if it has not been written yet, or has been removed."""
     try:
         file = os.open(NAME, os.O_RDONLY | _PLAIN, dir_fd=place)
     except OSError:

@@ -1,12 +1,12 @@
-"""Asynchronous saving: a step waits for a copy in host memory, and the copy is written beside the steps that follow.
+"""Saves checkpoints asynchronously: a step waits only for a copy into CPU memory, which a thread writes while training continues.
 
-    main thread     copy what this rank owns | step | step | step | ...           settle: before the next save, and at the end
-    writer                                   | write its files ...... | rank 0: all parts are there? commit
+    main thread     copy this rank's tensors | step | step | step | ...           settle: before the next save, and at the end
+    writer                                   | write its files ...... | rank 0: waits for all parts, then commits
 
-Ranks meet in the folder alone: the part of a rank is there when its record, `rank-00003.json`, is. So no collective runs beside those of
-training, and what a writer could not write is told to all ranks when they settle. The files are those of parallel/store/checkpoint.py, bit
-for bit, and are committed as they are there: a process that dies at any instant leaves the checkpoint before this one, or both.
-Cost: once more what the rank owns, in host memory that is kept for the next save. Saves that come faster than they are written wait.
+Writers of different ranks communicate only through the folder: a rank's part is complete when its record, `rank-00003.json`, exists. So
+no collective runs at the same time as training's. If a writer fails, all ranks learn it when they settle. Files and commit are exactly
+those of parallel/store/checkpoint.py: a process that dies at any moment leaves the previous checkpoint, or both.
+Cost: a copy of the rank's tensors in CPU memory, which is kept for the next save. A save waits until the previous one is written.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from parallel.mesh.mesh import Axis
 from parallel.store import checkpoint
 from parallel.store.checkpoint import Piece
 
-_LOOK_S = 0.02  # between two looks for the other ranks' parts
+_LOOK_S = 0.02  # seconds between two checks for the other ranks' parts
 _LEAVE_S = 30.0
 
 
 class Saver:
-    """One rank's checkpoints in `folder`, of which the newest `keep` stay. One is on its way at a time."""
+    """Saves one rank's checkpoints in `folder`, one at a time. keep: number of newest checkpoints that stay."""
 
     def __init__(self, folder: Path, world: Axis, *, keep: int) -> None:
         self.folder, self.world, self.keep = folder, world, keep
@@ -42,23 +42,22 @@ class Saver:
         self._told: int | None = None
 
     def save(self, step: int, held: Iterable[tuple[str, Piece]], *, state: dict[str, Any], prune: bool = True) -> None:
-        """Write `held` as it is, without a copy, and wait. Without `prune` all older ones stay. Collective. Raises BadInput, on every rank,
-        where that cannot be."""
+        """Write `held` without a copy, and wait. Collective. Raises BadInput on all ranks if it fails. prune: remove older checkpoints."""
         self.settle()
         checkpoint.save(self.folder, step, held, state=state, world=self.world, keep=self.keep, prune=prune)
         self._newest = step
 
     def begin(self, step: int, held: Iterable[tuple[str, Piece]], *, state: dict[str, Any]) -> None:
-        """Copy `held` and begin to write it. Collective. Raises BadInput, on every rank, where this save or the one before cannot be."""
+        """Copy `held` and start writing it. Collective. Raises BadInput on all ranks if this save or the previous one fails."""
         self.settle()
         checkpoint.begin(self.folder, step, self.world)
         copies = [(kind, replace(piece, tensor=self._copied(kind, piece))) for kind, piece in held]
         now = {(kind, piece.name, piece.start) for kind, piece in copies}  # experts may have moved to other ranks
         self._copies = {key: copy for key, copy in self._copies.items() if key in now}
-        self._writer = _Writer(self.folder, step, copies, deepcopy(state), self.world, self.keep)  # the caller goes on counting
+        self._writer = _Writer(self.folder, step, copies, deepcopy(state), self.world, self.keep)  # training will change `state`
 
     def settle(self) -> None:
-        """Wait until what is on its way is committed. Collective. Raises BadInput, on every rank, where it cannot be."""
+        """Wait until the save in progress is committed. Collective. Raises BadInput on all ranks if it fails."""
         writer, self._writer = self._writer, None
         if writer is None:
             return
@@ -71,23 +70,23 @@ class Saver:
         self._newest = writer.step
 
     def news(self) -> int | None:
-        """The step of a checkpoint that was committed since this was last asked. Waits for nothing; ranks but the first learn it late."""
+        """Step of a checkpoint that was committed since the last call; None if there is none. Never waits. Only rank 0 learns it early."""
         newest = self._writer.step if self._writer is not None and self._writer.done else self._newest
         found, self._told = None if newest == self._told else newest, newest
         return found
 
     @property
     def known(self) -> int | None:
-        """The step of the newest checkpoint of this run that every rank knows to be there."""
+        """Step of this run's newest checkpoint that all ranks know to be committed."""
         return self._newest
 
     @property
     def under_way(self) -> int | None:
-        """The step of a save that has begun and that not every rank knows to be committed; None if there is none."""
+        """Step of the save in progress; None if there is none."""
         return None if self._writer is None else self._writer.step
 
     def leave(self) -> None:
-        """Where the run fails: give what is on its way a while to be committed, without the other ranks."""
+        """After a failure of the run: wait up to _LEAVE_S for the save in progress, without the other ranks."""
         if self._writer is not None:
             self._writer.join(_LEAVE_S)
 
@@ -100,7 +99,7 @@ class Saver:
 
 
 class _Writer(threading.Thread):
-    """Writes one rank's part; on rank 0 it also commits when all parts are there."""
+    """Thread that writes one rank's part. On rank 0 it also commits when all parts exist."""
 
     def __init__(self, folder: Path, step: int, held: list[tuple[str, Piece]], state: dict[str, Any], world: Axis, keep: int) -> None:
         super().__init__(name=f"save-{step}", daemon=True)
@@ -116,13 +115,13 @@ class _Writer(threading.Thread):
             if self.world.index == 0 and self._all_wrote():
                 checkpoint.commit(self.folder, self.step, self.state, self.world, self.keep)
                 self.done = True
-        except BaseException as error:  # told by the main thread, which alone can end the run
+        except BaseException as error:  # raised again by the main thread, because only that can end the run
             self.problem = error
         finally:
             self.wrote.set()
 
     def _all_wrote(self) -> bool:
-        """Look for the records of all parts; False if they will not come. Raises OSError if their folder is gone."""
+        """Wait for the records of all parts. Returns False if the save was abandoned. Raises OSError if their folder is gone."""
         missing, folder = list(range(self.world.size)), checkpoint.temporary(self.folder, self.step)
         while not self.given_up.is_set():
             missing = [rank for rank in missing if not checkpoint.record_of(folder, rank).exists()]
@@ -133,18 +132,18 @@ class _Writer(threading.Thread):
         return False
 
     def written(self) -> None:
-        """Wait for this rank's part. Raises what writing it raised."""
+        """Wait until this rank's part is written. Raises the error of writing it."""
         self.wrote.wait()
         if self.problem is not None and not self.done:
             raise self.problem
 
     def committed(self) -> None:
-        """Wait for the end: on rank 0 that is the commit. Raises what it raised."""
+        """Wait for the end of the thread, on rank 0 for the commit. Raises the thread's error."""
         self.join()
         if self.problem is not None:
             raise self.problem
 
     def abandon(self) -> None:
-        """Another rank's part will not come."""
+        """Give the save up, because another rank's part will not come."""
         self.given_up.set()
         self.join()

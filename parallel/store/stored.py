@@ -1,10 +1,10 @@
-"""The tensors of one committed checkpoint, read in parts: any box of any tensor, from whatever pieces and files it was saved in.
+"""Reads tensors of a committed checkpoint: any box of any tensor, joined from the pieces and files in which it was saved.
 
     Reader.load(name, kind, layout, mesh, box)     this rank's part of a parameter, or a box of that part
     Reader.region(name, kind, region)              a box of the full tensor   <-  pieces that overlap it  <-  runs of bytes of their files
 
-Files are read with plain reads into the tensor that is given back. A file that is mapped into memory instead, as safetensors' own
-reader has it, counts as the process's memory: its pages as resident, and all of it under a limit on data (`ulimit -d`).
+Files are read directly into the returned tensor. safetensors' own reader maps files into memory instead, which counts as the process's
+memory: resident pages, and the whole file under a limit on data (`ulimit -d`).
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from parallel.mesh.layout import Box, Layout
 from parallel.mesh.mesh import Mesh
 from parallel.store.files import of_contents
 
-CHECKED_BYTES = 2**20  # at a time, of a file whose numbers are looked at: they stay in a core's cache
-HEADER_BYTES = 100_000_000  # the most that a safetensors file may have
-MOST_TENSORS = 2**18  # in one file: the largest models have fewer, and each takes microseconds to check
+CHECKED_BYTES = 2**20  # bytes that are read at a time to check for finite values, few enough for a core's cache
+HEADER_BYTES = 100_000_000  # largest header of a safetensors file
+MOST_TENSORS = 2**18  # most tensors in one file: the largest models have fewer
 _DTYPES = {  # as the safetensors format names them
     "F64": torch.float64,
     "F32": torch.float32,
@@ -45,7 +45,7 @@ _DTYPES = {  # as the safetensors format names them
 
 
 class _Place(NamedTuple):
-    """Where a tensor lies in a file: its bytes begin at `begin`, row-major."""
+    """Position of a tensor in a file: its bytes start at `begin`, row-major."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -53,9 +53,9 @@ class _Place(NamedTuple):
 
 
 class TensorFile:
-    """One safetensors file: 8 bytes that say how long the header is, the header in JSON, then the tensors.
+    """A safetensors file: the length of the header in 8 bytes, the header as JSON, then the tensors.
 
-    Raises ValueError, KeyError or TypeError where the header is not one of this file.
+    Raises ValueError, KeyError or TypeError if the header does not fit the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -93,12 +93,12 @@ class TensorFile:
         return place
 
     def read(self, key: str, box: Box) -> Tensor:
-        """A box of one tensor. Dims before the last that is cut are walked, so that each read is one run of bytes."""
+        """Read a box of one tensor. It loops over the dims before the last one that is cut, so each read is contiguous."""
         dtype, shape, begin = self.places[key]
         out = torch.empty([part.stop - part.start for part in box], dtype=dtype)
         if not out.numel():
             return out
-        steps = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]  # elements from one index to the next
+        steps = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]  # strides, in elements
         cut = max((dim for dim, part in enumerate(box) if (part.start, part.stop) != (0, shape[dim])), default=0)
         walked = [range(part.start, part.stop) for part in box[:cut]]
         first = box[cut].start * steps[cut] if box else 0
@@ -111,7 +111,7 @@ class TensorFile:
         return out
 
     def not_finite(self) -> str | None:
-        """The first tensor that has a number that is not finite, by its key. Reads CHECKED_BYTES at a time."""
+        """Key of the first tensor with a value that is not finite; None if all are finite. Reads CHECKED_BYTES at a time."""
         buffer = torch.empty(CHECKED_BYTES, dtype=torch.uint8)
         raw = memoryview(buffer.numpy())  # type: ignore[arg-type]
         with self.path.open("rb", buffering=0) as file:
@@ -133,19 +133,19 @@ class TensorFile:
 
 
 def finite(tensor: Tensor) -> bool:
-    """Whether it has neither NaN nor infinity. By its minimum and maximum, which are NaN if one number is: read once, nothing allocated."""
+    """True if the tensor has neither NaN nor infinity. It computes minimum and maximum, which are NaN if any value is, without a copy."""
     if not tensor.is_floating_point() or not tensor.numel():
         return True
     return all(math.isfinite(bound) for bound in tensor.detach().aminmax())
 
 
 class Unreadable(BadInput):
-    """Raised for a checkpoint's file that cannot be read, though it may be whole: it is no reason to take another checkpoint."""
+    """Raised if a checkpoint's file cannot be read but may be intact. Then no older checkpoint is taken instead."""
 
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Around reading a checkpoint's file. Raises BadInput that names it: `damaged`, or Unreadable."""
+    """Context for reading a checkpoint's file. Turns OSErrors into BadInput that names it: `damaged`, or Unreadable."""
     try:
         yield
     except FileNotFoundError:
@@ -157,19 +157,19 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def unreadable(path: Path, error: OSError) -> Unreadable:
-    """What is said of a checkpoint's file, or of the folder of checkpoints, that this process cannot read."""
-    needed = "to read it: nothing says that it is damaged, so no older checkpoint is taken"
+    """Error for a checkpoint's file, or the folder of checkpoints, that this process cannot read."""
+    needed = "a file that can be read: it may be intact, so no older checkpoint is taken"
     fix = "give this user the permission, or wait for its disk, and start again"
     return Unreadable(f"checkpoint file {path}", got=error.strerror or str(error), needed=needed, fix=fix)
 
 
 def damaged(path: Path, name: str) -> BadInput:
-    """What is said of a checkpoint one of whose files is not the one that was saved."""
+    """Error for a checkpoint with a file that differs from the saved one."""
     return BadInput(f"checkpoint {path.name}", got=f"a damaged {name}", needed="its recorded size and hash", fix=f"remove {path}")
 
 
 class Reader:
-    """The tensors of one verified checkpoint, by global name and kind."""
+    """Reads the tensors of one verified checkpoint, by global name and kind."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -186,11 +186,11 @@ class Reader:
             return TensorFile(path)
 
     def names(self, kind: str = "weight") -> dict[str, tuple[int, ...]]:
-        """Full shape of every logical tensor of a kind: with "weight", of every parameter."""
+        """Name -> full shape of every tensor of a kind. With "weight", these are all parameters."""
         return {name: tuple(found[0]["shape"]) for (name, of), found in self.entries.items() if of == kind}
 
     def region(self, name: str, kind: str, region: Box) -> Tensor:
-        """Any part of one logical tensor, put together from whatever pieces it was saved in."""
+        """Read any box of a tensor, joined from the pieces in which it was saved."""
         sizes, out = [want.stop - want.start for want in region], None
         missing = math.prod(sizes)
         for entry in self.entries[name, kind]:
@@ -218,7 +218,7 @@ class Reader:
         return out
 
     def load(self, name: str, kind: str, layout: Layout, mesh: Mesh, box: Box | None = None) -> Tensor:
-        """This rank's part of one parameter, as its layout says; `box`: a box of that part alone."""
+        """Read this rank's part of a parameter, by its layout. box: read only this box of the part."""
         region = layout.region(mesh)
         if box is not None:
             region = tuple(slice(of.start + part.start, of.start + part.stop) for of, part in zip(region, box, strict=True))
@@ -226,13 +226,13 @@ class Reader:
             return self.region(name, kind, region)
         numbers = layout.stacked(mesh)[slice(None) if box is None else box[0]]
         parts = [self.region(layout.unstack.format(number), kind, region[1:]) for number in numbers]
-        if len({part.dtype for part in parts}) > 1:  # stacking would make integers numbers like the others
+        if len({part.dtype for part in parts}) > 1:  # torch.stack would convert them to one dtype silently
             raise damaged(self.path, "manifest.json")
         return torch.stack(parts)
 
 
 def check_pieces(reader: Reader) -> None:
-    """That each tensor's pieces are in their files and make up the whole of it, each element once. Raises BadInput naming the file."""
+    """Check that each tensor's pieces exist and cover it exactly, each element once. Raises BadInput that names the file."""
     for entries in reader.entries.values():
         missing, dtype = math.prod(entries[0]["shape"]), None
         boxes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
@@ -256,7 +256,7 @@ def check_pieces(reader: Reader) -> None:
 
 
 def _overlap(boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
-    """Whether two boxes, each from its start to its stop, share an element. In order of their first dim, so that few are compared."""
+    """True if two boxes (start, stop) share an element. They are sorted by their first dim, so that few pairs are compared."""
     near: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
     for start, stop in sorted(box for box in boxes if all(a < b for a, b in zip(*box, strict=True))):
         near = [box for box in near if box[1][:1] > start[:1]] if start else near
@@ -267,7 +267,7 @@ def _overlap(boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
 
 
 def check_finite(reader: Reader) -> None:
-    """That every number is finite: a run cannot go on from others. Raises BadInput naming the tensor."""
+    """Check that all values are finite, because a run cannot resume from others. Raises BadInput that names the tensor."""
     for name in dict.fromkeys(entry["file"] for entry in reader.manifest["tensors"]):
         file = reader._file(name)
         with reading(file.path):
@@ -284,7 +284,7 @@ def check_same_parameters(
     *,
     fix: str = "resume with the recipe the run was started with, choose another --out, or start over with --fresh",
 ) -> None:
-    """Refuse a checkpoint of another model, naming the first parameter that differs: nothing is loaded in part."""
+    """Raise BadInput if the checkpoint belongs to another model. It names the first parameter that differs."""
     wanted: dict[str, tuple[int, ...]] = {}
     for name, layout in layouts.items():
         if layout.unstack is None:

@@ -1,13 +1,13 @@
-"""Silent corruption: numbers that a processor or a memory got wrong, without an error. Found by hashes, and mended where an intact copy is.
+"""Finds silent data corruption by hashes: values that a processor or memory changed without an error. Mends it from an intact copy.
 
-    fingerprints(held)                        one 64-bit number for each tensor that a rank keeps
-    by_majority(held, prints, mesh)           copies on several ranks must have equal ones: the odd ones out, and who is right
-    by_change(held, before, prints, mesh)     what nobody may write meanwhile must have the same as before: who has changed, and who not
-    mend(finding)                             the tensor of an intact rank, bit by bit, to all that hold it
+    fingerprints(held)                        a 64-bit hash of each tensor that a rank keeps
+    by_majority(held, prints, mesh)           compares the copies of several ranks: which ranks differ, and which rank is intact
+    by_change(held, before, prints, mesh)     compares with earlier hashes of tensors that must not change meanwhile
+    mend(finding)                             copies the intact rank's tensor, bit by bit, to all ranks that hold it
 
-Who holds copies, layouts say (`Held.axes`, `Held.holders`). Of two copies that differ neither is known to be right; of three or more, the
-one that most agree on is taken. That such faults happen: Silent Data Corruptions at Scale (arXiv 2102.11245); what they do to training:
-Understanding Silent Data Corruption in LLM Training (arXiv 2502.12340).
+Layouts say which ranks hold copies (`Held.axes`, `Held.holders`). If two copies differ, neither is known to be intact. If three or more
+differ, the value of the majority counts as intact. Sources: Silent Data Corruptions at Scale (arXiv 2102.11245); Understanding Silent
+Data Corruption in LLM Training (arXiv 2502.12340).
 """
 
 from __future__ import annotations
@@ -27,12 +27,15 @@ from parallel.mesh.gradients import on_stages
 from parallel.mesh.layout import Layout
 from parallel.mesh.mesh import Axis, Mesh
 
-_WORDS = 2**16  # of 8 bytes, hashed at a time: what is multiplied stays in the processor's cache
+_WORDS = 2**16  # 8-byte words that are hashed at a time, few enough for the processor's cache
 
 
 class Held(NamedTuple):
-    """A tensor that a rank keeps. `kind`: "weight", "gradient", or what an optimizer keeps beside it. `axes`: those of a mesh whose ranks
-    hold the same bits, and `holders` the places on the pp axis that do, where they are several."""
+    """A tensor that a rank keeps.
+
+    kind: "weight", "gradient", or the name of an optimizer state. axes: mesh axes along which all ranks hold the same bits. holders:
+    indices on the pp axis of the stages that hold the same bits, if there are several.
+    """
 
     name: str
     kind: str
@@ -45,8 +48,7 @@ class Held(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """A tensor of which some ranks hold other bits than they should: those at `places` of the axis. `source`: the place of an intact one;
-    None: none is known."""
+    """A tensor with wrong bits on some ranks: those at the indices `places` of the axis. source: index of an intact rank; None: unknown."""
 
     held: Held
     axis: Axis
@@ -59,7 +61,7 @@ class Finding(NamedTuple):
 
 
 def copies_of(name: str, kind: str, tensor: Tensor, layout: Layout, *, but: Sequence[str] = ()) -> Held:
-    """A tensor that lies as its parameter does; `but`: axes over which an engine has cut it once more."""
+    """Held tensor that has the layout of its parameter. but: axes over which an engine has cut it once more."""
     return Held(name, kind, tensor, tuple(axis for axis in layout.copies() if axis not in but), layout.holders)
 
 
@@ -68,16 +70,16 @@ def copies_of(name: str, kind: str, tensor: Tensor, layout: Layout, *, but: Sequ
 
 @cache
 def _weights(device: torch.device) -> Tensor:
-    """Odd 64-bit numbers: a product with an odd number loses no bit."""
-    x = torch.arange(_WORDS + 1, device=device) * -7046029254386353131  # the golden ratio's: neighbours get numbers far apart
+    """Fixed odd 64-bit numbers: multiplication by an odd number loses no bit."""
+    x = torch.arange(_WORDS + 1, device=device) * -7046029254386353131  # from the golden ratio: neighbours get distant numbers
     return x.bitwise_xor_(x >> 29).mul_(-4658895280553007687) | 1
 
 
 @torch.no_grad()
 def fingerprint(tensor: Tensor) -> Tensor:
-    """int64 [] of a tensor's bits: their 64-bit words, and the upper halves of these, times fixed odd numbers, summed modulo 2^64.
+    """Hash of a tensor's bits, int64 []: its 64-bit words, and their upper halves, times fixed odd numbers, summed modulo 2^64.
 
-    One flipped bit always changes it; of several changes about one in 2^32 goes unseen, or fewer.
+    A single flipped bit always changes the hash. Of other changes, at most about one in 2^32 is missed.
     """
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     whole = flat.numel() // 8 * 8
@@ -90,13 +92,13 @@ def fingerprint(tensor: Tensor) -> Tensor:
     return found
 
 
-_FACTOR = 6364136223846793005  # odd, so that no word of an earlier run is lost
+_FACTOR = 6364136223846793005  # odd, so that no bit of earlier words is lost
 
 
 def _hashed(words: Tensor) -> Tensor:
     weights, found = _weights(words.device), words.new_zeros(())
     for run in words.split(_WORDS):
-        upper = run >> 32  # of a product with an upper bit little is left: two such flips might cancel
+        upper = run >> 32  # products with the upper bits overflow, so two flips there might cancel; hash these halves once more
         found = found * _FACTOR + _dot(run, weights[: len(run)]) + _dot(upper, weights[1 : len(run) + 1])
     return found
 
@@ -106,7 +108,7 @@ def _dot(words: Tensor, weights: Tensor) -> Tensor:
 
 
 def fingerprints(held: Iterable[Held]) -> Tensor:
-    """int64 [tensors], on the host."""
+    """Hashes of all tensors, int64 [tensors], on the CPU."""
     found = [fingerprint(one.tensor) for one in held]
     return torch.stack([f.cpu() for f in found]) if found else torch.zeros(0, dtype=torch.int64)
 
@@ -115,7 +117,7 @@ def fingerprints(held: Iterable[Held]) -> Tensor:
 
 
 def by_majority(held: Sequence[Held], prints: Tensor, mesh: Mesh) -> list[Finding]:
-    """Copies that differ. Collective: every rank of an axis gives its copies of the same tensors, in the same order."""
+    """Find copies that differ between ranks. Collective: the ranks of an axis pass the same tensors in the same order."""
     found = []
     for axis, numbers in _together(held, mesh):
         rows = _of_all(prints[numbers], axis)  # [ranks, tensors]
@@ -129,7 +131,7 @@ def by_majority(held: Sequence[Held], prints: Tensor, mesh: Mesh) -> list[Findin
 
 
 def by_change(held: Sequence[Held], before: Tensor, prints: Tensor, mesh: Mesh) -> list[Finding]:
-    """Tensors that have changed on some rank of their copies though nobody writes them; what has not is intact. Collective."""
+    """Find tensors that changed on some rank although nothing wrote them; the unchanged copies are intact. Collective."""
     changed, found, alone = before != prints, [], set(range(len(held)))
     for axis, numbers in _together(held, mesh):
         alone -= set(numbers)
@@ -143,7 +145,7 @@ def by_change(held: Sequence[Held], before: Tensor, prints: Tensor, mesh: Mesh) 
 
 
 def _together(held: Sequence[Held], mesh: Mesh) -> Iterator[tuple[Axis, list[int]]]:
-    """(axis, numbers of the tensors that its ranks hold copies of); holders of several stages after the copies of one."""
+    """Yield (axis, numbers of the tensors of which its ranks hold copies): first copies of one stage, then copies of several stages."""
     numbers: dict[tuple[bool, tuple[object, ...]], list[int]] = {}
     for number, one in enumerate(held):
         if one.axes:
@@ -157,7 +159,7 @@ def _together(held: Sequence[Held], mesh: Mesh) -> Iterator[tuple[Axis, list[int
 
 
 def _of_all(mine: Tensor, axis: Axis) -> Tensor:
-    """[ranks, values], on the host."""
+    """Values of all ranks, [ranks, values], on the CPU."""
     there = mine.to("cuda") if _by_nccl(axis) else mine
     return gathered(there.unsqueeze(0), axis).cpu()
 
@@ -171,7 +173,7 @@ def _by_nccl(axis: Axis) -> bool:
 
 @torch.no_grad()
 def mend(finding: Finding) -> None:
-    """Copy the intact rank's tensor to all others of the axis. Collective over it: every one of its ranks has the same finding."""
+    """Copy the intact rank's tensor to all other ranks of the axis. Collective: all of its ranks pass the same finding."""
     assert finding.source is not None
     tensor = finding.held.tensor
     bits = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
@@ -181,8 +183,8 @@ def mend(finding: Finding) -> None:
         tensor.copy_(came.to(tensor.device).view(tensor.dtype).view(tensor.shape))
 
 
-def said_by_all(lines: Sequence[str], world: Axis) -> list[str]:
-    """The lines of all ranks, each once, in order; the same on every rank. Collective."""
+def lines_of_all(lines: Sequence[str], world: Axis) -> list[str]:
+    """Lines of all ranks in rank order, without repetitions; equal on every rank. Collective."""
     own = "\n".join(lines).encode()
     device = "cuda" if _by_nccl(world) else "cpu"
     longest = int(max_over(torch.tensor(len(own), device=device), world))

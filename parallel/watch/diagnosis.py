@@ -1,13 +1,14 @@
-"""What ranks say of where they are, and what it comes to: one line that names the ranks that are missing, or None.
+"""Diagnoses a hang from the ranks' answers (parallel/mesh/record.py): one line that names the ranks that hold up the others, or None.
 
-    failed    a rank says that an error ended it                                       the others wait for it in vain
-    silent    a rank does not answer: stopped, killed, or behind a link that is cut    likewise
-    differ    two ranks of a group made another collective under the same number       the first such number tells where it began
-    behind    a rank has made fewer collectives of a group, or messages, than one that waits there, and waits for nobody itself
-    lost      a message was sent, and its receiver waits for it
-    engine    ranks wait inside a library's own collectives, which are not announced: where Python stands tells them apart
+    failed    an error ended a rank
+    silent    a rank does not answer: it is stopped, killed, or behind a broken link
+    differ    ranks of a group ran different collectives under the same number; the first such number is reported
+    behind    a rank has run fewer collectives of a group, or messages, than a rank that waits there, and waits for no rank itself
+    circle    ranks wait for each other
+    lost      a message was sent, but its receiver still waits for it
+    engine    ranks wait inside a library's own collectives, which are not announced; the line of Python code tells them apart
 
-Plain values in, plain words out: no rank and no store is needed to try it.
+Everything here works on plain values, so it can be tested without ranks and without a store.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Answers = Mapping[int, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Finding:
-    """`ranks`: the culprits."""
+    """Result of a diagnosis. ranks: the ranks that hold up the others. line: the message."""
 
     kind: Kind
     ranks: tuple[int, ...]
@@ -34,15 +35,18 @@ class Finding:
 
 
 def diagnose(answers: Answers, silent: Mapping[int, str], *, limit_s: float, share: float = 1.0, settled: bool = False) -> Finding | None:
-    """`answers`: Record.answer() of the ranks that gave one; `silent`: the last word of the others. Who has waited `share` of the limit
-    counts as waiting; with 0 everyone who does not compute. `settled`: all ranks stand at the same place, so that they must have made
-    equally many collectives. None where nobody waits that long, or nothing says for whom."""
+    """Find the ranks that hold up the others. None if no rank waits long enough, or if nothing shows for which rank.
+
+    answers: rank -> Record.answer(). silent: rank without an answer -> text about its last sign of life.
+    share: a rank counts as waiting after this fraction of `limit_s`; with 0, every rank that does not compute counts.
+    settled: True if all ranks are at the same point of the step, so that they must have run equally many collectives.
+    """
     waiting = {r for r, a in answers.items() if a["waits"] != "no" and a["idle"] >= share * limit_s * a["patience"]}
     found = _differ(answers, settled=settled)
     if found is not None:
         return found
     failed = {r: a["failed"] for r, a in answers.items() if a["failed"]}
-    if failed and all(word.startswith(ABORTED) for word in failed.values()):  # by a library, for what another rank sent it
+    if failed and all(word.startswith(ABORTED) for word in failed.values()):  # a library aborts if another rank sends wrong data
         found = _behind(answers, {r for r, a in answers.items() if a["waits"] != "no"})
         if found is not None and found.kind == "circle":
             return found
@@ -80,14 +84,14 @@ def _call(lane: Mapping[str, Any], call: list[Any]) -> Call:
 
 
 def _named(answer: Mapping[str, Any]) -> str:
-    """Where a rank is: the collective or message it announced last, its phase and step."""
+    """Text with a rank's last announced collective, its phase and its step."""
     call = _latest(answer)
     what = f"{call.name} {call.number} over {call.axis}{f' in {call.label}' if call.label else ''}, " if call else ""
     return f"{what}{_at(answer)}"
 
 
 def _waits(waiting: Iterable[int], answers: Answers) -> str:
-    """Who waits, how long, and where the first of them is."""
+    """Text with the waiting ranks, the longest wait, and the place of that rank; "" if none waits."""
     found = sorted(waiting)
     if not found:
         return ""
@@ -97,7 +101,7 @@ def _waits(waiting: Iterable[int], answers: Answers) -> str:
 
 
 def _differ(answers: Answers, *, settled: bool) -> Finding | None:
-    """The first collective of a group under whose number ranks made different ones; the smaller part of them is named."""
+    """First number of a group under which ranks ran different collectives. The minority is named."""
     best: tuple[int, Finding] | None = None
     for name in sorted({name for a in answers.values() for name in a["lanes"]}):
         held = {r: a["lanes"][name] for r, a in answers.items() if name in a["lanes"]}
@@ -107,7 +111,7 @@ def _differ(answers: Answers, *, settled: bool) -> Finding | None:
         for ranks in groups.values():
             lanes = {rank: held[rank] for rank in ranks}
             found = _first_difference(lanes) or (_other_number(lanes, answers) if settled else None)
-            if found is not None and (best is None or len(ranks) < best[0]):  # a small group is nearer to where it began
+            if found is not None and (best is None or len(ranks) < best[0]):  # the smallest group is closest to the cause
                 best = len(ranks), found
     return None if best is None else best[1]
 
@@ -124,27 +128,27 @@ def _first_difference(lanes: Mapping[int, Mapping[str, Any]]) -> Finding | None:
             few, others = _parted({rank: found[number][-1] for rank, found in calls.items()})
             if not few:
                 return Finding("differ", ranks, f"{_ranks(ranks)} differ: {_both(at)}")
-            line = f"{_ranks(few)} made another collective {number} over {at[few[0]].axis}: {at[few[0]].said()}"
-            return Finding("differ", tuple(few), f"{line}, where {_ranks(others)} made {at[others[0]].said()}")
+            line = f"{_ranks(few)} made another collective {number} over {at[few[0]].axis}: {at[few[0]].text()}"
+            return Finding("differ", tuple(few), f"{line}, where {_ranks(others)} made {at[others[0]].text()}")
         if bad:
             return _split_finding(bad, at)
     return None
 
 
 def _other_number(lanes: Mapping[int, Mapping[str, Any]], answers: Answers) -> Finding | None:
-    """Where all ranks stand at one place: those of a group that have not made as many collectives in it as most."""
+    """For ranks at the same point of the step: the ranks of a group that have run more or fewer collectives in it than most."""
     made = {rank: lanes[rank]["number"] if rank in lanes else 0 for rank in next(iter(lanes.values()))["ranks"] if rank in answers}
     if len(set(made.values())) == 1:
         return None
     few, others = _parted(made)
     named = [*(few or sorted(made))[:2], *others[:1]]
-    last = {rank: f", the last {_call(lanes[rank], lanes[rank]['calls'][-1]).said()}" if made[rank] else "" for rank in named}
+    last = {rank: f", the last {_call(lanes[rank], lanes[rank]['calls'][-1]).text()}" if made[rank] else "" for rank in named}
     shown = "; ".join(f"rank {rank} made {made[rank]}{last[rank]}" for rank in named)
     return Finding("differ", tuple(few or sorted(made)), f"{_ranks(few or made)} made more or fewer collectives of a group: {shown}")
 
 
 def _parted(values: Mapping[int, Any]) -> tuple[list[int], list[int]]:
-    """(the ranks that are not as most are, those that are); nobody where no value has more than half of them."""
+    """(ranks with another value than most, ranks with the most common value); ([], all ranks) if no value has more than half of them."""
     common, many = Counter(values.values()).most_common(1)[0]
     if 2 * many <= len(values):
         return [], sorted(values)
@@ -152,17 +156,17 @@ def _parted(values: Mapping[int, Any]) -> tuple[list[int], list[int]]:
 
 
 def _both(at: Mapping[int, Call]) -> str:
-    """Where as many ranks say one thing as another: two that differ, or, where the last that is remembered is the same, only which."""
+    """Text for ranks without a majority: two that differ. If their recorded collectives are equal, they differ earlier than that."""
     first, *others = sorted(at)
-    found = next((r for r in others if at[r].said() != at[first].said()), None)
+    found = next((r for r in others if at[r].text() != at[first].text()), None)
     number = at[first].number
     if found is None:
         return f"before collective {number} over {at[first].axis}, which is further back than they remember"
-    return f"at collective {number} rank {first} made {at[first].said()}, but rank {found} {at[found].said()}"
+    return f"at collective {number} rank {first} made {at[first].text()}, but rank {found} {at[found].text()}"
 
 
 def _split(at: Mapping[int, Call], ranks: list[int]) -> list[tuple[int, int, int, int]]:
-    """(sender, receiver, rows that one sends, rows that the other expects) where these differ."""
+    """(sender, receiver, rows that the sender sends, rows that the receiver expects) for all pairs that differ."""
     found = []
     for i, sender in enumerate(ranks):
         for j, receiver in enumerate(ranks):
@@ -173,7 +177,7 @@ def _split(at: Mapping[int, Call], ranks: list[int]) -> list[tuple[int, int, int
 
 
 def _split_finding(bad: list[tuple[int, int, int, int]], at: Mapping[int, Call]) -> Finding:
-    """The culprit is the rank that is in every pair; where there is one pair alone, either may be."""
+    """Finding about splits that differ. It names the rank that is in every pair; with a single pair, both ranks."""
     common = set.intersection(*({sender, receiver} for sender, receiver, *_ in bad))
     culprits = tuple(sorted(common or {sender for sender, *_ in bad}))
     sender, receiver, sent, expected = bad[0]
@@ -184,7 +188,7 @@ def _split_finding(bad: list[tuple[int, int, int, int]], at: Mapping[int, Call])
 
 
 def _edges(answers: Answers, waiting: Iterable[int]) -> dict[int, set[int]]:
-    """{rank that waits: those that it waits for}: they have not come to a collective, or sent a message, to which it has."""
+    """Waiting rank -> ranks that it waits for: they have not reached a collective, or not sent a message, that it has reached."""
     edges: dict[int, set[int]] = {}
     for rank in waiting:
         owed: set[int] = set()
@@ -205,7 +209,7 @@ def _behind(answers: Answers, waiting: set[int]) -> Finding | None:
     edges = _edges(answers, {r for r, a in answers.items() if a["waits"] != "no"})
     owed = {other for rank in waiting for other in edges[rank]}
     reached, more = set(owed), set(owed)
-    while more:  # whom those wait for, and so on
+    while more:  # add the ranks that these ranks wait for, and so on
         more = {other for rank in more for other in edges.get(rank, ())} - reached
         reached |= more
     if not reached:
@@ -214,7 +218,7 @@ def _behind(answers: Answers, waiting: set[int]) -> Finding | None:
     if not roots:
         owing = Counter(other for rank in reached for other in edges[rank])
         (worst, most), *rest = owing.most_common(2)
-        if len(reached) > 2 and (not rest or most > rest[0][1]):  # all wait for it, and it for all: it went on without them
+        if len(reached) > 2 and (not rest or most > rest[0][1]):  # all wait for one rank: it has continued without the others
             where = f"rank {worst} is at {_named(answers[worst])} ({answers[worst]['place']})"
             return Finding("circle", (worst,), f"rank {worst} is missing ({where}){_waits(waiting - {worst}, answers)}")
         shown = sorted(reached)[:3]
@@ -238,13 +242,13 @@ def _lost(answers: Answers, waiting: Iterable[int]) -> Finding | None:
             source, target = map(int, key.split(">"))
             sent = answers.get(source, {}).get("messages", {}).get(key, [0])[0]
             if target == rank and answers[rank]["awaited"] == key and number <= sent:
-                line = f"message {number} from rank {source} to rank {rank} ({label}) is lost: sent, and not come"
+                line = f"message {number} from rank {source} to rank {rank} ({label}) is lost: it was sent, but did not arrive"
                 return Finding("lost", (source, rank), f"{line}{_waits([rank], answers)}")
     return None
 
 
 def _engine(answers: Answers, waiting: set[int]) -> Finding | None:
-    """Nobody is behind in what is announced: the ranks wait in a library's own collectives, or across a link that carries nothing."""
+    """Finding if no rank is behind in announced collectives: ranks wait in a library's own collectives, or over a broken link."""
     sure = {rank for rank in waiting if answers[rank]["waits"] == "yes"}
     if not sure:
         return None
@@ -260,5 +264,5 @@ def _engine(answers: Answers, waiting: set[int]) -> Finding | None:
         where = f"{_at(answers[few[0]])} ({answers[few[0]]['place']})"
         return Finding("engine", tuple(few), f"{_ranks(few)} waits elsewhere, in {where}{_waits(waiting - set(few), answers)}")
     hosts = sorted({a["host"] for a in answers.values()})
-    line = f"every rank has come, and nothing arrives between {' and '.join(hosts[:4])}{_waits(sure, answers)}"
+    line = f"every rank is here, but nothing arrives between {' and '.join(hosts[:4])}{_waits(sure, answers)}"
     return Finding("engine", tuple(sorted(answers)), line)

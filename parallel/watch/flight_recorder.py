@@ -1,15 +1,15 @@
-"""Whom a run that hung has waited for, read from torch's flight recorder: one trace a rank, of the collectives that it had enqueued.
+"""Finds the ranks for which a hung run waited, from the traces of torch's flight recorder: a file a rank with its enqueued collectives.
 
-    rank  8   all_to_all ... 44790 done | 44791 entered            waits for 9: it is behind
-    rank  9   all_to_all ... 44787 done | 44788 entered            behind, and waits for nobody: the culprit
-    rank 10   nothing recorded                                     so is a rank without a trace
+    rank  8   all_to_all ... 44790 done | 44791 entered            waits for rank 9, which is behind
+    rank  9   all_to_all ... 44787 done | 44788 entered            is behind, and waits for no rank: the culprit
+    rank 10   nothing recorded                                     also a culprit, as is a rank without a trace
 
-In a group, who has entered a collective waits for those that have finished fewer, and for those that have finished as many and have not
-entered. Culprits are the ranks that others wait for and that wait for nobody in any group. A collective that ranks of a group made with
-another kind, dtype or size goes before: then the few that differ are named. Sends and receives are looked at last, where nothing else
-tells: their numbers do not compare between ranks.
+In a group, a rank that has entered a collective waits for the ranks that have finished fewer, and for the ranks that have finished
+equally many but have not entered it. Culprits are the ranks that others wait for and that wait for no rank in any group. If ranks of a
+group ran a collective with different kind, dtype or size, this is reported first, with the minority. Sends and receives are examined only
+if collectives show nothing, because their numbers cannot be compared between ranks.
 
-Traces are pickles. They are read with a reader that knows plain containers, numbers and text: no other opcode, so nothing is called.
+Traces are pickles. They are read with a reader that knows only plain containers, numbers and text, so no code is called.
 Format: torch/csrc/distributed/c10d/FlightRecorder, versions 2.x; also as JSON.
 """
 
@@ -28,8 +28,8 @@ from typing import Any
 
 from parallel.errors import BadInput
 
-MOST_BYTES = 256 * 2**20  # of one trace: 2,000 entries with stacks are a few megabytes
-_UNEVEN = ("all_to_all", "alltoall", "coalesced", "gather_v", "uneven")  # whose sizes may differ between ranks
+MOST_BYTES = 256 * 2**20  # largest trace that is read: 2,000 entries with stacks take a few megabytes
+_UNEVEN = ("all_to_all", "alltoall", "coalesced", "gather_v", "uneven")  # collectives with sizes that may differ between ranks
 _PLAIN = (
     "PROTO FRAME STOP MARK POP POP_MARK DUP NONE NEWTRUE NEWFALSE INT BININT BININT1 BININT2 LONG LONG1 LONG4 FLOAT BINFLOAT "
     "STRING BINSTRING SHORT_BINSTRING UNICODE BINUNICODE SHORT_BINUNICODE BINUNICODE8 BINBYTES SHORT_BINBYTES BINBYTES8 "
@@ -40,7 +40,7 @@ Group = tuple[str, str, tuple[int, ...]]  # name, description, ranks
 
 
 def _with_plain_keys(load: Any, keys: slice) -> Any:
-    """An opcode's function, after a look at the keys: tuples of tuples of the same few bytes would take for ever to hash."""
+    """Opcode's function with a check of the keys: a small pickle could nest tuples so deeply that hashing them never ends."""
 
     def checked(reader: Any) -> None:
         if not all(isinstance(key, str | bytes | int) for key in reader.stack[keys]):
@@ -51,7 +51,7 @@ def _with_plain_keys(load: Any, keys: slice) -> Any:
 
 
 class _Plain(pickle._Unpickler):
-    """Python's own unpickler, in Python, without every opcode that names, calls or builds something."""
+    """Python's own unpickler (the one written in Python) without all opcodes that name, call or build objects."""
 
     dispatch = {getattr(pickle, name)[0]: pickle._Unpickler.dispatch[getattr(pickle, name)[0]] for name in _PLAIN.split()}
     for _opcode, _keys in ((pickle.SETITEM, slice(-2, -1)), (pickle.SETITEMS, slice(0, None, 2)), (pickle.DICT, slice(0, None, 2))):
@@ -60,7 +60,7 @@ class _Plain(pickle._Unpickler):
 
 @dataclass(frozen=True)
 class Call:
-    """One collective of a rank. `sent`: shapes and dtypes of what goes in."""
+    """One collective of a rank. sent: shapes and dtypes of its inputs."""
 
     number: int
     kind: str
@@ -70,11 +70,11 @@ class Call:
 
 @dataclass
 class Trace:
-    """What one rank has recorded: its collectives of each group by number, and sends and receives that it waits in."""
+    """Record of one rank. calls: its collectives of each group, by number. messages: sends and receives that have not ended."""
 
     rank: int
     calls: dict[Group, dict[int, Call]] = field(default_factory=dict)
-    messages: list[tuple[Group, str, int, int]] = field(default_factory=list)  # group, what, from, to: as ranks of the world
+    messages: list[tuple[Group, str, int, int]] = field(default_factory=list)  # group, kind, global rank of sender and receiver
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,9 @@ class Wait:
 
 
 @dataclass(frozen=True)
-class Found:
-    """`culprits`, with the reason in words; `waits`: of every rank in every group; `silent`: ranks without a record."""
+class Diagnosis:
+    """Result. culprits: ranks for which the others waited. said: the reason, as text. waits: waits of all ranks in all groups. silent:
+    ranks without a record."""
 
     culprits: tuple[int, ...]
     said: str
@@ -98,7 +99,7 @@ class Found:
 
 
 def read_folder(folder: Path) -> list[Trace]:
-    """The traces of a folder, whose names end with the rank. Raises BadInput for one that is no trace, and where there is none."""
+    """Read all traces of a folder; their file names end with the rank. Raises BadInput if one is no trace, or if there is none."""
     fix = "name the folder that TORCH_NCCL_DEBUG_INFO_TEMP_FILE wrote to"
     if not folder.is_dir():
         raise BadInput("--trace", got=f"{folder}, which is no folder", needed="a folder of flight recorder traces", fix=fix)
@@ -135,7 +136,7 @@ def _content(path: Path) -> Any:
     except KeyError as opcode:
         got = f"{path.name}, a pickle that holds more than containers, numbers and text (opcode {opcode})"
         raise BadInput("--trace", got=got, needed=needed, fix=f"do not load it with anything else, and {fix}") from None
-    except Exception as error:  # whatever bytes that are no pickle lead to
+    except Exception as error:  # bytes that are no pickle can raise any error
         got = f"{path.name}, which cannot be read ({type(error).__name__})"
         raise BadInput("--trace", got=got, needed=needed, fix=fix) from None
 
@@ -165,7 +166,7 @@ def _trace(rank: int, content: Any, path: Path) -> Trace:
 
 
 def _text(part: Any) -> str:
-    """Text or a number. Of anything deeper a few bytes of a pickle could make more text than fits into memory."""
+    """Text of a string or number. Other objects are refused: a small pickle could make their text larger than memory."""
     if not isinstance(part, str | int):
         raise TypeError("a part that is no text")
     return str(part)
@@ -175,8 +176,8 @@ def _ranks(text: Any) -> tuple[int, ...]:
     return tuple(int(rank) for rank in (json.loads(text) if isinstance(text, str) else text))
 
 
-def diagnose(traces: list[Trace]) -> Found:
-    """The ranks at which a run hung. No culprit where nobody waits, or all wait for each other."""
+def diagnose(traces: list[Trace]) -> Diagnosis:
+    """Find the ranks for which a hung run waited. No culprit if no rank waits, or if all wait for each other."""
     by_rank = {trace.rank: trace for trace in traces}
     groups = {group for trace in traces for group in trace.calls if len(group[2]) > 1}
     everyone = {rank for group in groups for rank in group[2]} | set(by_rank)
@@ -184,17 +185,17 @@ def diagnose(traces: list[Trace]) -> Found:
     waits = tuple(wait for group in sorted(groups) for wait in _waits(group, by_rank))
     differ = next((found for group in sorted(groups) if (found := _differ(group, by_rank))), None)
     if differ is not None:
-        return Found(*differ, waits, silent)
+        return Diagnosis(*differ, waits, silent)
     edges = {(wait.rank, other) for wait in waits for other in wait.behind}
     roots = {to for _, to in edges} - {of for of, _ in edges}
     if not roots:
         edges = set(_unanswered(by_rank))
         roots = {to for _, to in edges} - {of for of, _ in edges}
-    return Found(tuple(sorted(roots)), _words(roots, waits, by_rank), waits, silent)
+    return Diagnosis(tuple(sorted(roots)), _words(roots, waits, by_rank), waits, silent)
 
 
 def _waits(group: Group, by_rank: dict[int, Trace]) -> Iterator[Wait]:
-    """Each rank that has entered a collective of the group and not finished it."""
+    """Waits of all ranks that have entered a collective of the group and not finished it."""
     first = {
         rank: next((call for _, call in sorted(by_rank[rank].calls[group].items()) if not call.done), None) for rank in _in(group, by_rank)
     }
@@ -210,12 +211,12 @@ def _waits(group: Group, by_rank: dict[int, Trace]) -> Iterator[Wait]:
 
 
 def _in(group: Group, by_rank: dict[int, Trace]) -> list[int]:
-    """The ranks that have recorded a collective of the group."""
+    """Ranks of the group that have recorded a collective of it."""
     return [rank for rank in group[2] if rank in by_rank and by_rank[rank].calls.get(group)]
 
 
 def _differ(group: Group, by_rank: dict[int, Trace]) -> tuple[tuple[int, ...], str] | None:
-    """The ranks whose collective is not that of most others, at the first number at which some differ."""
+    """(ranks, text) for the first number at which ranks ran different collectives; the ranks are the minority. None if all agree."""
     calls = {rank: by_rank[rank].calls[group] for rank in _in(group, by_rank)}
     for number in sorted({number for made in calls.values() for number in made}):
         made = {rank: each[number] for rank, each in calls.items() if number in each}
@@ -235,12 +236,12 @@ def _differ(group: Group, by_rank: dict[int, Trace]) -> tuple[tuple[int, ...], s
 
 
 def _sizes_agree(kind: str) -> bool:
-    """Whether all ranks give such a collective the same shape; roots of a scatter or a gather do not."""
+    """True if all ranks pass equal shapes to this kind of collective. The root of a scatter or gather does not."""
     return not kind.lower().startswith(("scatter", "gather", "send", "recv", "barrier"))
 
 
 def _unanswered(by_rank: dict[int, Trace]) -> Iterator[tuple[int, int]]:
-    """(who waits, for whom) of sends and receives whose other end is not waiting in them."""
+    """(waiting rank, other rank) for each send or receive that the other rank has not started."""
     pending = {(rank, source, to) for rank, trace in by_rank.items() for _, _, source, to in trace.messages}
     for rank, source, to in pending:
         other = to if rank == source else source

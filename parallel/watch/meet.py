@@ -1,11 +1,11 @@
-"""Where the ranks of a run meet: the store through which process groups are made, and one line about who does not come.
+"""Opens the store through which a run's process groups are made, and names the ranks that do not come.
 
-    rank 0 listens at MASTER_ADDR:MASTER_PORT (or torchrun's agent does)      every rank: "here", then waits until all are
+    rank 0 listens at MASTER_ADDR:MASTER_PORT (or torchrun's agent does)      every rank writes "here", then waits for all others
 
-torch waits for a count of ranks, and says only the count when it is short.
+torch itself waits for a number of ranks, and reports only that number if some are missing.
 
-The store of torchrun's agent outlives the ranks, with what earlier ones wrote there, and agents that came later count restarts anew. So
-rank 0 gives each start a name of its own, and tells it to each rank that asks with a question that nobody asked before.
+The store of torchrun's agent outlives the ranks, so it may hold values from earlier starts, and the agents' restart counts may differ.
+So rank 0 gives each start a new name. Each other rank asks for the name with a random question, and rank 0 answers under that question.
 """
 
 from __future__ import annotations
@@ -24,18 +24,21 @@ from parallel.errors import BadInput, Ended
 
 _LIMIT = " (train.timeout_s, five times at the start)"
 _PROBLEM, _LOOK_S = "missing", 0.1
-_NAME_S = 60.0  # until a name has an address: that of a machine that starts at the same time may come late
-_HEARD_S = 60.0  # for how long rank 0, in whose process the store is, stays for those that have still to read why nobody goes on
+_NAME_S = 60.0  # time limit to find the address of MASTER_ADDR, whose machine may be starting at the same time
+_HEARD_S = 60.0  # longest time that rank 0, which holds the store, waits for the other ranks to read why the run cannot start
 _GONE = (dist.DistNetworkError, dist.DistStoreError)
 
 
 class NotMet(Ended):
-    """Ranks that were started did not come to where all of them meet; the message is one line."""
+    """Raised if some ranks of a run did not reach the store in time, or cannot start. The message is one line."""
 
 
 def meet(rank: int, size: int, *, environment: Mapping[str, str], timeout_s: float, problem: str = "") -> Any:
-    """The store of this run, once every rank has come to it. `problem`: why this one cannot go on, for all ranks to say. Raises NotMet,
-    and BadInput where MASTER_ADDR is no address that this machine knows."""
+    """Wait for all ranks, and return the store of this run.
+
+    environment: MASTER_ADDR, MASTER_PORT and TORCHELASTIC_USE_AGENT_STORE are read. problem: why this rank cannot start; all ranks then
+    raise NotMet with it. Raises NotMet if ranks do not come within `timeout_s`, and BadInput if MASTER_ADDR has no address.
+    """
     host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
     agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     wait, node = timedelta(seconds=timeout_s), socket.gethostname()
@@ -64,19 +67,19 @@ def meet(rank: int, size: int, *, environment: Mapping[str, str], timeout_s: flo
             store.set(f"here/{rank}", node)
             said = _wait(store, size, until=until, answer=answer, limit=f"within {timeout_s:g} s{_LIMIT}", at=f"{host}:{port}")
     except _GONE:
-        raise NotMet(f"{here} met others at {host}:{port}, and their store is gone: rank 0 has left") from None
+        raise NotMet(f"{here} met the other ranks at {host}:{port}, but their store is gone, because rank 0 has left") from None
     if said:
         with contextlib.suppress(*_GONE):
             store.set(_PROBLEM, said)
             store.set(f"heard/{rank}", "")
-            if rank == 0 and not agent:  # the others read it here
+            if rank == 0 and not agent:  # the other ranks read it from this process
                 _stay(store, size, until=until)
         raise NotMet(said)
     return store
 
 
 def _check_name(host: str, node: str, *, wait_s: float) -> None:
-    """Refuse a name without an address, of which torch would print a page of C++'s frames again and again until the time is up."""
+    """Raise BadInput if a host name has no address. torch would print its C++ stack again and again until its time limit."""
     until = time.monotonic() + wait_s
     while True:
         try:
@@ -90,7 +93,7 @@ def _check_name(host: str, node: str, *, wait_s: float) -> None:
 
 
 def _stay(store: Any, size: int, *, until: float) -> None:
-    """Until every rank has read what keeps all of them from going on; not for ever, since some may never come."""
+    """Wait until every rank has read the problem, but not longer than _HEARD_S, because some ranks may never come."""
     now = time.monotonic()
     last = max(now + 1.0, min(until, now + _HEARD_S))
     while not store.check([f"heard/{rank}" for rank in range(size)]) and time.monotonic() < last:
@@ -98,7 +101,7 @@ def _stay(store: Any, size: int, *, until: float) -> None:
 
 
 def _ask(store: Any, rank: int, *, until: float) -> str:
-    """The name that rank 0 gave this start; nothing where it does not say in time."""
+    """Ask rank 0 for the name of this start; "" if it does not answer in time."""
     question = uuid.uuid4().hex
     store.set(f"asks/{rank}", question)
     while not store.check([f"told/{question}"]):
@@ -109,7 +112,7 @@ def _ask(store: Any, rank: int, *, until: float) -> str:
 
 
 def _answers(store: Any, name: str, size: int) -> Callable[[], None]:
-    """What rank 0 does while it waits: tell the name to every rank that asks. Questions of an earlier start are answered to nobody."""
+    """Function that rank 0 calls while it waits: it answers new questions with the name. Answers to an earlier start's are never read."""
     told: set[str] = set()
 
     def answer() -> None:
@@ -125,9 +128,9 @@ def _nothing() -> None: ...
 
 
 def _wait(store: Any, size: int, *, until: float, answer: Callable[[], None], limit: str, at: str) -> str:
-    """Until every rank is here: nothing, or which are not when the time is up for this rank or another."""
+    """Wait until all ranks are here, and return "". If another rank reports a problem, or at the time limit, return the problem."""
     everyone = [f"here/{rank}" for rank in range(size)]
-    while not store.check(everyone):  # a wait with a time limit would fill the output with torch's warnings
+    while not store.check(everyone):  # store.wait with a time limit would fill the output with torch's warnings
         if store.check([_PROBLEM]):
             return str(store.get(_PROBLEM).decode())
         if time.monotonic() > until:

@@ -1,12 +1,12 @@
-"""The watchdog of a run: ranks that wait too long for others end, all of them, with one line: who is missing, where, since when.
+"""Ends a run that hangs: if a rank waits longer than the time limit, all ranks end with one line that names the missing rank and its place.
 
-    ranks 0 1 3      all_reduce 340 over dp ...................... limit_s        ask 1 ->  every rank's watchdog: "I am at ..."
-    rank 2           (stopped)                                                    line 1 <- who asked compares, and says it for all
+    ranks 0 1 3      all_reduce 340 over dp ...................... limit_s        ask 1 ->  every rank's watchdog answers: "I am at ..."
+    rank 2           (stopped)                                                    line 1 <- the asking rank compares, and writes the line
 
-Two threads of each rank do it, so a rank whose main thread is stuck inside a library still answers, and one that is stopped does not:
-that one is missing. They meet in the process group's store when there is something to ask; beyond that each rank looks there twice a
-second for a question, and leaves word every few seconds of where it is, for the case that it cannot answer later. What a rank knows of
-itself is its record (parallel/mesh/record.py); what their answers mean is said in parallel/watch/diagnosis.py.
+Two threads of each rank do this. So a rank with a main thread that is stuck inside a library still answers. A stopped process does not
+answer: that rank is missing. Ranks communicate through the process group's store. Each rank checks it twice a second for a question, and
+every few seconds writes where it is, in case that it cannot answer later. Each rank keeps its own progress in a Record
+(parallel/mesh/record.py); parallel/watch/diagnosis.py compares the answers.
 
 Source of the idea: PyTorch's flight recorder and NCCL watchdog, which name the collective of one group on one rank after its end.
 """
@@ -31,8 +31,8 @@ from parallel.mesh.debug_collectives import Disagreement
 from parallel.mesh.record import Record, balanced
 from parallel.watch.diagnosis import ABORTED, Finding, diagnose
 
-FIRST = 5.0  # up to the end of the first step, and while saving, everything may take so many times the limit
-ANSWER_S = 3.0, 10.0  # a rank that does not answer in so long is missing: a twentieth of the limit, between these
+FIRST = 5.0  # factor of the time limit until the end of the first step, and while saving
+ANSWER_S = 3.0, 10.0  # bounds of the time for an answer (a twentieth of the limit), after which a rank counts as missing
 _AGAIN_S, _LOOK_S, _LEAVE_S = 0.3, 0.02, 2.0
 _STORE = "a store operation that did not end"
 _ECHOES = ("gloo", "connection closed", "connection reset", "broken pipe", "timed out waiting", "nccl", "socket", "connection refused")
@@ -40,12 +40,15 @@ _ECHOES = ("gloo", "connection closed", "connection reset", "broken pipe", "time
 Why = Literal["slow", "hang", "lost", "failed", "differ"]
 T = TypeVar("T")
 _HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_int)
-End = Callable[[str, bool], None]  # the line, and whether this rank is the one to print it
+End = Callable[[str, bool], None]  # (line, True if this rank prints it)
 
 
 class Watchdog:
-    """One for each rank of a run. `holder`: who holds the store, in words. `end`: what to do with the last line before this process ends;
-    `note`: with a line about a slow rank."""
+    """Watchdog of one rank.
+
+    limit_s: seconds without progress after which the run ends. holder: name of the process that holds the store, for messages. end:
+    called with the last line before this process ends. note: called with a line about a slow rank.
+    """
 
     def __init__(
         self,
@@ -59,27 +62,29 @@ class Watchdog:
         note: Callable[[str], None] | None = None,
     ) -> None:
         self.record, self.world_size, self.limit_s, self.holder = record, world_size, limit_s, holder
-        self.end, self.note = end or _print_it, note or _say
+        self.end, self.note = end or _print_if, note or _print
         self._answer_s = min(ANSWER_S[1], max(ANSWER_S[0], limit_s / 20))
         self.line: str | None = None
-        self.speaker, self.kind = False, ""
-        self._store, self._ears = (dist.PrefixStore("watch", store.clone()) for _ in range(2))
+        self.prints, self.kind = False, ""
+        self._store, self._listener_store = (dist.PrefixStore("watch", store.clone()) for _ in range(2))
         self._round, self._leaving, self._readers = 1, False, world_size
         self._stopped, self._decided = threading.Event(), threading.Event()
         self._noted_at = -1.0
-        self._on_abort = _HANDLER(lambda _: self._aborted())  # C keeps its address alone
+        self._on_abort = _HANDLER(lambda _: self._aborted())  # kept alive here: C holds only its address
         self._threads = [threading.Thread(target=work, daemon=True, name="watchdog") for work in (self._watch, self._listen)]
         self._asking, self._pending = threading.RLock(), _no_thread()
 
     def start(self) -> Watchdog:
         for thread in self._threads:
             thread.start()
-        ctypes.CDLL(None).signal(signal.SIGABRT, self._on_abort)  # a handler of Python's own would come too late
+        ctypes.CDLL(None).signal(signal.SIGABRT, self._on_abort)  # Python's own handlers run too late for SIGABRT
         return self
 
     def stop(self) -> None:
-        """This rank leaves, and nobody is to wait for it. Its threads end here: one that was left would end with the interpreter, inside
-        C++. In good order rank 0, which may hold the store, goes last."""
+        """End this rank's watchdog, so that no rank waits for it, and its threads (at the interpreter's end, they would crash in C++).
+
+        Rank 0, which may hold the store, waits for the other ranks to leave first.
+        """
         if self._stopped.is_set():
             return
         self._stopped.set()
@@ -98,11 +103,11 @@ class Watchdog:
 
     def _watch(self) -> None:
         tick = min(1.0, max(0.05, self.limit_s / 40))
-        every = max(min(10.0, max(0.5, self.limit_s / 8)), self.world_size / 1000)  # so that some 1,000 words a second reach the store
+        every = max(min(10.0, max(0.5, self.limit_s / 8)), self.world_size / 1000)  # at most 1,000 writes a second to the store
         beat_at, asked_at, before = 0.0, 0.0, time.monotonic()
         while not self._stopped.wait(tick):
             now = time.monotonic()
-            if now - before > max(10 * tick, self.limit_s / 2):  # this process was stopped itself, or the machine slept
+            if now - before > max(10 * tick, self.limit_s / 2):  # this process was stopped, or the machine slept: do not count that time
                 self.record.at += now - before
             before = now
             if now - beat_at > every:
@@ -119,56 +124,58 @@ class Watchdog:
 
     def _beat(self) -> None:
         with contextlib.suppress(RuntimeError, TimeoutError):
-            word = json.dumps([time.time(), self.record.said()])
-            self._within(_AGAIN_S, lambda: self._store.set(f"seen/{self.record.rank}", word))
+            seen = json.dumps([time.time(), self.record.text()])
+            self._within(_AGAIN_S, lambda: self._store.set(f"seen/{self.record.rank}", seen))
 
     # --- asking and answering -------------------------------------------------------------------------------------------
 
     def _listen(self) -> None:
-        """Answer whoever asks, until one of them ends the run. It looks twice a second, with many ranks more rarely: a wait in the store
-        could not be broken off when the run ends."""
+        """Answer questions until one of them ends the run. It polls twice a second, more rarely with many ranks, because a blocking wait in
+        the store could not be interrupted when the run ends."""
         rank, tick = self.record.rank, min(1.0, max(0.05, min(0.5, self.limit_s / 40)) * max(1.0, self.world_size / 512))
         while not self._stopped.wait(tick):
             n = self._round
             try:
-                if not self._ears.check([f"ask/{n}"]):
+                if not self._listener_store.check([f"ask/{n}"]):
                     continue
-                word, until = None, time.monotonic() + 4 * self._answer_s
-                while word is None and time.monotonic() < until:
-                    self._ears.set(f"at/{n}/{rank}", json.dumps(self.record.answer()))
-                    word = _heard(self._ears, f"line/{n}", _AGAIN_S)
-            except RuntimeError:  # the store is gone; whoever waits for others will find that
+                verdict, until = None, time.monotonic() + 4 * self._answer_s
+                while verdict is None and time.monotonic() < until:
+                    self._listener_store.set(f"at/{n}/{rank}", json.dumps(self.record.answer()))
+                    verdict = _read_json(self._listener_store, f"line/{n}", _AGAIN_S)
+            except RuntimeError:  # the store is gone; ranks that wait for others will notice it
                 return
             self._round = n + 1
-            if word is not None and word["end"]:
-                self._readers = word["readers"]
-                self._finish(word["line"], speaker=word["speaker"] == rank, heard=n, kind=word["kind"])
+            if verdict is not None and verdict["end"]:
+                self._readers = verdict["readers"]
+                self._finish(verdict["line"], prints=verdict["prints"] == rank, heard=n, kind=verdict["kind"])
                 return
-            if self._leaving:  # nothing was found: what this rank knows itself is all there is
+            if self._leaving:  # nothing was found, so this rank ends with its own error
                 self._decided.set()
-            if word is not None and word["line"] and word["speaker"] == rank:
-                self.note(word["line"])
+            if verdict is not None and verdict["line"] and verdict["prints"] == rank:
+                self.note(verdict["line"])
 
     def _ask(self, why: Why) -> None:
-        """Have every rank say where it is, and say what that means, for all: this thread does not end the run, the listening one does."""
+        """Ask all ranks where they are, diagnose, and write the line for all. The listening thread of each rank then ends the run."""
         n, rank = self._round, self.record.rank
         mine, patience = f"{why} {rank}", min(self._answer_s, self.limit_s / 4) if why == "slow" else self._answer_s
         try:
             first = self._within(patience, lambda: self._store.compare_set(f"ask/{n}", "", mine).decode())
-            if first != mine:  # another asks already
+            if first != mine:  # another rank asks already
                 return
             finding = self._within(4 * self._answer_s, lambda: self._find(n, why, patience))
-            said = None if finding is None else self._worded(finding, why)
+            said = None if finding is None else self._text_of(finding, why)
             end = said is not None and why != "slow"
-            word = {"end": end, "line": said, "speaker": rank, "kind": finding.kind if finding else "", "readers": self._readers}
-            self._within(self._answer_s, lambda: self._store.set(f"line/{n}", json.dumps(word)))
-        except (RuntimeError, TimeoutError):  # the store does not answer: the rest cannot be asked, and everybody finds the same
+            verdict = {"end": end, "line": said, "prints": rank, "kind": finding.kind if finding else "", "readers": self._readers}
+            self._within(self._answer_s, lambda: self._store.set(f"line/{n}", json.dumps(verdict)))
+        except (RuntimeError, TimeoutError):  # the store does not answer, so no rank can be asked; all ranks notice the same
             if not self._stopped.is_set() and (why != "hang" or self.record.answer()["waits"] != "no"):
-                self._alone(why)
+                self._store_missing(why)
 
     def _within(self, seconds: float, work: Callable[[], T]) -> T:
-        """What `work` gives, which asks the store: one whose holder is stopped never answers, whatever time limit it is given, and no
-        other call of its client goes through then. Raises TimeoutError."""
+        """Run `work`, which calls the store, in a thread, and return its result. Raises TimeoutError after `seconds`.
+
+        If the process that holds the store is stopped, a call never returns, whatever its own time limit, and blocks all later calls.
+        """
         with self._asking:
             before = self._pending
             if before is not None:
@@ -193,44 +200,44 @@ class Watchdog:
             raise TimeoutError(_STORE)
         return found[0]
 
-    def _alone(self, why: Why) -> None:
-        at, idle = self.record.said(), time.monotonic() - self.record.at
+    def _store_missing(self, why: Why) -> None:
+        at, idle = self.record.text(), time.monotonic() - self.record.at
         waited = f"rank {self.record.rank} has waited {idle:.0f} s for it, in {at}"
-        line = f"{self.holder} is missing: it holds the store through which ranks speak, and does not answer; {waited}"
+        line = f"{self.holder} is missing: it holds the store through which ranks communicate, and does not answer; {waited}"
         if why == "slow":
             self.note(f"slow: {line}")
         else:
-            self._finish(line, speaker=True)
+            self._finish(line, prints=True)
 
     def _find(self, n: int, why: Why, patience: float) -> Finding | None:
-        """What the ranks' answers come to. One that cannot be explained yet is looked at again: the culprit may be about to speak."""
+        """Collect the ranks' answers and diagnose them; repeat until there is a finding, because a rank may answer late."""
         until = time.monotonic() + patience
         share = {"slow": 0.5, "hang": 1.0}.get(why, 0.0)
         while True:
             answers = {}
             for rank in range(self.world_size):
-                found = _heard(self._store, f"at/{n}/{rank}", max(0.01, until - time.monotonic()))
+                found = _read_json(self._store, f"at/{n}/{rank}", max(0.01, until - time.monotonic()))
                 if found is not None:
                     answers[rank] = found
             self._readers = len(answers)
-            silent = {rank: self._last_word(rank) for rank in range(self.world_size) if rank not in answers}
+            silent = {rank: self._last_sign(rank) for rank in range(self.world_size) if rank not in answers}
             finding = diagnose(answers, silent, limit_s=self.limit_s, share=share, settled=why == "differ")
-            again = finding is None or (finding.kind == "failed" and ABORTED in finding.line)  # the others may still say what differs
+            again = finding is None or (finding.kind == "failed" and ABORTED in finding.line)  # others may still answer why it aborted
             if not again or why in ("slow", "hang") or time.monotonic() > until:
                 return finding
             time.sleep(_AGAIN_S)
 
-    def _last_word(self, rank: int) -> str:
-        """Of a rank that does not answer: how it left, or where it was seen last."""
-        if (left := _heard_text(self._store, f"left/{rank}")) is not None:
+    def _last_sign(self, rank: int) -> str:
+        """Text about a rank that does not answer: how it left, or its last known place."""
+        if (left := _read_text(self._store, f"left/{rank}")) is not None:
             return f"it has left: {left}"
-        seen = _heard_text(self._store, f"seen/{rank}")
+        seen = _read_text(self._store, f"seen/{rank}")
         if seen is None:
             return "it was never seen"
         at, said = json.loads(seen)
         return f"last seen {max(0.0, time.time() - at):.0f} s ago in {said}"
 
-    def _worded(self, finding: Finding, why: Why) -> str:
+    def _text_of(self, finding: Finding, why: Why) -> str:
         if why == "slow":
             late = finding.line.replace(" missing", " late", 1)
             return f"slow: {late} (after {self.limit_s:g} s, train.timeout_s, the run ends)"
@@ -238,36 +245,38 @@ class Watchdog:
 
     # --- the end --------------------------------------------------------------------------------------------------------
 
-    def _finish(self, line: str, *, speaker: bool, heard: int = 0, kind: str = "") -> None:
-        """Leave with this line, unless the main thread is leaving already and does it itself."""
+    def _finish(self, line: str, *, prints: bool, heard: int = 0, kind: str = "") -> None:
+        """End this process with the line, unless its main thread is ending already and will print the line itself."""
         if self._decided.is_set():
             return
-        self.line, self.speaker, self.kind = line, speaker, kind
+        self.line, self.prints, self.kind = line, prints, kind
         self._decided.set()
         if heard:
             with contextlib.suppress(RuntimeError, TimeoutError):
                 self._within(1.0, lambda: self._store.add(f"heard/{heard}", 1))
         if self._leaving:
             return
-        self.end(line, speaker)
-        if self.record.rank == 0:  # it may hold the store, and the others are still reading
+        self.end(line, prints)
+        if self.record.rank == 0:  # it may hold the store, which the others are still reading
             time.sleep(2 * _AGAIN_S)
         os._exit(1)
 
     def _aborted(self) -> None:
-        """A library is about to end this process, as gloo does with one that gets more bytes than it asked for: speak first."""
+        """Handle SIGABRT, by which a library ends this process (gloo, if a rank receives too many bytes): tell the other ranks first."""
         if not self._stopped.is_set() and not self._leaving:
             self._leaving = True
             self.record.failed = f"{ABORTED}, with its message in the output above"
             self._settle("failed")
             if self.line is not None:
-                self.end(self.line, self.speaker)
+                self.end(self.line, self.prints)
                 os._exit(1)
 
     def explain(self, error: BaseException) -> str | None:
-        """Called by a rank that leaves with an error: tell the others, which need not wait then. Returns the line to end with where the
-        error is an echo of what happened on another rank, or of a collective that was not the same on all; None where it is this rank's
-        own."""
+        """Tell the other ranks that this rank ends with an error, so that they do not wait for it.
+
+        Returns the run's last line if the error is only a consequence of another rank's end, or of a collective that differed between
+        ranks. Returns None if it is this rank's own error.
+        """
         if self.line is not None:
             return self.line
         self._leaving = True
@@ -279,20 +288,20 @@ class Watchdog:
         return None if own and self.kind != "differ" else self.line
 
     def disagree(self) -> str:
-        """Called on every rank alike when the sum of tokens says that two ranks did not make the same collectives: the line."""
+        """Line about ranks that ran different collectives. All ranks call this when the sum of tokens shows a difference."""
         self._leaving = True
         self._settle("differ")
         return self.line or "ranks did not make the same collectives in this step, and none says more"
 
     def _settle(self, why: Why) -> None:
-        """Ask, or let another who asks already; then wait for the line, and until the others have read it."""
+        """Ask all ranks, unless another rank asks already. Then wait for the line, and until the other ranks have read it."""
         asked = self._round
         self._ask(why)
         self._decided.wait(4 * self._answer_s)
-        self._wait_for_hearers(asked)
+        self._wait_for_readers(asked)
 
-    def _wait_for_hearers(self, asked: int) -> None:
-        """Who may hold the store does not take it along before the others have read the line."""
+    def _wait_for_readers(self, asked: int) -> None:
+        """On rank 0, which may hold the store: wait until the other ranks have read the line."""
         if self.record.rank:
             return
         until = time.monotonic() + 1.5
@@ -302,36 +311,36 @@ class Watchdog:
 
 
 def is_echo(error: BaseException) -> bool:
-    """Whether an error is what a rank sees of another one's end."""
+    """True if an error is the consequence of another rank's end."""
     if isinstance(error, (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)):
         return True
-    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in _ECHOES)
+    return isinstance(error, RuntimeError) and any(part in str(error).lower() for part in _ECHOES)
 
 
 def _no_thread() -> threading.Thread | None:
     return None
 
 
-def _heard(store: Any, key: str, wait_s: float) -> Any:
-    """The JSON of a key; None where it has not come in so long. Raises what a store that is gone raises."""
+def _read_json(store: Any, key: str, wait_s: float) -> Any:
+    """JSON value of a key; None if it does not exist after `wait_s`. Raises RuntimeError if the store is gone."""
     until = time.monotonic() + wait_s
-    while not store.check([key]):  # a wait with a time limit would fill the output with torch's warnings
+    while not store.check([key]):  # store.wait with a time limit would fill the output with torch's warnings
         if time.monotonic() > until:
             return None
         time.sleep(_LOOK_S)
     return json.loads(store.get(key))
 
 
-def _heard_text(store: Any, key: str) -> str | None:
+def _read_text(store: Any, key: str) -> str | None:
     return store.get(key).decode() if store.check([key]) else None
 
 
-def _print_it(line: str, speaker: bool) -> None:
-    if speaker:
-        _say(line)
+def _print_if(line: str, prints: bool) -> None:
+    if prints:
+        _print(line)
 
 
-def _say(line: str) -> None:
+def _print(line: str) -> None:
     with contextlib.suppress(OSError):
         os.write(sys.stderr.fileno(), f"{line}\n".encode())
 
@@ -340,7 +349,7 @@ _of_process: Watchdog | None = None
 
 
 def watch(watchdog: Watchdog) -> None:
-    """Make it this process's, as the default process group is."""
+    """Start a watchdog and make it the one of this process."""
     global _of_process
     _of_process = watchdog.start()
 
@@ -350,36 +359,32 @@ def current() -> Watchdog | None:
 
 
 def enter(phase: str, *, step: int | None = None, patience: float | None = None) -> None:
-    """This rank goes on to another part of its work."""
+    """Record that this rank enters another phase of its work (Record.enter)."""
     if _of_process is not None:
         _of_process.record.enter(phase, step=step, patience=patience)
 
 
 def check_tokens(total: float) -> None:
-    """`total`: the sum of all ranks' tokens (parallel/mesh/record.py). Raises Disagreement, on every rank alike, where two of them
-    differ."""
+    """Raise Disagreement, on all ranks, if the sum of all ranks' tokens (parallel/mesh/record.py) shows that two ranks differ."""
     if not balanced(total) and _of_process is not None:
-        raise Disagreement(_of_process.disagree(), speaker=_of_process.speaker)
+        raise Disagreement(_of_process.disagree(), prints=_of_process.prints)
 
 
 def ended_by(error: BaseException) -> Ended | None:
-    """For a rank that leaves with an error: what ended the run on all ranks, in one line; None where the error is this rank's own.
-
-    The others are told, and stop waiting for this one.
-    """
+    """The reason that ended the run on all ranks, in one line; None if `error` is this rank's own. Tells the other ranks not to wait."""
     if isinstance(error, Ended) or _of_process is None:
         return None
     line = _of_process.explain(error)
-    return None if line is None else Ended(line, speaker=_of_process.speaker)
+    return None if line is None else Ended(line, prints=_of_process.prints)
 
 
-def speaks() -> bool | None:
-    """Whether this rank is the one to print the line that ended the run; None where there is none, or no other rank."""
-    return None if _of_process is None or _of_process.line is None else _of_process.speaker
+def prints_line() -> bool | None:
+    """True if this rank prints the line that ended the run; None if there is no such line, or no other rank."""
+    return None if _of_process is None or _of_process.line is None else _of_process.prints
 
 
 def release() -> None:
-    """The watchdog of this process ends its work."""
+    """Stop the watchdog of this process."""
     global _of_process
     if _of_process is not None:
         _of_process.stop()

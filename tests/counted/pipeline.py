@@ -19,7 +19,7 @@ from moe.recipe.sections import Model
 from moe.records.results import write_json
 from parallel.mesh.mesh import Mesh
 from parallel.numerics.weight_gradient import put_off, splittable
-from parallel.pipeline.runtime import Took
+from parallel.pipeline.runtime import TimedAction
 from parallel.pipeline.schedule import Action, Op, Schedule
 from parallel.pipeline.schedules.catalog import SCHEDULES, kind_of
 from parallel.pipeline.simulator.held import peak_kept, weight_versions
@@ -81,7 +81,7 @@ class _Look:
 
     def before(self, action: Action) -> None: ...
 
-    def after(self, at: int, took: Took) -> None:
+    def after(self, at: int, took: TimedAction) -> None:
         self._weigh()
 
     def _weigh(self) -> None:

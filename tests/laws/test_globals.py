@@ -58,7 +58,7 @@ CACHED = {
     "moe/plan/memory/memory.py: _ranks": "bytes follow from the sizes that are its arguments; few, of neighbouring plans",
     "moe/plan/memory/memory.py: _shared": "a plan of the degrees that are its arguments",
     "moe/plan/memory/memory.py: _layer": "bytes follow from the sizes that are its arguments",
-    "moe/plan/memory/memory.py: _beside": "elements and bytes follow from the sizes that are its arguments",
+    "moe/plan/memory/memory.py: _outside_layers": "elements and bytes follow from the sizes that are its arguments",
     "moe/plan/time/pipeline_time.py: _tails": "the end of an order follows from the sizes that are its arguments",
     "moe/plan/machine/device.py: _product": "likewise",
     "moe/plan/job/in_flight.py: _found": "what a schedule of these sizes holds",

@@ -432,7 +432,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
     raw[len(raw) // 2] ^= 1
     shard.write_bytes(raw)
     trainer.train(recipe(home), out=out, world=World(), display=True)
-    assert f"passed over: checkpoint step-{AT}: got a damaged {shard.name}" in capsys.readouterr().out
+    assert f"skipped: checkpoint step-{AT}: got a damaged {shard.name}" in capsys.readouterr().out
     assert ("resumed", 3) in trained.events(out)
     assert trained.losses(out) == trained.losses(whole)
 

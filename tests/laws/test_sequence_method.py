@@ -85,7 +85,7 @@ def few_heads(asked: Asked) -> BadInput | None:
 
 
 GATHERED = SequenceKind(
-    "gathered", "all keys first", Gathered, gathered_cost, orders=("zigzag", "contiguous"), beside=False, refuses=few_heads
+    "gathered", "all keys first", Gathered, gathered_cost, orders=("zigzag", "contiguous"), overlaps=False, refuses=few_heads
 )
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -34,9 +34,9 @@ from moe.records.results import write_json
 from moe.train.loop.step import accumulate, finish
 from moe.train.parts.executor import Pipelined, Single, fillers, pipelined
 from moe.train.parts.learning_rate import learning_rate
-from parallel.kfac.fisher import Filler
-from parallel.kfac.grafted import Curved
-from parallel.kfac.kfac import Item, Kfac
+from parallel.kfac.fisher import BubbleFiller
+from parallel.kfac.grafted import KfacEngine
+from parallel.kfac.kfac import Kfac, KfacUnit
 from parallel.mesh.mesh import Mesh
 from parallel.numerics.precision import LossScale
 from parallel.process import process
@@ -142,7 +142,7 @@ def _sleeping(model: nn.Module) -> None:
 def _slow(kfac: Kfac) -> None:
     plain = kfac.do
 
-    def do(item: Item) -> None:
+    def do(item: KfacUnit) -> None:
         time.sleep(UNIT_S[item.kind])
         plain(item)
 
@@ -156,7 +156,7 @@ class Started:
     run: Run
     mesh: Mesh
     executor: Pipelined
-    filler: Filler | None
+    filler: BubbleFiller | None
 
     def step(self, number: int, batch: Tensor, *, lr: float) -> tuple[float, float]:
         """Train one step on this batch. Returns its loss and its seconds."""
@@ -175,10 +175,10 @@ def start(values: dict[str, Any], way: str, rank: int, ranks: int, schedule: str
     assert isinstance(model, Transformer)
     _sleeping(model)
     engine = start_engine(run, model, layouts, mesh)
-    if isinstance(engine, Curved):
+    if isinstance(engine, KfacEngine):
         _slow(engine.kfac)
         if way == KFAC_ENDS:
-            engine.kfac.put_off(timed=False)
+            engine.kfac.defer(timed=False)
     watchers = fillers(run, engine, mesh) if way == KFAC_BUBBLES else []
     return Started(run, mesh, pipelined(run, engine, mesh, watchers=watchers), watchers[0] if watchers else None)
 

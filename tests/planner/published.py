@@ -97,7 +97,7 @@ RUNS = (
         "h800-8x256",
         671,
         37,
-        replace(CORE, dispatch="by_node", experts_beside=0.7, products="fp8"),
+        replace(CORE, dispatch="by_node", experts_overlap=0.7, products="fp8"),
         DEEPSEEK,
         replace(MIXED_FP32_GRADIENTS, optimizer=8),  # moments in bf16
         source="DeepSeek-V3 (arXiv 2412.19437), section 1: 180,000 GPU-hours for 10^12 tokens",

@@ -110,9 +110,9 @@ def program_of(row: Row) -> Program:
     if "deepep" in notes or "hybridep" in notes:
         program = replace(program, dispatch="by_node")
     if "async tp" in notes or "asynctp" in notes or "asynctp" in precision:
-        program = replace(program, tensor_beside=0.7)
+        program = replace(program, tensor_overlap=0.7)
     if "1f1b overlap" in notes:
-        program = replace(program, experts_beside=0.7)
+        program = replace(program, experts_overlap=0.7)
     if "8" in precision.replace("bf16", "").replace("fp16", ""):
         program = replace(program, products="fp8")
     return program

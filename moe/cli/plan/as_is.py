@@ -8,7 +8,7 @@ A plan that does not fit is priced all the same: whether it fits is said. What t
 from __future__ import annotations
 
 from moe.checks.together import check_run
-from moe.plan.choose.choose import Found, Ranked, described
+from moe.plan.choose.choose import Ranked, Ranking, described
 from moe.plan.choose.legal import advice
 from moe.plan.choose.planned import Planned, gib
 from moe.plan.choose.predicted import held_bytes, stack_on
@@ -26,7 +26,7 @@ def as_is(run: Run, cluster: Cluster) -> Planned:
     not_recommended = advice(network, plan, devices_per_node=cluster.devices_per_node)
     ranked = Ranked(plan, step_time(network, plan, cluster).step, held, not_recommended)
     fits = held <= cluster.memory_bytes()
-    return Planned(network, cluster, Found(1, int(fits), (ranked,), ()), (made,))
+    return Planned(network, cluster, Ranking(1, int(fits), (ranked,), ()), (made,))
 
 
 def lines(made: Planned) -> list[str]:

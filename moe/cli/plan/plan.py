@@ -15,7 +15,7 @@ import yaml
 
 from moe.checks.together import check_run
 from moe.launch import exit_codes
-from moe.plan.choose.choose import Found, Ranked, described
+from moe.plan.choose.choose import Ranked, Ranking, described
 from moe.plan.choose.planned import WAYS, Planned, gib, guided, planned
 from moe.plan.choose.predicted import held_bytes, settled
 from moe.plan.job.network import Plan
@@ -79,7 +79,7 @@ def main(
 
         ranked, chosen, said = searched(run, machines, search)
         print(f"{said}\n{ranked.seconds:.4g} s a step, {gib(ranked.held_bytes)} GiB: {described(ranked.plan)}")
-        made = Planned(network_of(chosen), machines, Found(1, 1, (ranked,), ()), (chosen,))
+        made = Planned(network_of(chosen), machines, Ranking(1, 1, (ranked,), ()), (chosen,))
         return _written(made, recipe, asked, cluster, time.perf_counter() - began, order, out, pictures, json)
     made = planned(run, machines, checked=check_run, top=top, ways=None if exhaustive else WAYS)
     seconds = time.perf_counter() - began

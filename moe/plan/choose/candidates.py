@@ -1,9 +1,9 @@
-"""Every plan that a network could be trained by on so many ranks: the degrees that multiply to them, and the choices within.
+"""Lists all plans for training a network on a given number of ranks: degrees of parallelism, and the choices within them.
 
     ranks = pp x tp x sp x dp;  ep x etp divides dp sp tp;  global batch = dp x micro-batch x micro-batches
 
-A Space says which choices are tried. What cannot run is left to legal.py, which says why. Where one choice is never slower and never
-larger than another it stands for both: slices between layers for plain 1D (the same bytes, less kept), where they can be had.
+A Space says which choices are tried. legal.py refuses the plans that cannot run, with the reason. A choice that is never slower and never
+takes more memory replaces another: sharded activations between layers (`sliced`) replace plain 1D tensor parallelism where possible.
 """
 
 from __future__ import annotations
@@ -23,8 +23,12 @@ from parallel.sequence.kinds.catalog import DEFAULT, SEQUENCES
 
 @dataclass(frozen=True)
 class Space:
-    """What is tried. `schedules`: (name, chunks); `lists`: of layers for the stages of each, at most; largest degrees; micro-batches of
-    every size that divides a replica's batch, or up to the largest (with experts at least a sequence for each rank of tp)."""
+    """Choices that are tried.
+
+    schedules: (name, chunks). lists: most lists of layers a stage that are tried for each schedule. largest_tp, ...: largest degrees.
+    largest_microbatch: None: all sizes that divide a replica's batch are tried; otherwise the sizes up to it (with experts, multiples of
+    tp, so that each rank of tp has a sequence).
+    """
 
     engines: tuple[str, ...] = ("ddp", "zero1", "zero2", "fsdp")
     tensors: tuple[str, ...] = ("sliced", "1d", "2d", "2.5d", "3d")
@@ -39,15 +43,15 @@ class Space:
 
 
 def degrees(network: Network, *, world: int, space: Space) -> Iterator[tuple[int, int, int, int]]:
-    """(pp, tp, sp, dp) whose product is the world."""
+    """(pp, tp, sp, dp) with product `world`."""
     for pp in (n for n in divisors(world) if n <= min(space.largest_pp, network.layers)):
         for tp in (n for n in divisors(world // pp) if n <= space.largest_tp):
             for sp in (n for n in divisors(world // pp // tp) if n <= space.largest_sp):
                 yield pp, tp, sp, world // pp // tp // sp
 
 
-class Way(NamedTuple):
-    """How ranks are cut."""
+class Degrees(NamedTuple):
+    """Degrees of parallelism of a plan."""
 
     pp: int
     tp: int
@@ -56,15 +60,15 @@ class Way(NamedTuple):
     ep: int
 
 
-def way_of(plan: Plan) -> Way:
-    return Way(plan.pp, plan.tp, plan.sp, plan.dp, plan.ep)
+def degrees_of(plan: Plan) -> Degrees:
+    return Degrees(plan.pp, plan.tp, plan.sp, plan.dp, plan.ep)
 
 
-def ways(network: Network, *, world: int, global_batch: int, space: Space) -> Iterator[Way]:
-    """Every way to cut the ranks that shares the batch out equally."""
+def degree_choices(network: Network, *, world: int, global_batch: int, space: Space) -> Iterator[Degrees]:
+    """All degrees of parallelism that divide the batch equally."""
     for pp, tp, sp, dp in degrees(network, world=world, space=space):
         if global_batch % dp == 0:
-            yield from dict.fromkeys(Way(pp, tp, sp, dp, ep) for ep, _ in _experts(network, dp * sp * tp, space))
+            yield from dict.fromkeys(Degrees(pp, tp, sp, dp, ep) for ep, _ in _experts(network, dp * sp * tp, space))
 
 
 def candidates(
@@ -74,11 +78,11 @@ def candidates(
     global_batch: int,
     base: Plan,
     space: Space | None = None,
-    only: Collection[Way] | None = None,
+    only: Collection[Degrees] | None = None,
 ) -> Iterator[Plan]:
-    """Plans for `world` ranks, legal or not; what the space does not vary (precision, storage, tiles) is the base's.
+    """Plans for `world` ranks, legal or not. Settings that the space does not vary (precision, storage, tiles) come from `base`.
 
-    `only`: of these ways to cut the ranks.
+    only: if given, only plans with these degrees of parallelism.
     """
     space = space or Space()
     for pp, tp, sp, dp in degrees(network, world=world, space=space):
@@ -87,7 +91,7 @@ def candidates(
         sizes, unit = divisors(global_batch // dp), tp if network.experts else 1
         if space.largest_microbatch is not None:
             sizes = [n for n in sizes if n % unit == 0 and n <= max(space.largest_microbatch, unit)]
-        experts = [one for one in _experts(network, dp * sp * tp, space) if only is None or Way(pp, tp, sp, dp, one[0]) in only]
+        experts = [one for one in _experts(network, dp * sp * tp, space) if only is None or Degrees(pp, tp, sp, dp, one[0]) in only]
         if not experts:
             continue
         schedules = space.schedules if pp > 1 else (("1f1b", 1),)
@@ -102,12 +106,12 @@ def candidates(
             )  # fmt: skip
             lists = layer_lists(network, made, pp * chunks, space.lists) if pp > 1 else ()
             for layers, engine in product(lists or (None,), space.engines if dp * sp > 1 else (PLAIN,)):
-                reshard = base.reshard or "reshard" not in ENGINES[engine].keys  # the others have no such choice
+                reshard = base.reshard or "reshard" not in ENGINES[engine].keys  # only fsdp has this choice
                 yield made.but(engine=engine, reshard=reshard, stage_layers=layers)
 
 
 def _tensors(tp: int, space: Space) -> list[tuple[str, int]]:
-    """(kind, depth)."""
+    """(kind of tensor parallelism, depth of its grid) for a degree of tp."""
     if tp == 1:
         return [("1d", 1)]
     found = ((kind, depth) for kind in space.tensors for depth in (divisors(tp)[1:] if kind == "2.5d" else [1]))
@@ -115,7 +119,7 @@ def _tensors(tp: int, space: Space) -> list[tuple[str, int]]:
 
 
 def _experts(network: Network, stage: int, space: Space) -> Iterator[tuple[int, int]]:
-    """(ep, etp)."""
+    """(ep, etp) that divide the ranks of a stage."""
     if network.experts is None:
         yield 1, 1
         return

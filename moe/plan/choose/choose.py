@@ -1,13 +1,13 @@
-"""Chooses among plans: refuses what cannot run or does not fit, each with its first reason, and ranks the rest by predicted seconds.
+"""Ranks plans by predicted seconds, and refuses plans that cannot run or do not fit into memory, each with its first reason.
 
-    candidates -> legal? -> fits? (recompute: none, then selective, then full) -> least seconds -> seconds of those in question -> ranked
+    candidates -> legal? -> fits? (recompute: none, then selective, then full) -> bounds of the seconds -> seconds where needed -> ranked
 
-Memory comes before time because it is cheaper to ask. A plan that fits without recompute is never tried with it: that would only be
-slower. The last kind of recompute holds least, so a plan that does not fit with it is refused without asking the others; nor is the same
-plan asked with a larger micro-batch, which holds more unless it is the step's only one. With bounds
-(`least`), the plan whose bound is smallest is asked for its next bound, and at last for its seconds, until the smallest is a plan's own
-seconds: that one is ranked next, and no more are asked than are ranked (branch and bound, best first). Among plans that are equally fast
-the one that holds less comes first, then the one with fewer kinds of parallelism.
+Memory is computed before time because it is cheaper. A plan that fits without recompute is not tried with it, because that is slower. The
+last kind of recompute needs the least memory, so a plan that does not fit with it is refused without trying the others. Then larger
+micro-batches of the same plan are refused too, because they need more memory (except if it is the step's only micro-batch).
+The ranking uses branch and bound, best first: for the plan with the smallest lower bound, compute its next bound (`least`), and at last
+its seconds. If the smallest value is a plan's own seconds, that plan is ranked next. So seconds are computed for few plans. Of plans that
+are equally fast, the one with less memory comes first, then the one with fewer kinds of parallelism.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import NamedTuple
 from moe.plan.choose.legal import advice, refusal
 from moe.plan.job.network import Network, Plan, Recomputed
 
-ROUNDED = 1 + 1e-9  # what sums of bytes may differ by that are the same but for their order
+ROUNDED = 1 + 1e-9  # tolerance for sums of bytes that differ only in their order
 
 
 @dataclass(frozen=True)
 class Ranked:
-    """A plan that runs and fits: predicted seconds of a step, bytes of its fullest rank; `advice`: why it is not recommended, if so."""
+    """A plan that can run and fits. seconds: predicted, of a step. held_bytes: of its fullest rank. advice: why it is not recommended."""
 
     plan: Plan
     seconds: float
@@ -36,7 +36,7 @@ class Ranked:
 
 @dataclass(frozen=True)
 class Refused:
-    """Plans that share a first failing constraint: how many, and one of them. `over_bytes`: how far the nearest is from fitting."""
+    """Plans with the same first reason for refusal. count: their number. over_bytes: bytes that `example`, the closest, needs too many."""
 
     reason: str
     count: int
@@ -45,8 +45,9 @@ class Refused:
 
 
 @dataclass(frozen=True)
-class Found:
-    """`ranked`: best first. `nearest`: of the plans that do not fit the one that misses by least."""
+class Ranking:
+    """Result. tried, fitting: numbers of plans. ranked: best first. nearest: the plan that misses the memory limit by least, and the
+    bytes by which it does."""
 
     tried: int
     fitting: int
@@ -85,18 +86,17 @@ def choose(
     top: int = 10,
     enough: Callable[[Ranked], bool] = lambda ranked: False,
     given: Plan | None = None,
-) -> Found:
-    """The best `top` of the plans under `limit_bytes` a rank, or fewer: up to the one that is `enough`. Not recommended plans come after
-    all others.
+) -> Ranking:
+    """Rank the best `top` plans that need at most `limit_bytes` a rank. Plans that are not recommended come after all others.
 
-    `least`: bounds, each cheaper to ask than the next, none above it or above `seconds`, so that most plans are ruled out by the first.
-    `recompute`: kinds in the order in which they are preferred; a plan holds least with the last. `given`: a plan that is ranked as it is,
-    with its own recompute.
+    least: lower bounds of `seconds`, from the cheapest to the tightest; most plans are ruled out by the first. recompute: kinds in order of
+    preference; the last needs the least memory. enough: stop after the first ranked plan for which it is True. given: a plan that is
+    ranked with its own recompute.
     """
-    kept: dict[bool, list[_Fitting]] = {False: [], True: []}  # by whether something is said against them
+    kept: dict[bool, list[_Fitting]] = {False: [], True: []}  # recommended plans, and plans with advice against them
     reasons, tried = _Reasons(), 0
     nearest: tuple[Plan, float] | None = None
-    nothing_fitted, too_large = False, dict[Plan, tuple[int, float]]()  # by plan but for its micro-batch: that, and bytes too much
+    nothing_fitted, too_large = False, dict[Plan, tuple[int, float]]()  # plan without micro-batch -> (micro-batch, bytes too many)
     as_it_is = () if given is None else (given,)
     for plan in chain(as_it_is, plans):
         tried += 1
@@ -129,14 +129,16 @@ def choose(
         ranked.append(one)
         if enough(one):
             break
-    return Found(tried, sum(map(len, kept.values())), tuple(ranked), tuple(refused), nearest)
+    return Ranking(tried, sum(map(len, kept.values())), tuple(ranked), tuple(refused), nearest)
 
 
 def _first_that_fits(
     plan: Plan, recompute: Sequence[Recomputed], held_bytes: Callable[[Plan], float], limit_bytes: float, *, doubtful: bool
 ) -> tuple[Plan | None, float]:
-    """The first of a plan's ways to recompute that fits, and what it holds; None, and what the last holds, where none does. `doubtful`: the
-    last is asked before the others."""
+    """(plan with the first kind of recompute that fits, its bytes), or (None, bytes with the last kind) if none fits.
+
+    doubtful: try the last kind, which needs the least memory, first.
+    """
     asked: dict[Recomputed, tuple[Plan, float]] = {}
 
     def held(kind: Recomputed) -> float:
@@ -157,7 +159,7 @@ def _first_that_fits(
 
 
 def _in_order(kept: Sequence[_Fitting], asked: Sequence[Callable[[Plan], float]]) -> Iterator[Ranked]:
-    """Best first. `asked`: bounds, and at last seconds; of one value a bound comes first, since the seconds may be as few."""
+    """Plans in order of seconds. asked: the bounds, then the seconds. A bound comes before equal seconds, as its seconds may be equal."""
     last = len(asked) - 1
     waiting = [(asked[0](one.plan), last == 0, one.held_bytes, _kinds(one.plan), number, 0) for number, one in enumerate(kept)]
     heapify(waiting)
@@ -177,7 +179,7 @@ def _kinds(plan: Plan) -> int:
 
 
 def described(plan: Plan) -> str:
-    """In one line, as a reader of recipes says it: `dp 4 tp 2 (sliced) pp 4 ep 8, zero1, 1f1b, 16 micro-batches of 2, recompute full`."""
+    """Plan in one line: `dp 4 tp 2 (sliced) pp 4 ep 8, zero1, 1f1b, 16 micro-batches of 2, recompute full`."""
     degrees = [f"dp {plan.dp}"]
     if plan.tp > 1:
         degrees.append(f"tp {plan.tp}" + ("" if plan.tensor == "1d" else f" ({plan.tensor})"))

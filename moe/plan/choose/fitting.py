@@ -1,6 +1,6 @@
 """A change of a recipe with which it fits in memory: the first of a list that works, cheapest in time first.
 
-    1  activations computed again: selective, full          4  2 or 3 and full recompute, with the smallest micro-batches
+    1  recompute of activations: selective, full            4  2 or 3 and full recompute, with the smallest micro-batches
     2  smaller micro-batches                                5  4 with the loss in chunks
     3  states sharded: ZeRO-1, 2, 3, FSDP                   6  5 with states in the host's memory, if the device has its own memory
     7  4 with the loss in chunks and shorter sequences

@@ -1,12 +1,12 @@
-"""The guide that chooses a strategy, said with the numbers of one model on one cluster: each rule, and what the model of costs says of it.
+"""Rules of thumb for choosing a parallel strategy, each with the predicted numbers of one model on one cluster.
 
     one device      does it fit?  no: ZeRO with offload, then tiling
-    one node        DDP or ZeRO;  where it does not fit: pipeline, ZeRO or tensor parallelism, by how devices are linked; tp within a node
+    one node        DDP or ZeRO;  if it does not fit: pipeline, ZeRO or tensor parallelism, depending on the links; tp within a node
     many nodes      fast network: ZeRO, or pipeline + tensor + data;  slow network: data + pipeline + tensor with ZeRO-1
     always          no pipeline with ZeRO-2 or 3;  bf16 before fp16
 
-A rule is a rule of thumb: where predictions contradict it, the guide says so. Sources: ZeRO (arXiv 1910.02054), Narayanan et al. (arXiv
-2104.04473) sections 3 and 5, BLOOM (arXiv 2211.05100) section 3.3.
+If predictions contradict a rule, the guide says so. Sources: ZeRO (arXiv 1910.02054), Narayanan et al. (arXiv 2104.04473) sections 3
+and 5, BLOOM (arXiv 2211.05100) section 3.3.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from moe.plan.job.network import Plan
 from moe.plan.machine.cluster import Cluster
 
 _GIB = 2**30
-ABOUT_EQUAL = 0.1  # times that differ by less count as equal
+ABOUT_EQUAL = 0.1  # times count as equal if they differ by less than this fraction
 FAST_LINK = 50.0  # GB/s that a device sends within its node: NVLink has 100 and more, PCIe 10 to 30
 
 FAMILIES: dict[str, Callable[[Plan], bool]] = {
@@ -39,14 +39,14 @@ def _data_alone(plan: Plan) -> bool:
 
 
 class Best(Protocol):
-    """The fastest plan of a family that fits on so many devices, or None."""
+    """(family, number of devices) -> fastest plan of the family that fits; None if none does."""
 
     def __call__(self, family: str, devices: int) -> Ranked | None: ...
 
 
 @dataclass(frozen=True)
-class Said:
-    """One rule with its numbers. `holds`: whether the predictions agree; None where they cannot say."""
+class GuideRule:
+    """One rule with its numbers. holds: True if the predictions agree with it, False if not, None if they do not decide it."""
 
     rule: str
     numbers: str
@@ -57,9 +57,12 @@ class Said:
         return f"{self.rule} [{judged}]\n    {self.numbers}"
 
 
-def walk(best: Best, cluster: Cluster, *, one_device: Ranked, offloaded: Ranked | None, compute: str) -> Iterator[Said]:
-    """`one_device`: the smallest plan on one device, whether it fits or not; `offloaded`: the same with states on the host. `compute`: the
-    recipe's precision."""
+def guide_rules(best: Best, cluster: Cluster, *, one_device: Ranked, offloaded: Ranked | None, compute: str) -> Iterator[GuideRule]:
+    """Yield all rules that apply.
+
+    one_device: the smallest plan on one device, even if it does not fit. offloaded: the same plan with states offloaded to the host.
+    compute: the recipe's precision.
+    """
     limit = cluster.memory_bytes()
     fits = one_device.held_bytes <= limit
     yield _single(one_device, offloaded, limit)
@@ -71,19 +74,21 @@ def walk(best: Best, cluster: Cluster, *, one_device: Ranked, offloaded: Ranked 
     yield _precision(cluster.device.peak_tflops, compute)
 
 
-def _single(one: Ranked, offloaded: Ranked | None, limit: float) -> Said:
+def _single(one: Ranked, offloaded: Ranked | None, limit: float) -> GuideRule:
     need = f"{one.held_bytes / _GIB:.4g} GiB of {limit / _GIB:.4g}"
     if one.held_bytes <= limit:
-        return Said("One device holds the model: more devices are for speed.", f"{need}, {one.seconds:.4g} s a step", True)
-    numbers = f"{need}, with everything computed again"
+        return GuideRule("One device holds the model: more devices are for speed.", f"{need}, {one.seconds:.4g} s a step", True)
+    numbers = f"{need}, with full recompute"
     if offloaded is None:
-        return Said("One device does not hold it: ZeRO with offload, then tiling of large matrices.", numbers)
+        return GuideRule("One device does not hold it: ZeRO with offload, then tiling of large matrices.", numbers)
     rest = "fits" if offloaded.held_bytes <= limit else "does not fit either: tile the largest matrices, or take more devices"
     numbers += f"; with states on the host {offloaded.held_bytes / _GIB:.4g} GiB, which {rest}, and {offloaded.seconds:.4g} s a step"
-    return Said("One device does not hold it: ZeRO with offload, then tiling of large matrices.", numbers, offloaded.held_bytes <= limit)
+    return GuideRule(
+        "One device does not hold it: ZeRO with offload, then tiling of large matrices.", numbers, offloaded.held_bytes <= limit
+    )
 
 
-def _node(best: Best, devices: int, *, fits: bool, link_gb_s: float) -> Iterator[Said]:
+def _node(best: Best, devices: int, *, fits: bool, link_gb_s: float) -> Iterator[GuideRule]:
     if devices == 1:
         return
     found = {name: best(name, devices) for name in ("DDP", "ZeRO", "tensor", "pipeline")}
@@ -92,9 +97,9 @@ def _node(best: Best, devices: int, *, fits: bool, link_gb_s: float) -> Iterator
     cut = [r for r in (found["tensor"], found["pipeline"]) if r is not None]
     if fits:
         holds = bool(copies) and (not cut or min(r.seconds for r in copies) <= min(r.seconds for r in cut))
-        yield Said(f"One node of {devices}, and a device holds the model: DDP or ZeRO.", numbers, holds)
+        yield GuideRule(f"One node of {devices}, and a device holds the model: DDP or ZeRO.", numbers, holds)
         return
-    yield Said(
+    yield GuideRule(
         f"One node of {devices}, and no device holds the model: ZeRO, a pipeline or tensor parallelism.", numbers, bool(copies or cut)
     )
     tensor, pipeline = found["tensor"], found["pipeline"]
@@ -103,12 +108,14 @@ def _node(best: Best, devices: int, *, fits: bool, link_gb_s: float) -> Iterator
         words = "about equal" if abs(apart) < ABOUT_EQUAL else "slower" if apart > 0 else "faster"
         numbers = f"{link_gb_s:.4g} GB/s a device; tensor parallelism is {words} ({apart:+.0%})"
         if link_gb_s >= FAST_LINK:
-            yield Said("Fast links within the node: tensor parallelism and a pipeline are about equal.", numbers, abs(apart) < ABOUT_EQUAL)
+            yield GuideRule(
+                "Fast links within the node: tensor parallelism and a pipeline are about equal.", numbers, abs(apart) < ABOUT_EQUAL
+            )
         else:
-            yield Said("Slow links within the node: the pipeline before tensor parallelism.", numbers, apart > 0)
+            yield GuideRule("Slow links within the node: the pipeline before tensor parallelism.", numbers, apart > 0)
 
 
-def _nodes(best: Best, cluster: Cluster) -> Iterator[Said]:
+def _nodes(best: Best, cluster: Cluster) -> Iterator[GuideRule]:
     found = {name: best(name, cluster.world) for name in ("ZeRO", "pipeline + tensor + data", "pipeline + ZeRO-1")}
     rate = cluster.between.node_gb_s / cluster.devices_per_node
     fast = rate >= 12.5  # a device has 100 Gbit/s of its node's network
@@ -121,29 +128,29 @@ def _nodes(best: Best, cluster: Cluster) -> Iterator[Said]:
     holds = None
     if three is not None or zero is not None:
         holds = fast or zero is None or (three is not None and three.seconds <= zero.seconds)
-    yield Said(rule, f"{rate:.4g} GB/s a device; {_listed(found)}", holds)
+    yield GuideRule(rule, f"{rate:.4g} GB/s a device; {_listed(found)}", holds)
 
 
-def _always(best: Best, cluster: Cluster) -> Iterator[Said]:
+def _always(best: Best, cluster: Cluster) -> Iterator[GuideRule]:
     whole, sharded = best("pipeline + ZeRO-1", cluster.world), best("pipeline + ZeRO-3", cluster.world)
     if whole is not None and sharded is not None:
         apart = sharded.seconds / whole.seconds - 1
-        yield Said(
+        yield GuideRule(
             "A pipeline goes with DDP or ZeRO-1: ZeRO-2 and 3 would scatter and gather for every micro-batch.",
             f"with ZeRO-3 the step takes {apart:+.1%} ({sharded.held_bytes / _GIB:.4g} GiB in the place of {whole.held_bytes / _GIB:.4g})",
             apart >= 0,
         )
 
 
-def _precision(peaks: dict[str, float], compute: str) -> Said:
+def _precision(peaks: dict[str, float], compute: str) -> GuideRule:
     rates = ", ".join(f"{kind} {peaks[kind]:.4g} TFLOP/s" for kind in ("bf16", "fp16", "fp32") if kind in peaks)
     numbers = f"at most {rates}; the recipe computes in {compute}"
     if "bf16" in peaks:
-        rule = "The device has bf16: take it before fp16, whose gradients need a scale of the loss."
-        return Said(rule, numbers, peaks["bf16"] >= peaks.get("fp16", 0.0))
+        rule = "The device has bf16: prefer it to fp16, which needs loss scaling."
+        return GuideRule(rule, numbers, peaks["bf16"] >= peaks.get("fp16", 0.0))
     if compute == "bf16":
         numbers += ", which the device only imitates: it is predicted as fast as fp16, and is not"
-    return Said("The device has no bf16: fp16 with precision.loss_scale=dynamic, or fp32.", numbers, None)
+    return GuideRule("The device has no bf16: fp16 with precision.loss_scale=dynamic, or fp32.", numbers, None)
 
 
 def _listed(found: dict[str, Ranked | None]) -> str:

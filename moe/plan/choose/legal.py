@@ -1,10 +1,10 @@
-"""Which plans of a network can run, and which can but should not: each rule in words, by arithmetic alone.
+"""Rules for plans: which cannot run, and which can but are not recommended. Each rule gives a text, and uses only arithmetic.
 
-    refusal(network, plan)    the first rule that the plan breaks, or None
-    advice(network, plan)     why a plan that runs is not recommended, or None
+    refusal(network, plan)    first rule that the plan breaks, or None
+    advice(network, plan)     why a plan that can run is not recommended, or None
 
-These are the rules of the recipe's checks (moe/checks/) for what a planner varies; tests/moe/plan/choose/test_legal.py holds both against
-each other. They cost a microsecond, so that a planner can ask them of a hundred thousand plans.
+These are the recipe's checks (moe/checks/) for the settings that the planner varies; tests/moe/plan/choose/test_legal.py compares the two.
+They take a microsecond, so that the planner can check a hundred thousand plans.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from parallel.pipeline.schedules.catalog import SCHEDULES
 from parallel.pipeline.schedules.kind import ScheduleKind, Size
 from parallel.sequence.kinds.kind import Asked
 
-# the sizes of a schedule, as a recipe names them
+# parameter of a schedule -> key of the recipe
 KEYS = {"stages": "degrees.pp"} | {key: f"pipeline.{key}" for key in ("microbatches", "chunks", "schedule", "vertical_sync", "pipelines")}
 
 
 def refusal(network: Network, plan: Plan) -> str | None:
-    """The first reason why the plan cannot run, such as `degrees.tp=3 does not divide model.num_heads=8`."""
+    """First reason why the plan cannot run, such as `degrees.tp=3 does not divide model.num_heads=8`; None if it can."""
     return next((reason for rule in RULES for reason in rule(network, plan)), None)
 
 
 def advice(network: Network, plan: Plan, *, devices_per_node: int | None = None) -> str | None:
-    """The first reason not to take a plan that runs."""
+    """First reason why a plan that can run is not recommended; None if there is none."""
     return next(_advice(plan, devices_per_node), None)
 
 
@@ -159,7 +159,7 @@ def _stages(network: Network, plan: Plan) -> Iterator[str]:
     pp, name = plan.pp, plan.schedule
     if pp == 1:
         return
-    kind = SCHEDULES.get(name)  # None: a file of actions, which says itself where stages are
+    kind = SCHEDULES.get(name)  # None: a file of actions, which gives the ranks of stages itself
     stages = pp * plan.chunks
     given = plan.stage_layers
     if given is None and stages > network.layers:

@@ -15,11 +15,10 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import NamedTuple
 
-from moe.plan.choose.candidates import Space, Way, candidates, way_of
-from moe.plan.choose.candidates import ways as ways_to_cut
-from moe.plan.choose.choose import Found, Ranked, Refused, choose, described
+from moe.plan.choose.candidates import Degrees, Space, candidates, degree_choices, degrees_of
+from moe.plan.choose.choose import Ranked, Ranking, Refused, choose, described
 from moe.plan.choose.fitting import Values, with_values
-from moe.plan.choose.guide import FAMILIES, Said, walk
+from moe.plan.choose.guide import FAMILIES, GuideRule, guide_rules
 from moe.plan.choose.legal import refusal
 from moe.plan.choose.predicted import held_bytes, stack_on
 from moe.plan.choose.recipe_of import as_stored, recipe_of
@@ -38,7 +37,7 @@ from parallel.pipeline.schedules.catalog import closed_form
 
 WAYS = 24
 TIGHT = 0.9  # of the memory
-SMALL = 32  # devices: up to these the first round tries larger micro-batches too
+SMALL = 32  # most devices for which the first round also tries larger micro-batches
 _GIB = 2**30
 FIRST = Space(
     engines=("zero1", "fsdp"),
@@ -67,7 +66,7 @@ class Planned:
 
     network: Network
     cluster: Cluster
-    found: Found
+    found: Ranking
     runs: tuple[Run, ...]
     own: Plan | None = None
 
@@ -110,14 +109,14 @@ def planned(
     own = None if own_run is None else plan_of(own_run)
     run = run.resolve(cluster.world)
     network = network_of(run)
-    cuts = ways_to_cut(network, world=cluster.world, global_batch=run.train.global_batch, space=space)
+    cuts = degree_choices(network, world=cluster.world, global_batch=run.train.global_batch, space=space)
     if ways is not None and next(islice(cuts, ways, None), None) is None:
         ways = None
 
     def bound(how: How) -> Callable[[Plan], float]:
         return lambda plan: step_time(network, plan, cluster, pipeline=how).step
 
-    def chosen(plans: Iterable[Plan], space: Space, *, top: int, enough: Callable[[Ranked], bool], given: Plan | None = None) -> Found:
+    def chosen(plans: Iterable[Plan], space: Space, *, top: int, enough: Callable[[Ranked], bool], given: Plan | None = None) -> Ranking:
         simulates = any(closed_form(name) is None for name, _ in space.schedules)
         return choose(
             network,
@@ -132,12 +131,12 @@ def planned(
             given=given,
         )
 
-    only: dict[Way, None] = {}
+    only: dict[Degrees, None] = {}
     first, accepted = None, _Accepted(run, cluster.world, top, checked, own, own_run)
     if ways is not None:
 
         def cut_so(ranked: Ranked) -> bool:
-            only[way_of(ranked.plan)] = None
+            only[degrees_of(ranked.plan)] = None
             return len(only) == ways
 
         small = replace(_offloading(FIRST, run), largest_tp=space.largest_tp, largest_sp=space.largest_sp, largest_pp=space.largest_pp)
@@ -153,7 +152,7 @@ def planned(
     return accepted.planned(network, cluster, found)
 
 
-def _plans(run: Run, cluster: Cluster, space: Space, only: Collection[Way] | None = None) -> Iterator[Plan]:
+def _plans(run: Run, cluster: Cluster, space: Space, only: Collection[Degrees] | None = None) -> Iterator[Plan]:
     """Yield plans of a resolved run, legal or not, each with the element sizes of its engine."""
     base, stored = plan_of(run), _storages(run, plan_of(run), space.engines)
     for plan in candidates(network_of(run), world=cluster.world, global_batch=run.train.global_batch, base=base, space=space, only=only):
@@ -192,7 +191,7 @@ class _Accepted:
         self.runs.append(made)
         return len(self.kept) == self.top
 
-    def planned(self, network: Network, cluster: Cluster, found: Found) -> Planned:
+    def planned(self, network: Network, cluster: Cluster, found: Ranking) -> Planned:
         refused = (*found.refused, *self.refused.values())
         if not self.kept:
             assert self.first is not None
@@ -210,7 +209,7 @@ def _storages(run: Run, base: Plan, engines: Iterable[str]) -> dict[str, Plan]:
     return {engine: as_stored(replace(base, engine=engine), run) for engine in {*engines, *FIRST.engines, PLAIN}}
 
 
-def _joined(found: Found, first: Found) -> tuple[Refused, ...]:
+def _joined(found: Ranking, first: Ranking) -> tuple[Refused, ...]:
     reasons = {one.reason: one for one in first.refused}
     for one in found.refused:
         before = reasons.get(one.reason)
@@ -218,7 +217,7 @@ def _joined(found: Found, first: Found) -> tuple[Refused, ...]:
     return tuple(sorted(reasons.values(), key=lambda one: -one.count))
 
 
-def _nothing_fits(found: Found, run: Run, cluster: Cluster, checked: Callable[[Run, int], Run]) -> BadInput:
+def _nothing_fits(found: Ranking, run: Run, cluster: Cluster, checked: Callable[[Run, int], Run]) -> BadInput:
     """Return the refusal of a recipe that no plan trains on the cluster. Its fix has been tried."""
     if found.nearest is None:
         reason = (
@@ -281,7 +280,7 @@ def gib(size_bytes: float) -> str:
     return f"{size:.1f}" if size >= 0.1 else f"{size:.2g}"
 
 
-def guided(run: Run, cluster: Cluster) -> Iterator[Said]:
+def guided(run: Run, cluster: Cluster) -> Iterator[GuideRule]:
     """Yield the steps of the guide that chooses a strategy, with this recipe's numbers on this cluster."""
     network, batch = network_of(run.resolve(cluster.world)), run.train.global_batch
     base = plan_of(run.resolve(cluster.world))
@@ -309,7 +308,7 @@ def guided(run: Run, cluster: Cluster) -> Iterator[Said]:
 
     alone = replace(Plan(), microbatch=1, microbatches=batch, recompute="full")
     host = judged(replace(alone, engine=offloading("parameters", "cpu").name, offload_optimizer="cpu", offload_parameters="cpu"))
-    return walk(best, cluster, one_device=judged(alone), offloaded=host, compute=run.precision.compute)
+    return guide_rules(best, cluster, one_device=judged(alone), offloaded=host, compute=run.precision.compute)
 
 
 GUIDED = Space(

@@ -1,10 +1,10 @@
-"""The lists of layers that a planner tries for the stages of a pipeline: cut by work, and by what stages hold where that is more even.
+"""Numbers of layers for the stages of a pipeline that the planner tries: cut by work, and by parameters if that needs less memory.
 
     by work        operations of a token: the slowest stage is as fast as possible
-    by elements    parameters on a rank of tp, ep and etp: the fullest stage is as empty as possible; tried if it is a twentieth emptier
+    by elements    parameters on a rank of tp, ep and etp: the largest stage is as small as possible; tried if it is a twentieth smaller
 
-The head and the embedding are units beside the layers, so a stage may have one of them alone: (12, 12, 0) is three stages of which the
-last has the head. With a large vocabulary that is the faster cut (by work), or the one that fits (by elements).
+Head and embedding count as separate units, so a stage may consist of one of them: (12, 12, 0) are three stages, of which the last has
+only the head. With a large vocabulary this cut is faster (by work), or the only one that fits (by elements).
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from moe.plan.job.cut import cut
 from moe.plan.job.network import Network, Plan
 from parallel.mesh.grids import LINES
 
-EMPTIER = 0.95  # of the fullest stage of the cut by work
+EMPTIER = 0.95  # the largest stage must have at most this fraction of the parameters of the cut by work
 
 
 def layer_lists(network: Network, plan: Plan, stages: int, most: int = 2) -> tuple[tuple[int, ...], ...]:
-    """Layers of each stage, by work first, `most` lists of them; nothing where stages are more than layers."""
+    """Lists with the number of layers of each stage, the cut by work first. most: most lists. Empty for more stages than layers."""
     if stages > network.layers or most < 1:
         return ()
     if most == 1:
         return (_by_work(network, stages),)
-    tensor = "1d" if plan.tensor in LINES or plan.tensor == "sliced" else plan.tensor  # which cut matrices alike
+    tensor = "1d" if plan.tensor in LINES or plan.tensor == "sliced" else plan.tensor  # these cut matrices equally
     return _lists(network, stages, plan.tp, tensor, plan.depth, plan.ep, plan.etp)
 
 
@@ -35,7 +35,7 @@ def layer_lists(network: Network, plan: Plan, stages: int, most: int = 2) -> tup
 def _lists(network: Network, stages: int, tp: int, tensor: str, depth: int, ep: int, etp: int) -> tuple[tuple[int, ...], ...]:
     by_work, plan = _by_work(network, stages), Plan(tp=tp, tensor=tensor, depth=depth, ep=ep, etp=etp)  # type: ignore[arg-type]
     first, last = (counts.ends(network, plan, first=begins, last=not begins).total for begins in (True, False))
-    of_kind = {index in network.sparse_layers: index for index in range(network.layers)}  # layers of a kind are alike
+    of_kind = {index in network.sparse_layers: index for index in range(network.layers)}  # all layers of a kind are equal
     total = {kind: counts.layer(network, plan, index).total for kind, index in of_kind.items()}
     held = [total[index in network.sparse_layers] for index in range(network.layers)]
     sizes = cut([first, *held, last], stages)
@@ -54,14 +54,14 @@ def _by_work(network: Network, stages: int) -> tuple[int, ...]:
 
 
 def operations(network: Network, index: int) -> float:
-    """Multiplications of one token in a layer, forward: of matrices that it meets, and half of all pairs of attention."""
+    """Multiplications of one token in a layer's forward pass: the matrices that it uses, and half of all pairs of attention."""
     n, e = network, network.experts
     met = n if e is None else replace(n, experts=replace(e, count=e.choices))
     return counts.layer(met, Plan(), index).total + n.heads * n.channels * n.length
 
 
 def _fullest(held: list[float], first: float, last: float, sizes: tuple[int, ...]) -> float:
-    """Elements of the stage that has most; `first`, `last`: those of the ends beside layers."""
+    """Parameters of the largest stage. held: of each layer. first, last: of the ends. sizes: number of layers of each stage."""
     of_stage = [sum(held[a:b]) for a, b in pairwise((0, *accumulate(sizes)))]
     of_stage[0] += first
     of_stage[-1] += last

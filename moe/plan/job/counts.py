@@ -1,12 +1,12 @@
-"""Parameters that a rank holds of each layer, stage and end of a Network under a Plan, before sharding over data-parallel copies.
+"""Counts the parameters that a rank holds of a Network under a Plan, by layer, stage and end, before sharding over data parallelism.
 
     attention, dense network, shared experts, vocabulary    1 / t of their elements; grids 1 / q^2 (2d, 2.5d) or 1 / q^3 (3d)
     norms, router, down-projections of latent attention     whole on every rank of tp
     experts                                                 1 / (ep etp)
 
-    stages_of(network, plan)     the layers of each stage: plan.stage_layers, or evenly, and the ends, which hold the vocabulary, fewer
+    stages_of(network, plan)     layers of each stage: plan.stage_layers, or an even cut; the end stages get fewer if it does not divide
 
-An embedding is on the first stage, the head on the last; one matrix if it is tied and both are on one rank.
+The embedding is on the first stage, the head on the last. They are one matrix if they are tied and on the same rank.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from moe.plan.job.network import Network, Plan
 
 @dataclass(frozen=True)
 class Elements:
-    """`dense`: copied over dp and sp. `expert`: over edp. `frozen_dense`, `frozen_expert`: of them those that are not trained, which have
-    neither gradients nor states of an optimizer."""
+    """Numbers of parameters. dense: with copies over dp and sp. expert: with copies over edp. frozen_dense, frozen_expert: parameters among
+    these that are not trained, and have neither gradients nor optimizer states."""
 
     dense: float = 0.0
     expert: float = 0.0
@@ -41,7 +41,7 @@ class Elements:
         return Elements(self.dense - self.frozen_dense, self.expert - self.frozen_expert)
 
     def as_frozen(self) -> Elements:
-        """The same elements, none of them trained."""
+        """Equal numbers, all frozen."""
         return Elements(self.dense, self.expert, self.dense, self.expert)
 
     def __add__(self, other: Elements) -> Elements:
@@ -57,13 +57,13 @@ class Elements:
 
 
 def layer(network: Network, plan: Plan, index: int) -> Elements:
-    """One layer's, `index` of its run, with its adapters if there are any."""
+    """Parameters of layer number `index` of a network's run, with adapters if there are any."""
     whole = _matrices(network, plan, index)
     return whole if network.adapters is None else whole.as_frozen() + _adapters(network, plan, index)
 
 
 def _adapters(network: Network, plan: Plan, index: int) -> Elements:
-    """Elements of a layer's adapters, whole on every rank but for those of experts: rank times both sides of each matrix."""
+    """Parameters of a layer's adapters: the LoRA rank times both sides of each matrix. Only experts' adapters are cut over ranks."""
     n, a, latent = network, network.adapters, network.latent
     assert a is not None
     sides, of_experts = 0.0, 0.0
@@ -91,37 +91,38 @@ def _matrices(network: Network, plan: Plan, index: int) -> Elements:
     if n.experts is None or index not in n.sparse_layers:
         return Elements(dense + network_elements(n, n.hidden, gated=n.gated) / t + (n.width + n.hidden / t if n.biases else 0))
     e = n.experts
-    beside = (
+    others = (
         network_elements(n, e.shared_hidden, gated=e.gated) / t
         + n.width * ((e.count + e.free) * (1 + e.router.noise) + e.count * e.biases + e.router.norm + e.gates)
         + (e.count + e.free) * e.router.vectors
     )
     one = network_elements(n, e.hidden, gated=e.gated) + e.hidden * (2 if e.gated else 1) * e.biases
-    return Elements(dense + beside, e.count * one / (plan.ep * plan.etp))
+    return Elements(dense + others, e.count * one / (plan.ep * plan.etp))
 
 
 def norm(network: Network) -> int:
-    """A norm's gain, and its bias where the network has biases."""
+    """Parameters of a norm: its gain, and its bias if the network has biases."""
     return network.width * (2 if network.norm == "layernorm" and network.biases else 1)
 
 
 def network_elements(network: Network, hidden: int, *, gated: bool) -> float:
-    """A feed-forward network's matrices."""
+    """Parameters of a feed-forward network's matrices."""
     return (3 if gated else 2) * network.width * hidden
 
 
 def attention(network: Network, t: int, *, over: int) -> float:
-    """Of one of t ranks, on which heads lie over `over`. Where those exceed the key-value heads, several hold the same head."""
+    """Attention parameters of one of `t` ranks. over: number of ranks over which heads are cut; if there are fewer key-value heads, several
+    ranks hold the same head."""
     n, inner = network, network.heads * network.channels
     keys = max(n.groups, over) / t * n.channels
     biases = (inner / t + 2 * keys + n.width) if n.biases else (inner / t + 2 * keys) if n.qkv_biases else 0
     latents = n.latent.query_rank + n.latent.key_rank if n.latent else 0  # their norms' gains
-    beside = (n.width if n.out_bias else 0) + n.heads / t * (n.sinks + (0 if n.shared_buckets else n.buckets))
-    return attention_matrices(n, t, over=over) + biases + gains(n) + latents + beside
+    others = (n.width if n.out_bias else 0) + n.heads / t * (n.sinks + (0 if n.shared_buckets else n.buckets))
+    return attention_matrices(n, t, over=over) + biases + gains(n) + latents + others
 
 
 def attention_matrices(network: Network, t: int, *, over: int) -> float:
-    """Of its products alone."""
+    """Attention parameters of the matrices only."""
     n, inner = network, network.heads * network.channels
     if n.latent is None:
         return n.width * (2 * inner / t + 2 * max(n.groups, over) / t * n.channels)
@@ -131,21 +132,21 @@ def attention_matrices(network: Network, t: int, *, over: int) -> float:
 
 
 def gains(network: Network) -> int:
-    """Of the norms of queries and keys, whole on every rank of tp."""
+    """Parameters of the norms of queries and keys, whole on every rank of tp."""
     n = network
     return {"none": 0, "heads": 2, "whole": n.heads + n.groups}[n.qk_norm] * n.channels
 
 
 def embedding(network: Network, plan: Plan) -> float:
-    """The table of the vocabulary; the head's is of the same size."""
+    """Parameters of the embedding table, as many as the head's."""
     return network.vocab * network.width / plan.grid.matrix
 
 
 def ends(network: Network, plan: Plan, *, first: bool, last: bool) -> Elements:
-    """What a rank holds beside layers, if it has the first stage, the last, or both. A run's norm and shared bias are at its end."""
+    """Parameters of a rank outside of layers, if it has the first stage, the last, or both: vocabulary, positions, final norms."""
     table = embedding(network, plan)
     tables = (1 if first else 0) + (1 if last else 0) - (1 if first and last and network.tied else 0)
-    tables += last and not first and network.ahead > 0 and not network.tied  # of both ends: tokens ahead are looked up
+    tables += last and not first and network.ahead > 0 and not network.tied  # multi-token prediction needs the embedding on the last stage
     positions = network.length * network.width if network.learned_positions and first else 0
     runs = (run for run in network.halves if (last if run is network else first))
     found = Elements(tables * table + positions + sum(norm(run) + _shared_bias(run, plan) for run in runs))
@@ -158,12 +159,12 @@ def _shared_bias(run: Network, plan: Plan) -> float:
 
 
 def ahead(network: Network, plan: Plan) -> Elements:
-    """What predicts one further token, beside the vocabulary's matrices: a dense layer, the product that joins its inputs, three norms."""
+    """Parameters that predict one further token, without the vocabulary: a dense layer, the product that joins its inputs, three norms."""
     return Elements(2 * network.width**2 + 3 * norm(network)) + layer(replace(network, experts=None), plan, 0)
 
 
 def held(network: Network, plan: Plan, stages: Sequence[range], mine: Sequence[int]) -> Elements:
-    """Of a rank that has the stages `mine`."""
+    """Parameters of a rank that holds the stages `mine`. stages: layers of each stage."""
     found = ends(network, plan, first=0 in mine, last=len(stages) - 1 in mine)
     for stage in mine:
         for index in stages[stage]:
@@ -173,24 +174,25 @@ def held(network: Network, plan: Plan, stages: Sequence[range], mine: Sequence[i
 
 
 def parameters(network: Network) -> float:
-    """Of the whole model."""
+    """Number of parameters of the whole model."""
     return held(network, Plan(), (range(network.depth),), (0,)).total
 
 
 def stages_of(network: Network, plan: Plan, count: int) -> tuple[range, ...]:
-    """The layers of each of `count` stages."""
+    """Layers of each of `count` stages."""
     sizes = sizes_of(network.depth, count, plan.stage_layers)
     return tuple(range(a, b) for a, b in pairwise((0, *accumulate(sizes))))
 
 
 def sizes_of(layers: int, stages: int, given: tuple[int, ...] | None) -> tuple[int, ...]:
-    """Layers of each stage: as given, if that is of so many stages and layers, else as even as can be."""
+    """Number of layers of each stage: `given`, if it fits these numbers of stages and layers, otherwise an even cut."""
     fits = given is not None and len(given) == stages and sum(given) == layers
     return given if fits and given is not None else even(layers, stages)
 
 
 def even(layers: int, stages: int) -> tuple[int, ...]:
-    """As even as can be. What does not divide is taken from the ends first: the last stage, then the first, then the next from the end."""
+    """Number of layers of each stage, as even as possible. Stages with one layer less are, in this order: the last, the first, then others
+    from the end."""
     size = -(-layers // stages)
     sizes = [size] * stages
     order = [stages - 1, 0, *range(stages - 2, 0, -1)]

@@ -1,9 +1,9 @@
-"""Cuts layers into contiguous stages by cost, so that the slowest stage, which sets a pipeline's pace, is as fast as possible.
+"""Cuts layers into contiguous stages by cost, so that the slowest stage, which decides the speed of the pipeline, is as fast as possible.
 
-    costs 1 1 1 1 1 3, three stages -> (2, 3, 1): the last layer has the head with it
+    costs 1 1 1 1 1 3, three stages -> (2, 3, 1): the cost of the last layer includes the head
 
-Among cuts with the same slowest stage it takes the smallest sum of squares, so that no stage is slower than necessary. Among those it
-takes the one with fewer units on earlier stages, which keep more micro-batches in flight.
+Among cuts with equally slow slowest stages it takes the smallest sum of squares, so that no stage is slower than necessary. If several
+remain, it takes the one with fewer layers on earlier stages, which keep more micro-batches in flight.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _EPSILON = 1e-12  # relative: smaller differences are rounding errors
 
 
 def cut(costs: Sequence[float], stages: int) -> tuple[int, ...]:
-    """The number of units (layers) of each stage, in order. Raises BadInput for more stages than units."""
+    """Number of layers of each stage, in order. costs: cost of each layer. Raises BadInput for more stages than layers."""
     if not 1 <= stages <= len(costs):
         fix = Set("it", max(1, min(stages, len(costs))))
         raise BadInput("stages", got=stages, needed=f"1 to {len(costs)}, one a layer at most", fix=fix)
@@ -29,20 +29,20 @@ def cut(costs: Sequence[float], stages: int) -> tuple[int, ...]:
 
 
 def empty_rank(sizes: Sequence[int], homes: Sequence[Sequence[int]]) -> int | None:
-    """The first rank with neither a layer nor the first or last stage, which would hold no weights. `homes`: of each stage its ranks."""
+    """First rank without weights: it has neither a layer nor the first or last stage. homes: ranks of each stage. None if there is none."""
     held = {rank for stage, ranks in enumerate(homes) if sizes[stage] or stage in (0, len(sizes) - 1) for rank in ranks}
     return next((rank for rank in sorted({rank for ranks in homes for rank in ranks}) if rank not in held), None)
 
 
 def _least_largest(ends: Sequence[float], stages: int) -> float:
-    """The smallest cost of a slowest stage: of the sums of neighbouring units, sorted, the first within which the units go into stages."""
+    """Smallest possible cost of the slowest stage: the first of the sorted sums of neighbouring layers that allows enough stages."""
     count = len(ends) - 1
     sums = sorted({ends[b] - ends[a] for a in range(count) for b in range(a + 1, count + 1)})
     return sums[bisect_left(sums, True, key=lambda most: _needed(ends, most * (1 + _EPSILON)) <= stages)]
 
 
 def _needed(ends: Sequence[float], most: float) -> int:
-    """How many stages units need, each filled up to `most`; more than there are units if one of them exceeds it."""
+    """Number of stages needed if each is filled up to cost `most`; the number of layers plus one if a layer alone exceeds it."""
     at, found, count = 0, 0, len(ends) - 1
     while at < count:
         further = bisect_right(ends, ends[at] + most, lo=at) - 1
@@ -53,9 +53,9 @@ def _needed(ends: Sequence[float], most: float) -> int:
 
 
 def _least_squares(ends: Sequence[float], stages: int, *, limit: float) -> tuple[int, ...]:
-    """The cut into stages of at most `limit` that minimises the sum of squares."""
+    """Cut into stages that cost at most `limit`, with the least sum of squares."""
     count = len(ends) - 1
-    # best[n]: the units from n on, cut into the stages handled so far (last ones first): (value, size of the first of these stages)
+    # best[n]: (sum of squares, size of the first stage) of the layers from n on, cut into the stages handled so far, the last ones first
     best: list[tuple[float, int]] = [(inf, 0)] * count + [(0.0, 0)]
     sizes: list[list[tuple[float, int]]] = []
     for left in range(stages):

@@ -1,4 +1,4 @@
-"""A frozen value that computes its hash once: caches are asked for the same few networks and clusters hundreds of thousands of times."""
+"""Makes a frozen dataclass compute its hash once: the planner's caches look up the same few values hundreds of thousands of times."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _T = TypeVar("_T")
 
 
 def hashed_once(kind: type[_T]) -> type[_T]:
-    """The class, a frozen dataclass. The hash stays out of pickles: another process hashes words otherwise."""
+    """Decorate a frozen dataclass. The stored hash is left out of pickles, because another process hashes strings differently."""
     full: Callable[[Any], int] = vars(kind)["__hash__"]
 
     def of(self: Any) -> int:

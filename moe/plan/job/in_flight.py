@@ -1,11 +1,11 @@
-"""Micro-batches that a rank keeps at once, by stage, for a schedule's name and sizes: what a planner multiplies a stage's bytes by.
+"""Number of micro-batches that each rank keeps of each of its stages, for a schedule's name and sizes.
 
-    1f1b, 4 ranks     4 3 2 1 of each rank's one stage
-    gpipe             all of them
+    1f1b, 4 ranks     4 3 2 1 on ranks 0 to 3
+    gpipe             all micro-batches on every rank
 
-The schedule's closed form says it, or its order of actions (parallel/pipeline/simulator/held.py). In a steady state nothing more is kept,
-so the order of a few times as many micro-batches as ranks says it for any larger number. Cached: a planner asks for the same few sizes
-thousands of times. `made` is the schedule of sizes, which pipeline_time.py asks for as well.
+The numbers come from the schedule's closed form, or are counted in its order of actions (parallel/pipeline/simulator/held.py). In a steady
+state they no longer grow, so a few micro-batches a rank give the numbers for any more. Results are cached, because the planner needs the
+same few sizes thousands of times. `made` builds the schedule, for pipeline_time.py too.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from functools import cache, lru_cache
 from parallel.pipeline.schedule import Schedule
 from parallel.pipeline.schedules.catalog import kind_of, make_schedule
 from parallel.pipeline.schedules.kind import Size
-from parallel.pipeline.simulator.held import Rank, held
+from parallel.pipeline.simulator.held import RankPeaks, held
 
-STEADY = 3  # rounds of one micro-batch a rank after which each further round is as the one before
+STEADY = 3  # number of rounds (one micro-batch a rank) after which further rounds are equal
 
 
-def in_flight(schedule: str, *, ranks: int, microbatches: int, chunks: int = 1) -> tuple[Rank, ...]:
-    """What each pipeline rank keeps. Raises BadInput for sizes that the schedule cannot have."""
+def in_flight(schedule: str, *, ranks: int, microbatches: int, chunks: int = 1) -> tuple[RankPeaks, ...]:
+    """Peak micro-batches of each pipeline rank. Raises BadInput for sizes that the schedule cannot have."""
     kind = kind_of(schedule)
     if kind.held is not None:
         return kind.held(Size(ranks, microbatches, kind.chunks or chunks))
@@ -32,23 +32,23 @@ def in_flight(schedule: str, *, ranks: int, microbatches: int, chunks: int = 1) 
 
 
 def steady(schedule: str, ranks: int, microbatches: int) -> int:
-    """The number of micro-batches of a short step that begins and ends as the whole does."""
+    """Number of micro-batches of a short step that has the same warm-up and end as the whole step."""
     fewer = range(STEADY * ranks + microbatches % ranks, microbatches, ranks)
     return next((n for n in fewer if possible(schedule, ranks, n)), microbatches)
 
 
 def possible(schedule: str, ranks: int, microbatches: int) -> bool:
-    """Whether the schedule can have these sizes."""
+    """True if the schedule can have these sizes."""
     return kind_of(schedule).refusal(Size(ranks, microbatches)) is None
 
 
 @lru_cache(maxsize=4)
 def made(schedule: str, ranks: int, microbatches: int, chunks: int) -> Schedule:
-    """With its steps, once they were found."""
+    """The schedule, cached with its steps (pipeline/steps.py)."""
     own = chunks if kind_of(schedule).chunks is None else None
     return make_schedule(schedule, ranks=ranks, microbatches=microbatches, chunks=own)
 
 
 @cache
-def _found(schedule: str, ranks: int, microbatches: int, chunks: int) -> tuple[Rank, ...]:
+def _found(schedule: str, ranks: int, microbatches: int, chunks: int) -> tuple[RankPeaks, ...]:
     return held(made(schedule, ranks, microbatches, chunks))

@@ -1,11 +1,11 @@
-"""What a planner reasons about: a Network, which is trained, and a Plan, how so many ranks train it. Values without tensors.
+"""Inputs of the planner: a Network, the model that is trained, and a Plan, the way in which ranks train it. Values without tensors.
 
     Network + Plan            -> memory.py        bytes on each rank
     Network + Plan + Cluster  -> cost.py          seconds of one step
     guide.py, mcmc.py, intra_op.py, inter_op.py, annotate.py     return Plans
 
-A recipe gives both (moe/plan/job/of_recipe.py), and so does a line of a table of measured runs. Ranks are pp x dp x sp x tp; experts take
-the same dp sp tp ranks of a stage as edp x ep x etp (parallel/mesh/mesh.py).
+Both are made from a recipe (moe/plan/job/of_recipe.py), or from a line of a table of measured runs. Ranks are pp x dp x sp x tp; experts
+use the dp sp tp ranks of a stage as edp x ep x etp (parallel/mesh/mesh.py).
 """
 
 from __future__ import annotations
@@ -27,14 +27,17 @@ Recomputed = Literal["none", "selective", "full"]
 
 
 def repeats(index: int, every: int) -> bool:
-    """Whether layer `index` is one of those that are computed again: every n-th by number, where further tokens' layers are counted on."""
+    """True if layer `index` is recomputed: every n-th layer is. Numbers continue over multi-token prediction's layers."""
     return index % every == 0
 
 
 @dataclass(frozen=True)
 class Router:
-    """What a router has beside a row for each expert: `vectors` more learned numbers of an expert, another row for the size of its `noise`,
-    a `norm` and a `jitter` of what it reads, a bound on logits (`capped`), and `kept` bytes of its own for each token."""
+    """Parts of a router in addition to its matrix.
+
+    vectors: further learned numbers of each expert. noise: a second matrix, for the size of the noise. norm: a norm of its input. jitter:
+    its input is multiplied by noise. capped: its logits are bounded. kept: further bytes that it keeps for each token.
+    """
 
     vectors: int = 0
     noise: bool = False
@@ -46,13 +49,13 @@ class Router:
 
 @dataclass(frozen=True)
 class Experts:
-    """One MoE layer's: `hidden` units each; a token chooses `choices` of `count` and also passes `shared_hidden` units beside them.
+    """Experts of one MoE layer: `count` experts of `hidden` units, of which each token chooses `choices`.
 
-    `rows`: computed for each choice, below 1 where choices are dropped; None: one, but some experts may have more. `places`: slots for each
-    choice, empty ones too; None: not limited. `exchange`: how rows travel; None: kept rows, by an all-to-all.
-
-    `gates`: outputs of products that weigh shared networks. `products`: kind of the experts' products (device.py); None: the compute
-    dtype's. `fused`: kernels compute a whole network, and keep its input and pre-activations alone.
+    shared_hidden: hidden units of shared experts, which all tokens pass. rows: rows computed for each choice (below 1 if choices are
+    dropped); None: one, but experts may get unequal numbers. places: capacity slots for each choice, empty slots included; None: no limit.
+    exchange: the dispatcher; None: kept rows are sent by an all-to-all. gates: number of gates that weigh shared experts. free: choices
+    that cost nothing, in addition to experts. products: dtype of the experts' products (device.py); None: the compute dtype. fused: one
+    kernel computes the whole network, so that only its input and pre-activations are kept.
     """
 
     count: int
@@ -74,7 +77,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class Latent:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): ranks of its low-rank queries (0: full) and keys and values."""
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): ranks of its low-rank queries (0: full rank) and of keys and values."""
 
     query_rank: int
     key_rank: int
@@ -84,7 +87,7 @@ class Latent:
 
 @dataclass(frozen=True)
 class Adapters:
-    """LoRA (arXiv 2106.09685): of the matrices of `targets` two narrow ones of `rank` are trained, and everything else is frozen."""
+    """LoRA (arXiv 2106.09685): two narrow matrices of `rank` are trained for each matrix of `targets`; everything else is frozen."""
 
     rank: int
     targets: tuple[Literal["attention", "dense", "experts"], ...]
@@ -93,17 +96,19 @@ class Adapters:
 @hashed_once
 @dataclass(frozen=True)
 class Network:
-    """A run of Transformer layers over sequences of one length, with the vocabulary's matrices: a decoder, or of an encoder-decoder
-    (`encoder`) its decoder, whose layers also look across to what the encoder's give. Both are runs (`halves`).
+    """A stack of Transformer layers, with embedding and head: a decoder, or the decoder of an encoder-decoder.
 
-    `head_size` None: width / heads; `activation`: without a gate. `sees`: the tokens before each, or all. `sparse_layers`: those
-    that have experts instead of a dense network. `biases`: of all products and norms. `qk_norm`: of queries and keys, of each head or
-    all. `buckets`: distances that have a bias of their own for each head (T5), in each layer or in one of a run's (`shared_buckets`).
-    `sinks`: a logit a head. `clipped`: queries, keys and values are, and kept as they were before. `logit_cap`: the vocabulary's logits
-    are bounded, and what tanh gave is kept. `ahead`: further tokens that are predicted in training, each by a dense layer behind the
-    last, a product of its two inputs, and the head. `core_work`: pairs of tokens that attention computes, over a causal one's, in the
-    mean over layers; `windows_in_runs`: the share of layers with sliding windows that are computed by runs of tokens, which keep keys
-    and values twice."""
+    encoder: the encoder's stack; the decoder's layers then have cross-attention to its output. `halves` are both stacks.
+    length: tokens of a sequence. head_size: None: width / heads. activation: used if the networks are not `gated`.
+    sees: attention to past tokens only, or to all. sparse_layers: numbers of the layers with experts instead of a dense network.
+    biases: all products and norms have biases. qk_norm: norm of queries and keys, for each head or over all heads.
+    buckets: number of distances with a learned bias for each head (T5), in each layer, or once a stack (`shared_buckets`).
+    sinks: each head has a learned logit. clipped: queries, keys and values are clipped, and also kept unclipped.
+    logit_cap: the head's logits are bounded by tanh, and its result is kept.
+    ahead: number of further tokens of multi-token prediction; each adds a dense layer, a product that joins its two inputs, and a head.
+    core_work: mean number of token pairs that attention computes, divided by a causal layer's.
+    windows_in_runs: fraction of layers with sliding windows that are computed in chunks of tokens, which keep keys and values twice.
+    """
 
     layers: int
     width: int
@@ -140,59 +145,64 @@ class Network:
 
     @property
     def halves(self) -> tuple[Network, ...]:
-        """The runs of layers, one after another: layers are numbered through all of them."""
+        """The stacks of layers: encoder (if any) and decoder. Layers are numbered through both."""
         return (self,) if self.encoder is None else (self.encoder, self)
 
     @property
     def before(self) -> int:
-        """Layers of the encoder."""
+        """Number of layers of the encoder."""
         return 0 if self.encoder is None else self.encoder.layers
 
     @property
     def depth(self) -> int:
-        """Layers of all runs."""
+        """Number of layers of all stacks."""
         return self.before + self.layers
 
     @property
     def source(self) -> int:
-        """Tokens of a sequence that each layer sees across; 0 without an encoder."""
+        """Tokens of the encoder's sequence, to which the decoder has cross-attention; 0 without an encoder."""
         return 0 if self.encoder is None else self.encoder.length
 
     @property
     def with_experts(self) -> tuple[int, ...]:
-        """Layers with experts, by their numbers among all."""
+        """Numbers of the layers with experts, among all layers."""
         if self.encoder is None:
             return self.sparse_layers
         return (*self.encoder.sparse_layers, *(self.before + layer for layer in self.sparse_layers))
 
     def at(self, index: int) -> tuple[Network, int]:
-        """The run of one of all layers, and the layer's number in it."""
+        """(stack, number within it) of a layer, given its number among all layers."""
         return (self, index - self.before) if self.encoder is None or index >= self.before else (self.encoder, index)
 
     def trains(self, target: Literal["attention", "dense", "experts"]) -> bool:
-        """Whether these matrices, or adapters of them, are trained."""
+        """True if these matrices, or adapters of them, are trained."""
         return self.adapters is None or target in self.adapters.targets
 
     @property
     def channels(self) -> int:
-        """Of one head."""
+        """Size of one head."""
         return self.head_size or self.width // self.heads
 
     @property
     def groups(self) -> int:
-        """Key-value heads."""
+        """Number of key-value heads."""
         return self.kv_heads or self.heads
 
 
 @hashed_once
 @dataclass(frozen=True)
 class Plan:
-    """How a network is trained. `microbatch`: sequences of one replica at a time; `microbatches`: of a replica in a step.
+    """Settings of parallel training.
 
-    tensor `1d` is Megatron-LM's, `sliced` the same with sequence parallelism between layers; sequence names the attention over sp,
-    `order` the places that a rank holds (contiguous ones leave early ranks waiting).
-    `storage`: bytes of a parameter's states; `compute_bytes`: of an element of activations. `offload_activations`: the share of layers'
-    activations that waits on the host, which tables of other software have and no recipe yet.
+    dp, tp, sp, pp, ep, etp: degrees of parallelism. engine: the data-parallel engine.
+    tensor: kind of tensor parallelism: `1d` is Megatron-LM's, `sliced` adds Megatron's sequence parallelism between layers. depth: of 2.5d.
+    sequence: attention method over sp. order: the positions that a rank holds (with contiguous ones, ranks with early tokens wait).
+    schedule, chunks, stage_layers: the pipeline schedule, its stages a rank, and the layers of each stage (None: an even cut).
+    microbatch: sequences of a replica's micro-batch. microbatches: number of a replica's micro-batches in a step.
+    recompute_every: every n-th layer is recomputed. loss_chunks: parts in which the loss is computed.
+    storage: bytes of a parameter and its states. compute_bytes: bytes of an element of activations.
+    offload_activations: fraction of layers' activations on the host; found in tables of other software, not in recipes.
+    tiles: parts into which large matrices are tiled. reshard: FSDP frees gathered weights after the forward pass.
     """
 
     dp: int = 1
@@ -223,7 +233,7 @@ class Plan:
     reshard: bool = True
 
     def but(self, **changes: Any) -> Plan:
-        """`dataclasses.replace` in a tenth of its time: a planner makes hundreds of thousands of plans."""
+        """Copy with changes. Takes a tenth of dataclasses.replace's time, because the planner makes hundreds of thousands of plans."""
         assert changes.keys() <= self.__dict__.keys(), changes
         made = object.__new__(Plan)
         made.__dict__.update(self.__dict__, **changes)
@@ -236,23 +246,23 @@ class Plan:
 
     @property
     def stage(self) -> int:
-        """The ZeRO stage that the engine's states follow: 0 to 3."""
+        """ZeRO stage of the engine, 0 to 3."""
         return ENGINES[self.engine].stage
 
     @property
     def kind(self) -> EngineKind:
-        """The engine's row in the catalog."""
+        """Facts about the engine: its row of the catalog."""
         return ENGINES[self.engine]
 
     @property
     def carrier(self) -> EngineKind:
-        """The engine that runs: on pipeline stages another one may take the plan's place."""
+        """Facts about the engine that runs. With pipeline stages, another engine may replace the plan's."""
         kind = ENGINES[self.engine]
         return ENGINES[kind.with_stages] if self.pp > 1 and kind.with_stages else kind
 
     @property
     def method(self) -> SequenceKind:
-        """The facts about attention over sp."""
+        """Facts about the method of sequence parallelism."""
         return sequences.SEQUENCES[self.sequence]
 
     @property
@@ -264,15 +274,15 @@ class Plan:
 
     @property
     def copies(self) -> int:
-        """How many ranks hold the same part of dense parameters and have seen other tokens: those of an engine's axis."""
+        """Number of ranks with the same part of dense parameters but other tokens: the ranks of the data-parallel engine."""
         return self.dp * self.sp * self.grid.copies
 
     @property
     def edp(self) -> int:
-        """How many ranks hold copies of the same expert's part."""
+        """Number of ranks with copies of the same part of the experts."""
         return self.dp * self.sp * self.tp // (self.ep * self.etp)
 
     @property
     def global_batch(self) -> int:
-        """Sequences of one step."""
+        """Number of sequences in a step."""
         return self.dp * self.microbatch * self.microbatches

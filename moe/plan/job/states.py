@@ -1,4 +1,4 @@
-"""Bytes of model states that a rank holds, and that it sends in a step: the closed forms of data parallelism (no torch).
+"""Bytes of model states that a rank holds, and that it sends in a step, as closed forms for data parallelism. Needs no torch.
 
     states of one parameter     parameters | gradients | optimizer (master copy and moments)
     stage 0   DP, DDP           whole      | whole     | whole            on N ranks that hold copies of it
@@ -6,8 +6,8 @@
     stage 2   ZeRO-2            whole      | 1/N       | 1/N
     stage 3   ZeRO-3, FSDP      1/N        | 1/N       | 1/N
 
-Copies of dense parameters are on the ranks of dp, those of an expert only on edp = dp / (ep etp). Activations, weights gathered for the
-layer at work, and buckets are extra. Source: ZeRO (arXiv 1910.02054), sections 3, 5 and 7.
+Dense parameters have copies on the ranks of dp, experts only on edp = dp / (ep etp) ranks. Activations, weights gathered for the current
+layer, and buckets are not included. Source: ZeRO (arXiv 1910.02054), sections 3, 5 and 7.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ STAGES = (0, 1, 2, 3)
 
 @dataclass(frozen=True)
 class Storage:
-    """Bytes of one parameter's states before any sharding; `of_experts`: the optimizer's of an expert's parameter, where it is another."""
+    """Bytes of one parameter's states before any sharding. of_experts: optimizer bytes of an expert's parameter, if different."""
 
     parameters: int
     gradients: int
@@ -33,16 +33,16 @@ class Storage:
 
     @property
     def expert(self) -> Storage:
-        """The same for a parameter of an expert."""
+        """Storage of an expert's parameter."""
         return self if self.of_experts is None else replace(self, optimizer=self.of_experts)
 
 
 MIXED = Storage(2, 2, 12)  # 16 bits, and Adam in fp32 with its master copy: ZeRO section 3.1, K = 12
-MIXED_FP32_GRADIENTS = Storage(2, 4, 12)  # the same with gradients summed in fp32, as Megatron-LM does: 18 bytes
-MIXED_BOTH_GRADIENTS = Storage(2, 6, 12)  # gradients in 16 bits and their sum in fp32, as DeepSpeed's bf16 optimizer and its estimates have
-BF16 = Storage(2, 2, 4)  # no copy in fp32: weights, gradients and moments in 16 bits
+MIXED_FP32_GRADIENTS = Storage(2, 4, 12)  # as MIXED, but gradients are summed in fp32, as in Megatron-LM: 18 bytes
+MIXED_BOTH_GRADIENTS = Storage(2, 6, 12)  # gradients in 16 bits and their sum in fp32, as in DeepSpeed's bf16 optimizer and its estimates
+BF16 = Storage(2, 2, 4)  # weights, gradients and moments in 16 bits, no fp32 copy
 FP32 = Storage(4, 4, 8)  # parameters are their own master copy: DP, DDP and FSDP here, for any compute dtype
-FP32_AND_COPY = Storage(4, 4, 12)  # the engine keeps another master copy: DeepSpeed's ZeRO here
+FP32_AND_COPY = Storage(4, 4, 12)  # as FP32, with another master copy in the engine: DeepSpeed's ZeRO here
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,9 @@ def model_states(num_parameters: float, *, stage: int, copies: int, storage: Sto
 
 
 def sparse_model_states(*, dense: float, expert: float, stage: int, dp: int, ep: int = 1, etp: int = 1, storage: Storage = MIXED) -> States:
-    """The same for a model with experts: a rank holds 1 / (ep etp) of the `expert` parameters, shared with the ranks of its edp axis."""
+    """`model_states` for a model with experts: a rank holds 1 / (ep etp) of the `expert` parameters, with copies on its edp axis."""
     apart = ep * etp
-    assert dp % apart == 0, "ep and etp lie within dp"
+    assert dp % apart == 0, "ep * etp must divide dp"
     held = model_states(expert / apart, stage=stage, copies=dp // apart, storage=storage.expert)
     return model_states(dense, stage=stage, copies=dp, storage=storage) + held
 
@@ -89,12 +89,12 @@ def sent_bytes(
     reduces: Literal["step", "microbatch"] = "step",
     gathers: int = 2,
 ) -> float:
-    """Bytes that leave a rank in one step, sent by rings, which no algorithm undercuts: (N - 1)/N per message, twice for an all-reduce.
+    """Bytes that a rank sends in one step, by ring collectives: (N - 1)/N of the buffer, twice that for an all-reduce. (This is optimal.)
 
-    `parameters` and `gradients` are their total bytes as sent. Stage 0: an all-reduce of the gradients. Stages 1 and 2: a
-    reduce-scatter of the gradients, and an all-gather of the new parameters. Stage 3: `gathers` of the parameters in each micro-batch
-    (2: forward and backward; 1: they stay gathered in between), and the reduce-scatter. Gradients are sent once per step, or once per
-    micro-batch if whole gradients are not kept in between. Source: ZeRO section 7: 2, 2, 2 and 3 P for one micro-batch.
+    parameters, gradients: their total bytes as sent. Stage 0: an all-reduce of the gradients. Stages 1 and 2: a reduce-scatter of the
+    gradients, and an all-gather of the new parameters. Stage 3: `gathers` all-gathers of the parameters in each micro-batch (2: forward
+    and backward; 1: they stay gathered in between), and the reduce-scatter. reduces: gradients are sent once a step, or once a micro-batch
+    if unsharded gradients are not kept. Source: ZeRO section 7: 2, 2, 2 and 3 P for one micro-batch.
     """
     _check(stage, copies)
     reduced = gradients * (microbatches if reduces == "microbatch" else 1)

@@ -1,9 +1,9 @@
-"""A cluster as a planner sees it: devices, nodes, and how long collectives take between them.
+"""Description of a cluster for the planner: devices, nodes, and the links between them.
 
     Cluster    Device (device.py)  x  devices_per_node  x  nodes
     inside     links between the devices of a node: measured times of collectives by ranks and bytes, else latency + bytes / bandwidth
-    between    a node's network, all its adapters together: groups that use it at the same time share it
-    host, disk a device's way to its host's memory, a node's to its disk
+    between    network of a node, all its adapters together; groups that use it at the same time share it
+    host, disk links from a device to its host's memory, and from a node to its disk
 
 Cluster files are YAML, each number with its source. load_cluster("h100-8x4") is the file h100-8 with 4 nodes.
 """
@@ -24,8 +24,8 @@ from parallel.process.extensions import cache_dir
 from parallel.store.files import read_text, user_path
 
 FOLDER = Path(__file__).parent / "clusters"
-_MOST = 1_000_000  # nodes, and devices of one
-_SMALLEST = 1e-15  # below, and above its inverse, sums of what is computed from it overflow
+_MOST = 1_000_000  # largest number of nodes, and of devices in a node
+_SMALLEST = 1e-15  # smaller numbers, or numbers above its inverse, would overflow in the formulas
 _DEEP = {"peak_tflops": 1, "bus_gb_s": 1, "sum_bus_gb_s": 1, "rates": 2, "attention_times": 1, "times": 3, "threads": 1, "program": 1}
 _LISTS = {"attention": 2, "attention_times": 4}
 _NO_NUMBERS = ("name", "sources", "device", "inside", "between")
@@ -39,20 +39,22 @@ _DIVIDES = (
 
 @dataclass(frozen=True)
 class Inside:
-    """Links within a node. GB/s of `bus`: what each rank sends (and receives) in a ring, by the number of ranks.
+    """Links within a node.
 
-    `times`: microseconds of a collective by ranks and bytes, where they were measured; `hop_us`: from one device to the next.
+    bus_gb_s: number of ranks -> GB/s that each rank sends (and receives) in a ring. sum_bus_gb_s: as bus_gb_s, for all-reduces, if
+    switches add up the values, so that ranks send less. hop_us: latency from one device to the next. pair_gb_s: GB/s between two devices.
+    times: collective -> ranks -> bytes -> measured microseconds.
     """
 
     bus_gb_s: dict[int, float] = field(hash=False)
     latency_us: float
     hop_us: float
     pair_gb_s: float
-    sum_bus_gb_s: dict[int, float] | None = field(default=None, hash=False)  # of all-reduces, where switches add up: they send less
+    sum_bus_gb_s: dict[int, float] | None = field(default=None, hash=False)
     times: dict[str, dict[int, dict[int, float]]] = field(default_factory=dict, hash=False)
 
     def bus(self, ranks: int, *, sums: bool = False) -> float:
-        """Bytes per second that each of so many ranks sends. `sums`: of an all-reduce."""
+        """Bytes per second that each of `ranks` ranks sends in a ring. sums: in an all-reduce."""
         table = self.sum_bus_gb_s if sums and self.sum_bus_gb_s else self.bus_gb_s
         known = min((n for n in table if n >= ranks), default=max(table))
         return table[known] * 1e9
@@ -60,8 +62,11 @@ class Inside:
 
 @dataclass(frozen=True)
 class Between:
-    """A node's network: `node_gb_s` in each direction, `device_gb_s` at most for one device (its own adapter, or all of them),
-    `share` of it that collectives reach; `latency_us` of a step of a ring, `tree_us` of a tree, `exchange_us` of an all-to-all by nodes."""
+    """Network of a node.
+
+    node_gb_s: GB/s of the node in each direction. device_gb_s: most GB/s of one device. share: fraction of these that collectives reach.
+    exchange_share: fraction of that for an all-to-all. latency_us, tree_us: latency of a step of a ring, and of a tree.
+    """
 
     node_gb_s: float
     device_gb_s: float
@@ -74,11 +79,11 @@ class Between:
 @hashed_once
 @dataclass(frozen=True)
 class Cluster:
-    """Every rank has one device. Ranks lie on nodes in order. `sources`: where the numbers come from.
+    """A cluster in which every rank has one device, and nodes are filled with ranks in order.
 
-    `cores`: the devices are processes of a host without accelerators, which share so many cores, and the memory that one device states.
-    0: every device has its own. `threads`: how much faster a process is with so many cores of its own. `program`: what was measured of the
-    training program here, as fields of moe/plan/machine/program.py.
+    cores: 0 for accelerators. Otherwise the devices are processes of a host, which share this number of cores and the device's memory.
+    threads: number of cores a process -> its speed compared with one core. program: measured properties of the training program on this
+    cluster, as fields of moe/plan/machine/program.py. sources: where the numbers come from.
     """
 
     name: str
@@ -96,7 +101,7 @@ class Cluster:
     sources: tuple[str, ...] = ()
 
     def crowd(self, world: int) -> float:
-        """How much longer a rank computes where so many share the cores, all of them at work. Below 1 where each has several."""
+        """Factor of a rank's compute time if `world` ranks share the cores. Below 1 if each has several cores."""
         here = min(self.devices_per_node, world)
         if not self.cores:
             return 1.0
@@ -106,7 +111,7 @@ class Cluster:
         return 1 / max((speed for count, speed in self.threads.items() if count <= have), default=1.0)
 
     def memory_bytes(self, ranks: int | None = None) -> float:
-        """Of one rank, where so many train (all devices if not given)."""
+        """Memory of one rank in bytes, if `ranks` ranks share a host (default: all devices)."""
         whole = self.device.memory_gib * 2**30
         return whole / (ranks or self.devices_per_node) if self.cores else whole
 
@@ -115,11 +120,11 @@ class Cluster:
         return self.devices_per_node * self.nodes
 
     def of(self, nodes: int) -> Cluster:
-        """The same kind of nodes, so many."""
+        """This cluster with another number of nodes."""
         return replace(self, nodes=nodes)
 
     def holding(self, ranks: int) -> Cluster:
-        """As many nodes as so many ranks need; processes of a host are all on it."""
+        """This cluster with the number of nodes that `ranks` ranks need. Processes of a host are all on one node."""
         if self.cores:
             return replace(self, devices_per_node=max(self.devices_per_node, ranks), nodes=1)
         return self.of(-(-ranks // self.devices_per_node))
@@ -130,12 +135,12 @@ def cluster_names() -> list[str]:
 
 
 def some_clusters() -> str:
-    """The first names of clusters, for a line of text."""
+    """Some names of clusters, for a line of text."""
     return some(cluster_names(), rest="docs/parallel/planner_time.md")
 
 
 def load_cluster(name: str) -> Cluster:
-    """A shipped cluster by name, with `xN` after it for N nodes, or a file. Raises BadInput for an unknown one, with the list."""
+    """Load a shipped cluster by name (`NAMExN` for N nodes), or a cluster file. Raises BadInput for an unknown name, with known names."""
     path = user_path(name, what="cluster")
     if path.suffix in (".yaml", ".yml"):
         if not path.is_file():
@@ -156,7 +161,7 @@ def load_cluster(name: str) -> Cluster:
 
 
 def _nearest(name: str, known: list[str]) -> str:
-    """The fix for an unknown cluster: of h100x8 and 8xh100, of which no node is shipped, the node with 8 devices of that name."""
+    """Fix for an unknown cluster's name: for names such as h100x8 or 8xh100, the shipped node with 8 of these devices."""
     counted = re.fullmatch(r"(?:(?P<before>\d+)[x*-])?(?P<device>.+?)(?:[x*:_-](?P<after>\d+))?", name.lower())
     assert counted is not None
     device, count = counted["device"], int(counted["after"] or counted["before"] or 8)
@@ -174,27 +179,27 @@ def _nearest(name: str, known: list[str]) -> str:
 def _read(path: Path) -> Cluster:
     what = f"cluster file {path.name}"
     try:
-        told = yaml_text.load(read_text(path))
+        mapping = yaml_text.load(read_text(path))
     except OSError as error:
         raise BadInput(what, got=error.strerror or error, needed="a file that can be read", fix="check the file") from None
     except yaml_text.NOT_YAML as wrong:
         line = getattr(wrong, "problem", None) or (str(wrong).splitlines() or ["values nested too deeply"])[0]
         raise BadInput(what, got=line, needed="YAML", fix="mend that line") from None
-    if not isinstance(told, dict):
-        raise BadInput(what, got=type(told).__name__, needed="a mapping", fix=f"begin with a copy of {FOLDER.name}/a100-80-8.yaml")
+    if not isinstance(mapping, dict):
+        raise BadInput(what, got=type(mapping).__name__, needed="a mapping", fix=f"begin with a copy of {FOLDER.name}/a100-80-8.yaml")
     try:
-        return cluster_of(told, name=path.stem)
+        return cluster_of(mapping, name=path.stem)
     except (KeyError, TypeError, ValueError, AttributeError) as wrong:
         said = f"no key {wrong}" if isinstance(wrong, KeyError) else str(wrong)
         fix = f"write it as {FOLDER.name}/a100-80-8.yaml does"
         raise BadInput(what, got=said, needed="the keys of a cluster", fix=fix) from None
 
 
-def cluster_of(told: dict[str, Any], *, name: str) -> Cluster:
-    """A cluster from the mapping that its file holds. Raises ValueError and others for a mapping that no cluster has."""
-    _check_texts(told)
+def cluster_of(mapping: dict[str, Any], *, name: str) -> Cluster:
+    """Make a cluster from the mapping in its file. Raises KeyError, TypeError, ValueError or AttributeError if it is no cluster."""
+    _check_texts(mapping)
     device, inside, between, rest = (
-        _section(told, name, of) for name, of in (("device", Device), ("inside", Inside), ("between", Between), ("", Cluster))
+        _section(mapping, name, of) for name, of in (("device", Device), ("inside", Inside), ("between", Between), ("", Cluster))
     )
     device["name"], device["attention"] = str(device["name"]), tuple(device["attention"])
     if not set(device["peak_tflops"]) & set(RATED):
@@ -222,22 +227,22 @@ def cluster_of(told: dict[str, Any], *, name: str) -> Cluster:
         cores=int(rest.get("cores", 0)),
         threads={int(count): float(speed) for count, speed in rest.get("threads", {}).items()},
         program={str(name): float(value) for name, value in rest.get("program", {}).items()},
-        sources=tuple(told.get("sources", ())),
+        sources=tuple(mapping.get("sources", ())),
     )
 
 
-def _check_texts(told: Any) -> None:
-    """Refuse text that a terminal would obey."""
-    if isinstance(told, dict | list):
-        for value in (*told, *told.values()) if isinstance(told, dict) else told:
-            _check_texts(value)
-    elif isinstance(told, str) and not harmless(told):
-        raise ValueError(f"{told!r}, which a terminal would obey")
+def _check_texts(value: Any) -> None:
+    """Refuse text with control characters."""
+    if isinstance(value, dict | list):
+        for part in (*value, *value.values()) if isinstance(value, dict) else value:
+            _check_texts(part)
+    elif isinstance(value, str) and not harmless(value):
+        raise ValueError(f"{value!r}, which has control characters")
 
 
-def _section(told: dict[str, Any], section: str, of: type) -> dict[str, Any]:
-    """The numbers of a section (of the file itself with ""), by the names that `of` has. Raises ValueError for what no formula can use."""
-    values = told[section] if section else told
+def _section(mapping: dict[str, Any], section: str, of: type) -> dict[str, Any]:
+    """Values of a section (""  for the top level), with the field names of `of`. Raises ValueError for unknown names and bad numbers."""
+    values = mapping[section] if section else mapping
     if not isinstance(values, dict):
         raise ValueError(f"{section}: {values!r}, which is no mapping")
     known = {one.name for one in fields(of)}
@@ -250,7 +255,7 @@ def _section(told: dict[str, Any], section: str, of: type) -> dict[str, Any]:
 
 
 def _number(key: str, value: Any, deep: int, where: Any) -> Any:
-    """A number, or a list or a nest of mappings with numbers. YAML reads 4e9 as text."""
+    """Check a number, or a list or nested mapping of numbers. Text such as 4e9 counts, because YAML reads it as text."""
     if key in _MAY_LACK and not value and where == key:
         return value
     if deep:
@@ -275,15 +280,15 @@ def _of_range(key: str, value: Any, where: Any) -> Any:
     return number
 
 
-def told_of(cluster: Cluster) -> dict[str, Any]:
-    """The mapping from which cluster_of makes the cluster again."""
+def mapping_of(cluster: Cluster) -> dict[str, Any]:
+    """Mapping from which `cluster_of` makes this cluster again."""
     from dataclasses import asdict
 
-    told = asdict(cluster)
-    told.pop("name")
-    told["device"]["attention"] = list(cluster.device.attention)
-    told["sources"] = list(cluster.sources)
-    return told
+    mapping = asdict(cluster)
+    mapping.pop("name")
+    mapping["device"]["attention"] = list(cluster.device.attention)
+    mapping["sources"] = list(cluster.sources)
+    return mapping
 
 
 def measured_file() -> Path:

@@ -1,11 +1,11 @@
-"""How long one accelerator takes for one kernel: a roofline with tiles, waves and a floor.
+"""Predicts the time of one kernel on one accelerator: a roofline with tiles, waves and a floor.
 
     product (m, n, k)     tiles of a by b outputs, one after another on `units` processors: waves = ceil(tiles / units)
                           seconds = max(waves * (k + ramp) * 2 a b / (rate of one processor), bytes / memory bandwidth, floor)
-    all else              seconds = max(bytes / memory bandwidth, floor)
+    all other kernels     seconds = max(bytes / memory bandwidth, floor)
 
-`rate` is what large products sustain, not the data sheet's peak. Several tile sizes are tried, and the fastest counts: small tiles fill a
-device better and run slower each. Products whose sizes are no multiple of 64 elements (128 bytes) load badly.
+`rate` is the sustained rate of large products, not the data sheet's peak. Several tile sizes are tried, and the fastest counts: small
+tiles fill a device better, but each is slower. Products with sizes that are no multiple of 64 elements (128 bytes) load slowly.
 
 Sources: NVIDIA, "Matrix Multiplication Background" (tiles, waves, alignment); Williams et al., Roofline (CACM 2009).
 """
@@ -22,12 +22,12 @@ from moe.plan.job.hashed import hashed_once
 
 Kind = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
 
-# Sides of an output tile, and how much of a processor's rate it reaches: each side shares what the other loads, so that
-# small tiles wait for loads (the first is the kernels' standard size; NVIDIA's guide measures 128x128 at about nine tenths of it).
+# (rows, columns, fraction of a processor's rate) of output tiles. Small tiles load more for each operation, so they wait for memory. The
+# first is the kernels' standard size; NVIDIA's guide measures 128x128 at about nine tenths of its rate.
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (128, 64, 0.78), (64, 128, 0.78), (64, 64, 0.6))
-RATED = ("bf16", "fp16", "tf32", "fp32")  # kinds of products, narrow ones first, of which a device has a rate
-RAMP = 96  # elements of k in whose time a tile is begun and written out
-SPLITS = (1, 2, 4, 8)  # parts into which k may be cut when tiles leave processors idle; the parts are then summed in fp32
+RATED = ("bf16", "fp16", "tf32", "fp32")  # kinds of products for which a device may have a rate, narrow ones first
+RAMP = 96  # time to start a tile and write it out, in elements of k
+SPLITS = (1, 2, 4, 8)  # numbers of parts into which k may be cut if tiles leave processors idle; the parts are summed in fp32
 
 
 @hashed_once
@@ -35,11 +35,12 @@ SPLITS = (1, 2, 4, 8)  # parts into which k may be cut when tiles leave processo
 class Device:
     """One accelerator. Rates in TFLOP/s and GB/s (10^9), power in watts.
 
-    `rates`: by kind TFLOP/s of one product by its floating-point operations, where they were measured; then no tiles are assumed.
-    `attention_times`: by kind picoseconds of an operation of fused attention and of a pair of places, forward and then backward, where
-    they were measured: on a core a pair's softmax counts beside its products.
-    `sustained`: the share of the peak that large products keep up in a long run; `attention`: of fused attention, forward and backward;
-    `memory_share`: of the memory bandwidth that streaming kernels reach; `launch_us`: the shortest time from one kernel to the next.
+    units: number of processors. sustained: fraction of the peak that large products reach in a long run. attention: this fraction for
+    fused attention, forward and backward. memory_share: fraction of the memory bandwidth that streaming kernels reach. launch_us: shortest
+    time from one kernel to the next.
+    rates: kind -> operations of a product -> measured TFLOP/s; if given, no tiles are assumed.
+    attention_times: kind -> measured picoseconds of fused attention: an operation and a pair of positions forward, then backward. (On a
+    CPU core, a pair's softmax takes time in addition to its products.)
     """
 
     name: str
@@ -57,7 +58,7 @@ class Device:
     attention_times: dict[str, list[float]] = field(default_factory=dict, hash=False)
 
     def rate(self, kind: str = "bf16") -> float:
-        """FLOP/s that large products sustain. A kind that the device lacks runs at the nearest wider one's rate."""
+        """Sustained FLOP/s of large products. A kind that the device lacks has the rate of the nearest wider kind."""
         for wider in (kind, *RATED):
             if wider in self.peak_tflops:
                 return self.peak_tflops[wider] * 1e12 * self.sustained
@@ -75,11 +76,11 @@ class Device:
         return _product(self, round(m), round(n), round(k), max(1, round(count)), kind)
 
     def stream(self, num_bytes: float, *, kernels: float = 1) -> float:
-        """Seconds of `kernels` kernels that together read and write so many bytes."""
+        """Seconds of `kernels` kernels that together read and write `num_bytes`."""
         return max(num_bytes / self.bandwidth, kernels * self.launch_us * 1e-6)
 
     def fused_attention(self, flops: float, pairs: float, *, backward: bool = False, kind: str = "bf16") -> float:
-        """Seconds of attention in one kernel (FlashAttention), which does not write the scores: operations, and pairs of places."""
+        """Seconds of attention in one kernel (FlashAttention), which does not write the scores. pairs: number of (query, key) pairs."""
         if kind in self.attention_times:
             of_operation, of_pair = self.attention_times[kind][2:] if backward else self.attention_times[kind][:2]
             seconds = (of_operation * flops + of_pair * pairs) * 1e-12
@@ -108,7 +109,7 @@ def _product(device: Device, m: int, n: int, k: int, count: int, kind: str) -> f
 
 
 def _measured(rates: dict[float, float], flops: float) -> float:
-    """Seconds of a product of so many operations: its rate lies between those of its neighbours, straight over the logarithm."""
+    """Seconds of a product with `flops` operations, by the measured rates, interpolated linearly over the logarithm of the operations."""
     sizes = sorted(rates)
     at = bisect_left(sizes, flops)
     if at in (0, len(sizes)):
@@ -119,7 +120,7 @@ def _measured(rates: dict[float, float], flops: float) -> float:
 
 
 def alignment(num_bytes: int) -> float:
-    """The share of the rate that rows of so many bytes reach: all of it for multiples of 128 bytes, a third for odd ones.
+    """Fraction of the rate for rows of `num_bytes`: 1 for multiples of 128 bytes, 0.3 for odd numbers.
 
     NVIDIA's guide: A100 is most efficient at multiples of 128 bytes, and below 16 bytes loads go element by element.
     """

@@ -1,7 +1,7 @@
-"""What a training program does with its devices, as far as time depends on it: which kernels, launched how fast, what runs beside what.
+"""Properties of training programs on which the time of a step depends: kernels, launch times, and overlap of communication.
 
-A plan says who holds what; two programs still run the same plan at different speeds. Each value of a Program is a property that one can
-look up or measure. PROGRAMS has those of published measurements, and this project's own. What programs keep in memory is in stack.py.
+Two programs run the same plan at different speeds. Each field of a Program can be looked up or measured. PROGRAMS has the programs of
+published measurements, and this project's own. The memory that programs need is described in stack.py.
 """
 
 from __future__ import annotations
@@ -11,42 +11,42 @@ from typing import Literal
 
 from moe.plan.job.hashed import hashed_once
 
-ALONE = 0.3  # of the faster of host and device, not beside the slower: fitted to vTrain's steps of small layers
+ALONE = 0.3  # fraction of the faster of host and device that does not overlap: fitted to vTrain's steps of small layers
 
 
 @hashed_once
 @dataclass(frozen=True)
 class Program:
-    """One training program.
+    """One training program. `overlapped` means: at the same time as other work, so that it is hidden.
 
     attention      `fused`: one kernel, scores stay on the chip; `scores`: they are written, read and masked in memory
-    launch_us      the host's time for one kernel of the forward pass; backward, which C++ drives, takes `backward_launch` of it
-    checkpoint_us  the host's time to enter a layer that is computed again: states of random numbers, a nested backward pass
-    step_ms        the host's time for what each step has once: data, the gradient norm, the scale, logging
-    pointwise      bytes that norms, activations and sums of residuals move, against kernels that fuse what can be fused
-    streams        pointwise kernels take their time by `bytes`, or by `elements`, as 4 bytes each, where a core computes in fp32 anyway
-    gradients      sums `after` the backward pass, or `beside` its last micro-batch
-    staged         sums where there are stages: as above, or `by stage`, each when its stage is done, beside the rank's other actions
-    gathers        of sharded parameters: `beside` the layer before, or only `partly`, when layers are fetched in small pieces; `waited` for
-    alone          the part of the faster of host and device that is not beside the slower (1: one core does both, one after the other)
-    shards         parameters of FSDP beside stages: gathered, and gradients summed, in each `micro-batch`, or once a `step`
-    gather_gb_s    the most that one rank receives in such gathers (None: what its links carry)
-    gather_us      the host's time around one gather or sum of a layer's sharded parameters, where it hides nothing: copies in and out of
+    launch_us      host's time to launch a kernel of the forward pass; the backward pass, driven by C++, takes `backward_launch` times that
+    checkpoint_us  host's time to enter a recomputed layer: states of random numbers, a nested backward pass
+    step_ms        host's time once a step: data, gradient norm, loss scale, logging
+    pointwise      bytes that norms, activations and residual sums move, divided by fully fused kernels' bytes
+    streams        time of pointwise kernels depends on `bytes`, or on `elements` (4 bytes each, if a core computes in fp32 anyway)
+    gradients      gradient sums run `after` the backward pass, or `overlapped` with its last micro-batch
+    staged         gradient sums with pipeline stages: as above, or `by stage`: each when its stage is done, during other actions
+    gathers        gathers of sharded parameters run `overlapped` with the previous layer, only `partly` so, or are `waited` for
+    alone          fraction of the faster of host and device that does not overlap (1: one core does both, one after the other)
+    shards         FSDP with pipeline stages gathers parameters and sums gradients in each `micro-batch`, or once a `step`
+    gather_gb_s    largest rate at which a rank receives gathered parameters (None: the rate of its links)
+    gather_us      host's time around one gather or sum of a layer's sharded parameters, if it hides nothing: copies in and out of
                    buffers, and ranks that wait for each other
-    experts_beside the part of exchanges with experts that the other direction's work hides
-    tensor_beside  the part of tensor parallelism's collectives that products hide
-    transfers      between stages: each of tp's ranks sends its part (`parts`), or all of them the same (`whole`)
-    interleaved_transfers  `waited` for, or `beside` the next chunk's work
+    experts_overlap  fraction of the exchanges with experts that the other direction's computation hides
+    tensor_overlap   fraction of tensor parallelism's collectives that products hide
+    transfers      between stages: each rank of tp sends its part (`parts`), or all send the same (`whole`)
+    interleaved_transfers  `waited` for, or `overlapped` with the next chunk's work
     dispatch       to experts: `all_to_all` sends each choice; `by_node` sends a token once to every rank that
                    needs it, and once over the network to every node (DeepEP)
-    experts        products of a rank's experts: `grouped` in one kernel, or one `each`
-    engine         the part of a micro-batch's time that the engine around the layers takes besides
-    sent_gradients as the plan `stores` them, or as activations are `computed`
-    accumulates    gradients of a micro-batch join the sum in a kernel `apart`, or in the product that makes them (`within`)
-    parameters     gathers of new parameters after the optimizer: `after` it, or `beside` the next forward pass
-    selective      what its selective recomputation repeats: `core`, attention that writes scores; `second`, a layer's norm and network or
-                   experts; `half` of the forward pass
-    products       what linear layers multiply: `compute`, the plan's kind, or a narrower kind to which operands are cast, as fp8
+    experts        products of a rank's experts: `grouped` in one kernel, or one kernel for `each`
+    engine         additional time of the engine around the layers, as a fraction of a micro-batch's time
+    sent_gradients dtype of sent gradients: as they are `stored`, or as activations are `computed`
+    accumulates    a micro-batch's gradients are added to the sum in a kernel `apart`, or in the product that makes them (`within`)
+    parameters     gathers of new parameters run `after` the optimizer, or `overlapped` with the next forward pass
+    selective      selective recompute repeats `core`: attention that writes scores; `second`: a layer's norm and network or experts;
+                   `half`: half of the forward pass
+    products       dtype of linear layers' products: `compute` (the plan's), or a narrower dtype to which operands are cast, as fp8
     """
 
     name: str
@@ -57,23 +57,23 @@ class Program:
     step_ms: float = 1.0
     pointwise: float = 1.0
     streams: Literal["bytes", "elements"] = "bytes"
-    gradients: Literal["after", "beside"] = "beside"
+    gradients: Literal["after", "overlapped"] = "overlapped"
     staged: Literal["as gradients", "by stage"] = "as gradients"
-    gathers: Literal["beside", "partly", "waited"] = "beside"
+    gathers: Literal["overlapped", "partly", "waited"] = "overlapped"
     alone: float = ALONE
     shards: Literal["micro-batch", "step"] = "step"
     gather_gb_s: float | None = None
     gather_us: float = 0.0
-    tensor_beside: float = 0.0
-    experts_beside: float = 0.0
+    tensor_overlap: float = 0.0
+    experts_overlap: float = 0.0
     transfers: Literal["parts", "whole"] = "parts"
-    interleaved_transfers: Literal["waited", "beside"] = "waited"
+    interleaved_transfers: Literal["waited", "overlapped"] = "waited"
     dispatch: Literal["all_to_all", "by_node"] = "all_to_all"
     experts: Literal["grouped", "each"] = "grouped"
     engine: float = 0.0
     sent_gradients: Literal["stored", "computed"] = "stored"
     accumulates: Literal["apart", "within"] = "apart"
-    parameters: Literal["after", "beside"] = "after"
+    parameters: Literal["after", "overlapped"] = "after"
     selective: Literal["core", "second", "half"] = "core"
     products: str = "compute"
 
@@ -81,11 +81,11 @@ class Program:
 PROGRAMS = {
     program.name: program
     for program in (
-        # this project: torch's eager mode and fused attention; selective recomputation repeats the second half of a layer
+        # this project: torch's eager mode and fused attention; selective recompute repeats the second half of a layer
         Program(
             "moe-parallel", launch_us=20, pointwise=2.0, transfers="whole", selective="second", staged="by stage", shards="micro-batch"
         ),
-        # ... on processes of a host without accelerators: a core computes and sends, one after the other
+        # this project on processes of a host without accelerators: a core computes and sends, one after the other
         Program(
             "moe-parallel-cpu",
             launch_us=20,
@@ -98,14 +98,14 @@ PROGRAMS = {
             selective="second",
             shards="micro-batch",
         ),
-        # Megatron-LM of 2021: fused softmax and bias kernels, sums of gradients after the backward pass, parts of messages between stages
+        # Megatron-LM of 2021: fused softmax and bias kernels, gradient sums after the backward pass, partial messages between stages
         Program("megatron-2021", attention="scores", launch_us=28, checkpoint_us=50, gradients="after"),
-        # ... and of 2022, when products began to add to the sums of gradients themselves
+        # Megatron-LM of 2022: products add to the gradient sums themselves
         Program("megatron-2022", attention="scores", launch_us=28, checkpoint_us=50, gradients="after", accumulates="within"),
         # Megatron-DeepSpeed: the same layers under DeepSpeed's engine; pointwise kernels less fused
         Program("megatron-deepspeed", attention="scores", launch_us=28, checkpoint_us=50, gradients="after", pointwise=1.25),
-        # ... its pipeline engine with bf16. MT-NLG on Selene and BLOOM on Jean Zay both take a sixth longer than Megatron-LM's own engine
-        # on the same layers, devices and layout; the reason is not known in parts, so this is measured, not derived
+        # Megatron-DeepSpeed's pipeline engine with bf16. MT-NLG on Selene and BLOOM on Jean Zay both take a sixth longer than Megatron-LM's
+        # engine with the same layers, devices and layout. This factor is measured; its causes are not known in detail.
         Program(
             "megatron-deepspeed-bf16",
             attention="scores",
@@ -115,18 +115,18 @@ PROGRAMS = {
             pointwise=1.25,
             engine=0.12,
         ),
-        # Megatron-Core since 2023: fused attention, sums beside the backward pass, part of tensor collectives beside products
+        # Megatron-Core since 2023: fused attention; gradient sums overlap with the backward pass, half of tp's collectives with products
         Program(
             "megatron-core",
             launch_us=20,
-            tensor_beside=0.5,
-            interleaved_transfers="beside",
+            tensor_overlap=0.5,
+            interleaved_transfers="overlapped",
             experts="each",
             accumulates="within",
-            parameters="beside",
+            parameters="overlapped",
         ),
         # Megatron-Core's own FSDP, which sums gradients in 16 bits
-        Program("megatron-fsdp", launch_us=20, tensor_beside=0.5, experts="each", accumulates="within", sent_gradients="computed"),
+        Program("megatron-fsdp", launch_us=20, tensor_overlap=0.5, experts="each", accumulates="within", sent_gradients="computed"),
         # DeepSpeed's ZeRO-3 of 2021, which gathers parameters one by one (Megatron SC21, Table 2: 17 GB/s a rank)
         Program("deepspeed-zero3-2021", attention="scores", launch_us=30, gathers="partly", gather_gb_s=17, checkpoint_us=300),
         # DeepSpeed's ZeRO since 2022, and users' eager models on it

@@ -1,8 +1,8 @@
-"""Bytes of stage 3 in addition to a rank's shards: weights that are gathered, and gradients on their way to the ranks that keep them.
+"""Counts the bytes of ZeRO stage 3 in addition to a rank's shards: gathered weights, and gradients before they are reduced.
 
-An engine's facts have a closed form of them at each moment (parallel/data/kinds/): the forward pass, the loss, a layer that works, the
-sums of its gradients, a bucket's sums, the head's and the embedding's gradient. A rank holds nothing gathered if no other has a copy.
-Other software is counted by what its layers hold at once, at any moment.
+The facts about an engine contain a closed form for each moment (parallel/data/kinds/): the forward pass, the loss, a layer at work, the
+sums of its gradients, a bucket's sums, the gradients of the head and of the embedding. Weights without copies on other ranks are never
+gathered. For other software, the largest amount of any moment is counted.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ NOTHING = Elements()
 
 
 class Unit(NamedTuple):
-    """Elements of the layer that a moment is of: those whole `at_once`, of them its widest `matrix`, and those of the layer `behind` it in
-    the backward pass."""
+    """Elements of the layer at work. at_once: elements that are whole at the same time. matrix: of its widest matrix. behind: elements of
+    the layer before it in the backward pass."""
 
     at_once: Elements = NOTHING
     matrix: float = 0.0
@@ -28,7 +28,7 @@ class Unit(NamedTuple):
 
 
 def gathered(plan: Plan, stack: Stack, at: At, unit: Unit, *, held: Elements, table: float) -> float:
-    """Bytes at a moment of this project's engines. `held`: elements of a rank's stages; `table`: of the vocabulary's."""
+    """Bytes at one moment of a step, for this project's engines. held: elements of the rank's stages. table: elements of the embedding."""
     form = plan.carrier.gathered
     if form is None:
         return 0.0
@@ -57,8 +57,8 @@ def gathered(plan: Plan, stack: Stack, at: At, unit: Unit, *, held: Elements, ta
 
 
 def at_any_moment(plan: Plan, stack: Stack, *, held: float, table: float, units: Sequence[float]) -> float:
-    """Bytes of other software: whole weights of the layers at work, and the whole gradient of one before it is reduced."""
-    if plan.pp > 1:  # between micro-batches nothing is cut: all that the rank has is whole, and so are its gradients
+    """Bytes for other software: whole weights of the layers at work, and the whole gradient of one layer before it is reduced."""
+    if plan.pp > 1:  # all of the rank's weights and gradients stay whole between micro-batches
         return (plan.compute_bytes + stack.reduce_bytes) * held
     largest = max([table, *units])
     if not plan.reshard:
@@ -72,5 +72,5 @@ def at_any_moment(plan: Plan, stack: Stack, *, held: float, table: float, units:
 
 
 def _shared(plan: Plan, elements: Elements) -> float:
-    """Of them those that several ranks share: the others are never cut."""
+    """Number of the elements that have copies on several ranks. Only these are sharded."""
     return (elements.dense if plan.copies > 1 else 0.0) + (elements.expert if plan.edp > 1 else 0.0)

@@ -1,13 +1,13 @@
-"""Bytes that one micro-batch keeps on a rank from the forward to the backward pass, layer by layer and part by part.
+"""Activation memory: bytes that one micro-batch keeps on a rank from the forward to the backward pass, by layer and part.
 
-Parts and coefficients are those of moe/plan/memory/stack.py; a Plan cuts them:
+The parts and their coefficients are defined in moe/plan/memory/stack.py. A Plan cuts them:
 
-    sp                   every part is of length / sp tokens
-    tp 1d                what is inside attention and network: 1 / t; norms and masks whole (Korthikanti: s b h (10 + 24 / t + 5 a s / h t))
-    tp sliced            everything 1 / t (34 s b h / t), but gathered inputs if the software keeps them
+    sp                   every part has length / sp tokens
+    tp 1d                1 / t inside attention and network; norms and masks whole (Korthikanti: s b h (10 + 24 / t + 5 a s / h t))
+    tp sliced            everything 1 / t (34 s b h / t), except gathered inputs if the software keeps them
     tp 2d, 2.5d, 3d      everything 1 / tp (moe/plan/time/tensor.py)
-    recompute full       the layer's input alone; selective: the shares that the software's `selective` says
-    ep, etp              rows of experts: choices * tokens / tp on average, or as many as capacities let; hidden units 1 / etp
+    recompute full       only the layer's input; selective: the fractions in the software's `selective`
+    ep, etp              rows of experts: choices * tokens / tp on average, or as many as capacities allow; hidden units 1 / etp
 
 Source: Korthikanti et al. (arXiv 2205.05198), section 4.
 """
@@ -27,7 +27,8 @@ FP32_BYTES = 4
 
 @dataclass(frozen=True)
 class Tokens:
-    """Of one micro-batch on one rank: `inside` attention and networks, `between` them (norms, masks), `read` as inputs of products."""
+    """Numbers of tokens of one micro-batch on one rank: inside attention and networks, between them (norms, masks), and in the inputs of
+    products (`read`)."""
 
     inside: float
     between: float
@@ -53,12 +54,12 @@ def layer_parts(network: Network, plan: Plan, stack: Stack, index: int) -> dict[
     parts["attention"] += _latents(n, plan, stack, at)
     if plan.sp > 1:
         parts["attention"] += at.inside * c * stack.over_ranks * n.heads * n.channels
-    if n.buckets and plan.sp == 1:  # over slices the bias is made again in the backward pass
+    if n.buckets and plan.sp == 1:  # with sequence parallelism, the backward pass computes the bias again
         if stack.biased == "scores":
             parts["attention"] = at.inside * ((12 + c) * n.heads * n.channels + 4 * n.heads * n.length + _head_norms(n, stack, c))
         else:
             parts["attention"] += c * bias_elements(n, plan, stack)
-        parts["attention"] += (9 if n.sees == "past" else 8) * n.length**2  # int64 buckets, with a causal mask where only the past is seen
+        parts["attention"] += (9 if n.sees == "past" else 8) * n.length**2  # int64 buckets, and a causal mask of 1 byte
     elif stack.core == "scores":
         parts["core"] = at.inside * (2 * c + 1) * n.heads * n.length
     if keeps_scores(plan):
@@ -69,7 +70,7 @@ def layer_parts(network: Network, plan: Plan, stack: Stack, index: int) -> dict[
         parts["masks"] = 2 * _mask(stack, c) * n.width * at.between
     if n.experts is None or index not in n.sparse_layers:
         count = stack.gated if n.gated else 1 if n.activation == "relu" else stack.plain
-        count -= not n.trains("dense") and count > 1  # a frozen product keeps its weight, and what it reads is for the weight's gradient
+        count -= not n.trains("dense") and count > 1  # a frozen product does not keep its input, which only the weight's gradient needs
         came_out = min(count, stack.activation_of)
         parts["activation"] = c * came_out * n.hidden * at.inside
         parts["network"] = c * (count - came_out) * n.hidden * at.inside
@@ -79,12 +80,13 @@ def layer_parts(network: Network, plan: Plan, stack: Stack, index: int) -> dict[
 
 
 def _norm_outputs(n: Network, index: int) -> tuple[bool, bool]:
-    """Whether what attention and the network read is kept: not if all that reads it is frozen. A router keeps it always."""
+    """(True if attention's input is kept, True if the network's is). An input is not kept if all of its readers are frozen. A router always
+    keeps its input."""
     return n.trains("attention"), n.trains("dense") or (n.experts is not None and index in n.sparse_layers)
 
 
 def _cross(n: Network, encoder: Network, plan: Plan, stack: Stack) -> float:
-    """Of attention to what the encoder gave: keys and values are of its tokens. What they are made of all layers share (`ends_kept`)."""
+    """Bytes of cross-attention, with keys and values of the encoder's tokens. The encoder's output itself counts once (`ends_kept`)."""
     c, at, read = plan.compute_bytes, tokens_of(n, plan, stack), tokens_of(encoder, plan, stack)
     inner, keys = n.heads * n.channels, (n.heads if stack.keys == "repeated" else n.groups) * n.channels
     of_norm = (_norm(n, stack, c) * n.width + 2 * stack.statistics) * at.between + c * n.width * at.read
@@ -95,30 +97,31 @@ def _cross(n: Network, encoder: Network, plan: Plan, stack: Stack) -> float:
 
 
 def bias_elements(n: Network, plan: Plan, stack: Stack) -> float:
-    """Of what T5's bias adds to the logits, which all sequences of a micro-batch share."""
+    """Elements of T5's bias of the attention logits, which all sequences of a micro-batch share."""
     heads = n.heads * tokens_of(n, plan, stack).inside / (plan.microbatch * n.length)
     return heads * n.length**2
 
 
 def norm_kept(n: Network, plan: Plan, stack: Stack) -> int:
-    """Bytes per element that a norm between layers keeps of its input: that itself on grids, whose norms compute their steps again."""
+    """Bytes an element that a norm between layers keeps of its input. On grids it is the input itself, because norms recompute their steps
+    there."""
     return plan.compute_bytes if plan.tensor in GRIDS else _norm(n, stack, plan.compute_bytes)
 
 
 def _norm(n: Network, stack: Stack, itemsize: int) -> int:
-    """Bytes per element that a norm keeps of its input. What RMSNorm's steps keep besides is for the gradient of its gain."""
+    """Bytes an element that a norm keeps of its input. RMSNorm's separate steps (`rms`) keep more, for the gradient of its gain."""
     return max(stack.norm, itemsize) + (stack.rms if n.norm == "rmsnorm" and n.adapters is None else 0)
 
 
 def _head_norms(n: Network, stack: Stack, itemsize: int) -> float:
-    """What norms of queries and keys keep of a token: their inputs, and a statistic for each head or one for all."""
+    """Bytes a token that norms of queries and keys keep: their inputs, and a statistic for each head or one for all heads."""
     if n.qk_norm == "none":
         return 0.0
     return sum(_head_norm(n, stack, itemsize, heads) for heads in (n.heads, n.groups))
 
 
 def _head_norm(n: Network, stack: Stack, itemsize: int, heads: int) -> float:
-    """The same of queries or of keys alone, which have so many heads."""
+    """Bytes a token that the norm of queries, or of keys, with `heads` heads keeps."""
     if n.qk_norm == "none":
         return 0.0
     of_input = _norm(replace(n, norm="rmsnorm"), stack, itemsize) * heads * n.channels
@@ -142,14 +145,14 @@ def _attention(n: Network, stack: Stack) -> float:
         )
     late, key = n.latent, n.heads * (n.channels + n.latent.rotary_size)  # keys have the rotary channels repeated
     value = n.heads * late.value_size
-    if stack.keys == "repeated":  # values are filled up to the size of keys for the core, and its output is cut back
+    if stack.keys == "repeated":  # for the core, values are padded to the size of keys, and its output is cut again
         return 4 * key + 3 * n.windows_in_runs * key + value
     return 2 * key + 2 * value
 
 
 def _latents(n: Network, plan: Plan, stack: Stack, at: Tokens) -> float:
-    """Before their norms, of the tokens between layers here, and behind them, of all tokens. Where tp cuts the heads, what these read is
-    one tensor: the turned key is in it, and x where queries have no latent."""
+    """Bytes of the latents: before their norms for this rank's own tokens, after them for all tokens. If tp cuts the heads, their input is
+    one tensor, which also has the rotary key, and x if queries have no latent."""
     late, c = n.latent, plan.compute_bytes
     if late is None:
         return 0.0
@@ -163,7 +166,7 @@ def _latents(n: Network, plan: Plan, stack: Stack, at: Tokens) -> float:
 
 
 def rows_of(network: Network, plan: Plan) -> float:
-    """Rows that the experts of one rank compute for one micro-batch, if the router is balanced; etp's ranks compute the same."""
+    """Number of rows that a rank's experts compute for one micro-batch with a balanced router. Ranks of etp compute the same rows."""
     e = network.experts
     if e is None:
         return 0.0
@@ -172,7 +175,7 @@ def rows_of(network: Network, plan: Plan) -> float:
 
 
 def traffic_of(network: Network, plan: Plan, tokens: float, rows: float, number_bytes: int) -> Traffic:
-    """Messages of one layer's exchange, of `tokens` with `rows` kept, over the ranks of ep."""
+    """Messages of one layer's exchange over ep, for `tokens` tokens of which `rows` rows are kept."""
     e = network.experts
     assert e is not None
     places = None if e.places is None else tokens * e.choices * e.places
@@ -205,7 +208,7 @@ def _experts(n: Network, plan: Plan, stack: Stack) -> float:
 
 
 def expert_elements(n: Network, plan: Plan) -> float:
-    """Of all matrices of the experts that a rank holds of one layer."""
+    """Elements of all expert matrices of one layer on a rank."""
     e = n.experts
     return 0.0 if e is None else e.count / plan.ep * network_elements(n, e.hidden, gated=e.gated) / plan.etp
 
@@ -226,7 +229,7 @@ def router_kept(n: Network, stack: Stack, itemsize: int) -> float:
 
 
 def layer_kept(network: Network, plan: Plan, stack: Stack, index: int, recompute: Recomputed) -> float:
-    """Bytes of one layer as it is recomputed."""
+    """Bytes that one layer keeps with this kind of recompute."""
     at = tokens_of(network, plan, stack)
     if recompute == "full":
         return plan.compute_bytes * network.width * at.between
@@ -234,7 +237,7 @@ def layer_kept(network: Network, plan: Plan, stack: Stack, index: int, recompute
     if recompute == "selective":
         shares = dict(stack.selective)
         kept = sum(size * shares.get(part, 1.0) for part, size in parts.items())
-        whole = shares.get("network") == 0.0  # then the whole second half is computed again, from what it was given
+        whole = shares.get("network") == 0.0  # the whole second half is recomputed from its input
         return kept + (plan.compute_bytes * network.width * at.between if whole else 0.0)
     return sum(parts.values())
 
@@ -261,27 +264,27 @@ def inputs_kept(plan: Plan, stack: Stack, layers: range, *, first: bool, last: b
 
 
 def keeps_scores(plan: Plan) -> bool:
-    """Whether attention over slices keeps the softmax of all pairs, whatever the software."""
+    """True if the sequence-parallel attention keeps the softmax of all pairs, in any software."""
     return plan.sp > 1 and plan.method.keeps_scores
 
 
 def recompute_of(plan: Plan, index: int) -> Recomputed:
-    """How one layer is recomputed: each `recompute_every`-th is."""
+    """Kind of recompute of one layer. Every `recompute_every`-th layer is recomputed."""
     return plan.recompute if repeats(index, plan.recompute_every) else "none"
 
 
 def casts_kept(plan: Plan, stack: Stack) -> bool:
-    """Whether autograd keeps weights in the compute dtype, for each micro-batch. With stages they are cast again in the backward pass:
-    every micro-batch in flight would keep its own."""
+    """True if autograd keeps weights cast to the compute dtype, for each micro-batch. With pipeline stages, they are cast again in the
+    backward pass, because every micro-batch in flight would keep its own."""
     return stack.casts and plan.storage.parameters > plan.compute_bytes and plan.stage < 3 and plan.pp == 1
 
 
 def cast_weights(network: Network, plan: Plan, index: int) -> float:
-    """Bytes of one of all layers' weights in the compute dtype, where they are kept: of dense products that are not computed again."""
+    """Bytes of one layer's kept weights in the compute dtype: of dense products that are not recomputed. index: among all layers."""
     (n, number), e, recompute = network.at(index), network.experts, recompute_of(plan, index)
     if recompute == "full":
         return 0.0
-    made_again = n.adapters is not None  # W + s B A is, in the backward pass
+    made_again = n.adapters is not None  # the backward pass computes W + s B A again
     elements = 0.0
     if not (made_again and n.trains("attention")):
         elements = (2 if n.source else 1) * attention_matrices(n, plan.grid.matrix, over=plan.grid.units)
@@ -293,12 +296,12 @@ def cast_weights(network: Network, plan: Plan, index: int) -> float:
 
 
 def cast_ahead(network: Network, plan: Plan) -> float:
-    """The same for one further token's layer, and the product that joins its inputs."""
+    """Bytes of kept weights in the compute dtype for one layer of multi-token prediction, and the product that joins its inputs."""
     return cast_weights(replace(network, experts=None), plan, network.layers) + plan.compute_bytes * 2 * network.width**2
 
 
 def ends_kept(network: Network, plan: Plan, stack: Stack, *, first: bool, last: bool) -> float:
-    """Bytes of the embedding's dropout, and of the last norm and the loss; of an encoder also its norm and what it gives."""
+    """Bytes kept outside of layers: the embedding's dropout, the last norm, the loss, and an encoder's last norm and output."""
     at, c = tokens_of(network, plan, stack), plan.compute_bytes
     total = 0.0
     if first and (stack.masks == "always" or network.dropout):
@@ -313,7 +316,7 @@ def ends_kept(network: Network, plan: Plan, stack: Stack, *, first: bool, last: 
 
 
 def _last_norm(run: Network, plan: Plan, stack: Stack) -> float:
-    """Bytes of a token: the norm's input and what the head reads of its output, and behind it a mask where runs are halves of one model."""
+    """Bytes a token of the last norm: its input, its output, which the head reads, and a dropout mask in encoder-decoder models."""
     c = plan.compute_bytes
     masked = run.dropout and (run.encoder is not None or run.sees == "all")
     read = c if run.adapters is None else 0  # by the head, for its gradient
@@ -321,9 +324,9 @@ def _last_norm(run: Network, plan: Plan, stack: Stack) -> float:
 
 
 def _ahead(network: Network, plan: Plan, stack: Stack, index: int) -> float:
-    """Bytes of one further token's prediction: two norms' inputs, the product's; its layer, `index` of all; the norm, the logits."""
+    """Bytes of one further token of multi-token prediction: inputs of two norms and of the product, its layer, the norm, the logits."""
     at, c = tokens_of(network, plan, stack), plan.compute_bytes
-    same = c if stack.norm <= c else 0  # in fp32 a norm keeps its input itself, which the norm before the head keeps too
+    same = c if stack.norm <= c else 0  # in fp32 a norm keeps its input itself; the norm before the head keeps the same tensor
     joined = (2 * _norm(network, stack, c) - same + 2 * c) * network.width + 4 * stack.statistics
     read = (_norm(network, stack, c) + c) * network.width + 2 * stack.statistics
     of_layer = layer_kept(replace(network, experts=None), plan, stack, index, recompute_of(plan, index))
@@ -331,10 +334,10 @@ def _ahead(network: Network, plan: Plan, stack: Stack, index: int) -> float:
 
 
 def logit_kept(network: Network, stack: Stack) -> float:
-    """Bytes of a logit that wait for the backward pass; of a bounded one also what tanh gave, in fp32."""
+    """Bytes a logit that wait for the backward pass; with `logit_cap` also the result of tanh, in fp32."""
     return stack.logits_kept + (4 if network.logit_cap else 0)
 
 
 def logits(network: Network, plan: Plan) -> float:
-    """Elements of one micro-batch's logits on a rank."""
+    """Number of logits of one micro-batch on a rank."""
     return plan.microbatch * network.length / plan.sp * network.vocab / (1 if plan.tensor == "copied" else plan.tp)

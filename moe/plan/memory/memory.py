@@ -1,18 +1,18 @@
-"""Bytes that each rank of a plan needs, tensor by tensor, and whether a device has them.
+"""Predicts the bytes that each rank of a plan needs, tensor by tensor.
 
-    allocated = states + activations in flight + the largest of what is there for a moment
+    allocated = states + activations in flight + temporary tensors, at the moment of the step at which their sum is largest
 
-    states         parameters, gradients, optimizer            moe/plan/job/states.py of the elements in moe/plan/job/counts.py
+    states         parameters, gradients, optimizer states     moe/plan/job/states.py x the elements in moe/plan/job/counts.py
     activations    micro-batches in flight x bytes of one      moe/plan/job/in_flight.py x moe/plan/memory/kept.py
-    moments        the loss: logits in two widths and their gradients
-                   a layer's backward pass, when its micro-batch's loss is done: what it computes again, the gradients inside it, of
-                   the largest matrix, of T5's bias, rows on their way to experts
-                   the embedding's gradient, when its micro-batch's activations are gone
-                   gradients that no buffer keeps between steps come as the step's first backward pass makes them
-                   with stage 3, what is gathered and summed at each of them: moe/plan/memory/gathered.py
+    moments        loss: logits in two dtypes and their gradients
+                   backward pass of a layer: recomputed activations, gradients inside the layer, gradients of its largest matrix and of
+                   T5's bias, rows sent to experts
+                   embedding: its gradient, after its micro-batch's activations are freed
+                   Gradients without a buffer between steps are counted only after the step's first backward pass has made them.
+                   With ZeRO stage 3, each moment also has gathered weights and unreduced gradients (moe/plan/memory/gathered.py).
     buffers        buckets of gradients
 
-On the device that is more: torch's allocator reserves in blocks, and CUDA's context is no tensor.
+A device needs more than that: torch's allocator reserves blocks, and CUDA's context is not a tensor.
 
     reserved  = 1.10 allocated         the median of 16 rows that state both (1.06 to 1.15)
     used      = reserved + 1.5 GB      the context, 1.3 to 1.6 GB on A100 nodes
@@ -55,14 +55,14 @@ from moe.plan.memory.kept import (
 from moe.plan.memory.stack import OURS, Stack
 from parallel.data.kinds.kind import At
 from parallel.mesh.grids import GRIDS
-from parallel.pipeline.simulator.held import Rank
+from parallel.pipeline.simulator.held import RankPeaks
 
 NO_UNIT = Unit()
-NO_EXPERTS = -1  # an index that no layer with experts has
+NO_EXPERTS = -1  # layer number for a layer without experts
 WIDE = 4  # bytes of fp32
 RESERVED = 1.10
 CONTEXT_BYTES = 1.5e9
-ROUNDED = 1e-9  # what sums of bytes may differ by that are taken in another order
+ROUNDED = 1e-9  # relative tolerance for sums of bytes in another order
 OF_MOMENT = ("activations", "loss and logits", "embedding's gradient", "layer at work", "dispatch buffers")
 PARTS = (
     *("parameters", "gradients", "optimizer", "older weights"),
@@ -73,7 +73,7 @@ PARTS = (
 
 @dataclass(frozen=True)
 class Memory:
-    """One pipeline rank's bytes at its peak, by PARTS; `host`: by the same names, what is offloaded."""
+    """Peak bytes of one pipeline rank, by the names in PARTS. host: offloaded bytes, by the same names."""
 
     rank: int
     parts: dict[str, float]
@@ -89,23 +89,23 @@ class Memory:
 
     @property
     def used(self) -> float:
-        """As nvidia-smi counts."""
+        """Bytes as nvidia-smi counts them: reserved by the allocator, plus CUDA's context."""
         return self.reserved + CONTEXT_BYTES
 
 
 def memory(network: Network, plan: Plan, stack: Stack = OURS) -> tuple[Memory, ...]:
-    """Of each pipeline rank; ranks of the other axes are alike. Raises BadInput for sizes that the schedule cannot have."""
+    """Memory of each pipeline rank. (Ranks that differ only on other axes need the same.) Raises BadInput for impossible schedule sizes."""
     return tuple(_memory(plan, stack, rank) for rank in _ranks_of(network, plan, stack, "all"))
 
 
 def peak(network: Network, plan: Plan, stack: Stack = OURS) -> Memory:
-    """Of the rank that needs most."""
+    """Memory of the pipeline rank that needs most."""
     ranks = _ranks_of(network, plan, stack, "fullest")
     return max([_memory(plan, stack, rank) for rank in _with_states(plan, stack, ranks)], key=lambda m: m.allocated)
 
 
 def _with_states(plan: Plan, stack: Stack, ranks: Sequence[_Rank]) -> Sequence[_Rank]:
-    """Those that may need most with the plan's states, which are in proportion to elements: one, or several that are alike."""
+    """Ranks that may need most memory with the plan's states (which are proportional to the elements): one, or several equal ones."""
     if len(ranks) == 1:
         return ranks
     dense, expert = (_states(plan, one)[0].total for one in (Elements(1.0, 0.0), Elements(0.0, 1.0)))
@@ -121,7 +121,8 @@ def _with_states(plan: Plan, stack: Stack, ranks: Sequence[_Rank]) -> Sequence[_
 def _fullest(
     schedule: str, pp: int, microbatches: int, chunks: int, sizes: tuple[int, ...], sparse: tuple[int, ...], every: int
 ) -> tuple[int, ...]:
-    """The ranks that may need most: one with the same kinds of layers, no fewer ends and as much in flight stands for those after it."""
+    """Ranks that may need most memory. A rank is left out if an earlier one has equal kinds of layers, the same ends and no fewer
+    micro-batches in flight."""
     ranks = in_flight(schedule, ranks=pp, microbatches=microbatches, chunks=chunks)
     bounds, last = [0, *accumulate(sizes)], len(sizes) - 1
     kinds = [[sorted((i in sparse, repeats(i, every)) for i in range(bounds[s], bounds[s + 1])) for s in rank.stages] for rank in ranks]
@@ -140,14 +141,17 @@ def _fullest(
 
 
 def fits(needed: Memory, capacity: float) -> bool:
-    """Whether a device of so many bytes has them, with what the allocator and the context take."""
+    """True if a device with `capacity` bytes has enough for the tensors, the allocator's blocks and CUDA's context."""
     return needed.used <= capacity
 
 
 @dataclass(frozen=True, eq=False)
 class _Layer:
-    """One kind of layer: elements held, of them gathered at once in stage 3, and its widest `matrix`; bytes a micro-batch keeps, and more
-    in its backward pass: of its `work`, and of rows that are sent and arrive (`dispatch`)."""
+    """One kind of layer.
+
+    elements: parameters held. gathered: elements that are whole at the same time in ZeRO stage 3. matrix: elements of its widest matrix.
+    kept: bytes that a micro-batch keeps. work, dispatch: temporary bytes of its backward pass, and of rows sent to and from experts.
+    """
 
     elements: Elements
     gathered: Elements
@@ -162,7 +166,7 @@ _of_plan = attrgetter(*_OF_LAYER)
 
 
 def _of_layer(plan: Plan, index: int) -> Plan:
-    """What of a plan one of its layers depends on, so that plans which differ elsewhere share it: the same object."""
+    """Plan reduced to the settings on which a layer depends, as the same object, so that plans share cached results."""
     return _shared(_of_plan(plan), recompute_of(plan, index), plan.sequence if keeps_scores(plan) else _BARE.sequence)
 
 
@@ -176,7 +180,7 @@ _BARE = Plan()
 
 @lru_cache(maxsize=20_000)
 def _layer(network: Network, plan: Plan, stack: Stack, sparse: bool) -> _Layer:
-    """A layer with experts, or without; all are recomputed as the plan says."""
+    """Layer with or without experts. plan.recompute is its own recompute."""
     index = network.sparse_layers[0] if sparse else NO_EXPERTS
     of = (network, plan, stack, index)
     elements = counts.layer(network, plan, index)
@@ -188,8 +192,11 @@ def _layer(network: Network, plan: Plan, stack: Stack, sparse: bool) -> _Layer:
 
 
 class _Moment(NamedTuple):
-    """Bytes by OF_MOMENT, and their sum. `to_come`: elements whose gradients the first micro-batch has not made by then; `waiting`: those
-    of a tied head, whose gradient autograd keeps beside the table's until the embedding's is added to it; `gathered`: bytes of stage 3."""
+    """Bytes at one moment of a step, by the names in OF_MOMENT, and their sum.
+
+    to_come: elements without a gradient yet in the first micro-batch. waiting: elements of a tied head; autograd keeps their gradient
+    separately until the embedding's gradient is added. gathered: bytes of ZeRO stage 3. at: kind of moment.
+    """
 
     parts: tuple[float, float, float, float, float]
     total: float
@@ -201,8 +208,11 @@ class _Moment(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _Rank:
-    """What a pipeline rank has however its states are shared: elements `held`, `gathered` at once of each kind of its layers, and those
-    of the vocabulary's `table` if it has one; `moments` of which each may be the fullest."""
+    """Properties of a pipeline rank that do not depend on the sharding of its states.
+
+    held: its parameters. gathered: for each kind of its layers, elements that are whole at the same time. table: elements of its embedding
+    or head; 0 if it has none. moments: moments of which each may be the peak, depending on the states.
+    """
 
     number: int
     versions: int
@@ -213,7 +223,8 @@ class _Rank:
 
 
 def _of_activations(plan: Plan, stack: Stack) -> Plan:
-    """Without what only a rank's states depend on: engines share the rest, but for what is gathered at its moments."""
+    """Plan without the settings on which only states depend, so that engines share cached activations. If moments of ZeRO stage 3 differ
+    in gathered bytes, the engine's settings stay."""
     kept = {"dp": plan.dp, "engine": plan.engine, "reshard": plan.reshard} if _gathers(plan, stack) else {}
     without: dict[str, Any] = dict(
         dp=1,
@@ -229,16 +240,17 @@ def _of_activations(plan: Plan, stack: Stack) -> Plan:
 
 
 def _gathers(plan: Plan, stack: Stack) -> bool:
-    """Whether there is much more of stage 3 at some moments than at others. With stages all of it stays whole."""
+    """True if gathered bytes of ZeRO stage 3 differ between moments. With pipeline stages, weights stay whole at all moments."""
     return plan.stage == 3 and plan.pp == 1 and plan.copies > 1 and stack.gathers == "moments"
 
 
 @dataclass(frozen=True, eq=False)
-class _Beside:
-    """What ranks have beside their layers. By (has the first stage, has the last): elements, and bytes that a micro-batch `keeps` there.
+class _OutsideLayers:
+    """Parts of the model outside of its layers.
 
-    `crossing`: bytes of one tensor between stages; `loss`, `gathered_input`: for a moment; `table`, `ahead`: elements of the vocabulary's,
-    and of what predicts one further token; `casts`: bytes of that in the compute dtype.
+    elements, keeps: (has the first stage, has the last stage) -> parameters, and bytes that a micro-batch keeps there. crossing: bytes of
+    a tensor between stages. loss, gathered_input: temporary bytes at the loss. table: elements of the embedding. ahead, casts: elements of
+    one layer of multi-token prediction, and its bytes in the compute dtype.
     """
 
     elements: dict[tuple[bool, bool], Elements]
@@ -252,14 +264,14 @@ class _Beside:
 
 
 def _of_microbatch(plan: Plan) -> Plan:
-    """Of what activations depend on, what is not the pipeline's."""
+    """Plan without the pipeline's settings."""
     return plan.but(pp=1, schedule=_BARE.schedule, chunks=1, stage_layers=None, microbatches=1)
 
 
 @lru_cache(maxsize=20_000)
-def _beside(network: Network, plan: Plan, stack: Stack) -> _Beside:
+def _outside_layers(network: Network, plan: Plan, stack: Stack) -> _OutsideLayers:
     ends = [(first, last) for first in (False, True) for last in (False, True)]
-    return _Beside(
+    return _OutsideLayers(
         {(first, last): counts.ends(network, plan, first=first, last=last) for first, last in ends},
         {(first, last): ends_kept(network, plan, stack, first=first, last=last) for first, last in ends},
         plan.compute_bytes * network.width * sum(tokens_of(run, plan, stack).between for run in network.halves),
@@ -277,7 +289,7 @@ def _ranks_of(network: Network, plan: Plan, stack: Stack, which: Literal["all", 
 
 @lru_cache(maxsize=256)
 def _ranks(network: Network, plan: Plan, stack: Stack, casts: bool, which: Literal["all", "fullest"]) -> tuple[_Rank, ...]:
-    """`casts`: whether a micro-batch keeps weights in the compute dtype."""
+    """Ranks of a pipeline: all, or only the ranks that may be fullest. casts: True if a micro-batch keeps weights in the compute dtype."""
     ranks = in_flight(plan.schedule, ranks=plan.pp, microbatches=plan.microbatches, chunks=plan.chunks)
     stages = counts.stages_of(network, plan, 1 + max(stage for rank in ranks for stage in rank.stages))
     job = _Job(network, plan, stack, stages, casts)
@@ -289,7 +301,7 @@ def _ranks(network: Network, plan: Plan, stack: Stack, casts: bool, which: Liter
 
 
 def _memory(plan: Plan, stack: Stack, rank: _Rank) -> Memory:
-    """With its states, as the plan shares them."""
+    """Peak memory of a rank, with its states sharded as the plan says."""
     states, host = _states(plan, rank.held)
     full = _fullest_moment(plan, stack, rank)
     activations, loss, embedding, work, dispatch = full.moment.parts
@@ -303,8 +315,8 @@ def _memory(plan: Plan, stack: Stack, rank: _Rank) -> Memory:
 
 
 class _Full(NamedTuple):
-    """A moment with the plan's engine: bytes of gradients that are not there yet (`missing`), of a head's that waits, of what is gathered,
-    and of a bucket."""
+    """A moment with the plan's engine. Bytes: missing: of gradients that do not exist yet. waiting: of a tied head's separate gradient.
+    gathered: of ZeRO stage 3. bucket: of a bucket of gradients."""
 
     moment: _Moment
     missing: float
@@ -318,11 +330,11 @@ class _Full(NamedTuple):
 
 
 def _fullest_moment(plan: Plan, stack: Stack, rank: _Rank) -> _Full:
-    """Of a rank's moments the one with most bytes."""
+    """Moment of a rank with the most bytes."""
     if stack.gradients == "kept":
         return _Full(rank.moments[0], 0.0, 0.0, _gathered(plan, stack, rank, rank.moments[0]), _bucket(plan, stack, rank.moments[0].at))
     head = plan.storage.gradients if plan.stage < 3 or _gathers(plan, stack) else 0.0
-    dense = expert = 0.0  # after the first micro-batch all gradients are there
+    dense = expert = 0.0  # after the first micro-batch all gradients exist
     if any(one.to_come is not NOTHING for one in rank.moments):
         dense, expert = (_states(plan, one)[0].gradients for one in _freed(plan))
     found = [
@@ -341,15 +353,15 @@ def _fullest_moment(plan: Plan, stack: Stack, rank: _Rank) -> _Full:
 
 
 def _new_buckets(plan: Plan, rank: _Rank) -> _Full:
-    """DDP makes its buckets anew when the second step begins, so all that they hold is there twice. More than two ranks have it done before
-    the optimizer has states (parallel/data/ddp.py)."""
+    """Moment at which DDP makes its buckets again, at the start of the second step: their gradients exist twice. With more than two ranks,
+    this happens before the optimizer has states (parallel/data/ddp.py)."""
     of_experts = _states(plan, Elements(expert=rank.held.trained.expert * _freed(plan)[1].expert))[0].gradients
     empty = _Moment((0.0, 0.0, 0.0, 0.0, 0.0), 0.0, NOTHING, 0.0, 0.0, "forward")
     return _Full(empty, of_experts, 0.0, 0.0, _states(plan, rank.held)[0].gradients - of_experts)
 
 
 def _gathered(plan: Plan, stack: Stack, rank: _Rank, moment: _Moment) -> float:
-    """Bytes of stage 3 at one of the rank's moments."""
+    """Bytes of ZeRO stage 3 at one of the rank's moments."""
     if plan.stage < 3 or plan.copies == 1:
         return 0.0
     if _gathers(plan, stack):
@@ -361,8 +373,8 @@ def _gathered(plan: Plan, stack: Stack, rank: _Rank, moment: _Moment) -> float:
 
 
 def _freed(plan: Plan) -> tuple[Elements, Elements]:
-    """A dense element and one of an expert whose gradient is freed between steps. DDP's buckets keep what all its ranks sum, and
-    DeepSpeed's stage 3 has one buffer for all of a rank's parts."""
+    """(1 dense element, 1 expert element), or 0 elements if their gradients stay in memory between steps. DDP's buckets keep the gradients
+    that all its ranks sum, and DeepSpeed's stage 3 has one buffer for all shards of a rank."""
     kept = plan.kind.gradients
     stays = plan.pp == 1 and (kept == "buffer" or (kept == "buckets" and plan.copies > 1))
     experts_too = kept == "buffer" or (plan.ep, plan.etp) == (1, plan.tp)
@@ -370,14 +382,14 @@ def _freed(plan: Plan) -> tuple[Elements, Elements]:
 
 
 class _Job:
-    """A network, a plan and a software; layers of a kind are counted once, since a planner asks for thousands of plans."""
+    """A network, a plan and a training software. Each kind of layer is computed once, because the planner asks for thousands of plans."""
 
     def __init__(self, network: Network, plan: Plan, stack: Stack, stages: Sequence[range], casts: bool) -> None:
         self.network, self.plan, self.stack, self.stages, self.casts = network, plan, stack, stages, casts
         self.gathers = _gathers(plan, stack)
         self.sparse = frozenset(network.with_experts) if network.experts else frozenset()
         self.kinds: dict[tuple[bool, bool, bool], _Layer] = {}
-        self.beside = _beside(network, _of_microbatch(plan), stack)
+        self.outside = _outside_layers(network, _of_microbatch(plan), stack)
 
     def layer(self, index: int) -> _Layer:
         kind = (index < self.network.before, index in self.sparse, repeats(index, self.plan.recompute_every))
@@ -389,31 +401,31 @@ class _Job:
         return self.kinds[kind]
 
     def kinds_of(self, stage: range) -> list[tuple[_Layer, int]]:
-        """The kinds of layers of a stage, and how many of each."""
+        """(kind of layer, number of these layers) of a stage."""
         if not self.sparse and self.plan.recompute_every == 1 and self.network.encoder is None:
             return [(self.layer(stage.start), len(stage))] if stage else []
         return list(Counter(map(self.layer, stage)).items())
 
-    def of_rank(self, number: int, rank: Rank) -> _Rank:
-        beside = self.beside
+    def of_rank(self, number: int, rank: RankPeaks) -> _Rank:
+        outside = self.outside
         layers = {stage: self.kinds_of(self.stages[stage]) for stage in rank.stages}
         first, last = 0 in layers, len(self.stages) - 1 in layers
-        held = sum((of.elements.times(n) for mine in layers.values() for of, n in mine), beside.elements[first, last])
+        held = sum((of.elements.times(n) for mine in layers.values() for of, n in mine), outside.elements[first, last])
         return _Rank(
             number,
             rank.versions,
             held,
             (
                 *(of.gathered for mine in layers.values() for of, _ in mine),
-                *([Elements(beside.ahead)] if last and self.network.ahead else []),
+                *([Elements(outside.ahead)] if last and self.network.ahead else []),
             ),
-            beside.table if first or last else 0.0,
+            outside.table if first or last else 0.0,
             self._fullest(self._moments(rank, layers, held)),
         )
 
     def _fullest(self, moments: Iterable[_Moment]) -> tuple[_Moment, ...]:
-        """Those of which no other has as much of all."""
-        bucket = self.stack.bucket_elements * self.stack.bucket_bytes  # which may not be there at the loss
+        """Drop every moment that another moment exceeds in all respects (Pareto front)."""
+        bucket = self.stack.bucket_elements * self.stack.bucket_bytes  # it may not exist yet at the loss
         kept: list[_Moment] = []
         for one in sorted(moments, key=lambda moment: moment.total + moment.gathered, reverse=True):
             if not any(
@@ -426,22 +438,22 @@ class _Job:
                 kept.append(one)
         return tuple(kept)
 
-    def _moments(self, rank: Rank, layers: dict[int, list[tuple[_Layer, int]]], held: Elements) -> Iterator[_Moment]:
-        """What a step holds for a while."""
-        beside, last = self.beside, len(self.stages) - 1
+    def _moments(self, rank: RankPeaks, layers: dict[int, list[tuple[_Layer, int]]], held: Elements) -> Iterator[_Moment]:
+        """All moments of a step that may be the peak."""
+        outside, last = self.outside, len(self.stages) - 1
         bodies = [sum([n * of.kept for of, n in mine]) for mine in layers.values()]
-        ends = [beside.keeps[stage == 0, stage == last] for stage in layers]
+        ends = [outside.keeps[stage == 0, stage == last] for stage in layers]
         if self.casts and last in layers:
-            ends[-1] += self.network.ahead * beside.casts
-        of_loss = ends[-1] - beside.keeps[last == 0, False] if last in layers else 0.0
+            ends[-1] += self.network.ahead * outside.casts
+        of_loss = ends[-1] - outside.keeps[last == 0, False] if last in layers else 0.0
         inputs = [inputs_kept(self.plan, self.stack, self.stages[stage], first=stage == 0, last=stage == last) for stage in layers]
-        ends = [end + number * beside.crossing for number, end in zip(inputs, ends, strict=True)]
-        table = beside.table if 0 in layers or last in layers else 0.0
-        tied = beside.table if self.network.tied and 0 in layers and last == 0 and self.network.adapters is None else 0.0
+        ends = [end + number * outside.crossing for number, end in zip(inputs, ends, strict=True)]
+        table = outside.table if 0 in layers or last in layers else 0.0
+        tied = outside.table if self.network.tied and 0 in layers and last == 0 and self.network.adapters is None else 0.0
         work = max([of.work for mine in layers.values() for of, _ in mine], default=0.0)
         whole = self._gathered(held, table)
-        wide = WIDE if self.stack.casts and not self.gathers else self.plan.compute_bytes  # rows are taken, then cast; FSDP's are narrow
-        of_embedding = wide * (2 if tied else 1) * table if self.network.adapters is None else 0.0  # tied: and its sum with the head's
+        wide = WIDE if self.stack.casts and not self.gathers else self.plan.compute_bytes  # rows are read in fp32, then cast; not in FSDP
+        of_embedding = wide * (2 if tied else 1) * table if self.network.adapters is None else 0.0  # tied: also its sum with the head's
 
         def moment(at: At, *parts: float, to_come: Elements, waiting: float = 0.0, gathered: float | None = None) -> _Moment:
             activations, loss, embedding, at_work, dispatch = parts
@@ -455,12 +467,12 @@ class _Job:
             if last in layers:
                 of_head = self.casts and self.plan.loss_chunks == 1 and self.plan.tensor not in GRIDS
                 cast = self.plan.compute_bytes * table if of_head else 0.0
-                yield moment("loss", kept, of_ends + beside.loss + cast, 0.0, beside.gathered_input, 0.0, to_come=all_to_come)
-            if last in layers and self.network.ahead:  # a further token's layer
+                yield moment("loss", kept, of_ends + outside.loss + cast, 0.0, outside.gathered_input, 0.0, to_come=all_to_come)
+            if last in layers and self.network.ahead:  # a layer of multi-token prediction
                 yield moment("loss", kept, of_ends, 0.0, work, 0.0, to_come=all_to_come)
             if not any(layers.values()):
                 yield moment("loss", kept, of_ends, 0.0, 0.0, 0.0, to_come=all_to_come)
-            before = beside.elements[0 in layers, False] if once else NOTHING
+            before = outside.elements[0 in layers, False] if once else NOTHING
             for stage, body, number in zip(layers, bodies, count, strict=True):
                 left = of_ends - (of_loss if stage == last and number else 0.0)
                 for of, gone, to_come, bytes_at_work, bytes_of_sums in at_work[stage, once]:
@@ -474,7 +486,7 @@ class _Job:
                 if "head" in whole and stage == last:
                     yield moment("head", kept, left, 0.0, 0.0, 0.0, to_come=all_to_come, waiting=0.0)
                 if "bucket" in whole:
-                    full = min(1.0, self.stack.bucket_elements / max(1.0, held.total))  # the part of the backward pass that fills it
+                    full = min(1.0, self.stack.bucket_elements / max(1.0, held.total))  # fraction of the backward pass that fills a bucket
                     yield moment("forward", kept, left, 0.0, 0.0, 0.0, to_come=all_to_come)
                     yield moment("bucket", kept - full * body, left, 0.0, 0.0, 0.0, to_come=before)
                 if stage == 0:
@@ -482,16 +494,16 @@ class _Job:
                     yield moment("embedding", kept - body, left, of_embedding, 0.0, 0.0, to_come=table_to_come, waiting=tied)
                 before = sum((of.elements.times(n) for of, n in layers[stage]), before) if once else NOTHING
 
-    def _counts(self, rank: Rank) -> list[tuple[Sequence[int], bool]]:
-        """Micro-batches in flight at the fullest moments, and whether none of the step has been through its backward pass then. Where none
-        has, the moment after the first one counts too: it left its gradients."""
+    def _counts(self, rank: RankPeaks) -> list[tuple[Sequence[int], bool]]:
+        """(micro-batches in flight by stage, True if no backward pass of the step has ended yet) for all moments that may be the peak. The
+        moment after the first backward pass counts too, because gradients exist from then on."""
         microbatches = self.plan.microbatches
         found: list[tuple[Sequence[int], bool]] = [(count, microbatches == 1 or min(count) == microbatches) for count in rank.most]
         after = [([n - 1 for n in count], False) for count, first in found if first and microbatches > 1]
         return [*found, *after]
 
     def _gathered(self, held: Elements, table: float) -> dict[At, float]:
-        """Bytes of stage 3 at the moments that are no layer's."""
+        """Bytes of ZeRO stage 3 at the moments outside of layers."""
         if not self.gathers:
             return {}
         moments: tuple[At, ...] = ("loss", "embedding", *self.plan.kind.moments)
@@ -500,9 +512,11 @@ class _Job:
         return {at: gathered(self.plan, self.stack, at, unit, held=held, table=table) for at in moments}
 
     def _at_work(self, stage: int, held: Elements, table: float, once: bool) -> list[tuple[_Layer, float, Elements, float, float]]:
-        """Layers of a stage of which one is the fullest while it works: each kind's last and first. With them what those behind kept,
-        which is gone by then, the elements up to and with it, whose gradients are to come in the first micro-batch (`once`), and bytes of
-        stage 3 while it works and while its gradients are summed: they depend on the layer behind it."""
+        """Layers of a stage that may be the peak during their backward pass: the last and the first layer of each kind.
+
+        Each is (layer, bytes that later layers kept and have freed, elements without a gradient yet in the first micro-batch, bytes of ZeRO
+        stage 3 while it works, and while its gradients are summed). once: compute the elements without a gradient.
+        """
         kinds = self.kinds_of(self.stages[stage])
         if len(kinds) == 1 and not self.gathers:
             ((of, n),) = kinds
@@ -534,8 +548,8 @@ class _Job:
 
 
 def _states(plan: Plan, held: Elements) -> tuple[States, dict[str, float]]:
-    """On the device, and on the host. The host updates what it has, so the gradients of an offloaded optimizer are there as well; with
-    stages they add up on the device first, and the host gets the sums of its part."""
+    """(states on the device, offloaded bytes on the host by kind). With an offloaded optimizer, its gradients are on the host too. With
+    pipeline stages, gradients are first summed on the device, and the host has the sums of its shard."""
 
     def states(stage: int) -> States:
         return (
@@ -565,8 +579,8 @@ def _states(plan: Plan, held: Elements) -> tuple[States, dict[str, float]]:
 
 
 def _bucket(plan: Plan, stack: Stack, at: At) -> float:
-    """DeepSpeed's engine sends gradients in a bucket, which it makes whole however small the model is; here stages 1 and 2 make it when the
-    first gradient is there."""
+    """Bytes of DeepSpeed's bucket of gradients, which has its full size even for a small model. In this project, stages 1 and 2 make it
+    with the first gradient, after the loss."""
     if not stack.bucket_elements or plan.kind.bucket == "none" or plan.copies == 1:
         return 0.0
     if stack.gathers == "moments" and plan.kind.bucket == "passes" and plan.pp == 1 and at == "loss":
@@ -575,7 +589,7 @@ def _bucket(plan: Plan, stack: Stack, at: At) -> float:
 
 
 def _tiled(network: Network, plan: Plan, layer: Elements, *, sparse: bool) -> Elements:
-    """Elements of a layer that are whole at once: tiles of its network are gathered one after the other."""
+    """Elements of a layer that are whole at the same time, if its network's tiles are gathered one after another."""
     if plan.tiles == 1 or sparse:
         return layer
     network_s = counts.network_elements(network, network.hidden, gated=network.gated) / plan.grid.matrix
@@ -586,19 +600,19 @@ def _tiled(network: Network, plan: Plan, layer: Elements, *, sparse: bool) -> El
 
 
 def _loss(network: Network, plan: Plan, stack: Stack) -> float:
-    """Beyond the logits that are kept: their other widths and gradients. If the loss is cut, those of a chunk of the tokens, in fp32 and as
-    they were computed, and beside them the table's gradient, which all chunks add to."""
+    """Temporary bytes at the loss: copies of the logits in other dtypes, and their gradients. With `loss_chunks`, only one chunk's bytes,
+    and the gradient of the head, to which all chunks add."""
     shared = plan.tp > 1 and plan.tensor != "copied"
     if plan.loss_chunks > 1:
         narrow = plan.compute_bytes if plan.compute_bytes < WIDE else 0
-        one = stack.logits if plan.tensor in GRIDS else WIDE + narrow  # a grid's product is computed again by autograd
+        one = stack.logits if plan.tensor in GRIDS else WIDE + narrow  # on a grid, autograd recomputes a chunk's whole loss
         of_table = WIDE * counts.embedding(network, plan) if network.adapters is None else 0.0
         return logits(network, plan) * one / plan.loss_chunks + of_table
     return logits(network, plan) * (stack.logits + (stack.logits_shared if shared else 0.0) - stack.logits_kept)
 
 
 def _work(network: Network, plan: Plan, stack: Stack, index: int) -> float:
-    """A layer's backward pass: what it computes again, the gradients of its widest tensors, and of its largest matrix."""
+    """Temporary bytes of a layer's backward pass: recomputed activations, gradients of its widest tensors and of its largest matrix."""
     again = layer_kept(network, plan, stack, index, "none") - layer_kept(network, plan, stack, index, recompute_of(plan, index))
     at, c, e = tokens_of(network, plan, stack), plan.compute_bytes, network.experts
     sparse = e is not None and index in network.sparse_layers
@@ -615,16 +629,19 @@ def _work(network: Network, plan: Plan, stack: Stack, index: int) -> float:
 
 
 def _of_bias(network: Network, plan: Plan, stack: Stack, index: int) -> float:
-    """Of attention with T5's bias, when what the second half of the layer kept is gone: the bias' gradient of each sequence and their sum,
-    or the sum in fp32 before and behind the mask."""
+    """Temporary bytes of attention with T5's bias, less the bytes that the layer's second half has freed: the bias's gradients of all
+    sequences and their sum, or the sum in fp32 before and after masking."""
     parts = layer_parts(network, plan, stack, index)
     gone = parts["network"] + parts["activation"] + parts["experts"]
     return bias_elements(network, plan, stack) * max((plan.microbatch + 1) * plan.compute_bytes, 2 * WIDE) - gone
 
 
 def _of_network(network: Network, plan: Plan, stack: Stack, hidden: float) -> float:
-    """Of a dense one, with `hidden` bytes of all units. Here its last product is done when the activation's gradients come, two of them
-    where it is gated; what it read is gone by then, but for relu, which reads its own output."""
+    """Temporary bytes of a dense network's backward pass. hidden: bytes of one tensor of the hidden size.
+
+    In this project the gradients of the activation (two with a gate) come after the last product, whose input is freed by then, except
+    for relu, which reads its own output.
+    """
     gradient = _gradient(network, plan, stack, sparse=False)
     if not stack.casts:
         return (2 if network.gated else 1) * hidden + gradient
@@ -632,12 +649,15 @@ def _of_network(network: Network, plan: Plan, stack: Stack, hidden: float) -> fl
 
 
 def _gradient(network: Network, plan: Plan, stack: Stack, *, sparse: bool) -> float:
-    """Bytes of the largest matrix's gradient before it is added. Here each matrix has a product of its own, which gives it in the compute
-    dtype, then cast to that of the weights; experts' products give those of all their matrices, as wide as the weights."""
+    """Bytes of the largest matrix's gradient before it is added to the sum.
+
+    In this project each matrix has its own product, with a result in the compute dtype that is then cast to the weights' dtype. Products of
+    experts give the gradients of all their matrices in the weights' dtype.
+    """
     c, e = plan.compute_bytes, network.experts
     largest = _widest(network, plan, sparse=sparse)
     if network.adapters is not None and not (sparse and network.trains("experts")):
-        return 0.0  # of frozen matrices none; those of adapters are narrow
+        return 0.0  # frozen matrices have no gradient, and adapters are small
     if not stack.casts:
         return c * largest
     if e is not None and sparse:
@@ -646,7 +666,7 @@ def _gradient(network: Network, plan: Plan, stack: Stack, *, sparse: bool) -> fl
 
 
 def _widest(network: Network, plan: Plan, *, sparse: bool) -> float:
-    """Elements of a layer's largest matrix; gate and first product are one, and so are the experts of a rank."""
+    """Elements of a layer's largest matrix. Gate and first product count as one matrix, and so do all experts of a rank."""
     e = network.experts
     if e is not None and sparse:
         return e.count / plan.ep * network.width * e.hidden / plan.etp * (2 if e.gated else 1)
@@ -654,12 +674,13 @@ def _widest(network: Network, plan: Plan, *, sparse: bool) -> float:
 
 
 def _gathered_input(network: Network, plan: Plan, stack: Stack) -> float:
-    """With sequence parallelism: a product's input for all of tp, unless that is kept, and its gradient before that is scattered."""
+    """Temporary bytes with sequence parallelism: a product's input gathered over tp (if it is not kept), and its gradient before the
+    reduce-scatter."""
     return (2 if stack.reads_again else 1) * _whole_input(network, plan) if plan.tensor == "sliced" else 0.0
 
 
 def _read_by_head(network: Network, plan: Plan, stack: Stack) -> float:
-    """The same of the head while the loss peaks; where it is kept, that takes the place of the norm's output."""
+    """Temporary bytes of the head's gathered input at the loss. If it is kept, it replaces the norm's output."""
     if plan.tensor != "sliced" or stack.reads_again:
         return _gathered_input(network, plan, stack)
     return _whole_input(network, plan) * (1 - 1 / plan.tp)

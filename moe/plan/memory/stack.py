@@ -1,24 +1,25 @@
-"""What a training software keeps and how it works, as coefficients: a plan says what is trained where, a Stack by which modules.
+"""Activation memory of training software, as coefficients: a Plan says how ranks train, a Stack which tensors the software keeps.
 
-Bytes per token of a layer of D width, w = heads * channels, k = kv_heads * channels and F hidden units; c bytes of an element:
+Bytes a token of a layer with width D, w = heads * channels, k = kv_heads * channels and F hidden units; c bytes of an element:
 
-    norm_inputs     2 norm D + 2 statistics      what the two norms read; RMSNorm `rms` D more, where its steps are kernels of their own
-    norm_outputs    2 c D                        what the products after them read
+    norm_inputs     2 norm D + 2 statistics      inputs of the two norms; RMSNorm keeps `rms` D more if its steps are separate kernels
+    norm_outputs    2 c D                        inputs of the products after the norms
     attention       c (2 w + 2 k) + lse heads    q, k, v, attention's output and the log-sum-exp; keys `repeated` for all heads: k = w
-                    over_ranks c w more          its output in another order of dims, where sequences are cut
-    core            (2 c + 1) heads L            of `scores`: the softmax of all pairs, its dropout's mask and output; `fused` keeps none
-                    c heads L                    of Colossal-AI's ring: the softmax of all pairs, on any software
-    with T5's bias  attention and core (12 + c) w + 4 heads L where `biased` is `scores`, else attention as it is and c heads L^2 a
+                    over_ranks c w more          its output in another order of dims, if sequences are cut
+    core            (2 c + 1) heads L            with `scores`: softmax of all pairs, dropout's mask and output; `fused` keeps none
+                    c heads L                    Colossal-AI's ring: softmax of all pairs, in any software
+    with T5's bias  attention and core (12 + c) w + 4 heads L if `biased` is `scores`, otherwise attention as above and c heads L^2 a
                     micro-batch; and 9 L^2 a micro-batch
-    network         c (n - a) F                  n, `plain` or `gated`: tensors of the hidden size, of which a, `activation_of`, are what
-    activation      c a F                        comes out of the activation
-    masks           2 D                          of dropout behind attention and network; `always`: even where it is 0
-    cross           all of these for attention to an encoder: a norm, its output, q and attention's output of a token, k and v of each
-                    of the encoder's tokens, a mask; with `scores` those of all pairs
+    network         c (n - a) F                  n (`plain` or `gated`): number of tensors of the hidden size
+    activation      c a F                        a (`activation_of`): number of these that the activation gives
+    masks           2 D                          dropout after attention and network; `always`: even if dropout is 0
+    cross           cross-attention: a norm, its output, q and attention's output for each token, k and v for each of the encoder's
+                    tokens, a mask; with `scores` also the scores of all pairs
     experts         c (rows D + n F) + maps      for each of a token's choices, and 8 bytes a token and expert for the router
 
-`selective`: the share of each part that selective recomputation keeps; parts not named are kept. Sources: Korthikanti et al. (arXiv
-2205.05198), section 4, has these for Megatron-LM; this project's own are compared with autograd (tests/moe/plan/job/test_activations.py).
+`selective`: fraction of each part that selective recompute keeps; parts that are not named are kept. Sources: Korthikanti et al. (arXiv
+2205.05198), section 4, for Megatron-LM; this project's own coefficients are checked against autograd
+(tests/moe/plan/job/test_activations.py).
 """
 
 from __future__ import annotations
@@ -35,16 +36,19 @@ PARTS: tuple[Part, ...] = ("norm_inputs", "norm_outputs", "attention", "core", "
 @hashed_once
 @dataclass(frozen=True)
 class Stack:
-    """Fields as above, and how states are handled.
+    """Coefficients of one training software. The first fields are explained at the top of this file.
 
-    `mask`: bytes of its element, or those of a tensor's. `logits`: bytes per logit where the loss peaks, of which `logits_kept` wait
-    for the backward pass; `logits_shared`: more of them where ranks of tp share the vocabulary. `gathers`: what of sharded parameters
-    is whole at once, layers or a number of elements, or at each moment what gathered.py says. `reads_again`: with sequence parallelism
-    the products gather their input again in the backward pass instead of keeping it. `outputs`: of stages, whether they are kept after
-    they were sent. `casts`: weights wider than the compute dtype are cast, and autograd keeps the cast. `bucket_elements`: gradients
-    that travel together, in a buffer of that size, of `bucket_bytes` each. `reduce_bytes`: of an element of a gradient that arrives
-    whole and is reduced to shards. `gradients`: between steps, kept in buffers of the software's own, or freed, except where an
-    engine's buckets keep them.
+    mask: size of a mask's element: a byte, or an element of the tensor.
+    logits: bytes a logit at the peak of the loss. logits_kept: of these, bytes that wait for the backward pass. logits_shared: additional
+    bytes if ranks of tp share the vocabulary.
+    gathers: sharded parameters that are whole at the same time: `layers` (their number is `gathered`), `elements` (the same), or `moments`
+    (gathered.py).
+    reads_again: with sequence parallelism, products gather their input again in the backward pass instead of keeping it.
+    outputs: a stage's outputs are freed or kept after they are sent.
+    casts: weights wider than the compute dtype are cast, and autograd keeps the cast.
+    bucket_elements, bucket_bytes: size of a bucket of gradients, and bytes of its elements.
+    reduce_bytes: bytes of an element of an unsharded gradient.
+    gradients: between steps, kept in the software's own buffers, or freed (unless an engine's buckets keep them).
     """
 
     name: str
@@ -80,8 +84,8 @@ class Stack:
     over_ranks: int = 0
 
 
-# Ours: norms and losses in fp32, a network's products written one by one; experts' kernels compute the activation again. Logits of shared
-# vocabularies: the log-sum-exp's gradient in three steps, the target's apart, and the logits themselves.
+# This project: norms and losses in fp32, each product of a network is kept; experts' kernels recompute the activation. Logits if tp ranks
+# share the vocabulary: the log-sum-exp's gradient in three steps, the target's gradient separately, and the logits themselves.
 OURS = Stack(
     "moe",
     norm=4,
@@ -104,19 +108,18 @@ OURS = Stack(
     gradients="freed",
     over_ranks=1,
 )
-# On a CPU torch computes RMSNorm step by step and keeps x / rms(x) too, in fp32; CUDA's kernel does not. Its fused attention there gives no
-# gradient of a bias.
+# On a CPU, torch computes RMSNorm in several steps and also keeps x / rms(x) in fp32. Its fused attention has no gradient for a bias.
 OURS_ON_CPU = replace(OURS, name="moe on a cpu", rms=4, biased="scores")
 # Megatron-LM: fused activations keep gate and up and their product; its fused bias-dropout-add writes masks for any probability.
 # Logits: 2 in 16 bits, 4 in fp32 and 4 for their exponentials.
 MEGATRON = Stack("megatron", masks="always", logits=10)
 MEGATRON_2022 = Stack("megatron-2022", masks="always", core="scores", lse=0, logits=10)
-# Its pipeline keeps what stages sent, and DeepSpeed's buckets are of 5e8 elements.
+# Its pipeline keeps the sent outputs of stages. DeepSpeed's buckets have 5e8 elements.
 MEGATRON_DEEPSPEED = Stack(
     "megatron-deepspeed", masks="always", core="scores", lse=0, logits=10, outputs="kept", bucket_elements=5e8, reduce_bytes=2
 )
 # torchtitan: FSDP2 of fp32 shards; selective keeps every second product's output (q, v, w1, w2) and attention's output, nothing else.
-# Logits: what log-softmax gave, its gradient and its input's, each 4 in fp32; the logits themselves are gone by then.
+# Logits: the result of log-softmax, its gradient and its input's gradient, 4 bytes each (fp32); the logits themselves are freed by then.
 TORCHTITAN = Stack(
     "torchtitan",
     gated=4,
@@ -125,14 +128,14 @@ TORCHTITAN = Stack(
     logits=12,
 )
 FSDP = Stack("fsdp", gated=4, activation_of=2, logits=12)
-# DeepSpeed's defaults: stage 3 keeps up to 1e9 parameters whole, buckets are of 5e8 elements.
+# DeepSpeed's defaults: stage 3 keeps up to 1e9 parameters whole; buckets have 5e8 elements.
 DEEPSPEED = Stack(
     "deepspeed", gated=4, activation_of=2, core="scores", logits=12, gathers="elements", gathered=1e9, bucket_elements=5e8, reduce_bytes=2
 )
-# DeepSeek-V3's own (arXiv 2412.19437, sections 3.2.3 and 3.3.3): norms, up-projections and SwiGLU's output are made again, and what
-# products read is kept in 8 bits. Of attention are left its output, the latents before their norms and the log-sum-exp, in 16 bits:
-# 18,752 of 86,336 elements a token with its sizes. Of experts a row and what gate and up gave, (D + 2 F) / 2 (D + 3 F); of dense networks
-# the latter.
+# DeepSeek-V3's software (arXiv 2412.19437, sections 3.2.3 and 3.3.3): norms, up-projections and SwiGLU's output are recomputed, and inputs
+# of products are kept in 8 bits. Attention keeps its output, the latents before their norms and the log-sum-exp, in 16 bits: 18,752 of
+# 86,336 elements a token with its sizes. Experts keep a row and the outputs of gate and up, (D + 2 F) / 2 (D + 3 F); dense networks keep
+# the outputs of gate and up.
 DEEPSEEK = replace(
     MEGATRON,
     name="deepseek",

@@ -1,1 +1,1 @@
-"""Plans of single operators: GSPMD, Mesh-TensorFlow."""
+"""Shardings of single operators: a model's graph, GSPMD, Mesh-TensorFlow."""

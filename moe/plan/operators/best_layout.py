@@ -1,13 +1,13 @@
-"""Mesh-TensorFlow's layout found instead of written: of all legal ones that with the fewest seconds, or bytes. Exact.
+"""Finds the Mesh-TensorFlow layout with the fewest seconds, or the fewest bytes, among all legal layouts. Exact.
 
-    cost = sum over operators (FLOPs of a part, sums it leaves, statistics) + sum over tensors (what readers exchange and add up)
-    each term depends on a few names, and of those there are few legal choices: a table of costs, the same for all equal layers
+    cost = sum over operators (FLOPs of a part, sums of its results, statistics) + sum over tensors (exchanges and sums of their readers)
+    each term depends on a few dim names, with few legal choices: one table of costs, used for all equal layers
 
-Names are decided one after another, those first whose choice matters most. The sum of every table's least cost among the choices that
-agree with what is decided is a bound; a branch whose bound is not below the best found is left (branch and bound). Bytes are bounded
-by the same tables of tensors' sizes.
+The search decides the axis of one name after another, the names with the largest differences of cost first. The sum over all tables of
+the least cost that agrees with the decisions is a lower bound. A branch with a bound that is not below the best layout is dropped
+(branch and bound). Bytes are bounded in the same way, by tables of the tensors' sizes.
 
-Mesh-TensorFlow's own search (auto_mtf, an integer program) minimises the memory of a forward pass alone.
+Mesh-TensorFlow's own search (auto_mtf, an integer program) minimises only the memory of a forward pass.
 Source: Mesh-TensorFlow (arXiv 1811.02084), section 4; Land and Doig 1960 for the search.
 """
 
@@ -26,12 +26,12 @@ from parallel.annotations.resharding import Sharding, Sizes
 from parallel.errors import BadInput
 
 Objective = Literal["seconds", "bytes"]
-Choice = dict[str, str]  # a name -> its axis, or NONE; a name that is not there is not decided
+Choice = dict[str, str]  # dim name -> its axis, or NONE (not split); names that are missing are not decided yet
 NONE = ""
 
 
 class Best(NamedTuple):
-    """A layout and what it costs a rank in a step; `tried`: how many layouts were looked at, partial ones among them."""
+    """A layout, with a rank's seconds and bytes in a step. tried: number of examined layouts, partial ones included."""
 
     layout: dict[str, str]
     seconds: float
@@ -48,9 +48,9 @@ def best_layout(
     of_weight: float = 16,
     most_bytes: float = inf,
 ) -> Best:
-    """The legal layout with the fewest seconds (then bytes), or bytes (then seconds), among those of at most `most_bytes`.
+    """Find the legal layout with the fewest seconds (then bytes), or bytes (then seconds), that takes at most `most_bytes` a rank.
 
-    `of_weight`: as of Program.bytes. Raises BadInput where no layout has so few bytes.
+    of_weight: bytes of a weight with its states, as in Program.bytes. Raises BadInput if no layout takes at most `most_bytes`.
     """
     search = _Search(renamed(graph), mesh, machine, objective, of_weight, most_bytes)
     search.go({}, search.names)
@@ -68,7 +68,7 @@ def best_layout(
 
 @dataclass(frozen=True)
 class _Table:
-    """A part of the cost that depends on a few names: of each legal choice for them. It is there `times` times."""
+    """Costs of one term, for each legal choice of the names that it depends on. times: number of equal terms in the sum."""
 
     names: tuple[str, ...]
     costs: tuple[tuple[Choice, float], ...]
@@ -76,7 +76,7 @@ class _Table:
     found: dict[tuple[str | None, ...], float] = field(default_factory=dict, compare=False)
 
     def least(self, decided: Choice) -> float:
-        """Of the choices that agree with what is decided; infinite where none does."""
+        """Least cost among the choices that agree with the decisions; infinite if none does."""
         key = tuple(decided.get(name) for name in self.names)
         if key not in self.found:
             mine = [(name, axis) for name, axis in zip(self.names, key, strict=True) if axis is not None]
@@ -91,7 +91,7 @@ class _Table:
 
 
 class _Search:
-    """Depth first."""
+    """Branch and bound, depth first."""
 
     def __init__(self, graph: Graph, mesh: Sizes, machine: Machine, objective: Objective, of_weight: float, most_bytes: float) -> None:
         self.graph, self.objective, self.of_weight, self.most_bytes = graph, objective, of_weight, most_bytes
@@ -109,7 +109,7 @@ class _Search:
             return
         held = self._bytes(decided)
         pair = (seconds, held) if self.objective == "seconds" else (held, seconds)
-        cost = (*(float(f"{n:.12e}") for n in pair), sum(map(bool, decided.values())))  # sums in another order round otherwise
+        cost = (*(float(f"{n:.12e}") for n in pair), sum(map(bool, decided.values())))  # rounded: the order of sums changes last digits
         if held > self.most_bytes or cost >= self.cost:
             return
         if not left:
@@ -119,7 +119,7 @@ class _Search:
             self.go(decided | {left[0]: axis}, left[1:])
 
     def _bytes(self, decided: Choice) -> float:
-        """The least with what is decided."""
+        """Lower bound of the bytes with these decisions."""
         least = {id(table): table.least(decided) for table in self.sizes.values()}
         held = {name: least[id(table)] for name, table in self.sizes.items()}
         weights = sum(held.pop(name) for name in self.graph.parameters)
@@ -127,7 +127,7 @@ class _Search:
 
 
 def _axes(graph: Graph, mesh: Sizes) -> dict[str, list[str]]:
-    """Over which axes each name may lie by its sizes."""
+    """Axes that may split each name: their size divides the sizes of all dims with that name."""
     found: dict[str, list[str]] = {}
     for dim in graph.dims.values():
         found[dim.name] = [axis for axis in found.get(dim.name, mesh) if dim.size % mesh[axis] == 0]
@@ -135,7 +135,7 @@ def _axes(graph: Graph, mesh: Sizes) -> dict[str, list[str]]:
 
 
 def _choices(graph: Graph, mesh: Sizes, together: Iterable[str]) -> Iterator[Choice]:
-    """All choices for the names of these letters under which no two of one string are on one axis."""
+    """All choices for the names of these letters. Names of letters in the same string must not be split over the same axis."""
     groups = [{graph.dims[letter].name for letter in letters} for letters in together]
     names, axes = sorted(set().union(*groups)), _axes(graph, mesh)
     apart = {frozenset(pair) for group in groups for pair in combinations(sorted(group), 2)}
@@ -157,7 +157,7 @@ def _table(graph: Graph, mesh: Sizes, together: Iterable[str], cost: Callable[[C
 
 
 def _times(graph: Graph, mesh: Sizes, machine: Machine) -> list[_Table]:
-    """The terms of a step's seconds: a table for each kind of operator, and one for each kind of tensor with its readers."""
+    """Terms of a step's seconds: a table for each kind of operator, and one for each kind of tensor with its readers."""
     readers = {name: tuple(op for op in graph.operators if name in op.inputs) for name in tensors(graph)}
     alike: dict[object, tuple[str, tuple[Operator, ...], int]] = {}
     for name, read in (*((op.name, (op,)) for op in graph.operators), *((name, read) for name, read in readers.items() if read)):
@@ -174,7 +174,7 @@ def _times(graph: Graph, mesh: Sizes, machine: Machine) -> list[_Table]:
 
 
 def _seconds(graph: Graph, mesh: Sizes, machine: Machine, tensor: str, read: tuple[Operator, ...]) -> Callable[[Choice], float]:
-    """Of an operator's work, or around the readers of a tensor, with a layout."""
+    """Function from a layout to the seconds of an operator's work, or of the exchanges between a tensor and its readers."""
     constant = indices(graph)
 
     def seconds(layout: Choice) -> float:
@@ -191,7 +191,7 @@ def _seconds(graph: Graph, mesh: Sizes, machine: Machine, tensor: str, read: tup
 
 
 def _sizes(graph: Graph, mesh: Sizes) -> dict[str, _Table]:
-    """Elements of each tensor on a rank; tensors with the same letters have the same table."""
+    """Tables of each tensor's elements on a rank. Tensors with equal letters share a table."""
     found: dict[str, _Table] = {}
     for name in tensors(graph):
         letters = graph.letters(name)

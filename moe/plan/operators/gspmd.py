@@ -1,16 +1,17 @@
-"""GSPMD: a few tensors are annotated, and the others follow. Shardings are propagated over the operators to a fixpoint.
+"""GSPMD: the user annotates the shardings of a few tensors, and they are propagated over the operators to all others.
 
-    annotations   {"w1": "_, columns", "w2": "columns, _"}   two weights of a network: Megatron-LM's f and g follow
-    propagate     an operator's factors carry axes from tensor to tensor, forward and backward
-    program       each operator gets cuts; what its tensors lack for them travels (partition.py)
+    annotations   {"w1": "_, columns", "w2": "columns, _"}   for two weights of a feed-forward network: gives Megatron-LM's f and g
+    propagate     an operator's factors carry mesh axes from tensor to tensor, forward and backward
+    program       each operator gets cuts; data that its tensors lack is communicated (partition.py)
 
-An annotation is one word a dim: `_` whatever comes, `.` whole, `rows` or `rows+columns` these axes and no more, `rows?` these and
-perhaps more; then `| columns` axes that the tensor never takes, and before all `1:` a priority (0 goes first). What users say stays.
+An annotation has one word for each dim: `_` any sharding, `.` whole, `rows` or `rows+columns` exactly these axes, `rows?` these axes and
+perhaps more. `| columns` at the end excludes axes; `1:` at the start is a priority (0 goes first). Propagation never changes the
+annotated axes.
 
-Rounds: each operator proposes, from the same state, to extend its tensors' dims by the longest run of major axes of a factor on which
-all its tensors agree. Element-wise operators come first, then all, first without and then with the axes that two factors of an operator
-both ask for. Where proposals to a tensor exclude each other, the one that moves fewer bytes is kept, and said. So nothing depends on
-the order of operators, and as each round extends a dim or is the last, there is an end.
+Propagation runs in rounds. In each round, every operator proposes, from the same state, to extend its tensors' dims by the longest prefix
+of a factor's axes on which all its tensors agree. First only element-wise operators propose, then all; first without, then with axes
+that two factors of an operator both want. If proposals for a tensor exclude each other, the one that moves fewer bytes is kept, and the
+conflict is recorded. So the result does not depend on the order of operators. It ends, because each round but the last extends a dim.
 
 Sources: GSPMD (arXiv 2105.04663), section 3.5; the priorities of Shardy's propagation (openxla/shardy).
 """
@@ -24,12 +25,12 @@ from typing import Literal, NamedTuple
 
 from parallel.annotations.graph import Graph, Operator
 from parallel.annotations.partition import Conflict, Cuts, Program, Work, indices, shape, tensors, work_of
-from parallel.annotations.resharding import Axes, Sharding, Sizes, check_axes, reshard, sent, ways
+from parallel.annotations.resharding import Axes, Sharding, Sizes, check_axes, num_parts, reshard, sent
 from parallel.errors import BadInput, did_you_mean
 
 
 class Annotation(NamedTuple):
-    """`dims`: the axes of each; `open`: whether more may follow them; `never`: axes that the tensor does not take."""
+    """A parsed annotation. dims: axes of each dim. open: for each dim, True if more axes may follow. never: axes that are excluded."""
 
     dims: tuple[Axes, ...]
     open: tuple[bool, ...]
@@ -39,7 +40,7 @@ class Annotation(NamedTuple):
 
 @dataclass(frozen=True)
 class Propagated:
-    """Every tensor's sharding, and which proposals were refused."""
+    """Sharding of every tensor, and the conflicts between proposals."""
 
     mesh: Sizes
     shardings: Mapping[str, Sharding]
@@ -50,7 +51,7 @@ Strength = Literal["agreed", "contended"]
 
 
 def annotation(text: str, *, tensor: str, shape: tuple[int, ...], mesh: Sizes) -> Annotation:
-    """Read one. Raises BadInput for an axis that is not there or twice, for a wrong number of dims, and where axes do not divide a dim."""
+    """Parse an annotation. Raises BadInput for unknown or repeated axes, a wrong number of dims, and axes that do not divide a dim."""
     head, colon, rest = text.partition(":")
     if colon and not head.strip().isdecimal():
         fix = f'write "0:{rest}", or leave it out with its colon'
@@ -82,17 +83,17 @@ def _check(found: Annotation, tensor: str, shape: tuple[int, ...], mesh: Sizes) 
                 what, got=f"{axis} more than once", needed="each axis once in a tensor: it cuts one dim", fix=f"leave {axis} at one place"
             )
     for dim, (size, axes) in enumerate(zip(shape, found.dims, strict=True)):
-        if size % ways(axes, mesh):
+        if size % num_parts(axes, mesh):
             raise BadInput(
                 what,
-                got=f"{'+'.join(axes)} ({ways(axes, mesh)} ranks) on dim {dim} of size {size}",
+                got=f"{'+'.join(axes)} ({num_parts(axes, mesh)} ranks) on dim {dim} of size {size}",
                 needed="equal parts",
-                fix=f"set the size to {-(-size // ways(axes, mesh)) * ways(axes, mesh)}, or write _ there",
+                fix=f"set the size to {-(-size // num_parts(axes, mesh)) * num_parts(axes, mesh)}, or write _ there",
             )
 
 
 def propagate(graph: Graph, mesh: Sizes, annotations: Mapping[str, str]) -> Propagated:
-    """Shardings of all tensors from those of a few. Raises BadInput for annotations of tensors that are not there, and as `annotation`."""
+    """Propagate annotations to all tensors. annotations: tensor -> text. Raises BadInput for unknown tensors, and as `annotation` does."""
     there = tensors(graph)
     for name in annotations:
         if name not in there:
@@ -109,13 +110,13 @@ def propagate(graph: Graph, mesh: Sizes, annotations: Mapping[str, str]) -> Prop
     for priority in sorted({a.priority for a in said.values()} | {0}):
         for chosen, strength in levels:
             changed = set(there)
-            while changed:  # an operator none of whose tensors has changed would say what it said
+            while changed:  # an operator without a changed tensor would repeat its proposals
                 changed = state.round([op for op in chosen if changed.intersection((*op.inputs, op.name))], strength, priority)
     return Propagated(mesh, {name: Sharding(dims) for name, dims in state.dims.items()}, tuple(state.conflicts))
 
 
 class Proposal(NamedTuple):
-    """An operator would have this dim of a tensor lie over these axes."""
+    """Proposal of an operator to shard this dim of a tensor over these axes."""
 
     operator: str
     dim: int
@@ -124,7 +125,7 @@ class Proposal(NamedTuple):
 
 @dataclass
 class _State:
-    """What is known so far of each tensor: `dims`; and for good: what was said of it, or that nothing was."""
+    """State of the propagation. dims: current axes of each tensor. said: annotation of each tensor (an open one if it has none)."""
 
     graph: Graph
     mesh: Sizes
@@ -139,7 +140,7 @@ class _State:
         return _State(graph, mesh, {name: a.dims for name, a in known.items()}, known, [])
 
     def round(self, operators: Iterable[Operator], strength: Strength, priority: int) -> set[str]:
-        """All proposals from the same state, then what is kept of them. The tensors that have changed."""
+        """Run one round: collect all proposals from the same state, then apply them. Returns the tensors that have changed."""
         proposed: dict[str, set[Proposal]] = {}
         for op in operators:
             for tensor, proposal in self._proposals(op, strength, priority):
@@ -162,7 +163,7 @@ class _State:
                     yield name, Proposal(op.name, dim, more)
 
     def _allowed(self, tensor: str, dim: int, wanted: Axes) -> Axes | None:
-        """The longest run of these axes that the dim may be extended to; None if that is what it has."""
+        """Longest prefix of the wanted axes to which the dim may be extended; None if it cannot be extended."""
         held, said = self.dims[tensor], self.said[tensor]
         taken = {axis for d, axes in enumerate(held) if d != dim for axis in axes} | said.never
         axes = next((wanted[:n] for n, axis in enumerate(wanted) if axis in taken), wanted)
@@ -170,7 +171,7 @@ class _State:
         return axes if fits else None
 
     def _kept(self, tensor: str, proposals: Collection[Proposal]) -> tuple[Axes, ...]:
-        """The dims with as many of the proposals as go together; of several such sets the one that moves the fewest bytes."""
+        """Dims after a largest set of compatible proposals. Of several such sets, the one that moves the fewest bytes is taken."""
         held = self.dims[tensor]
         options = [sorted({held[d], *(p.axes for p in proposals if p.dim == d)}) for d in range(len(held))]
         together = [dims for dims in product(*options) if _each_once(dims)]
@@ -183,13 +184,13 @@ class _State:
         return dims
 
     def _moved(self, tensor: str, dims: tuple[Axes, ...], proposals: Collection[Proposal]) -> float:
-        """Bytes that leave a rank, there and back, where each operator that proposes gets what it asks for from a tensor that lies so."""
+        """Bytes that a rank sends if the tensor has these dims and each proposing operator reshards it as it proposed, and back."""
         held, moved = Sharding(dims), 0.0
         for operator in sorted({p.operator for p in proposals}):
             asked = [*self.dims[tensor]]
             for p in sorted(p for p in proposals if p.operator == operator):
                 asked[p.dim] = p.axes
-            if _each_once(asked):  # an operator that contradicts itself gets what it gets
+            if _each_once(asked):  # proposals of one operator that contradict each other are not counted
                 moved += self._between(tensor, held, Sharding(tuple(asked))) + self._between(tensor, Sharding(tuple(asked)), held)
         return moved
 
@@ -198,7 +199,7 @@ class _State:
 
 
 def agreement(found: Sequence[Axes]) -> Axes:
-    """The longest run of major axes that each of them begins with or is the beginning of."""
+    """Longest prefix that agrees with all of these lists of axes: each begins with it, or is a prefix of it."""
     longest = max(found, key=len, default=())
     return next((longest[:n] for n in range(len(longest), 0, -1) if all(_same_start(longest[:n], axes) for axes in found)), ())
 
@@ -209,13 +210,13 @@ def _same_start(a: Axes, b: Axes) -> bool:
 
 
 def _uncontended(agreed: Mapping[str, Axes], heard: Sequence[Mapping[str, Axes]]) -> dict[str, Axes]:
-    """Each factor's axes up to the first that another factor of the operator has somewhere."""
+    """Axes of each factor, up to the first axis that another factor of the operator has in some tensor."""
     asked = _askers(heard)
     return {f: next((axes[:n] for n, axis in enumerate(axes) if asked.get(axis, set()) - {f}), axes) for f, axes in agreed.items()}
 
 
 def _askers(heard: Iterable[Mapping[str, Axes]]) -> dict[str, set[str]]:
-    """For each axis the factors that it cuts in some tensor."""
+    """Axis -> factors that it cuts in some tensor."""
     found: dict[str, set[str]] = {}
     for of in heard:
         for factor, axes in of.items():
@@ -237,9 +238,10 @@ def _extends(more: tuple[Axes, ...], dims: tuple[Axes, ...]) -> bool:
 
 
 def program(graph: Graph, mesh: Sizes, annotations: Mapping[str, str]) -> Program:
-    """Propagate, then choose each operator's cuts: every axis that cuts one of its tensors cuts one factor, with the fewest bytes moved.
+    """Propagate annotations, then choose the cuts of each operator. Raises BadInput as `propagate` does.
 
-    Where factors of an operator ask for the same axis, or for axes in another order, what was not taken is said.
+    Every axis that cuts one of the operator's tensors cuts one of its factors, if possible. Of several choices, the one that moves the
+    fewest bytes is taken, and the next best is recorded as a conflict.
     """
     found = propagate(graph, mesh, annotations)
     conflicts, work, constant = [*found.conflicts], [], indices(graph)
@@ -261,12 +263,12 @@ def _heard(op: Operator, found: Propagated) -> list[dict[str, Axes]]:
 
 
 def _possible(graph: Graph, op: Operator, found: Propagated) -> Iterator[Cuts]:
-    """Each axis to one of the factors that ask for it, or to none; axes of one factor in every order."""
+    """All cuts of an operator: each axis cuts one of the factors that want it, or none; axes of one factor in every order."""
     asked = {axis: sorted(factors - set(op.whole)) for axis, factors in sorted(_askers(_heard(op, found)).items())}
     seen: set[str] = set()
     for chosen in product(*[(*factors, "") for factors in asked.values()]):
         of = {f: tuple(axis for axis, factor in zip(asked, chosen, strict=True) if factor == f) for f in set(chosen) - {""}}
-        if any(graph.dims[f].size % ways(axes, found.mesh) for f, axes in of.items()):
+        if any(graph.dims[f].size % num_parts(axes, found.mesh) for f, axes in of.items()):
             continue
         for orders in product(*[permutations(of[f]) for f in sorted(of)]):
             cuts = dict(zip(sorted(of), orders, strict=True))
@@ -276,12 +278,12 @@ def _possible(graph: Graph, op: Operator, found: Propagated) -> Iterator[Cuts]:
 
 
 def _unused(op: Operator, cuts: Cuts, found: Propagated) -> set[str]:
-    """Axes that cut its tensors and not itself: its ranks do the same work."""
+    """Axes that cut tensors of the operator but not its work, so that ranks along them repeat it."""
     return set(_askers(_heard(op, found))) - {axis for axes in cuts.values() for axis in axes}
 
 
 def _moved(graph: Graph, mesh: Sizes, work: Work, shardings: Mapping[str, Sharding]) -> float:
-    """Bytes that leave a rank around the operator, forward and backward."""
+    """Bytes that a rank sends for the operator, forward and backward."""
     return Program(graph, mesh, shardings, (work,)).sent
 
 

@@ -1,11 +1,11 @@
-"""Which of the project's kinds a program of shardings is: the Plan that its engines and layers run, or in one line why there is none.
+"""Translates a program of shardings into a Plan that this project's engines and layers can run, or says why there is none.
 
-    batch over rows, all dense weights whole                       dp, ddp        (weights over rows too: fsdp)
-    heads, hidden and vocab over columns, tokens whole between     tp, 1d         (their length over columns too: sliced)
-    experts over rows, columns or both, expert_hidden over one     ep, etp        (which fold over the ranks of dp and tp)
+    batch over rows, all dense weights whole                          dp, ddp     (weights over rows too: fsdp)
+    heads, hidden and vocab over columns, tokens whole between layers tp, 1d      (their length over columns too: sliced)
+    experts over rows, columns or both, expert_hidden over one        ep, etp     (on the same ranks as dp and tp)
 
-The shardings are compared tensor by tensor with those of the kind that they are nearest to; the first that differs is named. What is
-refused here still runs on its graph, by torch's DTensor (parallel/annotations/annotated.py).
+The shardings are compared tensor by tensor with the shardings of the most similar plan; the first tensor that differs is named. A refused
+program can still run on its graph by torch's DTensor (parallel/annotations/annotated.py).
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from moe.plan.job.network import Plan
 from moe.plan.operators import gspmd, mesh_tensorflow
 from parallel.annotations.graph import Graph
 from parallel.annotations.partition import Program
-from parallel.annotations.resharding import Axes, Sharding, Sizes, ways
+from parallel.annotations.resharding import Axes, Sharding, Sizes, num_parts
 from parallel.data.kinds.catalog import CUT, PLAIN
 from parallel.errors import BadInput
 
-BY_TENSOR = ("heads", "hidden", "vocab")  # what 1D cuts; beside experts it holds networks whole
+BY_TENSOR = ("heads", "hidden", "vocab")  # dims that 1D tensor parallelism cuts; networks next to experts stay whole
 
 
 def plan_of_layout(graph: Graph, mesh: Sizes, layout: str) -> Plan:
-    """Of Mesh-TensorFlow's `name:axis, ...`. Raises BadInput for a layout that is illegal, or none of the project's kinds."""
+    """Plan for a Mesh-TensorFlow layout `name:axis, ...`. Raises BadInput if it is illegal, or if no plan has these shardings."""
     return plan_of(mesh_tensorflow.program(graph, mesh, mesh_tensorflow.layout_of(layout, graph, mesh)))
 
 
 def plan_of_annotations(graph: Graph, mesh: Sizes, annotations: Mapping[str, str]) -> Plan:
-    """Of annotations that GSPMD propagates. Raises BadInput for wrong ones, and for shardings that are none of the project's kinds."""
+    """Plan for annotations that GSPMD propagates. Raises BadInput if they are wrong, or if no plan has the resulting shardings."""
     return plan_of(gspmd.program(graph, mesh, annotations))
 
 
 def plan_of(program: Program) -> Plan:
-    """The plan whose tensors lie as the program's do: degrees, tensor kind and engine. Raises BadInput where there is none."""
+    """Plan with the shardings of the program: degrees, kind of tensor parallelism and engine. Raises BadInput if there is none."""
     kind = _Kind.nearest(program)
     idle = [axis for axis in program.mesh if program.mesh[axis] > 1 and axis not in (*kind.data, *kind.tensor)]
     if idle:
         raise BadInput(
             "mesh",
             got=f"an axis {idle[0]} that cuts neither batch nor heads and hidden units",
-            needed="every axis to share out a layer's dense work: experts fold over the same ranks",
+            needed="axes that all divide a layer's dense work (experts use the same ranks)",
             fix=f"cut batch by {idle[0]}, or leave the axis out",
         )
     if len(kind.tensor) > 1:
@@ -52,10 +52,10 @@ def plan_of(program: Program) -> Plan:
     sliced = _check_stream(program, kind)
     size = program.mesh
     return Plan(
-        dp=ways(kind.data, size),
-        tp=ways(kind.tensor, size),
-        ep=ways(kind.experts, size),
-        etp=ways(kind.expert_hidden, size),
+        dp=num_parts(kind.data, size),
+        tp=num_parts(kind.tensor, size),
+        ep=num_parts(kind.experts, size),
+        etp=num_parts(kind.expert_hidden, size),
         engine=engine,
         tensor="sliced" if sliced else "1d",
     )
@@ -63,7 +63,7 @@ def plan_of(program: Program) -> Plan:
 
 @dataclass(frozen=True)
 class _Kind:
-    """The axes of each part of a plan."""
+    """Mesh axes of each kind of parallelism in a plan."""
 
     data: Axes
     tensor: Axes
@@ -72,7 +72,7 @@ class _Kind:
 
     @staticmethod
     def nearest(program: Program) -> _Kind:
-        """By what cuts tokens between layers, and what cuts weights."""
+        """Most similar plan: from the axes that cut tokens between layers, and the axes that cut weights."""
         data = _cutting(program, _stream(program), ("batch",))
         dense = {name: letters for name, letters in program.graph.parameters.items() if not _of_experts(program.graph, letters)}
         experts = {name: letters for name, letters in program.graph.parameters.items() if _of_experts(program.graph, letters)}
@@ -80,19 +80,19 @@ class _Kind:
         return _Kind(data, tensor, _cutting(program, experts, ("experts",)), _cutting(program, experts, ("expert_hidden",)))
 
     def axes(self, name: str, *, of_experts: bool) -> Axes:
-        """Of a weight's dim of this name."""
+        """Axes that cut a weight's dim with this name."""
         if of_experts:
             return {"experts": self.experts, "expert_hidden": self.expert_hidden}.get(name, ())
         return self.tensor if name in BY_TENSOR else ()
 
 
 def _of_experts(graph: Graph, letters: str) -> bool:
-    """Whether a weight is the experts' own; a router has their number, and not their hidden units."""
+    """True if a weight belongs to experts. (A router's weight has a dim `experts`, but no dim `expert_hidden`.)"""
     return "expert_hidden" in {graph.dims[letter].name for letter in letters}
 
 
 def _stream(program: Program) -> dict[str, str]:
-    """What goes from layer to layer: embedded tokens, and the sums after attention and networks."""
+    """Tensors of the residual stream, name -> letters: embedded tokens, and sums after attention and networks."""
     graph = program.graph
     whole = {"batch", "length", "width"}
     return {
@@ -115,7 +115,7 @@ def _cutting(program: Program, tensors: Mapping[str, str], names: tuple[str, ...
 
 
 def _check_weights(program: Program, kind: _Kind) -> str:
-    """Each weight lies as the kind's; or all dense ones are cut by the data axes as well, as FSDP has them."""
+    """Check that weights have the plan's shardings. Returns fsdp if the data axes cut all dense weights too, and ddp if none."""
     sharded, whole = list[str](), list[str]()
     for name, letters in program.graph.parameters.items():
         of_experts = _of_experts(program.graph, letters)
@@ -137,7 +137,7 @@ def _check_weights(program: Program, kind: _Kind) -> str:
 
 
 def _check_stream(program: Program, kind: _Kind) -> Literal["", "sliced"]:
-    """Tokens between layers: sequences over the data axes, and perhaps slices of them over the tensor axis."""
+    """Check the residual stream: batch over the data axes. Returns "sliced" if its length is cut over the tensor axis."""
     found: set[Axes] = set()
     for name, letters in _stream(program).items():
         of = {program.graph.dims[letter].name: axes for letter, axes in zip(letters, program.shardings[name].dims, strict=True)}

@@ -1,12 +1,12 @@
-"""What searches over operators ask of devices: seconds of work and of collectives on a logical mesh, and an alpha-beta answer to it.
+"""Times of work and collectives on a logical mesh, for searches over operators: the interface Mesh, and its alpha-beta model.
 
     n ranks, S bytes of the whole buffer      all-reduce        alpha + 2 (n-1)/n S beta
                                               all-gather        alpha +   (n-1)/n S beta
                                               reduce-scatter    alpha +   (n-1)/n S beta
-    S of what one rank holds                  all-to-all        alpha +   (n-1)/n S beta
+    n ranks, S bytes of one rank's buffer     all-to-all        alpha +   (n-1)/n S beta
 
-The forms are those of Alpa (arXiv 2201.12023, section 4.2), but for its all-to-all, which counts n / 2 times as much. Any other model of a
-cluster can stand in `AlphaBeta`'s place: searches know `Mesh` alone.
+These are the formulas of Alpa (arXiv 2201.12023, section 4.2), except that Alpa's all-to-all takes n / 2 times as long. Searches use only
+`Mesh`, so another model of a cluster can replace `AlphaBeta`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from moe.plan.machine.cluster import Cluster
 
 
 class Mesh(Protocol):
-    """Equal devices in a grid: `sizes` of its axes, the last one's neighbours being nearest. `memory_bytes`: of one device."""
+    """Equal devices in a grid. sizes: of its axes; neighbours along the last axis are closest. memory_bytes: of one device."""
 
     @property
     def sizes(self) -> tuple[int, ...]: ...
     @property
     def memory_bytes(self) -> float: ...
     def work(self, flops: float, moved_bytes: float) -> float:
-        """Seconds of one device, for products and what is read and written beside them."""
+        """Seconds of one device for `flops` operations, and for `moved_bytes` read and written."""
         ...
 
     def all_reduce(self, size_bytes: float, axis: int) -> float: ...
@@ -38,7 +38,7 @@ class Mesh(Protocol):
 
 @dataclass(frozen=True)
 class Link:
-    """Seconds of one message: `alpha_s` + bytes * `beta_s`; in an exchange of all with all `exchange_s` for each byte (None: beta_s)."""
+    """A link: one message takes `alpha_s` + bytes * `beta_s` seconds. exchange_s: seconds a byte in an all-to-all (None: beta_s)."""
 
     alpha_s: float
     beta_s: float
@@ -47,7 +47,7 @@ class Link:
 
 @dataclass(frozen=True)
 class AlphaBeta:
-    """`flops` that a device reaches in a second, `moved` bytes of its memory; one link for each axis."""
+    """Alpha-beta model of a mesh. links: one for each axis. flops: operations a second of a device. moved: bytes a second of its memory."""
 
     sizes: tuple[int, ...]
     links: tuple[Link, ...]
@@ -79,7 +79,7 @@ class AlphaBeta:
 
 @dataclass(frozen=True)
 class Machine:
-    """`nodes` of `node_size` devices: links `inside` a node, and `between` nodes as one device has its share of them."""
+    """Machine of `nodes` nodes with `node_size` devices. inside: link within a node. between: one device's share of the links of a node."""
 
     nodes: int
     node_size: int
@@ -94,10 +94,10 @@ class Machine:
         return self.nodes * self.node_size
 
     def link(self, count: int, stride: int) -> Link:
-        """Of an axis of so many ranks, `stride` apart. Where it goes over nodes, rings go within each first, and only what is left between.
+        """Link of an axis of `count` ranks with distance `stride`.
 
-        n ranks, w in each of m nodes: (n-1)/n beta = (w-1)/w beta_inside + (m-1)/m beta_between / w; of an exchange, what has to leave
-        the node leaves it.
+        An axis over several nodes uses hierarchical rings: first within each node, then between nodes. With n ranks, w in each of m
+        nodes: (n-1)/n beta = (w-1)/w beta_inside + (m-1)/m beta_between / w. In an all-to-all, bytes for other nodes cross the network.
         """
         near = min(count, max(1, self.node_size // stride))
         if count == 1 or near == count:
@@ -109,7 +109,7 @@ class Machine:
         return Link((inside.alpha_s if near > 1 else 0.0) + between.alpha_s, beta * scale, exchange * scale)
 
     def mesh(self, *sizes: int) -> AlphaBeta:
-        """A run of the devices as a grid, the last axis being next to each other."""
+        """Grid of neighbouring devices; those along the last axis are adjacent."""
         links, stride = [], 1
         for size in reversed(sizes):
             links.append(self.link(size, stride))
@@ -117,15 +117,15 @@ class Machine:
         return AlphaBeta(sizes, tuple(reversed(links)), self.flops, self.moved, self.memory_bytes)
 
     def submeshes(self) -> tuple[int, ...]:
-        """Numbers of devices that a stage may have, as in Alpa: 1, 2, 4, ... of a node, or whole nodes."""
+        """Numbers of devices that a stage may have, as in Alpa: 1, 2, 4, ... devices of a node, or whole nodes."""
         parts = [n for n in (2**i for i in range(self.node_size.bit_length())) if self.node_size % n == 0]
         return tuple(sorted({*parts, *(k * self.node_size for k in range(1, self.nodes + 1))}))
 
 
 def machine_of(cluster: Cluster, *, kind: str = "bf16") -> Machine:
-    """A cluster file's (cluster.py) rates and bandwidths as one speed and two links. Of the memory a tenth is the allocator's.
+    """Machine with the rates and bandwidths of a cluster (cluster.py). A tenth of the memory is reserved for the allocator.
 
-    `kind`: of the products. Processes of a host share its cores, and its memory.
+    kind: dtype of products. Processes of a host share its cores and memory.
     """
     device, inside, between = cluster.device, cluster.inside, cluster.between
     share = between.node_gb_s * 1e9 * between.share / cluster.devices_per_node

@@ -1,16 +1,16 @@
-"""Mesh-TensorFlow: dims have names, and a layout says over which axis of the mesh each name lies. All else follows from the names.
+"""Mesh-TensorFlow: dims have names, and a layout gives the mesh axis over which each name is split. All shardings follow from the names.
 
     layout   batch:rows, heads:columns, hidden:columns, vocab:columns, experts:rows
-    einsum   b:rows, f:columns    blf, fd -> bld    each rank its part; f is summed, so an all-reduce over columns follows
+    einsum   b:rows, f:columns    blf, fd -> bld    each rank computes its part; f is summed, so an all-reduce over columns follows
 
-    legal    a name on one axis at most; no two names of one tensor or operator on the same axis; the axis divides the size
-    costs    partition.py: FLOPs of a part, sums over summed names that are cut, exchanges where a tensor is read by other names, bytes
+    legal    each name is on at most one axis; no two names of a tensor or operator are on the same axis; the axis divides the size
+    costs    partition.py: FLOPs of a part, sums over cut names, exchanges if a tensor is read under other names, bytes
 
-A tensor is cut the same way wherever it has the same names. Where it must lie differently it gets other names (Mesh-TensorFlow's
-reshape). In its MoE layers the experts' rows have the names `experts` and `expert_batch` between dispatch and combine, and everything
-outside of them has `batch` and `experts_whole`: with both batch and experts over rows this renaming is the all-to-all.
+A tensor is sharded equally wherever it has the same names. To change its sharding it gets other names (Mesh-TensorFlow's reshape). In MoE
+layers, the experts' rows have the names `experts` and `expert_batch` between dispatch and combine, and all tensors outside have `batch`
+and `experts_whole`. If batch and experts are both on rows, this renaming is the all-to-all.
 
-The best layout is found in best_layout.py. Sources: Mesh-TensorFlow (arXiv 1811.02084), sections 3 and 4, and its moe.py.
+best_layout.py finds the best layout. Sources: Mesh-TensorFlow (arXiv 1811.02084), sections 3 and 4, and its moe.py.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from parallel.annotations.partition import Cuts, Program, indices, needed, tenso
 from parallel.annotations.resharding import Sharding, Sizes, check_axes
 from parallel.errors import BadInput, did_you_mean
 
-Layout = Mapping[str, str]  # a dim's name -> an axis of the mesh
+Layout = Mapping[str, str]  # name of a dim -> axis of the mesh
 INSIDE, OUTSIDE = "expert_batch", "experts_whole"
 
 
 def layout_of(text: str, graph: Graph, mesh: Sizes) -> dict[str, str]:
-    """Read `name:axis, ...`. Raises BadInput for what is not there, a name twice, and an illegal layout."""
+    """Parse a layout `name:axis, ...`. Raises BadInput for unknown or repeated names, unknown axes, and illegal layouts."""
     found: dict[str, str] = {}
     for rule in filter(None, (word.strip() for word in text.split(","))):
         name, colon, axis = (part.strip() for part in rule.partition(":"))
@@ -45,7 +45,7 @@ def layout_of(text: str, graph: Graph, mesh: Sizes) -> dict[str, str]:
 
 
 def check(graph: Graph, layout: Layout, mesh: Sizes) -> None:
-    """Raises BadInput for unknown names and axes, a size that is not divisible, and two dims of one tensor or operator on one axis."""
+    """Raise BadInput for unknown names and axes, sizes that are not divisible, and two dims of a tensor or operator on one axis."""
     graph = renamed(graph)
     names = sorted({dim.name for dim in graph.dims.values()})
     for name, axis in layout.items():
@@ -76,12 +76,12 @@ def check(graph: Graph, layout: Layout, mesh: Sizes) -> None:
 
 
 def together(graph: Graph) -> dict[str, str]:
-    """Letters that are in one tensor or operator, by its name."""
+    """Name of a tensor or operator -> its letters."""
     return {name: graph.letters(name) for name in (*graph.inputs, *graph.parameters)} | {op.name: op.factors for op in graph.operators}
 
 
 def renamed(graph: Graph) -> Graph:
-    """The graph with names of their own for the batch inside of experts and for the experts outside of them; itself where it has none."""
+    """Graph with other names for the batch inside of MoE dispatch and for the experts outside of it. Unchanged without experts."""
     inside = {op.name for op in graph.operators if op.kind in ("product", "pointwise") and _has(graph, op.factors, "experts", "slots")}
     if not inside:
         return graph
@@ -110,7 +110,7 @@ def _with(op: Operator, letters: Mapping[str, str]) -> Operator:
 
 
 def program(graph: Graph, mesh: Sizes, layout: Layout) -> Program:
-    """What every rank does with a layout. Raises BadInput as `check`."""
+    """Program of all ranks for a layout. Raises BadInput as `check` does."""
     check(graph, layout, mesh)
     graph = renamed(graph)
     of = by_letter(graph, layout)
@@ -124,5 +124,5 @@ def by_letter(graph: Graph, layout: Layout) -> Cuts:
 
 
 def cuts(of: Cuts, op: Operator) -> Cuts:
-    """An operator's, of all letters'. What it needs whole is gathered for it."""
+    """Cuts of one operator, from the cuts of all letters. Factors that it needs whole are not cut; they are gathered for it."""
     return {letter: of[letter] for letter in op.factors if letter in of and letter not in op.whole}

@@ -1,13 +1,14 @@
-"""FlexFlow's execution simulator (arXiv 1807.05358, section 5): the tasks of one pass over placed operators, and when each ends.
+"""FlexFlow's execution simulator (arXiv 1807.05358, section 5): the tasks of one pass over placed operators, and their times.
 
-    each operator cut into parts on devices  ->  tasks: compute forward, backward; fetch what other devices have; sum gradients
+    each operator cut into parts on devices  ->  tasks: compute forward, backward; fetch data from other devices; sum gradients
 
-A part needs the region of each input that its rule names. What of it lies on other devices is one fetch on its device's port; partial sums
-count as a ring's share, 2/t of each of t parts; a region that several devices have comes from the own one, or evenly from all. A device
-computes one task at a time, and its port serves one at a time, in the order in which tasks become ready (ties: by their keys).
+A part needs the region of each input that its rule names. Its data on other devices is one fetch, on its device's port. Of partial sums,
+2/t of each of t parts is fetched, as in a ring. A region that several devices have comes from the part's own device if possible,
+otherwise equally from all. A device computes one task at a time, and its port handles one at a time, in the order in which tasks become
+ready (ties: by their keys).
 
-Delta simulation: tasks that became ready before anything changed run as before, so their times are kept, and the rest is simulated again.
-The paper instead times again what follows a change; both give the full simulation's result.
+Delta simulation: tasks that became ready before the first change keep their times; only the others are simulated again. The paper
+instead recomputes the times that depend on a change. Both give the result of a full simulation.
 """
 
 from __future__ import annotations
@@ -27,14 +28,16 @@ from moe.plan.search.strategies import Settings
 from parallel.annotations.graph import Graph, Operator
 
 Key = tuple[int, int, int]
-FORWARD, BACKWARD, FETCH, RETURN, SUM, MET = range(6)  # kinds of tasks; MET: several parts have ended, no time
-FINE_S_PER_BYTE = 1e-9  # what a byte above a device's memory costs: 1 ms a MB, as in FlexFlow
+FORWARD, BACKWARD, FETCH, RETURN, SUM, MET = range(6)  # kinds of tasks; MET: several parts have ended; takes no time
+FINE_S_PER_BYTE = 1e-9  # penalty for a byte above a device's memory: 1 ms a MB, as in FlexFlow
 
 
 @dataclass(frozen=True)
 class Placed:
-    """How an operator is cut, outermost first, as (factor, parts); factor "": copies that do the same work. Part i runs on device
-    first + i * stride."""
+    """Cuts of an operator, outermost first, as (factor, number of parts); factor "" means copies that do the same work.
+
+    Part i runs on device first + i * stride.
+    """
 
     degrees: tuple[tuple[str, int], ...] = ()
     first: int = 0
@@ -45,7 +48,7 @@ class Placed:
         return prod(n for _, n in self.degrees)
 
     def ways(self, letters: str) -> int:
-        """Into how many different pieces a tensor with these letters is cut."""
+        """Number of different pieces into which a tensor with these letters is cut."""
         return prod(n for letter, n in self.degrees if letter and letter in letters)
 
 
@@ -53,7 +56,7 @@ Placement = Mapping[str, Placed]
 
 
 class Task(NamedTuple):
-    """On resource `where` (a device, or its port; -1: none) for `seconds`, after other tasks."""
+    """A task on resource `where` (a device, or its port; -1: none) that takes `seconds` and starts after other tasks."""
 
     where: int
     seconds: float
@@ -62,7 +65,7 @@ class Task(NamedTuple):
 
 @dataclass
 class Ran:
-    """`order`: (ready, key) as they were taken; the ends of all; and the tasks themselves."""
+    """Result of a simulation. order: (time at which it became ready, key) of all tasks, in the order of execution. ends: key -> end."""
 
     tasks: dict[Key, Task]
     order: list[tuple[float, Key]] = field(default_factory=list)
@@ -75,7 +78,7 @@ class Ran:
 
 
 def run(tasks: dict[Key, Task], before: Ran | None = None) -> Ran:
-    """Times of all tasks; with `before`, the run of others of which most are the same, only what can differ is simulated."""
+    """Compute the times of all tasks. before: result for similar tasks; only times that can differ are then simulated."""
     ran = Ran(tasks)
     since = 0.0 if before is None else _first_change(tasks, before)
     free: dict[int, float] = {}
@@ -122,7 +125,7 @@ def run(tasks: dict[Key, Task], before: Ran | None = None) -> Ran:
 
 
 def _first_change(tasks: dict[Key, Task], before: Ran) -> float:
-    """No task that became, or becomes, ready earlier is another than before."""
+    """Earliest time at which the two sets of tasks can differ: all tasks that become ready earlier are equal in both."""
     gone = [before.ready[key] for key in before.tasks.keys() - tasks.keys()]
     new = {key for key, task in tasks.items() if before.tasks.get(key) != task}
     old = [before.ready[key] for key in new if key in before.ready]
@@ -134,18 +137,18 @@ def _first_change(tasks: dict[Key, Task], before: Ran) -> float:
 
 @dataclass(frozen=True)
 class _Pieces:
-    """One term of a placed operator: of each part the region (as shares of each dim), its device, and who has the same."""
+    """One term of a placed operator: for each part its region, as fractions of each dim, and its device."""
 
-    low: Any  # [parts, dims]
-    high: Any
+    low: Any  # [parts, dims] start of the region
+    high: Any  # [parts, dims] end of the region
     device: Any  # [parts]
-    group: Any  # [parts]: number of the region, among copies of which any will do
+    group: Any  # [parts]: number of the region; parts with equal numbers are copies
     copies: int
-    partial: int  # over so many parts whole sums are spread
+    partial: int  # number of parts that each hold a partial sum
 
 
 class Simulator:
-    """The simulated seconds of placements of one graph on one machine; blocks of tasks are kept for choices seen before."""
+    """Simulates placements of one graph on one machine. Caches the tasks of placements of single operators and edges."""
 
     def __init__(self, graph: Graph, machine: Machine, settings: Settings, weight: Mapping[int, float] | None = None):
         self.graph, self.machine, self.settings = graph, machine, settings
@@ -155,7 +158,7 @@ class Simulator:
         self._seen: dict[Any, _Pieces] = {}
 
     def tasks(self, placement: Placement) -> dict[Key, Task]:
-        """Of one pass forward and backward."""
+        """Tasks of one forward and backward pass."""
         made: dict[Key, Task] = {}
         for op in self.graph.operators:
             made |= self._block((op.name, placement[op.name]), self._own, op, placement)
@@ -164,11 +167,11 @@ class Simulator:
         return made
 
     def seconds(self, placement: Placement, ran: Ran) -> float:
-        """The run's, and a fine for devices that hold more than their memory."""
+        """Seconds of a run, plus the penalty for bytes above a device's memory."""
         return ran.seconds + FINE_S_PER_BYTE * self.excess(placement)
 
     def excess(self, placement: Placement) -> float:
-        """Bytes above the memory of the fullest device."""
+        """Bytes by which the fullest device exceeds its memory; 0 if none does."""
         held = np.zeros(self.machine.devices)
         for op in self.graph.operators:
             placed = placement[op.name]
@@ -193,7 +196,7 @@ class Simulator:
         return placed.first + placed.stride * np.arange(placed.parts)
 
     def _own(self, op: Operator, placement: Placement) -> dict[Key, Task]:
-        """Forward and backward of each part, and the sums of its parameters' gradients."""
+        """Tasks of an operator: forward and backward of each part, and the sums of its parameters' gradients."""
         placed, n, made = placement[op.name], self.number[op.name], {}
         devices, weight = self._devices(placed), self.weight[op.name]
         moved = sum(self.graph.size(term) / placed.ways(term) for term in (*op.terms, op.output)) * self.graph.itemsize
@@ -218,14 +221,15 @@ class Simulator:
         return self._all_reduce(size, placed.parts, ways) if ways > 1 else 0.0
 
     def _all_reduce(self, size_bytes: float, span: int, count: int) -> float:
-        """Over `count` of devices that stand among `span` in a row: within nodes first."""
+        """Seconds of an all-reduce over `count` devices among `span` neighbours, first within nodes, then between them."""
         within = min(count, max(1, self.machine.node_size * count // max(span, self.machine.node_size)))
         inside, between, nodes = self.machine.inside, self.machine.between, max(1, count // within)
         seconds = inside.alpha_s + 2 * (within - 1) / within * size_bytes * inside.beta_s if within > 1 else 0.0
         return seconds + (between.alpha_s + 2 * (nodes - 1) / nodes * size_bytes / within * between.beta_s if nodes > 1 else 0.0)
 
     def _sum(self, op: Operator, place: int, name: str, term: str, placed: Placed) -> dict[Key, Task]:
-        """Of one parameter's gradient, over the parts that have different shares of the same piece of it; a step's share for one pass."""
+        """Tasks that sum one parameter's gradient over the parts that hold the same piece of it. Their time is divided by the number of
+        micro-batches, because the sum runs once a step."""
         count = prod(n for letter, n in placed.degrees if letter and letter not in term)
         if count == 1:
             return {}
@@ -241,7 +245,7 @@ class Simulator:
         return made
 
     def _pieces(self, factors: str, term: str, placed: Placed) -> _Pieces:
-        """Regions of a tensor with the letters of `term`; other factors make partial results of it."""
+        """Regions of a tensor with the letters of `term`. Cuts of other factors give partial sums of it."""
         key = (factors, term, placed)
         if key in self._seen:
             return self._seen[key]
@@ -264,7 +268,7 @@ class Simulator:
         return made
 
     def _between(self, i: int, placement: Placement) -> dict[Key, Task]:
-        """What the parts of an edge's reader fetch, and what the writer's get back."""
+        """Tasks of an edge: its reader's parts fetch the input, and its writer's parts fetch the gradient."""
         edge = self.graph.edges[i]
         writer, reader = self.graph.named[edge.writer], self.graph.named[edge.reader]
         size = self.graph.size(writer.output) * self.graph.itemsize
@@ -278,13 +282,13 @@ class Simulator:
     def _fetches(
         self, have: _Pieces, need: _Pieces, size: float, source: tuple[int, int], what: tuple[int, int], weight: float
     ) -> dict[Key, Task]:
-        # a reader whose result is a part of a sum needs its region whole all the same; [needing parts, having parts]
+        # shapes: [needing parts, having parts]; a reader that gives a partial sum still needs its whole region
         sides = np.minimum(need.high[:, None], have.high[None]) - np.maximum(need.low[:, None], have.low[None])
         overlap = np.clip(sides, 0.0, 1.0).prod(axis=2)
         overlap[overlap < 1e-12] = 0.0
         own = need.device[:, None] == have.device[None]
         groups = np.eye(int(have.group.max()) + 1)[have.group]
-        mine = (own @ groups)[:, have.group] > 0  # this device has the same region, in this or another part
+        mine = (own @ groups)[:, have.group] > 0  # True if the needing part's device has this region itself
         from_there = overlap * size / have.copies * (2.0 / have.partial if have.partial > 1 else 1.0) * ~mine
         near = need.device[:, None] // self.machine.node_size == have.device[None] // self.machine.node_size
         inside, between = (from_there * near).sum(1), (from_there * ~near).sum(1)

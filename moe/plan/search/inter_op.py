@@ -1,14 +1,14 @@
-"""Alpa's inter-operator search (arXiv 2201.12023, section 5): layers cut into stages, and devices into submeshes, by dynamic programming.
+"""Alpa's inter-operator search (arXiv 2201.12023, section 5): cuts layers into stages, and devices into submeshes, by dynamic programming.
 
     T = sum_i t_i + (B - 1) max_i t_i                      B micro-batches through stages of t_i seconds each
 
-For every time t_max that the slowest stage might take, from the least on:
+For every possible time t_max of the slowest stage, in ascending order:
 
-    F(s, l, d) = min over k > l and submeshes of n <= d devices:   F(s - 1, k, d - n) + t(l..k, n, s - 1)     of those with t <= t_max
+    F(s, l, d) = min over k > l and submeshes of n <= d devices:   F(s - 1, k, d - n) + t(l..k, n, s - 1)     for stages with t <= t_max
 
-is the least sum of s stages that hold the layers from l on, on d devices; the best of F(s, 0, D) + (B - 1) t_max is the answer. `t` is told
-how many stages come later, because 1F1B keeps one micro-batch more for each of them: where it does not fit, it says inf. t_max stops where
-B t_max alone exceeds what was found.
+is the least sum of the times of s stages that hold the layers from l on, on d devices. The smallest F(s, 0, D) + (B - 1) t_max is the
+result. The last argument of t is the number of later stages, because 1F1B keeps one more micro-batch for each of them; t is inf if the
+stage does not fit into memory. The search ends when B t_max exceeds the best result.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Time = Callable[[int, int, int, int], float]
 
 @dataclass(frozen=True)
 class Stage:
-    """Layers first to end - 1 on so many devices; `seconds` of one micro-batch, forward and backward."""
+    """A stage: layers first to end - 1 on `devices` devices. seconds: of one micro-batch, forward and backward."""
 
     first: int
     end: int
@@ -39,21 +39,22 @@ class Stages:
 
 
 def total(times: Sequence[float], microbatches: int) -> float:
-    """Seconds of a step of stages that take so long for a micro-batch each."""
+    """Seconds of a step. times: seconds of one micro-batch on each stage."""
     return sum(times) + (microbatches - 1) * max(times)
 
 
 def inter_op(
     time: Time, *, layers: int, devices: int, submeshes: Sequence[int], microbatches: int, most_stages: int | None = None, gap: float = 1e-9
 ) -> Stages:
-    """The stages of least time that use all devices. `time(first, end, devices, later)`: of a stage before `later` others.
+    """Find the stages with the least time that use all devices. Raises BadInput if nothing fits into memory.
 
-    Times of slowest stages that differ by less than the share `gap` are tried once. Raises BadInput where nothing fits.
+    time: (first, end, devices, number of later stages) -> seconds of one micro-batch on the stage, or inf. submeshes: possible numbers of
+    devices of a stage. gap: values of t_max that differ by less than this fraction are tried once.
     """
     import numpy as np
 
     most = min(layers, devices, most_stages or layers)
-    # t[later][submesh][first, end]: inf where a stage does not fit, and for end <= first
+    # t[later][submesh][first, end]: seconds; inf if the stage does not fit, or end <= first
     t = np.full((most, len(submeshes), layers + 1, layers + 1), inf)
     for later in range(most):
         for j, n in enumerate(submeshes):
@@ -73,7 +74,7 @@ def inter_op(
         stages = int(values.argmin())
         if values[stages] < best:
             made = _walk(choice, t, stages, devices, submeshes)
-            seconds = total([stage.seconds for stage in made], microbatches)  # the slowest may be faster than t_max
+            seconds = total([stage.seconds for stage in made], microbatches)  # the slowest stage may be faster than t_max
             if seconds < best:
                 best, found = seconds, Stages(made, seconds)
     if found is None:
@@ -83,7 +84,7 @@ def inter_op(
 
 
 def _sums(t, layers: int, devices: int, submeshes: Sequence[int]):  # type: ignore[no-untyped-def]
-    """F[s, l, d], and for each the submesh and the end of its first stage."""
+    """(F[s, l, d], choice): `choice` has the submesh and the end of the first stage for each entry of F."""
     import numpy as np
 
     most = len(t)
@@ -94,7 +95,7 @@ def _sums(t, layers: int, devices: int, submeshes: Sequence[int]):  # type: igno
         for j, n in enumerate(submeshes):
             if n > devices or not np.isfinite(t[s - 1, j]).any():
                 continue
-            # [l, k, d]: the first of s stages is l..k on n devices, the others have what is left
+            # [l, k, d]: the first of s stages has layers l..k on n devices, the others have the remaining layers and devices
             both = t[s - 1, j][:layers, :, None] + sums[s - 1][None, :, : devices + 1 - n]
             end = both.argmin(axis=1)
             value = np.take_along_axis(both, end[:, None, :], axis=1)[:, 0]

@@ -1,14 +1,14 @@
-"""Alpa's intra-operator search (arXiv 2201.12023, section 4): the strategies that cost least together, as an integer linear program.
+"""Alpa's intra-operator search (arXiv 2201.12023, section 4): the cheapest strategies of all operators, by an integer linear program.
 
-    minimise    sum_i  s_i . c_i   +   sum_ij  e_ij . R_ij           s_i: one of operator i's strategies; e_ij: of i's output, as j reads it
-    such that   e_ij's rows add up to s_i, its columns to s_j, by state        and at every time what lives fits into memory
+    minimise    sum_i  s_i . c_i   +   sum_ij  e_ij . R_ij        s_i: choice of operator i's strategy; e_ij: choice of the states in which
+                                                                  i gives its output and j reads it; R_ij: cost of resharding
+    such that   e_ij's rows add up to s_i, its columns to s_j, by state        and all live tensors fit into memory at every time
 
-Of a layer that the backward pass computes again, the forward third is paid once more, and of its outputs the last alone lives.
-R counts how a tensor travels from the state in which i gives it to that in which j reads it. It is between states instead of strategies
-(several strategies give the same state), so the product variables are few and need not be integers, and the relaxation is tight. HiGHS
-solves it first (scipy.optimize.milp): mostly it has one strategy for each operator, and is the answer. Else the integer program is solved,
-or, above `LARGE` variables, the relaxation rounded: operator by operator the strategy, among those that it gives a share, that costs least
-after those chosen before.
+A layer that is recomputed pays the forward third of its cost once more, and only its last output stays live. R is a matrix between states
+instead of strategies (several strategies give the same state). So there are few product variables, they need not be integers, and the
+relaxation is tight. First the relaxation is solved (HiGHS, by scipy.optimize.milp). Mostly it has one strategy for each operator, and is
+the answer. Otherwise the integer program is solved. Above `LARGE` variables the relaxation is rounded instead: operator by operator, take
+the cheapest strategy with a large value, given the earlier choices.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from moe.plan.search.strategies import AGAIN, Cost, Settings, State, Strategy, c
 from parallel.annotations.graph import Graph
 from parallel.errors import BadInput
 
-LARGE = 60_000  # variables of the program, above which it is relaxed
+LARGE = 60_000  # number of variables above which the relaxation is rounded
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """`chosen`: a strategy for each operator of `graph`, which is the given one with `NAME.read` between (strategies.py)."""
+    """Result. chosen: strategy of each operator. graph: the given graph with additional operators `NAME.read` (strategies.py)."""
 
     graph: Graph
     chosen: Mapping[str, Strategy]
@@ -50,11 +50,11 @@ def intra_op(
     large: int = LARGE,
     gap: float = 1e-9,
 ) -> Assignment:
-    """The best strategies on `mesh`, whose devices have `memory_bytes` for states and for outputs of `in_flight` micro-batches.
+    """Find the cheapest strategies on `mesh`. Raises BadInput if nothing fits into memory.
 
-    `fixed`: the state of some operators' outputs; `same`: pairs of operators whose outputs lie alike; `weight`: how often each layer
-    counts; `again`: the layers that are computed again, and the operator whose output each keeps. The integer program may miss the
-    optimum by the share `gap`. Raises BadInput where nothing fits.
+    memory_bytes: memory of a device for states and for the outputs of `in_flight` micro-batches. fixed: operator -> state of its output.
+    same: pairs of operators with equal states of their outputs. weight: layer -> number of times that it counts. again: recomputed layer
+    -> operator whose output it keeps. gap: fraction by which the integer program may miss the optimum.
     """
     settings, joined = settings or Settings(), read_together(graph)
     options = candidates(joined, mesh, settings)
@@ -73,7 +73,7 @@ def intra_op(
         fix = f"give each device more memory (at least {least / 2**30:.1f} GiB), more devices, or smaller micro-batches"
         raise BadInput("memory", got=f"{memory_bytes / 2**30:.1f} GiB a device", needed="room for some choice of strategies", fix=fix)
     chosen = program.read(values) if whole else program.rounded(values)
-    for share in (0.97, 0.94, 0.9, 0.8):  # of the memory, where rounding took more than there is
+    for share in (0.97, 0.94, 0.9, 0.8):  # if the rounded choice does not fit, try again with this fraction of the memory
         if whole or memory_bytes == inf or program.held(chosen, in_flight) <= memory_bytes:
             break
         program.within(memory_bytes * share, in_flight)
@@ -83,7 +83,7 @@ def intra_op(
 
 
 class _Program:
-    """Columns: strategies of each operator, then pairs of states of each edge."""
+    """The linear program. Its columns are the strategies of each operator, then pairs of states of each edge."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class _Program:
         return len(self.costs)
 
     def _states(self, name: str, place: int | None) -> dict[State, list[int]]:
-        """The columns of the strategies that give a state, or read their input number `place` in it."""
+        """State -> columns of the strategies that give it, or that read their input number `place` in it."""
         found: dict[State, list[int]] = {}
         for i, s in enumerate(self.options[name]):
             found.setdefault(s.gives if place is None else s.reads[place], []).append(self.first[name] + i)
@@ -145,7 +145,7 @@ class _Program:
                 self.rows.append((row, 0.0, 0.0))
 
     def within(self, memory_bytes: float, in_flight: int) -> None:
-        """One row for each set of tensors that live at the same time, as shares of the memory."""
+        """Add the memory limit: one row for each set of tensors that live at the same time, as fractions of the memory."""
         for alive in live(self.graph, backward=self.settings.backward):
             row: dict[int, float] = {}
             for name, one in self.options.items():
@@ -155,7 +155,7 @@ class _Program:
             self.rows.append((row, 0.0, 1.0))
 
     def held(self, chosen: Mapping[str, Strategy], in_flight: int) -> float:
-        """Bytes at the fullest time."""
+        """Most bytes at any time."""
         states = sum(s.state_bytes * self.weight[name] for name, s in chosen.items())
         kept = live(self.graph, backward=self.settings.backward)
         return states + max(sum(chosen[name].output_bytes * self.weight[name] for name in alive & self.kept) for alive in kept) * in_flight
@@ -177,14 +177,14 @@ class _Program:
         return found.x
 
     def is_whole(self, values: Any) -> bool:
-        """Whether the relaxation chose one strategy for each operator: then no integer solution is better."""
+        """True if the relaxation has one strategy for each operator; then no integer solution is better."""
         return all(min(abs(v), abs(1 - v)) < 1e-6 for v in values[: self.integers])
 
     def read(self, values: Any) -> dict[str, Strategy]:
         return {name: one[max(range(len(one)), key=lambda i: values[self.first[name] + i])] for name, one in self.options.items()}
 
     def rounded(self, values: Any) -> dict[str, Strategy]:
-        """In the operators' order: among those that the relaxation gives a share, the cheapest after what was chosen before."""
+        """Choose operator by operator the cheapest strategy with a large value in the relaxation, given earlier choices."""
         chosen: dict[str, Strategy] = {}
         for op in self.graph.operators:
             one, first = self.options[op.name], self.first[op.name]
@@ -204,9 +204,9 @@ class _Program:
 
 
 def live(graph: Graph, *, backward: bool) -> list[frozenset[str]]:
-    """The operators whose outputs live at the same time, each time that no other contains.
+    """Sets of operators with outputs that live at the same time. Only sets that no other set contains.
 
-    With a backward pass all outputs are kept for it, so all live as it begins; without one each lives until its last reader has run.
+    With a backward pass, all outputs live when it begins. Without one, each output lives until its last reader has run.
     """
     if backward:
         return [frozenset(graph.named)]

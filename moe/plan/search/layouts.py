@@ -1,12 +1,12 @@
-"""Searches over layouts by names (Mesh-TensorFlow) and over annotations that spread (GSPMD), each ending in a Plan that the trainer runs.
+"""Searches over Mesh-TensorFlow layouts and over GSPMD annotations. Each returns a Plan that the trainer can run.
 
     meshes       rows x columns of all devices; columns within a node
-    mesh_tf      on each mesh the best legal layout (best_layout.py), and the best of LAYOUTS: those that are kinds of the project
-    gspmd        on each mesh the sets of SETS: a few annotated tensors, the others follow (gspmd.py)
-                 \\__ of those that fit and run the one of least seconds, by the program's own costs (partition.py)
+    mesh_tf      for each mesh: the best legal layout (best_layout.py), and the best layout that the trainer can run
+    gspmd        for each mesh: the sets of annotations in SETS, propagated to all tensors (gspmd.py)
+                 \\__ then the fastest that fits and can run, by the program's own costs (partition.py)
 
 A pass is one micro-batch of all replicas; gradients of weights are summed once a step. Neither paper has pipelines, so the plans have no
-stages; Mesh-TensorFlow cuts no states over the batch's axis, annotations do (FSDP).
+stages. Mesh-TensorFlow shards no weights over the batch's axis; annotations can (FSDP).
 
 Sources: Mesh-TensorFlow (arXiv 1811.02084), section 4; GSPMD (arXiv 2105.04663), section 5, for what is annotated in Transformers.
 """
@@ -23,7 +23,7 @@ from moe.plan.operators import mesh_tensorflow
 from moe.plan.operators.best_layout import best_layout
 from moe.plan.operators.kinds import BY_TENSOR, plan_of
 from moe.plan.operators.links import Machine
-from moe.plan.search.search import Allowed, Found
+from moe.plan.search.search import Allowed, SearchResult
 from parallel.annotations.graph import Graph
 from parallel.annotations.partition import Machine as Rates
 from parallel.annotations.partition import Program
@@ -31,20 +31,20 @@ from parallel.annotations.resharding import Sizes
 from parallel.errors import BadInput
 
 EXPERTS = ("", "experts:rows", "experts:columns", "experts:rows, expert_hidden:columns", "experts:columns, expert_hidden:rows")
-SETS = ("batch", "batch and slices", "weights over the batch")  # each beside columns where the mesh has them
+SETS = ("batch", "batch and slices", "weights over the batch")  # each with tensor parallelism if the mesh has columns
 
 
 @dataclass(frozen=True)
 class _Candidate:
-    """`rules`: the layout, or what was annotated, as one reads it."""
+    """A program on a mesh. rules: its layout or annotations, for messages."""
 
     mesh: Sizes
     program: Program
     rules: Mapping[str, str]
 
 
-def mesh_tf(graph: Graph, machine: Machine, microbatches: int = 1, *, allowed: Allowed = lambda plan: True) -> Found:
-    """The best layout that runs; `free_seconds`: of the best legal one. Raises BadInput where none fits."""
+def mesh_tf(graph: Graph, machine: Machine, microbatches: int = 1, *, allowed: Allowed = lambda plan: True) -> SearchResult:
+    """Find the best layout that the trainer can run. `free_seconds`: of the best legal layout. Raises BadInput if none fits."""
     free, where = inf, ""
     for mesh in meshes(machine):
         rates = _rates(machine, mesh)
@@ -59,21 +59,21 @@ def mesh_tf(graph: Graph, machine: Machine, microbatches: int = 1, *, allowed: A
     return _found("mesh-tf", found, min(free, found[1]), where if free < found[1] * (1 - 1e-9) else "")
 
 
-def gspmd(graph: Graph, machine: Machine, microbatches: int = 1, *, allowed: Allowed = lambda plan: True) -> Found:
-    """The set of annotations of least seconds. Raises BadInput where none fits."""
+def gspmd(graph: Graph, machine: Machine, microbatches: int = 1, *, allowed: Allowed = lambda plan: True) -> SearchResult:
+    """Find the set of annotations with the fewest seconds. Raises BadInput if none fits."""
     found = _best(_annotated(graph, machine), graph, machine, microbatches, allowed, "gspmd")
     return _found("gspmd", found, found[1], "")
 
 
 def meshes(machine: Machine) -> Iterator[dict[str, int]]:
-    """Rows x columns that make all devices, with columns within a node; an axis of one rank is left out."""
+    """All meshes rows x columns of the devices, with columns within a node. An axis of one rank is left out."""
     for columns in range(1, machine.node_size + 1):
         if machine.devices % columns == 0 and machine.node_size % columns == 0:
             yield {name: size for name, size in (("rows", machine.devices // columns), ("columns", columns)) if size > 1}
 
 
 def _rates(machine: Machine, mesh: Sizes) -> Rates:
-    """The links of the mesh's axes; the latency is that of the slower."""
+    """Rates of the mesh's links. Its latency is the slower link's."""
     links = dict(zip(mesh, machine.mesh(*mesh.values()).links, strict=True))
     return Rates(
         machine.flops, {axis: 1 / link.beta_s for axis, link in links.items()}, max((x.alpha_s for x in links.values()), default=0.0)
@@ -81,7 +81,7 @@ def _rates(machine: Machine, mesh: Sizes) -> Rates:
 
 
 def _layouts(graph: Graph, machine: Machine) -> Iterator[_Candidate]:
-    """The batch over rows, and heads, hidden units and the vocabulary over columns, with every way to lay experts."""
+    """Layouts with the batch over rows, heads, hidden units and vocabulary over columns, and every sharding of experts."""
     names = {dim.name for dim in mesh_tensorflow.renamed(graph).dims.values()}
     for mesh in meshes(machine):
         dense = [f"{name}:columns" for name in BY_TENSOR if name in names and "columns" in mesh]
@@ -115,15 +115,16 @@ def _annotated(graph: Graph, machine: Machine) -> Iterator[_Candidate]:
 
 
 def annotated(graph: Graph, mesh: Sizes, kind: str, experts: Mapping[str, str]) -> dict[str, str]:
-    """The annotations of one of SETS: of the embedded tokens, of a matrix of each attention and network, of the vocabulary and of experts.
+    """Annotations of one of SETS: tensor -> text.
 
-    `batch and slices` says as well that tokens lie in slices between layers; `weights over the batch` that every dense weight is cut.
-    `experts`: the axes of `experts` and `expert_hidden`, where they have one.
+    All annotate the embedded tokens, a matrix of each attention and network, the vocabulary and the experts. `batch and slices` also cuts
+    tokens along the sequence between layers; `weights over the batch` also cuts every dense weight. experts: `experts` and `expert_hidden`
+    -> axis, if they are cut.
     """
     rows, columns = "rows" if "rows" in mesh else ".", "columns" if "columns" in mesh else "."
     stream = [op for op in graph.operators if {graph.dims[x].name for x in op.output} == {"batch", "length", "width"}]
     between = [op for op in stream if op.kind in ("lookup", "pointwise", "norm")]
-    sliced = kind == "batch and slices"  # then what is not annotated would follow the slices
+    sliced = kind == "batch and slices"  # then all tensors between layers are annotated
     notes = {op.name: _note(graph, op.output, batch=rows) for op in between[:1]}
     if sliced:
         notes = {op.name: _note(graph, op.output, batch=rows, length=columns) for op in between}
@@ -136,7 +137,7 @@ def annotated(graph: Graph, mesh: Sizes, kind: str, experts: Mapping[str, str]) 
             first = next((dim for dim in names if dim not in BY_TENSOR), None)
             notes[name] = _note(graph, letters, **dict.fromkeys(BY_TENSOR, columns), **({first: rows} if first else {}))
         elif "experts" in names and experts:
-            notes[name] = _note(graph, letters)  # a router is whole, however experts lie
+            notes[name] = _note(graph, letters)  # a router is whole, whatever the sharding of experts
         elif columns != "." and (sliced or name.endswith((".q.weight", ".w1.weight")) or "vocab" in names) and set(names) & set(BY_TENSOR):
             notes[name] = ", ".join(columns if dim in BY_TENSOR else "_" for dim in names)
     if kind == "weights over the batch":
@@ -145,7 +146,7 @@ def annotated(graph: Graph, mesh: Sizes, kind: str, experts: Mapping[str, str]) 
 
 
 def _note(graph: Graph, letters: str, **axes: str) -> str:
-    """A word for each dim: the axis of its name, or whole."""
+    """Annotation with a word for each dim: the axis of its name, or `.` (whole)."""
     return ", ".join(axes.get(graph.dims[letter].name, ".") for letter in letters)
 
 
@@ -155,7 +156,7 @@ Best = tuple[Plan, float, _Candidate]
 def _best(
     candidates: Iterable[_Candidate], graph: Graph, machine: Machine, microbatches: int, allowed: Callable[[Plan], bool], search: str
 ) -> Best:
-    """Of the candidates that fit, are one of the project's kinds, and are allowed."""
+    """Fastest candidate that fits, can be run as a Plan, and is allowed."""
     best: Best | None = None
     least = inf
     for one in candidates:
@@ -171,7 +172,7 @@ def _best(
         if allowed(plan):
             best = plan, seconds, one
     if best is None:
-        fits = least <= machine.memory_bytes or least == inf  # or there was none, on any mesh
+        fits = least <= machine.memory_bytes or least == inf  # inf: no mesh had a candidate
         got = "no layout that the trainer runs" if fits else f"{least / 2**30:.1f} GiB a device for the smallest layout"
         more = "" if fits else ", or a larger pipeline.microbatches"
         needed = (
@@ -184,20 +185,20 @@ def _best(
 
 
 def _seconds(program: Program, rates: Rates, microbatches: int) -> float:
-    """Of a step: the sums of weights' gradients come once, all else with each micro-batch."""
+    """Seconds of a step: sums of weights' gradients run once, all else for each micro-batch."""
     weights = program.graph.parameters
     once = sum(rates.seconds(move.step) for move in program.moves if move.direction == "backward" and move.tensor in weights)
     return microbatches * (program.seconds(rates) - once) + once
 
 
-def _found(search: str, best: Best, free: float, other: str) -> Found:
+def _found(search: str, best: Best, free: float, other: str) -> SearchResult:
     plan, seconds, one = best
     said = f"{_said(one.rules)} on {_shape(one.mesh)}"
     if one.program.conflicts:
         said += f", {len(one.program.conflicts)} conflicts of what spread"
     if other:
         said += f"; the best layout of all, {other}, is not one that the trainer runs here ({free / seconds:.0%} of the time)"
-    return Found(search, plan, seconds, free, dict(one.rules), (), bool(other), said)  # type: ignore[arg-type]
+    return SearchResult(search, plan, seconds, free, dict(one.rules), (), bool(other), said)  # type: ignore[arg-type]
 
 
 def _said(rules: Mapping[str, str]) -> str:

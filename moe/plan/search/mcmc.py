@@ -1,12 +1,12 @@
 """FlexFlow's random walk over SOAP placements (arXiv 1807.05358, sections 4 and 6).
 
-    cut every operator by Sample, Operator (attribute) and Parameter dims over any devices; begin with data parallelism
-    propose   a random operator gets a random cut; one time in four its neighbours take it over, and with 0.75 theirs again
-    accept    what is faster; else with probability exp(-alpha (new - old) / best)
-    restart   from the best after each hundredth of the budget, or 1000 proposals
+    cut every operator by Sample, Operator (attribute) and Parameter dims over any devices; start with data parallelism
+    propose   a random operator gets a random cut; with probability 0.25 a neighbour takes it over too, then with 0.75 the next neighbour
+    accept    faster placements; slower ones with probability exp(-alpha (new - old) / best)
+    restart   from the best placement, after each hundredth of the budget, or 1000 proposals
 
-Times are the execution simulator's (execution.py). Unlike the paper a factor that is summed over may be cut too, as Unity does later, so
-that Megatron's rows are among the placements; slower placements are weighed against the best time instead of in milliseconds.
+Times come from the execution simulator (execution.py). Two differences to the paper: a factor that is summed over may be cut too (as in
+Unity), so that Megatron's row-parallel layers are among the placements; and time differences are relative to the best time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NEIGHBOURS, ONWARDS = 0.25, 0.75
 
 @dataclass(frozen=True)
 class Walk:
-    """The best placement and its seconds; how many proposals there were, and of those that were slower how many were accepted."""
+    """Best placement and its seconds. Numbers of proposals, of slower proposals, and of slower proposals that were accepted."""
 
     placement: Mapping[str, Placed]
     seconds: float
@@ -37,7 +37,7 @@ class Walk:
 
 
 def data_parallel(graph: Graph, devices: int) -> dict[str, Placed]:
-    """Every operator cut by samples over as many devices as divide them; one without samples is repeated on all."""
+    """Placement that cuts every operator by samples, over as many devices as possible. Operators without samples run on all devices."""
     found = {}
     for op in graph.operators:
         ways = max(n for n in range(1, devices + 1) if devices % n == 0 and graph.dims["b"].size % n == 0)
@@ -46,9 +46,8 @@ def data_parallel(graph: Graph, devices: int) -> dict[str, Placed]:
 
 
 def legal(op: Operator, graph: Graph, devices: int, *, axes: int = 2, spread: Literal["any", "all"] = "any") -> tuple[Placed, ...]:
-    """All cuts into a divisor of `devices` parts, along up to `axes` factors or copies, on runs of neighbours or evenly spread.
-
-    `spread` all: only those that use every device, with copies where there are fewer parts.
+    """All placements of an operator: cut into a divisor of `devices` parts, along up to `axes` factors (or copies), on neighbouring devices
+    or evenly spread. spread: "all": only placements that use every device, with copies if there are fewer parts.
     """
     found: dict[tuple[tuple[str, int], ...], None] = {}
     free = ["", *(letter for letter in op.factors if letter not in op.whole)]
@@ -80,9 +79,10 @@ def mcmc(
     simulation: Literal["delta", "full"] = "delta",
     watch: Callable[[dict[str, Placed], Ran], None] | None = None,
 ) -> Walk:
-    """Walk for `budget` proposals, or `seconds`. `alpha`: the larger, the fewer slower placements are accepted.
+    """Walk for `budget` proposals, or `seconds` of time. Returns the best placement.
 
-    `watch` sees every proposal with its run.
+    options: operator -> its possible placements; default: all legal ones. alpha: the larger, the fewer slower placements are accepted.
+    watch: called with every proposal and its run.
     """
     graph, draw, began = simulator.graph, random.Random(seed), clock.monotonic()
     devices = simulator.machine.devices
@@ -124,14 +124,14 @@ def _proposal(
     options: Mapping[str, tuple[Placed, ...]],
     sets: Mapping[str, frozenset[Placed]],
 ) -> dict[str, Placed]:
-    """One operator's new cut, and perhaps that of operators beside it, as far as it is legal there."""
+    """Placement with a new cut of one operator, and perhaps the same cut of neighbouring operators for which it is legal."""
     there, name = dict(now), draw.choice(names)
     there[name] = draw.choice(options[name])
     go = draw.random() < NEIGHBOURS
     seen = {name}
     while go:
-        beside = [e.reader for e in graph.readers[name]] + [x for x in graph.named[name].inputs if x in graph.named]
-        able = [other for other in beside if other not in seen and there[name] in sets.get(other, ())]
+        neighbours = [e.reader for e in graph.readers[name]] + [x for x in graph.named[name].inputs if x in graph.named]
+        able = [other for other in neighbours if other not in seen and there[name] in sets.get(other, ())]
         if not able:
             break
         other = draw.choice(able)

@@ -1,13 +1,13 @@
-"""The layouts that the trainer runs, as strategies of a graph's operators: so that one cost judges what searches find and what can be run.
+"""Expresses the trainer's own plans as strategies of a graph's operators, so that plans and results of searches have the same cost model.
 
-    mesh of a stage   (edp, rest of dp, sp, tp)       experts lie over the last three: ep = rest of dp * sp * tp, or over none
+    mesh of a stage   (edp, rest of dp, sp, tp)       experts are cut over the last three axes (ep = rest of dp * sp * tp), or not at all
 
-    1d        products by heads, hidden units, vocabulary over tp; what is between is repeated by every rank of tp
-    sliced    the same, and what is between is cut by length
-    sp        everything by length; keys and values are gathered (as if by ring attention's first form)
-    experts   tokens are cut by sequences over all ranks, experts over those of ep
+    1d        products are cut by heads, hidden units and vocabulary over tp; pointwise operators are repeated by every rank of tp
+    sliced    as 1d, but pointwise operators are cut by length
+    sp        everything is cut by length; keys and values are gathered (as in the first form of ring attention)
+    experts   tokens are cut by sequences over all ranks, experts over the ranks of ep
 
-A graph whose layers repeat is folded: each different layer once, with how often it counts.
+A graph with equal layers is folded: it has each different layer once, with the number of layers that it represents.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _STAGES: tuple[Sharded, ...] = (0, 1, 1, 3)  # the strategy of each ZeRO stage: 
 
 @dataclass(frozen=True)
 class Folded:
-    """`graph` with one of each different layer; `weight`: how many each stands for; `of`: the layer that stands for each."""
+    """A folded graph. weight: layer in it -> number of layers that it represents. of: original layer -> layer that represents it."""
 
     graph: Graph
     weight: Mapping[int, float]
@@ -42,17 +42,17 @@ class Folded:
 
     @property
     def blocks(self) -> tuple[int, ...]:
-        """The layers between the ends."""
+        """Layers without the two ends."""
         return self.graph.layers[1:-1]
 
     @cached_property
     def streams(self) -> tuple[str, ...]:
-        """The operators whose outputs go from layer to layer: they lie alike, or layers could not be put together."""
+        """Operators with outputs that the next layer reads. These outputs must have equal states, so that folded layers fit together."""
         return tuple(_last(self.graph, layer) for layer in self.graph.layers[:-1])
 
 
 def fold(graph: Graph) -> Folded:
-    """Of layers with the same operators the first. Each layer reads of others only what the one before gives last."""
+    """Fold a graph: keep the first of all layers with equal operators. A layer may read only the last output of the previous layer."""
     ends = (graph.layers[0], graph.layers[-1])
     signs: dict[tuple[tuple[str, ...], ...], int] = {}
     of: dict[int, int] = {}
@@ -81,7 +81,7 @@ def _last(graph: Graph, layer: int) -> str:
 
 @dataclass(frozen=True)
 class LayerCost:
-    """One layer on one device of its stage: seconds of a micro-batch, bytes of states, bytes kept of a micro-batch in flight."""
+    """Cost of one layer on one device: seconds of a micro-batch, bytes of states, bytes that a micro-batch in flight keeps."""
 
     seconds: float
     state_bytes: float
@@ -89,7 +89,7 @@ class LayerCost:
 
 
 def layer_costs(graph: Graph, mesh: Mesh, settings: Settings, chosen: Mapping[str, Strategy]) -> dict[int, LayerCost]:
-    """Of each layer that is in the folded graph; an edge counts to the layer that reads."""
+    """Cost of each layer of the folded graph. The cost of an edge belongs to the layer that reads."""
     found = {}
     for layer in graph.layers:
         mine = [op for op in graph.operators if op.layer == layer]
@@ -105,14 +105,14 @@ def layer_costs(graph: Graph, mesh: Mesh, settings: Settings, chosen: Mapping[st
 
 
 def with_recompute(cost: LayerCost, stream_bytes: float) -> LayerCost:
-    """A block computed again in the backward pass: what it was given is all that is kept."""
+    """Cost of a layer that is recomputed in the backward pass: it keeps only its input."""
     return LayerCost(cost.seconds * AGAIN, cost.state_bytes, min(stream_bytes, cost.kept_bytes))
 
 
 class Runnable:
-    """What plans cost on a machine, all by the strategies of one graph: a micro-batch of all replicas.
+    """Costs of plans on a machine, by strategies of one graph, which is a micro-batch of all replicas.
 
-    `allowed`: whether the recipe at hand can be trained so, as far as sizes do not tell.
+    allowed: plan -> True if the recipe can be trained with it (checks that sizes alone do not decide).
     """
 
     def __init__(self, graph: Graph, machine: Machine, settings: Settings, allowed: Callable[[Plan], bool] = lambda plan: True) -> None:
@@ -124,7 +124,7 @@ class Runnable:
         self._costs: dict[tuple[object, ...], dict[int, LayerCost] | None] = {}
 
     def sizes(self, plan: Plan) -> tuple[int, ...] | None:
-        """Of the mesh of a stage; None where ep is not made of whole axes."""
+        """Mesh of a stage, (edp, rest of dp, sp, tp); None if ep does not consist of whole axes."""
         inner = plan.sp * plan.tp
         if plan.ep == 1 and plan.etp == 1:
             return (plan.dp, 1, plan.sp, plan.tp)
@@ -133,7 +133,7 @@ class Runnable:
         return (plan.dp * inner // plan.ep, plan.ep // inner, plan.sp, plan.tp)
 
     def cuts(self, plan: Plan) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
-        """Of each operator of the folded graph the factor that every axis of the mesh cuts, and where sums are scattered."""
+        """Operator of the folded graph -> (factor that each axis of the mesh cuts, factor over which its partial sums are scattered)."""
         return {op.name: self._cut(op, plan) for op in self.joined.operators if op.whole != "read"}
 
     def _cut(self, op: Operator, plan: Plan) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -151,7 +151,7 @@ class Runnable:
         return (batch, batch, over_sp, over_tp), ("", "", "", to)
 
     def chosen(self, plan: Plan) -> dict[str, Strategy] | None:
-        """The plan as strategies; None where a size does not divide."""
+        """Strategies of all operators for a plan; None if a size does not divide."""
         sizes = self.sizes(plan)
         if sizes is None or prod(sizes) > self.machine.devices:
             return None
@@ -174,7 +174,7 @@ class Runnable:
         return found
 
     def costs(self, plan: Plan) -> dict[int, LayerCost] | None:
-        """Of each different layer."""
+        """Cost of each different layer; None if the plan cannot be expressed on this graph."""
         key = (plan.dp, plan.sp, plan.tp, plan.ep, plan.etp, plan.tensor, plan.engine, plan.recompute)
         if key not in self._costs:
             chosen, sizes = self.chosen(plan), self.sizes(plan)
@@ -185,13 +185,13 @@ class Runnable:
         return self._costs[key]
 
     def costs_of(self, graph: Graph, mesh: Mesh, chosen: Mapping[str, Strategy], *, recompute: Recomputed) -> dict[int, LayerCost]:
-        """Of each different layer with these strategies, of `graph` that `read_together` made of the folded one."""
+        """Cost of each different layer with these strategies. graph: the folded graph after `read_together`."""
         found = layer_costs(graph, mesh, self.settings, chosen)
         stream = max(chosen[name].output_bytes for name in self.folded.streams)
         return {i: with_recompute(c, stream) if recompute == "full" and i in self.blocks else c for i, c in found.items()}
 
     def stages(self, plan: Plan, costs: Mapping[int, LayerCost]) -> tuple[int, ...]:
-        """Layers of each stage: the plan's, or cut by seconds."""
+        """Number of layers of each stage: the plan's, or cut by seconds."""
         if plan.stage_layers is not None:
             return plan.stage_layers
         each = [costs[self.folded.of[layer]].seconds for layer in self.blocks]
@@ -200,7 +200,7 @@ class Runnable:
         return cut(each, plan.pp)
 
     def seconds(self, plan: Plan) -> float:
-        """Of a step of the plan; inf where it does not fit, or cannot be run."""
+        """Seconds of a step of the plan; inf if it does not fit or cannot be run."""
         costs = self.costs(plan)
         if costs is None or plan.pp > len(self.blocks):
             return inf
@@ -217,7 +217,7 @@ class Runnable:
         return total(times, plan.microbatches)
 
     def plans(self, pp: int, stage_layers: tuple[int, ...] | None = None) -> Iterator[Plan]:
-        """Those of so many stages that use all devices, with the sequences of the graph; whether they are `allowed` is not asked here."""
+        """All plans with `pp` stages that use all devices and the graph's number of sequences, even if they are not `allowed`."""
         ranks, sequences = self.machine.devices // pp, self.whole.dims["b"].size
         for tp, sp, ep in self._degrees(ranks) if ranks * pp == self.machine.devices else ():
             dp = ranks // (tp * sp)
@@ -230,7 +230,7 @@ class Runnable:
                 yield replace(plan, compute_bytes=self.whole.itemsize, storage=self.settings.storage)
 
     def _degrees(self, ranks: int) -> Iterator[tuple[int, int, int]]:
-        """tp, sp and ep that share out so many ranks with a dp that divides the sequences."""
+        """(tp, sp, ep) that divide `ranks`, with a dp that divides the number of sequences."""
         for tp, sp in product(divisors(ranks), repeat=2):
             if ranks % (tp * sp) == 0 and self.whole.dims["b"].size % (ranks // (tp * sp)) == 0 and (sp == 1 or self.experts == 1):
                 yield from ((tp, sp, ep) for ep in divisors(math.gcd(ranks, self.experts)))

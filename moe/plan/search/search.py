@@ -1,12 +1,12 @@
-"""Searches over a whole graph, each ending in a Plan that the trainer runs.
+"""Searches over a whole graph. Each returns a Plan that the trainer can run.
 
-    alpa        for each submesh and logical shape strategies by intra_op.py; stages over them by inter_op.py
+    alpa        strategies for each submesh and logical shape by intra_op.py, then stages by inter_op.py
     flexflow    placements of every operator by mcmc.py, without stages
-                \\__ then the nearest plan that runs: of all of them the one of least time by the same search's cost
+                \\__ then the fastest plan that the trainer can run, by the cost of the same search
 
-`seconds` of a Found are of its plan, by the strategies' cost for all searches alike, so that they can be compared; `free_seconds` are of
-what was found before it had to be a plan, by the search's own cost. Layers that are alike are searched once (Folded): they are
-cut alike, and what goes from layer to layer lies alike everywhere.
+`seconds` of a result belong to its plan, by the strategies' cost model, so that searches can be compared. `free_seconds` belong to the
+unrestricted optimum, by the search's own cost model. Equal layers are searched once (Folded): they get equal cuts, and tensors between
+layers have equal states.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ from parallel.errors import BadInput
 
 
 @dataclass(frozen=True)
-class Found:
-    """`assignment`: of each operator of the different layers the factors that are cut, from the farthest ranks to the nearest, as `b8 f4`.
+class SearchResult:
+    """Result of a search.
 
-    `nearest`: whether the plan is the optimum itself, or stands in for it; `said`: the same in words, with what it costs.
+    assignment: operator -> cut factors with their numbers of parts, from the most distant to the nearest ranks, such as `b8 f4`. nearest:
+    True if the optimum cannot be run and `plan` replaces it. said: this as text, with the loss of time.
     """
 
     search: Literal["alpa", "flexflow", "mesh-tf", "gspmd"]
@@ -47,33 +48,33 @@ class Found:
 
 @dataclass(frozen=True)
 class _Solution:
-    """Of one submesh: its layers' costs as sums from the first block on, and what was assigned."""
+    """Solution for one submesh: cumulative costs of the layers, and the assignment of operators."""
 
     sums: tuple[tuple[float, ...], ...]  # seconds, state_bytes, kept_bytes; each [blocks + 1]
     assignment: Mapping[str, str]
 
 
-_Layers = tuple[Mapping[int, LayerCost], Mapping[str, Strategy], tuple[int, ...]]  # of one submesh: costs, strategies, its axes
+_Layers = tuple[Mapping[int, LayerCost], Mapping[str, Strategy], tuple[int, ...]]  # for a submesh: costs, strategies, sizes of its axes
 Allowed = Callable[[Plan], bool]
 RECOMPUTED: tuple[Recomputed, ...] = ("none", "full")
-GAP = 1e-3  # of seconds: what is nearer together than that counts as equally fast
+GAP = 1e-3  # times count as equal if they differ by less than this fraction
 
 
 def _all(plan: Plan) -> bool:
     return True
 
 
-def alpa(graph: Graph, machine: Machine, settings: Settings | None = None, *, allowed: Allowed = _all) -> Found:
-    """Stages and strategies of least time; `allowed`: which plans the recipe can be trained by.
+def alpa(graph: Graph, machine: Machine, settings: Settings | None = None, *, allowed: Allowed = _all) -> SearchResult:
+    """Find stages and strategies with the least time (Alpa). Raises BadInput if nothing fits into memory.
 
-    Raises BadInput where nothing fits into the devices' memory.
+    allowed: plan -> True if the recipe can be trained with it.
     """
     settings = settings or Settings()
     runnable = Runnable(graph, machine, settings, allowed)
     whole = tuple(2**i * machine.node_size for i in range(machine.nodes.bit_length()))
     submeshes = tuple(n for n in machine.submeshes() if n <= machine.node_size or n in (*whole, machine.devices))
     solutions = {n: some for n in submeshes if (some := _solutions(runnable, n))}
-    tables: dict[tuple[int, int], tuple[Any, Any]] = {}  # of devices and micro-batches in flight
+    tables: dict[tuple[int, int], tuple[Any, Any]] = {}  # by (number of devices, micro-batches in flight)
 
     def table(devices: int, later: int) -> tuple[Any, Any]:
         key = (devices, min(later + 1, settings.microbatches))
@@ -92,11 +93,11 @@ def alpa(graph: Graph, machine: Machine, settings: Settings | None = None, *, al
     plan = _nearest(runnable, tuple(stage.end - stage.first for stage in stages) if equal else None)
     seconds = runnable.seconds(plan)
     own = seconds <= found.seconds * (1 + 1e-6)
-    return Found("alpa", plan, seconds, min(found.seconds, seconds), assignment, stages, not own, _said(own, seconds, found.seconds))
+    return SearchResult("alpa", plan, seconds, min(found.seconds, seconds), assignment, stages, not own, _said(own, seconds, found.seconds))
 
 
 def _fastest(solutions: list[_Solution], in_flight: int, memory_bytes: float) -> tuple[Any, Any]:
-    """[first, end]: the least seconds of those that fit, and whose they are."""
+    """(least seconds [first, end] of all solutions that fit, number of that solution [first, end])."""
     import numpy as np
 
     sums = np.array([one.sums for one in solutions]).transpose(1, 0, 2)
@@ -106,8 +107,11 @@ def _fastest(solutions: list[_Solution], in_flight: int, memory_bytes: float) ->
 
 
 def _solutions(runnable: Runnable, devices: int) -> list[_Solution]:
-    """The best strategies without a limit, and those that fit where stages are equal, each without and with recomputation; what fits only
-    with it is searched with it. And what plans have on so many devices: so what is found is never slower than such a plan."""
+    """Solutions for a submesh with `devices` devices.
+
+    They are: the best strategies without a memory limit, and with the limit for equal stages, each without and with recompute (if nothing
+    fits without, the search itself counts recompute); and the strategies of all plans, so that the result is never slower than a plan.
+    """
     machine, folded = runnable.machine, runnable.folded
     share, flight = devices / machine.devices, min(runnable.settings.microbatches, max(1, machine.devices // devices))
     weight = {layer: n * share for layer, n in folded.weight.items()}
@@ -115,10 +119,10 @@ def _solutions(runnable: Runnable, devices: int) -> list[_Solution]:
     found: list[_Layers] = []
 
     def solved(shape: tuple[int, int], limit: float, same: tuple[tuple[str, str], ...], again: Mapping[int, str]) -> list[bool]:
-        """Whether it fits without and with recomputation; none where there is nothing."""
+        """[fits without recompute, fits with recompute]; empty if there is no solution."""
         mesh = machine.mesh(*shape)
         how: dict[str, Any] = {"memory_bytes": limit, "in_flight": flight, "same": same, "weight": weight, "again": again}
-        how |= {"large": 0} if again else {}  # little room makes integer programs slow, and the layouts of plans are exact
+        how |= {"large": 0} if again else {}  # round the relaxation: integer programs are slow if memory is tight
         try:
             got = intra_op(folded.graph, mesh, runnable.settings, gap=GAP, **how)
         except BadInput:
@@ -141,7 +145,7 @@ def _solutions(runnable: Runnable, devices: int) -> list[_Solution]:
 
 
 def _unbeaten(found: list[_Layers]) -> list[_Layers]:
-    """Without those that no layer gains by: another takes as little of seconds and of both kinds of bytes in each."""
+    """Drop solutions if another needs no more seconds and bytes in every layer."""
     kept: dict[tuple[float, ...], _Layers] = {}
     numbers = ((tuple(x for c in one[0].values() for x in astuple(c)), one) for one in found)
     for mine, one in sorted(numbers, key=lambda some: some[0]):
@@ -155,13 +159,13 @@ def _texts(chosen: Mapping[str, Strategy], sizes: tuple[int, ...]) -> dict[str, 
 
 
 def _shapes(devices: int, node_size: int) -> list[tuple[int, int]]:
-    """Logical grids (far, near) of a submesh: near ranks within a node, or all ranks along one axis."""
+    """Logical grids (far, near) of a submesh: near ranks are within a node; or all ranks are along one axis."""
     near = [n for n in range(1, devices + 1) if devices % n == 0 and n <= node_size and n & (n - 1) == 0]
     return [(devices // n, n) for n in near if n > 1 or devices == 1] or [(1, devices)]
 
 
 def _sums(runnable: Runnable, costs: Mapping[int, LayerCost]) -> tuple[tuple[float, ...], ...]:
-    """The ends belong to the first and the last block."""
+    """Cumulative costs of the layers. The two ends are added to the first and the last layer."""
     blocks, (first, *_, last) = runnable.blocks, runnable.whole.layers
     rows = []
     for part in ("seconds", "state_bytes", "kept_bytes"):
@@ -173,7 +177,7 @@ def _sums(runnable: Runnable, costs: Mapping[int, LayerCost]) -> tuple[tuple[flo
 
 
 def _nearest(runnable: Runnable, layers: tuple[int, ...] | None) -> Plan:
-    """The fastest plan that is allowed; with as many stages as `layers`, also with these."""
+    """Fastest plan that is allowed. layers: also try these numbers of layers, if not None."""
     numbers = [n for n in range(1, len(runnable.blocks) + 1) if runnable.machine.devices % n == 0]
     given = list(runnable.plans(len(layers), layers)) if layers is not None and len(layers) in numbers else []
     plans = [(runnable.seconds(plan), plan) for plan in (*given, *(plan for n in numbers for plan in runnable.plans(n)))]
@@ -184,7 +188,7 @@ def _nearest(runnable: Runnable, layers: tuple[int, ...] | None) -> Plan:
             if runnable.allowed(made):
                 return made
     fix = "--search enumerate, which has more kinds; or another pipeline.microbatches, or more devices"
-    raise BadInput("--search", got="no plan of its kinds that runs and fits", needed="one", fix=fix)
+    raise BadInput("--search", got="no plan that can run and fits", needed="at least one", fix=fix)
 
 
 def _said(own: bool, seconds: float, free_seconds: float) -> str:
@@ -202,8 +206,8 @@ def flexflow(
     budget: int = 2000,
     seconds: float = 20.0,
     seed: int = 0,
-) -> Found:
-    """The best placement of a random walk over cuts that use all devices, without stages; its micro-batches one after another."""
+) -> SearchResult:
+    """Find the best placement by a random walk (FlexFlow) over cuts that use all devices, without stages; micro-batches run in sequence."""
     from moe.plan.search.execution import Placed, Simulator, run
     from moe.plan.search.mcmc import legal, mcmc
 
@@ -230,11 +234,11 @@ def flexflow(
     if plans:
         plan = min(plans, key=lambda plan: (simulated(plan), runnable.seconds(plan)))
         near = simulated(plan)
-    else:  # nothing fits without stages, which the walk does not know
+    else:  # no plan without stages fits, and the walk has no stages
         plan = _nearest(runnable, None)
         near = inf
     free = walk.seconds * settings.microbatches
     texts = {name: " ".join(f"{a or 'copies'}{n}" for a, n in placed.degrees) or "-" for name, placed in walk.placement.items()}
     own = near <= walk.seconds * (1 + 1e-9)
     said = _said(own, near, walk.seconds) if near < inf else f"no plan without stages fits: one of {plan.pp} stages"
-    return Found("flexflow", plan, runnable.seconds(plan), free, texts, (), not own, said)
+    return SearchResult("flexflow", plan, runnable.seconds(plan), free, texts, (), not own, said)

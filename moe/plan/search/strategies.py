@@ -1,14 +1,14 @@
-"""How one operator can be cut over a mesh of devices, and what that costs: the candidates that searches choose from.
+"""Strategies to cut one operator over a mesh of devices, with their costs, from which the searches choose.
 
-    a strategy     for each axis of the mesh the factor that it cuts, or none: every rank of the axis does the same work
-    a state        how a tensor lies: for each axis the place of the cut dim, WHOLE, or LATER (whole, its gradient still in parts)
+    a strategy     for each axis of the mesh the factor that it cuts; without a factor, every rank of the axis does the same work
+    a state        sharding of a tensor: for each axis the number of the cut dim, WHOLE, or LATER (whole, but its gradient is a partial sum)
 
-    w2 "blf,fd->bld" cut by (b, f): reads x in state (0, 2) and its matrix in (-, 0), has partial sums over the second axis:
-    an all-reduce, and gives (0, WHOLE); or a reduce-scatter over l, and gives (0, 1): sequence parallelism
+    w2 "blf,fd->bld" cut by (b, f): reads x in state (0, 2) and its matrix in (WHOLE, 0), and gives partial sums over the second axis:
+    after an all-reduce, the result has state (0, WHOLE); after a reduce-scatter over l, state (0, 1): sequence parallelism
 
-Costs are of one micro-batch, forward and backward. Of a factor that an input does not have each rank holds a part of that input's gradient:
-a parameter's is summed once a step, an activation's where it lies next (`change`). Strategies are Alpa's (arXiv 2201.12023, section 4.2),
-found from the rule instead of listed by hand, and with reduce-scatters and sharded states among them.
+Costs are for one micro-batch, forward and backward. If a factor that an input lacks is cut, each rank has a partial gradient of that input.
+Gradients of parameters are summed once a step; gradients of activations when the state changes (`change`). The strategies are Alpa's
+(arXiv 2201.12023, section 4.2), but derived from the operator's rule, and with reduce-scatters and sharded states in addition.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from moe.plan.operators.links import Mesh
 from parallel.annotations.graph import Graph, Operator
 
 WHOLE, LATER = -1, -2
-AGAIN = 4 / 3  # of a layer's seconds, where the backward pass computes it again: its forward is a third of all
+AGAIN = 4 / 3  # factor of a recomputed layer's seconds: the forward pass is a third of them
 State = tuple[int, ...]
 Sharded = Literal[0, 1, 3]  # the ZeRO stage of the states
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """`cut`: a factor for each axis, "" for none. `scatter`: where partial sums over an axis are scattered; "": all-reduced.
+    """Strategy of one operator on a mesh, with its costs.
 
-    `sharded`: whether the states of its parameters are shared out over the ranks that hold copies. `seconds` and bytes: of this choice
-    on the mesh; `reads`: the state in which each input is read, `gives`: that of the output.
+    cut: factor for each axis, "" for none. scatter: for each axis the factor over which its partial sums are scattered; "": all-reduced.
+    sharded: ZeRO stage of its parameters' states. reads: state of each input. gives: state of the output.
     """
 
     cut: tuple[str, ...]
@@ -50,9 +50,9 @@ class Strategy:
 
 @dataclass(frozen=True)
 class Settings:
-    """`microbatches` of a step, over which a gradient's sum is shared out; `backward`: whether there is a backward pass at all.
+    """Settings of a search. microbatches: number in a step; the cost of a gradient's sum is divided by it. backward: False for inference.
 
-    `sharded`: which ways to hold states may be chosen. `gradient_bytes`: of a gradient's element when it is sent.
+    sharded: ZeRO stages of states that may be chosen. gradient_bytes: bytes of an element of a sent gradient.
     """
 
     microbatches: int = 1
@@ -63,7 +63,7 @@ class Settings:
 
 
 def strategies(op: Operator, graph: Graph, mesh: Mesh, settings: Settings) -> tuple[Strategy, ...]:
-    """All that are not beaten by another with the same states in time and in bytes."""
+    """All strategies of an operator, except if another one with equal states is better in both time and bytes."""
     found: dict[tuple[tuple[State, ...], State], list[Strategy]] = {}
     free = ["", *(letter for letter in op.factors if letter not in op.whole)]
     for cut in product(free, repeat=len(mesh.sizes)):
@@ -78,7 +78,7 @@ def strategies(op: Operator, graph: Graph, mesh: Mesh, settings: Settings) -> tu
 
 
 def divides(graph: Graph, mesh: Mesh, cut: Sequence[str]) -> bool:
-    """Whether every factor's size is a multiple of the ranks that it is cut over."""
+    """True if every factor's size is a multiple of the number of ranks over which it is cut."""
     return all(graph.dims[a].size % prod(n for b, n in zip(cut, mesh.sizes, strict=True) if a == b) == 0 for a in set(cut) if a)
 
 
@@ -105,7 +105,7 @@ def strategy(
     scatter: tuple[str, ...] | None = None,
     sharded: Sharded = 0,
 ) -> Strategy | None:
-    """This one with its costs; None where a size does not divide."""
+    """Strategy with this cut, and its costs; None if a size does not divide."""
     scatter = scatter or ("",) * len(cut)
     gives = tuple(_place(op.output, letter if letter in op.output else to) for letter, to in zip(cut, scatter, strict=True))
     reads = tuple(
@@ -133,18 +133,18 @@ def _ways(term: str, cut: Sequence[str], mesh: Mesh) -> int:
 
 
 def _work(op: Operator, graph: Graph, mesh: Mesh, settings: Settings, cut: Sequence[str]) -> float:
-    """Backward twice as much as forward; what is read and written beside products is their tensors once."""
+    """Seconds of an operator's part. The backward pass takes twice as long as forward. Each tensor is read or written once."""
     moved = sum(graph.size(term) / _ways(term, cut, mesh) for term in (*op.terms, op.output)) * graph.itemsize
     return mesh.work(op.flops / _ways(op.factors, cut, mesh), moved) * (3 if settings.backward else 1)
 
 
 def _sums(op: Operator, graph: Graph, mesh: Mesh, settings: Settings, cut: Sequence[str], scatter: Sequence[str]) -> float:
-    """Of partial results, axis by axis; the gradient of what was scattered is gathered."""
+    """Seconds to sum partial results, axis by axis. The gradient of a scattered result is gathered."""
     held, seconds = graph.size(op.output) * graph.itemsize / _ways(op.output, cut, mesh), 0.0
     for axis, (letter, to) in enumerate(zip(cut, scatter, strict=True)):
         if not letter:
             continue
-        if letter in op.statistics:  # fp32, there and back
+        if letter in op.statistics:  # in fp32, forward and backward
             rest = "".join(a for a in op.output if a not in op.statistics)
             once = mesh.all_reduce(graph.size(rest) * 4 / _ways(rest, cut, mesh), axis)
             seconds += once * (2 if settings.backward else 1)
@@ -157,13 +157,13 @@ def _sums(op: Operator, graph: Graph, mesh: Mesh, settings: Settings, cut: Seque
 
 
 def _parameter(size: float, term: str, mesh: Mesh, settings: Settings, cut: Sequence[str], sharded: Sharded) -> tuple[float, float]:
-    """Seconds of its gradient's sum, as one micro-batch's share (and of gathering it), and bytes of its states."""
+    """(seconds of a parameter's gradient sum, divided by micro-batches, and of gathering the parameter; bytes of its states)."""
     mine = size / _ways(term, cut, mesh)
     copies = [axis for axis, letter in enumerate(cut) if mesh.sizes[axis] > 1 and (not letter or letter not in term)]
-    summed = [axis for axis in copies if cut[axis]]  # others did the same work, and have the whole gradient
+    summed = [axis for axis in copies if cut[axis]]  # along other axes, ranks did the same work and have the whole gradient
     held = model_states(mine, stage=sharded, copies=prod(mesh.sizes[a] for a in copies), storage=settings.storage).total
     seconds, sent = 0.0, mine * settings.gradient_bytes
-    for axis in reversed(copies) if settings.backward else ():  # the nearest first: what goes further is smaller by then
+    for axis in reversed(copies) if settings.backward else ():  # nearest ranks first, so that distant ranks exchange less
         if sharded == 0 and (axis not in summed or axis == summed[0]):
             seconds += mesh.all_reduce(sent, axis) / settings.microbatches if axis in summed else 0.0
             continue
@@ -175,7 +175,7 @@ def _parameter(size: float, term: str, mesh: Mesh, settings: Settings, cut: Sequ
 
 
 def change(size_bytes: float, mesh: Mesh, gives: State, reads: State, *, backward: bool = True) -> float:
-    """Seconds to bring a tensor of so many bytes in all from one state into another, and its gradient back; inf where that cannot be.
+    """Seconds to change a tensor of `size_bytes` (all ranks together) to another state, and its gradient back; inf if impossible.
 
     For each axis, forward and backward: WHOLE to cut: nothing, all-gather; cut to WHOLE: all-gather, nothing; cut to LATER: all-gather,
     reduce-scatter; WHOLE to LATER: nothing, all-reduce; one dim to another: all-to-all each way.
@@ -205,7 +205,7 @@ def _change(size_bytes: float, mesh: Mesh, gives: State, reads: State, backward:
 
 
 def read_together(graph: Graph) -> Graph:
-    """With an operator `NAME.read` between a value and the several products that read it: what they need travels once, and once back."""
+    """Graph with an additional operator `NAME.read` between a value and the products that read it, so that they share one resharding."""
     made: list[Operator] = []
     for op in graph.operators:
         made.append(op)
@@ -221,7 +221,7 @@ def read_together(graph: Graph) -> Graph:
 
 
 def reading(op: Operator, graph: Graph, mesh: Mesh, settings: Settings) -> tuple[Strategy, ...]:
-    """The strategies of an operator of `read_together`: every state, LATER among them, and no cost of their own."""
+    """Strategies of an operator made by `read_together`: every state, LATER included, at no cost."""
     found = []
     ways = [WHOLE, LATER] if settings.backward else [WHOLE]
     for state in product([*ways, *range(len(op.output))], repeat=len(mesh.sizes)):
@@ -232,7 +232,7 @@ def reading(op: Operator, graph: Graph, mesh: Mesh, settings: Settings) -> tuple
 
 
 def candidates(graph: Graph, mesh: Mesh, settings: Settings) -> dict[str, tuple[Strategy, ...]]:
-    """The strategies of every operator of a graph that `read_together` made."""
+    """Strategies of every operator of a graph made by `read_together`."""
     return {op.name: (reading if op.whole == "read" else strategies)(op, graph, mesh, settings) for op in graph.operators}
 
 
@@ -246,7 +246,7 @@ class Cost:
 
 
 def cost_of(graph: Graph, mesh: Mesh, settings: Settings, chosen: Mapping[str, Strategy]) -> Cost:
-    """Of a strategy for each operator; seconds are inf where two do not fit together."""
+    """Cost of a choice of strategies for all operators. Seconds are inf if the states of two neighbours do not fit together."""
     seconds = sum(s.seconds for s in chosen.values())
     for edge in graph.edges:
         gives, reads = chosen[edge.writer].gives, chosen[edge.reader].reads[edge.place]

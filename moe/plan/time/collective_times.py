@@ -1,12 +1,12 @@
-"""Seconds of one collective on a cluster, by the group of ranks that takes part and the groups that use the same links meanwhile.
+"""Seconds of one collective on a cluster, for a group of ranks and a number of groups that use the same links at the same time.
 
-    Group(inside, nodes, sharing)   so many ranks on each of so many nodes; `sharing` groups of a node use its network at once
+    Group(inside, nodes, sharing)   `inside` ranks on each of `nodes` nodes; `sharing` groups of a node use its network at the same time
     ring        all-gather, reduce-scatter: (n-1)/n S / B + steps;    all-reduce: twice that
     tree        all-reduce: 2 S / B over the network, 2 log2(nodes) steps: less latency with many nodes
-    pairwise    all-to-all: what stays within the node and what leaves it, each over its own links
+    pairwise    all-to-all: bytes within the node and bytes to other nodes, each over its own links
 
-B of a group that spans nodes is the smaller of the node's inner links and its share of the network. S: bytes of the whole tensor.
-Sources: Thakur et al. (2005), NCCL's tuning constants; measured times where a cluster file has them.
+S: bytes of the whole tensor. B: bandwidth; for a group over several nodes the smaller of the node's links and the group's share of the
+network. Sources: Thakur et al. (2005), NCCL's tuning constants; measured times if a cluster file has them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from moe.plan.machine.cluster import Cluster
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks of a collective: `inside` on each of `nodes` nodes, and `sharing` such groups on a node at once."""
+    """Ranks of a collective: `inside` ranks on each of `nodes` nodes. sharing: number of such groups that use a node at the same time."""
 
     inside: int
     nodes: int
@@ -37,20 +37,20 @@ ALONE = Group(1, 1)
 
 @lru_cache(maxsize=100_000)
 def group_of(size: int, stride: int, devices_per_node: int, world: int) -> Group:
-    """The group of `size` ranks that lie `stride` apart, in a world whose ranks all do the same at the same time."""
+    """Group of `size` ranks with distance `stride`, in a world in which all ranks run the same collective at the same time."""
     inside = max(1, min(size, devices_per_node // stride)) if stride < devices_per_node else 1
     nodes = -(-size // inside)
     return Group(inside, nodes, max(1, min(devices_per_node, world) // inside))
 
 
 def network(cluster: Cluster, group: Group) -> float:
-    """Bytes per second that one group gets of its nodes' networks."""
+    """Bytes per second of its nodes' networks that one group can use."""
     b = cluster.between
     return min(b.node_gb_s / group.sharing, group.inside * b.device_gb_s) * 1e9 * b.share
 
 
 def _measured(table: dict[int, dict[int, float]], ranks: int, num_bytes: float) -> float | None:
-    """Seconds from a table, straight between its entries; beyond the last in proportion, below the first its time."""
+    """Seconds from a table, interpolated linearly; beyond the last entry in proportion to the bytes, below the first its time."""
     row = table.get(ranks)
     if row is None:
         return None
@@ -65,7 +65,7 @@ def _measured(table: dict[int, dict[int, float]], ranks: int, num_bytes: float) 
 
 
 def _ring(cluster: Cluster, group: Group, *, sums: bool = False) -> tuple[float, float]:
-    """Bytes per second of a ring, and the seconds of one round of steps."""
+    """(bytes per second of a ring, latency in seconds of one round)."""
     bus = cluster.inside.bus(group.inside, sums=sums and group.nodes == 1) if group.inside > 1 else math.inf
     if group.nodes == 1:
         return bus, (group.inside - 1) * cluster.inside.hop_us * 1e-6
@@ -74,14 +74,14 @@ def _ring(cluster: Cluster, group: Group, *, sums: bool = False) -> tuple[float,
 
 
 def _turns(cluster: Cluster, group: Group) -> float:
-    """How much longer a collective takes where ranks are processes of a host: its other groups send too, on the same cores."""
+    """Factor of a collective's time if ranks are processes of a host, because other groups send on the same cores. 1 otherwise."""
     if not cluster.cores:
         return 1.0
     return max(1.0, group.sharing * min(group.inside, cluster.cores) / cluster.cores)
 
 
 def all_reduce(cluster: Cluster, group: Group, num_bytes: float) -> float:
-    """Seconds to sum a tensor of so many bytes over a group."""
+    """Seconds to sum a tensor of `num_bytes` over a group."""
     n = group.size
     if n == 1 or num_bytes <= 0:
         return 0.0
@@ -99,7 +99,7 @@ def all_reduce(cluster: Cluster, group: Group, num_bytes: float) -> float:
 
 
 def gather(cluster: Cluster, group: Group, num_bytes: float) -> float:
-    """Seconds of an all-gather to (or a reduce-scatter from) so many bytes on every rank."""
+    """Seconds of an all-gather with `num_bytes` of output on every rank, or of a reduce-scatter with as many bytes of input."""
     n = group.size
     if n == 1 or num_bytes <= 0:
         return 0.0
@@ -115,8 +115,10 @@ def gather(cluster: Cluster, group: Group, num_bytes: float) -> float:
 
 
 def all_to_all(cluster: Cluster, group: Group, num_bytes: float, *, copies: float = 1.0) -> float:
-    """Seconds in which every rank sends num_bytes / n to each other rank. `copies`: the part of it that crosses nodes, where what
-    several ranks of a node need is sent there once."""
+    """Seconds of an all-to-all in which every rank sends num_bytes / n to each other rank.
+
+    copies: fraction of the bytes for other nodes that cross the network. It is below 1 if data for several ranks of a node is sent once.
+    """
     n = group.size
     if n == 1 or num_bytes <= 0:
         return 0.0
@@ -131,7 +133,7 @@ def all_to_all(cluster: Cluster, group: Group, num_bytes: float, *, copies: floa
     leaving = num_bytes * copies * (n - group.inside) / n
     rate = (
         min(b.node_gb_s / (group.sharing * group.inside), b.device_gb_s) * 1e9 * b.share * (b.exchange_share if copies >= 1.0 else 1.0)
-    )  # what is sent once to a node goes in few long messages
+    )  # with copies < 1 there are few long messages, which reach the full rate
     spread = max(0.0, 1 - copies) * (n - group.inside) / n * num_bytes / cluster.inside.bus(cluster.devices_per_node)
     return base + group.nodes * b.latency_us * 1e-6 / 2 + max(within + spread, leaving / rate)
 
@@ -144,7 +146,7 @@ def collective(cluster: Cluster, group: Group, name: str, handed: float, *, copi
 
 
 def send(cluster: Cluster, num_bytes: float, *, stride: int, sharing: int = 1) -> float:
-    """Seconds of a message to the rank `stride` further on, while `sharing` ranks of the node send too."""
+    """Seconds of a message to the rank with distance `stride`, while `sharing` ranks of the node send at the same time."""
     if num_bytes <= 0:
         return 0.0
     known = _measured(cluster.inside.times.get("send", {}), 2, num_bytes)

@@ -1,14 +1,14 @@
-"""Seconds of one training step of a plan on a cluster, by purpose, without a device.
+"""Predicts the seconds of one training step of a plan on a cluster, by purpose. Needs no device.
 
     step_time(network, plan, cluster)
         stage i, one micro-batch    t_i = forward + backward + recompute, each the slower of device and host (layer_time.py)
         pipeline                    closed forms of t_i, else the project's simulator (pipeline_time.py)
-        + gradients and parameters  what the backward pass does not hide
-        + optimizer                 bytes of states over the memory's (or the host's) bandwidth
+        + gradients and parameters  time of sums and gathers that the backward pass does not hide
+        + optimizer                 bytes of states divided by the memory's (or the host's) bandwidth
 
-The identity for 1F1B is exact where stages are alike or the last is the slowest, as with a head; else it is too long. The breakdown is of
-the slowest stage; its entries add up to the step. Sources: Narayanan et al. (arXiv 2104.04473) for pipelines, ZeRO (1910.02054) section 7
-for volumes, GShard (2006.16668) for experts.
+The closed form of 1F1B is exact if all stages are equal or the last is the slowest, as with a head; otherwise it is too long. The
+breakdown is for the slowest stage; its entries add up to the step. Sources: Narayanan et al. (arXiv 2104.04473) for pipelines, ZeRO
+(1910.02054) section 7 for volumes, GShard (2006.16668) for experts.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from moe.plan.time.pipeline_time import How, crossings, head_rank, homes_at, pip
 from parallel.pipeline.schedules.catalog import closed_form, kind_of, placed
 from parallel.pipeline.schedules.kind import Placed
 
-OVERLAP_SLOWDOWN = 0.126  # of products while collectives run beside them: Galvatron's measured coefficient, 1.126
-ACCUMULATE_BYTES = 2  # per element and micro-batch beside the sum's own: the new gradient in 16 bits
-ADAM_BYTES = 26  # per element: two moments and the master copy read and written, parameters written; the gradient is read twice more
+OVERLAP_SLOWDOWN = 0.126  # slowdown of products while collectives run at the same time: Galvatron measured a factor of 1.126
+ACCUMULATE_BYTES = 2  # an element and micro-batch, in addition to the running sum: reading the new gradient in 16 bits
+ADAM_BYTES = 26  # an element: read and write two moments and the master copy, write the parameter (plus two reads of its gradient)
 
 
 @dataclass(frozen=True)
 class Time:
     """Seconds of a step of the slowest stage, by purpose; they add up to `step`.
 
-    `launch`: of the host, where it is slower than its device, and of the engine. `cores`: what ranks of one host wait for a core, negative
-    where they have several each. `gradients`, `parameters`: sums and gathers that nothing hides; `hidden`: seconds of both that are beside
-    products (not part of the sum). `joules`: of all devices.
+    launch: time that the host needs beyond the device's, and time of the engine. cores: time that ranks of a CPU host wait for a core;
+    negative if each has several. gradients, parameters: sums and gathers that are not hidden by computation. hidden: seconds of these
+    that are hidden (not part of the sum). joules: energy of all devices.
     """
 
     forward: float = 0.0
@@ -66,17 +66,18 @@ class Time:
 
     @property
     def parts(self) -> dict[str, float]:
-        """The seconds that add up to the step."""
+        """Purpose -> seconds. They add up to the step."""
         return {name: getattr(self, name) for name in PARTS}
 
 
-Counts = tuple[int, ...]  # dense layers, sparse layers; of an encoder-decoder those of the encoder before those of the decoder
+Counts = tuple[int, ...]  # (dense layers, sparse layers); with an encoder-decoder, first the encoder's two, then the decoder's
 PARTS = tuple(f.name for f in fields(Time) if f.name not in ("hidden", "joules"))
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One micro-batch on one stage. `again`: what is computed again in the backward pass; `weights`: seconds of weights' gradients."""
+    """Times of one micro-batch on one stage. again: recompute in the backward pass. weights: seconds of weight gradients in `backward`.
+    launch_forward, launch_backward: seconds of the host and the engine beyond the device's."""
 
     forward: Pass
     backward: Pass
@@ -99,7 +100,7 @@ class Stage:
 
     @cached_property
     def work(self) -> float:
-        """Of `total`, what is computed and not sent."""
+        """Part of `total` that is computation, without communication."""
         parts = (self.forward, self.backward, self.again)
         return sum(one.compute for one in parts) + self.launch_forward + self.launch_backward
 
@@ -107,19 +108,19 @@ class Stage:
 def step_time(
     network: Network, plan: Plan, cluster: Cluster, program: Program | None = None, *, imbalance: float = 1.0, pipeline: How = "simulated"
 ) -> Time:
-    """Time of one step of `program`, this project's own if not given. `imbalance`: rows of the busiest rank's experts over the mean.
+    """Predict the time of one step.
 
-    `pipeline`: `least` takes a bound where a schedule would be simulated; the step is then never longer than the simulated one. `alone`
-    leaves out sums of gradients and gathers of parameters as well, and needs no order of actions. The cluster's number of nodes is not
-    checked.
+    program: properties of the training program; default: this project's trainer. imbalance: rows of the busiest rank's experts, divided by
+    the mean. pipeline: `simulated`; `least` uses a lower bound instead of a simulation; `alone` also leaves out sums of gradients and
+    gathers of parameters, so that no order of actions is needed. The cluster's number of nodes is not checked.
     """
     program = program or own_program(cluster)
     ranks, last = rank_layers(network, plan), head_rank(plan)
     again = ranks if plan.recompute_every == 1 else rank_layers(network, plan, every=plan.recompute_every)
-    kinds = [(*both, i == 0, i == last) for i, both in enumerate(zip(ranks, again, strict=True))]  # few: what they share is computed once
+    kinds = [(*both, i == 0, i == last) for i, both in enumerate(zip(ranks, again, strict=True))]  # few kinds; each is computed once
     held = {kind: _held(network, plan, kind[0], first=kind[2], last=kind[3]) for kind in dict.fromkeys(kinds)}
     adds = {kind: _accumulated(plan, cluster, program, *own) for kind, own in held.items()}
-    if last != plan.pp - 1:  # both ends are here: a matrix that they share is added to by each
+    if last != plan.pp - 1:  # both ends are on this rank: each adds a gradient to a tied embedding
         both = _held(_untied(network), plan, ranks[last], first=True, last=True)
         adds[kinds[last]] = _accumulated(plan, cluster, program, *both)
     made = {kind: _stage(network, plan, cluster, program, imbalance, *kind[:2], kind[3], more) for kind, more in adds.items()}
@@ -132,7 +133,7 @@ def step_time(
     passes = pipeline_time(plan, *times, sent, stages=apart, how=pipeline)
     some = () if pipeline == "alone" else sorted({0, len(ranks) - 1, stages.index(slowest)})
     shared = [_sharing(network, plan, cluster, program, *held[kinds[i]], stages[i], _spare(plan, stages, i)) for i in some]
-    sums = max(shared, key=lambda found: found[0] + found[1], default=(0.0, 0.0, 0.0))  # what is hidden delays nobody
+    sums = max(shared, key=lambda found: found[0] + found[1], default=(0.0, 0.0, 0.0))  # hidden communication delays no rank
     optimizer, offload = _update(plan, cluster, program, *max(held.values(), key=sum))
     crowd = cluster.crowd(plan.world)
     waits = _for_cores(crowd, m, stages, passes)
@@ -159,7 +160,7 @@ def step_time(
 
 
 def _by_stage(network: Network, plan: Plan, cluster: Cluster, program: Program, imbalance: float) -> tuple[list[float], list[float]]:
-    """Seconds of a micro-batch's forward and backward pass on each stage, of which ranks have several."""
+    """Seconds of a micro-batch's forward and backward pass on each stage, for schedules with several stages a rank."""
     sizes = sizes_of(network.depth, plan.pp * plan.chunks, plan.stage_layers)
     kinds = [(*both, i == 0, i == len(sizes) - 1) for i, both in enumerate(_kinds(network, plan, sizes))]
     made = {}
@@ -171,7 +172,7 @@ def _by_stage(network: Network, plan: Plan, cluster: Cluster, program: Program, 
 
 
 def stage_times(network: Network, plan: Plan, cluster: Cluster, counts: tuple[int, ...], program: Program | None = None) -> list[Stage]:
-    """One micro-batch on each of the stages that have so many layers; the last has the head."""
+    """Times of one micro-batch on each stage. counts: number of layers of each stage; the last stage has the head."""
     program = program or own_program(cluster)
     found = []
     for i, (layers, again) in enumerate(_kinds(network, plan, counts)):
@@ -182,8 +183,8 @@ def stage_times(network: Network, plan: Plan, cluster: Cluster, counts: tuple[in
 
 
 def _for_cores(crowd: float, microbatches: int, stages: list[Stage], pipeline: float) -> float:
-    """Seconds that a pipeline (or one stage) takes longer because its ranks share cores: all their work has to be done, and what one of
-    them waits for is time in which another computes. Negative where a rank has several cores."""
+    """Additional seconds of a pipeline because its ranks share cores: while one rank waits, another can compute, but all work must be
+    done. Negative if a rank has several cores."""
     work = microbatches * sum(stage.work for stage in stages) / len(stages)
     sent = microbatches * sum(stage.total - stage.work for stage in stages) / len(stages)
     if crowd < 1:
@@ -193,7 +194,7 @@ def _for_cores(crowd: float, microbatches: int, stages: list[Stage], pipeline: f
 
 @lru_cache(maxsize=100)
 def own_program(cluster: Cluster) -> Program:
-    """This project's trainer on such devices, with what was measured of it there."""
+    """Properties of this project's trainer on such devices, with those measured on this cluster."""
     return replace(OWN_ON_CPU if cluster.cores else OWN, **cluster.program)  # type: ignore[arg-type]
 
 
@@ -203,9 +204,9 @@ def _untied(network: Network) -> Network:
 
 
 def rank_layers(network: Network, plan: Plan, *, every: int = 1) -> tuple[Counts, ...]:
-    """Layers of each kind on each rank of a pipeline, whose stages count together; of each stage where two ranks hold it.
+    """Number of layers of each kind on each rank of a pipeline, all of its stages together. If two ranks hold each stage: of each stage.
 
-    Of layers 0, `every`, 2 `every`, ... alone.
+    every: count only layers 0, `every`, 2 `every`, ...
     """
     where = placed(plan.schedule)
     layers = network.depth, network.with_experts, network.before
@@ -229,7 +230,7 @@ def _of_ranks(
 
 
 def _kinds(network: Network, plan: Plan, counts: tuple[int, ...]) -> list[tuple[Counts, Counts]]:
-    """Layers of each kind in each of so many stages one after another, and of those that are computed again."""
+    """For each stage, with these numbers of layers: number of layers of each kind, and number of recomputed layers."""
     layers = network.depth, network.with_experts, network.before
     whole, again = (_of_ranks(*layers, counts, "line", len(counts), 1, n) for n in (1, plan.recompute_every))
     return list(zip(whole, again, strict=True))
@@ -248,7 +249,8 @@ def _cached(
     head: bool,
     ahead: int,
 ) -> Stage:
-    """`repeated`: of its layers those that are computed again; `ahead`: of further tokens' layers those that are."""
+    """Times of a stage. repeated: number of its layers of each kind that are recomputed. ahead: number of its multi-token prediction layers
+    that are recomputed."""
     forward, backward, again, weights = Pass(), Pass(), Pass(), 0.0
     for count, times, (run, sparse) in zip(layers, repeated, product(network.halves, (False, True)), strict=True):
         if count == 0:
@@ -263,7 +265,7 @@ def _cached(
     if head:
         last = head_time(network, plan, cluster, program)
         forward, backward, weights = forward + last[0], backward + last[1], weights + last[2]
-    if head and network.ahead:  # of each further token the layer, what joins its inputs, and the head again
+    if head and network.ahead:  # multi-token prediction: for each further token a layer, a product that joins its inputs, and a head
         layer, joined = layer_time(network, plan, cluster, program, sparse=False), join_time(network, plan, cluster, program)
         for part in (joined, last, (layer.forward, layer.backward, layer.weights)):
             forward, backward = forward + part[0].times(network.ahead), backward + part[1].times(network.ahead)
@@ -285,7 +287,7 @@ def _cached(
 
 
 def _repeated(layer: Layer, program: Program, recompute: Recomputed) -> Pass:
-    """What is computed again of one layer. Fused attention does so by itself, within its backward pass."""
+    """Recompute of one layer. Fused attention's own recompute is part of its backward pass."""
     if recompute != "selective":
         return layer.forward if recompute == "full" else Pass()
     if program.selective == "second":
@@ -296,13 +298,13 @@ def _repeated(layer: Layer, program: Program, recompute: Recomputed) -> Pass:
 
 
 def _together(host: float, device: float, program: Program) -> float:
-    """Seconds of a pass that a host launches and a device computes: the slower of the two, and the part of the other in which neither
-    helps, because the host waits for a result or the device has run out of work."""
+    """Seconds of a pass that a host launches and a device computes: the slower of the two, plus the fraction `alone` of the other, in which
+    the host waits for a result or the device has no work."""
     return max(host, device) + program.alone * min(host, device)
 
 
 def _accumulated(plan: Plan, cluster: Cluster, program: Program, dense: float, expert: float) -> float:
-    """Seconds in which the gradients of one micro-batch are added to those before."""
+    """Seconds to add the gradients of one micro-batch to the running sums."""
     if plan.microbatches == 1:
         return 0.0
     g = plan.storage.gradients
@@ -330,8 +332,8 @@ def _stage(
 
 
 def transfer_time(network: Network, plan: Plan, cluster: Cluster, program: Program) -> float:
-    """Seconds of one message between stages that a rank waits for."""
-    if plan.pp == 1 or (plan.chunks > 1 and program.interleaved_transfers == "beside"):
+    """Seconds that a rank waits for one message between stages."""
+    if plan.pp == 1 or (plan.chunks > 1 and program.interleaved_transfers == "overlapped"):
         return 0.0
     stride = plan.tp * plan.sp * plan.dp
     size = tokens_of(network, plan) * network.width * plan.compute_bytes
@@ -343,7 +345,7 @@ def transfer_time(network: Network, plan: Plan, cluster: Cluster, program: Progr
 
 
 def _held(network: Network, plan: Plan, layers: Counts, *, first: bool, last: bool) -> tuple[float, float]:
-    """(dense, expert) parameters of a rank with so many layers of each kind and these ends, as tp and ep cut them."""
+    """(dense, expert) parameters of a rank with these numbers of layers and these ends, after the cuts by tp and ep."""
     found = _counted(network, of_layer(plan), layers, first, last)
     return found.dense, found.expert
 
@@ -351,7 +353,7 @@ def _held(network: Network, plan: Plan, layers: Counts, *, first: bool, last: bo
 @lru_cache(maxsize=20_000)
 def _counted(network: Network, plan: Plan, layers: Counts, first: bool, last: bool) -> counts.Elements:
     found = counts.ends(network, plan, first=first, last=last)
-    for number, (run, sparse) in zip(layers, product(network.halves, (False, True)), strict=True):  # layers of a kind are alike
+    for number, (run, sparse) in zip(layers, product(network.halves, (False, True)), strict=True):  # layers of a kind are equal
         found += counts.layer(run, plan, run.sparse_layers[0] if number and sparse else -1).times(number)
     return found
 
@@ -359,7 +361,7 @@ def _counted(network: Network, plan: Plan, layers: Counts, first: bool, last: bo
 def _sharing(
     network: Network, plan: Plan, cluster: Cluster, program: Program, dense: float, expert: float, stage: Stage, spare: Spare
 ) -> tuple[float, float, float]:
-    """Seconds of gradients' sums and of parameters' gathers that nothing hides, and of both that products hide."""
+    """(exposed seconds of gradient sums, exposed seconds of parameter gathers, seconds of both that computation hides)."""
     by_stage = plan.pp > 1 and program.staged == "by stage"
     world, per_node = plan.world, cluster.devices_per_node
     copies = group_of(plan.dp * plan.sp, plan.tp, per_node, world)
@@ -369,45 +371,45 @@ def _sharing(
     wide = narrow if program.sent_gradients == "computed" else wide
     if plan.stage == 0:
         sums = all_reduce(cluster, copies, dense * wide) + all_reduce(cluster, expert_copies, expert * wide)
-        exposed = spare.left(sums) if by_stage else _beside_backward(sums, stage, program, plan)
+        exposed = spare.left(sums) if by_stage else _overlapped_with_backward(sums, stage, program, plan)
         return exposed, 0.0, max(0.0, sums - exposed)
     parts = ((copies, dense), (expert_copies, expert))
     reduced = sum(_limited(program, gather(cluster, g, p * wide), g, p * wide, plan) for g, p in parts)
     gathered = sum(_limited(program, gather(cluster, g, p * narrow), g, p * narrow, plan) for g, p in parts)
     m = plan.microbatches
     if plan.stage == 1:  # by stage: DeepSpeed sums after the rank's last action
-        exposed = max(0.0, reduced - spare.others) if by_stage else _beside_backward(reduced, stage, program, plan)
-        if program.parameters == "beside":
-            waited, hidden = _beside(gathered, stage.ahead, program)
+        exposed = max(0.0, reduced - spare.others) if by_stage else _overlapped_with_backward(reduced, stage, program, plan)
+        if program.parameters == "overlapped":
+            waited, hidden = _overlapped(gathered, stage.ahead, program)
             return exposed, waited, max(0.0, reduced - exposed) + hidden
         return exposed, gathered, max(0.0, reduced - exposed)
     if plan.stage == 2:
-        each, hidden = _beside(reduced, stage.back, program)
+        each, hidden = _overlapped(reduced, stage.back, program)
         return m * each, gathered, m * hidden
     if copies.size > 1:
-        around = max(1.0, cluster.crowd(world)) * (network.depth + 2) / plan.pp * program.gather_us * 1e-6  # of layers and both ends
+        around = max(1.0, cluster.crowd(world)) * (network.depth + 2) / plan.pp * program.gather_us * 1e-6  # layers and both ends
         reduced, gathered = reduced + around, gathered + around
-    forward, hidden_forward = _beside(gathered, stage.ahead, program)
+    forward, hidden_forward = _overlapped(gathered, stage.ahead, program)
     often = plan.pp == 1 or program.shards == "micro-batch"
-    if not often and not plan.reshard:  # parameters and gradients stay whole for all micro-batches of the step
-        exposed = _beside_backward(reduced, stage, program, plan)
+    if not often and not plan.reshard:  # parameters and gradients stay whole during all micro-batches of the step
+        exposed = _overlapped_with_backward(reduced, stage, program, plan)
         return exposed, gathered, max(0.0, reduced - exposed)
     again = gathered if plan.reshard and not (plan.pp > 1 and often) else 0.0
-    backward, hidden_backward = _beside(again + reduced, stage.back, program)
+    backward, hidden_backward = _overlapped(again + reduced, stage.back, program)
     first = gathered / max(1, network.depth)
     return m * backward, m * (forward + first), m * (hidden_forward + hidden_backward)
 
 
 @dataclass(frozen=True)
 class Spare:
-    """Seconds that pass on a rank before the step's last action ends: `after` each of its stages is done, in order; and after all of its
-    own actions are, when `others` still have some."""
+    """Seconds in which a rank's gradient sums can overlap. after: from the end of each of its stages to the end of its own actions, in
+    order of the stages. others: from the end of its own actions to the end of all ranks' actions."""
 
     after: tuple[float, ...]
     others: float
 
     def left(self, seconds: float) -> float:
-        """Of sums of so many seconds, a share for each stage, one after another: what the last action does not hide."""
+        """Exposed part of sums that take `seconds` in all, an equal part for each stage, one after another."""
         each, queued = seconds / max(1, len(self.after)), -inf
         for window in self.after:
             queued = max(queued, -window) + each
@@ -415,8 +417,8 @@ class Spare:
 
 
 def _spare(plan: Plan, stages: list[Stage], rank: int) -> Spare:
-    """By the order of actions, without their waits. A rank's last input gradient is followed by one on each rank before it, and there by
-    what weights' gradients are left; not where ranks hold stages twice."""
+    """Spare time of a rank, from the order of actions without their waits. After a rank's last input gradient, each earlier rank still has
+    one, and then its remaining weight gradients. `others` is 0 if ranks hold stages twice."""
     if plan.pp == 1:
         return Spare((0.0,), 0.0)
     of_ranks = tails(plan.schedule, plan.pp, plan.microbatches, plan.chunks)
@@ -440,23 +442,23 @@ def _limited(program: Program, seconds: float, group: Group, num_bytes: float, p
     return max(seconds, (group.size - 1) / group.size * num_bytes / (program.gather_gb_s * 1e9))
 
 
-def _beside(seconds: float, window: float, program: Program) -> tuple[float, float]:
-    """(waited for, hidden) of collectives beside so many seconds of products, which they slow down meanwhile."""
+def _overlapped(seconds: float, window: float, program: Program) -> tuple[float, float]:
+    """(exposed seconds, hidden seconds) of collectives during `window` seconds of products, which the collectives slow down."""
     if program.gathers == "waited":
         return seconds, 0.0
-    share = 1.0 if program.gathers == "beside" else 0.67
+    share = 1.0 if program.gathers == "overlapped" else 0.67
     hidden = min(seconds, window * share) if share == 1.0 else min(seconds * share, window)
     return seconds - hidden + OVERLAP_SLOWDOWN * hidden, hidden
 
 
-def _beside_backward(seconds: float, stage: Stage, program: Program, plan: Plan) -> float:
-    """Waited for, of sums once a step: the last bucket, about a tenth of the backward pass, has nothing left to hide it."""
-    waits = program.gradients == "after" or not plan.kind.overlaps
-    return seconds if waits else _beside(seconds, 0.9 * stage.back, program)[0]
+def _overlapped_with_backward(seconds: float, stage: Stage, program: Program, plan: Plan) -> float:
+    """Exposed seconds of sums once a step. The last bucket, about a tenth of the backward pass, is never hidden."""
+    exposed = program.gradients == "after" or not plan.kind.overlaps
+    return seconds if exposed else _overlapped(seconds, 0.9 * stage.back, program)[0]
 
 
 def _update(plan: Plan, cluster: Cluster, program: Program, dense: float, expert: float) -> tuple[float, float]:
-    """Seconds of the optimizer on the device, and of what is offloaded: messages to the host and back, its AdamW, the disk."""
+    """(seconds of the optimizer on the device, seconds of offloading: transfers to the host and back, AdamW on the host, the disk)."""
     shared = plan.dp * plan.sp if plan.stage >= 1 else 1
     expert_shared = max(1, plan.edp) if plan.stage >= 1 else 1
     elements = dense / shared + expert / expert_shared
@@ -479,6 +481,6 @@ def _update(plan: Plan, cluster: Cluster, program: Program, dense: float, expert
 
 
 def _energy(plan: Plan, cluster: Cluster, busy: float, step: float) -> float:
-    """Joules of all devices: idle power for the step, and what products add while they run."""
+    """Joules of all devices: idle power during the whole step, and full power during the `busy` seconds."""
     device = cluster.device
     return plan.world * (device.idle_watts * step + (device.watts - device.idle_watts) * min(busy, step))

@@ -1,15 +1,15 @@
-"""Seconds of one layer, and of the head, for one micro-batch on one rank: products, attention, what streams, and collectives within it.
+"""Predicts the seconds of one layer, and of the head, for one micro-batch on one rank: products, attention, pointwise work, collectives.
 
     n tokens of the rank, D width, A and K inner widths of queries and keys, F hidden units; t ranks of tensor parallelism
 
     products forward    n x D x (A + 2K)/t    n x A/t x D    n x D x F/t (twice with a gate)    n x F/t x D
-    backward            two for each: of the input's gradient, and of the weights'
-    streamed            norms 4 D, sums of residuals 6 D (dropout's mask 1 more), activation 4 F/t (6 with a gate): bytes of 16 bits
-    cross attention     the same of the encoder's tokens for keys and values, one norm and one sum of the residual
-    scores              where attention writes them: 6 bytes a score forward, 5 more with dropout; about twice that backward
+    backward            two products for each of these: gradient of the input, gradient of the weights
+    streamed            norms 4 D, residual sums 6 D (dropout's mask 1 more), activation 4 F/t (6 with a gate): bytes, in 16 bits
+    cross-attention     keys and values from the encoder's tokens, one norm and one residual sum
+    scores              if attention writes them: 6 bytes a score forward, 5 more with dropout; about twice as much backward
     1d                  2 all-reduces of n D forward, 2 backward; sliced: 2 gathers and 2 reduce-scatters each way
 
-Bytes of grids and of attention over sp are those of tensor.py and attention.py. A device's times are in device.py.
+Bytes of tensor grids and of attention over sp come from tensor.py and attention.py, times of a device from device.py.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from parallel.mesh.traffic import Message
 from parallel.sequence.kinds.kind import Attention
 
 KIND = {1: "fp8", 2: "bf16", 4: "fp32"}
-BACKWARD_STREAM = 1.5  # what streams backward, against forward: a norm reads its input and a gradient, and writes one
-LOGITS_AGAIN_BYTES = 20.0  # beside the backward pass's own: 16 bits to fp32, difference, exponential, less what is read instead
-LOGIT_BYTES = (30.0, 16.0)  # forward and backward: 16 bits to fp32, maximum, difference, exponential, sum, quotient; and the gradient
+BACKWARD_STREAM = 1.5  # bytes streamed backward, divided by those streamed forward: a norm reads its input and a gradient, and writes one
+LOGITS_AGAIN_BYTES = 20.0  # a logit that is recomputed: cast to fp32, difference, exponential
+LOGIT_BYTES = (30.0, 16.0)  # a logit, forward and backward: cast to fp32, maximum, difference, exponential, sum, quotient; gradient
 
-DISPATCH_KERNELS = 45  # of a router and of rows gathered, sorted, brought back, each way: fitted to Qwen3-235B under Megatron-Core
+DISPATCH_KERNELS = 45  # number of kernels of router and dispatch in each direction, fitted to Qwen3-235B under Megatron-Core
 
 
 @dataclass(frozen=True)
 class Pass:
-    """Seconds on the device, and of collectives that nothing hides; kernels that the host launches."""
+    """Seconds of one pass: compute on the device, and exposed collectives of tp, sp and ep. kernels: number that the host launches."""
 
     compute: float = 0.0
     tensor: float = 0.0
@@ -66,8 +66,11 @@ class Pass:
 
 @dataclass(frozen=True)
 class Layer:
-    """Of `forward`, `core`: attention between q, k and v alone; `second`: norm, network or experts, and sum of the residual, with what they
-    send. `weights`: of `backward`, the weights' gradients."""
+    """Times of one layer.
+
+    core: part of `forward` for attention between q, k and v. second: part of `forward` for norm, network or experts, residual sum and
+    their collectives. weights: part of `backward` for the weights' gradients.
+    """
 
     forward: Pass
     backward: Pass
@@ -77,13 +80,13 @@ class Layer:
 
 
 def layer_time(network: Network, plan: Plan, cluster: Cluster, program: Program, *, sparse: bool, imbalance: float = 1.0) -> Layer:
-    """One layer of a network. `sparse`: with experts, of which the busiest rank's get `imbalance` times the mean."""
+    """Times of one layer. sparse: with experts. imbalance: rows of the busiest rank's experts, divided by the mean."""
     return _layer(_only(network, sparse), of_layer(plan), cluster, program, sparse, imbalance)
 
 
 @lru_cache(maxsize=100)
 def _only(network: Network, sparse: bool) -> Network:
-    """What a layer depends on, so that networks of several depths share it."""
+    """Network reduced to the fields on which a layer depends, so that networks of different depths share cached times."""
     encoder = None if network.encoder is None else _only(network.encoder, sparse=False)
     return replace(network, layers=1, vocab=1, sparse_layers=(), experts=network.experts if sparse else None, encoder=encoder)
 
@@ -93,8 +96,8 @@ _of_plan = attrgetter(*_OF_LAYER)
 
 
 def of_layer(plan: Plan) -> Plan:
-    """What of a plan a layer or the head depends on, so that plans which differ elsewhere share it (the same object): of pp and dp the
-    world alone."""
+    """Plan reduced to the settings on which a layer or the head depends, as the same object, so that plans share cached times. pp and dp
+    count only through the number of ranks."""
     return _of_layer(plan.world, _of_plan(plan))
 
 
@@ -128,7 +131,7 @@ def _layer(network: Network, plan: Plan, cluster: Cluster, program: Program, spa
 
 
 def tokens_of(network: Network, plan: Plan) -> float:
-    """Of one micro-batch on one rank."""
+    """Number of tokens of one micro-batch on one rank."""
     return plan.microbatch * network.length / plan.sp
 
 
@@ -137,15 +140,15 @@ def _kind(plan: Plan, program: Program) -> str:
 
 
 def _casts(program: Program, products: list[tuple[float, float, float]]) -> tuple[float, float]:
-    """Bytes of casts to 8 bits, forward and backward: each operand is read for its largest value, read again, and written twice, once
-    transposed. Forward the input and the weights, backward the gradient."""
+    """(forward, backward) bytes of casts to 8 bits. Each operand is read twice (once for its largest value) and written twice (once
+    transposed). Forward casts input and weights, backward the gradient."""
     if program.products == "compute":
         return 0.0, 0.0
     return sum(6 * (m * k + k * n) for m, n, k in products), sum(6 * m * n for m, n, k in products)
 
 
 def _three(cluster: Cluster, kind: str, m: float, n: float, k: float, count: float = 1) -> tuple[float, float, float]:
-    """Seconds of a product forward, of its input's gradient and of its weights'."""
+    """Seconds of a product: forward, gradient of its input, gradient of its weights."""
     device = cluster.device
     return (
         device.product(m, n, k, count=count, kind=kind),
@@ -155,7 +158,7 @@ def _three(cluster: Cluster, kind: str, m: float, n: float, k: float, count: flo
 
 
 def _projections(network: Network, plan: Plan, cluster: Cluster, program: Program) -> tuple[Pass, Pass, float]:
-    """Into queries, keys and values and out of them; norms and sums of residuals of the whole layer."""
+    """(forward, backward, seconds of weight gradients) of attention's projections, and of the layer's norms and residual sums."""
     kind = _kind(plan, program)
     rows, parts = plan.grid.sequences, plan.grid.units
     n = tokens_of(network, plan) / rows
@@ -165,7 +168,7 @@ def _projections(network: Network, plan: Plan, cluster: Cluster, program: Progra
     else:
         late, h = network.latent, network.heads
         head = network.channels + late.rotary_size
-        made = n / plan.tp if plan.tensor == "sliced" else n  # latents of a rank's slice
+        made = n / plan.tp if plan.tensor == "sliced" else n  # each rank computes the latents of its own tokens
         query = [(made, late.query_rank, d), (n, h * head / parts, late.query_rank)] if late.query_rank else [(n, h * head / parts, d)]
         products = [
             *query,
@@ -189,20 +192,20 @@ def _projections(network: Network, plan: Plan, cluster: Cluster, program: Progra
 
 
 def _streamed_bytes(plan: Plan, program: Program) -> int:
-    """Bytes of an element as pointwise kernels take their time by."""
+    """Bytes of an element that decide the time of pointwise kernels."""
     return 4 if program.streams == "elements" else max(2, plan.compute_bytes)
 
 
 def _between(network: Network, plan: Plan, program: Program) -> float:
-    """Bytes of a layer's two norms and two sums of residuals."""
+    """Bytes that a layer's two norms and two residual sums stream."""
     n = tokens_of(network, plan) / plan.grid.sequences
     whole = n / plan.tp if plan.tensor == "sliced" else n
     return (2 * 4 + 2 * (6 + (1 if network.dropout else 0))) / 2 * _streamed_bytes(plan, program) * network.width * whole
 
 
 def _of_second(plan: Plan, *, sparse: bool) -> float:
-    """The part of a layer's sums over tp that is behind its network. Experts have their own exchange: of copied tokens a gather is left,
-    half as much as a sum."""
+    """Fraction of a layer's tp collectives that belongs to its second half. Experts have their own exchange; only a gather of copied tokens
+    is left, half as much as an all-reduce."""
     if not sparse or plan.tensor in GRIDS:
         return 0.5
     return 0.0 if plan.tensor == "sliced" else 1 / 3
@@ -219,7 +222,7 @@ def _ffn(
     rows: float | None = None,
     count: float = 1,
 ) -> tuple[Pass, Pass, float]:
-    """A dense network of so many hidden units, or `count` of them at once with `rows` tokens each."""
+    """(forward, backward, seconds of weight gradients) of a feed-forward network, or of `count` networks with `rows` tokens each."""
     divided, parts = plan.grid.sequences, plan.grid.units
     n = tokens_of(network, plan) / divided if rows is None else rows
     f = hidden / (parts if rows is None else plan.etp)
@@ -242,7 +245,7 @@ def _ffn(
 
 
 def _core(network: Network, plan: Plan, cluster: Cluster, program: Program) -> tuple[Pass, Pass]:
-    """Attention between q, k and v, with what it sends over sp."""
+    """(forward, backward) of attention between q, k and v, with its collectives over sp."""
     rows, parts = plan.grid.sequences, plan.grid.units
     heads = network.heads / parts
     batch = plan.microbatch / rows
@@ -259,7 +262,7 @@ def _core(network: Network, plan: Plan, cluster: Cluster, program: Program) -> t
 
 
 def _fused(pairs: float, channels: float, plan: Plan, cluster: Cluster) -> tuple[Pass, Pass]:
-    """Attention in one kernel each way; `channels`: of a key and a value."""
+    """(forward, backward) of attention in one kernel each. channels: size of a key plus size of a value."""
     device, kind, flops = cluster.device, KIND[plan.compute_bytes], 2 * channels * pairs
     forward = device.fused_attention(flops, pairs, kind=kind)
     backward = device.fused_attention(2.5 * flops, pairs, backward=True, kind=kind)
@@ -267,7 +270,7 @@ def _fused(pairs: float, channels: float, plan: Plan, cluster: Cluster) -> tuple
 
 
 def _scores(network: Network, plan: Plan, cluster: Cluster, *, count: float, keys: int) -> tuple[Pass, Pass]:
-    """Attention of `count` heads that writes its scores."""
+    """(forward, backward) of attention that writes its scores, for `count` heads."""
     device, kind, length = cluster.device, KIND[plan.compute_bytes], network.length / plan.sp
     product = device.product(length, keys, network.channels, count=count, kind=kind)
     value_time = device.product(length, network.channels, keys, count=count, kind=kind)
@@ -278,7 +281,7 @@ def _scores(network: Network, plan: Plan, cluster: Cluster, *, count: float, key
 
 
 def _cross(network: Network, encoder: Network, plan: Plan, cluster: Cluster, program: Program) -> tuple[Pass, Pass, float]:
-    """Attention to what the encoder gave, with its norm and its sum of the residual: keys and values are made of the encoder's tokens."""
+    """(forward, backward, seconds of weight gradients) of cross-attention, with its norm and residual sum."""
     kind, device = _kind(plan, program), cluster.device
     n, read, d = tokens_of(network, plan), tokens_of(encoder, plan), network.width
     t = plan.grid.units
@@ -304,15 +307,16 @@ def _cross(network: Network, encoder: Network, plan: Plan, cluster: Cluster, pro
 
 
 def _cross_sums(n: float, read: float, width: int, plan: Plan, cluster: Cluster, program: Program) -> tuple[Pass, Pass]:
-    """Of 1D: its output's forward; backward the gradients of what the decoder and the encoder gave."""
+    """(forward, backward) all-reduces of cross-attention with 1D: its output forward; gradients of decoder and encoder input backward."""
     group = group_of(plan.tp, 1, cluster.devices_per_node, plan.world)
     own, other = (all_reduce(cluster, group, tokens * width * plan.compute_bytes) for tokens in (n, read))
-    left = 1 - program.tensor_beside
+    left = 1 - program.tensor_overlap
     return Pass(tensor=left * own, kernels=0.5), Pass(tensor=left * (own + other), kernels=1)
 
 
 def _over_sequence(network: Network, plan: Plan, cluster: Cluster, program: Program, forward: Pass, backward: Pass) -> tuple[Pass, Pass]:
-    """Keys travel while blocks are computed: the first wait is the only one, if links keep up. Exchanges of heads are waited for."""
+    """Add the communication over sp. Keys are sent while blocks are computed, so only the first message is exposed if links are fast
+    enough. Ulysses' all-to-alls are fully exposed."""
     if plan.sp == 1:
         return forward, backward
     heads, groups = max(1, network.heads // plan.tp), max(1, network.groups // plan.tp)
@@ -325,7 +329,7 @@ def _over_sequence(network: Network, plan: Plan, cluster: Cluster, program: Prog
             exposed = 4 * all_to_all(cluster, group, sent / 4 * plan.sp / (plan.sp - 1))
         else:
             ring = gather(cluster, group, sent * plan.sp / (plan.sp - 1))
-            waits = program.gathers == "waited" or not plan.method.beside
+            waits = program.gathers == "waited" or not plan.method.overlaps
             exposed = max(0.0, ring - (0.0 if waits else one.compute)) + ring / plan.sp
         out.append(one + Pass(sequence=exposed, kernels=2 * plan.sp))
     return out[0], out[1]
@@ -336,11 +340,11 @@ def _tensor(network: Network, plan: Plan, cluster: Cluster, program: Program, *,
         return Pass(), Pass()
     n = tokens_of(network, plan)
     group = group_of(plan.tp, 1, cluster.devices_per_node, plan.world)
-    left = 1 - program.tensor_beside
+    left = 1 - program.tensor_overlap
     if plan.tensor in (*LINES, "sliced"):
         size = n * network.width * plan.compute_bytes
         entering = n * _entering(network) * plan.compute_bytes
-        others = 0.0 if sparse else 1.0  # tokens of a layer with experts are cut already
+        others = 0.0 if sparse else 1.0  # a layer with experts needs no second collective: its tokens are cut already
         if plan.tensor == "sliced":
             forward = backward = gather(cluster, group, entering) + (1 + 2 * others) * gather(cluster, group, size)
             kernels = 1 + others
@@ -354,13 +358,13 @@ def _tensor(network: Network, plan: Plan, cluster: Cluster, program: Program, *,
 
 
 def _entering(network: Network) -> float:
-    """Numbers of a token that all heads of an attention layer read."""
+    """Number of elements a token that all heads of an attention layer read."""
     late = network.latent
     return network.width if late is None else (late.query_rank or network.width) + late.key_rank + late.rotary_size
 
 
 def _on_grid(network: Network, plan: Plan, cluster: Cluster, group: Group, left: float) -> tuple[Pass, Pass]:
-    """2D, 2.5D and 3D: bytes of tensor.py over the slowest link of the grid, with a message a step of each product."""
+    """(forward, backward) collectives of 2D, 2.5D and 3D: bytes of tensor.py over the slowest link, one message a step of a product."""
     of = tensor_parallel.DenseLayer(
         round(tokens_of(network, plan)),
         network.width,
@@ -382,7 +386,7 @@ def _on_grid(network: Network, plan: Plan, cluster: Cluster, group: Group, left:
 
 
 def _experts(network: Network, plan: Plan, cluster: Cluster, program: Program, imbalance: float) -> tuple[Pass, Pass, float]:
-    """Router, rows there and back, and the experts' networks. Tokens that tp holds in copies are cut first."""
+    """(forward, backward, seconds of weight gradients) of router, exchange and experts. Copies of tokens on tp ranks are cut first."""
     e, device, item = network.experts, cluster.device, max(2, plan.compute_bytes)
     assert e is not None
     n, d = tokens_of(network, plan) / plan.tp, network.width
@@ -394,18 +398,18 @@ def _experts(network: Network, plan: Plan, cluster: Cluster, program: Program, i
     own = program if e.products is None else replace(program, products=e.products)
     forward, backward, weights = _ffn(network, plan, cluster, e.hidden, e.gated, own, rows=per_expert, count=local)
     router = 3 * device.product(n, e.count, d, kind="tf32")
-    moved = 4 * 2 * item * rows * d  # gathered, sorted, brought back in order, summed
+    moved = 4 * 2 * item * rows * d  # rows are gathered, sorted, put back in order, and summed
     forward += Pass(compute=router / 3 + device.stream(moved, kernels=8), kernels=DISPATCH_KERNELS)
     backward += Pass(compute=2 * router / 3 + device.stream(moved, kernels=10), kernels=DISPATCH_KERNELS)
     if e.shared_hidden:
-        beside = _ffn(network, plan, cluster, e.shared_hidden, e.gated, program)
-        forward, backward, weights = forward + beside[0], backward + beside[1], weights + beside[2]
+        shared = _ffn(network, plan, cluster, e.shared_hidden, e.gated, program)
+        forward, backward, weights = forward + shared[0], backward + shared[1], weights + shared[2]
     there, back = _exchanged(network, plan, cluster, program, tokens=n, rows=choices * factor)
     return forward + there, backward + back, weights
 
 
 def _exchanged(network: Network, plan: Plan, cluster: Cluster, program: Program, *, tokens: float, rows: float) -> tuple[Pass, Pass]:
-    """Rows to experts and back, forward and backward: over ep by the exchange's messages, and over etp by gathers."""
+    """(forward, backward) exchange of rows with experts and back: the dispatcher's messages over ep, and gathers over etp."""
     e, item, each = network.experts, max(2, plan.compute_bytes), cluster.devices_per_node
     assert e is not None
 
@@ -420,19 +424,19 @@ def _exchanged(network: Network, plan: Plan, cluster: Cluster, program: Program,
     traffic = traffic_of(network, plan, tokens, rows, item)
     inner = 2 * gather(cluster, group_of(plan.etp, 1, each, plan.world), rows * network.width * item * plan.etp) if plan.etp > 1 else 0.0
     kernels = 4 if plan.ep * plan.etp > 1 else 0
-    forward, backward = (Pass(experts=(seconds(of) + inner) * (1 - program.experts_beside), kernels=kernels) for of in traffic[1:])
+    forward, backward = (Pass(experts=(seconds(of) + inner) * (1 - program.experts_overlap), kernels=kernels) for of in traffic[1:])
     return forward, backward
 
 
 def _copies(choices: int, places: int) -> float:
-    """What is sent when a token goes once to each place that needs it: the places expected among its choices, over its choices."""
+    """Rows sent for each choice if a token is sent once to each place that it needs: expected number of places, divided by choices."""
     return places * (1 - (1 - 1 / places) ** choices) / choices
 
 
 @lru_cache(maxsize=20_000)
 def head_time(network: Network, plan: Plan, cluster: Cluster, program: Program) -> tuple[Pass, Pass, float]:
-    """The last norm, the projection to the vocabulary and the loss; and the seconds of the weights' gradient. With `loss_chunks` the
-    backward pass makes each run's logits and their exponentials again."""
+    """(forward, backward, seconds of weight gradients) of the last norm, the projection to the vocabulary and the loss. With `loss_chunks`
+    the backward pass computes each chunk's logits and their exponentials again."""
     rows = plan.grid.sequences
     parts = plan.tp / rows
     n, v, device = tokens_of(network, plan) / rows, network.vocab / max(1, parts), cluster.device
@@ -455,9 +459,10 @@ def head_time(network: Network, plan: Plan, cluster: Cluster, program: Program) 
 
 @lru_cache(maxsize=20_000)
 def join_time(network: Network, plan: Plan, cluster: Cluster, program: Program) -> tuple[Pass, Pass, float]:
-    """Two norms and the product that joins a layer's output with a token's embedding, for a further token; as head_time."""
+    """(forward, backward, seconds of weight gradients) that join a layer's output with the next token's embedding in multi-token
+    prediction: two norms and a product."""
     n, d, device = tokens_of(network, plan), network.width, cluster.device
     f, x, w = _three(cluster, _kind(plan, program), n, d, 2 * d)
-    stream = 3 * 4 * _streamed_bytes(plan, program) / 2 * d * n * program.pointwise  # the norm before the head too, as _between
+    stream = 3 * 4 * _streamed_bytes(plan, program) / 2 * d * n * program.pointwise  # two norms, and the norm before the head
     forward = Pass(compute=f + device.stream(stream, kernels=4), kernels=10)
     return forward, Pass(compute=x + w + device.stream(BACKWARD_STREAM * stream, kernels=4), kernels=12), w

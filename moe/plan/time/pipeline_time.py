@@ -1,13 +1,13 @@
-"""Seconds of a pipeline by the times of its ranks for one micro-batch: closed forms, else the simulator; and a bound below it.
+"""Predicts the seconds of a pipeline from its ranks' times for one micro-batch, by closed forms or the simulator. Also gives a lower bound.
 
-    closed form   the schedule's own (`seconds` in its row of the catalog), as sum t + (m - 1) max t of 1F1B
-    else          the project's simulator; of long steps three rounds and the next, which repeats
+    closed form   if the schedule has one (`seconds` in the catalog), such as sum t + (m - 1) max t for 1F1B
+    otherwise     the project's simulator; for long steps, three rounds and one more, which repeats
 
-    least         for every rank what comes before its first forward pass, all of its work, and what must follow its last input gradient;
-                  and one micro-batch's way down and up. No order of actions undercuts it, and it costs microseconds: a planner need not
-                  simulate what it rules out
+    least         lower bound: for each rank the time before its first forward pass, all of its work, and the time after its last input
+                  gradient; and the time of one micro-batch through all stages. It takes microseconds, so that the planner need not
+                  simulate plans that it rules out
 
-The bound follows from `Schedule.needs` alone.
+The bound holds for every order of actions, because it uses only `Schedule.needs`.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from moe.plan.job.in_flight import made, possible, steady
 from moe.plan.job.network import Plan
 from parallel.pipeline.schedule import COMPUTE, Action, Op, folded
 from parallel.pipeline.schedules.catalog import closed_form, kind_of, placed
-from parallel.pipeline.schedules.kind import Passes, Placed
+from parallel.pipeline.schedules.kind import PassTimes, Placed
 from parallel.pipeline.simulator.simulate import costs, makespan
 from parallel.pipeline.sums import whole_at
 
-MOST_WEIGHTS = 0.99  # of a backward pass
-How = Literal["simulated", "least", "alone"]  # `least`: a bound where no closed form is known; `alone`: of a step, without sums too
+MOST_WEIGHTS = 0.99  # largest fraction of a backward pass that weight gradients take
+How = Literal["simulated", "least", "alone"]  # `least`: lower bound if there is no closed form; `alone`: also without sums (step_time)
 
 
 def crossings(plan: Plan) -> int:
-    """Messages that a rank waits for in one direction for each micro-batch."""
+    """Number of messages in one direction that a rank waits for, for each micro-batch."""
     return 0 if plan.pp == 1 else plan.chunks
 
 
 def head_rank(plan: Plan) -> int:
-    """The rank of the last stage: on a V the first."""
+    """Rank of the last stage; with placement `v` this is rank 0."""
     return 0 if plan.pp > 1 and placed(plan.schedule) == "v" else plan.pp - 1
 
 
 def homes_of(plan: Plan) -> tuple[tuple[int, ...], ...]:
-    """Of each stage the ranks that have it."""
+    """Ranks that hold each stage."""
     return homes_at(placed(plan.schedule), plan.pp, plan.chunks)
 
 
 @lru_cache(maxsize=1_000)
 def homes_at(where: Placed, p: int, chunks: int) -> tuple[tuple[int, ...], ...]:
-    """Of each stage on p ranks the ranks that have it, where a schedule places them so."""
+    """Ranks that hold each stage, for p ranks and this placement."""
     if where == "both_ways":
         return tuple(tuple(sorted({stage, p - 1 - stage})) for stage in range(p))
     return tuple(folded(p)) if where == "v" else tuple((stage % p,) for stage in range(p * chunks))
@@ -63,20 +63,21 @@ def pipeline_time(
     stages: tuple[Sequence[float], Sequence[float]] | None = None,
     how: How = "simulated",
 ) -> float:
-    """Seconds from the first forward to the last backward pass, by the times of each rank for one micro-batch.
+    """Seconds from the first forward to the last backward pass.
 
-    `weights`: the part of `backward` that is the weights' gradients, in simulations the same part of each; `sent`: of a message, waited for
-    once in each direction; `stages`: the forward and backward times of each stage, where ranks have several and are simulated (None: a
-    rank's are alike). `how`: `least` never exceeds `simulated`, and stands for `alone` too.
+    forward, backward: seconds of one micro-batch on each rank. weights: seconds of weight gradients in `backward` (simulations use one
+    fraction for all ranks). sent: seconds of a message, which a rank waits for once in each direction. stages: forward and backward times
+    of each stage, used in simulations if ranks have several stages (None: a rank's stages are equal). how: `least` and `alone` never
+    exceed `simulated`.
     """
-    passes = Passes(forward, backward, 2 * sent * crossings(plan), plan.microbatches, plan.chunks)
+    passes = PassTimes(forward, backward, 2 * sent * crossings(plan), plan.microbatches, plan.chunks)
     if plan.pp == 1:
         return plan.microbatches * passes.total[0]
     if (closed := closed_form(plan.schedule)) is not None:
         return closed(passes)
     share = min(MOST_WEIGHTS, sum(weights) / max(1e-12, sum(backward)))
     apart = stages or (_of_stages(plan, forward), _of_stages(plan, backward))
-    unit = max(map(max, apart)) / 1000  # rounded so, similar plans share a simulation
+    unit = max(map(max, apart)) / 1000  # times are rounded to this, so that similar plans share a cached simulation
     f, b = (tuple(round(x / unit) for x in way) for way in apart)
     share, message = round(share, 3), round(sent / unit)
     least = _least(plan, f, b, share, message)
@@ -84,7 +85,7 @@ def pipeline_time(
 
 
 def _of_stages(plan: Plan, times: Sequence[float]) -> Sequence[float]:
-    """By stage what is known by rank: a rank's stages are alike."""
+    """Times of stages from times of ranks; a rank's stages are equal."""
     if placed(plan.schedule) == "both_ways":
         return times
     homes = homes_of(plan)
@@ -94,7 +95,7 @@ def _of_stages(plan: Plan, times: Sequence[float]) -> Sequence[float]:
 def _least(plan: Plan, forward: tuple[int, ...], backward: tuple[float, ...], share: float, sent: float) -> float:
     m, p = plan.microbatches, plan.pp
     whole = [f + b for f, b in zip(forward, backward, strict=True)]
-    if placed(plan.schedule) == "both_ways":  # replicas share a stage's micro-batches as they like
+    if placed(plan.schedule) == "both_ways":  # micro-batches can be divided between a stage's replicas in any way
         return max(m * sum(whole) / p, sum(whole) - share * sum(backward) + 2 * (p - 1) * sent)
     homes = [rank for (rank,) in homes_of(plan)]
     inputs = [(1 - share) * b for b in backward]
@@ -140,15 +141,15 @@ def _makespan(
 
 
 class Tail(NamedTuple):
-    """How a rank ends a step, as (kind of action, number): `after` each of its stages, in the order in which their gradients are whole, and
-    `late`, after its last input gradient."""
+    """Actions at the end of a rank's step, as (operation, number). after: for each of its stages, actions after its gradients are complete.
+    late: actions after the rank's last input gradient."""
 
     after: tuple[tuple[tuple[str, int], ...], ...]
     late: tuple[tuple[str, int], ...]
 
 
 def tails(schedule: str, ranks: int, microbatches: int, chunks: int) -> tuple[Tail, ...]:
-    """Of each rank. A step ends alike however long it is."""
+    """Tail of each rank. It does not depend on the number of micro-batches, so a short step is built."""
     if chunks == 1 and placed(schedule) == "line" and not kind_of(schedule).splits_backward:  # a rank's one stage ends with its actions
         return (Tail(((),), ()),) * ranks
     return _tails(schedule, ranks, steady(schedule, ranks, microbatches), chunks)

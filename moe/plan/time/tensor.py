@@ -1,25 +1,26 @@
-"""What tensor parallelism costs a dense Transformer layer, by form: bytes of weights, kept and sent by a rank, as closed forms.
+"""Bytes of a dense Transformer layer under each kind of tensor parallelism: weights, activations kept, and bytes sent by a rank.
 
     N tokens, D model, A = heads * channels of q, K of keys and of values, F hidden; t ranks, q a side, d depth; products (inputs I ->
     outputs O): D -> A, K, K (queries, keys, values), A -> D, D -> F (twice with a gate), F -> D; P elements of all
 
              weights   sent forward                              sent backward
     1d       P / t     2 sums: 4 (t-1)/t N D                     the same
-    sliced   P / t     2 gathers, 2 reduce-scatters: as 1d       the same; what is summed is wide
+    sliced   P / t     2 gathers, 2 reduce-scatters: as 1d       the same; sums are wide
     2d       P / q^2   (q-1)/q^2 of N I + I O for each product   (q-1)/q^2 of 2 N I + I O, and I O wide
     2.5d     P / q^2   the same with N / d                       the same
     3d       P / q^3   (q-1)/q^3 of N I + I O + N O              (q-1)/q^3 of N O + I O + 2 N I, and I O wide
-    q, k and v are one product of grids, and so are w1 and w3: their outputs together, so x travels once for all of them
-    norms of grids     gathers of 2 numbers a token of a row, forward, and sums of 2 backward, wide
+    on a grid, q, k and v are one product, and so are w1 and w3, so that x is sent once for all of them
+    norms on a grid    gathers of 2 numbers a token of a row forward, sums of 2 numbers backward, wide
 
-    kept: 4 N D, what a norm and the products after it read (the norm's wide on a line); 4 N A, q, keys and values for all heads, and what
-    attention gives, with a number of its softmax; 4 N F, what goes into the activation and comes out, the gate, their product (2 without
-    a gate); 4 statistics of norms. 1d cuts what is inside, grids everything, sliced everything but what it gathered for products.
-    On a line products in 16 bits keep their cast weights too, P / t; those of grids cast them again.
+    kept: 4 N D: inputs of the norms and of the products after them (inputs of norms are wide in 1d and sliced); 4 N A: q, keys and values
+    for all heads, attention's output, and a statistic of its softmax; 4 N F: input and output of the activation, the gate, their product
+    (2 N F without a gate); 4 statistics of norms. 1d cuts tensors inside attention and network, grids cut everything, sliced everything
+    except gathered inputs of products. In 16 bits, 1d and sliced also keep cast weights, P / t; grids cast them again.
 
-    calls: 4 of 1d and 8 of sliced; with tensor.overlap_chunks n times as many, of the same bytes. Out and w2 then cast their weights again.
+    calls: 4 with 1d and 8 with sliced; with tensor.overlap_chunks n times as many, with the same bytes in all. Out and w2 then cast their
+    weights again.
 
-wide: fp32, in which gradients are summed. Sources: the methods' files in parallel/tensor/.
+wide: fp32, in which gradients are summed. Sources: see the methods' files in parallel/tensor/.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from parallel.mesh.grids import Grid
 
 @dataclass(frozen=True)
 class DenseLayer:
-    """Attention with rotary positions and a network, with a gate if `gated`, LayerNorms; sizes as above, `heads` of q, `itemsize` bytes."""
+    """Sizes of a dense layer: attention with rotary positions, a network (`gated` or not), LayerNorms. heads: of q. itemsize: bytes of an
+    element."""
 
     tokens: int
     width: int
@@ -45,12 +47,12 @@ class DenseLayer:
 
     @property
     def inner(self) -> int:
-        """A above."""
+        """A (see the top of this file)."""
         return self.heads * self.head_size
 
     @property
     def products(self) -> tuple[tuple[int, int], ...]:
-        """(inputs, outputs) of each."""
+        """(inputs, outputs) of each product."""
         keys = self.kv_heads * self.head_size
         into = ((self.width, self.hidden),) * (2 if self.gated else 1)
         return (
@@ -64,21 +66,21 @@ class DenseLayer:
 
     @property
     def fused_products(self) -> tuple[tuple[int, int], ...]:
-        """The same, those of one x together."""
+        """(inputs, outputs) of the products, with all products of the same input joined."""
         q, k, v, out, *into, down = self.products
         return (self.width, q[1] + k[1] + v[1]), out, (self.width, sum(outputs for _, outputs in into)), down
 
     @property
     def elements(self) -> int:
-        """P above."""
+        """P (see the top of this file)."""
         return sum(inputs * outputs for inputs, outputs in self.products)
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Bytes of one rank: `weights` of the products in `itemsize`, `kept` from the forward to the backward pass, sent in both.
+    """Bytes of one rank: weights of the products, activations kept for the backward pass, and bytes sent forward and backward.
 
-    `calls` of collectives in both, on a line.
+    calls: number of collectives in both passes; None on grids.
     """
 
     weights: int
@@ -92,7 +94,7 @@ WIDE = 4
 
 
 def cost(grid: Grid, of: DenseLayer, *, chunks: int = 1) -> Cost:
-    """Return the bytes of a layer on a grid of kind 1d, sliced, 2d, 2.5d or 3d. `chunks`: n above."""
+    """Return the bytes of a layer on a grid of kind 1d, sliced, 2d, 2.5d or 3d. `chunks`: n (see the top of this file)."""
     kind = grid.kind
     forward, backward = _on_a_line(kind, grid.ranks, of) if kind in ("1d", "sliced") else _on_a_grid(kind, grid.depth, grid.columns, of)
     calls = {"1d": 4 * chunks, "sliced": 8 * chunks}.get(kind)
@@ -109,7 +111,7 @@ def _on_a_line(kind: str, ranks: int, of: DenseLayer) -> tuple[Fraction, Fractio
 def _on_a_grid(kind: str, depth: int, side: int, of: DenseLayer) -> tuple[Fraction, Fraction]:
     held = of.tokens if kind == "3d" else Fraction(of.tokens, depth)
     part, wide = Fraction(side - 1, side**3 if kind == "3d" else side**2), max(WIDE, of.itemsize)
-    row = Fraction(2 * of.tokens, depth * side)  # of two norms
+    row = Fraction(2 * of.tokens, depth * side)  # tokens of a row, for two norms
     forward, backward = row * 2 * (side - 1) * wide, row * 2 * Fraction(2 * (side - 1), side) * wide
     for inputs, outputs in of.fused_products:
         x, w, y = held * inputs, inputs * outputs, held * outputs if kind == "3d" else 0

@@ -1,9 +1,9 @@
-"""The pipeline of a plan's step as a Timeline: the schedule's own order of actions, with the predicted seconds of each stage.
+"""Simulates the pipeline of a plan's step: a Timeline with the schedule's order of actions and the predicted seconds of each stage.
 
-    layers of each stage (counts.py)  ->  seconds of F and B (cost.py)  ->  simulate  ->  what draw.py draws
+    layers of each stage (counts.py)  ->  seconds of F and B (cost.py)  ->  simulate  ->  Timeline, which draw.py draws
 
-Sums of gradients, the optimizer and what comes once a step are not in it: it is the part of `step_time` between them, which has closed
-forms for schedules whose stages are on a line. A plan without stages is one rank's passes, one after another.
+It contains only forward and backward passes, without gradient sums, the optimizer and other work that is done once a step. A plan without
+pipeline stages gives the passes of one rank, one after another.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from parallel.pipeline.schedule import Schedule
 from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
 from parallel.pipeline.simulator.simulate import Cost, Timeline, costs, simulate
 
-MOST_ACTIONS = 4000  # of a picture: more bars than that cannot be told apart
+MOST_ACTIONS = 4000  # most actions in a picture; more bars cannot be distinguished
 
 
 def timeline(
     network: Network, plan: Plan, cluster: Cluster, program: Program | None = None, *, microbatches: int | None = None
 ) -> Timeline:
-    """Seconds of each action of a step, or of so many of its micro-batches. Raises BadInput for sizes that the schedule cannot have."""
+    """Timeline in seconds of a step, or of its first `microbatches` micro-batches. Raises BadInput for impossible schedule sizes."""
     made, times, transfer = priced(network, plan, cluster, program, microbatches=microbatches)
     return simulate(made, times, transfer_time=transfer)
 
@@ -31,7 +31,7 @@ def timeline(
 def priced(
     network: Network, plan: Plan, cluster: Cluster, program: Program | None = None, *, microbatches: int | None = None
 ) -> tuple[Schedule, Cost, float]:
-    """The plan's schedule, seconds of its actions, and of a message between stages."""
+    """(the plan's schedule, cost of its actions in seconds, seconds of a message between stages)."""
     chunks = plan.chunks if plan.chunks > 1 else None
     made = make_schedule(plan.schedule, ranks=plan.pp, microbatches=microbatches or plan.microbatches, chunks=chunks)
     layers = tuple(len(stage) for stage in stages_of(network, plan, made.num_stages))
@@ -42,7 +42,7 @@ def priced(
 
 
 def pictured(plan: Plan) -> int:
-    """Of how many micro-batches a picture can be read: up to four for each rank, as many as MOST_ACTIONS allows, and at least two."""
+    """Number of micro-batches for a readable picture: four, three or two a rank, as MOST_ACTIONS allows."""
     kind = SCHEDULES.get(plan.schedule)
     splits = 3 if kind is not None and kind.splits_backward else 2
     for each in (4, 3, 2):

@@ -30,7 +30,7 @@ from parallel.mesh.layout import dense
 from parallel.mesh.mesh import Mesh
 from parallel.store.checkpoint import numbered
 from parallel.watch import watchdog
-from parallel.watch.audit import Finding, Held, by_change, by_majority, copies_of, fingerprint, fingerprints, mend, said_by_all
+from parallel.watch.audit import Finding, Held, by_change, by_majority, copies_of, fingerprint, fingerprints, lines_of_all, mend
 
 ATTEMPTS = 6  # limit on computations of one step
 MOST_NAMED = 3
@@ -83,7 +83,7 @@ class Auditor:
             seen.append((mine, heard))
             self.engine.drop_gradients()
         named = _few(reasons) or "weights"
-        raise Ended(f"step {step}: no two of {ATTEMPTS} equal passes agree ({named}); {self._otherwise()}", speaker=self.world.index == 0)
+        raise Ended(f"step {step}: no two of {ATTEMPTS} equal passes agree ({named}); {self._otherwise()}", prints=self.world.index == 0)
 
     def compare_copies(self, step: int, when: str) -> tuple[list[Held], Tensor]:
         """Return this rank's tensors and their hashes once all copies are equal. Collective. Raises Ended on all ranks if repair fails."""
@@ -93,7 +93,7 @@ class Auditor:
             held = self._held()
             prints = fingerprints(held)
             left = by_majority(held, prints, self.mesh)
-            if said := said_by_all([str(one) for one in left], self.world):  # copies on other stages, or a fault that recurs
+            if said := lines_of_all([str(one) for one in left], self.world):  # copies on other stages, or a fault that recurs
                 self._end(step, when, said)
         self.step = step
         return held, prints
@@ -120,14 +120,14 @@ class Auditor:
 
         `looks_again`: the caller compares again, so a tensor without an intact copy here may still be repaired from another stage.
         """
-        said = said_by_all([str(one) for one in found], self.world)
+        said = lines_of_all([str(one) for one in found], self.world)
         if not said:
             return False
         again = self.engine.copy_again()  # then the optimizer's own weights are the intact copy for the model's weights
-        mended = said_by_all([str(one.held) for one in found if one.source is not None], self.world) if looks_again else []
+        mended = lines_of_all([str(one.held) for one in found if one.source is not None], self.world) if looks_again else []
         lost = [one for one in found if one.source is None and not (again and one.held.kind == "weight" and one.held.axes)]
         lost = [one for one in lost if str(one.held) not in mended]
-        if beyond := said_by_all([str(one) for one in lost], self.world):
+        if beyond := lines_of_all([str(one) for one in lost], self.world):
             self._end(step, when, beyond)
         for one in found:
             if one.source is not None:
@@ -140,7 +140,7 @@ class Auditor:
         """Return the places at which these passes differ from every earlier one on some rank. The list is the same on every rank. It is
         empty if they agree with an earlier one and copies of gradients are equal. Collective."""
         apart = [largest(float(not torch.equal(mine, earlier)), self.world) for earlier, _ in seen]
-        copies = said_by_all([str(one) for one in by_majority(grads, mine[:-1], self.mesh)], self.world)
+        copies = lines_of_all([str(one) for one in by_majority(grads, mine[:-1], self.mesh)], self.world)
         if copies or all(apart):
             earlier, heard_before = seen[-1]
             places = [name for name in heard if heard[name] != heard_before.get(name)]
@@ -150,7 +150,7 @@ class Auditor:
                 local = places[:1] if first == first_of_all else []
             else:
                 local = [str(one) for one, now, before in zip(grads, mine, earlier, strict=False) if now != before]
-            return said_by_all([f"{place} on rank {self.mesh.rank}" for place in local], self.world) or copies or ["the step's numbers"]
+            return lines_of_all([f"{place} on rank {self.mesh.rank}" for place in local], self.world) or copies or ["the step's numbers"]
         return []
 
     def _tell(self, step: int, when: str, found: Sequence[str], done: str) -> None:
@@ -160,7 +160,7 @@ class Auditor:
     def _end(self, step: int, when: str, found: Sequence[str]) -> None:
         self.record({"kind": "event", "event": "corruption", "step": step, "found": f"{when}: {_few(found)}", "done": "the run ends"})
         line = f"step {step}: silent corruption, {when}: {_few(found)}; no copy is known to be intact; {self._otherwise()}"
-        raise Ended(line, speaker=self.world.index == 0)
+        raise Ended(line, prints=self.world.index == 0)
 
     def _otherwise(self) -> str:
         steps = [number for number, _ in numbered(self.checkpoints)]

@@ -28,8 +28,8 @@ from moe.plan.pipeline import schedule_of
 from moe.recipe.sections import Run
 from moe.train.parts.passes import Pass
 from parallel.data.engine import Engine, Rule
-from parallel.kfac.fisher import Filler
-from parallel.kfac.grafted import Curved
+from parallel.kfac.fisher import BubbleFiller
+from parallel.kfac.grafted import KfacEngine
 from parallel.mesh.collectives import sum_over_all
 from parallel.mesh.layout import Layout
 from parallel.mesh.mesh import Axis, Mesh
@@ -70,17 +70,17 @@ def start_executor(run: Run, model: Transformer, layouts: dict[str, Layout], mes
 def pipelined(run: Run, engine: Engine, mesh: Mesh, *, watchers: Sequence[Watcher] = ()) -> Pipelined:
     """Return an executor of this rank's stages. Collective: groups are made."""
     runtime = stages.start_runtime(run, engine.module, engine.layouts, mesh)
-    sums = stages.sums_beside(run, engine, runtime)
+    sums = stages.overlapped_sums(run, engine, runtime)
     return Pipelined(engine, runtime, crossing=lambda tokens: stages.crossing_shape(run, tokens), watchers=watchers, sums=sums)
 
 
-def fillers(run: Run, engine: Engine, mesh: Mesh) -> list[Filler]:
+def fillers(run: Run, engine: Engine, mesh: Mesh) -> list[BubbleFiller]:
     """Return watchers that do K-FAC's work in a pipeline's idle times; none for another optimizer."""
-    if not isinstance(engine, Curved):
+    if not isinstance(engine, KfacEngine):
         return []
     assert isinstance(engine.module, Transformer)
     of_linears = stages.stage_of_each(run, engine.module, engine.kfac.linears)
-    return [Filler(engine.kfac, schedule_of(run), mesh.axis("pp"), of_linears)]
+    return [BubbleFiller(engine.kfac, schedule_of(run), mesh.axis("pp"), of_linears)]
 
 
 class Single:

@@ -21,7 +21,7 @@ from moe.recipe.hash_table import Table
 from moe.recipe.load import build_run
 from parallel.data.engine import Engine
 from parallel.errors import BadInput
-from parallel.kfac.grafted import Curved
+from parallel.kfac.grafted import KfacEngine
 from parallel.kfac.kfac import Kfac
 from parallel.mesh.collectives import largest
 from parallel.mesh.layout import Box, Layout, dense
@@ -97,7 +97,7 @@ def held(engine: Engine, mesh: Mesh) -> Iterator[tuple[str, Piece]]:
             for kind, tensor in parts.items():
                 for piece in checkpoint.pieces(global_name(name), _of_kind(engine, name, kind, layout), mesh, tensor):
                     yield kind, piece
-    for kind, name, layout, tensor in engine.kfac.state() if isinstance(engine, Curved) else ():
+    for kind, name, layout, tensor in engine.kfac.state() if isinstance(engine, KfacEngine) else ():
         if layout.is_owner(mesh):
             for piece in checkpoint.pieces(global_name(name), layout, mesh, tensor):
                 yield FACTOR.format(kind), piece
@@ -180,7 +180,7 @@ def resume(
 
     engine.load_state(mine, stored, steps=found.state["counters"]["updates"])
     vars(counters).update(found.state["counters"])
-    if isinstance(engine, Curved):
+    if isinstance(engine, KfacEngine):
         load_factors(found, engine.kfac, mesh, updates=counters.updates, log=log)
     load_extra(found, engine.module, log=log, staged=whole is not None)
     scale.load(found.state["loss_scale"])

@@ -41,23 +41,25 @@ def start(model: nn.Module, setup: Setup, optimizer: Rule) -> Engine:
 
 
 def gathered(at: At, w: Whole) -> float:
-    """Return bytes of a unit at a time; at each moment here the rest has been given back.
+    """Return bytes at one moment. Units are gathered one at a time, and other weights are freed.
+
+    c: bytes of a weight in the compute dtype. r: bytes of a gradient that is reduced. L: elements of the layer at work. P: all elements.
 
     forward pass      -                   the next moments need more
-    the loss          -                   if it comes in chunks, the head's table
-    a layer works     2 c L + r B         its own and those of the next, asked for ahead; B: the gradient behind, in its buffer
-    it has worked     2 c L + r (B + L)   its own gradient too, when its activations are gone; then its weights go back,
-                      c L + 2 r L         and its gradient is put into a buffer. So with the head, while all layers wait
-    kept whole        c (P - B) + sums    without `reshard`, at all of them; on stages c P, since other micro-batches need it
+    the loss          -                   with a loss in chunks, the head's table is whole (c table)
+    a layer works     2 c L + r B         weights of this layer and the next; B: elements of the previous layer's gradient
+    it has worked     2 c L + r (B + L)   also its own gradient, after its activations are freed; then its weights are freed
+                      c L + 2 r L         and its gradient is copied into a buffer. The head is similar
+    kept whole        c (P - B) + sums    without `reshard`, at all moments; with pipeline stages c P, because other micro-batches need them
     """
     c, r = w.compute_bytes, w.sum_bytes
-    left = w.held if w.on_stages else w.held - w.behind  # what has worked is given back, unless other micro-batches need it
+    left = w.held if w.on_stages else w.held - w.behind  # layers that have worked are freed, unless other micro-batches need them
     match at:
         case "loss":
             return c * (w.held if w.stays else w.table if w.loss_chunks > 1 else 0.0)
         case "work":
             return c * (left if w.stays else 2 * w.layer) + r * w.trained_behind
-        case "head":  # `behind`: the layer that works next
+        case "head":  # here `behind` is the layer that works next
             of_table = w.trained_table
             return max(
                 c * (w.held if w.stays else w.table + w.behind) + r * of_table,

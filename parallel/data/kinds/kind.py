@@ -51,8 +51,8 @@ class Setup:
 class Whole(NamedTuple):
     """Sizes that decide which weights are whole at a moment. In elements that several ranks share, if no unit is named.
 
-    `held`: of the rank's stages; `table`: of the vocabulary's; `layer`: of the layer at work; `matrix`: its widest; `behind`: of the
-    layer that works after it in the backward pass. `trained_*`: elements with gradients. `bucket`: elements of a bucket.
+    held: elements of the rank's stages. table: of the embedding. layer: of the layer at work. matrix: of its widest matrix. behind: of the
+    layer before it in the backward pass. trained_*: elements with gradients. bucket: elements of a bucket.
     """
 
     compute_bytes: int

@@ -48,16 +48,18 @@ def _start(stage: int, model: nn.Module, setup: Setup, optimizer: Rule) -> Engin
 
 
 def gathered(at: At, w: Whole) -> float:
-    """Return bytes of weights that are gathered one by one and freed late, and of a bucket on its way.
+    """Return bytes at one moment. Weights are gathered one by one and freed late.
 
-    forward pass      c (W + F)           W elements are whole, two buckets or the widest matrix, F of a bucket as they arrived
+    c: bytes of a weight in the compute dtype. r: bytes of a gradient that is reduced. N: ranks that share a weight.
+
+    forward pass      c (W + F)           W: whole elements (two buckets, or the widest matrix). F: elements of an arriving bucket
     the loss          c W
-    a layer works     c W (+ c F)         ... unless W is all there is
-    a bucket's sums   c W + (2 + 1/N) r K the K gradients of a bucket as they are sent, as they arrive, and this rank's sums
+    a layer works     c W (+ c F)         F counts only if not all elements are whole
+    a bucket's sums   c W + (2 + 1/N) r K K gradients of a bucket: as sent, as received, and this rank's sums
     """
     bucket, sums = min(w.bucket, w.held), min(w.bucket, w.trained)
     live = min(w.held, max(2 * w.bucket, w.matrix if at == "work" else w.table))
-    if at == "bucket":  # the layers that filled it have been given back
+    if at == "bucket":  # the layers whose gradients fill it are freed
         return w.compute_bytes * min(live, w.held - bucket) + (2 + 1 / w.copies) * w.sum_bytes * sums
     return w.compute_bytes * (live + (bucket if at == "forward" or (at == "work" and live < w.held) else 0.0))
 

@@ -1,1 +1,1 @@
-"""Clocks for the actions of a schedule, so that waiting costs less energy (EnvPipe)."""
+"""Chooses a GPU clock for each action of a schedule, so that ranks that would wait run slower and use less energy (EnvPipe)."""

@@ -1,9 +1,9 @@
-"""The cost of a clock: an action's time and energy at each clock, measured (a file) or from an assumed power model.
+"""Time and energy of an action at each clock, measured (read from a file) or computed by an assumed power model.
 
     {"idle_w": 40, "stages": [{"F": {"1530": {"s": 0.010, "j": 3.0}, "1080": {...}}, "B": {...}}, ...]}
 
-A file has F and B of each stage. I and W, where a schedule has them, count as half of B each unless the file has them. The cost of
-an action is its energy above what its rank would draw anyway while waiting.
+A file has F and B of each stage. If it has no I and W, each counts as half of B. The cost of an action is the energy that it adds to the
+idle energy of the same time.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ class Clock(NamedTuple):
     energy: float
 
 
-Profile = Callable[[int, Action], Sequence[Clock]]  # the clocks measured for an action on a rank; a single clock if it cannot be slowed
+Profile = Callable[[int, Action], Sequence[Clock]]  # (rank, action) -> its possible clocks; a single one if it cannot be slowed
 
 
 @dataclass(frozen=True)
 class PowerModel:
     """Power and time at clock f, with full clock F: P = static + dynamic (f / F) (V / V_F)^2, t = t_F (memory + (1 - memory) F / f).
 
-    V falls linearly from full clock to the lowest; the memory share of each time does not depend on the clock. The defaults are an
-    assumption of the size of a V100, whose clock EnvPipe (USENIX ATC 2023) sets between 800 and 1530 MHz; nothing of it is measured.
+    V falls linearly from the full clock to the lowest. `memory_share` is the fraction of the time that does not depend on the clock. The
+    defaults are assumptions for a GPU like the V100, not measured. EnvPipe (USENIX ATC 2023) sets the V100's clock between 800 and
+    1530 MHz.
     """
 
     static_w: float = 50
@@ -48,7 +49,7 @@ class PowerModel:
     memory_share: float = 0.2
 
     def clocks(self, seconds: float) -> list[Clock]:
-        """The clocks of an action that takes `seconds` at full clock."""
+        """Time and energy, at each clock, of an action that takes `seconds` at full clock."""
         found = []
         for mhz in range(self.lowest_mhz, self.full_mhz + 1, self.step_mhz):
             voltage = self.lowest_voltage + (1 - self.lowest_voltage) * (mhz - self.lowest_mhz) / (self.full_mhz - self.lowest_mhz)
@@ -66,14 +67,14 @@ def valley(clocks: Sequence[Clock], idle_power: float) -> Clock:
 
 
 def above_idle(clock: Clock, idle_power: float) -> float:
-    """An action's energy above what its rank would draw in the same time while waiting."""
+    """Energy of an action in joules, less the energy of waiting for the same time."""
     return clock.energy - idle_power * clock.time
 
 
 def useful(clocks: Sequence[Clock], idle_power: float, action: Action) -> list[Clock]:
-    """The clocks from the fastest to the valley, without those that are slower and cost no less."""
+    """Clocks from the fastest to the valley (the one of least energy), without clocks that are slower but save nothing."""
     if not clocks:
-        raise BadInput("profile", got=f"no clock for {action}", needed="at least one", fix="measure it, or give it one clock")
+        raise BadInput("profile", got=f"no clock for {action}", needed="at least one clock", fix="measure it, or give it one clock")
     kept: list[Clock] = []
     for clock in sorted(clocks, key=lambda clock: (clock.time, clock.energy)):
         if not kept or above_idle(clock, idle_power) < above_idle(kept[-1], idle_power):
@@ -83,7 +84,7 @@ def useful(clocks: Sequence[Clock], idle_power: float, action: Action) -> list[C
 
 @dataclass(frozen=True)
 class Measured:
-    """A measured profile by stage and operation, the same on every rank that holds a stage. S and U take no time."""
+    """Measured profile by stage and operation, equal on all ranks that hold the stage. S and U take no time."""
 
     stages: tuple[Mapping[Op, Sequence[Clock]], ...]
     idle_w: float
@@ -98,7 +99,7 @@ class Measured:
 
 
 def read_profile(path: str | Path) -> Measured:
-    """Read a profile file. Raises BadInput, one line, for anything else."""
+    """Read a profile file (format: top of this file). Raises BadInput if it is none."""
     needed = '{"idle_w": 40, "stages": [{"F": {"1530": {"s": 0.01, "j": 3.0}}, "B": {...}}]}'
 
     def wrong(got: str) -> BadInput:
@@ -126,7 +127,7 @@ def read_profile(path: str | Path) -> Measured:
 
 
 def _clocks(value: Any) -> list[Clock]:
-    """The clocks in `value`, or none if anything in it is wrong."""
+    """Clocks in `value`, by ascending position; an empty list if any entry is wrong."""
     clocks = []
     for mhz, cost in value.items() if isinstance(value, dict) else ():
         if (

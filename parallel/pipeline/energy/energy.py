@@ -1,11 +1,13 @@
-"""EnvPipe (You et al., USENIX ATC 2023): slower clocks for the actions that have time to spare, at the same makespan.
+"""EnvPipe (You et al., USENIX ATC 2023): lower clocks for actions that have slack, at the same makespan.
 
-    envelope   forward of the first micro-batch, the last stage, backward of the last micro-batch: these cannot wait, so at full clock
-    the rest   at the clock of least energy (the valley: a slower clock draws less power, but for longer). If that makes the step longer,
-               the cheapest actions of the critical path are raised until the step is short enough; then whatever has slack left is lowered
+    envelope   the first micro-batch's forward passes, the last stage, the last micro-batch's backward passes: always at full clock
+    the rest   at the clock of least energy (the valley: below it, power falls but the time grows more). If the step is then too long,
+               clocks on the critical path are raised, cheapest first, until it fits; then clocks of actions with slack are lowered
 
-Running more forwards ahead (`extra_warmup`) gives actions slack, at the cost of activations. Losses do not change.
-Energy counts each action at its clock, and idle power while a rank waits; transfers cost only time.
+More forward passes in the warm-up (`extra_warmup`) give actions slack, but keep more activations. Losses do not change.
+The energy is the sum over actions at their clocks, plus idle power while a rank waits. Transfers cost time but no energy.
+
+    plan = envpipe(4, 8, read_profile("profile.json"), idle_power=40)      # plan.clocks, plan.saved, plan.slowdown
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from math import floor
 from parallel.errors import BadInput
 from parallel.fixes import Set
 from parallel.pipeline.energy.clocks import Clock, Profile, above_idle, fastest, useful, valley
-from parallel.pipeline.energy.slack import Clocked, Graph
+from parallel.pipeline.energy.slack import ClockedGraph, Graph
 from parallel.pipeline.schedule import COMPUTE, Action, Node, Op, Schedule
 from parallel.pipeline.schedules.one_f_one_b import one_f_one_b
 from parallel.pipeline.simulator.simulate import Timeline, simulate
@@ -29,7 +31,7 @@ _EPSILON = 1e-9  # relative to the makespan: smaller slack is rounding error
 class EnergyPlan:
     """A clock for every action, the resulting timeline, and the same schedule at full clock for comparison.
 
-    idle_power: watts of each rank while it waits. Both energies include it, each over its own makespan.
+    energy, full_clock_energy: joules of all ranks in one step, idle time included. idle_power: watts of each rank while it waits.
     """
 
     schedule: Schedule
@@ -42,7 +44,7 @@ class EnergyPlan:
 
     @property
     def saved(self) -> float:
-        """Energy saved, as a share of the energy at full clock."""
+        """Energy saved, as a fraction of the energy at full clock."""
         return 1 - self.energy / self.full_clock_energy
 
     def energy_of(self, rank: int) -> float:
@@ -51,12 +53,12 @@ class EnergyPlan:
 
     @property
     def slowdown(self) -> float:
-        """How much longer the step is than at full clock, as a share."""
+        """Additional time of the step, as a fraction of its time at full clock."""
         return self.timeline.makespan / self.full_clock.makespan - 1
 
 
 def envelope(schedule: Schedule) -> frozenset[Node]:
-    """The actions that EnvPipe keeps at full clock: the whole last stage, the first micro-batch's forwards, the last one's backwards."""
+    """Actions that stay at full clock: the whole last stage, the first micro-batch's forward and the last one's backward passes."""
     last = schedule.num_stages - 1
     return frozenset(
         node
@@ -68,10 +70,10 @@ def envelope(schedule: Schedule) -> frozenset[Node]:
 
 
 def extra_warmup(ranks: int, microbatches: int, profile: Profile, *, idle_power: float, most: int | None = None) -> list[int]:
-    """Additional forwards that each rank of 1F1B runs ahead: floor(T_B(full) (p - s - 1) / T_F(valley)), none on the last rank.
+    """Additional forward passes of each rank's warm-up in 1F1B: floor(T_B(full) (p - s - 1) / T_F(valley)); zero on the last rank.
 
-    At most one more than the rank before: one that waited for more forwards than that rank runs before its first B would wait forever.
-    most: how many activations beyond 1F1B's a rank has memory for.
+    Each rank has at most one more than the previous rank; otherwise it would wait for a forward pass that the previous rank runs only
+    after its first B, a deadlock. most: additional micro-batches for which a rank has memory.
     """
     extra: list[int] = []
     for stage in range(ranks):
@@ -93,9 +95,10 @@ def envpipe(
     slowdown: float = 0.0,
     transfer_time: float = 0,
 ) -> EnergyPlan:
-    """1F1B with a clock for each action, and with forwards pulled ahead if that saves energy; compared with plain 1F1B at full clock.
+    """Plan 1F1B with a clock for each action, and with a longer warm-up if that saves energy. Compared with plain 1F1B at full clock.
 
-    slowdown: how much longer than at full clock a step may take, as a share.
+    idle_power: watts of a waiting rank. most: additional micro-batches for which a rank has memory; None: no limit. slowdown: additional
+    time that a step may take, as a fraction of its time at full clock. transfer_time: seconds of a message.
     """
     plain = one_f_one_b(ranks, microbatches)
     full = _at(plain, _chosen(plain, profile, fastest), transfer_time)
@@ -117,14 +120,14 @@ def plan_clocks(
     transfer_time: float = 0,
     rule: str = "envelope",
 ) -> EnergyPlan:
-    """A clock for each action of any schedule, such that its makespan is at most `limit`; by default the makespan at full clock.
+    """Choose a clock for each action of any schedule, such that its makespan is at most `limit` seconds (default: that at full clock).
 
-    rule: `envelope` as above; `uniform`: every action at its valley, whatever that costs in time. Raises BadInput for a limit that no
-    clocks reach, and for a profile without clocks.
+    rule: `envelope` (top of this file), or `uniform`: every action at its valley, however long the step becomes. Raises BadInput if no
+    clocks keep the limit, or if the profile has no clock for an action.
     """
     graph = Graph(schedule, transfer_time)
     options = {node: useful(profile(node.rank, action), idle_power, action) for node, action in schedule.nodes()}
-    options |= {node: clocks[:1] for node, clocks in options.items() if schedule.action(node).op is Op.S}  # the network has no clock to set
+    options |= {node: clocks[:1] for node, clocks in options.items() if schedule.action(node).op is Op.S}  # the network has no clock
     fast = {node: clocks[0] for node, clocks in options.items()}
     full = graph.makespan(fast)
     limit = full if limit is None else limit
@@ -158,14 +161,14 @@ def _chosen(schedule: Schedule, profile: Profile, choose: Callable[[Sequence[Clo
 
 
 def _raise(graph: Graph, options: dict[Node, list[Clock]], chosen: dict[Node, Clock], limit: float, idle_power: float) -> None:
-    """Speed up the critical path's cheapest action per time gained, until the limit holds."""
+    """Raise clocks on the critical path until the makespan is at most `limit`: each time the one of least energy per second gained."""
 
     def price(node: Node) -> float:
         faster = _faster(options[node], chosen[node])
         gain = chosen[node].time - faster.time
         return (above_idle(faster, idle_power) - above_idle(chosen[node], idle_power)) / gain
 
-    at = Clocked(graph, chosen)
+    at = ClockedGraph(graph, chosen)
     prices = {node: price(node) for node, clocks in options.items() if chosen[node] != clocks[0]}
     while at.makespan > limit * (1 + _EPSILON):
         node = min(at.critical(prices, _EPSILON * limit), key=lambda node: (prices[node], node))
@@ -182,8 +185,8 @@ def _faster(clocks: list[Clock], than: Clock) -> Clock:
 
 
 def _lower(graph: Graph, options: dict[Node, list[Clock]], chosen: dict[Node, Clock], limit: float, idle_power: float) -> None:
-    """Slow down, one clock at a time, the action that saves most and still fits into its slack, until none fits."""
-    at = Clocked(graph, chosen)
+    """Lower clocks, one step at a time, while any action's slack allows it: each time the one that saves most energy."""
+    at = ClockedGraph(graph, chosen)
     while True:
         spare = limit - at.makespan
         slack = at.slack()

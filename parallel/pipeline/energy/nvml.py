@@ -1,12 +1,12 @@
-"""Sets a plan's clocks on real GPUs through NVML (package nvidia-ml-py, needed only here), for those who may set them.
+"""Sets a plan's clocks on real GPUs through NVML (package nvidia-ml-py, needed only here).
 
-    with connect(ranks) as gpus:          raises NoControl, one line, without a driver, GPUs or the right to lock their clocks
+    with connect(ranks) as gpus:          raises NoControl, one line, without a driver, GPUs or permission to lock their clocks
         gpus.lock(rank, 1080)             called before an action; setting the same clock again costs nothing
-                                          at the end every locked clock is released, whatever happens
+                                          at the end all locked clocks are released, even after an error
 
-There are two users. `rehearse` is one process for the GPUs of all ranks. In training, each rank holds its own GPU, and its `Pace` sets
-clocks before actions. Setting clocks needs root on most machines and affects everyone who uses the GPU, so nothing here runs unless
-it is asked for.
+`rehearse` sets the clocks of all ranks' GPUs from one process. In training, each rank connects to its own GPU, and its `Pace` sets the
+clock before each action. Setting clocks needs root on most machines and affects all processes on the GPU, so nothing here runs unless
+the user asks for it.
 """
 
 from __future__ import annotations
@@ -22,38 +22,38 @@ from parallel.errors import counted
 from parallel.pipeline.energy.energy import EnergyPlan
 from parallel.pipeline.schedule import Action, Op
 
-if TYPE_CHECKING:  # plans are made without torch
-    from parallel.pipeline.runtime import Took
+if TYPE_CHECKING:  # runtime imports torch, which making a plan does not need
+    from parallel.pipeline.runtime import TimedAction
 
 
 class NoControl(RuntimeError):
-    """Raised if this machine's clocks cannot be set; says why in one line."""
+    """Raised if the GPU clocks of this machine cannot be set. The message says why, in one line."""
 
 
 @dataclass
 class Gpus:
-    """One GPU per rank, by NVML handle. `locked`: the clock in MHz of each, 0 for none."""
+    """One GPU for each rank, as an NVML handle. `locked`: locked clock of each GPU in MHz; 0: not locked."""
 
     nvml: Any
     handles: list[Any]
     locked: list[float]
 
     def lock(self, rank: int, mhz: float) -> bool:
-        """Lock the rank's GPU to this clock. Returns whether the clock had to be changed."""
+        """Lock the rank's GPU to this clock. Returns False if it was locked to it already, or if `mhz` is 0."""
         if mhz in (0, self.locked[rank]):
             return False
-        self.locked[rank] = mhz  # first, so that a failure half way is released too
+        self.locked[rank] = mhz  # recorded before the call, so that `release` also undoes a call that fails half way
         self.nvml.nvmlDeviceSetGpuLockedClocks(self.handles[rank], round(mhz), round(mhz))
         return True
 
     def free(self, rank: int) -> None:
-        """Return the GPU to the clocks that the driver chooses."""
+        """Unlock the rank's GPU: the driver chooses its clock again."""
         if self.locked[rank]:
             self.nvml.nvmlDeviceResetGpuLockedClocks(self.handles[rank])
             self.locked[rank] = 0
 
     def release(self) -> None:
-        """Release every clock, even if releasing one fails; then raise the first failure."""
+        """Unlock all GPUs, even if unlocking one fails; then raise the first error."""
         failed = None
         for rank in range(len(self.handles)):
             try:
@@ -64,15 +64,15 @@ class Gpus:
             raise failed
 
     def joules(self) -> list[float]:
-        """Energy of each GPU since its driver was loaded."""
+        """Energy that each GPU has used since its driver was loaded."""
         return [self.nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1000 for handle in self.handles]
 
 
 @contextmanager
 def connect(which: int | Sequence[str], nvml: Any = None) -> Iterator[Gpus]:
-    """The first `which` GPUs, or those with these UUIDs. Raises NoControl if they do not exist or their clocks may not be set.
+    """Context with the first `which` GPUs, or with the GPUs of these UUIDs. Unlocks them at its end.
 
-    Permission is tested by setting the highest clock.
+    Raises NoControl if they do not exist or their clocks may not be set, which is tested by setting the highest clock.
     """
     if nvml is None:
         try:
@@ -113,12 +113,11 @@ def _open(nvml: Any, which: int | Sequence[str]) -> Gpus:
 
 @dataclass
 class Pace:
-    """One rank's clocks in training: a Watcher of its pipeline's runtime. `before` each action its GPU, the one of `gpus`, is set to the
-    planned clock.
+    """Watcher that sets a rank's GPU, the only one in `gpus`, to the planned clock before each action of training.
 
-    From an update until the next step begins, the driver chooses the clock. An action without a clock in the plan keeps the clock of
-    the action before. `settle` waits until the GPU has finished its queue, because kernels are queued and clock changes are not. If
-    the driver starts to refuse, `lost` is called once with the reason, and training continues at the driver's clocks.
+    mhz: planned clock of each action. An action without one keeps the previous clock. From an update to the next step, the driver
+    chooses the clock. settle: waits until the GPU has executed its queue, because kernels are queued and clock changes are not. lost:
+    called once, with the reason, if the driver refuses a clock; training then continues at the driver's clocks.
     """
 
     gpus: Gpus
@@ -129,7 +128,7 @@ class Pace:
 
     def begin(self) -> None: ...
 
-    def after(self, at: int, took: Took) -> None: ...
+    def after(self, at: int, took: TimedAction) -> None: ...
 
     def before(self, action: Action) -> None:
         locked, mhz = self.gpus.locked[0], self.mhz.get(action, 0.0)
@@ -151,7 +150,7 @@ class Pace:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """Result of a rehearsal: number of clock `changes`; `latest_s`, how late the latest one was; `joules` of each GPU meanwhile."""
+    """Result of `rehearse`. changes: number of clock changes. latest_s: largest delay of one. joules: energy of each GPU meanwhile."""
 
     changes: int
     latest_s: float
@@ -166,7 +165,7 @@ def rehearse(
     sleep: Callable[[float], None] = time.sleep,
     now: Callable[[], float] = time.perf_counter,
 ) -> Rehearsal:
-    """Set each action's clock at its planned start, `steps` times over, and measure how far the driver falls behind the plan."""
+    """Set each action's clock at its planned start, for `steps` steps without computation, and measure the driver's delay."""
     begins = sorted(
         (span.start, rank, clock.mhz)
         for rank, spans in enumerate(plan.timeline.spans)

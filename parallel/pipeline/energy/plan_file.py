@@ -1,9 +1,9 @@
-"""Energy plans as files: `moe energy --out plan.json` writes them, and training reads them.
+"""Reads and writes energy plans as JSON files: `moe energy --out plan.json` writes one, and training reads it.
 
     {"schedule": "1f1b", ..., "ranks": [[{"action": "0F0", "mhz": 1530}, {"action": "0F1", "mhz": 1080}, ...], ...]}
 
-The order of actions is part of a plan: 1F1B may have forwards pulled ahead, and the clocks use the slack that this gives. So training
-follows the plan's order. 0 MHz: an action without a clock of its own (sums and updates).
+The order of actions is part of the plan, and training follows it: 1F1B may have a longer warm-up, and the clocks use its slack. 0 MHz
+means that an action has no clock of its own (sums and updates).
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _MOST_MHZ = 1e5
 
 
 @dataclass(frozen=True)
-class Clocked:
-    """A schedule in its plan's order, and for each rank the clock of each action in MHz."""
+class ClockedSchedule:
+    """Schedule in its plan's order, and for each rank the clock of each action in MHz."""
 
     schedule: Schedule
     mhz: tuple[Mapping[Action, float], ...]
 
 
 def write_plan(plan: EnergyPlan, path: str | Path) -> None:
-    """Write the clocks in order, rank by rank, as JSON. Raises BadInput if the file cannot be written."""
+    """Write the plan as JSON. Raises BadInput if the file cannot be written."""
     value = {
         "schedule": plan.schedule.name,
         "makespan_s": plan.timeline.makespan,
@@ -50,8 +50,8 @@ def write_plan(plan: EnergyPlan, path: str | Path) -> None:
     write_text(Path(path), json.dumps(value, indent=1) + "\n", what="--out")
 
 
-def read_plan(path: str | Path, schedule: Schedule, *, what: str, fix: Fix | str) -> Clocked:
-    """Read the plan for this schedule from a file. Raises BadInput about `what`, with `fix`, for any other file or another schedule."""
+def read_plan(path: str | Path, schedule: Schedule, *, what: str, fix: Fix | str) -> ClockedSchedule:
+    """Read a plan for this schedule. Raises BadInput, with `what` and `fix`, if the file is no plan or belongs to another schedule."""
     size = f"{schedule.num_ranks} ranks, {schedule.num_stages} stages, {schedule.microbatches} micro-batches"
 
     def wrong(got: str) -> BadInput:
@@ -78,12 +78,12 @@ def read_plan(path: str | Path, schedule: Schedule, *, what: str, fix: Fix | str
         orders.append(tuple(known[name] for name in names))
         clocks.append({known[name]: mhz for name, mhz in planned})
     if schedule.pairs and tuple(orders) != schedule.orders:
-        raise wrong("another order")  # pairs are places in the order, so they would be wrong
-    return Clocked(check(replace(schedule, orders=tuple(orders))), tuple(clocks))
+        raise wrong("another order")  # schedule.pairs are positions in the order, so they would be wrong
+    return ClockedSchedule(check(replace(schedule, orders=tuple(orders))), tuple(clocks))
 
 
 def _ranks(value: Any) -> list[list[tuple[str, float]]] | None:
-    """(action, MHz) in order, by rank; None if anything in `value` is wrong."""
+    """(action, MHz) in order, for each rank; None if any entry is wrong."""
     if not isinstance(value, dict) or not isinstance(value.get("schedule"), str) or not isinstance(value.get("ranks"), list):
         return None
     found: list[list[tuple[str, float]]] = []

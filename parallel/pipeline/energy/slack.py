@@ -1,4 +1,4 @@
-"""Makespan and slack of a schedule for many choices of times in a row: the same times as `simulate`, but faster."""
+"""Makespan and slack of a schedule for many choices of clocks, one after another. Faster than `simulate`, with equal results."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from parallel.pipeline.schedule import Message, Node, Op, Schedule
 
 
 class Graph:
-    """A schedule as a graph of everything that takes time, in an order that respects `needs`; for makespan and slack under many times.
+    """Graph of a schedule. Each action and each message is a vertex; vertices are numbered in an order that respects needs.
 
-    Gives the same times as `simulate`. A message is a vertex after the one before it on its link. The sum of a stage's replicas is one
-    vertex after all of them, in parallel with what their ranks do next.
+    A message comes after the previous message of its link. The sum of a stage's replicas is one vertex for all of them, in parallel with
+    the next actions of their ranks.
     """
 
     def __init__(self, schedule: Schedule, transfer_time: float = 0) -> None:
         self.place: dict[Node, int] = {}
         self.before: list[list[int]] = []
         self._fixed: dict[int, float] = {}  # times of messages, by vertex
-        self._waiting: dict[Node, set[int]] = {}  # S whose other replicas have not reached it yet -> the vertices before it
-        last: dict[tuple[str, int, int], int] = {}  # the last vertex on a rank's compute, a rank's sums, or a link
+        self._waiting: dict[Node, set[int]] = {}  # S that some replicas have not reached yet -> vertices that come before it
+        last: dict[tuple[str, int, int], int] = {}  # last vertex of a rank's compute, of a rank's sums, or of a link
         arrives: dict[Message, int] = {}
         for node in linear(schedule):
             action, here = schedule.action(node), ("rank", node.rank, 0)
@@ -42,7 +42,7 @@ class Graph:
                 self.after[j].append(i)
 
     def _sum(self, schedule: Schedule, node: Node, last: dict[tuple[str, int, int], int]) -> None:
-        """Handle S: one vertex for all replicas, after everything that each did before it. The last replica to reach S makes it."""
+        """Handle S: once the last replica reaches it, add one vertex for all, after each replica's previous actions and sums."""
         self._waiting[node] = {last[kind, node.rank, 0] for kind in ("rank", "sums") if (kind, node.rank, 0) in last}
         replicas = schedule.replicas(node)
         if all(replica in self._waiting for replica in replicas):
@@ -58,8 +58,8 @@ class Graph:
         return max(self.ends(self.times(clocks)))
 
     def slack(self, clocks: Mapping[Node, Clock]) -> dict[Node, float]:
-        """How much longer each action alone could take without changing the makespan."""
-        return Clocked(self, clocks).slack()
+        """Seconds by which each action alone could be longer without changing the makespan."""
+        return ClockedGraph(self, clocks).slack()
 
     def times(self, clocks: Mapping[Node, Clock]) -> list[float]:
         times = [0.0] * len(self.before)
@@ -76,10 +76,10 @@ class Graph:
         return ends
 
 
-class Clocked:
-    """A graph at its clocks, which change one at a time. Only what changes with one is computed again.
+class ClockedGraph:
+    """Times of a graph's vertices at given clocks. After a change of one clock, only the times that depend on it are computed again.
 
-    `tails`: of a vertex the longest way from its end to the end of all.
+    ends: end of each vertex. tails: longest time from the end of each vertex to the end of the step.
     """
 
     def __init__(self, graph: Graph, clocks: Mapping[Node, Clock]) -> None:
@@ -97,12 +97,12 @@ class Clocked:
         return {node: most - ends[i] - tails[i] for node, i in self.graph.place.items()}
 
     def critical(self, nodes: Iterable[Node], spare: float) -> list[Node]:
-        """Those that could take no more than `spare` longer."""
+        """Nodes among `nodes` with a slack of at most `spare`."""
         longest, ends, tails, place = self.makespan - spare, self.ends, self.tails, self.graph.place
         return [node for node in nodes if ends[place[node]] + tails[place[node]] >= longest]
 
     def change(self, node: Node, clock: Clock) -> None:
-        """Another clock for an action that is no sum of replicas."""
+        """Change the clock of one action, which must not be S."""
         changed = self.graph.place[node]
         was, self.times[changed] = self.times[changed], clock.time
         times, ends, tails, before, after = self.times, self.ends, self.tails, self.graph.before, self.graph.after
@@ -113,7 +113,7 @@ class Clocked:
             ends[i] = now
             if now != then:
                 for j in after[i]:
-                    if then + times[j] == ends[j] or now + times[j] > ends[j]:  # it was the last that j waited for, or is now
+                    if then + times[j] == ends[j] or now + times[j] > ends[j]:  # i decided when j starts, or decides it now
                         heappush(later, j)
         earlier: list[int] = []
         then, now = was + tails[changed], clock.time + tails[changed]

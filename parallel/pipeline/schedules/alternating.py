@@ -1,13 +1,13 @@
-"""Orders by the rules of the zero-bubble paper for stages of unequal times [2401.10241, section 3.1]; where a search begins.
+"""Makes zero-bubble orders for stages of unequal times, by the rules of the paper [2401.10241, section 3.1]. `search` starts from them.
 
-    warm-up    as many F as memory holds while the first I is on its way; one more, which delays it, or not          `late`
-               their ends with what they wait for from the rank before, or as if all had arrived                     `waiting`
-    then       one F and one I in turn, and W into waits that are long enough, or where memory is full; into a shorter wait too if it
-               would else become the longest of all ranks' waits together; or always                                  `always`
-    skip       a rank that is two F ahead of the next one leaves one out if that adds nothing to the longest wait     `skip`
-    last       what W are left; on rank 0, for whose I nobody waits, as soon as F are done
+    warm-up    as many F as memory allows until the first I arrives
+                   late: one more F, which delays that I            waiting: count the waits of F for the previous rank
+    steady     one F and one I in turn. W fills waits that are long enough, and is done first if memory is full
+                   always: W fills shorter waits too. If False, only if this rank's total wait would else become the longest of all
+    skip       skip: a rank that is two F ahead of the next rank leaves out an F if that does not raise the longest total wait
+    end        the remaining W; on rank 0 they begin as soon as all F are done, because no rank waits for its I
 
-One stage a rank. All sixteen choices are tried by whoever wants the best.
+Each rank has one stage. The four options give sixteen orders, of which `search` takes the best.
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ from parallel.pipeline.schedule import Action, Op
 
 
 class Alternating:
-    """times: of F, I and W on each rank. sent: time of a message. memory: the most micro-batches that a rank keeps until W."""
+    """Builds one order. The options late, waiting, skip and always are explained at the top of this file.
+
+    times: duration of F, I and W on each rank. sent: duration of a message. memory: most micro-batches that a rank may keep until
+    their W; None: no limit.
+    """
 
     def __init__(
         self,
@@ -43,17 +47,17 @@ class Alternating:
         self.ended: dict[Action, float] = {}
 
     def orders(self) -> list[list[Action]]:
-        """Every rank's order, complete."""
+        """Orders of all ranks, without updates."""
         self._warm_up()
         for _ in range(1, self.microbatches):
-            for rank in self._who_goes_forward():
+            for rank in self._ranks_with_forward():
                 self._make_room(rank)
                 self._fill(rank, self._arrival(Op.F, rank))
                 self._do(Op.F, rank)
             for rank in reversed(self.ranks):
                 self._fill(rank, self._arrival(Op.I, rank))
-                while rank == 0 and self.counts[Op.F][0] == self.microbatches and self._owes(0):
-                    self._do(Op.W, 0)  # nobody waits for its I, so that W never comes too early
+                while rank == 0 and self.counts[Op.F][0] == self.microbatches and self._has_pending(0):
+                    self._do(Op.W, 0)  # no rank waits for rank 0's I, so W delays nothing
                 self._do(Op.I, rank)
         for rank in self.ranks:
             while self.counts[Op.W][rank] < self.microbatches:
@@ -71,7 +75,7 @@ class Alternating:
                     break
                 more[rank] += 1
             due = max(ends[rank][more[rank]], due + self.sent) + self.times[rank][Op.I]
-        for rank in self.ranks[1:]:  # behind the rank before it, unless that has all under way
+        for rank in self.ranks[1:]:  # fewer extra F than the previous rank, unless that has started all micro-batches
             ahead = more[rank - 1]
             more[rank] = min(more[rank], ahead if 1 + ahead == self.microbatches else max(0, ahead - 1))
         for rank in self.ranks:
@@ -81,7 +85,7 @@ class Alternating:
             self._do(Op.I, rank)
 
     def _forward_ends(self) -> list[list[float]]:
-        """Of each rank the ends of as many F as memory holds, one right after the other; with `waiting` each when it has arrived too."""
+        """Ends of each rank's first F, as many as memory holds, one right after the other; with `waiting`, after their inputs arrive."""
         ends: list[list[float]] = []
         for rank in self.ranks:
             now, of = self.free[rank], [self.free[rank]]
@@ -92,8 +96,8 @@ class Alternating:
             ends.append(of)
         return ends
 
-    def _who_goes_forward(self) -> list[int]:
-        """The ranks that have forward passes left, from the last one up to one that leaves one out: those before it do so too."""
+    def _ranks_with_forward(self) -> list[int]:
+        """Ranks that do their next F now. If a rank skips its F, all ranks before it skip theirs too."""
         found: list[int] = []
         for rank in reversed(self.ranks):
             begun = self.counts[Op.F]
@@ -109,7 +113,7 @@ class Alternating:
             return False
         following = self.times[rank + 1]
         gap = self.free[rank + 1] + following[Op.F] + following[Op.I] + self.sent - self.free[rank]
-        full = max(0, begun[rank] - self.counts[Op.W][rank] + 1 - self.memory)  # W that make room come before it
+        full = max(0, begun[rank] - self.counts[Op.W][rank] + 1 - self.memory)  # number of W needed first to free memory
         took = self.times[rank][Op.F] + full * self.times[rank][Op.W]
         return gap < took and gap <= max(self.waited) - self.waited[rank]
 
@@ -118,19 +122,19 @@ class Alternating:
             self._do(Op.W, rank)
 
     def _fill(self, rank: int, arrival: float) -> None:
-        """W into the wait until `arrival`."""
+        """Fill the wait until `arrival` with W."""
         took = self.times[rank][Op.W]
-        while self._owes(rank) and self.free[rank] + took <= arrival:
+        while self._has_pending(rank) and self.free[rank] + took <= arrival:
             self._do(Op.W, rank)
         gap = arrival - self.free[rank]
-        if gap > 0 and self._owes(rank) and (self.always or gap > max(self.waited) - self.waited[rank]):
+        if gap > 0 and self._has_pending(rank) and (self.always or gap > max(self.waited) - self.waited[rank]):
             self._do(Op.W, rank)
 
-    def _owes(self, rank: int) -> bool:
+    def _has_pending(self, rank: int) -> bool:
         return self.counts[Op.W][rank] < self.counts[Op.I][rank]
 
     def _arrival(self, op: Op, rank: int) -> float:
-        """When what the next F or I of a rank needs from another rank is there."""
+        """Time at which the input of the rank's next F or I arrives from another rank; 0 if it needs none."""
         before = rank - 1 if op is Op.F else rank + 1
         if not 0 <= before <= self.last:
             return 0.0

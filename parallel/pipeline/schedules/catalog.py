@@ -1,6 +1,9 @@
-"""The schedules by name. A new schedule is one file and one row here.
+"""Lists the schedules by name. A new schedule is one file and one row here.
 
-build("interleaved", ranks=4, microbatches=8, chunks=2)
+Letters in the schedules' files: p ranks, m micro-batches, v chunks (stages a rank), r a rank, s a stage, t a time; F, B, I and W are
+also their times. Bubble: idle time divided by ideal time.
+
+Example: make_schedule("interleaved", ranks=4, microbatches=8, chunks=2)
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from parallel.pipeline.schedules.dualpipe import dualpipe, dualpipe_refusal
 from parallel.pipeline.schedules.dualpipe_v import dualpipe_v, dualpipe_v_refusal
 from parallel.pipeline.schedules.gpipe import all_at_once, gpipe, gpipe_seconds
 from parallel.pipeline.schedules.interleaved import interleaved, interleaved_held, interleaved_seconds
-from parallel.pipeline.schedules.kind import DEFAULT_CHUNKS, Passes, Placed, ScheduleKind, Size
+from parallel.pipeline.schedules.kind import DEFAULT_CHUNKS, PassTimes, Placed, ScheduleKind, Size
 from parallel.pipeline.schedules.looped_bfs import looped_bfs
 from parallel.pipeline.schedules.naive import naive, naive_seconds
 from parallel.pipeline.schedules.one_f_one_b import one_f_one_b, one_f_one_b_seconds
@@ -116,17 +119,23 @@ def make_schedule(
     vertical_sync: bool | None = None,
     pipelines: int | None = None,
 ) -> Schedule:
-    """The schedule of this name on `ranks` pipeline ranks. Raises BadInput for sizes it cannot have, with the nearest that works.
+    """Make the schedule `name` for `ranks` pipeline ranks. Raises BadInput for impossible sizes, with the nearest possible one.
 
-    chunks: stages per rank, 2 by default where that is a choice. batches: of `microbatches` each, one after the other; 1 by default, for
-    two_bw 2, because its first batch looks like 1F1B's. vertical_sync: pipedream only, default off. pipelines: chimera only, default 2.
+    chunks: number of stages a rank, for schedules that leave the choice; 2 by default. batches: number of batches, one after the
+    other, of `microbatches` each; 1 by default, and 2 for two_bw, because its first batch looks like 1F1B's. vertical_sync: only for
+    pipedream, False by default. pipelines: only for chimera, 2 by default.
     """
     kind = kind_of(name)
     own = {"vertical_sync": vertical_sync, "pipelines": pipelines}
     for option, value in own.items():
         if value not in (None, False) and kind.option != option:
             owner = next(n for n, k in SCHEDULES.items() if k.option == option)
-            raise BadInput(option, got=f"it for {name}", needed=f"{owner}, which alone has it", fix=Remove("it") | f"take {owner}")
+            raise BadInput(
+                option,
+                got=f"schedule {name}",
+                needed=f"schedule {owner}, the only one with this option",
+                fix=Remove("it") | f"take {owner}",
+            )
     at_least("stages", ranks, 1)
     at_least("microbatches", microbatches, 1)
     if chunks is not None:
@@ -150,19 +159,19 @@ def make_schedule(
 
 
 def placed(name: str) -> Placed:
-    """Where a schedule has its stages; orders from a file, which are not in the catalog, count as lines."""
+    """Placement of a schedule's stages; `line` for orders from a file, which are not in the catalog."""
     kind = SCHEDULES.get(name)
     return "line" if kind is None else kind.placed
 
 
-def closed_form(name: str) -> Callable[[Passes], float] | None:
-    """The closed form of a schedule's time; None if it is simulated, as orders from a file are."""
+def closed_form(name: str) -> Callable[[PassTimes], float] | None:
+    """Closed form of a schedule's time; None if it must be simulated, as orders from a file must be."""
     kind = SCHEDULES.get(name)
     return None if kind is None else kind.seconds
 
 
 def fewer_ranks(name: str, most: int) -> int:
-    """The largest number of ranks up to `most` that the schedule can have; 1 (no pipeline) if it can have none."""
+    """Largest number of ranks, at most `most`, for which the schedule exists; 1 (no pipeline) if there is none."""
     kind = SCHEDULES.get(name)
     if kind is None:
         return max(1, most)
@@ -171,7 +180,7 @@ def fewer_ranks(name: str, most: int) -> int:
 
 
 def kind_of(name: str) -> ScheduleKind:
-    """The catalog's row for a schedule's name. Raises BadInput for an unknown name."""
+    """Row of the catalog for a schedule's name. Raises BadInput for an unknown name."""
     if name not in SCHEDULES:
         near = did_you_mean(name, SCHEDULES)
         fix = guess(near) if near else "choose one of them"

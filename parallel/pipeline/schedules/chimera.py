@@ -1,18 +1,20 @@
-"""Chimera [2107.06925]: pipelines through the same ranks in opposite directions, each with its part of the micro-batches.
+"""Chimera [2107.06925]: pipelines run through the same ranks in opposite directions, each with an equal share of the micro-batches.
 
-    rank 0   stage 0 of the pipeline down, stage p - 1 of the one up         (v: down, ^: up, p = m = 4)
+    rank 0 holds stage 0 of the pipeline down (v) and stage p - 1 of the pipeline up (^); here p = m = 4
     rank 0   vF . vF ^F ^B ^F ^B vB . vB
     rank 1   . vF ^F vF ^F ^B vB ^B vB ^B          ranks 2 and 3 are their mirror images
 
-Each stage has two replicas, on ranks s and p - 1 - s, whose gradients are summed: S starts right after a stage's last backward pass
-and runs in the bubbles that follow. A step takes m (F + B) + (p - 2) B if B is not shorter than F. For m = p, p / 2 + 1 are in flight
-on the outer ranks to p in the middle. With more micro-batches, blocks of p that follow one another directly would leave bubbles between
-them where B > F; the paper closes these by forwards of two micro-batches or backwards of half a one. Here a rank goes on with the next
-forward whenever it can, with up to p in flight on every rank: no bubble is left between blocks, and micro-batches stay as they are.
+Each stage has two replicas, on ranks s and p - 1 - s. S sums their gradients: it starts right after a stage's last backward pass, and
+runs in the bubbles that follow. A step takes m (F + B) + (p - 2) B if B is not shorter than F. For m = p, p / 2 + 1 micro-batches
+are in flight on the outer ranks, and up to p on the middle ones.
 
-With n = 2 f pipelines (section 3.6; f divides p / 2), f go down and f go up, each starting p / f ranks after the one before it, with p / n
-micro-batches of a block. Bubble (p - n) / n m if F = B, none for n = p. A rank holds n stages, with p - p / n + 1 to p in flight. Blocks
-follow one another directly there.
+More micro-batches form blocks of p. If B > F, blocks that follow one another directly leave bubbles between them. The paper closes these
+by forward passes of two micro-batches or backward passes of half a micro-batch. Here a rank starts the next forward pass whenever it
+can, with up to p micro-batches in flight. No bubble is left between blocks, and micro-batches keep their size.
+
+With n = 2 f pipelines (section 3.6; f divides p / 2), f run down and f run up, each starting p / f ranks after the previous one, with
+p / n micro-batches of a block. The bubble is (p - n) / n m if F = B, and zero for n = p. A rank holds n stages, with p - p / n + 1 to p
+micro-batches in flight. Here blocks follow one another directly.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from parallel.pipeline.schedules.kind import Size
 
 
 def chimera(ranks: int, microbatches: int, *, pipelines: int = 2) -> Schedule:
-    """An even number of ranks, micro-batches that are a multiple of it, and an even number of pipelines that divides it."""
+    """Build Chimera. `ranks` is even, and divides `microbatches`; `pipelines` is even, and divides `ranks`."""
     homes = [sorted(_rank(stage, at, ranks, pipelines) for at in range(pipelines)) for stage in range(ranks)]
     if pipelines == 2 and microbatches > ranks > 2:
         orders = _Filled(ranks, microbatches).orders()
@@ -38,10 +40,10 @@ def chimera(ranks: int, microbatches: int, *, pipelines: int = 2) -> Schedule:
 
 
 def chimera_refusal(size: Size) -> BadInput | None:
-    """An odd number of ranks, an impossible number of pipelines, or micro-batches that are not a multiple of the ranks."""
+    """Refuse an odd number of ranks, an impossible number of pipelines, and micro-batches that are not a multiple of the ranks."""
     ranks, microbatches, pipelines = size.ranks, size.microbatches, size.pipelines
     if ranks % 2:
-        needed = "an even number for chimera, whose two directions meet in the middle"
+        needed = "an even number for chimera, because its two directions meet in the middle"
         return BadInput("stages", got=ranks, needed=needed, fix=Set("it", *sorted({max(2, ranks - 1), ranks + 1})))
     fit = [n for n in range(2, ranks + 1, 2) if ranks % n == 0]
     if pipelines not in fit:
@@ -49,23 +51,22 @@ def chimera_refusal(size: Size) -> BadInput | None:
         return BadInput("pipelines", got=pipelines, needed=needed, fix=Set("it", min(fit, key=lambda n: abs(n - pipelines))))
     if microbatches % ranks:
         rounds = microbatches // ranks
-        needed = f"a multiple of {ranks} stages for chimera, half each way"
+        needed = f"a multiple of {ranks}, the number of stages, for chimera"
         return BadInput("microbatches", got=microbatches, needed=needed, fix=Set("it", *[n * ranks for n in (rounds, rounds + 1) if n]))
     return None
 
 
 def _rank(stage: int, pipeline: int, ranks: int, pipelines: int) -> int:
-    """The rank of a pipeline's stage: the first half of the pipelines go down, each shifted by 2 p / n ranks; the others go back up."""
+    """Rank of a pipeline's stage. The first half of the pipelines run down, each shifted by 2 p / n ranks; the others run up."""
     way, shift = divmod(pipeline, pipelines // 2)
     return ((ranks - 1 - stage if way else stage) + shift * 2 * ranks // pipelines) % ranks
 
 
 def _order(rank: int, ranks: int, microbatches: int, pipelines: int) -> list[Action]:
-    """All pipelines in slots of equal length: 1F1B has F of micro-batch j at slot s + 2j and B at 2p - 1 - s + 2j.
+    """Order of one rank, by slots of equal length: each pipeline has F of micro-batch j at slot s + 2j, and B at 2p - 1 - s + 2j.
 
-    No slot is taken twice. The stages of a rank that go down have one parity and fill its slots one after the other; those that go up
-    have the other parity; the backwards of one direction begin where the forwards of the other end. A block of p micro-batches takes 2p
-    slots.
+    A block of p micro-batches takes 2p slots. No slot is used twice: a rank's stages of the pipelines down have slots of one parity,
+    its stages of the pipelines up the other, and the backward passes of one direction begin when the forward passes of the other end.
     """
     share = ranks // pipelines
     here = [(stage, at) for stage in range(ranks) for at in range(pipelines) if _rank(stage, at, ranks, pipelines) == rank]
@@ -80,15 +81,16 @@ def _order(rank: int, ranks: int, microbatches: int, pipelines: int) -> list[Act
 
 
 def _with_sums(order: list[Action]) -> list[Action]:
-    """S of each stage right after its last B."""
+    """Insert S of each stage right after its last B."""
     last = {action.stage: at for at, action in enumerate(order) if action.op is Op.B}
     return [a for at, b in enumerate(order) for a in ((b, Action(Op.S, b.stage, version=1)) if last[b.stage] == at else (b,))]
 
 
 class _Filled:
-    """Orders of two pipelines for m > p, found with F = 1 and B = 2: each rank takes the action that can start first.
+    """Finds orders of two pipelines for m > p, with F = 1 and B = 2: each rank takes the action that can start first.
 
-    Among those that can start at once, F goes before B, earlier micro-batches first. At most p are in flight on a rank.
+    If several can start at the same time, F goes before B, and earlier micro-batches go first. At most p micro-batches are in flight
+    on a rank.
     """
 
     def __init__(self, ranks: int, microbatches: int) -> None:
@@ -105,7 +107,7 @@ class _Filled:
         while heap:
             choice = heappop(heap)
             rank = choice[4]
-            if choice != chosen[rank]:  # something better has arrived since
+            if choice != chosen[rank]:  # the rank has found a better choice since
                 continue
             for changed in {rank, self._do(choice)}:
                 new = chosen[changed] = self._choice(changed)
@@ -114,7 +116,7 @@ class _Filled:
         return self.done
 
     def _choice(self, rank: int) -> tuple[int, int, int, int, int, int] | None:
-        """(start, 0 for F and 1 for B, number, -stage, rank, direction) of what a rank does next; None while it must wait."""
+        """Next action of a rank as (start, 0 for F and 1 for B, number, -stage, rank, direction); None if it must wait."""
         found = []
         for way, stage in ((0, rank), (1, self.ranks - 1 - rank)):
             for turn, op in enumerate((Op.F, Op.B)):
@@ -125,7 +127,7 @@ class _Filled:
         return min(found, default=None)
 
     def _do(self, choice: tuple[int, int, int, int, int, int]) -> int:
-        """Take the action. Returns the rank at which its result arrives."""
+        """Execute the action. Returns the rank that receives its result."""
         start, turn, n, stage, rank, way = choice
         op, stage, last = (Op.F, Op.B)[turn], -stage, self.ranks - 1
         end = self.free[rank] = start + 1 + turn

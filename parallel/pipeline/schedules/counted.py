@@ -1,4 +1,4 @@
-"""Builds a rank's order from a pattern of operations: the micro-batches of each stage are counted automatically."""
+"""Builds a rank's order from a pattern of operations. Micro-batches are numbered automatically: each operation takes the stage's next."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from parallel.pipeline.schedule import Action, Op
 
 
 class Counted:
-    """Collects one rank's order. `weights` runs the deferred weight gradients, in the order in which their I deferred them."""
+    """Collects one rank's order: F, B, I and W of stages, in the order of the calls. W run in the order of their I."""
 
     def __init__(self) -> None:
         self.order: list[Action] = []
         self._forwards: dict[int, int] = {}
         self._backwards: dict[int, int] = {}
-        self._owed: deque[Action] = deque()
+        self._pending: deque[Action] = deque()
 
     def forward(self, stage: int) -> None:
         self._add(Op.F, stage, self._forwards)
@@ -23,23 +23,23 @@ class Counted:
         self._add(Op.B, stage, self._backwards)
 
     def input(self, stage: int) -> None:
-        self._owed.append(Action(Op.W, stage, self._add(Op.I, stage, self._backwards)))
+        self._pending.append(Action(Op.W, stage, self._add(Op.I, stage, self._backwards)))
 
     def weights(self, stage: int | None = None) -> bool:
-        """One deferred weight gradient: the oldest, or the oldest of a stage. Whether there was any."""
-        for at, owed in enumerate(self._owed):
-            if stage is None or stage == owed.stage:
-                del self._owed[at]
-                self.order.append(owed)
+        """Append the W of the oldest I that has none yet, of any stage or of the given one. Returns False if there is none."""
+        for at, pending in enumerate(self._pending):
+            if stage is None or stage == pending.stage:
+                del self._pending[at]
+                self.order.append(pending)
                 return True
         return False
 
     def count(self, stage: int) -> int:
-        """Number of forwards of a stage so far."""
+        """Number of forward passes of a stage so far."""
         return self._forwards.get(stage, 0)
 
     def _add(self, op: Op, stage: int, counts: dict[int, int]) -> int:
-        """Append the next of a stage; returns its micro-batch."""
+        """Append the operation for the stage's next micro-batch, and return that micro-batch."""
         microbatch = counts.get(stage, 0)
         counts[stage] = microbatch + 1
         self.order.append(Action(op, stage, microbatch))

@@ -1,12 +1,12 @@
-"""DualPipe [2412.19437, section 3.2.1]: two pipelines in opposite directions, with forwards and backwards of the two in pairs.
+"""DualPipe [2412.19437, section 3.2.1]: two pipelines in opposite directions; F of one direction and B of the other form pairs.
 
-    rank 0   stage 0 of the pipeline down, stage p - 1 of the one up       each with half of the micro-batches
-    rank r   stages r and p - 1 - r, as rank p - 1 - r has them the other way round
+    rank 0   stage 0 of the pipeline down, stage p - 1 of the pipeline up       each with half of the micro-batches
+    rank r   stages r and p - 1 - r; rank p - 1 - r holds the same two
 
-A rank of the first half does with its two directions what a rank of DualPipe-V does with its two chunks, and the second half is its
-mirror image. So each stage is held twice, as in Chimera, and its gradients are summed over both replicas (S). p + 1 micro-batches in
-flight on every rank; idle time (p / 2 - 1) (F&B + B - 3 W), where F&B is the time of a pair, if F = I: that of DualPipe-V on half as
-many ranks, each with twice the layers. With `paired=False`, results of a pair leave one by one, and it is (p / 2 - 1) (F + I - W).
+A rank of the first half has the order of a DualPipe-V rank, with two directions instead of two chunks. The second half is its mirror
+image. So each stage has two replicas, as in Chimera, and S sums their gradients. p + 1 micro-batches are in flight on every rank. If
+F = I, the idle time is (p / 2 - 1) (F&B + B - 3 W), where F&B is the time of a pair: the idle time of DualPipe-V on half the ranks with
+twice the layers each. With `paired=False`, each result of a pair is sent at once, and the idle time is (p / 2 - 1) (F + I - W).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from parallel.pipeline.schedules.kind import Size
 
 
 def dualpipe(ranks: int, microbatches: int, *, paired: bool = True) -> Schedule:
-    """An even number of ranks, and an even number of micro-batches, at least two a rank."""
+    """Build DualPipe. `ranks` and `microbatches` are even, with at least two micro-batches a rank. paired: F and B run as one block."""
     half = dualpipe_v(ranks // 2, microbatches // 2, paired=paired)
     orders = [_order(half.orders[min(rank, ranks - 1 - rank)], rank, ranks, microbatches // 2) for rank in range(ranks)]
     homes = [sorted((stage, ranks - 1 - stage)) for stage in range(ranks)]
@@ -30,10 +30,10 @@ def dualpipe(ranks: int, microbatches: int, *, paired: bool = True) -> Schedule:
 
 
 def dualpipe_refusal(size: Size) -> BadInput | None:
-    """An odd number of ranks or of micro-batches, or fewer than two micro-batches a rank."""
+    """Refuse an odd number of ranks or micro-batches, and fewer than two micro-batches a rank."""
     ranks, microbatches = size.ranks, size.microbatches
     if ranks % 2:
-        needed = "an even number for dualpipe, whose directions meet in the middle"
+        needed = "an even number for dualpipe, because its two directions meet in the middle"
         return BadInput("stages", got=ranks, needed=needed, fix=Set("it", *sorted({max(2, ranks - 1), ranks + 1})))
     if microbatches % 2 or microbatches < 2 * ranks:
         near = max(2 * ranks, microbatches + microbatches % 2)
@@ -43,9 +43,9 @@ def dualpipe_refusal(size: Size) -> BadInput | None:
 
 
 def _order(side: tuple[Action, ...], rank: int, ranks: int, each: int) -> list[Action]:
-    """A rank's actions by those of DualPipe-V: the micro-batches of the pipeline up come after the `each` of the one down.
+    """Order of a rank, made from a DualPipe-V order. The pipeline down has the first `each` micro-batches, the pipeline up the rest.
 
-    S of each stage right after its last gradient, which comes after all pairs.
+    S of each stage follows its last gradient, which comes after all pairs.
     """
     first_half, found = 2 * rank < ranks, []
     last = {action.stage: at for at, action in enumerate(side) if action.op in (Op.B, Op.W)}

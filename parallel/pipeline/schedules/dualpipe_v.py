@@ -1,9 +1,9 @@
-"""DualPipe-V [2412.19437, section 3.2.1, cut in half]: ZB-V's placement, with forwards and backwards in pairs.
+"""DualPipe-V [2412.19437, section 3.2.1, cut in half]: two chunks a rank, placed as a V (zb_v); F of one and B of the other form pairs.
 
-In the steady state a rank runs F of one chunk beside B of the other, in turn, each pair as one block. The exchange of one hides behind
-the compute of its partner, which is why it was made for experts on many nodes. 2 p + 1 chunks in flight. Idle time, in times of one
-chunk with B = I + W: (p - 1) (F&B + B - 3 W), where F&B is the time of a pair, if F = I. With `paired=False`, F and B run one after the
-other and each result leaves at once: (p - 1) (F + I - W) if I is not longer than F. That is less, unless the block saves more than that.
+In the steady state a rank runs F of one chunk together with B of the other, as one block. The communication of one overlaps with the
+compute of the other. 2 p + 1 chunks are in flight. If F = I, the idle time is (p - 1) (F&B + B - 3 W), where times are for one
+chunk, B = I + W, and F&B is the time of a pair. With `paired=False`, F and B run one after the other and each result is sent at once:
+the idle time is then (p - 1) (F + I - W) if I is not longer than F. That is less, unless the overlap saves more.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from parallel.pipeline.schedules.kind import Size
 
 
 def dualpipe_v(ranks: int, microbatches: int, *, paired: bool = True) -> Schedule:
-    """At least as many micro-batches as stages, of which there are two per rank."""
+    """Build DualPipe-V, with at least two micro-batches a rank. paired: F and B run as one block."""
     pairs: set[Node] = set()
     orders = [_order(rank, ranks, microbatches, pairs) for rank in range(ranks)]
     return replace(flushed("dualpipe_v", folded(ranks), microbatches, orders), pairs=frozenset(pairs if paired else ()))
 
 
 def dualpipe_v_refusal(size: Size) -> BadInput | None:
-    """Fewer than two micro-batches a rank."""
+    """Refuse fewer than two micro-batches a rank."""
     least = 2 * size.ranks
     if size.microbatches >= least:
         return None
@@ -41,12 +41,12 @@ def _order(rank: int, ranks: int, microbatches: int, pairs: set[Node]) -> list[A
     for _ in range(rank + 1):
         to.forward(down)
         to.forward(up)
-    for _ in range(after):  # the ramp is over: each I is followed by its W, which delays nobody here
+    for _ in range(after):  # the warm-up is over: W right after its I delays no other rank here
         to.input(up)
         to.weights()
         to.forward(up)
     for n in range(microbatches - 2 * ranks + rank + 1):
-        _pair(to, down, up, rank, pairs if n > 0 or after > 0 else set())  # the last rank's first two stay apart: one ramp less
+        _pair(to, down, up, rank, pairs if n > 0 or after > 0 else set())  # on the last rank, the first F and B are no pair: less delay
         _pair(to, up, down, rank, pairs)
     for _ in range(after):
         to.backward(up)
@@ -62,7 +62,7 @@ def _pair(to: Counted, forward: int, backward: int, rank: int, pairs: set[Node])
 
 
 def _drain(to: Counted, down: int, up: int, rank: int, after: int) -> None:
-    """The last 2 (rank + 1) backward passes: half of them whole, half with W deferred, to fill the waits that follow."""
+    """Add the last 2 (rank + 1) backward passes: half of them as B, half as I with W that fill later waits."""
     for n in range(2 * (rank + 1)):
         stage = up if n % 2 == 0 else down
         (to.input if n > rank else to.backward)(stage)

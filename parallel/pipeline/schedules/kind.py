@@ -1,9 +1,9 @@
-"""Facts about a schedule that checks, simulator, planner and verify ask for: a ScheduleKind each, which catalog.py lists by name.
+"""Facts about a schedule, for checks, simulator, planner and verify: one ScheduleKind for each schedule, listed in catalog.py.
 
-    make       sizes -> the order of actions                 refusal    sizes that it cannot have, with the nearest that it can
-    seconds    closed form of its time, else simulated       held       closed form of what ranks keep, else counted in its order
+    make       sizes -> Schedule                              refusal    error for impossible sizes, with the nearest possible one
+    seconds    closed form of its time; None: simulated       held       closed form of the kept activations; None: counted
 
-A fact that an order of actions shows is no field: see `splits_backward` and `update_every`.
+Facts that can be read from an order of actions are properties, not fields: `splits_backward` and `update_every`.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Literal, NamedTuple
 
 from parallel.errors import BadInput
 from parallel.pipeline.schedule import Op, Schedule
-from parallel.pipeline.simulator.held import Rank
+from parallel.pipeline.simulator.held import RankPeaks
 
 Placed = Literal["line", "v", "both_ways"]
-DEFAULT_CHUNKS = 2  # used if chunks are a choice and none are given
+DEFAULT_CHUNKS = 2  # number of stages a rank if the schedule leaves the choice and none is given
 
 
 @dataclass(frozen=True)
 class Size:
-    """The parameters of a schedule: `microbatches` in each of `batches`, `chunks` stages per rank; each other belongs to one schedule."""
+    """Parameters of a schedule: `batches` of `microbatches` each, `chunks` stages a rank. The last two: see make_schedule."""
 
     ranks: int
     microbatches: int
@@ -34,12 +34,12 @@ class Size:
     pipelines: int = 2
 
     def one_after_the_other(self, schedule: Callable[[int, int], Schedule]) -> Schedule:
-        """For schedules with a flush: the schedule of one batch, repeated."""
+        """Schedule of one batch, repeated `batches` times. For schedules that drain after each batch."""
         return schedule(self.ranks, self.microbatches).repeated(self.batches)
 
 
-class Passes(NamedTuple):
-    """Seconds of one micro-batch on each rank. `waits`: seconds in which it waits for messages, in both directions together."""
+class PassTimes(NamedTuple):
+    """Seconds of one micro-batch on each rank. `waits`: seconds that a rank waits for its messages, both directions together."""
 
     forward: Sequence[float]
     backward: Sequence[float]
@@ -49,27 +49,30 @@ class Passes(NamedTuple):
 
     @property
     def total(self) -> list[float]:
-        """Forward, backward and messages of each rank."""
+        """Seconds of forward pass, backward pass and messages on each rank."""
         return [f + b + self.waits for f, b in zip(self.forward, self.backward, strict=True)]
 
 
 def any_size(size: Size) -> None:
-    """The rule of schedules that can have every size."""
+    """Refuse no size."""
 
 
 @dataclass(frozen=True)
 class ScheduleKind:
-    """One row of the catalog. `chunks`: the only possible number per rank, None if it is a choice. `option`: the Size field only it uses.
+    """One row of the catalog.
 
-    batches: how many are drawn if no number is given.
-    placed: where stages are: on a `line`, stage s on rank s modulo ranks; on a `v`, down the ranks and up again; `both_ways`, in replicas.
-    refusal: why a size is impossible, about `stages`, `pipelines` or `microbatches`, with the nearest that works; None if it is possible.
+    make: builds the schedule of a size. about: one line for help texts.
+    chunks: the only possible number of stages a rank; None if it is a choice.
+    batches: number of batches in a drawing if none is given.
+    option: the Size field that only this schedule uses.
+    placed: `line`: stage s on rank s modulo ranks; `v`: down the ranks and up again; `both_ways`: replicas in both directions.
+    refusal: error that names an impossible `stages`, `pipelines` or `microbatches` and the nearest possible value; None if possible.
     seconds: time from the first forward to the last backward pass; None: it is simulated.
-    held: what each rank keeps; None: counted in an order of `rounds` micro-batches a rank, after which no more is kept (None: of three
-    rounds and the rest).
-    steady: after three rounds each further one takes equally long, also if stages differ; otherwise every step is simulated whole.
-    age: number of updates by which the weights of a stage's gradients are older than those that they change; None: never older.
-    advice: why it is not recommended, and which schedule is better.
+    held: activations that each rank keeps; None: they are counted in an order of `rounds` micro-batches a rank.
+    rounds: micro-batches a rank after which the peak no longer grows; None: three rounds and the remainder are counted.
+    steady: after three rounds, each further round takes equally long, even if stages differ; if False, whole steps are simulated.
+    age: (size, stage) -> number of updates between the weights that gradients were computed with and those they change; None: 0.
+    advice: why the schedule is not recommended, and which is better.
     """
 
     make: Callable[[Size], Schedule]
@@ -79,8 +82,8 @@ class ScheduleKind:
     option: str | None = None
     placed: Placed = "line"
     refusal: Callable[[Size], BadInput | None] = any_size
-    seconds: Callable[[Passes], float] | None = None
-    held: Callable[[Size], tuple[Rank, ...]] | None = None
+    seconds: Callable[[PassTimes], float] | None = None
+    held: Callable[[Size], tuple[RankPeaks, ...]] | None = None
     rounds: int | None = None
     steady: bool = True
     age: Callable[[Size, int], int] | None = None
@@ -88,21 +91,21 @@ class ScheduleKind:
 
     @property
     def continuous(self) -> bool:
-        """Whether updates do not wait for the pipeline to drain, so that gradients are of older weights than those they update."""
+        """True if updates do not wait for the pipeline to drain, so that gradients belong to older weights than those they change."""
         return self.age is not None
 
     @cached_property
     def _example(self) -> Schedule:
-        """An order of the smallest size that it can have."""
+        """Schedule of the smallest possible size."""
         sizes = (Size(ranks, m, self.chunks or DEFAULT_CHUNKS) for ranks, m in product(range(2, 9), range(2, 33)))
         return self.make(next(size for size in sizes if self.refusal(size) is None))
 
     @cached_property
     def splits_backward(self) -> bool:
-        """Whether backward passes are cut in two, I and W, so that weight gradients can be put off."""
+        """True if backward passes are cut in two, I and W, so that weight gradients can be deferred."""
         return any(action.op is Op.I for order in self._example.orders for action in order)
 
     @cached_property
     def update_every(self) -> int | None:
-        """Micro-batches of an update if their number is fixed; None if an update sums all of a step."""
+        """Number of micro-batches in an update, if it is fixed; None if an update sums all micro-batches of a step."""
         return self._example.microbatches_per_update if self._example.num_updates > 1 else None

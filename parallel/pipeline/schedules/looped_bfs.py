@@ -1,7 +1,7 @@
-"""Breadth-first pipeline [2211.05953]: v chunks per rank as in interleaved, but all micro-batches pass a chunk before the next begins.
+"""Breadth-first pipeline [2211.05953]: v chunks a rank as in interleaved, but all micro-batches pass a chunk before the next begins.
 
-Bubble (p - 1) / (v m) for any number of micro-batches; all m v chunks are in flight. A chunk's weights are needed in one stretch in each
-direction, so sharded weights are gathered once per chunk instead of once per micro-batch. Backwards run in reverse order.
+The bubble is (p - 1) / (v m) for any number of micro-batches; all m v chunks are in flight. A chunk's weights are used without
+interruption in each direction, so sharded weights are gathered once a chunk, not once a micro-batch. Backward passes run in reverse order.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from parallel.pipeline.schedule import Action, Op, Schedule, flushed, looped
 
 
 def looped_bfs(ranks: int, microbatches: int, chunks: int) -> Schedule:
-    """`chunks` stages per rank. With fewer micro-batches than ranks, a chunk waits until the one before it has passed all ranks."""
+    """Build the breadth-first schedule, with `chunks` stages a rank. Fewer micro-batches than ranks add a wait between chunks."""
     orders = []
     for rank in range(ranks):
         stages = range(rank, ranks * chunks, ranks)

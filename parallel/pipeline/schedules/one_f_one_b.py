@@ -1,4 +1,4 @@
-"""1F1B: after p - 1 - r forwards, rank r alternates forward and backward, and so frees one micro-batch before it takes the next.
+"""1F1B: after p - 1 - r forward passes, rank r alternates F and B, and so frees one micro-batch before it starts the next.
 
     rank 0 | F0 F1 .. .. B0 B0 F2 B1 B1 .. B2 B2
     rank 1 | .. F0 B0 B0 F1 B1 B1 F2 B2 B2 .. ..     bubble (p - 1) / m; min(m, p - r) in flight instead of m
@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from parallel.pipeline.schedule import Action, Op, Schedule, flushed, one_stage_a_rank
-from parallel.pipeline.schedules.kind import Passes
+from parallel.pipeline.schedules.kind import PassTimes
 
 
 def one_f_one_b(ranks: int, microbatches: int, *, extra_warmup: Sequence[int] | None = None) -> Schedule:
-    """`extra_warmup`: additional forwards that each rank runs ahead, each at the cost of one more activation (EnvPipe)."""
+    """Build 1F1B. `extra_warmup`: additional forward passes of each rank's warm-up, each of which keeps one more micro-batch (EnvPipe)."""
     extra = extra_warmup or [0] * ranks
     orders = []
     for rank in range(ranks):
@@ -26,7 +26,7 @@ def one_f_one_b(ranks: int, microbatches: int, *, extra_warmup: Sequence[int] | 
 
 
 def alternate(forwards: Sequence[Action], backwards: Sequence[Action], *, warmup: int) -> list[Action]:
-    """`warmup` forwards, then forward and backward in turn, then the remaining backwards."""
+    """Order of `warmup` forward passes, then forward and backward passes in turn, then the remaining backward passes."""
     ahead = min(warmup, len(forwards))
     order = list(forwards[:ahead])
     for forward, backward in zip(forwards[ahead:], backwards, strict=False):
@@ -34,7 +34,7 @@ def alternate(forwards: Sequence[Action], backwards: Sequence[Action], *, warmup
     return [*order, *backwards[len(forwards) - ahead :]]
 
 
-def one_f_one_b_seconds(passes: Passes) -> float:
-    """sum t + (m - 1) max t, t a rank's seconds for one micro-batch [2104.04473]."""
+def one_f_one_b_seconds(passes: PassTimes) -> float:
+    """sum t + (m - 1) max t, where t is a rank's time for one micro-batch [2104.04473]."""
     total = passes.total
     return sum(total) + (passes.microbatches - 1) * max(total)

@@ -1,11 +1,13 @@
-"""An order found by search, for stages and links of unequal times and a limit of memory.
+"""Searches for a fast order, for stages and links of unequal times and a limit of memory.
 
-    start      the catalog's schedules on the same placement that fit; greedy orders: a rank does what can start first, and W fills
-               waits, or makes room when memory is full; with a stage a rank, the zero-bubble paper's rules too (alternating.py)
-    improve    move one action within its rank's order; keep what is not slower in the simulator and still fits
+    start      all schedules of the catalog with the same placement that fit into memory
+               greedy orders: a rank takes the action that can start first; W fills waits, or frees memory when it is full
+               with one stage a rank, also the orders of alternating.py
+    improve    move one action within its rank's order, and keep the new order if it fits and is not slower in the simulator
 
-So the result is never slower than a schedule of the catalog that holds the same stages and fits. A placement says which stages a rank
-holds: `line` one, `loop` r, p + r, ... (interleaved), `v` r and 2 p - 1 - r (zb_v). The search is the same each time it runs.
+So the result is never slower than a schedule of the catalog that has the same placement and fits. Placements: `line` (one stage a
+rank), `loop` (rank r holds stages r, p + r, ..., as in interleaved), `v` (stages r and 2 p - 1 - r, as in zb_v). The search has a fixed
+seed, so equal inputs give equal orders.
 """
 
 from __future__ import annotations
@@ -27,16 +29,16 @@ from parallel.pipeline.simulator.held import peak_held
 from parallel.pipeline.simulator.simulate import Cost, OfMessage, makespan
 
 PLACEMENTS = ("line", "loop", "v")
-MOVED = 2**21  # actions in all the orders that moves make: half a minute at most
+MOVED = 2**21  # limit of (orders tried) * (actions in an order): at most half a minute
 
 
 def homes_of(placement: str, ranks: int, chunks: int) -> Sequence[tuple[int]]:
-    """The rank of each stage. chunks: stages a rank for `loop`."""
+    """Rank of each stage, as a tuple of one. chunks: number of stages a rank for `loop`."""
     return {"line": one_stage_a_rank(ranks), "loop": looped(ranks, chunks), "v": folded(ranks)}[placement]
 
 
-class Given(NamedTuple):
-    """What a search knows. memory: the most that a rank may keep until W, in micro-batches of all its layers; None: no limit."""
+class Problem(NamedTuple):
+    """Inputs of a search. memory: most micro-batches, of all of a rank's layers, that it may keep until W; None: no limit."""
 
     placement: str
     ranks: int
@@ -70,72 +72,76 @@ def search(
     overlap: bool = True,
     rounds: int = 300,
 ) -> Schedule:
-    """The fastest order found on a placement, from the first start to the last end.
+    """Fastest order found on a placement, from the first start to the last end.
 
-    chunks: stages a rank for `loop`. rounds: moves tried after the start, fewer of a long order: no more than MOVED actions in all.
-    cost: as for `simulate`; times do not depend on the micro-batch. Raises BadInput for a memory in which no order fits.
+    cost: as for `simulate`; times must not depend on the micro-batch. chunks: number of stages a rank for `loop`. memory: most
+    micro-batches, of all of a rank's layers, that it may keep until W. rounds: number of moves that are tried; fewer if orders are long
+    (MOVED). Raises BadInput if no order fits into `memory`.
     """
     chunks = {"line": 1, "loop": chunks, "v": 2}[placement]
-    given = Given(placement, ranks, microbatches, chunks, cost, transfer_time, memory, overlap)
-    found = [schedule for schedule in (*_of_catalog(given), *_greedy_orders(given)) if given.fits(schedule)]
+    problem = Problem(placement, ranks, microbatches, chunks, cost, transfer_time, memory, overlap)
+    found = [schedule for schedule in (*_of_catalog(problem), *_greedy_orders(problem)) if problem.fits(schedule)]
     if not found:
-        raise BadInput("memory", got=memory, needed=f"at least 1, a micro-batch of a rank's layers, on {placement}", fix=Set("it", 1))
-    best = min(found, key=given.time)
-    return check(replace(_improved(best, given, rounds), name="search"))
+        raise BadInput("memory", got=memory, needed="at least 1 (one micro-batch of a rank's layers)", fix=Set("it", 1))
+    best = min(found, key=problem.time)
+    return check(replace(_improved(best, problem, rounds), name="search"))
 
 
-def _of_catalog(given: Given) -> Iterator[Schedule]:
-    """The catalog's schedules of one batch whose stages are placed in the same way."""
+def _of_catalog(problem: Problem) -> Iterator[Schedule]:
+    """Schedules of the catalog, for one batch, with the same placement of stages."""
     for name, kind in SCHEDULES.items():
-        if not kind.continuous and kind.chunks in (None, given.chunks):
+        if not kind.continuous and kind.chunks in (None, problem.chunks):
             try:
-                made = make_schedule(name, ranks=given.ranks, microbatches=given.microbatches, chunks=given.chunks)
-            except BadInput:  # sizes that it cannot have
+                made = make_schedule(name, ranks=problem.ranks, microbatches=problem.microbatches, chunks=problem.chunks)
+            except BadInput:  # impossible sizes
                 continue
-            if made.homes == tuple(given.homes):
+            if made.homes == tuple(problem.homes):
                 yield made
 
 
-def _greedy_orders(given: Given) -> Iterator[Schedule]:
+def _greedy_orders(problem: Problem) -> Iterator[Schedule]:
     seen: list[list[list[Action]]] = []
-    for first, filled, ahead in product((Op.I, Op.F), (0.01, 0.5, 1.0), (1, 2, given.microbatches)):
-        orders = _Greedy(given, first, filled, ahead).orders()
+    for first, filled, ahead in product((Op.I, Op.F), (0.01, 0.5, 1.0), (1, 2, problem.microbatches)):
+        orders = _Greedy(problem, first, filled, ahead).orders()
         if orders is not None and orders not in seen:
             seen.append(orders)
-            yield flushed("search", given.homes, given.microbatches, orders)
-    if given.placement == "line":
-        times = [{op: given.cost(r, Action(op, r, 0)) for op in (Op.F, Op.I, Op.W)} for r in range(given.ranks)]
-        sent = 0 if callable(given.transfer_time) else given.transfer_time
+            yield flushed("search", problem.homes, problem.microbatches, orders)
+    if problem.placement == "line":
+        times = [{op: problem.cost(r, Action(op, r, 0)) for op in (Op.F, Op.I, Op.W)} for r in range(problem.ranks)]
+        sent = 0 if callable(problem.transfer_time) else problem.transfer_time
         for late, waiting, skip, always in product((False, True), repeat=4):
             how = {"late": late, "waiting": waiting, "skip": skip, "always": always}
-            orders = Alternating(times, given.microbatches, sent=sent, memory=given.memory, **how).orders()
+            orders = Alternating(times, problem.microbatches, sent=sent, memory=problem.memory, **how).orders()
             if orders not in seen:
                 seen.append(orders)
-                yield flushed("search", given.homes, given.microbatches, orders)
+                yield flushed("search", problem.homes, problem.microbatches, orders)
 
 
 class _Greedy:
-    """One greedy order. first: what goes first of F and I that can start at once. filled: the share of W's time from which a wait is
-    filled with it. ahead: at most so many times as many forwards in flight as 1F1B has there."""
+    """Builds one greedy order.
 
-    def __init__(self, given: Given, first: Op, filled: float, ahead: int) -> None:
-        self.given, self.first, self.filled, self.ahead = given, first, filled, ahead
-        self.rank = [home[0] for home in given.homes]
+    first: F or I, which goes first if both can start at the same time. filled: W fills a wait of at least this fraction of its time.
+    ahead: at most this multiple of 1F1B's forward passes are in flight.
+    """
+
+    def __init__(self, problem: Problem, first: Op, filled: float, ahead: int) -> None:
+        self.problem, self.first, self.filled, self.ahead = problem, first, filled, ahead
+        self.rank = [home[0] for home in problem.homes]
         stages = len(self.rank)
-        self.held_by = [[s for s in range(stages) if self.rank[s] == r] for r in range(given.ranks)]
-        self.free: list[float] = [0] * given.ranks
-        self.kept = [0] * given.ranks
+        self.held_by = [[s for s in range(stages) if self.rank[s] == r] for r in range(problem.ranks)]
+        self.free: list[float] = [0] * problem.ranks
+        self.kept = [0] * problem.ranks
         self.next = {op: [0] * stages for op in (Op.F, Op.I)}
-        self.owed: list[list[Action]] = [[] for _ in range(given.ranks)]
-        self.arrived: dict[tuple[Op, int, int], float] = {(Op.F, 0, j): 0 for j in range(given.microbatches)}
-        self.done: list[list[Action]] = [[] for _ in range(given.ranks)]
+        self.pending: list[list[Action]] = [[] for _ in range(problem.ranks)]
+        self.arrived: dict[tuple[Op, int, int], float] = {(Op.F, 0, j): 0 for j in range(problem.microbatches)}
+        self.done: list[list[Action]] = [[] for _ in range(problem.ranks)]
 
     def orders(self) -> list[list[Action]] | None:
-        """Every rank's order; None if memory runs full with nothing left that frees it."""
-        choices = {rank: self._choice(rank) for rank in range(self.given.ranks)}
-        queue = [(choice, rank) for rank, choice in choices.items() if choice is not None]  # also choices that are no longer a rank's
+        """Orders of all ranks; None if memory is full and no action can free any."""
+        choices = {rank: self._choice(rank) for rank in range(self.problem.ranks)}
+        queue = [(choice, rank) for rank, choice in choices.items() if choice is not None]  # old choices stay in it until popped
         heapify(queue)
-        for _ in range(3 * self.given.microbatches * len(self.rank)):
+        for _ in range(3 * self.problem.microbatches * len(self.rank)):
             while queue and choices[queue[0][1]] != queue[0][0]:
                 heappop(queue)
             if not queue:
@@ -148,7 +154,7 @@ class _Greedy:
         return self.done
 
     def _choice(self, rank: int) -> tuple[float, int, Action] | None:
-        """The start, a number that says what goes first, and the action that a rank would do next."""
+        """Next action of a rank as (start, priority, action), lower priorities first; None if it must wait."""
         free, found = self.free[rank], []
         for stage in self.held_by[rank]:
             for op in (Op.F, Op.I):
@@ -156,60 +162,60 @@ class _Greedy:
                 arrival = self.arrived.get(action[:3])
                 if arrival is not None and (op is Op.I or self._room(rank, stage)):
                     found.append((max(free, arrival), 0 if op is self.first else 1, -stage, action))
-        owed = self.owed[rank]
+        pending = self.pending[rank]
         if not found:
-            return (free, 2, owed[0]) if owed else None
+            return (free, 2, pending[0]) if pending else None
         start, order, _, action = min(found)
-        if owed and start - free >= self.filled * self.given.cost(rank, owed[0]) and start > free:
-            return (free, 2, owed[0])
+        if pending and start - free >= self.filled * self.problem.cost(rank, pending[0]) and start > free:
+            return (free, 2, pending[0])
         return start, order, action
 
     def _room(self, rank: int, stage: int) -> bool:
-        limit, chunks = self.given.memory, self.given.chunks
+        limit, chunks = self.problem.memory, self.problem.chunks
         flying = self.next[Op.F][stage] - self.next[Op.I][stage]
         if flying >= self.ahead * (len(self.rank) - stage):
             return False
-        later = sum(s > stage for s in self.held_by[rank])  # what this micro-batch will still need here
+        later = sum(s > stage for s in self.held_by[rank])  # later stages of this micro-batch on the same rank need memory too
         return limit is None or self.kept[rank] + 1 + later <= limit * chunks
 
     def _do(self, start: float, action: Action) -> set[int]:
-        """Do it; returns the ranks that can now do something else."""
+        """Execute the action. Returns the ranks whose next action may have changed."""
         op, stage, microbatch, _ = action
         rank = self.rank[stage]
-        end = self.free[rank] = start + self.given.cost(rank, action)
+        end = self.free[rank] = start + self.problem.cost(rank, action)
         self.done[rank].append(action)
         self.kept[rank] += {Op.F: 1, Op.I: 0, Op.W: -1}[op]
         if op is Op.W:
-            self.owed[rank].remove(action)
+            self.pending[rank].remove(action)
             return {rank}
         self.next[op][stage] += 1
         last = len(self.rank) - 1
         if op is Op.F:
             to = (Op.I, stage, microbatch) if stage == last else (Op.F, stage + 1, microbatch)
         else:
-            self.owed[rank].append(action._replace(op=Op.W))
+            self.pending[rank].append(action._replace(op=Op.W))
             to = (Op.I, stage - 1, microbatch)
         if to[1] < 0:
             return {rank}
-        took = 0 if callable(self.given.transfer_time) or self.rank[to[1]] == rank else self.given.transfer_time
+        took = 0 if callable(self.problem.transfer_time) or self.rank[to[1]] == rank else self.problem.transfer_time
         self.arrived[to] = end + took
         return {rank, self.rank[to[1]]}
 
 
-def _improved(schedule: Schedule, given: Given, rounds: int) -> Schedule:
-    """Try moves of one action by a few places, and keep each after which the schedule fits and is not slower."""
+def _improved(schedule: Schedule, problem: Problem, rounds: int) -> Schedule:
+    """Move one action at a time by a few places. Keep each new schedule that fits and is not slower."""
     if schedule.pairs:
         return schedule
-    draw, best, time = random.Random(0), schedule, given.time(schedule)
-    least = max(sum(given.cost(r, a) for a in order) for r, order in enumerate(schedule.orders))
+    draw, best, time = random.Random(0), schedule, problem.time(schedule)
+    least = max(sum(problem.cost(r, a) for a in order) for r, order in enumerate(schedule.orders))
     for _ in range(min(rounds, MOVED // sum(map(len, best.orders)))):
         if time <= least:
             break
         tried = _moved(best, draw)
-        if tried is None or not given.fits(tried):
+        if tried is None or not problem.fits(tried):
             continue
         try:
-            took = given.time(tried)
+            took = problem.time(tried)
         except BadInput:  # a deadlock
             continue
         if took <= time:
@@ -218,7 +224,7 @@ def _improved(schedule: Schedule, given: Given, rounds: int) -> Schedule:
 
 
 def _moved(schedule: Schedule, draw: random.Random) -> Schedule | None:
-    """One action, not U, some places earlier or later in its rank's order; None if it would then come before what it needs there."""
+    """Move a random action (not U) some places within its rank's order. None if it would come before an action that it needs."""
     rank = draw.randrange(schedule.num_ranks)
     order = [a for a in schedule.orders[rank] if a.op in COMPUTE]
     at = draw.randrange(len(order))

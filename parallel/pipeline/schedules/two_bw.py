@@ -1,8 +1,8 @@
 """PipeDream-2BW [2006.09503, section 3.1]: 1F1B that never drains, with m micro-batches per update and two weight versions.
 
 All micro-batches of batch t read W(t - 1), forward and backward: W(t + 1) = W(t) - lr grad f(W(t - 1)), W(-1) = W(0). The delay is one
-update on every rank. At most p - 1 forwards of the next batch start before an update, so only the newest version and the one
-before it are kept. No bubble except the first ramp.
+update on every rank. At most p - 1 forward passes of the next batch start before an update, so only the newest version and the previous
+one are kept. There is no bubble except the first warm-up.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from parallel.pipeline.schedules.pipedream import with_updates
 
 
 def two_bw(ranks: int, microbatches: int, *, batches: int = 2) -> Schedule:
-    """At least as many micro-batches as ranks."""
+    """Build PipeDream-2BW, with at least as many micro-batches as ranks."""
     orders = []
     for rank in range(ranks):
         forwards = [Action(Op.F, rank, j, max(0, j // microbatches - 1)) for j in range(batches * microbatches)]
@@ -26,13 +26,13 @@ def two_bw(ranks: int, microbatches: int, *, batches: int = 2) -> Schedule:
 
 
 def two_bw_refusal(size: Size) -> BadInput | None:
-    """Fewer micro-batches than ranks: a forward would need weights that do not exist yet."""
+    """Refuse fewer micro-batches than ranks: a forward pass would need weights that do not exist yet."""
     if size.microbatches >= size.ranks:
         return None
-    needed = f"at least {size.ranks}, one a stage, for two_bw: with fewer two versions are not enough"
+    needed = f"at least {size.ranks}, one a stage, for two_bw: fewer need more than two weight versions"
     return BadInput("microbatches", got=size.microbatches, needed=needed, fix=Set("it", size.ranks))
 
 
 def two_bw_age(size: Size, stage: int) -> int:
-    """One update, on every stage."""
+    """Delay in updates: one, on every stage."""
     return 1

@@ -1,19 +1,21 @@
-"""V-Half and V-Min [2405.15362]: zero bubble on a V with half, or a third, of 1F1B's activations.
+"""V-Half and V-Min [2405.15362]: zero-bubble schedules on a V, with half or a third of 1F1B's activations.
 
-What is in flight at once is how long a micro-batch lives over how often one starts. A new one starts every 6 slots, a slot being a
-pass of one of a rank's two stages (two F, two I, two W). Its first slots on rank r, a building block that repeats every 6 slots:
+The number of micro-batches in flight is a micro-batch's lifetime divided by the interval between starts. Here one starts every 6 slots,
+because a rank runs six operations for it (F, I and W of its two stages). The building block gives its slots on rank r, and repeats every
+6 slots:
 
               F down     F up           I up                I down
     V-Half    2 r        3 p - 2 - r    3 p - 1 + g + 2 r    6 p - 2 + g - r     g = 3 for an even p, else 0
     V-Min     r          2 p - 1 - r    2 p + g + r          4 p - 1 + g - r     g = 2 where 3 divides p, else 0
 
-On a V a rank that waits long for one of its stages waits little for the other, so all keep as much: (p + 2) // 2 and (p + 4) // 3
-micro-batches until W, where 1F1B's first rank keeps p. g keeps two actions out of one slot, and W takes the free ones.
+On a V, a rank that waits long for one of its stages waits little for the other. So all ranks keep equally many micro-batches until W,
+(p + 2) // 2 in V-Half and (p + 4) // 3 in V-Min, while 1F1B's first rank keeps p. The gap g prevents two actions in one slot; W takes
+the free slots.
 
-An order is squeezed out of it: at each tick a rank does what is ready, earliest slot first, within the memory that the block needs; W
-where nothing is ready. Forward passes keep the block's order, or run ahead of it in waits if those that they overtake still fit; the
-shorter of the two. With F = I = W and m of at least p, idle slots are 3 p - 4 (3 p - 5 for an even p) of 6 m in V-Half, and in V-Min at
-most 4 p - 5 (4 p - 7 where 3 divides p): the paper's p / 2 m and 2 p / 3 m.
+The order is made from the block tick by tick: a rank takes the ready action with the earliest slot, within the memory that the block
+needs, or W if none is ready. Two orders are tried, and the shorter one is taken: in one, forward passes keep the block's order; in the
+other, they may start earlier in waits if the passes that they overtake still fit. With F = I = W and m >= p, idle slots are 3 p - 4
+(3 p - 5 for an even p) of 6 m in V-Half, and at most 4 p - 5 (4 p - 7 if 3 divides p) in V-Min: the paper's p / 2 m and 2 p / 3 m.
 """
 
 from __future__ import annotations
@@ -22,25 +24,25 @@ from typing import NamedTuple
 
 from parallel.pipeline.schedule import Action, Op, Schedule, flushed, folded
 
-EVERY = 6  # slots
+EVERY = 6  # slots between the starts of two micro-batches
 
 
 def v_half(ranks: int, microbatches: int) -> Schedule:
-    """Half of 1F1B's activations on every rank, and about half of its bubble."""
+    """Build V-Half: half of 1F1B's activations on every rank, and about half of its bubble."""
     gap = 0 if ranks % 2 else 3
     blocks = [_Block((2 * r, 3 * ranks - 2 - r), (6 * ranks - 2 + gap - r, 3 * ranks - 1 + gap + 2 * r)) for r in range(ranks)]
     return _squeezed("v_half", blocks, microbatches, kept=2 * ((ranks + 2) // 2))
 
 
 def v_min(ranks: int, microbatches: int) -> Schedule:
-    """A third of 1F1B's activations on every rank, and about two thirds of its bubble."""
+    """Build V-Min: a third of 1F1B's activations on every rank, and about two thirds of its bubble."""
     gap = 0 if ranks % 3 else 2
     blocks = [_Block((r, 2 * ranks - 1 - r), (4 * ranks - 1 + gap - r, 2 * ranks + gap + r)) for r in range(ranks)]
     return _squeezed("v_min", blocks, microbatches, kept=2 * ((ranks + 4) // 3))
 
 
 class _Block(NamedTuple):
-    """The slots of micro-batch 0 on one rank, down and up."""
+    """Slots of micro-batch 0 on one rank: of F and of I, each for the chunk down and the chunk up."""
 
     forward: tuple[int, int]
     input: tuple[int, int]
@@ -49,7 +51,7 @@ class _Block(NamedTuple):
         return (self.forward if op is Op.F else self.input)[chunk] + EVERY * microbatch
 
     def kept_before(self, slot: int, microbatches: int) -> int:
-        """Forward passes less input gradients before a slot: what is kept there, all W done."""
+        """Number of F less number of I before a slot: chunks kept at that time if all W are done."""
         begun, ended = (sum(min(microbatches, max(0, -((first - slot) // EVERY))) for first in way) for way in self)
         return begun - ended
 
@@ -61,17 +63,17 @@ def _squeezed(name: str, blocks: list[_Block], microbatches: int, *, kept: int) 
 
 
 class _Rank:
-    """How far a rank is. `next`: by operation and chunk (0 down, 1 up), the next micro-batch."""
+    """Progress of one rank. next: next micro-batch, by operation and chunk (0 down, 1 up). pending: W to do. kept: chunks in memory."""
 
     def __init__(self, stages: tuple[int, int], block: _Block) -> None:
         self.stages, self.block = stages, block
         self.next = {Op.F: [0, 0], Op.I: [0, 0]}
-        self.owed: list[Action] = []
+        self.pending: list[Action] = []
         self.kept = 0
 
 
 class _Clock:
-    """Every action takes one tick. kept: the most half micro-batches on a rank. ahead: forward passes may overtake others in waits."""
+    """Makes the orders, one tick for each action. kept: most chunks in a rank's memory. ahead: F may overtake others in waits."""
 
     def __init__(self, blocks: list[_Block], microbatches: int, kept: int, *, ahead: bool) -> None:
         self.microbatches, self.limit, self.ahead = microbatches, kept, ahead
@@ -81,7 +83,7 @@ class _Clock:
         self.ended: dict[tuple[Op, int, int], int] = {}
 
     def run(self) -> int:
-        """Fill `orders`; returns the ticks that it took."""
+        """Fill `orders`. Returns the number of ticks."""
         left, tick = 6 * self.microbatches * len(self.ranks), 0
         while left:
             for rank, order in zip(self.ranks, self.orders, strict=True):
@@ -93,9 +95,9 @@ class _Clock:
         return tick
 
     def _chosen(self, rank: _Rank, tick: int) -> Action | None:
-        """What a rank does in this tick, noted as done.
+        """Action of a rank in this tick, recorded as done; None if it must wait.
 
-        Somebody always can: the action left with the earliest slot of all has what it needs, and the room, once the rank's W are done.
+        The ranks never all wait: the remaining action with the earliest slot of all is ready, and fits once its rank's W are done.
         """
         found = [
             (rank.block.slot(op, chunk, microbatch), op, chunk, microbatch)
@@ -105,8 +107,8 @@ class _Clock:
             if op is Op.I or self._room(rank, chunk, microbatch)
         ]
         if not found:
-            rank.kept -= bool(rank.owed)
-            return rank.owed.pop(0) if rank.owed else None
+            rank.kept -= bool(rank.pending)
+            return rank.pending.pop(0) if rank.pending else None
         _, op, chunk, microbatch = min(found)
         action = Action(op, rank.stages[chunk], microbatch)
         self.ended[action[:3]] = tick + 1
@@ -114,7 +116,7 @@ class _Clock:
         if op is Op.F:
             rank.kept += 1
         else:
-            rank.owed.append(action._replace(op=Op.W))
+            rank.pending.append(action._replace(op=Op.W))
         return action
 
     def _ready(self, op: Op, stage: int, microbatch: int, tick: int) -> bool:
@@ -124,7 +126,7 @@ class _Clock:
         return self.ended.get(after, tick + 1) <= tick
 
     def _room(self, rank: _Rank, chunk: int, microbatch: int) -> bool:
-        """Whether a forward pass fits, with what the block has before it on the rank and what is still to come of that."""
+        """True if a forward pass fits into memory, together with the forward passes of the other chunk that it overtakes."""
         if rank.kept >= self.limit:
             return False
         slot, other = rank.block.slot(Op.F, chunk, microbatch), 1 - chunk
@@ -133,7 +135,7 @@ class _Clock:
             its = rank.block.slot(Op.F, other, late)
             if its > slot:
                 break
-            if not self.ahead or (rank.owed and any(rank.next[Op.I])):
+            if not self.ahead or (rank.pending and any(rank.next[Op.I])):
                 return False
             early = microbatch + 1 - sum(rank.block.slot(Op.F, chunk, n) < its for n in range(microbatch + 1))
             if rank.block.kept_before(its, self.microbatches) + early + 1 > self.limit:

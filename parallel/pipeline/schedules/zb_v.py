@@ -1,9 +1,9 @@
-"""ZB-V [2401.10241, section 6]: zero bubble with the memory of 1F1B, through two chunks per rank placed as a V.
+"""ZB-V [2401.10241, section 6]: zero bubble with the memory of 1F1B, by two chunks a rank placed as a V.
 
     stages   rank 0: 0 and 2p - 1      rank 1: 1 and 2p - 2   ...      the first and the last stage are on the same rank
 
 A micro-batch runs down the ranks and up again, so its loss is computed on the rank where it started, and all ranks free memory at the
-same pace: 2 p chunks in flight on each, as much as 1F1B's first rank. No bubble if F = I = W; twice the messages of 1F1B.
+same rate. Each has 2 p chunks in flight, as much as 1F1B's first rank. There is no bubble if F = I = W, and twice the messages of 1F1B.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from parallel.pipeline.schedules.counted import Counted
 
 
 def zb_v(ranks: int, microbatches: int) -> Schedule:
-    """With fewer than 2 p - 1 micro-batches: the order of 2 p - 1, without the missing ones."""
+    """Build ZB-V. For fewer than 2 p - 1 micro-batches, take the order of 2 p - 1 and leave out the actions of the others."""
     orders = [[a for a in _order(rank, ranks, max(microbatches, 2 * ranks - 1)) if a.microbatch < microbatches] for rank in range(ranks)]
     return flushed("zb_v", folded(ranks), microbatches, orders)
 

@@ -1,1 +1,1 @@
-"""A schedule's times without ranks: simulated, drawn, written as a trace."""
+"""Simulates a schedule without running ranks: its times, a drawing of them, a trace file."""

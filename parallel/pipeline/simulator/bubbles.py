@@ -1,10 +1,10 @@
-"""Work packed into the bubbles of any Timeline, as PipeFisher (2211.14133) does with K-FAC's curvature and inversion work.
+"""Packs other work into the bubbles of a Timeline, as PipeFisher (2211.14133) does with K-FAC's curvature and inversion work.
 
-    rank 1 | .. F0 F1 A0 A1 F2 ...     A0: work that micro-batch 0's forward made possible, done while the rank would wait
+    rank 1 | .. F0 F1 A0 A1 F2 ...     A0: work on micro-batch 0, possible after F0, done while the rank would wait
 
-A rank's bubbles are filled in time order. Each takes the work that is ready and fits, with a margin, in the given order of priority. What
-does not fit goes into the bubbles of the following steps, which are alike; the number of steps until all is done is the refresh interval.
-The pipeline's own actions never move. Data of the first step's micro-batches is kept until the work that reads it is done.
+A rank's bubbles are filled in time order. Each takes the work that is ready and fits, with a margin, in the given order of priority. The
+remaining work goes into the bubbles of the next steps, which have the same timeline. The number of steps until all work is done is the
+refresh interval. The pipeline's own actions never move. Data of the first step's micro-batches is kept until the work on it is done.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _MOST_STEPS = 1000
 
 
 class BubbleWork(NamedTuple):
-    """Work that a rank can do in a bubble, after some actions of its rank in the first step and after other work on any rank.
+    """Work that a rank can do in a bubble. Each has its own name.
 
-    `needs` are names of other work. Names are unique.
+    after: actions of this rank in the first step that must have ended. needs: names of other work, on any rank, that must have ended.
     """
 
     name: str
@@ -34,7 +34,7 @@ class BubbleWork(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """Work with its start and end, counted from the start of the first step."""
+    """Work with its step, and its start and end counted from the start of the first step."""
 
     work: BubbleWork
     step: int
@@ -44,7 +44,7 @@ class Placed(NamedTuple):
 
 @dataclass(frozen=True)
 class Packing:
-    """The placed work. utilisation: share of all ranks' time that is not a wait, without and with the work."""
+    """Placed work. utilisation_before, utilisation: fraction of all ranks' time that is not a wait, without and with the work."""
 
     timeline: Timeline
     placed: tuple[Placed, ...]
@@ -61,7 +61,7 @@ class Bubble(NamedTuple):
 
 
 def bubbles(timeline: Timeline) -> list[Bubble]:
-    """The waits of one step, between the first start and the last end of all ranks. Sums of replicas take no time of a rank."""
+    """Waits of all ranks between the first start and the last end of one step. Sums of replicas (S) do not occupy a rank."""
     found = []
     for rank, spans in enumerate(timeline.spans):
         at = 0.0
@@ -76,9 +76,10 @@ def bubbles(timeline: Timeline) -> list[Bubble]:
 
 
 def pack(timeline: Timeline, works: Sequence[BubbleWork], *, margin: float = 1.05) -> Packing:
-    """Place all work, given in order of priority. `margin`: a bubble must be so many times longer than the work, since times vary.
+    """Place all work, which is given in order of priority.
 
-    Raises BadInput for work that no bubble of its rank can hold, and for needs that no work meets or that form a circle.
+    margin: a bubble must be at least `margin` times as long as the work, because real times vary. Raises BadInput if work fits into no
+    bubble of its rank, names a need that does not exist, or if needs form a circle.
     """
     holes = _of_steps(timeline)
     _check(timeline, works, holes, margin)
@@ -98,11 +99,16 @@ def pack(timeline: Timeline, works: Sequence[BubbleWork], *, margin: float = 1.0
         if len(done) == len(works):
             return _packing(timeline, done, step + 1)
     left = next(work for queue in waiting.values() for work in queue)
-    raise BadInput("needs", got=f"{left.name} that waits for {', '.join(left.needs)}", needed="no circle", fix="remove one of the needs")
+    raise BadInput(
+        "needs",
+        got=f"{left.name}, which waits for {', '.join(left.needs)}",
+        needed="needs that form no circle",
+        fix="remove one of the needs",
+    )
 
 
 def _of_steps(timeline: Timeline) -> list[Bubble]:
-    """The bubbles of one step among many: the wait at its end and the wait at the next step's beginning form a single bubble."""
+    """Bubbles of a step that others follow: the wait at its end and the wait at the start of the next step form one bubble."""
     found = bubbles(timeline)
     heads = {hole.rank: hole for hole in found if hole.start == 0}
     tails = {hole.rank: hole for hole in found if hole.end == timeline.makespan}
@@ -117,7 +123,7 @@ def _of_steps(timeline: Timeline) -> list[Bubble]:
 def _earliest(
     queue: Sequence[BubbleWork], at: float, ends: dict[tuple[int, Action], float], done: dict[str, Placed], margin: float, end: float
 ) -> tuple[float, BubbleWork] | None:
-    """The work that can start first before `end` and fits, with its start; among equals the first in the queue. None if nothing fits."""
+    """(start, work) that can start first and ends before `end`; of several, the first in the queue. None if none fits."""
     best: tuple[float, BubbleWork] | None = None
     for work in queue:
         if all(need in done for need in work.needs):
@@ -141,7 +147,7 @@ def _packing(timeline: Timeline, done: dict[str, Placed], steps: int) -> Packing
 def _check(timeline: Timeline, works: Sequence[BubbleWork], holes: Sequence[Bubble], margin: float) -> None:
     names = {work.name for work in works}
     if len(names) < len(works):
-        raise BadInput("works", got=f"{len(works)} with {len(names)} names", needed="a name for each", fix="number them")
+        raise BadInput("works", got=f"{len(works)} works with {len(names)} names", needed="a different name for each", fix="number them")
     for work in works:
         missing = [need for need in work.needs if need not in names]
         if missing:
@@ -160,12 +166,13 @@ def _check(timeline: Timeline, works: Sequence[BubbleWork], holes: Sequence[Bubb
 
 
 def curvature_works(schedule: Schedule, *, curvature: float, inversion: float, blocks: int = 1, synchronise: float = 0) -> list[BubbleWork]:
-    """K-FAC's work for every stage of a schedule of one batch, in PipeFisher's order of priority.
+    """K-FAC's work for all stages of a schedule of one batch, in PipeFisher's order of priority.
 
-    curvature: time for both factors of one micro-batch and stage, half each: the inputs' after its forward, the output gradients' after
-    its backward. inversion: time for both factors of one stage, half each, after all curvature of the factor; replicas take its parts in
-    turn. blocks: layers of a stage, each a separate part. synchronise: time to sum one factor of a stage over its replicas, between the
-    two.
+    curvature: time of both factors for one micro-batch and stage. Half is factor A (of inputs, after F), half factor B (of output
+    gradients, after B or W).
+    inversion: time of both factors of one stage, half each, after all curvature of the factor. Replicas take its blocks in turn.
+    blocks: number of layers of a stage; each layer's work is placed separately.
+    synchronise: time to sum one factor of a stage over its replicas, between curvature and inversion.
     """
     curvatures, sums, inversions = [], [], []
     for stage, homes in enumerate(schedule.homes):

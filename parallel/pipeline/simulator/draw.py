@@ -1,7 +1,7 @@
-"""Draws a Timeline as a picture: one row per rank, time to the right, waits white (matplotlib, imported where it is needed).
+"""Draws a Timeline as a picture: a row for each rank, time to the right, waits white. Matplotlib is imported only when drawing.
 
-Forwards are blue, backwards green, input gradients light green, weight gradients orange; later stages of a rank are darker. The sum of
-replicas' gradients is a thin line below its rank, because it overlaps with the rank's computation.
+Forward passes are blue, backward passes green, input gradients light green, weight gradients orange; later stages of a rank are darker.
+The sum of replicas' gradients is a thin line below its rank, because it overlaps with the rank's computation.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _INK, _SOFT = "#1f2933", "#52606d"
 
 
 def draw(timeline: Timeline, path: str | Path, *, unit: str, title: str | None = None) -> None:
-    """Write the picture as a PNG; `unit` is what a time of 1 means. Raises BadInput if it cannot be written."""
+    """Write the picture as a PNG file. unit: name of the unit of time, for the axis. Raises BadInput if it cannot be written."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -39,7 +39,7 @@ def draw(timeline: Timeline, path: str | Path, *, unit: str, title: str | None =
 
 
 def draw_clocks(timeline: Timeline, clocks_mhz: Sequence[Sequence[float]], path: str | Path, *, title: str, unit: str) -> None:
-    """Write the rows of a timeline with each action in the colour of its clock; 0 means no clock. Raises BadInput if it cannot write."""
+    """Write a PNG file with each action in the colour of its clock (0 MHz: not drawn). Raises BadInput if it cannot be written."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import LinearSegmentedColormap, Normalize
@@ -63,8 +63,11 @@ def draw_clocks(timeline: Timeline, clocks_mhz: Sequence[Sequence[float]], path:
 def draw_on(
     axes: Axes, timeline: Timeline, *, title: str | None = None, legend: bool = True, unit: str | None = None, until: float | None = None
 ) -> None:
-    """Draw the rows of a timeline on given axes. Without a `title` that says its time and how long ranks wait, ramps counted; without a
-    `unit` the axis of time has no words. `until`: where that axis ends, the end of the timeline by default."""
+    """Draw the rows of a timeline on given axes.
+
+    title: default: schedule, time and idle time, which includes warm-up and drain. unit: name of the unit of time; None: no axis label.
+    until: end of the time axis; default: end of the timeline.
+    """
     schedule = timeline.schedule
     until = until or timeline.makespan
     for rank, spans in enumerate(timeline.spans):
@@ -109,13 +112,13 @@ def _bar(axes: Axes, timeline: Timeline, rank: int, span: Span, *, color: Any, u
     figure = axes.get_figure(root=True)
     assert figure is not None
     inches = figure.get_figwidth()
-    size = min(8.5, inches * 72 * 0.9 * length / until / (0.8 * len(name)))  # in points: fits the bar's width
+    size = min(8.5, inches * 72 * 0.9 * length / until / (0.8 * len(name)))  # font size in points at which the name fits into the bar
     if size >= 5:
         axes.text(span.start + length / 2, rank, name, ha="center", va="center", fontsize=size, color=_INK)
 
 
 def add_legend(figure: Any, timelines: Sequence[Timeline]) -> None:
-    """Say which colour is which action, below all axes of a figure with a constrained layout, so that nothing is covered."""
+    """Add a legend of the colours below all axes. The figure has a constrained layout, so the legend covers nothing."""
     from matplotlib.patches import Patch
 
     present = {span.action.op for timeline in timelines for spans in timeline.spans for span in spans if span.end > span.start}

@@ -1,4 +1,4 @@
-"""Activations and weight versions that a rank keeps; they follow from the order of its actions alone."""
+"""Counts the activations and weight versions that each rank keeps. They depend only on the order of its actions."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from parallel.pipeline.schedule import Op, Schedule
 
 
 @dataclass(frozen=True)
-class Rank:
-    """What a rank keeps. `most`: micro-batches of each of its `stages` at once, in each moment that no other moment exceeds in all of them.
+class RankPeaks:
+    """Peak memory of one rank, in micro-batches.
 
-    `versions` of the weights, the newest among them.
+    most: peaks, each with the number of kept micro-batches for each of `stages`. Only peaks that no other peak exceeds in all stages.
+    versions: number of weight versions, the newest included.
     """
 
     stages: tuple[int, ...]
@@ -22,15 +23,15 @@ class Rank:
     versions: int = 1
 
 
-def held(schedule: Schedule) -> tuple[Rank, ...]:
-    """What each rank keeps, counted in its order."""
+def held(schedule: Schedule) -> tuple[RankPeaks, ...]:
+    """Peak memory of each rank, counted in its order of actions."""
     ranks = range(schedule.num_ranks)
     versions = weight_versions(schedule) if schedule.num_updates > 1 else [1] * len(ranks)
-    return tuple(Rank(schedule.stages_of(rank), _most(schedule, rank), versions[rank]) for rank in ranks)
+    return tuple(RankPeaks(schedule.stages_of(rank), _most(schedule, rank), versions[rank]) for rank in ranks)
 
 
 def _most(schedule: Schedule, rank: int) -> tuple[tuple[int, ...], ...]:
-    """What waits for W counts as what waits for B: I frees about as much as its output's gradients take."""
+    """Peaks of one rank. A micro-batch counts until its B or W: I frees about as much memory as the gradients kept for W need."""
     places = {stage: i for i, stage in enumerate(schedule.stages_of(rank))}
     now, peaks, rising = [0] * len(places), set(), False
     change = {Op.F: 1, Op.B: -1, Op.W: -1}
@@ -45,7 +46,7 @@ def _most(schedule: Schedule, rank: int) -> tuple[tuple[int, ...], ...]:
 
 
 def undominated(peaks: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
-    """The peaks that no other exceeds in all stages. `peaks`: the largest first, so that a peak comes after those that exceed it."""
+    """Drop all peaks that another peak exceeds in all stages. `peaks` must be in descending order."""
     kept: list[tuple[int, ...]] = []
     for peak in peaks:
         if not any(all(map(ge, more, peak)) for more in kept):
@@ -58,27 +59,30 @@ def _one(stage: int) -> float:
 
 
 def peak_activations(schedule: Schedule, size: Callable[[int], float] = _one) -> tuple[float, ...]:
-    """Most activations in flight on each rank: micro-batches of stages after F and before the end of B or I. `size`: of one, by stage."""
+    """Most micro-batches in flight on each rank, from F to the end of B or I. size: weight of one micro-batch, by stage (default 1)."""
     return _peaks(schedule, {Op.F: 1, Op.B: -1, Op.I: -1}, size)
 
 
-def peak_owed(schedule: Schedule, size: Callable[[int], float] = _one) -> tuple[float, ...]:
-    """Most micro-batches that wait for W after I on each rank; for these, the layers' inputs and output gradients are kept."""
+def peak_pending(schedule: Schedule, size: Callable[[int], float] = _one) -> tuple[float, ...]:
+    """Most micro-batches between I and W on each rank. Their layers' inputs and output gradients are kept."""
     return _peaks(schedule, {Op.I: 1, Op.W: -1}, size)
 
 
 def peak_held(schedule: Schedule, size: Callable[[int], float] = _one) -> tuple[float, ...]:
-    """Most in flight and waiting for W together, on each rank: the memory peak if W needs as much as I."""
+    """Most micro-batches in flight or between I and W on each rank: the memory peak if W needs as much memory as I."""
     return _peaks(schedule, {Op.F: 1, Op.B: -1, Op.W: -1}, size)
 
 
-def peak_kept(schedule: Schedule, kept: Callable[[int], float], owed: Callable[[int], float]) -> tuple[float, ...]:
-    """Most of both together on each rank: `kept` for one micro-batch of a stage in flight, `owed` for one that waits for W (bytes, say)."""
+def peak_kept(schedule: Schedule, kept: Callable[[int], float], pending: Callable[[int], float]) -> tuple[float, ...]:
+    """Peak memory of each rank, in the unit of `kept` and `pending`.
+
+    kept: stage -> memory of a micro-batch in flight. pending: stage -> memory of a micro-batch between I and W.
+    """
     peaks = []
     for order in schedule.orders:
         held = peak = 0.0
         for op, stage, _, _ in order:
-            change = {Op.F: kept(stage), Op.B: -kept(stage), Op.I: owed(stage) - kept(stage), Op.W: -owed(stage)}
+            change = {Op.F: kept(stage), Op.B: -kept(stage), Op.I: pending(stage) - kept(stage), Op.W: -pending(stage)}
             held += change.get(op, 0)
             peak = max(peak, held)
         peaks.append(peak)
@@ -97,7 +101,7 @@ def _peaks(schedule: Schedule, change: dict[Op, int], size: Callable[[int], floa
 
 
 def weight_versions(schedule: Schedule) -> tuple[int, ...]:
-    """Most versions of one stage's weights that each rank keeps: the newest, and older ones that a later F, B or I still reads."""
+    """Most versions of a stage's weights that each rank keeps: the newest, and older ones that a later F, B or I reads."""
     return tuple(
         max((_versions(schedule, rank, stage) for stage in schedule.stages_of(rank)), default=0) for rank in range(schedule.num_ranks)
     )

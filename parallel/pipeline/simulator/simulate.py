@@ -1,9 +1,11 @@
-"""Simulates a Schedule: from the cost of each action to a Timeline, by the schedule's dependency rule and nothing else.
+"""Simulates a Schedule: computes a Timeline from the cost of each action and the rule `Schedule.needs`.
 
-An action starts when its rank is free and its needs are met; what another rank made arrives one transfer time after it ended.
-With overlap, a link works in parallel with the ranks, one message at a time in each direction; without, the sending rank waits meanwhile.
-The sum of replicas' gradients (S) starts when all of them have reached it: with overlap in parallel with what follows, else in the
-ranks' time. Times have any unit. Integers stay integers, so that closed forms can be met exactly.
+    simulate(schedule, costs(forward=1, backward=2)).makespan      # 33, for 1F1B with 4 ranks and 8 micro-batches
+
+An action starts when its rank is free and its needs are met. A message arrives one transfer time after the action that made it ended.
+With overlap, a link works in parallel with the ranks, one message at a time in each direction; without, the sending rank waits.
+The sum of replicas' gradients (S) starts when all replicas have reached it: with overlap in parallel with the next actions, without in
+the ranks' own time. All times have the same, arbitrary unit. Integers stay integers, so that tests can compare with closed forms exactly.
 """
 
 from __future__ import annotations
@@ -18,12 +20,12 @@ from parallel.errors import BadInput
 from parallel.pipeline.schedule import Action, Message, Op, Schedule
 from parallel.pipeline.steps import Steps, steps
 
-Cost = Callable[[int, Action], float]  # time of an action on a rank
+Cost = Callable[[int, Action], float]  # (rank, action) -> time
 OfMessage = Callable[[Message], float]
 
 
 class Span(NamedTuple):
-    """An action with its start and end. For S with overlap this is the time on the network, not its rank's."""
+    """An action with its start and end. For S with overlap, this is time on the network, not time of its rank."""
 
     action: Action
     start: float
@@ -39,7 +41,7 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """The times of all actions. `spans` are in each rank's order; `overlap`: whether S and transfers ran in parallel with compute."""
+    """Times of all actions. spans: for each rank, in its order. overlap: True if S and transfers ran in parallel with compute."""
 
     schedule: Schedule
     spans: tuple[tuple[Span, ...], ...]
@@ -56,18 +58,18 @@ class Timeline:
         return tuple(sum(end - start for action, start, end in spans if action.op is not Op.S) for spans in self.spans)
 
     def busy(self, rank: int) -> float:
-        """Time in F, B, I, W and U: the rank's ideal time."""
+        """Time that a rank spends in F, B, I, W and U (its ideal time)."""
         return self._busy[rank]
 
     def idle(self, rank: int) -> float:
         return self.makespan - self.busy(rank)
 
     def bubbles(self) -> tuple[float, ...]:
-        """Idle time over ideal time of each rank, from the first start to the last end of all ranks."""
+        """Idle time divided by ideal time, for each rank, from the first start to the last end of all ranks."""
         return tuple(self.idle(rank) / self.busy(rank) if self.busy(rank) else 0.0 for rank in range(self.schedule.num_ranks))
 
     def bubble(self) -> float:
-        """Idle time over ideal time, all ranks together."""
+        """Idle time divided by ideal time, of all ranks together."""
         ideal = sum(self.busy(rank) for rank in range(self.schedule.num_ranks))
         return (self.schedule.num_ranks * self.makespan - ideal) / ideal if ideal else 0.0
 
@@ -87,7 +89,10 @@ def costs(
     update: float = 0,
     summation: float = 0,
 ) -> Cost:
-    """Times of one micro-batch, by stage or one number for all. B takes `backward`; W takes `weight_share` of that, and I the rest."""
+    """Make a cost function from the times of one micro-batch: a list with a time for each stage, or one number for all stages.
+
+    B takes `backward`; W takes the fraction `weight_share` of that, and I the rest. update: time of U. summation: time of S.
+    """
 
     def of(times: float | Sequence[float], stage: int) -> float:
         return times[stage] if isinstance(times, Sequence) else times
@@ -100,7 +105,7 @@ def costs(
         whole = of(backward, stage)
         return {Op.B: whole, Op.I: whole * (1 - weight_share), Op.W: whole * weight_share}[op]
 
-    found: dict[tuple[Op, int], float] = {}  # each is computed once: a planner asks for millions
+    found: dict[tuple[Op, int], float] = {}  # cache: the planner calls this millions of times
 
     def cost(rank: int, action: Action) -> float:
         key = action[:2]
@@ -119,24 +124,28 @@ def simulate(
     message_bytes: float | OfMessage = 0,
     overlap: bool = True,
 ) -> Timeline:
-    """Give every action its time. Raises BadInput for a deadlock, and for negative times."""
+    """Compute the start and end of every action and message. Raises BadInput for a deadlock, and for negative times.
+
+    cost: default `costs()`. transfer_time, message_bytes: of a message, a number or a function of the message. overlap: top of this file.
+    """
     run = _Run(steps(schedule, sums_block=not overlap), transfer_time, overlap)
     run.all(cost or costs())
     return run.timeline(message_bytes)
 
 
 def makespan(schedule: Schedule, cost: Cost | None = None, *, transfer_time: float | OfMessage = 0, overlap: bool = True) -> float:
-    """`simulate(...).makespan` without making the timeline, which takes longer than giving the times."""
+    """`simulate(...).makespan`, but faster, because no Timeline is built."""
     run = _Run(steps(schedule, sums_block=not overlap), transfer_time, overlap)
     end = run.all(cost or costs())
     return end - min(run.first_starts())
 
 
 def period(build: Callable[[int], Schedule], time: Callable[[Schedule], float] = makespan, *, batches: int = 2) -> float:
-    """Time of one more batch once the pipeline is full. `build(n)` is the schedule of n batches; `batches` of them fill it.
+    """Time of one more batch when the pipeline is full.
 
-    A rank begins its next batch right after its own update. If a flush leaves rank 0 waiting until the end, this is the makespan. It is
-    less for schedules without a flush, and for those whose ranks end with the stagger with which they began.
+    build: n -> the schedule of n batches. batches: number of batches after which the pipeline is full. A rank begins its next batch right
+    after its own update. If rank 0 waits until the last end, the period equals the makespan. It is shorter for schedules that do not
+    drain, and if ranks end as staggered as they began.
     """
     return time(build(batches + 1)) - time(build(batches))
 
@@ -144,9 +153,9 @@ def period(build: Callable[[int], Schedule], time: Callable[[Schedule], float] =
 def drained_period(
     schedule: Schedule, cost: Cost | None = None, *, transfer_time: float | OfMessage = 0, overlap: bool = True, batches: int = 2
 ) -> float:
-    """`period` of a schedule of one batch that drains: `schedule.repeated(n)` without making it, by clocks that go on from batch to batch.
+    """`period` of a schedule of one batch that drains, without building `schedule.repeated(n)`: each batch starts at the last one's clocks.
 
-    Costs do not depend on the micro-batch here. Once a batch has moved all clocks by the same time, so does every later one.
+    Costs must not depend on the micro-batch. Once a batch has moved all clocks by the same time, every later batch does so too.
     """
     run, cost = _Run(steps(schedule, sums_block=not overlap), transfer_time, overlap), cost or costs()
     end, clocks = run.all(cost), run.clocks()
@@ -159,21 +168,21 @@ def drained_period(
 
 
 class _Run:
-    """The clocks during a simulation: of ranks, of links in each direction, and of each rank's sums."""
+    """Clocks of a simulation: of ranks, of links in each direction, and of each rank's sums."""
 
     def __init__(self, steps: Steps, transfer_time: float | OfMessage, overlap: bool) -> None:
         self.steps, self.transfer_time, self.overlap = steps, transfer_time, overlap
         actions, ranks = len(steps.actions), steps.schedule.num_ranks
         self._starts: list[float] = [0] * actions
         self._ends: list[float] = [0] * actions
-        self._ready: list[float] = [0] * actions  # when what an action makes for other ranks has reached them
+        self._ready: list[float] = [0] * actions  # time at which an action's message or sum has reached the ranks that need it
         self._free: list[float] = [0] * ranks
         self._summing: list[float] = [0] * ranks
         self._link: dict[tuple[int, int], float] = {}
         self._at_sum: dict[tuple[int, int], dict[int, float]] = {}
 
     def all(self, cost: Cost) -> float:
-        """Give each action its time, after all of its needs have theirs; once more: that of the next batch. Returns the last end."""
+        """Compute all times of a batch, and return the last end. A second call computes the next batch."""
         self._sent: list[tuple[int, float]] = []
         s, starts, ends, ready, free = self.steps, self._starts, self._ends, self._ready, self._free
         actions, ranks, source, target, more, pairs = s.actions, s.ranks, s.source, s.target, s.more, s.pairs
@@ -201,15 +210,15 @@ class _Run:
         return max(ends)
 
     def clocks(self) -> list[float]:
-        """Of ranks, links and sums: all that the next batch takes over."""
+        """Times at which ranks, links and sums are free: the state with which the next batch starts."""
         return [*self._free, *self._link.values(), *filter(None, self._summing)]
 
     def first_starts(self) -> list[float]:
-        """Of each rank."""
+        """Start of each rank's first action."""
         return [self._starts[n] for n in self.steps.first[:-1]]
 
     def _send(self, maker: int, end: float) -> float:
-        """Send what an action made, at the end of it or of its pair; returns the time at which the rank is free."""
+        """Send an action's result at time `end`. Returns the time at which the sending rank is free."""
         took, link = self.transfer_time, (self.steps.ranks[maker], self.steps.target[maker])
         start = max(end, self._link.get(link, 0))
         arrival = start + (took(self._message(maker)) if callable(took) else took)
@@ -222,7 +231,7 @@ class _Run:
         return Message(op, stage, microbatch, self.steps.ranks[maker], self.steps.target[maker])
 
     def _sum(self, n: int, ready: float, length: float) -> None:
-        """Handle S: the last replica to reach it starts it on all."""
+        """Handle S: when the last replica reaches it, compute its time on all replicas."""
         _, stage, _, version = self.steps.actions[n]
         here = self._at_sum.setdefault((stage, version), {})
         here[n] = ready

@@ -1,9 +1,7 @@
-"""How long a step waits for sums of gradients over replicas of the pipeline, on the simulator's clock.
+"""Time that a step waits for data-parallel sums of gradients, by a simulated Timeline.
 
-    exposed(timeline, seconds)      a rank's sums go one after another, each when its stage's gradients are whole; what is left of the last
-                                    one when all ranks have done their actions
-
-Sums take a link and no core: they do not slow actions down.
+Each rank's sums run one after another, each starting when its stage's gradients are complete. Only the part after the last action of all
+ranks is exposed. Sums use a link but no compute, so they do not slow actions down.
 """
 
 from __future__ import annotations
@@ -14,12 +12,11 @@ from typing import Literal
 from parallel.pipeline.simulator.simulate import Timeline
 from parallel.pipeline.sums import whole_at
 
-Begin = Literal["stage", "rank"]  # when a stage's gradients are whole, or after all of the rank's actions
+Begin = Literal["stage", "rank"]  # a sum starts when its stage's gradients are complete, or after all of the rank's actions
 
 
 def exposed(timeline: Timeline, seconds: Callable[[int, int], float], *, begin: Begin = "stage") -> float:
-    """Time from the last action's end to the last sum's. `seconds(rank, stage)`: of the sum of one stage's gradients, in the timeline's
-    unit."""
+    """Time from the end of the last action to the end of the last sum. seconds: (rank, stage) -> time of the stage's sum."""
     end = max(span.end for spans in timeline.spans for span in spans)
     last = end
     for rank, spans in enumerate(timeline.spans):

@@ -1,4 +1,4 @@
-"""A Timeline as text, and as a trace for chrome://tracing or ui.perfetto.dev; draw.py draws it.
+"""Shows a Timeline as text, and as a trace for chrome://tracing or ui.perfetto.dev. (draw.py draws it as a picture.)
 
 rank 0 | F0 F1 .. .. B0 B0 F2 B1 B1 .. B2 B2     a column is one unit of time, .. is a wait
 rank 1 | .. F0 B0 B0 F1 B1 B1 F2 B2 B2 .. ..
@@ -16,7 +16,7 @@ from parallel.store.files import write_text
 
 
 def label(schedule: Schedule, action: Action) -> str:
-    """F3, or 5F3 with the stage if its rank has several stages."""
+    """Short name of an action: F3, or 5F3 with its stage if any rank has several stages."""
     return _label(action, several=_several(schedule))
 
 
@@ -30,9 +30,9 @@ def _label(action: Action, *, several: bool) -> str:
 
 
 def text(timeline: Timeline, *, width: int | None = None) -> str:
-    """One row per rank, one column per unit: the largest unit that divides all durations, or else the shortest action.
+    """Text with a row for each rank and a column for each unit of time. Actions without a duration are not shown.
 
-    width: longer rows are cut, and say so. Actions without a duration are not shown.
+    The unit is the largest that divides all durations, or else the shortest duration. width: longer rows are cut, and end in ` ...`.
     """
     seen = [[span for span in spans if span.end > span.start and span.action.op is not Op.S] for spans in timeline.spans]
     unit = _unit([end - start for spans in seen for _, start, end in spans])
@@ -56,7 +56,7 @@ def text(timeline: Timeline, *, width: int | None = None) -> str:
 
 
 def _unit(durations: list[float]) -> float:
-    """The largest unit that divides all durations; if none above a twelfth of the shortest does, the shortest duration."""
+    """Largest unit that divides all durations; the shortest duration if that unit is below a twelfth of it."""
     shortest = min(durations)
     unit = shortest
     for duration in dict.fromkeys(durations):
@@ -69,7 +69,7 @@ def _unit(durations: list[float]) -> float:
 
 
 def trace(timeline: Timeline, *, microseconds: float = 1000) -> dict[str, Any]:
-    """The timeline in Chrome's trace format: per rank, a track for compute and one for its sends and sums. One unit is `microseconds`."""
+    """Timeline in Chrome's trace format. Each rank has a track for compute and one for sends and sums. One unit is `microseconds`."""
     events: list[dict[str, Any]] = []
     for rank, spans in enumerate(timeline.spans):
         for track, name in ((2 * rank, f"rank {rank}"), (2 * rank + 1, f"rank {rank} network")):

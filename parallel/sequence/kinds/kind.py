@@ -52,7 +52,7 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True)
 class Cost:
-    """Bytes that all ranks send together in each pass, and bytes that each rank keeps from its forward to its backward pass."""
+    """Bytes. forward, backward: sent by all ranks together. kept: kept by each rank from its forward to its backward pass."""
 
     forward: int
     backward: int
@@ -92,8 +92,8 @@ class SequenceKind:
     orders: the orders of positions that it can have (order.py), the default first.
     trades_heads: all ranks trade heads for tokens, so that `make` gets one rank.
     keeps_scores: whole rows of scores are kept for the backward pass.
-    beside: messages are sent during computation; otherwise ranks wait for them.
-    uneven: (order, ranks) -> work of the busiest rank over the mean.
+    overlaps: messages are sent during computation; otherwise ranks wait for them.
+    uneven: (order, ranks) -> work of the busiest rank divided by the mean.
     refuses: why a model is impossible; None if it is possible.
     advice: (order, ranks of the ring) -> why it is not recommended, and a better choice.
     tried: the forms that `moe verify` tries, with their keys of section `sequence`; None: one, under its own name.
@@ -106,7 +106,7 @@ class SequenceKind:
     orders: tuple[Places, ...] = ("contiguous",)
     trades_heads: bool = False
     keeps_scores: bool = False
-    beside: bool = True
+    overlaps: bool = True
     uneven: Callable[[Places, int], float] = even
     refuses: Callable[[Asked], BadInput | None] = any_model
     advice: Callable[[Places, int], str | None] = no_advice

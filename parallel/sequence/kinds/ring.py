@@ -26,7 +26,7 @@ def cost(ranks: int, layer: Attention) -> Cost:
 
 
 def uneven(order: Places, ranks: int) -> float:
-    """Return the work of the busiest rank over the mean. With contiguous positions the last rank sees all N blocks, half of its own."""
+    """Work of the busiest rank divided by the mean. With contiguous positions, the last rank computes N - 1 blocks and half its own."""
     return (2 * ranks - 1) / ranks if order == "contiguous" else 1.0
 
 

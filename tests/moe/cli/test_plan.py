@@ -18,7 +18,7 @@ from moe.cli.plan import search as plan_search
 from moe.plan.choose.choose import described
 from moe.plan.choose.predicted import Place, predict, settled
 from moe.plan.job.of_recipe import network_of, plan_of
-from moe.plan.machine.cluster import load_cluster, told_of
+from moe.plan.machine.cluster import load_cluster, mapping_of
 from moe.plan.time.timeline import priced
 from moe.recipe.load import load
 from parallel.pipeline.order_file import read_order
@@ -125,7 +125,7 @@ def test_the_recipe_needs_what_the_plan_said(devices: int, cores: int, tmp_path:
     """By the prediction of `moe train`, which makes `auto` the device's precision, and knows no CUDA on a host."""
     file, out, table = tmp_path / "mine.yaml", tmp_path / "plan.yaml", tmp_path / "plan.json"
     cluster = replace(load_cluster("v100-8"), name="mine", devices_per_node=devices, cores=cores)
-    file.write_text(yaml.safe_dump(told_of(cluster)))
+    file.write_text(yaml.safe_dump(mapping_of(cluster)))
     words = ["--train.global_batch", "24", "--model.max_length", "240", "--out", str(out), "--json", str(table)]
     assert main(["plan", "dense_tiny", "--cluster", str(file), *words]) == 0
     chosen, asked = json.loads(table.read_text())["chosen"], load(str(out))[0]
@@ -138,7 +138,7 @@ def test_the_recipe_needs_what_the_plan_said(devices: int, cores: int, tmp_path:
 def test_ranks_that_do_not_divide_an_evaluation_read_a_few_sequences_more(tmp_path: Path) -> None:
     """Of 64 sequences dp 6 can be had with 66: to refuse it left the second best way, 65 % slower."""
     file, out = tmp_path / "six.yaml", tmp_path / "plan.yaml"
-    file.write_text(yaml.safe_dump(told_of(replace(load_cluster("a100-80-8"), devices_per_node=6))))
+    file.write_text(yaml.safe_dump(mapping_of(replace(load_cluster("a100-80-8"), devices_per_node=6))))
     assert main(["plan", "dense_tiny", "--cluster", str(file), "--train.global_batch", "24", "--out", str(out)]) == 0
     run = load(str(out))[0]
     assert run.degrees.dp == 6 and run.train.eval_sequences == 66
@@ -189,7 +189,7 @@ def test_links_of_a_node_decide_whether_tensor_parallelism_and_a_pipeline_are_to
     """Fast ones where they are not confirm nothing; slow ones put the pipeline first."""
     known = load_cluster("h100-8")
     slow = replace(known, inside=replace(known.inside, bus_gb_s={8: 10.0}, sum_bus_gb_s=None, pair_gb_s=10.0, times={}))
-    (tmp_path / "pcie.yaml").write_text(yaml.safe_dump(told_of(slow)))
+    (tmp_path / "pcie.yaml").write_text(yaml.safe_dump(mapping_of(slow)))
     for name, rule in (("h100-8", "Fast links"), (str(tmp_path / "pcie.yaml"), "Slow links")):
         assert main(["plan", "dense_8b", "--cluster", name, "--explain", "--top", "1"]) == 0
         title, numbers = re.search(rf"{rule} .*\[(.*)\]\n(.*)", capsys.readouterr().out).groups()  # type: ignore[union-attr]

@@ -82,7 +82,7 @@ def test_machines_that_cannot_take_part_are_refused_in_one_line(tmp_path: Path) 
     ("interface", "said"),
     [
         ("eth7", r"GLOO_SOCKET_IFNAME: got eth7, needed interfaces of this machine \(lo, m"),
-        ("lo", r"does not connect to them over lo \("),
+        ("lo", r"cannot connect to the other ranks over lo \("),
     ],
 )
 def test_an_interface_that_does_not_lead_to_the_others_is_named(

@@ -33,7 +33,7 @@ from parallel.mesh.grids import SMALLEST
 from parallel.mesh.mesh import divisors
 from parallel.pipeline.schedules.catalog import SCHEDULES
 from parallel.process.process import World
-from parallel.rehearse.pretended import Found
+from parallel.rehearse.pretended import RehearsalError
 from tests.counted.alive import Alive
 from tests.support.ranks import run_on_ranks
 
@@ -234,7 +234,7 @@ def test_a_tensor_on_the_wrong_device_is_named_by_file_and_line(monkeypatch: pyt
     monkeypatch.setattr(attention, "turned", wrong)
     case = Case("dense", "ddp", 2, 1, 1, "fp32")
     rehearsed(case, rank=1)
-    with pytest.raises(Found, match=rf"{Path(__file__).name}:\d+ in wrong: add: Expected all tensors to be on the same device"):
+    with pytest.raises(RehearsalError, match=rf"{Path(__file__).name}:\d+ in wrong: add: Expected all tensors to be on the same device"):
         rehearsed(case, rank=1, device="cuda")
 
 
@@ -245,7 +245,7 @@ def test_a_collective_of_a_host_tensor_is_found() -> None:
     from parallel.rehearse.stage import rehearsal
 
     world = World(3, 8, place="cuda")
-    with rehearsal(world), pytest.raises(Found, match=r"collectives\.py:\d+ in .*allreduce of a tensor on cpu"):
+    with rehearsal(world), pytest.raises(RehearsalError, match=r"collectives\.py:\d+ in .*allreduce of a tensor on cpu"):
         collectives.sum_over(torch.zeros(3), connect(Degrees(dp=8), world).axis("dp"))
 
 

@@ -183,7 +183,7 @@ def test_a_bias_that_is_not_finite_is_passed_over(
     tiny = tiny_of(0)
     extra_state(tiny.model)[BIAS].fill_(float("nan"))
     commit(tiny, tmp_path, 1)
-    with pytest.raises(BadInput, match="got checkpoints of which none can be read"):
+    with pytest.raises(BadInput, match="got checkpoints, none of which can be read"):
         reopen(tiny_of(0), tmp_path)
     assert f"values of {BIAS}/buffer that are not finite" in capsys.readouterr().out
 

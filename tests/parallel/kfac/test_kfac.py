@@ -25,13 +25,13 @@ from moe.train.start import state
 from parallel.data.load import given
 from parallel.errors import BadInput
 from parallel.kfac.factors import averaged, damped_inverse, direction, mean_eigenvalue, summed_products
-from parallel.kfac.fisher import Filler, check_rules, works
-from parallel.kfac.grafted import Curved, grafted
-from parallel.kfac.kfac import Item, Kfac, Settings
+from parallel.kfac.fisher import BubbleFiller, check_rules, works
+from parallel.kfac.grafted import KfacEngine, grafted
+from parallel.kfac.kfac import Kfac, KfacUnit, Settings
 from parallel.mesh.layout import Layout, dense
 from parallel.mesh.mesh import Degrees, Mesh
 from parallel.numerics.precision import LossScale
-from parallel.pipeline.runtime import Took
+from parallel.pipeline.runtime import TimedAction
 from parallel.pipeline.schedule import Action
 from parallel.pipeline.schedules import catalog
 from parallel.pipeline.simulator.bubbles import Packing, pack
@@ -305,7 +305,7 @@ class Small:
 
     @property
     def kfac(self) -> Kfac:
-        assert isinstance(self.engine, Curved)
+        assert isinstance(self.engine, KfacEngine)
         return self.engine.kfac
 
     def step(self, number: int) -> float:
@@ -456,7 +456,7 @@ def _inverted(rank: int, ranks: int, degrees: dict[str, int]) -> tuple[set[tuple
     small, done = Small(values, rank=rank, ranks=ranks), set()
     plain = small.kfac.do
 
-    def do(item: Item) -> None:
+    def do(item: KfacUnit) -> None:
         if item.kind == "inversion":
             done.add((item.factor, item.name))
         plain(item)
@@ -536,14 +536,14 @@ def test_curvature_before_its_rows_are_there_and_a_missing_unit_are_refused() ->
     early = tuple(p._replace(start=0.0, end=0.15) if p is late else p for p in packing.placed)
     with pytest.raises(BadInput, match="curvature G .* got a start at 0, needed the end of "):
         check_rules(replace(packing, placed=early), FACTORS)
-    with pytest.raises(BadInput, match="got 0 of it"):
+    with pytest.raises(BadInput, match="got 0 placements"):
         check_rules(replace(packing, placed=packing.placed[1:]), FACTORS)
 
 
 class _Counted:
     """The filler, and how many units of work it did."""
 
-    def __init__(self, filler: Filler) -> None:
+    def __init__(self, filler: BubbleFiller) -> None:
         self.filler, self.done = filler, 0
 
     def begin(self) -> None:
@@ -552,7 +552,7 @@ class _Counted:
     def before(self, action: Action) -> None:
         self.filler.before(action)
 
-    def after(self, at: int, took: Took) -> None:
+    def after(self, at: int, took: TimedAction) -> None:
         self._count(lambda: self.filler.after(at, took))
 
     def _count(self, work: Callable[[], None]) -> None:
@@ -565,7 +565,7 @@ def _staged(rank: int, values: dict[str, Any], kfac: dict[str, Any], steps: int)
     small = Small(values, kfac=kfac, rank=rank, ranks=values["degrees"]["pp"] * values["degrees"].get("dp", 1))
     assert isinstance(small.executor, Pipelined)
     (filler,) = small.executor.watchers
-    assert isinstance(filler, Filler)
+    assert isinstance(filler, BubbleFiller)
     counted = _Counted(filler)
     small.executor = Pipelined(small.engine, small.executor.runtime, crossing=small.executor.crossing, watchers=[counted])
     losses = [small.step(step) for step in range(steps)]

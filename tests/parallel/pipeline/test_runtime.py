@@ -20,7 +20,7 @@ from parallel.numerics.weight_gradient import linear
 from parallel.pipeline.check import check
 from parallel.pipeline.links import Links
 from parallel.pipeline.replicas import StageReplicas
-from parallel.pipeline.runtime import Recorder, Runtime, Took, forwards
+from parallel.pipeline.runtime import Recorder, Runtime, TimedAction, forwards
 from parallel.pipeline.schedule import Action, Op, Schedule, flushed
 from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
 from parallel.pipeline.schedules.chimera import chimera
@@ -260,7 +260,7 @@ class _Noted:
     def before(self, action: Action) -> None:
         self.told.append(f"before {action}")
 
-    def after(self, at: int, took: Took) -> None:
+    def after(self, at: int, took: TimedAction) -> None:
         self.told.append(f"after {at} {took.action}")
 
 

@@ -107,9 +107,9 @@ def test_what_is_missing_double_or_elsewhere_is_refused() -> None:
     good = one_f_one_b(2, 3)
     with pytest.raises(BadInput, match="got 1F2 for stage 1 and micro-batch 2, needed 1F2 1B2, or I and W instead of B"):
         check(without(good, Action(Op.B, 1, 2)))
-    with pytest.raises(BadInput, match="got 0 times 1U@1 on rank 1, needed it once"):
+    with pytest.raises(BadInput, match="got 0 times 1U@1 on rank 1, needed this action once"):
         check(without(good, Action(Op.U, 1, version=1)))
-    with pytest.raises(BadInput, match="got 0F1 2 times, needed it once"):
+    with pytest.raises(BadInput, match="got 0F1 2 times, needed each action once"):
         check(replace(good, orders=((*good.orders[0], Action(Op.F, 0, 1)), good.orders[1])))
     with pytest.raises(BadInput, match="got 1F0 on rank 0, needed stages only on the ranks that hold them"):
         check(replace(good, orders=((Action(Op.F, 1, 0), *good.orders[0]), good.orders[1])))
@@ -122,7 +122,7 @@ def test_what_is_missing_double_or_elsewhere_is_refused() -> None:
 def test_replicas_sum_in_one_order() -> None:
     schedule = make_schedule("chimera", ranks=4, microbatches=4)
     places = [i for i, a in enumerate(schedule.orders[1]) if a.op is Op.S]
-    with pytest.raises(BadInput, match="got sums in different orders on ranks 1 and 2, needed one order"):
+    with pytest.raises(BadInput, match="got sums in different orders on ranks 1 and 2, needed the same order on all ranks"):
         check(swapped(schedule, 1, *places))
 
 
@@ -345,7 +345,7 @@ def test_pairs_start_and_send_together(tmp_path: Path) -> None:
         ("0F0,0U3\n", "line 1 cell 2: got '0U3', needed"),
         ("", "without a forward"),
         ("0U@1\n", "without a forward"),
-        ("0F0,0B0\n2F0,2B0\n", "got stages up to 2, none 1, needed every stage from 0; fix: add stage 1"),
+        ("0F0,0B0\n2F0,2B0\n", "got stages up to 2 without stage 1, needed all stages from 0; fix: add stage 1"),
         ("0F0,0B0,0F2,0B2\n", "got nothing for stage 0 and micro-batch 1"),
         ("0F0,0B0,0F1,0B1,0F2,0B2,0U@1,0U@2\n", "got 3 micro-batches and 2 updates"),
         ("0F0,0B0,0U@0\n", "line 1 cell 3: got '0U@0', needed .* version from 1"),

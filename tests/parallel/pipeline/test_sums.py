@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moe.train.parts.executor import Pipelined
 from moe.verify.cases import Case
-from parallel.pipeline.runtime import Took
+from parallel.pipeline.runtime import TimedAction
 from parallel.pipeline.schedule import Action, Op
 from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
 from parallel.pipeline.simulator.simulate import Timeline, costs, simulate
@@ -100,7 +100,7 @@ def _gradients(rank: int, case: Case) -> tuple[bool, list[str], dict[int, int]]:
             def before(self, action: Action) -> None:
                 log.append("action")
 
-            def after(self, at: int, took: Took, keeper: Late = keeper) -> None:
+            def after(self, at: int, took: TimedAction, keeper: Late = keeper) -> None:
                 keeper.after(at)
 
         sums.start = keeper.kept.append if late else noted  # type: ignore[attr-defined]

@@ -538,7 +538,7 @@ def test_damage_is_refused_by_name_and_the_one_before_is_used(two_steps: Path, t
     told: list[str] = []
     found = newest(folder, world=ALONE, log=told.append)
     assert found == folder / "step-1" and is_whole(found, 1)
-    assert told == [f"passed over: {refused.value}"]
+    assert told == [f"skipped: {refused.value}"]
 
 
 def test_there_are_many_mutants_and_the_unharmed_one_is_read(two_steps: Path) -> None:
@@ -556,7 +556,7 @@ def test_all_damaged_is_refused_and_says_each(two_steps: Path, tmp_path: Path) -
     assert [line.split(":")[1].strip() for line in told] == ["checkpoint step-2", "checkpoint step-1"]
     assert newest(tmp_path / "nowhere", world=ALONE, log=told.append) is None and len(told) == 2
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(BadInput, match="a link to one that is not there"):
+    with pytest.raises(BadInput, match="a broken link"):
         newest(tmp_path / "link", world=ALONE, log=told.append)
 
 
@@ -709,7 +709,7 @@ def test_one_that_is_not_finite_is_passed_over_in_a_line(tmp_path: Path, monkeyp
     told: list[str] = []
     assert newest(tmp_path, world=ALONE, log=told.append) == tmp_path / "step-1"
     said = "checkpoint step-2: got values of w/weight that are not finite, needed finite numbers; fix: take an earlier one"
-    assert told == [f"passed over: {said}"]
+    assert told == [f"skipped: {said}"]
 
 
 # --- nothing outside --------------------------------------------------------------------------------------------------------------
@@ -939,7 +939,7 @@ def test_what_is_no_checkpoint_is_named_and_does_not_decide_where_a_run_goes_on(
         there.symlink_to("step-9" if "circle" in name else "nowhere")
     told: list[str] = []
     assert newest(tmp_path, world=ALONE, log=told.append) == tmp_path / "step-6"
-    assert told == [f"no checkpoints, so they are not looked at: {there.name} in {tmp_path}"]
+    assert told == [f"ignored, because they are no checkpoints: {there.name} in {tmp_path}"]
     put(tmp_path, 9, keep=2)
     assert sorted(numbered(tmp_path)) == [(step, tmp_path / f"step-{step}") for step in (6, 9)] and is_whole(tmp_path / "step-9", 9)
     put(tmp_path, 12, keep=9)

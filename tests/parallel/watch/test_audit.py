@@ -12,7 +12,7 @@ from parallel.mesh.mesh import Degrees, Mesh
 from parallel.process import process
 from parallel.process.fork import run_on_ranks
 from parallel.process.process import World
-from parallel.watch.audit import Held, by_change, by_majority, fingerprint, fingerprints, mend, said_by_all
+from parallel.watch.audit import Held, by_change, by_majority, fingerprint, fingerprints, lines_of_all, mend
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
@@ -88,7 +88,7 @@ def test_what_changed_meanwhile_is_taken_from_who_did_not() -> None:
         for one in found:
             if one.source is not None:
                 mend(one)
-        lines = said_by_all([str(one) for one in found], mesh.axis("world"))
+        lines = lines_of_all([str(one) for one in found], mesh.axis("world"))
         return [[(str(one), one.source) for one in found], lines, held[2].tensor.tolist()]
 
     shared, alone = ("weight of c on rank 0", 1), ("exp_avg of part on rank 0", None)

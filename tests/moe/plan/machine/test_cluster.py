@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from moe.plan.machine.cluster import Cluster, cluster_names, cluster_of, load_cluster, told_of
+from moe.plan.machine.cluster import Cluster, cluster_names, cluster_of, load_cluster, mapping_of
 from moe.plan.machine.device import alignment
 from moe.plan.time.collective_times import Group, all_reduce, all_to_all, gather, group_of, network, send
 from parallel.errors import BadInput
@@ -28,8 +28,8 @@ def plain(nodes: int = 4) -> Cluster:
 def test_every_shipped_file_says_where_its_numbers_come_from_and_is_read_back(name: str) -> None:
     cluster = load_cluster(name)
     assert cluster.sources and cluster.device.rate() > 0
-    again = cluster_of(told_of(cluster), name=name)
-    assert again == cluster and told_of(again) == told_of(cluster)
+    again = cluster_of(mapping_of(cluster), name=name)
+    assert again == cluster and mapping_of(again) == mapping_of(cluster)
 
 
 def test_a_number_after_the_name_is_the_number_of_nodes() -> None:
@@ -84,7 +84,7 @@ def test_a_malformed_file_is_one_line(tmp_path: Path) -> None:
     ],
 )
 def test_a_number_that_no_formula_can_use_is_one_line_with_its_name(path: str, value: Any, said: str, tmp_path: Path) -> None:
-    told = told_of(load_cluster("a100-80-8"))
+    told = mapping_of(load_cluster("a100-80-8"))
     *section, key = path.split(".")
     (told[section[0]] if section else told)[key] = value
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(told))

@@ -25,7 +25,7 @@ from moe.plan.operators.of_recipe import graph_of
 from moe.plan.search import search as search_file
 from moe.plan.search.layouts import gspmd, mesh_tf
 from moe.plan.search.runnable import Runnable, fold
-from moe.plan.search.search import Found, alpa, flexflow
+from moe.plan.search.search import SearchResult, alpa, flexflow
 from moe.plan.search.strategies import Settings, cost_of, read_together
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
@@ -238,7 +238,7 @@ def test_a_stage_may_have_a_whole_node_of_six() -> None:
 
 
 @pytest.mark.parametrize("search", [mesh_tf, gspmd])
-def test_where_nothing_divides_no_memory_is_asked_for(search: Callable[..., Found]) -> None:
+def test_where_nothing_divides_no_memory_is_asked_for(search: Callable[..., SearchResult]) -> None:
     """Five sequences on seven devices."""
     machine = Machine(1, 7, 1e9, Link(1e-6, 1e-10), Link(1e-6, 1e-10))
     with pytest.raises(BadInput, match="no layout that the trainer runs, needed one whose sizes the mesh divides"):
@@ -284,7 +284,7 @@ def plans() -> list[tuple[str, Run]]:
         for name, search in SEARCHES.items():
             more: dict[str, Any] = {"budget": 40} if name == "flexflow" else {}
             settings = Settings(microbatches=microbatches)
-            one: Found = search(graph_of(run, sequences=sequences), machine, settings, allowed=allowed, **more)
+            one: SearchResult = search(graph_of(run, sequences=sequences), machine, settings, allowed=allowed, **more)
             found.append((f"{name} {model} {sequences}", recipe_of(as_stored(one.plan, run), run)))
     return found
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from moe.plan.machine.cluster import load_cluster, measured_file, told_of
+from moe.plan.machine.cluster import load_cluster, mapping_of, measured_file
 from moe.records.summary import summary_rows
 from moe.train.loop import trainer
 from moe.train.start import prediction
@@ -31,7 +31,7 @@ def cluster_file(path: Path, *, memory_gib: float, name: str = "one core") -> st
     known = load_cluster("v100-8")
     host = replace(known, devices_per_node=2, cores=2, device=replace(known.device, name=name, memory_gib=memory_gib))
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(yaml.safe_dump(told_of(host)))
+    path.write_text(yaml.safe_dump(mapping_of(host)))
     return str(path)
 
 

@@ -16,7 +16,7 @@ from parallel.errors import BadInput
 from parallel.pipeline.energy.clocks import Clock, PowerModel, Profile
 from parallel.pipeline.energy.energy import EnergyPlan, envelope, envpipe, extra_warmup, plan_clocks
 from parallel.pipeline.energy.plan_file import write_plan
-from parallel.pipeline.energy.slack import Clocked, Graph
+from parallel.pipeline.energy.slack import ClockedGraph, Graph
 from parallel.pipeline.schedule import Action, Node, Op, Schedule
 from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
 from parallel.pipeline.schedules.one_f_one_b import one_f_one_b
@@ -89,7 +89,7 @@ def test_clocks_that_change_one_at_a_time_give_the_slack_of_all_at_once(name: st
     schedule, draw = make_schedule(name, ranks=4, microbatches=8), random.Random(len(name))
     graph = Graph(schedule, transfer_time=0.5)
     chosen = {node: Clock(1, 1 if action.op not in (Op.S, Op.U) else 0, 0) for node, action in schedule.nodes()}
-    changing, at = Clocked(graph, chosen), [node for node, action in schedule.nodes() if action.op not in (Op.S, Op.U)]
+    changing, at = ClockedGraph(graph, chosen), [node for node, action in schedule.nodes() if action.op not in (Op.S, Op.U)]
     for _ in range(150):
         node = draw.choice(at)
         chosen[node] = Clock(1, draw.choice([0.1, 0.7, 1, 2, 3.3]), 0)

@@ -18,7 +18,7 @@ from parallel.pipeline.schedule import Action, Message, Op, Schedule
 from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
 from parallel.pipeline.schedules.dualpipe import dualpipe
 from parallel.pipeline.schedules.dualpipe_v import dualpipe_v
-from parallel.pipeline.simulator.held import peak_activations, peak_held, peak_owed
+from parallel.pipeline.simulator.held import peak_activations, peak_held, peak_pending
 from parallel.pipeline.simulator.simulate import Timeline, costs, makespan, period, simulate
 
 SIZES = [(p, factor * p) for p in (2, 3, 4, 8) for factor in (1, 2, 4)]
@@ -185,7 +185,7 @@ def test_micro_batches_in_flight(p: int, m: int) -> None:
     assert peak_activations(kept("gpipe")) == (m,) * p
     assert peak_activations(kept("1f1b")) == tuple(min(m, p - r) for r in ranks)
     assert peak_activations(kept("zb_h1")) == tuple(min(m, p - r) for r in ranks)
-    assert peak_held(kept("zb_h1")) == (min(m, p),) * p and peak_owed(kept("zb_h1")) == tuple(min(m, r + 1) for r in ranks)
+    assert peak_held(kept("zb_h1")) == (min(m, p),) * p and peak_pending(kept("zb_h1")) == tuple(min(m, r + 1) for r in ranks)
     assert peak_held(kept("zb_h2")) == (min(m, 2 * p - 1),) * p
 
 
