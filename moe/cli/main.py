@@ -1,9 +1,9 @@
-"""The `moe` command: its entry, and the function of each verb.
+"""Entry point of the `moe` command, and one function for each verb.
 
-    argv -> recipe overrides taken out -> words checked (flags.py) -> tyro -> the verb's dataclass (verbs.py) -> its function
+    argv -> recipe overrides taken out -> flags checked (flags.py) -> tyro -> the verb's dataclass (verbs.py) -> its function
 
-Anything wrong is one line on stderr and exit code 2, said before anything heavy is imported: each function imports what it
-needs. Exit codes stand in moe/launch/exit_codes.py.
+Every wrong input is reported as one line on stderr with exit code 2. It is reported before torch is imported, because each function
+imports what it needs. The exit codes are listed in moe/launch/exit_codes.py.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from parallel.store.files import check_writable, user_path
 
 from moe.cli import verbs
 from moe.cli.flags import check_words
@@ -41,7 +43,6 @@ from moe.launch import exit_codes
 from moe.launch.environment import set_before_torch
 from moe.recipe.overrides import take_overrides
 from parallel.errors import BadInput, did_you_mean, harmless, some
-from parallel.store.files import check_writable, user_path
 
 if TYPE_CHECKING:
     from moe.recipe.sections import Run
@@ -67,7 +68,7 @@ def _train(flags: Train, overrides: dict[str, str]) -> int:
     if flags.cluster is not None:
         from moe.plan.machine.cluster import load_cluster
 
-        load_cluster(flags.cluster)  # an unknown one is an error now; the ranks read it again
+        load_cluster(flags.cluster)  # raises BadInput now for an unknown cluster; the ranks load it again
     source = _begins_with(flags, overrides)
     out = None if flags.out is None else user_path(flags.out, what="--out")
     allowed = [key.replace("-", "_") for key in flags.allow_change]
@@ -78,7 +79,7 @@ def _train(flags: Train, overrides: dict[str, str]) -> int:
         run, smaller, dp = _elastic(flags, run, world, origins)
         overrides = overrides | {"degrees.dp": str(dp)}
     alone = world == 1 and flags.launcher is None and flags.hostfile is None and not flags.restarts
-    if not (alone and _is_rank(os.environ)):  # a rank under another launcher checks against that launcher's world
+    if not (alone and _is_rank(os.environ)):  # a rank that another launcher started checks against that launcher's world size
         check_for_user(run, world, origins)
         check_installed(run)
         check_begins(run, _out(flags), fresh=flags.fresh, source=source)
@@ -126,7 +127,10 @@ def _train(flags: Train, overrides: dict[str, str]) -> int:
 
 
 def _begins_with(flags: Train, overrides: dict[str, str]) -> Path | None:
-    """The folder that --init_from names; of hf:PATH a run in the run's own folder, made of it here unless the run has a checkpoint."""
+    """The folder of weights that --init_from names, or None.
+
+    For hf:PATH this is RUN/base, a run that is converted from PATH here. It is not converted again if the run already has a checkpoint.
+    """
     from moe.checks.begins import has_checkpoint
     from moe.recipe.load import ON_HUB, download_of, of_transformers
 
@@ -149,10 +153,11 @@ def _begins_with(flags: Train, overrides: dict[str, str]) -> Path | None:
     if not flags.fresh and has_checkpoint(out):
         return base
     if _is_rank(os.environ):
-        needed = "a run, which all ranks of a launcher read"
+        needed = "a run, because all ranks of a launcher read it at the same time"
         raise BadInput("--init_from", got=said, needed=needed, fix=f"moe convert {said} runs/BASE, then --init_from runs/BASE")
-    from moe.convert.huggingface.convert import begin_from
     from parallel.store.lock import alone_in
+
+    from moe.convert.huggingface.convert import begin_from
 
     source = user_path(said.removeprefix("hf:"), what="--init_from")
     with alone_in(out):
@@ -167,31 +172,36 @@ def _out(flags: Train) -> Path:
 
 
 def _check_restarts(flags: Train) -> None:
-    """Refuse --restarts where something else starts the ranks, and where not all of them can be ended from here."""
+    """Raise BadInput for --restarts if another launcher started this rank, or if ranks run on other machines and cannot be killed from
+    here.
+    """
     if not flags.restarts:
         return
     if flags.restarts < 0:
         raise BadInput("--restarts", got=flags.restarts, needed="at least 0", fix="--restarts 3")
     if _is_rank(os.environ):
-        got = "it on a rank of another launcher, which alone can start its ranks again"
+        got = "it on a rank of another launcher; only that launcher can restart its ranks"
         fix = "torchrun --max-restarts N, or #SBATCH --requeue: a rank that is started again resumes"
         raise BadInput("--restarts", got=got, needed="moe train as the parent of its ranks", fix=fix)
     if flags.hostfile is not None:
-        needed = "ranks on this machine: those of others cannot be ended for certain from here"
+        needed = "ranks on this machine only: ranks of other machines cannot be killed reliably from here"
         fix = "torchrun --max-restarts N on every host, or let the batch system queue the job again"
         raise BadInput("--restarts", got="it with --hostfile", needed=needed, fix=fix)
 
 
 def _elastic(flags: Train, run: Run, world: int, origins: dict[str, str]) -> tuple[Run, list[int], object]:
-    """The recipe for the processes that there are now, the smaller numbers on which it can go on, and dp of all. Raises BadInput."""
+    """The recipe for the number of processes available now, the smaller numbers it can fall back to, and dp of the whole recipe.
+
+    Raises BadInput if --elastic is below 1, comes without --restarts, or leaves no legal layout.
+    """
     from moe.checks.advice import check_for_user
     from moe.launch import elastic
 
     assert flags.elastic is not None
     if flags.elastic < 1:
-        raise BadInput("--elastic", got=flags.elastic, needed="the least number of processes, from 1", fix="--elastic 1")
+        raise BadInput("--elastic", got=flags.elastic, needed="the minimum number of processes, at least 1", fix="--elastic 1")
     if not flags.restarts:
-        needed = "--restarts N beside it: fewer processes go on where so many restarts did not help"
+        needed = "--restarts N too: the run continues with fewer processes after N restarts without a new checkpoint"
         raise BadInput("--elastic", got="it without --restarts", needed=needed, fix=f"--restarts 3 --elastic {flags.elastic}")
     whole = elastic.whole(run, world)
     check_for_user(run, world if run.degrees.dp == "auto" else elastic.size(whole), origins)
@@ -199,7 +209,8 @@ def _elastic(flags: Train, run: Run, world: int, origins: dict[str, str]) -> tup
     smaller = find(whole, below=world, least=flags.elastic)
     left = elastic.for_world(whole, world, least=flags.elastic)
     print(
-        f"--elastic {flags.elastic}: where restarts do not help, it goes on with {elastic.listed(smaller)} of {world} processes", flush=True
+        f"--elastic {flags.elastic}: if restarts do not help, the run continues with {elastic.listed(smaller)} of {world} processes",
+        flush=True,
     )
     return left, smaller, whole.degrees.dp
 
@@ -218,7 +229,9 @@ def _verify(flags: Verify, _: dict[str, str]) -> int:
 
         os.environ[DEBUG] = "20"  # seconds; ranks are forked from this process, so they inherit it
     if flags.recipe is not None and flags.kinds != Verify.kinds:
-        raise BadInput("--kinds", got=f"{flags.kinds} with --recipe", needed="nothing: the recipe decides", fix="remove --kinds")
+        raise BadInput(
+            "--kinds", got=f"{flags.kinds} with --recipe", needed="no --kinds: the recipe decides which methods run", fix="remove --kinds"
+        )
     return _call(
         "moe.verify.verify",
         nproc=flags.nproc,
@@ -252,7 +265,7 @@ def _eval(flags: Eval, overrides: dict[str, str]) -> int:
 def _report(flags: Report, _: dict[str, str]) -> int:
     if flags.other is not None:
         if flags.json is not None:
-            raise BadInput("--json", got="two runs", needed="one run, whose files are listed", fix="remove --json")
+            raise BadInput("--json", got="it with two runs", needed="one run: --json lists the files of its report", fix="remove --json")
         first, second = (Path(_run_dir(folder, "metrics.jsonl")) for folder in (flags.run_dir, flags.other))
         print(f"picture: {importlib.import_module('moe.report.beside').beside(first, second)}")
         return exit_codes.DONE
@@ -273,9 +286,7 @@ def _bench(flags: Bench, _: dict[str, str]) -> int:
     for name, value in given.items():
         if name not in takes:
             flags_there = ", ".join(f"--{t}" for t in takes) or "no flags"
-            raise BadInput(
-                f"--{name}", got=f"it for {flags.name}", needed=f"what {flags.name} takes: {flags_there}", fix=f"remove --{name}"
-            )
+            raise BadInput(f"--{name}", got=f"it for {flags.name}", needed=f"a flag of {flags.name}: {flags_there}", fix=f"remove --{name}")
         if isinstance(value, int) and value < 1:
             raise BadInput(f"--{name}", got=value, needed="at least 1", fix=f"--{name} 1")
     return _call(
@@ -285,13 +296,18 @@ def _bench(flags: Bench, _: dict[str, str]) -> int:
 
 
 def bench_names() -> list[str]:
-    """Return the names of the measurements: modules in the rooms of moe/bench with a main function. Nothing is imported."""
+    """Names of the available measurements: modules in the rooms of moe/bench with a main function.
+
+    Searches the source text, which is faster than importing.
+    """
     return sorted(path.stem.replace("_", "-") for path in BENCHES.glob("*/*.py") if "\ndef main(" in path.read_text(encoding="utf-8"))
 
 
 def _arguments_of_main(module: Path) -> dict[str, str]:
-    """The arguments of a module's main function, with defaults that are plain numbers and words; read from its source, since importing a
-    measurement would import torch."""
+    """The arguments of a module's main function, each with its default if that is a plain number or string, else "".
+
+    Read from the source, because importing a measurement would import torch.
+    """
     import ast
 
     for node in ast.parse(module.read_text(encoding="utf-8")).body:
@@ -306,7 +322,7 @@ def _plan(flags: Plan, overrides: dict[str, str]) -> int:
     if flags.calibrate:
         return _calibrate(flags, overrides)
     if flags.nproc is not None:
-        raise BadInput("--nproc", got="it without --calibrate", needed="--cluster, whose devices are counted", fix="remove --nproc")
+        raise BadInput("--nproc", got="it without --calibrate", needed="--cluster, which gives the number of devices", fix="remove --nproc")
     if flags.recipe is None:
         raise BadInput("moe plan", got="no RECIPE", needed="moe plan RECIPE", fix="name one: moe plan dense_8b --cluster h100-8x4")
     if flags.cluster is None:
@@ -326,10 +342,10 @@ def _calibrate(flags: Plan, overrides: dict[str, str]) -> int:
     for field in dataclasses.fields(flags):
         if field.name not in ("calibrate", "nproc", "out") and getattr(flags, field.name) != field.default:
             name = "RECIPE" if field.name == "recipe" else f"--{field.name}"
-            raise BadInput(name, got="it with --calibrate", needed="--out and --nproc alone", fix=f"remove {name}")
+            raise BadInput(name, got="it with --calibrate", needed="no flags but --out and --nproc", fix=f"remove {name}")
     if overrides:
         key = next(iter(overrides))
-        raise BadInput(f"--{key}", got="it with --calibrate", needed="no recipe's values", fix="remove it")
+        raise BadInput(f"--{key}", got="it with --calibrate", needed="no recipe values: calibration reads no recipe", fix="remove it")
     if flags.nproc is not None and flags.nproc < 1:
         raise BadInput("--nproc", got=flags.nproc, needed="at least 1", fix="--nproc 2")
     if flags.out is not None and flags.out.suffix not in (".yaml", ".yml"):
@@ -361,7 +377,7 @@ def _convert(flags: Convert, overrides: dict[str, str]) -> int:
         got, fix = f"{flags.from_run}, a model of transformers", f"moe convert {word} {flags.to_run}"
         raise BadInput("FROM_RUN", got=got, needed=word, fix=fix)
     if flags.dtype is not None:
-        raise BadInput("--dtype", got=flags.dtype, needed="it with RUN hf:PATH alone", fix="remove --dtype")
+        raise BadInput("--dtype", got=flags.dtype, needed="--dtype with RUN hf:PATH only", fix="remove --dtype")
     if flags.to is None:
         raise BadInput("--to", got="nothing", needed="the recipe of the new model", fix=f"--to {recipe_names()[-1]}")
     recipe_path(flags.to)
@@ -382,19 +398,21 @@ def _convert(flags: Convert, overrides: dict[str, str]) -> int:
 
 
 def _convert_huggingface(flags: Convert, overrides: dict[str, str]) -> int:
-    """A folder of transformers into a run, or a run into such a folder."""
+    """Convert a folder of transformers into a run (hf:PATH RUN), or a run into such a folder (RUN hf:PATH)."""
     into = flags.to_run.startswith("hf:")
     if into and flags.from_run.startswith("hf:"):
         raise BadInput("FROM_RUN", got="hf: on both sides", needed="a run on one", fix="moe convert hf:PATH runs/NAME")
     for field in dataclasses.fields(flags):
         if field.name not in ("from_run", "to_run", "json", *(("dtype",) if into else ())) and getattr(flags, field.name) != field.default:
-            needed = "--json or --dtype alone" if into else "--json and keys of training alone"
+            needed = "no flags but --json and --dtype" if into else "no flags but --json, and recipe keys of training"
             raise BadInput(
                 f"--{field.name}", got=f"it with {'RUN hf:PATH' if into else 'hf:PATH RUN'}", needed=needed, fix=f"remove --{field.name}"
             )
     if into and overrides:
         key = next(iter(overrides))
-        raise BadInput(f"--{key}", got="it for a model that is written", needed="no recipe's values", fix=f"remove --{key}")
+        raise BadInput(
+            f"--{key}", got="it with RUN hf:PATH", needed="no recipe values: the run's own recipe is used", fix=f"remove --{key}"
+        )
     source = _run_dir(flags.from_run, "checkpoints", also="manifest.json", what="FROM_RUN") if into else flags.from_run
     return _call("moe.convert.huggingface.convert", source, flags.to_run, overrides=overrides, dtype=flags.dtype, json=_text(flags.json))
 
@@ -455,7 +473,10 @@ def _rehearse(flags: Rehearse, overrides: dict[str, str]) -> int:
     run, origins = load(flags.recipe, overrides)
     if flags.world is None or flags.world < 1:
         raise BadInput(
-            "--world", got="nothing" if flags.world is None else flags.world, needed="how many ranks the run would have", fix="--world 8"
+            "--world",
+            got="nothing" if flags.world is None else flags.world,
+            needed="the number of ranks that the run would have",
+            fix="--world 8",
         )
     try:
         check_for_user(run, flags.world, origins)
@@ -498,7 +519,7 @@ def _doctor(flags: Doctor, _: dict[str, str]) -> int:
 
 
 def _call(module: str, *words: Any, **flags: Any) -> int:
-    """Call module.main(...). Its result is an exit code or None, which counts as 0."""
+    """Call module.main(...) and return its exit code. None counts as 0."""
     return int(importlib.import_module(module).main(*words, **flags) or 0)
 
 
@@ -548,7 +569,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # into a pipe or a file, too, rows come as they are made
+        sys.stdout.reconfigure(line_buffering=True)  # print each row immediately, also into a pipe or a file
     try:
         return _run(words)
     except BadInput as bad:
@@ -583,7 +604,7 @@ def _run(words: list[str]) -> int:
     overrides: dict[str, str] = {}
     if verb in verbs.RECIPE_VERBS:
         rest, overrides = take_overrides(rest)
-    set_before_torch(os.environ)  # verify's ranks are forked from this process, generate and bench compute in it
+    set_before_torch(os.environ)  # verify forks its ranks from this process; generate and bench compute in it
     rest = check_words(verb, verbs.VERBS[verb], rest)
     flags = verbs.parse(verb, rest, benches=bench_names())
     if (results := getattr(flags, "json", None)) is not None:
@@ -592,7 +613,7 @@ def _run(words: list[str]) -> int:
 
 
 def _help(verb: str, rest: list[str]) -> None:
-    """A verb's words and flags; of `bench`, what there is to measure, or what one measurement is and takes."""
+    """Print the words and flags of a verb. For `bench` also print the list of measurements; for `bench NAME` print that measurement."""
     names = bench_names()
     named = [word for word in rest if word in names] if verb == "bench" else []
     if named:
@@ -604,7 +625,7 @@ def _help(verb: str, rest: list[str]) -> None:
 
 
 def _about_bench(name: str) -> str:
-    """What a measurement says of itself, without importing it."""
+    """The module docstring of a measurement, read without importing it."""
     import ast
 
     return ast.get_docstring(ast.parse(_bench_file(name).read_text(encoding="utf-8"))) or ""
@@ -615,7 +636,7 @@ def _bench_file(name: str) -> Path:
 
 
 def _check_printable(words: list[str]) -> None:
-    """Refuse paths, names and values that a terminal would obey or UTF-8 cannot say; a prompt may have control characters."""
+    """Raise BadInput for words with control characters or invalid UTF-8. Only a prompt may contain control characters."""
     for before, word in zip(["", *words], words, strict=False):
         fits = word.encode(errors="replace").decode() == word if _is_prompt(before, word) else harmless(word)
         if not fits:
