@@ -1,6 +1,6 @@
-"""`moe doctor`: tries out what this machine has for training. Prints one table; the exit code is 1 if something needed fails.
+"""`moe doctor`: checks what this machine has for training. Prints one table; the exit code is 1 if a needed check fails.
 
-A row is (check, value, state, fix). States: "ok", "note" (works, but worth knowing) and "FAIL" (training cannot work).
+A row is (check, value, state, fix). States: "ok", "note" (works, but with a limit) and "FAIL" (training cannot work).
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
+from parallel.process.extensions import extensions_dir, missing_for_nvme
+
 from moe.launch import exit_codes
 from moe.launch.environment import free_port, usable_cores
-from parallel.process.extensions import extensions_dir, missing_for_nvme
 
 # package -> (oldest supported version, whether training needs it)
 PACKAGES = {
@@ -35,7 +36,7 @@ PACKAGES = {
     "transformers": ("0", False),
     "triton": ("0", False),
 }
-# processor flag -> the matrix product that it offers; Linux, x86 and Arm
+# CPU flag -> the 16-bit format whose matrix products it speeds up; Linux, x86 and Arm
 MATRIX_INSTRUCTIONS = {
     "amx_bf16": "bf16",
     "avx512_bf16": "bf16",
@@ -57,7 +58,7 @@ class Row:
 
 
 def main(*, json: str | None = None) -> int:
-    """Print the table, and write it to the file `json` if given. Returns 1 if something needed fails."""
+    """Print the table; `json`: also write it to this file. Returns 1 if a needed check fails."""
     rows: list[Row] = []
     for check in (_python, _packages, _deepspeed, _exchange, _devices, _speed, _port, _disk, _extensions, _nvme):
         try:
@@ -131,11 +132,11 @@ def _deepspeed() -> list[Row]:
 
 
 def exchange_rows(rank: int) -> list[float]:
-    """One uneven all-to-all between two ranks, in which a rank sends itself nothing. Returns the values that this rank received."""
+    """The values that `rank` receives in an uneven all-to-all between two ranks, in which rank 1 sends itself no rows."""
     import torch
     import torch.distributed as dist
 
-    sends = {0: [1, 3], 1: [2, 0]}  # number of rows from each rank to each rank
+    sends = {0: [1, 3], 1: [2, 0]}  # rank -> number of rows that it sends to each rank
     receives = [sends[0][rank], sends[1][rank]]
     rows = torch.arange(sum(sends[rank]), dtype=torch.float32)[:, None] + 10 * (rank + 1)
     got = torch.empty(sum(receives), 1)
@@ -146,7 +147,6 @@ def exchange_rows(rank: int) -> list[float]:
 
 def _exchange() -> list[Row]:
     import torch
-
     from parallel.process.fork import run_on_ranks
 
     torch.set_num_threads(1)  # before any other torch call, since ranks are forked
@@ -219,7 +219,7 @@ def _memory() -> str:
 
 
 def _speed() -> list[Row]:
-    """Speed of square matrix products on all usable cores (or the first GPU), in fp32 and bf16."""
+    """Speed of square matrix products in fp32 and bf16, on all usable cores or the first GPU."""
     import torch
 
     from moe.records.speed import matmul_flops
@@ -239,7 +239,7 @@ def _port() -> list[Row]:
 
 
 def _disk() -> list[Row]:
-    """Free space in the folder for runs: the nearest existing folder on the way to ./runs."""
+    """Free space in the folder for runs: ./runs, or its nearest existing parent."""
     folder = next(p for p in (Path("runs").absolute(), *Path("runs").absolute().parents) if p.exists())
     free = shutil.disk_usage(folder).free
     try:
@@ -252,7 +252,7 @@ def _disk() -> list[Row]:
 
 
 def _extensions() -> list[Row]:
-    """DeepSpeed's compiled ops. Training on a CPU compiles none."""
+    """The folder of DeepSpeed's compiled ops. Training on a CPU compiles none."""
     folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or extensions_dir())
     nearest = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
     right = os.access(nearest, os.W_OK)
@@ -261,7 +261,7 @@ def _extensions() -> list[Row]:
 
 
 def _nvme() -> list[Row]:
-    """What offload to disk needs: DeepSpeed's async_io, compiled once. Offload to host memory needs nothing."""
+    """Requirements of offload to disk: DeepSpeed's async_io, compiled once. Offload to host memory needs nothing."""
     missing = missing_for_nvme()
     if missing:
         fix = f"only for sharding.offload to nvme: apt-get install {' '.join(missing)}"

@@ -1,15 +1,15 @@
-"""What `moe verify` compares: tiny models and the layouts each must be the same on (this file needs no torch).
+"""The cases of `moe verify`: tiny models, and the layouts in which each must give the same numbers. Needs no torch.
 
     --kinds data     dense and sparse models  x  {ddp, fsdp, zero1..3, offload}  x  ep  x  micro-batches  x  precision  (+ recompute)
-    --kinds expert   every router  x  every way rows travel  x  (ep, edp, etp)  x  micro-batches  x  recompute, in fp32
+    --kinds expert   every router  x  every dispatcher  x  (ep, edp, etp)  x  micro-batches  x  recompute, in fp32
     --kinds tensor   tensor parallelism  x  models  x  engines  x  (tp, dp, pp, ep, etp)  x  precision, recompute, tiles
-    --kinds sequence every way that slices of sequences attend  x  models and routers  x  engines  x  precision  x  recompute
+    --kinds sequence every method of sequence parallelism  x  models and routers  x  engines  x  precision  x  recompute
     --kinds pipeline every schedule  x  (pp, dp, ep)  x  dense and sparse models  x  precision  x  recompute  (+ zero1, fsdp)
 
-moe/verify/kinds.py lists them, and those of `--kinds hybrid`, which moe/verify/hybrid.py makes of everything here.
+moe/verify/kinds.py lists these kinds, and `--kinds hybrid`, which moe/verify/hybrid.py combines from the values of this file.
 
-Sizes differ from each other, so that swapped dims fail. Where a preset counts over what one rank holds (capacity group
-`rank`, balance over a micro-batch), which depends on the layout by definition, the model here counts over a sequence.
+All sizes differ, so that swapped dims fail. Some presets count over the tokens of a rank (capacity group `rank`, balance over a
+micro-batch), which depends on the layout by definition. The models here count over a sequence instead.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
+from parallel.mesh.mesh import divisors
+
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from moe.router.methods.catalog import METHODS
 from moe.verify.small import LINEAR, small
-from parallel.mesh.mesh import divisors
 from parallel.pipeline.schedules.catalog import SCHEDULES
 from parallel.pipeline.schedules.kind import DEFAULT_CHUNKS, Size
 
 BATCH, LENGTH, EXPERTS = 12, 10, 8
-SLICED = 24  # the length of sequences that are cut, which 2 * sp divides for sp 2, 3 and 4
-OVERFLOWS = 1  # the step at which a gradient is made infinite, where a case asks for it
+SLICED = 24  # sequence length of sequence-parallel cases; divisible by 2 * sp for sp 2, 3 and 4
+OVERFLOWS = 1  # step at which a gradient is made infinite in cases with `overflow`
 
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {"model": {"moe_every": 0}},
@@ -59,11 +60,11 @@ ROUTERS: dict[str, dict[str, Any]] = {
     "noisy_top_k": {"router": {"preset": "glam", "noise": "noisy_top_k", "importance_weight": 0.01, "capacity_factor": None}},
     "gumbel": {"router": {"preset": "switch", "noise": "gumbel", "drop": "random", "min_capacity": 1, "allow_noncausal": True}},
 }
-PACKED: dict[str, dict[str, Any]] = {  # attention stays within documents; of the tokens here one in 16 is id 0, one in 39 id 1
+PACKED: dict[str, dict[str, Any]] = {  # attention within documents; one in 16 tokens is id 0, one in 39 is id 1
     "packed": {"model": {"document_mask": True}, "router": {"preset": "glam", "min_capacity": 1}},
     "packed_t5": {"model": {"document_mask": True, "document_separator": 1, "positions": "t5", "moe_every": 0}},
 }
-# four layers, so that each half has one with experts and one without
+# encoder-decoders; four layers give each half one layer with experts and one without
 HALVES: dict[str, dict[str, Any]] = {
     "t5": {
         "model": {"kind": "encoder_decoder", "num_layers": 4, "positions": "t5", "tied_embeddings": True, "dropout": 0.1, "ffn": "geglu"},
@@ -77,7 +78,7 @@ HALVES: dict[str, dict[str, Any]] = {
         "data": {"objective": "span_corruption"},
     },
 }
-# options of published models, several in each
+# models that each combine several options of published models
 _LINEAR = {"optimizer": LINEAR}
 OPTIONS: dict[str, dict[str, Any]] = {
     "gpt_oss": _LINEAR
@@ -115,7 +116,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "model": {"rope": {"fraction": 1 / 3, "pairs": "neighbours"}, "clip_qkv": 0.7},
     },
 }  # fmt: skip
-AHEAD: dict[str, dict[str, Any]] = {  # two further tokens, behind latent attention whose queries have no latent
+AHEAD: dict[str, dict[str, Any]] = {  # multi-token prediction of two further tokens, with latent attention without a query latent
     "ahead": {
         "model": {"ahead": 2, "num_kv_heads": None, "latent": {"key_rank": 10, "rotary_size": 4, "value_size": 5}, "dropout": 0.1},
         "router": {"preset": "switch", "capacity_factor": 1.0, "min_capacity": 1},
@@ -140,7 +141,7 @@ ATTENTION: dict[str, dict[str, Any]] = {
     "ulysses": {"kind": "ulysses"},
     "heads2": {"kind": "ring", "heads": 2},
 }
-FORMS: dict[str, dict[str, Any]] = {  # of a case's `tensor`, beside the kinds alone
+FORMS: dict[str, dict[str, Any]] = {  # further values of Case.tensor, in addition to the kinds of tensor.kind
     "sliced": {"kind": "1d", "sequence_parallel": True},
     "overlapped": {"kind": "1d", "overlap_chunks": 3},
     "overlapped_sliced": {"kind": "1d", "sequence_parallel": True, "overlap_chunks": 3},
@@ -151,7 +152,7 @@ LINES = ("1d", "dtensor", *FORMS)
 
 @dataclass(frozen=True)
 class Case:
-    """One layout of one model. `kind`: see `sharding_of`; `rows`: how they travel, a key of ROWS."""
+    """One layout of one model. `kind`: data parallelism, see `sharding_of`; `rows`: the dispatcher, a key of ROWS."""
 
     model: str
     kind: str
@@ -163,27 +164,27 @@ class Case:
     etp: int = 1
     rows: str = "all_to_all"
     experts: int = 4
-    tiles: int = 1  # of feed-forward networks and experts
-    head_tiles: int = 1  # of the vocabulary
-    chunks: int = 1  # of the loss
-    replicas: int = 2  # of dp
+    tiles: int = 1  # tiles of feed-forward networks and experts
+    head_tiles: int = 1  # tiles of the vocabulary
+    chunks: int = 1  # chunks of the loss
+    replicas: int = 2  # replicas of kind dp
     pp: int = 1
     schedule: str = "1f1b"
     layers: int = 2
-    stages: tuple[int, ...] | None = None  # how many layers each has; None: cut by FLOPs
-    padded: bool = False  # sequences end early: moe/verify/plain/batches.py
-    overflow: bool = False  # a gradient that one rank alone has is infinite at step OVERFLOWS
-    tp: int = 1  # ranks with the same tokens
-    tensor: str = "copied"  # how they share weights: tensor.kind, or a key of FORMS
-    parts: int = 1  # on one process: sums within layers taken as so many ranks of tp take them (moe/verify/in_parts.py),
-    first_part: int = 0  # from this one on: all-reduces in a ring add up each run of elements from another rank on
-    blocks: int = 1  # on one process: products in so many blocks each way, as a grid of tp has them (moe/verify/in_blocks.py)
-    sp: int = 1  # ranks that hold slices of the same sequences
-    attention: str = "zigzag"  # how they attend: a key of ATTENTION
-    slices: int = 0  # on one process: attention to so many slices, then merged (moe/verify/in_slices.py); 0: torch's own
-    length: int = LENGTH  # of a sequence
+    stages: tuple[int, ...] | None = None  # number of layers of each stage; None: cut by FLOPs
+    padded: bool = False  # sequences end early (moe/verify/plain/batches.py)
+    overflow: bool = False  # one rank's gradient is infinite at step OVERFLOWS
+    tp: int = 1  # tensor-parallel ranks, which have the same tokens
+    tensor: str = "copied"  # how these ranks share weights: tensor.kind, or a key of FORMS
+    parts: int = 1  # on one process: sum within layers as this number of tp ranks does (moe/verify/in_parts.py)
+    first_part: int = 0  # rank of tp whose partial result comes first in these sums; a ring all-reduce starts each piece at another rank
+    blocks: int = 1  # on one process: products in blocks x blocks blocks, as a grid of tp has them (moe/verify/in_blocks.py)
+    sp: int = 1  # sequence-parallel ranks, which hold slices of the same sequences
+    attention: str = "zigzag"  # method of sequence parallelism, a key of ATTENTION
+    slices: int = 0  # on one process: attention slice by slice, then merged (moe/verify/in_slices.py); 0: torch's own attention
+    length: int = LENGTH  # tokens of a sequence
     batch: int = BATCH  # sequences of a step
-    recipe: str | None = None  # a user's own, whose choices `model` then names (moe/verify/small.py)
+    recipe: str | None = None  # path of a user's recipe, whose choices are used at a small size (moe/verify/small.py)
 
     @property
     def layout(self) -> str:
@@ -201,16 +202,16 @@ class Case:
 
     @property
     def in_full(self) -> str:
-        """Every field that is not as it is by default: no two cases have the same, as two may in a table that shows less."""
-        told = ((field.name, getattr(self, field.name), field.default) for field in fields(self))
-        return " ".join(f"{name}={value}" for name, value, default in told if value != default)
+        """Every field that differs from its default, as text. Unique for each case, unlike `layout`, which leaves fields out."""
+        values = ((field.name, getattr(self, field.name), field.default) for field in fields(self))
+        return " ".join(f"{name}={value}" for name, value, default in values if value != default)
 
     @property
     def dp(self) -> int:
         return self.world // (self.pp * self.tp * self.sp)
 
     def run(self) -> Run:
-        """The recipe: one layer with experts and one without."""
+        """The recipe of the case: one layer with experts and one without, unless the model says otherwise."""
         values: dict[str, dict[str, Any]] = {
             "model": {
                 "num_layers": self.layers, "d_model": 24, "num_heads": 4, "num_kv_heads": 2, "d_ff": 20, "ffn": "swiglu",
@@ -239,17 +240,22 @@ class Case:
         return build_run(values)
 
     def _sequence(self) -> dict[str, Any]:
-        """LightSeq with its recompute point, where there is one."""
+        """The recipe's section `sequence`. LightSeq keeps attention's output if recompute is full."""
         return ATTENTION[self.attention] | {"keep_attention": self.attention == "lightseq" and self.recompute == "full"}
 
     @property
     def delayed(self) -> bool:
-        """Whether gradients are of older weights than those they change: the twin's are too. Then nothing may ask for the whole batch."""
+        """Whether gradients are taken at older weights than they update (PipeDream, 2BW). The twin then does the same. Such a case cannot
+        use
+        options that need the whole batch.
+        """
         return SCHEDULES[self.schedule].continuous
 
 
 def sharding_of(kind: str) -> dict[str, Any]:
-    """zero2: of that stage; zero2+cpu: the optimizer's state on the host; zero3+cpu-all: parameters too; other kinds by their names."""
+    """The recipe's section `sharding` for Case.kind. zero2: ZeRO stage 2; zero2+cpu: also optimizer states on the host; zero3+cpu-all: also
+    parameters on the host; other kinds are values of sharding.kind.
+    """
     if not kind.startswith("zero"):
         return {"kind": kind}
     stage, _, place = kind.removeprefix("zero").partition("+")
@@ -264,7 +270,7 @@ def all_data_cases(nproc: int) -> list[Case]:
 
 
 def data_cases(nproc: int) -> list[Case]:
-    """Recompute with DDP in fp32 alone: it knows neither engine nor precision."""
+    """DDP and ZeRO stage 1. Recompute is tested only with DDP in fp32, because it does not depend on engine and precision."""
     return [
         Case(model, kind, world, ep, microbatches, precision, recompute)
         for world in range(1, nproc + 1)
@@ -282,7 +288,7 @@ def data_cases(nproc: int) -> list[Case]:
 
 
 def fsdp_cases(nproc: int) -> list[Case]:
-    """With recompute too, whose second forward pass runs where parameters come and go; on one rank nothing is cut."""
+    """FSDP on at least two ranks. Recompute is tested too, because its second forward pass gathers parameters again."""
     return [
         Case(model, "fsdp", world, ep, microbatches, precision, recompute)
         for world in range(2, nproc + 1)
@@ -299,7 +305,7 @@ def fsdp_cases(nproc: int) -> list[Case]:
 
 
 def zero_cases(nproc: int) -> list[Case]:
-    """Stages above 1 and offload; on one rank nothing is cut."""
+    """ZeRO stages above 1, and offload, on at least two ranks."""
     return [
         Case(model, kind, world, ep, microbatches, precision, recompute)
         for world in range(2, nproc + 1)
@@ -317,10 +323,11 @@ def zero_cases(nproc: int) -> list[Case]:
 
 
 def tiled_cases(nproc: int) -> list[Case]:
-    """Tiles and chunks that divide nothing evenly, with each engine, and within experts that are split.
+    """Tiles and chunks that divide nothing evenly, with each engine and with split experts.
 
-    In 16 bits those of the head and the loss alone: tiles of a network round its partial results, which no reordering that
-    `moe verify` measures does (tests/parallel/data/test_tiling.py compares them with the exact result).
+    In 16 bits only the head and the loss are tiled. Tiles of a network round its partial results, and no reordering that `moe verify`
+    measures
+    does that (tests/parallel/data/test_tiling.py compares them with the exact result).
     """
     return [
         Case(
@@ -351,7 +358,7 @@ def tiled_cases(nproc: int) -> list[Case]:
 
 
 def replica_cases() -> list[Case]:
-    """DP, which is one process whatever nproc is."""
+    """Threaded data parallelism (kind dp), which is one process for every nproc."""
     return [
         Case(model, "dp", 1, 1, microbatches, precision, "full" if model == "deepseek" else "none", replicas=2)
         for model in ("dense", "gshard", "deepseek")
@@ -361,8 +368,9 @@ def replica_cases() -> list[Case]:
 
 
 def batch_cases(nproc: int) -> list[Case]:
-    """Batches in which ranks and micro-batches have different numbers of tokens, and a step that is skipped because one rank's
-    gradient overflows; in fp32, where what is counted and who skips does not differ."""
+    """Batches in which ranks and micro-batches have different numbers of tokens, and a step that is skipped because one rank's gradient
+    overflows. Only in fp32, because counting and skipping do not depend on the precision.
+    """
     return [
         Case(model, kind, world, ep, microbatches, "fp32", padded=padded, overflow=not padded)
         for world in range(1, nproc + 1)
@@ -378,8 +386,9 @@ def batch_cases(nproc: int) -> list[Case]:
 
 
 def copied_cases(nproc: int) -> list[Case]:
-    """Weights that tp holds in copies, and whose ranks see the same tokens outside of MoE layers: what is summed, counted or sharded over
-    too many ranks or too few shows here. With stages DDP, and from 8 processes on what shards over replicas of stages.
+    """Weights that tp ranks hold as copies (tensor.kind copied). Sums, counts or shards over too many or too few ranks fail here.
+
+    Pipelines are tested with DDP, and from 8 processes on also with engines that shard over replicas of stages.
     """
     found = []
     for world, tp in ((2, 2), (4, 2), (4, 4)):
@@ -398,7 +407,7 @@ def copied_cases(nproc: int) -> list[Case]:
 
 
 def halves_cases(nproc: int) -> list[Case]:
-    """Encoder-decoders with every engine, experts split, micro-batches and recompute; of 16 bits bf16, for what is between the halves."""
+    """Encoder-decoders with every engine, split experts, micro-batches and recompute. bf16 tests the tensors between the two halves."""
     found = [
         Case(model, kind, world, ep, microbatches, "fp32", recompute)
         for world in (1, 2, 4)
@@ -415,8 +424,11 @@ def halves_cases(nproc: int) -> list[Case]:
 
 
 def options_cases(nproc: int) -> list[Case]:
-    """Options of published models with two engines, micro-batches and recompute, and drawn experts in bf16; with rows that travel
-    otherwise: all_expert_cases; with slices of sequences: sequence_cases; with tp and pp: tensor_cases and pipeline_cases."""
+    """Options of published models with two engines, micro-batches and recompute; experts drawn at random in bf16.
+
+    all_expert_cases tests them with other dispatchers, sequence_cases with sequence parallelism, tensor_cases and pipeline_cases with tp,
+    pp.
+    """
     engines = {"gpt_oss": ("ddp", "zero3"), "latent": ("ddp", "fsdp"), "free": ("fsdp", "zero1"), "mixer": ("ddp", "fsdp")}
     found = [
         Case(model, kind, 2, 1 + number, 3 - 2 * number, "fp32", "full" if number else "none")
@@ -430,10 +442,10 @@ ENGINES = ("ddp", "fsdp", "zero1", "zero2", "zero3")
 
 
 def tensor_cases(nproc: int) -> list[Case]:
-    """Heads, hidden units and vocabulary over tp. With tp 4 the two key-value heads lie on two ranks each; the vocabulary's 256 rows are
-    cut evenly, 250 by 4 are not (tests/parallel/tensor/test_vocabulary.py).
+    """Heads, hidden units and vocabulary split over tp. With tp 4, each of the two key-value heads is held by two ranks.
 
-    gshard has T5's bias, tied embeddings, dropout and what stands beside experts; ep folds over tp, and etp in one row of each world.
+    gshard has T5's bias, tied embeddings, dropout and shared experts. ep folds over tp, and etp in one row of each world. The vocabulary's
+    256 rows split evenly; tests/parallel/tensor/test_vocabulary.py splits 250 by 4.
     """
     found = []
     for world, tp in [(world, tp) for world, tp in ((2, 2), (4, 2), (4, 4)) if world <= nproc]:
@@ -458,7 +470,9 @@ def tensor_cases(nproc: int) -> list[Case]:
 
 
 def _halves_tensor_cases(nproc: int) -> list[Case]:
-    """Cross attention and a bias that the layers of a half share, by heads; in bf16 also where parameters come and go, and in fp16."""
+    """Encoder-decoders: cross attention and the bias shared by the layers of a half, split by heads. In bf16 also with FSDP, and in
+    fp16.
+    """
     one = partial(Case, kind="ddp", microbatches=1, precision="fp32", tensor="1d")
     two, four = partial(one, world=2, tp=2), partial(one, world=4, tp=2)
     found = [two("t5", ep=2), two("t5_untied", ep=1, recompute="full")]
@@ -470,12 +484,15 @@ def _halves_tensor_cases(nproc: int) -> list[Case]:
 
 
 GRIDS = {"2d": 4, "2.5d": 8, "3d": 8}  # tensor.kind -> the smallest number of ranks
-ROWS_OF_GRID = {"2d": 2, "2.5d": 4, "3d": 4}  # how many parts the grids of these rows split the tokens into
+ROWS_OF_GRID = {"2d": 2, "2.5d": 4, "3d": 4}  # number of parts into which the grid splits the tokens
 
 
 def _grid_cases(nproc: int) -> list[Case]:
-    """Weights and activations in blocks, tiles of what a rank holds. A batch of 24: eight ranks route an equal part each. The vocabulary's
-    256 rows are cut evenly; tests/parallel/tensor/test_grids.py has 11. Of one key-value head each line of a grid holds copies.
+    """Tensor parallelism in 2D, 2.5D and 3D: weights and activations in blocks. A batch of 24, so that eight ranks route equal shares.
+
+    The vocabulary's 256 rows split evenly; tests/parallel/tensor/test_grids.py has 11. A single key-value head is copied along each line of
+    a
+    grid.
     """
     found = []
     for tensor, tp in GRIDS.items():
@@ -506,7 +523,10 @@ def _grid_cases(nproc: int) -> list[Case]:
 
 
 def _sliced_cases(nproc: int) -> list[Case]:
-    """Slices of the sequences between layers, whole ones in MoE layers; tp 4 does not divide the 10 tokens of a sequence."""
+    """tensor.sequence_parallel: slices of the sequences between layers, whole sequences in MoE layers. tp 4 does not divide the 10 tokens
+    of a
+    sequence.
+    """
     found = []
     for world in (world for world in (2, 4) if world <= nproc):
         one = partial(Case, world=world, tp=2, tensor="sliced", microbatches=1)
@@ -518,13 +538,13 @@ def _sliced_cases(nproc: int) -> list[Case]:
             found += [plain("dense", ep=1, tiles=5, head_tiles=3, chunks=7), plain("deepseek", ep=2, padded=True)]
             found += [one(model, "ddp", ep=ep, precision="bf16") for model, ep in (("dense", 1), ("gshard", 2))]
     two = partial(Case, kind="ddp", world=2, microbatches=1, precision="fp32", tp=2)
-    if nproc >= 2:  # between ranks travel latents: with slices only those of a slice are made
+    if nproc >= 2:  # latent attention exchanges latents; with slices, each rank computes those of its slice only
         found += [two("latent", ep=2, tensor="1d", recompute="full"), two("latent", ep=1, tensor="sliced", kind="zero3")]
         found += [two("latent", ep=2, tensor=tensor, precision="bf16") for tensor in ("1d", "sliced")]
         found += [two("ahead", ep=2, tensor="1d", kind="fsdp"), two("ahead", ep=1, tensor="sliced", recompute="selective", padded=True)]
     staged = [_staged(model, "ddp", 4, 2, "1f1b", "fp32") for model in ("dense", "gshard", "ahead")]
     staged = [replace(case, microbatches=6, ep=1 if case.model == "dense" else 2, tp=2, tensor="sliced") for case in staged]
-    both = [  # slices over sp, and of those over tp
+    both = [  # slices over sp, and of these slices over tp
         Case(model, "ddp", 4, ep, 1, "fp32", tp=2, tensor=tensor, sp=2, length=24, attention="zigzag")
         for model, ep in (("dense", 1), ("gshard", 2), ("deepseek", 2), ("latent", 2), ("ahead", 2))
         for tensor in ("1d", "sliced")
@@ -533,8 +553,9 @@ def _sliced_cases(nproc: int) -> list[Case]:
 
 
 def _overlapped_cases(nproc: int) -> list[Case]:
-    """Runs of tokens that differ in length, with and without slices: engines, recompute, 16 bits, put-off gradients; with tp 4 key-value
-    heads on two ranks each, and slices over sp as well."""
+    """Tensor parallelism with overlapped chunks of different lengths, with and without slices: engines, recompute, 16 bits, delayed weight
+    gradients. Also with tp 4, where two ranks share each key-value head, and with slices over sp.
+    """
     if nproc < 2:
         return []
     one = partial(Case, world=2, tp=2, microbatches=1, precision="fp32")
@@ -549,7 +570,10 @@ def _overlapped_cases(nproc: int) -> list[Case]:
 
 
 def _dtensor_cases(nproc: int) -> list[Case]:
-    """The parts of 1d, so fewer rows: what torch does within layers with each engine, recompute, tiles, slices, sp, stages and bf16."""
+    """tensor.kind dtensor, which shards as 1d does, so fewer rows. They test torch's own collectives within layers, with each engine,
+    recompute,
+    tiles, slices, sp, stages and bf16.
+    """
     found = []
     for world in (world for world in (2, 4) if world <= nproc):
         one = partial(Case, world=world, tp=2, tensor="dtensor", microbatches=1)
@@ -567,7 +591,10 @@ def _dtensor_cases(nproc: int) -> list[Case]:
 
 
 def _staged_tensor_cases(nproc: int) -> list[Case]:
-    """Stages hand whole activations on; I and W apart, and a tied embedding on two stages or twice on one rank."""
+    """Tensor parallelism in pipelines: stages send whole activations, backward passes are split, and a tied embedding is on two stages or
+    twice
+    on one rank.
+    """
     schedules = {"ddp": ("1f1b", "interleaved", "zb_h1", "chimera"), "zero1": ("1f1b",), "fsdp": ("1f1b",)}
     return [
         replace(_staged(model, kind, 4, 2, schedule, "fp32"), world=world, microbatches=6 if world == 4 else 3, ep=ep, tp=2, tensor="1d")
@@ -579,10 +606,10 @@ def _staged_tensor_cases(nproc: int) -> list[Case]:
 
 
 def expert_cases(nproc: int) -> list[Case]:
-    """Where one rank holds all experts nothing travels, so there is one way; two steps need ep of at least 4.
+    """Every router with every dispatcher. With ep 1 no rows are sent, so one dispatcher is tested; hierarchical needs an ep of at least 4.
 
-    Each kind of recompute goes with one number of micro-batches, and with the other for every second router: so each way that
-    rows travel meets all four pairs, at half the cases.
+    Each kind of recompute is combined with one number of micro-batches, and for every second router with the other number. Each dispatcher
+    thus meets all four pairs with half the cases.
     """
     sparse = [model for model in MODELS | ROUTERS if model != "dense"]
     return [
@@ -602,19 +629,20 @@ def expert_cases(nproc: int) -> list[Case]:
 
 
 def all_expert_cases(nproc: int) -> list[Case]:
-    """And options of published models."""
+    """The cases of `expert_cases`, and options of published models."""
     ways = zip(OPTIONS, ("padded", "all_gather", "overlapped", "padded"), strict=True)
     options = [Case(model, "ddp", 2, 2, 1, "fp32", rows=rows, experts=EXPERTS) for model, rows in ways]
     return expert_cases(nproc) + (options if nproc >= 2 else [])
 
 
-LAYERS = {2: (3, 5), 4: (5, 9)}  # pp -> with one stage a rank, with two: unequal stages
+LAYERS = {2: (3, 5), 4: (5, 9)}  # number of layers with one stage a rank and with two; stages are unequal
 
 
 def pipeline_cases(nproc: int) -> list[Case]:
-    """Recompute with each precision for two models; engines that shard over replicas of the pipeline beside DDP.
+    """Every schedule: recompute with each precision for two models, and engines that shard over replicas of the pipeline in addition to
+    DDP.
 
-    Tied embeddings lie on two stages, or on one rank twice; layers with experts on some stages alone.
+    Tied embeddings are on two stages, or twice on one rank. Some stages have layers with experts, others have none.
     """
     found = []
     for world, pp in ((2, 2), (4, 4), (4, 2)):
@@ -625,13 +653,13 @@ def pipeline_cases(nproc: int) -> list[Case]:
                 for model in ("dense", "gshard", "deepseek"):
                     found += [_staged(model, engine, world, pp, name, precision) for engine in ("ddp", *shards)]
                     found += [_staged(model, "ddp", world, pp, name, precision, "full")] if model != "deepseek" else []
-    for world, pp, microbatches in ((2, 2, 3), (4, 4, 6), (4, 2, 3)):  # that pp does not divide
+    for world, pp, microbatches in ((2, 2, 3), (4, 4, 6), (4, 2, 3)):  # micro-batches that pp does not divide
         for model in ("dense", "gshard", "deepseek") if world <= nproc else ():
             found += [replace(_staged(model, "ddp", world, pp, "interleaved", "fp32"), microbatches=microbatches)]
     for model in ("dense", "gshard", "deepseek"):  # optimizers on the host
         found += [_staged(model, "zero1+cpu", 2, 2, "1f1b", "fp32")] if nproc >= 2 else []
         found += [_staged(model, "zero1+cpu", 4, 2, schedule, "bf16") for schedule in ("1f1b", "zb_v", "chimera")] if nproc >= 4 else []
-    if nproc >= 2:  # the last stage looks tokens up, too
+    if nproc >= 2:  # with multi-token prediction, the last stage needs the embedding too
         found += [_staged("ahead", "ddp", 2, 2, schedule, "fp32") for schedule in ("1f1b", "interleaved", "zb_v", "chimera")]
     if nproc >= 4:
         found += [_staged("ahead", "zero1", 4, 2, "zb_h1", "fp32"), _staged("ahead", "ddp", 4, 4, "1f1b", "bf16", "full")]
@@ -641,7 +669,9 @@ def pipeline_cases(nproc: int) -> list[Case]:
 
 
 def _empty_stage_cases(nproc: int) -> list[Case]:
-    """The head in a stage of its own, the embedding in one, both, and a stage in the middle through which activations only go."""
+    """Stages without layers: the head or the embedding alone in a stage, both alone, and a stage in the middle that only passes
+    activations on.
+    """
 
     def one(
         model: str, engine: str, world: int, schedule: str, stages: tuple[int, ...], precision: str = "fp32", recompute: str = "none"
@@ -676,7 +706,7 @@ def _staged(model: str, engine: str, world: int, pp: int, schedule: str, precisi
     dp = world // pp
     kind = SCHEDULES[schedule]
     layers = LAYERS[pp][int(kind.chunks != 1)]
-    least = 2 * pp - 1 if schedule == "zb_h2" else 4  # with fewer, zb_h2 puts no weight gradient into a bubble
+    least = 2 * pp - 1 if schedule == "zb_h2" else 4  # with fewer micro-batches zb_h2 puts no weight gradient into a bubble
     fit = (m for m in divisors(BATCH // dp) if m >= least and m % pp == 0 and kind.refusal(Size(pp, m)) is None)
     microbatches = kind.update_every or next(fit)
     ep = dp if model != "dense" else 1
@@ -684,11 +714,12 @@ def _staged(model: str, engine: str, world: int, pp: int, schedule: str, precisi
 
 
 def sequence_cases(nproc: int) -> list[Case]:
-    """Every way of attending on 2, 3 and 4 ranks with models of rotary and of T5 positions; every router, whose groups are cut; engines,
-    data parallelism, experts that fold over sp, recompute (attention's output kept, with lightseq) and 16 bits with some of the ways.
+    """Every method of sequence parallelism on 2, 3 and 4 ranks with rotary and T5 positions. Every router, whose groups are then cut. Some
+    methods with engines, data parallelism, experts that fold over sp, recompute (lightseq keeps attention's output) and 16 bits.
 
-    Pipelines have another length: gshard with five layers and 24 tokens brings a token so near a tie in the ninth step that attention
-    in slices on one process sends it elsewhere too (docs/inside/log.md).
+    Pipelines have another length. With gshard, five layers and 24 tokens, one token is nearly tied in the ninth step, and sliced attention
+    on
+    one process also routes it differently (docs/inside/log.md).
     """
     found = []
     for sp in range(2, nproc + 1):

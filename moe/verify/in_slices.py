@@ -1,6 +1,6 @@
-"""Attention on one process, rounded as ranks that hold slices of sequences round it: slice by slice, then merged.
+"""Attention on one process, rounded as sequence-parallel ranks round it: slice by slice, then merged.
 
-Colossal-AI's ring merges nothing: there each rank's own code runs, one rank after another, with the others' keys and values at hand.
+Colossal-AI's ring merges nothing. For it each rank's own code runs, one rank after another, with the keys and values of all ranks given.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from parallel.mesh.mesh import Axis
 from torch import Tensor
 
 from moe.model.transformer import Block, Transformer
 from moe.parallelize.sequence import Exchanging
 from moe.recipe import sections
 from moe.verify.cases import ATTENTION, Case
-from parallel.mesh.mesh import Axis
 from parallel.sequence.colossal_ring import ColossalRing
 from parallel.sequence.method import Kept, Known, Method
 from parallel.sequence.order import Order
@@ -24,17 +24,20 @@ from parallel.sequence.softmax import Gradients, Partial, Tokens, attend, attend
 
 
 def in_slices(model: Transformer, case: Case) -> None:
-    """Fill the cores of attention as `case.slices` ranks attend, by `case.attention`. One slice of a Colossal ring: whole scores."""
+    """Replace the core of every attention: it attends as `case.slices` ranks with `case.attention` do.
+
+    With one slice, a Colossal ring computes whole scores.
+    """
     form = sections.Sequence(**ATTENTION[case.attention])
     kind = _ColossalInSlices if form.kind == "colossal_ring" else _InSlices
-    order = Order(form.places, case.slices // form.heads_of(case.slices), case.length)  # ranks that trade heads see what all of them hold
+    order = Order(form.places, case.slices // form.heads_of(case.slices), case.length)  # ranks that exchange heads see all their tokens
     for block in model.layers:
         assert isinstance(block, Block)
         block.attention.core = Exchanging(kind(Axis("alone"), order, block.attention.window), keep=None)
 
 
 class _InSlices(Method):
-    """What all ranks of a ring compute, one after another: `order` has as many ranks as slices."""
+    """The computation of all ranks of a ring, one after another. `order` has as many ranks as slices."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, known: Known) -> tuple[Tensor, ...]:
         out, lse = torch.empty_like(q), nothing(q).lse_BHL
@@ -56,11 +59,13 @@ class _InSlices(Method):
                 total.q_BHLC[:, :, queries] += found.q_BHLC
                 total.k_BKSC[:, :, there] += found.k_BKSC
                 total.v_BKSC[:, :, there] += found.v_BKSC
-                total.add(found, queries=None, keys=None)  # the table's share
+                total.add(found, queries=None, keys=None)  # the bias table's gradient
         return total
 
     def _ranks(self, like: Tensor, known: Known) -> Iterator[tuple[Tensor, list[tuple[slice, Tensor, dict[str, Any]]]]]:
-        """Of each rank the places of its queries, and its blocks: which of these queries, their keys' places, what `attend` must know."""
+        """For each rank the positions of its queries, and its blocks: (rows of the queries, positions of the keys, arguments of
+        `attend`).
+        """
         tokens = [Tokens(self.order.runs(rank), like.device, known.document_BS, known.window) for rank in range(self.order.size)]
         for rank, mine in enumerate(tokens):
             work = []
@@ -72,7 +77,7 @@ class _InSlices(Method):
 
 
 class _ColossalInSlices(Method):
-    """What all ranks of a Colossal ring compute, one after another, and the sums of what they find for the same keys."""
+    """The computation of all ranks of a Colossal ring, one after another, with gradients summed over ranks."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, known: Known) -> tuple[Tensor, ...]:
         ranks = [_Rank(self._axis(rank), self.order, self.window, [k, v]) for rank in range(self.order.size)]
@@ -102,7 +107,7 @@ class _ColossalInSlices(Method):
 
 @dataclass(frozen=True)
 class _Rank(ColossalRing):
-    """One of them. `rounds`: keys and values of all ranks, in the order in which they would go round."""
+    """One rank of the ring. `rounds`: keys and values of all ranks, in the order in which the ring would bring them."""
 
     rounds: list[Tensor] = field(default_factory=list)
 

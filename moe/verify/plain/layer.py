@@ -1,11 +1,10 @@
-"""One Mixture-of-Experts layer written from the papers, as plain loops: the second opinion of `moe verify`.
+"""One Mixture-of-Experts layer written from the papers, as plain loops: the second implementation that `moe verify` compares with.
 
-    logits = W x ; probs ; who is chosen ; who has a slot ; gates ; y = sum of gate * expert(x) ; losses
+    logits = W x ; probs ; chosen experts ; capacity slots ; gates ; y = sum of gate * expert(x) ; losses
 
-Nothing here is taken from moe/router, moe/experts or moe/kernels, so a fault there cannot hide by being in both. What is shared is
-data alone: the recipe's words (RouterSpec) and the hash that draws keyed random numbers (parallel/numerics/random.py). Who is chosen and
-who has a slot is decided over Python lists, token by token; what needs a gradient is written over all experts at once, with zeros where
-a token did not go, in place of gathered choices.
+It uses nothing from moe/router, moe/experts or moe/kernels, so that a fault there is not in both. It shares only data: the recipe's
+RouterSpec and the hash that draws keyed random numbers (parallel/numerics/random.py). Choices and slots are decided in Python lists, token
+by token. Everything with a gradient is computed over all experts, with zeros for experts that a token did not choose, instead of gathers.
 Sources: Switch (arXiv 2101.03961), GShard (2006.16668, algorithm 1), V-MoE (2106.05974), Expert Choice (2202.09368), Shazeer et al.
 (1701.06538), ST-MoE (2202.08906), DeepSeek-V3 (2412.19437), BASE (2103.16716), Hash layers (2106.04426), PR-MoE (2201.05596).
 """
@@ -21,20 +20,20 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from parallel.numerics.random import key_of, uniform
 from torch import Tensor
 
 from moe.recipe.router_spec import RouterSpec
-from parallel.numerics.random import key_of, uniform
 
 # T tokens, D model, E experts, F hidden
 
-Cast = Callable[[Tensor], Tensor]  # to the dtype that the model computes in
-Weights = dict[str, Tensor]  # by the names that checkpoints use
+Cast = Callable[[Tensor], Tensor]  # casts to the dtype that the model computes in
+Weights = dict[str, Tensor]  # name in checkpoints -> tensor
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Some whole sequences of one step: ids and places in the step, which are padding, and what their random numbers are keyed by."""
+    """Some whole sequences of one step: ids, indices in the step, whether each is a token (not padding), and the keys of random numbers."""
 
     ids: list[int]
     places: Tensor
@@ -44,14 +43,15 @@ class Tokens:
     step: int
 
     def draw(self, name: str, width: int) -> Tensor:
-        """Uniform numbers [T, width], the same for a token whoever draws them."""
+        """Uniform numbers [T, width], which depend only on a token's index in the step, not on the rank."""
         return uniform(key_of(self.seed, self.step, name), self.places, width)
 
 
 @dataclass(frozen=True)
 class Layer:
-    """What the layer computed. `gates` [T, E], 0 where a token has no slot; `counts`: choices of each expert before dropping; `kept`
-    choices; the losses before their weights, with gradient, over the tokens given."""
+    """The layer's results. `gates` [T, E]: 0 for tokens without a slot; `counts`: choices of each expert before dropping; `kept`: number of
+    choices with a slot. Losses are unweighted, with gradient, over the given tokens.
+    """
 
     y: Tensor
     gates: Tensor
@@ -73,25 +73,25 @@ class Layer:
 
 @dataclass(frozen=True)
 class Kind:
-    """Of the layer: its router's words, and its networks."""
+    """The settings of a layer: its router and its networks."""
 
     spec: RouterSpec
-    num_experts: int  # those of the router; the last ones may be free
+    num_experts: int  # number of experts of the router; the last `skip` and `zero` ones compute nothing
     ffn: str
     dropout: float
     swiglu: tuple[float, float | None, float] = (1.0, None, 0.0)  # alpha, limit, offset
-    skip: int = 0  # that give a token back
-    zero: int = 0  # that give nothing
-    norm_eps: float | None = None  # of the router's norm
+    skip: int = 0  # experts that return the token
+    zero: int = 0  # experts that return zero
+    norm_eps: float | None = None  # eps of the router's norm
 
 
 def wide(x: Tensor) -> Tensor:
-    """In fp32; in float64 what is that already."""
+    """x in fp32, or unchanged if it is float64."""
     return x if x.dtype is torch.float64 else x.float()
 
 
 def moe_layer(x: Tensor, weights: Weights, name: str, tokens: Tokens, kind: Kind, cast: Cast) -> Layer:
-    """x [T, D] through the layer called `name` (layers.3), in training."""
+    """Run x [T, D] through the layer called `name` (such as layers.3), in training."""
     spec, num_experts = kind.spec, kind.num_experts
     seen = wide(x)
     if spec.jitter:
@@ -147,7 +147,7 @@ def moe_layer(x: Tensor, weights: Weights, name: str, tokens: Tokens, kind: Kind
 
 
 def score(logits: Tensor, spec: RouterSpec) -> Tensor:
-    """[T, E]: what experts are weighed by."""
+    """Scores [T, E], by which experts are chosen and weighted."""
     if spec.score == "softmax":
         powers = (logits - logits.amax(1, keepdim=True)).exp()
         return powers / powers.sum(1, keepdim=True)
@@ -157,7 +157,7 @@ def score(logits: Tensor, spec: RouterSpec) -> Tensor:
 
 
 def gates_of(scores: Tensor, logits: Tensor, chosen: list[list[int]], kept: list[list[int]], spec: RouterSpec) -> Tensor:
-    """[T, E]: each chosen expert's gate, 0 elsewhere; where they are to sum to 1, over what the spec says."""
+    """Gates [T, E] of the chosen experts, 0 elsewhere. The spec says over which choices they are normalised."""
     experts = scores.shape[1]
     gates = _raw_gates(scores, logits, chosen, spec)
     if spec.gates == "after_drop":
@@ -169,21 +169,21 @@ def gates_of(scores: Tensor, logits: Tensor, chosen: list[list[int]], kept: list
 
 
 def _raw_gates(scores: Tensor, logits: Tensor, chosen: list[list[int]], spec: RouterSpec) -> Tensor:
-    """[T, E]: each chosen expert's probability, or its share where the softmax is over the chosen; 0 elsewhere."""
+    """[T, E]: the probability of each chosen expert, or its share of a softmax over the chosen ones; 0 elsewhere."""
     mask = _mask(chosen, scores.shape[1])
     return logits.masked_fill(~mask, -math.inf).softmax(1) if spec.softmax_over == "chosen" else scores * mask
 
 
 def _normal(numbers: Tensor) -> Tensor:
-    """Uniform to normal numbers, by the inverse of the distribution function; 0 and 1, where it is infinite, are left out."""
+    """Uniform to normal numbers, by the inverse distribution function. Clamped, because it is infinite at 0 and 1."""
     return math.sqrt(2) * torch.erfinv(2 * numbers.clamp(2.0**-24, 1 - 2.0**-24) - 1)
 
 
-# --- who is chosen: lists of experts, token by token ------------------------------------------------------------------------
+# --- chosen experts: lists, token by token ----------------------------------------------------------------------------------
 
 
 def choose(scores: Tensor, logits: Tensor, bias: Tensor | None, name: str, tokens: Tokens, spec: RouterSpec) -> list[list[int]]:
-    """The experts of each token, best first; where experts choose, in order of their numbers."""
+    """The experts of each token, best first; for expert choice, in order of their numbers."""
     liked = logits if spec.softmax_over == "chosen" else scores
     if spec.noise == "gumbel":
         drawn = logits + _gumbel(tokens.draw(f"{name}.router.gumbel", scores.shape[1]))
@@ -232,11 +232,11 @@ CHOOSE: dict[str, Callable[[Tensor, Tensor, str, Tokens, RouterSpec], list[list[
     "expert_choice": _experts_choose,
     "hash": _hash,
     "sinkhorn": _sinkhorn,
-}  # by router.select; sparsemixer, which makes gates too, is `_mixed`
+}  # router.select -> function; sparsemixer, which also makes gates, is `_mixed`
 
 
 def _mixed(logits: Tensor, name: str, tokens: Tokens, spec: RouterSpec) -> tuple[list[list[int]], Tensor]:
-    """SparseMixer: experts drawn one after another among those near the best, and gates [T, E] whose gradient is their probabilities'."""
+    """SparseMixer: experts drawn one after another among the nearly best, and gates [T, E] with the gradient of their probabilities."""
     rows: list[list[float]] = logits.tolist()
     experts, count = len(rows[0]), spec.num_choices
     noise = [_gumbel(tokens.draw(f"{name}.router.mixer.{k}", experts)).tolist() for k in range(count)]
@@ -260,17 +260,19 @@ def _mixed(logits: Tensor, name: str, tokens: Tokens, spec: RouterSpec) -> tuple
 
 
 def _gumbel(numbers: Tensor) -> Tensor:
-    """Uniform to Gumbel numbers; 0 and 1, where they are infinite, are left out."""
+    """Uniform to Gumbel numbers. Clamped, because they are infinite at 0 and 1."""
     return -(-numbers.clamp(2.0**-24, 1 - 2.0**-24).log()).log()
 
 
 def _best(row: list[float], count: int) -> list[int]:
-    """Places of the highest values, of equal ones the first."""
+    """Indices of the highest values; equal values in order of their index."""
     return sorted(range(len(row)), key=lambda e: (-row[e], e))[:count]
 
 
 def _limited(row: list[float], spec: RouterSpec) -> list[float]:
-    """Only experts of the best runs stay; a run is as good as its two best experts together, or as its best one."""
+    """Scores of the experts in the best groups, -inf for all others. A group counts by its two best experts together, or by its best
+    one.
+    """
     size = len(row) // spec.expert_groups
     runs = [row[i * size : (i + 1) * size] for i in range(spec.expert_groups)]
     counted = 2 if spec.group_score == "two_best" else 1
@@ -280,7 +282,10 @@ def _limited(row: list[float], spec: RouterSpec) -> list[float]:
 
 
 def _even_plan(logits: Tensor, valid: list[bool]) -> Tensor:
-    """Logits of a group plus what makes every expert's share of its tokens the same: rows and columns scaled in turn, 20 times."""
+    """Sinkhorn: logits of a group plus a correction that gives each expert the same share of the tokens. Rows and columns are scaled in
+    turn,
+    20 times.
+    """
     powers = logits.double().exp() * torch.tensor(valid).unsqueeze(1)
     column = torch.ones(1, logits.shape[1], dtype=torch.float64)
     for _ in range(20):
@@ -290,7 +295,9 @@ def _even_plan(logits: Tensor, valid: list[bool]) -> Tensor:
 
 
 def ask(chosen: list[list[int]], scores: Tensor, name: str, tokens: Tokens, spec: RouterSpec) -> list[list[bool]]:
-    """Whether each choice asks for a slot: not padding's, nor a second one that was declined (GShard: kept with probability 2 g_2)."""
+    """Whether each choice needs a slot. Padding does not, nor a second choice that was declined (GShard keeps it with probability 2
+    g_2).
+    """
     asks = [[tokens.valid[t]] * len(experts) for t, experts in enumerate(chosen)]
     if spec.second == "random":
         lots = tokens.draw(f"{name}.router.second", 1)[:, 0].tolist()
@@ -300,11 +307,11 @@ def ask(chosen: list[list[int]], scores: Tensor, name: str, tokens: Tokens, spec
     return asks
 
 
-# --- who has a slot -----------------------------------------------------------------------------------------------------------
+# --- capacity slots -----------------------------------------------------------------------------------------------------------
 
 
 def slots_of(spec: RouterSpec, group_tokens: int, num_experts: int) -> int | None:
-    """Of one expert in one group; None: as many as are asked for."""
+    """The number of slots of one expert in one group; None: no limit."""
     if spec.capacity_factor is None:
         return None
     choices = spec.num_choices if spec.capacity_counts == "choices" else 1
@@ -319,7 +326,7 @@ def slots_of(spec: RouterSpec, group_tokens: int, num_experts: int) -> int | Non
 def admit(
     chosen: list[list[int]], asks: list[list[bool]], scores: Tensor, logits: Tensor, name: str, tokens: Tokens, spec: RouterSpec
 ) -> list[list[int]]:
-    """The experts of each token that have a slot for it: choices come to their expert's window one after another."""
+    """The experts of each token that have a slot for it. Choices are served one after another."""
     kept: list[list[int]] = [[] for _ in chosen]
     num_experts = scores.shape[1]
     for group in _groups(tokens, spec):
@@ -336,7 +343,7 @@ def admit(
 def _queue(
     group: list[int], chosen: list[list[int]], scores: Tensor, logits: Tensor, name: str, tokens: Tokens, spec: RouterSpec
 ) -> list[tuple[int, int]]:
-    """A group's choices (token, k) in the order in which they are served."""
+    """A group's choices (token, k) in the order in which they get slots."""
     most = max(map(len, chosen))
     if spec.queue == "choices_first":
         order = [(t, k) for k in range(most) for t in group if k < len(chosen[t])]
@@ -349,15 +356,15 @@ def _queue(
     else:
         gates = _raw_gates(scores, logits, chosen, spec)
         first = [[gates[t, e].item() for e in experts] for t, experts in enumerate(chosen)]
-        if spec.queue == "choices_first":  # a token is served by its highest gate, whichever of its choices it is
+        if spec.queue == "choices_first":  # a token is ranked by its highest gate, for all its choices
             first = [[max(row)] * len(row) for row in first]
     if spec.queue == "choices_first":
-        return sorted(order, key=lambda choice: (choice[1], -first[choice[0]][choice[1]]))  # sorting keeps the order of equals
+        return sorted(order, key=lambda choice: (choice[1], -first[choice[0]][choice[1]]))  # sorting is stable
     return sorted(order, key=lambda choice: -first[choice[0]][choice[1]])
 
 
 def _groups(tokens: Tokens, spec: RouterSpec) -> list[range]:
-    """Runs of tokens that share a capacity."""
+    """Ranges of tokens that share a capacity."""
     each = len(tokens.ids) if spec.group == "rank" else tokens.sequence_tokens * (1 if spec.group == "sequence" else spec.group)
     return [range(start, start + each) for start in range(0, len(tokens.ids), each)]
 
@@ -377,7 +384,7 @@ def _experts(
     *,
     of_inputs: bool,
 ) -> Tensor:
-    """Expert after expert: its tokens through its network, added up with their gates, in fp32 at least; or gates times tokens go in."""
+    """The sum of gate times expert output, in fp32 at least, expert after expert. `of_inputs`: gates multiply the inputs instead."""
     y = gates.new_zeros(x.shape)
     scale = None
     if kind.dropout:
@@ -415,7 +422,7 @@ def network(
 ) -> Tensor:
     """relu(x w1) w2, gelu(x w1) w2, (gelu(x w1) * x w3) w2 or (silu(x w1) * x w3) w2; matrices [in, out].
 
-    `biases`: behind x w1 and x w3. `swiglu` alpha, limit and offset: h sigmoid(alpha h) (g + offset), h at most limit, |g| too.
+    `biases` are added to x w1 and x w3. `swiglu` (alpha, limit, offset): h sigmoid(alpha h) (g + offset), with h and |g| at most limit.
     """
     assert w1 is not None and w2 is not None
     hidden, up = (None if w is None else cast(x @ cast(w)) for w in (w1, w3))
@@ -440,7 +447,7 @@ def network(
 
 
 def _counted(chosen: list[list[int]], scores: Tensor, tokens: Tokens, spec: RouterSpec) -> list[list[int]]:
-    """What is load: all choices, each token's first, or its best experts without bias and groups; padding's never."""
+    """The choices that count as load: all, each token's first, or its best experts without bias and groups. Padding never counts."""
     if spec.balance_counts == "unbiased":
         chosen = [_best(row, spec.num_choices) for row in scores.tolist()]
     most = 1 if spec.balance_counts == "first" else None
@@ -456,13 +463,13 @@ def _balance(probs: Tensor, counted: list[list[int]], rows: list[int], num_exper
 
 
 def _uneven(gates: Tensor) -> Tensor:
-    """Squared coefficient of variation."""
+    """The squared coefficient of variation."""
     mean = gates.mean()
     return ((gates - mean) ** 2).mean() / mean.square().clamp(min=1e-20)
 
 
 def _chances(logits: Tensor, noisy: Tensor, sizes: Tensor, choices: int) -> Tensor:
-    """Of one token [E]: how likely each expert is chosen if only its own noise is drawn again, the others' staying as they are."""
+    """[E] of one token: the probability that each expert is chosen if only its own noise is drawn again."""
     found = []
     for expert in range(len(logits)):
         others = [noisy[e] for e in range(len(logits)) if e != expert]
@@ -472,12 +479,12 @@ def _chances(logits: Tensor, noisy: Tensor, sizes: Tensor, choices: int) -> Tens
 
 
 def _mean_over(groups: list[range], valid: list[bool], loss: Callable[[list[int]], Tensor]) -> Tensor:
-    """The mean of a loss of each group, over its tokens that are no padding, by how many they are."""
+    """The mean of each group's loss, weighted by the number of its tokens without padding."""
     there = [[t for t in group if valid[t]] for group in groups]
     parts = [len(rows) * loss(rows) for rows in there if rows]
     return torch.stack(parts).sum() / sum(map(len, there)) if parts else torch.zeros(())
 
 
 def _mask(lists: list[list[int]], num_experts: int) -> Tensor:
-    """Bool [T, E]."""
+    """bool [T, E]: whether each list contains the expert."""
     return torch.tensor([[expert in experts for expert in range(num_experts)] for experts in lists])

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 import yaml
-
-from moe.checks.together import check_run
-from moe.cli.main import main
-from moe.cli.plan import search as plan_search
 from moe.plan.choose.choose import described
 from moe.plan.choose.predicted import Place, predict, settled
 from moe.plan.job.of_recipe import network_of, plan_of
 from moe.plan.machine.cluster import load_cluster, told_of
 from moe.plan.time.timeline import priced
+
+from moe.checks.together import check_run
+from moe.cli.main import main
+from moe.cli.plan import search as plan_search
 from moe.recipe.load import load
 from parallel.pipeline.order_file import read_order
 from parallel.pipeline.schedule import Action, Op, Schedule
@@ -111,7 +111,7 @@ def replayed(schedule: Schedule, cost: Cost, transfer: float) -> float:
     ("words", "reason"),
     [
         (["--degrees.pp", "1"], "the best plan has no stages"),
-        (["--degrees.pp", "2", "--pipeline.schedule", "chimera", "--pipeline.microbatches", "4"], "chimera is more than an order"),
+        (["--degrees.pp", "2", "--pipeline.schedule", "chimera", "--pipeline.microbatches", "4"], "chimera cannot be written as an order"),
     ],
 )
 def test_where_no_order_is_searched_it_says_why(words: list[str], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
