@@ -14,6 +14,13 @@ from json import loads as read_json
 from pathlib import Path
 
 import torch
+from parallel.mesh.layout import Layout
+from parallel.mesh.mesh import Degrees, Mesh
+from parallel.numerics.precision import LossScale
+from parallel.process.process import World
+from parallel.store import checkpoint
+from parallel.store.checkpoint import verify
+from parallel.store.lock import alone_in
 from torch import Tensor
 
 from moe.checks.together import check_together
@@ -37,13 +44,6 @@ from moe.train.start.state import Counters
 from parallel.data.engine import MOMENTS, Engine
 from parallel.data.load import given
 from parallel.errors import BadInput, counted
-from parallel.mesh.layout import Layout
-from parallel.mesh.mesh import Degrees, Mesh
-from parallel.numerics.precision import LossScale
-from parallel.process.process import World
-from parallel.store import checkpoint
-from parallel.store.checkpoint import verify
-from parallel.store.lock import alone_in
 
 RECENT = 100  # a run's load is the mean over this number of its last training lines
 
@@ -148,7 +148,7 @@ def main(
     json: str | None = None,
 ) -> int:
     """Convert, write the checkpoint to `to`, and print a report."""
-    from moe.convert.report import became, compared, promise, told
+    from moe.convert.report import became, compared, promise, report_lines
 
     out, path = Path(to), find(Path(source))
     _check_new(out)
@@ -156,7 +156,7 @@ def main(
     engine, conversion, counters = convert(run, path, settings, load_from=None if load is None else Path(load))
     reader = conversion.reader
     with alone_in(out, what="TO_RUN"):
-        _check_new(out)  # a run may have begun in it meanwhile
+        _check_new(out)  # again, because a run may have begun in this folder meanwhile
         make_writable(out, World())
         (out / "recipe.yaml").write_text(resolved_yaml(run, origins))
         state.save(
@@ -172,7 +172,7 @@ def main(
             keep=1,
         )
         pass_on(path, out)
-    for line in told(conversion, path, out):
+    for line in report_lines(conversion, path, out):
         print(line)
     difference = compared(path, engine.module) if check else None
     if difference:

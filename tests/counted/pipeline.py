@@ -1,9 +1,8 @@
-"""The bytes that a pipeline's ranks keep, storage by storage, against the simulated number of held activations.
+"""The bytes that a pipeline's ranks keep, storage by storage, compared with the simulated number of held activations.
 
-For each stage, one micro-batch is measured alone: between F and its backward pass and, if that comes in two passes, between I and W.
-A rank should keep these bytes times the number held at once, which follows from the order of actions
-(parallel/pipeline/simulator/held.py). Measured between actions, beyond what was there before the first. Copies of older weights are
-left out and counted as versions.
+For each stage, one micro-batch is measured alone: between F and its backward pass and, if that is split, between I and W. A rank should
+keep these bytes times the number held at once, which follows from the order of actions (parallel/pipeline/simulator/held.py). Measured
+between actions, minus the bytes before the first. Copies of older weights are left out and counted as versions.
 """
 
 from __future__ import annotations
@@ -12,19 +11,20 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-
 from moe.bench.grids.stages import Stages, batch, connect, descend, layers, runtime_for, schedule_for
 from moe.launch import exit_codes
 from moe.recipe.sections import Model
 from moe.records.results import write_json
 from parallel.mesh.mesh import Mesh
 from parallel.numerics.weight_gradient import put_off, splittable
+from parallel.process.fork import run_on_ranks
+from tests.counted.alive import Alive
+
+from moe.recipe.sections import Model
 from parallel.pipeline.runtime import Took
 from parallel.pipeline.schedule import Action, Op, Schedule
 from parallel.pipeline.schedules.catalog import SCHEDULES, kind_of
 from parallel.pipeline.simulator.held import peak_kept, weight_versions
-from parallel.process.fork import run_on_ranks
-from tests.counted.alive import Alive
 
 WITHIN = 0.05
 
@@ -70,7 +70,7 @@ def _weighed(mesh: Mesh, schedule: Schedule, config: Model, size: int) -> dict[s
 
 
 class _Look:
-    """The Watcher that weighs what is held between actions, over what was there `before`."""
+    """A Watcher that measures the bytes held between actions, minus those held `before`."""
 
     def __init__(self, work: Stages, alive: Alive, before: int) -> None:
         self.work, self.alive, self.start = work, alive, before

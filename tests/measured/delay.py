@@ -1,9 +1,9 @@
-"""The cost in loss of gradients from older weights: PipeDream, 2BW, and the same long delay for all stages (vertical sync).
+"""The effect on the loss of gradients at older weights: PipeDream, 2BW, and an equally long delay for all stages (vertical sync).
 
-Tiny models of eight layers on Python's standard library; all variants have the same initial weights, batches and learning rates. One
-process simulates the pipeline: before each pass, the model's weights are set to the values that they had `age` updates ago, and the
-update is made from the newest. The runtime computes exactly the same (tests/moe/train/loop/test_stream.py). Nothing is clipped, because a
-stage that updates on its own does not know the gradient norm of the whole model.
+Tiny models of eight layers are trained on Python's standard library. All variants have the same initial weights, batches and learning
+rates. One process simulates the pipeline: before each pass, the weights are set to their values `age` updates ago, and the update is
+applied to the newest weights. The runtime computes exactly the same (tests/moe/train/loop/test_stream.py). Gradients are not clipped,
+because a stage that updates on its own does not know the gradient norm of the whole model.
 
     PipeDream of p stages   age p - 1 - s on stage s        vertical sync   age p - 1 everywhere        2BW   age 1, of whole batches
 
@@ -19,6 +19,12 @@ from itertools import product
 from typing import Any
 
 import torch
+from moe.train.loop.step import accumulate, finish, validation_loss
+from moe.train.parts.executor import Single
+from moe.train.parts.learning_rate import learning_rate
+from parallel.numerics.precision import LossScale
+from parallel.process.fork import run_on_ranks
+from parallel.process.process import World
 from torch import Tensor
 
 from moe.checks.together import check_run
@@ -31,14 +37,8 @@ from moe.parallelize.stages import parts_of, stages_with
 from moe.plan.pipeline import schedule_of
 from moe.recipe.sections import Run
 from moe.records.results import write_json
-from moe.train.loop.step import accumulate, finish, validation_loss
-from moe.train.parts.executor import Single
-from moe.train.parts.learning_rate import learning_rate
 from parallel.errors import BadInput
-from parallel.numerics.precision import LossScale
 from parallel.process import process
-from parallel.process.fork import run_on_ranks
-from parallel.process.process import World
 
 CPU = torch.device("cpu")
 Ages = Callable[[int], int]  # stage -> age of the weights that its gradients come from, in updates
@@ -65,7 +65,7 @@ def values_of(model: str, seed: int, steps: int) -> dict[str, Any]:
 
 
 def ages_of(variant: str, values: dict[str, Any], model: Transformer) -> dict[str, int]:
-    """Delay of each parameter's gradient: the age, in updates, of the weights from which it was computed. Zeros are left out."""
+    """For each parameter, the age in updates of the weights at which its gradient is computed. Parameters of age 0 are left out."""
     stages, age = VARIANTS[variant]
     if stages == 1:
         return {}
@@ -76,7 +76,7 @@ def ages_of(variant: str, values: dict[str, Any], model: Transformer) -> dict[st
 
 
 def losses_of(variant: str, values: dict[str, Any]) -> tuple[list[float], float]:
-    """Each step's training loss, and the validation loss of the final weights."""
+    """(the training loss of each step, the validation loss of the final weights)."""
     run = check_run(Run(**values), 1)
     mesh = process.connect(run.mesh_degrees(), World(0, 1))
     data = open_data(run.data, max_length=run.model.max_length, vocab_size=run.vocab_size, seed=run.train.seed, log=lambda _: None)

@@ -1,9 +1,9 @@
-"""K-FAC's gain in steps and its cost in time: computed at the ends of steps, and in a pipeline's bubbles (PipeFisher).
+"""K-FAC's gain in steps and its cost in time, computed at the ends of steps or in a pipeline's bubbles (PipeFisher).
 
     steps      tiny models on Python's standard library, with the same batches: steps until the mean loss of ten steps reaches AdamW's final
-               loss, with the best of three learning rates for each
-    bubbles    4 processes, a stage each. Every forward and backward pass of a stage and every unit of K-FAC's work also sleeps, as if a
-               device were computing, so that two cores suffice. Seconds per step: AdamW, K-FAC at the ends of steps, K-FAC in bubbles
+               loss, each with the best of three learning rates
+    bubbles    4 processes with one stage each. Every forward and backward pass of a stage and every unit of K-FAC's work also sleeps, as if
+               a device were computing, so that two cores suffice. Seconds per step: AdamW, K-FAC at the ends of steps, K-FAC in bubbles
     time       the same processes on the library, with the same batches: seconds until the mean loss of ten steps reaches AdamW's final one.
                The learning rate is the best of three in one process, which takes the same steps
 
@@ -20,6 +20,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from moe.train.loop.step import accumulate, finish
+from moe.train.parts.executor import Pipelined, Single, fillers, pipelined
+from moe.train.parts.learning_rate import learning_rate
+from parallel.mesh.mesh import Mesh
+from parallel.numerics.precision import LossScale
+from parallel.process.fork import run_on_ranks
+from parallel.process.process import World
 from torch import Tensor, nn
 
 from moe.checks.together import check_run
@@ -31,23 +38,16 @@ from moe.parallelize.build import build
 from moe.parallelize.engines import start_engine
 from moe.recipe.sections import Run
 from moe.records.results import write_json
-from moe.train.loop.step import accumulate, finish
-from moe.train.parts.executor import Pipelined, Single, fillers, pipelined
-from moe.train.parts.learning_rate import learning_rate
 from parallel.kfac.fisher import Filler
 from parallel.kfac.grafted import Curved
 from parallel.kfac.kfac import Item, Kfac
-from parallel.mesh.mesh import Mesh
-from parallel.numerics.precision import LossScale
 from parallel.process import process
-from parallel.process.fork import run_on_ranks
-from parallel.process.process import World
 
 CPU = torch.device("cpu")
 RATES = {"adamw": (0.006, 0.012, 0.024), "kfac": (0.012, 0.024, 0.048)}
-LAST = 10  # the loss is the mean over so many steps
+LAST = 10  # number of steps over which the loss is averaged
 FORWARD_S, BACKWARD_S = 0.03, 0.06
-UNIT_S = {"curvature": 0.004, "inversion": 0.012}  # per factor; with these K-FAC is a third of the work of a step that has all of it
+UNIT_S = {"curvature": 0.004, "inversion": 0.012}  # seconds per factor; K-FAC is then a third of the work of a step that has all of it
 ALLOWED = 1.10  # relative to AdamW's step time in the same schedule
 KFAC_ENDS, KFAC_BUBBLES = "kfac at the ends", "kfac in the bubbles"
 WAYS = ("adamw", KFAC_ENDS, KFAC_BUBBLES)
@@ -184,7 +184,7 @@ def start(values: dict[str, Any], way: str, rank: int, ranks: int, schedule: str
 
 
 def staged(rank: int, ranks: int, schedule: str, way: str, steps: int) -> dict[str, float]:
-    """One rank's median seconds per step, after the steps that are measured for the plan."""
+    """One rank's median seconds per step, without the steps that are measured for the plan."""
     values = {
         "model": {"num_layers": ranks, "d_model": 32, "num_heads": 2, "d_ff": 64, "max_length": 16, "tied_embeddings": False},
         "optimizer": {"kind": "kfac", "kfac": {"refresh_every": 4, "delay": 3}} if way != "adamw" else {},
@@ -249,7 +249,7 @@ def until(rank: int, ranks: int, schedule: str, way: str, values: dict[str, Any]
 
 
 def best_rate(delay: int, steps: int, ranks: int, target: float, say: Callable[[str], None]) -> float:
-    """K-FAC's learning rate with the fewest steps to the target, found in one process: where the work is done does not change numbers."""
+    """K-FAC's learning rate with the fewest steps to the target, found in one process: numbers do not depend on where the work is done."""
     taken = {}
     for lr in RATES["kfac"]:
         taken[lr] = steps_to(losses_of(timed_values("kfac", delay, lr, steps, ranks))[0], target) or steps + 1

@@ -5,7 +5,7 @@
     peers      seconds a step of the same modules and micro-batches in torch.distributed.pipelining, in turn with ours: GPipe, 1F1B and
                interleaved 1F1B on two processes; losses and all gradients are compared too
 
-`moe bench pipeline --json FILE`; `--only times` (and so on) and `--kinds 1f1b,zb_v` select parts.
+`moe bench pipeline --json FILE`; `--only times` (or memory, peers) and `--kinds 1f1b,zb_v` select some of it.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-
 from moe.bench.grids import pipeline_peers
 from moe.bench.grids.pipeline_peers import peers_row
 from moe.bench.grids.pipeline_times import times_rows
+from tests.counted.pipeline import memory_rows
+
 from moe.launch import exit_codes
 from moe.records.results import write_json
 from parallel.errors import BadInput

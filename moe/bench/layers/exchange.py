@@ -1,11 +1,11 @@
-"""Bytes that one layer's exchange sends, counted, against theory; and its time against a plain all-to-all of the same bytes.
+"""Counted bytes that one layer's exchange sends, compared with theory; and its time compared with a plain all-to-all of the same bytes.
 
-    each dispatcher   balanced routing; the experts' network is the identity, so that all time goes into sending rows there and back
-    plain             four all_to_all of equal parts that together send as many bytes (forward and backward have two each)
+    each dispatcher   balanced routing; the experts' network is the identity, so that all time is spent on sending rows and returning them
+    plain             four all_to_all with equal parts that send the same number of bytes (two in the forward pass, two in the backward)
     moved experts     a skewed load: rows of the fullest rank with experts in order, and after moving them; with real experts
 
-Bytes are those that leave a rank for one layer, forward and backward. They must equal the theory exactly (docs/moe/dispatch.md states it).
-A time's ratio is the median over interleaved pairs. Ranks are forked gloo processes with one thread each.
+Bytes are those that leave a rank for one layer, forward and backward. They must equal the theory exactly (docs/moe/dispatch.md).
+A ratio of times is the median over interleaved pairs. Ranks are forked gloo processes with one thread each.
 `moe bench exchange --nproc 2 --json FILE`.
 """
 
@@ -19,6 +19,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from parallel.mesh.collectives import max_over
+from parallel.mesh.mesh import Axis, Degrees, Mesh, divisors
+from parallel.process.fork import run_on_ranks
+from parallel.process.process import World
 from torch import Tensor
 
 from moe.bench.timing import in_turn, ratio
@@ -30,11 +34,7 @@ from moe.recipe import sections
 from moe.records.results import write_json
 from moe.router.router import Routing
 from parallel.errors import BadInput
-from parallel.mesh.collectives import max_over
-from parallel.mesh.mesh import Axis, Degrees, Mesh, divisors
 from parallel.process import process
-from parallel.process.fork import run_on_ranks
-from parallel.process.process import World
 
 CPU = torch.device("cpu")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -43,7 +43,7 @@ SPARE = 1.25  # slots of a padded block, relative to the filled ones
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes on one rank: tokens, width, hidden units of an expert; and the number of experts in total, and choices per token."""
+    """Sizes on one rank: tokens, width, hidden units of an expert; the total number of experts, and the choices of a token."""
 
     tokens: int = 2048
     width: int = 256
@@ -63,18 +63,19 @@ class Shape:
 def expected(kind: str, s: Shape, *, ranks: int, node: int, number_bytes: int) -> int:
     """Bytes that leave a rank for one layer, forward and backward, with balanced routing."""
 
-    def away(handed: int, axis: int) -> int:  # bytes that do not stay on the rank itself
+    def away(handed: int, axis: int) -> int:  # bytes that leave the rank
         return handed * (axis - 1) // axis
 
     row, table = s.width * number_bytes, 8 * s.experts
     if kind == "padded":
         return away(4 * s.experts * s.slots * row + table, ranks)
-    if kind == "all_gather":  # tokens and fp32 sums, and backward fp32 for both; places and gates, gates' gradients; two numbers agreed
+    # tokens and fp32 sums, and fp32 for both in the backward pass; indices and gates, gradients of gates; two agreed numbers
+    if kind == "all_gather":
         each = s.tokens * (row + 3 * 4 * s.width) + s.rows * (8 + 4 + 4)
         return (ranks - 1) * each + 2 * away(16, ranks)
     if kind == "hierarchical":
         return away(4 * s.rows * row + table, node) + away(4 * s.rows * row + table // node, ranks // node)
-    if kind == "etp":  # rows and fp32 sums of all ranks, and backward fp32 for both; counts of all experts
+    if kind == "etp":  # rows and fp32 sums of all ranks, and fp32 for both in the backward pass; counts of all experts
         return (ranks - 1) * (s.rows * (row + 3 * 4 * s.width) + table)
     return away(4 * s.rows * row + table, ranks)
 
@@ -95,12 +96,12 @@ def routing_of(shape: Shape, *, skew: bool = False, padded: bool = False, rank: 
 
 
 def identity(rows_RD: Tensor, experts: Experts, **_: Any) -> Tensor:
-    """An experts' network that costs nothing: it returns its rows."""
+    """A network of experts without cost: returns its rows."""
     return rows_RD
 
 
 class Halves:
-    """Experts over etp whose network costs nothing: each rank's partial result is its share of the row."""
+    """Experts split over etp with a network without cost: each rank's partial result is its share of the row."""
 
     kernels = None
 
@@ -135,7 +136,9 @@ def plain_of(axis: Axis, sent: int) -> Callable[[], None]:
 
 
 def ways(mesh: Mesh, by_hidden: Mesh, shape: Shape) -> dict[str, tuple[Dispatcher, Any, bool]]:
-    """Each dispatcher with its experts; True: its blocks have a capacity. `mesh` cuts experts, `by_hidden` their hidden units."""
+    """dispatcher name -> (dispatcher, experts, whether its blocks have a capacity). `mesh` splits experts, `by_hidden` their hidden
+    units.
+    """
     ep, etp = mesh.axis("ep"), by_hidden.axis("etp")
     ranks = ep.size
     with torch.device("meta"):
@@ -153,7 +156,7 @@ def ways(mesh: Mesh, by_hidden: Mesh, shape: Shape) -> dict[str, tuple[Dispatche
 
 
 def measure(rank: int, ranks: int, rounds: int, shape: list[int]) -> list[dict[str, Any]]:
-    """The rows of all dispatchers and dtypes, on ranks that are running. Bytes are equal on all ranks; times are this rank's."""
+    """The rows of all dispatchers and dtypes, measured by this rank. Bytes are equal on all ranks; times are this rank's."""
     s, found, node = Shape(*shape), [], divisors(ranks)[len(divisors(ranks)) // 2]
     mesh, by_hidden = (
         process.connect(d, World(rank, ranks)) for d in (Degrees(dp=ranks, ep=ranks, ep_inner=node), Degrees(dp=ranks, etp=ranks))
@@ -195,14 +198,14 @@ def skewed(rank: int, ranks: int, rounds: int, shape: list[int]) -> dict[str, An
         fullest[when] = int(max_over(torch.tensor(sum(way.send(x_TD, routing)[1].counts)), ep))
         work[when] = work_of(way, experts, routing, x_TD)
     seconds = in_turn(work, rounds=rounds, device=CPU)
-    even = s.rows  # each rank's rows under an even load
+    even = s.rows  # rows of each rank with an even load
     return {f"largest_rank_{when}": rows / even for when, rows in fullest.items()} | {
         "over_before": ratio(seconds["after"], seconds["before"])
     }
 
 
 def main(*, nproc: int = 2, rounds: int = 21, json: str | None = None) -> int:
-    """`moe bench exchange`: returns 1 if a dispatcher sends other bytes than theory says."""
+    """`moe bench exchange`: returns 1 if a dispatcher sends another number of bytes than theory."""
     s = Shape()
     if nproc < 2 or s.experts % (2 * nproc):
         fits = [n for n in divisors(s.experts // 2) if n > 1]

@@ -17,9 +17,8 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 from einops import rearrange
-from torch import Tensor
-
 from moe.bench.layers.layers import LayerCase, Pass, stack
+from torch import Tensor
 
 # T tokens, D width, F hidden, E experts, K choices
 
@@ -29,7 +28,7 @@ class Make(Protocol):
 
 
 def why_not(name: str, device: torch.device) -> str | None:
-    """Why a layer of this file cannot run here. None if it may be tried, and for a name of another file's layer."""
+    """Why a layer of this file cannot run here. None if it can be tried, and for a name that belongs to another file."""
     if name not in LAYERS:
         return None
     if find_spec(name) is None:

@@ -4,8 +4,8 @@
     ours         the kind through the recipe, with the trainer's own step
     deepspeed    for DeepSpeed's kinds: its engine with the same configuration, used as its documentation says, with its own clipping
 
-The three step in turn, round by round, on the same tokens from the same weights, so their losses must agree too. A time's ratio is the
-median over rounds. Each kind runs in processes of its own. `moe bench kinds --rounds 15 --json FILE`.
+The three step in turn, round by round, on the same tokens from the same weights, so their losses must agree too. A ratio of times is the
+median over rounds. Each kind runs in its own processes. `moe bench kinds --rounds 15 --json FILE`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from moe.bench.training.sharded import CPU, ShardedKind, Started, kinds_of, load_engines, start, tokens_of
+from moe.train.loop.step import finish
+from parallel.mesh.mesh import Mesh
+from parallel.numerics.precision import LossScale
+from parallel.process.fork import run_on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from moe.bench.timing import in_turn, ratio
-from moe.bench.training.sharded import CPU, ShardedKind, Started, kinds_of, load_engines, start, tokens_of
 from moe.launch import exit_codes
 from moe.model.transformer import Transformer
 from moe.nn.context import Context
@@ -31,10 +35,6 @@ from moe.parallelize.build import build
 from moe.parallelize.engines import optimizer_of
 from moe.recipe.sections import Run, Sharding
 from moe.records.results import write_json
-from moe.train.loop.step import finish
-from parallel.mesh.mesh import Mesh
-from parallel.numerics.precision import LossScale
-from parallel.process.fork import run_on_ranks
 
 BATCH, LENGTH = 8, 128
 ALLOWED = 1.03  # relative to plain DeepSpeed's time
@@ -97,7 +97,7 @@ def plain_torch(started: Started, rank: int) -> Step:
 
 
 def plain_deepspeed(started: Started, rank: int) -> Step:
-    """A step of DeepSpeed's engine, with the configuration that our engine gave it, and its own clipping."""
+    """A step of DeepSpeed's engine, with the configuration that this project gives it, and its own clipping."""
     from parallel.data.deepspeed import start_deepspeed
 
     run = started.run
@@ -106,7 +106,7 @@ def plain_deepspeed(started: Started, rank: int) -> Step:
     optimizer = adamw.build(adamw.groups(model.named_parameters()))
     for group in optimizer.param_groups:
         group["lr"] = run.optimizer.lr
-    config.pop("gradient_allreduce_op", None)  # used alone, it averages gradients itself, and clips
+    config.pop("gradient_allreduce_op", None)  # DeepSpeed alone averages and clips gradients itself
     settings = config | {"train_micro_batch_size_per_gpu": BATCH, "gradient_clipping": run.optimizer.clip_norm or 0.0}
     engine, *_ = start_deepspeed().initialize(model=model, optimizer=optimizer, dist_init_required=False, config=settings)
 
@@ -120,7 +120,7 @@ def plain_deepspeed(started: Started, rank: int) -> Step:
 
 
 def measure(rank: int, ranks: int, kind: ShardedKind, rounds: int, folder: str) -> dict[str, Any]:
-    """Seconds of each round and losses of each step, by implementation, on ranks that are running."""
+    """Seconds of each round and losses of each step on this rank, by implementation."""
     started = start(kind, recipe(kind.with_path(folder), ranks), rank, ranks)
     steps: dict[str, Step] = {"torch": plain_torch(started, rank), "ours": ours(started, rank)}
     if kind.by_deepspeed:

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from moe.train.start.restore import load_model
 
 from moe.cli.main import main
 from moe.convert.huggingface.convert import from_run, to_run
 from moe.recipe.load import load
-from moe.train.start.restore import load_model
 from parallel.errors import BadInput
 from tests.moe.convert.test_huggingface import files, logits, made, tokenizer
 from tests.support import trained
@@ -69,7 +69,7 @@ def test_what_came_goes_back_after_several_generations(came: Path) -> None:
     ).keys()
     before, after = files(came / "a"), files(came / "b")
     assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
-    assert any("rounded to bfloat16, in which the model came: --dtype fp32" in line for line in said)
+    assert any("rounded to bfloat16, the model's original dtype: --dtype fp32" in line for line in said)
     theirs, again = (transformers.AutoModelForCausalLM.from_pretrained(came / name).eval() for name in "ab")
     assert again.dtype == torch.bfloat16 and torch.equal(logits(again), logits(theirs))
     assert again.generation_config.temperature == 0.7 and again.config.max_position_embeddings == 48 and again.config.pad_token_id == 3

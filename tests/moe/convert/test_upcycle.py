@@ -12,6 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from moe.train.loop import trainer
+from moe.train.start import opening
+from moe.train.start.restore import restore
+from parallel.mesh.mesh import Degrees, Mesh
+from parallel.process.process import World
+from parallel.store.checkpoint import numbered
+from parallel.store.stored import Reader
 from torch import Tensor
 
 from moe.checks.together import check_run
@@ -30,14 +37,7 @@ from moe.recipe.presets import PRESETS
 from moe.recipe.sections import Run
 from moe.records import metrics
 from moe.router.router import Router
-from moe.train.loop import trainer
-from moe.train.start import opening
-from moe.train.start.restore import restore
 from parallel.errors import BadInput
-from parallel.mesh.mesh import Degrees, Mesh
-from parallel.process.process import World
-from parallel.store.checkpoint import numbered
-from parallel.store.stored import Reader
 from tests.support import trained
 
 # layers 1 and 3 of 4 become sparse; sizes as in tests/support/trained.py: D 16, F 24
@@ -516,11 +516,11 @@ def test_the_verb_says_what_it_did_and_how_to_go_on(
     assert said[0].startswith("copy: ") and "layers 1, 3" in said[1]
     assert "dense -> 6 experts, copies of the dense network; router new, seed 0" in said[3]
     assert "output: the source's, up to rounding" in said[5]
-    assert said[6] == f"go on with: moe train {tmp_path}/new/recipe.yaml --out {tmp_path}/new"
+    assert said[6] == f"continue with: moe train {tmp_path}/new/recipe.yaml --out {tmp_path}/new"
     assert float(said[7].split("at most ")[1].split()[0]) < 1e-4
     done = json.loads((tmp_path / "done.json").read_text())
     assert (done["verb"], done["method"], done["to"], done["failed"]) == ("convert", "copy", str(tmp_path / "new"), 0)
-    assert [row["part"] for row in done["rows"]] == ["as they are", "layer 1", "layer 3", "moments"] and done["output"] == said[5][8:]
+    assert [row["part"] for row in done["rows"]] == ["unchanged", "layer 1", "layer 3", "moments"] and done["output"] == said[5][8:]
     assert 0 < done["check"]["largest_difference"] < 1e-4 < done["check"]["largest_logit"]
     assert cli.main(["convert", *words]) == 2
     assert "TO_RUN: got" in capsys.readouterr().err
