@@ -58,7 +58,7 @@ def twin_of(case: Case) -> Case:
 
 
 def alone(twin: Case) -> Case:
-    """The same model on one process without cuts, to be computed by the trainer's own code."""
+    """`twin` on one process without cuts, to be computed by the trainer's own code."""
     return replace(twin, pp=1, stages=None, microbatches=1, head_tiles=1, chunks=1, parts=1, blocks=1, slices=0)
 
 
@@ -119,7 +119,7 @@ class Expected:
         return Expected(twin, result, {n: max(FP32_TOLERANCE, 2 * s) for n, s in spread(twin, result).items()}, Bound(twin))
 
     def in_the_order_of(self, case: Case) -> Expected:
-        """The same tolerance around the result of the row's own order of sums."""
+        """These tolerances around the result of the row's own order of sums."""
         return replace(self, result=compute(own_order(case), delayed_as=self.twin))
 
 

@@ -139,9 +139,7 @@ def case_of(choice: Choice, *, world: int | None) -> Case:
 def _check_idle(choice: Choice, ep: int) -> None:
     rows, places = choice["dispatch"], choice["experts"]
     if (rows == "none") != (ep == 1):
-        needed = (
-            "none: one rank holds every expert, so no rows are sent" if ep == 1 else "a dispatcher, because rows are sent between ranks"
-        )
+        needed = "none: one rank holds every expert" if ep == 1 else "a dispatcher"
         raise Idle("dispatch.kind", got=f"{rows} with experts {places}", needed=needed, fix="set degrees.ep to 2, or leave dispatch out")
     if rows == "hierarchical" and ep < 4:
         needed = "degrees.ep 4: with two ranks, one of the two steps sends nothing"

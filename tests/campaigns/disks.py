@@ -97,7 +97,7 @@ def _train(place: Path, *more: str, cache: Path | None = None) -> tuple[int | No
 
 
 def _one_line(code: int | None, said: str, *about: str) -> str:
-    """What is wrong with the end of a run that could not continue."""
+    """The problem with the end of a run that could not continue; "" if none."""
     lines = [line for line in said.splitlines() if line.startswith("error")]
     if "Traceback" in said:
         return f"a traceback: {said.splitlines()[-1][:200]}"
@@ -116,7 +116,7 @@ def _saved(run: Path) -> int:
 
 
 def _goes_on(place: Path, run: str, before: int) -> str:
-    """What is wrong with the next run, which has enough space: it must begin after the saved step."""
+    """The problem with the next run, which has enough space: it must begin after the saved step."""
     code, said, _ = _train(place, "--out", run)
     if code != exit_codes.DONE:
         return f"the next run: exit code {code}: {said[-300:]}"

@@ -244,7 +244,7 @@ def _cost() -> Row:
 
 
 def _judged(case: Case, folder: Path, running: list[int], took: float, slack_s: float) -> str:
-    """What is wrong with how the ranks ended; "" if nothing."""
+    """The problem with how the ranks ended; "" if none."""
     output = "\n".join(path.read_text(errors="replace") for path in sorted(folder.glob("*.log")))
     if running:
         return f"still running: ranks {running}; {output[-300:]!r}"

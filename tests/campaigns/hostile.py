@@ -161,7 +161,7 @@ def _resident() -> int:
 
 
 def _problem(given: Input, place: Path, code: int | None, said: str) -> str:
-    """What is wrong after this input; "" if nothing."""
+    """The problem after this input; "" if none."""
     lines = said.splitlines()
     if (place / CANARY).exists():
         return "it was executed"

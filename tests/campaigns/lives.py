@@ -131,7 +131,7 @@ class Life:
                 _send(rank.pid, number)
 
     def end(self, limit_s: float = LONGEST_S) -> list[int]:
-        """Wait for the ranks, and kill those that still run after `limit_s`. Returns the killed ranks."""
+        """Wait for the ranks, and kill the ranks that still run after `limit_s`. Returns the killed ranks."""
         until = time.monotonic() + limit_s
         while len(self.dead()) < self.world and time.monotonic() < until:
             time.sleep(0.01)

@@ -215,7 +215,7 @@ def _left(hosts: Hosts) -> str:
 
 
 def _unsaved(out: Path) -> str:
-    """What is wrong with the end of ranks that had a signal: each must save, and exit with that code."""
+    """The problem with the end of ranks that had a signal: each must save, and exit with that code."""
     codes = {rank: word["exit"] for rank, word in status.read(out / status.NAME).items()}
     return "" if codes == dict.fromkeys(range(len(NAMES)), STOPPED) else f"the ranks' exit codes are {codes}"
 

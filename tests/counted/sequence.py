@@ -1,6 +1,6 @@
 """Sequence-parallel attention, one layer: counted bytes sent and kept, compared with the closed forms (moe/plan/time/attention.py).
 
-Part of `python -m tests.counted comm --kinds sequence` and `moe bench memory --kinds sequence`. Each method runs forward and backward on forked
+Part of `python -m tests.counted sequence` and `python -m tests.counted sequence --what kept`. Each method runs forward and backward on forked
 ranks. Its communicator counts the bytes sent, and autograd's saved tensors are the bytes kept between the passes. Both counts are exact.
 The closed forms are also printed for more ranks, for which the methods differ clearly.
 """

@@ -1,9 +1,9 @@
-"""Tensor parallelism, one dense layer: bytes of weights, kept and sent, counted, against the closed forms (moe/plan/time/tensor.py).
+"""Tensor parallelism, one dense layer: counted bytes of weights, kept and sent, compared with the closed forms (moe/plan/time/tensor.py).
 
-Part of `python -m tests.counted tensor` and `python -m tests.counted tensor --what kept`. Each form's layer runs forward and backward on
-forked ranks, 4 and 9 of them in two dimensions, 8 in 2.5 and three: what leaves a rank is counted by its communicator, what is kept between
-the passes by the tensors that autograd saves. The closed forms are then printed for more ranks, where they tell the forms apart, and
-docs/pictures/draw.py draws where they cross.
+Part of `python -m tests.counted tensor` and `python -m tests.counted tensor --what kept`. The layer of each form runs forward and backward on forked
+ranks: 4 and 9 in two dimensions, 8 in 2.5 and three. Its communicator counts the bytes sent, and autograd's saved tensors are the bytes
+kept between the passes. The closed forms are also printed for more ranks, for which the forms differ clearly, and docs/pictures/draw.py
+draws their crossings.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
+from moe.plan.time.tensor import Cost, DenseLayer, cost
+from parallel.mesh.grids import GRIDS, grid_of
+from parallel.process.fork import run_on_ranks
+from parallel.process.process import World
 from torch import Tensor
 
 from moe.checks.together import check_run
 from moe.launch import exit_codes
 from moe.nn.context import Context
 from moe.parallelize.build import build
-from moe.plan.time.tensor import Cost, DenseLayer, cost
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from moe.records.results import write_json
 from parallel.errors import BadInput
-from parallel.mesh.grids import GRIDS, grid_of
 from parallel.process import process
-from parallel.process.fork import run_on_ranks
-from parallel.process.process import World
 from parallel.tensor import linear_2p5d
 
 SEQUENCES, LENGTH, WIDTH, HEADS, KV_HEADS, HEAD_SIZE, HIDDEN = 36, 8, 72, 24, 12, 4, 144
@@ -53,7 +53,7 @@ def main(*, what: Literal["sent", "kept"] = "sent", nproc: int = 4, json: str | 
 
 
 def shape(kind: str, ranks: int, *, depth: int | None = None) -> tuple[int, int, int]:
-    """(depth, rows, columns); one row of ranks where the form is no grid. Raises BadInput where they make none."""
+    """(depth, rows, columns) of a grid; one row of ranks if the form has no grid. Raises BadInput if this number of ranks makes no grid."""
     sides = range(2, ranks)
     if kind == "2.5d":
         return linear_2p5d.grid_of(ranks, depth, sides=sides)
@@ -61,8 +61,10 @@ def shape(kind: str, ranks: int, *, depth: int | None = None) -> tuple[int, int,
 
 
 def measured(kind: str, ranks: int, precision: str, *, chunks: int = 1) -> list[dict[str, Any]]:
-    """What is sent, by a rank on average, must be its formula exactly, on a line also in as many calls; weights and what is kept, by the
-    fullest, within 5 %. `chunks`: tensor.overlap_chunks."""
+    """Rows of one form. Bytes sent, averaged over ranks, must equal the formula, on a line also the number of calls. Weights and kept bytes
+    of
+    the fullest rank must agree within 5 %. `chunks`: tensor.overlap_chunks.
+    """
     of = DenseLayer(SEQUENCES * LENGTH, WIDTH, HEADS, HEAD_SIZE, KV_HEADS, HIDDEN, itemsize=DTYPES[precision].itemsize)
     theory = cost(kind, shape(kind, ranks), of, chunks=chunks)
     found = run_on_ranks(_measure, ranks, kind, ranks, precision, chunks)
@@ -108,7 +110,7 @@ def _measure(rank: int, kind: str, ranks: int, precision: str, chunks: int) -> d
     x = torch.randn(size).to(DTYPES[precision]).requires_grad_()
     context = Context.of(torch.zeros(size[0], LENGTH, dtype=torch.long))
     parameters = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
-    kept: dict[int, tuple[Tensor, int]] = {}  # the tensors too: storage that is freed would be counted as the next one's
+    kept: dict[int, tuple[Tensor, int]] = {}  # keeps the tensors too, because freed storage would be counted for the next tensor
 
     def note(saved: Tensor) -> Tensor:
         kept[saved.untyped_storage().data_ptr()] = saved, saved.untyped_storage().nbytes()
@@ -117,7 +119,8 @@ def _measure(rank: int, kind: str, ranks: int, precision: str, chunks: int) -> d
     mesh.communicator.reset_counts()
     with torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved):
         out, _ = layer(x, context)
-    held = sum(size for at, (saved, size) in kept.items() if at not in parameters and saved.numel() > LENGTH * HEAD_SIZE)  # less are angles
+    # smaller tensors are rotary angles
+    held = sum(size for at, (saved, size) in kept.items() if at not in parameters and saved.numel() > LENGTH * HEAD_SIZE)
     out.backward(torch.randn_like(out))
     counts = mesh.communicator.counts().values()
     weights = sum(p.numel() for name, p in layer.named_parameters() if "norm" not in name) * DTYPES[precision].itemsize
@@ -125,7 +128,7 @@ def _measure(rank: int, kind: str, ranks: int, precision: str, chunks: int) -> d
 
 
 def on_paper() -> list[dict[str, Any]]:
-    """A layer of GPT-3's width on 4, 8, 16 and 64 ranks, in bf16; a form that has no grid of so many is left out."""
+    """A layer of GPT-3's width on 4, 8, 16 and 64 ranks, in bf16. Leaves out forms without a grid of that size."""
     rows: list[dict[str, Any]] = []
     print(f"\n{'a layer of 12,288, 8,192 tokens, bf16':<38}{'ranks':>6}{'grid':>12}{'weights':>10}{'kept':>10}{'sent':>10}  MiB a rank")
     for ranks in ON_PAPER:
@@ -141,7 +144,7 @@ def on_paper() -> list[dict[str, Any]]:
 
 
 def forms_of(ranks: int) -> list[tuple[str, tuple[int, int, int]]]:
-    """Every form that so many ranks can have, with its grid; of 2.5D every depth from 2 on."""
+    """Every form with a grid of this number of ranks; for 2.5D every depth from 2 on."""
     found: list[tuple[str, tuple[int, int, int]]] = [("1d", (1, 1, ranks)), ("sliced", (1, 1, ranks))]
     for kind, depth in [("2d", None), *(("2.5d", depth) for depth in range(2, ranks)), ("3d", None)]:
         try:

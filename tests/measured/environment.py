@@ -4,8 +4,8 @@
     threads    one process with a thread for each core trains, then generates, while waiting threads spin or sleep: alone, and next to two
                busy processes of lower priority in another session, such as another user's
 
-Each setting runs in its own process, in turn, round by round; ratios are taken within a round. Seconds are those of the whole command;
-processor seconds include its ranks. "unset" is the default of GNU's OpenMP library; `moe` sets another value.
+Each setting runs in its own process, in turn, round by round; ratios are taken within a round. Seconds count the whole command; processor
+seconds include its ranks. "unset" is the default of GNU's OpenMP library; `moe` sets another value.
 `python -m tests.measured environment --rounds 3 --only "threads training alone" --json FILE`. Linux.
 """
 

@@ -219,7 +219,7 @@ def bubbles_row(schedule: str, ranks: int, steps: int) -> dict[str, Any]:
 
 # --- time -------------------------------------------------------------------------------------------------------------
 
-DELAYS = (0, 1)  # delay 1: curvature fills the waits of one step, inversions those of the next
+DELAYS = (0, 1)  # delay 1: curvature fills the waits of one step, inversions the waits of the next
 
 
 def timed_values(kind: str, delay: int, lr: float, steps: int, ranks: int) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""Whether `moe plan` ranks the fastest plan first: random recipes and clusters, each planned as usual and with every way to cut the ranks.
+"""Whether `moe plan` ranks the fastest plan first: random recipes and clusters, each planned as usual and with all combinations of degrees.
 
 `python -m tests.planner best --json FILE`. A draw passes if no plan that fits is faster than the first one, and if the first is no slower
-than the recipe's own plan, if that fits. As usual means two rounds, of which the second tries only the fastest ways of the first
-(moe/plan/choose/planned.py), so this measures what the first round loses.
+than the recipe's own plan, if that fits. As usual means two rounds, of which the second tries only the fastest degrees of the first
+(moe/plan/choose/planned.py). So this measures the loss caused by the first round.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from __future__ import annotations
 import random
 from typing import Any, NamedTuple
 
-from moe.checks.together import check_run
 from moe.plan.choose.choose import described
 from moe.plan.choose.planned import Planned, planned
 from moe.plan.choose.predicted import held_bytes, settled
 from moe.plan.machine.cluster import Cluster, load_cluster
+
+from moe.checks.together import check_run
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
@@ -30,7 +31,7 @@ class Draw(NamedTuple):
 
 
 def drawn(draw: random.Random, clusters: tuple[str, ...] = CLUSTERS) -> Draw:
-    """A recipe without a layout of its own, dense or with experts in every other layer, and a cluster."""
+    """A random recipe without a layout of its own, dense or with experts in every other layer, and a random cluster."""
     heads = draw.choice((4, 8, 12, 16, 32))
     width, batch = heads * draw.choice((64, 128)), draw.choice((8, 16, 32, 48, 64, 128, 256, 512, 1024))
     model: dict[str, Any] = {"num_layers": draw.choice((4, 6, 8, 12, 16, 24)), "d_model": width, "num_heads": heads}
@@ -45,7 +46,7 @@ def drawn(draw: random.Random, clusters: tuple[str, ...] = CLUSTERS) -> Draw:
 
 
 def row_of(of: Draw) -> dict[str, Any] | None:
-    """One draw's row of the JSON; None if nothing fits or runs there."""
+    """One draw's row of the JSON; None if no plan fits or runs there."""
     run, cluster = of
     try:
         usual = planned(run, cluster, checked=check_run, top=1)
@@ -69,7 +70,7 @@ def row_of(of: Draw) -> dict[str, Any] | None:
 
 
 def _own_seconds(made: Planned) -> float | None:
-    """Of the recipe's own plan; None if it does not run or fit."""
+    """Seconds of the recipe's own plan; None if it does not run or fit."""
     own = made.own
     fits = own is not None and held_bytes(made.network, own, made.cluster) <= made.cluster.memory_bytes()
     return made.time(own).step if own is not None and fits else None

@@ -19,6 +19,8 @@ from typing import Any, Literal
 
 import tyro
 
+from tests.planner.read_tables import Table, read_folder
+
 from moe.launch import exit_codes
 from moe.records.results import write_json
 from tests.planner import best as planner_best
@@ -27,7 +29,6 @@ from tests.planner import memory as planner_memory
 from tests.planner import orders as planner_orders
 from tests.planner import published as planner_published
 from tests.planner import speed as planner_speed
-from tests.planner.read_tables import Table, read_folder
 
 Part = Literal["runs", "tables", "published", "speed", "orders", "best"]
 TABLES = Path(__file__).resolve().parent / "tables"
@@ -56,7 +57,7 @@ def main(part: tyro.conf.Positional[Part] = "runs", *, folder: str | None = None
 
 
 def _runs(only: str | None) -> list[dict[str, Any]]:
-    from tests.planner import runs as planner_runs  # with torch, which tables do not need
+    from tests.planner import runs as planner_runs  # imports torch, which tables do not need
 
     return planner_runs.rows(only)
 
@@ -71,7 +72,7 @@ def table_rows(tables: str | Path) -> list[dict[str, Any]]:
         if not table.missing or formula:
             rows.append(row_of(table, formula))
             print(_line(rows[-1]), flush=True)
-    print("", *planner_choice.told(read), sep="\n", flush=True)
+    print("", *planner_choice.time_lines(read), sep="\n", flush=True)
     _say_unusable(read)
     return rows
 

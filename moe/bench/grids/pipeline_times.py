@@ -98,7 +98,7 @@ def _sum_seconds(axis: Axis, *, times: int = 10) -> float:
 
 
 def simulated(schedule: Schedule, actions: list[dict[str, float]], *, transfer: float, summation: float) -> Timeline:
-    """The timeline simulated from each rank's mean seconds of each action, and those of a transfer and a sum."""
+    """The timeline simulated from each rank's mean seconds of each action, of a message and of a sum."""
 
     def cost(rank: int, action: Action) -> float:
         return summation if action.op is Op.S else actions[rank][_key(action)]

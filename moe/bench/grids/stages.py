@@ -1,6 +1,6 @@
-"""Plain modules as stages in the pipeline's runtime: `moe bench pipeline` measures their time and memory and compares them with peers.
+"""Plain modules as stages in the pipeline's runtime. `moe bench pipeline` measures their time and memory and compares them with peers.
 
-Each process builds one model, of which its rank uses only its stages. Where updates do not wait, weights have versions, as in training.
+Each process builds one model and uses only its rank's stages. If updates do not wait, weights have versions, as in training.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from parallel.mesh.layout import Layout
+from parallel.mesh.mesh import Degrees, Mesh
+from parallel.numerics.weight_gradient import gradient_or_later
+from parallel.process.process import World
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from moe.model.transformer import Output, Part, Transformer
 from moe.nn.context import Context
 from moe.recipe.sections import Model
-from parallel.mesh.layout import Layout
-from parallel.mesh.mesh import Degrees, Mesh
-from parallel.numerics.weight_gradient import gradient_or_later
 from parallel.pipeline.links import Links
 from parallel.pipeline.replicas import StageReplicas
 from parallel.pipeline.runtime import Runtime
@@ -29,10 +30,9 @@ from parallel.pipeline.schedule import Schedule
 from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
 from parallel.pipeline.weights import Versions
 from parallel.process import process
-from parallel.process.process import World
 
 CPU = torch.device("cpu")
-Loss = Callable[[Tensor, int], Tensor]  # takes the last stage's output and the micro-batch's number
+Loss = Callable[[Tensor, int], Tensor]  # (output of the last stage, number of the micro-batch) -> loss
 
 
 class Stages:
@@ -81,7 +81,7 @@ class Stages:
 
 
 def descend(module: nn.Module) -> None:
-    """A step of gradient descent, too small to change anything that is measured."""
+    """A step of gradient descent, too small to affect any measured value."""
     with torch.no_grad():
         for parameter in module.parameters():
             if parameter.grad is not None:
@@ -94,7 +94,7 @@ def descend(module: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class Seconds:
-    """The duration of F, I and W on one stage, and of its update. B takes as long as I and W together."""
+    """Durations of F, I and W on one stage, and of its update. B takes I plus W."""
 
     forward: float
     inputs: float
@@ -141,7 +141,8 @@ class Layers(nn.Module):
     def __init__(self, model: Transformer, part: Part, tokens_BL: Tensor) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(model.layers[layer] for layer in part.layers)
-        self.model, self.part, self.context = [model], part, Context.of(tokens_BL)  # in a list, so that torch registers no submodule
+        # in a list, so that torch does not register it as a submodule
+        self.model, self.part, self.context = [model], part, Context.of(tokens_BL)
         self.ends = nn.ParameterList([*([model.embedding] if part.begins else []), *(_head(model) if part.ends else [])])
 
     def forward(self, x: Tensor) -> Tensor:
@@ -173,7 +174,7 @@ def batch(microbatches: int, size: int, length: int) -> tuple[list[Tensor], list
 
 
 def schedule_for(name: str, ranks: int, microbatches: int, *, batches: int = 2) -> Schedule:
-    """The schedule of one step; of a schedule that does not drain, with as many micro-batches as `batches` steps have."""
+    """The schedule of one step; for a schedule that does not drain, of `batches` steps."""
     kind = SCHEDULES[name]
     if not kind.continuous:
         return make_schedule(name, ranks=ranks, microbatches=microbatches)
@@ -186,7 +187,7 @@ def connect(rank: int, ranks: int) -> Mesh:
 
 
 def runtime_for(schedule: Schedule, mesh: Mesh, stages: Mapping[int, nn.Module]) -> Runtime:
-    """This rank's runtime. Collective, since it makes groups. `stages`: all stages, of which this rank uses its own."""
+    """This rank's runtime. Collective, because it makes groups. `stages`: all stages, of which this rank uses its own."""
     axis = mesh.axis("pp")
     for homes in sorted({homes for homes in schedule.homes if len(homes) > 1}):
         mesh.part("pp", homes, label="replicas")

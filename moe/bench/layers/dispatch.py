@@ -67,7 +67,7 @@ PEERS: dict[str, dict[str, Make]] = {
         **{name: partial(make, ffn="swiglu") for name, make in gpu_layers.LAYERS.items()},
     },
 }
-TABLES = ("growth", "moves")  # tables in addition to those of the shapes; --only accepts these names
+TABLES = ("growth", "moves")  # tables in addition to one for each shape; --only accepts these names
 
 
 def main(*, peers: str = "all", only: str | None = None, rounds: int = 7, json: str | None = None) -> int:

@@ -4,7 +4,7 @@
     plain             four all_to_all with equal parts that send the same number of bytes (two in the forward pass, two in the backward)
     moved experts     a skewed load: rows of the fullest rank with experts in order, and after moving them; with real experts
 
-Bytes are those that leave a rank for one layer, forward and backward. They must equal the theory exactly (docs/moe/dispatch.md).
+Bytes leaving a rank for one layer are counted, forward and backward. They must equal the theory exactly (docs/moe/dispatch.md).
 A ratio of times is the median over interleaved pairs. Ranks are forked gloo processes with one thread each.
 `moe bench exchange --nproc 2 --json FILE`.
 """

@@ -139,7 +139,7 @@ def ours(case: LayerCase, ffn: str, *, master: torch.dtype | None = None, kernel
 
 
 def limit(case: LayerCase, ffn: str) -> Pass:
-    """The same rows in equal parts through batched matrix products, without routing."""
+    """Batched matrix products of the same rows in equal parts, without routing."""
     s = case.shape
     each = -(-s.rows // s.experts)
     x_ERD = case.weights(s.experts, each, s.width, seed=5)
