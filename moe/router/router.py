@@ -16,6 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from parallel.mesh.regions import in_region
+from parallel.numerics.supposed import supposed
 from torch import Tensor, nn
 
 from moe.kernels import choose
@@ -24,7 +26,7 @@ from moe.nn.linear import Norm, linear_fp32
 from moe.recipe.router_spec import RouterSpec
 from moe.router.checks import check_spec
 from moe.router.methods.catalog import method_of
-from moe.router.methods.method import Asked, Chosen, Method
+from moe.router.methods.method import Chosen, Method, RoutingRequest
 from moe.router.noise import chance_of_choice, gumbel, jittered, noise_size, noisy_logits
 from moe.router.rehearsed import balanced_logits
 from moe.router.scores import chosen_gates, chosen_scores, probabilities, scores_of
@@ -32,8 +34,6 @@ from moe.router.slots.capacity import kept_choices
 from moe.router.slots.slices import Slices
 from moe.router.slots.slots import slots_of
 from parallel.errors import BadInput, counted
-from parallel.mesh.regions import in_region
-from parallel.numerics.supposed import supposed
 
 # T tokens, D model, E experts, K choices
 
@@ -187,7 +187,7 @@ class Router(nn.Module):
         spec, tokens = self.spec, len(logits_TE)
         num_groups = self._num_groups(tokens, sequence_tokens)
         slots = slots_of(spec, tokens // num_groups, num_experts=self.num_experts, training=self.training)
-        asked = Asked(
+        request = RoutingRequest(
             spec,
             self._preferred(scores_TE, logits_TE, context),
             scores_TE,
@@ -201,7 +201,7 @@ class Router(nn.Module):
             self._given(context),
             self.table_VK,
         )
-        chosen = self.method.choose(asked)
+        chosen = self.method.choose(request)
         if not self.method.tokens_choose:
             assert chosen.counted_TK is not None
             return Decision(chosen, chosen.counted_TK, slots, num_groups)

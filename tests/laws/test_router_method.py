@@ -9,21 +9,21 @@ import re
 from pathlib import Path
 
 import pytest
+from moe.plan.job.activations import router_bytes
+from moe.plan.job.of_recipe import network_of
+from moe.router.slots.causal import check_causal
+from moe.router.slots.groups import needs_group
+from moe.verify.plain import layer as plain_layer
 from torch import Tensor
 
 from moe.checks.together import check_run
-from moe.plan.job.activations import router_bytes
-from moe.plan.job.of_recipe import network_of
 from moe.recipe.load import load
 from moe.recipe.sections import Run
 from moe.router.methods import catalog
-from moe.router.methods.method import Asked, Method
-from moe.router.slots.causal import check_causal
-from moe.router.slots.groups import needs_group
+from moe.router.methods.method import Method, RoutingRequest
 from moe.verify import expected, layouts, twin
 from moe.verify.cases import Case
 from moe.verify.compare import compare
-from moe.verify.plain import layer as plain_layer
 from parallel.errors import BadInput
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,8 +42,8 @@ class RunnersUp(Method):
     def kept_bytes(self, *, num_choices: int, num_experts: int) -> int:
         return 7 * num_choices
 
-    def select(self, asked: Asked) -> Tensor:
-        expert_TK: Tensor = asked.kernels.top_k(asked.preferred_TE, 1 + asked.spec.num_choices)
+    def select(self, request: RoutingRequest) -> Tensor:
+        expert_TK: Tensor = request.kernels.top_k(request.preferred_TE, 1 + request.spec.num_choices)
         return expert_TK[:, 1:].contiguous()
 
 
