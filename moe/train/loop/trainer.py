@@ -14,13 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from moe.checks.sharding import check_installed
-from moe.checks.together import check_run
 from moe.plan.choose.predicted import Prediction
-from moe.recipe.changes import check_allowed
-from moe.recipe.sections import Run
-from moe.records.redone import Restart
-from moe.records.tracker import check_trackers
 from moe.train.loop.advance import advance
 from moe.train.loop.ending import finish
 from moe.train.loop.recorded import count, record, refuse_endless_skips
@@ -30,17 +24,24 @@ from moe.train.parts.energy_clocks import planned_clocks
 from moe.train.parts.profile import Recording, first_of_its_stage
 from moe.train.start import state
 from moe.train.start.job import Job
-from moe.train.start.opening import Asked, open_job
+from moe.train.start.opening import RunArguments, open_job
 from moe.train.start.own import Own
 from moe.train.start.place import asked_to_stop, check_precision, settle_precision
 from moe.train.start.prediction import Measured, foretell
-from parallel.optim.given import Factory
-from parallel.process import process
 from parallel.process.deterministic import deterministic
 from parallel.process.process import World
 from parallel.store.lock import alone_in
 from parallel.watch import watchdog
 from parallel.watch.outcome import of_all
+
+from moe.checks.sharding import check_installed
+from moe.checks.together import check_run
+from moe.recipe.changes import check_allowed
+from moe.recipe.sections import Run
+from moe.records.redone import Restart
+from moe.records.tracker import check_trackers
+from parallel.optim.given import Factory
+from parallel.process import process
 
 
 class Stopped(Exception):
@@ -92,24 +93,24 @@ def train(
     run = settle_precision(run, world)
     slow = check_precision(run, world)
     out = out or Path("runs") / name
-    told = Asked(name, out, world, origins or {}, fresh, from_step, allow_changes, display, init_from, restart, own, code)
+    arguments = RunArguments(name, out, world, origins or {}, fresh, from_step, allow_changes, display, init_from, restart, own, code)
     if slow is not None:
-        told.say(slow)
-    predicted = foretell(run, asked, world, cluster=cluster, force=force, say=told.say)
+        arguments.say(slow)
+    predicted = foretell(run, asked, world, cluster=cluster, force=force, say=arguments.say)
     with deterministic(run.train.deterministic), contextlib.ExitStack() as held:
         of_all(lambda: None if world.rank else held.enter_context(alone_in(out)), process.everyone(world), what="--out")
-        return _train(run, told, predicted, profile)
+        return _train(run, arguments, predicted, profile)
 
 
-def _train(run: Run, told: Asked, predicted: Prediction | None, profile: bool) -> dict[str, Any]:
+def _train(run: Run, arguments: RunArguments, predicted: Prediction | None, profile: bool) -> dict[str, Any]:
     watchdog.enter("preparing", patience=watchdog.FIRST)
-    job = open_job(run, told)
-    job.predicted, job.measured = predicted, Measured(told.world)
+    job = open_job(run, arguments)
+    job.predicted, job.measured = predicted, Measured(arguments.world)
     if profile and first_of_its_stage(job.mesh):
-        job.recording = Recording(told.out / "profile", f"rank-{told.world.rank}", note=job.progress.note)
+        job.recording = Recording(arguments.out / "profile", f"rank-{arguments.world.rank}", note=job.progress.note)
     with asked_to_stop() as asked:
         try:
-            with planned_clocks(run, job.executor, job.mesh, told.world, note=job.progress.note):
+            with planned_clocks(run, job.executor, job.mesh, arguments.world, note=job.progress.note):
                 _loop(job, asked)
             summary = finish(job)
             job.tell("on_train_end", summary)

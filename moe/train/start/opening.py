@@ -11,6 +11,29 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from moe.train.parts.audit import Auditor
+from moe.train.parts.callbacks import Callbacks
+from moe.train.parts.executor import Executor, start_executor
+from moe.train.parts.rebalance import Rebalancer, nothing_to_move
+from moe.train.start import state
+from moe.train.start.adapters import base_of, check_base, described
+from moe.train.start.adapters import whole as whole_model
+from moe.train.start.job import Job
+from moe.train.start.kept import KEPT, pass_on
+from moe.train.start.out_of_memory import RESUMING, STATES, WEIGHTS, during
+from moe.train.start.own import Own, the_same
+from moe.train.start.place import make_writable, set_aside
+from moe.train.start.resume import Resumed
+from moe.train.start.state import Counters
+from parallel.mesh.collectives import largest
+from parallel.mesh.mesh import Mesh
+from parallel.numerics.precision import LossScale
+from parallel.process.process import World
+from parallel.store.checkpoint import keep_newest
+from parallel.store.saver import Saver
+from parallel.store.stored import Reader
+from parallel.watch.outcome import of_all
+
 from moe.checks.sequence import without_effect
 from moe.checks.verdict import not_recommended
 from moe.data import open_data
@@ -28,34 +51,12 @@ from moe.records.progress import open_progress
 from moe.records.redone import Restart, going_on
 from moe.records.title import title
 from moe.records.tracker import open_tracker
-from moe.train.parts.audit import Auditor
-from moe.train.parts.callbacks import Callbacks
-from moe.train.parts.executor import Executor, start_executor
-from moe.train.parts.rebalance import Rebalancer, nothing_to_move
-from moe.train.start import state
-from moe.train.start.adapters import base_of, check_base, described
-from moe.train.start.adapters import whole as whole_model
-from moe.train.start.job import Job
-from moe.train.start.kept import KEPT, pass_on
-from moe.train.start.out_of_memory import RESUMING, STATES, WEIGHTS, during
-from moe.train.start.own import Own, the_same
-from moe.train.start.place import make_writable, set_aside
-from moe.train.start.resume import Resumed
-from moe.train.start.state import Counters
 from parallel.data.engine import Rule
-from parallel.mesh.collectives import largest
-from parallel.mesh.mesh import Mesh
-from parallel.numerics.precision import LossScale
 from parallel.process import process
-from parallel.process.process import World
-from parallel.store.checkpoint import keep_newest
-from parallel.store.saver import Saver
-from parallel.store.stored import Reader
-from parallel.watch.outcome import of_all
 
 
 @dataclass(frozen=True)
-class Asked:
+class RunArguments:
     """Arguments of a run other than its recipe; the fields are the arguments of `train` (moe/train/loop/trainer.py)."""
 
     name: str
@@ -77,23 +78,23 @@ class Asked:
             print(line)
 
 
-def open_job(run: Run, asked: Asked) -> Job:
+def open_job(run: Run, arguments: RunArguments) -> Job:
     """Return this rank's job, restored from the newest checkpoint. Collective. Raises BadInput."""
-    world, out, first = asked.world, asked.out, asked.world.rank == 0
+    world, out, first = arguments.world, arguments.out, arguments.world.rank == 0
     mesh = process.connect(run.mesh_degrees(), world)
-    callbacks = Callbacks(asked.own.callbacks, mesh.axis("world"))
-    found = None if asked.fresh else state.find(out / "checkpoints", mesh, log=asked.say, step=asked.from_step)
+    callbacks = Callbacks(arguments.own.callbacks, mesh.axis("world"))
+    found = None if arguments.fresh else state.find(out / "checkpoints", mesh, log=arguments.say, step=arguments.from_step)
     done = _is_done(run, found, out, mesh)
     if not done:
         make_writable(out, world)
     writes = first and not done
     source = None
-    if asked.init_from is not None and found is None:
-        begins = state.source(asked.init_from, mesh, log=asked.say)
+    if arguments.init_from is not None and found is None:
+        begins = state.source(arguments.init_from, mesh, log=arguments.say)
         source = of_all(lambda: whole_model(begins), mesh.axis("world"), what="--init_from")
     check_base(run.lora.rank, source=source, found=found)
-    base = source if found is None else base_of(found, _moved(asked)) if run.lora.rank else None
-    resumed = Resumed.of(found, run, asked.allow_changes) if source is None else Resumed.begun(source, run, asked.allow_changes)
+    base = source if found is None else base_of(found, _moved(arguments)) if run.lora.rank else None
+    resumed = Resumed.of(found, run, arguments.allow_changes) if source is None else Resumed.begun(source, run, arguments.allow_changes)
     read = partial(
         open_data,
         run.data,
@@ -101,18 +102,18 @@ def open_job(run: Run, asked: Asked) -> Job:
         vocab_size=run.vocab_size,
         seed=run.train.seed,
         tokenizer=resumed.tokenizer,
-        log=asked.say,
-        given=asked.own.data,
+        log=arguments.say,
+        given=arguments.own.data,
     )
     data = the_same(read, mesh.axis("world")) if run.data.is_own else read()
     for line in told(data.index, out / LISTING):
-        asked.say(line)
+        arguments.say(line)
     if run.model.document_mask:
         check_separator(data.tokenizer, run.model.document_separator)
-    prepare(run, asked.say)
-    executor = start_model(run, mesh, world, rule=asked.own.rule(run, mesh), table=resumed.table)
+    prepare(run, arguments.say)
+    executor = start_model(run, mesh, world, rule=arguments.own.rule(run, mesh), table=resumed.table)
     scale, counters = LossScale.of(run.precision.loss_scale), Counters()
-    if asked.fresh:
+    if arguments.fresh:
         for folder in (out / "checkpoints", out / KEPT):
             set_aside(folder, world)
     whole = whole_layouts(run) if run.degrees.pp > 1 else None
@@ -121,7 +122,7 @@ def open_job(run: Run, asked: Asked) -> Job:
         rebalancer.resume(found.state.get(state.PLACED), where=f"checkpoint {found.path.name}")
     with during(RESUMING):
         if base is not None:  # before `resume`, which sets the counters
-            state.begin(base, executor.engine, mesh, log=asked.say, whole=whole)
+            state.begin(base, executor.engine, mesh, log=arguments.say, whole=whole)
         state.resume(
             found,
             executor.engine,
@@ -130,41 +131,41 @@ def open_job(run: Run, asked: Asked) -> Job:
             scale=scale,
             data=data.key,
             recipe=run.model_dump(mode="json"),
-            log=asked.say,
+            log=arguments.say,
             whole=whole,
         )
-    aside = None if asked.from_step is None else set_aside(out / "checkpoints", world, after=asked.from_step)
+    aside = None if arguments.from_step is None else set_aside(out / "checkpoints", world, after=arguments.from_step)
     if writes:
-        (out / "recipe.yaml").write_text(resolved_yaml(run, asked.origins))
+        (out / "recipe.yaml").write_text(resolved_yaml(run, arguments.origins))
         list_in(out, data.index)
         if source is not None:
             pass_on(source.path, out)
         if resumed.table is not None:
             (out / f"{hash_table.STATE}.json").write_text(json.dumps(resumed.table))
-    goes_on = found is not None or (asked.restart is not None and not asked.fresh and asked.restart.has_records(out))
-    again = going_on(out, counters.step, asked.restart) if goes_on and first else {}
+    goes_on = found is not None or (arguments.restart is not None and not arguments.fresh and arguments.restart.has_records(out))
+    again = going_on(out, counters.step, arguments.restart) if goes_on and first else {}
     config = {key: value for key, value in flat(run).items() if not isinstance(value, list | dict)}
     trackers = {
-        str(name): partial(open_tracker, name, out, recipe=asked.name, config=config, goes_on=goes_on) for name in run.train.trackers
+        str(name): partial(open_tracker, name, out, recipe=arguments.name, config=config, goes_on=goes_on) for name in run.train.trackers
     }
-    records = Records(out if writes else None, resume_step=counters.step if goes_on else None, say=asked.say, trackers=trackers)
+    records = Records(out if writes else None, resume_step=counters.step if goes_on else None, say=arguments.say, trackers=trackers)
     progress = open_progress(
         run.train.steps,
-        recipe=asked.name,
+        recipe=arguments.name,
         world=world.size,
         lines=title(run, world),
         out=out,
-        kind="auto" if first and asked.display else "none",
+        kind="auto" if first and arguments.display else "none",
     )
     if why := nothing_to_move(run):
         progress.note(f"experts.rebalance_every {run.experts.rebalance_every} has no effect: {why}")
     before = {} if found is None else found.state.get("code", {})
-    changed = [key for key, digest in asked.code.items() if before.get(key, digest) != digest]
+    changed = [key for key, digest in arguments.code.items() if before.get(key, digest) != digest]
     for line in (
         *(f"changed since the checkpoint: the code of {key} {run.plugins()[key]}" for key in changed),
         *without_effect(run),
         *(f"not recommended: {reason}" for reason in not_recommended(run)),
-        *resumed.unused(asked.allow_changes),
+        *resumed.unused(arguments.allow_changes),
     ):
         progress.note(line)
     if found is not None:
@@ -178,8 +179,8 @@ def open_job(run: Run, asked: Asked) -> Job:
     if source is not None:
         progress.note(f"begins with the weights and the tokenizer of {source.path}")
         records.write({"kind": "event", "event": "begun", "step": 0, "from": str(source.path)} | resumed.recorded())
-    elif asked.init_from is not None and not (run.lora.rank and _moved(asked)):
-        progress.note(f"--init_from {asked.init_from} has no effect: the run goes on from its own checkpoint (--fresh starts over)")
+    elif arguments.init_from is not None and not (run.lora.rank and _moved(arguments)):
+        progress.note(f"--init_from {arguments.init_from} has no effect: the run goes on from its own checkpoint (--fresh starts over)")
     shard = shard_of(run, mesh, run.train.global_batch)
     saver = Saver(out / "checkpoints", mesh.axis("world"), keep=run.train.keep)
     if found is not None and writes and not counters.in_a_row:  # else the run may have to resume from an older one
@@ -189,7 +190,7 @@ def open_job(run: Run, asked: Asked) -> Job:
     )
     return Job(
         run,
-        asked.name,
+        arguments.name,
         out,
         world,
         mesh,
@@ -204,7 +205,7 @@ def open_job(run: Run, asked: Asked) -> Job:
         counters,
         auditor=auditor,
         callbacks=callbacks,
-        code=asked.code,
+        code=arguments.code,
         own_data=run.data.is_own,
         saved_at=None if found is None else counters.step,
         base=described(base) if base is not None and run.lora.rank else None,
@@ -225,9 +226,9 @@ def _is_done(run: Run, found: Reader | None, out: Path, mesh: Mesh) -> bool:
     return bool(largest(float(of_all(look, world, what=SUMMARY)), world))
 
 
-def _moved(asked: Asked) -> Path | None:
+def _moved(arguments: RunArguments) -> Path | None:
     """Return the given present place of an adapter run's base: a checkpoint's folder, or None."""
-    given = asked.init_from
+    given = arguments.init_from
     return given if given is not None and (given / "manifest.json").is_file() else None
 
 
