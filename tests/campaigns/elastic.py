@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from tests.campaigns.faults import Row
 from tests.campaigns.hangs import warm_up
-from tests.campaigns.lives import TINY, Life, hashes, whole
+from tests.campaigns.lives import TINY, Attempt, hashes, whole
 
 from moe.launch.environment import free_port
 from moe.launch.processes import find_ranks
@@ -52,10 +52,10 @@ def rows(*, full: bool, rounds: int | None, only: str) -> Iterator[Row]:
 
 def _moe_train(home: Path, number: int) -> tuple[str, float]:
     out, by_hand, wanted = (home / f"{name}-{number}" for name in ("run", "by-hand", "undisturbed"))
-    life = Life(home, out, _KEPT, world=4)
-    life.reach(4)
-    life.send(signal.SIGTERM)
-    life.end()
+    attempt = Attempt(home, out, _KEPT, world=4)
+    attempt.reach(4)
+    attempt.send(signal.SIGTERM)
+    attempt.end()
     shutil.copytree(out, by_hand)
     words = ["-m", "moe", "train", "switch_tiny", "--nproc", "4", "--restarts", "1", "--elastic", "2", "--out", str(out)]
     with _started(home, words, _KEPT, out.with_suffix(".log")) as process:

@@ -25,7 +25,7 @@ import torch
 from parallel.process.extensions import use_extensions_dir
 from tests.campaigns.faults import Row
 from tests.campaigns.hangs import warm_up
-from tests.campaigns.lives import SAVE_EVERY, STEPS, Before, Life, differ, hashes, left_behind, whole
+from tests.campaigns.lives import SAVE_EVERY, STEPS, Attempt, Before, differ, hashes, left_behind, whole
 
 from parallel.data.deepspeed import compile_async_io
 
@@ -137,21 +137,21 @@ class Kills:
             who = draw.choices((0, 1), weights=self.calls)[0]
             at = draw.randrange(1, self.calls[who] + 1)
             before = partial(_die_at, who, at)
-        life = Life(self.home, out, self.overrides, before=before)
+        attempt = Attempt(self.home, out, self.overrides, before=before)
         if how == "save":
-            while not life.dead():
+            while not attempt.dead():
                 time.sleep(0.01)
             victims = [who]
         else:
-            life.reach(draw.randrange(0, STEPS - 2))
+            attempt.reach(draw.randrange(0, STEPS - 2))
             time.sleep(draw.uniform(0, 0.1))
             victims = [draw.randrange(2)] if how == "rank" else [0, 1]
             if how == "launcher":
-                os.kill(life.launcher, signal.SIGKILL)
+                os.kill(attempt.launcher, signal.SIGKILL)
             else:
-                life.send(signal.SIGKILL, victims)
-        died = life.end(limit_s=0.5 if how in ("rank", "save") else 10.0)  # the other ranks are ended too, as the parent does
-        codes = life.codes()
+                attempt.send(signal.SIGKILL, victims)
+        died = attempt.end(limit_s=0.5 if how in ("rank", "save") else 10.0)  # the other ranks are ended too, as the parent does
+        codes = attempt.codes()
         if how == "launcher":
             return f"ranks {died} outlived their launcher" if died else ""
         return "" if all(codes[rank] == -signal.SIGKILL for rank in victims) else f"the kill came too late: {codes}"

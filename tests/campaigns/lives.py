@@ -53,7 +53,7 @@ TINY = {
 Before = Callable[[int], None]  # called in each rank's process with its rank, before it trains
 
 
-class Life:
+class Attempt:
     """One start of the run in the folder `out`. Its processes run when the constructor returns."""
 
     def __init__(self, home: Path, out: Path, overrides: Mapping[str, str], *, world: int = 2, before: Before | None = None) -> None:
@@ -163,10 +163,10 @@ class Life:
 
 def whole(home: Path, out: Path, overrides: Mapping[str, str], *, world: int = 2, before: Before | None = None) -> str:
     """Run once from the newest checkpoint to the end. Returns what went wrong, or ""."""
-    life = Life(home, out, overrides, world=world, before=before)
-    stuck = life.end()
-    codes = life.codes()
-    return "" if not stuck and codes == [0] * world else f"the run ended with {codes}, stuck {stuck}: {life.said()!r}"
+    attempt = Attempt(home, out, overrides, world=world, before=before)
+    stuck = attempt.end()
+    codes = attempt.codes()
+    return "" if not stuck and codes == [0] * world else f"the run ended with {codes}, stuck {stuck}: {attempt.said()!r}"
 
 
 def left_behind(out: Path) -> dict[str, Any]:

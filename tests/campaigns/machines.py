@@ -25,7 +25,7 @@ from parallel.store.lock import HELD
 from tests.campaigns.faults import Row
 from tests.campaigns.hangs import warm_up
 from tests.campaigns.hosts import NAMES, Hosts, missing, two_hosts
-from tests.campaigns.lives import TINY, Life
+from tests.campaigns.lives import TINY, Attempt
 from tests.campaigns.slurm import SLURM, cluster
 from tests.campaigns.two_machines import why_not
 
@@ -158,11 +158,11 @@ def slurm(home: Path, hosts: Hosts, *, of_slurm: bool = False) -> str:
         asked = ["--parsable", "--ntasks-per-node=1", "--gpus-per-node=0"] + (["--time=1", "--signal=TERM@30"] if of_slurm else [])
         number = found.do("sbatch", *asked, "job.sh", "--out", "run", *_words(home)).strip()
         log = home / f"slurm-{number}.out"
-        for life in range(2):
+        for attempt in range(2):
             before = _steps(out)
             if not _until(lambda before=before: _steps(out) > before):  # type: ignore[misc]
-                return f"life {life} did not train: {found.job(number)['JobState']}, {log.read_text()[-600:] if log.exists() else ''}"
-            if life == 0:
+                return f"attempt {attempt} did not train: {found.job(number)['JobState']}, {log.read_text()[-600:] if log.exists() else ''}"
+            if attempt == 0:
                 if not of_slurm:
                     found.do("scancel", "--signal=TERM", number)
                 if not _until(lambda: found.job(number)["Restarts"] == "1"):
@@ -189,22 +189,22 @@ def same_as_undisturbed(home: Path, out: Path) -> str:
     """Compare the losses of all steps with an undisturbed run of two ranks on this machine."""
     found = _losses(out)
     whole = home / "whole"
-    life = Life(home, whole, TINY | LONG)
-    life.reach(max(found, default=0))
-    life.send(signal.SIGTERM)
-    life.end()
+    attempt = Attempt(home, whole, TINY | LONG)
+    attempt.reach(max(found, default=0))
+    attempt.send(signal.SIGTERM)
+    attempt.end()
     wanted = _losses(whole)
     wrong = [step for step in range(1, max(found, default=0) + 1) if found.get(step) is None or found[step] != wanted.get(step)]
-    return "" if found and not wrong else f"the losses of steps {wrong[:5]} differ, of {len(found)}: {life.said()}"
+    return "" if found and not wrong else f"the losses of steps {wrong[:5]} differ, of {len(found)}: {attempt.said()}"
 
 
 def _goes_on(home: Path, out: Path) -> str:
     before = _steps(out)
-    life = Life(home, out, TINY | LONG)
-    reached = life.reach(before + MORE)
-    life.send(signal.SIGTERM)
-    if not reached or life.end() or life.codes() != [STOPPED] * life.world:
-        return f"it did not go on and save: {life.codes()}, {life.said()}"
+    attempt = Attempt(home, out, TINY | LONG)
+    reached = attempt.reach(before + MORE)
+    attempt.send(signal.SIGTERM)
+    if not reached or attempt.end() or attempt.codes() != [STOPPED] * attempt.world:
+        return f"it did not go on and save: {attempt.codes()}, {attempt.said()}"
     return ""
 
 

@@ -25,7 +25,7 @@ import torch
 from parallel.mesh.record import Record
 from tests.campaigns.faults import Row
 from tests.campaigns.hangs import warm_up
-from tests.campaigns.lives import Before, Life, differ, left_behind, whole
+from tests.campaigns.lives import Attempt, Before, differ, left_behind, whole
 
 from moe.launch import status
 from moe.launch.exit_codes import DONE, INTERRUPTED, STOPPED
@@ -90,7 +90,7 @@ class Preemptions:
             home = out.with_suffix(".home")
             home.mkdir()
             shutil.copy(self.home / "text.txt", home)
-        life = Life(home, out, {"data.path": str(self.home / "text.txt")}, before=before)
+        attempt = Attempt(home, out, {"data.path": str(self.home / "text.txt")}, before=before)
         os.close(told)
         if moment == "starting":
             time.sleep(draw.uniform(0, 0.3))
@@ -98,22 +98,22 @@ class Preemptions:
             os.read(heard, 1)
         os.close(heard)
         began = time.monotonic()
-        life.send(asked, [draw.randrange(2)] if alone else None)
-        stuck = life.end(LIMIT_S)
+        attempt.send(asked, [draw.randrange(2)] if alone else None)
+        stuck = attempt.end(LIMIT_S)
         took = time.monotonic() - began
-        codes = life.codes()
-        for rank, code in zip(life.ranks, codes, strict=True):
+        codes = attempt.codes()
+        for rank, code in zip(attempt.ranks, codes, strict=True):
             rank.code = code
         worst = max((code or 0 for code in codes), key=abs)
         code, lines = verdict(
-            status.read(out / status.NAME), life.ranks, life.world, worst, asked=asked, how="killed" if stuck else "ended"
+            status.read(out / status.NAME), attempt.ranks, attempt.world, worst, asked=asked, how="killed" if stuck else "ended"
         )
         if stuck:
-            return f"ranks {stuck} had not ended after {LIMIT_S:g} s: {life.said()!r}", took
+            return f"ranks {stuck} had not ended after {LIMIT_S:g} s: {attempt.said()!r}", took
         allowed = {STOPPED, *((INTERRUPTED,) if moment in EARLY else ()), *((DONE,) if moment not in EARLY else ())}
         if code not in allowed:
-            return f"exit code {code}: {lines}, {life.said()!r}", took
-        left = life.orphans()
+            return f"exit code {code}: {lines}, {attempt.said()!r}", took
+        left = attempt.orphans()
         return (f"processes {left} are left" if left else ""), took
 
 
