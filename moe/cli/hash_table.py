@@ -15,7 +15,7 @@ from parallel.store.files import user_path, write_text
 from moe.checks.together import check_together
 from moe.data import CorruptedTrain, MixedTrain, TrainSet, open_data
 from moe.data.order import Windows
-from moe.data.remarks import told
+from moe.data.remarks import remark_lines
 from moe.launch import exit_codes
 from moe.recipe.hash_table import Table, balanced
 from moe.recipe.sections import Run
@@ -37,7 +37,7 @@ def main(run: Run, *, recipe: str, out: Path) -> int:
     if not layers:
         raise BadInput("RECIPE", got=f"{recipe}, a dense model", needed="one with experts", fix="set model.moe_every to 2")
     data = open_data(run.data, max_length=run.model.max_length, vocab_size=run.vocab_size, seed=run.train.seed)
-    for line in told(data.index):
+    for line in remark_lines(data.index):
         print(line)
     counts_V = counts(data.train, run.vocab_size)
     made = {count: balanced(counts_V.tolist(), count, choices) for count in dict.fromkeys(run.experts.counts)}

@@ -83,7 +83,7 @@ def hostfile(home: Path, hosts: Hosts, number: signal.Signals = signal.SIGTERM, 
     (home / "hosts.txt").write_text("".join(f"{name} slots=1\n" for name in NAMES))
     out = home / "run"
 
-    def life(number: signal.Signals) -> str:
+    def one_run(number: signal.Signals) -> str:
         words = ["-m", "moe", "train", "switch_tiny", "--hostfile", "hosts.txt", "--out", "run", *_words(home)]
         process = hosts.start(0, [sys.executable, *words], env=environment(home), cwd=home)
         began = _steps(out)
@@ -98,9 +98,9 @@ def hostfile(home: Path, hosts: Hosts, number: signal.Signals = signal.SIGTERM, 
             return f"it said {said[-600:]}"
         return _left(hosts)
 
-    problem = life(number)
+    problem = one_run(number)
     if not problem:
-        problem = _goes_on(home, out) if resumed == "here" else life(signal.SIGTERM)
+        problem = _goes_on(home, out) if resumed == "here" else one_run(signal.SIGTERM)
     return problem or same_as_undisturbed(home, out)
 
 

@@ -197,11 +197,11 @@ def rows() -> list[dict[str, Any]]:
 
 
 def _line(row: dict[str, Any]) -> str:
-    def told(value: float | None, form: str) -> str:
+    def printed(value: float | None, form: str) -> str:
         return "" if value is None else format(value, form)
 
     sizes = f"{row['parameters'] / 1e9:>11.1f}B{row['published_parameters'] / 1e9:>8.1f}B"
-    times = f"{row['seconds']:>10.2f}{told(row['published_seconds'], '.2f'):>9}{told(row['error'], '+.1%'):>8}"
-    speeds = f"{row['tflops']:>9.0f}{told(row['published_tflops'], '.0f'):>9}"
+    times = f"{row['seconds']:>10.2f}{printed(row['published_seconds'], '.2f'):>9}{printed(row['error'], '+.1%'):>8}"
+    speeds = f"{row['tflops']:>9.0f}{printed(row['published_tflops'], '.0f'):>9}"
     memory = f"{row['held_gib']:>7.1f}{row['held_gib_here']:>7.1f}{row['device_gib']:>5.0f}"
     return f"{row['run']:<14}{row['devices']:>8,}{sizes}{times}{speeds}{memory}"

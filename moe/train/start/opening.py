@@ -37,7 +37,7 @@ from parallel.watch.outcome import of_all
 from moe.checks.sequence import without_effect
 from moe.checks.verdict import not_recommended
 from moe.data import open_data
-from moe.data.remarks import LISTING, list_in, told
+from moe.data.remarks import LISTING, list_in, remark_lines
 from moe.data.tokenizer import check_separator
 from moe.parallelize.build import build, whole_layouts
 from moe.parallelize.engines import prepare
@@ -106,7 +106,7 @@ def open_job(run: Run, arguments: RunArguments) -> Job:
         given=arguments.own.data,
     )
     data = the_same(read, mesh.axis("world")) if run.data.is_own else read()
-    for line in told(data.index, out / LISTING):
+    for line in remark_lines(data.index, out / LISTING):
         arguments.say(line)
     if run.model.document_mask:
         check_separator(data.tokenizer, run.model.document_separator)

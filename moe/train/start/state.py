@@ -9,20 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-
-from moe.checks.begins import no_checkpoint
-from moe.model.names import global_name
-from moe.model.transformer import extra_state, moe_layers
-from moe.nn.lora import parts as adapters_of
-from moe.recipe import hash_table
-from moe.recipe.changes import told
-from moe.recipe.hash_table import Table
-from moe.recipe.load import build_run
-from parallel.data.engine import Engine
-from parallel.errors import BadInput
-from parallel.kfac.grafted import Curved
-from parallel.kfac.kfac import Kfac
 from parallel.mesh.collectives import largest
 from parallel.mesh.layout import Box, Layout, dense
 from parallel.mesh.mesh import Mesh
@@ -31,6 +17,20 @@ from parallel.store import checkpoint
 from parallel.store.checkpoint import Piece
 from parallel.store.stored import Reader, Unreadable, check_same_parameters, finite
 from parallel.watch.outcome import of_all
+from torch import Tensor, nn
+
+from moe.checks.begins import no_checkpoint
+from moe.model.names import global_name
+from moe.model.transformer import extra_state, moe_layers
+from moe.nn.lora import parts as adapters_of
+from moe.recipe import hash_table
+from moe.recipe.changes import change_lines
+from moe.recipe.hash_table import Table
+from moe.recipe.load import build_run
+from parallel.data.engine import Engine
+from parallel.errors import BadInput
+from parallel.kfac.grafted import Curved
+from parallel.kfac.kfac import Kfac
 
 FACTOR = "kfac.{}"  # kinds of K-FAC's tensors, which have their own layout
 SQUARES = "exp_avg_sq"  # prefix of the kinds that are means of squares
@@ -166,7 +166,7 @@ def resume(
         check_same_parameters(found, global_layouts(layouts), (kind,))
     if begun and found.state["data"] != data:
         log("the training text is not the one this run was started with: samples may come twice or not at all")
-    for line in told(build_run(found.state["recipe"]), build_run(recipe), begun=begun):
+    for line in change_lines(build_run(found.state["recipe"]), build_run(recipe), begun=begun):
         log(line)
 
     rank = mesh.axis("world").index
