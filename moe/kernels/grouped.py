@@ -21,13 +21,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from parallel.numerics.precision import gradient_dtype
+from parallel.numerics.weight_gradient import PendingGradients, if_deferrable, pending_for
 from torch import Tensor
 
 from moe.kernels.activation import activate, activate_backward
 from moe.kernels.plan import Plan
 from moe.kernels.rows import combine, permute
-from parallel.numerics.precision import gradient_dtype
-from parallel.numerics.weight_gradient import Owed, if_later, owed_for
 
 if TYPE_CHECKING:
     from moe.recipe.sections import Swiglu
@@ -209,7 +209,7 @@ class _Network(torch.autograd.Function):
         x_ND, _, w1, w2, w3, b1, b3, _, rows, ffn, swiglu = given
         out, kept = _network(*given, keep=True)
         ctx.save_for_backward(x_ND, kept.gate_Q, w1, w2, w3, kept.mask_QF, kept.h_QF, kept.g_QF)
-        ctx.rows, ctx.ffn, ctx.swiglu, ctx.weights, ctx.biases = rows, ffn, swiglu, if_later(w1, w2, w3), (b1, b3)
+        ctx.rows, ctx.ffn, ctx.swiglu, ctx.weights, ctx.biases = rows, ffn, swiglu, if_deferrable(w1, w2, w3), (b1, b3)
         return out
 
     @staticmethod
@@ -222,21 +222,21 @@ class _Network(torch.autograd.Function):
         grad_b1, grad_b3 = (None if bias is None else _empty_bias_gradient(bias) for bias in ctx.biases)
         euler = ctx.ffn == "relu" and gate_Q is not None and grad_b1 is None
         weights = ctx.weights or (w1, w2, w3)
-        owed, deferred = owed_for(*(w for w in weights if w is not None)), list[_Deferred]()
+        pending, deferred = pending_for(*(w for w in weights if w is not None)), list[_Deferred]()
         trained = [w if needed else None for w, needed in zip(weights, ctx.needs_input_grad[2:5], strict=True)]
-        grads = [None] * 3 if owed is not None else _gradients(trained, rows)
+        grads = [None] * 3 if pending is not None else _gradients(trained, rows)
         for b in rows.blocks:
             h, g = h_QF[b.padded], None if g_QF is None else g_QF[b.padded]
             mask = None if mask_QF is None else mask_QF[b.padded]
             gate = None if gate_Q is None else gate_Q[b.padded]
             grad_y = _gather(grad_out, rows, b)
-            x = grad_y if owed is not None and not euler else _gather(x_ND, rows, b)  # if deferred, only its shape and dtype matter
+            x = grad_y if pending is not None and not euler else _gather(x_ND, rows, b)  # if deferred, only its shape and dtype matter
             a = _activation(h, g, ctx.ffn, ctx.swiglu, mask)
             grad_a = torch.empty_like(h)
             _multiply(grad_y, _weights(w2, b, h).mT, grad_a)
             if not euler and grad_gate_Q is not None:
                 grad_gate_Q[b.padded] = _dot(grad_a, a)
-            if owed is None:
+            if pending is None:
                 # the gate multiplies rows of width D (x and the output's gradient), which are narrower than the hidden rows
                 _weight_gradient(a, _times_gate(grad_y, gate), grads[1], b)
             if mask is not None:
@@ -251,15 +251,15 @@ class _Network(torch.autograd.Function):
                 back += other
             if euler and grad_gate_Q is not None:
                 grad_gate_Q[b.padded] = _dot(back, x)  # Euler's theorem: relu networks are homogeneous, so J x = y and <dX, X> = <dY, Y>
-            if owed is None:
+            if pending is None:
                 x = _times_gate(x, gate)
                 _weight_gradient(x, grad_h, grads[0], b)
                 _weight_gradient(x, grad_g, grads[2], b)
             else:
                 deferred.append(_Deferred(b, a, grad_h, grad_g))
             _put(grad_x, back, rows, b, gate_Q)
-        if owed is not None:
-            _defer(owed, weights, x_ND, grad_out, gate_Q, rows, deferred)
+        if pending is not None:
+            _defer(pending, weights, x_ND, grad_out, gate_Q, rows, deferred)
         grad_gate_R = grad_gate_Q if rows.place_R is None or grad_gate_Q is None else grad_gate_Q.index_select(0, rows.place_R)
         return grad_x.to(x_ND.dtype), grad_gate_R, *grads, grad_b1, grad_b3, None, None, None, None
 
@@ -274,9 +274,15 @@ class _Deferred(NamedTuple):
 
 
 def _defer(
-    owed: Owed, weights: _Matrices, x_ND: Tensor, grad_out: Tensor, gate_Q: Tensor | None, rows: Rows, deferred: list[_Deferred]
+    pending: PendingGradients,
+    weights: _Matrices,
+    x_ND: Tensor,
+    grad_out: Tensor,
+    gate_Q: Tensor | None,
+    rows: Rows,
+    deferred: list[_Deferred],
 ) -> None:
-    """Add the computation of all weight gradients to `owed` (zero-bubble schedules)."""
+    """Add the computation of all weight gradients to `pending` (zero-bubble schedules)."""
 
     def compute() -> list[Tensor | None]:
         grads = _gradients(weights, rows)
@@ -288,7 +294,7 @@ def _defer(
             _weight_gradient(x, grad_g, grads[2], b)
         return grads[:2] if weights[2] is None else grads
 
-    owed.add(tuple(w for w in weights if w is not None), compute)
+    pending.add(tuple(w for w in weights if w is not None), compute)
 
 
 def _gradients(weights: Sequence[Tensor | None], rows: Rows) -> list[Tensor | None]:

@@ -16,7 +16,7 @@ from moe.launch import exit_codes
 from moe.recipe.sections import Model
 from moe.records.results import write_json
 from parallel.mesh.mesh import Mesh
-from parallel.numerics.weight_gradient import put_off, splittable
+from parallel.numerics.weight_gradient import defer_gradients, splittable
 from parallel.process.fork import run_on_ranks
 from tests.counted.alive import Alive
 
@@ -65,8 +65,8 @@ def _weighed(mesh: Mesh, schedule: Schedule, config: Model, size: int) -> dict[s
         alive.most = alive.now
         runtime.run(work, watchers=[look])
         peak = alive.most - before
-    kept, owed = ({str(stage): found[i] for stage, found in alone.items()} for i in (0, 1))
-    return {"held": look.held, "peak": peak, "versions": max(1, look.versions), "kept": kept, "owed": owed}
+    kept, after_i = ({str(stage): found[i] for stage, found in alone.items()} for i in (0, 1))
+    return {"held": look.held, "peak": peak, "versions": max(1, look.versions), "kept": kept, "owed": after_i}
 
 
 class _Look:
@@ -98,11 +98,11 @@ def _alone(work: Stages, stage: int, alive: Alive) -> tuple[int, int]:
     output = torch.autograd.graph.get_gradient_edge(work.forward(stage, 0, x))
     work.losses.clear()
     kept = alive.now - before
-    with put_off() as owed:
+    with defer_gradients() as pending:
         work.backward(output, torch.ones(work.crossing) if stage < work.last else None)
     del x, output
     left = alive.now - before
-    owed.pay()
+    pending.compute()
     return kept, left
 
 
