@@ -13,18 +13,18 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
-from shapes import EXPERTS, GREY, INK, LINE, SOFT, WHITE, arrow, box, canvas, cell, note
-
 from moe.plan.time.tensor import cost
 from parallel.mesh.layout import Layout
 from parallel.mesh.mesh import Axis, Degrees, Mesh
+from shapes import EXPERTS, GREY, INK, LINE, SOFT, WHITE, arrow, box, canvas, cell, note
+from tests.counted.tensor import PAPER, forms_of
+
 from parallel.sequence.balanced import steps, task
 from parallel.sequence.order import ORDERS, Order
 from parallel.tensor.linear_1d import Column, Row
 from parallel.tensor.linear_2d import Block
 from parallel.tensor.linear_3d import Cube
-from parallel.tensor.sliced import SlicePlaces
-from tests.counted.tensor import PAPER, forms_of
+from parallel.tensor.sliced import SliceColumns
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
@@ -73,7 +73,7 @@ def tensor_slices() -> Axes:
     for x, label in titles.items():
         note(axes, x, 43, label, bold=True, color=INK)
     for rank in range(size):
-        places, y, fill = SlicePlaces(Axis("tp", tuple(range(size)), rank))(length), 26 - 17 * rank, EXPERTS[2 * rank + 1]
+        places, y, fill = SliceColumns(Axis("tp", tuple(range(size)), rank))(length), 26 - 17 * rank, EXPERTS[2 * rank + 1]
         mine = range(length)[places]
         note(axes, 13, y + 7, f"rank {rank}: {len(mine)} of {length} tokens", color=INK)
         for i, place in enumerate(mine):

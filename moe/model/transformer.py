@@ -19,6 +19,8 @@ from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
+from parallel.mesh.regions import in_region
+from parallel.numerics.recompute import recomputed
 from torch import Tensor, nn
 
 from moe.experts.layer import LayerReport, MoELayer
@@ -34,8 +36,6 @@ from moe.recipe import sections
 from moe.recipe.shapes import SEPARATOR
 from moe.router.losses.balance import join
 from parallel.data.tiling import Tiled
-from parallel.mesh.regions import in_region
-from parallel.numerics.recompute import recomputed
 
 # B batch, L length, D model, V vocabulary
 
@@ -79,7 +79,7 @@ class Block(nn.Module):
         super().__init__()
         self.layer, self.dropout, self.scale = layer, model.dropout, model.scales.residual
         self.recompute: Literal["none", "full", "selective"] = "none"
-        self.places: Callable[[int], slice] | None = None  # columns that this rank holds between layers, given their number; None: all
+        self.columns: Callable[[int], slice] | None = None  # columns that this rank holds between layers, given their number; None: all
         self.first_channel = 0  # index of the first channel that this rank holds between layers
         self.attention_norm = Norm(model.d_model, model.norm, eps=model.norm_eps)
         halves, begins = model.kind == "encoder_decoder", model.decoder_begins
@@ -136,9 +136,9 @@ class Block(nn.Module):
         x_BLD = scaled(x_BLD, self.scale)
         if not (self.training and self.dropout):
             return x_BLD
-        if self.places is not None:
+        if self.columns is not None:
             assert context.sequence_B is not None
-            context = context.of_columns(self.places(len(context.position_T) // len(context.sequence_B)))
+            context = context.of_columns(self.columns(len(context.position_T) // len(context.sequence_B)))
         return drop(x_BLD, self.dropout, name=f"layers.{self.layer}.{part}.dropout", context=context, first=self.first_channel)
 
 

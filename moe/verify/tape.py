@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from moe.model.transformer import Block, Transformer
 from moe.verify.cases import BATCH, LENGTH, Case
-from parallel.tensor.sliced import SlicePlaces
+from parallel.tensor.sliced import SliceColumns
 
 TAPED = 3  # number of recorded steps: the second is the first with moments, the third the first after a skipped step
 AGAIN = " again"
@@ -102,8 +102,8 @@ def listen(model: nn.Module, tape: Tape) -> None:
     assert isinstance(model, Transformer)
     now = threading.local()  # replicas of DP run in threads
     held = next((block for block in model.layers if isinstance(block, Block)), None)
-    places, first = (None, 0) if held is None else (held.places, held.first_channel)  # positions of the slice between layers
-    axis = places.axis if isinstance(places, SlicePlaces) else None
+    columns, first = (None, 0) if held is None else (held.columns, held.first_channel)  # positions of the slice between layers
+    axis = columns.axis if isinstance(columns, SliceColumns) else None
 
     def between(context: Any) -> Any:
         """The context of this rank's slice. Computed again here, because the model's own slicing may be the fault."""

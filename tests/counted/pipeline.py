@@ -66,7 +66,7 @@ def _weighed(mesh: Mesh, schedule: Schedule, config: Model, size: int) -> dict[s
         runtime.run(work, watchers=[look])
         peak = alive.most - before
     kept, after_i = ({str(stage): found[i] for stage, found in alone.items()} for i in (0, 1))
-    return {"held": look.held, "peak": peak, "versions": max(1, look.versions), "kept": kept, "owed": after_i}
+    return {"held": look.held, "peak": peak, "versions": max(1, look.versions), "kept": kept, "after_i": after_i}
 
 
 class _Look:
@@ -112,7 +112,7 @@ def memory_rows(ranks: int, names: list[str], *, microbatches: int, width: int =
     rows = []
     for name, *found in zip(names, *by_rank, strict=True):
         schedule = schedule_for(name, ranks, microbatches)
-        sizes = [{int(s): value for rank in found for s, value in rank[which].items()} for which in ("kept", "owed")]
+        sizes = [{int(s): value for rank in found for s, value in rank[which].items()} for which in ("kept", "after_i")]
         said = peak_kept(schedule, lambda stage, of=sizes[0]: of[stage], lambda stage, of=sizes[1]: of[stage])  # type: ignore[misc]
         held = [rank["held"] for rank in found]
         errors = [theirs / ours - 1 for theirs, ours in zip(said, held, strict=True)]

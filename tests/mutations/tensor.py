@@ -155,7 +155,7 @@ MUTATIONS = (
         "NVIDIA/Megatron-LM#1446; EleutherAI/gpt-neox#1257",
         "tensor",
         _SLICED,
-        (Edit("parallel.tensor.sliced:Sliced.layout", _slices_alike),),
+        (Edit("parallel.tensor.sliced:SlicedNorm.layout", _slices_alike),),
     ),
     Mutation(
         "dropout_of_slices_equal",
@@ -163,7 +163,7 @@ MUTATIONS = (
         "PaddlePaddle/PaddleFleetX#1005",
         "tensor",
         replace(_SLICED, model="gshard", ep=2),
-        (Edit("parallel.tensor.sliced:SlicePlaces.__call__", _first_slice),),
+        (Edit("parallel.tensor.sliced:SliceColumns.__call__", _first_slice),),
     ),
     Mutation(
         "runs_of_slices_in_the_order_they_come",

@@ -9,6 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from einops import rearrange
+from parallel.mesh.gradients import sum_gradients
+from parallel.mesh.layout import Layout
+from parallel.mesh.mesh import Degrees, Mesh
+from parallel.process.process import World
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -33,13 +37,9 @@ from moe.parallelize.shown import plan_rows
 from moe.recipe import sections
 from moe.verify.cases import Case
 from parallel.data.tiling import without_tiles
-from parallel.mesh.gradients import sum_gradients
-from parallel.mesh.layout import Layout
-from parallel.mesh.mesh import Degrees, Mesh
 from parallel.process import process
-from parallel.process.process import World
 from parallel.tensor.dtensor import DTensorColumn, DTensorRow
-from parallel.tensor.sliced import Sliced
+from parallel.tensor.sliced import SlicedNorm
 from parallel.tensor.style import Plan, apply, lay_out
 from tests.support.ranks import run_on_ranks
 
@@ -57,7 +57,7 @@ ALONE = Mesh.of(Degrees())
 def plan(*, sliced: bool) -> Plan:
     column, row, table = DTensorColumn(sliced=sliced), DTensorRow(sliced=sliced), DTensorColumn(dim=1, sliced=sliced)
     columns = tuple((f"**.{name}.weight", column) for name in ("q", "k", "v", "w1", "w3"))
-    norms = (("*_norm.weight", Sliced()),) if sliced else ()
+    norms = (("*_norm.weight", SlicedNorm()),) if sliced else ()
     return Plan((*columns, ("**.bias.weight", table), ("**.out.weight", row), ("**.w2.weight", row), *norms))
 
 
