@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from parallel.mesh.mesh import Axis, Mesh
 from torch import Tensor
 
 from moe.data.token_shard import TokenShard, order_of
@@ -19,8 +20,7 @@ from moe.nn.context import Context
 from moe.nn.core import Bias
 from moe.recipe.sections import Run
 from moe.router.slots.groups import needs_group
-from moe.router.slots.slices import Slices
-from parallel.mesh.mesh import Axis, Mesh
+from moe.router.slots.slices import SequenceShards
 from parallel.sequence.balanced import Balanced
 from parallel.sequence.colossal_ring import ColossalRing
 from parallel.sequence.method import Method
@@ -75,10 +75,10 @@ def slice_sequences(run: Run, model: Transformer, mesh: Mesh) -> None:
         label = f"layers.{block.layer}.attention"
         block.attention.core = Exchanging(_method(run, mesh, order, block), label if run.sequence.keep_attention else None)
     sp, places = mesh.axis("sp"), tuple(order.places(rank) for rank in range(mesh.axis("sp").size))
-    model.whole_sequences = Slices(replace(sp, label="documents"), places).whole_sequences
+    model.whole_sequences = SequenceShards(replace(sp, label="documents"), places).whole_sequences
     for moe in moe_layers(model):
         if needs_group(run.router.spec):
-            moe.router.slices = Slices(replace(sp, label=moe.router.name), places)
+            moe.router.slices = SequenceShards(replace(sp, label=moe.router.name), places)
 
 
 def _method(run: Run, mesh: Mesh, order: Order, block: Block) -> Method | Ulysses:

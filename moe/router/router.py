@@ -31,7 +31,7 @@ from moe.router.noise import chance_of_choice, gumbel, jittered, noise_size, noi
 from moe.router.rehearsed import balanced_logits
 from moe.router.scores import chosen_gates, chosen_scores, probabilities, scores_of
 from moe.router.slots.capacity import kept_choices
-from moe.router.slots.slices import Slices
+from moe.router.slots.slices import SequenceShards
 from moe.router.slots.slots import slots_of
 from parallel.errors import BadInput, counted
 
@@ -106,7 +106,7 @@ class Router(nn.Module):
         self.register_buffer("bias_E", None if spec.bias_rate is None else torch.zeros(num_experts))
         self.table_VK: Tensor | None  # the experts of each token id, set if the recipe names a table: moe/recipe/hash_table.py
         self.register_buffer("table_VK", None, persistent=False)
-        self.slices: Slices | None = None  # set if ranks hold different shards of a group's sequences
+        self.slices: SequenceShards | None = None  # set if ranks hold different shards of a group's sequences
 
     @property
     def method(self) -> Method:

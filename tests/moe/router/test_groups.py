@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from moe.router.slots.groups import check_groups, needs_group
+from moe.router.slots.slices import SequenceShards
+from parallel.mesh.mesh import Degrees
+from parallel.process.process import World
 
 from moe.nn.context import Context
 from moe.recipe.router_spec import RouterSpec
 from moe.router.router import Router, Routing
-from moe.router.slots.groups import check_groups, needs_group
-from moe.router.slots.slices import Slices
 from parallel.errors import BadInput
-from parallel.mesh.mesh import Degrees
 from parallel.process import process
-from parallel.process.process import World
 from parallel.sequence.order import Order
 from tests.support.ranks import run_on_ranks
 
@@ -76,7 +76,7 @@ def test_slices_decide_as_the_whole_and_the_gradient_is_its_own(kind: str) -> No
         axis, order, found = process.connect(Degrees(sp=3), World(rank, 3)).axis("sp"), Order(kind, 3, L), []
         for what in TOGETHER:
             router = router_of(what)
-            router.slices = Slices(axis, [order.places(other) for other in range(3)])
+            router.slices = SequenceShards(axis, [order.places(other) for other in range(3)])
             routing, grad = routed(router, list(order.places(rank)))
             found.append((routing.expert_TK, routing.kept_TK, grad))
         return found
