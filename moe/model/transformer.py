@@ -54,7 +54,7 @@ class Output(NamedTuple):
     hidden_BLD: Tensor | None = None
 
 
-class Part(NamedTuple):
+class StageLayers(NamedTuple):
     """Consecutive layers: a pipeline stage, or a chunk of one. `begins`: has the embedding. `ends`: has the last norm and the head."""
 
     layers: range
@@ -175,7 +175,7 @@ class Transformer(nn.Module):
         layers = self.config.num_layers
         depths = (Block(self.config, experts, router, layers + depth) for depth in range(self.config.ahead))
         self.ahead = nn.ModuleList(Ahead(self.config, block) for block in depths)  # multi-token prediction: moe/model/ahead.py
-        self.parts = {0: Part(range(self.config.num_layers), begins=True, ends=True)}
+        self.parts = {0: StageLayers(range(self.config.num_layers), begins=True, ends=True)}
         self.whole_sequences: Callable[[Tensor], Tensor] = lambda x_BL: x_BL  # gathers shards of the sequences
         self.inner_sequences: Callable[[Tensor], Tensor] = lambda x_BL: x_BL  # selects the sequences that attention sees here
         self.router_spec = router.spec
@@ -184,7 +184,7 @@ class Transformer(nn.Module):
         if not next(self.parameters()).is_meta:
             initialise(self, FirstValues(self.config, *alone(self), seed=seed))
 
-    def hold(self, parts: Mapping[int, Part]) -> None:
+    def hold(self, parts: Mapping[int, StageLayers]) -> None:
         """Keep only these parts, by stage index. Call it before first values are set."""
         self.parts = dict(parts)
         held = {layer for part in parts.values() for layer in part.layers}
@@ -197,7 +197,7 @@ class Transformer(nn.Module):
             self.embedding = None
 
     def forward(
-        self, tokens_BL: Tensor, context: Context | None = None, targets_BL: Tensor | None = None, part: Part | None = None
+        self, tokens_BL: Tensor, context: Context | None = None, targets_BL: Tensor | None = None, part: StageLayers | None = None
     ) -> Output:
         part = part or self.parts[0]
         context = context or (Context.fresh(tokens_BL) if self.training else Context.of(tokens_BL))

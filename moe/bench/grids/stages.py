@@ -20,7 +20,7 @@ from parallel.process.process import World
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from moe.model.transformer import Output, Part, Transformer
+from moe.model.transformer import Output, StageLayers, Transformer
 from moe.nn.context import Context
 from moe.recipe.sections import Model
 from parallel.pipeline.links import Links
@@ -138,7 +138,7 @@ class _Asleep(torch.autograd.Function):
 class Layers(nn.Module):
     """A part of a Transformer as a separate module: tokens or hidden states -> hidden states or logits."""
 
-    def __init__(self, model: Transformer, part: Part, tokens_BL: Tensor) -> None:
+    def __init__(self, model: Transformer, part: StageLayers, tokens_BL: Tensor) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(model.layers[layer] for layer in part.layers)
         # in a list, so that torch does not register it as a submodule
@@ -160,7 +160,7 @@ def layers(config: Model, schedule: Schedule, tokens_BL: Tensor) -> tuple[Transf
     """A model with the same weights on every rank, and its stages with equally many layers."""
     model, stages = Transformer(config), schedule.num_stages
     each = config.num_layers // stages
-    parts = [Part(range(s * each, (s + 1) * each), begins=s == 0, ends=s == stages - 1) for s in range(stages)]
+    parts = [StageLayers(range(s * each, (s + 1) * each), begins=s == 0, ends=s == stages - 1) for s in range(stages)]
     return model, {stage: Layers(model, part, tokens_BL) for stage, part in enumerate(parts)}
 
 
