@@ -13,14 +13,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from parallel.mesh.layout import Tile
+from parallel.mesh.regions import in_region
 from torch import Tensor, nn
 
 from moe.kernels import Plan, choose
 from moe.kernels.activation import GATED
 from moe.nn.lora import adapted
 from parallel.data.tiling import summed, take
-from parallel.mesh.layout import Tile
-from parallel.mesh.regions import in_region
 
 if TYPE_CHECKING:
     from moe.recipe.sections import Swiglu
@@ -42,7 +42,7 @@ class Weights(NamedTuple):
     b3: Tensor | None = None
 
 
-Part = Weights | slice | None  # a chunk of the held experts, as matrices or (with tiles) as a range of them; None: all
+ExpertChunk = Weights | slice | None  # a chunk of the held experts, as matrices or (with tiles) as a range of them; None: all
 
 
 class Routed(NamedTuple):
@@ -137,13 +137,13 @@ class Experts(nn.Module):
             take(tile, self, lambda name, i=i: Tile(HIDDEN_DIM[name], i, count))  # type: ignore[misc]
         return made
 
-    def _weights(self, part: Part, dtype: torch.dtype) -> Weights:
+    def _weights(self, part: ExpertChunk, dtype: torch.dtype) -> Weights:
         if isinstance(part, Weights):
             return part
         held = self._read(dtype)
         return held if part is None else Weights(*(None if w is None else w[part] for w in held))  # type: ignore[arg-type]
 
-    def runs(self, count: int, dtype: torch.dtype) -> list[Part]:
+    def chunks(self, count: int, dtype: torch.dtype) -> list[ExpertChunk]:
         """Cut the held experts into `count` equal chunks, for rows of `dtype`. Each matrix gets one gradient, filled by all chunks."""
         each = len(self.held) // count
         if self.num_tiles > 1:  # an engine may gather a tile's weights only in its forward pass
@@ -153,7 +153,7 @@ class Experts(nn.Module):
         return [Weights(*chunk) for chunk in zip(*cut, strict=True)]  # type: ignore[arg-type]
 
     @in_region("experts")
-    def forward(self, x: Tensor, *, counts: list[int] | Routed, dropped_RF: Tensor | None = None, weights: Part = None) -> Tensor:
+    def forward(self, x: Tensor, *, counts: list[int] | Routed, dropped_RF: Tensor | None = None, weights: ExpertChunk = None) -> Tensor:
         """Compute rows [R, D] sorted by expert, `counts` of each, with the held experts or the chunk `weights`. Keeps shape and dtype.
 
         With `Routed` as counts, x is tokens [T, D], and the result sums gate * expert(x) over each token's kept choices. This rank

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from moe.experts.experts import Experts, Part
+from moe.experts.experts import ExpertChunk, Experts
 from moe.kernels import Plan
 from moe.router.router import Routing
 
@@ -46,7 +46,7 @@ class Network(Protocol):
         experts: Experts,
         *,
         counts: list[int],
-        weights: Part = None,
+        weights: ExpertChunk = None,
         position_R: Tensor | None = None,
         dropout: Dropout | None = None,
     ) -> Tensor:
@@ -62,7 +62,7 @@ def whole(
     experts: Experts,
     *,
     counts: list[int],
-    weights: Part = None,
+    weights: ExpertChunk = None,
     position_R: Tensor | None = None,
     dropout: Dropout | None = None,
 ) -> Tensor:

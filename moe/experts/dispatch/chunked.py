@@ -13,6 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from parallel.mesh.collectives import Flight, finish_all_to_all, start_all_to_all
+from parallel.mesh.exchange import by_bin, exchange_counts, exchange_rows
+from parallel.mesh.mesh import Axis
 from torch import Tensor
 
 from moe.experts.dispatch.all_to_all import inverse
@@ -20,9 +23,6 @@ from moe.experts.dispatch.base import Dropout, Network, plan_rows, whole
 from moe.experts.experts import Experts
 from moe.kernels import Plan, choose
 from moe.router.router import Routing
-from parallel.mesh.collectives import Flight, finish_all_to_all, start_all_to_all
-from parallel.mesh.exchange import by_bin, exchange_counts, exchange_rows
-from parallel.mesh.mesh import Axis
 
 # T tokens, D model, R rows, N chunks, P ranks of the ep axis, E experts of a chunk
 
@@ -59,7 +59,7 @@ class Chunked:
             positions = [exchange_rows(k, self.axis, send=c.send, receive=c.receive)[c.order_R] for k, c in zip(keys, chunks, strict=True)]
         backs = []
         following = self._start(rows[0], chunks[0])
-        for j, (chunk, weights) in enumerate(zip(chunks, experts.runs(self.chunks, x_TD.dtype), strict=True)):
+        for j, (chunk, weights) in enumerate(zip(chunks, experts.chunks(self.chunks, x_TD.dtype), strict=True)):
             current = following
             if j + 1 < self.chunks:
                 following = self._start(rows[j + 1], chunks[j + 1])

@@ -11,6 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from moe.train.start import state
+from moe.train.start.state import Counters
+from parallel.mesh.layout import Layout, Tile, stacked_over
+from parallel.mesh.mesh import Degrees, Mesh
+from parallel.store import checkpoint
+from parallel.store.checkpoint import pieces
+from parallel.store.stored import Reader
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -26,17 +33,10 @@ from moe.parallelize.memory import save_memory
 from moe.parallelize.plan import lay_out
 from moe.recipe import sections
 from moe.recipe.load import build_run
-from moe.train.start import state
-from moe.train.start.state import Counters
 from moe.verify.cases import Case
 from moe.verify.expected import FP32_TOLERANCE
 from parallel.data.tiling import Tiled, tile_of, tiles_of, without_tiles
 from parallel.errors import BadInput
-from parallel.mesh.layout import Layout, Tile, stacked_over
-from parallel.mesh.mesh import Degrees, Mesh
-from parallel.store import checkpoint
-from parallel.store.checkpoint import pieces
-from parallel.store.stored import Reader
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny import CPU, start
 
@@ -136,7 +136,7 @@ def test_tiled_experts_are_the_experts(entry: str, ffn: str, kernels: str) -> No
         elif entry == "rows":
             out = experts(x, counts=[5, 0, 6, 3], dropped_RF=dropped)
         else:
-            first, second = experts.runs(2, torch.float32)
+            first, second = experts.chunks(2, torch.float32)
             parts = [experts(x[:5], counts=[5, 0], weights=first), experts(x[5:], counts=[6, 3], weights=second)]
             out = torch.cat(parts)
         out.sin().sum().backward()

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from parallel.mesh.mesh import Degrees, Mesh
+from parallel.process.process import World
 from torch import Tensor
 
 from moe.experts.dispatch import AllGather, AllToAll, Chunked, Dispatcher, Dropout, Hierarchical, Local, Padded, dispatcher_of
@@ -19,9 +21,7 @@ from moe.nn.context import Context
 from moe.recipe import sections
 from moe.router.router import Routing
 from parallel.mesh import collectives
-from parallel.mesh.mesh import Degrees, Mesh
 from parallel.process import process
-from parallel.process.process import World
 from tests.support.ranks import run_on_ranks
 
 # T tokens, D model, F hidden, E experts, K choices, R rows
@@ -279,7 +279,7 @@ def test_while_a_run_computes_others_travel_in_both_passes() -> None:
 def _gradients_on_rank(rank: int) -> list[Any]:
     mesh = process.connect(Degrees(dp=2, ep=2), World(rank, 2))
     experts = experts_of(mesh, None)
-    parts = experts.runs(4, torch.float32)
+    parts = experts.chunks(4, torch.float32)
     sum((w.w1.square().sum() + w.w2.sum()) * (i + 1) for i, w in enumerate(parts)).backward()  # type: ignore[union-attr]
     assert experts.w1.grad is not None
     nodes = {w.w1.grad_fn for w in parts}
