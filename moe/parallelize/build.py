@@ -7,6 +7,10 @@ model on the meta device -> adapters (moe/nn/lora.py), tiles, recompute (memory.
 from __future__ import annotations
 
 import torch
+from parallel.mesh.gradients import data_axis
+from parallel.mesh.layout import Layout
+from parallel.mesh.mesh import Mesh
+from parallel.numerics.precision import DTYPES
 
 from moe.model.initialise import FirstValues, initialise, zero_buffers
 from moe.model.transformer import Transformer, embedding_as_module, moe_layers
@@ -23,10 +27,6 @@ from moe.recipe.hash_table import Table
 from moe.recipe.sections import Run
 from moe.router.own import check_own
 from parallel.errors import BadInput
-from parallel.mesh.gradients import data_axis
-from parallel.mesh.layout import Layout
-from parallel.mesh.mesh import Mesh
-from parallel.numerics.precision import DTYPES
 from parallel.tensor.style import Plan, apply
 
 
@@ -77,9 +77,9 @@ def build(run: Run, mesh: Mesh, *, device: torch.device, table: Table | None = N
         shard(model, units, layouts=layouts, mesh=mesh, device=device, reshard=reshard, prefetch=s.prefetch, fill=first.fill)
         zero_buffers(model, device=device)
     elif run.sharding.kind == "zero" and run.sharding.stage == 3:
-        from parallel.data.zero3 import Birth  # here, because deepspeed takes seconds to import
+        from parallel.data.zero3 import ShardedInit  # here, because deepspeed takes seconds to import
 
-        Birth(layouts, mesh, device=device, fill=first.fill, offload=offload_of(run.sharding.offload))(model)
+        ShardedInit(layouts, mesh, device=device, fill=first.fill, offload=offload_of(run.sharding.offload))(model)
         zero_buffers(model, device=device)
     else:
         initialise(model, first, device=device)
