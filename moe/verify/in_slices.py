@@ -18,7 +18,7 @@ from moe.parallelize.sequence import Exchanging
 from moe.recipe import sections
 from moe.verify.cases import ATTENTION, Case
 from parallel.sequence.colossal_ring import ColossalRing
-from parallel.sequence.method import Kept, Known, Method
+from parallel.sequence.method import Known, Method, SavedTensors
 from parallel.sequence.order import Order
 from parallel.sequence.softmax import Gradients, Partial, Tokens, attend, attend_backward, merge, nothing
 
@@ -49,7 +49,7 @@ class _InSlices(Method):
             out[:, :, here], lse[:, :, here] = merged.out_BHLC.to(q.dtype), merged.lse_BHL
         return out, lse
 
-    def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: Kept, known: Known) -> Gradients:
+    def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: SavedTensors, known: Known) -> Gradients:
         (out, lse), total = kept, Gradients.zeros(q, k, v, known.bias)
         for here, work in self._ranks(q, known):
             for rows, there, about in work:
@@ -85,7 +85,7 @@ class _ColossalInSlices(Method):
         (outs, weights) = zip(*(kept[:2] for kept in found), strict=True)
         return (torch.cat(outs, dim=2), *weights, *(() if known.sink_H is None else [torch.cat([kept[2] for kept in found], dim=2)]))
 
-    def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: Kept, known: Known) -> Gradients:
+    def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: SavedTensors, known: Known) -> Gradients:
         ranks = [_Rank(self._axis(rank), self.order, self.window, [v, k]) for rank in range(self.order.size)]
         found = []
         for rank in ranks:
@@ -95,7 +95,7 @@ class _ColossalInSlices(Method):
         tables = [f.table_UH for f in found if f.table_UH is not None]
         return Gradients(torch.cat([f.q_BHLC for f in found], dim=2), dk, dv, torch.stack(tables).sum(0) if tables else None)
 
-    def share_of_sinks(self, kept: Kept, sink_H: Tensor) -> Tensor:
+    def share_of_sinks(self, kept: SavedTensors, sink_H: Tensor) -> Tensor:
         return kept[-1]
 
     def _axis(self, rank: int) -> Axis:
