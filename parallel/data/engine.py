@@ -24,7 +24,7 @@ from parallel.watch.audit import Held
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's
 Load = Callable[[str, str, Box], Tensor]  # (parameter, "weight" or an optimizer state, box of this rank's shard) -> that box
-Kept = Mapping[str, int | None]  # a parameter's optimizer states by name. None: of its shape; a dim: a mean over that dim
+StateDims = Mapping[str, int | None]  # a parameter's optimizer states by name. None: of its shape; a dim: a mean over that dim
 
 
 class Rule(ABC):
@@ -33,7 +33,7 @@ class Rule(ABC):
     weight_decay: float
     decays: Callable[[str, Tensor], bool]
 
-    def kept(self, name: str, num_dims: int) -> Kept:
+    def kept(self, name: str, num_dims: int) -> StateDims:
         """Return the optimizer states of a parameter with `num_dims` dims, by their names in checkpoints."""
         return dict.fromkeys(MOMENTS)
 

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from parallel.data.engine import Kept, Load
+from parallel.data.engine import Load, StateDims
 from parallel.mesh.layout import Box
 
 ELEMENTS_AT_ONCE = 2**22  # 16 MiB in fp32: larger reads are not faster on a disk
@@ -55,7 +55,7 @@ def fill_stepped(
     optimizer: torch.optim.Optimizer,
     load: Callable[[str, Box], Tensor],
     *,
-    kept: Kept,
+    kept: StateDims,
     steps: int,
     start: Sequence[int] = (),
 ) -> None:
@@ -71,7 +71,7 @@ def fill_stepped(
     state["step"] = torch.tensor(float(steps), device=parameter.device)
 
 
-def kept_of(parameter: nn.Parameter, optimizer: torch.optim.Optimizer, kept: Kept) -> dict[str, Tensor]:
+def kept_of(parameter: nn.Parameter, optimizer: torch.optim.Optimizer, kept: StateDims) -> dict[str, Tensor]:
     """Return a parameter's optimizer states by name; zeros before the first step."""
     state = optimizer.state.get(parameter, {})
     return {kind: state[kind] if kind in state else parameter.new_zeros(_shape(parameter, dim)) for kind, dim in kept.items()}

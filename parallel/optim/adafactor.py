@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from parallel.data.engine import Kept, Rule
+from parallel.data.engine import Rule, StateDims
 from parallel.data.whole import Whole
 from parallel.optim.step import decay_and_subtract
 
@@ -37,7 +37,7 @@ class Adafactor(Rule):
     weight_decay: float
     decays: Callable[[str, Tensor], bool]
 
-    def kept(self, name: str, num_dims: int) -> Kept:
+    def kept(self, name: str, num_dims: int) -> StateDims:
         return {ROW: -1, COLUMN: -2} if num_dims > 1 else {SQUARE: None}
 
     def build(self, groups: list[dict[str, Any]], wholes: Mapping[int, Whole] | None = None) -> torch.optim.Optimizer:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel.data.engine import Kept, Rule
+from parallel.data.engine import Rule, StateDims
 from parallel.data.load import fill_stepped
 from parallel.data.whole import Whole
 from parallel.errors import BadInput
@@ -41,7 +41,7 @@ class Given(Rule):
     lr: float
     weight_decay: float
     decays: Callable[[str, Tensor], bool]
-    _kept: dict[tuple[str, int], Kept] = field(default_factory=dict)
+    _kept: dict[tuple[str, int], StateDims] = field(default_factory=dict)
     _cuts: dict[tuple[str, int], frozenset[int]] = field(default_factory=dict)
 
     def groups(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> Groups:
@@ -72,7 +72,7 @@ class Given(Rule):
             )
         return made
 
-    def kept(self, name: str, num_dims: int) -> Kept:
+    def kept(self, name: str, num_dims: int) -> StateDims:
         """Of a parameter of this name, by trying it. Raises BadInput for what a checkpoint cannot hold, or would not go on from."""
         at = name, num_dims
         if at not in self._kept:
@@ -108,7 +108,7 @@ class Given(Rule):
             self._step(optimizer)
         return {name: parameter.detach() for name, parameter in parameters.items()}
 
-    def _tried(self, name: str, num_dims: int) -> Kept:
+    def _tried(self, name: str, num_dims: int) -> StateDims:
         whole = _small(num_dims)
         kept: dict[str, int | None] = {}
         through, optimizer, parameter = self._stepped(name, whole)
@@ -135,7 +135,7 @@ class Given(Rule):
         return kept
 
     def _stepped(
-        self, name: str, whole: Tensor, dim: int = 0, part: slice = slice(None), *, again: Kept | None = None
+        self, name: str, whole: Tensor, dim: int = 0, part: slice = slice(None), *, again: StateDims | None = None
     ) -> tuple[Tensor, torch.optim.Optimizer, nn.Parameter]:
         """A part of a small parameter after a few steps; `again`: with what is kept put into a new optimizer before the last one."""
         at = (slice(None),) * dim + (part,)

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from parallel.data.engine import MOMENTS, Kept, Rule
+from parallel.data.engine import MOMENTS, Rule, StateDims
 from parallel.data.whole import Whole
 from parallel.optim.sgd import MOMENTUM, moved
 from parallel.optim.shared import Stack, shared
@@ -52,7 +52,7 @@ class Muon(Rule):
         m, n = sorted(shape)
         return self.iterations * (4.0 * n * m**2 + 2.0 * m**3)
 
-    def kept(self, name: str, num_dims: int) -> Kept:
+    def kept(self, name: str, num_dims: int) -> StateDims:
         return {MOMENTUM: None} if self.matrix(name, num_dims) else dict.fromkeys(MOMENTS)
 
     def groups(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:

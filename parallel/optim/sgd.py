@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel.data.engine import Kept, Rule
+from parallel.data.engine import Rule, StateDims
 from parallel.data.whole import Whole
 from parallel.optim.step import decay_and_subtract
 
@@ -31,7 +31,7 @@ class Sgd(Rule):
     weight_decay: float
     decays: Callable[[str, Tensor], bool]
 
-    def kept(self, name: str, num_dims: int) -> Kept:
+    def kept(self, name: str, num_dims: int) -> StateDims:
         return {MOMENTUM: None}
 
     def build(self, groups: list[dict[str, Any]], wholes: Mapping[int, Whole] | None = None) -> torch.optim.Optimizer:
