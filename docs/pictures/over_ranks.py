@@ -275,7 +275,7 @@ def sequence_ring() -> Axes:
         order, y = Order(kind, size, 16), 51 - 6 * row
         note(axes, 2, y + 2, kind, color=INK, ha="left")
         for rank in range(size):
-            for place in order.places(rank):
+            for place in order.positions(rank):
                 cell(axes, 17 + 3.3 * place, y, str(rank), fill=EXPERTS[rank], w=3)
         work = [sum(order.seen(rank, other) for other in range(size)) for rank in range(size)]
         note(axes, 74, y + 2, "pairs on ranks 0 to 3:  " + ", ".join(map(str, work)), color=INK, ha="left")
@@ -366,7 +366,7 @@ def sequence_ulysses() -> Axes:
         note(axes, 2, y + 24.5, title, bold=True, color=INK, ha="left")
         kind = "contiguous" if inner == size else "zigzag"
         order = Order(kind, size // inner, length, inner=inner)
-        owner = {place: rank for rank in range(size) for place in order.places(rank)}
+        owner = {place: rank for rank in range(size) for place in order.positions(rank)}
         group = {place: rank // inner for place, rank in owner.items()}
         within = {(h, p): group[p] * inner + h * inner // heads for h in range(heads) for p in range(length)}
         for x, words, holder in (

@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from parallel.mesh.mesh import Axis, Degrees, Mesh
 
 from parallel.errors import BadInput
-from parallel.mesh.mesh import Axis, Degrees, Mesh
 from parallel.sequence.order import Order
 
 Batch = TypeVar("Batch", bound=Any)  # an array or a tensor
@@ -51,7 +51,7 @@ class TokenShard:
         divide."""
         dp, sp = mesh.axis(*over), mesh.axis("sp")
         sequences = _run(num_sequences, dp, what="sequences", fix="change train.global_batch, train.eval_sequences or degrees.dp")
-        positions = order_of(mesh, order, length).places(sp.index)
+        positions = order_of(mesh, order, length).positions(sp.index)
         return TokenShard(num_sequences, length, sequences, positions, (dp, sp), source)
 
     @staticmethod

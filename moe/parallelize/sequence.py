@@ -74,7 +74,7 @@ def slice_sequences(run: Run, model: Transformer, mesh: Mesh) -> None:
     for block in (layer for layer in blocks if isinstance(layer, Block)):
         label = f"layers.{block.layer}.attention"
         block.attention.core = Exchanging(_method(run, mesh, order, block), label if run.sequence.keep_attention else None)
-    sp, places = mesh.axis("sp"), tuple(order.places(rank) for rank in range(mesh.axis("sp").size))
+    sp, places = mesh.axis("sp"), tuple(order.positions(rank) for rank in range(mesh.axis("sp").size))
     model.whole_sequences = SequenceShards(replace(sp, label="documents"), places).whole_sequences
     for moe in moe_layers(model):
         if needs_group(run.router.spec):

@@ -66,7 +66,7 @@ class _InSlices(Method):
         """For each rank the positions of its queries, and its blocks: (rows of the queries, positions of the keys, arguments of
         `attend`).
         """
-        tokens = [Tokens(self.order.runs(rank), like.device, known.document_BS, known.window) for rank in range(self.order.size)]
+        tokens = [Tokens(self.order.ranges(rank), like.device, known.document_BS, known.window) for rank in range(self.order.size)]
         for rank, mine in enumerate(tokens):
             work = []
             for source in ((rank - step) % self.order.size for step in range(self.order.size)):

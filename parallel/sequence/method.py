@@ -41,7 +41,7 @@ class Known:
 
     def tokens(self, rank: int, like: Tensor) -> Tokens:
         """Return the tokens that a rank holds, on the device of `like`."""
-        return Tokens(self.order.runs(rank), like.device, self.document_BS, self.window)
+        return Tokens(self.order.ranges(rank), like.device, self.document_BS, self.window)
 
 
 @dataclass(frozen=True)

@@ -76,8 +76,8 @@ def test_slices_decide_as_the_whole_and_the_gradient_is_its_own(kind: str) -> No
         axis, order, found = process.connect(Degrees(sp=3), World(rank, 3)).axis("sp"), Order(kind, 3, L), []
         for what in TOGETHER:
             router = router_of(what)
-            router.slices = SequenceShards(axis, [order.places(other) for other in range(3)])
-            routing, grad = routed(router, list(order.places(rank)))
+            router.slices = SequenceShards(axis, [order.positions(other) for other in range(3)])
+            routing, grad = routed(router, list(order.positions(rank)))
             found.append((routing.expert_TK, routing.kept_TK, grad))
         return found
 
@@ -85,7 +85,7 @@ def test_slices_decide_as_the_whole_and_the_gradient_is_its_own(kind: str) -> No
     for number, what in enumerate(TOGETHER):
         routing, grad = routed(router_of(what), list(range(L)))
         for rank in range(3):
-            places = list(Order(kind, 3, L).places(rank))
+            places = list(Order(kind, 3, L).positions(rank))
             for got, want in zip(ranks[rank][number], (routing.expert_TK, routing.kept_TK), strict=False):
                 assert torch.equal(got.view(B, len(places), -1), want.view(B, L, -1)[:, places]), what
         torch.testing.assert_close(
