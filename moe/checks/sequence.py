@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from parallel.mesh.mesh import Degrees, divisors
+
 from moe.recipe.sections import Run
 from moe.router.slots.groups import check_groups
 from parallel.errors import BadInput
-from parallel.mesh.mesh import Degrees, divisors
 from parallel.sequence.order import Order
 
 
@@ -60,7 +61,7 @@ def _check_idle(run: Run) -> None:
 
 def _check_places(run: Run) -> None:
     sp, sequence = run.degrees.sp, run.sequence
-    if sequence.kind != "ring" and sequence.places != "contiguous":
+    if sequence.kind != "ring" and sequence.position_order != "contiguous":
         raise BadInput(
             "sequence.order",
             got=f"{sequence.order} with sequence.kind={sequence.kind}",
@@ -68,7 +69,7 @@ def _check_places(run: Run) -> None:
             fix="set sequence.order to null, or sequence.kind to ring",
         )
     heads = sequence.heads_of(sp)
-    Order(sequence.places, sp // heads, run.model.max_length, inner=heads)
+    Order(sequence.position_order, sp // heads, run.model.max_length, inner=heads)
 
 
 def _check_heads(run: Run, degree: int) -> None:

@@ -61,7 +61,7 @@ def _sequence(run: Run) -> Iterator[str]:
     sequence = run.sequence
     if run.degrees.sp == 1:
         return
-    if sequence.kind == "ring" and sequence.places == "contiguous" and sequence.heads_of(run.degrees.sp) < run.degrees.sp:
+    if sequence.kind == "ring" and sequence.position_order == "contiguous" and sequence.heads_of(run.degrees.sp) < run.degrees.sp:
         yield "sequence.order contiguous: under a causal mask the first ranks wait for the last; better: zigzag"
     if sequence.kind == "colossal_ring":
         yield "sequence.kind colossal_ring: keeps whole rows of scores, which grow with the square of the length; better: ring"

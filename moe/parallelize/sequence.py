@@ -58,7 +58,7 @@ class Exchanging:
 def shard_of(run: Run, mesh: Mesh, num_sequences: int) -> TokenShard:
     """Return the shard of a batch that this rank reads, in the recipe's order of positions."""
     over = ("dp", "tp_depth", "tp_row") if run.sequence_parts() > 1 else ("dp",)
-    m, order = run.model, run.sequence.places
+    m, order = run.model, run.sequence.position_order
     return TokenShard.of(mesh, num_sequences=num_sequences, length=m.read_length, order=order, over=over, source=m.source_length)
 
 
@@ -69,7 +69,7 @@ def slice_sequences(run: Run, model: Transformer, mesh: Mesh) -> None:
         model.inner_sequences = turn
     if mesh.axis("sp").size == 1:
         return
-    order = order_of(mesh, run.sequence.places, run.model.max_length)
+    order = order_of(mesh, run.sequence.position_order, run.model.max_length)
     blocks = [*model.layers, *(depth.block for depth in model.ahead)]
     for block in (layer for layer in blocks if isinstance(layer, Block)):
         label = f"layers.{block.layer}.attention"

@@ -14,6 +14,8 @@ from dataclasses import dataclass, fields, replace
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from parallel.mesh.grids import GRIDS, LINES, grid_of
+from parallel.mesh.mesh import Degrees, divisors
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, create_model, field_validator
 
 from moe.recipe.overrides import whole
@@ -22,8 +24,6 @@ from moe.recipe.presets import PRESETS
 from moe.recipe.router_spec import RouterSpec
 from moe.recipe.spans import Spans, spans_of
 from parallel.errors import BadInput, harmless
-from parallel.mesh.grids import GRIDS, LINES, grid_of
-from parallel.mesh.mesh import Degrees, divisors
 from parallel.tensor import linear_2p5d
 
 _LARGEST = 2**40
@@ -486,7 +486,7 @@ class Sequence(Section):
         return sp if self.kind == "ulysses" else self.heads if sp > 1 else 1
 
     @property
-    def places(self) -> Literal["contiguous", "striped", "zigzag"]:
+    def position_order(self) -> Literal["contiguous", "striped", "zigzag"]:
         """The order of positions; chosen by the kind if the recipe gives none."""
         return self.order or ("zigzag" if self.kind == "ring" else "contiguous")
 

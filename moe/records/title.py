@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from parallel.process.process import World
+
 from moe.plan.job.flops import size
 from moe.plan.pipeline import described
 from moe.recipe.sections import Run
-from parallel.process.process import World
 
 
 def title(run: Run, world: World) -> list[str]:
@@ -38,7 +39,7 @@ def _attention(run: Run) -> str:
     """Describe the attention of sequence parallelism."""
     sequence = run.sequence
     heads = [f"heads {sequence.heads}"] if sequence.heads > 1 else []
-    return ", ".join([sequence.kind, sequence.places, *heads])
+    return ", ".join([sequence.kind, sequence.position_order, *heads])
 
 
 def _tensor(run: Run) -> str:

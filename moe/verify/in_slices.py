@@ -30,7 +30,9 @@ def in_slices(model: Transformer, case: Case) -> None:
     """
     form = sections.Sequence(**ATTENTION[case.attention])
     kind = _ColossalInSlices if form.kind == "colossal_ring" else _InSlices
-    order = Order(form.places, case.slices // form.heads_of(case.slices), case.length)  # ranks that exchange heads see all their tokens
+    order = Order(
+        form.position_order, case.slices // form.heads_of(case.slices), case.length
+    )  # ranks that exchange heads see all their tokens
     for block in model.layers:
         assert isinstance(block, Block)
         block.attention.core = Exchanging(kind(Axis("alone"), order, block.attention.window), keep=None)

@@ -10,6 +10,7 @@ from typing import Any
 from moe.plan.choose.legal import grid_of
 from moe.plan.job.network import Plan
 from moe.plan.job.of_recipe import plan_of, stage_layers
+
 from moe.recipe.sections import Run, Sequence
 from parallel.errors import BadInput
 
@@ -55,7 +56,7 @@ def _changed(plan: Plan, run: Run) -> Run:
             "sequence_parallel": plan.tensor == "sliced",
             "depth": plan.depth if plan.tensor == "2.5d" else None,
         },
-        "sequence": {"kind": plan.sequence, "order": None if plan.order == Sequence(kind=plan.sequence).places else plan.order},
+        "sequence": {"kind": plan.sequence, "order": None if plan.order == Sequence(kind=plan.sequence).position_order else plan.order},
         "pipeline": {
             "schedule": plan.schedule,
             "microbatches": plan.microbatches,

@@ -13,6 +13,7 @@ from moe.plan.job.network import Adapters, Experts, Latent, Network, Plan, Route
 from moe.plan.job.optimizer import optimizer_bytes
 from moe.plan.job.stages import layer_flops
 from moe.plan.job.states import BF16, FP32, FP32_AND_COPY, MIXED, MIXED_FP32_GRADIENTS, Storage
+
 from moe.recipe.sections import Model, Run
 from moe.recipe.shapes import GATED, T5_BUCKETS
 from moe.router.methods.catalog import method_of
@@ -132,7 +133,7 @@ def plan_of(run: Run) -> Plan:
         tensor="sliced" if run.tensor.sequence_parallel and run.tensor.kind == "1d" else run.tensor.kind,
         depth=d.tp_depth,
         sequence=run.sequence.kind,
-        order=run.sequence.places,
+        order=run.sequence.position_order,
         schedule=run.pipeline.schedule,
         chunks=_chunks(run),
         stage_layers=run.pipeline.layers or stage_layers(run),
