@@ -56,7 +56,7 @@ def loss_ahead(
 
     `targets_BL`: the next token of each token. `whole_sequences` gathers [B, L] over ranks to [B, S].
     """
-    place_L = context.places(targets_BL.shape[1], device=targets_BL.device)
+    place_L = context.positions(targets_BL.shape[1], device=targets_BL.device)
     total, next_BS = hidden_BLD.new_zeros((), dtype=torch.float32), whole_sequences(targets_BL)
     for depth in depths:
         later_BS = torch.cat([next_BS[:, 1:], torch.full_like(next_BS[:, :1], PADDING)], dim=1)

@@ -23,6 +23,7 @@ from functools import partial
 from typing import Literal
 
 import torch
+from parallel.mesh.regions import in_region
 from torch import Tensor, nn
 
 from moe.nn.context import Context
@@ -32,7 +33,6 @@ from moe.nn.rotary import turned, turns_of
 from moe.recipe import sections
 from moe.recipe.shapes import T5_BUCKETS
 from parallel.data.tiling import Products, Slot, as_it_is, one_by_one
-from parallel.mesh.regions import in_region
 
 # B batch, L length (of queries; S of keys, if it differs), D model, H heads, K key-value heads, C channels of a head
 
@@ -134,7 +134,7 @@ class Attention(nn.Module):
         q_BHLC, k_BKLC, v_BKLC = map(self._heads, products, (self.q_norm, self.k_norm, None))
         bias = shared if shared is not None else None if self.bias is None else self.bias()
         if self.rope is not None:
-            place_L = context.places(q_BHLC.shape[2], device=q_BHLC.device)
+            place_L = context.positions(q_BHLC.shape[2], device=q_BHLC.device)
             rope = self.rope.at(context.length or len(place_L))
             turns = context.for_all_layers(turns_of, place_L, rope.turning(self.head_size), rope, dtype=q_BHLC.dtype)
             q_BHLC, k_BKLC = turned(q_BHLC, turns), turned(k_BKLC, turns)

@@ -167,7 +167,7 @@ MUTATIONS = (
         "sgl-project/sglang#28463",
         "sequence",
         _RING,
-        (Edit("moe.nn.context:Context.places", _from_zero),),
+        (Edit("moe.nn.context:Context.positions", _from_zero),),
     ),
     Mutation(
         "striped_triangle_not_strict",

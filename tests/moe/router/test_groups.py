@@ -64,7 +64,7 @@ def test_slices_decide_as_the_whole_and_the_gradient_is_its_own(kind: str) -> No
     weight_BLE = torch.randn(B, L, E, generator=torch.Generator().manual_seed(2))
 
     def routed(router: Router, places: list[int]) -> tuple[Routing, torch.Tensor]:
-        context = Context.of(valid_BL[:, places].long(), valid_BL=valid_BL[:, places], places=places, length=L)
+        context = Context.of(valid_BL[:, places].long(), valid_BL=valid_BL[:, places], positions=places, length=L)
         routing = router(x_BLD[:, places].reshape(-1, D), sequence_tokens=len(places), context=context)
         whole = routing if router.slices is None else router.slices.each_whole(routing)
         router.zero_grad()
