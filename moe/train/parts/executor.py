@@ -193,7 +193,7 @@ class _Stages:
 def logits_of(executor: Executor, shard: TokenShard) -> Callable[[Tensor], Output]:
     """Return a function: tokens [B, length of the shard] -> Output with logits on every rank, for any sharding of model and sequences.
     Collective."""
-    model, places, (_, sp) = executor.model, shard.places, shard.axes
+    model, places, (_, sp) = executor.model, shard.position_array, shard.axes
 
     def run(tokens_BL: Tensor) -> Output:
         found = torch.zeros(*tokens_BL.shape, model.vocab_size, device=tokens_BL.device)
