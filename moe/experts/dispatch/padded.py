@@ -12,15 +12,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from parallel.mesh.collectives import max_over
+from parallel.mesh.exchange import collect, consecutive_indices, exchange_counts, exchange_rows, spread
+from parallel.mesh.mesh import Axis
 from torch import Tensor
 
 from moe.experts.dispatch.base import Dropout, Network, plan_rows, whole
 from moe.experts.experts import Experts
 from moe.kernels import Plan, choose
 from moe.router.router import Routing
-from parallel.mesh.collectives import max_over
-from parallel.mesh.exchange import collect, exchange_counts, exchange_rows, runs, spread
-from parallel.mesh.mesh import Axis
 
 # T tokens, D model, R rows, S slots in a block, E experts, P ranks of the ep axis
 
@@ -67,8 +67,8 @@ class Padded:
             plan,
             receive_PE.sum(0).tolist(),
             [held * slots] * ranks,
-            runs(plan.counts_E, start_E),
-            runs(receive_PE.t().flatten(), start_E.view(ranks, held).t().flatten()),
+            consecutive_indices(plan.counts_E, start_E),
+            consecutive_indices(receive_PE.t().flatten(), start_E.view(ranks, held).t().flatten()),
         )
 
     def _slots(self, routing: Routing, plan: Plan) -> int:

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
-from parallel.mesh.exchange import by_bin, collect, exchange_counts, exchange_rows, runs, spread
+from parallel.mesh.exchange import by_bin, collect, consecutive_indices, exchange_counts, exchange_rows, spread
 from parallel.mesh.mesh import Axis, Degrees
-from parallel.process import process
 from parallel.process.fork import run_on_ranks
 from parallel.process.process import World
+from torch import Tensor
+
+from parallel.process import process
 
 WIDTH, BINS = 3, 2
 
@@ -78,8 +78,8 @@ def test_counts_cost_their_bytes_and_one_rank_asks_nobody() -> None:
 
 
 def test_runs_are_the_indices_bin_after_bin() -> None:
-    assert runs(torch.tensor([2, 0, 3]), torch.tensor([10, 5, 1])).tolist() == [10, 11, 1, 2, 3]
-    assert runs(torch.zeros(4, dtype=torch.int64), torch.arange(4)).tolist() == []
+    assert consecutive_indices(torch.tensor([2, 0, 3]), torch.tensor([10, 5, 1])).tolist() == [10, 11, 1, 2, 3]
+    assert consecutive_indices(torch.zeros(4, dtype=torch.int64), torch.arange(4)).tolist() == []
 
 
 @pytest.mark.parametrize("stride", [None, 9])
