@@ -28,7 +28,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from moe.plan.job.flops import attention_products, expert_size, in_runs, rows_of_token
+from moe.plan.job.flops import attention_products, expert_size, in_chunks, rows_of_token
+
 from moe.recipe.sections import Run
 from moe.recipe.shapes import GATED
 from moe.router.methods.catalog import method_of
@@ -110,8 +111,8 @@ def _attention(run: Run, layer: int, device: Device) -> float:
     if m.positions == "t5":
         return c * m.d_model + (12 + c) * width + 4 * m.num_heads * m.max_length + 8
     if m.attention_sinks:  # one more channel in queries, keys and values, and the output without it
-        return c * m.d_model + (7 if in_runs(m, layer=layer) else 5) * c * width + 4 * c * m.num_heads + 4 * m.num_heads + 8
-    return c * m.d_model + (7 if in_runs(m, layer=layer) else 4) * c * width + 4 * m.num_heads + 8
+        return c * m.d_model + (7 if in_chunks(m, layer=layer) else 5) * c * width + 4 * c * m.num_heads + 4 * m.num_heads + 8
+    return c * m.d_model + (7 if in_chunks(m, layer=layer) else 4) * c * width + 4 * m.num_heads + 8
 
 
 def _latent(run: Run, layer: int, device: Device) -> float:
@@ -119,7 +120,7 @@ def _latent(run: Run, layer: int, device: Device) -> float:
     m, c, size = run.model, compute_bytes(run), run.model.latent_sizes
     low = size.rank + (m.latent.query_rank or 0)
     of_norms = (8 if device == "cpu" else 4) * low + 8 + (c * size.rotary if c == 4 else 0)  # in fp32 it is the product's output
-    of_core = (7 if in_runs(m, layer=layer) else 4) * m.num_heads * size.key
+    of_core = (7 if in_chunks(m, layer=layer) else 4) * m.num_heads * size.key
     return c * (m.d_model + of_core + m.num_heads * size.value + low) + of_norms + 4 * m.num_heads + 8
 
 

@@ -96,11 +96,11 @@ def rows_of_token(router: sections.Router, num_experts: int) -> float:
 
     Experts that choose tokens fill their slots. Minimum and rounding of a small group's capacity are left out.
     """
-    spec, places = router.spec, places_of_token(router)
-    return min(min(spec.num_choices, places) if method_of(spec).tokens_choose else places, num_experts)
+    spec, slots = router.spec, slots_of_token(router)
+    return min(min(spec.num_choices, slots) if method_of(spec).tokens_choose else slots, num_experts)
 
 
-def places_of_token(router: sections.Router) -> float:
+def slots_of_token(router: sections.Router) -> float:
     """Slots of all experts together, filled or not, per token; infinite if dropless."""
     spec = router.spec
     return inf if spec.capacity_factor is None else spec.capacity_factor * (spec.num_choices if spec.capacity_counts == "choices" else 1)
@@ -151,10 +151,10 @@ def core_work(model: sections.Model, *, layer: int) -> float:
     length, window = model.max_length, model.window_of(layer)
     if window is None or window >= length:
         return 1.0
-    return (window**2 + 4 * window**2 * (-(-length // window) - 1)) / length**2 if in_runs(model, layer=layer) else 2.0
+    return (window**2 + 4 * window**2 * (-(-length // window) - 1)) / length**2 if in_chunks(model, layer=layer) else 2.0
 
 
-def in_runs(model: sections.Model, *, layer: int) -> bool:
+def in_chunks(model: sections.Model, *, layer: int) -> bool:
     """Return whether a layer's sliding window is computed in chunks of its length."""
     window = model.window_of(layer)
     return window is not None and 2 * window <= model.max_length and model.positions != "t5" and not model.document_mask

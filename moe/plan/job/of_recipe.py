@@ -8,7 +8,7 @@ from typing import Any
 
 from moe.plan.job.activations import compute_bytes
 from moe.plan.job.cut import cut
-from moe.plan.job.flops import core_work, in_runs, places_of_token, rows_of_token
+from moe.plan.job.flops import core_work, in_chunks, rows_of_token, slots_of_token
 from moe.plan.job.network import Adapters, Experts, Latent, Network, Plan, Router
 from moe.plan.job.optimizer import optimizer_bytes
 from moe.plan.job.stages import layer_flops
@@ -71,7 +71,7 @@ def _decoder(run: Run) -> Network:
         dropout=m.dropout > 0,
         ahead=m.ahead,
         core_work=sum(core_work(m, layer=layer) for layer in range(m.num_layers)) / m.num_layers,
-        windows_in_runs=sum(in_runs(m, layer=layer) for layer in range(m.num_layers)) / m.num_layers,
+        windows_in_runs=sum(in_chunks(m, layer=layer) for layer in range(m.num_layers)) / m.num_layers,
         experts=_experts(run),
         latent=_latent(m),
         adapters=Adapters(run.lora.rank, run.lora.targets) if run.lora.rank else None,
@@ -112,7 +112,7 @@ def _experts(run: Run) -> Experts | None:
             kept=method_of(spec).kept_bytes(num_choices=choices, num_experts=count + e.free),
         ),
         rows=None if spec.capacity_factor is None else rows_of_token(run.router, count) / choices,
-        sent=min(places_of_token(run.router), count) / choices
+        sent=min(slots_of_token(run.router), count) / choices
         if run.dispatch.kind == "padded" and spec.capacity_factor is not None
         else None,
     )
