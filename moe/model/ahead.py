@@ -26,7 +26,7 @@ from moe.recipe import sections
 # B batch, L length here, S of whole sequences, D model
 
 
-class Ahead(nn.Module):
+class PredictionDepth(nn.Module):
     """One depth: combines the previous depth's output with the embedding of the token that it predicted."""
 
     def __init__(self, model: sections.Model, block: nn.Module) -> None:

@@ -24,7 +24,7 @@ from parallel.numerics.recompute import recomputed
 from torch import Tensor, nn
 
 from moe.experts.layer import LayerReport, MoELayer
-from moe.model.ahead import Ahead, loss_ahead
+from moe.model.ahead import PredictionDepth, loss_ahead
 from moe.model.initialise import FirstValues, alone, initialise
 from moe.nn.attention import Attention
 from moe.nn.context import Context
@@ -174,7 +174,7 @@ class Transformer(nn.Module):
         self.encoder_norm = Norm(width, self.config.norm, eps=self.config.norm_eps) if halves else None
         layers = self.config.num_layers
         depths = (Block(self.config, experts, router, layers + depth) for depth in range(self.config.ahead))
-        self.ahead = nn.ModuleList(Ahead(self.config, block) for block in depths)  # multi-token prediction: moe/model/ahead.py
+        self.ahead = nn.ModuleList(PredictionDepth(self.config, block) for block in depths)  # multi-token prediction: moe/model/ahead.py
         self.parts = {0: StageLayers(range(self.config.num_layers), begins=True, ends=True)}
         self.whole_sequences: Callable[[Tensor], Tensor] = lambda x_BL: x_BL  # gathers shards of the sequences
         self.inner_sequences: Callable[[Tensor], Tensor] = lambda x_BL: x_BL  # selects the sequences that attention sees here
