@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from moe.train.start.restore import load_model
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from moe.convert.huggingface.convert import from_run, to_run
 from moe.convert.huggingface.encoder_decoder import NO_MORE
 from moe.nn.context import Context
-from moe.train.start.restore import load_model
 from parallel.errors import BadInput
 
 transformers = pytest.importorskip("transformers", reason="pip install moe-parallel[hf]")
@@ -103,7 +103,7 @@ def test_a_tokenizer_leaves_ids_for_the_sentinels_or_is_not_used(ids: int, lengt
     library.save(str(tmp_path / "theirs" / "tokenizer.json"))
     said = to_run(tmp_path / "theirs", tmp_path / "run", overrides={"model.max_length": str(length)})
     assert any("tokenizer.json is not used" in line for line in said) != used
-    assert any("<extra_id_0> is 257 to the tokenizer and 289, the vocabulary's last id, here" in line for line in said) == used
+    assert any("<extra_id_0> is 257 in the tokenizer and 289, the vocabulary's last id, in the run" in line for line in said) == used
     assert load_model(tmp_path / "run")[1].vocab_size == (ids if used else 256)
 
 

@@ -100,7 +100,7 @@ def test_numbers_that_a_dtype_cannot_hold_are_refused_and_nothing_is_written(tmp
     held["model.norm.weight"][0] = 1e5
     save_file(held, tmp_path / "a/model.safetensors")
     to_run(tmp_path / "a", tmp_path / "run", overrides={})
-    with pytest.raises(BadInput, match="--dtype: got norm.weight, of which float16 cannot hold every number, .* --dtype bf16"):
+    with pytest.raises(BadInput, match="--dtype: got norm.weight, with numbers that float16 cannot represent, .* --dtype bf16"):
         from_run(tmp_path / "run", tmp_path / "b", dtype="fp16")
     assert not (tmp_path / "b").exists()
 

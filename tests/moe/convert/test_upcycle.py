@@ -232,7 +232,7 @@ def test_merging_copies_to_fewer_keeps_the_output(
     torch.testing.assert_close(got, rows.view(4, 2, 16).mean(1))
     assert "otherwise" not in capsys.readouterr().out
     converted(fewer.model_copy(update={"router": fewer.router.model_copy(update={"gate_scale": 2.0})}), there, tmp_path / "scaled")
-    assert "  the weights now compute what the new recipe says: router.gate_scale: 1.0 -> 2.0" in capsys.readouterr().out
+    assert "  the new recipe changes what the weights compute: router.gate_scale: 1.0 -> 2.0" in capsys.readouterr().out
 
 
 def test_pruning_experts_that_no_token_chose_keeps_the_output(home: Path, source: Callable[..., Path], tmp_path: Path) -> None:
@@ -537,4 +537,4 @@ def test_a_converted_model_has_seen_no_sample_so_another_order_of_them_is_no_new
     trainer.train(longer, out=tmp_path / "fresh", world=World(), display=True)
     assert "order of samples" not in capsys.readouterr().out
     converted(run, source(), tmp_path / "copy", moments="copy")
-    assert "samples      in another order than the source's: train.global_batch: 8 -> 4, train.seed: 0 -> 3" in capsys.readouterr().out
+    assert "samples    in another order than the source's: train.global_batch: 8 -> 4, train.seed: 0 -> 3" in capsys.readouterr().out
