@@ -32,7 +32,7 @@ OPENERS = r"(Of|Those|The same|Whether it|What (is|they|it))\b"  # a docstring b
 PLAIN = (  # folders whose docstrings and comments keep the law
     "moe/kernels", "moe/experts", "moe/nn", "moe/model", "moe/router", "moe/checks", "moe/parallelize", "moe/recipe",
     "moe/train", "moe/launch", "moe/records", "moe/report", "moe/data", "moe/rehearse", "moe/calibrate",
-    "moe/cli", "moe/verify", "moe/convert", "moe/bench", "moe/plan", "parallel/data", "parallel/tensor", "parallel/sequence",
+    "moe/cli", "moe/verify", "moe/convert", "moe/bench", "moe/plan", "parallel/data", "parallel/tensor", "parallel/sequence", "tests/support", "tests/laws",
 )  # fmt: skip
 
 
