@@ -246,8 +246,7 @@ class Case:
     @property
     def delayed(self) -> bool:
         """Whether gradients are taken at older weights than they update (PipeDream, 2BW). The twin then does the same. Such a case cannot
-        use
-        options that need the whole batch.
+        use options that need the whole batch.
         """
         return SCHEDULES[self.schedule].continuous
 
@@ -326,8 +325,7 @@ def tiled_cases(nproc: int) -> list[Case]:
     """Tiles and chunks that divide nothing evenly, with each engine and with split experts.
 
     In 16 bits only the head and the loss are tiled. Tiles of a network round its partial results, and no reordering that `moe verify`
-    measures
-    does that (tests/parallel/data/test_tiling.py compares them with the exact result).
+    measures does that (tests/parallel/data/test_tiling.py compares them with the exact result).
     """
     return [
         Case(
@@ -490,9 +488,8 @@ ROWS_OF_GRID = {"2d": 2, "2.5d": 4, "3d": 4}  # number of parts into which the g
 def _grid_cases(nproc: int) -> list[Case]:
     """Tensor parallelism in 2D, 2.5D and 3D: weights and activations in blocks. A batch of 24, so that eight ranks route equal shares.
 
-    The vocabulary's 256 rows split evenly; tests/parallel/tensor/test_grids.py has 11. A single key-value head is copied along each line of
-    a
-    grid.
+    The vocabulary's 256 rows split evenly; tests/parallel/tensor/test_grids.py has 11. A single key-value head is copied along each line
+    of a grid.
     """
     found = []
     for tensor, tp in GRIDS.items():
@@ -524,8 +521,7 @@ def _grid_cases(nproc: int) -> list[Case]:
 
 def _sliced_cases(nproc: int) -> list[Case]:
     """tensor.sequence_parallel: slices of the sequences between layers, whole sequences in MoE layers. tp 4 does not divide the 10 tokens
-    of a
-    sequence.
+    of a sequence.
     """
     found = []
     for world in (world for world in (2, 4) if world <= nproc):
@@ -571,8 +567,7 @@ def _overlapped_cases(nproc: int) -> list[Case]:
 
 def _dtensor_cases(nproc: int) -> list[Case]:
     """tensor.kind dtensor, which shards as 1d does, so fewer rows. They test torch's own collectives within layers, with each engine,
-    recompute,
-    tiles, slices, sp, stages and bf16.
+    recompute, tiles, slices, sp, stages and bf16.
     """
     found = []
     for world in (world for world in (2, 4) if world <= nproc):
@@ -592,8 +587,7 @@ def _dtensor_cases(nproc: int) -> list[Case]:
 
 def _staged_tensor_cases(nproc: int) -> list[Case]:
     """Tensor parallelism in pipelines: stages send whole activations, backward passes are split, and a tied embedding is on two stages or
-    twice
-    on one rank.
+    twice on one rank.
     """
     schedules = {"ddp": ("1f1b", "interleaved", "zb_h1", "chimera"), "zero1": ("1f1b",), "fsdp": ("1f1b",)}
     return [
@@ -717,9 +711,8 @@ def sequence_cases(nproc: int) -> list[Case]:
     """Every method of sequence parallelism on 2, 3 and 4 ranks with rotary and T5 positions. Every router, whose groups are then cut. Some
     methods with engines, data parallelism, experts that fold over sp, recompute (lightseq keeps attention's output) and 16 bits.
 
-    Pipelines have another length. With gshard, five layers and 24 tokens, one token is nearly tied in the ninth step, and sliced attention
-    on
-    one process also routes it differently (docs/inside/log.md).
+    Pipelines have another length. With gshard, five layers and 24 tokens, one token is nearly tied in the ninth step, and sliced
+    attention on one process also routes it differently (docs/inside/log.md).
     """
     found = []
     for sp in range(2, nproc + 1):

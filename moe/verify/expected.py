@@ -66,11 +66,10 @@ def reorderings(twin: Case) -> Iterator[tuple[Case, str]]:
     """The sums of `alone(twin)` in the other orders that rows have, on one process: (case, kernels) pairs.
 
     Other micro-batches also stand in for data-parallel replicas, which sum the same partial results over ranks. The reference kernels
-    multiply
-    by the gate at another point. Each cut is measured with both kernels, because a nearly tied token may be routed differently only if both
-    change. A tiled head rounds the gradient of its input tile by tile, which moves the gradient norm more than any cut of the batch.
-    Therefore it is measured only for rows that have it. The same holds for layers that sum partial results over heads and hidden units,
-    products in blocks, and attention in slices, whose results are rounded before they are merged.
+    multiply by the gate at another point. Each cut is measured with both kernels, because a nearly tied token may be routed differently
+    only if both change. A tiled head rounds the gradient of its input tile by tile, which moves the gradient norm more than any cut of
+    the batch. Therefore it is measured only for rows that have it. The same holds for layers that sum partial results over heads and
+    hidden units, products in blocks, and attention in slices, whose results are rounded before they are merged.
     """
     one = alone(twin)
     own = () if twin.delayed or twin.microbatches == 1 else (twin.microbatches,)  # a larger batch has more parts

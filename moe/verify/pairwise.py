@@ -66,10 +66,9 @@ def cover(
 ) -> Covering:
     """Rows that contain every pair that is not refused.
 
-    `complete` returns the simplest row with the given values. `refuse` returns the reason why a row is refused, or None. A pair is refused
-    if
-    the simplest row with it is. If several values bring equally many new pairs, the one used least is taken, but for factors of `first_of`
-    the first.
+    `complete` returns the simplest row with the given values. `refuse` returns the reason why a row is refused, or None. A pair is
+    refused if the simplest row with it is. If several values bring equally many new pairs, the one used least is taken, but for factors
+    of `first_of` the first.
     """
     said: dict[tuple[str, ...], BadInput | None] = {}
 

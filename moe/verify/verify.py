@@ -49,10 +49,9 @@ def main(
 ) -> int:
     """Print a table with a row for each layout. Returns 1 if any fails. `only` keeps the rows with this text in their name.
 
-    A layout of up to four ranks fails if it takes longer than `timeout_s` seconds (None: 120); one of eight ranks has twice that. `json` is
-    written every few seconds. With `go_on` its rows that passed are kept, and the others run (moe/verify/table.py). `recipe`: a user's
-    recipe,
-    tested at a small size instead of the project's models (moe/verify/recipe.py).
+    A layout of up to four ranks fails if it takes longer than `timeout_s` seconds (None: 120); one of eight ranks has twice that. `json`
+    is written every few seconds. With `go_on` its rows that passed are kept, and the others run (moe/verify/table.py). `recipe`: a user's
+    recipe, tested at a small size instead of the project's models (moe/verify/recipe.py).
     """
     torch.set_num_threads(1)  # set before ranks are forked: a forked process must not inherit a thread pool
     started = time.perf_counter()
@@ -99,8 +98,7 @@ def judged(case: Case, ran: Ran, expected: Expected) -> dict[str, Any]:
     """The row of a case: the deviation of each number, and in 16 bits the largest share of its bound that any deviation reaches.
 
     A row in 16 bits that fails is compared once more, with one process that takes all sums in the row's own order, because a nearly tied
-    token
-    may be routed differently in that order only. The tolerance stays the same.
+    token may be routed differently in that order only. The tolerance stays the same.
     """
     row = _row(case, ran, expected)
     if row["passed"] or "error" in row or case.precision == "fp32":

@@ -69,8 +69,8 @@ Install = Callable[[int, Path], None]  # (number of the try, file to which the t
 @dataclass(frozen=True)
 class Case:
     """One fault. `install`: called in the culprit's process before it trains. `said`: the text that a line must contain, with CULPRIT at
-    its
-    beginning for that rank; for a run that continues, its required text or "". `limit`: the end of the run, in multiples of the limit.
+    its beginning for that rank; for a run that continues, its required text or "". `limit`: the end of the run, in multiples of the
+    limit.
     """
 
     name: str
@@ -201,8 +201,7 @@ def _cut(tries: int, home: Path) -> Row:
 
 def once(case: Case, number: int, home: Path, machines: Machines | None = None, *, slack_s: float = SLACK_S) -> tuple[str, float]:
     """(what went wrong or "", seconds from the fault to the last rank's end). `machines`: one for each rank; the cable between them is
-    pulled
-    when the culprit asks for it.
+    pulled when the culprit asks for it.
     """
     with tempfile.TemporaryDirectory(dir=home) as name:
         folder = Path(name)

@@ -28,8 +28,7 @@ GIB = 2**30
 @dataclass(frozen=True)
 class Input:
     """One input. `runs`: True if the command must succeed, False if it must refuse, None if both are harmless. `run`: it needs a run's
-    folder,
-    `run`. `terminal`: its output is a terminal. `times`: multiple of the usual time limit; `bytes`: limit of memory.
+    folder, `run`. `terminal`: its output is a terminal. `times`: multiple of the usual time limit; `bytes`: limit of memory.
     """
 
     kind: str

@@ -3,10 +3,9 @@
     SIGTERM, SIGINT, SIGUSR1, SIGHUP   x   starting, tokenising, first step, forward, evaluation, saving, ending
 
 A try is held if all of these are true. All ranks end within LIMIT_S with a documented exit code (75; 130 for Ctrl-C before training; 0 at
-the
-end). They leave no process behind. No recorded step is repeated. A second start ends bitwise as the undisturbed run: losses, weights and
-moments. The signal goes to all ranks at once, as `moe train` passes it on; during training in every second try to only one rank. Before
-training a signal to one rank is not tested, because the other ranks wait for it.
+the end). They leave no process behind. No recorded step is repeated. A second start ends bitwise as the undisturbed run: losses, weights
+and moments. The signal goes to all ranks at once, as `moe train` passes it on; during training in every second try to only one rank.
+Before training a signal to one rank is not tested, because the other ranks wait for it.
 """
 
 from __future__ import annotations

@@ -38,9 +38,8 @@ _SECOND_IS_INPUT = ("_allgather", "allgather", "_reduce_scatter", "reduce_scatte
 
 
 class Sent(TorchDispatchMode):
-    """Bytes sent by this rank. `bytes`: by purpose. `calls`: number of calls by (collective, dtype, ranks). `bytes_of`: bytes by the same,
-    only
-    of STATES.
+    """Bytes sent by this rank. `bytes`: by purpose. `calls`: number of calls by (collective, dtype, ranks). `bytes_of`: bytes by the
+    same, only of STATES.
     """
 
     def __init__(self) -> None:

@@ -61,9 +61,8 @@ def shape(kind: str, ranks: int, *, depth: int | None = None) -> tuple[int, int,
 
 
 def measured(kind: str, ranks: int, precision: str, *, chunks: int = 1) -> list[dict[str, Any]]:
-    """Rows of one form. Bytes sent, averaged over ranks, must equal the formula, on a line also the number of calls. Weights and kept bytes
-    of
-    the fullest rank must agree within 5 %. `chunks`: tensor.overlap_chunks.
+    """Rows of one form. Bytes sent, averaged over ranks, must equal the formula, on a line also the number of calls. Weights and kept
+    bytes of the fullest rank must agree within 5 %. `chunks`: tensor.overlap_chunks.
     """
     of = DenseLayer(SEQUENCES * LENGTH, WIDTH, HEADS, HEAD_SIZE, KV_HEADS, HIDDEN, itemsize=DTYPES[precision].itemsize)
     theory = cost(kind, shape(kind, ranks), of, chunks=chunks)

@@ -43,9 +43,8 @@ class Edit:
 
 @dataclass(frozen=True)
 class Mutation:
-    """`fault`: one sentence on what is wrong. `source`: owner/repo#number of the issue or change, or a paper, or the reasoning if no report
-    is
-    known. `kind`: the kind of `moe verify` that `case` belongs to.
+    """`fault`: one sentence on what is wrong. `source`: owner/repo#number of the issue or change, or a paper, or the reasoning if no
+    report is known. `kind`: the kind of `moe verify` that `case` belongs to.
     """
 
     name: str

@@ -36,8 +36,7 @@ class Published:
 
     `recomputed`: the TFLOP/s count recomputed layers, a third more. `memory_gib`: as nvidia-smi shows it. `differs`: differences of the
     recipe or the planner from the run. `seen`: whether constants of the planner were fitted to this run or to similar rows. `recompute`:
-    what
-    the run's own software recomputes, if it differs from the recipe.
+    what the run's own software recomputes, if it differs from the recipe.
     """
 
     recipe: str

@@ -237,8 +237,7 @@ def counts_recompute(cells: Cells) -> bool:
 
 def pairs(cells: Cells) -> Literal["all", "causal"]:
     """Which pairs of attention the source's TFLOP/s count. Megatron-Core counts only those of a causal mask since 2025: rows of the model
-    zoo
-    that state both TFLOP/s and seconds agree with that within a thousandth.
+    zoo that state both TFLOP/s and seconds agree with that within a thousandth.
     """
     said = f"{cells.text('source')} {cells.text('seen')}".lower()
     return "causal" if "modelzoo" in said or "megatron-bridge" in said or "megatron bridge" in said else "all"

@@ -1,8 +1,8 @@
 """Predicted bytes compared with this project's own trainer: a small recipe with each kind, counting every live tensor.
 
 Runs two steps on gloo ranks of this machine and takes the peak of the second, which includes moments (tests/counted/alive.py). The
-prediction is
-moe/plan/memory/memory.py for the recipe's own network and plan and the same rank, as torch counts: without allocator and context.
+prediction is moe/plan/memory/memory.py for the recipe's own network and plan and the same rank, as torch counts: without allocator and
+context.
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@
                         (with the same cluster and program, or among them those that run the same layer)
 
 Rankings are in tests/planner/choice.py. Unstated properties of a row's program follow from its year and source (PROGRAM_OF), the same
-for
-all rows of a source.
+for all rows of a source.
 """
 
 from __future__ import annotations
@@ -146,9 +145,8 @@ def predictions(rows: Iterable[Row]) -> list[Predicted]:
 class Errors:
     """Errors |predicted / measured - 1| over `rows` rows; `bias`: the mean with its sign.
 
-    `calibrated`: mean after each prediction is divided by the median ratio of other rows with its cluster and program. `by_layer`: the same
-    with
-    only those rows that run the same layer, as a profile of it would have given; `same_layer` rows have such rows.
+    `calibrated`: mean after each prediction is divided by the median ratio of other rows with its cluster and program. `by_layer`: the
+    same with only those rows that run the same layer, as a profile of it would have given; `same_layer` rows have such rows.
     """
 
     rows: int

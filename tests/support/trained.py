@@ -106,8 +106,7 @@ def train(
     own: Callable[[int], dict[str, Any]] = lambda rank: {},
 ) -> list[Any]:
     """Each rank's summary, "stopped", or the text of its BadInput or of the error that ended all ranks. One rank trains in this process
-    unless
-    `forked` or `before` is given. `own`: a rank's callbacks, data and optimizer.
+    unless `forked` or `before` is given. `own`: a rank's callbacks, data and optimizer.
     """
 
     def work(rank: int) -> Any:

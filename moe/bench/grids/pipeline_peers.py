@@ -1,6 +1,5 @@
 """Compares this project's pipeline with torch.distributed.pipelining, with the same modules, micro-batches and order of actions: seconds
-per
-step, losses, gradients.
+per step, losses, gradients.
 """
 
 from __future__ import annotations

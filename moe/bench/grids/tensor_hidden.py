@@ -41,9 +41,8 @@ Start = Callable[[Tensor, Axis], Started]
 
 @dataclass(frozen=True)
 class Pass:
-    """One pass. `collective`: a function of parallel/tensor/overlapped.py; `run(axis, chunks)` runs the pass; `seen(n)`: the expected share
-    of the
-    collective's time that is not hidden.
+    """One pass. `collective`: a function of parallel/tensor/overlapped.py; `run(axis, chunks)` runs the pass; `seen(n)`: the expected
+    share of the collective's time that is not hidden.
     """
 
     name: str

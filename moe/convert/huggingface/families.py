@@ -21,8 +21,7 @@ from typing import Any, Literal
 @dataclass(frozen=True)
 class Row:
     """The two names of a tensor, with `{l}` for a layer and `{e}` for an expert. `turned`: transposed in the file. `half`: 0 or 1 if the
-    file
-    stacks gate and up projection along dim 1, or with `mixed` interleaved in the last dim.
+    file stacks gate and up projection along dim 1, or with `mixed` interleaved in the last dim.
     """
 
     theirs: str
@@ -119,8 +118,7 @@ NOT_READ = ("rotary_emb.inv_freq", "coder.embed_tokens.weight", "EncDecAttention
 @dataclass(frozen=True)
 class Key:
     """A key of config.json. `theirs`: its names, of which the first is written; `values`: their values to ours if they differ; `absent`:
-    the
-    value of a config without this key, or REQUIRED.
+    the value of a config without this key, or REQUIRED.
     """
 
     theirs: tuple[str, ...]
@@ -180,8 +178,7 @@ _MUST_OF_DEEPSEEK = _MUST | {"attention_bias": (False, None), "moe_layer_freq": 
 @dataclass(frozen=True)
 class Windows:
     """Which layers of a family have a sliding window if config.json has no layer_types. `layers`: `every` layer, layers `from`
-    max_window_layers
-    on, or every `other` layer beginning with the first (below max_window_layers if that is used).
+    max_window_layers on, or every `other` layer beginning with the first (below max_window_layers if that is used).
 
     `absent`: sliding_window of a config without it. `asked`: windows are used only with use_sliding_window. layer_types is not read for
     families with windows in every layer.
@@ -195,8 +192,8 @@ class Windows:
 @dataclass(frozen=True)
 class Family:
     """One family. `experts`: a key of EXPERTS, None: dense. `always`: fixed recipe values. `must`: supported values of config.json; the
-    first is
-    written. `picks_layers`: decoder_sparse_step and mlp_only_layers choose the layers with experts; otherwise all layers have them.
+    first is written. `picks_layers`: decoder_sparse_step and mlp_only_layers choose the layers with experts; otherwise all layers have
+    them.
 
     `base`: rope_theta of a config without it. `windows`: rule for sliding windows, None: the family has none. `turning`:
     partial_rotary_factor of a config without it, None: all channels rotate.

@@ -283,8 +283,7 @@ def _limited(row: list[float], spec: RouterSpec) -> list[float]:
 
 def _even_plan(logits: Tensor, valid: list[bool]) -> Tensor:
     """Sinkhorn: logits of a group plus a correction that gives each expert the same share of the tokens. Rows and columns are scaled in
-    turn,
-    20 times.
+    turn, 20 times.
     """
     powers = logits.double().exp() * torch.tensor(valid).unsqueeze(1)
     column = torch.ones(1, logits.shape[1], dtype=torch.float64)

@@ -34,8 +34,7 @@ Note = Callable[[str, Tensor], None]  # called with each part's name and output 
 @dataclass
 class Rounding:
     """`dtype`: dtype of products. `unit`: with fp32, every number is disturbed at random by up to this share of its value, forward and
-    backward,
-    as rounding to a format with this unit roundoff would do; 0: not at all.
+    backward, as rounding to a format with this unit roundoff would do; 0: not at all.
     """
 
     dtype: torch.dtype = torch.float32
