@@ -45,7 +45,7 @@ def _check_model(run: Run) -> None:
             fix=f"set it to {m.spans.inputs}",
         )
     if m.document_mask:
-        needed = "false: hidden spans and sentinels stand between documents"
+        needed = "false: hidden spans and sentinels separate documents"
         raise BadInput("model.document_mask", got="true with model.kind=encoder_decoder", needed=needed, fix="set it to false")
     if run.vocab_size < run.least_vocab_size:
         sentinels = f"{run.num_sentinels} sentinel{'s' * (run.num_sentinels != 1)}"

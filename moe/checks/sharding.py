@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import tempfile
 
-from moe.recipe.sections import Offload, Run, Sharding
-from parallel.errors import BadInput, did_you_mean
 from parallel.process.extensions import missing_for_nvme
 from parallel.store.files import user_path
+
+from moe.recipe.sections import Offload, Run, Sharding
+from parallel.errors import BadInput, did_you_mean
 
 
 def check_sharding(run: Run) -> None:
@@ -84,7 +85,7 @@ def _check_zero(run: Run) -> None:
         raise BadInput(
             "precision.master",
             got=f"{run.precision.master} with sharding.kind=zero",
-            needed="fp32: its engine keeps fp32 master weights in the partitions, beside working weights in precision.compute",
+            needed="fp32: its engine keeps fp32 master weights in the partitions, in addition to working weights in precision.compute",
             fix="set precision.master to fp32, or sharding.kind to ddp",
         )
     for key in ("optimizer", "parameters"):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from moe.recipe.sections import Run
-from parallel.errors import BadInput
 from parallel.mesh.grids import GRIDS, LINES
 from parallel.mesh.mesh import divisors
+
+from moe.recipe.sections import Run
+from parallel.errors import BadInput
 
 
 def check_tensor(run: Run) -> None:
@@ -70,7 +71,7 @@ def _check_slices(run: Run) -> None:
         raise BadInput(
             "tensor.sequence_parallel",
             got=f"true with degrees.tp={tp} and tensor.kind={run.tensor.kind}",
-            needed="tensor.kind 1d or dtensor on several ranks: it cuts what they would hold in copies",
+            needed="tensor.kind 1d or dtensor on several ranks: it splits tensors that these ranks would hold as copies",
             fix="set degrees.tp to 2 and tensor.kind to 1d, or tensor.sequence_parallel to false",
         )
     ways, words = run.degrees.sp * tp, f"degrees.sp * degrees.tp = {run.degrees.sp} * {tp}" if run.degrees.sp > 1 else f"degrees.tp={tp}"

@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 import os
 
+from parallel.mesh.mesh import Degrees, check_world, divisors
+from parallel.store.files import user_path
+
 from moe.checks.audit import check_audit
 from moe.checks.encoder_decoder import check_encoder_decoder
 from moe.checks.lora import check_lora
@@ -21,8 +24,6 @@ from moe.router.checks import check_read, check_slots, check_spec
 from moe.router.methods.catalog import method_of
 from moe.router.slots.causal import check_causal
 from parallel.errors import BadInput, counted, did_you_mean
-from parallel.mesh.mesh import Degrees, check_world, divisors
-from parallel.store.files import user_path
 
 
 def check_run(run: Run, world_size: int) -> Run:
@@ -207,7 +208,7 @@ def _check_data(run: Run) -> None:
         needed = "greater than 256: each byte has an id, and what separates documents"
         raise BadInput("data.vocab_size", got=d.vocab_size, needed=needed, fix="set data.vocab_size to 257 or more")
     if d.tokenizer == "ids" and run.model.document_mask and run.model.document_separator is None:
-        needed = "model.document_separator with it: of ids nobody knows which one is between documents"
+        needed = "model.document_separator with it: ids do not show which one separates documents"
         fix = "set model.document_separator to that id, or model.document_mask to false"
         raise BadInput("model.document_mask", got="true with data.tokenizer=ids", needed=needed, fix=fix)
     if (separator := run.model.document_separator) is not None and separator >= run.vocab_size:

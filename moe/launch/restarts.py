@@ -24,10 +24,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from parallel.store.files import step_of
+
 from moe.launch import status
 from moe.launch.exit_codes import FAILED, STOPPED
 from moe.records.redone import Restart
-from parallel.store.files import step_of
 
 _LONGEST_S = 60.0
 _POLL_S = 0.1
@@ -129,7 +130,7 @@ class Restarts:
         after = f" in {self._wait_s:g} s" if self._wait_s else ""
         row = f", {self._in_a_row} of {self._limit} in a row without a new checkpoint" if not saved and self._in_a_row else ""
         on = "" if self.processes is None else f" on {self.processes} process{'es' if self.processes > 1 else ''}"
-        _say(f"restart {self._count}{row}: the run goes on from {where}{on}{after}")
+        _say(f"restart {self._count}{row}: the run continues from {where}{on}{after}")
         return None
 
     def _leave(self, reason: str) -> None:

@@ -7,6 +7,10 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+from parallel.mesh.layout import Layout
+from parallel.mesh.mesh import Mesh
+from parallel.numerics.precision import DTYPES
+from parallel.process.malloc import give_freed_memory_back
 from torch import Tensor, nn
 
 from moe.model.names import is_bias
@@ -25,14 +29,10 @@ from parallel.data.offload import Offload
 from parallel.errors import BadInput
 from parallel.kfac.grafted import Curved, Grafted
 from parallel.kfac.kfac import Settings
-from parallel.mesh.layout import Layout
-from parallel.mesh.mesh import Mesh
-from parallel.numerics.precision import DTYPES
 from parallel.optim.adafactor import Adafactor
 from parallel.optim.given import Factory, Given
 from parallel.optim.muon import Muon, Orientation
 from parallel.optim.sgd import Sgd
-from parallel.process.malloc import give_freed_memory_back
 
 
 def prepare(run: Run, say: Callable[[str], None]) -> None:
@@ -154,14 +154,14 @@ def check_given(rule: Given, run: Run, layouts: dict[str, Layout], mesh: Mesh) -
             fix = "step each expert by itself" if experts else "set sharding.kind to ddp, and degrees.tp, degrees.etp and tiling to 1"
             raise BadInput(
                 rule.key,
-                got=f"an optimizer whose steps of a part of {name} are not those of the whole",
+                got=f"an optimizer whose steps of a part of {name} differ from the whole parameter's",
                 needed=f"the same: {what}",
                 fix=f"{fix}, or leave that parameter to an optimizer that goes by elements",
             )
     if unlike and rule.coupled({name: len(layout.shape) for name, layout in layouts.items()}):
         raise BadInput(
             rule.key,
-            got="an optimizer whose steps of a parameter depend on the others beside it",
+            got="an optimizer whose update of a parameter depends on other parameters",
             needed="each parameter by itself: ranks hold different ones",
             fix="set degrees.pp, tp, ep and etp to 1 and sharding.kind to ddp, or leave the norm of all to optimizer.clip_norm",
         )

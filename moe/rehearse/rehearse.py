@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from parallel.process.process import World
+
 from moe.checks.together import check_run
 from moe.launch import exit_codes
 from moe.parallelize.engines import by_fsdp
@@ -14,7 +16,6 @@ from moe.recipe.sections import Run
 from moe.records.results import write_json
 from moe.rehearse.walk import Walked, walk
 from parallel.errors import BadInput
-from parallel.process.process import World
 from parallel.rehearse.pretended import Found
 
 DEVICES = ("cpu", "cuda")
@@ -54,8 +55,10 @@ def carried(run: Run) -> tuple[Run, str]:
         )
     why = "DeepSpeed's engine reads addresses of memory, which a rehearsal does not have"
     if s.stage == 3:
-        return _with(run, engine="fsdp"), f"{why}: torch's FSDP stands for ZeRO-3, which shards the same"
-    said = f"{why}: DDP stands for ZeRO-{s.stage}; of optimizer{' and gradients' if s.stage == 2 else ''} a rank would hold 1/N alone"
+        return _with(run, engine="fsdp"), f"{why}: torch's FSDP is used instead of ZeRO-3, which shards in the same way"
+    said = (
+        f"{why}: DDP is used instead of ZeRO-{s.stage}; of optimizer{' and gradients' if s.stage == 2 else ''} a rank would hold 1/N alone"
+    )
     return _with(run, kind="ddp", stage=0), said
 
 

@@ -15,11 +15,12 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from parallel.store.files import write_text
+
 from moe.recipe.load import load
 from moe.records.metrics import METRICS, SUMMARY, read, read_summary, replace_file
 from moe.records.summary import MISSING, dropped_shares, duration, fixed, printable, summary_rows, why_skipped
 from parallel.errors import BadInput, counted
-from parallel.store.files import write_text
 
 REPORT, PLOT_FOLDER = "report.html", "plots"
 MOST_EVENTS = 200
@@ -155,7 +156,7 @@ def _state(lines: Sequence[Mapping[str, Any]], summary: Mapping[str, Any] | None
     steps = counted(train[-1]["step"], "step") if train else "no step yet"
     times = [line["time"] for line in lines if isinstance(line.get("time"), int | float)]
     last = f", last line {datetime.fromtimestamp(max(times), UTC):%Y-%m-%d %H:%M} UTC" if times else ""
-    return f"{steps}{last}" + ("" if summary else f"; no {SUMMARY} yet: the run goes on, or was stopped")
+    return f"{steps}{last}" + ("" if summary else f"; no {SUMMARY} yet: the run continues, or was stopped")
 
 
 def _cards(summary: Mapping[str, Any] | None, lines: Sequence[Mapping[str, Any]]) -> str:

@@ -287,7 +287,7 @@ def damages() -> dict[str, list[Damage]]:
                 Path.mkdir,
             )
         ],
-        "beside it: names that are no checkpoint's": [
+        "beside it: names that are not a checkpoint's": [
             *(_beside(name, Path.mkdir) for name in ("step-999999999999999999999", "step-+5", "step-٣", "step-0009")),
             _beside("step-9", Path.touch),
             _beside("step-9", lambda p: p.symlink_to("nowhere")),

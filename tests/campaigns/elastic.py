@@ -73,7 +73,7 @@ def _moe_train(home: Path, number: int) -> tuple[str, float]:
     problem = problem or whole(home, wanted, _KEPT | {"degrees.ep": "1"}, world=1) or _unlike(out, wanted, worlds=[4, 2])
     last = "checkpoints/step-" + TINY["train.steps"]
     if not problem and hashes(out / last) != hashes(by_hand / last):
-        problem = "the last weights or moments are not those of the run that was resumed by hand"
+        problem = "the last weights or moments differ from the run that was resumed by hand"
     return _told(problem, out), _seconds(out, at)
 
 

@@ -144,7 +144,7 @@ def torchrun(home: Path, hosts: Hosts) -> str:
     trained = trains_beyond(before, both)
     said = end(both, signal.SIGTERM)
     if not trained:
-        return f"it did not go on after the cable was back: {said}"
+        return f"it did not resume after the cable was back: {said}"
     return _left(hosts) or _unsaved(out) or same_as_undisturbed(home, out)
 
 
@@ -204,7 +204,7 @@ def _goes_on(home: Path, out: Path) -> str:
     reached = attempt.reach(before + MORE)
     attempt.send(signal.SIGTERM)
     if not reached or attempt.end() or attempt.codes() != [STOPPED] * attempt.world:
-        return f"it did not go on and save: {attempt.codes()}, {attempt.said()}"
+        return f"it did not resume and save: {attempt.codes()}, {attempt.said()}"
     return ""
 
 

@@ -526,7 +526,7 @@ CASES: list[tuple[str, str, str]] = [
     ),
     (
         T + "--router.preset expert_choice --router.balance_weight 0",
-        "router.allow_noncausal: got false with select expert_choice, needed true: an expert chooses its tokens among those of the whole",
+        "router.allow_noncausal: got false with select expert_choice, needed true: an expert chooses its tokens from the whole",
         "router.select to top_k",
     ),
     (

@@ -124,7 +124,7 @@ def read_table(file: str | Path) -> Table:
 
 
 def _complaint(table: Table) -> str:
-    return f"add to {table.name}.csv the columns {', '.join(table.missing)}, empty where nothing is known"
+    return f"add to {table.name}.csv the columns {', '.join(table.missing)}, empty if unknown"
 
 
 def _lines(path: Path) -> tuple[list[str], list[dict[str, str]]]:

@@ -19,6 +19,7 @@ from moe.plan.machine.cluster import Cluster
 from moe.plan.memory.memory import CONTEXT_BYTES, RESERVED, Memory, memory, peak
 from moe.plan.memory.stack import OURS, OURS_ON_CPU, Stack
 from moe.plan.time.cost import Time, step_time
+
 from moe.recipe.sections import Run
 
 
@@ -78,7 +79,7 @@ class Prediction:
             of = "on the fullest rank" if self.place.kind == "cuda" else "a rank, all of which share this host's memory"
             known.append(Bound(self.least_bytes, self.place.limit_bytes, of))
         if self.place.own_bytes is not None:
-            known.append(Bound(self.rank_bytes, self.place.own_bytes, "on the fullest rank, beside what ulimit lets its process have"))
+            known.append(Bound(self.rank_bytes, self.place.own_bytes, "on the fullest rank, under the ulimit of its process"))
         return max(known, key=lambda bound: bound.over, default=None)
 
     @property

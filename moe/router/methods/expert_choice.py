@@ -28,7 +28,7 @@ class ExpertChoice(Method):
     tokens_choose = False
     uses_bias = False
     needs_whole_groups = True
-    looks_ahead = "an expert chooses its tokens among those of the whole group"
+    looks_ahead = "an expert chooses its tokens from the whole group"
     is_balanced = "every expert takes equally many tokens"
 
     def check(self, spec: RouterSpec, num_experts: int) -> None:

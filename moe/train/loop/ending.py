@@ -5,22 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-
 from moe.plan.job.flops import size
-from moe.records.course import loss_warning
-from moe.records.metrics import read, read_summary, write_summary
-from moe.records.redone import NOTHING, sums
-from moe.records.speed import hardware, matmul_flops, source_commit
-from moe.records.summary import dropped_shares
 from moe.train.loop.validation import evaluate, was_evaluated
 from moe.train.parts.executor import logits_of
 from moe.train.start.job import Job
 from moe.train.start.place import peak_memory_bytes
 from moe.train.use.generate import sample
-from parallel.errors import counted
 from parallel.mesh.collectives import sum_over
 from parallel.numerics.precision import DTYPES
 from parallel.watch import watchdog
+
+from moe.records.course import loss_warning
+from moe.records.metrics import read, read_summary, write_summary
+from moe.records.redone import NOTHING, sums
+from moe.records.speed import hardware, matmul_flops, source_commit
+from moe.records.summary import dropped_shares
+from parallel.errors import counted
 
 
 def finish(job: Job) -> dict[str, Any]:
@@ -29,7 +29,9 @@ def finish(job: Job) -> dict[str, Any]:
     before = None if job.seconds else read_summary(job.out)
     if before is not None and before.get("steps") == job.counters.step:
         if job.counters.step == run.train.steps:  # else a callback stopped this process before its first step
-            job.progress.note(f"train.steps {job.counters.step} was reached before: raise train.steps to go on, or start over with --fresh")
+            job.progress.note(
+                f"train.steps {job.counters.step} was reached before: raise train.steps to continue, or start over with --fresh"
+            )
         job.progress.close(before)
         return before
     if not job.evaluated:  # an earlier process made the last step, then died before the summary

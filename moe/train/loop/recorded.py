@@ -5,16 +5,17 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from moe.plan.pipeline import continuous
 from moe.train.loop.advance import Made
 from moe.train.parts.numbers import LayerNumbers
 from moe.train.start.job import Job
 from moe.train.start.place import peak_memory_bytes
-from parallel.errors import BadInput
 from parallel.numerics.clip import GradientNorm
 from parallel.store.checkpoint import numbered
 from parallel.store.stored import finite
 from parallel.watch.outcome import of_all
+
+from moe.plan.pipeline import continuous
+from parallel.errors import BadInput
 
 
 def count(job: Job, norm: GradientNorm) -> None:
@@ -105,9 +106,9 @@ def _refuse_bad_weights(job: Job) -> None:
         return
     skipped, there = job.counters.in_a_row, [step for step, _ in numbered(job.checkpoints)]
     after = f", so that {skipped} step{'s were' if skipped > 1 else ' was'} skipped"
-    goes_on = f"the run goes on from step-{max(there)}" if there else "the run begins again"
+    goes_on = f"the run continues from step-{max(there)}" if there else "the run begins again"
     if (step := job.saver.under_way) is not None and step not in there:
-        goes_on += f", or goes on from step-{step} once that is saved"
+        goes_on += f", or continues from step-{step} once that is saved"
     raise BadInput(
         f"step {job.counters.step}",
         got=f"values that are not finite in the {bad} on rank {job.world.rank}{after}",

@@ -153,7 +153,7 @@ def _loop(job: Job, asked: Callable[[], bool]) -> None:
             job.tell("on_evaluate", evaluate(job))
         if flags and not last:
             job.records.write({"kind": "event", "event": "stopped", "step": counters.step})
-            job.progress.note(f"stopped by a signal at step {counters.step}; the same command goes on from here")
+            job.progress.note(f"stopped by a signal at step {counters.step}; the same command continues from here")
             raise Stopped
     if job.stopped is not None and counters.step < run.train.steps:
         _end_early(job)
@@ -169,7 +169,7 @@ def _end_early(job: Job) -> None:
     if job.evaluated_at != step:
         evaluate(job, record=not was_evaluated(job))
     job.records.write({"kind": "event", "event": "stopped", "step": step, "by": job.stopped})
-    job.progress.note(f"stopped at step {step} by {job.stopped}; started again, the run goes on from here")
+    job.progress.note(f"stopped at step {step} by {job.stopped}; started again, the run continues from here")
 
 
 def _save(job: Job, *, wait: bool) -> None:

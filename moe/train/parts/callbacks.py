@@ -19,14 +19,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
-from moe.recipe.sections import Run
-from parallel.errors import BadInput, Ended, where
 from parallel.mesh.collectives import largest
 from parallel.mesh.mesh import Axis
 from parallel.watch import watchdog
 from parallel.watch.outcome import agree
+from torch import nn
+
+from moe.recipe.sections import Run
+from parallel.errors import BadInput, Ended, where
 
 EVENTS = ("on_train_begin", "on_step_end", "on_evaluate", "on_save", "on_train_end")
 
@@ -108,7 +108,9 @@ class Callbacks:
             if outcome.failure is not None:
                 failure = outcome.failure
                 on = f" on rank {failure.rank}" if self.world.size > 1 else ""
-                line = f"{name} raised {failure.line}{on} at step {now.step}; the run goes on from its newest checkpoint when it is mended"
+                line = (
+                    f"{name} raised {failure.line}{on} at step {now.step}; the run continues from its newest checkpoint when it is mended"
+                )
                 raise Ended(line, speaker=failure.rank == self.world.index) from failure.error
             if largest(float(bool(now.asked)), self.world):
                 reason = "; ".join(filter(None, now.asked))

@@ -13,16 +13,16 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
-
-from moe.plan.pipeline import energy_plan
-from moe.recipe.sections import Run
 from moe.train.parts.executor import Executor, Pipelined
 from parallel.mesh.collectives import max_over
 from parallel.mesh.mesh import Mesh
-from parallel.pipeline.energy.nvml import Gpus, NoControl, Pace, connect
 from parallel.process.process import World
 
-AT_FULL_CLOCK = "training goes on at the clocks there are"
+from moe.plan.pipeline import energy_plan
+from moe.recipe.sections import Run
+from parallel.pipeline.energy.nvml import Gpus, NoControl, Pace, connect
+
+AT_FULL_CLOCK = "training continues at the current clocks"
 
 
 @contextmanager

@@ -180,7 +180,7 @@ def open_job(run: Run, arguments: RunArguments) -> Job:
         progress.note(f"begins with the weights and the tokenizer of {source.path}")
         records.write({"kind": "event", "event": "begun", "step": 0, "from": str(source.path)} | resumed.recorded())
     elif arguments.init_from is not None and not (run.lora.rank and _moved(arguments)):
-        progress.note(f"--init_from {arguments.init_from} has no effect: the run goes on from its own checkpoint (--fresh starts over)")
+        progress.note(f"--init_from {arguments.init_from} has no effect: the run continues from its own checkpoint (--fresh starts over)")
     shard = shard_of(run, mesh, run.train.global_batch)
     saver = Saver(out / "checkpoints", mesh.axis("world"), keep=run.train.keep)
     if found is not None and writes and not counters.in_a_row:  # else the run may have to resume from an older one

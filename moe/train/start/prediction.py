@@ -17,22 +17,22 @@ from statistics import median
 from typing import Any
 
 import torch
-
-from moe.checks.together import check_run
 from moe.plan.choose.predicted import Place, Prediction, predict
 from moe.plan.machine.cluster import load_cluster
 from moe.plan.machine.this_machine import measured_cluster, memory_limit_bytes, own_limit_bytes, processor, resident_bytes
+from moe.train.parts.model_states import ModelStates
+from moe.train.start.place import own_peak_bytes
+from parallel.mesh.collectives import max_over
+from parallel.mesh.mesh import Mesh
+from parallel.process.process import World
+
+from moe.checks.together import check_run
 from moe.recipe.sections import Run
 from moe.records import prediction
 from moe.records.summary import size
-from moe.train.parts.model_states import ModelStates
-from moe.train.start.place import own_peak_bytes
 from parallel.data.engine import Engine
 from parallel.errors import BadInput
-from parallel.mesh.collectives import max_over
-from parallel.mesh.mesh import Mesh
 from parallel.process import process
-from parallel.process.process import World
 
 STEPS_OF_MEMORY = 2  # moments exist from the second on
 
@@ -65,7 +65,7 @@ def foretell(run: Run, asked: Run, world: World, *, cluster: str | None, force: 
     if large := _too_large_evaluation(run, host):
         if not force:
             raise large
-        say(f"going on all the same (--force): {large.what}: got {large.got}")
+        say(f"starting nevertheless (--force): {large.what}: got {large.got}")
     if found is None:
         return None
     found = replace(found, place=replace(found.place, limit_bytes=whole, own_bytes=own))  # the minima over ranks, so that all decide alike
@@ -74,7 +74,7 @@ def foretell(run: Run, asked: Run, world: World, *, cluster: str | None, force: 
         refused = prediction.refusal(found, asked.model_copy(update={"precision": run.precision}), world.size, checked=check_run)
         if not force:
             raise refused
-        say(f"going on all the same (--force): {refused.got}")
+        say(f"starting nevertheless (--force): {refused.got}")
     elif warned := prediction.warning(found):
         say(warned)
     return found

@@ -295,7 +295,7 @@ def load_factors(reader: Reader, kfac: Kfac, mesh: Mesh, *, updates: int, log: C
         return found
 
     if not kfac.load(stored, updates=updates):
-        log("the checkpoint has not all of K-FAC's factors: what is missing is taken at the next refresh")
+        log("the checkpoint lacks some of K-FAC's factors: they are computed at the next refresh")
 
 
 def load_extra(reader: Reader, model: nn.Module, *, log: Callable[[str], None], staged: bool = False) -> None:

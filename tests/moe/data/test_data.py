@@ -20,6 +20,7 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from parallel.mesh.mesh import Degrees, Mesh
 
 from moe.data import Dataset, TrainSet, corpus, open_data, tokenizer, tokens
 from moe.data.order import ValidationSet, Windows, permutation
@@ -27,7 +28,6 @@ from moe.data.token_shard import TokenShard
 from moe.data.tokenizer import Bpe, Bytes, Tokenizer, load, train_bpe
 from moe.recipe.sections import Data
 from parallel.errors import BadInput
-from parallel.mesh.mesh import Degrees, Mesh
 
 ROOT = Path(__file__).resolve().parents[3]
 UNICODE = "Žluťoučký kůň 🐎 naïve\n数据 und Übermut\n"
@@ -257,7 +257,7 @@ def test_a_given_description_that_cannot_be_used_is_bad_input() -> None:
             load({"kind": "given", "model": model, "separator": separator})
     model = json.loads(json.dumps(model))
     model["model"]["vocab"]["\u96ea"] = 400
-    with pytest.raises(BadInput, match="stands for no byte"):
+    with pytest.raises(BadInput, match="represents no byte"):
         load({"kind": "given", "model": model, "separator": 0})
 
 

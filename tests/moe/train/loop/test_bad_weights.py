@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-
-from moe.records.summary import summary_rows
 from moe.train.loop.trainer import Job
 from parallel.mesh.mesh import Axis
 from parallel.store import checkpoint
 from parallel.store.checkpoint import Piece
 from parallel.store.stored import Reader
 from tests.moe.train.loop.test_trainer import poison
+
+from moe.records.summary import summary_rows
 from tests.support import trained
 
 STEPS, AT = 8, 5  # AT: after this step a weight is bad
@@ -63,7 +63,7 @@ def test_a_bad_weight_ends_the_run_is_not_saved_and_the_next_start_is_the_undist
     first, second = trained.train(run, out, ranks=2, before=spoil(kind, rank=1))
     assert isinstance(first, str) and first == second and "\n" not in first
     assert "values that are not finite in the weight of" in first and "on rank 1" in first
-    assert "goes on from step-4" in first  # or will, once that is saved
+    assert "continues from step-4" in first  # or will, once that is saved
     assert trained.checkpoints(out) == [2, 4]
     assert all(isinstance(summary, dict) for summary in trained.train(run, out, ranks=2))
     if sharding == "ddp":

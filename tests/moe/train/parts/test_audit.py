@@ -12,17 +12,17 @@ from typing import Any
 
 import pytest
 import torch
-
-from moe.checks.together import check_run
 from moe.train.parts import audit
 from moe.train.parts.executor import Single
-from parallel.errors import BadInput, Ended
 from parallel.mesh.mesh import Degrees
-from parallel.process import process
 from parallel.process.deterministic import deterministic
 from parallel.process.process import World
 from parallel.watch.audit import Held, by_change, fingerprints
 from tests.campaigns import corruption
+
+from moe.checks.together import check_run
+from parallel.errors import BadInput, Ended
+from parallel.process import process
 from tests.support import trained
 from tests.support.ranks import run_on_ranks
 
@@ -101,7 +101,7 @@ def test_a_run_that_cannot_be_mended_ends_and_the_same_command_goes_on(home: Pat
 
     ended = trained.train(recipe, home / "out", ranks=2, before=spoil)
     line = f"step 5: silent corruption, before the step: weight of embedding on ranks 0, 1; no copy is known to be intact; \
-without --fresh the run goes on from {home / 'out' / 'checkpoints' / 'step-3'}"
+without --fresh the run continues from {home / 'out' / 'checkpoints' / 'step-3'}"
     assert ended == [line, line]
     trained.train(recipe, home / "out", ranks=2)
     trained.train(recipe, home / "undisturbed", ranks=2)
