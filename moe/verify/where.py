@@ -69,7 +69,7 @@ class Line(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Where:
+class Deviation:
     """A deviation: `name` of the layer or parameter, `found` the deviation, which exceeds `allowed`."""
 
     name: str
@@ -189,7 +189,7 @@ class Standard:
         compute(case, kernels=kernels, tape=tape, delayed_as=self.twin)
         return tape
 
-    def first_deviation(self, got: Tape, result: Result, case: Case) -> Where | None:
+    def first_deviation(self, got: Tape, result: Result, case: Case) -> Deviation | None:
         """The first deviation, or None if no line and no loss deviates."""
         held = {line.key: line for line in lines(got)}
         recomputed = [line for line in held.values() if line.phase == "recomputed forward"]
@@ -204,25 +204,25 @@ class Standard:
                     return self._with_parameter(found, held, case)
         for step, (a, b) in enumerate(zip(result.losses, self.expected.result.losses, strict=True)):
             if not abs(a - b) <= self.expected.tolerance["ten_step"] * abs(b):
-                return Where("head", "loss", step, abs(a - b) / abs(b), self.expected.tolerance["ten_step"])
+                return Deviation("head", "loss", step, abs(a - b) / abs(b), self.expected.tolerance["ten_step"])
         return None
 
-    def _with_parameter(self, found: Where, held: dict[tuple[int, str, str], Line], case: Case) -> Where:
+    def _with_parameter(self, found: Deviation, held: dict[tuple[int, str, str], Line], case: Case) -> Deviation:
         if found.phase != "gradient norm":
             return found
         after = (line for line in lines(self.tape) if line.step == found.step and line.phase.endswith("after the update"))
         off = (self._judged(line, held.get(line.key), case) for line in after)
         return replace(found, then=next((where.name for where in off if where is not None), ""))
 
-    def _judged(self, want: Line, line: Line | None, case: Case) -> Where | None:
+    def _judged(self, want: Line, line: Line | None, case: Case) -> Deviation | None:
         allowed = self.allowed[want.step, want.phase]
         if line is None:
             known = want.name.endswith(".router.bias") and case.delayed
-            return None if known else Where(want.name, want.phase, want.step, float("inf"), allowed, "there is none")
+            return None if known else Deviation(want.name, want.phase, want.step, float("inf"), allowed, "there is none")
         away = _deviation(line, want)
         if away <= allowed:
             return None
-        return Where(want.name, line.phase, want.step, away, allowed, _place(line, want, allowed, case))
+        return Deviation(want.name, line.phase, want.step, away, allowed, _place(line, want, allowed, case))
 
 
 def _place(line: Line, want: Line, allowed: float, case: Case) -> str:

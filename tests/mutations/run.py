@@ -24,7 +24,7 @@ from moe.verify.compare import NUMBERS
 from moe.verify.expected import Expected, twin_of
 from moe.verify.layouts import Ran, run_world
 from moe.verify.verify import Say, judged, say_now
-from moe.verify.where import Standard, Where
+from moe.verify.where import Deviation, Standard
 from parallel.errors import BadInput, cut
 
 
@@ -100,13 +100,13 @@ def found(mutation: Mutation, ran: Ran, standard: Standard, *, idle: list[str]) 
     return out | {"error": ran} if isinstance(ran, str) else out
 
 
-def _where(case: Case, ran: Ran, standard: Standard) -> Where | None:
+def _where(case: Case, ran: Ran, standard: Standard) -> Deviation | None:
     if isinstance(ran, str) or ran[1] is None:
         return None
     return standard.first_deviation(ran[1], ran[0], case)
 
 
-def _said(where: Where | None) -> str:
+def _said(where: Deviation | None) -> str:
     """The layer or parameter; for a norm, its family and the first parameter with a wrong update."""
     if where is None:
         return ""
