@@ -148,7 +148,7 @@ def main(
     json: str | None = None,
 ) -> int:
     """Convert, write the checkpoint to `to`, and print a report."""
-    from moe.convert.report import became, compared, promise, report_lines
+    from moe.convert.report import changes_by_part, compared, expected_output, report_lines
 
     out, path = Path(to), find(Path(source))
     _check_new(out)
@@ -178,8 +178,8 @@ def main(
     if difference:
         print(difference.said())
     if json:
-        rows = [{"part": part, "what": what} for part, what in became(conversion)]
-        about = {"method": conversion.settings.method, "source": str(path), "to": str(out), "output": promise(conversion)}
+        rows = [{"part": part, "what": what} for part, what in changes_by_part(conversion)]
+        about = {"method": conversion.settings.method, "source": str(path), "to": str(out), "output": expected_output(conversion)}
         write_json(json, verb="convert", rows=rows, **about, check=None if difference is None else vars(difference))
     return exit_codes.DONE
 

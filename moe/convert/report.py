@@ -17,17 +17,17 @@ from moe.train.start.restore import restore
 
 def report_lines(conversion: Conversion, source: Path, out: Path) -> list[str]:
     """Lines of text: one for each family of tensors, then the expected output and the next command."""
-    rows = became(conversion)
+    rows = changes_by_part(conversion)
     width = max(len(part) for part, _ in rows)
     return [
         f"{conversion.settings.method}: {source} -> {out}",
         *(f"  {part:<{width}}  {what}" for part, what in rows),
-        f"output: {promise(conversion)}",
+        f"output: {expected_output(conversion)}",
         f"continue with: moe train {out / 'recipe.yaml'} --out {out}",
     ]
 
 
-def became(conversion: Conversion) -> list[tuple[str, str]]:
+def changes_by_part(conversion: Conversion) -> list[tuple[str, str]]:
     """Return (part of the model, how it was converted) for each part."""
     s, before, run = conversion.settings, conversion.before, conversion.run
     changed = layers_that("grow", before, run) + layers_that("shrink", before, run)
@@ -67,7 +67,7 @@ def _layer(conversion: Conversion, layer: int) -> str:
     return f"{old} experts -> {into}: {how}{beside}{'; their router rows' if new else ''}"
 
 
-def promise(conversion: Conversion) -> str:
+def expected_output(conversion: Conversion) -> str:
     """Describe the condition under which the new model computes the same function as the source, if any."""
     s, before, run = conversion.settings, conversion.before, conversion.run
     if s.method in ("noise", "drop"):

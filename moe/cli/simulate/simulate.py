@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from moe.cli.simulate.search import NAME, SEARCHED, refuse_elsewhere, searched
-from moe.cli.simulate.text import print_all, print_one, said
+from moe.cli.simulate.text import print_all, print_one, summary_line
 from moe.cli.simulate.times import MOST_ACTIONS, OfRecipe, Times, check_filled, check_size, of_recipe, times_of
 from parallel.store.files import write_text
 
@@ -87,7 +87,7 @@ def main(
         row, timeline = _row(_from_catalog(name, size), batches or kind.batches, costs, drains=not kind.continuous)
     print_one(row, timeline)
     if out is not None:
-        _write(timeline, out, title=said(row), seconds=recipe is not None)
+        _write(timeline, out, title=summary_line(row), seconds=recipe is not None)
         print(f"{KINDS[out.suffix]}: {out}")
     return _finish([row], [], json)
 

@@ -24,7 +24,7 @@ def duration(time: float, row: dict[str, Any]) -> str:
 
 def print_one(row: dict[str, Any], timeline: Timeline) -> None:
     print(text(timeline, width=shutil.get_terminal_size((160, 24)).columns if sys.stdout.isatty() else 160))
-    print(said(row))
+    print(summary_line(row))
     schedule, bubbles = timeline.schedule, timeline.bubbles()
     for rank in range(schedule.num_ranks):
         stages = schedule.stages_of(rank)
@@ -55,7 +55,7 @@ def _gb(size: float) -> str:
     return f"{size / 1e9:.3g} GB"
 
 
-def said(row: dict[str, Any]) -> str:
+def summary_line(row: dict[str, Any]) -> str:
     """One line: a schedule's sizes, time and bubble.
 
     The bubble is the idle time over the ideal time of one further batch. If it differs, the bubble of the whole run with its ramps follows.
