@@ -34,6 +34,7 @@ def once(run: Callable[[], object], device: torch.device) -> float:
 
 
 def wait(device: torch.device) -> None:
+    """Wait for the work on a GPU; does nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -51,6 +51,8 @@ EXCHANGE_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class Row:
+    """One check of the table. `fix`: what to do if the state is not "ok"."""
+
     check: str
     value: str
     state: Literal["ok", "note", "FAIL"] = "ok"

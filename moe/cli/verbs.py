@@ -34,6 +34,7 @@ def _word_or_none(help: str) -> Any:
 
 
 def is_word(field: dataclasses.Field[Any]) -> bool:
+    """Whether the field is a positional word of its verb, not a flag."""
     return field.default is dataclasses.MISSING or bool(field.metadata.get("word"))
 
 

@@ -99,6 +99,7 @@ def change(before: Run, run: Run, layer: int) -> Literal["grow", "shrink"] | Non
 
 
 def layers_that(what: str | None, before: Run, run: Run) -> list[int]:
+    """The layers for which `change` returns `what`: grow, shrink, or None for kept layers."""
     return [layer for layer in range(run.model.num_layers) if change(before, run, layer) == what]
 
 

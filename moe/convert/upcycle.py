@@ -19,9 +19,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
-
 from parallel.numerics.random import key_of
+from torch import Tensor
 
 # D model, F hidden, E experts
 
@@ -61,6 +60,7 @@ def joined(networks: Sequence[Network]) -> Network:
 
 
 def copies(network: Network, count: int) -> list[Network]:
+    """`count` references to the same network."""
     return [network] * count
 
 

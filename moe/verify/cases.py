@@ -264,6 +264,7 @@ def sharding_of(kind: str) -> dict[str, Any]:
 
 
 def all_data_cases(nproc: int) -> list[Case]:
+    """All cases of `--kinds data`."""
     found = data_cases(nproc) + fsdp_cases(nproc) + zero_cases(nproc) + tiled_cases(nproc)
     return found + replica_cases() + batch_cases(nproc) + copied_cases(nproc) + halves_cases(nproc) + options_cases(nproc)
 

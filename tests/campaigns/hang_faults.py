@@ -34,10 +34,12 @@ def noted(number: int, mark: Path) -> None:
 
 
 def stopped(number: int, mark: Path) -> None:
+    """Stop the process with SIGSTOP."""
     _at_a_collective(number, mark, lambda: os.kill(os.getpid(), signal.SIGSTOP))
 
 
 def killed(number: int, mark: Path) -> None:
+    """Kill the process with SIGKILL."""
     _at_a_collective(number, mark, lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
@@ -68,6 +70,8 @@ def slow(share: float) -> Install:
 
 
 def raising(phase: str) -> Install:
+    """Raise an exception in a phase of the step."""
+
     def fail() -> None:
         raise ValueError("boom")
 

@@ -62,11 +62,13 @@ def main(*, json: str | None = None, only: str | None = None) -> int:
 
 
 def judged(found: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:
+    """The measured row with `passed`: memory and time compared with the whole matrix."""
     light = found["peak_bytes"] <= MORE_BYTES * found["drawn_bytes"] + SLACK_BYTES
     return found | {"passed": light and found["ns_each"] <= MORE_TIME * whole["ns_each"]}
 
 
 def cases() -> Iterator[Case]:
+    """The cases of the table."""
     one, tp = Degrees(), Degrees(tp=8)
     model = Model()
     for name, layout, degrees in (
@@ -83,6 +85,7 @@ def cases() -> Iterator[Case]:
 
 
 def whole_of(run: Run) -> tuple[Transformer, dict[str, Layout]]:
+    """(the model on the meta device, the layouts of its parameters)."""
     with torch.device("meta"):
         model = Transformer(run.model, run.experts, run.router, vocab_size=run.vocab_size)
     return model, lay_out(model)

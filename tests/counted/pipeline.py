@@ -107,6 +107,7 @@ def _alone(work: Stages, stage: int, alive: Alive) -> tuple[int, int]:
 
 
 def memory_rows(ranks: int, names: list[str], *, microbatches: int, width: int = 64, size: int = 4) -> list[dict[str, Any]]:
+    """A row for each schedule: measured and predicted peak bytes of the ranks."""
     config = {"num_layers": 4 * ranks, "d_model": width, "num_heads": 2, "d_ff": 4 * width, "max_length": 128, "tied_embeddings": False}
     by_rank = run_on_ranks(weighed, ranks, ranks, names, microbatches, config, size, timeout_s=300)
     rows = []

@@ -146,6 +146,7 @@ def _found(peaks: Peaks) -> dict[str, int]:
 
 
 def print_head() -> None:
+    """Print the head of the table."""
     held = f"{'torch holds':>15}{'training':>15}{'ratio':>8}{'resident':>15}{'training':>15}{'ratio':>8}"
     print(f"\n{'resume':<15}{'ranks':>6}{held}{'next step':>11}")
 

@@ -86,6 +86,7 @@ def print_row(row: dict[str, Any]) -> None:
 
 
 def run_of(kind: str, ranks: int, precision: str, *, chunks: int = 1) -> Run:
+    """The recipe of one dense layer with this form of tensor parallelism."""
     values: dict[str, dict[str, Any]] = {
         "model": {
             "num_layers": 1, "d_model": WIDTH, "num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_size": HEAD_SIZE, "d_ff": HIDDEN,

@@ -53,6 +53,7 @@ MODELS = ("dense", "sparse")
 
 
 def values_of(model: str, seed: int, steps: int) -> dict[str, Any]:
+    """Recipe values of a tiny model, `dense` or `sparse`, with eight layers."""
     sizes = {"num_layers": 8, "d_model": 64, "num_heads": 2, "d_ff": 256, "ffn": "relu", "norm": "layernorm", "max_length": 128}
     values: dict[str, Any] = {
         "model": sizes | {"tied_embeddings": False, "init_scale": 0.1, "moe_every": 4 if model == "sparse" else 0},

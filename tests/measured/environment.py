@@ -70,6 +70,7 @@ def main(*, nproc: int = 2, steps: int = 20, rounds: int = 3, only: str | None =
 
 
 def chosen(name: str, only: str | None) -> bool:
+    """Whether --only selects this comparison."""
     return only is None or only in name
 
 

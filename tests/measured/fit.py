@@ -86,4 +86,5 @@ def advised(said: str, disk: Path) -> dict[str, str]:
 
 
 def same(a: list[float], b: list[float]) -> bool:
+    """Whether two lists of losses agree within TOLERANCE."""
     return len(a) == len(b) > 0 and all(abs(x / y - 1) <= TOLERANCE for x, y in zip(a, b, strict=True))

@@ -101,6 +101,7 @@ def steps_to(losses: list[float], target: float) -> int | None:
 
 
 def steps_row(model: str, steps: int, say: Callable[[str], None]) -> dict[str, Any]:
+    """The row of a model: steps to AdamW's final loss, each optimizer with its best learning rate."""
     best: dict[str, tuple[list[float], float, float]] = {}
     for name, kind, delay in (("adamw", "adamw", 0), ("kfac", "kfac", 0), ("kfac, 4 steps late", "kfac", 4)):
         tried = {lr: losses_of(values_of(kind, lr, steps, sparse=model == "sparse", delay=delay)) for lr in RATES[kind]}
@@ -169,6 +170,7 @@ class Started:
 
 
 def start(values: dict[str, Any], way: str, rank: int, ranks: int, schedule: str) -> Started:
+    """Start one rank of the pipeline. `way`: adamw, K-FAC at the ends of steps, or K-FAC in bubbles."""
     run = check_run(Run(**values | {"degrees": {"pp": ranks, "dp": 1}, "pipeline": {"schedule": schedule, "microbatches": ranks}}), ranks)
     mesh = process.connect(run.mesh_degrees(), World(rank, ranks))
     model, layouts = build(run, mesh, device=CPU)
@@ -203,6 +205,7 @@ def staged(rank: int, ranks: int, schedule: str, way: str, steps: int) -> dict[s
 
 
 def bubbles_row(schedule: str, ranks: int, steps: int) -> dict[str, Any]:
+    """The row of a schedule: seconds of a step in each way."""
     found = {way: run_on_ranks(staged, ranks, ranks, schedule, way, steps, timeout_s=300) for way in WAYS}
     seconds = {way: max(rank["seconds"] for rank in of) for way, of in found.items()}
     row: dict[str, Any] = {"what": "bubbles", "schedule": schedule, "stages": ranks, "microbatches": ranks, "seconds": seconds}
@@ -258,6 +261,7 @@ def best_rate(delay: int, steps: int, ranks: int, target: float, say: Callable[[
 
 
 def time_row(schedule: str, ranks: int, steps: int, say: Callable[[str], None]) -> dict[str, Any]:
+    """The row of a schedule: seconds until each way reaches AdamW's final loss."""
     ends = {lr: smoothed(losses_of(timed_values("adamw", 0, lr, steps, ranks))[0])[-1] for lr in RATES["adamw"]}
     say("adamw, loss in one process: " + ", ".join(f"{end:.3f} at lr {lr:g}" for lr, end in ends.items()))
     rates = {("adamw", 0): min(ends, key=lambda lr: ends[lr])}

@@ -83,4 +83,5 @@ def run(what: str, words: tuple[str, ...], out: Path, *, steps: int, limit_bytes
 
 
 def same(a: list[float], b: list[float]) -> bool:
+    """Whether two lists of losses agree within TOLERANCE."""
     return len(a) == len(b) > 0 and all(abs(x / y - 1) <= TOLERANCE for x, y in zip(a, b, strict=True))

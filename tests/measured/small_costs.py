@@ -78,6 +78,7 @@ def products() -> dict[str, float]:
 
 
 def pieces() -> Work:
+    """Norms, rotary positions and noise on 4,096 tokens."""
     x = torch.randn(16, 256, 256).bfloat16().requires_grad_()
     q, places, tokens = torch.randn(16, 4, 256, 64).bfloat16().requires_grad_(), torch.arange(256), torch.arange(4096)
 
@@ -157,6 +158,7 @@ def bytes_of_losses() -> dict[str, float]:
 
 
 def idle_groups() -> dict[str, float]:
+    """Processors that waiting ranks keep busy, by their number of process groups."""
     found = {}
     for count in GROUPS:
         busy = run_on_ranks(_idle, IDLE_RANKS, count)

@@ -26,6 +26,8 @@ ROUNDED = 1 + 1e-9
 
 
 class Draw(NamedTuple):
+    """A random recipe and a random cluster."""
+
     run: Run
     cluster: Cluster
 

@@ -119,6 +119,7 @@ def rows(cases: int = CASES) -> list[dict[str, Any]]:
 
 
 def row_of(stages: int | None, times: Sequence[Times]) -> dict[str, Any]:
+    """Print and return the row of cases with `stages` stages, or of all cases if None."""
     if not times:
         return {}
     slower = sum(one.searched > one.rival for one in times)

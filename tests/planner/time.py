@@ -63,6 +63,8 @@ REAL_ROUTING = 1.3  # rows of the busiest rank over the mean with an unconstrain
 
 @dataclass(frozen=True)
 class Predicted:
+    """A measured row, its predicted time, and the cluster and program of the prediction."""
+
     row: Row
     time: Time
     cluster: str

@@ -183,6 +183,7 @@ def schedule_for(name: str, ranks: int, microbatches: int, *, batches: int = 2) 
 
 
 def connect(rank: int, ranks: int) -> Mesh:
+    """The mesh of a pipeline with one rank a stage. Collective."""
     return process.connect(Degrees(pp=ranks), World(rank, ranks))
 
 

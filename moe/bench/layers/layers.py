@@ -30,6 +30,8 @@ from parallel.errors import BadInput
 
 @dataclass(frozen=True)
 class Shape:
+    """Sizes of a layer: tokens, width, hidden units of an expert, experts, and choices of a token."""
+
     tokens: int
     width: int
     hidden: int
@@ -162,6 +164,7 @@ def dense(case: LayerCase) -> Pass:
 
 
 def stack(case: LayerCase, ffn: str) -> tuple[Tensor, Tensor, Tensor | None]:
+    """w1, w2 and, for swiglu, w3 of all experts: [E, D, F], [E, F, D], [E, D, F], with gradient."""
     s = case.shape
     w1 = case.weights(s.experts, s.width, s.hidden, seed=10).requires_grad_()
     w2 = case.weights(s.experts, s.hidden, s.width, seed=11).requires_grad_()

@@ -43,6 +43,7 @@ Step = Callable[[int], float]  # step number -> loss on this rank
 
 
 def recipe(kind: ShardedKind, ranks: int) -> dict[str, Any]:
+    """Recipe values of the model, with this kind of data parallelism."""
     return {
         "model": {"num_layers": 4, "d_model": 256, "num_heads": 4, "d_ff": 1024, "max_length": LENGTH},
         "sharding": kind.sharding,

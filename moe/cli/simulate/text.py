@@ -23,6 +23,7 @@ def duration(time: float, row: dict[str, Any]) -> str:
 
 
 def print_one(row: dict[str, Any], timeline: Timeline) -> None:
+    """Print one schedule: its timeline, its summary, and a line for each rank."""
     print(text(timeline, width=shutil.get_terminal_size((160, 24)).columns if sys.stdout.isatty() else 160))
     print(summary_line(row))
     schedule, bubbles = timeline.schedule, timeline.bubbles()
@@ -77,6 +78,7 @@ def _assumed(row: dict[str, Any]) -> str:
 
 
 def print_all(rows: list[dict[str, Any]], refused: list[dict[str, str]]) -> None:
+    """Print the table of all schedules, the refused ones with their reasons, and the meaning of the columns."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

@@ -116,6 +116,7 @@ def write_tokenizer(part: Path, described: dict[str, Any], *, came: bool, run: R
 
 
 def loaded(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; {} if the file cannot be read or holds no object."""
     try:
         found = json_text.loads(read_text(path))
     except (OSError, ValueError, RecursionError):

@@ -78,6 +78,7 @@ def forward(run: Run, weights: Weights, batch: Tensor, *, step: int, cast: Round
 
 
 def dropped(run: Run, x: Tensor, name: str, tokens: Tokens, cast: Rounding) -> Tensor:
+    """x with the model's dropout. The random numbers depend on the token's index and on `name`."""
     p = run.model.dropout
     return cast(x * cast((tokens.draw(f"{name}.dropout", x.shape[1]) >= p).float() / (1 - p))) if p else x
 
