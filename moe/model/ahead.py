@@ -42,7 +42,7 @@ class PredictionDepth(nn.Module):
         return hidden_BLD, self.norm(hidden_BLD)
 
 
-def loss_ahead(
+def multi_token_loss(
     depths: nn.ModuleList,
     hidden_BLD: Tensor,
     targets_BL: Tensor,

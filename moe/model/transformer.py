@@ -24,7 +24,7 @@ from parallel.numerics.recompute import recomputed
 from torch import Tensor, nn
 
 from moe.experts.layer import LayerReport, MoELayer
-from moe.model.ahead import PredictionDepth, loss_ahead
+from moe.model.ahead import PredictionDepth, multi_token_loss
 from moe.model.initialise import FirstValues, alone, initialise
 from moe.nn.attention import Attention
 from moe.nn.context import Context
@@ -272,7 +272,7 @@ class Transformer(nn.Module):
     def _join_ahead(self, x_BLD: Tensor, targets_BL: Tensor, matrix: Tensor | Rows | TiledRows, context: Context) -> Tensor:
         """Return x unchanged, and add the loss of multi-token prediction to its backward pass."""
         summed = partial(self._summed_loss, matrix=matrix)
-        loss = loss_ahead(
+        loss = multi_token_loss(
             self.ahead, x_BLD, targets_BL, context, look_up=self._look_up, summed_loss=summed, whole_sequences=self.whole_sequences
         )
         return join(x_BLD, self.config.ahead_weight * loss, scale=context.auxiliary_scale)

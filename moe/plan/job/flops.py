@@ -34,12 +34,12 @@ def size(model: sections.Model, experts: sections.Experts, router: sections.Rout
     halves = 1 if model.kind == "decoder" else 2  # each with a norm at its end
     ends = vocab_size * model.d_model * (1 if model.tied_embeddings else 2) + halves * model.d_model
     forward = sum(block.forward for block in blocks) + head_forward(model, vocab_size=vocab_size)
-    held, trained = ahead_size(model, experts, router, vocab_size=vocab_size)
+    held, trained = multi_token_size(model, experts, router, vocab_size=vocab_size)
     total, active = (sum(sizes) + ends + held for sizes in zip(*((b.total, b.active) for b in blocks), strict=True))
     return Size(total, active, forward, 3.0 * (forward + trained))
 
 
-def ahead_size(model: sections.Model, experts: sections.Experts, router: sections.Router, *, vocab_size: int) -> tuple[int, float]:
+def multi_token_size(model: sections.Model, experts: sections.Experts, router: sections.Router, *, vocab_size: int) -> tuple[int, float]:
     """Parameters and forward FLOPs per token of multi-token prediction: for each depth a dense block, a product, norms and the head."""
     block = block_size(model, experts, router, layer=model.num_layers)
     join = 2 * model.d_model**2

@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moe.plan.job.activations import block_bytes, compute_bytes, fixed_bytes, head_bytes, input_bytes
-from moe.plan.job.flops import ahead_size, attention_products, block_size, core_forward, expert_size, head_forward
+from moe.plan.job.flops import attention_products, block_size, core_forward, expert_size, head_forward, multi_token_size
+
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
 from parallel.pipeline.schedule import Action, Op
@@ -82,7 +83,7 @@ def stage_flops(run: Run, layers: Sequence[range]) -> tuple[float, ...]:
 def end_flops(run: Run) -> float:
     """Forward FLOPs per token of the vocabulary's projection and of multi-token prediction, which training runs."""
     head = head_forward(run.model, vocab_size=run.vocab_size)
-    return head + ahead_size(run.model, run.experts, run.router, vocab_size=run.vocab_size)[1]
+    return head + multi_token_size(run.model, run.experts, run.router, vocab_size=run.vocab_size)[1]
 
 
 def micro_batch(run: Run, microbatches: int) -> int:
@@ -131,7 +132,7 @@ def _ends(run: Run, *, first: bool, last: bool) -> int:
     """Number of parameters outside the layers: tables, the last norm, and multi-token prediction."""
     m = run.model
     tables = first + (last and not (first and m.tied_embeddings)) + (last and not first and m.ahead > 0 and not m.tied_embeddings)
-    ahead, _ = ahead_size(m, run.experts, run.router, vocab_size=run.vocab_size)
+    ahead, _ = multi_token_size(m, run.experts, run.router, vocab_size=run.vocab_size)
     return tables * run.vocab_size * m.d_model + (m.d_model + ahead if last else 0)
 
 
