@@ -91,7 +91,7 @@ class Verify:
     )
     only: str | None = _flag(None, "only layouts with this text in their name")
     recipe: str | None = _flag(
-        None, "also test your own recipe at a small size, with the parts and plug-ins that it names; runs their code"
+        None, "test your own recipe instead, at a small size, with the parts and plug-ins that it names; runs their code"
     )
     timeout_s: float | None = _flag(
         None, "time limit in seconds for a layout of up to 4 processes, 120 by default; a busy machine needs more"
@@ -145,10 +145,10 @@ class Bench:
     """Run a measurement."""
 
     name: str = _word("name of the measurement")
-    steps: int | None = _flag(None, "number of training steps, if it trains")
+    steps: int | None = _flag(None, "number of training steps, for measurements that train")
     seeds: int | None = _flag(None, "number of repetitions, each with another seed")
-    out: Path | None = _flag(None, "folder for the runs that it trains")
-    nproc: int | None = _flag(None, "number of processes, if it runs on several")
+    out: Path | None = _flag(None, "folder for the runs of measurements that train")
+    nproc: int | None = _flag(None, "number of processes, for measurements that run on several")
     peers: str | None = _flag(None, "other systems to compare with: all, none, or comma-separated names")
     only: str | None = _flag(None, "only rows with this text, such as bf16 or E64; or only the named parts of the measurement")
     kinds: str | None = _flag(
