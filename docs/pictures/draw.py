@@ -25,18 +25,18 @@ from matplotlib.patches import Patch, Rectangle  # noqa: E402
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 
-from moe.cli.simulate.simulate import simulated  # noqa: E402
-from moe.cli.simulate.text import summary_line  # noqa: E402
-from moe.router.slots.capacity import kept_choices  # noqa: E402
-from moe.train.parts.learning_rate import learning_rate  # noqa: E402
 from over_ranks import SEQUENCE, TENSOR  # noqa: E402
-from parallel.mesh.mesh import Degrees  # noqa: E402
 from shapes import EXPERTS, GREY, INK, LINE, SOFT, WHITE, arrow, box, canvas, cell, note  # noqa: E402
 
+from moe.cli.simulate.simulate import simulated  # noqa: E402
+from moe.cli.simulate.text import summary_line  # noqa: E402
 from moe.kernels import reference  # noqa: E402
 from moe.recipe.sections import Optimizer  # noqa: E402
 from moe.router.slots import capacity  # noqa: E402
+from moe.router.slots.capacity import kept_choices  # noqa: E402
+from moe.train.parts.learning_rate import learning_rate  # noqa: E402
 from parallel.kfac.fisher import check_rules, works  # noqa: E402
+from parallel.mesh.mesh import Degrees  # noqa: E402
 from parallel.pipeline.schedules.catalog import make_schedule  # noqa: E402
 from parallel.pipeline.simulator.bubbles import Packing, pack  # noqa: E402
 from parallel.pipeline.simulator.draw import add_legend, draw_on  # noqa: E402

@@ -13,18 +13,18 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
+from shapes import EXPERTS, GREY, INK, LINE, SOFT, WHITE, arrow, box, canvas, cell, note
+
 from moe.plan.time.tensor import cost
 from parallel.mesh.layout import Layout
 from parallel.mesh.mesh import Axis, Degrees, Mesh
-from shapes import EXPERTS, GREY, INK, LINE, SOFT, WHITE, arrow, box, canvas, cell, note
-from tests.counted.tensor import PAPER, forms_of
-
 from parallel.sequence.balanced import steps, task
 from parallel.sequence.order import ORDERS, Order
 from parallel.tensor.linear_1d import Column, Row
 from parallel.tensor.linear_2d import Block
 from parallel.tensor.linear_3d import Cube
 from parallel.tensor.sliced import SliceColumns
+from tests.counted.tensor import PAPER, forms_of
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 

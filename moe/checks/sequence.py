@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from parallel.mesh.mesh import Degrees, divisors
-
 from moe.recipe.sections import Run
 from moe.router.slots.groups import check_groups
 from parallel.errors import BadInput
+from parallel.mesh.mesh import Degrees, divisors
 from parallel.sequence.order import Order
 
 

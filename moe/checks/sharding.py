@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import tempfile
 
-from parallel.process.extensions import missing_for_nvme
-from parallel.store.files import user_path
-
 from moe.recipe.sections import Offload, Run, Sharding
 from parallel.errors import BadInput, did_you_mean
+from parallel.process.extensions import missing_for_nvme
+from parallel.store.files import user_path
 
 
 def check_sharding(run: Run) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from parallel.mesh.grids import GRIDS, LINES
-from parallel.mesh.mesh import divisors
-
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
+from parallel.mesh.grids import GRIDS, LINES
+from parallel.mesh.mesh import divisors
 
 
 def check_tensor(run: Run) -> None:

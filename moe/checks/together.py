@@ -5,9 +5,6 @@ from __future__ import annotations
 import math
 import os
 
-from parallel.mesh.mesh import Degrees, check_world, divisors
-from parallel.store.files import user_path
-
 from moe.checks.audit import check_audit
 from moe.checks.encoder_decoder import check_encoder_decoder
 from moe.checks.lora import check_lora
@@ -24,6 +21,8 @@ from moe.router.checks import check_read, check_slots, check_spec
 from moe.router.methods.catalog import method_of
 from moe.router.slots.causal import check_causal
 from parallel.errors import BadInput, counted, did_you_mean
+from parallel.mesh.mesh import Degrees, check_world, divisors
+from parallel.store.files import user_path
 
 
 def check_run(run: Run, world_size: int) -> Run:

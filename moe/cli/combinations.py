@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 
-from parallel.store.files import write_text
-
 from moe.checks.backends import RULES, Rule
 from moe.checks.verdict import verdict
 from moe.launch import exit_codes
 from moe.verify.hybrid import FACTORS, Idle, case_of, completed
 from moe.verify.pairwise import Pair, every_pair, together
 from parallel.errors import BadInput
+from parallel.store.files import write_text
 
 MARKS = {"runs": "yes", "not recommended": "slow", "refused": "no", "no effect": "-"}
 PAGE = """# Combinations

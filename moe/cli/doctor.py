@@ -17,10 +17,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
-from parallel.process.extensions import extensions_dir, missing_for_nvme
-
 from moe.launch import exit_codes
 from moe.launch.environment import free_port, usable_cores
+from parallel.process.extensions import extensions_dir, missing_for_nvme
 
 # package -> (oldest supported version, whether training needs it)
 PACKAGES = {
@@ -149,6 +148,7 @@ def exchange_rows(rank: int) -> list[float]:
 
 def _exchange() -> list[Row]:
     import torch
+
     from parallel.process.fork import run_on_ranks
 
     torch.set_num_threads(1)  # before any other torch call, since ranks are forked

@@ -44,10 +44,9 @@ def main(run: Run, *, world: int | None, cluster: str | None, force: bool = Fals
 
 def _here(run: Run, world: int) -> tuple[Run, Place]:
     """The run, and the place of a run of `world` processes on this machine."""
-    from parallel.process.process import World
-
     from moe.train.start.place import settle_precision
     from moe.train.start.prediction import here
+    from parallel.process.process import World
 
     return settle_precision(run, World()), here(World(size=world, local_size=world))
 

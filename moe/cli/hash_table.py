@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from parallel.store.files import user_path, write_text
 
 from moe.checks.together import check_together
 from moe.data import CorruptedTrain, MixedTrain, TrainSet, open_data
@@ -20,6 +19,7 @@ from moe.launch import exit_codes
 from moe.recipe.hash_table import Table, balanced
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
+from parallel.store.files import user_path, write_text
 
 _BATCH_TOKENS = 2**24  # tokens counted at a time
 _MIXTURE_TOKENS = 2**40  # sum of the counts of a mixture

@@ -17,8 +17,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parallel.store.files import check_writable, user_path
-
 from moe.cli import verbs
 from moe.cli.flags import check_words
 from moe.cli.verbs import (
@@ -43,6 +41,7 @@ from moe.launch import exit_codes
 from moe.launch.environment import set_before_torch
 from moe.recipe.overrides import take_overrides
 from parallel.errors import BadInput, did_you_mean, harmless, some
+from parallel.store.files import check_writable, user_path
 
 if TYPE_CHECKING:
     from moe.recipe.sections import Run
@@ -155,9 +154,8 @@ def _begins_with(flags: Train, overrides: dict[str, str]) -> Path | None:
     if _is_rank(os.environ):
         needed = "a run, because all ranks of a launcher read it at the same time"
         raise BadInput("--init_from", got=said, needed=needed, fix=f"moe convert {said} runs/BASE, then --init_from runs/BASE")
-    from parallel.store.lock import alone_in
-
     from moe.convert.huggingface.convert import begin_from
+    from parallel.store.lock import alone_in
 
     source = user_path(said.removeprefix("hf:"), what="--init_from")
     with alone_in(out):

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from parallel.store.files import user_path
-from parallel.watch.flight_recorder import Found, diagnose, read_folder
-
 from moe.launch import exit_codes
 from moe.records.results import write_json
 from parallel.errors import plain
+from parallel.store.files import user_path
+from parallel.watch.flight_recorder import Found, diagnose, read_folder
 
 
 def main(folder: str, *, json: str | None = None) -> int:

@@ -10,11 +10,10 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, Literal
 
-from parallel.mesh.mesh import divisors
-
 from moe.recipe.sections import Latent, Rope, Router, Run, Scales, Swiglu
 from moe.router.methods.catalog import method_of
 from parallel.errors import BadInput
+from parallel.mesh.mesh import divisors
 
 Method = Literal["auto", "copy", "granular", "noise", "drop", "merge", "prune"]
 GROWING: tuple[Method, ...] = ("copy", "granular", "noise", "drop")

@@ -14,13 +14,6 @@ from json import loads as read_json
 from pathlib import Path
 
 import torch
-from parallel.mesh.layout import Layout
-from parallel.mesh.mesh import Degrees, Mesh
-from parallel.numerics.precision import LossScale
-from parallel.process.process import World
-from parallel.store import checkpoint
-from parallel.store.checkpoint import verify
-from parallel.store.lock import alone_in
 from torch import Tensor
 
 from moe.checks.together import check_together
@@ -44,6 +37,13 @@ from moe.train.start.state import Counters
 from parallel.data.engine import MOMENTS, Engine
 from parallel.data.load import given
 from parallel.errors import BadInput, counted
+from parallel.mesh.layout import Layout
+from parallel.mesh.mesh import Degrees, Mesh
+from parallel.numerics.precision import LossScale
+from parallel.process.process import World
+from parallel.store import checkpoint
+from parallel.store.checkpoint import verify
+from parallel.store.lock import alone_in
 
 RECENT = 100  # a run's load is the mean over this number of its last training lines
 

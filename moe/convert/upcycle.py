@@ -19,8 +19,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from parallel.numerics.random import key_of
 from torch import Tensor
+
+from parallel.numerics.random import key_of
 
 # D model, F hidden, E experts
 

@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from parallel.mesh.mesh import Axis, Degrees, Mesh
 
 from parallel.errors import BadInput
+from parallel.mesh.mesh import Axis, Degrees, Mesh
 from parallel.sequence.order import Order
 
 Batch = TypeVar("Batch", bound=Any)  # an array or a tensor

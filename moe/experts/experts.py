@@ -13,14 +13,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from parallel.mesh.layout import Tile
-from parallel.mesh.regions import in_region
 from torch import Tensor, nn
 
 from moe.kernels import Plan, choose
 from moe.kernels.activation import GATED
 from moe.nn.lora import adapted
 from parallel.data.tiling import summed, take
+from parallel.mesh.layout import Tile
+from parallel.mesh.regions import in_region
 
 if TYPE_CHECKING:
     from moe.recipe.sections import Swiglu

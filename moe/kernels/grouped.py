@@ -21,13 +21,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from parallel.numerics.precision import gradient_dtype
-from parallel.numerics.weight_gradient import PendingGradients, if_deferrable, pending_for
 from torch import Tensor
 
 from moe.kernels.activation import activate, activate_backward
 from moe.kernels.plan import Plan
 from moe.kernels.rows import combine, permute
+from parallel.numerics.precision import gradient_dtype
+from parallel.numerics.weight_gradient import PendingGradients, if_deferrable, pending_for
 
 if TYPE_CHECKING:
     from moe.recipe.sections import Swiglu

@@ -24,10 +24,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
-from parallel.mesh.debug_collectives import DEBUG, TIMEOUT_S
-from parallel.process.extensions import use_extensions_dir
-from parallel.store.lock import is_held
-
 from moe.checks.advice import check_for_user
 from moe.checks.sharding import check_installed
 from moe.launch import elastic, status
@@ -40,6 +36,9 @@ from moe.recipe.load import load, run_name
 from moe.recipe.sections import Run
 from moe.records.redone import Restart
 from parallel.errors import BadInput, Ended
+from parallel.mesh.debug_collectives import DEBUG, TIMEOUT_S
+from parallel.process.extensions import use_extensions_dir
+from parallel.store.lock import is_held
 
 _LAUNCHERS = ("TORCHELASTIC_RUN_ID", "CROSS_RANK", "OMPI_COMM_WORLD_RANK")  # set by torchrun, DeepSpeed's launcher and Open MPI's
 _SAID = ".moe-said-"  # prefix of files in the system's temporary folder, one for each line that a rank of a launch has printed
@@ -296,10 +295,9 @@ def _train(run: Run, origins: dict[str, str], name: str, out: Path, given: Argum
 def _carried_out(work: Callable[[], object]) -> int:
     """Do the training `work`, stop the process groups, and return the exit code. If another rank caused this rank's error, its error is
     raised instead."""
-    from parallel.watch import watchdog
-
     from moe.train.loop.trainer import Stopped
     from parallel.process import process
+    from parallel.watch import watchdog
 
     try:
         work()

@@ -24,11 +24,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from parallel.store.files import step_of
-
 from moe.launch import status
 from moe.launch.exit_codes import FAILED, STOPPED
 from moe.records.redone import Restart
+from parallel.store.files import step_of
 
 _LONGEST_S = 60.0
 _POLL_S = 0.1

@@ -25,9 +25,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from parallel.store.files import read_text
-from parallel.store.lock import HELD, alone_in
-
 from moe.launch import status
 from moe.launch.arguments import Arguments
 from moe.launch.environment import allow_open_files, child_environment, devices, devices_without, port_from
@@ -40,6 +37,8 @@ from moe.launch.streams import outlive_readers
 from moe.launch.verdict import Watched, first_to_fail, in_words, verdict
 from moe.recipe.load import run_name
 from parallel.errors import BadInput, counted
+from parallel.store.files import read_text
+from parallel.store.lock import HELD, alone_in
 
 Launcher = Literal["deepspeed", "torchrun"]
 _POLL_S = 0.1

@@ -19,8 +19,6 @@ from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
-from parallel.mesh.regions import in_region
-from parallel.numerics.recompute import recomputed
 from torch import Tensor, nn
 
 from moe.experts.layer import LayerReport, MoELayer
@@ -36,6 +34,8 @@ from moe.recipe import sections
 from moe.recipe.shapes import SEPARATOR
 from moe.router.losses.balance import join
 from parallel.data.tiling import Tiled
+from parallel.mesh.regions import in_region
+from parallel.numerics.recompute import recomputed
 
 # B batch, L length, D model, V vocabulary
 

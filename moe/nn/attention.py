@@ -23,7 +23,6 @@ from functools import partial
 from typing import Literal
 
 import torch
-from parallel.mesh.regions import in_region
 from torch import Tensor, nn
 
 from moe.nn.context import Context
@@ -33,6 +32,7 @@ from moe.nn.rotary import turned, turns_of
 from moe.recipe import sections
 from moe.recipe.shapes import T5_BUCKETS
 from parallel.data.tiling import Products, Slot, as_it_is, one_by_one
+from parallel.mesh.regions import in_region
 
 # B batch, L length (of queries; S of keys, if it differs), D model, H heads, K key-value heads, C channels of a head
 

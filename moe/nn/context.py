@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 import torch
-from parallel.numerics.random import key_of, uniform
-from parallel.numerics.recompute import Replay
 from torch import Tensor
 
 from moe.nn.routing_record import RoutingRecord
 from parallel.errors import BadInput
+from parallel.numerics.random import key_of, uniform
+from parallel.numerics.recompute import Replay
 
 Value = TypeVar("Value")
 

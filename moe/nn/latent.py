@@ -22,7 +22,6 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from einops import einsum, rearrange
-from parallel.mesh.regions import in_region
 from torch import Tensor, nn
 
 from moe.nn.attention import RelativeBias, Sinks
@@ -32,6 +31,7 @@ from moe.nn.linear import Added, Linear, Norm
 from moe.nn.rotary import logit_factor, turned, turns_of
 from moe.recipe import sections
 from parallel.data.tiling import Slot, as_it_is
+from parallel.mesh.regions import in_region
 
 # B batch, L length, D model, H heads, C channels of a head's query or key: N content and P rotary ones; V of a value, R of the latent
 

@@ -7,10 +7,6 @@ model on the meta device -> adapters (moe/nn/lora.py), tiles, recompute (memory.
 from __future__ import annotations
 
 import torch
-from parallel.mesh.gradients import data_axis
-from parallel.mesh.layout import Layout
-from parallel.mesh.mesh import Mesh
-from parallel.numerics.precision import DTYPES
 
 from moe.model.initialise import FirstValues, initialise, zero_buffers
 from moe.model.transformer import Transformer, embedding_as_module, moe_layers
@@ -27,6 +23,10 @@ from moe.recipe.hash_table import Table
 from moe.recipe.sections import Run
 from moe.router.own import check_own
 from parallel.errors import BadInput
+from parallel.mesh.gradients import data_axis
+from parallel.mesh.layout import Layout
+from parallel.mesh.mesh import Mesh
+from parallel.numerics.precision import DTYPES
 from parallel.tensor.style import Plan, apply
 
 

@@ -7,10 +7,6 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from parallel.mesh.layout import Layout
-from parallel.mesh.mesh import Mesh
-from parallel.numerics.precision import DTYPES
-from parallel.process.malloc import give_freed_memory_back
 from torch import Tensor, nn
 
 from moe.model.names import is_bias
@@ -29,10 +25,14 @@ from parallel.data.offload import Offload
 from parallel.errors import BadInput
 from parallel.kfac.grafted import Curved, Grafted
 from parallel.kfac.kfac import Settings
+from parallel.mesh.layout import Layout
+from parallel.mesh.mesh import Mesh
+from parallel.numerics.precision import DTYPES
 from parallel.optim.adafactor import Adafactor
 from parallel.optim.given import Factory, Given
 from parallel.optim.muon import Muon, Orientation
 from parallel.optim.sgd import Sgd
+from parallel.process.malloc import give_freed_memory_back
 
 
 def prepare(run: Run, say: Callable[[str], None]) -> None:

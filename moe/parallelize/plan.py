@@ -9,9 +9,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from parallel.mesh.grids import GRIDS
-from parallel.mesh.layout import Layout
-from parallel.mesh.mesh import Axis, Mesh
 from torch import nn
 
 from moe.experts.copies import Copies, Exchange
@@ -20,6 +17,9 @@ from moe.experts.experts import HIDDEN_DIM
 from moe.experts.layer import MoELayer
 from moe.model.names import stack_of, tiled_dim
 from moe.recipe import sections
+from parallel.mesh.grids import GRIDS
+from parallel.mesh.layout import Layout
+from parallel.mesh.mesh import Axis, Mesh
 from parallel.tensor import style
 from parallel.tensor.dtensor import DTensorColumn, DTensorRow
 from parallel.tensor.exchanged import Exchanged

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from parallel.mesh.mesh import Axis, Mesh
 from torch import Tensor
 
 from moe.data.token_shard import TokenShard, order_of
@@ -21,6 +20,7 @@ from moe.nn.core import Bias
 from moe.recipe.sections import Run
 from moe.router.slots.groups import needs_group
 from moe.router.slots.slices import SequenceShards
+from parallel.mesh.mesh import Axis, Mesh
 from parallel.sequence.balanced import Balanced
 from parallel.sequence.colossal_ring import ColossalRing
 from parallel.sequence.method import Method

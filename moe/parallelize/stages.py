@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from parallel.mesh.layout import Layout
-from parallel.mesh.mesh import Mesh
-from parallel.numerics.weight_gradient import splittable
 from torch import nn
 
 from moe.model.transformer import StageLayers, Transformer
 from moe.plan.pipeline import layers_of, schedule_of, splits_backward
 from moe.recipe.sections import Run
 from parallel.data.engine import Engine
+from parallel.mesh.layout import Layout
+from parallel.mesh.mesh import Mesh
+from parallel.numerics.weight_gradient import splittable
 from parallel.pipeline.links import Links
 from parallel.pipeline.replicas import StageReplicas
 from parallel.pipeline.runtime import Runtime

@@ -14,8 +14,6 @@ from dataclasses import dataclass, fields, replace
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from parallel.mesh.grids import GRIDS, LINES, grid_of
-from parallel.mesh.mesh import Degrees, divisors
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, create_model, field_validator
 
 from moe.recipe.overrides import whole
@@ -24,6 +22,8 @@ from moe.recipe.presets import PRESETS
 from moe.recipe.router_spec import RouterSpec
 from moe.recipe.spans import Spans, spans_of
 from parallel.errors import BadInput, harmless
+from parallel.mesh.grids import GRIDS, LINES, grid_of
+from parallel.mesh.mesh import Degrees, divisors
 from parallel.tensor import linear_2p5d
 
 _LARGEST = 2**40

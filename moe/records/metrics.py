@@ -22,10 +22,9 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from parallel.store.files import read_text
-
 from moe.records.tracker import Board
 from parallel.errors import BadInput
+from parallel.store.files import read_text
 
 METRICS, SUMMARY, TENSORBOARD = "metrics.jsonl", "summary.json", "tensorboard"
 _STEP = re.compile(rb'"step":\s*([0-9]{1,18})\b')

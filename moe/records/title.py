@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from parallel.process.process import World
-
 from moe.plan.job.flops import size
 from moe.plan.pipeline import described
 from moe.recipe.sections import Run
+from parallel.process.process import World
 
 
 def title(run: Run, world: World) -> list[str]:

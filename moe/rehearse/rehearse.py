@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from parallel.process.process import World
-
 from moe.checks.together import check_run
 from moe.launch import exit_codes
 from moe.parallelize.engines import by_fsdp
@@ -16,6 +14,7 @@ from moe.recipe.sections import Run
 from moe.records.results import write_json
 from moe.rehearse.walk import Walked, walk
 from parallel.errors import BadInput
+from parallel.process.process import World
 from parallel.rehearse.pretended import Found
 
 DEVICES = ("cpu", "cuda")

@@ -15,12 +15,11 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from parallel.store.files import write_text
-
 from moe.recipe.load import load
 from moe.records.metrics import METRICS, SUMMARY, read, read_summary, replace_file
 from moe.records.summary import MISSING, dropped_shares, duration, fixed, printable, summary_rows, why_skipped
 from parallel.errors import BadInput, counted
+from parallel.store.files import write_text
 
 REPORT, PLOT_FOLDER = "report.html", "plots"
 MOST_EVENTS = 200

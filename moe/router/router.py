@@ -16,8 +16,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from parallel.mesh.regions import in_region
-from parallel.numerics.supposed import supposed
 from torch import Tensor, nn
 
 from moe.kernels import choose
@@ -34,6 +32,8 @@ from moe.router.slots.capacity import kept_choices
 from moe.router.slots.slices import SequenceShards
 from moe.router.slots.slots import slots_of
 from parallel.errors import BadInput, counted
+from parallel.mesh.regions import in_region
+from parallel.numerics.supposed import supposed
 
 # T tokens, D model, E experts, K choices
 

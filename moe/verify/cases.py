@@ -18,12 +18,11 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
-from parallel.mesh.mesh import divisors
-
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from moe.router.methods.catalog import METHODS
 from moe.verify.small import LINEAR, small
+from parallel.mesh.mesh import divisors
 from parallel.pipeline.schedules.catalog import SCHEDULES
 from parallel.pipeline.schedules.kind import DEFAULT_CHUNKS, Size
 

@@ -22,8 +22,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from parallel.numerics.precision import DTYPES
-from parallel.process.fork import each_on_ranks
 
 from moe.verify.cases import GRIDS, LINES, ROWS_OF_GRID, Case
 from moe.verify.compare import NUMBERS, compare, gradient_deviations
@@ -31,6 +29,8 @@ from moe.verify.layouts import compute
 from moe.verify.plain.model import Rounding
 from moe.verify.small import known
 from moe.verify.twin import Result, reference
+from parallel.numerics.precision import DTYPES
+from parallel.process.fork import each_on_ranks
 
 FP32_TOLERANCE = 1e-5
 CUTS = (2, 3, 4, 6, 12)  # numbers of micro-batches: other orders of the same sums

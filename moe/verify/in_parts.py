@@ -13,8 +13,6 @@ from copy import copy
 from functools import partial, reduce
 from typing import Any
 
-from parallel.mesh.layout import Box
-from parallel.mesh.mesh import Mesh
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -22,6 +20,8 @@ from moe.model.transformer import Transformer
 from moe.nn.core import Bias
 from moe.parallelize.plan import lay_out, plan_for
 from moe.recipe.sections import Run
+from parallel.mesh.layout import Box
+from parallel.mesh.mesh import Mesh
 
 
 def in_parts(model: Transformer, run: Run, *, first: int) -> None:

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from parallel.mesh.mesh import Axis
 from torch import Tensor
 
 from moe.model.transformer import Block, Transformer
 from moe.parallelize.sequence import Exchanging
 from moe.recipe import sections
 from moe.verify.cases import ATTENTION, Case
+from parallel.mesh.mesh import Axis
 from parallel.sequence.colossal_ring import ColossalRing
 from parallel.sequence.method import Known, Method, SavedTensors
 from parallel.sequence.order import Order

@@ -9,12 +9,6 @@ from itertools import takewhile
 from typing import Any
 
 import torch
-from parallel.mesh.mesh import Degrees, Mesh
-from parallel.numerics.clip import GradientNorm
-from parallel.numerics.precision import LossScale
-from parallel.process.fork import each_on_ranks
-from parallel.process.process import World
-from parallel.store.checkpoint import pieces
 from torch import Tensor
 
 from moe.checks.together import check_run
@@ -39,8 +33,14 @@ from moe.verify.plain.batches import batch
 from moe.verify.tape import TAPED, Step, Tape, listen, of_ranks, plain
 from moe.verify.twin import STEPS, Result
 from parallel.data.engine import Engine
+from parallel.mesh.mesh import Degrees, Mesh
+from parallel.numerics.clip import GradientNorm
+from parallel.numerics.precision import LossScale
 from parallel.optim.given import Given
 from parallel.process import process
+from parallel.process.fork import each_on_ranks
+from parallel.process.process import World
+from parallel.store.checkpoint import pieces
 
 Ran = tuple[Result, Tape | None] | str  # result and tape of a case, or its ranks' errors
 Inside = Callable[[], AbstractContextManager[Any]]  # a context that every rank enters around each case

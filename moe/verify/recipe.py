@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from parallel.mesh.mesh import divisors
-
 from moe.checks.together import check_run
 from moe.recipe.load import load
 from moe.train.start.own import Own
 from moe.verify.cases import SLICED, Case
 from moe.verify.small import not_compared
 from parallel.errors import BadInput
+from parallel.mesh.mesh import divisors
 
 
 def recipe_cases(path: str, nproc: int) -> tuple[list[Case], list[str]]:

@@ -15,8 +15,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from parallel.mesh.mesh import Degrees, Mesh
-from parallel.store.checkpoint import pieces
 from torch import Tensor
 
 from moe.model.initialise import FirstValues, alone, initialise
@@ -35,8 +33,10 @@ from moe.verify.plain.lora import adapters, effective
 from moe.verify.plain.model import Rounding
 from moe.verify.plain.step import PlainAdamW, moved_bias, norms
 from moe.verify.tape import TAPED, Step, Tape
+from parallel.mesh.mesh import Degrees, Mesh
 from parallel.pipeline.schedules.catalog import SCHEDULES
 from parallel.pipeline.schedules.kind import Size
+from parallel.store.checkpoint import pieces
 
 STEPS = 10
 

@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
 from parallel.mesh.collectives import all_to_all, count
 from parallel.mesh.mesh import Axis
-from torch import Tensor
 
 
 def exchange_counts(counts_RB: Tensor, axis: Axis) -> Tensor:

@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from parallel.numerics.precision import gradient_dtype
 from torch import Tensor, nn
+
+from parallel.numerics.precision import gradient_dtype
 
 Gradients = Callable[[], Sequence[Tensor | None]]  # computes the gradients of some weights, in their order
 

@@ -27,15 +27,6 @@ from typing import Any
 
 import torch
 import torch._dynamo  # torch imports it with the first optimizer, in 1.5 s; imported once, before ranks are forked
-from moe.train.loop.step import accumulate, finish
-from moe.train.parts.audit import Auditor
-from moe.train.parts.executor import Executor, start_executor
-from moe.train.parts.numbers import Numbers
-from parallel.mesh.mesh import Mesh
-from parallel.numerics.precision import LossScale
-from parallel.process.fork import each_on_ranks
-from parallel.process.process import World
-from tests.campaigns.faults import Row
 from torch import Tensor, nn
 
 from moe.bench.timing import in_turn, ratio
@@ -47,9 +38,18 @@ from moe.parallelize.build import build
 from moe.parallelize.sequence import shard_of
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
+from moe.train.loop.step import accumulate, finish
+from moe.train.parts.audit import Auditor
+from moe.train.parts.executor import Executor, start_executor
+from moe.train.parts.numbers import Numbers
 from parallel.data.load import given
 from parallel.errors import Ended
+from parallel.mesh.mesh import Mesh
+from parallel.numerics.precision import LossScale
 from parallel.process import process
+from parallel.process.fork import each_on_ranks
+from parallel.process.process import World
+from tests.campaigns.faults import Row
 
 CPU = torch.device("cpu")
 TINY: dict[str, Any] = {

@@ -25,14 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from moe.train.start.restore import load_model
-from moe.train.start.resume import Resumed
-from moe.train.start.state import EXTRA, SQUARES, Counters, find, parts, resume
-from parallel.mesh.layout import Box
-from parallel.mesh.mesh import Degrees, Mesh
-from parallel.numerics.precision import LossScale
-from parallel.store import checkpoint
-from tests.campaigns.faults import Row
 
 from moe.data import load as load_tokenizer
 from moe.model.transformer import extra_state
@@ -40,8 +32,16 @@ from moe.parallelize.build import build
 from moe.parallelize.engines import start_engine
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
+from moe.train.start.restore import load_model
+from moe.train.start.resume import Resumed
+from moe.train.start.state import EXTRA, SQUARES, Counters, find, parts, resume
 from parallel.data.engine import MOMENTS, Engine
 from parallel.errors import BadInput
+from parallel.mesh.layout import Box
+from parallel.mesh.mesh import Degrees, Mesh
+from parallel.numerics.precision import LossScale
+from parallel.store import checkpoint
+from tests.campaigns.faults import Row
 
 LONGEST_S = 5.0
 FEW, MANY = 2, 24  # tries of each kind of damage that has a random choice

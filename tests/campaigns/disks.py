@@ -21,12 +21,11 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+from moe.launch import exit_codes
+from parallel.errors import BadInput
 from parallel.store import checkpoint, lock
 from tests.campaigns.faults import Row
 from tests.campaigns.hostile import TINY, carry_out
-
-from moe.launch import exit_codes
-from parallel.errors import BadInput
 
 LONGEST_S = 60.0
 LARGEST_KIB = 640  # more than the whole run needs
@@ -36,8 +35,9 @@ _SIZE = "64m"
 
 def rows(*, full: bool = False, rounds: int | None = None, only: str = "") -> Iterator[Row]:
     """A row for each fault."""
-    import moe.train.loop.trainer  # noqa: F401
     import torch._dynamo  # noqa: F401  (the optimizer imports it, for seconds: here once, not in every fork)
+
+    import moe.train.loop.trainer  # noqa: F401
 
     sizes = rounds or (MANY if full else FEW)
     faults = {

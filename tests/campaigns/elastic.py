@@ -23,13 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.campaigns.faults import Row
-from tests.campaigns.hangs import warm_up
-from tests.campaigns.lives import TINY, Attempt, hashes, whole
 
 from moe.launch.environment import free_port
 from moe.launch.processes import find_ranks
 from moe.records.metrics import METRICS, read, whole_lines
+from tests.campaigns.faults import Row
+from tests.campaigns.hangs import warm_up
+from tests.campaigns.lives import TINY, Attempt, hashes, whole
 
 CLOSE = 1e-5  # relative difference of losses; fp32 sums are taken in another order
 _LONGEST_S = 400.0

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from parallel.mesh.record import Record
-from parallel.watch import watchdog
 
 from parallel.mesh import collectives
+from parallel.mesh.record import Record
+from parallel.watch import watchdog
 
 STEP = 3  # step of the fault; the first step has five times the time limit
 Install = Callable[[int, Path], None]

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from parallel.mesh.record import Record
 from parallel.process.parent import die_with
 from parallel.store.lock import HELD
@@ -178,8 +179,9 @@ def rows(*, full: bool, rounds: int | None, only: str) -> Iterator[Row]:
 
 def warm_up(home: Path, *, deepspeed: bool = True) -> None:
     """Import the modules that ranks need once, and write their training text."""
-    import moe.train.loop.trainer  # noqa: F401
     import torch._dynamo  # noqa: F401
+
+    import moe.train.loop.trainer  # noqa: F401
 
     if deepspeed:
         from parallel.data.deepspeed import load_deepspeed

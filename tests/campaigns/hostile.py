@@ -22,11 +22,10 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from tests.campaigns.faults import Row
-from tests.campaigns.hostile_inputs import CANARY, MARKUP, Input, inputs
-
 from moe.cli.main import main as moe
 from moe.launch import exit_codes
+from tests.campaigns.faults import Row
+from tests.campaigns.hostile_inputs import CANARY, MARKUP, Input, inputs
 
 LONGEST_S = 20.0
 MOST_BYTES = 2**30  # bytes of memory in addition to the process's memory at the beginning
@@ -42,10 +41,10 @@ data: {path: text.txt}
 
 def rows(*, full: bool = False, rounds: int | None = None, only: str = "") -> Iterator[Row]:
     """A row for each kind of input. `full`: files of full size, up to a gigabyte, which takes minutes."""
-    import moe.train.loop.trainer  # noqa: F401
     import torch._dynamo  # noqa: F401  (the optimizer imports it, for seconds: here once, not in every fork)
 
     import moe.report.plots
+    import moe.train.loop.trainer  # noqa: F401
 
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)

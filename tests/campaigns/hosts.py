@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+
 from parallel.process.parent import die_with
 from tests.campaigns.two_machines import Machines, two_machines
 

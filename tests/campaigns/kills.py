@@ -21,12 +21,12 @@ from functools import partial
 from pathlib import Path
 
 import torch
+
+from parallel.data.deepspeed import compile_async_io
 from parallel.process.extensions import use_extensions_dir
 from tests.campaigns.faults import Row
 from tests.campaigns.hangs import warm_up
 from tests.campaigns.lives import SAVE_EVERY, STEPS, Attempt, Before, differ, hashes, left_behind, whole
-
-from parallel.data.deepspeed import compile_async_io
 
 MANY = 25  # kills of each layout: 200 in all, 80 of them inside a save
 HOW = ("save", "rank", "launcher", "save", "all", "rank", "save", "launcher", "save", "all")

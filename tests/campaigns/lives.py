@@ -1,4 +1,4 @@
-"""Runs a tiny training several times, for `python -m tests.campaigns`: started on a few ranks, ended by a fault, started again, and compared.
+"""Runs a tiny training several times, for `python -m tests.campaigns`: started on a few ranks, ended by a fault, started again.
 
     this process, which has loaded torch -> a launcher that only waits -> ranks: moe.launch.launch, as a launcher starts it
 
@@ -21,13 +21,13 @@ from typing import Any
 
 import psutil
 import torch
-from parallel.process.parent import die_with
-from parallel.store.lock import HELD
-from parallel.store.stored import Reader
 
 from moe.launch import status
 from moe.launch.processes import TOKEN, Rank
 from moe.records.metrics import METRICS, read, whole_lines
+from parallel.process.parent import die_with
+from parallel.store.lock import HELD
+from parallel.store.stored import Reader
 
 STEPS, SAVE_EVERY = 9, 3
 LONGEST_S = 90.0  # seconds of one run, on a busy machine

@@ -21,6 +21,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+
+from moe.launch import status
+from moe.launch.exit_codes import STOPPED
+from moe.records.metrics import METRICS, whole_lines
 from parallel.store.lock import HELD
 from tests.campaigns.faults import Row
 from tests.campaigns.hangs import warm_up
@@ -28,10 +32,6 @@ from tests.campaigns.hosts import NAMES, Hosts, missing, two_hosts
 from tests.campaigns.lives import TINY, Attempt
 from tests.campaigns.slurm import SLURM, cluster
 from tests.campaigns.two_machines import why_not
-
-from moe.launch import status
-from moe.launch.exit_codes import STOPPED
-from moe.records.metrics import METRICS, whole_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "use" / "launching.md"

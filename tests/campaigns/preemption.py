@@ -21,15 +21,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from parallel.mesh.record import Record
-from tests.campaigns.faults import Row
-from tests.campaigns.hangs import warm_up
-from tests.campaigns.lives import Attempt, Before, differ, left_behind, whole
 
 from moe.launch import status
 from moe.launch.exit_codes import DONE, INTERRUPTED, STOPPED
 from moe.launch.verdict import verdict
 from moe.records.metrics import read
+from parallel.mesh.record import Record
+from tests.campaigns.faults import Row
+from tests.campaigns.hangs import warm_up
+from tests.campaigns.lives import Attempt, Before, differ, left_behind, whole
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 MANY = 15  # tries of each moment: 105 in all

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import yaml
-from tests.campaigns.faults import Row
 
 from moe.checks.advice import apply, check_for_user, origins_with, proposals, put, take
 from moe.checks.together import check_run
@@ -31,6 +30,7 @@ from moe.recipe.idle import check_read
 from moe.recipe.load import build_run, flat, known_keys, load, read_recipe, recipe_names, recipe_path
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
+from tests.campaigns.faults import Row
 
 WORLDS = (1, 2, 4)
 FEW, MANY = 6, 40  # tries of each kind

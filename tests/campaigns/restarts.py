@@ -26,12 +26,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from moe.launch.processes import find_ranks
+from moe.records.metrics import METRICS, read_summary, whole_lines
 from tests.campaigns.faults import Row
 from tests.campaigns.hangs import warm_up
 from tests.campaigns.lives import TINY
-
-from moe.launch.processes import find_ranks
-from moe.records.metrics import METRICS, read_summary, whole_lines
 
 AIM, BETWEEN = 0.95, 20
 FULL_S, SMALL_S = 20.0, 4.0  # seconds between two checkpoints

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from moe.launch import status
+from moe.launch.verdict import verdict
 from moe.train.loop import trainer
 from tests.campaigns import disks
 from tests.campaigns.hangs import warm_up
 from tests.campaigns.lives import Attempt
 from tests.campaigns.preemption import Preemptions
-
-from moe.launch import status
-from moe.launch.verdict import verdict
 
 
 @pytest.fixture(scope="module")

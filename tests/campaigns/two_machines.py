@@ -1,4 +1,4 @@
-"""Two machines simulated on one, for `python -m tests.campaigns`: network namespaces and a cable between them that can be pulled (Linux, root).
+"""Two machines simulated on one, for `python -m tests.campaigns`: network namespaces and a cable that can be pulled (Linux, root).
 
 one namespace   10.77.0.1 ---- veth ---- 10.77.0.2   the other        a process enters one before it opens a socket
 

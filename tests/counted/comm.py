@@ -8,7 +8,7 @@ Bytes are counted as messages pass torch's dispatcher (tests/counted/sent.py), s
 project's, whose own counts must agree. Rows sent to experts, and numbers such as the norm, are counted separately. An engine that does
 not keep whole gradients between micro-batches reduces them in each micro-batch. DeepSpeed's stage 3 keeps weights that it has prefetched
 at the end of the forward pass. The law is therefore measured without prefetching, and the row `ahead` with it.
-`python -m tests.counted comm --nproc 2 --json FILE`. `--kinds sequence` counts sequence-parallel attention instead (tests/counted/sequence.py).
+`python -m tests.counted comm --nproc 2 --json FILE`. tests/counted/sequence.py counts sequence-parallel attention.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+
 from moe.bench.training.sharded import CPU, PLAIN, ShardedKind, Started, kinds_of, load_engines, start, tokens_of, without_look_ahead
+from moe.launch import exit_codes
 from moe.plan.job.states import sent_bytes
+from moe.records.results import write_json
 from moe.train.loop.step import finish
 from parallel.mesh.mesh import divisors
 from parallel.numerics.precision import LossScale
 from parallel.process.fork import run_on_ranks
 from tests.counted.sent import NUMBERS, ROWS, STATES, Sent
-
-from moe.launch import exit_codes
-from moe.records.results import write_json
 
 LENGTH = 12
 TOLERANCE = 0.005  # padding to equal shards adds bytes; small weights that stay whole save some

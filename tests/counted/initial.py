@@ -19,14 +19,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from moe.bench.training.held import peak_resident_bytes
-from parallel.mesh.layout import Layout
-from parallel.mesh.mesh import Degrees, Mesh
-from parallel.numerics.first_values import key_of_tensor
-from parallel.process.fork import run_on_ranks
-from parallel.process.malloc import give_freed_memory_back
 from torch import Tensor
 
+from moe.bench.training.held import peak_resident_bytes
 from moe.model.initialise import FirstValues
 from moe.model.transformer import Transformer
 from moe.parallelize import stages
@@ -34,6 +29,11 @@ from moe.parallelize.plan import lay_out
 from moe.recipe.load import load
 from moe.recipe.sections import Model, Run
 from moe.records.results import write_json
+from parallel.mesh.layout import Layout
+from parallel.mesh.mesh import Degrees, Mesh
+from parallel.numerics.first_values import key_of_tensor
+from parallel.process.fork import run_on_ranks
+from parallel.process.malloc import give_freed_memory_back
 
 MOST_BYTES = 2**30
 SLACK_BYTES, MORE_BYTES, MORE_TIME = 16 * 2**20, 1.05, 1.5

@@ -11,20 +11,19 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+
 from moe.bench.grids.stages import Stages, batch, connect, descend, layers, runtime_for, schedule_for
 from moe.launch import exit_codes
 from moe.recipe.sections import Model
 from moe.records.results import write_json
 from parallel.mesh.mesh import Mesh
 from parallel.numerics.weight_gradient import defer_gradients, splittable
-from parallel.process.fork import run_on_ranks
-from tests.counted.alive import Alive
-
-from moe.recipe.sections import Model
 from parallel.pipeline.runtime import Took
 from parallel.pipeline.schedule import Action, Op, Schedule
 from parallel.pipeline.schedules.catalog import SCHEDULES, kind_of
 from parallel.pipeline.simulator.held import peak_kept, weight_versions
+from parallel.process.fork import run_on_ranks
+from tests.counted.alive import Alive
 
 WITHIN = 0.05
 

@@ -35,8 +35,6 @@ from moe.train.start.state import Counters
 from parallel.numerics.precision import LossScale
 from parallel.process.fork import run_on_ranks
 from parallel.process.malloc import give_freed_memory_back
-from torch._C._profiler import _EventType
-from torch.profiler import ProfilerActivity, profile, record_function
 
 STEPS, ALLOWED = 3, 0.10  # allowed: excess over training, as a share
 

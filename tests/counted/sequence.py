@@ -1,8 +1,8 @@
 """Sequence-parallel attention, one layer: counted bytes sent and kept, compared with the closed forms (moe/plan/time/attention.py).
 
-Part of `python -m tests.counted sequence` and `python -m tests.counted sequence --what kept`. Each method runs forward and backward on forked
-ranks. Its communicator counts the bytes sent, and autograd's saved tensors are the bytes kept between the passes. Both counts are exact.
-The closed forms are also printed for more ranks, for which the methods differ clearly.
+Part of `python -m tests.counted sequence` and `python -m tests.counted sequence --what kept`. Each method runs forward and backward on
+forked ranks. Its communicator counts the bytes sent, and autograd's saved tensors are the bytes kept between the passes. Both counts are
+exact. The closed forms are also printed for more ranks, for which the methods differ clearly.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
-from moe.plan.time.attention import Attention, cost
-from parallel.mesh.mesh import Axis, Degrees
-from parallel.process.fork import run_on_ranks
-from parallel.process.process import World
 from torch import Tensor
 
 from moe.launch import exit_codes
+from moe.plan.time.attention import Attention, cost
 from moe.records.results import write_json
+from parallel.mesh.mesh import Axis, Degrees
 from parallel.process import process
+from parallel.process.fork import run_on_ranks
+from parallel.process.process import World
 from parallel.sequence.balanced import Balanced
 from parallel.sequence.colossal_ring import ColossalRing
 from parallel.sequence.order import Order

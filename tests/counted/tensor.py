@@ -1,9 +1,9 @@
 """Tensor parallelism, one dense layer: counted bytes of weights, kept and sent, compared with the closed forms (moe/plan/time/tensor.py).
 
-Part of `python -m tests.counted tensor` and `python -m tests.counted tensor --what kept`. The layer of each form runs forward and backward on forked
-ranks: 4 and 9 in two dimensions, 8 in 2.5 and three. Its communicator counts the bytes sent, and autograd's saved tensors are the bytes
-kept between the passes. The closed forms are also printed for more ranks, for which the forms differ clearly, and docs/pictures/draw.py
-draws their crossings.
+Part of `python -m tests.counted tensor` and `python -m tests.counted tensor --what kept`. The layer of each form runs forward and
+backward on forked ranks: 4 and 9 in two dimensions, 8 in 2.5 and three. Its communicator counts the bytes sent, and autograd's saved
+tensors are the bytes kept between the passes. The closed forms are also printed for more ranks, for which the forms differ clearly, and
+docs/pictures/draw.py draws their crossings.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
-from moe.plan.time.tensor import Cost, DenseLayer, cost
-from parallel.mesh.grids import GRIDS, grid_of
-from parallel.process.fork import run_on_ranks
-from parallel.process.process import World
 from torch import Tensor
 
 from moe.checks.together import check_run
 from moe.launch import exit_codes
 from moe.nn.context import Context
 from moe.parallelize.build import build
+from moe.plan.time.tensor import Cost, DenseLayer, cost
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from moe.records.results import write_json
 from parallel.errors import BadInput
+from parallel.mesh.grids import GRIDS, grid_of
 from parallel.process import process
+from parallel.process.fork import run_on_ranks
+from parallel.process.process import World
 from parallel.tensor import linear_2p5d
 
 SEQUENCES, LENGTH, WIDTH, HEADS, KV_HEADS, HEAD_SIZE, HIDDEN = 36, 8, 72, 24, 12, 4, 144

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from parallel.mesh.mesh import Degrees, Mesh
 
 from moe.checks.together import check_run
 from moe.data import open_data
 from moe.data.token_shard import TokenShard
 from moe.parallelize.build import build
+from parallel.mesh.mesh import Degrees, Mesh
 from tests.support import trained
 
 STEPS = 10

@@ -17,15 +17,13 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from moe.plan.memory.stack import OURS_ON_CPU
-from tests.campaigns import faults
-from tests.mutations.every import MUTATIONS
 
 from moe.cli import main as cli
 from moe.cli.main import _arguments_of_main, _bench_file, bench_names
 from moe.cli.verbs import RECIPE_VERBS, VERBS, is_word
 from moe.convert.huggingface.families import FAMILIES
 from moe.launch import exit_codes
+from moe.plan.memory.stack import OURS_ON_CPU
 from moe.recipe.load import flat, known_keys
 from moe.recipe.presets import PRESETS
 from moe.recipe.sections import Run

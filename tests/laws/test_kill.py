@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
-from moe.train.loop import ending
-from moe.train.start import state
-from parallel.store import checkpoint, stored
 
 from moe.recipe.sections import Run
 from moe.records import metrics
+from moe.train.loop import ending
+from moe.train.start import state
+from parallel.store import checkpoint, stored
 from tests.support import trained
 
 STEPS, EVERY = 15, 3

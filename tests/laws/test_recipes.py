@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from moe.plan.job.flops import Size, size
 
 from moe.checks.together import check_run
+from moe.plan.job.flops import Size, size
 from moe.recipe.load import load, recipe_names, resolved_yaml, run_name
 from moe.recipe.presets import PRESETS
 from moe.recipe.sections import Run

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from moe.recipe.sections import Run
+from moe.records import metrics
 from moe.train.loop import trainer
 from parallel.process.process import World
 from parallel.store.saver import Saver
 from parallel.store.stored import Reader
-
-from moe.recipe.sections import Run
-from moe.records import metrics
 from tests.support import trained
 
 STEPS, AT = 9, 4  # AT: step at which a run is interrupted; not a multiple of save_every

@@ -9,21 +9,21 @@ import re
 from pathlib import Path
 
 import pytest
-from moe.plan.job.activations import router_bytes
-from moe.plan.job.of_recipe import network_of
-from moe.router.slots.causal import check_causal
-from moe.router.slots.groups import needs_group
-from moe.verify.plain import layer as plain_layer
 from torch import Tensor
 
 from moe.checks.together import check_run
+from moe.plan.job.activations import router_bytes
+from moe.plan.job.of_recipe import network_of
 from moe.recipe.load import load
 from moe.recipe.sections import Run
 from moe.router.methods import catalog
 from moe.router.methods.method import Method, RoutingRequest
+from moe.router.slots.causal import check_causal
+from moe.router.slots.groups import needs_group
 from moe.verify import expected, layouts, twin
 from moe.verify.cases import Case
 from moe.verify.compare import compare
+from moe.verify.plain import layer as plain_layer
 from parallel.errors import BadInput
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,6 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
+from moe.checks.together import check_run
+from moe.checks.verdict import verdict
+from moe.cli.simulate import simulate as simulate_verb
 from moe.plan.choose.candidates import Space, candidates
 from moe.plan.choose.legal import refusal
 from moe.plan.job.in_flight import in_flight
@@ -20,10 +24,6 @@ from moe.plan.machine.cluster import load_cluster
 from moe.plan.memory.memory import peak
 from moe.plan.time.cost import step_time
 from moe.plan.time.pipeline_time import homes_at, pipeline_time
-
-from moe.checks.together import check_run
-from moe.checks.verdict import verdict
-from moe.cli.simulate import simulate as simulate_verb
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from moe.verify import expected, layouts, twin

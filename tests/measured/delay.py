@@ -19,12 +19,6 @@ from itertools import product
 from typing import Any
 
 import torch
-from moe.train.loop.step import accumulate, finish, validation_loss
-from moe.train.parts.executor import Single
-from moe.train.parts.learning_rate import learning_rate
-from parallel.numerics.precision import LossScale
-from parallel.process.fork import run_on_ranks
-from parallel.process.process import World
 from torch import Tensor
 
 from moe.checks.together import check_run
@@ -37,8 +31,14 @@ from moe.parallelize.stages import parts_of, stages_with
 from moe.plan.pipeline import schedule_of
 from moe.recipe.sections import Run
 from moe.records.results import write_json
+from moe.train.loop.step import accumulate, finish, validation_loss
+from moe.train.parts.executor import Single
+from moe.train.parts.learning_rate import learning_rate
 from parallel.errors import BadInput
+from parallel.numerics.precision import LossScale
 from parallel.process import process
+from parallel.process.fork import run_on_ranks
+from parallel.process.process import World
 
 CPU = torch.device("cpu")
 Ages = Callable[[int], int]  # stage -> age of the weights that its gradients come from, in updates

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from parallel.process.deterministic import deterministic
-from tests.campaigns.corruption import CPU, LARGER, Trained
-
 from moe.bench.timing import in_turn, ratio
 from moe.records.results import write_json
+from parallel.process.deterministic import deterministic
+from tests.campaigns.corruption import CPU, LARGER, Trained
 
 MOST = 1.05
 

@@ -20,11 +20,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from parallel.process.extensions import use_extensions_dir
-
 from moe.records.metrics import read
 from moe.records.results import write_json
 from parallel.data.deepspeed import compile_async_io
+from parallel.process.extensions import use_extensions_dir
 
 RECIPE, LIMIT_BYTES, TRIES, TOLERANCE = "dense_wide", 1500 * 2**20, 6, 1e-5
 

@@ -20,13 +20,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from moe.train.loop.step import accumulate, finish
-from moe.train.parts.executor import Pipelined, Single, fillers, pipelined
-from moe.train.parts.learning_rate import learning_rate
-from parallel.mesh.mesh import Mesh
-from parallel.numerics.precision import LossScale
-from parallel.process.fork import run_on_ranks
-from parallel.process.process import World
 from torch import Tensor, nn
 
 from moe.checks.together import check_run
@@ -38,10 +31,17 @@ from moe.parallelize.build import build
 from moe.parallelize.engines import start_engine
 from moe.recipe.sections import Run
 from moe.records.results import write_json
+from moe.train.loop.step import accumulate, finish
+from moe.train.parts.executor import Pipelined, Single, fillers, pipelined
+from moe.train.parts.learning_rate import learning_rate
 from parallel.kfac.fisher import Filler
 from parallel.kfac.grafted import Curved
 from parallel.kfac.kfac import Item, Kfac
+from parallel.mesh.mesh import Mesh
+from parallel.numerics.precision import LossScale
 from parallel.process import process
+from parallel.process.fork import run_on_ranks
+from parallel.process.process import World
 
 CPU = torch.device("cpu")
 RATES = {"adamw": (0.006, 0.012, 0.024), "kfac": (0.012, 0.024, 0.048)}

@@ -4,9 +4,9 @@
     moe train long_context_tiny --nproc 1 --degrees.sp 1                   with the same limit: ends in one line, `memory: got none left`
     both, with 4,096 tokens, without a limit                               the same losses
 
-The limit is on a process's data (RLIMIT_DATA, as `ulimit -d` sets it), as in `python -m tests.measured fit`. Passes if the ranks train, one process does
-not, and the losses of the short sequences agree (in fp32). One sequence in a batch. Linux only.
-`python -m tests.measured long-context --steps 2 --json FILE`, some minutes.
+The limit is on a process's data (RLIMIT_DATA, as `ulimit -d` sets it), as in `python -m tests.measured fit`. Passes if the ranks train,
+one process does not, and the losses of the short sequences agree (in fp32). One sequence in a batch. Linux only. `python -m
+tests.measured long-context --steps 2 --json FILE`, some minutes.
 """
 
 from __future__ import annotations

@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from parallel.process.fork import run_on_ranks
-from parallel.process.process import World
 from torch.utils.flop_counter import FlopCounterMode
 
 from moe.bench.timing import in_turn, ratio
@@ -26,6 +24,8 @@ from moe.recipe.load import build_run
 from moe.records.results import write_json
 from parallel.data.ddp import DDP
 from parallel.process import process
+from parallel.process.fork import run_on_ranks
+from parallel.process.process import World
 
 WORLD, CPU = 2, torch.device("cpu")
 SIZES: dict[str, Any] = {"num_layers": 2, "d_model": 192, "num_heads": 4, "d_ff": 384, "ffn": "swiglu", "max_length": 64}

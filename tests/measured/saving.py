@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from moe.records.results import write_json
 from parallel.mesh.mesh import Degrees
+from parallel.process import process
 from parallel.process.fork import run_on_ranks
 from parallel.process.process import World
 from parallel.store.checkpoint import Piece, sha256
 from parallel.store.saver import Saver
-
-from moe.records.results import write_json
-from parallel.process import process
 
 SHARE = 0.05
 ROWS, WIDTH, MATRICES = 2048, 1024, 8  # sizes on a rank: 8 MiB each, as weight and two moments

@@ -4,7 +4,7 @@
     bytes of losses                               peak live MiB that a loss makes, including its gradients
     idle groups                                   processors that eight waiting ranks keep busy, by their number of process groups
 
-`python -m tests.measured small-costs [--only TEXT] --json FILE`. `ONEDNN_MAX_CPU_ISA=AVX2` before it simulates a processor without bf16 products.
+`python -m tests.measured small-costs [--only TEXT] --json FILE`. `ONEDNN_MAX_CPU_ISA=AVX2` simulates a processor without bf16 products.
 """
 
 from __future__ import annotations
@@ -19,9 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from parallel.numerics.random import uniform
-from parallel.process.fork import run_on_ranks
-from tests.counted.alive import Alive
 
 from moe.bench.timing import in_turn
 from moe.model.transformer import Transformer
@@ -31,6 +28,9 @@ from moe.nn.vocabulary import Rows, summed_loss
 from moe.parallelize.memory import save_memory
 from moe.recipe.sections import Experts, Model, Recompute, Router
 from moe.records.results import write_json
+from parallel.numerics.random import uniform
+from parallel.process.fork import run_on_ranks
+from tests.counted.alive import Alive
 
 TINY: dict[str, Any] = {"d_model": 128, "num_heads": 2, "d_ff": 512, "ffn": "relu", "norm": "layernorm", "tied_embeddings": False}
 GROUPS, IDLE_RANKS, IDLE_S = (15, 30, 120), 8, 2.0

@@ -6,12 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from parallel.mesh.collectives import _exchange
-from parallel.mesh.mesh import Mesh
-from tests.mutations.mutation import Edit, Mutation
 from torch import Tensor
 
 from moe.verify.cases import Case
+from parallel.mesh.collectives import _exchange
+from parallel.mesh.mesh import Mesh
+from tests.mutations.mutation import Edit, Mutation
 
 
 def _experts_times_ep(real: Any) -> Any:

@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from tests.mutations.mutation import Edit, Mutation
 from torch import Tensor
 
 from moe.verify.cases import Case
+from tests.mutations.mutation import Edit, Mutation
 
 
 def _also(*words: str) -> Any:

@@ -7,10 +7,10 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
-from tests.mutations.mutation import Edit, Mutation
 from torch import Tensor
 
 from moe.verify.cases import Case, pipeline_cases
+from tests.mutations.mutation import Edit, Mutation
 
 
 def _case(model: str, schedule: str, *, world: int = 2, pp: int = 2) -> Case:

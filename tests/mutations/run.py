@@ -26,6 +26,8 @@ from moe.verify.layouts import Ran, run_world
 from moe.verify.verify import Say, judged, say_now
 from moe.verify.where import Deviation, Standard
 from parallel.errors import BadInput, cut
+from tests.mutations.every import MUTATIONS
+from tests.mutations.mutation import Mutation, applied
 
 
 def main(*, json: str | None = None, only: str | None = None, say: tyro.conf.Suppress[Say] = say_now) -> int:

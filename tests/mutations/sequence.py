@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 from einops import rearrange
-from parallel.mesh.collectives import all_gather, start_shift
-from parallel.mesh.mesh import Axis
-from tests.mutations.mutation import Edit, Mutation
 from torch import Tensor
 
 from moe.nn.vocabulary import PADDING
 from moe.verify.cases import SLICED, Case
+from parallel.mesh.collectives import all_gather, start_shift
+from parallel.mesh.mesh import Axis
 from parallel.sequence import ring
 from parallel.sequence.order import ALL, Block
 from parallel.sequence.softmax import Partial, repeated
+from tests.mutations.mutation import Edit, Mutation
 
 
 def _first_keys(real: Any) -> Any:

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 from einops import rearrange
+from torch import Tensor
+
+from moe.verify.cases import Case
 from parallel.mesh.collectives import Started, reduce_backward
 from parallel.mesh.layout import Layout, dense
 from parallel.mesh.mesh import Axis
 from tests.mutations.mutation import Edit, Mutation
-from torch import Tensor
-
-from moe.verify.cases import Case
 
 
 def _identity(real: Any) -> Any:

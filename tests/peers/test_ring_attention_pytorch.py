@@ -11,11 +11,11 @@ from __future__ import annotations
 import pytest
 import torch
 from einops import rearrange
-from parallel.mesh.mesh import Degrees
-from parallel.process.process import World
 from torch import Tensor
 
+from parallel.mesh.mesh import Degrees
 from parallel.process import process
+from parallel.process.process import World
 from parallel.sequence.order import Order
 from parallel.sequence.ring import Ring
 from tests.support.ranks import run_on_ranks

@@ -10,12 +10,11 @@ from __future__ import annotations
 import random
 from typing import Any, NamedTuple
 
+from moe.checks.together import check_run
 from moe.plan.choose.choose import described
 from moe.plan.choose.planned import Planned, planned
 from moe.plan.choose.predicted import held_bytes, settled
 from moe.plan.machine.cluster import Cluster, load_cluster
-
-from moe.checks.together import check_run
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from parallel.errors import BadInput

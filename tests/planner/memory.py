@@ -19,9 +19,8 @@ from typing import Any
 
 from moe.plan.job.states import MIXED, model_states
 from moe.plan.memory.memory import Memory, fits, memory, peak
-from tests.planner.read_tables import Row
-
 from parallel.errors import BadInput
+from tests.planner.read_tables import Row
 
 # GPUs by name that have only one memory size. A card reserves about 1 %: 79.1 to 79.3 GiB of an 80 GB card are usable.
 CAPACITY_GB = {"h200": 141, "h800": 80, "b200": 180, "gb200": 185, "h100": 80, "b300": 270, "gb300": 275, "rtx3090": 24}

@@ -14,10 +14,9 @@ import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from tests.planner.zero_bubble_auto import Order, auto
-
 from parallel.pipeline.schedule import COMPUTE, Action, Op, Schedule
 from parallel.pipeline.schedules.search import search
+from tests.planner.zero_bubble_auto import Order, auto
 
 CASES, ROUNDS, SEED = 1_000, 0, 17  # no moves: only the orders with which the search begins
 STAGES = (2, 3, 4, 5, 6, 8)

@@ -19,8 +19,6 @@ from typing import Any, Literal
 
 import tyro
 
-from tests.planner.read_tables import Table, read_folder
-
 from moe.launch import exit_codes
 from moe.records.results import write_json
 from tests.planner import best as planner_best
@@ -29,6 +27,7 @@ from tests.planner import memory as planner_memory
 from tests.planner import orders as planner_orders
 from tests.planner import published as planner_published
 from tests.planner import speed as planner_speed
+from tests.planner.read_tables import Table, read_folder
 
 Part = Literal["runs", "tables", "published", "speed", "orders", "best"]
 TABLES = Path(__file__).resolve().parent / "tables"

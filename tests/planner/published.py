@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from moe.checks.together import check_run
 from moe.plan.choose.choose import described
 from moe.plan.job.flops import counted_training, size
 from moe.plan.job.network import Recomputed
@@ -21,8 +22,6 @@ from moe.plan.machine.program import PROGRAMS, Program
 from moe.plan.memory.memory import peak
 from moe.plan.memory.stack import DEEPSEEK, MEGATRON, MEGATRON_2022, MEGATRON_DEEPSPEED, OURS, TORCHTITAN, Stack
 from moe.plan.time.cost import step_time
-
-from moe.checks.together import check_run
 from moe.recipe.load import load
 from moe.recipe.sections import Run
 

@@ -25,9 +25,8 @@ from typing import Literal
 
 from moe.plan.job.network import Network, Plan
 from moe.plan.memory.stack import Stack
-from tests.planner.table_rules import Cells, NotUsable, layer_parameters, network_of, peak_tflops, plan_of, software_of
-
 from parallel.errors import BadInput
+from tests.planner.table_rules import Cells, NotUsable, layer_parameters, network_of, peak_tflops, plan_of, software_of
 
 COLUMNS = (
     *(

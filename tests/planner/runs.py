@@ -10,23 +10,23 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from moe.bench.training.sharded import CPU, kind_of, load_engines, tokens_of
-from moe.plan.job.of_recipe import network_of, plan_of
-from moe.plan.memory.memory import memory
-from moe.plan.memory.stack import OURS_ON_CPU
-from moe.train.loop.step import accumulate, finish
-from moe.train.parts.executor import start_executor
-from parallel.numerics.precision import LossScale
-from parallel.process.fork import run_on_ranks
-from parallel.process.process import World
-from tests.counted.alive import Alive
 
+from moe.bench.training.sharded import CPU, kind_of, load_engines, tokens_of
 from moe.checks.together import check_run
 from moe.data.token_shard import TokenShard
 from moe.parallelize.build import build
 from moe.parallelize.engines import prepare
+from moe.plan.job.of_recipe import network_of, plan_of
+from moe.plan.memory.memory import memory
+from moe.plan.memory.stack import OURS_ON_CPU
 from moe.recipe.load import build_run
+from moe.train.loop.step import accumulate, finish
+from moe.train.parts.executor import start_executor
+from parallel.numerics.precision import LossScale
 from parallel.process import process
+from parallel.process.fork import run_on_ranks
+from parallel.process.process import World
+from tests.counted.alive import Alive
 
 WITHIN = 0.10
 RANKS = 2

@@ -12,13 +12,12 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
+from moe.checks.together import check_run
 from moe.plan.choose.choose import described
 from moe.plan.choose.planned import planned
 from moe.plan.machine.cluster import load_cluster
-from tests.planner.published import RUNS
-
-from moe.checks.together import check_run
 from moe.recipe.load import load
+from tests.planner.published import RUNS
 
 SMALL, ALLOWED = 1_024, (10.0, 60.0)  # number of devices; seconds allowed up to it, and beyond
 HEAD = f"{'run':<14}{'cluster':<14}{'devices':>8}{'plans':>9}{'fit':>8}{'seconds':>9}{'at most':>9}  the best"

@@ -22,20 +22,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from moe.bench.training.sharded import kind_of, load_engines
-from moe.plan.choose.predicted import Place, Prediction, predict
-from moe.plan.machine.cluster import Cluster
-from moe.plan.time.cost import rank_layers, stage_times
-from parallel.process.fork import run_on_ranks
-from parallel.process.process import World
-from tests.counted.alive import Alive
 
+from moe.bench.training.sharded import kind_of, load_engines
 from moe.calibrate import calibrate
 from moe.calibrate.own_step import WARM_UP, Trained
 from moe.checks.together import check_run
 from moe.launch import exit_codes
+from moe.plan.choose.predicted import Place, Prediction, predict
+from moe.plan.machine.cluster import Cluster
+from moe.plan.time.cost import rank_layers, stage_times
 from moe.recipe.load import build_run
 from moe.records.results import write_json
+from parallel.process.fork import run_on_ranks
+from parallel.process.process import World
+from tests.counted.alive import Alive
 
 WITHIN = 0.10
 MODEL = {"num_layers": 4, "d_model": 192, "num_heads": 8, "d_ff": 768, "max_length": 160, "vocab_size": 1024, "ffn": "swiglu"}

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+
 from moe.plan.time.cost import Time
 from tests.planner.choice import identity, in_order, ranking, summary, time_lines
 from tests.planner.read_tables import COLUMNS, Row, read_folder

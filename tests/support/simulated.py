@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from itertools import product
 
 import numpy as np
+
 from parallel.annotations.graph import Graph, Operator
 from parallel.annotations.partition import Program, shape
 from parallel.annotations.resharding import Sharding, Sizes, Step, reshard

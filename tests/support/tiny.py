@@ -10,15 +10,6 @@ from typing import Any
 
 import torch
 import torch._dynamo  # torch imports it with the first optimizer, in 1.5 s; imported once, before ranks are forked
-from moe.train.loop.step import accumulate, finish
-from moe.train.parts.executor import Executor, start_executor
-from moe.train.parts.numbers import Numbers
-from moe.train.start import state
-from moe.verify.plain.batches import batch
-from parallel.mesh.mesh import Mesh
-from parallel.numerics.clip import GradientNorm
-from parallel.numerics.precision import LossScale
-from parallel.process.process import World
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -28,9 +19,18 @@ from moe.model.transformer import Transformer
 from moe.parallelize.build import build
 from moe.parallelize.sequence import shard_of
 from moe.recipe.sections import Run
+from moe.train.loop.step import accumulate, finish
+from moe.train.parts.executor import Executor, start_executor
+from moe.train.parts.numbers import Numbers
+from moe.train.start import state
 from moe.verify.cases import Case
+from moe.verify.plain.batches import batch
 from parallel.data.engine import Engine
+from parallel.mesh.mesh import Mesh
+from parallel.numerics.clip import GradientNorm
+from parallel.numerics.precision import LossScale
 from parallel.process import process
+from parallel.process.process import World
 
 State = dict[str, dict[str, Tensor]]
 CPU = torch.device("cpu")

@@ -19,9 +19,6 @@ from typing import Any
 
 import pytest
 import torch
-from moe.train.loop import ending, trainer
-from parallel.process.process import World
-from parallel.store.stored import Reader
 
 import moe.report
 from moe.data import open_data
@@ -30,7 +27,10 @@ from moe.data.token_shard import TokenShard
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from moe.records import metrics
+from moe.train.loop import ending, trainer
 from parallel.errors import BadInput, Ended
+from parallel.process.process import World
+from parallel.store.stored import Reader
 from tests.support.ranks import run_on_ranks
 
 STOPPED = "stopped"

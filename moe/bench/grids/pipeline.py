@@ -14,11 +14,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+
 from moe.bench.grids import pipeline_peers
 from moe.bench.grids.pipeline_peers import peers_row
 from moe.bench.grids.pipeline_times import times_rows
-from tests.counted.pipeline import memory_rows
-
 from moe.launch import exit_codes
 from moe.records.results import write_json
 from parallel.errors import BadInput

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from moe.bench.grids.stages import CPU, Stages, barrier, batch, connect, layers, runtime_for, schedule_for
-from parallel.mesh.mesh import Axis
-from parallel.process.fork import run_on_ranks
 from torch import Tensor, nn
 
+from moe.bench.grids.stages import CPU, Stages, barrier, batch, connect, layers, runtime_for, schedule_for
 from moe.recipe.sections import Model
+from parallel.mesh.mesh import Axis
 from parallel.pipeline.schedule import Schedule
+from parallel.process.fork import run_on_ranks
 
 NAMES = ("gpipe", "1f1b", "interleaved")
 SAME = 1e-6  # largest difference of losses, and of gradients relative to the largest gradient of a weight

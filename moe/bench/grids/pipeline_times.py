@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from moe.bench.grids.stages import Asleep, Seconds, Stages, barrier, connect, descend, runtime_for, schedule_for
-from parallel.mesh.mesh import Axis, Mesh
-from parallel.process.fork import run_on_ranks
 from torch import nn
 
+from moe.bench.grids.stages import Asleep, Seconds, Stages, barrier, connect, descend, runtime_for, schedule_for
+from parallel.mesh.mesh import Axis, Mesh
 from parallel.pipeline.runtime import Recorder, Took
 from parallel.pipeline.schedule import Action, Op, Schedule
 from parallel.pipeline.simulator.simulate import Timeline, simulate
+from parallel.process.fork import run_on_ranks
 
 SECONDS = Seconds(forward=0.02, inputs=0.02, weights=0.02, update=0.005)  # seconds for all stages of a rank together
 ROWS, WIDTH = 32, 256  # size of the tensors sent between stages

@@ -22,17 +22,17 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from einops import rearrange
-from parallel.mesh.collectives import Messages, all_gather, start_shift
-from parallel.mesh.mesh import Axis, Degrees
-from parallel.process.fork import run_on_ranks
-from parallel.process.process import World
 from torch import Tensor
 
 from moe.bench.races import Race, race_row, slowest
 from moe.bench.timing import in_turn
 from moe.launch import exit_codes
 from moe.records.results import write_json
+from parallel.mesh.collectives import Messages, all_gather, start_shift
+from parallel.mesh.mesh import Axis, Degrees
 from parallel.process import process
+from parallel.process.fork import run_on_ranks
+from parallel.process.process import World
 from parallel.sequence import ring
 from parallel.sequence.balanced import Balanced
 from parallel.sequence.order import Order

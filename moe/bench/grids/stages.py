@@ -13,16 +13,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from parallel.mesh.layout import Layout
-from parallel.mesh.mesh import Degrees, Mesh
-from parallel.numerics.weight_gradient import gradient_or_later
-from parallel.process.process import World
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from moe.model.transformer import Output, StageLayers, Transformer
 from moe.nn.context import Context
 from moe.recipe.sections import Model
+from parallel.mesh.layout import Layout
+from parallel.mesh.mesh import Degrees, Mesh
+from parallel.numerics.weight_gradient import gradient_or_later
 from parallel.pipeline.links import Links
 from parallel.pipeline.replicas import StageReplicas
 from parallel.pipeline.runtime import Runtime
@@ -30,6 +29,7 @@ from parallel.pipeline.schedule import Schedule
 from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
 from parallel.pipeline.weights import Versions
 from parallel.process import process
+from parallel.process.process import World
 
 CPU = torch.device("cpu")
 Loss = Callable[[Tensor, int], Tensor]  # (output of the last stage, number of the micro-batch) -> loss

@@ -19,13 +19,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from moe.bench.grids import tensor_hidden
-from parallel.mesh.mesh import Degrees, Mesh
-from parallel.process.fork import run_on_ranks
-from parallel.process.process import World
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from moe.bench.grids import tensor_hidden
 from moe.bench.races import Race, race_row, slowest
 from moe.bench.timing import in_turn
 from moe.launch import exit_codes
@@ -34,7 +31,10 @@ from moe.nn.context import Context
 from moe.parallelize.plan import lay_out, plan_of
 from moe.recipe import sections
 from moe.records.results import write_json
+from parallel.mesh.mesh import Degrees, Mesh
 from parallel.process import process
+from parallel.process.fork import run_on_ranks
+from parallel.process.process import World
 from parallel.tensor.style import apply
 
 BATCH, LENGTH, LAYERS = 2, 256, 2

@@ -22,14 +22,14 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from parallel.mesh.collectives import Started
-from parallel.mesh.mesh import Axis, Degrees
-from parallel.process.process import World
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe.bench.timing import in_turn
+from parallel.mesh.collectives import Started
+from parallel.mesh.mesh import Axis, Degrees
 from parallel.process import process
+from parallel.process.process import World
 from parallel.tensor import overlapped
 
 LINK = 0.75  # time of the link, as a share of a whole product's time

@@ -21,13 +21,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from moe.bench.layers.layers import LayerCase, Pass, Shape
-from parallel.process.malloc import keep_freed_memory
 
 from moe.bench.layers import gpu_layers, layers, moves
+from moe.bench.layers.layers import LayerCase, Pass, Shape
 from moe.bench.timing import in_turn, peak_bytes, ratio
 from moe.launch import exit_codes
 from parallel.errors import BadInput, did_you_mean
+from parallel.process.malloc import keep_freed_memory
 
 SHAPES = {
     "cpu": (

@@ -19,10 +19,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from parallel.mesh.collectives import max_over
-from parallel.mesh.mesh import Axis, Degrees, Mesh, divisors
-from parallel.process.fork import run_on_ranks
-from parallel.process.process import World
 from torch import Tensor
 
 from moe.bench.timing import in_turn, ratio
@@ -34,7 +30,11 @@ from moe.recipe import sections
 from moe.records.results import write_json
 from moe.router.router import Routing
 from parallel.errors import BadInput
+from parallel.mesh.collectives import max_over
+from parallel.mesh.mesh import Axis, Degrees, Mesh, divisors
 from parallel.process import process
+from parallel.process.fork import run_on_ranks
+from parallel.process.process import World
 
 CPU = torch.device("cpu")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -17,8 +17,9 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 from einops import rearrange
-from moe.bench.layers.layers import LayerCase, Pass, stack
 from torch import Tensor
+
+from moe.bench.layers.layers import LayerCase, Pass, stack
 
 # T tokens, D width, F hidden, E experts, K choices
 

@@ -15,8 +15,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from moe.bench.layers.layers import LayerCase
 
+from moe.bench.layers.layers import LayerCase
 from moe.bench.timing import in_turn, ratio
 from moe.kernels import choose
 

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from parallel.numerics.precision import DTYPES
 from torch import Tensor
 
 from moe.bench.races import Race, race_row
@@ -26,6 +25,7 @@ from moe.nn.context import Context
 from moe.parallelize.compiled import compile_between_products
 from moe.recipe import sections
 from moe.records.results import write_json
+from parallel.numerics.precision import DTYPES
 
 LAYERS, HEADS, LENGTH, BATCH, VOCABULARY = 4, 4, 256, 4, 2048
 WIDTHS = (256, 512)

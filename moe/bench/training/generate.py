@@ -15,8 +15,6 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
-from moe.train.use.decode import Cached, Reads, Recomputed, Written, continued, for_continuing
-from moe.train.use.sampling import Sampling
 
 from moe.bench.races import Race, race_row
 from moe.bench.timing import in_turn
@@ -24,6 +22,8 @@ from moe.launch import exit_codes
 from moe.model.transformer import Transformer
 from moe.recipe import sections
 from moe.records.results import write_json
+from moe.train.use.decode import Cached, Reads, Recomputed, Written, continued, for_continuing
+from moe.train.use.sampling import Sampling
 
 Kind = Literal["decoder", "encoder_decoder"]
 SIZES: tuple[tuple[Kind, int, int], ...] = (

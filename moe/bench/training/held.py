@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from moe.plan.job.states import States
-from moe.train.parts.model_states import storages
 from torch import Tensor, nn
 
+from moe.plan.job.states import States
+from moe.train.parts.model_states import storages
 from parallel.data.engine import Engine
 
 

@@ -19,15 +19,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from moe.bench.training.sharded import CPU, ShardedKind, Started, kinds_of, load_engines, start, tokens_of
-from moe.train.loop.step import finish
-from parallel.mesh.mesh import Mesh
-from parallel.numerics.precision import LossScale
-from parallel.process.fork import run_on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from moe.bench.timing import in_turn, ratio
+from moe.bench.training.sharded import CPU, ShardedKind, Started, kinds_of, load_engines, start, tokens_of
 from moe.launch import exit_codes
 from moe.model.transformer import Transformer
 from moe.nn.context import Context
@@ -35,6 +31,10 @@ from moe.parallelize.build import build
 from moe.parallelize.engines import optimizer_of
 from moe.recipe.sections import Run, Sharding
 from moe.records.results import write_json
+from moe.train.loop.step import finish
+from parallel.mesh.mesh import Mesh
+from parallel.numerics.precision import LossScale
+from parallel.process.fork import run_on_ranks
 
 BATCH, LENGTH = 8, 128
 ALLOWED = 1.03  # relative to plain DeepSpeed's time

@@ -23,11 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from moe.bench.training.held import Arriving, Held, held, living, resident_bytes
 from moe.bench.training.shapes import DENSE, LENGTH, SPARSE, Shape, warm_up
 from moe.bench.training.sharded import CPU, ShardedKind, Started, kinds_of, load_engines, start, tokens_of
 from moe.launch import exit_codes
 from moe.plan.job.states import MIXED, STAGES, model_states, sparse_model_states
+from moe.records.results import write_json
 from moe.train.loop.step import finish
 from moe.train.parts.model_states import storages
 from parallel.mesh.mesh import divisors
@@ -35,9 +37,6 @@ from parallel.numerics.precision import LossScale
 from parallel.process.extensions import missing_for_nvme
 from parallel.process.fork import run_on_ranks
 from parallel.process.malloc import give_freed_memory_back
-
-from moe.launch import exit_codes
-from moe.records.results import write_json
 
 TOLERANCE = 0.05
 KINDS = (

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
 from moe.bench.training.sharded import ShardedKind
 from parallel.numerics.precision import DTYPES
 

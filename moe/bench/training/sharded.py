@@ -18,14 +18,6 @@ from typing import Any, cast
 from unittest import mock
 
 import torch
-from moe.plan.job.states import FP32, FP32_AND_COPY, MIXED, MIXED_FP32_GRADIENTS, Storage
-from moe.train.loop.step import accumulate
-from moe.train.parts.executor import Single
-from moe.train.parts.numbers import Numbers
-from parallel.mesh.layout import Layout
-from parallel.mesh.mesh import Mesh
-from parallel.process.extensions import use_extensions_dir
-from parallel.process.process import World
 from torch import Tensor, nn
 
 from moe.checks.sharding import check_sharding
@@ -34,11 +26,19 @@ from moe.data.token_shard import TokenShard
 from moe.model.transformer import Transformer
 from moe.parallelize.build import build
 from moe.parallelize.engines import optimizer_of, prepare, start_engine
+from moe.plan.job.states import FP32, FP32_AND_COPY, MIXED, MIXED_FP32_GRADIENTS, Storage
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
+from moe.train.loop.step import accumulate
+from moe.train.parts.executor import Single
+from moe.train.parts.numbers import Numbers
 from parallel.data.engine import Engine
 from parallel.errors import BadInput, did_you_mean
+from parallel.mesh.layout import Layout
+from parallel.mesh.mesh import Mesh
 from parallel.process import process
+from parallel.process.extensions import use_extensions_dir
+from parallel.process.process import World
 
 CPU = torch.device("cpu")
 PLAIN = ("ddp", "fsdp", "zero1", "zero2", "zero3")

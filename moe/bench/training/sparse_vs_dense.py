@@ -93,11 +93,11 @@ def _train_one(recipe: str, seed: int, steps: int, folder: str) -> None:
     import contextlib
 
     import torch
+
+    from moe.records.metrics import read_summary
     from moe.train.loop.trainer import train
     from moe.train.start.place import settle_precision
     from parallel.process.process import World
-
-    from moe.records.metrics import read_summary
 
     run = settle_precision(settings(recipe, seed, steps), World())
     done = read_summary(Path(folder))

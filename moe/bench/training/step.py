@@ -16,13 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from moe.router.losses.balance import join
-from moe.train.loop.step import accumulate, finish
-from moe.train.parts.executor import Single
-from parallel.numerics.precision import LossScale
-from parallel.process.fork import run_on_ranks
-from parallel.process.malloc import keep_freed_memory
-from parallel.process.process import World
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -35,8 +28,15 @@ from moe.parallelize.build import build
 from moe.parallelize.engines import start_engine
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
+from moe.router.losses.balance import join
+from moe.train.loop.step import accumulate, finish
+from moe.train.parts.executor import Single
 from parallel.errors import BadInput, did_you_mean
+from parallel.numerics.precision import LossScale
 from parallel.process import process
+from parallel.process.fork import run_on_ranks
+from parallel.process.malloc import keep_freed_memory
+from parallel.process.process import World
 
 # B sequences of a rank, L length, D model
 

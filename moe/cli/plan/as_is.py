@@ -7,6 +7,7 @@ A plan that does not fit is predicted nevertheless, and the output says that it 
 
 from __future__ import annotations
 
+from moe.checks.together import check_run
 from moe.plan.choose.choose import Found, Ranked, described
 from moe.plan.choose.legal import advice
 from moe.plan.choose.planned import Planned, gib
@@ -14,8 +15,6 @@ from moe.plan.choose.predicted import held_bytes, stack_on
 from moe.plan.job.of_recipe import network_of, plan_of
 from moe.plan.machine.cluster import Cluster
 from moe.plan.time.cost import step_time
-
-from moe.checks.together import check_run
 from moe.recipe.sections import Run
 
 
@@ -33,7 +32,6 @@ def as_is(run: Run, cluster: Cluster) -> Planned:
 def lines(made: Planned) -> list[str]:
     """The plan, its speed, and its bytes on every rank of the pipeline, as lines of text."""
     from moe.plan.memory.memory import memory
-
     from moe.report.planned import table
 
     (ranked,), cluster = made.found.ranked, made.cluster

@@ -13,7 +13,6 @@ from moe.plan.choose.planned import Planned
 from moe.plan.choose.predicted import stack_on
 from moe.plan.memory.memory import memory
 from moe.plan.time.timeline import pictured, timeline
-
 from parallel.errors import BadInput
 
 

@@ -12,6 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
+from moe.checks.together import check_run
+from moe.launch import exit_codes
 from moe.plan.choose.choose import Found, Ranked, described
 from moe.plan.choose.planned import WAYS, Planned, gib, guided, planned
 from moe.plan.choose.predicted import held_bytes, settled
@@ -19,13 +22,10 @@ from moe.plan.job.network import Plan
 from moe.plan.job.of_recipe import network_of, plan_of
 from moe.plan.machine.cluster import Cluster, load_cluster
 from moe.plan.time.cost import step_time
-from parallel.store.files import check_writable, write_text
-
-from moe.checks.together import check_run
-from moe.launch import exit_codes
 from moe.recipe.load import RECIPES, flat, load
 from moe.recipe.sections import Run
 from parallel.errors import BadInput, counted
+from parallel.store.files import check_writable, write_text
 
 _SECONDS = "seconds"
 

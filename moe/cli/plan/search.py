@@ -6,6 +6,7 @@ The seconds and bytes of that plan are then predicted as for every other plan.
 
 from __future__ import annotations
 
+from moe.checks.together import check_run
 from moe.plan.choose.choose import Ranked
 from moe.plan.choose.predicted import held_bytes
 from moe.plan.choose.recipe_of import as_stored, recipe_of
@@ -20,8 +21,6 @@ from moe.plan.search.search import alpa, flexflow
 from moe.plan.search.strategies import Settings
 from moe.plan.time.cost import step_time
 from moe.plan.time.layer_time import KIND
-
-from moe.checks.together import check_run
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
 

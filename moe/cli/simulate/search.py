@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 from moe.cli.simulate.times import OfRecipe, Times
-
 from parallel.errors import BadInput
 from parallel.pipeline.schedule import Schedule, flushed
 from parallel.pipeline.schedules.search import homes_of, search

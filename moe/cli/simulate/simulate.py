@@ -18,8 +18,6 @@ from typing import Any
 from moe.cli.simulate.search import NAME, SEARCHED, refuse_elsewhere, searched
 from moe.cli.simulate.text import print_all, print_one, summary_line
 from moe.cli.simulate.times import MOST_ACTIONS, OfRecipe, Times, check_filled, check_size, of_recipe, times_of
-from parallel.store.files import write_text
-
 from moe.launch import exit_codes
 from parallel.errors import BadInput
 from parallel.pipeline.order_file import read_order, write_order
@@ -28,6 +26,7 @@ from parallel.pipeline.schedules.catalog import SCHEDULES, kind_of, make_schedul
 from parallel.pipeline.simulator.held import peak_activations, peak_held, weight_versions
 from parallel.pipeline.simulator.simulate import Timeline, period
 from parallel.pipeline.simulator.timeline import text, write_trace
+from parallel.store.files import write_text
 
 KINDS = {".png": "a picture", ".csv": "the actions", ".txt": "the rows as text", ".json": "a trace"}
 OPTIONS = ("vertical_sync", "pipelines")  # options that only one schedule has

@@ -7,7 +7,6 @@ from math import isqrt
 from typing import Any
 
 from moe.plan.job.stages import STATE_BYTES, WEIGHT_BYTES, Device, Stage, micro_batch, stages_of
-
 from moe.plan.pipeline import layers_of
 from moe.recipe.sections import Run
 from parallel.errors import BadInput

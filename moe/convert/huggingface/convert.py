@@ -22,11 +22,6 @@ from typing import Any
 
 import torch
 import yaml
-from parallel.mesh.mesh import Degrees, Mesh
-from parallel.numerics.precision import DTYPES, LossScale
-from parallel.store import checkpoint
-from parallel.store.checkpoint import Piece
-from parallel.store.files import read_text, user_path
 from torch import Tensor
 
 from moe.checks.together import check_together
@@ -49,6 +44,11 @@ from moe.train.start.adapters import whole
 from moe.train.start.kept import KEPT, kept
 from moe.train.start.state import EXTRA, Counters
 from parallel.errors import BadInput, some
+from parallel.mesh.mesh import Degrees, Mesh
+from parallel.numerics.precision import DTYPES, LossScale
+from parallel.store import checkpoint
+from parallel.store.checkpoint import Piece
+from parallel.store.files import read_text, user_path
 
 PREFIX = "hf:"
 ORIGINAL_DTYPES = "dtypes.json"  # one of the kept files: the dtypes of the tensors

@@ -19,14 +19,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from parallel.mesh.layout import Box
-from parallel.store.files import read_text, usual_mode
-from parallel.store.stored import TensorFile, finite
 from safetensors.torch import save_file
 from torch import Tensor
 
 from moe.convert.huggingface.families import EXPERTS, NOT_READ, Family, Row
 from parallel.errors import BadInput
+from parallel.mesh.layout import Box
+from parallel.store.files import read_text, usual_mode
+from parallel.store.stored import TensorFile, finite
 
 FILE_BYTES = 2**29  # bytes of tensors in a file before another file begins; tensors of the file being written are in memory twice
 Shape = tuple[int, ...]

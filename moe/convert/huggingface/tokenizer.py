@@ -10,12 +10,11 @@ import json as json_text
 from pathlib import Path
 from typing import Any
 
-from parallel.store.files import read_text
-
 from moe.data.tokenizer import Bpe, Bytes, Given, Ids
 from moe.data.tokenizer import load as load_tokenizer
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
+from parallel.store.files import read_text
 
 
 def read_tokenizer(source: Path, config: dict[str, Any], run: Run) -> tuple[dict[str, Any], list[str]]:

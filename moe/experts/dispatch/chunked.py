@@ -13,9 +13,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from parallel.mesh.collectives import Flight, finish_all_to_all, start_all_to_all
-from parallel.mesh.exchange import by_bin, exchange_counts, exchange_rows
-from parallel.mesh.mesh import Axis
 from torch import Tensor
 
 from moe.experts.dispatch.all_to_all import inverse
@@ -23,6 +20,9 @@ from moe.experts.dispatch.base import Dropout, Network, plan_rows, whole
 from moe.experts.experts import Experts
 from moe.kernels import Plan, choose
 from moe.router.router import Routing
+from parallel.mesh.collectives import Flight, finish_all_to_all, start_all_to_all
+from parallel.mesh.exchange import by_bin, exchange_counts, exchange_rows
+from parallel.mesh.mesh import Axis
 
 # T tokens, D model, R rows, N chunks, P ranks of the ep axis, E experts of a chunk
 

@@ -12,15 +12,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from parallel.mesh.collectives import max_over
-from parallel.mesh.exchange import collect, consecutive_indices, exchange_counts, exchange_rows, spread
-from parallel.mesh.mesh import Axis
 from torch import Tensor
 
 from moe.experts.dispatch.base import Dropout, Network, plan_rows, whole
 from moe.experts.experts import Experts
 from moe.kernels import Plan, choose
 from moe.router.router import Routing
+from parallel.mesh.collectives import max_over
+from parallel.mesh.exchange import collect, consecutive_indices, exchange_counts, exchange_rows, spread
+from parallel.mesh.mesh import Axis
 
 # T tokens, D model, R rows, S slots in a block, E experts, P ranks of the ep axis
 

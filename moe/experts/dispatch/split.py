@@ -10,13 +10,13 @@ its own as in arXiv 2504.14960). Ranks may have different numbers of rows, or no
 from __future__ import annotations
 
 import torch
-from parallel.mesh.collectives import all_gather, reduce_scatter
-from parallel.mesh.exchange import by_bin, collect, spread
-from parallel.mesh.mesh import Axis
 from torch import Tensor
 
 from moe.experts.dispatch.base import Dropout
 from moe.experts.experts import ExpertChunk, Experts
+from parallel.mesh.collectives import all_gather, reduce_scatter
+from parallel.mesh.exchange import by_bin, collect, spread
+from parallel.mesh.mesh import Axis
 
 # R rows here, A rows of all ranks, D model, F hidden units held here, E experts, P ranks of the etp axis
 

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
-from parallel.numerics.weight_gradient import PendingGradients, if_deferrable, pending_for
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -25,6 +24,7 @@ from moe.kernels.plan import Plan
 from moe.kernels.triton import gemm, moves
 from moe.kernels.triton.device import Tile, check_dtype, hopper, most_rows, on, rows_each, tile
 from moe.kernels.triton.rows import total
+from parallel.numerics.weight_gradient import PendingGradients, if_deferrable, pending_for
 
 if TYPE_CHECKING:
     from moe.recipe.sections import Swiglu

@@ -19,7 +19,6 @@ from moe.plan.machine.cluster import Cluster
 from moe.plan.memory.memory import CONTEXT_BYTES, RESERVED, Memory, memory, peak
 from moe.plan.memory.stack import OURS, OURS_ON_CPU, Stack
 from moe.plan.time.cost import Time, step_time
-
 from moe.recipe.sections import Run
 
 

@@ -10,7 +10,6 @@ from typing import Any
 from moe.plan.choose.legal import grid_of
 from moe.plan.job.network import Plan
 from moe.plan.job.of_recipe import plan_of, stage_layers
-
 from moe.recipe.sections import Run, Sequence
 from parallel.errors import BadInput
 

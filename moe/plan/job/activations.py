@@ -29,7 +29,6 @@ from __future__ import annotations
 from typing import Literal
 
 from moe.plan.job.flops import attention_products, expert_size, in_chunks, rows_of_token
-
 from moe.recipe.sections import Run
 from moe.recipe.shapes import GATED
 from moe.router.methods.catalog import method_of

@@ -13,7 +13,6 @@ from moe.plan.job.network import Adapters, Experts, Latent, Network, Plan, Route
 from moe.plan.job.optimizer import optimizer_bytes
 from moe.plan.job.stages import layer_flops
 from moe.plan.job.states import BF16, FP32, FP32_AND_COPY, MIXED, MIXED_FP32_GRADIENTS, Storage
-
 from moe.recipe.sections import Model, Run
 from moe.recipe.shapes import GATED, T5_BUCKETS
 from moe.router.methods.catalog import method_of

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 
 from moe.plan.job.activations import block_bytes, compute_bytes, fixed_bytes, head_bytes, input_bytes
 from moe.plan.job.flops import attention_products, block_size, core_forward, expert_size, head_forward, multi_token_size
-
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
 from parallel.pipeline.schedule import Action, Op

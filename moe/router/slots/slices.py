@@ -17,11 +17,11 @@ from typing import Any, TypeVar
 
 import torch
 from einops import rearrange
-from parallel.mesh.collectives import all_gather
-from parallel.mesh.mesh import Axis
 from torch import Tensor
 
 from moe.nn.context import Context
+from parallel.mesh.collectives import all_gather
+from parallel.mesh.mesh import Axis
 
 # T tokens held here, B sequences, L tokens of each held here, N ranks, G = N T tokens of all ranks
 

@@ -5,22 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from moe.plan.job.flops import size
-from moe.train.loop.validation import evaluate, was_evaluated
-from moe.train.parts.executor import logits_of
-from moe.train.start.job import Job
-from moe.train.start.place import peak_memory_bytes
-from moe.train.use.generate import sample
-from parallel.mesh.collectives import sum_over
-from parallel.numerics.precision import DTYPES
-from parallel.watch import watchdog
 
+from moe.plan.job.flops import size
 from moe.records.course import loss_warning
 from moe.records.metrics import read, read_summary, write_summary
 from moe.records.redone import NOTHING, sums
 from moe.records.speed import hardware, matmul_flops, source_commit
 from moe.records.summary import dropped_shares
+from moe.train.loop.validation import evaluate, was_evaluated
+from moe.train.parts.executor import logits_of
+from moe.train.start.job import Job
+from moe.train.start.place import peak_memory_bytes
+from moe.train.use.generate import sample
 from parallel.errors import counted
+from parallel.mesh.collectives import sum_over
+from parallel.numerics.precision import DTYPES
+from parallel.watch import watchdog
 
 
 def finish(job: Job) -> dict[str, Any]:

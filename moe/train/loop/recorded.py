@@ -5,17 +5,16 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from moe.plan.pipeline import continuous
 from moe.train.loop.advance import Made
 from moe.train.parts.numbers import LayerNumbers
 from moe.train.start.job import Job
 from moe.train.start.place import peak_memory_bytes
+from parallel.errors import BadInput
 from parallel.numerics.clip import GradientNorm
 from parallel.store.checkpoint import numbered
 from parallel.store.stored import finite
 from parallel.watch.outcome import of_all
-
-from moe.plan.pipeline import continuous
-from parallel.errors import BadInput
 
 
 def count(job: Job, norm: GradientNorm) -> None:

@@ -14,7 +14,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from moe.checks.sharding import check_installed
+from moe.checks.together import check_run
 from moe.plan.choose.predicted import Prediction
+from moe.recipe.changes import check_allowed
+from moe.recipe.sections import Run
+from moe.records.redone import Restart
+from moe.records.tracker import check_trackers
 from moe.train.loop.advance import advance
 from moe.train.loop.ending import finish
 from moe.train.loop.recorded import count, record, refuse_endless_skips
@@ -28,20 +34,13 @@ from moe.train.start.opening import RunArguments, open_job
 from moe.train.start.own import Own
 from moe.train.start.place import asked_to_stop, check_precision, settle_precision
 from moe.train.start.prediction import Measured, foretell
+from parallel.optim.given import Factory
+from parallel.process import process
 from parallel.process.deterministic import deterministic
 from parallel.process.process import World
 from parallel.store.lock import alone_in
 from parallel.watch import watchdog
 from parallel.watch.outcome import of_all
-
-from moe.checks.sharding import check_installed
-from moe.checks.together import check_run
-from moe.recipe.changes import check_allowed
-from moe.recipe.sections import Run
-from moe.records.redone import Restart
-from moe.records.tracker import check_trackers
-from parallel.optim.given import Factory
-from parallel.process import process
 
 
 class Stopped(Exception):

@@ -19,18 +19,18 @@ from typing import Any
 from zlib import crc32
 
 import torch
+from torch import Tensor
+
+from moe.model.transformer import Block, Transformer, extra_state
 from moe.train.parts.numbers import Numbers
+from parallel.data.engine import Engine
+from parallel.errors import Ended
 from parallel.mesh.collectives import largest
 from parallel.mesh.layout import dense
 from parallel.mesh.mesh import Mesh
 from parallel.store.checkpoint import numbered
 from parallel.watch import watchdog
 from parallel.watch.audit import Finding, Held, by_change, by_majority, copies_of, fingerprint, fingerprints, mend, said_by_all
-from torch import Tensor
-
-from moe.model.transformer import Block, Transformer, extra_state
-from parallel.data.engine import Engine
-from parallel.errors import Ended
 
 ATTEMPTS = 6  # limit on computations of one step
 MOST_NAMED = 3

@@ -19,14 +19,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from parallel.mesh.collectives import largest
-from parallel.mesh.mesh import Axis
-from parallel.watch import watchdog
-from parallel.watch.outcome import agree
 from torch import nn
 
 from moe.recipe.sections import Run
 from parallel.errors import BadInput, Ended, where
+from parallel.mesh.collectives import largest
+from parallel.mesh.mesh import Axis
+from parallel.watch import watchdog
+from parallel.watch.outcome import agree
 
 EVENTS = ("on_train_begin", "on_step_end", "on_evaluate", "on_save", "on_train_end")
 

@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
-from moe.train.parts.executor import Executor, Pipelined
-from parallel.mesh.collectives import max_over
-from parallel.mesh.mesh import Mesh
-from parallel.process.process import World
 
 from moe.plan.pipeline import energy_plan
 from moe.recipe.sections import Run
+from moe.train.parts.executor import Executor, Pipelined
+from parallel.mesh.collectives import max_over
+from parallel.mesh.mesh import Mesh
 from parallel.pipeline.energy.nvml import Gpus, NoControl, Pace, connect
+from parallel.process.process import World
 
 AT_FULL_CLOCK = "training continues at the current clocks"
 

@@ -16,11 +16,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
-from moe.train.parts.passes import Pass
-from parallel.mesh.collectives import sum_over_all
-from parallel.mesh.layout import Layout
-from parallel.mesh.mesh import Axis, Mesh
-from parallel.watch import watchdog
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
@@ -31,12 +26,17 @@ from moe.parallelize import stages
 from moe.parallelize.engines import start_engine
 from moe.plan.pipeline import schedule_of
 from moe.recipe.sections import Run
+from moe.train.parts.passes import Pass
 from parallel.data.engine import Engine, Rule
 from parallel.kfac.fisher import Filler
 from parallel.kfac.grafted import Curved
+from parallel.mesh.collectives import sum_over_all
+from parallel.mesh.layout import Layout
+from parallel.mesh.mesh import Axis, Mesh
 from parallel.pipeline.runtime import Runtime, Watcher
 from parallel.pipeline.schedule import Schedule
 from parallel.pipeline.weights import Versions
+from parallel.watch import watchdog
 
 Each = Callable[[int, Output], Tensor | None]
 Crossing = Callable[[Sequence[int]], tuple[int, ...]]  # maps the shape of a micro-batch's tokens [B, L] to the shape sent between stages

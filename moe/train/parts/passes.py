@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from parallel.mesh.collectives import sum_over_all
 from torch import Tensor
 
 from moe.data.token_shard import TokenShard
@@ -14,6 +13,7 @@ from moe.nn.context import Context
 from moe.nn.vocabulary import PADDING as PADDING
 from moe.nn.vocabulary import as_inputs
 from parallel.errors import BadInput
+from parallel.mesh.collectives import sum_over_all
 
 # N sequences held by this rank, B of a micro-batch, L tokens of each that it reads
 

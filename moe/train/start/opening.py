@@ -11,29 +11,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from moe.train.parts.audit import Auditor
-from moe.train.parts.callbacks import Callbacks
-from moe.train.parts.executor import Executor, start_executor
-from moe.train.parts.rebalance import Rebalancer, nothing_to_move
-from moe.train.start import state
-from moe.train.start.adapters import base_of, check_base, described
-from moe.train.start.adapters import whole as whole_model
-from moe.train.start.job import Job
-from moe.train.start.kept import KEPT, pass_on
-from moe.train.start.out_of_memory import RESUMING, STATES, WEIGHTS, during
-from moe.train.start.own import Own, the_same
-from moe.train.start.place import make_writable, set_aside
-from moe.train.start.resume import Resumed
-from moe.train.start.state import Counters
-from parallel.mesh.collectives import largest
-from parallel.mesh.mesh import Mesh
-from parallel.numerics.precision import LossScale
-from parallel.process.process import World
-from parallel.store.checkpoint import keep_newest
-from parallel.store.saver import Saver
-from parallel.store.stored import Reader
-from parallel.watch.outcome import of_all
-
 from moe.checks.sequence import without_effect
 from moe.checks.verdict import not_recommended
 from moe.data import open_data
@@ -51,8 +28,30 @@ from moe.records.progress import open_progress
 from moe.records.redone import Restart, going_on
 from moe.records.title import title
 from moe.records.tracker import open_tracker
+from moe.train.parts.audit import Auditor
+from moe.train.parts.callbacks import Callbacks
+from moe.train.parts.executor import Executor, start_executor
+from moe.train.parts.rebalance import Rebalancer, nothing_to_move
+from moe.train.start import state
+from moe.train.start.adapters import base_of, check_base, described
+from moe.train.start.adapters import whole as whole_model
+from moe.train.start.job import Job
+from moe.train.start.kept import KEPT, pass_on
+from moe.train.start.out_of_memory import RESUMING, STATES, WEIGHTS, during
+from moe.train.start.own import Own, the_same
+from moe.train.start.place import make_writable, set_aside
+from moe.train.start.resume import Resumed
+from moe.train.start.state import Counters
 from parallel.data.engine import Rule
+from parallel.mesh.collectives import largest
+from parallel.mesh.mesh import Mesh
+from parallel.numerics.precision import LossScale
 from parallel.process import process
+from parallel.process.process import World
+from parallel.store.checkpoint import keep_newest
+from parallel.store.saver import Saver
+from parallel.store.stored import Reader
+from parallel.watch.outcome import of_all
 
 
 @dataclass(frozen=True)

@@ -17,22 +17,22 @@ from statistics import median
 from typing import Any
 
 import torch
+
+from moe.checks.together import check_run
 from moe.plan.choose.predicted import Place, Prediction, predict
 from moe.plan.machine.cluster import load_cluster
 from moe.plan.machine.this_machine import measured_cluster, memory_limit_bytes, own_limit_bytes, processor, resident_bytes
-from moe.train.parts.model_states import ModelStates
-from moe.train.start.place import own_peak_bytes
-from parallel.mesh.collectives import max_over
-from parallel.mesh.mesh import Mesh
-from parallel.process.process import World
-
-from moe.checks.together import check_run
 from moe.recipe.sections import Run
 from moe.records import prediction
 from moe.records.summary import size
+from moe.train.parts.model_states import ModelStates
+from moe.train.start.place import own_peak_bytes
 from parallel.data.engine import Engine
 from parallel.errors import BadInput
+from parallel.mesh.collectives import max_over
+from parallel.mesh.mesh import Mesh
 from parallel.process import process
+from parallel.process.process import World
 
 STEPS_OF_MEMORY = 2  # moments exist from the second on
 

@@ -9,14 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from parallel.mesh.collectives import largest
-from parallel.mesh.layout import Box, Layout, dense
-from parallel.mesh.mesh import Mesh
-from parallel.numerics.precision import LossScale
-from parallel.store import checkpoint
-from parallel.store.checkpoint import Piece
-from parallel.store.stored import Reader, Unreadable, check_same_parameters, finite
-from parallel.watch.outcome import of_all
 from torch import Tensor, nn
 
 from moe.checks.begins import no_checkpoint
@@ -31,6 +23,14 @@ from parallel.data.engine import Engine
 from parallel.errors import BadInput
 from parallel.kfac.grafted import Curved
 from parallel.kfac.kfac import Kfac
+from parallel.mesh.collectives import largest
+from parallel.mesh.layout import Box, Layout, dense
+from parallel.mesh.mesh import Mesh
+from parallel.numerics.precision import LossScale
+from parallel.store import checkpoint
+from parallel.store.checkpoint import Piece
+from parallel.store.stored import Reader, Unreadable, check_same_parameters, finite
+from parallel.watch.outcome import of_all
 
 FACTOR = "kfac.{}"  # kinds of K-FAC's tensors, which have their own layout
 SQUARES = "exp_avg_sq"  # prefix of the kinds that are means of squares

@@ -16,10 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from moe.train.parts.numbers import LayerNumbers, Sums
-from moe.train.parts.passes import count_tokens, passes_of
-from moe.train.start.restore import choose, restore
-from moe.train.start.state import opened
 from torch import Tensor
 
 from moe.data import CorruptedTrain, CorruptedValidation, Dataset, MixedTrain, MixedValidation, ValidationSet, open_data
@@ -31,6 +27,10 @@ from moe.data.tokenizer import check_separator
 from moe.model.transformer import Transformer
 from moe.recipe.load import build_run, load
 from moe.records.results import write_json
+from moe.train.parts.numbers import LayerNumbers, Sums
+from moe.train.parts.passes import count_tokens, passes_of
+from moe.train.start.restore import choose, restore
+from moe.train.start.state import opened
 from parallel.errors import BadInput, counted
 
 TOKENS_AT_ONCE = 8192

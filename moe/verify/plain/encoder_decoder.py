@@ -14,12 +14,12 @@ import math
 
 import torch
 import torch.nn.functional as F
-from moe.verify.plain.batches import PADDING
-from moe.verify.plain.layer import Layer, Tokens, Weights, wide
-from moe.verify.plain.model import Note, Passed, Rounding, dense_or_experts, norm
 from torch import Tensor
 
 from moe.recipe.sections import Run
+from moe.verify.plain.batches import PADDING
+from moe.verify.plain.layer import Layer, Tokens, Weights, wide
+from moe.verify.plain.model import Note, Passed, Rounding, dense_or_experts, norm
 
 # B batch, L length, S length of the source, D model, H heads, C channels of a head, T = B*L tokens
 

@@ -20,10 +20,10 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from parallel.numerics.random import key_of, uniform
 from torch import Tensor
 
 from moe.recipe.router_spec import RouterSpec
+from parallel.numerics.random import key_of, uniform
 
 # T tokens, D model, E experts, F hidden
 

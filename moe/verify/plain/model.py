@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from moe.verify.plain.batches import PADDING, predicted
-from moe.verify.plain.batches import ids as ids_of
-from moe.verify.plain.layer import Kind, Layer, Tokens, Weights, moe_layer, network, wide
 from torch import Tensor
 
 from moe.recipe.sections import Model, Rope, Run
+from moe.verify.plain.batches import PADDING, predicted
+from moe.verify.plain.batches import ids as ids_of
+from moe.verify.plain.layer import Kind, Layer, Tokens, Weights, moe_layer, network, wide
 
 # B batch, L length, D model, H heads, C channels of a head, T = B*L tokens
 

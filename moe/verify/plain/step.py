@@ -11,10 +11,10 @@ from __future__ import annotations
 import math
 
 import torch
-from moe.verify.plain.layer import Weights
 from torch import Tensor
 
 from moe.recipe import sections
+from moe.verify.plain.layer import Weights
 
 _NO_DECAY = (
     "attention_norm",

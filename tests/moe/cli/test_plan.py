@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 import yaml
+
+from moe.checks.together import check_run
+from moe.cli.main import main
+from moe.cli.plan import search as plan_search
 from moe.plan.choose.choose import described
 from moe.plan.choose.predicted import Place, predict, settled
 from moe.plan.job.of_recipe import network_of, plan_of
 from moe.plan.machine.cluster import load_cluster, told_of
 from moe.plan.time.timeline import priced
-
-from moe.checks.together import check_run
-from moe.cli.main import main
-from moe.cli.plan import search as plan_search
 from moe.recipe.load import load
 from parallel.pipeline.order_file import read_order
 from parallel.pipeline.schedule import Action, Op, Schedule

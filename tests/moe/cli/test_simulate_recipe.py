@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from moe.plan.job.activations import block_bytes, head_bytes
-from moe.plan.job.flops import size
 
 from moe.cli import main as cli
 from moe.cli.simulate import simulate
 from moe.cli.simulate import times as simulate_times
+from moe.plan.job.activations import block_bytes, head_bytes
+from moe.plan.job.flops import size
 from moe.plan.pipeline import layers_of, schedule_of
 from moe.recipe.load import load
 from parallel.errors import BadInput

@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from moe.train.start.restore import load_model
-from parallel.store.stored import Reader
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -25,7 +23,9 @@ from moe.convert.huggingface.convert import from_run, to_run
 from moe.data import load as load_tokenizer
 from moe.data.tokenizer import Bytes, Given, Ids, check_separator
 from moe.recipe.load import build_run, load
+from moe.train.start.restore import load_model
 from parallel.errors import BadInput
+from parallel.store.stored import Reader
 from tests.support import trained
 
 transformers = pytest.importorskip("transformers", reason="pip install moe-parallel[hf]")

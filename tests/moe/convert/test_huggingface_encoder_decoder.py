@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from moe.train.start.restore import load_model
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from moe.convert.huggingface.convert import from_run, to_run
 from moe.convert.huggingface.encoder_decoder import NO_MORE
 from moe.nn.context import Context
+from moe.train.start.restore import load_model
 from parallel.errors import BadInput
 
 transformers = pytest.importorskip("transformers", reason="pip install moe-parallel[hf]")

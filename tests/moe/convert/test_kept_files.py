@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from moe.train.start.restore import load_model
 
 from moe.cli.main import main
 from moe.convert.huggingface.convert import from_run, to_run
 from moe.recipe.load import load
+from moe.train.start.restore import load_model
 from parallel.errors import BadInput
 from tests.moe.convert.test_huggingface import files, logits, made, tokenizer
 from tests.support import trained

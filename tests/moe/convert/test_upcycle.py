@@ -12,13 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from moe.train.loop import trainer
-from moe.train.start import opening
-from moe.train.start.restore import restore
-from parallel.mesh.mesh import Degrees, Mesh
-from parallel.process.process import World
-from parallel.store.checkpoint import numbered
-from parallel.store.stored import Reader
 from torch import Tensor
 
 from moe.checks.together import check_run
@@ -37,7 +30,14 @@ from moe.recipe.presets import PRESETS
 from moe.recipe.sections import Run
 from moe.records import metrics
 from moe.router.router import Router
+from moe.train.loop import trainer
+from moe.train.start import opening
+from moe.train.start.restore import restore
 from parallel.errors import BadInput
+from parallel.mesh.mesh import Degrees, Mesh
+from parallel.process.process import World
+from parallel.store.checkpoint import numbered
+from parallel.store.stored import Reader
 from tests.support import trained
 
 # layers 1 and 3 of 4 become sparse; sizes as in tests/support/trained.py: D 16, F 24

@@ -20,7 +20,6 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from parallel.mesh.mesh import Degrees, Mesh
 
 from moe.data import Dataset, TrainSet, corpus, open_data, tokenizer, tokens
 from moe.data.order import ValidationSet, Windows, permutation
@@ -28,6 +27,7 @@ from moe.data.token_shard import TokenShard
 from moe.data.tokenizer import Bpe, Bytes, Tokenizer, load, train_bpe
 from moe.recipe.sections import Data
 from parallel.errors import BadInput
+from parallel.mesh.mesh import Degrees, Mesh
 
 ROOT = Path(__file__).resolve().parents[3]
 UNICODE = "Žluťoučký kůň 🐎 naïve\n数据 und Übermut\n"

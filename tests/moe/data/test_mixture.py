@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from parallel.mesh.mesh import Degrees, Mesh
 from pydantic import ValidationError
 
 from moe.data import MixedTrain, TrainSet, open_data
@@ -17,6 +16,7 @@ from moe.data.mixture import BLOCK, MixedValidation, shares
 from moe.data.order import ValidationSet, Windows
 from moe.data.token_shard import TokenShard
 from moe.recipe.sections import Data
+from parallel.mesh.mesh import Degrees, Mesh
 
 LENGTH = 3
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from moe.train.loop import trainer
 
 from moe.data import Dataset, corpus, open_data
 from moe.data.remarks import LISTING, list_in, remark_lines
 from moe.recipe.load import load
 from moe.recipe.sections import Data
+from moe.train.loop import trainer
 from parallel.errors import BadInput
 from tests.support import trained
 

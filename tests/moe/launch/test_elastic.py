@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from parallel.watch.meet import meet
 
 from moe.cli.main import main as command
 from moe.launch import environment, start
@@ -23,6 +22,7 @@ from moe.launch.verdict import first_to_fail
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
+from parallel.watch.meet import meet
 from tests.support import trained
 
 

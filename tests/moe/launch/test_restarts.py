@@ -14,9 +14,6 @@ from typing import Any
 
 import psutil
 import pytest
-from moe.train.loop import trainer
-from parallel.process.process import World
-from parallel.watch import watchdog
 
 from moe.cli.main import main as command
 from moe.launch import launch, ready, restarts, start, status
@@ -26,6 +23,9 @@ from moe.launch.restarts import End, Restarts
 from moe.records import metrics
 from moe.records.redone import Restart
 from moe.records.summary import summary_rows
+from moe.train.loop import trainer
+from parallel.process.process import World
+from parallel.watch import watchdog
 from tests.support import trained
 
 KILLED = End(1, ["rank 1 ended with signal SIGKILL"], {0: {"exit": 1, "pid": 5, "error": "x", "of_all": True}})

@@ -12,17 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from moe.train.parts.passes import Pass
-from moe.verify.plain.batches import batch
-from tests.moe.train.parts.test_batch_counts import owned
 from torch import Tensor
 
 from moe import Context, RoutingRecord, Transformer
 from moe.recipe import sections
 from moe.recipe.presets import PRESETS
 from moe.recipe.router_spec import RouterSpec
+from moe.train.parts.passes import Pass
 from moe.verify.cases import BATCH, LENGTH, Case
+from moe.verify.plain.batches import batch
 from parallel.errors import BadInput
+from tests.moe.train.parts.test_batch_counts import owned
 from tests.support.ranks import run_on_ranks
 from tests.support.routed import B, D, L, by_hand, context, ids, layer_of, random, route, router_of
 from tests.support.tiny import start

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from moe.plan.operators.of_recipe import graph_of
 
 from moe.checks.together import check_run
 from moe.cli.main import main
 from moe.experts.dispatch import AllToAll
+from moe.plan.operators.of_recipe import graph_of
 from moe.recipe.load import load
 from moe.recipe.plugin import load_plugin
 from moe.recipe.sections import Run

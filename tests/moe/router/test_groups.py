@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from moe.router.slots.groups import check_groups, needs_group
-from moe.router.slots.slices import SequenceShards
-from parallel.mesh.mesh import Degrees
-from parallel.process.process import World
 
 from moe.nn.context import Context
 from moe.recipe.router_spec import RouterSpec
 from moe.router.router import Router, Routing
+from moe.router.slots.groups import check_groups, needs_group
+from moe.router.slots.slices import SequenceShards
 from parallel.errors import BadInput
+from parallel.mesh.mesh import Degrees
 from parallel.process import process
+from parallel.process.process import World
 from parallel.sequence.order import Order
 from tests.support.ranks import run_on_ranks
 

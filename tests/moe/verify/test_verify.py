@@ -15,19 +15,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import moe.train.loop.step
 import pytest
 import torch
 import torch.distributed as dist
-from parallel.mesh.collectives import Started, sum_over
-from parallel.mesh.layout import Layout
-from parallel.mesh.mesh import Mesh
-from parallel.numerics.clip import GradientNorm
 from torch import Tensor
 
 import moe.experts.layer
 import moe.nn.attention
 import moe.parallelize.engines
+import moe.train.loop.step
 from moe.checks.together import check_run
 from moe.experts.dispatch import AllToAll
 from moe.experts.experts import Experts
@@ -48,6 +44,10 @@ from parallel.data import ddp
 from parallel.data.ddp import DDP
 from parallel.data.zero import Zero
 from parallel.errors import BadInput
+from parallel.mesh.collectives import Started, sum_over
+from parallel.mesh.layout import Layout
+from parallel.mesh.mesh import Mesh
+from parallel.numerics.clip import GradientNorm
 from parallel.tensor import overlapped
 
 

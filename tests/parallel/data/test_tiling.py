@@ -11,13 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from moe.train.start import state
-from moe.train.start.state import Counters
-from parallel.mesh.layout import Layout, Tile, stacked_over
-from parallel.mesh.mesh import Degrees, Mesh
-from parallel.store import checkpoint
-from parallel.store.checkpoint import pieces
-from parallel.store.stored import Reader
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -33,10 +26,17 @@ from moe.parallelize.memory import save_memory
 from moe.parallelize.plan import lay_out
 from moe.recipe import sections
 from moe.recipe.load import build_run
+from moe.train.start import state
+from moe.train.start.state import Counters
 from moe.verify.cases import Case
 from moe.verify.expected import FP32_TOLERANCE
 from parallel.data.tiling import Tiled, tile_of, tiles_of, without_tiles
 from parallel.errors import BadInput
+from parallel.mesh.layout import Layout, Tile, stacked_over
+from parallel.mesh.mesh import Degrees, Mesh
+from parallel.store import checkpoint
+from parallel.store.checkpoint import pieces
+from parallel.store.stored import Reader
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny import CPU, start
 

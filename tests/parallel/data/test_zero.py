@@ -18,11 +18,6 @@ from unittest import mock
 
 import pytest
 import torch
-from moe.verify.plain.batches import batch
-from parallel.mesh.layout import Box, dense
-from parallel.mesh.mesh import Degrees
-from parallel.process.extensions import extensions_dir, missing_for_nvme
-from parallel.process.process import World
 from torch import Tensor, nn
 
 from moe.model.initialise import FirstValues
@@ -30,13 +25,18 @@ from moe.nn.linear import Linear
 from moe.recipe import sections
 from moe.recipe.sections import Run
 from moe.verify.cases import Case
+from moe.verify.plain.batches import batch
 from parallel.data import zero3
 from parallel.data.deepspeed import compile_async_io, each_op_as_one_file, load_deepspeed
 from parallel.data.engine import AdamW
 from parallel.data.offload import Offload
 from parallel.data.zero import DeepSpeed, Zero, settings
 from parallel.errors import BadInput
+from parallel.mesh.layout import Box, dense
+from parallel.mesh.mesh import Degrees
 from parallel.process import process
+from parallel.process.extensions import extensions_dir, missing_for_nvme
+from parallel.process.process import World
 from tests.support import trained
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny import same, start

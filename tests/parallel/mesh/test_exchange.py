@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from parallel.mesh.exchange import by_bin, collect, consecutive_indices, exchange_counts, exchange_rows, spread
-from parallel.mesh.mesh import Axis, Degrees
-from parallel.process.fork import run_on_ranks
-from parallel.process.process import World
 from torch import Tensor
 
+from parallel.mesh.exchange import by_bin, collect, consecutive_indices, exchange_counts, exchange_rows, spread
+from parallel.mesh.mesh import Axis, Degrees
 from parallel.process import process
+from parallel.process.fork import run_on_ranks
+from parallel.process.process import World
 
 WIDTH, BINS = 3, 2
 

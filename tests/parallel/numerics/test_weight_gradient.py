@@ -11,9 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from parallel.mesh.mesh import Axis
-from parallel.numerics.weight_gradient import PendingGradients, defer_gradients, gradient_or_later, linear, pending_for, splittable
-from tests.moe.train.loop.test_recompute import Alive
 from torch import Tensor, nn
 
 from moe.experts.dispatch import Chunked
@@ -25,6 +22,9 @@ from moe.nn.linear import FeedForward, Linear, Norm
 from moe.nn.vocabulary import summed_loss
 from moe.parallelize.memory import save_memory
 from moe.recipe import sections
+from parallel.mesh.mesh import Axis
+from parallel.numerics.weight_gradient import PendingGradients, defer_gradients, gradient_or_later, linear, pending_for, splittable
+from tests.moe.train.loop.test_recompute import Alive
 
 # B sequences, L length, D model, V vocabulary, R rows, F hidden
 B, L, D, V, HIDDEN = 3, 10, 16, 40, 27

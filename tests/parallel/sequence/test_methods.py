@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
 from moe.plan.time.attention import Attention, cost
 from parallel.mesh.mesh import Axis, Degrees
 from parallel.numerics.recompute import Replay
-from parallel.process.process import World
-from torch import Tensor
-
 from parallel.process import process
+from parallel.process.process import World
 from parallel.sequence.balanced import Balanced
 from parallel.sequence.colossal_ring import ColossalRing
 from parallel.sequence.method import Known, Method

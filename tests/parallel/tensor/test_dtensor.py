@@ -9,10 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from einops import rearrange
-from parallel.mesh.gradients import sum_gradients
-from parallel.mesh.layout import Layout
-from parallel.mesh.mesh import Degrees, Mesh
-from parallel.process.process import World
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -37,7 +33,11 @@ from moe.parallelize.shown import plan_rows
 from moe.recipe import sections
 from moe.verify.cases import Case
 from parallel.data.tiling import without_tiles
+from parallel.mesh.gradients import sum_gradients
+from parallel.mesh.layout import Layout
+from parallel.mesh.mesh import Degrees, Mesh
 from parallel.process import process
+from parallel.process.process import World
 from parallel.tensor.dtensor import DTensorColumn, DTensorRow
 from parallel.tensor.sliced import SlicedNorm
 from parallel.tensor.style import Plan, apply, lay_out

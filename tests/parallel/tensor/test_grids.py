@@ -11,20 +11,20 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from parallel.mesh.gradients import sum_gradients
-from parallel.mesh.grids import GRIDS as GRIDS_OF
-from parallel.mesh.grids import grid_of
-from parallel.mesh.layout import Layout
-from parallel.mesh.mesh import Degrees, Mesh
-from parallel.numerics.weight_gradient import defer_gradients
-from parallel.process.process import World
 from torch import Tensor, nn
 
 from moe.nn.linear import Linear, Norm
 from moe.nn.vocabulary import PADDING, Rows, look_up, summed_loss
 from parallel.data.tiling import Products, one_by_one
 from parallel.errors import BadInput
+from parallel.mesh.gradients import sum_gradients
+from parallel.mesh.grids import GRIDS as GRIDS_OF
+from parallel.mesh.grids import grid_of
+from parallel.mesh.layout import Layout
+from parallel.mesh.mesh import Degrees, Mesh
+from parallel.numerics.weight_gradient import defer_gradients
 from parallel.process import process
+from parallel.process.process import World
 from parallel.tensor import linear_2p5d
 from parallel.tensor.exchanged import Exchanged
 from parallel.tensor.grid import ChannelsNorm

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+
 from parallel.mesh.collectives import Started, all_gather, all_reduce, reduce_backward, reduce_scatter
 from parallel.mesh.mesh import Axis, Degrees, Mesh
 from parallel.numerics.weight_gradient import defer_gradients, linear
-from parallel.process.process import World
-from torch import Tensor, nn
-
 from parallel.process import process
+from parallel.process.process import World
 from parallel.tensor import overlapped
 from parallel.tensor.overlapped import column_products, row_product
 from tests.support.ranks import run_on_ranks

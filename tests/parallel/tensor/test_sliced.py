@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from parallel.mesh.communicator import Count
-from parallel.mesh.mesh import Degrees, Mesh
-from parallel.process.process import World
 
 from moe.nn.context import Context
 from moe.verify.cases import BATCH, LENGTH, Case
+from parallel.mesh.communicator import Count
+from parallel.mesh.mesh import Degrees, Mesh
 from parallel.process import process
+from parallel.process.process import World
 from parallel.tensor.exchanged import Exchanged
 from parallel.tensor.sliced import SliceColumns, SlicedNorm
 from tests.support.ranks import run_on_ranks

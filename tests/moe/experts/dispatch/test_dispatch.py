@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from parallel.mesh.mesh import Degrees, Mesh
-from parallel.process.process import World
 from torch import Tensor
 
 from moe.experts.dispatch import AllGather, AllToAll, Chunked, Dispatcher, Dropout, Hierarchical, Local, Padded, dispatcher_of
@@ -21,7 +19,9 @@ from moe.nn.context import Context
 from moe.recipe import sections
 from moe.router.router import Routing
 from parallel.mesh import collectives
+from parallel.mesh.mesh import Degrees, Mesh
 from parallel.process import process
+from parallel.process.process import World
 from tests.support.ranks import run_on_ranks
 
 # T tokens, D model, F hidden, E experts, K choices, R rows

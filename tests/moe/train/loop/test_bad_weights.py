@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+
+from moe.records.summary import summary_rows
 from moe.train.loop.trainer import Job
 from parallel.mesh.mesh import Axis
 from parallel.store import checkpoint
 from parallel.store.checkpoint import Piece
 from parallel.store.stored import Reader
 from tests.moe.train.loop.test_trainer import poison
-
-from moe.records.summary import summary_rows
 from tests.support import trained
 
 STEPS, AT = 8, 5  # AT: after this step a weight is bad

@@ -12,17 +12,17 @@ from typing import Any
 
 import pytest
 import torch
+
+from moe.checks.together import check_run
 from moe.train.parts import audit
 from moe.train.parts.executor import Single
+from parallel.errors import BadInput, Ended
 from parallel.mesh.mesh import Degrees
+from parallel.process import process
 from parallel.process.deterministic import deterministic
 from parallel.process.process import World
 from parallel.watch.audit import Held, by_change, fingerprints
 from tests.campaigns import corruption
-
-from moe.checks.together import check_run
-from parallel.errors import BadInput, Ended
-from parallel.process import process
 from tests.support import trained
 from tests.support.ranks import run_on_ranks
 

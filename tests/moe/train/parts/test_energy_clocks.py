@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from moe.train.parts import energy_clocks as clocks
 
 from moe.checks.pipeline import check_pipeline
 from moe.cli import main as cli
 from moe.plan.pipeline import energy_plan, schedule_of
 from moe.recipe.sections import Run
 from moe.records import progress
+from moe.train.parts import energy_clocks as clocks
 from parallel.errors import BadInput
 from parallel.pipeline.energy.clocks import Clock, PowerModel, Profile
 from parallel.pipeline.energy.energy import EnergyPlan, plan_clocks

@@ -13,11 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from moe.train.loop import trainer
-from moe.train.parts.callbacks import Now
-from moe.train.start.restore import load_model
-from parallel.mesh.mesh import Degrees, Mesh
-from parallel.store.stored import Reader
 
 from moe import Callback
 from moe.data import open_data
@@ -25,7 +20,12 @@ from moe.data.given import open_given
 from moe.parallelize.build import whole_layouts
 from moe.parallelize.engines import check_given, given_of
 from moe.recipe.sections import Run
+from moe.train.loop import trainer
+from moe.train.parts.callbacks import Now
+from moe.train.start.restore import load_model
 from parallel.errors import BadInput
+from parallel.mesh.mesh import Degrees, Mesh
+from parallel.store.stored import Reader
 from tests.support import trained
 
 

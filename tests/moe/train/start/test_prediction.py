@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 import yaml
+
 from moe.plan.machine import this_machine
 from moe.plan.machine.cluster import load_cluster, told_of
+from moe.records.summary import summary_rows
 from moe.train.loop import trainer
 from moe.train.start import prediction
+from parallel.errors import BadInput
 from parallel.process.fork import run_on_ranks
 from parallel.process.process import World
-
-from moe.records.summary import summary_rows
-from parallel.errors import BadInput
 from tests.planner import runs as planner_runs
 from tests.support import trained
 
