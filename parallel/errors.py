@@ -9,6 +9,8 @@ import unicodedata
 from collections.abc import Iterable
 from pathlib import Path
 
+from parallel.fixes import Fix, fix_of
+
 _LONGEST = 800  # characters of an input that an error message shows
 _SOME = 5  # names in a line
 
@@ -18,14 +20,14 @@ class BadInput(ValueError):
 
     The command line prints it and exits with 2; a library caller catches a ValueError. `speaker`: whether this rank prints it, if the
     watchdog of several ranks has decided that; None: not decided. Example: `BadInput("degrees.tp", got=3, needed="a divisor of 8",
-    fix="use one of [1, 2, 4, 8]")`.
+    fix=Set("it", 1, 2, 4, 8))`.
     """
 
     speaker: bool | None = None
 
-    def __init__(self, what: str, *, got: object, needed: str, fix: str) -> None:
-        self.what, self.got, self.needed, self.fix = what, got, needed, fix
-        line = f"{cut(what)}: got {cut(got) or repr(got)}, needed {needed}; fix: {_PAGE.sub(_place_of, fix)}"
+    def __init__(self, what: str, *, got: object, needed: str, fix: Fix | str) -> None:
+        self.what, self.got, self.needed, self.fix = what, got, needed, fix_of(fix)
+        line = f"{cut(what)}: got {cut(got) or repr(got)}, needed {needed}; fix: {_PAGE.sub(_place_of, str(fix))}"
         super().__init__(plain(" ".join(line.split())))
 
 

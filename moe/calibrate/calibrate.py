@@ -11,7 +11,6 @@ with DDP's, for each gather, beyond the collective. On GPUs the constants of moe
 
 from __future__ import annotations
 
-import importlib
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -32,6 +31,7 @@ from moe.plan.machine.program import OWN_ON_CPU
 from moe.plan.machine.this_machine import measured_file, memory_limit_bytes, processor
 from moe.plan.time.cost import own_program, step_time
 from moe.recipe.load import build_run
+from parallel.data.kinds.catalog import CUT, ENGINES, PLAIN
 from parallel.errors import counted
 from parallel.numerics.precision import multiplies
 from parallel.process.fork import run_on_ranks
@@ -146,7 +146,7 @@ def _own_steps(rank: int, ranks: int) -> list[float]:
 
 
 def _sharded_steps(rank: int, ranks: int) -> list[float]:
-    return own_step.in_turn(rank, ranks, [sharded(kind) for kind in ("ddp", "fsdp")])
+    return own_step.in_turn(rank, ranks, [sharded(kind) for kind in (PLAIN, CUT)])
 
 
 def sharded(kind: str) -> dict[str, Any]:
@@ -233,13 +233,13 @@ def program(cluster: Cluster, at_once: int) -> dict[str, float]:
 
 def gather_us(cluster: Cluster) -> float:
     """Return the host's time for a gather of parameters: FSDP's step on two ranks minus DDP's, minus the predicted difference."""
-    importlib.import_module("parallel.data.fsdp")  # once, before ranks are forked
+    ENGINES[CUT].load()  # once, before ranks are forked
     measured = run_on_ranks(_sharded_steps, 2, 2, timeout_s=TIMEOUT_S)[0]
     two = cluster.holding(2)
 
     def longer(around: float) -> float:
         made = replace(own_program(two), gather_us=around)
-        runs = [build_run(sharded(kind)).resolve(2) for kind in ("ddp", "fsdp")]
+        runs = [build_run(sharded(kind)).resolve(2) for kind in (PLAIN, CUT)]
         plain, fsdp = (step_time(network_of(run), plan_of(run), two, made).step for run in runs)
         return fsdp - plain
 

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
+from parallel.fixes import Fix, Set
 
 
 def check_lora(run: Run) -> None:
-    """Refuse keys without adapters, targets that the model lacks, and layouts that would cut an adapter's product. Raises BadInput."""
+    """Refuse targets that the model lacks, and layouts that would cut an adapter's product. Raises BadInput."""
     lora = run.lora
     if not lora.rank:
-        if (key := lora.changed("alpha", "targets")) is not None:
-            fix = f"set lora.rank to 8, or remove lora.{key}"
-            raise BadInput(f"lora.{key}", got=f"{getattr(lora, key)} with lora.rank=0", needed="adapters, which alone read it", fix=fix)
         return
     _check_targets(run)
-    s, fix = run.sharding, "set lora.rank to 0, or"
+    s = run.sharding
     reasons: dict[str, tuple[object, object, str]] = {
         "degrees.tp": (run.degrees.tp, 1, "ranks that hold the matrices whole (ep and etp share experts)"),
         "degrees.pp": (run.degrees.pp, 1, "one stage"),
@@ -28,19 +26,24 @@ def check_lora(run: Run) -> None:
     }  # fmt: skip
     for key, (value, needed, why) in reasons.items():
         if value != needed:
-            other = {"optimizer.kind": "adamw"}.get(key, needed)
-            raise BadInput(key, got=f"{value} with lora.rank={lora.rank}", needed=why, fix=f"{fix} {key} to {other}")
+            fix = Set("lora.rank", 0) | Set(key, {"optimizer.kind": "adamw"}.get(key, needed))
+            raise BadInput(key, got=f"{value} with lora.rank={lora.rank}", needed=why, fix=fix)
 
 
 def _check_targets(run: Run) -> None:
     m, x, targets = run.model, run.experts, run.lora.targets
     if not targets or len(set(targets)) < len(targets):
         raise BadInput(
-            "lora.targets", got=list(targets), needed="some of attention, experts, dense, each once", fix="set it to [attention]"
+            "lora.targets", got=list(targets), needed="some of attention, experts, dense, each once", fix=Set("it", ["attention"])
         )
     sparse = m.layers_with_experts()
     if "experts" in targets and not sparse:
-        raise BadInput("lora.targets", got="experts in a dense model", needed="layers with experts", fix="remove experts from lora.targets")
+        raise BadInput("lora.targets", got="experts in a dense model", needed="layers with experts", fix=_without("experts", targets))
     if "dense" in targets and len(sparse) == m.num_layers and not x.shared and not x.residual:
         needed = "layers without experts, shared experts or a residual network"
-        raise BadInput("lora.targets", got="dense with experts in every layer", needed=needed, fix="remove dense from lora.targets")
+        raise BadInput("lora.targets", got="dense with experts in every layer", needed=needed, fix=_without("dense", targets))
+
+
+def _without(target: str, targets: tuple[str, ...]) -> Fix:
+    """Return the fix that leaves a target out."""
+    return Set("it", [each for each in targets if each != target] or ["attention"])

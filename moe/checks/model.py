@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 
-from moe.recipe.sections import Model, Rope, Run
+from moe.recipe.sections import Model, Rope, Run, Scales
 from parallel.errors import BadInput
+from parallel.fixes import Remove, Set, written
 from parallel.mesh.grids import GRIDS
 from parallel.mesh.mesh import divisors
 
@@ -18,22 +19,19 @@ def check_model(run: Run) -> None:
     m = run.model
     heads = m.num_kv_heads or m.num_heads
     if m.head_size is None and m.d_model % m.num_heads:
-        raise BadInput(
-            "model.num_heads", got=m.num_heads, needed=f"a divisor of d_model={m.d_model}", fix=f"set it to one of {divisors(m.d_model)}"
-        )
+        raise BadInput("model.num_heads", got=m.num_heads, needed=f"a divisor of d_model={m.d_model}", fix=Set("it", *divisors(m.d_model)))
     if m.num_heads % heads:
         raise BadInput(
-            "model.num_kv_heads", got=heads, needed=f"a divisor of num_heads={m.num_heads}", fix=f"set it to one of {divisors(m.num_heads)}"
+            "model.num_kv_heads", got=heads, needed=f"a divisor of num_heads={m.num_heads}", fix=Set("it", *divisors(m.num_heads))
         )
     if m.positions == "rotary" and m.latent.key_rank is None and m.rope.fraction == 1 and (m.head_size or m.d_model // m.num_heads) % 2:
         raise BadInput(
             "model.head_size",
             got=m.head_size or m.d_model // m.num_heads,
             needed="an even size for rotary positions",
-            fix="change head_size, or set model.positions to t5",
+            fix="change head_size" | Set("model.positions", "t5"),
         )
     _check_rope(m)
-    _check_swiglu(run)
     _check_latent(m)
     _check_windows(m)
     _check_ahead(run)
@@ -42,14 +40,14 @@ def check_model(run: Run) -> None:
             "model.moe_layers",
             got=f"moe_every={m.moe_every} as well",
             needed="one of the two",
-            fix="remove moe_every or set moe_layers to null",
+            fix=Remove("model.moe_every") | Set("model.moe_layers", None),
         )
     if m.moe_every > m.num_layers:
         raise BadInput(
             "model.moe_every",
             got=m.moe_every,
             needed=f"at most num_layers={m.num_layers}",
-            fix=f"set it to {m.num_layers}, or to 0 for a dense model",
+            fix=Set("it", m.num_layers) | Set("it", 0, said="0 for a dense model"),
         )
     bad = [i for i in m.layers_with_experts() if not 0 <= i < m.num_layers]
     if bad or len(set(m.layers_with_experts())) < len(m.layers_with_experts()):
@@ -65,107 +63,85 @@ def check_model(run: Run) -> None:
             "model.vocab_size",
             got=run.vocab_size,
             needed=f"at least the tokenizer's {tokenizer}",
-            fix="set model.vocab_size to null to follow the tokenizer",
+            fix=Set("it", None, said="null to follow the tokenizer"),
         )
 
 
 def _check_latent(m: Model) -> None:
     """Refuse sizes that do not fit together, and keys that latent attention excludes or that only it reads."""
     if m.latent.key_rank is None:
-        if (key := m.latent.changed()) is not None:
-            fix = "set model.latent.key_rank, or remove it"
-            raise BadInput(f"model.latent.{key}", got="it with model.latent.key_rank=null", needed="latent attention", fix=fix)
         return
-    refused = {
-        "kind": ("decoder", m.kind != "decoder"),
-        "positions": ("rotary", m.positions != "rotary"),
-        "num_kv_heads": ("null: keys and values of all heads are made of the latent", m.num_kv_heads not in (None, m.num_heads)),
-        "qk_norm": ("none: the latents are normed", m.qk_norm != "none"),
-        "qkv_bias": ("false", m.qkv_bias),
-        "clip_qkv": ("null", m.clip_qkv is not None),
+    wanted: dict[str, tuple[object, str]] = {
+        "kind": ("decoder", ""),
+        "positions": ("rotary", ""),
+        "num_kv_heads": (None, ": keys and values of all heads are made of the latent"),
+        "qk_norm": ("none", ": the latents are normed"),
+        "qkv_bias": (False, ""),
+        "clip_qkv": (None, ""),
     }
-    for refusal, (needed, wrong) in refused.items():
-        if wrong:
-            got = f"{str(getattr(m, refusal)).lower()} with model.latent.key_rank={m.latent.key_rank}"
-            raise BadInput(f"model.{refusal}", got=got, needed=needed, fix=f"set it to {needed.partition(':')[0]}")
+    for key, (value, why) in wanted.items():
+        if getattr(m, key) != value and (key, m.num_kv_heads) != ("num_kv_heads", m.num_heads):
+            got = f"{written(getattr(m, key))} with model.latent.key_rank={m.latent.key_rank}"
+            raise BadInput(f"model.{key}", got=got, needed=f"{written(value)}{why}", fix=Set("it", value))
     size = m.latent_sizes
     if size.rotary % 2 or not size.rotary:
         raise BadInput(
-            "model.latent.rotary_size", got=size.rotary, needed="an even number above 0: channels turn in pairs", fix="set it to 2"
+            "model.latent.rotary_size", got=size.rotary, needed="an even number above 0: channels turn in pairs", fix=Set("it", 2)
         )
     if size.value > size.key:
         needed = f"at most the {size.key} channels of a head's keys: head_size={size.content} and rotary_size={size.rotary}"
-        raise BadInput("model.latent.value_size", got=size.value, needed=needed, fix=f"set it to {size.content}")
+        raise BadInput("model.latent.value_size", got=size.value, needed=needed, fix=Set("it", size.content))
 
 
 def _check_windows(m: Model) -> None:
     """Refuse sliding layers that do not exist or have no window, and keys that an encoder-decoder lacks."""
-    if (scaled := m.scales.changed()) is not None and m.kind == "encoder_decoder":
+    scaled = next((key for key, value in m.scales if value != getattr(Scales(), key)), None)
+    if scaled is not None and m.kind == "encoder_decoder":
         got = f"{getattr(m.scales, scaled):g} with model.kind=encoder_decoder"
-        raise BadInput(f"model.scales.{scaled}", got=got, needed="a decoder: T5 and Switch have none", fix=f"remove model.scales.{scaled}")
+        raise BadInput(f"model.scales.{scaled}", got=got, needed="a decoder: T5 and Switch have none", fix=Remove(f"model.scales.{scaled}"))
     if m.scales.attention is not None and m.latent.key_rank is not None:
         got = f"{m.scales.attention:g} with model.latent.key_rank={m.latent.key_rank}"
-        raise BadInput("model.scales.attention", got=got, needed="null: latent attention has YaRN's factor alone", fix="set it to null")
+        raise BadInput("model.scales.attention", got=got, needed="null: latent attention has YaRN's factor alone", fix=Set("it", None))
     for key, off in (("sliding_window", None), ("attention_sinks", False), ("out_bias", False), ("clip_qkv", None), ("logit_cap", None)):
         if getattr(m, key) != off and m.kind == "encoder_decoder":
-            got, word = f"{str(getattr(m, key)).lower()} with model.kind=encoder_decoder", "null" if off is None else "false"
-            raise BadInput(f"model.{key}", got=got, needed=f"{word}: T5 and Switch have none", fix=f"set it to {word}")
+            got = f"{written(getattr(m, key))} with model.kind=encoder_decoder"
+            raise BadInput(f"model.{key}", got=got, needed=f"{written(off)}: T5 and Switch have none", fix=Set("it", off))
     if m.sliding_layers is None:
         return
-    if m.sliding_window is None:
-        fix = "set model.sliding_window to a number of tokens, or model.sliding_layers to null"
-        raise BadInput("model.sliding_layers", got="it with model.sliding_window=null", needed="a window that these layers have", fix=fix)
     layers = sorted({i for i in m.sliding_layers if 0 <= i < m.num_layers})
     if not layers or len(layers) < len(m.sliding_layers):
         raise BadInput(
             "model.sliding_layers",
             got=list(m.sliding_layers),
             needed=f"different numbers from 0 to {m.num_layers - 1}",
-            fix=f"set it to {layers}" if layers else "set model.sliding_window and model.sliding_layers to null",
+            fix=Set("it", layers) if layers else Set("model.sliding_window", None) & Set("model.sliding_layers", None),
         )
 
 
 def _check_rope(m: Model) -> None:
     """Refuse rotary keys that nothing reads, and a stretch without the length that it starts from."""
     r = m.rope
-    if (key := r.changed()) is not None and m.positions == "t5":
-        raise BadInput(f"model.rope.{key}", got="it with model.positions=t5", needed="rotary positions", fix=f"remove model.rope.{key}")
     if r.fraction != 1:
         _check_fraction(m)
     if r.scaling in ("dynamic", "llama3", "yarn") and r.trained_length is None:
         raise BadInput(
-            "model.rope.trained_length", got="null", needed=f"the length before the stretch by {r.scaling}", fix=f"set it to {m.max_length}"
+            "model.rope.trained_length", got="null", needed=f"the length before the stretch by {r.scaling}", fix=Set("it", m.max_length)
         )
     if r.scaling in ("llama3", "yarn") and r.most_turns <= r.low:
-        raise BadInput("model.rope.high", got=f"{r.most_turns:g}", needed=f"more than model.rope.low={r.low:g}", fix="set it to null")
-    if r.scaling == "none" and r.factor != 1:
-        raise BadInput(
-            "model.rope.factor",
-            got=f"{r.factor:g} with scaling none",
-            needed="a scaling that reads it",
-            fix="set model.rope.scaling to linear",
-        )
-    if r.scaling != "yarn" and (key := r.changed("whole_pairs", "mscale", "mscale_all")) is not None:
-        got = f"{str(getattr(r, key)).lower()} with scaling {r.scaling}"
-        raise BadInput(f"model.rope.{key}", got=got, needed="yarn, which alone reads it", fix=f"remove model.rope.{key}")
+        raise BadInput("model.rope.high", got=f"{r.most_turns:g}", needed=f"more than model.rope.low={r.low:g}", fix=Set("it", None))
     if r.mscale_all and m.latent.key_rank is None:
         got = f"{r.mscale_all:g} with model.latent.key_rank=null"
-        raise BadInput("model.rope.mscale_all", got=got, needed="latent attention, whose logits alone grow by it", fix="set it to 0")
-    unread = {"dynamic": ("low", "high")} | dict.fromkeys(("none", "linear", "ntk"), ("trained_length", "low", "high"))
-    if (key := r.changed(*unread[r.scaling]) if r.scaling in unread else None) is not None:
-        got = f"{getattr(r, key):g} with scaling {r.scaling}"
-        needed = f"{'dynamic, ' if key == 'trained_length' else ''}llama3 or yarn, which alone read it"
-        raise BadInput(f"model.rope.{key}", got=got, needed=needed, fix=f"remove model.rope.{key}")
+        raise BadInput("model.rope.mscale_all", got=got, needed="latent attention, whose logits alone grow by it", fix=Set("it", 0))
     if r.scaling == "dynamic" and m.latent.key_rank is not None:
         got, needed = f"dynamic with model.latent.key_rank={m.latent.key_rank}", "yarn, as DeepSeek has it, or ntk"
-        raise BadInput("model.rope.scaling", got=got, needed=needed, fix="set it to yarn")
+        raise BadInput("model.rope.scaling", got=got, needed=needed, fix=Set("it", "yarn"))
 
 
 def _check_fraction(m: Model) -> None:
     """Refuse a share of a head's channels that is no whole number of pairs, and any share with latent attention."""
     share, size = m.rope.fraction, m.head_size or m.d_model // m.num_heads
     if m.latent.key_rank is not None:
-        got, fix = f"{share:g} with model.latent.key_rank={m.latent.key_rank}", "remove it, and set model.latent.rotary_size"
+        got, fix = f"{share:g} with model.latent.key_rank={m.latent.key_rank}", Remove("it")
         raise BadInput("model.rope.fraction", got=got, needed="1: latent attention has channels of their own that turn", fix=fix)
     count = m.rope.turning(size)
     if count % 2 or not count:
@@ -176,20 +152,7 @@ def _check_fraction(m: Model) -> None:
             "model.rope.fraction",
             got=f"{share:g} of {size} channels of a head, which is {count}",
             needed="an even number of them, rounded down: channels turn in pairs",
-            fix=f"set it to {fitting:g}, which is {even} channels" if fitting else "set model.head_size to an even number",
-        )
-
-
-def _check_swiglu(run: Run) -> None:
-    """Refuse bounds of swiglu in a model without swiglu networks."""
-    m, s = run.model, run.model.swiglu
-    networks = {m.ffn, (run.experts.ffn or m.ffn) if m.layers_with_experts() else m.ffn}
-    if (key := s.changed()) is not None and "swiglu" not in networks:
-        raise BadInput(
-            f"model.swiglu.{key}",
-            got=f"{getattr(s, key):g} with model.ffn={m.ffn}",
-            needed="networks of swiglu, which alone read it",
-            fix=f"set model.ffn to swiglu, or remove model.swiglu.{key}",
+            fix=Set("it", fitting, said=f"{fitting:g}, which is {even} channels") if fitting else Set("model.head_size", size + size % 2),
         )
 
 
@@ -197,23 +160,20 @@ def _check_ahead(run: Run) -> None:
     """Refuse models and layouts in which multi-token prediction (model.ahead) does not work."""
     m = run.model
     if not m.ahead:
-        if m.changed("ahead_weight"):
-            got = f"{m.ahead_weight:g} with model.ahead=0"
-            raise BadInput("model.ahead_weight", got=got, needed="tokens ahead, which alone read it", fix="set model.ahead to 1")
         return
-    reasons: dict[str, tuple[bool, object, str]] = {
-        "model.kind": (m.kind != "decoder", m.kind, "decoder"),
-        "model.scales.residual": (m.scales.residual != 1, m.scales.residual, "1: these blocks are not scaled"),
-        "model.scales.embedding": (m.scales.embedding != 1, m.scales.embedding, "1"),
-        "model.scales.head": (m.scales.head != 1, m.scales.head, "1"),
-        "model.logit_cap": (m.logit_cap is not None, m.logit_cap, "null"),
-        "model.sliding_window": (m.sliding_window is not None, m.sliding_window, "null: which of these blocks has a window is not said"),
-        "tensor.kind": (run.degrees.tp > 1 and run.tensor.kind in GRIDS, run.tensor.kind, "1d: no grid cuts these blocks"),
-        "sharding.offload.parameters": (run.sharding.offload.parameters != "none", run.sharding.offload.parameters, "none"),
+    wanted: dict[str, tuple[object, object, str]] = {
+        "model.kind": (m.kind, "decoder", ""),
+        "model.scales.residual": (m.scales.residual, 1, ": these blocks are not scaled"),
+        "model.scales.embedding": (m.scales.embedding, 1, ""),
+        "model.scales.head": (m.scales.head, 1, ""),
+        "model.logit_cap": (m.logit_cap, None, ""),
+        "model.sliding_window": (m.sliding_window, None, ": which of these blocks has a window is not said"),
+        "tensor.kind": (run.tensor.kind if run.degrees.tp > 1 and run.tensor.kind in GRIDS else "1d", "1d", ": no grid cuts these blocks"),
+        "sharding.offload.parameters": (run.sharding.offload.parameters, "none", ""),
     }
-    for key, (refused, value, needed) in reasons.items():
-        if refused:
-            fix = f"set {key} to {needed.partition(':')[0]}, or model.ahead to 0"
-            raise BadInput(key, got=f"{value} with model.ahead={m.ahead}", needed=needed, fix=fix)
+    for key, (value, needed, why) in wanted.items():
+        if value != needed:
+            fix = Set(key, needed) | Set("model.ahead", 0)
+            raise BadInput(key, got=f"{value} with model.ahead={m.ahead}", needed=f"{written(needed)}{why}", fix=fix)
     if m.ahead >= m.max_length:
-        raise BadInput("model.ahead", got=m.ahead, needed=f"less than model.max_length={m.max_length}", fix="set it to 1")
+        raise BadInput("model.ahead", got=m.ahead, needed=f"less than model.max_length={m.max_length}", fix=Set("it", 1))

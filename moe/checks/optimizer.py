@@ -4,19 +4,18 @@ imported.
 
 from __future__ import annotations
 
+from moe.experts.dispatch.catalog import dispatcher_of
 from moe.plan.pipeline import continuous
-from moe.recipe.sections import Optimizer, Run, Section
+from moe.recipe.sections import Run
+from parallel.data.kinds.catalog import CUT, PLAIN
 from parallel.errors import BadInput
-
-OWN = ("kfac", "muon", "adafactor", "sgd")  # kinds with a section of settings of their own
+from parallel.fixes import Set
+from parallel.pipeline.schedules.catalog import ADVISED
 
 
 def check_optimizer(run: Run) -> None:
     """Refuse an optimizer that does not work with the rest of the recipe. Raises BadInput for the first reason found."""
     o, s = run.optimizer, run.sharding
-    for kind in OWN:
-        if kind != o.kind:
-            _check_unset(o, kind)
     if o.kind in ("muon", "adafactor", "sgd") or o.is_own:
         _check_deepspeed(run)
     if o.kind in ("muon", "adafactor"):
@@ -26,62 +25,48 @@ def check_optimizer(run: Run) -> None:
             "optimizer.kind",
             got="adafactor with experts.biases",
             needed="adamw, muon, sgd or kfac: rows and columns of a stack of biases mean nothing together",
-            fix="set optimizer.kind to adamw, or experts.biases to false",
+            fix=Set("optimizer.kind", "adamw") | Set("experts.biases", False),
         )
     if o.kind != "kfac":
         return
-    if s.kind != "ddp" and not (s.kind == "zero" and s.stage == 0):
-        got = f"kfac with sharding.kind={s.kind}" + (f" and stage {s.stage}" if s.kind == "zero" else "")
-        reason = "a hook sees each copy of a linear once" if s.kind == "dp" else "a direction is made of a whole matrix, not of a shard"
-        raise BadInput("optimizer.kind", got=got, needed=f"ddp: {reason}", fix="set sharding.kind to ddp, or optimizer.kind to adamw")
+    if s.named.steps != "matrices" or s.named.threads:
+        got = f"kfac with sharding.kind={s.kind}" + (f" and stage {s.stage}" if "stage" in s.named.sharding else "")
+        reason = "a hook sees each copy of a linear once" if s.named.threads else "a direction is made of a whole matrix, not of a shard"
+        raise BadInput("optimizer.kind", got=got, needed=f"ddp: {reason}", fix=Set("sharding.kind", "ddp") | Set("optimizer.kind", "adamw"))
     if o.kfac.delay >= o.kfac.refresh_every:
         raise BadInput(
             "optimizer.kfac.delay",
             got=o.kfac.delay,
             needed=f"below optimizer.kfac.refresh_every={o.kfac.refresh_every}: one refresh ends before the next begins",
-            fix=f"set it to {o.kfac.refresh_every - 1}, or raise optimizer.kfac.refresh_every",
+            fix=Set("it", o.kfac.refresh_every - 1) | "raise optimizer.kfac.refresh_every",
         )
     if continuous(run):
         raise BadInput(
             "optimizer.kind",
             got=f"kfac with pipeline.schedule={run.pipeline.schedule}",
             needed="a schedule whose batches end: factors belong to the weights of one step",
-            fix="set pipeline.schedule to 1f1b, or optimizer.kind to adamw",
+            fix=Set("pipeline.schedule", ADVISED) | Set("optimizer.kind", "adamw"),
         )
     if run.tiling.ffn > 1:
         raise BadInput(
             "tiling.ffn",
             got=f"{run.tiling.ffn} with optimizer.kind=kfac",
             needed="1: a factor is of a whole matrix",
-            fix="set tiling.ffn to 1, or optimizer.kind to adamw",
+            fix=Set("tiling.ffn", 1) | Set("optimizer.kind", "adamw"),
         )
     _check_experts(run)
-
-
-def _check_unset(o: Optimizer, kind: str) -> None:
-    """Refuse settings of an optimizer that the recipe does not choose: they would have no effect."""
-    settings: Section = getattr(o, kind)
-    for key, field in type(settings).model_fields.items():
-        value = getattr(settings, key)
-        if value != field.default:
-            raise BadInput(
-                f"optimizer.{kind}.{key}",
-                got=f"{str(value).lower()} with optimizer.kind={o.kind}",
-                needed=f"optimizer.kind {kind}",
-                fix=f"set optimizer.kind to {kind}, or leave optimizer.{kind}.{key} out",
-            )
 
 
 def _check_deepspeed(run: Run) -> None:
     """Refuse DeepSpeed's engine: it steps flat chunks of elements, here by AdamW only."""
     o, s = run.optimizer, run.sharding
-    if s.kind == "zero" and s.stage > 0 and s.engine != "fsdp":
-        other = "ddp" if o.kind == "adafactor" else "fsdp"
+    if s.carrier().steps == "elements":
+        other = PLAIN if o.kind == "adafactor" else CUT
         raise BadInput(
             "optimizer.kind",
             got=f"{o.kind} with sharding.kind=zero and stage {s.stage}",
             needed="adamw: DeepSpeed steps flat runs of elements, without their matrices",
-            fix=f"set sharding.kind to {other}, or optimizer.kind to adamw",
+            fix=Set("sharding.kind", other) | Set("optimizer.kind", "adamw"),
         )
 
 
@@ -92,12 +77,14 @@ def _check_matrices(run: Run) -> None:
         tp = 1 if run.tensor.kind == "copied" else run.degrees.tp
         whole = "its means are of whole matrices, and ranks hold parts"
         refused += [("degrees.tp", tp, whole), ("degrees.etp", run.degrees.etp, whole), ("tiling.head", run.tiling.head, whole)]
-        if run.sharding.kind in ("fsdp", "zero") and run.sharding.stage > 0:
+        if run.sharding.named.steps != "matrices":
             got = f"adafactor with sharding.kind={run.sharding.kind}"
-            raise BadInput("optimizer.kind", got=got, needed=f"ddp: {whole}", fix="set sharding.kind to ddp, or optimizer.kind to muon")
+            raise BadInput(
+                "optimizer.kind", got=got, needed=f"ddp: {whole}", fix=Set("sharding.kind", "ddp") | Set("optimizer.kind", "muon")
+            )
     for key, value, why in refused:
         if value > 1:
-            fix = f"set {key} to 1, or optimizer.kind to adamw"
+            fix = Set(key, 1) | Set("optimizer.kind", "adamw")
             raise BadInput(key, got=f"{value} with optimizer.kind={kind}", needed=f"1: {why}", fix=fix)
 
 
@@ -107,7 +94,7 @@ def _check_experts(run: Run) -> None:
         return
     for key, value, plain in (
         ("degrees.etp", run.degrees.etp, 1),
-        ("dispatch.overlap_chunks", run.dispatch.overlap_chunks, 1),
+        ("dispatch.overlap_chunks", dispatcher_of(run.dispatch).chunks, 1),
         ("experts.rebalance_every", run.experts.rebalance_every, 0),
     ):
         if value != plain:
@@ -115,5 +102,5 @@ def _check_experts(run: Run) -> None:
                 key,
                 got=f"{value} with optimizer.kind=kfac",
                 needed=f"{plain}: an expert's factors are of its whole matrices, in one place",
-                fix=f"set {key} to {plain}, or optimizer.kfac.experts to false",
+                fix=Set(key, plain) | Set("optimizer.kfac.experts", False),
             )

@@ -5,24 +5,26 @@ from __future__ import annotations
 from moe.plan.pipeline import continuous, energy_plan, layers_of, schedule_of, splits_backward
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
+from parallel.fixes import Set, all_of, written
 from parallel.pipeline.schedule import Schedule
-from parallel.pipeline.schedules.catalog import fewer_ranks, kind_of
+from parallel.pipeline.schedules.catalog import ADVISED, SCHEDULES, fewer_ranks, kind_of
 
 
 def check_pipeline(run: Run) -> None:
     """Refuse combinations that the pipeline cannot run, or would run wrongly. Raises BadInput."""
     pp = run.degrees.pp
     if pp < 1:
-        raise BadInput("degrees.pp", got=pp, needed="a whole number of at least 1", fix="set degrees.pp to 1")
+        raise BadInput("degrees.pp", got=pp, needed="a whole number of at least 1", fix=Set("degrees.pp", 1))
     if pp == 1:
         _check_without_stages(run)
         return
     if pp > run.model.num_layers + (0 if run.pipeline.layers is None else 2):  # before a schedule for `pp` ranks is made
+        fewer = fewer_ranks(run.pipeline.schedule, run.model.num_layers)
         raise BadInput(
             "degrees.pp",
             got=pp,
             needed=f"at most one stage a layer: model.num_layers={run.model.num_layers}",
-            fix=f"set degrees.pp to {fewer_ranks(run.pipeline.schedule, run.model.num_layers)} or less, or add layers",
+            fix=Set("degrees.pp", *range(fewer, max(0, fewer - 16), -1), said=f"{fewer} or less") | "add layers",
         )
     schedule = schedule_of(run)
     layers_of(run, schedule)
@@ -44,7 +46,7 @@ def _check_without_stages(run: Run) -> None:
             "pipeline.layers",
             got=list(p.layers),
             needed=f"numbers from 0 that add up to model.num_layers={layers}",
-            fix="set it to null, for a cut by FLOPs",
+            fix=Set("it", None, said="null, for a cut by FLOPs"),
         )
     if p.energy_plan is not None:
         energy_plan(run)
@@ -53,30 +55,31 @@ def _check_without_stages(run: Run) -> None:
 def _check_sharding(run: Run, schedule: Schedule) -> None:
     s, name = run.sharding, run.pipeline.schedule
     pp = run.degrees.pp
-    if s.kind == "dp":
+    if s.named.threads:
         raise BadInput(
             "sharding.kind",
             got=f"dp with degrees.pp={pp}",
             needed="ddp, or zero of stage 1: dp is one process",
-            fix="set sharding.kind to ddp",
+            fix=Set("sharding.kind", "ddp"),
         )
     slow = slow_sharding(run)
     if slow is not None and not s.allow_slow:
         raise slow
-    if (slow is not None or s.engine == "fsdp") and splits_backward(schedule):
+    if s.carrier(pp=pp).stage >= 2 and splits_backward(schedule):
         raise BadInput(
             "pipeline.schedule",
             got=f"{name} with weights that FSDP shards",
             needed="a schedule whose backward is whole: weight gradients that are put off would come after FSDP has summed",
-            fix="set pipeline.schedule to 1f1b, or sharding.kind to ddp",
+            fix=Set("pipeline.schedule", ADVISED) | Set("sharding.kind", "ddp"),
         )
     for key, place in (("optimizer", s.offload.optimizer), ("parameters", s.offload.parameters)):
-        if place != "none" and (key, place, s.stage) != ("optimizer", "cpu", 1):
+        if place != "none" and "offload" in s.named.keys and (key, place) not in s.carrier(pp=pp).offloads:
             raise BadInput(
                 f"sharding.offload.{key}",
                 got=f"{place} with sharding.stage={s.stage} and degrees.pp={pp}",
                 needed="with stages the optimizer on cpu with stage 1: FSDP carries out stages 2 and 3 there, and it does not offload",
-                fix="set sharding.offload to {optimizer: cpu} and sharding.stage to 1, or degrees.pp to 1",
+                fix=all_of({"sharding.offload.optimizer": "cpu", "sharding.offload.parameters": "none", "sharding.stage": 1})
+                | Set("degrees.pp", 1),
             )
 
 
@@ -85,14 +88,15 @@ def slow_sharding(run: Run) -> BadInput | None:
     true.
     """
     s = run.sharding
-    if run.degrees.pp == 1 or not (s.kind == "fsdp" or (s.kind == "zero" and s.stage >= 2)):
+    if run.degrees.pp == 1 or s.named.stage < 2:
         return None
-    kind = "fsdp" if s.kind == "fsdp" else f"zero stage {s.stage}"
+    kind = f"zero stage {s.stage}" if "stage" in s.named.sharding else s.kind
     return BadInput(
         "sharding.kind",
         got=f"{kind} with degrees.pp={run.degrees.pp}",
         needed="ddp, or zero of stage 1: gradients (and weights) would be scattered and gathered for every micro-batch",
-        fix="set sharding.kind to zero and stage to 1, or sharding.allow_slow to true (FSDP that keeps weights gathered)",
+        fix=Set("sharding.kind", "zero") & Set("sharding.stage", 1)
+        | Set("sharding.allow_slow", True, said="true (FSDP that keeps weights gathered)"),
     )
 
 
@@ -102,51 +106,55 @@ def _check_continuous(run: Run) -> None:
     own = f"{name}, whose stages update without waiting for each other"
     every = kind_of(name).update_every or p.microbatches
     if p.microbatches != every:
+        of_any = [other for other, kind in SCHEDULES.items() if kind.continuous and kind.update_every is None]
         raise BadInput(
             "pipeline.microbatches",
             got=f"{p.microbatches} with {name}",
             needed=f"{every}: an update of {name} sums {every}, and a step is one update",
-            fix=f"set it to {every} and train.global_batch to the sequences of one update, or pipeline.schedule to two_bw",
+            fix=Set("it", every) | Set("pipeline.schedule", *of_any),
         )
-    if run.sharding.kind != "ddp" and not (run.sharding.kind == "zero" and run.sharding.stage == 0):  # which is DDP
+    if not run.sharding.named.steps_by_stage:
         raise BadInput(
-            "sharding.kind", got=f"{run.sharding.kind} with {own}", needed="ddp: the other engines step once for all", fix="set it to ddp"
+            "sharding.kind",
+            got=f"{run.sharding.kind} with {own}",
+            needed="ddp: the other engines step once for all",
+            fix=Set("sharding.kind", "ddp"),
         )
     if run.precision.compute == "fp16":
         raise BadInput(
             "precision.compute",
             got=f"fp16 with {own}",
             needed="no loss scale: an overflow on one stage could not undo the updates of the others",
-            fix="set precision.compute to bf16 and precision.loss_scale to none",
+            fix=Set("precision.compute", "bf16") & Set("precision.loss_scale", "none"),
         )
     if run.optimizer.clip_norm is not None:
         raise BadInput(
             "optimizer.clip_norm",
             got=f"{run.optimizer.clip_norm} with {own}",
             needed="null: there is no gradient norm of the whole model before an update",
-            fix="set it to null, or pipeline.schedule to 1f1b",
+            fix=Set("it", None) | Set("pipeline.schedule", ADVISED),
         )
     if run.model.ends_read_embedding:
-        key, value, plain = ("tied_embeddings", "true", "false") if run.model.tied_embeddings else ("ahead", run.model.ahead, "0")
+        key, plain = ("tied_embeddings", False) if run.model.tied_embeddings else ("ahead", 0)
         raise BadInput(
             f"model.{key}",
-            got=f"{value} with {own}",
-            needed=f"{plain}: the first and the last stage would hold different versions of one table",
-            fix=f"set it to {plain}, or pipeline.schedule to 1f1b",
+            got=f"{written(getattr(run.model, key))} with {own}",
+            needed=f"{written(plain)}: the first and the last stage would hold different versions of one table",
+            fix=Set("it", plain) | Set("pipeline.schedule", ADVISED),
         )
     if run.model.layers_with_experts():
-        spec = run.router.spec
+        spec = run.router
         if p.microbatches > 1 and spec.balance_scope == "global_batch" and spec.asks_balance:
             raise BadInput(
                 "router.balance_scope",
                 got=f"global_batch with {own}",
                 needed="a scope within a micro-batch: the whole batch would have to be counted first",
-                fix="set it to sequence or micro_batch",
+                fix=Set("it", "sequence", "micro_batch"),
             )
         if run.experts.rebalance_every:
             raise BadInput(
                 "experts.rebalance_every",
                 got=f"{run.experts.rebalance_every} with {own}",
                 needed="0: experts move between steps, and steps overlap",
-                fix="set it to 0, or pipeline.schedule to 1f1b",
+                fix=Set("it", 0) | Set("pipeline.schedule", ADVISED),
             )

@@ -5,7 +5,9 @@ from __future__ import annotations
 from moe.recipe.sections import Run
 from moe.router.slots.groups import check_groups
 from parallel.errors import BadInput
+from parallel.fixes import Set
 from parallel.mesh.mesh import Degrees, divisors
+from parallel.sequence.kinds.kind import SequenceSizes
 from parallel.sequence.order import Order
 
 
@@ -13,21 +15,26 @@ def check_sequence(run: Run) -> None:
     """Refuse positions, heads and routing groups that the ranks of sp cannot share out. Raises BadInput."""
     sp, sequence = run.degrees.sp, run.sequence
     if sp < 1:
-        raise BadInput("degrees.sp", got=sp, needed="a whole number of at least 1", fix="set degrees.sp to 1")
+        raise BadInput("degrees.sp", got=sp, needed="a whole number of at least 1", fix=Set("degrees.sp", 1))
     if sp == 1:
         return
-    if run.sharding.kind == "dp":
+    if run.sharding.named.threads:
         raise BadInput(
-            "sharding.kind", got=f"dp with degrees.sp={sp}", needed="ddp, fsdp or zero: dp is one process", fix="set sharding.kind to ddp"
+            "sharding.kind", got=f"dp with degrees.sp={sp}", needed="ddp, fsdp or zero: dp is one process", fix=Set("sharding.kind", "ddp")
         )
     _check_idle(run)
     heads = sequence.heads_of(sp)
     if sp % heads:
-        raise BadInput("sequence.heads", got=heads, needed=f"a divisor of degrees.sp={sp}", fix=f"use one of {divisors(sp)}")
+        raise BadInput("sequence.heads", got=heads, needed=f"a divisor of degrees.sp={sp}", fix=Set("it", *divisors(sp)))
     _check_places(run)
     _check_heads(run, heads)
+    m = run.model
+    windows, kv_heads = m.sliding_window is not None, m.num_kv_heads or m.num_heads
+    asked = SequenceSizes(sp, m.num_heads // run.dense_parts(), kv_heads, m.max_length, m.positions == "t5", m.attention_sinks, windows)
+    if (refused := sequence.named.refuses(asked)) is not None:
+        raise refused
     if run.model.layers_with_experts():
-        check_groups(run.router.spec, Degrees(sp=sp))
+        check_groups(run.router, Degrees(sp=sp))
 
 
 def without_effect(run: Run) -> list[str]:
@@ -41,31 +48,24 @@ def without_effect(run: Run) -> list[str]:
 
 def _check_idle(run: Run) -> None:
     """Refuse keys of `sequence` that change nothing under the other values."""
-    sequence, recompute = run.sequence, run.recompute.kind
-    if sequence.keep_attention and recompute != "full":
-        raise BadInput(
-            "sequence.keep_attention",
-            got=f"true with recompute.kind={recompute}",
-            needed="recompute.kind full: otherwise attention is computed once anyway",
-            fix="set sequence.keep_attention to false, or recompute.kind to full",
-        )
-    if sequence.kind == "ulysses" and sequence.heads != 1:
+    sequence = run.sequence
+    if sequence.named.trades_heads and sequence.heads != 1:
         raise BadInput(
             "sequence.heads",
-            got=f"{sequence.heads} with sequence.kind=ulysses",
+            got=f"{sequence.heads} with sequence.kind={sequence.kind}",
             needed="1: there all ranks of sp trade heads",
-            fix="set sequence.heads to 1, or sequence.kind to ring",
+            fix=Set("sequence.heads", 1) | Set("sequence.kind", "ring"),
         )
 
 
 def _check_places(run: Run) -> None:
     sp, sequence = run.degrees.sp, run.sequence
-    if sequence.kind != "ring" and sequence.position_order != "contiguous":
+    if sequence.position_order not in sequence.named.orders:
         raise BadInput(
             "sequence.order",
             got=f"{sequence.order} with sequence.kind={sequence.kind}",
             needed="contiguous: other orders are a ring's",
-            fix="set sequence.order to null, or sequence.kind to ring",
+            fix=Set("sequence.order", None) | Set("sequence.kind", "ring"),
         )
     heads = sequence.heads_of(sp)
     Order(sequence.position_order, sp // heads, run.model.max_length, inner=heads)
@@ -75,12 +75,12 @@ def _check_heads(run: Run, degree: int) -> None:
     """Refuse heads that do not divide: the heads of a tp rank are shared out over the ranks that trade heads for tokens."""
     held = run.model.num_heads // run.dense_parts()
     if held % degree:
-        what = "degrees.sp" if run.sequence.kind == "ulysses" else "sequence.heads"
+        what = "degrees.sp" if run.sequence.named.trades_heads else "sequence.heads"
+        heads = Set("sequence.heads", *(d for d in divisors(held) if run.degrees.sp % d == 0))
         of_rank = f"{held} of model.num_heads={run.model.num_heads}" if run.degrees.tp > 1 else f"model.num_heads={held}"
         raise BadInput(
             what,
             got=f"{degree} ranks that trade heads for tokens, with {of_rank}",
             needed="a divisor of the heads",
-            fix=f"use one of {[d for d in divisors(held) if run.degrees.sp % d == 0]}"
-            + (" as sequence.heads, with sequence.kind ring" if what == "degrees.sp" else ""),
+            fix=heads & Set("sequence.kind", "ring") if what == "degrees.sp" else heads,
         )

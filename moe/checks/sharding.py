@@ -12,37 +12,31 @@ from __future__ import annotations
 import tempfile
 
 from moe.recipe.sections import Offload, Run, Sharding
+from parallel.data.kinds.catalog import offloading
 from parallel.errors import BadInput, did_you_mean
+from parallel.fixes import Set, all_of, guess
 from parallel.process.extensions import missing_for_nvme
 from parallel.store.files import user_path
 
 
 def check_sharding(run: Run) -> None:
     """Refuse values that the recipe's kind and stage of sharding cannot carry out. Raises BadInput."""
-    if run.sharding.kind == "zero":
+    if "engine" in run.sharding.named.keys:
         _check_zero(run)
     else:
         _check_not_zero(run.sharding)
-    _check_fsdp(run.sharding)
     _check_disk(run.sharding.offload)
     if run.train.save_mode == "async" and "nvme" in (run.sharding.offload.optimizer, run.sharding.offload.parameters):
         raise BadInput(
             "train.save_mode",
             got="async with states on nvme",
             needed="sync: asynchronous saving copies all states to host memory at once",
-            fix="set train.save_mode to sync",
+            fix=Set("train.save_mode", "sync"),
         )
 
 
 def _check_not_zero(s: Sharding) -> None:
-    """Refuse zero's keys with another kind: they would have no effect."""
-    if (idle := s.changed("stage", "engine")) is not None:
-        raise BadInput(
-            f"sharding.{idle}",
-            got=f"{getattr(s, idle)} with sharding.kind={s.kind}",
-            needed="sharding.kind zero",
-            fix=f"set sharding.kind to zero, or leave sharding.{idle} out",
-        )
+    """Refuse offloading with another kind: it would have no effect."""
     for key in ("optimizer", "parameters"):
         place = getattr(s.offload, key)
         if place != "none":
@@ -50,74 +44,54 @@ def _check_not_zero(s: Sharding) -> None:
                 f"sharding.offload.{key}",
                 got=f"{place} with sharding.kind={s.kind}",
                 needed="sharding.kind zero: others keep their states on the device",
-                fix=f"set sharding.kind to zero and sharding.stage to {1 if (key, place) == ('optimizer', 'cpu') else 3}",
+                fix=Set("sharding.kind", "zero") & Set("sharding.stage", offloading(key, place).stage),
             )
-
-
-def _check_fsdp(s: Sharding) -> None:
-    """Refuse fsdp's keys with another kind: they would have no effect."""
-    if s.kind == "fsdp" or (s.kind == "zero" and s.stage == 3 and s.engine == "fsdp"):
-        return
-    if (key := s.changed("reshard", "prefetch")) is not None:
-        raise BadInput(
-            f"sharding.{key}",
-            got=f"{str(getattr(s, key)).lower()} with sharding.kind={s.kind}",
-            needed="sharding.kind fsdp, which gathers weights block by block",
-            fix=f"set sharding.kind to fsdp, or leave sharding.{key} out",
-        )
 
 
 def _check_zero(run: Run) -> None:
     s, o = run.sharding, run.sharding.offload
-    if s.engine == "fsdp" and s.stage != 3:
+    if s.carrier().stage != s.named.stage:
         raise BadInput(
-            "sharding.engine", got=f"fsdp with sharding.stage={s.stage}", needed="stage 3, which is what FSDP does", fix="set it to auto"
+            "sharding.engine", got=f"fsdp with sharding.stage={s.stage}", needed="stage 3, which is what FSDP does", fix=Set("it", "auto")
         )
-    if s.engine == "deepspeed" and s.stage == 0:
+    if s.engine == "deepspeed" and s.named.stage == 0:
         raise BadInput(
             "sharding.engine",
             got="deepspeed with sharding.stage=0",
             needed="auto: stage 0 shards nothing, which is data parallelism as torch's DDP does it",
-            fix="set sharding.engine to auto, or sharding.stage to 1, 2 or 3",
+            fix=Set("sharding.engine", "auto") | Set("sharding.stage", 1, 2, 3),
         )
-    if run.precision.master != "fp32" and s.stage > 0:
+    if run.precision.master != "fp32" and s.named.stage > 0:
         raise BadInput(
             "precision.master",
             got=f"{run.precision.master} with sharding.kind=zero",
             needed="fp32: its engine keeps fp32 master weights in the partitions, in addition to working weights in precision.compute",
-            fix="set precision.master to fp32, or sharding.kind to ddp",
+            fix=Set("precision.master", "fp32") | Set("sharding.kind", "ddp"),
         )
     for key in ("optimizer", "parameters"):
         place = getattr(o, key)
-        lowest = 1 if (key, place) == ("optimizer", "cpu") else 3
         if place == "none":
             continue
-        if s.engine == "fsdp":
+        if s.carrier() is not s.named:
             raise BadInput(
                 f"sharding.offload.{key}",
                 got=f"{place} with sharding.engine=fsdp",
                 needed="DeepSpeed, which is what offloads here",
-                fix="set sharding.engine to auto",
+                fix=Set("sharding.engine", "auto"),
             )
-        if s.stage < lowest:
+        if (key, place) not in s.named.offloads:
+            lowest = offloading(key, place).stage
             raise BadInput(
                 f"sharding.offload.{key}",
                 got=f"{place} with sharding.stage={s.stage}",
                 needed=f"stage {'1, 2 or 3' if lowest == 1 else '3'}",
-                fix=f"set sharding.stage to {lowest}, or sharding.offload.{key} to {'cpu' if key == 'optimizer' and s.stage else 'none'}",
+                fix=Set("sharding.stage", lowest) | Set(f"sharding.offload.{key}", "cpu" if key == "optimizer" and s.stage else "none"),
             )
 
 
 def _check_disk(o: Offload) -> None:
     """Check the folder for states offloaded to disk: it must be named, exist and be writable. Raises BadInput."""
     if "nvme" not in (o.optimizer, o.parameters):
-        if o.path is not None:
-            raise BadInput(
-                "sharding.offload.path",
-                got=f"{o.path}, with nothing on nvme",
-                needed="null",
-                fix="leave it out, or set sharding.offload.optimizer to nvme",
-            )
         return
     if o.path is None:
         raise BadInput(
@@ -131,7 +105,7 @@ def _check_disk(o: Offload) -> None:
             "sharding.offload.path",
             got=f"{o.path}, which is {'a file' if path.exists() else 'not there'}",
             needed="a folder that exists",
-            fix=f"did you mean {path.parent / near}?" if near else f"mkdir -p {o.path}" if not path.exists() else "name a folder",
+            fix=guess(str(path.parent / near)) if near else f"mkdir -p {o.path}" if not path.exists() else "name a folder",
         )
     try:
         tempfile.TemporaryFile(dir=path).close()
@@ -149,12 +123,13 @@ def check_installed(run: Run) -> None:
 
     Not part of `check_run`: a recipe is right or wrong on any machine, and `moe plan` and `moe rehearse` read it for another machine.
     """
-    if "nvme" not in (run.sharding.offload.optimizer, run.sharding.offload.parameters):
+    places = {f"sharding.offload.{key}": getattr(run.sharding.offload, key) for key in ("optimizer", "parameters")}
+    if "nvme" not in places.values():
         return
     if missing := missing_for_nvme():
         raise BadInput(
             "sharding.offload",
             got=f"nvme without {' and '.join(missing)}",
             needed="the packages that DeepSpeed's async_io is compiled with, once",
-            fix=f"apt-get install {' '.join(missing)}, or set it to cpu",
+            fix=f"apt-get install {' '.join(missing)}" | all_of({key: "cpu" for key, place in places.items() if place == "nvme"}),
         )

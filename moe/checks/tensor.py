@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
+from parallel.fixes import Set
 from parallel.mesh.grids import GRIDS, LINES
 from parallel.mesh.mesh import divisors
 
@@ -12,15 +13,11 @@ def check_tensor(run: Run) -> None:
     """Refuse sizes that the ranks of tp cannot share out, and methods that need whole matrices. Raises BadInput."""
     tp = run.degrees.tp
     if tp < 1:
-        raise BadInput("degrees.tp", got=tp, needed="a whole number of at least 1", fix="set degrees.tp to 1")
+        raise BadInput("degrees.tp", got=tp, needed="a whole number of at least 1", fix=Set("degrees.tp", 1))
     if run.tensor.sequence_parallel:
         _check_slices(run)
     if run.tensor.overlap_chunks > 1:
         _check_overlap(run)
-    if run.tensor.depth is not None and run.tensor.kind != "2.5d":
-        raise BadInput(
-            "tensor.depth", got=f"{run.tensor.depth} with tensor.kind={run.tensor.kind}", needed="tensor.kind 2.5d", fix="set it to null"
-        )
     if tp == 1:
         return
     if run.tensor.kind in LINES:
@@ -32,21 +29,21 @@ def check_tensor(run: Run) -> None:
             "optimizer.kind",
             got=f"kfac with degrees.tp={tp}",
             needed="adamw: a direction is made of a whole matrix, and ranks of tp hold parts",
-            fix="set optimizer.kind to adamw, or degrees.tp to 1",
+            fix=Set("optimizer.kind", "adamw") | Set("degrees.tp", 1),
         )
     if run.model.qk_norm == "whole" and run.tensor.kind != "copied":
         raise BadInput(
             "degrees.tp",
             got=f"{tp} with model.qk_norm=whole",
             needed="1: the mean is over all heads, of which each rank of tp would have some",
-            fix="set degrees.tp to 1, or tensor.kind to copied",
+            fix=Set("degrees.tp", 1) | Set("tensor.kind", "copied"),
         )
     if run.model.latent.key_rank is not None and run.tensor.kind not in ("copied", "1d"):
         raise BadInput(
             "tensor.kind",
             got=f"{run.tensor.kind} with model.latent.key_rank={run.model.latent.key_rank}",
             needed="1d: neither a grid nor DTensor cuts latent attention, whose latents belong to all heads",
-            fix="set tensor.kind to 1d",
+            fix=Set("tensor.kind", "1d"),
         )
     key = next((key for key in ("qkv_bias", "out_bias") if getattr(run.model, key)), None)
     if key is not None and run.tensor.kind in GRIDS:
@@ -54,11 +51,11 @@ def check_tensor(run: Run) -> None:
             "tensor.kind",
             got=f"{run.tensor.kind} with model.{key}",
             needed=f"{' or '.join(LINES)}: no grid cuts biases with their columns",
-            fix="set tensor.kind to 1d",
+            fix=Set("tensor.kind", "1d"),
         )
-    if run.sharding.kind == "dp":
+    if run.sharding.named.threads:
         raise BadInput(
-            "sharding.kind", got=f"dp with degrees.tp={tp}", needed="ddp, fsdp or zero: dp is one process", fix="set sharding.kind to ddp"
+            "sharding.kind", got=f"dp with degrees.tp={tp}", needed="ddp, fsdp or zero: dp is one process", fix=Set("sharding.kind", "ddp")
         )
     _check_sequences(run)
 
@@ -71,7 +68,7 @@ def _check_slices(run: Run) -> None:
             "tensor.sequence_parallel",
             got=f"true with degrees.tp={tp} and tensor.kind={run.tensor.kind}",
             needed="tensor.kind 1d or dtensor on several ranks: it splits tensors that these ranks would hold as copies",
-            fix="set degrees.tp to 2 and tensor.kind to 1d, or tensor.sequence_parallel to false",
+            fix=Set("degrees.tp", 2) & Set("tensor.kind", "1d") | Set("tensor.sequence_parallel", False),
         )
     ways, words = run.degrees.sp * tp, f"degrees.sp * degrees.tp = {run.degrees.sp} * {tp}" if run.degrees.sp > 1 else f"degrees.tp={tp}"
     if length % ways:
@@ -79,7 +76,7 @@ def _check_slices(run: Run) -> None:
             "model.max_length",
             got=length,
             needed=f"a multiple of {words} with tensor.sequence_parallel",
-            fix=f"set it to {max(1, round(length / ways)) * ways}",
+            fix=Set("it", max(1, round(length / ways)) * ways),
         )
 
 
@@ -90,14 +87,14 @@ def _check_overlap(run: Run) -> None:
             "tensor.overlap_chunks",
             got=f"{run.tensor.overlap_chunks} with degrees.tp={run.degrees.tp} and tensor.kind={run.tensor.kind}",
             needed="tensor.kind 1d on several ranks, which sums what a product gives",
-            fix="set tensor.overlap_chunks to 1, or degrees.tp to 2 and tensor.kind to 1d",
+            fix=Set("tensor.overlap_chunks", 1) | Set("degrees.tp", 2) & Set("tensor.kind", "1d"),
         )
     if run.tiling.ffn > 1:
         raise BadInput(
             "tensor.overlap_chunks",
             got=f"{run.tensor.overlap_chunks} with tiling.ffn={run.tiling.ffn}",
             needed="whole networks: of tiles only the last one's product is followed by the sum over tp",
-            fix="set tensor.overlap_chunks or tiling.ffn to 1",
+            fix=Set("tensor.overlap_chunks", 1) | Set("tiling.ffn", 1),
         )
 
 
@@ -110,7 +107,7 @@ def _check_line(run: Run) -> None:
     units = m.d_ff if len(m.layers_with_experts()) < m.num_layers or m.ahead else 0
     copies = run.tensor.kind == "1d"
     work = [n for n in divisors(m.num_heads) if (heads % n == 0 or (copies and n % heads == 0)) and units % n == 0 and n <= run.vocab_size]
-    fix = f"set degrees.tp to one of {work}"
+    fix = Set("degrees.tp", *work)
     for what, size in (("model.num_heads", m.num_heads), ("model.d_ff", units)):
         if size % tp:
             raise BadInput("degrees.tp", got=tp, needed=f"a divisor of {what}={size}: each of its ranks holds an equal part", fix=fix)
@@ -119,7 +116,7 @@ def _check_line(run: Run) -> None:
             "degrees.tp",
             got=f"{tp} with tensor.kind=dtensor",
             needed=f"a divisor of model.num_kv_heads={heads}: each of its ranks holds other ones",
-            fix="set tensor.kind to 1d, which holds copies" if tp % heads == 0 else fix,
+            fix=Set("tensor.kind", "1d", said="1d, which holds copies") if tp % heads == 0 else fix,
         )
     if heads % tp and tp % heads:
         raise BadInput(
@@ -152,11 +149,11 @@ def _check_grid(run: Run) -> None:
                 "degrees.tp",
                 got=f"{run.degrees.tp} with tensor.kind={run.tensor.kind}, a grid of {shape}",
                 needed=f"{ways} to divide {what}={size}",
-                fix=f"set {what} to a multiple of {ways}, or tensor.kind to 1d",
+                fix=Set(what, *sorted({ways, -(-size // ways) * ways}), said=f"a multiple of {ways}") | Set("tensor.kind", "1d"),
             )
     if run.vocab_size < side:
         raise BadInput(
-            "degrees.tp", got=f"a grid of {shape}", needed=f"at most the vocabulary's {run.vocab_size} a side", fix="set tensor.kind to 1d"
+            "degrees.tp", got=f"a grid of {shape}", needed=f"at most the vocabulary's {run.vocab_size} a side", fix=Set("tensor.kind", "1d")
         )
 
 
@@ -166,7 +163,7 @@ def _check_sequences(run: Run) -> None:
 
     Checked for training and evaluation. Ranks of 1D in a dense model all read the same, so any number passes.
     """
-    tp, group, rows, dp = run.degrees.tp, run.router.spec.group, run.sequence_parts(), int(run.degrees.dp)
+    tp, group, rows, dp = run.degrees.tp, run.router.group, run.sequence_parts(), int(run.degrees.dp)
     unit, words, each = rows, f"the {rows} rows of tp's grid", "each row reads an equal part of them"
     if run.model.layers_with_experts():
         unit, words, each = tp, f"degrees.tp={tp}", "each rank of tp routes an equal part of them"
@@ -174,16 +171,17 @@ def _check_sequences(run: Run) -> None:
             unit, words = tp * group, f"degrees.tp * router.group = {tp} * {group}"
     held = run.train.global_batch // (dp * run.pipeline.microbatches)
     if held % unit:
+        least = dp * run.pipeline.microbatches * unit
         raise BadInput(
             "degrees.tp",
             got=f"{tp} for {held} sequences of a micro-batch",
             needed=f"sequences that are a multiple of {words}: {each}",
-            fix=f"set train.global_batch to a multiple of {dp * run.pipeline.microbatches * unit}, or degrees.tp to 1",
+            fix=Set("train.global_batch", least, said=f"a multiple of {least}") | Set("degrees.tp", 1),
         )
     if run.train.eval_sequences % (dp * unit):
         raise BadInput(
             "train.eval_sequences",
             got=run.train.eval_sequences,
             needed=f"a multiple of degrees.dp={dp} times {words}",
-            fix=f"set it to {max(1, round(run.train.eval_sequences / (dp * unit))) * dp * unit}",
+            fix=Set("it", max(1, round(run.train.eval_sequences / (dp * unit))) * dp * unit),
         )

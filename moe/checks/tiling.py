@@ -6,6 +6,7 @@ import math
 
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
+from parallel.fixes import Set
 from parallel.mesh.grids import LINES
 from parallel.mesh.mesh import divisors
 
@@ -19,12 +20,12 @@ def check_tiling(run: Run) -> None:
             "tiling.ffn",
             got=run.tiling.ffn,
             needed=f"a divisor of {what}={size}: each tile has an equal part of the hidden units",
-            fix=f"set it to one of {divisors(math.gcd(*widths.values()))}",
+            fix=Set("it", *divisors(math.gcd(*widths.values()))),
         )
     rows, split = run.vocab_size // run.dense_parts(), _split(run)
     if run.tiling.head > rows:
         raise BadInput(
-            "tiling.head", got=run.tiling.head, needed=f"at most the vocabulary's {run.vocab_size}{split}", fix="set it to 1, or to a few"
+            "tiling.head", got=run.tiling.head, needed=f"at most the vocabulary's {run.vocab_size}{split}", fix=Set("it", 1) | "a few"
         )
     read = int(run.degrees.dp) * run.sequence_parts()
     tokens = run.train.global_batch // (read * run.pipeline.microbatches) * run.model.max_length
@@ -33,7 +34,7 @@ def check_tiling(run: Run) -> None:
             "recompute.loss_chunks",
             got=run.recompute.loss_chunks,
             needed=f"at most the {tokens} tokens of a micro-batch",
-            fix=f"set it to {tokens} or less; 8 is often enough",
+            fix=Set("it", *range(min(tokens, 8), 0, -1), said=f"{tokens} or less; 8 is often enough"),
         )
 
 

@@ -61,10 +61,8 @@ def _sequence(run: Run) -> Iterator[str]:
     sequence = run.sequence
     if run.degrees.sp == 1:
         return
-    if sequence.kind == "ring" and sequence.position_order == "contiguous" and sequence.heads_of(run.degrees.sp) < run.degrees.sp:
-        yield "sequence.order contiguous: under a causal mask the first ranks wait for the last; better: zigzag"
-    if sequence.kind == "colossal_ring":
-        yield "sequence.kind colossal_ring: keeps whole rows of scores, which grow with the square of the length; better: ring"
+    if (advice := sequence.named.advice(sequence.position_order, run.degrees.sp // sequence.heads_of(run.degrees.sp))) is not None:
+        yield advice
     if run.recompute.kind == "full" and not sequence.keep_attention:
         yield "recompute.kind full with degrees.sp: keys are sent a second time; better: also sequence.keep_attention true"
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import ast
 from typing import Any
 
-from moe.recipe.load import known_keys, names_beside_plugins, recipe_names
+from moe.recipe.keys import known_keys, names_beside_plugins
+from moe.recipe.load import recipe_names
 
 _TABLE = "COMPLETION_SPEC = "
 _FISH = (("\\", "\\\\"), ('"', '\\"'), ("$", "\\$"))  # fish: inside double quotes

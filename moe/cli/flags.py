@@ -20,6 +20,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from moe.cli.verbs import RECIPE_VERBS, is_word
 from moe.recipe.overrides import whole
 from parallel.errors import BadInput, did_you_mean, some
+from parallel.fixes import Fix
 
 _NEEDED = {int: "a whole number", float: "a number", Path: "a path", str: "text"}
 _GRAVE = ("--fresh", "--force")  # never proposed as a fix: they discard or overrule something
@@ -97,7 +98,7 @@ def _plain(hint: Any) -> Any:
 def _refuse_flag(verb: str, name: str, value: str | None, flags: dict[str, Any]) -> None:
     """Raise BadInput for an unknown flag, which was given with `value`. The fix never proposes a flag of `_GRAVE`."""
     if "." in name:
-        fix = f"recipe values go with {', '.join(f'moe {v}' for v in RECIPE_VERBS)}"
+        fix: Fix | str = f"recipe values go with {', '.join(f'moe {v}' for v in RECIPE_VERBS)}"
     elif (named := _by_name(verb, name, value, flags)) is not None:
         fix = named
     elif near := did_you_mean(name, [flag for flag in flags if flag not in _GRAVE]):
@@ -109,10 +110,9 @@ def _refuse_flag(verb: str, name: str, value: str | None, flags: dict[str, Any])
     raise BadInput(name, got=f"a flag that moe {verb} does not have", needed=needed, fix=fix)
 
 
-def _by_name(verb: str, name: str, value: str | None, flags: dict[str, Any]) -> str | None:
+def _by_name(verb: str, name: str, value: str | None, flags: dict[str, Any]) -> Fix | str | None:
     """The fix for a flag of another tool, or for a recipe's key without its section (`--lr`); None for any other name."""
-    from moe.recipe.described import choices
-    from moe.recipe.load import known_keys
+    from moe.recipe.keys import choices, known_keys
     from moe.recipe.other_tools import Meant, in_our_words, meant_by
     from moe.recipe.sections import Run
 

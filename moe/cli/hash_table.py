@@ -19,6 +19,7 @@ from moe.launch import exit_codes
 from moe.recipe.hash_table import Table, balanced
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
+from parallel.fixes import Set
 from parallel.store.files import user_path, write_text
 
 _BATCH_TOKENS = 2**24  # tokens counted at a time
@@ -33,9 +34,9 @@ def main(run: Run, *, recipe: str, out: Path) -> int:
         raise BadInput("OUT", got=got, needed="a new file, *.json", fix=f"name another: {path.with_name(path.stem + '-new.json')}")
     run = run.model_copy(update={"router": run.router.model_copy(update={"hash_table": None})})  # it may name the file that is made here
     check_together(run.resolve(1))
-    layers, choices = run.model.layers_with_experts(), run.router.spec.num_choices
+    layers, choices = run.model.layers_with_experts(), run.router.num_choices
     if not layers:
-        raise BadInput("RECIPE", got=f"{recipe}, a dense model", needed="one with experts", fix="set model.moe_every to 2")
+        raise BadInput("RECIPE", got=f"{recipe}, a dense model", needed="one with experts", fix=Set("model.moe_every", 2))
     data = open_data(run.data, max_length=run.model.max_length, vocab_size=run.vocab_size, seed=run.train.seed)
     for line in remark_lines(data.index):
         print(line)

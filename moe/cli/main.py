@@ -479,13 +479,13 @@ def _rehearse(flags: Rehearse, overrides: dict[str, str]) -> int:
     try:
         check_for_user(run, flags.world, origins)
     except BadInput as bad:
-        raise BadInput(bad.what, got=bad.got, needed=bad.needed, fix=bad.fix.replace("--nproc", "--world")) from None
+        raise BadInput(bad.what, got=bad.got, needed=bad.needed, fix=str(bad.fix).replace("--nproc", "--world")) from None
     given: dict[str, Any] = {name: value for name in ("rank", "device") if (value := getattr(flags, name)) is not None}
     return _call("moe.rehearse.rehearse", run, recipe=flags.recipe, world=flags.world, json=_text(flags.json), **given)
 
 
 def _rows(run: Run, origins: dict[str, str]) -> list[dict[str, Any]]:
-    from moe.recipe.load import flat
+    from moe.recipe.keys import flat
 
     return [{"key": key, "value": value, "origin": origins[key]} for key, value in flat(run).items()]
 

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from moe.recipe.sections import Latent, Rope, Router, Run, Scales, Swiglu
 from moe.router.methods.catalog import method_of
 from parallel.errors import BadInput
+from parallel.fixes import Set
 from parallel.mesh.mesh import divisors
 
 Method = Literal["auto", "copy", "granular", "noise", "drop", "merge", "prune"]
@@ -109,14 +110,14 @@ def parts(before: Run, run: Run) -> int:
 
 def gate_sum(router: Router) -> float | None:
     """Return the sum of a token's gates if nothing is dropped; None if it depends on the token, or if gates are no factors of outputs."""
-    s = router.spec
+    s = router
     one = s.gates != "as_is" or (s.score == "softmax" and s.softmax_over == "chosen")
     return s.gate_scale if one and method_of(s).tokens_choose and s.gate_on == "output" else None
 
 
 def even_gate_sum(router: Router, num_experts: int) -> float:
     """Return the mean sum of a token's gates for a router without any preference."""
-    s = router.spec
+    s = router
     score = {"softmax": 1 / num_experts, "sigmoid": 0.5, "sqrt_softplus": math.sqrt(math.log(2))}[s.score]
     return gate_sum(router) or s.gate_scale * s.num_choices * score
 
@@ -125,7 +126,7 @@ def check_convertible(before: Run, run: Run, settings: Settings) -> Settings:
     """Return the settings with their method resolved. Raises BadInput for the first reason why the conversion is impossible."""
     _check_same(before, run)
     routed = any(experts_of(before, layer) and experts_of(run, layer) for layer in range(run.model.num_layers))
-    if routed and before.router.spec.bias_rate is not None and run.router.spec.bias_rate is None:
+    if routed and before.router.bias_rate is not None and run.router.bias_rate is None:
         raise BadInput(
             "router.bias_rate", got="null", needed="a number: the source's routers have a selection bias", fix="--router.bias_rate 0"
         )
@@ -178,7 +179,7 @@ def _check_same(before: Run, run: Run) -> None:
         pairs += [("model.ffn", before.model.ffn, run.model.ffn)] if False in kept else []
         pairs += [("experts.ffn", _activation(before), _activation(run))] if True in kept else []
     if any(experts_of(before, layer) and experts_of(run, layer) for layer in range(min(before.model.num_layers, run.model.num_layers))):
-        old_spec, new_spec = before.router.spec, run.router.spec
+        old_spec, new_spec = before.router, run.router
         keys = (*ROUTER, "noise") if "noisy_top_k" in (old_spec.noise, new_spec.noise) else ROUTER
         pairs += [(f"router.{key}", getattr(old_spec, key), getattr(new_spec, key)) for key in keys]
     for key, old, new in pairs:
@@ -207,10 +208,10 @@ def _check_grown(before: Run, run: Run, settings: Settings) -> None:
 
 
 def _check_granular(before: Run, run: Run) -> None:
-    units, old, k = _units(run), before.model.d_ff, run.router.spec.num_choices
+    units, old, k = _units(run), before.model.d_ff, run.router.num_choices
     if old % units or old == units:
         fitting = [n for n in divisors(old) if n < old]
-        raise BadInput("experts.d_ff", got=units, needed=f"a part of the source's d_ff {old}", fix=f"set it to one of {fitting[-4:]}")
+        raise BadInput("experts.d_ff", got=units, needed=f"a part of the source's d_ff {old}", fix=Set("it", *fitting[-4:]))
     g = parts(before, run)
     for key, values in (("experts.num_experts", run.experts.counts), ("router.num_choices", (k,))):
         if any(n % g for n in values):
@@ -218,9 +219,9 @@ def _check_granular(before: Run, run: Run) -> None:
                 key,
                 got=", ".join(map(str, values)),
                 needed=f"a multiple of the {g} shards of a network (d_ff {old} / {units})",
-                fix=f"set it to a multiple of {g}, or experts.d_ff to {old // math.gcd(g, *values)}",
+                fix=Set("it", g, said=f"a multiple of {g}") | Set("experts.d_ff", old // math.gcd(g, *values)),
             )
-    s = run.router.spec
+    s = run.router
     for key, value, needed in (("select", s.select, "top_k"), ("noise", s.noise, "none"), ("second", s.second, "always")):
         if value != needed:
             raise BadInput(
@@ -247,9 +248,7 @@ def _check_shrunk(before: Run, run: Run, settings: Settings, layers: list[int]) 
                 fix="upcycle a dense model instead",
             )
         if settings.method == "merge" and into and count % into:
-            raise BadInput(
-                "experts.num_experts", got=into, needed=f"a divisor of the source's {count}", fix=f"set it to one of {divisors(count)}"
-            )
+            raise BadInput("experts.num_experts", got=into, needed=f"a divisor of the source's {count}", fix=Set("it", *divisors(count)))
     for layer_is_dense in {layer in dense for layer in layers}:
         wanted = _units(before) + (old.shared * (old.shared_d_ff or _units(before)) if layer_is_dense else 0)
         key, got = ("model.d_ff", run.model.d_ff) if layer_is_dense else ("experts.d_ff", _units(run))
@@ -271,7 +270,7 @@ def _check_shrunk(before: Run, run: Run, settings: Settings, layers: list[int]) 
             needed="experts alone: that mix depends on the token",
             fix="keep the experts",
         )
-    learned = before.router.spec.expert_scale == "learned"  # a new router's scales are 1, a trained one's are not
+    learned = before.router.expert_scale == "learned"  # a new router's scales are 1, a trained one's are not
     if (learned or gate_sum(before.router) is None) and not settings.approximate:
         raise BadInput(
             "--to",

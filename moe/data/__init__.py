@@ -30,6 +30,7 @@ from moe.recipe.sections import Data
 from moe.recipe.shapes import START
 from moe.recipe.spans import inputs_within, spans_of
 from parallel.errors import BadInput, where
+from parallel.fixes import Set
 
 __all__ = [
     "CorruptedTrain",
@@ -116,7 +117,7 @@ def open_data(
         files = replace(files, index=with_left_out(files.index, label=corpus.label, left_out=corpus.left_out))
     needed = files.tokenizer.vocab_size
     if vocab_size < needed:
-        raise BadInput("model.vocab_size", got=vocab_size, needed=f"at least the tokenizer's {needed}", fix="set model.vocab_size to null")
+        raise BadInput("model.vocab_size", got=vocab_size, needed=f"at least the tokenizer's {needed}", fix=Set("model.vocab_size", None))
     train, held_out = (
         Windows(tokens, max_length, name, as_key, needed) for name, tokens in (("train", files.train), ("validation", files.validation))
     )

@@ -31,6 +31,7 @@ from moe.data.kinds import LINK, Kinds, check_kinds, saved_files
 from moe.data.remarks import AS_TEXT, LINKED, NO_TEXT, SKIPPED, UNREADABLE, Remark, decoded, raw
 from moe.recipe.sections import Data
 from parallel.errors import BadInput, counted, did_you_mean
+from parallel.fixes import Set
 from parallel.store.files import user_path
 
 Side = Literal["train", "validation"]
@@ -98,7 +99,7 @@ def find_corpus(data: Data, *, text_key_set_by: str = "data.text_key") -> Corpus
         )
     of_ids = path.suffix in (".bin", ".idx") if path.is_file() else (path / "train.bin").is_file()
     if of_ids and data.source == "python_stdlib":
-        fix = "add --data.tokenizer ids --data.vocab_size N, or --data.source text if it is text"
+        fix = "add --data.tokenizer ids --data.vocab_size N" | Set("data.source", "text", said="text if it is text")
         raise BadInput(
             "data.path", got=f"{path}, token ids by {'its name' if path.is_file() else 'train.bin in it'}", needed="text", fix=fix
         )
@@ -266,7 +267,7 @@ def _without_text(corpus: Corpus, skipped: int, kinds: Kinds, remarks: list[Rema
     else:
         why = {remark.why for remark in remarks}
         got = f"{corpus.label}: {counted(skipped, 'file')}, none of them UTF-8 text{f': {why.pop()}' if len(why) == 1 else ''}"
-    fix = kinds.advice.format(corpus.label) if kinds.advice else "name a file or folder that holds text"
+    fix = kinds.advice or "name a file or folder that holds text"
     return BadInput("data.path", got=got, needed="text in UTF-8, or *.jsonl", fix=fix)
 
 

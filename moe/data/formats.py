@@ -19,6 +19,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NamedTuple
 
 from parallel.errors import BadInput, did_you_mean
+from parallel.fixes import Fix, Set
 
 PACKED = (".gz", ".zst")
 TABLES = (".parquet", ".arrow", ".feather")
@@ -37,12 +38,13 @@ class TextKey(NamedTuple):
     set_by: str = "data.text_key"
     alone: bool = True
 
-    def fix(self, near: str | None) -> str:
+    def fix(self, near: str | None) -> Fix:
         """Advise on a file without this key; `near`: a key of that file. If several files use it, that key may be wrong for others."""
-        value = near or "the name of the one that holds the text"
+        values, value = (near,) if near else (), near or "the name of the one that holds the text"
         if self.alone:
-            return f"set {self.set_by} to {value}"
-        return f"set {self.set_by} to {value} if all files have it, or name the files in data.sources, each with a text_key of its own"
+            return Set(self.set_by, *values, said=value)
+        others = "name the files in data.sources, each with a text_key of its own"
+        return Set(self.set_by, *values, said=f"{value} if all files have it") | others
 
 
 def unpacked_name(name: str) -> str:
@@ -195,9 +197,7 @@ def _check_column(names: list[str], path: Path, column: TextKey) -> None:
 def _strings(batch: Any, path: Path, column: TextKey, arrow: Any) -> Iterator[str | None]:
     held = batch.column(batch.schema.names.index(column.name))
     if not any(check(held.type) for check in (arrow.types.is_string, arrow.types.is_large_string, arrow.types.is_null)):
-        raise BadInput(
-            f"data file {path}, column {column.name}", got=str(held.type), needed="strings", fix=column.fix("the column of texts")
-        )
+        raise BadInput(f"data file {path}, column {column.name}", got=str(held.type), needed="strings", fix=column.fix(None))
     for cell in held:  # `datasets` may save one batch of any size
         if cell.is_valid and cell.as_buffer().size > LONGEST_BYTES:
             raise _too_long(path, "a cell", "write its documents a row each")

@@ -30,6 +30,7 @@ from moe.data.order import Held, TrainSet
 from moe.data.token_shard import TokenShard
 from moe.recipe.shapes import PADDING, marked
 from parallel.errors import BadInput, counted
+from parallel.fixes import Set
 
 _IDS, _MASK, _LABELS = _COLUMNS = ("input_ids", "attention_mask", "labels")
 _LOOKED_AT = 8  # samples hashed to identify the data
@@ -218,11 +219,11 @@ def row(sample: Any, *, what: str, max_length: int, vocab_size: int) -> Ints:
     if _MASK in columns:
         ids = ids[: _unmasked(columns, what)]
     if not 2 <= len(ids) <= max_length + 1:
-        fix = f"cut it, or set model.max_length to {len(ids) - 1}" if len(ids) > 1 else _NOTHING
+        fix = "cut it" | Set("model.max_length", len(ids) - 1) if len(ids) > 1 else _NOTHING
         raise BadInput(what, got=counted(len(ids), "id"), needed=f"2 to model.max_length + 1 = {max_length + 1}", fix=fix)
     if not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
         wrong = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
-        fix = "give ids of the vocabulary" if wrong < 0 else f"set data.vocab_size to at least {wrong + 1}"
+        fix = "give ids of the vocabulary" if wrong < 0 else Set("data.vocab_size", wrong + 1, said=f"at least {wrong + 1}")
         raise BadInput(what, got=f"the id {wrong}", needed=f"ids from 0 to {vocab_size - 1}", fix=fix)
     found = np.full(max_length + 1, PADDING, dtype=np.int64)
     found[: len(ids)] = _labelled(ids, columns[_LABELS][: len(ids)], what) if _LABELS in columns else ids

@@ -26,6 +26,7 @@ from moe.data.tokenizer import Ids
 from moe.data.tokens import FORMAT, Log, TokenFiles, corpus_hash
 from moe.recipe.sections import Data
 from parallel.errors import BadInput
+from parallel.fixes import Set
 from parallel.store.files import user_path
 
 _MAGIC = b"MMIDIDX\0\0"
@@ -69,7 +70,12 @@ def open_ids(data: Data, *, cache: Path, log: Log = print) -> TokenFiles:
         raise BadInput(f"data file {path}", got=f"the id {least}", needed="ids from 0", fix="write the file again, as token ids")
     if largest >= data.vocab_size:
         needed = f"above {largest}, the largest id in {path}"
-        raise BadInput("data.vocab_size", got=data.vocab_size, needed=needed, fix="set it to the vocabulary that the ids were made with")
+        raise BadInput(
+            "data.vocab_size",
+            got=data.vocab_size,
+            needed=needed,
+            fix=Set("it", largest + 1, said=f"the vocabulary that the ids were made with, {largest + 1} or more"),
+        )
     train, validation = (found.train, found.validation) if found.validation is not None else _cut(found, data.validation_share)
     log(f"data: {len(train):,} train and {len(validation):,} validation ids of {path}; bits per byte count an id as one byte")
     index = {"dtype": train.dtype.str, "train": {"tokens": len(train)}, "validation": {"tokens": len(validation)}, "key": key}
@@ -87,8 +93,8 @@ def _find(path: Path) -> _Found:
             raise BadInput("data.path", got=f"{path}, without them", needed=needed, fix="name a *.bin file in it")
         return _Found(sides, _nanogpt(sides[0]), _nanogpt(sides[1]), None)
     if path.suffix not in (".bin", ".idx"):
-        fix = "name a *.bin file, or set data.tokenizer to bytes or bpe for text"
-        raise BadInput("data.path", got=f"{path} with data.tokenizer=ids", needed="a file of token ids, *.bin", fix=fix)
+        either = "name a *.bin file" | Set("data.tokenizer", "bytes", "bpe", said="bytes or bpe for text")
+        raise BadInput("data.path", got=f"{path} with data.tokenizer=ids", needed="a file of token ids, *.bin", fix=either)
     ids, index = path.with_suffix(".bin"), path.with_suffix(".idx")
     if index.is_file():
         return _megatron(ids, index)

@@ -13,17 +13,18 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from parallel.errors import BadInput, plain
+from parallel.fixes import Fix, Remove, Set, Words, typed
 from parallel.store.files import read_text
 
 LINK = "/"  # suffix of the name of a linked folder, which is not followed
 _SHOWN = 4
-_PACKED = "unpack it first"
-# formats with texts that are not read here, and advice on them; {} is the path
+# formats with texts that are not read here, and advice on them
 ADVICE = {
     **dict.fromkeys(
-        (".parquet", ".arrow", ".feather"), "leave data.source out: the rows of tables are read where it does not ask for text"
+        (".parquet", ".arrow", ".feather"),
+        Words("remove data.source: the rows of tables are read if it does not ask for text", Remove("data.source")),
     ),
-    **dict.fromkeys((".gz", ".zst", ".xz", ".bz2", ".zip", ".tar", ".tgz", ".7z"), _PACKED),
+    **dict.fromkeys((".gz", ".zst", ".xz", ".bz2", ".zip", ".tar", ".tgz", ".7z"), Words("unpack it first")),
 }
 SAVED_TO_DISK, SAVED_STATE = "dataset_info.json", "state.json"
 
@@ -47,7 +48,7 @@ class Kinds:
         return f"read {_listed(self.read, self.read_bytes) or 'nothing'}{skipped}"
 
     @property
-    def advice(self) -> str | None:
+    def advice(self) -> Fix | None:
         """Advice on the kind with the most skipped bytes; None without advice."""
         kinds = [kind for kind, _ in self.skipped_bytes.most_common() if kind in ADVICE]
         return ADVICE[kinds[0]] if kinds else None
@@ -66,12 +67,12 @@ def check_kinds(kinds: Kinds, *, path: str, text_alone: bool) -> None:
     more = kinds.skipped_bytes.total() > kinds.read_bytes.total()
     if not (more and (kinds.advice or not text_alone)):
         return
-    alone = "name a file, or a folder with text alone, or add --data.source text to read the text in it and leave the rest"
+    text = Set("data.source", "text", said="text to read the text in it and leave the rest")
     raise BadInput(
         "data.path",
         got=f"{path}, of which more is skipped than read ({kinds})",
         needed="UTF-8 text, *.jsonl or tables",
-        fix=kinds.advice.format(path) if kinds.advice else alone,
+        fix=kinds.advice or "name a file, or a folder with text alone" | text,
     )
 
 
@@ -82,7 +83,7 @@ def saved_files(path: Path, names: Sequence[str]) -> list[str]:
     if not saved:
         return list(names)
     if saved[0] != PurePosixPath("."):
-        raise BadInput("data.path", got=f"{path}, which holds saved datasets", needed="one", fix=f"--data.path {path / saved[0]}")
+        raise BadInput("data.path", got=f"{path}, which holds saved datasets", needed="one", fix=typed({"data.path": str(path / saved[0])}))
     try:
         files = [str(entry["filename"]) for entry in json.loads(read_text(path / SAVED_STATE))["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):

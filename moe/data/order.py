@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from moe.data.token_shard import TokenShard
 from parallel.errors import BadInput, counted
+from parallel.fixes import Set
 
 ROUNDS = 8
 
@@ -92,12 +93,13 @@ class Windows:
             key = self.as_key(self.max_length)
             longer = "" if key == self.max_length else f", {self.max_length + 1} for model.max_length {key}"
             more = "give more text" if self.name == "train" else "give more text, or a larger data.validation_share"
-            shorter = f", or set model.max_length to at most {self.as_key(len(self.tokens) - 1)}" if len(self.tokens) > 2 else ""
+            most = self.as_key(len(self.tokens) - 1)
+            shorter = Set("model.max_length", most, said=f"at most {most}")
             raise BadInput(
                 f"{self.name} text",
                 got=counted(len(self.tokens), "token"),
                 needed=f"at least one sequence{longer or f', model.max_length + 1 = {self.max_length + 1}'}",
-                fix=more + shorter,
+                fix=more | shorter if len(self.tokens) > 2 else more,
             )
 
     @property

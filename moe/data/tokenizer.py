@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from moe.recipe.shapes import SEPARATOR
 from parallel.errors import BadInput
+from parallel.fixes import Set
 
 SEPARATOR_TEXT = "\0"
 PIECE_CHARACTERS = 1 << 20
@@ -285,7 +286,7 @@ def check_separator(tokenizer: Tokenizer, separator: int | None) -> None:
     """Refuse a model with attention within documents if it expects another separator than this tokenizer's. Raises BadInput."""
     if isinstance(tokenizer, Ids) or tokenizer.separator == (SEPARATOR if separator is None else separator):
         return
-    needed, fix = f"{tokenizer.separator}, which separates the documents of this tokenizer", f"set it to {tokenizer.separator}"
+    needed, fix = f"{tokenizer.separator}, which separates the documents of this tokenizer", Set("it", tokenizer.separator)
     raise BadInput("model.document_separator", got="null (0)" if separator is None else separator, needed=needed, fix=fix)
 
 

@@ -10,13 +10,16 @@ read only in `forward`, because engines that gather weights hook it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from moe.kernels import Plan, choose
-from moe.kernels.activation import GATED
+from moe.kernels.activation import GATED, Activation
+from moe.kernels.network import ByProduct, Network
+from moe.kernels.products import PRODUCTS
 from moe.nn.lora import adapted
 from parallel.data.tiling import summed, take
 from parallel.mesh.layout import Tile
@@ -32,17 +35,7 @@ MATRICES = ("w1", "w2", "w3")
 HIDDEN_DIM = {"w1": 2, "w2": 1, "w3": 2, "b1": 1, "b3": 1, "w1_b": 2, "w2_a": 1, "w3_b": 2}
 
 
-class Weights(NamedTuple):
-    """The matrices of some experts, and the biases added after w1 and w3."""
-
-    w1: Tensor
-    w2: Tensor
-    w3: Tensor | None
-    b1: Tensor | None = None
-    b3: Tensor | None = None
-
-
-ExpertChunk = Weights | slice | None  # a chunk of the held experts, as matrices or (with tiles) as a range of them; None: all
+ExpertChunk = Network | slice | None  # a chunk of the held experts, as their network or (with tiles) as a range of them; None: all
 
 
 class Routed(NamedTuple):
@@ -56,7 +49,8 @@ class Experts(nn.Module):
     """Held experts: `w1` [E, D, F], `w2` [E, F, D], and `w3` [E, D, F] for gated activations, or `tiles` to be summed.
 
     `biases`: add `b1` [E, F] after w1 and `b3` [E, F] after w3. The bias after w2 belongs to no hidden unit, so the layer adds it
-    (moe/experts/layer.py). `swiglu`: bounds and slope of that activation, if the recipe sets them.
+    (moe/experts/layer.py). `swiglu`: bounds and slope of that activation, if the recipe sets them. `products`: a policy of
+    moe/kernels/products.py.
     """
 
     def __init__(
@@ -71,12 +65,16 @@ class Experts(nn.Module):
         hidden: slice | None = None,
         biases: bool = False,
         swiglu: Swiglu | None = None,
+        products: str = "plain",
     ) -> None:
         super().__init__()
-        self.biases, self.swiglu = biases, swiglu
+        self.biases, self.activation = biases, Activation(ffn, swiglu)
         self.rank, self.scale = 0, 1.0  # of LoRA adapters, which `adapt` makes
-        self.num_experts, self.d_model, self.d_ff, self.ffn, self.num_tiles = num_experts, d_model, d_ff, ffn, tiles
-        self.kernels_name, self.kernels = kernels, choose(kernels)
+        self.num_experts, self.d_model, self.d_ff, self.num_tiles = num_experts, d_model, d_ff, tiles
+        self.kernels_name, self.products = kernels, (policy := PRODUCTS[products])
+        self.kernels: ModuleType | ByProduct = choose(kernels)
+        if not policy.fused:
+            self.kernels = ByProduct(self.kernels, lambda _, *operands: policy.product(*operands))
         self.tiles = nn.ModuleList()
         self.hold(range(num_experts), hidden=hidden)
 
@@ -84,7 +82,7 @@ class Experts(nn.Module):
         """Allocate weights for these experts (global numbers) and hidden units only. Call it before first values are set."""
         self.held: tuple[int, ...] = tuple(held)
         self.hidden = hidden or slice(0, self.d_ff)
-        count, units = len(self.held), self.hidden.stop - self.hidden.start
+        count, units, gated = len(self.held), self.hidden.stop - self.hidden.start, self.activation.ffn in GATED
         before = next(self.parameters(), None)
         like: dict[str, Any] = {} if before is None else {"device": before.device, "dtype": before.dtype}
         if self.num_tiles > 1:
@@ -92,9 +90,9 @@ class Experts(nn.Module):
             return
         self.w1 = nn.Parameter(torch.empty(count, self.d_model, units, **like))
         self.w2 = nn.Parameter(torch.empty(count, units, self.d_model, **like))
-        self.w3 = nn.Parameter(torch.empty(count, self.d_model, units, **like)) if self.ffn in GATED else None
+        self.w3 = nn.Parameter(torch.empty(count, self.d_model, units, **like)) if gated else None
         self.b1 = nn.Parameter(torch.empty(count, units, **like)) if self.biases else None
-        self.b3 = nn.Parameter(torch.empty(count, units, **like)) if self.biases and self.ffn in GATED else None
+        self.b3 = nn.Parameter(torch.empty(count, units, **like)) if self.biases and gated else None
         if self.rank:
             self.adapt(self.rank, self.scale)
 
@@ -108,19 +106,21 @@ class Experts(nn.Module):
                 setattr(self, f"{name}_a", nn.Parameter(weight.new_empty(count, size_in, rank)))
                 setattr(self, f"{name}_b", nn.Parameter(weight.new_empty(count, rank, size_out)))
 
-    def _read(self, dtype: torch.dtype) -> Weights:
-        """Return the held experts' weights, with adapters added in."""
-        held = Weights(self.w1, self.w2, self.w3, self.b1, self.b3)
-        if not self.rank:
-            return held
-        found = {name: getattr(self, name) for name in MATRICES if getattr(self, name) is not None}
-        pairs = {name: (getattr(self, f"{name}_a"), getattr(self, f"{name}_b")) for name in found}
-        return held._replace(**{name: adapted(w, *pairs[name], scale=self.scale, dtype=dtype) for name, w in found.items()})
+    def _read(self, dtype: torch.dtype) -> Network:
+        """Return the held experts' network, with adapters added in."""
+
+        def read(name: str) -> Tensor | None:
+            weight: Tensor | None = getattr(self, name)
+            if weight is None or not self.rank:
+                return weight
+            return adapted(weight, getattr(self, f"{name}_a"), getattr(self, f"{name}_b"), scale=self.scale, dtype=dtype)
+
+        return Network.of([*map(read, MATRICES), self.b1, self.b3], self.activation)
 
     @property
     def _form(self) -> dict[str, Any]:
-        form = {"d_model": self.d_model, "d_ff": self.d_ff, "ffn": self.ffn, "kernels": self.kernels_name}
-        return form | {"biases": self.biases, "swiglu": self.swiglu}
+        form = {"d_model": self.d_model, "d_ff": self.d_ff, "kernels": self.kernels_name, "products": self.products.name}
+        return form | {"biases": self.biases} | self.activation._asdict()
 
     def _tile(self, units: slice, like: dict[str, Any]) -> Experts:
         first, count = self.hidden.start, len(self.held)
@@ -137,11 +137,11 @@ class Experts(nn.Module):
             take(tile, self, lambda name, i=i: Tile(HIDDEN_DIM[name], i, count))  # type: ignore[misc]
         return made
 
-    def _weights(self, part: ExpertChunk, dtype: torch.dtype) -> Weights:
-        if isinstance(part, Weights):
+    def _network(self, part: ExpertChunk, dtype: torch.dtype) -> Network:
+        if isinstance(part, Network):
             return part
         held = self._read(dtype)
-        return held if part is None else Weights(*(None if w is None else w[part] for w in held))  # type: ignore[arg-type]
+        return held if part is None else Network.of([None if t is None else t[part] for t in held.tensors], held.activation)
 
     def chunks(self, count: int, dtype: torch.dtype) -> list[ExpertChunk]:
         """Cut the held experts into `count` equal chunks, for rows of `dtype`. Each matrix gets one gradient, filled by all chunks."""
@@ -149,8 +149,8 @@ class Experts(nn.Module):
         if self.num_tiles > 1:  # an engine may gather a tile's weights only in its forward pass
             return [slice(i * each, (i + 1) * each) for i in range(count)]
         held = self._read(dtype)
-        cut = [[None] * count if w is None else w.split(each) for w in held]
-        return [Weights(*chunk) for chunk in zip(*cut, strict=True)]  # type: ignore[arg-type]
+        cut = [[None] * count if t is None else t.split(each) for t in held.tensors]
+        return [Network.of(chunk, held.activation) for chunk in zip(*cut, strict=True)]
 
     @in_region("experts")
     def forward(self, x: Tensor, *, counts: list[int] | Routed, dropped_RF: Tensor | None = None, weights: ExpertChunk = None) -> Tensor:
@@ -167,10 +167,9 @@ class Experts(nn.Module):
                 return out
 
             return summed(self.tiles, x, one_tile)
-        *matrices, b1, b3 = self._weights(weights, x.dtype)
-        form: dict[str, Any] = {"ffn": self.ffn, "dropped_RF": dropped_RF, "b1": b1, "b3": b3, "swiglu": self.swiglu}
+        network = self._network(weights, x.dtype)
         if isinstance(counts, Routed):
-            out: Tensor = self.kernels.routed_ffn(x, counts.gate_TK, counts.plan, *matrices, **form)
+            out: Tensor = self.kernels.routed_ffn(x, counts.gate_TK, counts.plan, network, dropped_RF=dropped_RF)
         else:
-            out = self.kernels.grouped_ffn(x, *matrices, counts=counts, **form)
+            out = self.kernels.grouped_ffn(x, network, counts=counts, dropped_RF=dropped_RF)
         return out

@@ -21,7 +21,9 @@ from torch import Tensor, nn
 
 from moe.experts import free, scaled_inputs
 from moe.experts.copies import Copies
-from moe.experts.dispatch import Dispatcher, Dropout, Local
+from moe.experts.dispatch.dispatcher import Exchange
+from moe.experts.dispatch.local import Local
+from moe.experts.dispatch.network import Dropout
 from moe.experts.experts import Experts
 from moe.nn.context import Context
 from moe.nn.linear import FeedForward, Linear, linear_fp32
@@ -90,20 +92,20 @@ class MoELayer(nn.Module):
         count, d_ff, ffn = experts.of_layer(nth), experts.d_ff or d_ff, experts.ffn or ffn
         self.free, self.skip = experts.free, experts.skip
         self.router = Router(
-            router.spec,
+            router,
             num_experts=count + self.free,
             d_model=d_model,
             norm_eps=norm_eps,
             kernels=experts.kernels,
             name=f"layers.{layer}.router",
         )
-        form = {"d_model": d_model, "d_ff": d_ff, "ffn": ffn, "swiglu": swiglu}
-        self.experts = Experts(count, **form, kernels=experts.kernels, biases=experts.biases)  # type: ignore[arg-type]
+        form = {"d_model": d_model, "d_ff": d_ff, "ffn": ffn, "swiglu": swiglu, "kernels": experts.kernels, "products": experts.products}
+        self.experts = Experts(count, **form, biases=experts.biases)  # type: ignore[arg-type]
         self.output_bias = nn.Parameter(torch.empty(count, d_model)) if experts.biases else None
         self.shared_gate = Linear(d_model, 1) if shared is not None and experts.shared_gate else None
         self.residual: nn.Module | None = FeedForward(d_model, d_ff, ffn, swiglu=swiglu) if experts.residual else None
         self.coefficient = Linear(d_model, 2) if experts.residual else None
-        self.dispatcher: Dispatcher = Local()
+        self.dispatcher: Exchange = Local()
         self.reporting = True  # False in text generation: for one token, counting takes as long as a matrix product
         self.copies: Copies | None = None  # set if other ranks hold copies of its tokens
 

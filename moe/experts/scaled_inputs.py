@@ -13,14 +13,15 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from moe.experts.dispatch import Dispatcher, Dropout
+from moe.experts.dispatch.dispatcher import Exchange
+from moe.experts.dispatch.network import Dropout
 from moe.experts.experts import Experts
 from moe.router.router import Routing
 
 # T tokens, K choices, N = T * K, D model
 
 
-def run(dispatcher: Dispatcher, x_TD: Tensor, routing: Routing, experts: Experts, *, dropout: Dropout | None = None) -> Tensor:
+def run(dispatcher: Exchange, x_TD: Tensor, routing: Routing, experts: Experts, *, dropout: Dropout | None = None) -> Tensor:
     """Call the dispatcher's `run` with gates on inputs: [T, D] in x's dtype."""
     choices = routing.expert_TK.shape[1]
     x_ND = rearrange(x_TD.unsqueeze(1) * routing.gate_TK.unsqueeze(2), "t k d -> (t k) d").to(x_TD.dtype)

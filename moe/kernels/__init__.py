@@ -5,7 +5,7 @@
     plan          the row of every kept choice                        (rows are sorted by expert)
     permute       tokens -> rows                                      backward: rows -> tokens
     reorder       rows -> rows, a permutation                         backward: its inverse
-    grouped_ffn   each expert's rows through its own network
+    grouped_ffn   each expert's rows through its own network          (network.py; products.py: other ways to multiply)
     combine       rows -> tokens, weighted by the gates
     routed_ffn    permute, grouped_ffn and combine fused           (if this rank holds all experts)
 
@@ -16,30 +16,29 @@ tensors on a GPU, else `cpu`. All sums have a fixed order, so results do not dep
 
 from __future__ import annotations
 
+from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
 
-import torch
-
-from moe.kernels import auto, cpu, reference
 from moe.kernels.plan import Plan
 from parallel.errors import BadInput
+from parallel.fixes import Set
 
 __all__ = ["Plan", "choose"]
 
-_KERNELS: dict[str, ModuleType] = {"auto": auto, "reference": reference, "cpu": cpu}
+_NAMES = ("auto", "reference", "cpu")
 
 
 def choose(name: str = "auto") -> ModuleType:
     """Return the module of kernels called `name`. Raise BadInput if the name is unknown, or if triton is not installed or has no GPU.
 
-    The package triton is imported only for `triton`. Example: `choose("cpu").permute(x_TD, plan)`.
+    A module is imported when it is chosen: the planner reads this package without torch. Example: `choose("cpu").permute(x_TD, plan)`.
     """
     if name == "triton":
         return _triton()
-    if name not in _KERNELS:
-        raise BadInput("experts.kernels", got=name, needed=f"one of {', '.join(_KERNELS)}, triton", fix="set it to auto")
-    return _KERNELS[name]
+    if name not in _NAMES:
+        raise BadInput("experts.kernels", got=name, needed=f"one of {', '.join(_NAMES)}, triton", fix=Set("it", "auto"))
+    return import_module(f"moe.kernels.{name}")
 
 
 def _triton() -> ModuleType:
@@ -48,8 +47,9 @@ def _triton() -> ModuleType:
             "experts.kernels",
             got="triton, which is not installed",
             needed="the package triton",
-            fix="pip install triton, or set it to auto",
+            fix="pip install triton" | Set("it", "auto"),
         )
+    import torch
     import triton as package
 
     if not torch.cuda.is_available() and not package.knobs.runtime.interpret:
@@ -57,7 +57,7 @@ def _triton() -> ModuleType:
             "experts.kernels",
             got="triton, but torch sees no GPU",
             needed="a GPU",
-            fix="set it to auto (to try the kernels, slowly: TRITON_INTERPRET=1)",
+            fix=Set("it", "auto", said="auto (to try the kernels, slowly: TRITON_INTERPRET=1)"),
         )
     from moe.kernels import triton
 

@@ -7,7 +7,7 @@ swiglu is silu(h) * g. A recipe may bound h and g and change the slope (model.sw
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,13 @@ from moe.recipe.shapes import GATED as GATED
 
 if TYPE_CHECKING:  # kernels run without the packages that read recipes
     from moe.recipe.sections import Swiglu
+
+
+class Activation(NamedTuple):
+    """The arguments of `activate` after h and g: the activation's name, and bounds and slope of swiglu if the recipe sets them."""
+
+    ffn: str
+    swiglu: Swiglu | None = None
 
 
 def activate(hidden: Tensor, gate: Tensor | None, ffn: str, swiglu: Swiglu | None = None) -> Tensor:

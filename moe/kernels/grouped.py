@@ -18,23 +18,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from moe.kernels.activation import activate, activate_backward
+from moe.kernels.activation import Activation, activate, activate_backward
+from moe.kernels.network import Matrices, Network
 from moe.kernels.plan import Plan
 from moe.kernels.rows import combine, permute
 from parallel.numerics.precision import gradient_dtype
 from parallel.numerics.weight_gradient import PendingGradients, if_deferrable, pending_for
 
-if TYPE_CHECKING:
-    from moe.recipe.sections import Swiglu
-
 # N source rows, R routed rows, Q routed rows with padding, E experts held, D model, F hidden, I and O a matrix's in and out
 
-_Matrices = tuple[Tensor, Tensor, Tensor | None]
 _HALF = (torch.bfloat16, torch.float16)
 _FEW_ROWS = 32
 _BLOCK_BYTES = 3 * 2**20  # fp32 scratch per thread: fits into a core's cache, and is small compared with the gradients
@@ -163,21 +160,10 @@ class _Kept(NamedTuple):
 
 
 def _network(
-    x_ND: Tensor,
-    gate_R: Tensor | None,
-    w1: Tensor,
-    w2: Tensor,
-    w3: Tensor | None,
-    b1: Tensor | None,
-    b3: Tensor | None,
-    mask_RF: Tensor | None,
-    rows: Rows,
-    ffn: str,
-    swiglu: Swiglu | None,
-    *,
-    keep: bool,
+    x_ND: Tensor, gate_R: Tensor | None, mask_RF: Tensor | None, rows: Rows, network: Network, *, keep: bool
 ) -> tuple[Tensor, _Kept]:
     """Compute each row's expert. With `gate_R`, results times gates are added to their source rows; else each row has its own result."""
+    w1, w2, w3, b1, b3 = network.tensors
     size, hidden = len(rows.source_Q), w1.shape[2]
     gate_Q, mask_QF = _pad(gate_R, rows), _pad(mask_RF, rows)
     h_QF = x_ND.new_empty(size if keep else 0, hidden)
@@ -193,9 +179,9 @@ def _network(
             g = g_QF[b.padded] if g_QF is not None and keep else torch.empty_like(h)
             _multiply(x, _weights(w3, b, x), g)
             _add_bias(g, b3, b)
-        if ffn == "relu":
+        if network.activation.ffn == "relu":
             h.relu_()  # relu's derivative can be read off its output, so the output is saved
-        a = _activation(h, g, ffn, swiglu, None if mask_QF is None else mask_QF[b.padded])
+        a = _activated(h, g, network.activation, None if mask_QF is None else mask_QF[b.padded])
         y = x  # x is not read again, so its memory holds the result
         _multiply(a, _weights(w2, b, x), y)
         _put(out, y, rows, b, gate_Q)
@@ -204,12 +190,14 @@ def _network(
 
 class _Network(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *given: Any) -> Tensor:
-        """Take the positional arguments of _network."""
-        x_ND, _, w1, w2, w3, b1, b3, _, rows, ffn, swiglu = given
-        out, kept = _network(*given, keep=True)
+    def forward(
+        ctx: Any, x_ND: Tensor, gate_R: Tensor | None, mask_RF: Tensor | None, rows: Rows, activation: Activation, *tensors: Tensor | None
+    ) -> Tensor:
+        """Compute _network for the network of `tensors`."""
+        out, kept = _network(x_ND, gate_R, mask_RF, rows, Network.of(tensors, activation), keep=True)
+        w1, w2, w3, *ctx.biases = tensors
         ctx.save_for_backward(x_ND, kept.gate_Q, w1, w2, w3, kept.mask_QF, kept.h_QF, kept.g_QF)
-        ctx.rows, ctx.ffn, ctx.swiglu, ctx.weights, ctx.biases = rows, ffn, swiglu, if_deferrable(w1, w2, w3), (b1, b3)
+        ctx.rows, ctx.activation, ctx.weights = rows, activation, if_deferrable(w1, w2, w3)
         return out
 
     @staticmethod
@@ -220,10 +208,10 @@ class _Network(torch.autograd.Function):
         grad_x = x_ND.new_zeros(x_ND.shape, dtype=_wide(x_ND)) if gate_Q is not None else torch.empty_like(x_ND)
         grad_gate_Q = None if gate_Q is None else torch.empty_like(gate_Q)
         grad_b1, grad_b3 = (None if bias is None else _empty_bias_gradient(bias) for bias in ctx.biases)
-        euler = ctx.ffn == "relu" and gate_Q is not None and grad_b1 is None
+        euler = ctx.activation.ffn == "relu" and gate_Q is not None and grad_b1 is None
         weights = ctx.weights or (w1, w2, w3)
         pending, deferred = pending_for(*(w for w in weights if w is not None)), list[_Deferred]()
-        trained = [w if needed else None for w, needed in zip(weights, ctx.needs_input_grad[2:5], strict=True)]
+        trained = [w if needed else None for w, needed in zip(weights, ctx.needs_input_grad[5:8], strict=True)]
         grads = [None] * 3 if pending is not None else _gradients(trained, rows)
         for b in rows.blocks:
             h, g = h_QF[b.padded], None if g_QF is None else g_QF[b.padded]
@@ -231,7 +219,7 @@ class _Network(torch.autograd.Function):
             gate = None if gate_Q is None else gate_Q[b.padded]
             grad_y = _gather(grad_out, rows, b)
             x = grad_y if pending is not None and not euler else _gather(x_ND, rows, b)  # if deferred, only its shape and dtype matter
-            a = _activation(h, g, ctx.ffn, ctx.swiglu, mask)
+            a = _activated(h, g, ctx.activation, mask)
             grad_a = torch.empty_like(h)
             _multiply(grad_y, _weights(w2, b, h).mT, grad_a)
             if not euler and grad_gate_Q is not None:
@@ -241,7 +229,7 @@ class _Network(torch.autograd.Function):
                 _weight_gradient(a, _times_gate(grad_y, gate), grads[1], b)
             if mask is not None:
                 grad_a.mul_(mask)
-            grad_h, grad_g = activate_backward(grad_a, h, g, ctx.ffn, ctx.swiglu)
+            grad_h, grad_g = activate_backward(grad_a, h, g, *ctx.activation)
             _bias_gradient(grad_h, gate, grad_b1, b)
             _bias_gradient(grad_g, gate, grad_b3, b)
             back = torch.empty_like(x)
@@ -261,7 +249,7 @@ class _Network(torch.autograd.Function):
         if pending is not None:
             _defer(pending, weights, x_ND, grad_out, gate_Q, rows, deferred)
         grad_gate_R = grad_gate_Q if rows.place_R is None or grad_gate_Q is None else grad_gate_Q.index_select(0, rows.place_R)
-        return grad_x.to(x_ND.dtype), grad_gate_R, *grads, grad_b1, grad_b3, None, None, None, None
+        return grad_x.to(x_ND.dtype), grad_gate_R, None, None, None, *grads, grad_b1, grad_b3
 
 
 class _Deferred(NamedTuple):
@@ -275,7 +263,7 @@ class _Deferred(NamedTuple):
 
 def _defer(
     pending: PendingGradients,
-    weights: _Matrices,
+    weights: Matrices,
     x_ND: Tensor,
     grad_out: Tensor,
     gate_Q: Tensor | None,
@@ -315,9 +303,9 @@ def _wide(rows: Tensor) -> torch.dtype:
     return torch.promote_types(rows.dtype, torch.float32)
 
 
-def _activation(h: Tensor, g: Tensor | None, ffn: str, swiglu: Swiglu | None, mask: Tensor | None) -> Tensor:
-    """Compute the activation A from the pre-activations."""
-    a = h if ffn == "relu" else activate(h, g, ffn, swiglu)
+def _activated(h: Tensor, g: Tensor | None, activation: Activation, mask: Tensor | None) -> Tensor:
+    """Compute the activation A from the pre-activations; relu's is saved in place of its pre-activation."""
+    a = h if activation.ffn == "relu" else activate(h, g, *activation)
     return a if mask is None else a * mask
 
 
@@ -417,58 +405,30 @@ def _row_bytes(rows: Tensor, w1: Tensor) -> int:
     return (w1.shape[2] + 4 * w1.shape[1]) * rows.element_size()
 
 
-def _recorded(*tensors: Tensor | None) -> bool:
-    """Return whether a backward pass may follow. If not, a block's hidden rows are freed with the block."""
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+def _run(x_ND: Tensor, gate_R: Tensor | None, mask_RF: Tensor | None, rows: Rows, network: Network, *, keep: bool) -> Tensor:
+    """Compute each row's expert. Without `keep`, a block's hidden rows are freed with the block."""
+    if not keep:
+        return _network(x_ND, gate_R, mask_RF, rows, network, keep=False)[0]
+    out: Tensor = _Network.apply(x_ND, gate_R, mask_RF, rows, network.activation, *network.tensors)
+    return out
 
 
-def grouped_ffn(
-    rows_RD: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    w3: Tensor | None,
-    *,
-    counts: list[int],
-    ffn: str,
-    dropped_RF: Tensor | None = None,
-    b1: Tensor | None = None,
-    b3: Tensor | None = None,
-    swiglu: Swiglu | None = None,
-) -> Tensor:
-    """Compute `activation(rows w1 [+ b1]) [* (rows w3 [+ b3])] w2` with the weights of each row's expert: [R, D] to [R, D].
+def grouped_ffn(rows_RD: Tensor, network: Network, *, counts: list[int], dropped_RF: Tensor | None = None) -> Tensor:
+    """Compute `activation(rows w1 [+ b1]) [* (rows w3 [+ b3])] w2` with the network of each row's expert: [R, D] to [R, D].
 
     Arguments as in moe.kernels.reference.grouped_ffn.
     """
     source_R = torch.arange(len(rows_RD), device=rows_RD.device)
-    rows = arrange(source_R, counts, row_bytes=_row_bytes(rows_RD, w1), dtype=rows_RD.dtype, sums=False)
-    given = (rows_RD, None, w1, w2, w3, b1, b3, dropped_RF, rows, ffn, swiglu)
-    out: Tensor = _Network.apply(*given) if _recorded(rows_RD, w1, w2, w3, b1, b3) else _network(*given, keep=False)[0]
-    return out
+    rows = arrange(source_R, counts, row_bytes=_row_bytes(rows_RD, network.w1), dtype=rows_RD.dtype, sums=False)
+    return _run(rows_RD, None, dropped_RF, rows, network, keep=network.recorded(rows_RD))
 
 
-def routed_ffn(
-    x_TD: Tensor,
-    gate_TK: Tensor,
-    plan: Plan,
-    w1: Tensor,
-    w2: Tensor,
-    w3: Tensor | None,
-    *,
-    ffn: str,
-    dropped_RF: Tensor | None = None,
-    b1: Tensor | None = None,
-    b3: Tensor | None = None,
-    swiglu: Swiglu | None = None,
-) -> Tensor:
+def routed_ffn(x_TD: Tensor, gate_TK: Tensor, plan: Plan, network: Network, *, dropped_RF: Tensor | None = None) -> Tensor:
     """Fuse permute, grouped_ffn and combine: tokens [T, D] to [T, D] in x's dtype, summed in fp32 in the order of experts."""
     counts: list[int] = plan.counts_E.tolist()
     if x_TD.is_cuda:  # on a GPU, index_add_ has no fixed order
-        rows_RD = permute(x_TD, plan)
-        rows_RD = grouped_ffn(rows_RD, w1, w2, w3, counts=counts, ffn=ffn, dropped_RF=dropped_RF, b1=b1, b3=b3, swiglu=swiglu)
-        return combine(rows_RD, gate_TK, plan)
-    keep = _recorded(x_TD, gate_TK, w1, w2, w3, b1, b3)
-    rows = arrange(plan.token_R, counts, row_bytes=_row_bytes(x_TD, w1), dtype=x_TD.dtype, sums=True, keep=keep)
+        return combine(grouped_ffn(permute(x_TD, plan), network, counts=counts, dropped_RF=dropped_RF), gate_TK, plan)
+    keep = network.recorded(x_TD, gate_TK)
+    rows = arrange(plan.token_R, counts, row_bytes=_row_bytes(x_TD, network.w1), dtype=x_TD.dtype, sums=True, keep=keep)
     gate_R = gate_TK.reshape(-1).index_select(0, plan.choice_R)
-    given = (x_TD, gate_R, w1, w2, w3, b1, b3, dropped_RF, rows, ffn, swiglu)
-    out: Tensor = _Network.apply(*given) if keep else _network(*given, keep=False)[0]
-    return out
+    return _run(x_TD, gate_R, dropped_RF, rows, network, keep=keep)

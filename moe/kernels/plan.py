@@ -8,8 +8,10 @@ expert  1   0   1   1        token  1   0   3
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # T tokens, K choices, R rows (kept choices), E experts
 

@@ -5,19 +5,14 @@ Autograd computes the backward pass, except for products with weights: `product`
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
-from moe.kernels.activation import activate
+from moe.kernels.network import Network
 from moe.kernels.plan import Plan
 from parallel.numerics.weight_gradient import product
 
-if TYPE_CHECKING:
-    from moe.recipe.sections import Swiglu
-
-# T tokens, K choices, R rows, E experts, D model, F hidden
+# T tokens, K choices, R rows, E experts, D model, F hidden, O a matrix's out
 
 
 def top_k(scores_TE: Tensor, k: int) -> Tensor:
@@ -68,32 +63,20 @@ def reorder(rows_RD: Tensor, index_R: Tensor) -> Tensor:
     return rows_RD[index_R]
 
 
-def grouped_ffn(
-    rows_RD: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    w3: Tensor | None,
-    *,
-    counts: list[int],
-    ffn: str,
-    dropped_RF: Tensor | None = None,
-    b1: Tensor | None = None,
-    b3: Tensor | None = None,
-    swiglu: Swiglu | None = None,
-) -> Tensor:
-    """Compute `activation(rows w1 [+ b1]) [* (rows w3 [+ b3])] w2` with the weights of each row's expert: [R, D] to [R, D].
+def grouped_ffn(rows_RD: Tensor, network: Network, *, counts: list[int], dropped_RF: Tensor | None = None) -> Tensor:
+    """Compute `activation(rows w1 [+ b1]) [* (rows w3 [+ b3])] w2` with the network of each row's expert: [R, D] to [R, D].
 
-    w1 and w3 are [E, D, F], w2 is [E, F, D]; w3 is None without a gated activation. b1 and b3 are [E, F]. `counts`: rows of each
-    expert. `dropped_RF`: factors of dropout for the hidden rows. `swiglu`: bounds and slope, if the recipe sets them.
+    `counts`: rows of each expert. `dropped_RF`: factors of dropout for the hidden rows.
     """
     outs, start = [], 0
     for expert, count in enumerate(counts):
-        rows = rows_RD[start : start + count]
-        gate = _with_bias(product(rows, w3[expert]), b3, expert) if w3 is not None else None
-        hidden = activate(_with_bias(product(rows, w1[expert]), b1, expert), gate, ffn, swiglu)
-        if dropped_RF is not None:
-            hidden = hidden * dropped_RF[start : start + count]
-        outs.append(product(hidden, w2[expert]))
+
+        def multiply(_: str, rows: Tensor, weight_EIO: Tensor, bias_EO: Tensor | None, expert: int = expert) -> Tensor:
+            out = product(rows, weight_EIO[expert])
+            return out if bias_EO is None else out + bias_EO[expert].to(out.dtype)
+
+        here = slice(start, start + count)
+        outs.append(network.compute(rows_RD[here], multiply, dropped_RF=None if dropped_RF is None else dropped_RF[here]))
         start += count
     return torch.cat(outs)
 
@@ -106,26 +89,7 @@ def combine(rows_RD: Tensor, gate_TK: Tensor, plan: Plan) -> Tensor:
     return y_TD.index_add(0, plan.token_R, weighted_RD).to(rows_RD.dtype)
 
 
-def routed_ffn(
-    x_TD: Tensor,
-    gate_TK: Tensor,
-    plan: Plan,
-    w1: Tensor,
-    w2: Tensor,
-    w3: Tensor | None,
-    *,
-    ffn: str,
-    dropped_RF: Tensor | None = None,
-    b1: Tensor | None = None,
-    b3: Tensor | None = None,
-    swiglu: Swiglu | None = None,
-) -> Tensor:
+def routed_ffn(x_TD: Tensor, gate_TK: Tensor, plan: Plan, network: Network, *, dropped_RF: Tensor | None = None) -> Tensor:
     """Call permute, grouped_ffn and combine: [T, D] to [T, D], on a rank that holds all experts."""
-    counts: list[int] = plan.counts_E.tolist()
-    rows_RD = permute(x_TD, plan)
-    rows_RD = grouped_ffn(rows_RD, w1, w2, w3, counts=counts, ffn=ffn, dropped_RF=dropped_RF, b1=b1, b3=b3, swiglu=swiglu)
+    rows_RD = grouped_ffn(permute(x_TD, plan), network, counts=plan.counts_E.tolist(), dropped_RF=dropped_RF)
     return combine(rows_RD, gate_TK, plan)
-
-
-def _with_bias(hidden_RF: Tensor, bias_EF: Tensor | None, expert: int) -> Tensor:
-    return hidden_RF if bias_EF is None else hidden_RF + bias_EF[expert].to(hidden_RF.dtype)

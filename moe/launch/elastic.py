@@ -118,7 +118,7 @@ def _expert_degrees(run: Run, dp: int) -> list[int | str]:
 
 def _same_size(run: Run) -> bool:
     """Return whether the router decides or balances within a rank's micro-batch. Then that must keep its number of sequences."""
-    spec = run.router.spec
+    spec = run.router
     if not run.model.layers_with_experts():
         return False
     balanced = spec.balance_scope == "micro_batch" and spec.asks_balance

@@ -35,7 +35,6 @@ from parallel.process.parent import die_with
 _FORK_S, _LEAVE_S, _LOOK_S = 10.0, 10.0, 0.1
 # imported late in a rank: torch's optimizers need the compiler, rank 0 TensorBoard
 _LATER = ("torch._dynamo", "torch.utils.tensorboard")
-_BY_SHARDING = {"zero": ("parallel.data.deepspeed", "deepspeed"), "fsdp": ("torch.distributed.fsdp",)}
 
 
 class Forked:
@@ -148,8 +147,9 @@ def _load(words: list[str]) -> None:
     """Import the modules of the ranks, once for all of them."""
     given = parse(words)
     run, _ = load(given.recipe, given.overrides)
-    for name in ("moe.launch.launch", "moe.train.loop.trainer", *_LATER, *_BY_SHARDING.get(run.sharding.kind, ())):
+    for name in ("moe.launch.launch", "moe.train.loop.trainer", *_LATER):
         importlib.import_module(name)
+    run.sharding.carrier(pp=run.degrees.pp).load()
     gc.collect()
     gc.freeze()  # a collection in a fork would copy every page that holds an object
 

@@ -26,6 +26,7 @@ from moe.recipe.shapes import NORM_EPS
 from parallel.annotations.annotated import Compute, Rank
 from parallel.annotations.graph import Graph, Operator
 from parallel.errors import BadInput
+from parallel.fixes import Remove, Set
 
 
 def compute_of(run: Run) -> Compute:
@@ -34,24 +35,24 @@ def compute_of(run: Run) -> Compute:
     """
     m = run.model
     refused = {
-        "model.moe_every": ("MoE layers", bool(m.layers_with_experts()), "set it to 0, or use a layout that is a kind of the project"),
-        "model.positions": ("t5", m.positions == "t5", "set it to rotary"),
-        "model.qk_norm": (m.qk_norm, m.qk_norm != "none", "set it to none"),
-        "model.qkv_bias": ("true", m.qkv_bias, "set it to false"),
-        "model.clip_qkv": (m.clip_qkv, m.clip_qkv is not None, "set it to null"),
-        "model.latent.key_rank": (m.latent.key_rank, m.latent.key_rank is not None, "set it to null"),
-        "model.scales": ("factors", m.scales != Scales(), "remove them"),
-        "model.logit_cap": (m.logit_cap, m.logit_cap is not None, "set it to null"),
-        "model.out_bias": ("true", m.out_bias, "set it to false"),
-        "model.attention_sinks": ("true", m.attention_sinks, "set it to false"),
+        "model.moe_every": ("MoE layers", bool(m.layers_with_experts()), Set("it", 0) | "use a layout that is a kind of the project"),
+        "model.positions": ("t5", m.positions == "t5", Set("it", "rotary")),
+        "model.qk_norm": (m.qk_norm, m.qk_norm != "none", Set("it", "none")),
+        "model.qkv_bias": ("true", m.qkv_bias, Set("it", False)),
+        "model.clip_qkv": (m.clip_qkv, m.clip_qkv is not None, Set("it", None)),
+        "model.latent.key_rank": (m.latent.key_rank, m.latent.key_rank is not None, Set("it", None)),
+        "model.scales": ("factors", m.scales != Scales(), Remove("it")),
+        "model.logit_cap": (m.logit_cap, m.logit_cap is not None, Set("it", None)),
+        "model.out_bias": ("true", m.out_bias, Set("it", False)),
+        "model.attention_sinks": ("true", m.attention_sinks, Set("it", False)),
         "model.sliding_window": (
             m.sliding_window,
             any((m.window_of(i) or m.max_length) < m.max_length for i in range(m.num_layers)),
-            "set it to null",
+            Set("it", None),
         ),
-        "model.document_mask": ("true", m.document_mask, "set it to false"),
-        "model.ahead": (m.ahead, m.ahead > 0, "set it to 0"),
-        "model.dropout": (m.dropout, m.dropout > 0, "set it to 0"),
+        "model.document_mask": ("true", m.document_mask, Set("it", False)),
+        "model.ahead": (m.ahead, m.ahead > 0, Set("it", 0)),
+        "model.dropout": (m.dropout, m.dropout > 0, Set("it", 0)),
     }
     for key, (got, wrong, fix) in refused.items():
         if wrong:

@@ -13,11 +13,10 @@ from moe.model.transformer import Transformer, embedding_as_module, moe_layers
 from moe.nn.lora import adapt, freeze
 from moe.parallelize import stages
 from moe.parallelize.compiled import compile_between_products
-from moe.parallelize.engines import by_fsdp, offload_of
+from moe.parallelize.engines import setup_of
 from moe.parallelize.memory import save_memory
 from moe.parallelize.plan import lay_out, plan_for
 from moe.parallelize.sequence import slice_sequences
-from moe.parallelize.units import units_of
 from moe.recipe import hash_table
 from moe.recipe.hash_table import Table
 from moe.recipe.sections import Run
@@ -40,7 +39,7 @@ def laid_out(run: Run, mesh: Mesh) -> tuple[Transformer, Plan, dict[str, Layout]
         adapt(model, run.lora)
         save_memory(model, recompute=run.recompute, tiling=run.tiling)
         model.to(DTYPES[run.precision.master])
-    if by_fsdp(run) or run.degrees.tp > 1:
+    if run.sharding.carrier(pp=run.degrees.pp).by_module or run.degrees.tp > 1:
         embedding_as_module(model)
     plan = plan_for(run)
     layouts = lay_out(model, plan)
@@ -66,23 +65,14 @@ def build(run: Run, mesh: Mesh, *, device: torch.device, table: Table | None = N
         )
     model, _, layouts = laid_out(run, mesh)
     for num_experts in set(model.expert_counts.values()):  # here, because a plan can be made of any recipe and must run none of its code
-        check_own(run.router.spec, num_experts)
+        check_own(run.router, num_experts)
     first = FirstValues(run.model, layouts, mesh, seed=run.train.seed)
-    if by_fsdp(run):
-        from parallel.data.fsdp import shard  # here, because it takes a second to import
-
-        s = run.sharding
-        reshard = s.reshard and run.degrees.pp == 1
-        units = units_of(model, lambda name: data_axis(layouts[name], mesh).ranks)
-        shard(model, units, layouts=layouts, mesh=mesh, device=device, reshard=reshard, prefetch=s.prefetch, fill=first.fill)
-        zero_buffers(model, device=device)
-    elif run.sharding.kind == "zero" and run.sharding.stage == 3:
-        from parallel.data.zero3 import ShardedInit  # here, because deepspeed takes seconds to import
-
-        ShardedInit(layouts, mesh, device=device, fill=first.fill, offload=offload_of(run.sharding.offload))(model)
-        zero_buffers(model, device=device)
-    else:
+    cut = run.sharding.carrier(pp=run.degrees.pp).cut
+    if cut is None:
         initialise(model, first, device=device)
+    else:
+        cut(model, setup_of(run, model, layouts, mesh), device, first.fill)
+        zero_buffers(model, device=device)
     freeze(model)
     if run.train.compile:
         compile_between_products(model)

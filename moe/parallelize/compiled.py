@@ -26,6 +26,7 @@ from moe.model.transformer import Transformer
 from moe.nn.linear import FeedForward, Norm, normed
 from moe.nn.vocabulary import cross_entropy
 from parallel.errors import BadInput
+from parallel.fixes import Set
 
 _SIZES = 64  # most sizes and dtypes that are compiled of one function; torch itself stops at 8
 
@@ -49,7 +50,7 @@ class Compiled:
         except torch._dynamo.exc.TorchDynamoException as error:
             why = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
             needed = "a C++ compiler with Python's headers on a CPU, triton on a GPU, and a folder for temporary files"
-            raise BadInput("train.compile", got=f"true, but: {why}", needed=needed, fix="set train.compile to false") from error
+            raise BadInput("train.compile", got=f"true, but: {why}", needed=needed, fix=Set("train.compile", False)) from error
 
     def _prepared(self) -> Callable[..., Tensor]:
         torch._dynamo.config.recompile_limit = max(_SIZES, torch._dynamo.config.recompile_limit)

@@ -1,8 +1,8 @@
 """The matrices of a model that K-FAC handles, and the hooks through which it sees their rows.
 
     plain linears   attention's four, feed-forward networks, shared and residual experts: a hook on each module
-    experts         each expert's matrices on the rows routed to it: in a step that updates factors, its network runs matrix by
-                    matrix instead of fused, so that inputs and gradients of each matrix can be seen
+    experts         each expert's matrices on the rows routed to it: in a step that updates factors, its network runs product by
+                    product instead of fused, so that inputs and gradients of each matrix can be seen
 
 Embedding, vocabulary projection, router, gates and norms take AdamW's steps. q, k and v read the same rows, as do w1 and w3: they share
 a factor of inputs.
@@ -12,25 +12,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from moe.experts.experts import MATRICES, Experts
-from moe.kernels import Plan
-from moe.kernels.activation import activate
+from moe.kernels.network import ByProduct
 from moe.nn.linear import Linear as Plain
 from parallel.kfac.kfac import Kfac, Linear, Settings
 from parallel.mesh.gradients import sum_gradients, sum_over_holders
 from parallel.mesh.layout import Layout
 from parallel.mesh.mesh import Mesh
 
-if TYPE_CHECKING:
-    from moe.recipe.sections import Swiglu
-
-# R rows, D model, F hidden, E experts held, T tokens, K choices
+# R rows, E experts held, I and O a matrix's in and out
 
 _READS_WHAT = {"k": "q", "v": "q", "w3": "w1"}  # a matrix, and the first matrix that reads the same input rows
 _GATES = ("shared_gate", "coefficient")  # with one or two outputs a token, in fp32
@@ -61,7 +56,7 @@ def watched(model: nn.Module, layouts: dict[str, Layout], mesh: Mesh, *, setting
     for name, module in plain:
         module.register_forward_hook(_hook(kfac, name))
     for path, module in stacks:
-        module.kernels = Seen(module.kernels, kfac, path)  # type: ignore[assignment]
+        module.kernels = Seen(module, kfac, path)
     return kfac
 
 
@@ -85,66 +80,27 @@ def _hook(kfac: Kfac, name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Ten
     return lambda _, inputs, output: kfac.watch(name, inputs[0], output)
 
 
-class Seen:
-    """Kernels with expert networks that report to K-FAC; everything else is delegated to `kernels`."""
+class Seen(ByProduct):
+    """Kernels that compute expert networks product by product in passes that are recorded, and report each product to K-FAC."""
 
-    def __init__(self, kernels: ModuleType, kfac: Kfac, path: str) -> None:
-        self.kernels, self.kfac, self.path = kernels, kfac, path
+    def __init__(self, experts: Experts, kfac: Kfac, path: str) -> None:
+        def times(name: str, rows: Tensor, weight_EIO: Tensor, counts: list[int]) -> Tensor:
+            out = experts.products.product(rows, weight_EIO, counts)
+            kfac.watch(f"{path}.{name}", rows, out, counts)
+            return out
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.kernels, name)
+        super().__init__(experts.kernels, times)
+        self.kfac = kfac
 
     @property
     def _looks(self) -> bool:
         """True if this forward pass is recorded. Recomputation gets the same answer, since both passes must do the same operations."""
         return self.kfac.records and torch.is_grad_enabled()
 
-    def grouped_ffn(
-        self,
-        rows_RD: Tensor,
-        w1: Tensor,
-        w2: Tensor,
-        w3: Tensor | None,
-        *,
-        counts: list[int],
-        ffn: str,
-        dropped_RF: Tensor | None = None,
-        b1: Tensor | None = None,
-        b3: Tensor | None = None,
-        swiglu: Swiglu | None = None,
-    ) -> Tensor:
-        if not self._looks:
-            form: dict[str, Any] = {"ffn": ffn, "dropped_RF": dropped_RF, "b1": b1, "b3": b3, "swiglu": swiglu}
-            out: Tensor = self.kernels.grouped_ffn(rows_RD, w1, w2, w3, counts=counts, **form)
-            return out
-        gate_RF = None if w3 is None else self._times("w3", rows_RD, w3, counts, b3)
-        hidden_RF = activate(self._times("w1", rows_RD, w1, counts, b1), gate_RF, ffn, swiglu)
-        if dropped_RF is not None:
-            hidden_RF = hidden_RF * dropped_RF
-        return self._times("w2", hidden_RF, w2, counts)
+    def grouped_ffn(self, *given: Any, **named: Any) -> Tensor:
+        out: Tensor = (super().grouped_ffn if self._looks else self.kernels.grouped_ffn)(*given, **named)
+        return out
 
-    def routed_ffn(
-        self,
-        x_TD: Tensor,
-        gate_TK: Tensor,
-        plan: Plan,
-        w1: Tensor,
-        w2: Tensor,
-        w3: Tensor | None,
-        **form: Any,
-    ) -> Tensor:
-        if not self._looks:
-            out: Tensor = self.kernels.routed_ffn(x_TD, gate_TK, plan, w1, w2, w3, **form)
-            return out
-        counts: list[int] = plan.counts_E.tolist()
-        rows_RD = self.grouped_ffn(self.kernels.permute(x_TD, plan), w1, w2, w3, counts=counts, **form)
-        combined: Tensor = self.kernels.combine(rows_RD, gate_TK, plan)
-        return combined
-
-    def _times(self, name: str, rows: Tensor, weight_EIO: Tensor, counts: list[int], bias_EO: Tensor | None = None) -> Tensor:
-        parts = [part @ weight.to(rows.dtype) for part, weight in zip(rows.split(counts), weight_EIO, strict=True)]
-        out = torch.cat(parts)
-        self.kfac.watch(f"{self.path}.{name}", rows, out, counts)
-        if bias_EO is None:
-            return out
-        return out + bias_EO.to(out.dtype).repeat_interleave(torch.tensor(counts, device=out.device), dim=0)
+    def routed_ffn(self, *given: Any, **named: Any) -> Tensor:
+        out: Tensor = (super().routed_ffn if self._looks else self.kernels.routed_ffn)(*given, **named)
+        return out

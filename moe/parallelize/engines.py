@@ -6,25 +6,25 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from moe.model.names import is_bias
 from moe.model.transformer import Transformer
 from moe.nn.linear import Linear
 from moe.parallelize.curvature import watched
 from moe.parallelize.replicas import gather, scatter
-from moe.parallelize.units import read_in_fp32
+from moe.parallelize.units import read_in_fp32, units_of
 from moe.recipe import sections
 from moe.recipe.plugin import is_plugin, load_plugin
 from moe.recipe.sections import Run
-from parallel.data.ddp import DDP
-from parallel.data.dp import Replicas
 from parallel.data.engine import AdamW, Engine, Rule
+from parallel.data.kinds.kind import Setup
 from parallel.data.offload import Offload
 from parallel.errors import BadInput
+from parallel.fixes import Words, all_of
 from parallel.kfac.grafted import Curved, Grafted
 from parallel.kfac.kfac import Settings
+from parallel.mesh.gradients import data_axis
 from parallel.mesh.layout import Layout
 from parallel.mesh.mesh import Mesh
 from parallel.numerics.precision import DTYPES
@@ -48,67 +48,38 @@ def offload_of(settings: sections.Offload) -> Offload:
     return Offload(settings.optimizer, settings.parameters, settings.path)
 
 
-def by_fsdp(run: Run) -> bool:
-    """Return whether torch's fully_shard carries out the recipe's sharding."""
-    s = run.sharding
-    slow = run.degrees.pp > 1 and s.allow_slow and s.stage >= 2  # with stages no other engine can
-    return s.kind == "fsdp" or (s.kind == "zero" and (s.engine == "fsdp" or slow))
+def setup_of(run: Run, model: Transformer, layouts: dict[str, Layout], mesh: Mesh) -> Setup:
+    """Return what the recipe and the model say to an engine."""
+    s, wide, compute, kept = run.sharding, DTYPES[run.precision.master], model.compute, read_in_fp32(model)
+    return Setup(
+        layouts,
+        mesh,
+        offload=offload_of(s.offload),
+        reshard=s.reshard,
+        prefetch=s.prefetch,
+        replicas=s.replicas,
+        working=None if compute == wide else lambda name: wide if name in kept else compute,
+        units=lambda: units_of(model, lambda name: data_axis(layouts[name], mesh).ranks),
+        scatter=scatter,
+        gather=gather,
+    )
 
 
-def start_engine(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh: Mesh, *, rule: Rule | None = None) -> Engine:
+def start_engine(run: Run, model: Transformer, layouts: dict[str, Layout], mesh: Mesh, *, rule: Rule | None = None) -> Engine:
     """Start the engine of the recipe's data parallelism around the model. Collective.
 
     `rule`: a user's own optimizer, instead of the recipe's. moe/train/parts/executor.py runs the engine's forward and backward passes.
     """
-    optimizer = rule or optimizer_of(run.optimizer)
-    if run.sharding.kind == "dp":
-        first = next(model.parameters()).device
-        apart = first.type == "cuda" and torch.cuda.device_count() >= run.sharding.replicas
-        devices = [torch.device("cuda", i) if apart else first for i in range(run.sharding.replicas)]
-        replicas = Replicas(model, devices=devices, scatter=scatter, gather=gather)
-        return DDP(model, layouts=layouts, mesh=mesh, optimizer=optimizer, forward=replicas)
-    if run.sharding.kind == "ddp":
-        return _start_ddp(run, model, layouts, mesh, optimizer)
-    if by_fsdp(run):
-        from parallel.data.fsdp import FSDP
-
-        return FSDP(model, layouts=layouts, mesh=mesh, optimizer=optimizer)
-    return _start_zero(run, model, layouts, mesh, optimizer)
-
-
-def _start_ddp(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh: Mesh, optimizer: Rule) -> Engine:
-    k = run.optimizer.kfac
+    optimizer, kind = rule or optimizer_of(run.optimizer), run.sharding.carrier(pp=run.degrees.pp)
+    setup, k = setup_of(run, model, layouts, mesh), run.optimizer.kfac
+    for module in model.modules() if kind.frees_weights else ():
+        if isinstance(module, Linear):
+            module.recast = True  # a plain product would keep its weight until the backward pass
     if run.optimizer.kind != "kfac":
-        return DDP(model, layouts=layouts, mesh=mesh, optimizer=optimizer)
-    settings = Settings(k.damping, k.ema, k.refresh_every, k.delay)
-    kfac = watched(model, layouts, mesh, settings=settings, experts=k.experts)
+        return kind.start(model, setup, optimizer)
     assert isinstance(optimizer, AdamW)
-    optimizer = replace(optimizer, make=partial(Grafted, kfac=kfac))
-    return Curved(DDP(model, layouts=layouts, mesh=mesh, optimizer=optimizer), kfac)
-
-
-def _start_zero(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh: Mesh, optimizer: Rule) -> Engine:
-    """Start ZeRO by DeepSpeed's engine. Stage 0 shards nothing and is DDP, and so is a pipeline stage without replicas or offload."""
-    assert isinstance(model, Transformer)
-    wide, offload = DTYPES[run.precision.master], offload_of(run.sharding.offload)
-    alone = mesh.axis("pp").size > 1 and mesh.axis("dp", "sp").size == 1
-    if run.sharding.stage == 0 or (alone and offload.optimizer == "none"):
-        return _start_ddp(run, model, layouts, mesh, optimizer)
-    assert isinstance(optimizer, AdamW)
-    kept = read_in_fp32(model)
-    working = None if model.compute == wide else lambda name: wide if name in kept else model.compute
-
-    if run.sharding.stage == 3:
-        from parallel.data.zero3 import Zero3
-
-        for module in model.modules():
-            if isinstance(module, Linear):
-                module.recast = True  # a plain product would keep its weight until the backward pass
-        return Zero3(model, layouts=layouts, mesh=mesh, optimizer=optimizer, offload=offload, working=working)
-    from parallel.data.zero import Zero  # here, because deepspeed takes seconds to import
-
-    stage = run.sharding.stage
-    return Zero(model, layouts=layouts, mesh=mesh, optimizer=optimizer, stage=stage, offload=offload, working=working)
+    kfac = watched(model, layouts, mesh, settings=Settings(k.damping, k.ema, k.refresh_every, k.delay), experts=k.experts)
+    return Curved(kind.start(model, setup, replace(optimizer, make=partial(Grafted, kfac=kfac))), kfac)
 
 
 def optimizer_of(settings: sections.Optimizer) -> Rule:
@@ -117,14 +88,11 @@ def optimizer_of(settings: sections.Optimizer) -> Rule:
     if is_plugin(s.kind):
         return given_of(s, load_plugin("optimizer.kind", s.kind, arguments=1))
     if s.kind == "muon":
-        m = s.muon
-        own = m.momentum, m.nesterov, m.iterations, m.scale, m.lr_factor
-        return Muon(*own, betas, s.eps, s.weight_decay, decays, matrix)
+        return Muon(s.muon.momentum, s.muon.scale, s.muon.lr_factor, betas, s.eps, s.weight_decay, decays, matrix)
     if s.kind == "adafactor":
-        a = s.adafactor
-        return Adafactor(a.decay_rate, a.clip, a.step, a.eps, a.floor, s.weight_decay, decays)
+        return Adafactor(s.adafactor.step, s.weight_decay, decays)
     if s.kind == "sgd":
-        return Sgd(s.sgd.momentum, s.sgd.nesterov, s.weight_decay, decays)
+        return Sgd(s.sgd.momentum, s.weight_decay, decays)
     return AdamW(betas, s.eps, s.weight_decay, decays)
 
 
@@ -139,31 +107,34 @@ def check_given(rule: Given, run: Run, layouts: dict[str, Layout], mesh: Mesh) -
 
     `layouts`: layouts of the whole model, so that every rank finds the same mistake. Raises BadInput for the first parameter.
     """
+    kind = run.sharding.carrier(pp=run.degrees.pp)
     unlike = mesh.axis("pp").size > 1  # ranks hold different parameters, or different shards
     for name, layout in layouts.items():
         num_dims = len(layout.shape)
         rule.kept(name, num_dims)
         apart = {dim for dim in range(num_dims) if any(mesh.axis(axis).size > 1 for axis in layout.cut_by(dim))}
         stacked = {0} if num_dims > 2 else set()  # experts, each stepped by itself on any rank
-        if by_fsdp(run) or layout.tile is not None:
+        if kind.steps == "shards" or layout.tile is not None:
             apart |= set(range(num_dims))
         unlike = unlike or bool(apart)
         if mixed := sorted((apart | stacked) - rule.cuts(name, num_dims)):
             experts = mixed == [0] and bool(stacked)
             what = "experts of a layer are stacked" if experts else f"ranks hold parts of it, cut along dim {mixed[-1]}"
-            fix = "step each expert by itself" if experts else "set sharding.kind to ddp, and degrees.tp, degrees.etp and tiling to 1"
+            whole = {"sharding.kind": "ddp", "degrees.tp": 1, "degrees.etp": 1, "tiling.ffn": 1, "tiling.head": 1}
+            fix = Words("step each expert by itself") if experts else all_of(whole)
             raise BadInput(
                 rule.key,
                 got=f"an optimizer whose steps of a part of {name} differ from the whole parameter's",
                 needed=f"the same: {what}",
-                fix=f"{fix}, or leave that parameter to an optimizer that goes by elements",
+                fix=fix | "leave that parameter to an optimizer that goes by elements",
             )
     if unlike and rule.coupled({name: len(layout.shape) for name, layout in layouts.items()}):
         raise BadInput(
             rule.key,
             got="an optimizer whose update of a parameter depends on other parameters",
             needed="each parameter by itself: ranks hold different ones",
-            fix="set degrees.pp, tp, ep and etp to 1 and sharding.kind to ddp, or leave the norm of all to optimizer.clip_norm",
+            fix=all_of({"sharding.kind": "ddp", "degrees.pp": 1, "degrees.tp": 1, "degrees.ep": 1, "degrees.etp": 1})
+            | "leave the norm of all to optimizer.clip_norm",
         )
 
 

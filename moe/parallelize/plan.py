@@ -1,6 +1,6 @@
 """The project's plan: the layout of each parameter on the mesh, and how rows reach the experts.
 
-print(plan_of(run.dispatch, kernels="auto", tensor="1d"))      the whole of it, as a table
+print(plan_of(run.dispatch, tensor="1d"))      the whole of it, as a table
 """
 
 from __future__ import annotations
@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import cast
 
 from torch import nn
 
 from moe.experts.copies import Copies, Exchange
-from moe.experts.dispatch import dispatcher_of
+from moe.experts.dispatch.catalog import open_exchange
+from moe.experts.dispatch.dispatcher import Sizes
 from moe.experts.experts import HIDDEN_DIM
 from moe.experts.layer import MoELayer
 from moe.model.names import stack_of, tiled_dim
@@ -52,13 +54,12 @@ EXPERTS = Stacked("ep", hidden="etp", hidden_dim=HIDDEN_DIM, name_of=_name_of)
 
 @dataclass(frozen=True)
 class Spread:
-    """Stacked experts, with a dispatcher in each MoE layer that sends rows to the ranks that hold their experts.
+    """Stacked experts, with an exchange opened for all MoE layers that sends rows to the ranks that hold their experts.
 
     Each token is routed once. If the ranks of tp hold tokens as copies, slices or channels, each of them routes some of the sequences.
     """
 
     dispatch: sections.Dispatch
-    kernels: str
     held: str = "copies"  # how the ranks of tp hold tokens: a key of SHARED
     experts: Stacked = field(default=EXPERTS)
 
@@ -69,12 +70,14 @@ class Spread:
         self.experts.fill(model, layouts, mesh)
         name, exchange = SHARED[self.held]
         shared = mesh.axis(name)
-        for path in self.experts.modules(layouts):
-            layer = model.get_submodule(path.rpartition(".")[0])
-            assert isinstance(layer, MoELayer)
+        layers = [cast(MoELayer, model.get_submodule(path.rpartition(".")[0])) for path in self.experts.modules(layouts)]
+        first, experts = layers[0], max(layer.experts.num_experts for layer in layers)
+        sizes = Sizes(first.experts.d_model, experts, first.router.spec.num_choices, first.experts.kernels)
+        opened = open_exchange(self.dispatch, mesh, sizes)
+        for layer in layers:
             axis = replace(shared, label=f"layers.{layer.layer}")
             layer.copies = Copies(axis, exchange and exchange(axis)) if axis.size > 1 else None
-            layer.dispatcher = dispatcher_of(self.dispatch, mesh, kernels=self.kernels, label=f"layers.{layer.layer}")
+            layer.dispatcher = opened.layer(axis.label)
 
 
 NORMS = ("layers.*.attention_norm.weight", "layers.*.ffn_norm.weight", "norm.weight")
@@ -170,7 +173,7 @@ HELD = {"1d sliced": "slices", "dtensor sliced": "slices"} | dict.fromkeys(
 )  # how tp holds tokens in a MoE layer, if not as copies
 
 
-def plan_of(dispatch: sections.Dispatch, *, kernels: str, tensor: str = "copied", chunks: int = 1) -> Plan:
+def plan_of(dispatch: sections.Dispatch, *, tensor: str = "copied", chunks: int = 1) -> Plan:
     """Return the plan. Parameters that no row matches are copied, and their copies see the same tokens: norms, and dense ones without
     `tensor`.
 
@@ -179,7 +182,7 @@ def plan_of(dispatch: sections.Dispatch, *, kernels: str, tensor: str = "copied"
     """
     return Plan(
         (
-            ("layers.*.moe.experts.*", Spread(dispatch, kernels, held=HELD.get(tensor, "copies"))),
+            ("layers.*.moe.experts.*", Spread(dispatch, held=HELD.get(tensor, "copies"))),
             ("layers.*.moe.router.**", Copied("router", alike=())),
             ("layers.*.moe.**", Copied(alike=())),
             *((pattern, replace(kind, chunks=chunks) if isinstance(kind, Column | Row) else kind) for pattern, kind in TENSOR[tensor]),
@@ -191,9 +194,9 @@ def plan_for(run: sections.Run) -> Plan:
     """Return the recipe's plan."""
     kind = f"{run.tensor.kind} sliced" if run.tensor.sequence_parallel else run.tensor.kind
     kind = kind if run.degrees.tp > 1 else "copied"
-    return plan_of(run.dispatch, kernels=run.experts.kernels, tensor=kind, chunks=run.tensor.overlap_chunks)
+    return plan_of(run.dispatch, tensor=kind, chunks=run.tensor.overlap_chunks)
 
 
 def lay_out(model: nn.Module, plan: Plan | None = None) -> dict[str, Layout]:
     """Return layouts of the whole model by module name, before anything is cut. They do not depend on the dispatcher."""
-    return style.lay_out(model, plan or plan_of(sections.Dispatch(), kernels="auto"), tiled_dim=tiled_dim)
+    return style.lay_out(model, plan or plan_of(sections.Dispatch()), tiled_dim=tiled_dim)

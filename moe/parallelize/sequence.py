@@ -8,7 +8,6 @@ The sp axis is sp_ring x sp_heads: a ring of groups, in each of which neighbours
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -20,22 +19,12 @@ from moe.nn.core import Bias
 from moe.recipe.sections import Run
 from moe.router.slots.groups import needs_group
 from moe.router.slots.slices import SequenceShards
-from parallel.mesh.mesh import Axis, Mesh
-from parallel.sequence.balanced import Balanced
-from parallel.sequence.colossal_ring import ColossalRing
+from parallel.mesh.mesh import Mesh
 from parallel.sequence.method import Method
 from parallel.sequence.order import Order
-from parallel.sequence.ring import Ring
 from parallel.sequence.softmax import Bias as Table
 from parallel.sequence.ulysses import Ulysses
 from parallel.tensor.grid import Turn
-
-METHODS: dict[str, Callable[[Axis, Order, int | None], Method]] = {
-    "ring": Ring,
-    "ulysses": Ring,  # of one rank: runs on the heads that were traded for tokens
-    "lightseq": Balanced,
-    "colossal_ring": ColossalRing,
-}
 
 
 @dataclass(frozen=True)
@@ -77,11 +66,11 @@ def slice_sequences(run: Run, model: Transformer, mesh: Mesh) -> None:
     sp, places = mesh.axis("sp"), tuple(order.positions(rank) for rank in range(mesh.axis("sp").size))
     model.whole_sequences = SequenceShards(replace(sp, label="documents"), places).whole_sequences
     for moe in moe_layers(model):
-        if needs_group(run.router.spec):
+        if needs_group(run.router):
             moe.router.slices = SequenceShards(replace(sp, label=moe.router.name), places)
 
 
 def _method(run: Run, mesh: Mesh, order: Order, block: Block) -> Method | Ulysses:
     label = f"layers.{block.layer}.attention"
-    method = METHODS[run.sequence.kind](mesh.axis("sp_ring", label=label), replace(order, inner=1), block.attention.window)
+    method = run.sequence.named.make(mesh.axis("sp_ring", label=label), replace(order, inner=1), block.attention.window)
     return method if order.inner == 1 else Ulysses(mesh.axis("sp_heads", label=label), method)

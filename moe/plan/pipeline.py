@@ -6,7 +6,6 @@ layers_of(run, ...)   the layers of each stage: cut by FLOPs, or as pipeline.lay
 
 from __future__ import annotations
 
-import re
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
@@ -15,11 +14,12 @@ from moe.plan.job.cut import cut, empty_rank
 from moe.plan.job.stages import layer_flops, stage_flops
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
+from parallel.fixes import Fix, Set, fix_of
 from parallel.pipeline.check import check
 from parallel.pipeline.energy.plan_file import Clocked, read_plan
 from parallel.pipeline.order_file import read_order
 from parallel.pipeline.schedule import Op, Schedule
-from parallel.pipeline.schedules.catalog import SCHEDULES, fewer_ranks, make_schedule
+from parallel.pipeline.schedules.catalog import ADVISED, SCHEDULES, fewer_ranks, make_schedule
 from parallel.pipeline.simulator.simulate import costs, simulate
 from parallel.store.files import user_path
 
@@ -39,16 +39,18 @@ def energy_plan(run: Run) -> Clocked:
     """Return the recipe's energy plan. Raises BadInput for a plan of another schedule, and for a schedule without drains between steps."""
     p, what = run.pipeline, "pipeline.energy_plan"
     if run.degrees.pp == 1 or continuous(run):
-        got, fix = ("it with degrees.pp=1", "degrees.pp") if run.degrees.pp == 1 else (f"it with {p.schedule}", "pipeline.schedule")
+        alone = run.degrees.pp == 1
+        other = Set("degrees.pp", 2) if alone else Set("pipeline.schedule", ADVISED)
         needed = "stages, and a schedule that drains the pipeline: a plan is of one step"
-        raise BadInput(what, got=got, needed=needed, fix=f"set it to null, or {fix} to {2 if run.degrees.pp == 1 else '1f1b'}")
+        got = f"it with {'degrees.pp=1' if alone else p.schedule}"
+        raise BadInput(what, got=got, needed=needed, fix=Set("it", None) | other)
     assert p.energy_plan is not None
     schedule = _named(run, 1)
     size = "" if p.schedule.endswith(".csv") else f" --stages {run.degrees.pp} --microbatches {p.microbatches}"
     chunks = "" if p.chunks is None else f" --chunks {p.chunks}"
-    fix = f"moe energy {p.schedule}{size}{chunks} --out plan.json, or set it to null"
+    fix = f"moe energy {p.schedule}{size}{chunks} --out plan.json" | Set("it", None)
     if p.pipelines not in (None, 2):  # moe energy does not plan such schedules
-        fix = "set it or pipeline.pipelines to null"
+        fix = Set("it", None) | Set("pipeline.pipelines", None)
     return read_plan(user_path(p.energy_plan, what=what), schedule, what=what, fix=fix)
 
 
@@ -60,8 +62,7 @@ def _named(run: Run, batches: int) -> Schedule:
         return _checked(p.schedule, run.degrees.pp, p.microbatches, p.chunks, batches, p.vertical_sync or None, p.pipelines)
     except BadInput as refused:
         what = KEYS.get(refused.what, refused.what)
-        fix = re.sub(rf"\b{refused.what}\b", what, refused.fix)
-        raise BadInput(what, got=refused.got, needed=refused.needed, fix=fix) from None
+        raise BadInput(what, got=refused.got, needed=refused.needed, fix=refused.fix) from None
 
 
 @lru_cache(maxsize=4)
@@ -81,50 +82,50 @@ def _from_file(run: Run) -> Schedule:
         ("pipeline.microbatches", p.microbatches, schedule.microbatches),
     ):
         if got != needed:
-            raise BadInput(what, got=got, needed=f"{needed}, as in {p.schedule}", fix=f"set {what} to {needed}, or take another order")
+            raise BadInput(what, got=got, needed=f"{needed}, as in {p.schedule}", fix=Set(what, needed) | "take another order")
     if schedule.num_updates > 1:
         raise BadInput(
             "pipeline.schedule",
             got=f"{p.schedule} with {schedule.num_updates} updates",
             needed="one: a file is the order of one step",
-            fix="remove the others, or set it to pipedream or two_bw",
+            fix="remove the others" | Set("it", *(name for name, kind in SCHEDULES.items() if kind.continuous)),
         )
     return schedule
 
 
-def layers_of(run: Run, schedule: Schedule, *, smaller: str | None = None) -> tuple[range, ...]:
+def layers_of(run: Run, schedule: Schedule, *, smaller: Fix | str | None = None) -> tuple[range, ...]:
     """Return the layers of each stage.
 
     `smaller`: the advice for fewer stages; None: advice to lower degrees.pp. Raises BadInput for more stages than layers without
     pipeline.layers, and for a pipeline.layers that does not fit.
     """
     layers, stages, given = run.model.num_layers, schedule.num_stages, run.pipeline.layers
-    smaller = smaller or f"set degrees.pp to {fewer_ranks(schedule.name, layers // max(1, stages // schedule.num_ranks))}"
+    fewer = fix_of(smaller or Set("degrees.pp", fewer_ranks(schedule.name, layers // max(1, stages // schedule.num_ranks))))
     if given is None and stages > layers:
-        fewer = layers // schedule.num_ranks
-        if fewer and run.pipeline.chunks is not None:
-            smaller = f"set pipeline.chunks to {fewer}"
+        chunks = layers // schedule.num_ranks
+        if chunks and run.pipeline.chunks is not None:
+            fewer = Set("pipeline.chunks", chunks)
         raise BadInput(
-            "degrees.pp", got=f"{stages} stages", needed=f"at most one a layer: model.num_layers={layers}", fix=f"{smaller}, or add layers"
+            "degrees.pp", got=f"{stages} stages", needed=f"at most one a layer: model.num_layers={layers}", fix=fewer | "add layers"
         )
     if given is not None:
-        _check_list(run, schedule, given, otherwise=f"{smaller}, with pipeline.layers null")
+        _check_list(run, schedule, given, otherwise=fewer & Set("pipeline.layers", None))
     return tuple(range(a, b) for a, b in pairwise([0, *accumulate(given or cut(layer_flops(run), stages))]))
 
 
-def _check_list(run: Run, schedule: Schedule, given: tuple[int, ...], *, otherwise: str) -> None:
+def _check_list(run: Run, schedule: Schedule, given: tuple[int, ...], *, otherwise: Fix) -> None:
     """Refuse a pipeline.layers that does not fit the schedule's stages, or leaves a rank without weights.
 
     `otherwise`: the advice if no list fits these stages.
     """
     layers, stages = run.model.num_layers, schedule.num_stages
     if len(given) != stages or sum(given) != layers or min(given) < 0:
-        near = _some_list(run, stages)
+        near, by_flops = _some_list(run, stages), Set("it", None, said="null for a cut by FLOPs")
         raise BadInput(
             "pipeline.layers",
             got=list(given),
             needed=f"{stages} numbers from 0, one a stage, that add up to model.num_layers={layers}",
-            fix=f"set it to {near}{', or to null for a cut by FLOPs' if stages <= layers else ''}" if near else otherwise,
+            fix=otherwise if near is None else Set("it", near) | by_flops if stages <= layers else Set("it", near),
         )
     empty = empty_rank(given, schedule.homes)
     if empty is not None:
@@ -133,7 +134,7 @@ def _check_list(run: Run, schedule: Schedule, given: tuple[int, ...], *, otherwi
             "pipeline.layers",
             got=f"{list(given)}, which leaves rank {empty} of the pipeline without weights",
             needed="a layer, the embedding (first stage) or the head (last stage) on every rank",
-            fix=f"set it to {near}" if near else otherwise,
+            fix=Set("it", near) if near else otherwise,
         )
 
 

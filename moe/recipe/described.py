@@ -6,12 +6,15 @@ import json
 import textwrap
 from typing import Any, get_args
 
-from moe.recipe.load import ALL, field_of, flat, known_keys, names_beside_plugins
+from moe.recipe.keys import choices, facts, field_of, flat, in_words, known_keys
+from moe.recipe.load import ALL
 from moe.recipe.plugin import WORDS, Plugin
-from moe.recipe.sections import Run, choices_of, takes_number
+from moe.recipe.section import facts_of, takes_number
+from moe.recipe.sections import Run
 from parallel.errors import BadInput, did_you_mean, some
 
 _WIDTH = 110
+_RESUMED: dict[str | None, str] = {"shape": "fixed for a run", "function": "a resumed run changes it with --allow-change alone"}
 _INDENT: dict[str, Any] = {"initial_indent": "    ", "subsequent_indent": "      "}
 
 
@@ -31,16 +34,13 @@ def keys_of_section(section: str, run: Run | None) -> list[str]:
     return [line for key in keys for line in _lines(key, values[key])]
 
 
-def choices(key: str) -> list[str]:
-    """Return the names that a key takes; none for a key that takes no names or does not exist."""
-    field = field_of(key)
-    return [] if field is None else choices_of(field.annotation)
-
-
 def _lines(key: str, value: Any) -> list[str]:
-    field, names = field_of(key), names_beside_plugins(key) or choices(key)
+    field, names = field_of(key), choices(key)
     kinds = [*names, "a number"] if names and takes_number(field.annotation) else names
     kinds = [*kinds, WORDS] if Plugin in get_args(field.annotation) else kinds
     told = [f"one of {', '.join(kinds)}"] if kinds else []
     told += [field.description] if field.description else []
+    own = facts_of(field)
+    told += [f"read with {in_words(condition)} alone" for condition in (*own.of, *own.off_without)]
+    told += [_RESUMED[alters]] if (alters := facts(key).alters) in _RESUMED else []
     return [f"{key}: {json.dumps(value)}", *(line for text in told for line in textwrap.wrap(text, _WIDTH, **_INDENT))]

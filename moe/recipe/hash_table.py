@@ -28,7 +28,7 @@ Table = list[Any] | dict[str, list[Any]]  # one for all layers, or one for each
 
 def wanted(run: Run) -> str | None:
     """Return the file that the recipe names, if its model has MoE layers; else None."""
-    return run.router.spec.hash_table if run.model.layers_with_experts() else None
+    return run.router.hash_table if run.model.layers_with_experts() else None
 
 
 def read(run: Run, *, or_none: bool = False) -> Table | None:
@@ -67,7 +67,7 @@ def check(table: Any, run: Run, *, where: str) -> None:
 
 
 def _check_one(rows: Any, run: Run, num_experts: int, *, where: str) -> None:
-    choices, fix = run.router.spec.num_choices, "make one for this recipe: moe hash-table RECIPE FILE.json"
+    choices, fix = run.router.num_choices, "make one for this recipe: moe hash-table RECIPE FILE.json"
     if not isinstance(rows, list) or len(rows) != run.vocab_size:
         got = f"{len(rows)} ids" if isinstance(rows, list) else f"a {type(rows).__name__}"
         raise BadInput(KEY, got=f"{got} in {where}", needed=f"one entry for each of the vocabulary's {run.vocab_size}", fix=fix)

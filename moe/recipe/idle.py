@@ -7,20 +7,25 @@ A value is refused if its level is at least the level of the setting that makes 
 value of a lower level stays, because the nearer setting turned it off on purpose: `moe train switch_tiny --model.moe_every 0`. A file's
 value that equals the default stays, too. On the command line it is refused: `moe train dense_tiny --experts.num_experts 8` would not
 give a model with 8 experts.
+
+The field of a key has the settings with which alone it is read (`of` and `off_without` of moe/recipe/section.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
 
-from moe.recipe.plugin import is_plugin
+from moe.recipe.keys import ABOVE_0, facts, field_of, flat, in_words, known_keys, not_met, settings, value_of
 from moe.recipe.sections import Data, Run
+from parallel import yaml_text
 from parallel.errors import BadInput
+from parallel.fixes import Remove, Set, written
 from parallel.store.files import user_path
 
 COMMAND_LINE = "command line"
 _Said = Callable[[str, object, object], bool]
-_SPARSE = ("experts", "router", "dispatch")
 
 
 def check_read(run: Run, origins: Mapping[str, str], *, file: str) -> None:
@@ -37,8 +42,7 @@ def check_read(run: Run, origins: Mapping[str, str], *, file: str) -> None:
     def said(key: str, value: object, default: object) -> bool:
         return value != default or nearness(key) == level[COMMAND_LINE]
 
-    _check_sparse(run, nearness, said)
-    _check_optimizer(run, nearness, said)
+    _check_switched_off(run, nearness, said)
     _check_ids(run.data, nearness, said)
     steps, warmup = run.train.steps, run.optimizer.warmup_steps
     if warmup > steps and nearness("optimizer.warmup_steps") >= max(2, nearness("train.steps")):
@@ -46,50 +50,55 @@ def check_read(run: Run, origins: Mapping[str, str], *, file: str) -> None:
             "optimizer.warmup_steps",
             got=f"{warmup} with train.steps={steps}",
             needed="at most the steps: the learning rate would never be reached",
-            fix=f"set optimizer.warmup_steps to {steps // 10}, or train.steps to {10 * warmup}",
+            fix=Set("optimizer.warmup_steps", steps // 10) | Set("train.steps", 10 * warmup),
         )
 
 
-def _check_optimizer(run: Run, nearness: Callable[[str], int], said: _Said) -> None:
-    """Refuse keys of the optimizer that its kind, its step or its schedule leaves unread."""
-    o = run.optimizer
-    adamw = "adamw, kfac or muon, which alone read it"
-    rows = [(key, "kind", o.kind in ("sgd", "adafactor") or o.is_own, adamw) for key in ("beta1", "beta2", "eps")]
-    rows += [
-        (
-            "min_lr_share",
-            "schedule",
-            o.schedule in ("inverse_sqrt", "constant") or is_plugin(o.schedule),
-            "cosine, wsd or linear, which end at that share",
-        )
-    ]
-    for key, decides, idle, needed in rows:
-        value = getattr(o, key)
-        if not idle or not said(f"optimizer.{key}", value, type(o).model_fields[key].default):
-            continue
-        if nearness(f"optimizer.{key}") >= max(2, nearness(f"optimizer.{decides}")):
-            got = f"{value} with optimizer.{decides}={getattr(o, decides)}"
-            raise BadInput(f"optimizer.{key}", got=got, needed=f"optimizer.{decides} {needed}", fix=f"remove optimizer.{key}")
+def check_settings(run: Run) -> None:
+    """Refuse values without the setting with which alone they are read (`Key.of`), wherever they come from. Raises BadInput."""
+    for key, default in _with_reader():
+        if value_of(run, key) != default and (condition := not_met(run, facts(key).of)) is not None:
+            raise _refusal(run, key, condition)
 
 
-def _check_sparse(run: Run, nearness: Callable[[str], int], said: _Said) -> None:
-    """Refuse keys of experts if no layer has any."""
-    if run.model.layers_with_experts() or run.model.moe_every:  # moe_every above the number of layers is another mistake
-        return
-    dense = max(2, nearness("model.moe_every"), nearness("model.moe_layers"))
+@cache
+def _with_reader() -> tuple[tuple[str, Any], ...]:
+    return tuple((key, field_of(key).default) for key in known_keys() if facts(key).of)
+
+
+def _check_switched_off(run: Run, nearness: Callable[[str], int], said: _Said) -> None:
+    """Refuse keys without the setting that switches their part of the recipe on (`Key.off_without`)."""
+    values, defaults = flat(run), flat(Run())
+    conditions = ((key, not_met(run, facts(key).off_without)) for key in known_keys() if said(key, values[key], defaults[key]))
     idle = [
-        f"{name}.{key}"
-        for name in _SPARSE
-        for key, field in type(getattr(run, name)).model_fields.items()
-        if nearness(f"{name}.{key}") >= dense and said(f"{name}.{key}", getattr(getattr(run, name), key), field.default)
+        (key, condition)
+        for key, condition in conditions
+        if condition is not None and nearness(key) >= max(2, *(nearness(reader) for reader, _ in settings(condition)))
     ]
-    if idle:
-        raise BadInput(
-            idle[0],
-            got="a value" + (f", and {len(idle) - 1} more of experts," if len(idle) > 1 else "") + " in a dense model",
-            needed="layers with experts, which alone read it",
-            fix=f"remove {idle[0]}" if len(idle) == 1 else "set model.moe_every to 2, or remove them",
-        )
+    if not idle:
+        return
+    key, condition = idle[0]
+    if not condition.startswith("model.moe_every"):
+        raise _refusal(run, key, condition)
+    more = sum(other == condition for _, other in idle) - 1
+    raise BadInput(
+        key,
+        got="a value" + (f", and {more} more of experts," if more else "") + " in a dense model",
+        needed="layers with experts, which alone read it",
+        fix=Set("model.moe_every", 2) | "remove them" if more else Remove(key),
+    )
+
+
+def _refusal(run: Run, key: str, condition: str) -> BadInput:
+    """Return the refusal of a key that nothing reads because this condition of it does not hold."""
+    wanted, value = settings(condition), value_of(run, key)
+    first, names = wanted[0]
+    return BadInput(
+        key,
+        got=f"{f'{value:g}' if isinstance(value, float) else written(value)} with {first}={written(value_of(run, first))}",
+        needed=f"{in_words(condition)}, which alone {'read' if wanted[1:] or names[1:] else 'reads'} it",
+        fix=(f"set {first} {names[0]}" if names[0] == ABOVE_0 else Set(first, yaml_text.load(names[0]))) | Remove(key),
+    )
 
 
 def _check_ids(data: Data, nearness: Callable[[str], int], said: _Said) -> None:
@@ -100,7 +109,7 @@ def _check_ids(data: Data, nearness: Callable[[str], int], said: _Said) -> None:
     for number, source in enumerate(data.sources):
         if source.text_key is not None:
             key, got = f"data.sources[{number}].text_key", f"{source.text_key} with token ids"
-            raise BadInput(key, got=got, needed="text, which alone reads it", fix=f"remove {key}")
+            raise BadInput(key, got=got, needed="text, which alone reads it", fix=Remove(key))
     ids = max(2, nearness("data.tokenizer"))
     idle = {"source": ("text", ids), "text_key": ("text", ids)}
     if all(user_path(path, what="data.path").is_dir() for path in paths):
@@ -108,4 +117,6 @@ def _check_ids(data: Data, nearness: Callable[[str], int], said: _Said) -> None:
     for key, (reader, decided) in idle.items():
         value = getattr(data, key)
         if nearness(f"data.{key}") >= decided and said(f"data.{key}", value, Data.model_fields[key].default):
-            raise BadInput(f"data.{key}", got=f"{value} with token ids", needed=f"{reader}, which alone reads it", fix=f"remove data.{key}")
+            raise BadInput(
+                f"data.{key}", got=f"{value} with token ids", needed=f"{reader}, which alone reads it", fix=Remove(f"data.{key}")
+            )

@@ -8,25 +8,26 @@ Every mistake is reported in one line with its fix; for an unknown key, the fix 
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
 import reprlib
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cache, reduce
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from pydantic import ValidationError
 
 from moe.recipe.idle import COMMAND_LINE, check_read
+from moe.recipe.keys import choices, field_at, known_keys, section_of
 from moe.recipe.other_tools import first_leaf, in_our_words, meant_by
 from moe.recipe.plugin import WORDS, Plugin, registered
 from moe.recipe.router_spec import RouterSpec
-from moe.recipe.sections import Run, Section, choices_of, takes_number
+from moe.recipe.section import Section, takes_number
+from moe.recipe.sections import Run
 from parallel import yaml_text
 from parallel.errors import BadInput, did_you_mean, some
+from parallel.fixes import Fix, Remove, Rename, Set, Words, fix_of, guess
 from parallel.store.files import read_text, user_path
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
@@ -144,7 +145,7 @@ def _merge(fields: dict[str, Any], into: dict[str, Any], origins: dict[str, str]
 
 
 _PRESET = "router.preset"
-_OF_PRESET = ("preset", *(field.name for field in dataclasses.fields(RouterSpec)))
+_OF_PRESET = ("preset", *RouterSpec.model_fields)
 _DROPPED = "; not "  # begins the origin of a value that was dropped together with its preset
 
 
@@ -192,7 +193,7 @@ def load(recipe: str | Path, overrides: Mapping[str, Any] | None = None) -> tupl
         for section in sections:
             held[section] = dict(held[section]) if isinstance(held.get(section), dict) else {}
             held = held[section]
-        field = _field(dotted.split("."))
+        field = field_at(dotted.split("."))
         assert field is not None
         if dotted == _PRESET:
             _drop_router(values, origins)
@@ -202,9 +203,9 @@ def load(recipe: str | Path, overrides: Mapping[str, Any] | None = None) -> tupl
     for dotted in known_keys():
         origins.setdefault(dotted, "default")
     check_read(run, origins, file=path.name)
-    for key, value in run.router:
-        if value == "preset":
-            shown, before = json.dumps(getattr(run.router.spec, key)), origins[f"router.{key}"]
+    for key in RouterSpec.model_fields:
+        if key not in run.router.own:
+            shown, before = json.dumps(getattr(run.router, key)), origins[f"router.{key}"]
             note = before if before.startswith(_DROPPED) and not before.startswith(f"{_DROPPED}{shown},") else ""
             origins[f"router.{key}"] = f"{run.router.preset}: {shown}{note}"
     return run, origins
@@ -234,68 +235,17 @@ def build_run(values: dict[str, Any]) -> Run:
         raise _explain(dict(first), more) from None
 
 
-def known_keys() -> list[str]:
-    """Return every dotted key of a recipe, as `section.key`, or `section.inner.key` if a section contains another."""
-    return list(_keys())
-
-
-def field_of(key: str) -> Any:
-    """pydantic's description of a dotted key's field; None if there is no such key."""
-    return _field(key.split("."))
-
-
-def names_beside_plugins(key: str) -> list[str]:
-    """Return the names of a key that also takes a user's own part, built-in and registered ones; none for any other key."""
-    field = _field(key.split("."))
-    return [*choices_of(field.annotation), *registered(key)] if field is not None and Plugin in get_args(field.annotation) else []
-
-
-def flat(run: Run) -> dict[str, Any]:
-    """Every value of a recipe by its dotted key, in JSON form."""
-    values = run.model_dump(mode="json")
-    return {key: reduce(lambda held, name: held[name], key.split("."), values) for key in known_keys()}
-
-
-@cache
-def _keys() -> tuple[str, ...]:
-    return tuple(_keys_of(Run, ""))
-
-
-def _keys_of(section: type[Section], prefix: str) -> Iterator[str]:
-    for name, field in section.model_fields.items():
-        inner = _section(field)
-        yield from [f"{prefix}{name}"] if inner is None else _keys_of(inner, f"{prefix}{name}.")
-
-
-def _section(field: Any) -> type[Section] | None:
-    """The section class of a field; None if the field is a value."""
-    kind = field.annotation
-    return kind if isinstance(kind, type) and issubclass(kind, Section) else None
-
-
-def _field(path: Sequence[Any]) -> Any:
-    """The field at the end of a path of names; None if there is no such field."""
-    section: type[Section] | None = Run
-    field = None
-    for name in path:
-        field = None if section is None else section.model_fields.get(str(name))
-        if field is None:
-            return None
-        section = _section(field)
-    return field
-
-
 def _place(loc: Sequence[Any]) -> list[Any]:
     """The leading names of a pydantic error location; the rest of it points inside a value."""
-    return [name for at, name in enumerate(loc) if _field(loc[: at + 1]) is not None]
+    return [name for at, name in enumerate(loc) if field_at(loc[: at + 1]) is not None]
 
 
 def _refuse_key(path: tuple[Any, ...], value: Any = None, *, typed: bool = False) -> None:
     """Raise BadInput for a key that no recipe has. `typed`: the key is from the command line, and so is the fix."""
     dotted, last = ".".join(map(str, path)), str(path[-1])
     elsewhere = [k for k in known_keys() if k.rpartition(".")[2] == last]
-    outer = next(path[:n] for n in range(len(path) - 1, -1, -1) if n == 0 or _field(path[:n]) is not None)
-    field = _field(path)
+    outer = next(path[:n] for n in range(len(path) - 1, -1, -1) if n == 0 or field_at(path[:n]) is not None)
+    field = field_at(path)
     if field is not None:
         raise BadInput(
             dotted,
@@ -303,21 +253,24 @@ def _refuse_key(path: tuple[Any, ...], value: Any = None, *, typed: bool = False
             needed=f"{dotted}.KEY",
             fix=f"for example --{next(k for k in known_keys() if k.startswith(dotted + '.'))} VALUE",
         )
-    where, section = ".".join(map(str, outer)), _section(_field(outer)) if outer else Run
+    where, section = ".".join(map(str, outer)), section_of(field_at(outer)) if outer else Run
     if section is None:
         raise BadInput(dotted, got=f"a key inside a value: {where} is no section", needed=f"{where}: VALUE", fix=f"set {where} alone")
     inner, given = first_leaf(value)
     named = dotted + inner
     meant = meant_by(named, given) or (None if elsewhere else meant_by(named.rpartition(".")[2], given))
-    if meant is not None:
+    if last in section.gone:
+        fix: Fix = Words(f"remove it: it is always {json.dumps(section.gone[last])}", Remove("it"))
+    elif meant is not None:
         dotted, fix = named, meant.fix(given, typed=typed)
     elif outer:
         near = did_you_mean(str(path[len(outer)]), list(section.model_fields))
         key = elsewhere[0] if len(elsewhere) == 1 or (elsewhere and not near) else f"{where}.{near}" if near else None
-        fix = f"did you mean {key}?" if key else f"remove it, or see: moe show --keys {outer[0]}"
+        fix = Rename("it", key) if key else Remove("it") | f"see: moe show --keys {outer[0]}"
     else:
         near = did_you_mean(dotted, known_keys() if len(path) > 1 else list(Run.model_fields))
-        fix = f"did you mean {near}?" if near else f"did you mean {elsewhere[0]}?" if elsewhere else f"see: moe show --keys {ALL}"
+        near = near or next(iter(elsewhere), None)
+        fix = Rename("it", near) if near else Words(f"see: moe show --keys {ALL}")
     kind = "key" if outer else "section"
     needed = f"one of {some(section.model_fields, rest=f'moe show --keys {where or ALL}')}"
     raise BadInput(dotted, got=f"a {kind} that does not exist", needed=needed, fix=fix)
@@ -339,7 +292,7 @@ def _explain(error: dict[str, Any], more: int) -> BadInput:
         return raised
     loc = tuple(p for p in error["loc"])
     place = _place(loc)
-    if (each := _of_each(_field(place))) is not None:
+    if (each := _of_each(field_at(place))) is not None:
         keys = ", ".join(name for name, field in each.model_fields.items() if field.is_required())
         inside = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in loc[len(place) :])
         example = ", ".join(f"{{path: {name}, weight: {weight}}}" for name, weight in (("a.txt", 2), ("b.txt", 1)))
@@ -350,25 +303,28 @@ def _explain(error: dict[str, Any], more: int) -> BadInput:
             _refuse_key(loc, error["input"])
         except BadInput as refused:
             return refused
-    dotted, field = ".".join(map(str, place or loc)), _field(place) if len(place) > 1 else None
-    if field is not None and _section(field) is not None:
-        inner = some(_section(field).model_fields, rest=f"moe show --keys {dotted}")  # type: ignore[union-attr]
+    dotted, field = ".".join(map(str, place or loc)), field_at(place) if len(place) > 1 else None
+    if field is not None and section_of(field) is not None:
+        inner = some(section_of(field).model_fields, rest=f"moe show --keys {dotted}")  # type: ignore[union-attr]
         return BadInput(dotted, got=_shown(error["input"]), needed=f"a section with keys of {inner}", fix=f"write {dotted}: {{key: value}}")
     if error["type"] == "tuple_type":
         return BadInput(dotted, got=_shown(error["input"]), needed="a list", fix=f"write {dotted}: [1, 2] in a file, --{dotted} [1,2] here")
-    choices = [*choices_of(field.annotation), *registered(dotted)] if field else []
+    names = choices(dotted) if field else []
     needed = error["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
-    fix = f"set {dotted} to a value like {_shown(field.default)}" if field is not None else f"write {dotted}: {{key: value}}"
-    if choices and error["type"] not in _RANGES:
+    fix = fix_of(f"write {dotted}: {{key: value}}")
+    if field is not None:
+        fix = Set(dotted, field.default, said=f"a value like {_shown(field.default)}")
+    if names and error["type"] not in _RANGES:
         ours = in_our_words(dotted, error["input"])
-        near = ours if ours in choices else did_you_mean(str(error["input"]), choices)
+        near = ours if ours in names else did_you_mean(str(error["input"]), names)
         numbers = " or a number" if field is not None and takes_number(field.annotation) else ""
         numbers += f" or {WORDS}" if field is not None and Plugin in get_args(field.annotation) else ""
-        listed = some(sorted(choices, key=lambda name: name not in registered(dotted)), rest=f"moe show --keys {dotted.rpartition('.')[0]}")
-        needed = f"{listed}{numbers}" if len(choices) > 1 or numbers else f"{choices[0]} (the only choice this version has)"
-        fix = f"did you mean {near}?" if near and near != str(error["input"]) else f"set {dotted} to {choices[0]}"
+        listed = some(sorted(names, key=lambda name: name not in registered(dotted)), rest=f"moe show --keys {dotted.rpartition('.')[0]}")
+        needed = f"{listed}{numbers}" if len(names) > 1 or numbers else f"{names[0]} (the only choice this version has)"
+        wanted = near if near and near != str(error["input"]) else None
+        fix = guess(yaml_text.load(wanted)) if wanted else Set(dotted, yaml_text.load(names[0]))
     if more > 0:
-        fix += f" ({more} more wrong {'value' if more == 1 else 'values'} after this one)"
+        fix = Words(f"{fix} ({more} more wrong {'value' if more == 1 else 'values'} after this one)", fix)
     return BadInput(dotted, got=_shown(error["input"]), needed=needed, fix=fix)
 
 
@@ -384,7 +340,7 @@ def resolved_yaml(run: Run, origins: dict[str, str]) -> str:
     lines: list[str] = []
 
     def write(fields: dict[str, Any], prefix: str, depth: int) -> None:
-        flat = {key: value for key, value in fields.items() if _section(_field([*prefix.split("."), key])) is None}
+        flat = {key: value for key, value in fields.items() if section_of(field_at([*prefix.split("."), key])) is None}
         width = max(len(key) + len(json.dumps(value)) for key, value in flat.items())
         for key, value in fields.items():
             dotted, indent = f"{prefix}.{key}", "  " * depth

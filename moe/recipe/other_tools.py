@@ -7,13 +7,15 @@ An unknown name is looked up here before similar names are searched: `hidden_siz
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
+
+from parallel import yaml_text
+from parallel.fixes import Fix, Remove, Rename, Words, all_of, written
 
 # one key, and its names there: the value is the same, or WORDS translates it
 KEYS: dict[str, str] = {
@@ -223,19 +225,20 @@ class Meant:
     flag: str | None = None
     needless: str | None = None
 
-    def fix(self, value: Any, *, typed: bool) -> str:
+    def fix(self, value: Any, *, typed: bool) -> Fix:
         """Return the advice. `typed`: for a command line, as flags with values; else for a recipe's file."""
         if self.flag is not None:
-            return f"remove it, and give moe train {self.flag}"
+            return Words(f"remove it, and give moe train {self.flag}", Remove("it"))
         if self.unit is not None:
-            return f"did you mean {'--' * typed}{self.unit}?"
+            return Words(f"did you mean {'--' * typed}{self.unit}?")
         if not self.keys:
-            return f"remove it ({self.needless})" if self.needless else "remove it"
-        if typed:
-            return f"did you mean {' '.join(f'--{key} {_typed(of)}' for key, of in self.keys.items())}?"
-        if list(self.keys.values()) == [value]:
-            return f"did you mean {next(iter(self.keys))}?"
-        return f"did you mean {' and '.join(f'{key}: {_written(of)}' for key, of in self.keys.items())}?"
+            return Words(f"remove it ({self.needless})", Remove("it")) if self.needless else Remove("it")
+        if list(self.keys.values()) == [value] and not typed:
+            return Rename("it", next(iter(self.keys)))
+        flags = " ".join(f"--{key} {_typed(of)}" for key, of in self.keys.items())
+        lines = " and ".join(f"{key}: {written(of)}" for key, of in self.keys.items())
+        change = None if None in self.keys.values() else Remove("it") & all_of({key: _value(of) for key, of in self.keys.items()})
+        return Words(f"did you mean {flags if typed else lines}?", change)
 
 
 def meant_by(name: str, value: Any = None, *, flags: Sequence[str] = ()) -> Meant | None:
@@ -286,9 +289,13 @@ def _pairs(here: str) -> dict[str, Any]:
     return {key: of for key, _, of in (pair.partition("=") for pair in here.split())}
 
 
-def _written(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+def _value(of: Any) -> Any:
+    """Return a value that is given as text, read as YAML."""
+    try:
+        return yaml_text.load(of) if isinstance(of, str) else of
+    except yaml_text.NOT_YAML:
+        return of
 
 
 def _typed(value: Any) -> str:
-    return "VALUE" if value is None else shlex.quote(_written(value).replace(", ", ","))
+    return "VALUE" if value is None else shlex.quote(written(value).replace(", ", ","))

@@ -24,6 +24,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
+from pydantic import Field
+
 from parallel.errors import BadInput, did_you_mean, where
 
 _PATTERN = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"
@@ -37,16 +39,7 @@ GROUPS = {  # groups of entry points, by key
 }
 
 
-class _Spelled:
-    """Check of such a name for pydantic. It is imported here, so that a router as data needs no pydantic."""
-
-    def __get_pydantic_core_schema__(self, *_: Any) -> Any:
-        from pydantic_core import core_schema
-
-        return core_schema.str_schema(pattern=_PATTERN, max_length=200)
-
-
-Plugin = Annotated[str, _Spelled()]
+Plugin = Annotated[str, Field(pattern=_PATTERN, max_length=200)]
 WORDS = "module:name of a part of your own"
 
 

@@ -6,31 +6,21 @@
     capacity    choices -> the choices that get a slot               group ... queue
     losses      terms that keep experts evenly used                  balance_weight ... z_weight
 
-moe/recipe/presets.py describes the published routers with it. A recipe names one and replaces some values (`sections.Router.spec`).
+moe/recipe/presets.py describes the published routers with it. A recipe names one and replaces some values.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from pydantic import Field
+
 from moe.recipe.plugin import Plugin
+from moe.recipe.section import Section, key
 
 
-@dataclass(frozen=True)
-class Key:
-    """A recipe's description of a field: its meaning in a few words, and the range of its numbers."""
-
-    description: str | None = None
-    above: float | None = None
-    least: float | None = None
-    below: float | None = None
-    most: float | None = None
-
-
-@dataclass(frozen=True)
-class RouterSpec:
-    """One complete router. A recipe's section `router` has the same fields, made from these (moe/recipe/sections.py).
+class RouterSpec(Section, alters="function", off_without="model.moe_every or model.moe_layers"):
+    """One complete router. A recipe's section `router` is one, begun from a published router (`Router` of moe/recipe/sections/experts.py).
 
     scores
         `input_norm`: norm of the router's input, with its own gain; experts read the layer's input without it (Gemma 4).
@@ -58,62 +48,61 @@ class RouterSpec:
         chose others (`unbiased`). `balance_scope`: the tokens over which f is taken.
     """
 
-    num_choices: Annotated[int, Key("experts of a token", above=0)]
-    input_norm: Annotated[
-        Literal["none", "rmsnorm"], Key("norm of the router's input, with a gain; experts read the input without it (Gemma 4)")
-    ] = "none"
-    logits: Annotated[Literal["linear", "affine"], Key("W x, or W x + b with a learned b")] = "linear"
-    logit_cap: Annotated[float | None, Key("c of c tanh(l / c), which bounds logits; null: none", least=1e-3)] = None
-    score: Annotated[Literal["softmax", "sigmoid", "sqrt_softplus"] | Plugin, Key("function from a logit to a score")] = "softmax"
-    softmax_over: Annotated[Literal["all", "chosen"], Key("all experts, or the chosen ones after selection")] = "all"
-    jitter: Annotated[float, Key("the router's input times uniform(1 - jitter, 1 + jitter), train only", least=0, below=1)] = 0.0
-    noise: Annotated[Literal["none", "gumbel", "noisy_top_k"], Key("on logits, train only")] = "none"
-    select: Annotated[
-        Literal["top_k", "group_limited", "expert_choice", "hash", "sinkhorn", "sparsemixer"] | Plugin, Key("method that selects experts")
-    ] = "top_k"
-    hash_table: Annotated[
-        str | None, Key("of hash: a JSON file with each token id's experts (moe hash-table makes one); null: a hash of id and layer")
-    ] = None
-    mixer_margin: Annotated[
-        float, Key("of sparsemixer: an expert may be drawn if its logit is below the best by at most twice this share of it", above=0)
-    ] = 0.01
-    expert_groups: Annotated[int, Key("of group_limited: number of equal groups of consecutive experts", above=0)] = 1
-    top_groups: Annotated[int, Key("of group_limited: number of groups that a token may choose from", above=0)] = 1
-    group_score: Annotated[Literal["two_best", "best"], Key("of group_limited: experts with scores that sum to a group's score")] = (
-        "two_best"
+    num_choices: int = key(1, "experts of a token", gt=0)
+    input_norm: Literal["none", "rmsnorm"] = key(
+        "none", "norm of the router's input, with a gain; experts read the input without it (Gemma 4)", alters="shape"
     )
-    second: Annotated[Literal["always", "random"], Key("the second of top-2; random: with probability 2 g_2")] = "always"
-    bias_rate: Annotated[float | None, Key("step of the selection bias (aux-loss-free balance); null: no bias", least=0, most=10)] = None
-    gates: Annotated[Literal["as_is", "before_drop", "after_drop"], Key("step at which gates are made to sum to 1; as_is: never")] = "as_is"
-    gate_scale: Annotated[float, Key("factor on all gates", least=1e-6, most=1e6)] = 1.0
-    expert_scale: Annotated[Literal["none", "learned"], Key("factor on gates: a learned number of each expert (Gemma 4)")] = "none"
-    gate_on: Annotated[Literal["output", "input"], Key("tensor that a gate multiplies: its expert's output or input")] = "output"
-    group: Annotated[
-        Literal["sequence", "rank"] | int,
-        Key("tokens that share a capacity: one sequence, n sequences, or all of a rank (not layout-free)", above=0),
-    ] = "sequence"
-    capacity_factor: Annotated[float | None, Key("null: dropless", above=0)] = None
-    eval_capacity_factor: Annotated[float | None, Key("null: dropless", above=0)] = None
-    min_capacity: Annotated[int, Key(least=0)] = 0
-    capacity_counts: Annotated[Literal["choices", "tokens"], Key("whether k is a factor of the capacity")] = "choices"
-    capacity_rounding: Annotated[Literal["ceil", "floor", "round"], Key()] = "ceil"
-    capacity_multiple: Annotated[int, Key("slots are rounded up to a multiple of it", above=0)] = 1
-    drop: Annotated[Literal["position", "lowest_gate", "random"], Key("choices that get no slot")] = "position"
-    queue: Annotated[Literal["choices_first", "tokens_first"], Key("all first choices before second ones, or not")] = "choices_first"
-    balance_weight: Annotated[float, Key("Switch eq. 4, summed over layers", least=0, most=1e9)] = 0.0
-    balance_counts: Annotated[
-        Literal["all", "first", "unbiased"],
-        Key("choices counted as load: all, the first (GShard), or the top k of all scores without bias or groups (DeepSeek-V3)"),
-    ] = "all"
-    balance_scope: Annotated[
-        Literal["sequence", "micro_batch", "global_batch"],
-        Key("tokens over which load should be even: a capacity group, a rank's micro-batch (not layout-free) or a step"),
-    ] = "sequence"
-    importance_weight: Annotated[float, Key("squared variation of the experts' gates (Shazeer et al. 2017)", least=0, most=1e9)] = 0.0
-    load_weight: Annotated[
-        float, Key("squared variation of the experts' expected loads under the noise (Shazeer et al. 2017)", least=0, most=1e9)
-    ] = 0.0
-    z_weight: Annotated[float, Key("ST-MoE: 0.001", least=0, most=1e9)] = 0.0
+    logits: Literal["linear", "affine"] = key("linear", "W x, or W x + b with a learned b", alters="shape")
+    logit_cap: float | None = key(None, "c of c tanh(l / c), which bounds logits; null: none", ge=1e-3)
+    score: Literal["softmax", "sigmoid", "sqrt_softplus"] | Plugin = key("softmax", "function from a logit to a score")
+    softmax_over: Literal["all", "chosen"] = key("all", "all experts, or the chosen ones after selection")
+    jitter: float = key(0.0, "the router's input times uniform(1 - jitter, 1 + jitter), train only", ge=0, lt=1, alters="training")
+    noise: Literal["none", "gumbel", "noisy_top_k"] = key("none", "on logits, train only", alters="training")
+    select: Literal["top_k", "group_limited", "expert_choice", "hash", "sinkhorn", "sparsemixer"] | Plugin = key(
+        "top_k", "method that selects experts"
+    )
+    hash_table: str | None = key(
+        None, "of hash: a JSON file with each token id's experts (moe hash-table makes one); null: a hash of id and layer"
+    )
+    mixer_margin: float = key(
+        0.01, "of sparsemixer: an expert may be drawn if its logit is below the best by at most twice this share of it", gt=0
+    )
+    expert_groups: int = key(1, "of group_limited: number of equal groups of consecutive experts", gt=0)
+    top_groups: int = key(1, "of group_limited: number of groups that a token may choose from", gt=0)
+    group_score: Literal["two_best", "best"] = key("two_best", "of group_limited: experts with scores that sum to a group's score")
+    second: Literal["always", "random"] = key("always", "the second of top-2; random: with probability 2 g_2", alters="training")
+    bias_rate: float | None = key(None, "step of the selection bias (aux-loss-free balance); null: no bias", ge=0, le=10)
+    gates: Literal["as_is", "before_drop", "after_drop"] = key("as_is", "step at which gates are made to sum to 1; as_is: never")
+    gate_scale: float = key(1.0, "factor on all gates", ge=1e-6, le=1e6)
+    expert_scale: Literal["none", "learned"] = key("none", "factor on gates: a learned number of each expert (Gemma 4)", alters="shape")
+    gate_on: Literal["output", "input"] = key("output", "tensor that a gate multiplies: its expert's output or input")
+    group: Literal["sequence", "rank"] | Annotated[int, Field(gt=0)] = key(
+        "sequence", "tokens that share a capacity: one sequence, n sequences, or all of a rank (not layout-free)"
+    )
+    capacity_factor: float | None = key(None, "null: dropless", gt=0, alters="training")
+    eval_capacity_factor: float | None = key(None, "null: dropless", gt=0)
+    min_capacity: int = key(0, ge=0)
+    capacity_counts: Literal["choices", "tokens"] = key("choices", "whether k is a factor of the capacity")
+    capacity_rounding: Literal["ceil", "floor", "round"] = key("ceil")
+    capacity_multiple: int = key(1, "slots are rounded up to a multiple of it", gt=0)
+    drop: Literal["position", "lowest_gate", "random"] = key("position", "choices that get no slot")
+    queue: Literal["choices_first", "tokens_first"] = key("choices_first", "all first choices before second ones, or not")
+    balance_weight: float = key(0.0, "Switch eq. 4, summed over layers", ge=0, le=1e9, alters="training")
+    balance_counts: Literal["all", "first", "unbiased"] = key(
+        "all",
+        "choices counted as load: all, the first (GShard), or the top k of all scores without bias or groups (DeepSeek-V3)",
+        alters="training",
+    )
+    balance_scope: Literal["sequence", "micro_batch", "global_batch"] = key(
+        "sequence",
+        "tokens over which load should be even: a capacity group, a rank's micro-batch (not layout-free) or a step",
+        alters="training",
+    )
+    importance_weight: float = key(0.0, "squared variation of the experts' gates (Shazeer et al. 2017)", ge=0, le=1e9, alters="training")
+    load_weight: float = key(
+        0.0, "squared variation of the experts' expected loads under the noise (Shazeer et al. 2017)", ge=0, le=1e9, alters="training"
+    )
+    z_weight: float = key(0.0, "ST-MoE: 0.001", ge=0, le=1e9, alters="training")
 
     @property
     def vectors(self) -> int:

@@ -17,6 +17,7 @@ from moe.plan.choose.predicted import Bound, Prediction, predict
 from moe.recipe.sections import Run
 from moe.records.summary import size
 from parallel.errors import BadInput
+from parallel.fixes import Fix, Words
 
 CALIBRATE = "moe plan --calibrate"
 
@@ -49,19 +50,20 @@ def refusal(found: Prediction, run: Run, world: int, *, checked: Callable[[Run, 
         "memory",
         got=f"a prediction of {size(bound.least)} of tensors {bound.of}, {size(bound.over)} too much",
         needed=f"at most {size(bound.limit)}",
-        fix=f"{_fix(change, found, bound)}; --force tries all the same",
+        fix=_fix(change, found, bound) | "--force tries all the same",
     )
 
 
-def _fix(change: Change | None, found: Prediction, bound: Bound) -> str:
+def _fix(change: Change | None, found: Prediction, bound: Bound) -> Fix:
     if change is not None:
         then = predict(change.run, found.place)
         host = sum(then.fullest.host.values()) if then.place.kind == "cuda" else 0.0
         assert then.tightest is not None
-        return f"add {change.words}: then {size(then.tightest.least)}{f', and {size(host)} in the memory of its host' if host else ''}"
+        more = f", and {size(host)} in the memory of its host" if host else ""
+        return Words(f"{change.fix}: then {size(then.tightest.least)}{more}", change.fix)
     many = f"with about {bound.least / bound.limit:.1f} times as much" if bound.limit > 2**20 else "with more"
     disk = "states on a disk (sharding.offload), or " if found.place.kind == "cpu" else ""
-    return f"take {disk}ranks {many} memory together (moe plan chooses a layout)"
+    return Words(f"take {disk}ranks {many} memory together (moe plan chooses a layout)")
 
 
 def record(found: Prediction) -> dict[str, Any]:

@@ -30,7 +30,7 @@ def title(run: Run, world: World) -> list[str]:
     if d.pp > 1:
         lines.append(described(run))
     if run.model.layers_with_experts():
-        lines.append(f"router {run.router.preset}{', but ' if run.router.unlike_preset else ''}{_listed(run.router.unlike_preset)}")
+        lines.append(f"router {run.router.preset}{', but ' if run.router.own else ''}{_listed(run.router.own)}")
     return lines
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from parallel.errors import BadInput
+from parallel.fixes import Set
 
 IDS = ".trackers.json"
 _PROJECT = {"wandb": "WANDB_PROJECT", "trackio": "TRACKIO_PROJECT", "mlflow": "MLFLOW_EXPERIMENT_NAME"}
@@ -36,10 +37,10 @@ def check_trackers(names: Sequence[str]) -> None:
     """Refuse a tracker that is not installed or is named twice. Imports none. Raises BadInput."""
     for name in names:
         if find_spec(name) is None:
-            fix = f"pip install {name}, or remove it from train.trackers"
+            fix = f"pip install {name}" | Set("it", [each for each in names if each != name])
             raise BadInput("train.trackers", got=f"{name}, which is not installed", needed="a tracker that is there", fix=fix)
         if names.count(name) > 1:
-            raise BadInput("train.trackers", got=f"{name} twice", needed="each once", fix="remove one")
+            raise BadInput("train.trackers", got=f"{name} twice", needed="each once", fix=Set("it", list(dict.fromkeys(names))))
 
 
 def open_tracker(name: str, out: Path, *, recipe: str, config: Mapping[str, Any], goes_on: bool) -> Board:

@@ -9,11 +9,11 @@ from typing import Any
 
 from moe.checks.together import check_run
 from moe.launch import exit_codes
-from moe.parallelize.engines import by_fsdp
 from moe.recipe.sections import Run
 from moe.records.results import write_json
 from moe.rehearse.walk import Walked, walk
 from parallel.errors import BadInput
+from parallel.fixes import Set
 from parallel.process.process import World
 from parallel.rehearse.pretended import Found
 
@@ -35,34 +35,24 @@ def carried(run: Run) -> tuple[Run, str]:
 
     Raises BadInput for offload and for DP, which have no replacement.
     """
-    s = run.sharding
-    if s.kind == "dp":
+    s, kind = run.sharding, run.sharding.carrier(pp=run.degrees.pp)
+    if kind.threads:
         raise BadInput(
             "sharding.kind",
             got="dp, whose replicas are threads of one process",
             needed="one thread a rank, which is what a rehearsal follows",
-            fix="set sharding.kind to ddp",
+            fix=Set("sharding.kind", "ddp"),
         )
-    if s.kind != "zero" or s.stage == 0 or by_fsdp(run):
+    if kind.stands_in is None:
         return run, ""
     if (s.offload.optimizer, s.offload.parameters) != ("none", "none"):
         raise BadInput(
             "sharding.offload",
             got="DeepSpeed's offload, which copies by addresses of memory that a rehearsal does not have",
             needed="states on the device",
-            fix="set sharding.offload.optimizer and sharding.offload.parameters to none",
+            fix=Set("sharding.offload.optimizer", "none") & Set("sharding.offload.parameters", "none"),
         )
-    why = "DeepSpeed's engine reads addresses of memory, which a rehearsal does not have"
-    if s.stage == 3:
-        return _with(run, engine="fsdp"), f"{why}: torch's FSDP is used instead of ZeRO-3, which shards in the same way"
-    said = (
-        f"{why}: DDP is used instead of ZeRO-{s.stage}; of optimizer{' and gradients' if s.stage == 2 else ''} a rank would hold 1/N alone"
-    )
-    return _with(run, kind="ddp", stage=0), said
-
-
-def _with(run: Run, **sharding: Any) -> Run:
-    return run.model_copy(update={"sharding": run.sharding.model_copy(update=sharding)})
+    return run.model_copy(update={"sharding": s.model_copy(update=dict(kind.stands_in.sharding))}), kind.stands_in.why
 
 
 def main(run: Run, *, recipe: str, world: int, rank: int = 0, device: str = "cpu", json: str | None = None) -> int:

@@ -8,11 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from moe.recipe.changes import changes, shown
+from moe.recipe.changes import changes
 from moe.recipe.load import load
 from moe.records.metrics import read, read_summary
 from moe.records.summary import summary_rows
 from moe.report.compare import compare
+from parallel.fixes import written
 
 Row = tuple[str, str, str]  # label, value in the first run, value in the second
 
@@ -36,7 +37,7 @@ def beside(first: Path, second: Path) -> Path:
 def recipe_rows(first: Path, second: Path) -> list[Row]:
     """Return (key, value, value) for every key with different values."""
     before, after = (load(folder / "recipe.yaml")[0] for folder in (first, second))
-    return [(change.key, shown(change.before), shown(change.after)) for change in changes(before, after)]
+    return [(change.key, written(change.before), written(change.after)) for change in changes(before, after)]
 
 
 def result_rows(first: Path, second: Path) -> list[Row]:

@@ -96,7 +96,7 @@ def _weights(recipe: Path) -> dict[str, float]:
     if not recipe.is_file():
         return {}
     try:
-        spec = load(str(recipe))[0].router.spec
+        spec = load(str(recipe))[0].router
     except BadInput:
         return {}
     return {"balance_loss": spec.balance_weight, "z_loss": spec.z_weight}

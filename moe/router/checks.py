@@ -7,7 +7,6 @@ loss for a selection that is not learned; a router that sees future tokens in a 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, fields
 from typing import Any
 
 from moe.recipe.router_spec import RouterSpec
@@ -15,6 +14,7 @@ from moe.router.methods.catalog import METHODS, method_of
 from moe.router.slots.causal import drops
 from moe.router.slots.slots import slots_of
 from parallel.errors import BadInput
+from parallel.fixes import Fix, Set, written
 
 _LEAST_FACTOR = 0.001  # of a capacity: below it rounding decides, and each expert has one slot, or none
 
@@ -32,41 +32,40 @@ def check_read(spec: RouterSpec, own: Mapping[str, Any]) -> None:
     Values of a preset are not refused, so that one choice can be replaced without removing the others. Nor are values equal
     to RouterSpec's defaults, which ask for nothing.
     """
-    idle = {f.name: f.default for f in fields(RouterSpec)}
+    idle = {key: field.default for key, field in RouterSpec.model_fields.items()}
     for key, (beside, reason, instead) in unread(spec).items():
         if key not in own or own[key] == idle[key]:
             continue
-        nothing = "preset" if idle[key] is MISSING else "null" if idle[key] is None else idle[key]
         raise BadInput(
             f"router.{key}",
-            got=f"{own[key]} with {beside}",
-            needed=f"{nothing}: {reason}",
-            fix=f"set router.{key} to {nothing}, or {instead}",
+            got=f"{written(own[key])} with {beside}",
+            needed=f"{written(idle[key])}: {reason}",
+            fix=Set(f"router.{key}", idle[key]) | instead,
         )
 
 
-def unread(s: RouterSpec) -> dict[str, tuple[str, str, str]]:
+def unread(s: RouterSpec) -> Mapping[str, tuple[str, str, Fix]]:
     """Return the fields without effect under the other fields' values: field -> (the setting to blame, the reason, the change that
     helps).
     """
     method = method_of(s)
-    found = {
-        key: (f"select {s.select}", reason, f"router.select to {other.name}")
+    found: dict[str, tuple[str, str, Fix]] = {
+        key: (f"select {s.select}", reason, Set("router.select", other.name))
         for other in METHODS.values()
         if other is not method
         for key, reason in other.reads.items()
     }
     found |= method.unread(s)
     if method.tokens_choose and not drops(s):
-        why = ("capacity_factor null", "without a capacity no choice is dropped", "router.capacity_factor to 1.25")
+        why = ("capacity_factor null", "without a capacity no choice is dropped", Set("router.capacity_factor", 1.25))
         found |= dict.fromkeys(("min_capacity", "capacity_counts", "capacity_rounding", "capacity_multiple", "drop", "queue"), why)
     elif method.tokens_choose and s.capacity_factor is None and s.drop == "random":
-        found["drop"] = ("capacity_factor null", "evaluation drops by position", "router.capacity_factor to 1.25")
+        found["drop"] = ("capacity_factor null", "evaluation drops by position", Set("router.capacity_factor", 1.25))
     if not drops(s) and not method.needs_whole_groups and s.balance_scope != "sequence":
         beside = f"capacity_factor null and balance_scope {s.balance_scope}"
-        found["group"] = (beside, "nothing is counted over groups", "router.balance_scope to sequence")
+        found["group"] = (beside, "nothing is counted over groups", Set("router.balance_scope", "sequence"))
     if s.balance_counts == "unbiased" and method.is_top_k and s.bias_rate is None and s.noise != "gumbel":
-        why = ("select top_k and bias_rate null", "the choices are the top k of the scores already", "router.bias_rate to 0.001")
+        why = ("select top_k and bias_rate null", "the choices are the top k of the scores already", Set("router.bias_rate", 0.001))
         found["balance_counts"] = why
     return found
 
@@ -78,25 +77,22 @@ def _check_gates(s: RouterSpec) -> None:
             f"router.{key}",
             got=f"{value} with one choice",
             needed=f"{'all' if key == 'softmax_over' else 'as_is'}: a gate that sums to 1 is always 1, and the router learns nothing",
-            fix=f"set router.{key} to {'all' if key == 'softmax_over' else 'as_is'}, or router.num_choices to 2",
+            fix=Set(f"router.{key}", "all" if key == "softmax_over" else "as_is") | Set("router.num_choices", 2),
         )
     if s.softmax_over == "chosen" and s.score != "softmax":
         raise BadInput(
-            "router.softmax_over", got=f"chosen with score {s.score}", needed="score softmax", fix="set router.softmax_over to all"
+            "router.softmax_over", got=f"chosen with score {s.score}", needed="score softmax", fix=Set("router.softmax_over", "all")
         )
     if s.softmax_over == "chosen" and s.gates == "before_drop":
         raise BadInput(
-            "router.gates",
-            got="before_drop with softmax_over chosen",
-            needed="as_is: their sum is 1",
-            fix="set router.gates to as_is",
+            "router.gates", got="before_drop with softmax_over chosen", needed="as_is: their sum is 1", fix=Set("router.gates", "as_is")
         )
     if s.second == "random" and s.num_choices != 2:
         raise BadInput(
             "router.second",
             got=f"random with {s.num_choices} choices",
             needed="a top-2 preset or num_choices 2",
-            fix="set router.preset to gshard, or router.second to always",
+            fix=Set("router.preset", "gshard") | Set("router.second", "always"),
         )
 
 
@@ -106,7 +102,7 @@ def _check_selection(s: RouterSpec, num_experts: int) -> None:
             "experts.num_experts",
             got=num_experts,
             needed=f"at least the {s.num_choices} choices of a token",
-            fix=f"set it to {max(s.num_choices, 8)}, or router.preset to switch",
+            fix=Set("it", max(s.num_choices, 8)) | Set("router.preset", "switch"),
         )
     method = method_of(s)
     method.check(s, num_experts)
@@ -115,14 +111,14 @@ def _check_selection(s: RouterSpec, num_experts: int) -> None:
             "router.bias_rate",
             got=f"{s.bias_rate} with select {s.select}",
             needed="null: nothing is chosen by the biased scores",
-            fix="set router.bias_rate to null",
+            fix=Set("router.bias_rate", None),
         )
     if s.noise not in method.noises:
         raise BadInput(
             "router.noise",
             got=f"{s.noise} with select {s.select}",
             needed="none: nothing is chosen by noisy scores",
-            fix="set router.noise to none, or router.select to top_k",
+            fix=Set("router.noise", "none") | Set("router.select", "top_k"),
         )
 
 
@@ -135,10 +131,10 @@ def check_slots(s: RouterSpec, *, group_tokens: int, num_experts: int) -> None:
             continue
         if factor < _LEAST_FACTOR:
             needed = f"{_LEAST_FACTOR} or more, or slots by router.min_capacity alone"
-            raise BadInput(f"router.{key}", got=f"{factor:g} with min_capacity 0", needed=needed, fix=f"set router.{key} to 1.0")
+            raise BadInput(f"router.{key}", got=f"{factor:g} with min_capacity 0", needed=needed, fix=Set(f"router.{key}", 1.0))
         if slots_of(s, group_tokens, num_experts=num_experts, training=training) == 0:
             got = f"{factor:g}, which gives an expert of {num_experts} no slot for {group_tokens} tokens ({s.capacity_rounding})"
-            raise BadInput(f"router.{key}", got=got, needed="at least 1 slot", fix="set router.min_capacity to 1")
+            raise BadInput(f"router.{key}", got=got, needed="at least 1 slot", fix=Set("router.min_capacity", 1))
 
 
 def _check_losses(s: RouterSpec, num_experts: int) -> None:
@@ -148,14 +144,14 @@ def _check_losses(s: RouterSpec, num_experts: int) -> None:
             "router.load_weight",
             got=f"{s.load_weight} with noise {s.noise} and select {s.select}",
             needed="noisy_top_k and top_k: it is of how likely the noise makes each choice",
-            fix="set router.noise to noisy_top_k, or router.load_weight to 0",
+            fix=Set("router.noise", "noisy_top_k") | Set("router.load_weight", 0),
         )
     if s.load_weight and (s.num_choices == num_experts or s.bias_rate is not None):
         got = f"{s.num_choices} choices of {num_experts} experts" if s.bias_rate is None else f"bias_rate {s.bias_rate}"
         needed = "fewer choices than experts, and no selection bias: otherwise noise does not decide the choice"
-        raise BadInput("router.load_weight", got=f"{s.load_weight} with {got}", needed=needed, fix="set router.load_weight to 0")
+        raise BadInput("router.load_weight", got=f"{s.load_weight} with {got}", needed=needed, fix=Set("router.load_weight", 0))
     for key, weight in (("balance_weight", s.balance_weight), ("importance_weight", s.importance_weight)):
         if weight and method.is_balanced is not None:
             raise BadInput(
-                f"router.{key}", got=f"{weight} with select {s.select}", needed=f"0: {method.is_balanced}", fix=f"set router.{key} to 0"
+                f"router.{key}", got=f"{weight} with select {s.select}", needed=f"0: {method.is_balanced}", fix=Set(f"router.{key}", 0)
             )

@@ -32,6 +32,7 @@ from moe.router.slots.capacity import kept_choices
 from moe.router.slots.slices import SequenceShards
 from moe.router.slots.slots import slots_of
 from parallel.errors import BadInput, counted
+from parallel.fixes import Set
 from parallel.mesh.regions import in_region
 from parallel.numerics.supposed import supposed
 
@@ -234,7 +235,7 @@ class Router(nn.Module):
     def _given(self, context: Context) -> Tensor | None:
         """Return the experts [T, K] of a record, -1 if the router chooses; None without a record. Raises BadInput."""
         if not self.method.tokens_choose and (context.record_routing or context.replay_routing):
-            needed, fix = "a router whose tokens choose: here experts choose tokens", "give no record, or set router.select to top_k"
+            needed, fix = "a router whose tokens choose: here experts choose tokens", "give no record" | Set("router.select", "top_k")
             raise BadInput("record_routing or replay_routing", got=f"one with router.select {self.spec.select}", needed=needed, fix=fix)
         if context.replay_routing is None:
             return None
@@ -274,6 +275,6 @@ class Router(nn.Module):
                 "router.group",
                 got=counted(each, "sequence"),
                 needed=f"a divisor of the {sequences} given",
-                fix="set router.group to sequence",
+                fix=Set("router.group", "sequence"),
             )
         return 1  # evaluation and generation may have fewer sequences than a training group

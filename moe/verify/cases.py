@@ -16,15 +16,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from itertools import cycle
 from typing import Any
 
+from moe.experts.dispatch.catalog import PLAIN, examples, rows_for
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from moe.router.methods.catalog import METHODS
 from moe.verify.small import LINEAR, small
+from parallel.data.kinds.catalog import ENGINES, planned
+from parallel.data.kinds.kind import EngineKind
 from parallel.mesh.mesh import divisors
 from parallel.pipeline.schedules.catalog import SCHEDULES
 from parallel.pipeline.schedules.kind import DEFAULT_CHUNKS, Size
+from parallel.sequence.kinds.catalog import SEQUENCES
 
 BATCH, LENGTH, EXPERTS = 12, 10, 8
 SLICED = 24  # sequence length of sequence-parallel cases; divisible by 2 * sp for sp 2, 3 and 4
@@ -122,24 +127,6 @@ AHEAD: dict[str, dict[str, Any]] = {  # multi-token prediction of two further to
     },
 }
 FEW: dict[str, dict[str, Any]] = {"one_head": {"model": {"num_kv_heads": 1}, "router": {"preset": "glam", "min_capacity": 1}}}
-ROWS: dict[str, dict[str, Any]] = {
-    "all_to_all": {"kind": "all_to_all"},
-    "padded": {"kind": "padded"},
-    "all_gather": {"kind": "all_gather"},
-    "hierarchical": {"kind": "hierarchical", "node_size": 2},
-    "overlapped": {"kind": "all_to_all", "overlap_chunks": 2},
-}
-
-
-ATTENTION: dict[str, dict[str, Any]] = {
-    "zigzag": {"kind": "ring", "order": "zigzag"},
-    "striped": {"kind": "ring", "order": "striped"},
-    "contiguous": {"kind": "ring", "order": "contiguous"},
-    "lightseq": {"kind": "lightseq"},
-    "colossal": {"kind": "colossal_ring"},
-    "ulysses": {"kind": "ulysses"},
-    "heads2": {"kind": "ring", "heads": 2},
-}
 FORMS: dict[str, dict[str, Any]] = {  # further values of Case.tensor, in addition to the kinds of tensor.kind
     "sliced": {"kind": "1d", "sequence_parallel": True},
     "overlapped": {"kind": "1d", "overlap_chunks": 3},
@@ -149,9 +136,15 @@ FORMS: dict[str, dict[str, Any]] = {  # further values of Case.tensor, in additi
 LINES = ("1d", "dtensor", *FORMS)
 
 
+def attentions() -> dict[str, dict[str, Any]]:
+    """Return the ways to attend over ranks, by the name in a case, as values of section `sequence`."""
+    found = {form: {"kind": name, **keys} for name, kind in SEQUENCES.items() for form, keys in (kind.tried or {name: {}}).items()}
+    return found | {"heads2": {"kind": "ring", "heads": 2}}
+
+
 @dataclass(frozen=True)
 class Case:
-    """One layout of one model. `kind`: data parallelism, see `sharding_of`; `rows`: the dispatcher, a key of ROWS."""
+    """One layout of one model. `kind`: data parallelism, see `sharding_of`; `rows`: the dispatcher, a key of `examples`."""
 
     model: str
     kind: str
@@ -161,7 +154,7 @@ class Case:
     precision: str
     recompute: str = "none"
     etp: int = 1
-    rows: str = "all_to_all"
+    rows: str = PLAIN
     experts: int = 4
     tiles: int = 1  # tiles of feed-forward networks and experts
     head_tiles: int = 1  # tiles of the vocabulary
@@ -179,7 +172,7 @@ class Case:
     first_part: int = 0  # rank of tp whose partial result comes first in these sums; a ring all-reduce starts each piece at another rank
     blocks: int = 1  # on one process: products in blocks x blocks blocks, as a grid of tp has them (moe/verify/in_blocks.py)
     sp: int = 1  # sequence-parallel ranks, which hold slices of the same sequences
-    attention: str = "zigzag"  # method of sequence parallelism, a key of ATTENTION
+    attention: str = "zigzag"  # method of sequence parallelism, a key of `attentions`
     slices: int = 0  # on one process: attention slice by slice, then merged (moe/verify/in_slices.py); 0: torch's own attention
     length: int = LENGTH  # tokens of a sequence
     batch: int = BATCH  # sequences of a step
@@ -192,10 +185,10 @@ class Case:
         parts += [f"{self.model} dp{self.dp}", f"tp{self.tp}-{self.tensor}" if self.tp > 1 else "", f"ep{self.ep}"]
         parts += [f"sp{self.sp} {self.attention}" if self.sp > 1 else ""]
         parts += [f"etp{self.etp}" if self.etp > 1 else "", f"m{self.microbatches}"]
-        parts += [self.rows if self.rows != "all_to_all" else "", self.recompute if self.recompute != "none" else ""]
+        parts += [self.rows if self.rows != PLAIN else "", self.recompute if self.recompute != "none" else ""]
         parts += [f"tiles{self.tiles}/{self.head_tiles}" if self.tiles * self.head_tiles > 1 else ""]
         parts += [f"chunks{self.chunks}" if self.chunks > 1 else ""]
-        parts += [f"replicas{self.replicas}" if self.kind == "dp" else ""]
+        parts += [f"replicas{self.replicas}" if self.engine.threads else ""]
         parts += ["padded" if self.padded else "", "overflow" if self.overflow else ""]
         return " ".join(part for part in parts if part)
 
@@ -204,6 +197,11 @@ class Case:
         """Every field that differs from its default, as text. Unique for each case, unlike `layout`, which leaves fields out."""
         values = ((field.name, getattr(self, field.name), field.default) for field in fields(self))
         return " ".join(f"{name}={value}" for name, value, default in values if value != default)
+
+    @property
+    def engine(self) -> EngineKind:
+        """The facts about its engine."""
+        return ENGINES[self.kind.partition("+")[0]]
 
     @property
     def dp(self) -> int:
@@ -220,7 +218,7 @@ class Case:
             "degrees": {"dp": self.dp, "pp": self.pp, "tp": self.tp, "sp": self.sp, "ep": self.ep, "etp": self.etp},
             "sequence": self._sequence() if self.sp > 1 else {},
             "tensor": FORMS.get(self.tensor, {"kind": self.tensor}),
-            "dispatch": ROWS[self.rows] if self.ep > 1 else {},
+            "dispatch": examples()[self.rows] if self.ep > 1 else {},
             "sharding": sharding_of(self.kind) | {"replicas": self.replicas, "allow_slow": self.pp > 1},
             "pipeline": {"microbatches": self.microbatches, "schedule": self.schedule, "layers": self.stages},
             "tiling": {"ffn": self.tiles, "head": self.head_tiles},
@@ -240,7 +238,7 @@ class Case:
 
     def _sequence(self) -> dict[str, Any]:
         """The recipe's section `sequence`. LightSeq keeps attention's output if recompute is full."""
-        return ATTENTION[self.attention] | {"keep_attention": self.attention == "lightseq" and self.recompute == "full"}
+        return attentions()[self.attention] | {"keep_attention": self.attention == "lightseq" and self.recompute == "full"}
 
     @property
     def delayed(self) -> bool:
@@ -254,17 +252,15 @@ def sharding_of(kind: str) -> dict[str, Any]:
     """The recipe's section `sharding` for Case.kind. zero2: ZeRO stage 2; zero2+cpu: also optimizer states on the host; zero3+cpu-all: also
     parameters on the host; other kinds are values of sharding.kind.
     """
-    if not kind.startswith("zero"):
-        return {"kind": kind}
-    stage, _, place = kind.removeprefix("zero").partition("+")
+    name, _, place = kind.partition("+")
     where, _, everything = place.partition("-")
-    offload = {"optimizer": where or "none", "parameters": where if everything else "none"}
-    return {"kind": "zero", "stage": int(stage), "offload": offload}
+    offload = {"optimizer": where, "parameters": where if everything else "none"}
+    return {**ENGINES[name].sharding, **({"offload": offload} if place else {})}
 
 
 def all_data_cases(nproc: int) -> list[Case]:
     """All cases of `--kinds data`."""
-    found = data_cases(nproc) + fsdp_cases(nproc) + zero_cases(nproc) + tiled_cases(nproc)
+    found = data_cases(nproc) + sharded_cases(nproc) + tiled_cases(nproc)
     return found + replica_cases() + batch_cases(nproc) + copied_cases(nproc) + halves_cases(nproc) + options_cases(nproc)
 
 
@@ -274,7 +270,7 @@ def data_cases(nproc: int) -> list[Case]:
         Case(model, kind, world, ep, microbatches, precision, recompute)
         for world in range(1, nproc + 1)
         if BATCH % world == 0
-        for kind in ("ddp", "zero1")
+        for kind in (name for name in planned() if ENGINES[name].stage < 2)
         for precision in ("fp32", "bf16", "fp16")
         for model in MODELS
         for ep in (divisors(world) if model != "dense" else [1])
@@ -286,30 +282,16 @@ def data_cases(nproc: int) -> list[Case]:
     ]
 
 
-def fsdp_cases(nproc: int) -> list[Case]:
-    """FSDP on at least two ranks. Recompute is tested too, because its second forward pass gathers parameters again."""
-    return [
-        Case(model, "fsdp", world, ep, microbatches, precision, recompute)
-        for world in range(2, nproc + 1)
-        if BATCH % world == 0
-        for precision in ("fp32", "bf16", "fp16")
-        for model in ("dense", "gshard", "deepseek")
-        for ep in (divisors(world) if model != "dense" else [1])
-        if 4 % ep == 0
-        for microbatches in (1, 3)
-        if BATCH % (world * microbatches) == 0
-        for recompute in ("none", "full" if microbatches == 1 else "selective")
-        if recompute == "none" or precision == "fp32"
-    ]
-
-
-def zero_cases(nproc: int) -> list[Case]:
-    """ZeRO stages above 1, and offload, on at least two ranks."""
+def sharded_cases(nproc: int) -> list[Case]:
+    """Engines that shard gradients, and offload, on at least two ranks. Recompute is tested too, because its second forward pass gathers
+    parameters again.
+    """
+    sharding = [name for name in planned() if ENGINES[name].stage >= 2]
     return [
         Case(model, kind, world, ep, microbatches, precision, recompute)
         for world in range(2, nproc + 1)
         if BATCH % world == 0
-        for kind in ("zero2", "zero3", "zero1+cpu", "zero2+cpu", "zero3+cpu-all")
+        for kind in (*sharding, *on_host())
         for precision in ("fp32", "bf16", "fp16")
         for model in ("dense", "gshard", "deepseek")
         for ep in (divisors(world) if model != "dense" else [1])
@@ -317,8 +299,13 @@ def zero_cases(nproc: int) -> list[Case]:
         for microbatches in (1, 3)
         if BATCH % (world * microbatches) == 0
         for recompute in ("none", "full" if microbatches == 1 else "selective")
-        if recompute == "none" or (kind, precision) == ("zero3", "fp32")
+        if recompute == "none" or (precision == "fp32" and kind in sharding and ENGINES[kind].stage == 3)
     ]
+
+
+def on_host() -> list[str]:
+    """Return engines with all states on the host that they can keep there, in the words of `sharding_of`."""
+    return [f"{name}+cpu{'-all' if ('parameters', 'cpu') in kind.offloads else ''}" for name, kind in ENGINES.items() if kind.offloads]
 
 
 def tiled_cases(nproc: int) -> list[Case]:
@@ -390,7 +377,7 @@ def copied_cases(nproc: int) -> list[Case]:
     """
     found = []
     for world, tp in ((2, 2), (4, 2), (4, 4)):
-        for kind in ("ddp", "fsdp", "zero1", "zero2", "zero3") if world <= nproc else ():
+        for kind in planned() if world <= nproc else ():
             found += [Case("dense", kind, world, 1, 3, "fp32", tp=tp)] if tp == 2 else []
             found += [Case("gshard", kind, world, ep, 1, "fp32", tp=tp) for ep in divisors(world)[1:]]
             found += [Case("deepseek", kind, world, 1, 3 if tp == 2 else 1, "fp32", tp=tp)]
@@ -410,7 +397,7 @@ def halves_cases(nproc: int) -> list[Case]:
         Case(model, kind, world, ep, microbatches, "fp32", recompute)
         for world in (1, 2, 4)
         if world <= nproc
-        for kind in (("ddp", "fsdp", "zero1", "zero2", "zero3") if world > 1 else ("ddp",))
+        for kind in (planned() if world > 1 else ("ddp",))
         for model in HALVES
         for ep in divisors(world)
         for microbatches, recompute in ((1, "full"), (3, "selective" if model == "t5" else "none"))
@@ -436,9 +423,6 @@ def options_cases(nproc: int) -> list[Case]:
     return [*found, Case("mixer", "ddp", 2, 2, 1, "bf16")] if nproc >= 2 else []
 
 
-ENGINES = ("ddp", "fsdp", "zero1", "zero2", "zero3")
-
-
 def tensor_cases(nproc: int) -> list[Case]:
     """Heads, hidden units and vocabulary split over tp. With tp 4, each of the two key-value heads is held by two ranks.
 
@@ -449,7 +433,7 @@ def tensor_cases(nproc: int) -> list[Case]:
     for world, tp in [(world, tp) for world, tp in ((2, 2), (4, 2), (4, 4)) if world <= nproc]:
         one = partial(Case, world=world, tp=tp, tensor="1d", microbatches=1)
         plain = partial(one, kind="ddp", precision="fp32")
-        for kind in ENGINES:
+        for kind in planned():
             found += [one("dense", kind, ep=1, microbatches=3 if world == 2 else 1, precision="fp32")]
             found += [one(model, kind, ep=ep, precision="fp32") for model, ep in (("gshard", world), ("deepseek", 2))]
         for model, ep in (("dense", 1), ("gshard", 2), ("deepseek", 2)):
@@ -495,14 +479,14 @@ def _grid_cases(nproc: int) -> list[Case]:
     for tensor, tp in GRIDS.items():
         one = partial(Case, world=tp, tp=tp, tensor=tensor, microbatches=1, batch=24)
         plain = partial(one, kind="ddp", precision="fp32")
-        for kind in ENGINES if tp <= nproc else ():
+        for kind in planned() if tp <= nproc else ():
             found += [one(model, kind, ep=ep, precision="fp32") for model, ep in (("dense", 1), ("gshard", 4), ("deepseek", 2))]
         if tp <= nproc:
             found += [plain("dense", ep=1, microbatches=3), plain("gshard", ep=1, etp=2), plain("deepseek", ep=2, padded=True)]
             found += [plain("gshard", ep=2, recompute=how) for how in ("full", "selective")]
             found += [one("gshard", kind, ep=1, precision="fp32", tiles=5, head_tiles=3, chunks=7) for kind in ("ddp", "fsdp")]
             found += [plain(model, ep=1) for model in PACKED]
-            found += [one("one_head", kind, ep=2, precision="fp32") for kind in ENGINES] + [plain("one_head", ep=4, recompute="full")]
+            found += [one("one_head", kind, ep=2, precision="fp32") for kind in planned()] + [plain("one_head", ep=4, recompute="full")]
             found += [one(model, "ddp", ep=ep, precision="bf16") for model, ep in (("dense", 1), ("deepseek", 2))]
             found += [one("dense", "zero2", ep=1, precision="fp16"), one("gshard", "fsdp", ep=2, precision="bf16", recompute="selective")]
     flat = partial(Case, world=8, tp=4, tensor="2d", precision="fp32", batch=24)
@@ -527,7 +511,7 @@ def _sliced_cases(nproc: int) -> list[Case]:
     for world in (world for world in (2, 4) if world <= nproc):
         one = partial(Case, world=world, tp=2, tensor="sliced", microbatches=1)
         plain = partial(one, kind="ddp", precision="fp32")
-        found += [one("gshard", kind, ep=world, precision="fp32") for kind in ENGINES]
+        found += [one("gshard", kind, ep=world, precision="fp32") for kind in planned()]
         found += [one(model, kind, ep=ep, precision="fp32") for model, ep in (("dense", 1), ("deepseek", 2)) for kind in ("ddp", "zero2")]
         if world == 2:
             found += [plain("gshard", ep=2, recompute=how) for how in ("full", "selective")]
@@ -572,7 +556,7 @@ def _dtensor_cases(nproc: int) -> list[Case]:
     found = []
     for world in (world for world in (2, 4) if world <= nproc):
         one = partial(Case, world=world, tp=2, tensor="dtensor", microbatches=1)
-        for kind in ENGINES if world == 2 else ("ddp", "fsdp", "zero3"):
+        for kind in planned() if world == 2 else ("ddp", "fsdp", "zero3"):
             found += [one("gshard", kind, ep=world, precision="fp32")]
         if world == 2:
             found += [one("dense", kind, ep=1, precision="fp32", tiles=5, head_tiles=3, chunks=7) for kind in ("ddp", "fsdp")]
@@ -613,8 +597,7 @@ def expert_cases(nproc: int) -> list[Case]:
         for etp in (1, 2)
         for ep in divisors(world)
         if world % (ep * etp) == 0
-        for rows in (ROWS if ep > 1 else ["all_to_all"])
-        if rows != "hierarchical" or ep > 2
+        for rows in rows_for(ep)
         for number, model in enumerate(sparse)
         for microbatches in (1, 3)
         if BATCH % (world * microbatches) == 0
@@ -624,7 +607,7 @@ def expert_cases(nproc: int) -> list[Case]:
 
 def all_expert_cases(nproc: int) -> list[Case]:
     """The cases of `expert_cases`, and options of published models."""
-    ways = zip(OPTIONS, ("padded", "all_gather", "overlapped", "padded"), strict=True)
+    ways = zip(OPTIONS, cycle(rows_for(2)[1:]), strict=False)
     options = [Case(model, "ddp", 2, 2, 1, "fp32", rows=rows, experts=EXPERTS) for model, rows in ways]
     return expert_cases(nproc) + (options if nproc >= 2 else [])
 
@@ -716,8 +699,8 @@ def sequence_cases(nproc: int) -> list[Case]:
     """
     found = []
     for sp in range(2, nproc + 1):
-        for attention in ATTENTION if BATCH % sp == 0 else ():
-            if (attention == "heads2" and sp % 2) or (attention == "ulysses" and 4 % sp):
+        for attention, form in attentions().items() if BATCH % sp == 0 else ():
+            if (attention == "heads2" and sp % 2) or (SEQUENCES[form["kind"]].trades_heads and 4 % sp):
                 continue
             found += [Case(model, "ddp", sp, 1, 3, "fp32", sp=sp, attention=attention) for model in ("dense", "gshard", "deepseek")]
             found += [Case("gshard", "ddp", sp, sp, 1, "fp32", "full", sp=sp, attention=attention)] if 4 % sp == 0 else []
@@ -729,7 +712,7 @@ def sequence_cases(nproc: int) -> list[Case]:
                 ep = sp if number % 2 else 1
                 found += [Case(model, "ddp", sp, ep, 1 if number % 3 else 3, "fp32", sp=sp, attention=attention, experts=EXPERTS)]
     for world, sp, attention in ((2, 2, "zigzag"), (4, 2, "heads2"), (4, 2, "lightseq"), (4, 4, "zigzag")):
-        for kind in ("ddp", "fsdp", "zero1", "zero2", "zero3") if world <= nproc else ():
+        for kind in planned() if world <= nproc else ():
             found += [Case("gshard", kind, world, 2, 1, "fp32", "full", sp=sp, attention=attention)]
             found += [Case("deepseek", kind, world, 1, 3, precision, sp=sp, attention=attention) for precision in ("fp32", "bf16", "fp16")]
         found += [Case("deepseek", "ddp", world, 2, 3, "fp32", sp=sp, attention=attention, padded=True)] if world <= nproc else []

@@ -7,6 +7,8 @@
                    In addition, each number and each parameter's gradient is compared with the plain twin, within a bound that follows
                    from the dtype's unit roundoff. Otherwise an error that one process shares would not be seen.
 
+In fp32, experts' products that round (moe/kernels/products.py) are judged as in 16 bits.
+
 The bound is measured as well (Monte Carlo arithmetic, Parker 1997). The twin runs in fp32, and every number that a 16-bit run would round
 (moe/verify/plain/model.py, Rounding) is disturbed at random by up to the unit roundoff u of the dtype, 2^-8 or 2^-11 of its value, in the
 forward and in the backward pass. The results differ by as much as rounding may change them: errors that grow, and nearly tied tokens that
@@ -23,12 +25,14 @@ from typing import Any
 
 import torch
 
+from moe.kernels.products import PRODUCTS
 from moe.verify.cases import GRIDS, LINES, ROWS_OF_GRID, Case
 from moe.verify.compare import NUMBERS, compare, gradient_deviations
 from moe.verify.layouts import compute
 from moe.verify.plain.model import Rounding
 from moe.verify.small import known
 from moe.verify.twin import Result, reference
+from parallel.data.kinds.catalog import PLAIN
 from parallel.numerics.precision import DTYPES
 from parallel.process.fork import each_on_ranks
 
@@ -45,7 +49,7 @@ def twin_of(case: Case) -> Case:
     In 16 bits it also records how the head, the loss, sums within layers and sequences are cut. This does not change its result, only the
     tolerance.
     """
-    twin = Case(case.model, "ddp", 1, 1, 1, case.precision, experts=case.experts, layers=case.layers)
+    twin = Case(case.model, PLAIN, 1, 1, 1, case.precision, experts=case.experts, layers=case.layers)
     twin = replace(twin, padded=case.padded, overflow=case.overflow, length=case.length, batch=case.batch, recipe=case.recipe)
     if case.precision != "fp32":
         parts, blocks = (case.tp if case.tensor in LINES else 1), (2 if case.tensor in GRIDS else 1)
@@ -55,6 +59,11 @@ def twin_of(case: Case) -> Case:
         return replace(twin, pp=case.pp, schedule=case.schedule, microbatches=case.microbatches, stages=case.stages)
     own = case.dp * case.microbatches
     return replace(twin, microbatches=own) if case.precision != "fp32" and own not in (1, *CUTS) else twin
+
+
+def rounds(case: Case) -> bool:
+    """Return whether a case rounds more than fp32 does: by its precision, or in its experts' products."""
+    return case.precision != "fp32" or PRODUCTS[case.run().experts.products].rounds
 
 
 def alone(twin: Case) -> Case:
@@ -89,7 +98,7 @@ def own_order(case: Case) -> Case:
     ranks.
     """
     one = alone(twin_of(case))
-    replicas = case.replicas if case.kind == "dp" else 1
+    replicas = case.replicas if case.engine.threads else 1
     batches = case.dp * case.microbatches * replicas * ROWS_OF_GRID.get(case.tensor, 1)
     cut = replace(one, microbatches=batches, head_tiles=case.head_tiles, chunks=case.chunks)
     if case.tensor in LINES:
@@ -112,7 +121,7 @@ class Expected:
         if twin.recipe is not None and not known(twin.run()):
             result = compute(alone(twin), delayed_as=twin)
             return Expected(twin, result, {n: max(FP32_TOLERANCE, 2 * s) for n, s in spread(twin, result).items()})
-        if twin.precision == "fp32":
+        if not rounds(twin):
             return Expected(twin, reference(twin), dict.fromkeys(NUMBERS, FP32_TOLERANCE))
         result = compute(alone(twin), delayed_as=twin)
         return Expected(twin, result, {n: max(FP32_TOLERANCE, 2 * s) for n, s in spread(twin, result).items()}, Bound(twin))
@@ -151,7 +160,7 @@ def spread(twin: Case, baseline: Result) -> dict[str, float]:
 
 @dataclass
 class Bound:
-    """The largest deviation from the plain twin that a run in a 16-bit dtype may have."""
+    """The largest deviation from the plain twin that a run which rounds more than fp32 may have."""
 
     twin: Case
     drawn: int = 0

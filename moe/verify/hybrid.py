@@ -20,9 +20,12 @@ from __future__ import annotations
 from typing import Any
 
 from moe.checks.together import check_run
-from moe.verify.cases import ATTENTION, ENGINES, EXPERTS, LAYERS, MODELS, ROWS, SLICED, Case
+from moe.experts.dispatch.catalog import PLAIN, examples, rows_for
+from moe.verify.cases import EXPERTS, LAYERS, MODELS, SLICED, Case, attentions
 from moe.verify.pairwise import Choice, Covering, Pair, cover, together
+from parallel.data.kinds.catalog import ENGINES, planned
 from parallel.errors import BadInput, counted
+from parallel.fixes import Set
 from parallel.pipeline.schedules.catalog import SCHEDULES
 
 WORLD, BATCH = 8, 24  # the batch divides evenly over 8 ranks, also in groups
@@ -30,10 +33,10 @@ TENSOR = {"none": 1, "1d": 2, "sliced": 2, "dtensor": 2, "2d": 4, "2.5d": 8, "3d
 PLACES = {"whole": (1, 1), "ep2": (2, 1), "ep4": (4, 1), "etp2": (1, 2), "ep2 etp2": (2, 2)}  # (ep, etp)
 FACTORS: dict[str, tuple[str, ...]] = {  # the first value is the simplest
     "schedule": ("none", *SCHEDULES),
-    "sequence": ("none", *ATTENTION),
+    "sequence": ("none", *attentions()),
     "tensor": tuple(TENSOR),
-    "dispatch": ("none", *ROWS),
-    "data": ENGINES,
+    "dispatch": ("none", *examples()),
+    "data": planned(),
     "experts": tuple(PLACES),
     "model": tuple(MODELS),
     "recompute": ("none", "selective", "full"),
@@ -94,9 +97,9 @@ def completed(chosen: Choice) -> Choice:
     """The simplest row with these values. If a dispatcher is chosen, the model has experts, split over several ranks."""
     row = {factor: values[0] for factor, values in FACTORS.items()} | chosen
     if "experts" not in chosen and row["dispatch"] != "none":
-        row["experts"] = "ep4" if row["dispatch"] == "hierarchical" else "ep2"
+        row["experts"] = next(place for place, (ep, _) in PLACES.items() if row["dispatch"] in rows_for(ep) and ep > 1)
     if "dispatch" not in chosen and PLACES[row["experts"]][0] > 1:
-        row["dispatch"] = "all_to_all"
+        row["dispatch"] = PLAIN
     if "model" not in chosen and row["experts"] != "whole":
         row["model"] = "switch"
     return row
@@ -122,7 +125,7 @@ def case_of(choice: Choice, *, world: int | None) -> Case:
         choice["precision"],
         choice["recompute"],
         etp,
-        rows if ep > 1 else "all_to_all",
+        rows if ep > 1 else PLAIN,
         EXPERTS,
         pp=pp,
         schedule="1f1b" if pp == 1 else schedule,
@@ -140,10 +143,10 @@ def _check_idle(choice: Choice, ep: int) -> None:
     rows, places = choice["dispatch"], choice["experts"]
     if (rows == "none") != (ep == 1):
         needed = "none: one rank holds every expert" if ep == 1 else "a dispatcher"
-        raise Idle("dispatch.kind", got=f"{rows} with experts {places}", needed=needed, fix="set degrees.ep to 2, or leave dispatch out")
-    if rows == "hierarchical" and ep < 4:
+        raise Idle("dispatch.kind", got=f"{rows} with experts {places}", needed=needed, fix=Set("degrees.ep", 2) | "leave dispatch out")
+    if ep > 1 and rows not in rows_for(ep):
         needed = "degrees.ep 4: with two ranks, one of the two steps sends nothing"
-        raise Idle("dispatch.kind", got=f"hierarchical with experts {places}", needed=needed, fix="set degrees.ep to 4")
+        raise Idle("dispatch.kind", got=f"{rows} with experts {places}", needed=needed, fix=Set("degrees.ep", 4))
 
 
 def _rest(choice: Choice, world: int | None, ranks: int, experts: int, *, sharers: int) -> int:
@@ -151,7 +154,7 @@ def _rest(choice: Choice, world: int | None, ranks: int, experts: int, *, sharer
 
     With one, shards of optimizer states would not be split. `sharers`: ranks of other axes over which such shards are split too.
     """
-    least = 1 if choice["data"] == "ddp" or sharers > 1 or ranks == WORLD and choice["tensor"] in ("2.5d", "3d") else 2
+    least = 1 if ENGINES[choice["data"]].stage == 0 or sharers > 1 or ranks == WORLD and choice["tensor"] in ("2.5d", "3d") else 2
     if world is None:
         return max(2, experts)
     if ranks * least > world:

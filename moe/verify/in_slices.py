@@ -15,7 +15,7 @@ from torch import Tensor
 from moe.model.transformer import Block, Transformer
 from moe.parallelize.sequence import Exchanging
 from moe.recipe import sections
-from moe.verify.cases import ATTENTION, Case
+from moe.verify.cases import Case, attentions
 from parallel.mesh.mesh import Axis
 from parallel.sequence.colossal_ring import ColossalRing
 from parallel.sequence.method import Known, Method, SavedTensors
@@ -28,8 +28,8 @@ def in_slices(model: Transformer, case: Case) -> None:
 
     With one slice, a Colossal ring computes whole scores.
     """
-    form = sections.Sequence(**ATTENTION[case.attention])
-    kind = _ColossalInSlices if form.kind == "colossal_ring" else _InSlices
+    form = sections.Sequence(**attentions()[case.attention])
+    kind = _ColossalInSlices if form.named.keeps_scores else _InSlices
     order = Order(
         form.position_order, case.slices // form.heads_of(case.slices), case.length
     )  # ranks that exchange heads see all their tokens

@@ -33,6 +33,7 @@ from moe.verify.plain.batches import batch
 from moe.verify.tape import TAPED, Step, Tape, listen, of_ranks, plain
 from moe.verify.twin import STEPS, Result
 from parallel.data.engine import Engine
+from parallel.data.kinds.kind import nothing
 from parallel.mesh.mesh import Degrees, Mesh
 from parallel.numerics.clip import GradientNorm
 from parallel.numerics.precision import LossScale
@@ -223,11 +224,12 @@ def run_world(
     If ranks fail, their errors are the result of the case that they were running, and the remaining cases run on new ranks. `timeout_s` is
     the limit for a case of up to four ranks, and doubles with their number beyond that; None: LIMIT_S.
     """
-    left, imported = list(chosen), {""}
+    left, loaded = list(chosen), {nothing}
     limit = (LIMIT_S if timeout_s is None else timeout_s) * max(1, world // 4)
     while left:
-        imported.add(_import_engine(left[0]))
-        ready, done = _few_meshes(takewhile(lambda case: _extra(case) in imported, left)), 0
+        left[0].engine.load()  # once, before ranks are forked: DeepSpeed takes seconds, for which rows before it need not wait
+        loaded.add(left[0].engine.load)
+        ready, done = _few_meshes(takewhile(lambda case: case.engine.load in loaded, left)), 0
         try:
             for parts in each_on_ranks(_ranks, world, ready, taped, inside, timeout_s=limit):
                 yield left[done], _gather(parts)
@@ -250,24 +252,6 @@ def _few_meshes(cases: Iterable[Case]) -> list[Case]:
             break
         found.append(case)
     return found
-
-
-def _extra(case: Case) -> str:
-    """A module that the case's engine needs imported, or ""."""
-    return "deepspeed" if case.kind.startswith("zero") else "fsdp" if case.kind == "fsdp" else ""
-
-
-def _import_engine(case: Case) -> str:
-    """Import the module of `_extra` before ranks are forked, and return its name. DeepSpeed takes seconds, which earlier rows need not
-    wait for.
-    """
-    if _extra(case) == "deepspeed":
-        from parallel.data.deepspeed import load_deepspeed
-
-        load_deepspeed()
-    elif _extra(case) == "fsdp":
-        import parallel.data.fsdp  # noqa: F401
-    return _extra(case)
 
 
 def _ranks(rank: int, chosen: list[Case], taped: bool, inside: Inside) -> Iterator[dict[str, Any]]:

@@ -67,7 +67,7 @@ def small(path: str, *, ep: int = 1) -> dict[str, dict[str, Any]]:
 def _begins_at_zero(run: Run) -> bool:
     """Return whether parameters begin at 0. After a step they equal their update, in which Adam keeps little but the gradient's sign."""
     m, x = run.model, run.experts
-    return m.qkv_bias or m.out_bias or m.attention_sinks or x.biases or run.router.spec.logits == "affine"
+    return m.qkv_bias or m.out_bias or m.attention_sinks or x.biases or run.router.logits == "affine"
 
 
 def _without(section: Section, keys: str) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def _latent(run: Run) -> dict[str, Any]:
 def _router(run: Run) -> dict[str, Any]:
     """The recipe's router. Capacity and balance are counted over a sequence, because counts over a rank's tokens depend on the layout."""
     changed = {"preset": run.router.preset, "allow_noncausal": run.router.allow_noncausal} | run.router.own
-    spec = run.router.spec
+    spec = run.router
     changed |= {"group": 1} if spec.group != "sequence" else {}
     changed |= {"hash_table": None} if spec.hash_table is not None else {}  # its vocabulary is another
     changed |= {"balance_scope": "sequence"} if spec.balance_scope == "micro_batch" else {}
@@ -104,12 +104,12 @@ def _router(run: Run) -> dict[str, Any]:
 def _dispatch(run: Run, ep: int) -> dict[str, Any]:
     """The recipe's dispatcher. For a hierarchical one, all ranks are one node."""
     return {"kind": run.dispatch.kind, "overlap_chunks": min(run.dispatch.overlap_chunks, 2)} | (
-        {"node_size": ep} if run.dispatch.kind == "hierarchical" else {}
+        {"node_size": ep} if run.dispatch.node_size else {}
     )
 
 
 def _num_experts(run: Run) -> int:
-    spec = run.router.spec
+    spec = run.router
     unit = lcm(4, spec.expert_groups)
     needed = method_of(spec).experts_needed(spec)
     return unit * max(1, -(-2 * needed // unit)) if needed * 2 > unit else unit
@@ -118,13 +118,13 @@ def _num_experts(run: Run) -> int:
 def not_compared(run: Run) -> list[str]:
     """Lines of text: settings of the recipe that the small recipe does not have."""
     lines = []
-    if run.router.spec.group == "rank" and run.model.layers_with_experts():
+    if run.router.group == "rank" and run.model.layers_with_experts():
         lines.append(
             "not compared: router.group rank, which depends on the layout by definition; capacity is counted over a sequence instead"
         )
     if run.lora.rank:
         lines.append(f"not compared: lora.rank {run.lora.rank}; all weights are trained instead, without adapters")
-    if run.router.spec.hash_table is not None:
+    if run.router.hash_table is not None:
         lines.append("not compared: router.hash_table, which belongs to the recipe's vocabulary; a hash of the token id is used instead")
     named = [key for key in run.plugins() if key in ("data.source", "optimizer.schedule")]
     return lines + [f"not compared: {key} {run.plugins()[key]}, which no layout changes" for key in named]

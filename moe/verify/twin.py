@@ -72,7 +72,7 @@ def reference(case: Case, *, rounding: Rounding | None = None, tape: Tape | None
             optimizer.step({name: parameters[name] for name in made.gradients}, made.gradients)
             for name in biases:
                 layer = name.removesuffix(".router.bias")
-                biases[name] = moved_bias(biases[name], made.load[layer], run.router.spec.bias_rate or 0.0)
+                biases[name] = moved_bias(biases[name], made.load[layer], run.router.bias_rate or 0.0)
         if kept is None:
             kept = made.balance, norm["total"], made.gradients, _copy(parameters | biases)
         if tape is not None and step < TAPED:
@@ -117,7 +117,7 @@ def _gradients(run: Run, weights: Weights, trained: set[str], sequences: Tensor,
     twin = plain_model if run.model.kind == "decoder" else plain_encoder_decoder
     passed = twin.forward(run, effective(leaves, run.lora), sequences, step=step, cast=cast, note=note)
     mean = passed.loss / predicted
-    whole = mean + sum(layer.auxiliary(run.router.spec) for layer in passed.layers.values())
+    whole = mean + sum(layer.auxiliary(run.router) for layer in passed.layers.values())
     if passed.ahead is not None:
         whole = whole + run.model.ahead_weight * passed.ahead / (sequences[:, :-1] != PADDING).sum().item()
     whole.backward()  # type: ignore[no-untyped-call]

@@ -21,7 +21,7 @@ from moe.launch import exit_codes
 from moe.records.speed import source_commit
 from moe.verify.cases import Case
 from moe.verify.compare import NUMBERS, compare
-from moe.verify.expected import Expected, computed_in_background, twin_of
+from moe.verify.expected import Expected, computed_in_background, rounds, twin_of
 from moe.verify.hybrid import WORLD, as_json, covering, described
 from moe.verify.kinds import KINDS, cases
 from moe.verify.layouts import Ran, run_world
@@ -79,7 +79,7 @@ def main(
             if twin not in expected:
                 expected[twin] = next(made)
             row = judged(case, ran, expected[twin])
-            if twin.precision != "fp32":
+            if rounds(twin):
                 table.tolerances[name_of(twin)] = expected[twin].tolerance
             table.add(case, row)
             failed += [] if row["passed"] else [(case, row)]
@@ -101,7 +101,7 @@ def judged(case: Case, ran: Ran, expected: Expected) -> dict[str, Any]:
     token may be routed differently in that order only. The tolerance stays the same.
     """
     row = _row(case, ran, expected)
-    if row["passed"] or "error" in row or case.precision == "fp32":
+    if row["passed"] or "error" in row or not rounds(case):
         return row
     again = _row(case, ran, expected.in_the_order_of(case))
     return again if again["passed"] else row
@@ -157,7 +157,7 @@ def _say_sums(rows: list[dict[str, Any]], expected: dict[Case, Expected], nproc:
     say(f"{passed} passed, {len(rows) - passed} failed: {chosen} in {seconds:.0f} s")
     say("tolerances: fp32 1e-5 for every number; in lower precision twice the effect of rounding, as measured in this run:")
     for twin, e in expected.items():
-        if twin.precision != "fp32":
+        if rounds(twin):
             say(f"  {name_of(twin)}: " + " ".join(f"{number} {value:.0e}" for number, value in e.tolerance.items()))
 
 

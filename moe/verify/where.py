@@ -27,7 +27,7 @@ from torch import Tensor
 
 from moe.verify.cases import Case
 from moe.verify.compare import deviation
-from moe.verify.expected import DRAWS, FP32_TOLERANCE, Expected, alone, reorderings
+from moe.verify.expected import DRAWS, FP32_TOLERANCE, Expected, alone, reorderings, rounds
 from moe.verify.layouts import compute
 from moe.verify.plain.model import Rounding
 from moe.verify.tape import AGAIN, TAPED, Step, Tape
@@ -155,10 +155,10 @@ class Standard:
     @cached_property
     def tape(self) -> Tape:
         tape = Tape.of(self.twin)
-        if self.twin.precision == "fp32":
-            reference(self.twin, tape=tape, steps=TAPED)
-        else:
+        if rounds(self.twin):
             compute(alone(self.twin), tape=tape, delayed_as=self.twin)
+        else:
+            reference(self.twin, tape=tape, steps=TAPED)
         return tape
 
     @cached_property
@@ -170,11 +170,11 @@ class Standard:
         for (step, phase, name), line in first.items():
             most = max(most, *(_deviation(other[step, phase, name], line) for other in others))
             found[step, phase] = 2 * most
-        return {key: min(FP32_TOLERANCE, away) for key, away in found.items()} if self.twin.precision == "fp32" else found
+        return found if rounds(self.twin) else {key: min(FP32_TOLERANCE, away) for key, away in found.items()}
 
     def _rounded(self) -> Iterator[Tape]:
         """Tapes of the same steps, each rounded in another way."""
-        if self.twin.precision != "fp32":
+        if rounds(self.twin):
             one = alone(self.twin)
             yield from (self._taped(case, kernels) for case, kernels in ((one, "cpu"), *reorderings(self.twin)))
             return

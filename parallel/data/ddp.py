@@ -8,27 +8,24 @@ Source: PyTorch Distributed (arXiv 2006.15704).
 
 import math
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
 from torch.nn.parallel import DistributedDataParallel
 
-from parallel.data.engine import Load, Rule
-from parallel.data.load import fill_stepped, held_of, kept_of
+from parallel.data.engine import Rule
+from parallel.data.stepped import Stepped
 from parallel.data.whole import Whole
 from parallel.mesh.gradients import Started, data_axis, start_flat, start_sums, sum_gradients
 from parallel.mesh.layout import Layout, dense
 from parallel.mesh.mesh import Axis, Mesh
-from parallel.watch.audit import Held, copies_of
 
 
-class DDP:
+class DDP(Stepped):
     """The engine of DDP. `layouts` by module parameter name. Every rank must run the same number of micro-batches.
 
     `forward`: replaces the model in the training forward pass of a single process (parallel/data/dp.py). With pipeline stages, torch's
@@ -38,11 +35,11 @@ class DDP:
     def __init__(
         self, model: nn.Module, *, layouts: dict[str, Layout], mesh: Mesh, optimizer: Rule, forward: nn.Module | None = None
     ) -> None:
-        self.layouts, self.mesh = layouts, mesh
+        super().__init__(model, layouts=layouts, mesh=mesh)
         self.parameters = dict(model.named_parameters())
         wholes = {id(p): whole for n, p in self.parameters.items() if (whole := Whole.of(layouts[n], mesh)) is not None}
         self.rule, self.optimizer = optimizer, optimizer.build(optimizer.groups(self.parameters.items()), wholes)
-        self.module, self.model = model, forward or model
+        self.model = forward or model
         self.flying: deque[Started] = deque()  # sums started during a pipeline's actions, oldest first
         self.started: set[str] = set()  # parameters with a started sum in this batch
         dp, staged = dense_axis(layouts, mesh), mesh.axis("pp").size > 1
@@ -61,14 +58,6 @@ class DDP:
             self.model.require_backward_grad_sync = last
         return self.model(*args)
 
-    def backward(self, loss: Tensor, *, last: bool) -> None:
-        loss.backward()  # type: ignore[no-untyped-call]
-        if last:
-            self.reduce()
-
-    def backward_from(self, output: GradientEdge, gradient: Tensor | None) -> None:
-        torch.autograd.backward(output, gradient)
-
     def start_sums(self, names: Sequence[str]) -> None:
         while self.flying and self.flying[0].work.is_completed():
             self.flying.popleft().finish()
@@ -83,33 +72,6 @@ class DDP:
         self.started.clear()
         sum_gradients({name: grad for name, grad in grads.items() if grad is not None}, self.layouts, self.mesh)
 
-    def owned_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self.parameters.items():
-            if parameter.grad is not None and self.layouts[name].is_owner(self.mesh):
-                yield self.layouts[name].family, parameter.grad
-
-    def tensors(self) -> Iterator[Held]:
-        for name, parameter in self.parameters.items():
-            for kind, tensor in held_of(parameter, self.optimizer):
-                yield copies_of(name, kind, tensor, self.layouts[name])
-
-    def summed_gradients(self) -> Iterator[Held]:
-        for name, parameter in self.parameters.items():
-            if parameter.grad is not None:
-                yield copies_of(name, "gradient", parameter.grad, self.layouts[name])
-
-    def copy_again(self) -> bool:
-        return False
-
-    def scale_gradients(self, factor: float) -> None:
-        torch._foreach_mul_([p.grad for p in self.parameters.values() if p.grad is not None], factor)
-
-    def step(self, lr: float) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
-        self.drop_gradients()
-
     def drop_gradients(self) -> None:
         """Zero the gradients in DDP's buckets, which share their memory. Free all others, since zeroing them would cost memory traffic."""
         freed = set(self.apart if isinstance(self.model, DistributedDataParallel) else self.parameters)
@@ -118,26 +80,6 @@ class DDP:
                 parameter.grad = None
             elif parameter.grad is not None:
                 parameter.grad.zero_()
-
-    def gradient(self, name: str) -> Tensor:
-        grad = self.parameters[name].grad
-        assert grad is not None
-        return grad
-
-    def state(self, name: str) -> dict[str, Tensor]:
-        parameter = self.parameters[name]
-        kept = self.rule.kept(name, parameter.ndim) if parameter.requires_grad else {}
-        return {"weight": parameter.detach()} | kept_of(parameter, self.optimizer, kept)
-
-    def load_state(self, names: Iterable[str], load: Load, *, steps: int) -> None:
-        for name in names:
-            fill_stepped(
-                self.parameters[name],
-                self.optimizer,
-                partial(load, name),
-                kept=self.rule.kept(name, self.parameters[name].ndim),
-                steps=steps,
-            )
 
 
 def dense_axis(layouts: Mapping[str, Layout], mesh: Mesh) -> Axis:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 from parallel.errors import BadInput
+from parallel.fixes import Set
 from parallel.mesh.gradients import data_axis
 from parallel.mesh.layout import Layout, dense
 from parallel.mesh.mesh import Axis, Mesh
@@ -76,7 +77,7 @@ def compile_async_io(say: Callable[[str], None]) -> None:
             "sharding.offload",
             got=f"nvme, whose async_io does not compile ({why})",
             needed="a C++ compiler, ninja and libaio's headers",
-            fix="see: moe doctor; or set it to cpu",
+            fix="see: moe doctor" | Set("sharding.offload.optimizer", "cpu"),
         ) from failed
 
 

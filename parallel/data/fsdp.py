@@ -15,21 +15,19 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter  # no public module has them
 from torch.distributed.tensor import DTensor, Shard
 
 from parallel.data.engine import Load, Rule
-from parallel.data.load import fill_stepped, held_of, kept_of
+from parallel.data.stepped import Stepped
 from parallel.data.whole import Cut, Whole
 from parallel.mesh.collectives import gather_into, scatter_sum_into
 from parallel.mesh.gradients import data_axis, sum_gradients
@@ -184,20 +182,20 @@ class _ScatterSum(_OnAxis, ReduceScatter):
         return None
 
 
-class FSDP:
+class FSDP(Stepped):
     """The engine of FSDP, for a model that `shard` has cut, or that has nothing to cut. `layouts` by module parameter name."""
 
     def __init__(self, model: nn.Module, *, layouts: dict[str, Layout], mesh: Mesh, optimizer: Rule) -> None:
-        self.module, self.layouts, self.mesh = model, layouts, mesh
+        super().__init__(model, layouts=layouts, mesh=mesh)
         named = dict(model.named_parameters())
         self.cut = {name: p for name, p in named.items() if isinstance(p, DTensor)}
         self.whole = {name: p for name, p in named.items() if name not in self.cut}
         # parameters for the optimizer: whole ones, and this rank's shards as plain tensors with the same memory
-        self.held = {
+        self.parameters = {
             name: nn.Parameter(p.to_local().detach(), p.requires_grad) if isinstance(p, DTensor) else p for name, p in named.items()
         }
-        wholes = {id(p): whole for name, p in self.held.items() if (whole := self._whole(name)) is not None}
-        stepped = ((name, p) for name, p in self.held.items() if p.numel() or id(p) in wholes)
+        wholes = {id(p): whole for name, p in self.parameters.items() if (whole := self._whole(name)) is not None}
+        stepped = ((name, p) for name, p in self.parameters.items() if p.numel() or id(p) in wholes)
         self.rule, self.optimizer = optimizer, optimizer.build(optimizer.groups(stepped), wholes)
 
     def _whole(self, name: str) -> Whole | None:
@@ -209,45 +207,23 @@ class FSDP:
         cuts = (*((own,) if own.dim >= -2 and own.axis.size > 1 else ()), *(whole.cuts if whole else ()))
         return Whole(cuts) if cuts else None  # no copies: the ranks that saw other tokens hold shards
 
-    def forward(self, *args: Any, last: bool) -> Any:
-        return self.module(*args)
-
-    def backward(self, loss: Tensor, *, last: bool) -> None:
-        loss.backward()  # type: ignore[no-untyped-call]
-        if last:
-            self.reduce()
-
-    def backward_from(self, output: GradientEdge, gradient: Tensor | None) -> None:
-        torch.autograd.backward(output, gradient)
-
-    def start_sums(self, names: Sequence[str]) -> None:
-        return  # gradients of cut parameters are summed in each micro-batch, and whole ones are few
-
     def reduce(self) -> None:
         sum_gradients({n: p.grad for n, p in self.whole.items() if p.grad is not None}, self.layouts, self.mesh)
 
-    def _gradients(self) -> Iterator[tuple[str, Tensor]]:
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, this rank's shard of the summed gradient)."""
         for name, parameter in (self.whole | self.cut).items():
             if parameter.grad is not None:
                 yield name, parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
 
     def owned_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        for name, grad in self._gradients():
+        for name, grad in self.gradients():
             layout = self.layouts[name]
             if grad.numel() and (layout.shard_counts(self.mesh) if name in self.cut else layout.is_owner(self.mesh)):
                 yield layout.family, grad
 
-    def tensors(self) -> Iterator[Held]:
-        for name, parameter in self.held.items():
-            for kind, tensor in held_of(parameter, self.optimizer):
-                yield self._copies_of(name, kind, tensor)
-
-    def summed_gradients(self) -> Iterator[Held]:
-        return (self._copies_of(name, "gradient", grad) for name, grad in self._gradients())
-
-    def _copies_of(self, name: str, kind: str, tensor: Tensor) -> Held:
-        """Return the tensor with the axes of its copies. The ranks over which a parameter is cut hold no copies."""
+    def held(self, name: str, kind: str, tensor: Tensor) -> Held:
+        """Return a tensor with the axes that hold copies of it. The ranks over which a parameter is cut hold no copies."""
         layout = self.layouts[name]
         return copies_of(name, kind, tensor, layout, but=layout.summed_over() if name in self.cut else ())
 
@@ -255,36 +231,25 @@ class FSDP:
         self._reshard()
         return False
 
-    def scale_gradients(self, factor: float) -> None:
-        torch._foreach_mul_([grad for _, grad in self._gradients()], factor)
-
     def step(self, lr: float) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        for name, grad in self._gradients():
-            self.held[name].grad = grad
-        self.optimizer.step()
-        self.drop_gradients()
+        for name, grad in self.gradients():
+            self.parameters[name].grad = grad
+        super().step(lr)
 
     def drop_gradients(self) -> None:
-        for parameter in (*self.held.values(), *self.cut.values()):
+        super().drop_gradients()
+        for parameter in self.cut.values():
             parameter.grad = None
 
     def gradient(self, name: str) -> Tensor:
-        return self._gathered(name, dict(self._gradients())[name])
+        return self._gathered(name, super().gradient(name))
 
     def state(self, name: str) -> dict[str, Tensor]:
-        held = self.held[name]
-        parts = {"weight": held.detach()} | kept_of(held, self.optimizer, self.rule.kept(name, held.ndim) if held.requires_grad else {})
-        return {kind: self._gathered(name, part) for kind, part in parts.items()}
+        return {kind: self._gathered(name, part) for kind, part in super().state(name).items()}
 
     def load_state(self, names: Iterable[str], load: Load, *, steps: int) -> None:
         self._reshard()
-        for name in names:
-            held = self.held[name]
-            if held.numel():
-                kept = self.rule.kept(name, held.ndim)
-                fill_stepped(held, self.optimizer, partial(load, name), kept=kept, steps=steps, start=self._start(name))
+        super().load_state(names, load, steps=steps)
 
     def _reshard(self) -> None:
         """Free gathered parameters, which have old values."""
@@ -292,9 +257,9 @@ class FSDP:
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def _start(self, name: str) -> list[int]:
+    def start(self, name: str) -> list[int]:
         """Return the index of this rank's first element in the result of `_gathered`."""
-        start = [0] * self.held[name].ndim
+        start = [0] * self.parameters[name].ndim
         if name in self.cut:
             cut = self._cut_of(name)
             start[cut.dim] = cut.axis.index * cut.each

@@ -16,7 +16,6 @@ ranks. A 16-bit copy equals a master weight cast at its use, so no number change
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -38,7 +37,7 @@ Working = Callable[[str], torch.dtype]  # parameter name -> the dtype in which t
 BUCKET_ELEMENTS = 8 * 2**20  # gradients summed together, 32 MiB in fp32
 
 
-class DeepSpeed(ABC):
+class DeepSpeed:
     """The common part of the engines of all ZeRO stages. `layouts` by module parameter name."""
 
     module: nn.Module
@@ -69,21 +68,6 @@ class DeepSpeed(ABC):
         self.engine.set_gradient_accumulation_boundary(True)
         self.zero.setup_buckets()
         self.zero.reduce_gradients(pipeline_parallel=True)
-
-    @abstractmethod
-    def owned_gradients(self) -> Iterator[tuple[str, Tensor]]: ...
-
-    @abstractmethod
-    def tensors(self) -> Iterator[Held]: ...
-
-    @abstractmethod
-    def summed_gradients(self) -> Iterator[Held]: ...
-
-    @abstractmethod
-    def copy_again(self) -> bool: ...
-
-    @abstractmethod
-    def scale_gradients(self, factor: float) -> None: ...
 
     def step(self, lr: float) -> None:
         for group in self.zero.optimizer.param_groups:

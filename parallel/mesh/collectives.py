@@ -27,6 +27,7 @@ from torch import Tensor
 
 from parallel.mesh.mesh import Axis
 from parallel.mesh.regions import region
+from parallel.mesh.traffic import leaving
 
 # torch 2.13 renamed these, and warns about the old names
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -49,13 +50,10 @@ def count(axis: Axis, name: str, tensor: Tensor, *, send: list[int] | None = Non
         communicator.record.announce(
             axis.name, axis.ranks, axis.index, name=name, label=axis.label, tensor=tensor, send=send, receive=receive
         )
-    handed = sent = tensor.numel() * tensor.element_size()
+    handed = tensor.numel() * tensor.element_size()
+    sent = leaving(name, handed, axis.size)
     if send is not None:
         sent = (sum(send) - send[axis.index]) * (handed // len(tensor) if len(tensor) else 0)
-    elif name == "all_gather":
-        sent *= axis.size - 1
-    elif name not in ("shift", "send"):
-        sent = sent * (axis.size - 1) * (2 if name == "all_reduce" else 1) // axis.size
     communicator.add(axis.name, name, handed=handed, sent=sent)
 
 

@@ -1,4 +1,4 @@
-"""Exchange of rows with the ranks that own them.
+"""Exchange of rows with the ranks that own them: their counts and their order.
 
     counts [ranks, bins]  ->  all_to_all of counts  ->  all_to_all of rows
     rank 0: 3 rows for rank 0, 2 for rank 1        rank 0 gets 3 + 1 rows
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.mesh.collectives import all_to_all, count
+from parallel.mesh.collectives import count
 from parallel.mesh.mesh import Axis
 
 
@@ -30,11 +30,6 @@ def exchange_counts(counts_RB: Tensor, axis: Axis) -> Tensor:
     out = counts_RB.new_empty(counts_RB.shape)
     dist.all_to_all_single(out, counts_RB.contiguous(), group=axis.group)
     return out
-
-
-def exchange_rows(rows: Tensor, axis: Axis, *, send: list[int], receive: list[int]) -> Tensor:
-    """Send rows [sum(send), ...], sorted by destination rank. Return rows [sum(receive), ...], sorted by source rank. Differentiable."""
-    return all_to_all(rows, axis, send=send, receive=receive)
 
 
 def consecutive_indices(counts_N: Tensor, start_N: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from parallel.errors import BadInput
+from parallel.fixes import Set
 
 LINES = ("1d", "dtensor")  # ranks in one line, each with shards of heads, hidden units and vocabulary
 GRIDS = ("2d", "2.5d", "3d")
@@ -30,6 +31,5 @@ def grid_of(kind: str, tp: int, *, sides: Sequence[int]) -> tuple[int, int, int]
 def refused(kind: str, tp: int, needed: str, work: list[int]) -> BadInput:
     """Return the error for a `tp` that does not fit. It suggests the nearest numbers of ranks in `work`."""
     near = [max((n for n in work if n < tp), default=0), min((n for n in work if n > tp), default=0)]
-    numbers = " or ".join(str(n) for n in near if n)
-    fix = f"set degrees.tp to {numbers}, or tensor.kind to 1d" if numbers else "set tensor.kind to 1d"
+    fix = Set("degrees.tp", *filter(None, near)) | Set("tensor.kind", "1d") if any(near) else Set("tensor.kind", "1d")
     return BadInput("degrees.tp", got=f"{tp} with tensor.kind={kind}", needed=needed, fix=fix)

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from parallel.errors import BadInput, counted
+from parallel.fixes import Nproc, Set, any_of
 from parallel.mesh.communicator import Communicator
 
 FACTORS = {
@@ -89,11 +90,11 @@ class Degrees:
         for name in (degree.name for degree in fields(self)):
             value = getattr(self, name)
             if value < 1:
-                raise BadInput(f"degrees.{name}", got=value, needed="a whole number of at least 1", fix=f"set degrees.{name} to 1")
+                raise BadInput(f"degrees.{name}", got=value, needed="a whole number of at least 1", fix=Set(f"degrees.{name}", 1))
         stage = self.dp * self.sp * self.tp
         if stage % (self.ep * self.etp):
             fitting = stage % self.etp == 0
-            fix = f"set degrees.ep to one of {divisors(stage // self.etp)}" if fitting else f"set degrees.etp to one of {divisors(stage)}"
+            fix = Set("degrees.ep", *divisors(stage // self.etp)) if fitting else Set("degrees.etp", *divisors(stage))
             raise BadInput(
                 "degrees.ep" if self.etp == 1 else "degrees.ep * degrees.etp",
                 got=self.ep * self.etp,
@@ -103,7 +104,7 @@ class Degrees:
         if self.ep % self.ep_inner:
             raise BadInput("ep_inner", got=self.ep_inner, needed=f"a divisor of ep={self.ep}", fix=f"use one of {divisors(self.ep)}")
         if self.sp % self.sp_heads:
-            raise BadInput("sequence.heads", got=self.sp_heads, needed=f"a divisor of sp={self.sp}", fix=f"use one of {divisors(self.sp)}")
+            raise BadInput("sequence.heads", got=self.sp_heads, needed=f"a divisor of sp={self.sp}", fix=Set("it", *divisors(self.sp)))
         if self.tp % (self.tp_col * self.tp_depth):
             raise BadInput(
                 "tp_col * tp_depth",
@@ -287,12 +288,13 @@ def check_world(degrees: Degrees, world_size: int) -> None:
     if degrees.world == world_size:
         return
     sizes = {name: degrees.size(name) for name in ("dp", "pp", "tp", "sp")}
-    fits = {name: world_size * size // degrees.world for name, size in sizes.items() if world_size * size % degrees.world == 0}
-    ways = "".join(f"{'' if at else 'set '}degrees.{name} to {size}, or " for at, (name, size) in enumerate(fits.items()))
+    fits = [
+        Set(f"degrees.{name}", world_size * size // degrees.world) for name, size in sizes.items() if world_size * size % degrees.world == 0
+    ]
     raise BadInput(
         "degrees",
         got=" * ".join(f"{name} {size}" for name, size in sizes.items())
         + f" = {counted(degrees.world, 'rank')} on {counted(world_size, 'process')}",
         needed="the degrees to multiply to the number of processes",
-        fix=f"{ways}start {degrees.world}: --nproc {degrees.world}",
+        fix=any_of([*fits, Nproc(degrees.world)]),
     )

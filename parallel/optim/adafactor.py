@@ -1,12 +1,12 @@
 """Adafactor: of a matrix's squared gradients it keeps the means of rows and of columns, n + m numbers in the place of 2 n m.
 
-    R  <-  b R + (1 - b) mean of (G^2 + eps) over columns        C: over rows        b = 1 - t^-decay
-    V = R C^T / mean(R)        U = G / sqrt(V)        U  <-  U / max(1, rms(U) / d)
+    R  <-  b R + (1 - b) mean of (G^2 + eps) over columns        C: over rows        b = 1 - t^-0.8
+    V = R C^T / mean(R)        U = G / sqrt(V)        U  <-  U / max(1, rms(U))
     W  <-  W - a U - lr decay W        a = lr max(floor, rms(W)) relative, or lr
 
 A vector keeps its squares whole. Each expert is a matrix of its own, with its own rms, so nothing depends on who holds it (Mesh
 TensorFlow takes them together). No first moment, as Switch and GLaM trained. Source: Shazeer and Stern, arXiv 1804.04235, algorithms 4
-and 5; `optimizer.schedule: inverse_sqrt` is its rate.
+and 5, with their constants; `optimizer.schedule: inverse_sqrt` is its rate.
 """
 
 from __future__ import annotations
@@ -23,17 +23,16 @@ from parallel.data.whole import Whole
 from parallel.optim.step import decay_and_subtract
 
 ROW, COLUMN, SQUARE = "exp_avg_sq_row", "exp_avg_sq_column", "exp_avg_sq"
+DECAY = 0.8  # squares are averaged with the weight t^-DECAY of the newest
+EPS = 1e-30  # added to squares, which may all be 0
+FLOOR = 1e-3  # of the weights' root mean square, to which steps are relative
 
 
 @dataclass(frozen=True)
 class Adafactor(Rule):
-    """`clip`: d of the largest root mean square of a step, None for none; `floor`: of the weights' rms, where steps are relative to it."""
+    """The optimizer as data. `step`: whether steps are relative to the weights' root mean square."""
 
-    decay_rate: float
-    clip: float | None
     step: Literal["relative", "absolute"]
-    eps: float
-    floor: float
     weight_decay: float
     decays: Callable[[str, Tensor], bool]
 
@@ -64,20 +63,19 @@ class Factored(torch.optim.Optimizer):
         rule, state, grad = self.rule, self.state[weight], weight.grad
         assert grad is not None
         grad = grad.float()
-        square, dims = grad.square().add_(rule.eps), tuple(range(max(-2, -weight.ndim), 0))
+        square, dims = grad.square().add_(EPS), tuple(range(max(-2, -weight.ndim), 0))
         means = {ROW: square.mean(-1), COLUMN: square.mean(-2)} if weight.ndim > 1 else {SQUARE: square}
         if not state:
             state["step"] = torch.zeros((), device=weight.device)
             state |= {kind: torch.zeros_like(mean, dtype=weight.dtype) for kind, mean in means.items()}
         state["step"] += 1
-        new = state["step"] ** -rule.decay_rate  # 1 in the first step
+        new = state["step"] ** -DECAY  # 1 in the first step
         for kind, mean in means.items():
             state[kind].copy_(torch.lerp(state[kind].float(), mean, new))
         update = grad * _inverse_root({kind: state[kind].float() for kind in means})
-        if rule.clip is not None:
-            update /= (_rms(update, dims) / rule.clip).clamp_min(1.0)
+        update /= _rms(update, dims).clamp_min(1.0)
         if rule.step == "relative":
-            update *= _rms(weight.float(), dims).clamp_min(rule.floor)
+            update *= _rms(weight.float(), dims).clamp_min(FLOOR)
         decay_and_subtract(weight, update.mul_(group["lr"]), lr=group["lr"], decay=group["weight_decay"])
 
 

@@ -1,6 +1,6 @@
 """Muon: a matrix's momentum, made orthogonal, is its step; everything else takes AdamW's.
 
-    M  <-  mu M + G                                   U = G + mu M (Nesterov), or M
+    M  <-  mu M + G                                   U = G + mu M (Nesterov's form)
     X0 = U / |U|        X  <-  a X + b (X X^T) X + c (X X^T)^2 X, some times        about the orthogonal matrix nearest to U
     W  <-  W - lr s X - lr decay W                    s: see `scale`
 
@@ -28,6 +28,7 @@ from parallel.optim.shared import Stack, shared
 from parallel.optim.step import AdamWBut, decay_and_subtract
 
 A, B, C = 3.4445, -4.7750, 2.0315
+ITERATIONS = 5
 Scale = Literal["rms", "spectral"]
 Orientation = Literal["out_in", "in_out"]  # which of a matrix's two dims are its outputs: [out, in] or [in, out]
 
@@ -37,8 +38,6 @@ class Muon(Rule):
     """`matrix(name, dims)`: how a parameter's matrices lie, None for what is AdamW's. `lr_factor`: of their rate."""
 
     momentum: float
-    nesterov: bool
-    iterations: int
     scale: Scale
     lr_factor: float
     betas: tuple[float, float]
@@ -50,7 +49,7 @@ class Muon(Rule):
     def flops(self, shape: tuple[int, int]) -> float:
         """Of one matrix's iterations."""
         m, n = sorted(shape)
-        return self.iterations * (4.0 * n * m**2 + 2.0 * m**3)
+        return ITERATIONS * (4.0 * n * m**2 + 2.0 * m**3)
 
     def kept(self, name: str, num_dims: int) -> StateDims:
         return {MOMENTUM: None} if self.matrix(name, num_dims) else dict.fromkeys(MOMENTS)
@@ -86,13 +85,13 @@ class Orthogonal(AdamWBut):
             weight, _ = held[number]
             assert weight.grad is not None
             momentum = moved(self.state[weight], weight, momentum=rule.momentum)
-            ahead = weight.grad.float().add(momentum, alpha=rule.momentum) if rule.nesterov else momentum
+            ahead: Tensor = weight.grad.float().add(momentum, alpha=rule.momentum)  # Nesterov's form
             return ahead.reshape(stacks[number].count, *stacks[number].shape)
 
         def work(number: int, matrices: Tensor) -> Tensor:
             weight, group = held[number]
             factor = group["lr"] * rule.lr_factor * scale(rule.scale, tuple(matrices.shape), group["matrix"])
-            found = orthogonal(matrices[0] if weight.ndim == 2 else matrices, iterations=rule.iterations)
+            found = orthogonal(matrices[0] if weight.ndim == 2 else matrices)
             return found.mul_(factor).to(weight.dtype).view(matrices.shape)
 
         for number, found in shared(stacks, part, work, cost=rule.flops):
@@ -106,13 +105,13 @@ def _stack(number: int, weight: Tensor, whole: Whole) -> Stack:
     return Stack(number, math.prod(weight.shape[:-2]), (rows, columns), weight.dtype, whole)
 
 
-def orthogonal(matrices: Tensor, *, iterations: int = 5) -> Tensor:
+def orthogonal(matrices: Tensor) -> Tensor:
     """Of each matrix [..., rows, columns] about U V^T of its singular value decomposition, in fp32; zero stays zero."""
     x: Tensor = matrices.float()
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x  # the smaller square
     x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp_min(1e-7)
-    for _ in range(iterations):
+    for _ in range(ITERATIONS):
         square = x @ x.mT
         x = A * x + (B * square + C * square @ square) @ x
     return x.mT if tall else x

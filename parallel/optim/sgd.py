@@ -1,9 +1,9 @@
-"""SGD with momentum: one tensor beside each weight, half of what AdamW keeps.
+"""SGD with momentum: one tensor in addition to each weight, half of AdamW's states.
 
-    M  <-  mu M + G        W  <-  W - lr (M, or G + mu M with Nesterov) - lr decay W
+    M  <-  mu M + G        W  <-  W - lr M - lr decay W
 
 As in torch's SGD without dampening, but with decoupled decay, so that a recipe's decay means the same for every kind.
-Sources: Polyak 1964; Nesterov 1983 in the form of Sutskever et al. 2013.
+Source: Polyak 1964.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ MOMENTUM = "momentum"
 
 @dataclass(frozen=True)
 class Sgd(Rule):
-    """`nesterov`: the step looks ahead by the new momentum."""
+    """The optimizer as data."""
 
     momentum: float
-    nesterov: bool
     weight_decay: float
     decays: Callable[[str, Tensor], bool]
 
@@ -35,15 +34,15 @@ class Sgd(Rule):
         return {MOMENTUM: None}
 
     def build(self, groups: list[dict[str, Any]], wholes: Mapping[int, Whole] | None = None) -> torch.optim.Optimizer:
-        return Momentum(groups, momentum=self.momentum, nesterov=self.nesterov)
+        return Momentum(groups, momentum=self.momentum)
 
 
 class Momentum(torch.optim.Optimizer):
     """torch's form of it; sums in fp32, whatever the weights' dtype."""
 
-    def __init__(self, groups: list[dict[str, Any]], *, momentum: float, nesterov: bool) -> None:
+    def __init__(self, groups: list[dict[str, Any]], *, momentum: float) -> None:
         super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0})
-        self.momentum, self.nesterov = momentum, nesterov
+        self.momentum = momentum
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -52,9 +51,8 @@ class Momentum(torch.optim.Optimizer):
             for weight in group["params"]:
                 if weight.grad is None:
                     continue
-                grad, held = weight.grad.float(), moved(self.state[weight], weight, momentum=self.momentum)
-                step = grad.add(held, alpha=self.momentum) if self.nesterov else held
-                decay_and_subtract(weight, step.mul(group["lr"]), lr=group["lr"], decay=group["weight_decay"])
+                held = moved(self.state[weight], weight, momentum=self.momentum)
+                decay_and_subtract(weight, held.mul(group["lr"]), lr=group["lr"], decay=group["weight_decay"])
 
 
 def moved(state: dict[str, Tensor], weight: Tensor, *, momentum: float) -> Tensor:

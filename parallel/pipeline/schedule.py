@@ -18,6 +18,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from parallel.errors import BadInput
+from parallel.fixes import Set
 
 
 class Op(StrEnum):
@@ -266,4 +267,4 @@ def folded(ranks: int) -> list[tuple[int]]:
 
 def at_least(what: str, got: int, needed: int, why: str = "") -> None:
     if got < needed:
-        raise BadInput(what, got=got, needed=f"at least {needed}{why}", fix=f"set {what} to {needed}")
+        raise BadInput(what, got=got, needed=f"at least {needed}{why}", fix=Set("it", needed))

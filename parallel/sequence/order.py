@@ -12,11 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from parallel.errors import BadInput
+from parallel.fixes import Set
 
-ORDERS = ("contiguous", "striped", "zigzag")
+Places = Literal["contiguous", "striped", "zigzag"]
+ORDERS: tuple[Places, ...] = get_args(Places)
 
 
 class Block(NamedTuple):
@@ -61,7 +63,7 @@ class Order:
                 "model.max_length",
                 got=self.length,
                 needed=f"a multiple of {words} = {parts} for sequence.order={self.kind}",
-                fix=f"set it to {max(1, round(self.length / parts)) * parts}",
+                fix=Set("it", max(1, round(self.length / parts)) * parts),
             )
 
     @property

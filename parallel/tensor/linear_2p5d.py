@@ -19,6 +19,7 @@ import math
 from collections.abc import Sequence
 
 from parallel.errors import BadInput
+from parallel.fixes import Set
 from parallel.mesh.grids import refused
 from parallel.mesh.mesh import divisors
 
@@ -39,7 +40,7 @@ def grid_of(tp: int, depth: int | None, *, sides: Sequence[int]) -> tuple[int, i
             "tensor.depth",
             got=f"{depth} with degrees.tp={tp}",
             needed="degrees.tp / depth to be a square, 4 at least",
-            fix=f"use one of {depths}" if depths else f"set degrees.tp to {depth * side * side}",
+            fix=Set("it", *depths) if depths else Set("degrees.tp", depth * side * side),
         )
     depth = depth or deeper[0]
     return depth, math.isqrt(tp // depth), math.isqrt(tp // depth)

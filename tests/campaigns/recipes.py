@@ -22,14 +22,16 @@ from typing import Any, Literal, get_args, get_origin
 
 import yaml
 
-from moe.checks.advice import apply, check_for_user, origins_with, proposals, put, take
+from moe.checks.advice import applied, check_for_user, nproc, origins_with
 from moe.checks.together import check_run
 from moe.cli.main import main as moe
 from moe.launch import exit_codes
 from moe.recipe.idle import check_read
-from moe.recipe.load import build_run, flat, known_keys, load, read_recipe, recipe_names, recipe_path
+from moe.recipe.keys import flat, known_keys
+from moe.recipe.load import build_run, load, read_recipe, recipe_names, recipe_path
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
+from parallel.fixes import put, take
 from tests.campaigns.faults import Row
 
 WORLDS = (1, 2, 4)
@@ -341,18 +343,18 @@ def _mend(row: Row, path: Path, world: int, bad: BadInput, what: str) -> None:
         values, origins = _raw(path), {}
     if values is None:
         return
-    for proposal in proposals(bad):
+    for way in bad.fix.ways(bad.what):
         row.tried += 1
-        mended = apply(proposal, values)
+        mended, processes = applied(way, values), nproc(way, world)
         try:
             made = build_run(mended)
-            check_run(made, proposal.nproc or world)
-            check_read(made, dict.fromkeys(known_keys(), "default") | origins_with(proposal, origins), file=path.name)
+            check_run(made, processes)
+            check_read(made, dict.fromkeys(known_keys(), "default") | origins_with(way, origins), file=path.name)
         except BadInput as again:
-            row.problems.append(f"{what}, {world} processes: {bad}; with {proposal.said!r}: {again}")
+            row.problems.append(f"{what}, {world} processes: {bad}; with {way}: {again}")
             continue
-        if repr(mended) == repr(values) and proposal.nproc in (None, world):  # True == 1
-            row.problems.append(f"{what}, {world} processes: {bad}; {proposal.said!r} changes nothing")
+        if repr(mended) == repr(values) and processes == world:  # True == 1
+            row.problems.append(f"{what}, {world} processes: {bad}; {way} changes nothing")
 
 
 def _raw(path: Path) -> Values | None:

@@ -1,4 +1,4 @@
-"""Sequence-parallel attention, one layer: counted bytes sent and kept, compared with the closed forms (moe/plan/time/attention.py).
+"""Sequence-parallel attention, one layer: counted bytes sent and kept, compared with the closed forms (parallel/sequence/kinds/).
 
 Part of `python -m tests.counted sequence` and `python -m tests.counted sequence --what kept`. Each method runs forward and backward on
 forked ranks. Its communicator counts the bytes sent, and autograd's saved tensors are the bytes kept between the passes. Both counts are
@@ -7,33 +7,24 @@ exact. The closed forms are also printed for more ranks, for which the methods d
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from moe.launch import exit_codes
-from moe.plan.time.attention import Attention, cost
 from moe.records.results import write_json
 from parallel.mesh.mesh import Axis, Degrees
 from parallel.process import process
 from parallel.process.fork import run_on_ranks
 from parallel.process.process import World
-from parallel.sequence.balanced import Balanced
-from parallel.sequence.colossal_ring import ColossalRing
+from parallel.sequence.kinds.catalog import SEQUENCES
+from parallel.sequence.kinds.kind import Attention, SequenceKind
 from parallel.sequence.order import Order
-from parallel.sequence.ring import Ring
 from parallel.sequence.ulysses import Ulysses
 
 LENGTH, HEADS, KV_HEADS, HEAD_SIZE, BATCH = 96, 12, 3, 16, 2
 ON_PAPER = (4, 8, 16, 64)
-METHODS: dict[str, Callable[[Axis], Any]] = {
-    "ring": lambda axis: Ring(axis, Order("zigzag", axis.size, LENGTH)),
-    "lightseq": lambda axis: Balanced(axis, Order("contiguous", axis.size, LENGTH)),
-    "colossal_ring": lambda axis: ColossalRing(axis, Order("contiguous", axis.size, LENGTH)),
-    "ulysses": lambda axis: Ulysses(axis, Ring(Axis("alone"), Order("contiguous", 1, LENGTH))),
-}
 
 
 def main(*, what: Literal["sent", "kept"] = "sent", nproc: int = 4, json: str | None = None) -> int:
@@ -52,8 +43,8 @@ def measured(nproc: int, what: str) -> list[dict[str, Any]]:
         for dtype in (torch.float32, torch.bfloat16) if LENGTH % (2 * ranks) == 0 and HEADS % ranks == 0 else ():
             found = run_on_ranks(_measure, ranks, ranks, dtype)
             of = Attention(BATCH, LENGTH, HEADS, KV_HEADS, HEAD_SIZE, itemsize=dtype.itemsize)
-            for number, kind in enumerate(METHODS):
-                theory = cost(kind, ranks, of)
+            for number, (kind, method) in enumerate(SEQUENCES.items()):
+                theory = method.cost(ranks, of)
                 expected = theory.forward + theory.backward if what == "sent" else theory.kept
                 got = [one[number] for one in found]
                 real = sum(one["sent"] for one in got) if what == "sent" else max(one["kept"] for one in got)
@@ -68,8 +59,8 @@ def on_paper(what: str) -> list[dict[str, Any]]:
     """The closed forms for a layer of 32 query heads, 8 key-value heads and 32,768 tokens in bf16, by number of ranks."""
     of, rows = Attention(1, 32768, 32, 8, 128, itemsize=2), []
     print(f"\n{'32,768 tokens, 32 heads, 8 of keys, bf16':<42}{'MiB a rank ' + what:>22} with 4, 8, 16, 64 ranks")
-    for kind in METHODS:
-        costs = [cost(kind, ranks, of) for ranks in ON_PAPER]
+    for kind, method in SEQUENCES.items():
+        costs = [method.cost(ranks, of) for ranks in ON_PAPER]
         each = [(c.forward + c.backward) / ranks if what == "sent" else c.kept for c, ranks in zip(costs, ON_PAPER, strict=True)]
         rows.append({"kind": f"sequence {kind}", "what": what} | {f"bytes_at_{ranks}": v for ranks, v in zip(ON_PAPER, each, strict=True)})
         print(f"{kind:<42}" + "".join(f"{value / 2**20:>11,.1f}" for value in each))
@@ -78,7 +69,14 @@ def on_paper(what: str) -> list[dict[str, Any]]:
 
 def _measure(rank: int, ranks: int, dtype: torch.dtype) -> list[dict[str, int]]:
     axis = process.connect(Degrees(sp=ranks), World(rank, ranks)).axis("sp")
-    return [_one(make(axis), axis, dtype) for make in METHODS.values()]
+    return [_one(_method(kind, axis), axis, dtype) for kind in SEQUENCES.values()]
+
+
+def _method(kind: SequenceKind, axis: Axis) -> Any:
+    """Return the method in its first order of positions; one that trades heads around attention of one rank."""
+    if kind.trades_heads:
+        return Ulysses(axis, kind.make(Axis("alone"), Order(kind.orders[0], 1, LENGTH), None))
+    return kind.make(axis, Order(kind.orders[0], axis.size, LENGTH), None)
 
 
 def _one(method: Any, axis: Axis, dtype: torch.dtype) -> dict[str, int]:

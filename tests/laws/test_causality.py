@@ -5,7 +5,6 @@ One token of the first sequence is changed, and the first output that changes is
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -66,7 +65,7 @@ def early_changes(options: dict[str, Any], *, training: bool) -> int:
 
 @EVERY
 def test_a_causal_router_sees_no_later_token_and_another_is_seen_to(name: str) -> None:
-    spec = Router(**ROUTERS[name]).spec
+    spec = Router(**ROUTERS[name])
     early = early_changes(ROUTERS[name], training=True) + early_changes(ROUTERS[name], training=False)
     assert (early == 0) == (looks_ahead(spec) is None), (early, looks_ahead(spec))
 
@@ -74,7 +73,7 @@ def test_a_causal_router_sees_no_later_token_and_another_is_seen_to(name: str) -
 @EVERY
 def test_what_looks_ahead_is_refused_unless_the_recipe_knows(name: str) -> None:
     """All except GShard's queue, which depends on later tokens through second choices only, and with which GShard and GLaM were trained."""
-    spec = Router(**ROUTERS[name]).spec
+    spec = Router(**ROUTERS[name])
     check_causal(spec, allowed=True)
     if looks_ahead(spec) is None or only_second_choices_look_ahead(spec):
         check_causal(spec, allowed=False)
@@ -87,13 +86,13 @@ def test_what_looks_ahead_is_refused_unless_the_recipe_knows(name: str) -> None:
 def test_which_presets_look_ahead() -> None:
     ahead = {name: only_second_choices_look_ahead(s) for name, s in PRESETS.items() if looks_ahead(s)}
     assert ahead == {"gshard": True, "glam": True, "nllb": True, "deepspeed": True, "expert_choice": False}
-    tight = replace(PRESETS["megatron"], capacity_factor=1.0)
+    tight = PRESETS["megatron"].model_copy(update={"capacity_factor": 1.0})
     assert looks_ahead(tight) and not only_second_choices_look_ahead(tight)
 
 
 def test_evaluation_counts_as_well() -> None:
     dropless = RouterSpec(num_choices=1, drop="lowest_gate")
-    assert looks_ahead(dropless) is None and looks_ahead(replace(dropless, eval_capacity_factor=1.0))
+    assert looks_ahead(dropless) is None and looks_ahead(dropless.model_copy(update={"eval_capacity_factor": 1.0}))
     assert looks_ahead(RouterSpec(num_choices=1, drop="random", eval_capacity_factor=1.0)) is None, "a lot is drawn in training only"
     assert only_second_choices_look_ahead(RouterSpec(num_choices=2, drop="random", eval_capacity_factor=1.0))
 

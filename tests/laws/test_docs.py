@@ -24,7 +24,7 @@ from moe.cli.verbs import RECIPE_VERBS, VERBS, is_word
 from moe.convert.huggingface.families import FAMILIES
 from moe.launch import exit_codes
 from moe.plan.memory.stack import OURS_ON_CPU
-from moe.recipe.load import flat, known_keys
+from moe.recipe.keys import flat, known_keys
 from moe.recipe.presets import PRESETS
 from moe.recipe.sections import Run
 from parallel.pipeline.schedules.catalog import SCHEDULES

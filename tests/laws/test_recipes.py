@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +10,7 @@ import pytest
 from moe.checks.together import check_run
 from moe.plan.job.flops import Size, size
 from moe.recipe.load import load, recipe_names, resolved_yaml, run_name
-from moe.recipe.presets import PRESETS
-from moe.recipe.sections import Run
+from moe.recipe.sections import Router, Run
 from parallel.errors import BadInput
 
 
@@ -56,7 +54,7 @@ def test_values_of_python_are_taken_as_they_are_and_text_as_yaml() -> None:
     }
     run, origins = load("switch_tiny", values)
     assert (run.optimizer.lr, run.train.steps, run.model.tied_embeddings, run.data.path) == (1e-3, 7, False, "2024")
-    assert run.router.spec.capacity_factor is None and run.experts.num_experts == (4, 8)
+    assert run.router.capacity_factor is None and run.experts.num_experts == (4, 8)
     assert {origins[key] for key in values} == {"command line"}
     text = {"optimizer.lr": "1e-3", "train.steps": "7", "model.tied_embeddings": "false", "router.capacity_factor": "null"}
     assert load("switch_tiny", text | {"experts.num_experts": "[4, 8]", "data.path": "2024"})[0] == run
@@ -70,7 +68,7 @@ def test_a_preset_that_is_chosen_anew_drops_what_the_parent_set_in_its_own(tmp_p
     """Mixtral is dropless: with the capacity of switch_tiny, 2.0, it would drop tokens under its own name."""
     (tmp_path / "mine.yaml").write_text("extends: switch_tiny\nrouter: {preset: mixtral, jitter: 0.5}\n")
     for run, origins in (load(str(tmp_path / "mine.yaml")), load("switch_tiny", {"router.jitter": "0.5", "router.preset": "mixtral"})):
-        assert run.router.own == {"jitter": 0.5} and run.router.spec == replace(PRESETS["mixtral"], jitter=0.5)
+        assert run.router.own == {"jitter": 0.5} and run.router == Router(preset="mixtral", jitter=0.5)
         assert origins["router.capacity_factor"] == "mixtral: null; not 2.0, which switch_tiny.yaml has for its own preset"
         assert origins["router.group"] == 'mixtral: "sequence"'  # the parent's is the same
     (tmp_path / "child.yaml").write_text("extends: mine\nrouter: {capacity_factor: 3.0}\n")  # the preset is unchanged

@@ -372,7 +372,7 @@ def test_what_moves_the_order_of_samples_is_said_in_one_line(
 def test_another_function_of_the_same_weights_is_refused_by_its_keys_and_allowed_by_name(
     changed: dict[str, dict[str, Any]], said: str, home: Path, left: Callable[[str], tuple[Path, Path]], tmp_path: Path
 ) -> None:
-    """Shapes agree, so the weights would load. Only the table of keys (moe/recipe/changes.py) detects the change."""
+    """Shapes agree, so the weights would load. Only a key's statement (moe/recipe/changes.py) detects the change."""
     _, part = left("dp 1")
     out, run = copied(part, tmp_path / "run"), recipe(home, changed=changed)
     keys = [f"{section}.{key}" for section, fields in changed.items() for key in fields]

@@ -64,12 +64,12 @@ def test_checks_groups_and_planner_ask_it(monkeypatch: pytest.MonkeyPatch) -> No
     for keys, line in (({"balance_weight": 0.1}, "0: the best is never taken"), ({"bias_rate": 0.1}, "null: nothing is chosen by")):
         with pytest.raises(BadInput, match=f"with select runners_up, needed {line}"):
             check_run(with_it(top_k, **keys), 2)
-    assert needs_group(run.router.spec) is None
+    assert needs_group(run.router) is None
     monkeypatch.setattr(RunnersUp, "needs_whole_groups", True)
-    assert needs_group(run.router.spec) == "router.select=runners_up"
+    assert needs_group(run.router) == "router.select=runners_up"
     monkeypatch.setattr(RunnersUp, "looks_ahead", "it sees the end")
     with pytest.raises(BadInput, match="false with select runners_up, needed true: it sees the end"):
-        check_causal(run.router.spec, allowed=False)
+        check_causal(run.router, allowed=False)
 
 
 def test_layouts_equal_the_plain_twin(monkeypatch: pytest.MonkeyPatch, five_steps: None) -> None:
@@ -92,7 +92,7 @@ def test_no_other_file_names_a_method() -> None:
     """
     names = "|".join(name for name in catalog.METHODS if name not in ("top_k", "hash", RunnersUp.name))
     allowed = {
-        "moe/recipe/router_spec.py", "moe/recipe/presets.py", "moe/recipe/sections.py", "moe/verify/plain/layer.py",
+        "moe/recipe/router_spec.py", "moe/recipe/presets.py", "moe/recipe/sections/experts.py", "moe/verify/plain/layer.py",
         "moe/convert/huggingface/deepseek.py", "moe/verify/cases.py", "moe/recipe/other_tools.py",
     }  # fmt: skip
     found = {

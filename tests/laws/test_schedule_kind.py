@@ -30,6 +30,7 @@ from moe.verify import expected, layouts, twin
 from moe.verify.cases import pipeline_cases
 from moe.verify.compare import compare
 from parallel.errors import BadInput
+from parallel.fixes import Set
 from parallel.pipeline.schedule import Op, Schedule
 from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
 from parallel.pipeline.schedules.kind import ScheduleKind, Size
@@ -56,7 +57,7 @@ def eager_refusal(size: Size) -> BadInput | None:
     if size.microbatches % each == 0:
         return None
     near = (size.microbatches // each + 1) * each
-    return BadInput("microbatches", got=size.microbatches, needed=f"a multiple of {each} for eager", fix=f"set microbatches to {near}")
+    return BadInput("microbatches", got=size.microbatches, needed=f"a multiple of {each} for eager", fix=Set("it", near))
 
 
 SYNCED = "synced"
@@ -95,9 +96,7 @@ def run_of(schedule: str, pp: int, microbatches: int) -> Run:
 
 def test_checks_and_planner_refuse_its_sizes_in_its_words(listed: None) -> None:
     assert verdict(run_of(EAGER, 3, 6), 3).status == "runs"
-    with pytest.raises(
-        BadInput, match="pipeline.microbatches: got 3, needed a multiple of 6 for eager; fix: set pipeline.microbatches to 6"
-    ):
+    with pytest.raises(BadInput, match="pipeline.microbatches: got 3, needed a multiple of 6 for eager; fix: set it to 6"):
         check_run(run_of(EAGER, 3, 3), 3)
     for microbatches, said in ((3, "pipeline.microbatches=3: needed a multiple of 6 for eager"), (6, None)):
         run = run_of(EAGER, 3, microbatches)
@@ -191,9 +190,8 @@ def test_checks_and_planner_refuse_the_same_sizes(name: str) -> None:
 
 
 MAY_NAME = {
-    "moe/recipe/sections.py": "the default",
+    "moe/recipe/sections/layout.py": "the default",
     "moe/plan/job/network.py": "the default",
-    "moe/plan/pipeline.py": "a fix",
     "moe/plan/choose/candidates.py": "presets of what a planner tries",
     "moe/plan/choose/planned.py": "presets of what a planner tries",
     "moe/cli/energy.py": "EnvPipe is made for 1F1B",

@@ -141,8 +141,8 @@ def _own_part(real: Any) -> Any:
 def _gates_detached(real: Any) -> Any:
     """Gates are gathered without autograd; tokens are gathered with it."""
 
-    def wrong(tensor: Tensor, axis: Any, **rest: Any) -> Tensor:
-        gathered: Tensor = real(tensor.detach() if tensor.is_floating_point() and tensor.shape[-1] <= 4 else tensor, axis, **rest)
+    def wrong(self: Any, tensor: Tensor, longest: int, **rest: Any) -> Tensor:
+        gathered: Tensor = real(self, tensor.detach() if tensor.is_floating_point() and tensor.shape[-1] <= 4 else tensor, longest, **rest)
         return gathered
 
     return wrong
@@ -324,7 +324,7 @@ MUTATIONS = (
         "NVIDIA-NeMo/Automodel#2995",
         "expert",
         replace(_ROWS, rows="all_gather"),
-        (Edit("moe.experts.dispatch.all_gather:all_gather", _gates_detached),),
+        (Edit("moe.experts.dispatch.all_gather:Gathered.gathered", _gates_detached),),
     ),
     Mutation(
         "zero_averages",
@@ -380,6 +380,6 @@ MUTATIONS = (
         "hpcaitech/ColossalAI#2192",
         "data",
         _DENSE,
-        (Edit("parallel.data.ddp:DDP.owned_gradients", _copies_counted),),
+        (Edit("parallel.data.stepped:Stepped.owned_gradients", _copies_counted),),
     ),
 )

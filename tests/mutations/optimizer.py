@@ -178,7 +178,7 @@ MUTATIONS = (
         "laekov/fastmoe#29",
         "data",
         _SWITCH,
-        (Edit("parallel.data.ddp:DDP.scale_gradients", _experts_not_clipped),),
+        (Edit("parallel.data.stepped:Stepped.scale_gradients", _experts_not_clipped),),
     ),
     Mutation(
         "experts_frozen",
@@ -194,7 +194,7 @@ MUTATIONS = (
         "deepspeedai/DeepSpeedExamples#756",
         "data",
         _DENSE,
-        (Edit("parallel.data.ddp:DDP.step", _first_group_alone),),
+        (Edit("parallel.data.stepped:Stepped.step", _first_group_alone),),
     ),
     Mutation(
         "no_bias_correction",
@@ -202,7 +202,7 @@ MUTATIONS = (
         "deepspeedai/DeepSpeed#1823",
         "data",
         _DENSE,
-        (Edit("parallel.data.ddp:DDP.step", _without_correction),),
+        (Edit("parallel.data.stepped:Stepped.step", _without_correction),),
     ),
     Mutation(
         "bias_by_local_load",

@@ -153,7 +153,7 @@ MUTATIONS = (
         "THUDM/slime#1842",
         "data",
         _FP16_DENSE,
-        (Edit("parallel.data.ddp:DDP.scale_gradients", _unscaled_twice),),
+        (Edit("parallel.data.stepped:Stepped.scale_gradients", _unscaled_twice),),
     ),
     Mutation(
         "overflow_known_to_one_rank",
@@ -201,7 +201,7 @@ MUTATIONS = (
         "deepspeedai/DeepSpeed#2058",
         "data",
         Case("dense", "ddp", 2, 1, 1, "fp32"),
-        (Edit("parallel.data.ddp:DDP.step", _half_of_the_parts),),
+        (Edit("parallel.data.stepped:Stepped.step", _half_of_the_parts),),
     ),
     Mutation(
         "no_master_weights",
@@ -209,6 +209,6 @@ MUTATIONS = (
         "NVIDIA/apex#1731",
         "data",
         Case("dense", "ddp", 1, 1, 1, "fp32"),
-        (Edit("parallel.data.ddp:DDP.step", _weights_of_16_bits),),
+        (Edit("parallel.data.stepped:Stepped.step", _weights_of_16_bits),),
     ),
 )

@@ -107,7 +107,7 @@ def _made_one(real: Any) -> Any:
 
 
 def _not_made_one(real: Any) -> Any:
-    return lambda *args, spec, **rest: real(*args, spec=replace(spec, gates="as_is"), **rest)
+    return lambda *args, spec, **rest: real(*args, spec=spec.model_copy(update={"gates": "as_is"}), **rest)
 
 
 def _scaled_twice(real: Any) -> Any:
@@ -199,7 +199,7 @@ def _too_small(real: Any) -> Any:
 
 def _other_choices(real: Any) -> Any:
     """All choices count as load, although the router's paper counts the first only."""
-    return lambda layer, spec, routing, context: real(layer, replace(spec, balance_counts="all"), routing, context)
+    return lambda layer, spec, routing, context: real(layer, spec.model_copy(update={"balance_counts": "all"}), routing, context)
 
 
 def _kept_alone(real: Any) -> Any:

@@ -39,7 +39,7 @@ def logits_of(*, seed: int, skew: float = 0.0) -> Tensor:
 
 def ours(logits_TE: Tensor, **options: Any) -> Routing:
     """Our router's decision for these logits, as one group."""
-    router = Router(sections.Router(**options).spec, num_experts=E, d_model=E)
+    router = Router(sections.Router(**options), num_experts=E, d_model=E)
     router.weight.data.copy_(torch.eye(E))
     return router(logits_TE, sequence_tokens=T, context=Context.of(torch.zeros(1, T)))  # type: ignore[no-any-return]
 
@@ -173,7 +173,7 @@ def test_trap_top_1_slots_are_not_given_by_position(gating: ModuleType) -> None:
     logits[:, 0] = 5
     _, _, mask_TEC = top1(gating, logits, 1.0)
     assert mask_TEC.any(2)[:, 0].sum() == 16
-    router = Router(sections.Router(preset="switch", capacity_factor=1.0).spec, num_experts=4, d_model=4)
+    router = Router(sections.Router(preset="switch", capacity_factor=1.0), num_experts=4, d_model=4)
     router.weight.data.copy_(torch.eye(4))
     kept_T = router(logits, sequence_tokens=64, context=Context.of(torch.zeros(1, 64))).kept_TK[:, 0]
     assert kept_T.nonzero().flatten().tolist() == list(range(16))

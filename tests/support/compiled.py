@@ -26,6 +26,7 @@ from triton.compiler import ASTSource
 import moe.kernels.triton as kernels
 from moe.kernels import cpu
 from moe.kernels.triton import device, network, routing, rows
+from tests.support.networks import network_of
 
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}  # limit for one program, from the table of compute capabilities in CUDA's programming guide
 TYPES = {
@@ -108,13 +109,13 @@ def compute(dtype: torch.dtype, *, fused: bool, tokens: int, num_experts: int, k
     gate = torch.rand(tokens, k, requires_grad=True)
     shapes = [(num_experts, width, hidden), (num_experts, hidden, width), (num_experts, width, hidden)]
     weights = [torch.rand(shape, requires_grad=True) for shape in shapes[: 3 if "glu" in ffn else 2]]
-    w1, w2, w3 = weights if len(weights) == 3 else (*weights, None)
+    experts = network_of(ffn, *weights)
     if fused:
-        kernels.routed_ffn(x, gate, plan, w1, w2, w3, ffn=ffn).sum().backward()
+        kernels.routed_ffn(x, gate, plan, experts).sum().backward()
         return
     dropped = torch.ones(len(plan.choice_R), hidden, dtype=dtype)
     y = kernels.reorder(kernels.permute(x, plan), torch.arange(len(plan.choice_R)))
-    y = kernels.grouped_ffn(y, w1, w2, w3, counts=plan.counts_E.tolist(), ffn=ffn, dropped_RF=dropped)
+    y = kernels.grouped_ffn(y, experts, counts=plan.counts_E.tolist(), dropped_RF=dropped)
     kernels.combine(y, gate, plan).sum().backward()
 
 

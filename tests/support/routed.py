@@ -28,7 +28,7 @@ def ids(batch: int = B, length: int = L, *, seed: int = 0) -> Tensor:
 def router_of(
     *, num_experts: int = E, d_model: int = D, norm_eps: float | None = None, name: str = "layers.1.router", **options: Any
 ) -> Router:
-    router = Router(sections.Router(**options).spec, num_experts=num_experts, d_model=d_model, norm_eps=norm_eps, name=name)
+    router = Router(sections.Router(**options), num_experts=num_experts, d_model=d_model, norm_eps=norm_eps, name=name)
     for i, p in enumerate(router.parameters()):
         p.data.copy_(random(*p.shape, seed=90 + i))
     return router

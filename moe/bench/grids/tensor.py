@@ -130,7 +130,7 @@ def _values(name: str, shape: tuple[int, ...]) -> Tensor:
 def _ours(model: sections.Model, mesh: Mesh, kind: str, *, chunks: int = 1) -> nn.ModuleList:
     """The blocks sharded by this project's plan for `kind`."""
     whole = _blocks(model)
-    plan = plan_of(sections.Dispatch(), kernels="auto", tensor=kind, chunks=chunks)
+    plan = plan_of(sections.Dispatch(), tensor=kind, chunks=chunks)
     layouts = lay_out(whole, plan)
     apply(whole, plan, layouts, mesh)
     for name, layout in layouts.items():

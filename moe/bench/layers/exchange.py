@@ -4,7 +4,8 @@
     plain             four all_to_all with equal parts that send the same number of bytes (two in the forward pass, two in the backward)
     moved experts     a skewed load: rows of the fullest rank with experts in order, and after moving them; with real experts
 
-Bytes leaving a rank for one layer are counted, forward and backward. They must equal the theory exactly (docs/moe/dispatch.md).
+Bytes leaving a rank for one layer are counted, forward and backward. They must equal exactly what the dispatcher states (`traffic`;
+docs/moe/dispatch.md has the formulas).
 A ratio of times is the median over interleaved pairs. Ranks are forked gloo processes with one thread each.
 `moe bench exchange --nproc 2 --json FILE`.
 """
@@ -22,16 +23,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe.bench.timing import in_turn, ratio
-from moe.experts import dispatch
-from moe.experts.dispatch import AllGather, AllToAll, Chunked, Dispatcher, Hierarchical, Padded, Split
+from moe.experts.dispatch.catalog import dispatcher_of, examples, open_exchange
+from moe.experts.dispatch.dispatcher import Exchange, Sizes
 from moe.experts.dispatch.placement import balanced_placement
+from moe.experts.dispatch.steps import Steps
 from moe.experts.experts import Experts
+from moe.kernels import choose
 from moe.recipe import sections
 from moe.records.results import write_json
 from moe.router.router import Routing
 from parallel.errors import BadInput
 from parallel.mesh.collectives import max_over
 from parallel.mesh.mesh import Axis, Degrees, Mesh, divisors
+from parallel.mesh.traffic import Load
 from parallel.process import process
 from parallel.process.fork import run_on_ranks
 from parallel.process.process import World
@@ -59,28 +63,13 @@ class Shape:
     def slots(self) -> int:
         return math.ceil(SPARE * self.rows / self.experts)
 
-
-def expected(kind: str, s: Shape, *, ranks: int, node: int, number_bytes: int) -> int:
-    """Bytes that leave a rank for one layer, forward and backward, with balanced routing."""
-
-    def away(handed: int, axis: int) -> int:  # bytes that leave the rank
-        return handed * (axis - 1) // axis
-
-    row, table = s.width * number_bytes, 8 * s.experts
-    if kind == "padded":
-        return away(4 * s.experts * s.slots * row + table, ranks)
-    # tokens and fp32 sums, and fp32 for both in the backward pass; indices and gates, gradients of gates; two agreed numbers
-    if kind == "all_gather":
-        each = s.tokens * (row + 3 * 4 * s.width) + s.rows * (8 + 4 + 4)
-        return (ranks - 1) * each + 2 * away(16, ranks)
-    if kind == "hierarchical":
-        return away(4 * s.rows * row + table, node) + away(4 * s.rows * row + table // node, ranks // node)
-    if kind == "etp":  # rows and fp32 sums of all ranks, and fp32 for both in the backward pass; counts of all experts
-        return (ranks - 1) * (s.rows * (row + 3 * 4 * s.width) + table)
-    return away(4 * s.rows * row + table, ranks)
+    def load(self, ranks: int, number_bytes: int) -> Load:
+        """A rank's work under balanced routing."""
+        slots = self.experts * self.slots
+        return Load(self.tokens, self.k, self.rows, slots, self.width, self.width * number_bytes, self.experts, ranks)
 
 
-def routing_of(shape: Shape, *, skew: bool = False, padded: bool = False, rank: int = 0) -> Routing:
+def routing_of(shape: Shape, *, skew: bool = False, rank: int = 0) -> Routing:
     """Routing that chooses every expert equally often; with `skew`, expert e about 1 / (e + 1) times as often as the first."""
     if skew:
         weight_E = 1 / torch.arange(1, shape.experts + 1)
@@ -90,29 +79,25 @@ def routing_of(shape: Shape, *, skew: bool = False, padded: bool = False, rank: 
         expert_TK = torch.arange(shape.rows).view(shape.tokens, shape.k) % shape.experts
     gate_TK = torch.full(expert_TK.shape, 1 / shape.k, requires_grad=True)
     scores_TE = torch.zeros(shape.tokens, shape.experts)
-    return Routing(
-        expert_TK, gate_TK, torch.ones_like(expert_TK, dtype=torch.bool), scores_TE, scores_TE, shape.slots if padded else None, 1
-    )
+    return Routing(expert_TK, gate_TK, torch.ones_like(expert_TK, dtype=torch.bool), scores_TE, scores_TE, shape.slots, 1)
 
 
-def identity(rows_RD: Tensor, experts: Experts, **_: Any) -> Tensor:
-    """A network of experts without cost: returns its rows."""
-    return rows_RD
+class Free:
+    """Experts without cost: they return their rows. If an expert is split over `ranks`, each rank returns its share of the sum."""
 
+    hidden = slice(0, 1)
 
-class Halves:
-    """Experts split over etp with a network without cost: each rank's partial result is its share of the row."""
-
-    kernels = None
-
-    def __init__(self, ranks: int, experts: Experts) -> None:
-        self.ranks, self.hidden = ranks, experts.hidden
+    def __init__(self, ranks: int = 1) -> None:
+        self.ranks = ranks
 
     def __call__(self, rows_RD: Tensor, **_: Any) -> Tensor:
-        return rows_RD / self.ranks
+        return rows_RD if self.ranks == 1 else rows_RD / self.ranks
+
+    def chunks(self, count: int, _: torch.dtype) -> list[None]:
+        return [None] * count
 
 
-def work_of(dispatcher: Dispatcher, experts: Any, routing: Routing, x_TD: Tensor) -> Callable[[], None]:
+def work_of(dispatcher: Exchange, experts: Any, routing: Routing, x_TD: Tensor) -> Callable[[], None]:
     """One layer's forward and backward pass as a function."""
     grad_TD = torch.ones_like(x_TD)
 
@@ -135,24 +120,19 @@ def plain_of(axis: Axis, sent: int) -> Callable[[], None]:
     return work
 
 
-def ways(mesh: Mesh, by_hidden: Mesh, shape: Shape) -> dict[str, tuple[Dispatcher, Any, bool]]:
-    """dispatcher name -> (dispatcher, experts, whether its blocks have a capacity). `mesh` splits experts, `by_hidden` their hidden
-    units.
+def ways(mesh: Mesh, by_hidden: Mesh, shape: Shape, number_bytes: int) -> dict[str, tuple[Exchange, Free, int]]:
+    """Each dispatcher's exchange, its experts, and the bytes that it states. `mesh` splits experts, `by_hidden` their
+    hidden units.
     """
-    ep, etp = mesh.axis("ep"), by_hidden.axis("etp")
-    ranks = ep.size
-    with torch.device("meta"):
-        held = Experts(shape.experts, d_model=shape.width, d_ff=1, ffn="relu")
-        held.hold(range(shape.experts // ranks))
-        parts = Experts(shape.experts, d_model=shape.width, d_ff=1, ffn="relu")
-    return {
-        "all_to_all": (AllToAll(ep, network=identity), held, False),
-        "padded": (Padded(ep, network=identity), held, True),
-        "all_gather": (AllGather(ep, network=identity), held, False),
-        "hierarchical": (Hierarchical(mesh.axis("ep_inner"), mesh.axis("ep_outer"), network=identity), held, False),
-        "chunked": (Chunked(ep, 2, network=identity), held, False),
-        "etp": (AllToAll(Axis("ep"), network=Split(etp)), Halves(ranks, parts), False),
-    }
+    ranks, node = mesh.axis("ep").size, mesh.axis("ep_inner").size
+    sizes, load = Sizes(shape.width, shape.experts, shape.k, choose("auto")), shape.load(ranks, number_bytes)
+    found: dict[str, tuple[Exchange, Free, int]] = {}
+    for name, section in examples().items():
+        dispatcher = dispatcher_of(sections.Dispatch(**section | ({"node_size": node} if "node_size" in section else {})))
+        found[name] = dispatcher.open(mesh, sizes), Free(), sum(message.sent for message in dispatcher.traffic(load).every)
+    # rows and fp32 sums of all ranks, and backward fp32 for both; counts of all experts
+    split = (ranks - 1) * (shape.rows * (load.row_bytes + 3 * 4 * shape.width) + 8 * shape.experts)
+    return found | {"etp": (open_exchange(sections.Dispatch(), by_hidden, sizes), Free(ranks), split)}
 
 
 def measure(rank: int, ranks: int, rounds: int, shape: list[int]) -> list[dict[str, Any]]:
@@ -164,17 +144,16 @@ def measure(rank: int, ranks: int, rounds: int, shape: list[int]) -> list[dict[s
     counters = (mesh.communicator, by_hidden.communicator)
     for dtype_name, dtype in DTYPES.items():
         x_TD = torch.ones(s.tokens, s.width, dtype=dtype)
-        for kind, (dispatcher, experts, padded) in ways(mesh, by_hidden, s).items():
-            work = work_of(dispatcher, experts, routing_of(s, padded=padded), x_TD)
+        for kind, (exchange, experts, stated) in ways(mesh, by_hidden, s, dtype.itemsize).items():
+            work = work_of(exchange, experts, routing_of(s), x_TD)
             for counter in counters:
                 counter.reset_counts()
             work()
             sent = sum(c.sent for counter in counters for c in counter.counts().values())
-            theory = expected(kind, s, ranks=ranks, node=node, number_bytes=dtype.itemsize)
             seconds = in_turn({"ours": work, "plain": plain_of(mesh.axis("world"), sent)}, rounds=rounds, device=CPU)
-            row = {"kind": kind, "ranks": ranks, "dtype": dtype_name, "measured_bytes": sent, "expected_bytes": theory}
-            row |= {"error": sent / theory - 1, "seconds": statistics.median(seconds["ours"])}
-            found.append(row | {"over_plain": ratio(seconds["ours"], seconds["plain"]), "passed": sent == theory})
+            row = {"kind": kind, "ranks": ranks, "dtype": dtype_name, "measured_bytes": sent, "expected_bytes": stated}
+            row |= {"error": sent / stated - 1, "seconds": statistics.median(seconds["ours"])}
+            found.append(row | {"over_plain": ratio(seconds["ours"], seconds["plain"]), "passed": sent == stated})
     return found
 
 
@@ -189,13 +168,13 @@ def skewed(rank: int, ranks: int, rounds: int, shape: list[int]) -> dict[str, An
     experts.hold(range(s.experts // ranks))
     for parameter in experts.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
-    x_TD = torch.ones(s.tokens, s.width)
+    x_TD, sizes = torch.ones(s.tokens, s.width), Sizes(s.width, s.experts, s.k, experts.kernels)
     work: dict[str, Callable[[], object]] = {}
     fullest: dict[str, int] = {}
     for when, placement in (("before", None), ("after", balanced_placement(load_E.tolist(), ranks))):
-        way = dispatch.dispatcher_of(sections.Dispatch(), mesh, placement=placement)
-        assert isinstance(way, AllToAll)
-        fullest[when] = int(max_over(torch.tensor(sum(way.send(x_TD, routing)[1].counts)), ep))
+        way = open_exchange(sections.Dispatch(), mesh, sizes).layer("", placement)
+        assert isinstance(way, Steps)
+        fullest[when] = int(max_over(torch.tensor(sum(way.route(way, routing).counts)), ep))
         work[when] = work_of(way, experts, routing, x_TD)
     seconds = in_turn(work, rounds=rounds, device=CPU)
     even = s.rows  # rows of each rank with an even load

@@ -11,7 +11,7 @@ one expert gets half of the rows.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
@@ -114,7 +114,7 @@ class Pass:
 def ours(case: LayerCase, ffn: str, *, master: torch.dtype | None = None, kernels: str = "auto") -> Pass:
     """Our layer as a model trains it: dropless, with its report and its balance loss. `master`: the dtype in which weights are stored."""
     s = case.shape
-    spec = replace(PRESETS[{1: "switch", 2: "glam"}.get(s.k, "mixtral")], num_choices=s.k, capacity_factor=None)
+    spec = PRESETS[{1: "switch", 2: "glam"}.get(s.k, "mixtral")].model_copy(update={"num_choices": s.k, "capacity_factor": None})
     # the recipe fields that the layer reads, without the packages that read recipes, which a GPU machine may lack
     experts = SimpleNamespace(
         of_layer=lambda nth: s.experts,
@@ -127,6 +127,7 @@ def ours(case: LayerCase, ffn: str, *, master: torch.dtype | None = None, kernel
         biases=False,
         skip=0,
         free=0,
+        products="plain",
     )
     settings: Any = SimpleNamespace(spec=spec)
     with case.device:

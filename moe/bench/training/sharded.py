@@ -32,7 +32,9 @@ from moe.recipe.sections import Run
 from moe.train.loop.step import accumulate
 from moe.train.parts.executor import Single
 from moe.train.parts.numbers import Numbers
+from moe.verify.cases import sharding_of
 from parallel.data.engine import Engine
+from parallel.data.kinds.catalog import ENGINES, planned
 from parallel.errors import BadInput, did_you_mean
 from parallel.mesh.layout import Layout
 from parallel.mesh.mesh import Mesh
@@ -41,7 +43,7 @@ from parallel.process.extensions import use_extensions_dir
 from parallel.process.process import World
 
 CPU = torch.device("cpu")
-PLAIN = ("ddp", "fsdp", "zero1", "zero2", "zero3")
+PLAIN = planned()
 
 
 @dataclass(frozen=True)
@@ -96,16 +98,12 @@ def kind_of(name: str) -> ShardedKind:
     """The kind with this name. Raises BadInput for an unknown one."""
     if name in ("deepspeed1", "deepspeed2", "deepspeed3"):
         return ShardedKind(name, int(name[-1]), {})
-    found = re.fullmatch(r"(ddp|fsdp|zero([0-3]))(\+(cpu|nvme)(-all)?)?", name)
-    if not found:
+    found = re.fullmatch(r"(\w+)(\+(cpu|nvme)(-all)?)?", name)
+    if not found or found[1] not in ENGINES or ENGINES[found[1]].threads:
         near = did_you_mean(name, list(PLAIN))
         fix = f"did you mean {near}?" if near else f"--kinds {','.join(PLAIN)}"
         raise BadInput("--kinds", got=name, needed=f"of {', '.join(PLAIN)}, and after some +cpu, +nvme, +cpu-all, +nvme-all", fix=fix)
-    place, parameters = found[4], found[4] if found[5] else "none"
-    offload = {"offload": {"optimizer": place, "parameters": parameters}} if place else {}
-    if found[2] is None:
-        return ShardedKind(name, 3 if found[1] == "fsdp" else 0, {"kind": found[1]} | offload)
-    return ShardedKind(name, int(found[2]), {"kind": "zero", "stage": int(found[2])} | offload)
+    return ShardedKind(name, ENGINES[found[1]].stage, sharding_of(name))
 
 
 def kinds_of(names: str | None) -> list[ShardedKind]:

@@ -22,7 +22,8 @@ from moe.plan.job.network import Plan
 from moe.plan.job.of_recipe import network_of, plan_of
 from moe.plan.machine.cluster import Cluster, load_cluster
 from moe.plan.time.cost import step_time
-from moe.recipe.load import RECIPES, flat, load
+from moe.recipe.keys import flat
+from moe.recipe.load import RECIPES, load
 from moe.recipe.sections import Run
 from parallel.errors import BadInput, counted
 from parallel.store.files import check_writable, write_text

@@ -23,6 +23,8 @@ from moe.plan.time.cost import step_time
 from moe.plan.time.layer_time import KIND
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
+from parallel.fixes import Set
+from parallel.mesh.mesh import divisors
 
 BY_LAYOUT = {"mesh-tf": mesh_tf, "gspmd": gspmd}
 # taken from the recipe: no search decides them
@@ -34,7 +36,7 @@ def searched(run: Run, cluster: Cluster, search: str) -> tuple[Ranked, Run, str]
     """(the plan with its predicted seconds and bytes, its recipe, one line from the search). Raises BadInput if nothing fits."""
     batch, m = run.train.global_batch, run.pipeline.microbatches
     if batch % m:
-        fix = f"set pipeline.microbatches to a divisor of {batch}"
+        fix = Set("it", *divisors(batch))
         raise BadInput("pipeline.microbatches", got=m, needed=f"a divisor of train.global_batch={batch}", fix=fix)
 
     own = plan_of(run.resolve(cluster.world))
@@ -54,7 +56,7 @@ def searched(run: Run, cluster: Cluster, search: str) -> tuple[Ranked, Run, str]
     if search in BY_LAYOUT:
         found = BY_LAYOUT[search](graph, machine, m, allowed=allowed)
     else:
-        settings = Settings(microbatches=m, sharded=("none", "zero1", "zero3"))
+        settings = Settings(microbatches=m, sharded=(0, 1, 3))
         found = (alpa if search == "alpa" else flexflow)(graph, machine, settings, allowed=allowed)
     plan = filled(found.plan)
     made = check_run(recipe_of(plan, run), cluster.world)

@@ -179,7 +179,7 @@ class OfRecipe:
 def not_counted(run: Run) -> list[str]:
     """Settings of a recipe that these costs leave out, because each stage is counted as one device that holds it whole."""
     found = [f"degrees.{axis} {getattr(run.degrees, axis)}" for axis in ("tp", "sp", "etp") if getattr(run.degrees, axis) != 1]
-    return found + ([f"sharding.kind {run.sharding.kind}"] if run.sharding.kind in ("fsdp", "zero") else [])
+    return found + ([f"sharding.kind {run.sharding.kind}"] if run.sharding.named.stage else [])
 
 
 def of_recipe(recipe: str, overrides: dict[str, str], given: dict[str, Any], size: dict[str, Any], file: Schedule | None) -> OfRecipe:

@@ -12,7 +12,7 @@ from typing import Any
 
 from moe.convert.huggingface import deepseek, encoder_decoder
 from moe.convert.huggingface.families import FAMILIES, HARMLESS, REQUIRED, Family, Key, Windows
-from moe.recipe.load import flat
+from moe.recipe.keys import flat
 from moe.recipe.sections import Model, Rope, Run
 from moe.recipe.shapes import NORM_EPS
 from parallel.errors import BadInput, some
@@ -81,7 +81,7 @@ def _recipe_values(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def config_of(run: Run, model_type: str, *, ends: int | None = None) -> dict[str, Any]:
     """A config.json of this family with the run's values, as far as the family supports them. `ends`: id of the token that ends a text."""
-    family, values = FAMILIES[model_type], flat(run) | {f"router.{key}": value for key, value in vars(run.router.spec).items()}
+    family, values = FAMILIES[model_type], flat(run) | {f"router.{key}": value for key, value in run.router}
     m = run.model
     if family.experts is not None and not any(key.ours == "experts.d_ff" for key in family.keys):
         values["model.d_ff"] = run.experts.d_ff or m.d_ff

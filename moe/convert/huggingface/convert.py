@@ -36,7 +36,8 @@ from moe.launch import exit_codes
 from moe.model.names import global_name
 from moe.model.transformer import Transformer
 from moe.parallelize.plan import lay_out
-from moe.recipe.changes import Change, function_changes, keys_of
+from moe.recipe.changes import Change, function_changes
+from moe.recipe.keys import keys_of
 from moe.recipe.load import build_run, load, resolved_yaml
 from moe.recipe.sections import Run
 from moe.records.results import write_json
@@ -73,7 +74,7 @@ def shapes_of(run: Run) -> Shapes:
 
 def biases_of(run: Run) -> Shapes:
     """Shapes of the routers' selection biases, which are not parameters."""
-    sparse = run.model.layers_with_experts() if run.router.spec.bias_rate is not None else ()
+    sparse = run.model.layers_with_experts() if run.router.bias_rate is not None else ()
     return {f"layers.{layer}.router.bias": (run.experts.of_layer(nth),) for nth, layer in enumerate(sparse)}
 
 

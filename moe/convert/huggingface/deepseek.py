@@ -39,7 +39,7 @@ def recipe_values(config: dict[str, Any], dense: int, groups: int, top: int | No
 
 def config_of(run: Run, model_type: str) -> dict[str, Any]:
     """Keys of config.json that the table of keys cannot express."""
-    m, spec = run.model, run.router.spec
+    m, spec = run.model, run.router
     sparse = m.layers_with_experts()
     method = "group_limited_greedy" if spec.select == "group_limited" else "greedy"
     return ({"topk_method": method} if model_type == "deepseek_v2" else {}) | {

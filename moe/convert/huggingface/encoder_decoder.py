@@ -83,7 +83,7 @@ def recipe_values(family: Family, config: dict[str, Any], given: dict[str, Any])
 
 def config_of(family: Family, run: Run) -> dict[str, Any]:
     """Keys of config.json that the table of keys cannot express."""
-    m, spec = run.model, run.router.spec
+    m, spec = run.model, run.router
     encoder, decoder = m.decoder_begins, m.num_layers - m.decoder_begins
     values: dict[str, Any] = {
         "num_layers": encoder,

@@ -8,47 +8,78 @@ k (ep - 1) / ep times. So this is for ep of at most about k.
 
 from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
+from typing import TYPE_CHECKING
 
-from moe.experts.dispatch.base import Dropout, Network, place_of, whole
-from moe.experts.experts import Experts
-from moe.kernels import Plan, choose
-from moe.router.router import Routing
-from parallel.mesh.collectives import all_gather, max_over, reduce_scatter
-from parallel.mesh.mesh import Axis
+from moe.experts.dispatch.dispatcher import Dispatcher, Exchange, Sizes
+from parallel.mesh.mesh import Mesh
+from parallel.mesh.traffic import Load, Message, Traffic
 
-# T tokens here, A tokens of all ranks (each padded to the longest), D model, K choices, E experts
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from moe.experts.dispatch.network import Dropout
+    from moe.experts.experts import Experts
+    from moe.kernels import Plan
+    from moe.router.router import Routing
+
+# T tokens here, A tokens of all ranks (each padded to the longest), D model, K choices, E experts, R rows
 
 
-class AllGather:
-    """Dispatcher: all-gather of tokens over `axis` (ep), reduce-scatter of results."""
+class AllGather(Dispatcher):
+    name = "all_gather"
+    about = "ep of about k or less"
 
-    def __init__(self, axis: Axis, kernels: str = "auto", *, network: Network = whole, placement: tuple[int, ...] | None = None) -> None:
-        self.axis, self.network, self.placement = axis, network, placement
-        self.kernels = choose(kernels)
+    def traffic(self, load: Load) -> Traffic:
+        def gather(token_bytes: float, calls: int = 1) -> Message:
+            return Message("ep", "all_gather", load.tokens * token_bytes, load.ranks, calls=calls)
 
+        def sums(numbers: int, calls: int = 1) -> Message:
+            return Message("ep", "reduce_scatter", load.ranks * load.tokens * 4 * numbers, load.ranks, calls=calls)
+
+        longest = Message("ep", "all_reduce", 16, load.ranks)
+        decisions = gather((4 + 8) * load.choices, calls=2)  # gates fp32, places int64
+        back = (gather(4 * load.width), sums(load.width + load.choices, calls=2))  # of tokens and of gates
+        return Traffic((longest, decisions), (gather(load.row_bytes), sums(load.width)), back)
+
+    def open(self, mesh: Mesh, sizes: Sizes) -> Exchange:
+        return Gathered.over(("ep",), mesh, sizes)
+
+
+class Gathered(Exchange):
     def run(self, x_TD: Tensor, routing: Routing, experts: Experts, *, dropout: Dropout | None = None) -> Tensor:
+        import torch
+
+        from moe.experts.dispatch.network import compute
+        from parallel.mesh.collectives import max_over, reduce_scatter
+
         tokens, choices = routing.expert_TK.shape  # with expert choice, K can differ between ranks
         longest, most = max_over(torch.tensor([tokens, choices], device=x_TD.device), self.axis).tolist()
-
-        def gathered(values: Tensor, *, wider: int = 0) -> Tensor:
-            missing = (0, wider, 0, longest - tokens) if values.ndim > 1 else (0, longest - tokens)
-            return all_gather(F.pad(values, missing) if any(missing) else values, self.axis)
-
-        x_AD, gate_AK = gathered(x_TD), gathered(routing.gate_TK, wider=most - choices)
-        plan = self._plan_held(gathered(self._places(routing), wider=most - choices), held=len(experts.held))
-        position_R = None if dropout is None else gathered(dropout.position_T)[plan.token_R]
+        x_AD = self.gathered(x_TD, longest)
+        gate_AK = self.gathered(routing.gate_TK, longest, wider=most - choices)
+        place_AK = self.gathered(self._places(routing), longest, wider=most - choices)
+        plan = self._plan_held(place_AK, held=routing.probs_TE.shape[1] // self.axis.size)
+        position_R = None if dropout is None else self.gathered(dropout.position_T, longest)[plan.token_R]
         rows_RD, counts = self.kernels.permute(x_AD, plan), plan.counts_E.tolist()
-        out_RD = self.network(rows_RD, experts, counts=counts, position_R=position_R, dropout=dropout)
+        out_RD = compute(rows_RD, experts, etp=self.etp, counts=counts, position_R=position_R, dropout=dropout)
         partial_AD = self.kernels.combine(out_RD.float(), gate_AK, plan)
         return reduce_scatter(partial_AD, self.axis)[:tokens].to(x_TD.dtype)
 
+    def gathered(self, values_T: Tensor, longest: int, *, wider: int = 0) -> Tensor:
+        """Gather the ranks' values [T, ...], each padded to `longest` tokens and by `wider` numbers a token."""
+        import torch.nn.functional as F
+
+        from parallel.mesh.collectives import all_gather
+
+        lacks = longest - len(values_T)
+        missing = (0, wider, 0, lacks) if values_T.ndim > 1 else (0, lacks)
+        return all_gather(F.pad(values_T, missing) if any(missing) else values_T, self.axis)
+
     def _places(self, routing: Routing) -> Tensor:
         """Return each choice's place + 1. 0 means dropped, or padding of ranks with fewer tokens."""
+        from moe.experts.dispatch.placement import place_of
+
         place_TK = place_of(routing.expert_TK, num_experts=routing.probs_TE.shape[1], placement=self.placement)
-        return torch.where(routing.kept_TK, place_TK + 1, 0)
+        return (place_TK + 1).where(routing.kept_TK, 0)
 
     def _plan_held(self, place_AK: Tensor, *, held: int) -> Plan:
         here_AK = place_AK - 1 - self.axis.index * held

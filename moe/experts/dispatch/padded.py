@@ -10,72 +10,47 @@ links and compilers that want static shapes (GShard, arXiv 2006.16668, section 3
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+from moe.experts.dispatch.dispatcher import Dispatcher, Exchange, Sizes
+from parallel.mesh.mesh import Mesh
+from parallel.mesh.traffic import Load, Message, Traffic
 
-from moe.experts.dispatch.base import Dropout, Network, plan_rows, whole
-from moe.experts.experts import Experts
-from moe.kernels import Plan, choose
-from moe.router.router import Routing
-from parallel.mesh.collectives import max_over
-from parallel.mesh.exchange import collect, consecutive_indices, exchange_counts, exchange_rows, spread
-from parallel.mesh.mesh import Axis
+if TYPE_CHECKING:
+    from moe.experts.dispatch.steps import Route
+    from moe.router.router import Routing
 
-# T tokens, D model, R rows, S slots in a block, E experts, P ranks of the ep axis
+# R rows, E experts, P ranks of the ep axis
 
 
-@dataclass(frozen=True)
-class Sent:
-    """A planned exchange.
+class Padded(Dispatcher):
+    name = "padded"
+    about = "links or compilers that want equal, static blocks"
 
-    `counts`: rows of each expert held here. `parts`: slots sent to each rank. `slot_R`: the slot of each row sent. `order_R`: the
-    filled slots received, sorted by expert.
-    """
+    def traffic(self, load: Load) -> Traffic:
+        blocks = Message("ep", "all_to_all", (load.rows if load.places is None else load.places) * load.row_bytes, load.ranks)
+        agreed = [Message("ep", "all_reduce", 8, load.ranks)] if load.places is None else []
+        return Traffic.there_and_back(*agreed, Message("ep", "counts", 8 * load.bins, load.ranks), rows=(blocks,))
 
-    plan: Plan
-    counts: list[int]
-    parts: list[int]
-    slot_R: Tensor
-    order_R: Tensor
+    def open(self, mesh: Mesh, sizes: Sizes) -> Exchange:
+        from moe.experts.dispatch.steps import Steps
+
+        return Steps.over(("ep",), mesh, sizes, route=blocks)
 
 
-class Padded:
-    """Dispatcher: all-to-all of equal blocks over `axis` (ep)."""
+def blocks(exchange: Exchange, routing: Routing) -> Route:
+    """Plan the exchange of equal blocks."""
+    from moe.experts.dispatch.placement import plan_rows
+    from moe.experts.dispatch.steps import Route, Step
+    from parallel.mesh.collectives import max_over
+    from parallel.mesh.exchange import consecutive_indices, exchange_counts
 
-    def __init__(self, axis: Axis, kernels: str = "auto", *, network: Network = whole, placement: tuple[int, ...] | None = None) -> None:
-        self.axis, self.network, self.placement = axis, network, placement
-        self.kernels = choose(kernels)
-
-    def run(self, x_TD: Tensor, routing: Routing, experts: Experts, *, dropout: Dropout | None = None) -> Tensor:
-        sent = self._plan(routing)
-        rows_RD = self._send(self.kernels.permute(x_TD, sent.plan), sent)
-        position_R = None if dropout is None else self._send(dropout.position_T[sent.plan.token_R], sent)
-        out_RD = self.network(rows_RD, experts, counts=sent.counts, position_R=position_R, dropout=dropout)
-        table = spread(out_RD, sent.order_R, slots=sum(sent.parts))
-        rows_RD = collect(exchange_rows(table, self.axis, send=sent.parts, receive=sent.parts), sent.slot_R)
-        y_TD: Tensor = self.kernels.combine(rows_RD, routing.gate_TK, sent.plan)
-        return y_TD
-
-    def _plan(self, routing: Routing) -> Sent:
-        plan = plan_rows(self.kernels, routing, placement=self.placement)
-        slots = self._slots(routing, plan)
-        receive_PE = exchange_counts(plan.counts_E.view(self.axis.size, -1), self.axis)
-        ranks, held = receive_PE.shape
-        start_E = plan.counts_E.new_tensor(range(ranks * held)) * slots
-        return Sent(
-            plan,
-            receive_PE.sum(0).tolist(),
-            [held * slots] * ranks,
-            consecutive_indices(plan.counts_E, start_E),
-            consecutive_indices(receive_PE.t().flatten(), start_E.view(ranks, held).t().flatten()),
-        )
-
-    def _slots(self, routing: Routing, plan: Plan) -> int:
-        if routing.capacity is not None:
-            return routing.capacity * routing.num_groups
-        return int(max_over(plan.counts_E.max(), self.axis))
-
-    def _send(self, rows: Tensor, sent: Sent) -> Tensor:
-        table = spread(rows, sent.slot_R, slots=sum(sent.parts))
-        return collect(exchange_rows(table, self.axis, send=sent.parts, receive=sent.parts), sent.order_R)
+    plan, axis = plan_rows(exchange.kernels, routing, placement=exchange.placement), exchange.axis
+    slots = None if routing.capacity is None else routing.capacity * routing.num_groups
+    slots = int(max_over(plan.counts_E.max(), axis)) if slots is None else slots
+    receive_PE = exchange_counts(plan.counts_E.view(axis.size, -1), axis)
+    ranks, held = receive_PE.shape
+    start_E = plan.counts_E.new_tensor(range(ranks * held)) * slots
+    order_R = consecutive_indices(receive_PE.t().flatten(), start_E.view(ranks, held).t().flatten())
+    slot_R = consecutive_indices(plan.counts_E, start_E)
+    return Route(plan, receive_PE.sum(0).tolist(), [Step(axis, [held * slots] * ranks, [held * slots] * ranks, order_R, slot_R)])

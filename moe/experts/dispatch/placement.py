@@ -3,18 +3,27 @@
     load_E   9 1 1 1 8 1 1 2       experts in order:  ranks compute  | 9 1 1 1 | 8 1 1 2 |
     load_E   9 8 1 1 1 1 1 2       experts in order:                 | 9 8 1 1 | 1 1 1 2 |      the first rank is slow
                                    balanced:                         | 9 1 1 1 | 8 2 1 1 |
-Placement changes the rank of an expert, not its results. Source: expert placement by load as in FlexMoE (arXiv 2304.03946) and
-FasterMoE (PPoPP 2022); here experts are moved, not copied.
+Rows are sorted by the places of their experts. Placement changes the rank of an expert, not its results. Source: expert placement by
+load as in FlexMoE (arXiv 2304.03946) and FasterMoE (PPoPP 2022); here experts are moved, not copied.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+from types import ModuleType
 
+import torch
+from torch import Tensor
+
+from moe.kernels import Plan
+from moe.router.router import Routing
 from parallel.errors import BadInput
 from parallel.mesh.mesh import divisors
 
 Placement = tuple[int, ...]
+
+# T tokens, K choices, E experts
 
 
 def balanced_placement(load_E: Sequence[float], ranks: int) -> Placement:
@@ -39,3 +48,30 @@ def rank_loads(load_E: Sequence[float], placement: Sequence[int], ranks: int) ->
     """Return the summed load of each rank's experts."""
     places = len(placement) // ranks
     return [sum(load_E[e] for e in placement[r * places : (r + 1) * places]) for r in range(ranks)]
+
+
+def plan_rows(kernels: ModuleType, routing: Routing, *, placement: Placement | None = None, order: tuple[int, ...] | None = None) -> Plan:
+    """Return the plan of the kept choices. Rows and counts are sorted by `place_of` their experts."""
+    num_experts = routing.probs_TE.shape[1]
+    place_TK = place_of(routing.expert_TK, num_experts=num_experts, placement=placement, order=order)
+    plan: Plan = kernels.plan(place_TK, routing.kept_TK, num_experts=num_experts)
+    return plan
+
+
+def place_of(expert_TK: Tensor, *, num_experts: int, placement: Placement | None = None, order: tuple[int, ...] | None = None) -> Tensor:
+    """Return the place of each choice's expert, [T, K]. Place p holds expert `placement[p]` (None: expert p).
+
+    `order`: a renumbering of places: its first place becomes 0, its second 1, ... (None: no renumbering).
+    """
+    if placement is None and order is None:
+        return expert_TK
+    return torch.tensor(_place_of_expert(num_experts, placement, order), device=expert_TK.device)[expert_TK]
+
+
+@lru_cache
+def _place_of_expert(num_experts: int, placement: Placement | None, order: tuple[int, ...] | None) -> list[int]:
+    expert_at, ordered = placement or range(num_experts), order or range(num_experts)
+    place_E = [0] * num_experts
+    for number, place in enumerate(ordered):
+        place_E[expert_at[place]] = number
+    return place_E

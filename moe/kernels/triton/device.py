@@ -15,6 +15,7 @@ import triton
 from torch import Tensor
 
 from parallel.errors import BadInput
+from parallel.fixes import Set
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -26,7 +27,7 @@ def on(tensor: Tensor) -> AbstractContextManager[object]:
     if INTERPRETED:
         return nullcontext()
     if not tensor.is_cuda:
-        raise BadInput("experts.kernels", got=f"triton for a tensor on {tensor.device}", needed="tensors on a GPU", fix="set it to auto")
+        raise BadInput("experts.kernels", got=f"triton for a tensor on {tensor.device}", needed="tensors on a GPU", fix=Set("it", "auto"))
     return torch.cuda.device(tensor.device)
 
 
@@ -34,7 +35,7 @@ def check_dtype(tensor: Tensor) -> None:
     """Raise BadInput unless the kernels support the tensor's dtype."""
     if tensor.dtype not in DTYPES:
         raise BadInput(
-            "experts.kernels", got=f"triton for {tensor.dtype}", needed="float32, bfloat16 or float16", fix="set it to auto or reference"
+            "experts.kernels", got=f"triton for {tensor.dtype}", needed="float32, bfloat16 or float16", fix=Set("it", "auto", "reference")
         )
 
 

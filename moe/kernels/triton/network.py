@@ -13,21 +13,20 @@ permuted copy, forward or backward. Weights are cast to the rows' dtype at each 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from moe.kernels.activation import Activation
+from moe.kernels.network import Matrices, Network
 from moe.kernels.plan import Plan
 from moe.kernels.triton import gemm, moves
 from moe.kernels.triton.device import Tile, check_dtype, hopper, most_rows, on, rows_each, tile
 from moe.kernels.triton.rows import total
 from parallel.numerics.weight_gradient import PendingGradients, if_deferrable, pending_for
-
-if TYPE_CHECKING:
-    from moe.recipe.sections import Swiglu
 
 # T tokens, K choices, R rows, E experts, D model, F hidden, I and O a matrix's in and out
 
@@ -78,37 +77,25 @@ def _even(t: Tile, inner: int, columns: int) -> bool:
     return inner % t.k == 0 and columns % t.n == 0
 
 
-@dataclass(frozen=True)
-class Form:
-    """The activation `ffn`, and the bounds and slope of swiglu, if the recipe sets them."""
-
-    ffn: str
-    swiglu: Swiglu | None = None
-
-    @property
-    def constants(self) -> dict[str, Any]:
-        """The kernels' compile-time constants."""
-        s = self.swiglu
-        if s is None or self.ffn != "swiglu":
-            return {"FFN": self.ffn, "ALPHA": 1.0, "LIMIT": None, "OFFSET": 0.0}
-        return {"FFN": self.ffn, "ALPHA": s.alpha, "LIMIT": s.limit, "OFFSET": s.offset}
+def _constants(activation: Activation) -> dict[str, Any]:
+    """Return the kernels' compile-time constants."""
+    ffn, s = activation
+    if s is None or ffn != "swiglu":
+        return {"FFN": ffn, "ALPHA": 1.0, "LIMIT": None, "OFFSET": 0.0}
+    return {"FFN": ffn, "ALPHA": s.alpha, "LIMIT": s.limit, "OFFSET": s.offset}
 
 
-Biases = tuple[Tensor | None, Tensor | None]  # b1, b3 [E, F]
-
-
-def up(
-    x: Tensor, w1: Tensor, w3: Tensor | None, biases: Biases, scale_RF: Tensor | None, rows: Rows, *, form: Form, keep: bool
-) -> tuple[Tensor | None, Tensor | None, Tensor]:
+def up(x: Tensor, network: Network, scale_RF: Tensor | None, rows: Rows, *, keep: bool) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """Return H, G and A [R, F]. H and G are None unless `keep`; G is also None without a gated activation."""
+    w1, _, w3, b1, b3 = network.tensors
     width, hidden = w1.shape[1:]
     t = tile(rows.tile_rows, x.dtype, x.device, products=1 if w3 is None else 2, epilogue=keep)
     a = x.new_empty(rows.number, hidden)
     h, g = torch.empty_like(a) if keep else None, torch.empty_like(a) if keep and w3 is not None else None
     with on(x):
         gemm.up[_grid(rows, t, hidden)](
-            *(x, w1, w3, *biases, scale_RF, h, g, a, rows.choice_R, rows.tiles, len(rows.tiles), rows.choices, width, hidden),
-            **form.constants,
+            *(x, w1, w3, b1, b3, scale_RF, h, g, a, rows.choice_R, rows.tiles, len(rows.tiles), rows.choices, width, hidden),
+            **_constants(network.activation),
             EVEN=_even(t, width, hidden),
             GROUP=t.group,
             **t.launch,
@@ -141,7 +128,7 @@ def product(a: Tensor, w: Tensor, rows: Rows, *, turned: bool, a_too: Tensor | N
 
 
 def back(
-    grad: Tensor, w2: Tensor, gate_TK: Tensor | None, scale_RF: Tensor | None, h: Tensor, g: Tensor | None, rows: Rows, *, form: Form
+    grad: Tensor, w2: Tensor, gate_TK: Tensor | None, scale_RF: Tensor | None, h: Tensor, g: Tensor | None, rows: Rows, *, form: Activation
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
     """Return dH, dG, gate * A (all [R, F]) and the gates' gradient [T, K]."""
     hidden, width = w2.shape[1:]
@@ -152,7 +139,7 @@ def back(
         gemm.back[_grid(rows, t, hidden)](
             *(grad, w2, gate_TK, scale_RF, h, g, grad_h, grad_g, a_gated, parts),
             *(rows.choice_R, rows.tiles, len(rows.tiles), rows.choices, width, hidden),
-            **form.constants,
+            **_constants(form),
             EVEN=_even(t, width, hidden),
             GROUP=t.group,
             **t.launch,
@@ -184,37 +171,26 @@ def weight_gradients(
     return out, out_too
 
 
-def bias_gradients(grad_h: Tensor, grad_g: Tensor | None, like: Biases, rows: Rows) -> Biases:
-    """Sum each expert's rows, as a product with a column of ones."""
-    if like[0] is None:
+def bias_gradients(grad_h: Tensor, grad_g: Tensor | None, like: Tensor | None, rows: Rows) -> tuple[Tensor | None, Tensor | None]:
+    """Sum each expert's rows, as a product with a column of ones. `like`: the biases of H; None if there are none."""
+    if like is None:
         return None, None
     ones = grad_h.new_ones(rows.number, 1)
-    of_h, of_g = weight_gradients(ones, grad_h, grad_g, like[0].unsqueeze(1), rows, gathered="neither")
+    of_h, of_g = weight_gradients(ones, grad_h, grad_g, like.unsqueeze(1), rows, gathered="neither")
     return of_h.squeeze(1), None if of_g is None else of_g.squeeze(1)
 
 
 class _Network(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x_TD: Tensor,
-        gate_TK: Tensor | None,
-        w1: Tensor,
-        w2: Tensor,
-        w3: Tensor | None,
-        b1: Tensor | None,
-        b3: Tensor | None,
-        scale_RF: Tensor | None,
-        rows: Rows,
-        form: Form,
-        keep: bool,
-    ) -> Tensor:
-        gate, biases = None if w3 is None else _cast(w3, x_TD), (b1, b3)
-        h, g, a = up(x_TD, _cast(w1, x_TD), gate, biases, scale_RF, rows, form=form, keep=keep)
+    def forward(ctx: Any, x_TD: Tensor, gate_TK: Tensor | None, scale_RF: Tensor | None, rows: Rows, keep: bool, *given: Any) -> Tensor:
+        """`given`: the network's activation, then its tensors."""
+        form, w1, w2, w3, b1, b3 = given
+        gate = None if w3 is None else _cast(w3, x_TD)
+        h, g, a = up(x_TD, Network(_cast(w1, x_TD), w2, gate, b1, b3, form), scale_RF, rows, keep=keep)
         y_RD = product(a, _cast(w2, x_TD), rows, turned=False)
         if keep:
             ctx.save_for_backward(x_TD, gate_TK, w1, w2, w3, scale_RF, h, g)
-            ctx.rows, ctx.form, ctx.weights, ctx.biases = rows, form, if_deferrable(w1, w2, w3), biases
+            ctx.rows, ctx.form, ctx.weights, ctx.b1 = rows, form, if_deferrable(w1, w2, w3), b1
         return y_RD if rows.plan is None else total(y_RD, rows.plan.row_TK, gate_TK)
 
     @staticmethod
@@ -224,28 +200,28 @@ class _Network(torch.autograd.Function):
         rows: Rows = ctx.rows
         grad_out = grad_out.contiguous()
         grad_h, grad_g, a_gated, grad_gate = back(grad_out, _cast(w2, x_TD), gate_TK, scale_RF, h, g, rows, form=ctx.form)
-        grad_b1, grad_b3 = bias_gradients(grad_h, grad_g, ctx.biases, rows)
+        grad_b1, grad_b3 = bias_gradients(grad_h, grad_g, ctx.b1, rows)
         grad_w1 = grad_w2 = grad_w3 = grad_x = None
         weights = ctx.weights or (w1, w2, w3)
         pending = pending_for(*(w for w in weights if w is not None))
         if pending is not None:
             _defer(pending, weights, x_TD, a_gated, grad_out, grad_h, grad_g, rows)
-        elif ctx.needs_input_grad[3]:
+        elif ctx.needs_input_grad[7]:
             grad_w2, _ = weight_gradients(a_gated, grad_out, None, w2, rows, gathered="right")
         del a_gated
-        if pending is None and (ctx.needs_input_grad[2] or ctx.needs_input_grad[4]):
+        if pending is None and (ctx.needs_input_grad[6] or ctx.needs_input_grad[8]):
             grad_w1, grad_w3 = weight_gradients(x_TD, grad_h, grad_g, w1, rows, gathered="left")
         if ctx.needs_input_grad[0]:
             w_too = None if w3 is None else _cast(w3, x_TD)
             grad_x = product(grad_h, _cast(w1, x_TD), rows, turned=True, a_too=grad_g, w_too=w_too)
             if rows.plan is not None:
                 grad_x = total(grad_x, rows.plan.row_TK, None)
-        return grad_x, grad_gate, grad_w1, grad_w2, grad_w3, grad_b1, grad_b3, None, None, None, None
+        return grad_x, grad_gate, None, None, None, None, grad_w1, grad_w2, grad_w3, grad_b1, grad_b3
 
 
 def _defer(
     pending: PendingGradients,
-    weights: tuple[Tensor, Tensor, Tensor | None],
+    weights: Matrices,
     x_TD: Tensor,
     a_gated: Tensor,
     grad_out: Tensor,
@@ -269,58 +245,25 @@ def _cast(weight: Tensor, like: Tensor) -> Tensor:
     return weight.to(like.dtype).contiguous()
 
 
-def _apply(
-    x_TD: Tensor,
-    gate_TK: Tensor | None,
-    weights: tuple[Tensor, Tensor, Tensor | None],
-    biases: Biases,
-    scale_RF: Tensor | None,
-    rows: Rows,
-    form: Form,
-) -> Tensor:
+def _apply(x_TD: Tensor, gate_TK: Tensor | None, scale_RF: Tensor | None, rows: Rows, network: Network) -> Tensor:
     check_dtype(x_TD)
-    keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x_TD, gate_TK, *weights, *biases))
+    keep = network.recorded(x_TD, gate_TK)
     scale_RF = None if scale_RF is None else scale_RF.contiguous()
-    out: Tensor = _Network.apply(x_TD.contiguous(), gate_TK, *weights, *biases, scale_RF, rows, form, keep)
+    out: Tensor = _Network.apply(x_TD.contiguous(), gate_TK, scale_RF, rows, keep, network.activation, *network.tensors)
     return out
 
 
-def grouped_ffn(
-    rows_RD: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    w3: Tensor | None,
-    *,
-    counts: list[int],
-    ffn: str,
-    dropped_RF: Tensor | None = None,
-    b1: Tensor | None = None,
-    b3: Tensor | None = None,
-    swiglu: Swiglu | None = None,
-) -> Tensor:
-    """Compute `activation(rows w1 [+ b1]) [* (rows w3 [+ b3])] w2` with the weights of each row's expert: [R, D] to [R, D].
+def grouped_ffn(rows_RD: Tensor, network: Network, *, counts: list[int], dropped_RF: Tensor | None = None) -> Tensor:
+    """Compute `activation(rows w1 [+ b1]) [* (rows w3 [+ b3])] w2` with the network of each row's expert: [R, D] to [R, D].
 
     Arguments as in moe.kernels.reference.grouped_ffn.
     """
     counts_E = torch.tensor(counts, dtype=torch.int64).to(rows_RD.device, non_blocking=True)
     rows = arrange(counts_E, rows=len(rows_RD), dtype=rows_RD.dtype, plan=None)
-    return _apply(rows_RD, None, (w1, w2, w3), (b1, b3), dropped_RF, rows, Form(ffn, swiglu))
+    return _apply(rows_RD, None, dropped_RF, rows, network)
 
 
-def routed_ffn(
-    x_TD: Tensor,
-    gate_TK: Tensor,
-    plan: Plan,
-    w1: Tensor,
-    w2: Tensor,
-    w3: Tensor | None,
-    *,
-    ffn: str,
-    dropped_RF: Tensor | None = None,
-    b1: Tensor | None = None,
-    b3: Tensor | None = None,
-    swiglu: Swiglu | None = None,
-) -> Tensor:
+def routed_ffn(x_TD: Tensor, gate_TK: Tensor, plan: Plan, network: Network, *, dropped_RF: Tensor | None = None) -> Tensor:
     """Fuse permute, grouped_ffn and combine: [T, D] in x's dtype, summed in fp32 in the order of choices. Counts stay on the GPU."""
     rows = arrange(plan.counts_E, rows=len(plan.choice_R), dtype=x_TD.dtype, plan=plan)
-    return _apply(x_TD, gate_TK.contiguous(), (w1, w2, w3), (b1, b3), dropped_RF, rows, Form(ffn, swiglu))
+    return _apply(x_TD, gate_TK.contiguous(), dropped_RF, rows, network)

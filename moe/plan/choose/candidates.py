@@ -14,8 +14,10 @@ from itertools import product
 from typing import NamedTuple
 
 from moe.plan.choose.stage_layers import layer_lists
-from moe.plan.job.network import Engine, Network, Plan
+from moe.plan.job.network import Network, Plan
+from parallel.data.kinds.catalog import ENGINES, PLAIN
 from parallel.mesh.mesh import divisors
+from parallel.sequence.kinds.catalog import DEFAULT, SEQUENCES
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class Space:
     """What is tried. `schedules`: (name, chunks); `lists`: of layers for the stages of each, at most; largest degrees; micro-batches of
     every size that divides a replica's batch, or up to the largest (with experts at least a sequence for each rank of tp)."""
 
-    engines: tuple[Engine, ...] = ("ddp", "zero1", "zero2", "fsdp")
+    engines: tuple[str, ...] = ("ddp", "zero1", "zero2", "fsdp")
     tensors: tuple[str, ...] = ("sliced", "1d", "2d", "2.5d", "3d")
     sequences: tuple[str, ...] = ("ring", "ulysses")
     schedules: tuple[tuple[str, int], ...] = (("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb_h1", 1), ("zb_v", 2))
@@ -89,17 +91,17 @@ def candidates(
             continue
         schedules = space.schedules if pp > 1 else (("1f1b", 1),)
         for size, (ep, etp), (tensor, depth), sequence, (schedule, chunks) in product(
-            sizes, experts, _tensors(tp, space), space.sequences if sp > 1 else ("ring",), schedules
+            sizes, experts, _tensors(tp, space), space.sequences if sp > 1 else (DEFAULT,), schedules
         ):
             made = base.but(
                 dp=dp, tp=tp, sp=sp, pp=pp, ep=ep, etp=etp, tensor=tensor, depth=depth, sequence=sequence,
-                order="zigzag" if sequence == "ring" else "contiguous",
+                order=SEQUENCES[sequence].orders[0],
                 schedule=schedule, chunks=chunks, stage_layers=None,
                 microbatch=size, microbatches=global_batch // dp // size,
             )  # fmt: skip
             lists = layer_lists(network, made, pp * chunks, space.lists) if pp > 1 else ()
-            for layers, engine in product(lists or (None,), space.engines if dp * sp > 1 else ("ddp",)):
-                reshard = base.reshard or engine != "fsdp"  # the others have no such choice
+            for layers, engine in product(lists or (None,), space.engines if dp * sp > 1 else (PLAIN,)):
+                reshard = base.reshard or "reshard" not in ENGINES[engine].keys  # the others have no such choice
                 yield made.but(engine=engine, reshard=reshard, stage_layers=layers)
 
 

@@ -16,7 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe.recipe.sections import Run
+from parallel.data.kinds.catalog import ENGINES, offloading
+from parallel.data.kinds.kind import EngineKind
 from parallel.errors import BadInput
+from parallel.fixes import Fix, typed
 
 Values = dict[str, Any]  # dotted key: value
 SHORTEST = 64  # tokens: shorter sequences are not proposed
@@ -24,9 +27,9 @@ SHORTEST = 64  # tokens: shorter sequences are not proposed
 
 @dataclass(frozen=True)
 class Change:
-    """A change of a recipe. `run`: changed and checked; `words`: flags for the command line."""
+    """A change of a recipe. `run`: changed and checked."""
 
-    words: str
+    fix: Fix
     run: Run
 
 
@@ -38,7 +41,7 @@ def change_that_fits(
         try:
             changed = checked(with_values(run, values), world)
             if fits(changed):
-                return Change(" ".join(f"--{key} {value}" for key, value in values.items()), changed)
+                return Change(typed(values), changed)
         except BadInput:
             continue
     return None
@@ -57,13 +60,17 @@ def _with(section: Any, path: list[str], value: Any) -> Any:
     return section.model_copy(update={path[0]: inner})
 
 
+def _named(kind: EngineKind) -> Values:
+    return {f"sharding.{key}": value for key, value in kind.sharding.items()}
+
+
 def _changes(run: Run, *, has_gpus: bool) -> Iterator[Values]:
     again: list[Values] = [{"recompute.kind": "selective"}, {"recompute.kind": "full"}]
     smaller: list[Values] = [{"pipeline.microbatches": run.pipeline.microbatches * 2**n} for n in range(1, 11)]
-    sharded: list[Values] = [{"sharding.kind": "zero", "sharding.stage": stage} for stage in (1, 2, 3)] + [{"sharding.kind": "fsdp"}]
+    engines = sorted(reversed(ENGINES.values()), key=lambda kind: kind.stage)  # of stage 3 ZeRO, then FSDP
+    sharded = [_named(kind) for kind in engines if kind.stage]
     chunked: Values = {"recompute.loss_chunks": 8}
-    host: Values = {"sharding.kind": "zero", "sharding.stage": 3}
-    host |= {"sharding.offload.optimizer": "cpu", "sharding.offload.parameters": "cpu"}
+    host = _named(offloading("parameters", "cpu")) | {"sharding.offload.optimizer": "cpu", "sharding.offload.parameters": "cpu"}
     yield from again
     yield from smaller
     yield from sharded

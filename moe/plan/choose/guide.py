@@ -24,8 +24,8 @@ ABOUT_EQUAL = 0.1  # times that differ by less count as equal
 FAST_LINK = 50.0  # GB/s that a device sends within its node: NVLink has 100 and more, PCIe 10 to 30
 
 FAMILIES: dict[str, Callable[[Plan], bool]] = {
-    "DDP": lambda p: _data_alone(p) and p.engine == "ddp",
-    "ZeRO": lambda p: _data_alone(p) and p.engine != "ddp",
+    "DDP": lambda p: _data_alone(p) and p.stage == 0,
+    "ZeRO": lambda p: _data_alone(p) and p.stage > 0,
     "tensor": lambda p: p.tp > 1 and p.pp == p.sp == p.dp == 1,
     "pipeline": lambda p: p.pp > 1 and p.tp == p.sp == p.dp == 1,
     "pipeline + tensor + data": lambda p: p.pp > 1 and p.tp > 1 and p.sp == 1 and p.stage <= 1,

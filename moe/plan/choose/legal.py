@@ -16,10 +16,12 @@ from dataclasses import dataclass
 from moe.plan.job.cut import empty_rank
 from moe.plan.job.network import Network, Plan
 from moe.plan.time.pipeline_time import homes_of
+from parallel.data.kinds.catalog import offloading
 from parallel.errors import counted
 from parallel.mesh.grids import GRIDS, LINES
 from parallel.pipeline.schedules.catalog import SCHEDULES
 from parallel.pipeline.schedules.kind import ScheduleKind, Size
+from parallel.sequence.kinds.kind import SequenceSizes
 
 # the sizes of a schedule, as a recipe names them
 KEYS = {"stages": "degrees.pp"} | {key: f"pipeline.{key}" for key in ("microbatches", "chunks", "schedule", "vertical_sync", "pipelines")}
@@ -165,13 +167,17 @@ def _sequence(network: Network, plan: Plan) -> Iterator[str]:
     sp = plan.sp
     if sp == 1:
         return
-    ways = 2 * sp if plan.sequence == "ring" else sp
+    ways = 2 * sp if plan.method.orders[0] == "zigzag" else sp
     if network.length % ways:
         yield f"degrees.sp={sp} cuts sequences into {ways} runs, which do not divide model.max_length={network.length}"
     grid = grid_of(plan)
     held = network.heads // (grid.side if grid else 1)
-    if plan.sequence == "ulysses" and held % sp:
+    if plan.method.trades_heads and held % sp:
         yield f"degrees.sp={sp} ranks that trade heads for tokens do not divide the {held} heads that each holds"
+    n = network
+    refused = plan.method.refuses(SequenceSizes(sp, held, n.groups, n.length, bool(n.buckets), n.sinks, n.core_work != 1.0))
+    if refused is not None:
+        yield f"{refused.what}={refused.got}: needed {refused.needed}"
 
 
 def _experts(network: Network, plan: Plan) -> Iterator[str]:
@@ -217,8 +223,7 @@ def _stages(network: Network, plan: Plan) -> Iterator[str]:
         yield f"{name} has {kind.chunks} stages a rank, not {plan.chunks}"
     if kind is not None:
         yield from _schedule(kind, plan)
-    offload = plan.offload_optimizer, plan.offload_parameters
-    if offload != ("none", "none") and (*offload, plan.engine) != ("cpu", "none", "zero1"):
+    if any(placed not in plan.carrier.offloads for placed in _offloaded(plan)):
         yield f"with degrees.pp={pp} the optimizer goes to cpu with zero1 alone: FSDP carries out the other stages, and it does not offload"
 
 
@@ -229,19 +234,22 @@ def _schedule(kind: ScheduleKind, plan: Plan) -> Iterator[str]:
         yield f"{KEYS[refused.what]}={refused.got}: needed {refused.needed}"
     if kind.continuous and (every := kind.update_every or m) != m:
         yield f"pipeline.microbatches={m}: an update of {name} sums {every}, and a step is one update"
-    if kind.continuous and plan.engine != "ddp":
+    if kind.continuous and not plan.kind.steps_by_stage:
         yield f"{name} updates its stages at different times: ddp alone does"
     if plan.stage >= 2 and kind.splits_backward:
         yield f"{name} puts weight gradients off, and {plan.engine} has summed them before"
 
 
 def _engine(network: Network, plan: Plan) -> Iterator[str]:
-    for what, place in (("optimizer", plan.offload_optimizer), ("parameters", plan.offload_parameters)):
-        if place == "none":
-            continue
-        lowest = 1 if (what, place) == ("optimizer", "cpu") else 3
-        if plan.engine == "fsdp" or plan.stage < lowest:
-            yield f"offload of the {what} to {place} needs zero stage {lowest}, not {plan.engine}"
+    for what, place in _offloaded(plan):
+        if (what, place) not in plan.kind.offloads:
+            yield f"offload of the {what} to {place} needs zero stage {offloading(what, place).stage}, not {plan.engine}"
+
+
+def _offloaded(plan: Plan) -> list[tuple[str, str]]:
+    """Return (states, place) of the states that are not on the device."""
+    placed = ("optimizer", plan.offload_optimizer), ("parameters", plan.offload_parameters)
+    return [(what, place) for what, place in placed if place != "none"]
 
 
 RULES: tuple[Callable[[Network, Plan], Iterator[str]], ...] = (

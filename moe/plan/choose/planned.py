@@ -24,14 +24,16 @@ from moe.plan.choose.legal import refusal
 from moe.plan.choose.predicted import held_bytes, stack_on
 from moe.plan.choose.recipe_of import as_stored, recipe_of
 from moe.plan.job.flops import counted_training
-from moe.plan.job.network import Engine, Network, Plan
+from moe.plan.job.network import Network, Plan
 from moe.plan.job.of_recipe import network_of, plan_of
 from moe.plan.machine.cluster import FOLDER, Cluster, load_cluster
 from moe.plan.memory.memory import Memory, peak
 from moe.plan.time.cost import Time, step_time
 from moe.plan.time.pipeline_time import How
 from moe.recipe.sections import Run
+from parallel.data.kinds.catalog import ENGINES, PLAIN, offloading
 from parallel.errors import BadInput, counted
+from parallel.fixes import Fix, Words, any_of, typed
 from parallel.pipeline.schedules.catalog import closed_form
 
 WAYS = 24
@@ -162,7 +164,7 @@ def _offloading(space: Space, run: Run) -> Space:
     """Return the space; if the recipe offloads states to the host, with the engines that can."""
     offload = run.sharding.offload
     on_host = (offload.optimizer, offload.parameters) != ("none", "none")
-    return replace(space, engines=("zero1", "zero2", "zero3")) if on_host else space
+    return replace(space, engines=tuple(name for name, kind in ENGINES.items() if kind.offloads)) if on_host else space
 
 
 class _Accepted:
@@ -203,9 +205,9 @@ class _Accepted:
         return Planned(network, cluster, replace(found, ranked=tuple(self.kept), refused=refused), tuple(self.runs), self.own)
 
 
-def _storages(run: Run, base: Plan, engines: Iterable[Engine]) -> dict[str, Plan]:
+def _storages(run: Run, base: Plan, engines: Iterable[str]) -> dict[str, Plan]:
     """Return, for each engine, a plan with its element sizes."""
-    return {engine: as_stored(replace(base, engine=engine), run) for engine in {*engines, *FIRST.engines, "ddp"}}  # type: ignore[arg-type]
+    return {engine: as_stored(replace(base, engine=engine), run) for engine in {*engines, *FIRST.engines, PLAIN}}
 
 
 def _joined(found: Found, first: Found) -> tuple[Refused, ...]:
@@ -225,19 +227,19 @@ def _nothing_fits(found: Found, run: Run, cluster: Cluster, checked: Callable[[R
         batch = -(-run.train.global_batch // cluster.world) * cluster.world
         larger = {"train.global_batch": batch}
         works = batch > run.train.global_batch and _that_fits(with_values(run, larger), cluster, checked) is not None
-        fix = f"add {_words(larger)}" if works else "change that size, or --cluster"
+        fix = typed(larger) if works else "change that size, or --cluster"
         return BadInput("plan", got=f"no plan that runs on {counted(cluster.world, 'device')}: {reason}", needed="one", fix=fix)
     plan, over = found.nearest
+    mends = list(_mends(run, cluster, checked, least=over / cluster.memory_bytes() + 1))
     return BadInput(
         "plan",
         got=f"{gib(over)} GiB a device too much for the smallest plan ({described(plan)})",
         needed=f"at most {cluster.memory_bytes() / _GIB:.4g} GiB",
-        fix=", or ".join(_mends(run, cluster, checked, least=over / cluster.memory_bytes() + 1))
-        or "a smaller model, or devices with more memory",
+        fix=any_of(mends or ["a smaller model, or devices with more memory"]),
     )
 
 
-def _mends(run: Run, cluster: Cluster, checked: Callable[[Run, int], Run], *, least: float) -> Iterator[str]:
+def _mends(run: Run, cluster: Cluster, checked: Callable[[Run, int], Run], *, least: float) -> Iterator[Fix]:
     """Yield a change of the recipe with which a plan fits, and a number of nodes. `least`: least multiple of the devices to try."""
     chunks: Values = {"recompute.loss_chunks": 8}
     optimizer: Values = {"sharding.kind": "zero", "sharding.offload.optimizer": "cpu"}
@@ -249,18 +251,15 @@ def _mends(run: Run, cluster: Cluster, checked: Callable[[Run, int], Run], *, le
         changed = with_values(run, values)
         if (plan := _that_fits(changed, cluster, checked)) is not None:
             host = sum(peak(network_of(changed), plan, stack_on(cluster)).host.values())
-            yield f"add {_words(values)}" + (f" (and about {gib(host)} GiB of its host's memory for each device)" if host else "")
+            fix = typed(values)
+            yield Words(f"{fix} (and about {gib(host)} GiB of its host's memory for each device)", fix) if host else fix
             break
     if cluster.cores:
         return
     nodes = (cluster.nodes * 2**n for n in range(1, 15) if 2**n > least / 2 and cluster.world * 2**n <= 64 * run.train.global_batch)
     for more in islice((n for n in nodes if _that_fits(run, cluster.of(n), checked)), 1):
         shipped = (FOLDER / f"{cluster.name}.yaml").is_file() and load_cluster(cluster.name).of(cluster.nodes) == cluster
-        yield f"take --cluster {cluster.name}x{more}" if shipped else f"write nodes: {more} in {cluster.name}.yaml"
-
-
-def _words(values: Values) -> str:
-    return " ".join(f"--{key} {value}" for key, value in values.items())
+        yield Words(f"take --cluster {cluster.name}x{more}" if shipped else f"write nodes: {more} in {cluster.name}.yaml")
 
 
 def _that_fits(run: Run, cluster: Cluster, checked: Callable[[Run, int], Run]) -> Plan | None:
@@ -309,7 +308,7 @@ def guided(run: Run, cluster: Cluster) -> Iterator[Said]:
         return found.ranked[0] if found.ranked else None
 
     alone = replace(Plan(), microbatch=1, microbatches=batch, recompute="full")
-    host = judged(replace(alone, engine="zero3", offload_optimizer="cpu", offload_parameters="cpu"))
+    host = judged(replace(alone, engine=offloading("parameters", "cpu").name, offload_optimizer="cpu", offload_parameters="cpu"))
     return walk(best, cluster, one_device=judged(alone), offloaded=host, compute=run.precision.compute)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from moe.plan.choose.legal import grid_of
 from moe.plan.job.network import Plan
 from moe.plan.job.of_recipe import plan_of, stage_layers
-from moe.recipe.sections import Run, Sequence
+from moe.recipe.sections import Run
 from parallel.errors import BadInput
 
 
@@ -38,24 +38,22 @@ def as_stored(plan: Plan, run: Run) -> Plan:
 
 
 def _changed(plan: Plan, run: Run) -> Run:
-    zero = plan.engine.startswith("zero")
-    gathers = plan.engine in ("zero2", "zero3", "fsdp")
     changes: dict[str, dict[str, Any]] = {
         "degrees": {"dp": plan.dp, "tp": plan.tp, "sp": plan.sp, "pp": plan.pp, "ep": plan.ep, "etp": plan.etp},
         "sharding": {
-            "kind": "zero" if zero else plan.engine,
-            "stage": int(plan.engine[-1]) if zero else 1,
+            "stage": 1,
             "engine": "auto",
             "reshard": plan.reshard,
-            "prefetch": run.sharding.prefetch if plan.engine == "fsdp" else 1,
-            "allow_slow": gathers and plan.pp > 1,
+            "prefetch": run.sharding.prefetch if "prefetch" in plan.kind.keys else 1,
+            "allow_slow": plan.stage >= 2 and plan.pp > 1,
+            **plan.kind.sharding,
         },
         "tensor": {
             "kind": "1d" if plan.tensor == "sliced" else plan.tensor,
             "sequence_parallel": plan.tensor == "sliced",
             "depth": plan.depth if plan.tensor == "2.5d" else None,
         },
-        "sequence": {"kind": plan.sequence, "order": None if plan.order == Sequence(kind=plan.sequence).position_order else plan.order},
+        "sequence": {"kind": plan.sequence, "order": None if plan.order == plan.method.orders[0] else plan.order},
         "pipeline": {
             "schedule": plan.schedule,
             "microbatches": plan.microbatches,
@@ -77,7 +75,7 @@ def _changed(plan: Plan, run: Run) -> Run:
 
 def _evaluated(plan: Plan, run: Run) -> int:
     """Round train.eval_sequences up to a number that the ranks' checks accept; otherwise 64 sequences would rule out dp 6."""
-    unit, spec = plan.dp, run.router.spec
+    unit, spec = plan.dp, run.router
     if run.model.layers_with_experts():
         grouped = isinstance(spec.group, int) and (plan.tp > 1 or spec.eval_capacity_factor is not None)
         unit *= plan.tp * (int(spec.group) if grouped else 1)

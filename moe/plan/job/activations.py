@@ -10,6 +10,7 @@ Bytes per token of a block; c bytes per element of the compute dtype, D channels
                  with sinks c (w + 4 heads) more, a channel for each head and the output without it
     dense        4 D + c (D + n F) + 8                n: relu 1, gelu 2, gated 4 hidden tensors that the activation and w2 need
     experts      4 D + c (D + k n F) + 8 E + 8        n: 1, gated 2, in each of k rows (rows_of_token); 2 c k D more if exchanged (ep > 1)
+                 products that no kernel fuses (moe/kernels/products.py): n as in a dense network, and 2 c k D more
                  router: jitter 8 D more; a norm 4 D + 4 and, like noisy_top_k, 4 D for an fp32 copy in 16 bits without jitter;
                  noisy_top_k 8 E, capped logits 4 E, sparsemixer 5 k E
     recomputed   c D instead of the whole block (full), or instead of everything but attention (selective)
@@ -28,6 +29,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from moe.kernels.products import PRODUCTS
 from moe.plan.job.flops import attention_products, expert_size, in_chunks, rows_of_token
 from moe.recipe.sections import Run
 from moe.recipe.shapes import GATED
@@ -143,8 +145,10 @@ def _clipped(run: Run) -> float:
 def _experts(run: Run, layer: int, device: Device) -> float:
     m, e, c = run.model, run.experts, compute_bytes(run)
     ffn, d_ff, count = e.ffn or m.ffn, e.d_ff or m.d_ff, e.of_layer(m.layers_with_experts().index(layer))
-    of_row = d_ff * ((2 if ffn in GATED else 1) + (1 if e.dropout else 0))
-    of_row += m.d_model * (2 if run.degrees.ep not in ("auto", 1) else 0)
+    fused = PRODUCTS[e.products].fused
+    hidden = (2 if ffn in GATED else 1) if fused else _hidden(ffn)
+    of_row = d_ff * (hidden + (0 if not e.dropout else 1 if fused else 2))
+    of_row += m.d_model * (2 if run.degrees.ep not in ("auto", 1) or not fused else 0)
     rows = rows_of_token(run.router, count) * of_row
     beside = (e.shared_d_ff or d_ff) * e.shared * _hidden(ffn) + (m.d_model if e.shared_gate else 0)
     beside += d_ff * _hidden(ffn) + 2 * m.d_model if e.residual else 0
@@ -153,7 +157,7 @@ def _experts(run: Run, layer: int, device: Device) -> float:
 
 def router_bytes(run: Run, num_experts: int, device: Device = "cuda") -> float:
     """Bytes held per token by a router and its losses, in fp32. Its input is the layer's own, unless jitter or norm change it."""
-    spec, d, count = run.router.spec, run.model.d_model, num_experts + run.experts.free
+    spec, d, count = run.router, run.model.d_model, num_experts + run.experts.free
     normed, noisy = spec.input_norm == "rmsnorm", spec.noise == "noisy_top_k"
     held = 8 * d if spec.jitter else 4 * d if (normed or noisy) and compute_bytes(run) < 4 else 0
     if normed:

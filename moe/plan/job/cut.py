@@ -14,6 +14,7 @@ from itertools import accumulate
 from math import inf
 
 from parallel.errors import BadInput
+from parallel.fixes import Set
 
 _EPSILON = 1e-12  # relative: smaller differences are rounding errors
 
@@ -21,7 +22,7 @@ _EPSILON = 1e-12  # relative: smaller differences are rounding errors
 def cut(costs: Sequence[float], stages: int) -> tuple[int, ...]:
     """The number of units (layers) of each stage, in order. Raises BadInput for more stages than units."""
     if not 1 <= stages <= len(costs):
-        fix = f"set stages to {max(1, min(stages, len(costs)))}"
+        fix = Set("it", max(1, min(stages, len(costs))))
         raise BadInput("stages", got=stages, needed=f"1 to {len(costs)}, one a layer at most", fix=fix)
     ends = [0.0, *accumulate(costs)]
     return _least_squares(ends, stages, limit=_least_largest(ends, stages))

@@ -54,17 +54,17 @@ def block_size(model: sections.Model, experts: sections.Experts, router: section
     if layer in model.layers_with_experts():
         ffn, one_expert = experts.ffn or model.ffn, expert_size(model, experts)
         num_experts = experts.of_layer(model.layers_with_experts().index(layer))
-        chosen = min(router.spec.num_choices, num_experts)  # the others cost nothing
+        chosen = min(router.num_choices, num_experts)  # the others cost nothing
         products += _ffn(model.d_model, (experts.shared_d_ff or experts.d_ff or model.d_ff) * experts.shared, ffn) + (
             model.d_model if experts.shared_gate else 0
         )
         products += one_expert + 2 * model.d_model if experts.residual else 0
-        products += model.d_model * (num_experts + experts.free) * (2 if router.spec.noise == "noisy_top_k" else 1)
+        products += model.d_model * (num_experts + experts.free) * (2 if router.noise == "noisy_top_k" else 1)
         products += chosen * one_expert
         products += num_experts * model.d_model if experts.biases else 0  # the biases after w2: a product with the gates
         vectors += chosen * expert_vectors(model, experts)
-        vectors += (num_experts + experts.free) * router.spec.vectors
-        vectors += model.d_model if router.spec.input_norm == "rmsnorm" else 0
+        vectors += (num_experts + experts.free) * router.vectors
+        vectors += model.d_model if router.input_norm == "rmsnorm" else 0
         idle = (num_experts - chosen) * (one_expert + expert_vectors(model, experts))
     else:
         products += _ffn(model.d_model, model.d_ff, model.ffn)
@@ -96,13 +96,13 @@ def rows_of_token(router: sections.Router, num_experts: int) -> float:
 
     Experts that choose tokens fill their slots. Minimum and rounding of a small group's capacity are left out.
     """
-    spec, slots = router.spec, slots_of_token(router)
+    spec, slots = router, slots_of_token(router)
     return min(min(spec.num_choices, slots) if method_of(spec).tokens_choose else slots, num_experts)
 
 
 def slots_of_token(router: sections.Router) -> float:
     """Slots of all experts together, filled or not, per token; infinite if dropless."""
-    spec = router.spec
+    spec = router
     return inf if spec.capacity_factor is None else spec.capacity_factor * (spec.num_choices if spec.capacity_counts == "choices" else 1)
 
 

@@ -13,12 +13,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from moe.experts.dispatch.dispatcher import Dispatcher
 from moe.plan.job.hashed import KEPT, hashed_once
 from moe.plan.job.states import MIXED_FP32_GRADIENTS, Storage
+from parallel.data.kinds.catalog import ENGINES, PLAIN
+from parallel.data.kinds.kind import EngineKind
+from parallel.sequence.kinds import catalog as sequences
+from parallel.sequence.kinds.kind import SequenceKind
+from parallel.sequence.order import Places
 
 Recomputed = Literal["none", "selective", "full"]
-Engine = Literal["ddp", "zero1", "zero2", "zero3", "fsdp"]
-STAGE_OF = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3}
 
 
 def repeats(index: int, every: int) -> bool:
@@ -43,10 +47,11 @@ class Router:
 class Experts:
     """One MoE layer's: `hidden` units each; a token chooses `choices` of `count` and also passes `shared_hidden` units beside them.
 
-    `rows`: computed for each choice, below 1 where choices are dropped; None: one, but some experts may have more. `sent`: rows that travel
-    for each choice, where empty places do too.
+    `rows`: computed for each choice, below 1 where choices are dropped; None: one, but some experts may have more. `places`: slots for each
+    choice, empty ones too; None: not limited. `exchange`: how rows travel; None: kept rows, by an all-to-all.
 
-    `gates`: outputs of products that weigh shared networks.
+    `gates`: outputs of products that weigh shared networks. `products`: kind of the experts' products (device.py); None: the compute
+    dtype's. `fused`: kernels compute a whole network, and keep its input and pre-activations alone.
     """
 
     count: int
@@ -55,11 +60,14 @@ class Experts:
     gated: bool = False
     shared_hidden: int = 0
     rows: float | None = None
-    sent: float | None = None  # None: as many as are computed
+    places: float | None = None
+    exchange: Dispatcher | None = None
     biases: bool = False
     router: Router = Router()
     gates: int = 0
     free: int = 0  # choices beside them that cost nothing
+    products: str | None = None
+    fused: bool = True
 
 
 @dataclass(frozen=True)
@@ -191,11 +199,11 @@ class Plan:
     pp: int = 1
     ep: int = 1
     etp: int = 1
-    engine: Engine = "ddp"
+    engine: str = PLAIN
     tensor: Literal["1d", "sliced", "2d", "2.5d", "3d", "dtensor", "copied"] = "1d"
     depth: int = 1
-    sequence: Literal["ring", "lightseq", "colossal_ring", "ulysses"] = "ring"
-    order: Literal["contiguous", "striped", "zigzag"] = "zigzag"
+    sequence: str = sequences.DEFAULT
+    order: Places = "zigzag"
     schedule: str = "1f1b"
     chunks: int = 1
     stage_layers: tuple[int, ...] | None = None
@@ -227,7 +235,23 @@ class Plan:
     @property
     def stage(self) -> int:
         """The ZeRO stage that the engine's states follow: 0 to 3."""
-        return STAGE_OF[self.engine]
+        return ENGINES[self.engine].stage
+
+    @property
+    def kind(self) -> EngineKind:
+        """The engine's row in the catalog."""
+        return ENGINES[self.engine]
+
+    @property
+    def carrier(self) -> EngineKind:
+        """The engine that runs: on pipeline stages another one may take the plan's place."""
+        kind = ENGINES[self.engine]
+        return ENGINES[kind.with_stages] if self.pp > 1 and kind.with_stages else kind
+
+    @property
+    def method(self) -> SequenceKind:
+        """The facts about attention over sp."""
+        return sequences.SEQUENCES[self.sequence]
 
     @property
     def copies(self) -> int:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
 
+from moe.experts.dispatch.catalog import dispatcher_of
+from moe.kernels.products import PRODUCTS
 from moe.plan.job.activations import compute_bytes
 from moe.plan.job.cut import cut
 from moe.plan.job.flops import core_work, in_chunks, rows_of_token, slots_of_token
@@ -86,13 +87,13 @@ def _latent(m: Model) -> Latent | None:
 
 
 def _experts(run: Run) -> Experts | None:
-    m, e, spec = run.model, run.experts, run.router.spec
+    m, e, spec = run.model, run.experts, run.router
     sparse = m.layers_with_experts()
     if not sparse:
         return None
     hidden = e.d_ff or m.d_ff
     count = round(sum(map(e.of_layer, range(len(sparse)))) / len(sparse))
-    choices = min(spec.num_choices, count)
+    choices, products = min(spec.num_choices, count), PRODUCTS[e.products]
     return Experts(
         count=count,
         choices=choices,
@@ -102,6 +103,8 @@ def _experts(run: Run) -> Experts | None:
         gates=e.shared_gate + 2 * e.residual,
         biases=e.biases,
         free=e.free,
+        products=products.kind,
+        fused=products.fused,
         router=Router(
             vectors=spec.vectors,
             noise=spec.noise == "noisy_top_k",
@@ -111,9 +114,8 @@ def _experts(run: Run) -> Experts | None:
             kept=method_of(spec).kept_bytes(num_choices=choices, num_experts=count + e.free),
         ),
         rows=None if spec.capacity_factor is None else rows_of_token(run.router, count) / choices,
-        sent=min(slots_of_token(run.router), count) / choices
-        if run.dispatch.kind == "padded" and spec.capacity_factor is not None
-        else None,
+        places=None if spec.capacity_factor is None else min(slots_of_token(run.router), count) / choices,
+        exchange=dispatcher_of(run.dispatch),
     )
 
 
@@ -128,7 +130,7 @@ def plan_of(run: Run) -> Plan:
         pp=d.pp,
         ep=d.ep,
         etp=d.etp,
-        engine=_engine(run),
+        engine=run.sharding.named.planned_as or run.sharding.named.name,
         tensor="sliced" if run.tensor.sequence_parallel and run.tensor.kind == "1d" else run.tensor.kind,
         depth=d.tp_depth,
         sequence=run.sequence.kind,
@@ -173,11 +175,6 @@ def _chunks(run: Run) -> int:
     return SCHEDULES[p.schedule].chunks or p.chunks or DEFAULT_CHUNKS
 
 
-def _engine(run: Run) -> Any:
-    kind, stage = run.sharding.kind, run.sharding.stage
-    return {"dp": "ddp", "zero": f"zero{stage}" if stage else "ddp"}.get(kind, kind)
-
-
 def _storage(run: Run) -> Storage:
     """Return the bytes of parameters, gradients and optimizer states, with the states that the recipe's optimizer keeps."""
     storage, (dense, expert) = _with_adam(run), optimizer_bytes(run)
@@ -188,10 +185,8 @@ def _storage(run: Run) -> Storage:
 
 
 def _with_adam(run: Run) -> Storage:
-    """Return the storage with AdamW. Parameters are stored in `master`; DeepSpeed's engine keeps a copy, in 16 bits if it computes in 16
-    bits.
-    """
-    copied = run.sharding.kind == "zero" and run.sharding.engine != "fsdp"
+    """Return the storage with AdamW. Parameters are stored in `master`; an engine with a master copy has others to compute with."""
+    copied = run.sharding.carrier().master_copy
     if run.precision.master == "bf16":
         return MIXED if copied else BF16
     if copied and compute_bytes(run) == 2:

@@ -65,7 +65,7 @@ def _matrices(run: Run) -> Iterator[Matrices]:
     ffn, hidden = x.ffn or m.ffn, x.d_ff or m.d_ff
     for nth in range(len(sparse)):
         yield _network("expert", x.of_layer(nth), width, hidden, ffn)
-        yield Matrices("outer", 2 if run.router.spec.noise == "noisy_top_k" else 1, x.of_layer(nth) + x.free, width)
+        yield Matrices("outer", 2 if run.router.noise == "noisy_top_k" else 1, x.of_layer(nth) + x.free, width)
         yield _network("inner", 1 if x.shared else 0, width, (x.shared_d_ff or hidden) * x.shared, ffn)
         yield Matrices("outer", int(x.shared_gate), 1, width)
         yield _network("inner", int(x.residual), width, expert_size(m, x) // (width * (3 if ffn in GATED else 2)), ffn)

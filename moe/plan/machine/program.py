@@ -46,7 +46,7 @@ class Program:
     parameters     gathers of new parameters after the optimizer: `after` it, or `beside` the next forward pass
     selective      what its selective recomputation repeats: `core`, attention that writes scores; `second`, a layer's norm and network or
                    experts; `half` of the forward pass
-    products       what linear layers multiply: `compute`, the plan's kind, or `fp8`
+    products       what linear layers multiply: `compute`, the plan's kind, or a narrower kind to which operands are cast, as fp8
     """
 
     name: str
@@ -75,7 +75,7 @@ class Program:
     accumulates: Literal["apart", "within"] = "apart"
     parameters: Literal["after", "beside"] = "after"
     selective: Literal["core", "second", "half"] = "core"
-    products: Literal["compute", "fp8"] = "compute"
+    products: str = "compute"
 
 
 PROGRAMS = {

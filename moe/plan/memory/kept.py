@@ -20,6 +20,7 @@ from moe.plan.job.counts import attention_matrices, heads_over, network_elements
 from moe.plan.job.network import Experts, Network, Plan, Recomputed, repeats
 from moe.plan.memory.stack import PARTS, Part, Stack
 from parallel.mesh.grids import GRIDS
+from parallel.mesh.traffic import Load, Message, Traffic
 
 FP32_BYTES = 4
 
@@ -170,20 +171,33 @@ def rows_of(network: Network, plan: Plan) -> float:
     return plan.microbatch * network.length / plan.sp / plan.tp * e.choices * each * plan.etp
 
 
-def sent_of(network: Network, plan: Plan) -> float:
-    """Rows that travel to the experts of one rank for one micro-batch."""
+def traffic_of(network: Network, plan: Plan, tokens: float, rows: float, number_bytes: int) -> Traffic:
+    """Messages of one layer's exchange, of `tokens` with `rows` kept, over the ranks of ep."""
     e = network.experts
-    return rows_of(network, plan) if e is None or e.sent is None else rows_of(replace(network, experts=replace(e, rows=e.sent)), plan)
+    assert e is not None
+    places = None if e.places is None else tokens * e.choices * e.places
+    load = Load(tokens, e.choices, rows, places, network.width, network.width * number_bytes, e.count, plan.ep)
+    if e.exchange is not None:
+        return e.exchange.traffic(load)
+    return Traffic.there_and_back(rows=(Message("ep", "all_to_all", rows * load.row_bytes, plan.ep),))
+
+
+def buffers_of(network: Network, plan: Plan) -> float:
+    """Bytes of the largest message of one layer's exchange, sent and received; 0 if one rank holds all experts."""
+    if network.experts is None or plan.ep == 1:
+        return 0.0
+    tokens = plan.microbatch * network.length / plan.sp / plan.tp * plan.etp
+    return max(message.held for message in traffic_of(network, plan, tokens, rows_of(network, plan), plan.compute_bytes).forward)
 
 
 def _experts(n: Network, plan: Plan, stack: Stack) -> float:
     e, c, rows = n.experts, plan.compute_bytes, rows_of(n, plan)
     assert e is not None
-    hidden = (stack.expert_gated if e.gated else stack.expert_plain) * e.hidden / plan.etp
-    of_weights = FP32_BYTES * expert_elements(n, plan) if n.adapters is not None and n.trains("experts") else 0.0  # W + s B A
-    moved = stack.expert_rows if plan.ep * plan.etp > 1 or stack.expert_rows == 1 else 0
-    here = plan.microbatch * n.length / plan.sp
     count = stack.gated if e.gated else 1 if n.activation == "relu" else stack.plain
+    hidden = (count if not e.fused else stack.expert_gated if e.gated else stack.expert_plain) * e.hidden / plan.etp
+    of_weights = FP32_BYTES * expert_elements(n, plan) if n.adapters is not None and n.trains("experts") else 0.0  # W + s B A
+    moved = stack.expert_rows if plan.ep * plan.etp > 1 or stack.expert_rows == 1 or not e.fused else 0
+    here = plan.microbatch * n.length / plan.sp
     shared = c * count * e.shared_hidden * here / plan.tp
     of_token = stack.maps * e.choices + c * e.gates * n.width + _router(n, e, stack, c)
     return rows * c * (moved * n.width + hidden) + here / plan.tp * of_token + shared + of_weights
@@ -223,7 +237,7 @@ def layer_kept(network: Network, plan: Plan, stack: Stack, index: int, recompute
 
 def keeps_scores(plan: Plan) -> bool:
     """Whether attention over slices keeps the softmax of all pairs, whatever the software."""
-    return plan.sp > 1 and plan.sequence == "colossal_ring"
+    return plan.sp > 1 and plan.method.keeps_scores
 
 
 def recompute_of(plan: Plan, index: int) -> Recomputed:

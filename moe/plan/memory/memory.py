@@ -35,9 +35,10 @@ from moe.plan.job.counts import Elements
 from moe.plan.job.in_flight import in_flight
 from moe.plan.job.network import Network, Plan, repeats
 from moe.plan.job.states import States, model_states
-from moe.plan.memory.gathered import NOTHING, At, Unit, at_any_moment, gathered
+from moe.plan.memory.gathered import NOTHING, Unit, at_any_moment, gathered
 from moe.plan.memory.kept import (
     bias_elements,
+    buffers_of,
     cast_ahead,
     cast_weights,
     casts_kept,
@@ -48,10 +49,10 @@ from moe.plan.memory.kept import (
     logits,
     recompute_of,
     rows_of,
-    sent_of,
     tokens_of,
 )
 from moe.plan.memory.stack import OURS, Stack
+from parallel.data.kinds.kind import At
 from parallel.mesh.grids import GRIDS
 from parallel.pipeline.simulator.held import Rank
 
@@ -181,7 +182,7 @@ def _layer(network: Network, plan: Plan, stack: Stack, sparse: bool) -> _Layer:
     at_once, matrix = _tiled(network, plan, elements, sparse=sparse), _widest(network, plan, sparse=sparse)
     if stack.gathers == "elements":  # each product gathers its own matrix
         at_once = Elements(min(at_once.total, matrix))
-    dispatch = 2 * sent_of(network, plan) * network.width * plan.compute_bytes if sparse and plan.ep > 1 else 0.0
+    dispatch = buffers_of(network, plan) if sparse else 0.0
     return _Layer(elements, at_once, matrix, layer_kept(*of, plan.recompute) * (1 - plan.offload_activations), _work(*of), dispatch)
 
 
@@ -333,7 +334,7 @@ def _fullest_moment(plan: Plan, stack: Stack, rank: _Rank) -> _Full:
         )
         for one in rank.moments
     ]
-    if stack.gathers == "moments" and plan.engine == "ddp" and plan.copies == 2 and plan.pp == 1:
+    if stack.gathers == "moments" and plan.kind.gradients == "buckets" and plan.copies == 2 and plan.pp == 1:
         found.append(_new_buckets(plan, rank))
     return found[0] if len(found) == 1 else max(found, key=lambda of: of.total)
 
@@ -361,8 +362,9 @@ def _gathered(plan: Plan, stack: Stack, rank: _Rank, moment: _Moment) -> float:
 def _freed(plan: Plan) -> tuple[Elements, Elements]:
     """A dense element and one of an expert whose gradient is freed between steps. DDP's buckets keep what all its ranks sum, and
     DeepSpeed's stage 3 has one buffer for all of a rank's parts."""
-    stays = plan.pp == 1 and (plan.engine == "zero3" or (plan.engine == "ddp" and plan.copies > 1))
-    experts_too = plan.engine == "zero3" or (plan.ep, plan.etp) == (1, plan.tp)
+    kept = plan.kind.gradients
+    stays = plan.pp == 1 and (kept == "buffer" or (kept == "buckets" and plan.copies > 1))
+    experts_too = kept == "buffer" or (plan.ep, plan.etp) == (1, plan.tp)
     return Elements(0.0 if stays else 1.0), Elements(expert=0.0 if stays and experts_too else 1.0)
 
 
@@ -490,7 +492,7 @@ class _Job:
         """Bytes of stage 3 at the moments that are no layer's."""
         if not self.gathers:
             return {}
-        moments: tuple[At, ...] = ("loss", "embedding", *(("forward", "bucket") if self.plan.engine == "zero3" else ("head",)))
+        moments: tuple[At, ...] = ("loss", "embedding", *self.plan.kind.moments)
         next_to_work = self.layer(self.network.depth - 1).gathered
         unit = Unit(behind=next_to_work)
         return {at: gathered(self.plan, self.stack, at, unit, held=held, table=table) for at in moments}
@@ -571,9 +573,9 @@ def _states(plan: Plan, held: Elements) -> tuple[States, dict[str, float]]:
 def _bucket(plan: Plan, stack: Stack, at: At) -> float:
     """DeepSpeed's engine sends gradients in a bucket, which it makes whole however small the model is; here stages 1 and 2 make it when the
     first gradient is there."""
-    if not stack.bucket_elements or plan.engine not in ("zero1", "zero2", "zero3") or plan.copies == 1:
+    if not stack.bucket_elements or plan.kind.bucket == "none" or plan.copies == 1:
         return 0.0
-    if stack.gathers == "moments" and plan.engine != "zero3" and plan.pp == 1 and at == "loss":
+    if stack.gathers == "moments" and plan.kind.bucket == "passes" and plan.pp == 1 and at == "loss":
         return 0.0
     return stack.bucket_elements * stack.bucket_bytes
 

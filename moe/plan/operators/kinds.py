@@ -14,11 +14,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from moe.plan.job.network import Engine, Plan
+from moe.plan.job.network import Plan
 from moe.plan.operators import gspmd, mesh_tensorflow
 from parallel.annotations.graph import Graph
 from parallel.annotations.partition import Program
 from parallel.annotations.resharding import Axes, Sharding, Sizes, ways
+from parallel.data.kinds.catalog import CUT, PLAIN
 from parallel.errors import BadInput
 
 BY_TENSOR = ("heads", "hidden", "vocab")  # what 1D cuts; beside experts it holds networks whole
@@ -113,7 +114,7 @@ def _cutting(program: Program, tensors: Mapping[str, str], names: tuple[str, ...
     return tuple(axis for axis in program.mesh if axis in found)
 
 
-def _check_weights(program: Program, kind: _Kind) -> Engine:
+def _check_weights(program: Program, kind: _Kind) -> str:
     """Each weight lies as the kind's; or all dense ones are cut by the data axes as well, as FSDP has them."""
     sharded, whole = list[str](), list[str]()
     for name, letters in program.graph.parameters.items():
@@ -132,7 +133,7 @@ def _check_weights(program: Program, kind: _Kind) -> Engine:
         raise _other(
             whole[0], str(program.shardings[whole[0]]), f"a dim over {'+'.join(kind.data)}, as {sharded[0]} has", "cut all weights or none"
         )
-    return "fsdp" if sharded else "ddp"
+    return CUT if sharded else PLAIN
 
 
 def _check_stream(program: Program, kind: _Kind) -> Literal["", "sliced"]:

@@ -175,7 +175,7 @@ class Simulator:
             one = self.graph.size(op.output) * self.graph.itemsize / placed.ways(op.output)
             for name, term in zip(op.inputs, op.terms, strict=True):
                 if name in self.graph.parameters:
-                    stage = 1 if "zero1" in self.settings.sharded else 0
+                    stage = 1 if 1 in self.settings.sharded else 0
                     ways = placed.ways(term)
                     states = model_states(
                         self.graph.size(term) / ways, stage=stage, copies=placed.parts // ways, storage=self.settings.storage

@@ -29,7 +29,7 @@ from parallel.annotations.graph import Graph, Operator
 from parallel.mesh.mesh import divisors
 
 _CUT_1D = ("vocab", "heads", "hidden")
-SHARDED: dict[str, Sharded] = {"ddp": "none", "zero1": "zero1", "zero2": "zero1", "zero3": "zero3", "fsdp": "zero3"}
+_STAGES: tuple[Sharded, ...] = (0, 1, 1, 3)  # the strategy of each ZeRO stage: none shards gradients alone
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ class Runnable:
             if op.whole == "read":
                 continue
             taken, to = (tuple(a if n > 1 else "" for a, n in zip(letters, sizes, strict=True)) for letters in cuts[op.name])
-            made = strategy(op, self.joined, mesh, self.settings, cut=taken, scatter=to, sharded=SHARDED[plan.engine])
+            made = strategy(op, self.joined, mesh, self.settings, cut=taken, scatter=to, sharded=_STAGES[plan.stage])
             if made is None:
                 return None
             found[op.name] = made
@@ -170,7 +170,7 @@ class Runnable:
                 if any(found[e.reader].reads[e.place] != state for e in self.joined.readers[op.name]):
                     state = tuple(WHOLE if place == LATER else place for place in state)
                 cut_ = tuple(op.output[place] if place >= 0 else "" for place in state)
-                found[op.name] = Strategy(cut_, ("",) * 4, "none", 0.0, 0.0, 0.0, (state,), state)
+                found[op.name] = Strategy(cut_, ("",) * 4, 0, 0.0, 0.0, 0.0, (state,), state)
         return found
 
     def costs(self, plan: Plan) -> dict[int, LayerCost] | None:
@@ -222,7 +222,7 @@ class Runnable:
         for tp, sp, ep in self._degrees(ranks) if ranks * pp == self.machine.devices else ():
             dp = ranks // (tp * sp)
             tensors: tuple[Literal["1d", "sliced"], ...] = ("1d", "sliced") if tp > 1 and sp == 1 else ("1d",)
-            engines: tuple[Literal["ddp", "zero1", "fsdp"], ...] = ("ddp", "zero1", "fsdp") if pp == 1 else ("ddp", "zero1")
+            engines = ("ddp", "zero1", "fsdp") if pp == 1 else ("ddp", "zero1")
             again: tuple[Literal["none", "full"], ...] = ("none", "full")
             for engine, tensor, recompute in product(engines, tensors, again):
                 plan = Plan(dp=dp, tp=tp, sp=sp, pp=pp, ep=ep, engine=engine, tensor=tensor, recompute=recompute, stage_layers=stage_layers)

@@ -27,8 +27,7 @@ from parallel.annotations.graph import Graph, Operator
 WHOLE, LATER = -1, -2
 AGAIN = 4 / 3  # of a layer's seconds, where the backward pass computes it again: its forward is a third of all
 State = tuple[int, ...]
-Sharded = Literal["none", "zero1", "zero3"]
-_ZERO: dict[Sharded, int] = {"none": 0, "zero1": 1, "zero3": 3}
+Sharded = Literal[0, 1, 3]  # the ZeRO stage of the states
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class Settings:
     backward: bool = True
     storage: Storage = MIXED_FP32_GRADIENTS
     gradient_bytes: int = 2
-    sharded: tuple[Sharded, ...] = ("none",)
+    sharded: tuple[Sharded, ...] = (0,)
 
 
 def strategies(op: Operator, graph: Graph, mesh: Mesh, settings: Settings) -> tuple[Strategy, ...]:
@@ -104,7 +103,7 @@ def strategy(
     *,
     cut: tuple[str, ...],
     scatter: tuple[str, ...] | None = None,
-    sharded: Sharded = "none",
+    sharded: Sharded = 0,
 ) -> Strategy | None:
     """This one with its costs; None where a size does not divide."""
     scatter = scatter or ("",) * len(cut)
@@ -162,13 +161,13 @@ def _parameter(size: float, term: str, mesh: Mesh, settings: Settings, cut: Sequ
     mine = size / _ways(term, cut, mesh)
     copies = [axis for axis, letter in enumerate(cut) if mesh.sizes[axis] > 1 and (not letter or letter not in term)]
     summed = [axis for axis in copies if cut[axis]]  # others did the same work, and have the whole gradient
-    held = model_states(mine, stage=_ZERO[sharded], copies=prod(mesh.sizes[a] for a in copies), storage=settings.storage).total
+    held = model_states(mine, stage=sharded, copies=prod(mesh.sizes[a] for a in copies), storage=settings.storage).total
     seconds, sent = 0.0, mine * settings.gradient_bytes
     for axis in reversed(copies) if settings.backward else ():  # the nearest first: what goes further is smaller by then
-        if sharded == "none" and (axis not in summed or axis == summed[0]):
+        if sharded == 0 and (axis not in summed or axis == summed[0]):
             seconds += mesh.all_reduce(sent, axis) / settings.microbatches if axis in summed else 0.0
             continue
-        gathers = 2.0 if sharded == "zero3" else 1 / settings.microbatches
+        gathers = 2.0 if sharded == 3 else 1 / settings.microbatches
         scattered = mesh.reduce_scatter(sent, axis) / settings.microbatches if axis in summed else 0.0
         seconds += scattered + gathers * mesh.all_gather(sent, axis)
         sent /= mesh.sizes[axis]
@@ -228,7 +227,7 @@ def reading(op: Operator, graph: Graph, mesh: Mesh, settings: Settings) -> tuple
     for state in product([*ways, *range(len(op.output))], repeat=len(mesh.sizes)):
         cut = tuple(op.output[place] if place >= 0 else "" for place in state)
         if divides(graph, mesh, cut) and all(n > 1 or place == WHOLE for place, n in zip(state, mesh.sizes, strict=True)):
-            found.append(Strategy(cut, ("",) * len(cut), "none", 0.0, 0.0, 0.0, (state,), state))
+            found.append(Strategy(cut, ("",) * len(cut), 0, 0.0, 0.0, 0.0, (state,), state))
     return tuple(found)
 
 

@@ -136,6 +136,13 @@ def all_to_all(cluster: Cluster, group: Group, num_bytes: float, *, copies: floa
     return base + group.nodes * b.latency_us * 1e-6 / 2 + max(within + spread, leaving / rate)
 
 
+def collective(cluster: Cluster, group: Group, name: str, handed: float, *, copies: float = 1.0) -> float:
+    """Seconds of a collective by its name in the communicator's counts. `handed`: bytes that each rank gives to it."""
+    if name in ("all_gather", "reduce_scatter"):
+        return gather(cluster, group, handed * (group.size if name == "all_gather" else 1))
+    return all_reduce(cluster, group, handed) if name == "all_reduce" else all_to_all(cluster, group, handed, copies=copies)
+
+
 def send(cluster: Cluster, num_bytes: float, *, stride: int, sharing: int = 1) -> float:
     """Seconds of a message to the rank `stride` further on, while `sharing` ranks of the node send too."""
     if num_bytes <= 0:

@@ -369,14 +369,14 @@ def _sharing(
     wide = narrow if program.sent_gradients == "computed" else wide
     if plan.stage == 0:
         sums = all_reduce(cluster, copies, dense * wide) + all_reduce(cluster, expert_copies, expert * wide)
-        exposed = spare.left(sums) if by_stage else _beside_backward(sums, stage, program)
+        exposed = spare.left(sums) if by_stage else _beside_backward(sums, stage, program, plan)
         return exposed, 0.0, max(0.0, sums - exposed)
     parts = ((copies, dense), (expert_copies, expert))
     reduced = sum(_limited(program, gather(cluster, g, p * wide), g, p * wide, plan) for g, p in parts)
     gathered = sum(_limited(program, gather(cluster, g, p * narrow), g, p * narrow, plan) for g, p in parts)
     m = plan.microbatches
     if plan.stage == 1:  # by stage: DeepSpeed sums after the rank's last action
-        exposed = max(0.0, reduced - spare.others) if by_stage else _beside_backward(reduced, stage, program)
+        exposed = max(0.0, reduced - spare.others) if by_stage else _beside_backward(reduced, stage, program, plan)
         if program.parameters == "beside":
             waited, hidden = _beside(gathered, stage.ahead, program)
             return exposed, waited, max(0.0, reduced - exposed) + hidden
@@ -390,7 +390,7 @@ def _sharing(
     forward, hidden_forward = _beside(gathered, stage.ahead, program)
     often = plan.pp == 1 or program.shards == "micro-batch"
     if not often and not plan.reshard:  # parameters and gradients stay whole for all micro-batches of the step
-        exposed = _beside_backward(reduced, stage, program)
+        exposed = _beside_backward(reduced, stage, program, plan)
         return exposed, gathered, max(0.0, reduced - exposed)
     again = gathered if plan.reshard and not (plan.pp > 1 and often) else 0.0
     backward, hidden_backward = _beside(again + reduced, stage.back, program)
@@ -449,9 +449,10 @@ def _beside(seconds: float, window: float, program: Program) -> tuple[float, flo
     return seconds - hidden + OVERLAP_SLOWDOWN * hidden, hidden
 
 
-def _beside_backward(seconds: float, stage: Stage, program: Program) -> float:
+def _beside_backward(seconds: float, stage: Stage, program: Program, plan: Plan) -> float:
     """Waited for, of sums once a step: the last bucket, about a tenth of the backward pass, has nothing left to hide it."""
-    return seconds if program.gradients == "after" else _beside(seconds, 0.9 * stage.back, program)[0]
+    waits = program.gradients == "after" or not plan.kind.overlaps
+    return seconds if waits else _beside(seconds, 0.9 * stage.back, program)[0]
 
 
 def _update(plan: Plan, cluster: Cluster, program: Program, dense: float, expert: float) -> tuple[float, float]:

@@ -23,10 +23,12 @@ from moe.plan.job.counts import heads_over
 from moe.plan.job.network import Network, Plan
 from moe.plan.machine.cluster import Cluster
 from moe.plan.machine.program import Program
-from moe.plan.time import attention as sequence_attention
+from moe.plan.memory.kept import traffic_of
 from moe.plan.time import tensor as tensor_parallel
-from moe.plan.time.collective_times import Group, all_reduce, all_to_all, gather, group_of
+from moe.plan.time.collective_times import Group, all_reduce, all_to_all, collective, gather, group_of
 from parallel.mesh.grids import GRIDS, LINES
+from parallel.mesh.traffic import Message
+from parallel.sequence.kinds.kind import Attention
 
 KIND = {1: "fp8", 2: "bf16", 4: "fp32"}
 BACKWARD_STREAM = 1.5  # what streams backward, against forward: a norm reads its input and a gradient, and writes one
@@ -132,13 +134,13 @@ def tokens_of(network: Network, plan: Plan) -> float:
 
 
 def _kind(plan: Plan, program: Program) -> str:
-    return "fp8" if program.products == "fp8" else KIND[plan.compute_bytes]
+    return KIND[plan.compute_bytes] if program.products == "compute" else program.products
 
 
 def _casts(program: Program, products: list[tuple[float, float, float]]) -> tuple[float, float]:
     """Bytes of casts to 8 bits, forward and backward: each operand is read for its largest value, read again, and written twice, once
     transposed. Forward the input and the weights, backward the gradient."""
-    if program.products != "fp8":
+    if program.products == "compute":
         return 0.0, 0.0
     return sum(6 * (m * k + k * n) for m, n, k in products), sum(6 * m * n for m, n, k in products)
 
@@ -262,7 +264,8 @@ def _core(network: Network, plan: Plan, cluster: Cluster, program: Program) -> t
     key = network.channels + (network.latent.rotary_size if network.latent else 0)
     scores = batch * heads * network.length**2 / plan.sp
     if program.attention == "fused":
-        pairs = scores / 2 * network.core_work * _uneven(plan) * (2 if network.sees == "all" else 1)  # causal: half of the scores
+        whole = 2 if network.sees == "all" else 1  # causal: half of the scores
+        pairs = scores / 2 * network.core_work * plan.method.uneven(plan.order, plan.sp) * whole
         passes = _fused(pairs, key + value, plan, cluster)
     else:
         passes = _scores(network, plan, cluster, count=batch * heads, keys=network.length)
@@ -322,29 +325,22 @@ def _cross_sums(n: float, read: float, width: int, plan: Plan, cluster: Cluster,
     return Pass(tensor=left * own, kernels=0.5), Pass(tensor=left * (own + other), kernels=1)
 
 
-def _uneven(plan: Plan) -> float:
-    """The work of the busiest rank over the mean. Of a ring over contiguous places the last rank sees all N blocks, its own by half."""
-    if plan.sequence == "colossal_ring" and plan.sp > 1:
-        return 2.0  # whole scores, masked
-    return (2 * plan.sp - 1) / plan.sp if plan.sequence == "ring" and plan.order == "contiguous" else 1.0
-
-
 def _over_sequence(network: Network, plan: Plan, cluster: Cluster, program: Program, forward: Pass, backward: Pass) -> tuple[Pass, Pass]:
     """Keys travel while blocks are computed: the first wait is the only one, if links keep up. Exchanges of heads are waited for."""
     if plan.sp == 1:
         return forward, backward
     heads, groups = max(1, network.heads // plan.tp), max(1, network.groups // plan.tp)
-    of = sequence_attention.Attention(plan.microbatch, network.length, heads, groups, network.channels, plan.compute_bytes)
-    cost = sequence_attention.cost(plan.sequence, plan.sp, of)
+    of = Attention(plan.microbatch, network.length, heads, groups, network.channels, plan.compute_bytes)
+    cost = plan.method.cost(plan.sp, of)
     group = group_of(plan.sp, plan.tp, cluster.devices_per_node, plan.world)
     out = []
     for one, sent in ((forward, cost.forward / plan.sp), (backward, cost.backward / plan.sp)):
-        if plan.sequence == "ulysses":
+        if plan.method.trades_heads:
             exposed = 4 * all_to_all(cluster, group, sent / 4 * plan.sp / (plan.sp - 1))
         else:
             ring = gather(cluster, group, sent * plan.sp / (plan.sp - 1))
-            hidden = 0.0 if program.gathers == "waited" else one.compute
-            exposed = max(0.0, ring - hidden) + ring / plan.sp
+            waits = program.gathers == "waited" or not plan.method.beside
+            exposed = max(0.0, ring - (0.0 if waits else one.compute)) + ring / plan.sp
         out.append(one + Pass(sequence=exposed, kernels=2 * plan.sp))
     return out[0], out[1]
 
@@ -412,7 +408,8 @@ def _experts(network: Network, plan: Plan, cluster: Cluster, program: Program, i
     rows = choices * factor * plan.etp / max(1, plan.etp)
     per_expert = choices * plan.ep * plan.etp / e.count * factor
     local = max(1.0, e.count / plan.ep)
-    forward, backward, weights = _ffn(network, plan, cluster, e.hidden, e.gated, program, rows=per_expert, count=local)
+    own = program if e.products is None else replace(program, products=e.products)
+    forward, backward, weights = _ffn(network, plan, cluster, e.hidden, e.gated, own, rows=per_expert, count=local)
     router = 3 * device.product(n, e.count, d, kind="tf32")
     moved = 4 * 2 * item * rows * d  # gathered, sorted, brought back in order, summed
     forward += Pass(compute=router / 3 + device.stream(moved, kernels=8), kernels=DISPATCH_KERNELS)
@@ -420,15 +417,28 @@ def _experts(network: Network, plan: Plan, cluster: Cluster, program: Program, i
     if e.shared_hidden:
         beside = _ffn(network, plan, cluster, e.shared_hidden, e.gated, program)
         forward, backward, weights = forward + beside[0], backward + beside[1], weights + beside[2]
-    group = group_of(plan.ep, plan.etp, cluster.devices_per_node, plan.world)
-    size = choices * (factor if e.sent is None else e.sent) * d * item
-    ranks, nodes = (_copies(e.choices, plan.ep), _copies(e.choices, group.nodes)) if program.dispatch == "by_node" else (1.0, 1.0)
-    way = all_to_all(cluster, group, size * ranks, copies=nodes / ranks)
-    if plan.etp > 1:
-        inner = group_of(plan.etp, 1, cluster.devices_per_node, plan.world)
-        way += gather(cluster, inner, size * plan.etp)
-    sent = Pass(experts=2 * way * (1 - program.experts_beside), kernels=4 if plan.ep * plan.etp > 1 else 0)
-    return forward + sent, backward + sent, weights
+    there, back = _exchanged(network, plan, cluster, program, tokens=n, rows=choices * factor)
+    return forward + there, backward + back, weights
+
+
+def _exchanged(network: Network, plan: Plan, cluster: Cluster, program: Program, *, tokens: float, rows: float) -> tuple[Pass, Pass]:
+    """Rows to experts and back, forward and backward: over ep by the exchange's messages, and over etp by gathers."""
+    e, item, each = network.experts, max(2, plan.compute_bytes), cluster.devices_per_node
+    assert e is not None
+
+    def seconds(messages: tuple[Message, ...]) -> float:
+        found = 0.0
+        for m in messages:
+            group = group_of(m.ranks, m.stride * plan.etp, each, plan.world)
+            ranks, nodes = (_copies(e.choices, plan.ep), _copies(e.choices, group.nodes)) if program.dispatch == "by_node" else (1.0, 1.0)
+            found += collective(cluster, group, m.name, m.handed * ranks, copies=nodes / ranks)
+        return found
+
+    traffic = traffic_of(network, plan, tokens, rows, item)
+    inner = 2 * gather(cluster, group_of(plan.etp, 1, each, plan.world), rows * network.width * item * plan.etp) if plan.etp > 1 else 0.0
+    kernels = 4 if plan.ep * plan.etp > 1 else 0
+    forward, backward = (Pass(experts=(seconds(of) + inner) * (1 - program.experts_beside), kernels=kernels) for of in traffic[1:])
+    return forward, backward
 
 
 def _copies(choices: int, places: int) -> float:

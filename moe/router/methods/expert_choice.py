@@ -8,11 +8,13 @@ A token has between 0 and E experts. Rows stay [T, K] with K the largest number 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from moe.recipe.router_spec import RouterSpec
 from moe.router.methods.method import Chosen, Method, RoutingRequest
 from parallel.errors import BadInput
+from parallel.fixes import Fix, Set
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,7 +39,7 @@ class ExpertChoice(Method):
                 "router.select",
                 got="expert_choice",
                 needed="second always, gates as_is or before_drop, softmax_over all: no token chooses, and nothing is dropped",
-                fix="start from router.preset expert_choice",
+                fix=Set("router.preset", "expert_choice"),
             )
         for key, factor in (("capacity_factor", spec.capacity_factor), ("eval_capacity_factor", spec.eval_capacity_factor)):
             if factor is None:
@@ -45,15 +47,15 @@ class ExpertChoice(Method):
                     f"router.{key}",
                     got="null with select expert_choice",
                     needed="a number: it says how many tokens an expert takes",
-                    fix=f"set router.{key} to 1.0",
+                    fix=Set(f"router.{key}", 1.0),
                 )
 
-    def unread(self, spec: RouterSpec) -> dict[str, tuple[str, str, str]]:
-        why = ("select expert_choice", "experts take their best tokens, and no choice queues or is dropped", "router.select to top_k")
+    def unread(self, spec: RouterSpec) -> Mapping[str, tuple[str, str, Fix]]:
+        why = ("select expert_choice", "experts take their best tokens, and no choice queues or is dropped", Set("router.select", "top_k"))
         found = dict.fromkeys(("drop", "queue"), why)
         if spec.capacity_counts == "tokens":
             reason = "there k is a factor of the capacity and nothing else"
-            found["num_choices"] = ("select expert_choice and capacity_counts tokens", reason, "router.capacity_counts to choices")
+            found["num_choices"] = ("select expert_choice and capacity_counts tokens", reason, Set("router.capacity_counts", "choices"))
         return found
 
     def choose(self, request: RoutingRequest) -> Chosen:

@@ -9,11 +9,13 @@ Sources: DeepSeek-V3 (arXiv 2412.19437, section 2.1.2), DeepSeek-V2 (arXiv 2405.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from moe.recipe.router_spec import RouterSpec
 from moe.router.methods.method import Method, RoutingRequest
 from parallel.errors import BadInput
+from parallel.fixes import Fix, Set
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -37,14 +39,14 @@ class GroupLimited(Method):
                 "router.expert_groups",
                 got=spec.expert_groups,
                 needed=f"a divisor of experts.num_experts={num_experts}",
-                fix=f"set it to one of {[n for n in range(1, num_experts + 1) if num_experts % n == 0]}",
+                fix=Set("it", *[n for n in range(1, num_experts + 1) if num_experts % n == 0]),
             )
         if spec.top_groups > spec.expert_groups:
             raise BadInput(
                 "router.top_groups",
                 got=spec.top_groups,
                 needed=f"at most expert_groups={spec.expert_groups}",
-                fix=f"set it to {spec.expert_groups}",
+                fix=Set("it", spec.expert_groups),
             )
         each = num_experts // spec.expert_groups
         if spec.num_choices > spec.top_groups * each:
@@ -52,13 +54,13 @@ class GroupLimited(Method):
                 "router.top_groups",
                 got=f"{spec.top_groups} groups of {each} experts",
                 needed=f"at least the {spec.num_choices} choices of a token",
-                fix=f"set it to {-(-spec.num_choices // each)}",
+                fix=Set("it", -(-spec.num_choices // each)),
             )
 
-    def unread(self, spec: RouterSpec) -> dict[str, tuple[str, str, str]]:
+    def unread(self, spec: RouterSpec) -> Mapping[str, tuple[str, str, Fix]]:
         if spec.expert_groups > 1:
             return {}
-        return {"select": ("expert_groups 1", "one group of all experts limits nothing", "router.expert_groups to 2 or more")}
+        return {"select": ("expert_groups 1", "one group of all experts limits nothing", Set("router.expert_groups", 2, said="2 or more"))}
 
     def experts_needed(self, spec: RouterSpec) -> int:
         return -(-spec.num_choices // spec.top_groups) * spec.expert_groups

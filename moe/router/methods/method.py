@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from moe.recipe.router_spec import RouterSpec
+from parallel.fixes import Fix
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -89,7 +90,7 @@ class Method:
     def check(self, spec: RouterSpec, num_experts: int) -> None:
         """Refuse settings with which this method cannot work. Raises BadInput."""
 
-    def unread(self, spec: RouterSpec) -> dict[str, tuple[str, str, str]]:
+    def unread(self, spec: RouterSpec) -> Mapping[str, tuple[str, str, Fix]]:
         """Keys without effect under this method: key -> (the setting to blame, the reason, the change that gives it an effect)."""
         return {}
 

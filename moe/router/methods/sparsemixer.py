@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from moe.recipe.router_spec import RouterSpec
 from moe.router.methods.method import Chosen, Method, RoutingRequest
 from parallel.errors import BadInput
+from parallel.fixes import Set
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,7 +58,7 @@ class SparseMixer(Method):
         for key, (got, needed) in wanted.items():
             if got != needed:
                 why = f"{needed}: experts are drawn by their logits, and gates are the probabilities of the draws"
-                fix = f"set router.{key} to {needed}, or router.select to top_k"
+                fix = Set(f"router.{key}", needed) | Set("router.select", "top_k")
                 raise BadInput(f"router.{key}", got=f"{got} with select sparsemixer", needed=why, fix=fix)
 
     def kept_bytes(self, *, num_choices: int, num_experts: int) -> int:

@@ -21,6 +21,7 @@ from einops import rearrange
 from torch import Tensor
 
 from parallel.errors import BadInput, counted
+from parallel.fixes import Set
 
 # T tokens, K choices, G groups, S tokens of a group, N = T * K
 
@@ -46,7 +47,7 @@ def kept_choices(
             "router.group",
             got=counted(num_groups, "group"),
             needed=f"a divisor of {expert_TK.shape[0]} tokens",
-            fix="set router.group to sequence",
+            fix=Set("router.group", "sequence"),
         )
     if slots_each is None:
         return active_TK

@@ -9,6 +9,7 @@ from __future__ import annotations
 from moe.recipe.router_spec import RouterSpec
 from moe.router.methods.catalog import method_of
 from parallel.errors import BadInput
+from parallel.fixes import Set
 
 _SECOND_CHOICES = "a later token's first choice takes the slot of an earlier one's second choice"
 
@@ -45,12 +46,12 @@ def check_causal(spec: RouterSpec, *, allowed: bool) -> None:
     if reason is None or only_second_choices_look_ahead(spec) or allowed:
         return
     if method_of(spec).looks_ahead:
-        found, other = f"select {spec.select}", "router.select to top_k"
+        found, other = f"select {spec.select}", Set("router.select", "top_k")
     else:
-        found, other = f"drop {spec.drop} with a capacity", "router.drop to position"
+        found, other = f"drop {spec.drop} with a capacity", Set("router.drop", "position")
     raise BadInput(
         "router.allow_noncausal",
         got=f"false with {found}",
         needed=f"true: {reason}, so the model would train on tokens that it cannot see when it generates",
-        fix=f"set {other}, or router.allow_noncausal to true",
+        fix=other | Set("router.allow_noncausal", True),
     )

@@ -13,6 +13,7 @@ from moe.recipe.router_spec import RouterSpec
 from moe.router.methods.catalog import method_of
 from moe.router.slots.causal import drops
 from parallel.errors import BadInput
+from parallel.fixes import Set
 from parallel.mesh.mesh import Degrees
 
 
@@ -36,5 +37,5 @@ def check_groups(spec: RouterSpec, degrees: Degrees) -> None:
             "router.group",
             got=f"rank with degrees.sp={degrees.sp} and {needs_group(spec)}",
             needed="sequence, or a number of sequences: a rank holds slices of them",
-            fix="set router.group to sequence, or degrees.sp to 1",
+            fix=Set("router.group", "sequence") | Set("degrees.sp", 1),
         )

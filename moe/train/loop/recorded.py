@@ -11,7 +11,9 @@ from moe.train.parts.numbers import LayerNumbers
 from moe.train.start.job import Job
 from moe.train.start.place import peak_memory_bytes
 from parallel.errors import BadInput
+from parallel.fixes import Set
 from parallel.numerics.clip import GradientNorm
+from parallel.pipeline.schedules.catalog import ADVISED
 from parallel.store.checkpoint import numbered
 from parallel.store.stored import finite
 from parallel.watch.outcome import of_all
@@ -79,7 +81,9 @@ def refuse_endless_skips(job: Job, norm: GradientNorm) -> None:
             f"step {c.step}",
             got=f"gradients ({families}) that are not finite, with {run.pipeline.schedule}, whose stages have updated all the same",
             needed="finite gradients",
-            fix="lower optimizer.lr, set pipeline.schedule to 1f1b, which skips such steps, or resume from an earlier checkpoint",
+            fix="lower optimizer.lr"
+            | Set("pipeline.schedule", ADVISED, said=f"{ADVISED}, which skips such steps")
+            | "resume from an earlier checkpoint",
         )
     scaled = job.scale.growth_interval > 0
     if scaled and job.scale.at_floor:
@@ -87,7 +91,7 @@ def refuse_endless_skips(job: Job, norm: GradientNorm) -> None:
             f"step {c.step}",
             got=f"gradients ({families}) that overflow {run.precision.compute} even at the smallest loss scale {job.scale.floor:g}",
             needed="finite gradients",
-            fix="lower optimizer.lr, or set precision.compute to bf16 and precision.loss_scale to none",
+            fix="lower optimizer.lr" | Set("precision.compute", "bf16") & Set("precision.loss_scale", "none"),
         )
     if not scaled and (run.train.on_nan == "stop" or c.in_a_row >= run.train.max_skips):
         raise BadInput(

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from moe.data.token_shard import TokenShard
@@ -58,7 +58,7 @@ class Executor(Protocol):
         ...
 
 
-def start_executor(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh: Mesh, *, rule: Rule | None = None) -> Executor:
+def start_executor(run: Run, model: Transformer, layouts: dict[str, Layout], mesh: Mesh, *, rule: Rule | None = None) -> Executor:
     """Return the executor of this recipe: the model in its data-parallel engine, with a pipeline runtime if it is cut into stages. `rule`:
     a user's own optimizer. Collective."""
     engine = start_engine(run, model, layouts, mesh, rule=rule)

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe.experts import dispatch
 from moe.experts.dispatch.placement import Placement, balanced_placement, rank_loads
 from moe.experts.layer import MoELayer
 from moe.model.transformer import moe_layers
@@ -126,9 +125,7 @@ class Rebalancer:
             self.engine.layouts[name] = replace(self.engine.layouts[name], placement=then)
         places = len(then) // ep.size
         layer.experts.held = then[ep.index * places : (ep.index + 1) * places]
-        layer.dispatcher = dispatch.dispatcher_of(
-            self.run.dispatch, self.mesh, kernels=self.run.experts.kernels, label=f"layers.{layer.layer}", placement=then
-        )
+        layer.dispatcher = layer.dispatcher.layer(f"layers.{layer.layer}", then)
 
 
 def _named(by_layer: Mapping[int, Sequence[int]]) -> dict[str, list[int]]:

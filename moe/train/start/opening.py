@@ -21,7 +21,8 @@ from moe.parallelize.engines import prepare
 from moe.parallelize.sequence import shard_of
 from moe.recipe import hash_table
 from moe.recipe.hash_table import Table
-from moe.recipe.load import flat, resolved_yaml
+from moe.recipe.keys import flat
+from moe.recipe.load import resolved_yaml
 from moe.recipe.sections import Run
 from moe.records.metrics import SUMMARY, Records, read_summary
 from moe.records.progress import open_progress

@@ -19,11 +19,12 @@ from moe.plan.job import flops
 from moe.recipe.sections import Run
 from moe.records.summary import size
 from parallel.errors import BadInput
+from parallel.fixes import Fix, Nproc, typed
 
 WEIGHTS, STATES, PASSES, STEP = "the model's weights", "the engine's copies of them", "a forward or backward pass", "the optimizer's step"
 RESUMING, EVALUATION = "resuming from the checkpoint", "the sequences of an evaluation"
 _NOTE = "during "
-_ZERO_3 = "--sharding.kind zero --sharding.stage 3"
+_ZERO_3 = {"sharding.kind": "zero", "sharding.stage": 3}
 _SAYINGS = ("allocate memory", "out of memory", "not enough memory")  # messages of torch's allocators, the C library and the kernel
 
 
@@ -53,31 +54,31 @@ def did_not_fit(error: BaseException, run: Run, *, world: int, cpu: bool) -> str
             "memory",
             got=f"none left for {where}{more}",
             needed=f"less at once: weights, gradients and moments of {total / 1e6:,.0f}M parameters are {size(16 * total)} in all",
-            fix=f"add {next_step(run, where, world=world, cpu=cpu)}",
+            fix=next_step(run, where, world=world, cpu=cpu),
         )
     )
 
 
-def next_step(run: Run, where: str, *, world: int, cpu: bool) -> str:
-    """Return flags to add: one step further than the recipe."""
+def next_step(run: Run, where: str, *, world: int, cpu: bool) -> Fix:
+    """Return the keys to set: one step further than the recipe."""
     s, microbatches = run.sharding, run.pipeline.microbatches
     if where == EVALUATION and run.train.eval_sequences > run.train.global_batch:
-        return f"--train.eval_sequences {run.train.global_batch}"
+        return typed({"train.eval_sequences": run.train.global_batch})
     if where == PASSES and run.recompute.kind != "full":
-        return "--recompute.kind full"
+        return typed({"recompute.kind": "full"})
     held = run.train.global_batch // (run.degrees.dp if isinstance(run.degrees.dp, int) else world)
     if where == PASSES and held // microbatches > 1 and microbatches < 4:
-        return f"--pipeline.microbatches {2 * microbatches}"
+        return typed({"pipeline.microbatches": 2 * microbatches})
     if where == PASSES and held // microbatches <= 1 and _is_long(run):
-        more = 2 * max(1, run.degrees.sp)
-        return f"--degrees.sp {more} and start {2 * world} processes: --nproc {2 * world}"
-    if world > 1 and s.kind != "fsdp" and (s.kind, s.stage) != ("zero", 3):
-        return _ZERO_3
+        return typed({"degrees.sp": 2 * max(1, run.degrees.sp)}) & Nproc(2 * world)
+    if world > 1 and s.named.stage < 3:
+        return typed(_ZERO_3)
     if not cpu and s.offload.optimizer == "none":
-        return f"{_ZERO_3} --sharding.offload.optimizer cpu --sharding.offload.parameters cpu"
+        return typed(_ZERO_3 | {"sharding.offload.optimizer": "cpu", "sharding.offload.parameters": "cpu"})
     if s.offload.parameters != "nvme":
-        return f"{_ZERO_3} --sharding.offload.optimizer nvme --sharding.offload.parameters nvme --sharding.offload.path FOLDER_ON_A_DISK"
-    return f"--tiling.ffn {4 * run.tiling.ffn}"
+        disk = {"sharding.offload.optimizer": "nvme", "sharding.offload.parameters": "nvme", "sharding.offload.path": "FOLDER_ON_A_DISK"}
+        return typed(_ZERO_3 | disk)
+    return typed({"tiling.ffn": 4 * run.tiling.ffn})
 
 
 def _is_long(run: Run) -> bool:

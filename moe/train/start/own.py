@@ -19,6 +19,7 @@ from moe.recipe.sections import Run
 from moe.train.parts.callbacks import Callback, check
 from moe.train.parts.learning_rate import own_share
 from parallel.errors import BadInput
+from parallel.fixes import Remove
 from parallel.mesh.collectives import largest
 from parallel.mesh.mesh import Axis, Mesh
 from parallel.optim.given import Factory, Given
@@ -27,7 +28,7 @@ from parallel.watch.outcome import of_all
 GIVEN = "given"
 # numbers of arguments of the plug-ins that a recipe names (docs/use/plugins.md)
 ARGUMENTS: dict[str, int | None] = {
-    "optimizer.kind": 1, "optimizer.schedule": 2, "data.source": 1, "dispatch.kind": None, "router.score": 1, "router.select": 2
+    "optimizer.kind": 1, "optimizer.schedule": 2, "data.source": 1, "dispatch.kind": 1, "router.score": 1, "router.select": 2
 }  # fmt: skip
 
 
@@ -47,13 +48,13 @@ class Own:
             section, name = key.split(".")
             if value is None and said == GIVEN:
                 needed = f"it from Python: train(run, {argument}=...)"
-                raise BadInput(key, got=GIVEN, needed=needed, fix=f"start the script that gives it, or set {key} to another one")
+                raise BadInput(key, got=GIVEN, needed=needed, fix="start the script that gives it" | Remove(key))
             if value is None:
                 continue
             default = type(getattr(run, section)).model_fields[name].default
             if said not in (GIVEN, default):
                 got = f"{said}, and train(run, {argument}=...) as well"
-                raise BadInput(key, got=got, needed="one of the two", fix=f"leave {key} out, or {argument}=")
+                raise BadInput(key, got=got, needed="one of the two", fix=Remove(key) | f"{argument}=")
             run = run.model_copy(update={section: getattr(run, section).model_copy(update={name: GIVEN})})
         return run
 

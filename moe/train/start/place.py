@@ -15,6 +15,7 @@ import torch
 
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
+from parallel.fixes import Set
 from parallel.mesh.collectives import max_over
 from parallel.mesh.mesh import Mesh
 from parallel.numerics.precision import DTYPES, multiplies
@@ -43,7 +44,7 @@ def check_precision(run: Run, world: World) -> str | None:
             "precision.compute",
             got="fp16 on a processor that has no instructions for it",
             needed="bf16 or fp32: emulated, a product takes tens of times as long as in fp32",
-            fix="set precision.compute to auto, and precision.loss_scale to none",
+            fix=Set("precision.compute", "auto") & Set("precision.loss_scale", "none"),
         )
     return (
         "precision.compute bf16 on a processor that has no instructions for it: products are emulated and take many times as long as in "

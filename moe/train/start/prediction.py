@@ -29,6 +29,7 @@ from moe.train.parts.model_states import ModelStates
 from moe.train.start.place import own_peak_bytes
 from parallel.data.engine import Engine
 from parallel.errors import BadInput
+from parallel.fixes import Set
 from parallel.mesh.collectives import max_over
 from parallel.mesh.mesh import Mesh
 from parallel.process import process
@@ -87,7 +88,7 @@ def _too_large_evaluation(run: Run, host_bytes: float) -> BadInput | None:
     if needed_bytes <= host_bytes / 2:
         return None
     needed = f"fewer: the tokens alone would take {size(needed_bytes)} of a rank's {size(host_bytes)}"
-    fix = f"set it to {run.train.global_batch}; --force tries all the same"
+    fix = Set("it", run.train.global_batch) | "--force tries all the same"
     return BadInput("train.eval_sequences", got=run.train.eval_sequences, needed=needed, fix=fix)
 
 

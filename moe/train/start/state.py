@@ -305,7 +305,7 @@ def load_extra(reader: Reader, model: nn.Module, *, log: Callable[[str], None], 
     """
     stored, held = reader.names(EXTRA), extra_state(model)
     before = build_run(reader.state["recipe"])
-    saved = reader.state["counters"]["step"] > 0 and before.router.spec.bias_rate is not None  # a converted model may lack them
+    saved = reader.state["counters"]["step"] > 0 and before.router.bias_rate is not None  # a converted model may lack them
     for name, tensor in held.items():
         lost = name not in stored and saved and _layer(name) in before.model.layers_with_experts()
         if lost or stored.get(name, tuple(tensor.shape)) != tuple(tensor.shape):

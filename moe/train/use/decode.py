@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -157,7 +156,7 @@ def for_continuing(model: Transformer) -> None:
     for layer in moe_layers(model):
         layer.reporting = False
         if method_of(layer.router.spec).tokens_choose:
-            layer.router.spec = replace(layer.router.spec, eval_capacity_factor=None)
+            layer.router.spec = layer.router.spec.model_copy(update={"eval_capacity_factor": None})
 
 
 @torch.no_grad()

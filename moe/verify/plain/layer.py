@@ -83,6 +83,7 @@ class Kind:
     skip: int = 0  # experts that return the token
     zero: int = 0  # experts that return zero
     norm_eps: float | None = None  # eps of the router's norm
+    products: str = "plain"  # how the experts' products round
 
 
 def wide(x: Tensor) -> Tensor:
@@ -400,11 +401,15 @@ def _experts(
         taken = None if scale is None else scale[rows]
         share = gates[rows, expert].unsqueeze(1)
         seen, share = (cast(wide(x[rows]) * share), torch.ones_like(share)) if of_inputs else (x[rows], share)
-        out = wide(network(seen, *matrices, ffn=kind.ffn, cast=cast, scale=taken, biases=biases, swiglu=kind.swiglu))
+        multiply = PRODUCTS[kind.products]
+        out = wide(network(seen, *matrices, ffn=kind.ffn, cast=cast, scale=taken, biases=biases, swiglu=kind.swiglu, multiply=multiply))
         if f"{name}.output_bias" in weights:
             out = out + wide(weights[f"{name}.output_bias"][expert])
         y = y.index_add(0, rows, out * share)
     return cast(y)
+
+
+PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"plain": torch.matmul}  # rows [R, I] and a matrix [I, O] -> [R, O]
 
 
 def network(
@@ -418,13 +423,14 @@ def network(
     scale: Tensor | None = None,
     biases: tuple[Tensor | None, Tensor | None] = (None, None),
     swiglu: tuple[float, float | None, float] = (1.0, None, 0.0),
+    multiply: Callable[[Tensor, Tensor], Tensor] = torch.matmul,
 ) -> Tensor:
     """relu(x w1) w2, gelu(x w1) w2, (gelu(x w1) * x w3) w2 or (silu(x w1) * x w3) w2; matrices [in, out].
 
     `biases` are added to x w1 and x w3. `swiglu` (alpha, limit, offset): h sigmoid(alpha h) (g + offset), with h and |g| at most limit.
     """
     assert w1 is not None and w2 is not None
-    hidden, up = (None if w is None else cast(x @ cast(w)) for w in (w1, w3))
+    hidden, up = (None if w is None else cast(multiply(x, cast(w))) for w in (w1, w3))
     hidden, up = (y if b is None or y is None else cast(y + cast(b)) for y, b in zip((hidden, up), biases, strict=True))
     assert hidden is not None
     if ffn == "swiglu" and swiglu != (1.0, None, 0.0):
@@ -439,7 +445,7 @@ def network(
         hidden = hidden if up is None else cast(hidden * up)
     if scale is not None:
         hidden = cast(hidden * cast(scale))
-    return cast(hidden @ cast(w2))
+    return cast(multiply(hidden, cast(w2)))
 
 
 # --- losses -------------------------------------------------------------------------------------------------------------------

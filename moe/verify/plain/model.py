@@ -167,7 +167,8 @@ def dense_or_experts(
         return out
     nth = model.layers_with_experts().index(number)
     count = experts.of_layer(nth) + experts.skip + experts.zero
-    kind = Kind(run.router.spec, count, experts.ffn or model.ffn, experts.dropout, gating, experts.skip, experts.zero, model.norm_eps)
+    free = (experts.skip, experts.zero)
+    kind = Kind(run.router, count, experts.ffn or model.ffn, experts.dropout, gating, *free, model.norm_eps, experts.products)
     layers[name] = layer = moe_layer(seen, weights, name, tokens, kind, cast)
     note(f"{name}.router", layer.gates)
     out = with_shared(seen, layer.y, weights, name, kind, cast)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from math import floor
 
 from parallel.errors import BadInput
+from parallel.fixes import Set
 from parallel.pipeline.energy.clocks import Clock, Profile, above_idle, fastest, useful, valley
 from parallel.pipeline.energy.slack import Clocked, Graph
 from parallel.pipeline.schedule import COMPUTE, Action, Node, Op, Schedule
@@ -128,7 +129,9 @@ def plan_clocks(
     full = graph.makespan(fast)
     limit = full if limit is None else limit
     if full > limit * (1 + _EPSILON):
-        raise BadInput("limit", got=f"{limit:g}", needed=f"at least {full:g}, the makespan at full clock", fix=f"set limit to {full:g}")
+        raise BadInput(
+            "limit", got=f"{limit:g}", needed=f"at least {full:g}, the makespan at full clock", fix=Set("it", full, said=f"{full:g}")
+        )
     if rule == "uniform":
         chosen = {node: clocks[-1] for node, clocks in options.items()}
     else:

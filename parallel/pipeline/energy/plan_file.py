@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel.errors import BadInput
+from parallel.fixes import Fix
 from parallel.pipeline.check import check
 from parallel.pipeline.energy.energy import EnergyPlan
 from parallel.pipeline.schedule import Action, Schedule
@@ -49,7 +50,7 @@ def write_plan(plan: EnergyPlan, path: str | Path) -> None:
     write_text(Path(path), json.dumps(value, indent=1) + "\n", what="--out")
 
 
-def read_plan(path: str | Path, schedule: Schedule, *, what: str, fix: str) -> Clocked:
+def read_plan(path: str | Path, schedule: Schedule, *, what: str, fix: Fix | str) -> Clocked:
     """Read the plan for this schedule from a file. Raises BadInput about `what`, with `fix`, for any other file or another schedule."""
     size = f"{schedule.num_ranks} ranks, {schedule.num_stages} stages, {schedule.microbatches} micro-batches"
 

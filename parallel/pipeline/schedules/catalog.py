@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from parallel.errors import BadInput, did_you_mean, some
+from parallel.fixes import Remove, Set, guess
 from parallel.pipeline.schedule import Schedule, at_least
 from parallel.pipeline.schedules.chimera import chimera, chimera_refusal
 from parallel.pipeline.schedules.dualpipe import dualpipe, dualpipe_refusal
@@ -24,6 +25,7 @@ from parallel.pipeline.schedules.v_memory import v_half, v_min
 from parallel.pipeline.schedules.zb_v import zb_v
 from parallel.pipeline.schedules.zero_bubble import zb_h1, zb_h2
 
+ADVISED = "1f1b"  # proposed in place of a schedule that does not work: the backward is whole, and a step drains the pipeline
 _OLDER = "gradients are computed with older weights, so losses differ from one process; better: zb_h1"
 
 SCHEDULES: dict[str, ScheduleKind] = {
@@ -124,7 +126,7 @@ def make_schedule(
     for option, value in own.items():
         if value not in (None, False) and kind.option != option:
             owner = next(n for n, k in SCHEDULES.items() if k.option == option)
-            raise BadInput(option, got=f"it for {name}", needed=f"{owner}, which alone has it", fix=f"remove {option}, or take {owner}")
+            raise BadInput(option, got=f"it for {name}", needed=f"{owner}, which alone has it", fix=Remove("it") | f"take {owner}")
     at_least("stages", ranks, 1)
     at_least("microbatches", microbatches, 1)
     if chunks is not None:
@@ -135,7 +137,7 @@ def make_schedule(
                 "chunks",
                 got=chunks,
                 needed=f"{kind.chunks} for {name}",
-                fix=f"set chunks to {kind.chunks}, or a schedule with a choice: {several}",
+                fix=Set("it", kind.chunks) | f"take a schedule with a choice: {several}",
             )
     if batches is not None:
         at_least("batches", batches, 1)
@@ -172,6 +174,6 @@ def kind_of(name: str) -> ScheduleKind:
     """The catalog's row for a schedule's name. Raises BadInput for an unknown name."""
     if name not in SCHEDULES:
         near = did_you_mean(name, SCHEDULES)
-        fix = f"did you mean {near}?" if near else "choose one of them"
+        fix = guess(near) if near else "choose one of them"
         raise BadInput("schedule", got=name, needed=f"one of {some(SCHEDULES, rest='moe simulate')}", fix=fix)
     return SCHEDULES[name]

@@ -21,6 +21,7 @@ from collections import Counter
 from heapq import heapify, heappop, heappush
 
 from parallel.errors import BadInput
+from parallel.fixes import Set
 from parallel.pipeline.schedule import Action, Op, Schedule, flushed
 from parallel.pipeline.schedules.kind import Size
 
@@ -40,18 +41,16 @@ def chimera_refusal(size: Size) -> BadInput | None:
     """An odd number of ranks, an impossible number of pipelines, or micro-batches that are not a multiple of the ranks."""
     ranks, microbatches, pipelines = size.ranks, size.microbatches, size.pipelines
     if ranks % 2:
-        near = f"{ranks - 1} or {ranks + 1}" if ranks > 1 else "2"
         needed = "an even number for chimera, whose two directions meet in the middle"
-        return BadInput("stages", got=ranks, needed=needed, fix=f"set stages to {near}")
+        return BadInput("stages", got=ranks, needed=needed, fix=Set("it", *sorted({max(2, ranks - 1), ranks + 1})))
     fit = [n for n in range(2, ranks + 1, 2) if ranks % n == 0]
     if pipelines not in fit:
-        near = str(min(fit, key=lambda n: abs(n - pipelines)))
         needed = f"an even number that divides {ranks} stages: {', '.join(map(str, fit))}"
-        return BadInput("pipelines", got=pipelines, needed=needed, fix=f"set pipelines to {near}")
+        return BadInput("pipelines", got=pipelines, needed=needed, fix=Set("it", min(fit, key=lambda n: abs(n - pipelines))))
     if microbatches % ranks:
-        near = " or ".join(str(n) for n in (microbatches // ranks * ranks, (microbatches // ranks + 1) * ranks) if n)
+        rounds = microbatches // ranks
         needed = f"a multiple of {ranks} stages for chimera, half each way"
-        return BadInput("microbatches", got=microbatches, needed=needed, fix=f"set microbatches to {near}")
+        return BadInput("microbatches", got=microbatches, needed=needed, fix=Set("it", *[n * ranks for n in (rounds, rounds + 1) if n]))
     return None
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from parallel.errors import BadInput
+from parallel.fixes import Set
 from parallel.pipeline.schedule import Action, Node, Op, Schedule, flushed
 from parallel.pipeline.schedules.dualpipe_v import dualpipe_v
 from parallel.pipeline.schedules.kind import Size
@@ -32,13 +33,12 @@ def dualpipe_refusal(size: Size) -> BadInput | None:
     """An odd number of ranks or of micro-batches, or fewer than two micro-batches a rank."""
     ranks, microbatches = size.ranks, size.microbatches
     if ranks % 2:
-        near = f"{ranks - 1} or {ranks + 1}" if ranks > 1 else "2"
         needed = "an even number for dualpipe, whose directions meet in the middle"
-        return BadInput("stages", got=ranks, needed=needed, fix=f"set stages to {near}")
+        return BadInput("stages", got=ranks, needed=needed, fix=Set("it", *sorted({max(2, ranks - 1), ranks + 1})))
     if microbatches % 2 or microbatches < 2 * ranks:
-        near = str(max(2 * ranks, microbatches + microbatches % 2))
+        near = max(2 * ranks, microbatches + microbatches % 2)
         needed = f"an even number of at least {2 * ranks}, two a rank, for dualpipe"
-        return BadInput("microbatches", got=microbatches, needed=needed, fix=f"set microbatches to {near}")
+        return BadInput("microbatches", got=microbatches, needed=needed, fix=Set("it", near))
     return None
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from parallel.errors import BadInput
+from parallel.fixes import Set
 from parallel.pipeline.schedule import Action, Node, Schedule, flushed, folded
 from parallel.pipeline.schedules.counted import Counted
 from parallel.pipeline.schedules.kind import Size
@@ -29,7 +30,7 @@ def dualpipe_v_refusal(size: Size) -> BadInput | None:
     if size.microbatches >= least:
         return None
     needed = f"at least {least}, two a rank, for dualpipe_v"
-    return BadInput("microbatches", got=size.microbatches, needed=needed, fix=f"set microbatches to {least}")
+    return BadInput("microbatches", got=size.microbatches, needed=needed, fix=Set("it", least))
 
 
 def _order(rank: int, ranks: int, microbatches: int, pairs: set[Node]) -> list[Action]:

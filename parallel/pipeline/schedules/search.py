@@ -18,6 +18,7 @@ from itertools import product
 from typing import NamedTuple
 
 from parallel.errors import BadInput
+from parallel.fixes import Set
 from parallel.pipeline.check import check
 from parallel.pipeline.schedule import COMPUTE, Action, Op, Schedule, flushed, folded, looped, one_stage_a_rank
 from parallel.pipeline.schedules.alternating import Alternating
@@ -78,7 +79,7 @@ def search(
     given = Given(placement, ranks, microbatches, chunks, cost, transfer_time, memory, overlap)
     found = [schedule for schedule in (*_of_catalog(given), *_greedy_orders(given)) if given.fits(schedule)]
     if not found:
-        raise BadInput("memory", got=memory, needed=f"at least 1, a micro-batch of a rank's layers, on {placement}", fix="set memory to 1")
+        raise BadInput("memory", got=memory, needed=f"at least 1, a micro-batch of a rank's layers, on {placement}", fix=Set("it", 1))
     best = min(found, key=given.time)
     return check(replace(_improved(best, given, rounds), name="search"))
 

@@ -8,6 +8,7 @@ before it are kept. No bubble except the first ramp.
 from __future__ import annotations
 
 from parallel.errors import BadInput
+from parallel.fixes import Set
 from parallel.pipeline.schedule import Action, Op, Schedule, one_stage_a_rank
 from parallel.pipeline.schedules.kind import Size
 from parallel.pipeline.schedules.one_f_one_b import alternate
@@ -29,7 +30,7 @@ def two_bw_refusal(size: Size) -> BadInput | None:
     if size.microbatches >= size.ranks:
         return None
     needed = f"at least {size.ranks}, one a stage, for two_bw: with fewer two versions are not enough"
-    return BadInput("microbatches", got=size.microbatches, needed=needed, fix=f"set microbatches to {size.ranks}")
+    return BadInput("microbatches", got=size.microbatches, needed=needed, fix=Set("it", size.ranks))
 
 
 def two_bw_age(size: Size, stage: int) -> int:

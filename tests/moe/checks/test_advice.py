@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from moe.checks.advice import apply, check_for_user, proposals, tried
+from moe.checks.advice import applied, check_for_user, nproc, tried
 from moe.checks.together import check_run
 from moe.recipe.load import build_run, load, resolved_yaml
 from parallel.errors import BadInput
+from parallel.fixes import Set
 from tests.campaigns import recipes
 
 
@@ -27,26 +28,41 @@ def refused(recipe: str, changed: dict[str, str], world: int) -> BadInput:
     ("changed", "world", "fix"),
     [
         ({"model.num_layers": "1"}, 1, "set it to 1, or to 0"),
-        ({"degrees.etp": "2"}, 1, "set degrees.etp to one of [1]"),
+        ({"degrees.etp": "2"}, 1, "set degrees.etp to 1"),
         ({"tensor.sequence_parallel": "true"}, 1, "set tensor.sequence_parallel to false"),
         ({"degrees.pp": "7"}, 2, "set degrees.pp to 2"),
         ({"degrees.dp": "9", "degrees.tp": "2"}, 4, "set degrees.dp to 2"),
         ({"router.top_groups": "3"}, 1, "set router.top_groups to 1"),
-        ({"dispatch.node_size": "7"}, 4, "set dispatch.node_size to null"),
+        ({"dispatch.node_size": "7"}, 4, "remove dispatch.node_size"),
     ],
 )
 def test_advice_that_leads_to_another_refusal_is_left_out(changed: dict[str, str], world: int, fix: str) -> None:
     bad = refused("switch_tiny", changed, world)
-    assert bad.fix.startswith(fix), bad
+    assert str(bad.fix).startswith(fix), bad
     values = load("switch_tiny", changed)[0].model_dump()
-    assert proposals(bad)
-    for proposal in proposals(bad):
-        check_run(build_run(apply(proposal, values)), proposal.nproc or world)
+    assert bad.fix.ways(bad.what)
+    for way in bad.fix.ways(bad.what):
+        check_run(build_run(applied(way, values)), nproc(way, world))
+
+
+@pytest.mark.parametrize(
+    ("changed", "world", "fix"),
+    [
+        ({"degrees.sp": "3", "sequence.kind": "ulysses", "model.max_length": "30"}, 3, "set sequence.heads to 1 and sequence.kind to ring"),
+        ({"lora.rank": "4", "lora.targets": "[attention, experts]", "model.moe_every": "0"}, 1, "set it to [attention]"),
+        ({"sharding.kind": "dp"}, 2, "add --nproc 1, and set sharding.replicas to 2, or sharding.kind to ddp"),
+        ({"pipeline.schedule": "chimera", "degrees.pp": "2", "pipeline.microbatches": "3"}, 2, "set it to one of [2, 4]"),
+        ({"pipeline.schedule": "dualpipe", "degrees.pp": "3"}, 3, "set degrees.pp to 2, and add --nproc 2"),
+        ({"pipeline.schedule": "gpip"}, 1, "did you mean gpipe?"),
+    ],
+)
+def test_advice_of_several_keys_lists_and_guesses_is_tried(changed: dict[str, str], world: int, fix: str) -> None:
+    test_advice_that_leads_to_another_refusal_is_left_out(changed, world, fix)
 
 
 def test_changes_that_need_each_other_are_told_together() -> None:
     bad = refused("switch_tiny", {"train.global_batch": "7", "train.eval_sequences": "5"}, 2)
-    assert bad.what == "train.global_batch" and ", and set train.eval_sequences to " in bad.fix
+    assert bad.what == "train.global_batch" and " and train.eval_sequences to " in str(bad.fix)
 
 
 def test_keys_of_experts_in_a_dense_model_are_refused_where_they_are_said(tmp_path: Path) -> None:
@@ -79,7 +95,7 @@ def test_a_warm_up_above_the_steps_is_refused_where_it_is_said(tmp_path: Path) -
     ],
 )
 def test_what_another_choice_leaves_unread_is_refused(key: str, value: str, beside: dict[str, str]) -> None:
-    with pytest.raises(BadInput, match=f"^{key}: got .*fix: remove {key}$"):
+    with pytest.raises(BadInput, match=f"^{key}: got .*fix: .*remove {key}$"):
         check_run(load("dense_tiny", {key: value, **beside})[0], 1)
 
 
@@ -103,13 +119,13 @@ def test_a_bad_recipe_is_one_line_and_its_advice_works(kind: recipes.Kind, tmp_p
 
 
 def test_advice_that_leaves_a_value_unread_is_not_told() -> None:
-    bad = BadInput("degrees.ep", got="2", needed="experts", fix="set model.moe_every to 0, or degrees.ep to 1")
+    bad = BadInput("degrees.ep", got="2", needed="experts", fix=Set("model.moe_every", 0) | Set("degrees.ep", 1))
     changed = {"degrees.ep": "2", "router.jitter": "0.1"}
     run, origins = load("switch_tiny", changed)
-    assert "moe_every" not in tried(bad, run, 1, origins).fix  # it would make router.jitter a value in a dense model
+    assert "moe_every" not in str(tried(bad, run, 1, origins).fix)  # it would make router.jitter a value in a dense model
 
 
 def test_where_nothing_works_no_value_is_told() -> None:
-    bad = BadInput("model.d_ff", got="7", needed="another", fix="set model.d_ff to -3")
+    bad = BadInput("model.d_ff", got="7", needed="another", fix=Set("model.d_ff", -3))
     run, origins = load("switch_tiny")
-    assert tried(bad, run, 1, origins).fix.startswith("no change of one key alone")
+    assert str(tried(bad, run, 1, origins).fix).startswith("no change of one key alone")

@@ -25,7 +25,8 @@ from moe.cli import main as cli
 from moe.cli.flags import check_words
 from moe.launch import launch, start
 from moe.launch.arguments import Arguments, parse
-from moe.recipe.load import RECIPES, flat, known_keys, load, published_names, recipe_names
+from moe.recipe.keys import flat, known_keys
+from moe.recipe.load import RECIPES, load, published_names, recipe_names
 from moe.recipe.overrides import take_overrides
 from moe.recipe.sections import Run
 from parallel.errors import BadInput

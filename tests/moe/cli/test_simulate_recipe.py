@@ -116,7 +116,7 @@ def test_lists_of_layers_that_training_refuses_are_refused_the_same_way(layers: 
     assert cli.main(["simulate", *words]) == 0  # the table says it of each schedule
     assert str(refused.value) in capsys.readouterr().out
     assert cli.main(["simulate", "1f1b", *words[:2], "--stages", "8", *words[4:]]) == 2
-    assert "fix: --stages 4 or --model.num_layers 8, with pipeline.layers null" in capsys.readouterr().err
+    assert "fix: --stages 4 or --model.num_layers 8, and set pipeline.layers to null" in capsys.readouterr().err
 
 
 def test_options_of_one_schedule(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_an_order_that_takes_too_long_is_refused_with_sizes_that_every_schedule_
     ):
         with pytest.raises(BadInput) as refused:
             simulate_times.check_size(stages=stages, microbatches=microbatches, batches=batches)
-        assert refused.value.fix == fix
+        assert str(refused.value.fix) == fix
         words = dict(zip(fix.split()[::2], map(int, fix.split()[1::2]), strict=True))
         for name in SCHEDULES:
             make_schedule(name, ranks=words.get("--stages", stages), microbatches=words["--microbatches"], batches=batches)

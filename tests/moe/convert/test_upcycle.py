@@ -393,7 +393,7 @@ def test_what_gates_sum_to_is_what_the_router_gives(preset: str) -> None:
     settings = build_run({"router": {"preset": preset}}).router
     if preset != "expert_choice":  # which cannot be without
         settings = settings.model_copy(update={"capacity_factor": None, "eval_capacity_factor": None})
-    router = Router(settings.spec, num_experts=64, d_model=8).eval()
+    router = Router(settings, num_experts=64, d_model=8).eval()
     router.weight.data.copy_(random(64, 8))
     tokens = torch.zeros(2, 30, dtype=torch.long)
     routing = router(random(60, 8, seed=3), sequence_tokens=30, context=Context.of(tokens))

@@ -396,7 +396,7 @@ def _archive(folder: Path) -> str:
 def _pictures(folder: Path) -> str:
     (folder / "notes.txt").write_text("some words\n" * 30)
     (folder / "big.png").write_bytes(b"\x89PNG\0\0" * 99)
-    fix = "name a file, or a folder with text alone, or add --data.source text"
+    fix = "name a file, or a folder with text alone, or set data.source to text"
     return f"skipped 1 .png (594 B)), needed UTF-8 text, *.jsonl or tables; fix: {fix}"
 
 

@@ -239,7 +239,7 @@ def test_auto_ep_divides_every_layers_experts(world: int, ep: int) -> None:
         ({"num_experts": [4, True, 8]}, "experts.num_experts: got [4, True, 8], needed a number or a name"),
         (
             {"num_experts": [4, 3, 8]},
-            "experts.num_experts: got [4, 3, 8], needed a multiple of degrees.ep=2; fix: set degrees.ep to one of [1]",
+            "experts.num_experts: got [4, 3, 8], needed a multiple of degrees.ep=2; fix: set degrees.ep to 1",
         ),
         ({"num_experts": [2, 2, 1]}, "experts.num_experts: got [2, 2, 1], needed"),
         ({"shared_gate": True}, "experts.shared_gate: got true without shared experts"),

@@ -12,9 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moe.experts.dispatch import AllToAll, Local
+from moe.experts.dispatch.local import Local
+from moe.experts.dispatch.steps import Steps
 from moe.experts.experts import Experts
 from moe.experts.layer import MoELayer
+from moe.kernels import choose
 from moe.nn.context import Context
 from moe.nn.linear import FeedForward
 from moe.recipe import sections
@@ -215,7 +217,11 @@ def hand_routing(kind: str, ranks: int, each: int, k: int) -> list[Routing]:
 KINDS = ["even", "drops", "one rank has nothing for most experts", "one rank sends nothing", "all to one expert"]
 
 
-def dispatched(dispatcher: Local | AllToAll, x_TD: Tensor, routing: Routing, weights: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+def steps(rank: int, world: int) -> Steps:
+    return Steps((axis_of(rank, world),), kernels=choose("auto"))
+
+
+def dispatched(dispatcher: Local | Steps, x_TD: Tensor, routing: Routing, weights: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
     """Output, and the gradients of input, gates and expert weights for a fixed gradient of the output."""
     leaves = [x_TD.clone().requires_grad_(), routing.gate_TK, *(w.clone().requires_grad_() for w in weights)]
     y_TD = dispatcher.run(leaves[0], routing, experts_with(leaves[2:]))
@@ -242,7 +248,7 @@ def _dispatch_on_rank(rank: int, world: int) -> dict[str, list[Tensor]]:
         for k in (1, 2):
             routing = hand_routing(kind, world, 13, k)[rank]
             mine = [w.chunk(world)[rank] for w in expert_weights()]
-            y, grads = dispatched(AllToAll(axis_of(rank, world)), random(13 + rank, D, seed=50 + rank), routing, mine)
+            y, grads = dispatched(steps(rank, world), random(13 + rank, D, seed=50 + rank), routing, mine)
             found[f"{kind} {k}"] = [y, *grads]
     return found
 
@@ -269,10 +275,11 @@ def test_all_to_all_equals_local(world: int) -> None:
 
 def _follow_on_rank(rank: int, world: int) -> list[Tensor]:
     routing = hand_routing("drops", world, 13, 2)[rank]
-    dispatcher = AllToAll(axis_of(rank, world))
+    dispatcher = steps(rank, world)
     number_T = torch.arange(13 + rank) + 1000 * rank
-    rows, sent = dispatcher.send(number_T.unsqueeze(1).float().repeat(1, 3), routing)
-    return [rows[:, 0].detach(), dispatcher.follow(number_T.unsqueeze(1), sent)[:, 0], torch.tensor(sent.counts)]
+    sent = dispatcher.route(dispatcher, routing)
+    rows = sent.steps[0].there(dispatcher.kernels.permute(number_T.unsqueeze(1).float().repeat(1, 3), sent.plan), dispatcher.kernels)
+    return [rows[:, 0].detach(), sent.steps[0].there(number_T[sent.plan.token_R]), torch.tensor(sent.counts)]
 
 
 def test_values_that_follow_arrive_with_their_rows() -> None:
@@ -311,7 +318,7 @@ def _layer_on_rank(rank: int, world: int) -> dict[str, list[Tensor]]:
         layer.experts.hold(range(rank * E // world, (rank + 1) * E // world))
         for n, p in layer.experts.named_parameters():
             p.data.copy_(whole[n].chunk(world)[rank])
-        layer.dispatcher = AllToAll(axis_of(rank, world))
+        layer.dispatcher = steps(rank, world)
         x_BLD = random(B, L, D).abs().chunk(world)[rank].clone().requires_grad_()
         held = B // world
         y_BLD, report = layer(x_BLD, context(held, first_sequence=rank * held, seed=4, auxiliary_scale=1 / world))

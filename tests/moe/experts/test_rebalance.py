@@ -24,6 +24,7 @@ from parallel.process import process
 from parallel.process.process import World
 from tests.moe.experts.dispatch.test_dispatch_training import held
 from tests.support import trained
+from tests.support.networks import network_of
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny import Tiny, hand_over, start
 
@@ -201,7 +202,7 @@ def of_experts(order: tuple[int, ...], counts: list[int], dtype: torch.dtype) ->
     grads = [torch.randn(count, 64, generator=draw).to(dtype) for count in counts]
     x_RD, a, b = torch.cat([rows[e] for e in order]).requires_grad_(), *(w[list(order)].requires_grad_() for w in (w1, w2))
     there = [counts[e] for e in order]
-    y_RD = grouped_ffn(x_RD, a, b, None, counts=there, ffn="gelu")
+    y_RD = grouped_ffn(x_RD, network_of("gelu", a, b), counts=there)
     y_RD.backward(torch.cat([grads[e] for e in order]))
     found = (y_RD.detach().split(there), x_RD.grad.split(there), a.grad, b.grad)  # type: ignore[union-attr]
     return {e: [part[place] for part in found] for place, e in enumerate(order)}

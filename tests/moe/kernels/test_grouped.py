@@ -15,6 +15,7 @@ from moe.kernels import cpu, grouped, reference
 from moe.kernels.activation import GATED, activate, activate_backward
 from moe.kernels.plan import Plan
 from moe.recipe.sections import Swiglu
+from tests.support.networks import network_of
 
 # T tokens, K choices, R rows, E experts, D model, F hidden
 D, F = 6, 10
@@ -47,7 +48,7 @@ def routed(kernels: object, plan: Plan, inputs: list[Tensor], ffn: str, mask: Te
     """Output and gradients of tokens, gates and weights."""
     leaves = [t.clone().requires_grad_() for t in inputs]
     x, gate, w1, w2, *w3 = leaves
-    out = kernels.routed_ffn(x, gate, plan, w1, w2, w3[0] if w3 else None, ffn=ffn, dropped_RF=mask)  # type: ignore[attr-defined]
+    out = kernels.routed_ffn(x, gate, plan, network_of(ffn, w1, w2, *w3), dropped_RF=mask)  # type: ignore[attr-defined]
     out.backward(random(*out.shape, seed=9, dtype=out.dtype))
     return [out.detach(), *(t.grad for t in leaves if t.grad is not None)]
 
@@ -89,7 +90,7 @@ def test_any_routing_equals_the_reference(
         close(routed(cpu, plan, inputs, ffn, mask), expected, 1e-13)
         with torch.no_grad():  # few rows are one block then
             x_TD, gate_TK, w1, w2, *w3 = inputs
-            found = cpu.routed_ffn(x_TD, gate_TK, plan, w1, w2, *(w3 or [None]), ffn=ffn, dropped_RF=mask)
+            found = cpu.routed_ffn(x_TD, gate_TK, plan, network_of(ffn, w1, w2, *w3), dropped_RF=mask)
         close([found], expected[:1], 1e-13)
     finally:
         grouped._BLOCK_BYTES = before
@@ -136,7 +137,7 @@ def test_biases_and_bounds_equal_plain_networks(seed: int, tokens: int, k: int, 
                 if plainly:
                     out = torch.stack([_plain_token(t, x, gate, w1, w2, b1, w3, b3, expert_TK, kept_TK) for t in range(tokens)])
                 else:
-                    out = cpu.routed_ffn(x, gate, plan, w1, w2, w3, ffn=ffn, b1=b1, b3=b3, swiglu=BOUNDED)
+                    out = cpu.routed_ffn(x, gate, plan, network_of(ffn, w1, w2, w3, b1=b1, b3=b3, swiglu=BOUNDED))
                 out.backward(random(tokens, D, seed=9).double())
                 found.append([out.detach(), *(torch.zeros_like(t) if t.grad is None else t.grad for t in leaves)])
             close(found[1], found[0], 1e-13)
@@ -182,7 +183,7 @@ def test_only_tokens_and_pre_activations_are_saved() -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(tuple(t.shape)), t)[1], lambda t: t):
         x = random(tokens, D).requires_grad_()
         weights = [random(num_experts, D, F).requires_grad_(), random(num_experts, F, D).requires_grad_(), random(num_experts, D, F)]
-        cpu.routed_ffn(x, random(tokens, k).requires_grad_(), plan, *weights, ffn="swiglu")
+        cpu.routed_ffn(x, random(tokens, k).requires_grad_(), plan, network_of("swiglu", *weights))
     rows = [shape for shape in saved if shape[0] == tokens * k and len(shape) == 2]
     assert rows == [(tokens * k, F)] * 2 and (tokens, D) in saved and (tokens * k, D) not in saved
 
@@ -195,7 +196,7 @@ def test_a_backward_pass_can_be_run_again() -> None:
         random(3, D, F).requires_grad_(),
         random(3, F, D).requires_grad_(),
     ]
-    out = cpu.routed_ffn(leaves[0], leaves[1], plan, leaves[2], leaves[3], None, ffn="relu").sum()
+    out = cpu.routed_ffn(leaves[0], leaves[1], plan, network_of("relu", *leaves[2:])).sum()
     first, second = torch.autograd.grad(out, leaves, retain_graph=True), torch.autograd.grad(out, leaves)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
@@ -230,5 +231,5 @@ def test_without_a_backward_pass_hidden_rows_are_forgotten(monkeypatch: pytest.M
             return out
 
     with torch.no_grad(), Shapes():
-        cpu.routed_ffn(random(tokens, D), random(tokens, 1), plan, *weights, None, ffn="gelu")
+        cpu.routed_ffn(random(tokens, D), random(tokens, 1), plan, network_of("gelu", *weights))
     assert (tokens // num_experts, F) in made and (tokens, F) not in made

@@ -21,6 +21,7 @@ from moe.kernels.activation import activate
 from moe.nn.context import Context
 from moe.recipe import sections
 from parallel.errors import BadInput
+from tests.support.networks import network_of
 
 # T tokens, K choices, R rows, E experts, D model, F hidden
 T, E, D, F = 22, 5, 7, 11
@@ -135,11 +136,10 @@ def test_grouped_ffn_equals_the_reference(c: Case, ffn: str) -> None:
     dropped_RF = (random(sum(counts), F, seed=5) > 0).float() * 2
 
     def run(kernels: ModuleType, t: list[Tensor]) -> Tensor:
-        return kernels.grouped_ffn(t[0], t[1], t[2], t[3] if len(t) > 3 else None, counts=counts, ffn=ffn)  # type: ignore[no-any-return]
+        return kernels.grouped_ffn(t[0], network_of(ffn, *t[1:]), counts=counts)  # type: ignore[no-any-return]
 
     def run_with_dropout(kernels: ModuleType, t: list[Tensor]) -> Tensor:
-        w3 = t[3] if len(t) > 3 else None
-        return kernels.grouped_ffn(t[0], t[1], t[2], w3, counts=counts, ffn=ffn, dropped_RF=dropped_RF)  # type: ignore[no-any-return]
+        return kernels.grouped_ffn(t[0], network_of(ffn, *t[1:]), counts=counts, dropped_RF=dropped_RF)  # type: ignore[no-any-return]
 
     for function in (run, run_with_dropout):
         both(function, random(sum(counts), D), *weights, tolerance=3e-6)
@@ -152,7 +152,7 @@ def test_an_expert_without_rows_has_a_gradient_of_zero(kernels: ModuleType, dtyp
     """Zero, not None: nobody who reduces gradients over ranks waits for it."""
     rows = random(sum(counts), D, dtype=dtype).requires_grad_()
     weights = [random(*shape, seed=i).requires_grad_() for i, shape in enumerate([(E, D, F), (E, F, D), (E, D, F)])]
-    kernels.grouped_ffn(rows, *weights, counts=counts, ffn="swiglu").sum().backward()
+    kernels.grouped_ffn(rows, network_of("swiglu", *weights), counts=counts).sum().backward()
     for weight in weights:
         assert weight.grad is not None and weight.grad.shape == weight.shape and weight.grad.dtype == torch.float32
         assert torch.equal(weight.grad.flatten(1).ne(0).any(1), torch.tensor(counts) > 0)
@@ -168,14 +168,14 @@ def test_gradients_are_the_derivatives() -> None:
     w1, w2, w3 = (random(*s, seed=i, **wide).requires_grad_() for i, s in enumerate([(E, 3, 4), (E, 4, 3), (E, 3, 4)]))
     assert torch.autograd.gradcheck(lambda t: cpu.permute(t, plan), x)
     assert torch.autograd.gradcheck(lambda t: cpu.reorder(t, torch.arange(rows).flip(0)), r)
-    assert torch.autograd.gradcheck(lambda a, b, c: cpu.grouped_ffn(a, b, c, None, counts=counts, ffn="gelu"), (r, w1, w2))
-    assert torch.autograd.gradcheck(lambda a, b, c, d: cpu.grouped_ffn(a, b, c, d, counts=counts, ffn="swiglu"), (r, w1, w2, w3))
+    assert torch.autograd.gradcheck(lambda a, *w: cpu.grouped_ffn(a, network_of("gelu", *w), counts=counts), (r, w1, w2))
+    assert torch.autograd.gradcheck(lambda a, *w: cpu.grouped_ffn(a, network_of("swiglu", *w), counts=counts), (r, w1, w2, w3))
 
 
 def test_float64_stays_float64() -> None:
     """Only bf16 and fp16 go through blocks of 64 rows, whose parts are added in fp32."""
     inputs = [random(*shape, seed=i, dtype=torch.float64) for i, shape in enumerate([(265, D), (2, D, F), (2, F, D)])]
-    both(lambda kernels, t: kernels.grouped_ffn(t[0], t[1], t[2], None, counts=[65, 200], ffn="gelu"), *inputs, tolerance=1e-13)
+    both(lambda kernels, t: kernels.grouped_ffn(t[0], network_of("gelu", *t[1:]), counts=[65, 200]), *inputs, tolerance=1e-13)
 
 
 def test_gradients_that_are_views_of_one_number_are_taken() -> None:
@@ -184,7 +184,7 @@ def test_gradients_that_are_views_of_one_number_are_taken() -> None:
     x = random(T, D).requires_grad_()
     gate = torch.ones(T, 1, requires_grad=True)
     w1, w2 = random(E, D, F, seed=1).requires_grad_(), random(E, F, D, seed=2).requires_grad_()
-    rows = cpu.grouped_ffn(cpu.permute(x, plan), w1, w2, None, counts=plan.counts_E.tolist(), ffn="relu")
+    rows = cpu.grouped_ffn(cpu.permute(x, plan), network_of("relu", w1, w2), counts=plan.counts_E.tolist())
     rows.sum().backward(retain_graph=True)
     rows_only = x.grad
     x.grad = None
@@ -206,7 +206,7 @@ def test_bf16_rows_of_any_number_equal_fp32_within_bf16_rounding(counts: list[in
     for dtype in (torch.float32, torch.bfloat16):
         x = rows.to(dtype).requires_grad_()
         w1, w2 = (w.float().requires_grad_() for w in weights)  # master weights: fp32, cast where they are used
-        y = cpu.grouped_ffn(x, w1, w2, None, counts=counts, ffn="gelu")
+        y = cpu.grouped_ffn(x, network_of("gelu", w1, w2), counts=counts)
         y.backward(out_grad.to(dtype))
         found.append([y, x.grad, w1.grad, w2.grad])
     assert [t.dtype for t in found[1] if t is not None] == [torch.bfloat16] * 2 + [torch.float32] * 2
@@ -221,12 +221,11 @@ def test_bf16_rows_of_any_number_equal_fp32_within_bf16_rounding(counts: list[in
 def test_bf16_rows_are_independent_of_who_stands_beside_them(count: int) -> None:
     """The last block overlaps the one before, and what a row gives must be the same, computed once or twice."""
     rows = random(count, 24, dtype=torch.bfloat16)
-    weights = random(1, 24, 40, seed=1), random(1, 40, 24, seed=2)
-    whole = cpu.grouped_ffn(rows, *weights, None, counts=[count], ffn="relu")
-    plain = reference.grouped_ffn(rows, *weights, None, counts=[count], ffn="relu")
+    experts = network_of("relu", random(1, 24, 40, seed=1), random(1, 40, 24, seed=2))
+    whole, plain = (kernels.grouped_ffn(rows, experts, counts=[count]) for kernels in (cpu, reference))
     torch.testing.assert_close(whole.float(), plain.float(), rtol=2.0**-7, atol=2.0**-7 * plain.abs().max().item())
     for first in {0, count // 2, count - 1}:
-        one = cpu.grouped_ffn(rows[first : first + 1], *weights, None, counts=[1], ffn="relu")
+        one = cpu.grouped_ffn(rows[first : first + 1], experts, counts=[1])
         torch.testing.assert_close(one.float(), whole[first : first + 1].float(), rtol=2.0**-7, atol=2.0**-7 * plain.abs().max().item())
 
 
@@ -281,7 +280,7 @@ def test_memory_goes_with_routed_rows(preset: str, dtype: torch.dtype) -> None:
     with Largest() as largest:
         y, report = layer(x, Context.of(x[..., 0]))
         y.float().square().sum().backward()
-    tokens, k = b * length, router.spec.num_choices
+    tokens, k = b * length, router.num_choices
     assert report.dropped > 0 and report.kept > tokens / 2
     rows = tokens * k + 32 * num_experts  # 16-bit products take at least 32 rows an expert
     allowed = max(rows * max(d, f), num_experts * d * f, tokens * num_experts)

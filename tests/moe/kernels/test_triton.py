@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -19,9 +18,11 @@ from torch import Tensor
 
 from moe.experts.layer import MoELayer
 from moe.kernels import Plan, auto, choose, cpu, reference
+from moe.kernels.network import Network
 from moe.nn.context import Context
 from moe.recipe import sections
 from parallel.errors import BadInput
+from tests.support.networks import network_of
 
 pytest.importorskip("triton", reason="Triton's package is not installed; it has none for this system", exc_type=ImportError)
 
@@ -95,7 +96,7 @@ def layer_of(ffn: str, *, plan: Plan, dropped_RF: Tensor | None = None) -> Funct
 
     def run(kernels: ModuleType, t: list[Tensor]) -> Tensor:
         dropped = None if dropped_RF is None else dropped_RF.to(t[0].dtype)
-        return kernels.routed_ffn(t[0], t[1], plan, *t[2:4], t[4] if len(t) > 4 else None, ffn=ffn, dropped_RF=dropped)  # type: ignore[no-any-return]
+        return kernels.routed_ffn(t[0], t[1], plan, network_of(ffn, *t[2:]), dropped_RF=dropped)  # type: ignore[no-any-return]
 
     return run
 
@@ -181,8 +182,7 @@ def test_every_activation_equals_the_reference_with_dropout_inside(ffn: str) -> 
         both(layer_of(ffn, plan=plan, dropped_RF=dropped_RF), random(T, D), random(T, 2, seed=6), *weights(ffn), tolerance=3e-6)
 
     def grouped(kernels: ModuleType, t: list[Tensor]) -> Tensor:
-        named = {"counts": plan.counts_E.tolist(), "ffn": ffn, "dropped_RF": dropped_RF}
-        return kernels.grouped_ffn(t[0], t[1], t[2], t[3] if len(t) > 3 else None, **named)  # type: ignore[no-any-return]
+        return kernels.grouped_ffn(t[0], network_of(ffn, *t[1:]), counts=plan.counts_E.tolist(), dropped_RF=dropped_RF)  # type: ignore[no-any-return]
 
     both(grouped, random(rows, D), *weights(ffn), tolerance=3e-6)
 
@@ -190,26 +190,27 @@ def test_every_activation_equals_the_reference_with_dropout_inside(ffn: str) -> 
 @pytest.mark.parametrize(("ffn", "kind"), [("relu", "drops"), ("swiglu", "empty experts"), ("swiglu", "nothing kept")])
 def test_biases_and_bounds_equal_the_reference(ffn: str, kind: str) -> None:
     """With the gates inside the backward pass, and without; the reference against plain networks: tests/moe/kernels/test_grouped.py."""
-    plan, form = planned(kind, 2), {"ffn": ffn, "swiglu": sections.Swiglu(alpha=1.7, limit=0.8, offset=0.5)}
+    plan, swiglu = planned(kind, 2), sections.Swiglu(alpha=1.7, limit=0.8, offset=0.5)
     biases = [random(E, F, seed=i) for i in (11, 12)[: 2 if ffn == "swiglu" else 1]]
 
-    def named(t: list[Tensor]) -> dict[str, Any]:
-        w3, b3 = (t[3], t[5]) if ffn == "swiglu" else (None, None)
-        return form | {"w1": t[1], "w2": t[2], "w3": w3, "b1": t[4 if ffn == "swiglu" else 3], "b3": b3}
+    def experts(t: list[Tensor]) -> Network:
+        if ffn == "relu":
+            return network_of(ffn, *t[1:3], b1=t[3])
+        return network_of(ffn, *t[1:4], b1=t[4], b3=t[5], swiglu=swiglu)
 
     inputs = [*weights(ffn), *biases]
     both(
-        lambda kernels, t: kernels.routed_ffn(t[0], t[-1], plan, **named(t[:-1])),
+        lambda kernels, t: kernels.routed_ffn(t[0], t[-1], plan, experts(t)),
         random(T, D),
         *inputs,
         random(T, 2, seed=6),
         tolerance=3e-6,
     )
     counts = plan.counts_E.tolist()
-    both(lambda kernels, t: kernels.grouped_ffn(t[0], counts=counts, **named(t)), random(sum(counts), D), *inputs, tolerance=3e-6)
+    both(lambda kernels, t: kernels.grouped_ffn(t[0], experts(t), counts=counts), random(sum(counts), D), *inputs, tolerance=3e-6)
     halves = [t.bfloat16() for t in (random(T, D), *inputs)]
     if kind != "nothing kept":
-        run = lambda kernels, t: kernels.routed_ffn(t[0], t[-1], plan, **named(t[:-1]))  # noqa: E731
+        run = lambda kernels, t: kernels.routed_ffn(t[0], t[-1], plan, experts(t))  # noqa: E731
         assert max(errors(run, *halves, random(T, 2, seed=6))) < 2.0**-6
 
 
@@ -217,7 +218,7 @@ def test_biases_and_bounds_equal_the_reference(ffn: str, kind: str) -> None:
 @settings(max_examples=8)
 def test_grouped_ffn_of_any_shape_equals_the_reference(counts: list[int], d: int, f: int) -> None:
     inputs = random(sum(counts), d), *weights("geglu", num_experts=len(counts), d=d, f=f)
-    both(lambda kernels, t: kernels.grouped_ffn(*t, counts=counts, ffn="geglu"), *inputs, tolerance=3e-6)
+    both(lambda kernels, t: kernels.grouped_ffn(t[0], network_of("geglu", *t[1:]), counts=counts), *inputs, tolerance=3e-6)
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 2.0**-7), (torch.float16, 2.0**-10)], ids=["bf16", "fp16"])
@@ -238,7 +239,7 @@ def test_an_infinite_gradient_stays_with_its_expert() -> None:
     counts, x = [20, 13, 7], random(40, D)
     x[19], x[33] = torch.inf, torch.nan
     w1, w2 = (w.requires_grad_() for w in weights("relu", num_experts=3))
-    triton.grouped_ffn(x, w1, w2, None, counts=counts, ffn="relu").sum().backward()
+    triton.grouped_ffn(x, network_of("relu", w1, w2), counts=counts).sum().backward()
     assert [bool(w1.grad[e].isfinite().all()) for e in range(3)] == [False, True, False]  # type: ignore[index]
 
 
@@ -339,7 +340,7 @@ def test_triton_is_imported_only_when_asked_for_and_only_where_it_runs() -> None
 
 def test_dtypes_without_a_kernel_are_refused() -> None:
     with pytest.raises(BadInput, match="float64.*float32, bfloat16 or float16"):
-        triton.grouped_ffn(random(3, D, dtype=torch.float64), *weights("relu"), None, counts=[3, 0, 0, 0, 0], ffn="relu")
+        triton.grouped_ffn(random(3, D, dtype=torch.float64), network_of("relu", *weights("relu")), counts=[3, 0, 0, 0, 0])
 
 
 # --- at real sizes ------------------------------------------------------------------------------------------------------
@@ -398,8 +399,8 @@ def test_addresses_beyond_32_bits() -> None:
     del x
     counts, x = [5, tokens - 5], random(tokens, 64, dtype=torch.bfloat16)
     w1, w2 = weights("relu", num_experts=2, d=64, f=wide, dtype=torch.bfloat16)
-    y = triton.grouped_ffn(x, w1, w2, None, counts=counts, ffn="relu")
-    want = reference.grouped_ffn(x[-99:].float(), w1[1:].float(), w2[1:].float(), None, counts=[99], ffn="relu")
+    y = triton.grouped_ffn(x, network_of("relu", w1, w2), counts=counts)
+    want = reference.grouped_ffn(x[-99:].float(), network_of("relu", w1[1:].float(), w2[1:].float()), counts=[99])
     assert (y[-99:].float() - want).norm() < 2.0**-7 * want.norm()
 
 

@@ -89,14 +89,14 @@ def test_a_cache_of_latents_gives_every_token_as_without(window: int | None) -> 
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"latent": {"query_rank": 8}}, "model.latent.query_rank: got it with model.latent.key_rank=null"),
+        ({"latent": {"query_rank": 8}}, "model.latent.query_rank: got 8 with model.latent.key_rank=null"),
         ({"num_kv_heads": 2}, "model.num_kv_heads: got 2 with model.latent.key_rank=8, needed null"),
         ({"qk_norm": "heads"}, "model.qk_norm: got heads with .*, needed none"),
         ({"qkv_bias": True}, "model.qkv_bias: got true with"),
         ({"positions": "t5"}, "model.positions: got t5 with .*, needed rotary"),
         ({"latent": {"key_rank": 8, "rotary_size": 3}}, "model.latent.rotary_size: got 3, needed an even number"),
         ({"latent": {"key_rank": 8, "value_size": 200}}, "model.latent.value_size: got 200, needed at most the 96 channels"),
-        ({"rope": {"mscale": 0.7}}, "model.rope.mscale: got 0.7 with scaling none, needed yarn"),
+        ({"rope": {"mscale": 0.7}}, "model.rope.mscale: got 0.7 with model.rope.scaling=none, needed model.rope.scaling yarn"),
         ({"latent": {}, "rope": YARN}, "model.rope.mscale_all: got 1.3 with model.latent.key_rank=null, needed latent attention"),
         ({"tp": 2}, "tensor.kind: got dtensor with model.latent.key_rank=8, needed 1d"),
     ],

@@ -109,7 +109,7 @@ def test_every_parameter_learns(options: dict[str, Any]) -> None:
 @EVERY
 def test_reports_come_from_the_layers_with_experts_in_order(options: dict[str, Any]) -> None:
     model = model_of(**options)
-    k = sections.Router(**options.get("router", {})).spec.num_choices
+    k = sections.Router(**options.get("router", {})).num_choices
     output = model(tokens())
     assert tuple(r.layer for r in output.layers) == model.config.layers_with_experts() == tuple(layer.layer for layer in moe_layers(model))
     for r in output.layers:

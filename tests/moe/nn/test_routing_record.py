@@ -70,7 +70,7 @@ def test_a_passs_own_record_gives_the_same_bits(name: str, recompute: str) -> No
     again = RoutingRecord.of(record.experts)
     got = passed(model_of(ROUTERS[name], recompute=recompute), replay_routing=again)
     assert torch.equal(got[0], want[0]) and all(map(torch.equal, got[1], want[1])) and all(map(torch.equal, got[2], want[2]))
-    k = sections.Router(**ROUTERS[name]).spec.num_choices
+    k = sections.Router(**ROUTERS[name]).num_choices
     assert {layer: (x.shape, x.dtype) for layer, x in record.experts.items()} == dict.fromkeys((0, 2), ((B, L, k), np.int32))
 
 

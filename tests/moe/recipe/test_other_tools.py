@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from moe.checks.advice import apply, proposals
+from moe.checks.advice import applied
 from moe.cli.flags import check_words
 from moe.cli.verbs import RECIPE_VERBS, VERBS, is_word
 from moe.recipe import other_tools
-from moe.recipe.load import build_run, flat, known_keys, load, read_recipe, recipe_path
+from moe.recipe.keys import flat, known_keys
+from moe.recipe.load import build_run, load, read_recipe, recipe_path
 from moe.recipe.other_tools import FLAGS, KEYS, NEEDLESS, OTHER_UNITS, SWITCHES, WITH_OTHERS, WORDS
 from moe.recipe.overrides import take_overrides
 from moe.recipe.sections import Run
@@ -33,7 +34,7 @@ def keys_of(here: str) -> list[str]:
 def refused(overrides: dict[str, Any]) -> str:
     with pytest.raises(BadInput) as bad:
         load("switch_tiny", overrides)
-    return bad.value.fix
+    return str(bad.value.fix)
 
 
 def accepted(fix: str) -> Run:
@@ -52,7 +53,7 @@ def test_the_fix_for_a_name_with_its_value_is_a_recipe(name: str, value: str, he
     if "." not in name:
         with pytest.raises(BadInput) as bad:
             check_words("train", VERBS["train"], ["switch_tiny", f"--{name.replace('_', '-')}", value])
-        assert bad.value.fix == fix
+        assert str(bad.value.fix) == fix
     values, _ = read_recipe(recipe_path("switch_tiny"))
     outer, _, last = name.rpartition(".")
     written: dict[str, Any] = {last: value}
@@ -62,8 +63,8 @@ def test_the_fix_for_a_name_with_its_value_is_a_recipe(name: str, value: str, he
         values[section] = values.get(section, {}) | fields
     with pytest.raises(BadInput) as bad:
         build_run(values)
-    (proposed,) = proposals(bad.value)
-    mended = apply(proposed, values)
+    (proposed,) = bad.value.fix.ways(bad.value.what)
+    mended = applied(proposed, values)
     if outer and outer.partition(".")[0] not in Run.model_fields:
         del mended[outer.partition(".")[0]]
     assert flat(build_run(mended)) == flat(run)
@@ -91,7 +92,7 @@ def test_names_here_are_keys_and_flags_and_no_fix_sets_anything_aside() -> None:
             with pytest.raises(BadInput) as bad:
                 words = ["word"] * sum(is_word(field) for field in VERBS[verbs[0]].__dataclass_fields__.values())
                 check_words(verbs[0], VERBS[verbs[0]], [*words, f"--{name}", value])
-            fixed = shlex.split(bad.value.fix.removeprefix("did you mean ").removesuffix("?"))
+            fixed = shlex.split(str(bad.value.fix).removeprefix("did you mean ").removesuffix("?"))
             assert fixed[0] == flag
             check_words(verbs[0], VERBS[verbs[0]], [*words, *fixed])
 
@@ -101,7 +102,7 @@ def test_no_verb_proposes_a_flag_that_sets_aside_or_overrules(verb: str) -> None
     for name in ("resume", "nodes", "fres", "forse", "frsh", "reset", "force_train", "overwrite_output_dir"):
         with pytest.raises(BadInput) as bad:
             check_words(verb, VERBS[verb], [f"--{name}"])
-        assert "--fresh" not in bad.value.fix and "--force" not in bad.value.fix and "--order" not in bad.value.fix
+        assert "--fresh" not in str(bad.value.fix) and "--force" not in str(bad.value.fix) and "--order" not in str(bad.value.fix)
 
 
 # what users of these tools tried: only edit distance was asked, which found 4 of them

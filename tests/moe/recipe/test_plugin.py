@@ -16,7 +16,7 @@ import torch
 
 from moe.checks.together import check_run
 from moe.cli.main import main
-from moe.experts.dispatch import AllToAll
+from moe.experts.dispatch.all_to_all import AllToAll
 from moe.plan.operators.of_recipe import graph_of
 from moe.recipe.load import load
 from moe.recipe.plugin import load_plugin
@@ -52,7 +52,7 @@ def twins() -> Any:
         below=lambda update, total: -1.0,
         ends=lambda update, total: 1 / (total - 1 - update),
         fails=lambda groups: 1 / 0,
-        without_run=lambda ep, kernels, *, network, placement: object(),
+        unopened=lambda settings: object(),
         three=lambda a, b, c: None,
         number=3,
     )
@@ -100,8 +100,8 @@ def test_what_is_no_such_part_is_refused_in_one_line(sections: dict[str, Any], s
 
 
 def test_a_dispatcher_that_is_none_is_refused(home: Path, tmp_path: Path) -> None:
-    run = trained.recipe(home, degrees={"ep": 2}, dispatch={"kind": "twins:without_run"})
-    assert all("which gives a object without run()" in line for line in trained.train(run, tmp_path / "run", ranks=2))
+    run = trained.recipe(home, degrees={"ep": 2}, dispatch={"kind": "twins:unopened"})
+    assert all("which gives a object, needed a Dispatcher" in line for line in trained.train(run, tmp_path / "run", ranks=2))
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from moe.recipe.sections import Run
 from moe.rehearse.rehearse import carried
 from moe.rehearse.walk import Walked, open_job, take_step, walk
 from moe.router.rehearsed import balanced_logits
-from moe.verify.cases import ATTENTION, FORMS, GRIDS, LAYERS, ROWS, SLICED, Case, divisors
+from moe.verify.cases import FORMS, GRIDS, LAYERS, ROWS, SLICED, Case, attentions, divisors
 from parallel.errors import BadInput
 from parallel.pipeline.schedules.catalog import SCHEDULES
 from parallel.process.process import World
@@ -167,7 +167,7 @@ EVERY = {
     "2d gshard": Case("gshard", "ddp", 4, 2, 1, "fp32", tp=4, tensor="2d", batch=24),
     "zigzag gshard": Case("gshard", "ddp", 4, 2, 1, "fp32", sp=2, length=SLICED),
     "1d gshard": Case("gshard", "ddp", 4, 2, 1, "fp32", tp=2, tensor="1d"),
-    **{way: replace(plain, sp=4 if way == "heads2" else 2, attention=way, length=SLICED, recompute="full") for way in ATTENTION},
+    **{way: replace(plain, sp=4 if way == "heads2" else 2, attention=way, length=SLICED, recompute="full") for way in attentions()},
     **{rows: replace(sparse, rows=rows, ep=2 if rows == "overlapped" else 4) for rows in ROWS},
     **{f"etp {rows}": Case("gshard", "ddp", 4, 2, 1, "fp32", etp=2, rows=rows) for rows in ("all_to_all", "all_gather")},
     **{router: Case(router, "ddp", 4, 2, 1, "fp32") for router in ("expert_choice", "noisy_top_k", "sinkhorn", "packed")},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -95,7 +94,7 @@ def test_choices_are_counted_before_dropping() -> None:
     found = []
     for factor in (0.01, None):
         settings_ = sections.Router(preset="glam", capacity_factor=factor, min_capacity=1)
-        router = Router(settings_.spec, num_experts=4, d_model=8)
+        router = Router(settings_, num_experts=4, d_model=8)
         router.weight.data.copy_(weight)
         routed = router(x_TD, sequence_tokens=24, context=Context.of(torch.zeros(2, 24)))
         loss = balance_loss(routed.probs_TE, routed.expert_TK, num_groups=routed.num_groups)
@@ -203,9 +202,9 @@ def test_a_layer_adds_its_weighted_losses_to_the_backward_pass(scale: float) -> 
     torch.testing.assert_close(grads["joined"], grads["none"])
 
     layer.eval()
-    layer.router.spec = replace(layer.router.spec, balance_weight=1e6)
+    layer.router.spec = layer.router.spec.model_copy(update={"balance_weight": 1e6})
     (quiet,) = torch.autograd.grad(layer(x_BLD, context)[0].square().mean(), layer.router.weight)
-    layer.router.spec = replace(layer.router.spec, balance_weight=0.0)
+    layer.router.spec = layer.router.spec.model_copy(update={"balance_weight": 0.0})
     (same,) = torch.autograd.grad(layer(x_BLD, context)[0].square().mean(), layer.router.weight)
     assert torch.equal(quiet, same)
 

@@ -6,7 +6,6 @@ A layer is computed twice, with a field's plain value and with another one. Eith
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any, Literal, get_args, get_origin
 
 import pytest
@@ -111,7 +110,7 @@ def cases() -> list[tuple[str, str]]:
 
 
 def test_the_table_has_every_field() -> None:
-    assert set(OTHER) == {f.name for f in fields(RouterSpec)} - {"select", "hash_table"}  # a file: tests/moe/recipe/test_hash_table.py
+    assert set(OTHER) == set(RouterSpec.model_fields) - {"select", "hash_table"}  # a file: tests/moe/recipe/test_hash_table.py
     select: Any = Router.model_fields["select"].annotation
     names = next(get_args(choice) for choice in get_args(select) if get_origin(choice) is Literal and "top_k" in get_args(choice))
     assert {name.split(",")[0] for name in READ} == set(names) - {"preset"}
@@ -122,12 +121,12 @@ def test_a_value_that_nothing_reads_is_refused_where_a_recipe_sets_it(name: str,
     options, idle, refused = READ[name]
     plain = PLAIN | {"select": name.split(",")[0]} | options
     other = plain | {field: OTHER[field]}
-    spec = Router(**other).spec
+    spec = Router(**other)
     if field in refused:
         with pytest.raises(BadInput):
             check_spec(spec, E)
         return
-    check_spec(Router(**plain).spec, E)
+    check_spec(Router(**plain), E)
     check_spec(spec, E)
     same = all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(computed(plain), computed(other), strict=True))
     assert same == (field in idle) == (field in unread(spec)), f"{field} of {name} changes {'nothing' if same else 'something'}"
@@ -144,11 +143,11 @@ def test_a_group_of_all_experts_limits_nothing() -> None:
     limited = PLAIN | {"select": "group_limited"}
     assert all(torch.equal(a, b) for a, b in zip(computed(plain), computed(limited), strict=True))
     with pytest.raises(BadInput, match="router.select: got group_limited with expert_groups 1, needed top_k: one group of all experts"):
-        check_read(Router(**limited).spec, own={"select": "group_limited"})
+        check_read(Router(**limited), own={"select": "group_limited"})
 
 
 def test_a_lot_that_only_evaluation_would_draw_is_refused() -> None:
-    spec = Router(**PLAIN | {"capacity_factor": None, "drop": "random"}).spec
+    spec = Router(**PLAIN | {"capacity_factor": None, "drop": "random"})
     with pytest.raises(BadInput, match="router.drop: got random with capacity_factor null, needed position: evaluation drops by position"):
         check_read(spec, own={"drop": "random"})
 
@@ -157,8 +156,8 @@ def test_a_lot_that_only_evaluation_would_draw_is_refused() -> None:
 def test_presets_and_what_asks_for_nothing_are_silent(preset: str) -> None:
     """One choice of a preset can be replaced, and a plain value may be written down."""
     check_read(PRESETS[preset], own={})
-    given = {f.name: f.default for f in fields(RouterSpec) if f.name in GROUPS | CAPACITY | {"second", "group"}}
-    check_read(Router(preset=preset, **given).spec, own=given)
+    given = {key: RouterSpec.model_fields[key].default for key in GROUPS | CAPACITY | {"second", "group"}}
+    check_read(Router(preset=preset, **given), own=given)
     overrides = {"router.preset": preset, "router.num_choices": "1", "router.second": "always", "router.allow_noncausal": "true"}
     overrides |= {"router.gates": "as_is", "router.softmax_over": "all", "router.select": "top_k", "router.capacity_factor": "null"}
-    assert check_run(load("switch_tiny", overrides)[0], 1).router.spec.second == "always"
+    assert check_run(load("switch_tiny", overrides)[0], 1).router.second == "always"

@@ -101,7 +101,7 @@ def test_the_layer_is_the_sum_that_the_decision_says(options: dict[str, Any]) ->
     want = by_hand(layer, x_BLD, routing)
     torch.testing.assert_close(y_BLD, want, rtol=1e-5, atol=1e-5)
     weight = random(B, L, D, seed=5)
-    layer.router.spec = replace(layer.router.spec, balance_weight=0.0)
+    layer.router.spec = layer.router.spec.model_copy(update={"balance_weight": 0.0})
     leaves = {"x": x_BLD} | dict(layer.named_parameters())
     got = torch.autograd.grad((layer(x_BLD, context())[0] * weight).sum(), list(leaves.values()))
     wanted = torch.autograd.grad((want * weight).sum(), list(leaves.values()), allow_unused=True)
@@ -137,7 +137,7 @@ def test_the_reference_kernels_decide_the_same(options: dict[str, Any]) -> None:
     values = {"capacity_factor": 0.6, "min_capacity": 1} | options
     found = []
     for kernels in ("cpu", "reference"):
-        router = Router(sections.Router(**values).spec, num_experts=4, d_model=D, kernels=kernels, name="layers.1.router")
+        router = Router(sections.Router(**values), num_experts=4, d_model=D, kernels=kernels, name="layers.1.router")
         for i, p in enumerate(router.parameters()):
             p.data.copy_(random(*p.shape, seed=90 + i))
         found.append(route(router, random(B * L, D)))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -21,13 +19,13 @@ from tests.support.ranks import run_on_ranks
 
 ALONE = RouterSpec(num_choices=2, balance_weight=0.01, balance_scope="global_batch")
 TOGETHER = {
-    "a capacity": replace(ALONE, capacity_factor=1.25),
-    "a capacity in evaluation": replace(ALONE, eval_capacity_factor=2.0, group=2),
-    "router.select=expert_choice": replace(
-        ALONE, select="expert_choice", capacity_factor=1.0, eval_capacity_factor=1.0, balance_weight=0.0
+    "a capacity": ALONE.model_copy(update={"capacity_factor": 1.25}),
+    "a capacity in evaluation": ALONE.model_copy(update={"eval_capacity_factor": 2.0, "group": 2}),
+    "router.select=expert_choice": RouterSpec(
+        num_choices=2, select="expert_choice", capacity_factor=1.0, eval_capacity_factor=1.0, balance_scope="global_batch"
     ),
-    "router.select=sinkhorn": replace(ALONE, select="sinkhorn", balance_weight=0.0),
-    "router.balance_scope=sequence": replace(ALONE, balance_scope="sequence"),
+    "router.select=sinkhorn": ALONE.model_copy(update={"select": "sinkhorn", "balance_weight": 0.0}),
+    "router.balance_scope=sequence": ALONE.model_copy(update={"balance_scope": "sequence"}),
 }
 B, L, D, E = 4, 12, 10, 6
 
@@ -35,11 +33,15 @@ B, L, D, E = 4, 12, 10, 6
 @pytest.mark.parametrize("what", TOGETHER)
 def test_groups_of_what_one_rank_holds_are_refused_where_that_is_a_slice(what: str) -> None:
     assert needs_group(TOGETHER[what]) in what and needs_group(ALONE) is None
-    by_rank = replace(TOGETHER[what], group="rank")
+    by_rank = TOGETHER[what].model_copy(update={"group": "rank"})
     with pytest.raises(BadInput, match=r"router.group: got rank with degrees.sp=4 .*; fix: set router.group to sequence") as refused:
         check_groups(by_rank, Degrees(dp=2, sp=4))
     assert "\n" not in str(refused.value)
-    for spec, degrees in ((TOGETHER[what], Degrees(sp=4)), (by_rank, Degrees(dp=8, ep=8)), (replace(ALONE, group="rank"), Degrees(sp=2))):
+    for spec, degrees in (
+        (TOGETHER[what], Degrees(sp=4)),
+        (by_rank, Degrees(dp=8, ep=8)),
+        (ALONE.model_copy(update={"group": "rank"}), Degrees(sp=2)),
+    ):
         check_groups(spec, degrees)
 
 
@@ -50,10 +52,10 @@ def router_of(what: str) -> Router:
 
 
 def test_each_loss_over_a_group_needs_it_whole() -> None:
-    none = replace(TOGETHER["router.balance_scope=sequence"], balance_weight=0.0)
+    none = TOGETHER["router.balance_scope=sequence"].model_copy(update={"balance_weight": 0.0})
     assert needs_group(none) is None
     for weight in ("balance_weight", "importance_weight", "load_weight"):
-        assert needs_group(replace(none, **{weight: 0.1})) == "router.balance_scope=sequence", weight
+        assert needs_group(none.model_copy(update={weight: 0.1})) == "router.balance_scope=sequence", weight
 
 
 @pytest.mark.parametrize("kind", ["zigzag", "striped"])

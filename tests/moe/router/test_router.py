@@ -28,7 +28,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 
 def router_of(*, num_experts: int = E, d_model: int = D, weight: Tensor | None = None, **options: Any) -> Router:
-    router = Router(sections.Router(**options).spec, num_experts=num_experts, d_model=d_model, name="layers.1.router")
+    router = Router(sections.Router(**options), num_experts=num_experts, d_model=d_model, name="layers.1.router")
     router.weight.data.copy_(random(num_experts, d_model, seed=99) if weight is None else weight)
     return router
 
@@ -252,7 +252,7 @@ def test_both_kernels_route_alike(preset: str) -> None:
     x_TD = random(B * L, D)
     found = []
     for kernels in ("cpu", "reference"):
-        router = Router(sections.Router(preset=preset, capacity_factor=0.7, jitter=0.1).spec, num_experts=E, d_model=D, kernels=kernels)
+        router = Router(sections.Router(preset=preset, capacity_factor=0.7, jitter=0.1), num_experts=E, d_model=D, kernels=kernels)
         router.weight.data.copy_(random(E, D, seed=99))
         found.append(route(router, x_TD))
     for name in ("expert_TK", "gate_TK", "kept_TK", "probs_TE"):

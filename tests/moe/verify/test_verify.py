@@ -25,13 +25,13 @@ import moe.nn.attention
 import moe.parallelize.engines
 import moe.train.loop.step
 from moe.checks.together import check_run
-from moe.experts.dispatch import AllToAll
+from moe.experts.dispatch.steps import Step
 from moe.experts.experts import Experts
 from moe.model.transformer import Transformer
 from moe.nn.context import Context
 from moe.router.router import Router
 from moe.verify import layouts, verify
-from moe.verify.cases import ATTENTION, GRIDS, LINES, MODELS, ROUTERS, SLICED, Case, data_cases, expert_cases, tiled_cases
+from moe.verify.cases import GRIDS, LINES, MODELS, ROUTERS, SLICED, Case, attentions, data_cases, expert_cases, tiled_cases
 from moe.verify.compare import NUMBERS, compare
 from moe.verify.expected import Expected, alone, computed_in_background, own_order, reorderings, twin_of
 from moe.verify.in_parts import in_parts
@@ -129,7 +129,7 @@ def test_a_process_that_sums_in_parts_and_attends_in_slices_does_both() -> None:
     assert all(any(not torch.equal(both[name], other[name]) for name in both) for other in (parts, slices))
 
 
-@pytest.mark.parametrize("attention", ATTENTION)
+@pytest.mark.parametrize("attention", attentions())
 def test_attention_in_slices_on_one_process_is_attention(attention: str) -> None:
     """In every order that ranks have. It alone would notice a block left out: the spread of a row would hide what the row leaves out."""
     one = Case("packed" if attention == "striped" else "dense", "ddp", 1, 1, 1, "fp32", batch=3, length=SLICED)
@@ -495,12 +495,12 @@ def experts_born_on_the_wrong_rank(patch: pytest.MonkeyPatch) -> None:
 
 
 def rows_brought_back_in_the_order_they_lie(patch: pytest.MonkeyPatch) -> None:
-    real = AllToAll.bring_back
+    real = Step.back
 
-    def wrong(self: AllToAll, rows_RD: Tensor, sent: Any) -> Tensor:
-        return real(self, rows_RD, replace(sent, order_R=torch.arange(len(sent.order_R))))
+    def wrong(self: Step, rows: Tensor, kernels: Any) -> Tensor:
+        return real(replace(self, order_R=torch.arange(len(self.order_R))), rows, kernels)
 
-    patch.setattr(AllToAll, "bring_back", wrong)
+    patch.setattr(Step, "back", wrong)
 
 
 def weight_decay_on_everything(patch: pytest.MonkeyPatch) -> None:

@@ -157,7 +157,7 @@ def test_any_shape_is_cut_steps_and_comes_back(shape: tuple[int, int]) -> None:
         found.append(all(torch.equal(tensor, saved[kind]) for kind, tensor in engine.state(name).items()))
         dim = dim_to_cut(shape, ranks)
         most = math.ceil(shape[dim] / ranks) * math.prod(shape) // shape[dim]
-        found.append(engine.held[name].numel() <= most)
+        found.append(engine.parameters[name].numel() <= most)
         return found
 
     for ranks in (2, 4):
@@ -187,8 +187,8 @@ def test_states_are_one_nth(microbatches: int) -> None:
         engine = tiny.engine
         assert isinstance(engine, FSDP)
         size = Counter[bool]()
-        for name, held in engine.held.items():
-            grad = dict(engine._gradients())[name]
+        for name, held in engine.parameters.items():
+            grad = dict(engine.gradients())[name]
             moments = [engine.optimizer.state[held][m] for m in MOMENTS]
             size[name in engine.cut] += sum(t.untyped_storage().nbytes() for t in (held, *moments))
             size[name in engine.cut] += grad.numel() * grad.element_size()
@@ -247,7 +247,7 @@ def test_a_model_is_born_cut_with_the_weights_that_ddp_has() -> None:
         other = start(replace(case, kind="ddp"), rank)
         there = {global_name(name): other.engine.state(name) for name in other.engine.layouts}
         assert isinstance(tiny.engine, FSDP)
-        found = [drawn.get(name, 0) == held.numel() for name, held in tiny.engine.held.items()]
+        found = [drawn.get(name, 0) == held.numel() for name, held in tiny.engine.parameters.items()]
         for name in tiny.engine.layouts:
             found.append(all(torch.equal(t, there[global_name(name)][kind]) for kind, t in tiny.engine.state(name).items()))
         return [all(found), len(tiny.engine.cut) > 8]

@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from moe.experts.dispatch import dispatcher_of
-from moe.recipe import sections
 from moe.verify.cases import Case
 from parallel.mesh.collectives import all_reduce, all_to_all, sum_over
 from parallel.mesh.debug_collectives import DEBUG, Disagreement
@@ -21,7 +19,7 @@ from parallel.mesh.mesh import Axis, Degrees
 from parallel.numerics.clip import gradient_norm
 from parallel.process import process
 from parallel.process.process import World
-from tests.moe.experts.dispatch.test_dispatch import SETTINGS, experts_of, run_once
+from tests.moe.experts.dispatch.test_dispatch import SETTINGS, experts_of, opened, run_once
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny import start
 
@@ -159,7 +157,7 @@ def _agreed_on_rank(rank: int) -> list[Any]:
     mesh = process.connect(Degrees(dp=2, ep=2, ep_inner=2), World(rank, 2))
     found: list[Any] = [(mesh.communicator.agreement is not None) == (DEBUG in os.environ)]
     for settings in SETTINGS.values():
-        way = dispatcher_of(sections.Dispatch(**settings), mesh, label=LAYER)
+        way = opened(mesh, label=LAYER, **settings)
         found += run_once(way, experts_of(mesh, None), rank, "drops", 2, torch.float32, False)
     tiny = start(Case("switch", "ddp", 2, 2, 1, "fp32"), rank)
     return [*found, tiny.step(0).total, tiny.step(1).total]

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel.mesh.exchange import by_bin, collect, consecutive_indices, exchange_counts, exchange_rows, spread
+from parallel.mesh.collectives import all_to_all
+from parallel.mesh.exchange import by_bin, collect, consecutive_indices, exchange_counts, spread
 from parallel.mesh.mesh import Axis, Degrees
 from parallel.process import process
 from parallel.process.fork import run_on_ranks
@@ -43,8 +44,8 @@ def test_rows_arrive_once_and_come_back(world: int) -> None:
             theirs = exchange_counts(table[rank].view(world, BINS), axis)
             send, receive = table[rank].view(world, BINS).sum(1).tolist(), theirs.sum(1).tolist()
             rows = rows_of(table, rank).requires_grad_()
-            there = exchange_rows(rows, axis, send=send, receive=receive)
-            back = exchange_rows(there, axis, send=receive, receive=send)
+            there = all_to_all(rows, axis, send=send, receive=receive)
+            back = all_to_all(there, axis, send=receive, receive=send)
             (there.sum() + (back * rows.detach()).sum()).backward()
             assert rows.grad is not None
             found.append([theirs, there.detach(), torch.equal(back, rows), torch.equal(rows.grad, rows.detach() + 1)])
@@ -71,7 +72,7 @@ def test_counts_cost_their_bytes_and_one_rank_asks_nobody() -> None:
     alone, axis = torch.tensor([[3, 4]]), Axis("ep")
     assert exchange_counts(alone, axis) is alone
     rows = torch.randn(7, WIDTH)
-    assert exchange_rows(rows, axis, send=[7], receive=[7]) is rows and axis.communicator.counts() == {}
+    assert all_to_all(rows, axis, send=[7], receive=[7]) is rows and axis.communicator.counts() == {}
 
 
 # --- rows in slots --------------------------------------------------------------------------------------------------------

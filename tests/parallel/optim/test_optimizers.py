@@ -79,13 +79,12 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         torch.testing.assert_close(tensor.double(), expected[name], rtol=3e-5, atol=3e-6, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@pytest.mark.parametrize("nesterov", [False, True])
-def test_sgd(nesterov: bool) -> None:
+def test_sgd() -> None:
     def step_of(name: str, weight: Tensor, grad: Tensor, state: dict[str, Tensor], step: int, lr: float) -> Tensor:
         state["m"] = 0.9 * state.get("m", torch.zeros_like(weight)) + grad
-        return lr * (grad + 0.9 * state["m"] if nesterov else state["m"])
+        return lr * state["m"]
 
-    same(stepped(Sgd(0.9, nesterov, 0.3, decays)), twin(step_of, 0.3))
+    same(stepped(Sgd(0.9, 0.3, decays)), twin(step_of, 0.3))
 
 
 def adamw(weight: Tensor, grad: Tensor, state: dict[str, Tensor], step: int, lr: float) -> Tensor:
@@ -94,8 +93,8 @@ def adamw(weight: Tensor, grad: Tensor, state: dict[str, Tensor], step: int, lr:
     return lr * (state["m"] / (1 - 0.8**step)) / ((state["v"] / (1 - 0.9**step)).sqrt() + 1e-6)
 
 
-@pytest.mark.parametrize(("kind", "nesterov"), [("rms", True), ("spectral", False)])
-def test_muon(kind: str, nesterov: bool) -> None:
+@pytest.mark.parametrize("kind", ["rms", "spectral"])
+def test_muon(kind: str) -> None:
     """By its effect on singular values: Newton-Schulz leaves the singular vectors as they are, and sends each value s through
     3.4445 s - 4.775 s^3 + 2.0315 s^5, five times."""
 
@@ -103,7 +102,7 @@ def test_muon(kind: str, nesterov: bool) -> None:
         if name not in ("out_in", "in_out"):
             return adamw(weight, grad, state, step, lr)
         state["m"] = 0.95 * state.get("m", torch.zeros_like(weight)) + grad
-        u, s, vt = torch.linalg.svd(grad + 0.95 * state["m"] if nesterov else state["m"], full_matrices=False)
+        u, s, vt = torch.linalg.svd(grad + 0.95 * state["m"], full_matrices=False)
         values = [float(value) / math.sqrt(sum(float(other) ** 2 for other in s)) for value in s]
         for _ in range(5):
             values = [3.4445 * value - 4.775 * value**3 + 2.0315 * value**5 for value in values]
@@ -112,7 +111,7 @@ def test_muon(kind: str, nesterov: bool) -> None:
         factor = 0.2 * math.sqrt(max(rows, columns)) if kind == "rms" else math.sqrt(max(1.0, outputs / inputs))
         return 3 * lr * factor * sum(value * torch.outer(u[:, k], vt[k]) for k, value in enumerate(values))
 
-    rule = Muon(0.95, nesterov, 5, kind, 3.0, (0.8, 0.9), 1e-6, 0.1, decays, matrix)  # type: ignore[arg-type]
+    rule = Muon(0.95, kind, 3.0, (0.8, 0.9), 1e-6, 0.1, decays, matrix)  # type: ignore[arg-type]
     same(stepped(rule), twin(step_of, 0.1, lambda name: 3.0 if name in ("out_in", "in_out") else 1.0))
 
 
@@ -124,8 +123,8 @@ def test_an_orthogonal_step_has_singular_values_about_one_and_zero_stays_zero() 
     assert scale("spectral", (8, 2), "out_in") == 2.0 and scale("spectral", (8, 2), "in_out") == 1.0
 
 
-@pytest.mark.parametrize(("clip", "step_kind"), [(1.0, "relative"), (None, "absolute"), (0.5, "absolute")])
-def test_adafactor(clip: float | None, step_kind: str) -> None:
+@pytest.mark.parametrize("step_kind", ["relative", "absolute"])
+def test_adafactor(step_kind: str) -> None:
     """Algorithm 4 of Shazeer and Stern, with sums over rows and columns, element by element."""
 
     def step_of(name: str, weight: Tensor, grad: Tensor, state: dict[str, Tensor], step: int, lr: float) -> Tensor:
@@ -143,11 +142,11 @@ def test_adafactor(clip: float | None, step_kind: str) -> None:
                 for j in range(columns):
                     update[i, j] = grad[i, j] / math.sqrt(r[i] * c[j] / sum(r))
         rms = math.sqrt(sum(float(u) ** 2 for u in update.flatten()) / update.numel())
-        update = update if clip is None else update / max(1.0, rms / clip)
+        update = update / max(1.0, rms)
         size = math.sqrt(float((weight**2).sum()) / weight.numel())
         return lr * (max(1e-3, size) if step_kind == "relative" else 1.0) * update
 
-    rule = Adafactor(0.8, clip, step_kind, 1e-30, 1e-3, 0.1, decays)  # type: ignore[arg-type]
+    rule = Adafactor(step_kind, 0.1, decays)  # type: ignore[arg-type]
     same(stepped(rule), twin(step_of, 0.1))
 
 
@@ -183,7 +182,7 @@ def steps_of(optimizer: torch.optim.Optimizer, held: dict[str, tuple[nn.Paramete
 
 
 UNLIKE = {"out_in a": (9, 5), "in_out": (5, 3, 8), "out_in b": (6, 11), "out_in c": (4, 4)}  # in_out: five experts
-MUON = Muon(0.95, True, 5, "rms", 1.0, (0.8, 0.9), 1e-6, 0.1, decays, lambda name, _: "in_out" if name == "in_out" else "out_in")
+MUON = Muon(0.95, "rms", 1.0, (0.8, 0.9), 1e-6, 0.1, decays, lambda name, _: "in_out" if name == "in_out" else "out_in")
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

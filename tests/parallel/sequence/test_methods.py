@@ -14,13 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe.plan.time.attention import Attention, cost
 from parallel.mesh.mesh import Axis, Degrees
 from parallel.numerics.recompute import Replay
 from parallel.process import process
 from parallel.process.process import World
 from parallel.sequence.balanced import Balanced
 from parallel.sequence.colossal_ring import ColossalRing
+from parallel.sequence.kinds.catalog import SEQUENCES
+from parallel.sequence.kinds.kind import Attention
 from parallel.sequence.method import Known, Method
 from parallel.sequence.order import ORDERS, Order
 from parallel.sequence.ring import Ring
@@ -136,7 +137,8 @@ def test_bytes_are_those_of_the_formulas(size: int) -> None:
     ranks = run_on_ranks(work, size, size)
     of = Attention(B, size * EACH, H, K, C, itemsize=8)
     for number, (name, *_) in enumerate(CASES):
-        expected = cost({"balanced": "lightseq", "colossal": "colossal_ring"}.get(name.split()[0], name.split()[0]), size, of)
+        kind = {"balanced": "lightseq", "colossal": "colossal_ring"}.get(name.split()[0], name.split()[0])
+        expected = SEQUENCES[kind].cost(size, of)
         assert sum(int(rank[number]["sent"]) for rank in ranks) == expected.forward + expected.backward, name
 
 

@@ -773,7 +773,7 @@ def test_another_model_is_refused_by_its_first_parameter(
     with pytest.raises(BadInput) as refused:
         check_same_parameters(reader, other)
     assert (refused.value.what, refused.value.got) == (f"parameter {named}", got) and str(refused.value.needed).startswith(needed)
-    assert "--fresh" in refused.value.fix
+    assert "--fresh" in str(refused.value.fix)
 
 
 def test_a_checkpoint_without_a_moment_is_refused_where_moments_are_asked_for(tmp_path: Path) -> None:

@@ -211,7 +211,7 @@ def test_every_number_that_a_refusal_names_makes_a_grid() -> None:
             try:
                 made(kind, tp)
             except BadInput as refused:
-                named = [int(n) for n in re.findall(r"\d+", refused.fix.split(", or")[0])]
+                named = [int(n) for n in re.findall(r"\d+", str(refused.fix).split(", or")[0])]
                 assert named and all(math.prod(made(kind, n)) == n for n in named), (kind, tp, refused)
 
 

@@ -13,8 +13,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe.experts.dispatch import AllGather, AllToAll, Chunked, Dispatcher, Dropout, Hierarchical, Local, Padded, dispatcher_of
+from moe.experts.dispatch.all_gather import Gathered
+from moe.experts.dispatch.catalog import open_exchange
+from moe.experts.dispatch.chunked import Chunked
+from moe.experts.dispatch.dispatcher import Exchange, Sizes
+from moe.experts.dispatch.local import Local
+from moe.experts.dispatch.network import Dropout
+from moe.experts.dispatch.padded import blocks
+from moe.experts.dispatch.steps import Steps, uneven
 from moe.experts.experts import HIDDEN_DIM, Experts
+from moe.kernels import choose
 from moe.nn.context import Context
 from moe.recipe import sections
 from moe.router.router import Routing
@@ -35,6 +43,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "chunked": {"overlap_chunks": 2},
 }
 PLACEMENT = (5, 0, 7, 2, 6, 1, 3, 4)
+
+
+def opened(mesh: Mesh, placement: tuple[int, ...] | None = None, label: str = "", **settings: Any) -> Exchange:
+    """The exchange of one layer."""
+    return open_exchange(sections.Dispatch(**settings), mesh, Sizes(D, E, 2, choose("auto"))).layer(label, placement)
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -90,7 +103,7 @@ def dropout_of(rank: int, tokens: int) -> Dropout:
     return Dropout(torch.arange(tokens) + 100 * rank, scale)
 
 
-def run_once(dispatcher: Dispatcher, experts: Experts, rank: int, kind: str, k: int, dtype: torch.dtype, dropout: bool) -> list[Tensor]:
+def run_once(dispatcher: Exchange, experts: Experts, rank: int, kind: str, k: int, dtype: torch.dtype, dropout: bool) -> list[Tensor]:
     """Output, and the gradients of input, gates and weights for a fixed gradient of the output."""
     routing = routing_of(kind, rank, k)
     x_TD = random(len(routing.expert_TK), D, seed=50 + rank).to(dtype).requires_grad_()
@@ -115,7 +128,7 @@ def on_rank(rank: int, degrees: dict[str, int], settings: dict[str, Any], placem
     world = degrees["dp"]
     mesh = process.connect(Degrees(**degrees), World(rank, world))
     placed = None if placement is None else tuple(placement)
-    dispatcher = dispatcher_of(sections.Dispatch(**settings), mesh, placement=placed)
+    dispatcher = opened(mesh, placed, **settings)
     experts = experts_of(mesh, placed)
     dtype = torch.bfloat16 if bf16 else torch.float32
     return [run_once(dispatcher, experts, rank, kind, k, dtype, dropout) for kind, k in CASES]
@@ -177,11 +190,7 @@ def test_parts_of_experts_have_parts_of_the_masks(name: str) -> None:
 
 def _bits_on_rank(rank: int) -> list[list[Tensor]]:
     mesh = process.connect(Degrees(dp=4, ep=4, ep_inner=2), World(rank, 4))
-    ways: list[Dispatcher] = [
-        AllToAll(mesh.axis("ep")),
-        Padded(mesh.axis("ep")),
-        Hierarchical(mesh.axis("ep_inner"), mesh.axis("ep_outer")),
-    ]
+    ways = [opened(mesh, **SETTINGS[name]) for name in ("all_to_all", "padded", "hierarchical")]
     return [run_once(way, experts_of(mesh, None), rank, "drops", 2, torch.float32, False) for way in ways]
 
 
@@ -211,7 +220,7 @@ def _padded_on_rank(rank: int) -> list[Any]:
         return real(rows_RD, **rest)
 
     experts.forward = forward  # type: ignore[method-assign]
-    Padded(mesh.axis("ep")).run(random(5, D), routing, experts)
+    opened(mesh, kind="padded").run(random(5, D), routing, experts)
     found = {name: c.bytes for (_, name), c in mesh.communicator.counts().items()}
     return [seen, found]
 
@@ -244,11 +253,9 @@ class Told:
         patch.setattr(collectives.Flight, "leave", told_leave)
         patch.setattr(collectives.Flight, "land", told_land)
 
-    def network(self, rows_RD: Tensor, experts: Experts, *, weights: Any, counts: list[int], **rest: Any) -> Tensor:
+    def network(self, experts: Experts, rows_RD: Tensor, out_RD: Tensor) -> None:
         self.events.append("compute")
-        out_RD: Tensor = experts(rows_RD, counts=counts, weights=weights)
         out_RD.register_hook(lambda grad: self.events.append("compute backward"))
-        return out_RD
 
 
 def in_flight(events: list[str], what: str) -> Iterator[int]:
@@ -264,8 +271,9 @@ def _overlap_on_rank(rank: int) -> list[Any]:
     mesh = process.connect(Degrees(dp=2, ep=2), World(rank, 2))
     with pytest.MonkeyPatch.context() as patch:
         told = Told(patch)
-        way = Chunked(mesh.axis("ep"), 4, network=told.network)
-        run_once(way, experts_of(mesh, None), rank, "uneven", 2, torch.float32, False)
+        experts = experts_of(mesh, None)
+        experts.register_forward_hook(told.network)
+        run_once(opened(mesh, overlap_chunks=4), experts, rank, "uneven", 2, torch.float32, False)
     return [list(in_flight(told.events, "compute")), list(in_flight(told.events, "compute backward")), told.events.count("start")]
 
 
@@ -296,8 +304,10 @@ def test_the_gradients_of_all_runs_meet_in_one_tensor() -> None:
 
 def test_the_settings_and_the_mesh_choose_the_dispatcher() -> None:
     one, four = Mesh.of(Degrees()), Mesh.of(Degrees(dp=4, ep=4, ep_inner=2))
-    kinds = {"all_to_all": AllToAll, "padded": Padded, "all_gather": AllGather, "hierarchical": Hierarchical, "chunked": Chunked}
+    kinds = {"all_to_all": Steps, "padded": Steps, "all_gather": Gathered, "hierarchical": Steps, "chunked": Chunked}
     for name, settings in SETTINGS.items():
-        assert type(dispatcher_of(sections.Dispatch(**settings), one)) is Local
-        assert type(dispatcher_of(sections.Dispatch(**settings), four)) is kinds[name]
-    assert type(dispatcher_of(sections.Dispatch(), Mesh.of(Degrees(dp=2, etp=2)))) is AllToAll
+        assert type(opened(one, **settings)) is Local
+        found = opened(four, **settings)
+        assert type(found) is kinds[name] and len(found.axes) == 1 + (name == "hierarchical")
+        assert not isinstance(found, Steps) or found.route is (blocks if name == "padded" else uneven)
+    assert type(opened(Mesh.of(Degrees(dp=2, etp=2)), kind="padded")) is Steps

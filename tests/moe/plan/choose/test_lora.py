@@ -85,7 +85,7 @@ def test_a_fix_of_adapters_that_do_not_fit_works(share: float, helps: bool) -> N
     place = Place("cuda", share * 57 * GIB)
     found = predict(check_run(run, 1), place)
     assert found.over_bytes > 0
-    fix = refusal(found, run, 1, checked=check_run).fix
+    fix = str(refusal(found, run, 1, checked=check_run).fix)
     if not helps:
         assert "max_length" not in fix and "times as much memory together" in fix
         return

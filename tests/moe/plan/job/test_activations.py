@@ -105,14 +105,14 @@ def test_a_routers_options_keep_what_the_formula_says(case: str, compute: str) -
     values = {f"model.{key}": str(value) for key, value in SMALL.items()} | {"precision.compute": compute, "experts.num_experts": "6"}
     runs = [recipe.load("switch_tiny", values | {"router.jitter": "0.0"} | own)[0] for own in ({}, ROUTERS[case])]
     more = router_bytes(runs[1], 6, "cpu") - router_bytes(runs[0], 6, "cpu")
-    assert more == pytest.approx((kept_by_router(runs[1]) - kept_by_router(runs[0])) / (B * L), abs=12 * runs[1].router.spec.num_choices)
+    assert more == pytest.approx((kept_by_router(runs[1]) - kept_by_router(runs[0])) / (B * L), abs=12 * runs[1].router.num_choices)
     assert more > 0
 
 
 def kept_by_router(run: Run) -> int:
     """Bytes of all storages that autograd keeps for a router, its weights and its input left out."""
     compute = torch.bfloat16 if run.precision.compute == "bf16" else torch.float32
-    router = Router(run.router.spec, num_experts=6, d_model=run.model.d_model).train()
+    router = Router(run.router, num_experts=6, d_model=run.model.d_model).train()
     x_TD = torch.randn(B * L, run.model.d_model, dtype=compute, requires_grad=True)
     known = {t.untyped_storage().data_ptr() for t in (*router.parameters(), x_TD)}
     kept: dict[int, Tensor] = {}

@@ -108,7 +108,7 @@ def test_active_is_total_without_the_experts_that_a_token_does_not_choose(values
     idle = 0
     for layer in moe_layers(held):
         count = layer.experts.num_experts
-        idle += sum(p.numel() for p in layer.experts.parameters()) // count * max(0, count - router.spec.num_choices)
+        idle += sum(p.numel() for p in layer.experts.parameters()) // count * max(0, count - router.num_choices)
     assert found.total - found.active == idle
 
 
@@ -138,7 +138,7 @@ def test_flops_are_the_products_that_run(values: dict[str, Any]) -> None:
     """
     model, experts, router = sections_of(values)
     model = model.model_copy(update={"positions": "rotary"})  # with a bias, torch's attention is plain products and would be counted
-    if router.spec.random_second:
+    if router.random_second:
         router = router.model_copy(update={"second": "always"})  # a declined choice costs nothing
     found = size(model, experts, router, vocab_size=V)
     made = Transformer(model, experts, router, vocab_size=V)

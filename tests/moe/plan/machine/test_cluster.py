@@ -42,8 +42,8 @@ def test_an_unknown_cluster_is_one_line_whose_fix_is_one(wrong: str) -> None:
     with pytest.raises(BadInput) as refused:
         load_cluster(wrong)
     assert all(name in str(refused.value) for name in cluster_names()[:5]) and "\n" not in str(refused.value)
-    assert re.fullmatch(r"did you mean (\S+)\?", refused.value.fix)
-    meant = load_cluster(refused.value.fix.split()[-1].rstrip("?"))
+    assert re.fullmatch(r"did you mean (\S+)\?", str(refused.value.fix))
+    meant = load_cluster(str(refused.value.fix).split()[-1].rstrip("?"))
     if counted := {"h100x8": 8, "8xh100": 8, "h100-16": 16, "gb200x144": 144}.get(wrong):
         assert meant.world == counted
 

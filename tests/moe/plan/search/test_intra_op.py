@@ -165,7 +165,7 @@ def test_equals_the_best_of_all_choices(name: str, sizes: tuple[int, int, int]) 
 
 def test_memory_limits_the_choice() -> None:
     """Each limit has the best of the choices within it; less memory never takes less time, and below the least of all there is none."""
-    graph, on, settings = chain(3, b=256, d=16, f=32), mesh("1x4"), Settings(sharded=("none", "zero1", "zero3"))
+    graph, on, settings = chain(3, b=256, d=16, f=32), mesh("1x4"), Settings(sharded=(0, 1, 3))
     free = intra_op(graph, on, settings).cost
     whole = free.state_bytes + free.output_bytes
     times = []
@@ -181,7 +181,7 @@ def test_memory_limits_the_choice() -> None:
 
 def test_a_layer_computed_again_pays_its_forward_twice_and_keeps_its_last_output() -> None:
     """Of four products the middle two: against every choice, in less and less memory, down to what only recomputation fits into."""
-    plain, on, settings = chain(4, b=256, d=16, f=32), mesh("1x4"), Settings(sharded=("none", "zero1"))
+    plain, on, settings = chain(4, b=256, d=16, f=32), mesh("1x4"), Settings(sharded=(0, 1))
     graph = replace(plain, operators=tuple(replace(op, layer=(i + 1) // 2) for i, op in enumerate(plain.operators)))
     paid, kept = {"layer1": 4 / 3, "layer2": 4 / 3}, ("layer0", "layer2", "layer3")
     costs = []
@@ -216,7 +216,7 @@ def test_what_lives_at_the_same_time() -> None:
 
 def test_relaxed_and_rounded_is_within_the_limit_and_near() -> None:
     """A memory limit makes the relaxation mix strategies; rounding takes one of each operator's, whose time is near the best."""
-    graph, on, settings = chain(6, b=256, d=16, f=32), mesh("1x4"), Settings(sharded=("none", "zero1", "zero3"))
+    graph, on, settings = chain(6, b=256, d=16, f=32), mesh("1x4"), Settings(sharded=(0, 1, 3))
     free = intra_op(graph, on, settings).cost
     limit = 0.7 * (free.state_bytes + free.output_bytes)
     exact, rounded = (intra_op(graph, on, settings, memory_bytes=limit, large=n) for n in (10**9, 0))

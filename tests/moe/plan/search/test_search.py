@@ -95,7 +95,7 @@ def large() -> Graph:
 
 
 CLUSTER = Machine(8, 8, 150e12, Link(1e-5, 1 / 200e9), Link(2e-5, 1 / 20e9), moved=1.2e12, memory_bytes=40 * 2**30)
-MIXED_SETTINGS = Settings(microbatches=8, sharded=("none", "zero1"))
+MIXED_SETTINGS = Settings(microbatches=8, sharded=(0, 1))
 
 
 def test_all_agree_on_24_layers_over_64_devices() -> None:
@@ -154,7 +154,7 @@ def drawn(seed: int) -> tuple[Graph, Machine, Settings, random.Random]:
     inside = Link(10 ** draw.uniform(-6, -4), 10 ** draw.uniform(-11, -9))
     between = Link(2 * inside.alpha_s, draw.choice([1, 10, 100]) * inside.beta_s)
     graph = graph_of(run, sequences=draw.choice([4, 12]))
-    return graph, Machine(nodes, size, 1e12, inside, between), Settings(draw.choice([1, 3, 8]), sharded=("none", "zero1", "zero3")), draw
+    return graph, Machine(nodes, size, 1e12, inside, between), Settings(draw.choice([1, 3, 8]), sharded=(0, 1, 3)), draw
 
 
 def stage_of(some: Runnable, plan: Plan, first: int, end: int, later: int) -> tuple[float, float]:

@@ -18,7 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 from torch.utils.checkpoint import CheckpointError
 
-from moe.experts.dispatch import AllToAll, Dispatcher, Dropout
+from moe.experts.dispatch.dispatcher import Exchange
+from moe.experts.dispatch.network import Dropout
+from moe.experts.dispatch.steps import Steps
 from moe.experts.experts import Experts
 from moe.model.transformer import Output, Transformer, moe_layers
 from moe.nn.context import Context
@@ -173,7 +175,7 @@ def test_a_part_without_gradient_is_computed_once() -> None:
 class Noting:
     """A dispatcher that notes the routing of every pass."""
 
-    def __init__(self, inner: Dispatcher) -> None:
+    def __init__(self, inner: Exchange) -> None:
         self.inner = inner
         self.seen: list[tuple[Tensor, Tensor]] = []
 
@@ -241,7 +243,7 @@ def test_ranks_exchange_again_in_the_same_order() -> None:
             layer.experts.hold(range(2 * rank, 2 * rank + 2))
             for n, p in layer.experts.named_parameters():
                 p.data.copy_(whole[n].chunk(2)[rank])
-            layer.dispatcher = AllToAll(axis)
+            layer.dispatcher = Steps((axis,), kernels=layer.experts.kernels)
         mine = tokens().chunk(2)[rank]
         context = Context.of(mine, seed=5, first_sequence=rank * B // 2)
         if rank == 1 and kind != "none":

@@ -40,6 +40,7 @@ from parallel.errors import BadInput
 from parallel.numerics.weight_gradient import linear
 from parallel.store.stored import Reader
 from tests.support import trained
+from tests.support.networks import network_of
 
 ALL = ("attention", "experts", "dense")
 
@@ -177,7 +178,7 @@ def test_a_base_that_is_not_there_or_another_is_refused(home: Path, base: Path, 
     assert "got no checkpoint in" in said and "moe train also takes --init_from WHERE_IT_IS" in said
     with pytest.raises(BadInput, match="got no checkpoint in") as refused:  # as of texts, evaluation and export
         restore(tmp_path / "b/checkpoints/step-1")
-    link = refused.value.fix.partition("(")[2].partition(")")[0].replace("WHERE_IT_IS", str(base / "checkpoints/step-6"))
+    link = str(refused.value.fix).partition("(")[2].partition(")")[0].replace("WHERE_IT_IS", str(base / "checkpoints/step-6"))
     subprocess.run(link, shell=True, check=True)
     restore(tmp_path / "b/checkpoints/step-1")
     shutil.rmtree(moved)
@@ -221,7 +222,7 @@ def test_a_frozen_weight_costs_no_gradient() -> None:
     w1, w2, w3 = (torch.randn(3, *shape, generator=torch.Generator().manual_seed(2)) for shape in ((6, 10), (10, 6), (6, 10)))
     targets = torch.arange(9).unsqueeze(0)
     uses: dict[str, tuple[Any, tuple[Tensor, ...], float]] = {
-        "experts": (lambda x, *w: grouped_ffn(x * gate[:, None], *w, counts=[2, 0, 7], ffn="swiglu"), (w1, w2, w3), 1 / 2),
+        "experts": (lambda x, *w: grouped_ffn(x * gate[:, None], network_of("swiglu", *w), counts=[2, 0, 7]), (w1, w2, w3), 1 / 2),
         "head": (lambda x, w: summed_loss(x.unsqueeze(0).bfloat16(), targets, w, chunks=2), (weight,), 2 / 3),
         "router": (linear_fp32, (weight,), 1 / 2),
         "cast again": (linear, (weight,), 1 / 2),

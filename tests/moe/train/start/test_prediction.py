@@ -63,7 +63,7 @@ def test_an_evaluation_that_no_memory_holds_is_refused_before_the_first_step(
         go(many, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     monkeypatch.setattr(prediction, "memory_limit_bytes", lambda: 1000.0)
-    with pytest.raises(BadInput, match="needed fewer: .*; --force tries all the same"):
+    with pytest.raises(BadInput, match="needed fewer: .*, or --force tries all the same"):
         go(run, tmp_path / "out")
     assert go(run, tmp_path / "out", force=True)["steps"] == 6
     assert f"starting nevertheless (--force): train.eval_sequences: got {run.train.eval_sequences}" in capsys.readouterr().out

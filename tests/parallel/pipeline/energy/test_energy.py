@@ -299,7 +299,7 @@ def test_a_plan_file_has_a_clock_for_every_action(tmp_path: Path) -> None:
 
 def test_what_cannot_be_planned_is_refused() -> None:
     schedule = one_f_one_b(2, 2)
-    with pytest.raises(BadInput, match="limit: got 0.01, needed at least 0.09, the makespan at full clock; fix: set limit to 0.09"):
+    with pytest.raises(BadInput, match="limit: got 0.01, needed at least 0.09, the makespan at full clock; fix: set it to 0.09"):
         plan_clocks(schedule, profiled([0.01] * 2, [0.02] * 2), idle_power=IDLE_W, limit=0.01)
     with pytest.raises(BadInput, match="profile: got no clock for 0F0, needed at least one"):
         plan_clocks(schedule, lambda rank, action: [], idle_power=IDLE_W)

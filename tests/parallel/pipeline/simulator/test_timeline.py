@@ -221,7 +221,7 @@ def test_times_by_stage_transfer_and_overlap(tmp_path: Path) -> None:
         ("gpipe --pipelines 4", "pipelines: got it for gpipe, needed chimera"),
         (
             "chimera --stages 12 --microbatches 12 --pipelines 8",
-            "pipelines: got 8, needed an even number that divides 12 stages: 2, 4, 6, 12; fix: set pipelines to 6",
+            "pipelines: got 8, needed an even number that divides 12 stages: 2, 4, 6, 12; fix: set it to 6",
         ),
         ("chimera --pipelines 0", "--pipelines: got 0, needed at least 1; fix: --pipelines 2"),
         ("1f1b --tflops 100", "--tflops: got it without a recipe"),

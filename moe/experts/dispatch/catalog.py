@@ -1,0 +1,74 @@
+"""The dispatchers by their names in a recipe (`dispatch.kind`); `auto` is the first."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from moe.experts.dispatch.all_gather import AllGather
+from moe.experts.dispatch.all_to_all import AllToAll
+from moe.experts.dispatch.dispatcher import Dispatcher, Exchange, Sizes
+from moe.experts.dispatch.hierarchical import Hierarchical
+from moe.experts.dispatch.local import Local
+from moe.experts.dispatch.padded import Padded
+from moe.recipe.plugin import is_plugin, load_plugin
+from parallel.errors import BadInput
+from parallel.fixes import Set, written
+from parallel.mesh.mesh import Mesh
+
+if TYPE_CHECKING:
+    from moe.recipe import sections
+
+DISPATCHERS: dict[str, type[Dispatcher]] = {d.name: d for d in (AllToAll, Padded, AllGather, Hierarchical)}
+PLAIN = AllToAll.name
+
+
+class Own(AllToAll):
+    """A user's own, named in the recipe as `module:name`. Recipes are checked and planned without its code, as an all_to_all."""
+
+    name = "module:name"
+    reads = {}
+
+    def open(self, mesh: Mesh, sizes: Sizes) -> Exchange:
+        made = load_plugin("dispatch.kind", self.settings.kind, arguments=1)(self.settings)
+        if not isinstance(made, Dispatcher):
+            got, needed = f"{self.settings.kind}, which gives a {type(made).__name__}", "a Dispatcher (moe/experts/dispatch/dispatcher.py)"
+            raise BadInput("dispatch.kind", got=got, needed=needed, fix="see: docs/use/plugins.md")
+        return made.open(mesh, sizes)
+
+
+def dispatcher_of(settings: sections.Dispatch) -> Dispatcher:
+    """Return the dispatcher of a recipe's section."""
+    return Own(settings) if is_plugin(settings.kind) else DISPATCHERS.get(settings.kind, AllToAll)(settings)
+
+
+def check_dispatch(settings: sections.Dispatch, *, ranks: int, held: int) -> None:
+    """Refuse settings that the dispatcher does not read, or cannot work with on `ranks` ranks with `held` experts each. Raises BadInput."""
+    dispatcher = dispatcher_of(settings)
+    for key, reason, name in [(key, reason, other.name) for other in DISPATCHERS.values() for key, reason in other.reads.items()]:
+        value, default = getattr(settings, key), type(settings).model_fields[key].default
+        if value != default and key not in dispatcher.reads:
+            raise BadInput(
+                f"dispatch.{key}",
+                got=f"{value} with dispatch.kind={settings.kind}",
+                needed=f"{written(default)}: {reason}",
+                fix=Set("dispatch.kind", name) | Set(f"dispatch.{key}", default),
+            )
+    dispatcher.check(ranks=ranks, held=held)
+
+
+def open_exchange(settings: sections.Dispatch, mesh: Mesh, sizes: Sizes) -> Exchange:
+    """Open the recipe's dispatcher for a model. On one rank of ep, no rows are sent, whatever the recipe's dispatcher. Collective."""
+    if mesh.axis("ep").size > 1:
+        return dispatcher_of(settings).open(mesh, sizes)
+    return Local() if mesh.axis("etp").size == 1 else AllToAll(settings).open(mesh, sizes)
+
+
+def examples() -> dict[str, dict[str, Any]]:
+    """Return the rows of `moe verify`: name -> the section `dispatch`."""
+    found = {row: {"kind": d.name, **keys} for d in DISPATCHERS.values() for row, keys in (d.examples or {d.name: {}}).items()}
+    return {row: found[row] for row in sorted(found, key=lambda row: row not in DISPATCHERS)}
+
+
+def rows_for(ep: int) -> list[str]:
+    """Return the rows that `ep` ranks can tell from others: one if a rank holds all experts."""
+    return [row for row, section in examples().items() if ep >= DISPATCHERS[section["kind"]].least_ranks] or [PLAIN]

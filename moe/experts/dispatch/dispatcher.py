@@ -1,0 +1,110 @@
+"""How tokens reach the ranks that hold their experts: one object a dispatcher, each in a file of its own; catalog.py lists them.
+
+    dispatcher   the recipe's settings, and facts                    what it refuses, sends and costs
+    exchange     dispatcher.open(mesh, sizes), once for a model      buffers, process groups and streams are made here
+    layer        exchange.layer("layers.3")                          y_TD = layer.run(x_TD, routing, experts)
+
+All give the same results. Memory is proportional to routed rows (tokens * choices * width). Source: GShard (arXiv 2006.16668).
+
+Everything that other code must know of a dispatcher is asked of its object: checks, planner, `moe verify` and benches have no list of
+names. A new dispatcher is a file here, a line in catalog.py, and its name and keys in moe/recipe/sections.py. Collectives of other
+libraries are counted and announced by `count` of parallel/mesh/collectives.py. Recipes are checked before torch is loaded, so these files
+import it inside functions.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+
+from parallel.mesh.mesh import Axis, Mesh
+from parallel.mesh.traffic import Load, Traffic
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from torch import Tensor
+
+    from moe.experts.dispatch.network import Dropout
+    from moe.experts.dispatch.placement import Placement
+    from moe.experts.experts import Experts
+    from moe.kernels.network import ByProduct
+    from moe.recipe import sections
+    from moe.router.router import Routing
+
+# T tokens, D model, R rows, E experts
+
+
+class Sizes(NamedTuple):
+    """Sizes of a model's MoE layers: `width` of a row, the largest number of `experts`, `choices` of a token. `kernels`: their module."""
+
+    width: int
+    experts: int
+    choices: int
+    kernels: ModuleType | ByProduct
+
+
+@dataclass(frozen=True)
+class Dispatcher(ABC):
+    """One way to send rows, with the recipe's section `dispatch`. The attributes are facts that other code asks for.
+
+    `about`: when to use it, for tables. `reads`: keys of `dispatch` that no other dispatcher reads, each with the reason. `examples`: rows
+    of `moe verify`, name -> keys of `dispatch` (none: one row of its own name). `least_ranks`: of ep, below which it is another dispatcher.
+    """
+
+    settings: sections.Dispatch
+
+    name: ClassVar[str]
+    about: ClassVar[str]
+    reads: ClassVar[Mapping[str, str]] = {}
+    examples: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    least_ranks: ClassVar[int] = 2
+
+    @property
+    def chunks(self) -> int:
+        """Number of chunks in which a rank computes its experts, one call each."""
+        return 1
+
+    def check(self, *, ranks: int, held: int) -> None:  # noqa: B027  most refuse nothing
+        """Refuse settings with which it cannot work on `ranks` ranks of ep with `held` experts each. Raises BadInput."""
+
+    @abstractmethod
+    def traffic(self, load: Load) -> Traffic:
+        """Return the messages of one layer, without dropout inside the experts."""
+
+    @abstractmethod
+    def open(self, mesh: Mesh, sizes: Sizes) -> Exchange:
+        """Prepare the exchange for all layers of a model. Collective over ep."""
+
+
+@dataclass(frozen=True)
+class Exchange(ABC):
+    """An opened dispatcher, for all layers of a model or, from `layer`, for one of them.
+
+    `axes`: over which rows are sent. `etp`: the axis that shares each expert's matrices. `placement`: the expert at each place (None:
+    expert p at place p); rank i of ep holds the i-th chunk of places. It keeps nothing between calls but buffers.
+    """
+
+    axes: tuple[Axis, ...] = ()
+    etp: Axis = Axis("etp")  # noqa: RUF009  a constant
+    kernels: Any = None
+    placement: Placement | None = None
+
+    @classmethod
+    def over(cls, axes: tuple[str, ...], mesh: Mesh, sizes: Sizes, **own: Any) -> Self:
+        return cls(tuple(map(mesh.axis, axes)), mesh.axis("etp"), sizes.kernels, **own)
+
+    def layer(self, label: str, placement: Placement | None = None) -> Self:
+        """Return the exchange of one layer. `label` names it in error messages and in the watchdog's record."""
+        axes = tuple(replace(axis, label=label) for axis in self.axes)
+        return replace(self, axes=axes, etp=replace(self.etp, label=label), placement=placement)
+
+    @property
+    def axis(self) -> Axis:
+        return self.axes[0]
+
+    @abstractmethod
+    def run(self, x_TD: Tensor, routing: Routing, experts: Experts, *, dropout: Dropout | None = None) -> Tensor:
+        """Sum gate * expert(x) over each token's kept choices: [T, D] in x's dtype. A token without kept choices gets zeros."""

@@ -1,0 +1,69 @@
+"""The networks of held experts on rows that arrived: with whole matrices, or with matrices that are split over etp.
+
+    rows_RD of each etp rank --all-gather--> rows of all, by expert --1/etp of the hidden units--> partial sums
+    rows_RD back             <--reduce-scatter, fp32--------------------------------------------------'
+
+Split, each rank computes its hidden units of every row. w1 and w3 are split by columns, w2 by rows, so one sum after w2 is enough
+(Megatron-LM, arXiv 1909.08053, section 3; on an axis of its own as in arXiv 2504.14960). Ranks may have different numbers of rows, or
+none: each pads its block to the longest. Random keys of dropout inside the experts are gathered with the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe.experts.experts import ExpertChunk, Experts
+from parallel.mesh.collectives import all_gather, reduce_scatter
+from parallel.mesh.exchange import by_bin, collect, spread
+from parallel.mesh.mesh import Axis
+
+# T tokens, R rows here, A rows of all ranks, D model, F hidden units held here, E experts, P ranks of the etp axis
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """Dropout inside the experts.
+
+    `position_T` int64 [T]: each token's index in the step. `scale(position_R)` returns 0 or 1 / (1 - p) for each hidden unit, [R, F].
+    """
+
+    position_T: Tensor
+    scale: Callable[[Tensor], Tensor]
+
+
+def compute(
+    rows_RD: Tensor,
+    experts: Experts,
+    *,
+    etp: Axis,
+    counts: list[int],
+    weights: ExpertChunk = None,
+    position_R: Tensor | None = None,
+    dropout: Dropout | None = None,
+) -> Tensor:
+    """Compute rows [R, D] sorted by expert, `counts` of each, with all held experts or the chunk `weights`.
+
+    `position_R`: index in the step of each row's token, needed only for dropout.
+    """
+    if etp.size == 1:
+        dropped_RF = None if dropout is None or position_R is None else dropout.scale(position_R)
+        out_RD: Tensor = experts(rows_RD, counts=counts, dropped_RF=dropped_RF, weights=weights)
+        return out_RD
+    counts_PE = all_gather(torch.tensor([counts], device=rows_RD.device), etp)
+    longest = int(counts_PE.sum(1).max())
+
+    def gathered(values: Tensor) -> Tensor:
+        return all_gather(torch.cat((values, values.new_zeros(longest - len(values), *values.shape[1:]))), etp)
+
+    order_A = by_bin(counts_PE, stride=longest)  # positions of all ranks' real rows in the padded blocks, sorted by expert
+    rows_AD = collect(gathered(rows_RD), order_A)
+    dropped_AF = None
+    if dropout is not None and position_R is not None:
+        dropped_AF = dropout.scale(gathered(position_R)[order_A])[:, experts.hidden]
+    out_AD = experts(rows_AD, counts=counts_PE.sum(0).tolist(), dropped_RF=dropped_AF, weights=weights)
+    partial = spread(out_AD.float(), order_A, slots=longest * etp.size)
+    return reduce_scatter(partial, etp)[: len(rows_RD)].to(rows_RD.dtype)

@@ -1,0 +1,115 @@
+"""Rows are sent in one or more steps, each an exchange over one axis; results come back by the same steps in reverse order.
+
+    x_TD --permute--> rows sorted by destination --exchange over an axis, reorder-->  ...  --> rows of the experts held here, by expert
+    y_TD <--combine-- rows sorted by destination <--inverse, exchange---------------  ...  <--
+
+Counts are exchanged before rows. A step sorts the rows that it received by the destination of the next step, or by expert after the last.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe.experts.dispatch.dispatcher import Exchange
+from moe.experts.dispatch.network import Dropout, compute
+from moe.experts.dispatch.placement import plan_rows
+from moe.experts.experts import Experts
+from moe.kernels import Plan
+from moe.router.router import Routing
+from parallel.mesh.collectives import all_to_all
+from parallel.mesh.exchange import by_bin, collect, exchange_counts, spread
+from parallel.mesh.mesh import Axis
+
+# T tokens, D model, R rows, P ranks of a step, B bins: places of experts behind one of them
+
+
+@dataclass(frozen=True)
+class Step:
+    """A planned exchange over `axis`. `send`, `receive`: rows to and from each rank. `order_R`: received rows in their new order.
+
+    With `slot_R`, slots are sent, some of them empty: `slot_R` has the slot of each row sent, and `order_R` filled slots received.
+    """
+
+    axis: Axis
+    send: list[int]
+    receive: list[int]
+    order_R: Tensor
+    slot_R: Tensor | None = None
+
+    @classmethod
+    def of(cls, axis: Axis, send_PB: Tensor, receive_PB: Tensor) -> Step:
+        return cls(axis, send_PB.sum(1).tolist(), receive_PB.sum(1).tolist(), by_bin(receive_PB))
+
+    def there(self, rows: Tensor, kernels: Any = None) -> Tensor:
+        """Send rows. Without kernels: other values of the rows, without gradient."""
+        rows = rows if self.slot_R is None else spread(rows, self.slot_R, slots=sum(self.send))
+        rows = all_to_all(rows, self.axis, send=self.send, receive=self.receive)
+        if self.slot_R is not None:
+            return collect(rows, self.order_R)
+        return rows[self.order_R] if kernels is None else kernels.reorder(rows, self.order_R)
+
+    def back(self, rows: Tensor, kernels: Any) -> Tensor:
+        """Send results of rows back."""
+        if self.slot_R is None:
+            return all_to_all(kernels.reorder(rows, inverse(self.order_R)), self.axis, send=self.receive, receive=self.send)
+        slots = spread(rows, self.order_R, slots=sum(self.receive))
+        return collect(all_to_all(slots, self.axis, send=self.receive, receive=self.send), self.slot_R)
+
+
+@dataclass(frozen=True)
+class Route:
+    """The plan of one layer's rows. `counts`: rows of each expert held here."""
+
+    plan: Plan
+    counts: list[int]
+    steps: list[Step]
+
+
+def uneven(exchange: Exchange, routing: Routing) -> Route:
+    """Plan a step for each axis, with rows sorted by their destination's (index on the first axis, index on the second, ..., expert)."""
+    axes, num_experts, order = exchange.axes, routing.probs_TE.shape[1], None
+    if len(axes) > 1:  # the first axis has the neighbours among the ranks of ep
+        ranks = math.prod(axis.size for axis in axes)
+        held = num_experts // ranks
+        order = tuple(rank * held + e for rank in sorted(range(ranks), key=lambda rank: rank % axes[0].size) for e in range(held))
+    plan = plan_rows(exchange.kernels, routing, placement=exchange.placement, order=order)
+    counts_B, steps = plan.counts_E, []
+    for axis in axes:
+        send_PB = counts_B.view(axis.size, -1)
+        receive_PB = exchange_counts(send_PB, axis)
+        steps.append(Step.of(axis, send_PB, receive_PB))
+        counts_B = receive_PB.sum(0)
+    return Route(plan, counts_B.tolist(), steps)
+
+
+@dataclass(frozen=True)
+class Steps(Exchange):
+    """An exchange in the steps that `route` plans."""
+
+    route: Callable[[Exchange, Routing], Route] = uneven
+
+    def run(self, x_TD: Tensor, routing: Routing, experts: Experts, *, dropout: Dropout | None = None) -> Tensor:
+        sent = self.route(self, routing)
+        rows_RD = self.kernels.permute(x_TD, sent.plan)
+        position_R = None if dropout is None else dropout.position_T[sent.plan.token_R]
+        for step in sent.steps:
+            rows_RD = step.there(rows_RD, self.kernels)
+            position_R = None if position_R is None else step.there(position_R)
+        rows_RD = compute(rows_RD, experts, etp=self.etp, counts=sent.counts, position_R=position_R, dropout=dropout)
+        for step in reversed(sent.steps):
+            rows_RD = step.back(rows_RD, self.kernels)
+        y_TD: Tensor = self.kernels.combine(rows_RD, routing.gate_TK, sent.plan)
+        return y_TD
+
+
+def inverse(order_R: Tensor) -> Tensor:
+    """Return the inverse permutation, int64 [R]."""
+    inverse_R = torch.empty_like(order_R)
+    inverse_R[order_R] = torch.arange(len(inverse_R), device=inverse_R.device)
+    return inverse_R

@@ -1,0 +1,87 @@
+"""The networks of some experts as one value, and the way through them product by product.
+
+    h, g = rows w1 [+ b1], rows w3 [+ b3]        out = activation(h, g) [* dropout's factors] w2
+
+Kernels fuse these operations. `ByProduct` computes one after another, for products that no kernel fuses (moe/kernels/products.py), and
+for K-FAC, which needs each product's input and gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe.kernels.activation import Activation, activate
+from moe.kernels.plan import Plan
+
+# T tokens, K choices, R rows, E experts, D model, F hidden, I and O a matrix's in and out
+
+Matrices = tuple[Tensor, Tensor, Tensor | None]  # w1, w2, w3
+Times = Callable[[str, Tensor, Tensor, list[int]], Tensor]  # w1, rows [R, I], matrices [E, I, O], rows of each expert -> [R, O]
+
+
+@dataclass(frozen=True)
+class Network:
+    """Feed-forward networks of E experts.
+
+    `w1`, `w3` [E, D, F] and `w2` [E, F, D]; `w3` is None without a gated activation. `b1`, `b3` [E, F] are added after w1 and w3.
+    """
+
+    w1: Tensor
+    w2: Tensor
+    w3: Tensor | None
+    b1: Tensor | None
+    b3: Tensor | None
+    activation: Activation
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor | None], activation: Activation) -> Network:
+        """Return the network of w1, w2, w3, b1 and b3."""
+        w1, w2, w3, b1, b3 = tensors
+        assert w1 is not None and w2 is not None
+        return cls(w1, w2, w3, b1, b3, activation)
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        return self.w1, self.w2, self.w3, self.b1, self.b3
+
+    def recorded(self, *inputs: Tensor | None) -> bool:
+        """Return whether a backward pass may follow a pass of these inputs. If not, hidden rows need not be kept."""
+        return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*self.tensors, *inputs))
+
+    def compute(
+        self, rows_RD: Tensor, multiply: Callable[[str, Tensor, Tensor, Tensor | None], Tensor], *, dropped_RF: Tensor | None
+    ) -> Tensor:
+        """Compute rows [R, D] by `multiply(name, rows, matrices, biases)`, which returns a matrix's products with its biases added."""
+        gate_RF = None if self.w3 is None else multiply("w3", rows_RD, self.w3, self.b3)
+        hidden_RF = activate(multiply("w1", rows_RD, self.w1, self.b1), gate_RF, *self.activation)
+        return multiply("w2", hidden_RF if dropped_RF is None else hidden_RF * dropped_RF, self.w2, None)
+
+
+class ByProduct:
+    """Kernels whose expert networks call `times` for each product; everything else is delegated to `kernels`."""
+
+    def __init__(self, kernels: ModuleType | ByProduct, times: Times) -> None:
+        self.kernels, self.times = kernels, times
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.kernels, name)
+
+    def grouped_ffn(self, rows_RD: Tensor, network: Network, *, counts: list[int], dropped_RF: Tensor | None = None) -> Tensor:
+        def multiply(name: str, rows: Tensor, weight_EIO: Tensor, bias_EO: Tensor | None) -> Tensor:
+            out = self.times(name, rows, weight_EIO, counts)
+            if bias_EO is None:
+                return out
+            return out + bias_EO.to(out.dtype).repeat_interleave(torch.tensor(counts, device=out.device), dim=0)
+
+        return network.compute(rows_RD, multiply, dropped_RF=dropped_RF)
+
+    def routed_ffn(self, x_TD: Tensor, gate_TK: Tensor, plan: Plan, network: Network, *, dropped_RF: Tensor | None = None) -> Tensor:
+        rows_RD = self.grouped_ffn(self.permute(x_TD, plan), network, counts=plan.counts_E.tolist(), dropped_RF=dropped_RF)
+        combined: Tensor = self.combine(rows_RD, gate_TK, plan)
+        return combined

@@ -1,0 +1,51 @@
+"""How the experts' matrix products are computed: one object a policy, listed in PRODUCTS.
+
+    plain          operands in the compute dtype, inside the kernels' fused operations
+    any other      its own `product`, one after another, between the kernels' permute and combine (moe/kernels/network.py, ByProduct)
+
+A policy decides everything about a product: which operands are quantised, in which of the three products of forward and backward, with
+which scales. Checks, the planner and `moe verify` ask the object. A new policy is a file here, a line in PRODUCTS, a name in the recipe
+(moe/recipe/sections.py, Experts.products), and a plain function in the twin (moe/verify/plain/layer.py, PRODUCTS).
+
+Recipes are checked before torch is loaded, so these files import it inside the functions that compute.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# R rows, E experts, I and O a matrix's in and out
+
+
+class Products:
+    """One way to compute products. The attributes are facts that other code asks for; a policy overrides the ones that differ."""
+
+    name: ClassVar[str]
+    fused: ClassVar[bool] = False  # kernels compute these products inside their own operations, and keep less for the backward pass
+    rounds: ClassVar[bool] = True  # operands are rounded to fewer bits than the compute dtype's, so orders of sums show in more than 1e-5
+    kind: ClassVar[str | None] = None  # of the device's rates (moe/plan/machine/device.py), such as fp8; None: the compute dtype's
+    whole_rows: ClassVar[str | None] = None  # why a rank or tile cannot hold a shard of the hidden units; None: it can
+
+    def product(self, rows_RI: Tensor, weight_EIO: Tensor, counts: list[int]) -> Tensor:
+        """Multiply rows sorted by expert, `counts` of each, by their expert's matrix: [R, O] in the rows' dtype, with gradients."""
+        raise NotImplementedError
+
+
+class Plain(Products):
+    """Operands in the compute dtype: weights are cast to it at each use."""
+
+    name = "plain"
+    fused = True
+    rounds = False
+
+    def product(self, rows_RI: Tensor, weight_EIO: Tensor, counts: list[int]) -> Tensor:
+        import torch
+
+        parts = zip(rows_RI.split(counts), weight_EIO, strict=True)
+        return torch.cat([part @ weight.to(rows_RI.dtype) for part, weight in parts])
+
+
+PRODUCTS: dict[str, Products] = {p.name: p for p in (Plain(),)}

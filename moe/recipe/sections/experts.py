@@ -1,0 +1,102 @@
+"""Sections of a recipe that describe the experts, their router, and how rows are sent to them."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
+
+from moe.recipe.plugin import Plugin
+from moe.recipe.presets import PRESETS
+from moe.recipe.router_spec import RouterSpec
+from moe.recipe.section import Section, key
+
+
+class Experts(Section, alters="shape", off_without="model.moe_every or model.moe_layers"):
+    """The feed-forward networks of one MoE layer."""
+
+    num_experts: int | tuple[int, ...] = key(8, "a list (pyramid): one number for each layer with experts, in order")
+    d_ff: int | None = key(None, "null: model.d_ff", gt=0)
+    ffn: Literal["relu", "gelu", "geglu", "swiglu"] | None = key(None, "null: model.ffn", alters="function")
+    skip: int = key(
+        0, "choices in addition to the experts that return the token unchanged (LongCat-Flash)", ge=0, le=100_000, alters="function"
+    )
+    zero: int = key(0, "choices in addition to the experts that add nothing (MoE++)", ge=0, le=100_000, alters="function")
+    biases: bool = key(False, "biases after the products of each expert (GPT-OSS)")
+    shared: int = key(0, "experts that every token passes, as one wider network", ge=0)
+    shared_d_ff: int | None = key(None, "hidden width of one shared expert; null: of an expert", gt=0, of="experts.shared")
+    shared_gate: bool = key(False, "the shared network times sigmoid(w x), as in Qwen2-MoE", of="experts.shared")
+    residual: bool = key(False, "a dense network in each MoE layer, mixed with its experts by a learned softmax (PR-MoE)")
+    dropout: float = key(0.0, "inside the experts; Switch fine-tunes with 0.4", ge=0, lt=1, alters="training")
+    rebalance_every: int = key(0, "steps between moves of experts that even out the ranks' load; 0: never", ge=0, alters="cost")
+    kernels: Literal["auto", "reference", "cpu", "triton"] = key("auto", alters="cost")
+    products: ClassVar[str] = "plain"  # a policy of moe/kernels/products.py; a key when there are two
+
+    @field_validator("num_experts")
+    @classmethod
+    def _some(cls, value: int | tuple[int, ...]) -> int | tuple[int, ...]:
+        if min((value,) if isinstance(value, int) else value, default=0) < 1:
+            raise ValueError("a number above 0, or a list of such numbers")
+        return value
+
+    def of_layer(self, nth: int) -> int:
+        """Number of experts in the nth layer with experts, counted from 0."""
+        return self.num_experts if isinstance(self.num_experts, int) else self.num_experts[nth]
+
+    @property
+    def free(self) -> int:
+        """Number of choices without an expert's work."""
+        return self.skip + self.zero
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Numbers of experts of the layers; a single one if all layers have the same."""
+        return (self.num_experts,) if isinstance(self.num_experts, int) else self.num_experts
+
+
+class _Published(Section, alters="function", off_without="model.moe_every or model.moe_layers"):
+    """The first key of the section `router`."""
+
+    preset: Literal[
+        "switch", "switch_mtf", "gshard", "glam", "mixtral", "qwen2_moe", "olmoe", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3",
+        "llama4", "nllb", "deepspeed", "megatron", "expert_choice",
+    ] = key("switch", "a published router, with all its values", alters="name")  # fmt: skip
+
+
+class Router(RouterSpec, _Published):
+    """The router: a published one by name, and this recipe's changes to it.
+
+    Router(preset="glam", jitter=0.1) has GLaM's values but for jitter. The value "preset" of a key is the preset's.
+    """
+
+    allow_noncausal: bool = key(False, "train a router that looks at later tokens when it chooses", alters="training")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _complete(cls, values: Any) -> Any:
+        """Fill keys that are missing, or that are "preset", with the preset's values."""
+        if not isinstance(values, dict):
+            return values
+        own = {key: value for key, value in values.items() if value != "preset"}
+        preset = PRESETS.get(str(own.get("preset", cls.model_fields["preset"].default)), PRESETS["switch"])
+        return dict(preset) | own
+
+    @model_serializer(mode="wrap")
+    def _as_written(self, inner: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Write "preset" for the preset's values, so that a recipe that is read back follows another preset."""
+        return {key: "preset" if key in RouterSpec.model_fields and key not in self.own else value for key, value in inner(self).items()}
+
+    @property
+    def own(self) -> dict[str, Any]:
+        """This recipe's values that differ from the preset's."""
+        return {key: getattr(self, key) for key, value in PRESETS[self.preset] if getattr(self, key) != value}
+
+
+class Dispatch(Section, alters="cost", off_without="model.moe_every or model.moe_layers"):
+    """How rows are sent to the ranks that hold their experts, and back. All kinds give the same numbers."""
+
+    kind: Literal["auto", "all_to_all", "padded", "all_gather", "hierarchical"] | Plugin = key(
+        "auto", "auto: all_to_all; if one rank holds every expert, no rows are sent whatever is set"
+    )
+    overlap_chunks: int = key(1, "of all_to_all: chunks of the held experts; one is computed while the next is exchanged", gt=0)
+    node_size: int | None = key(None, "of hierarchical: ranks of the ep axis that share a node", gt=0)

@@ -1,0 +1,145 @@
+"""Sections of a recipe that describe data, optimizer, adapters and the training loop."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from moe.recipe.plugin import Plugin, is_plugin
+from moe.recipe.section import OneOrMore, Section, key
+
+
+class Source(Section):
+    """One of several sources of text."""
+
+    path: str
+    weight: float = Field(gt=0, lt=1e18, description="its share of the sequences is this over the sum of all sources' weights")
+    text_key: str | None = Field(None, description="the field or column that holds the text; null: data.text_key")
+
+
+class Data(Section, alters="training"):
+    source: Literal["python_stdlib", "text", "jsonl", "given"] | Plugin = key(
+        "python_stdlib", "text and jsonl need path; given: from Python, train(run, data=...)"
+    )
+    path: str | None = key(None, "a file or folder of text, JSONL, Parquet or Arrow, also .gz or .zst; of ids: *.bin")
+    sources: tuple[Source, ...] = key((), "instead of path: several, as {path, weight} or {path, weight, text_key}")
+    text_key: str = key("text", "the field of a JSONL line, or the column of a table, that holds the text")
+    tokenizer: Literal["bytes", "bpe", "ids"] = key("bytes", "ids: the data are token ids, not text", alters="function")
+    vocab_size: int = key(4096, "above 256 with bpe", gt=0, alters="function", off_without="data.tokenizer=bpe|ids")
+    validation_share: float = key(0.05, "of the files", gt=0, lt=1)
+    objective: Literal["next_token", "span_corruption"] = key(
+        "next_token", "span_corruption: an encoder reads a text with hidden spans, a decoder writes the hidden tokens (T5)"
+    )
+
+    @property
+    def is_own(self) -> bool:
+        """True if a user's program gives the samples."""
+        return self.source == "given" or is_plugin(self.source)
+
+    @property
+    def name(self) -> str:
+        """Name of the text, for reports: its path, its sources' paths, or its source."""
+        return self.path or ", ".join(source.path for source in self.sources) or self.source
+
+
+class Kfac(Section, alters="training", of="optimizer.kind=kfac"):
+    """Settings of K-FAC: how its factors are estimated and damped."""
+
+    damping: float = key(0.3, "its square root is added to each factor, scaled to mean eigenvalue 1", gt=0, le=1e6)
+    ema: float = key(0.5, "share of the old factors that is kept at a refresh", ge=0, lt=1)
+    refresh_every: int = key(5, "steps from one update of factors to the next; inverses are stale between", gt=0)
+    delay: int = key(0, "steps until new inverses are used, so that pipeline bubbles can compute them", ge=0)
+    experts: bool = key(True, "false: experts' matrices take AdamW's steps")
+
+
+class Muon(Section, alters="training", of="optimizer.kind=muon", gone={"nesterov": True, "iterations": 5}):
+    """Settings of Muon, for matrices; embedding, head, router, gates and norms take AdamW's steps."""
+
+    momentum: float = key(0.95, ge=0, lt=1)
+    scale: Literal["rms", "spectral"] = key("rms", "rms: steps as large as AdamW's; spectral: sqrt(max(1, out / in))")
+    lr_factor: float = key(1.0, "factor on optimizer.lr for matrices", gt=0, le=1e6)
+
+
+class Adafactor(
+    Section,
+    alters="training",
+    of="optimizer.kind=adafactor",
+    gone={"decay_rate": 0.8, "clip": 1.0, "floor": 1e-3, "eps": 1e-30},
+):
+    """Settings of Adafactor."""
+
+    step: Literal["relative", "absolute"] = key("relative", "relative: times the root mean square of the weights")
+
+
+class Sgd(Section, alters="training", of="optimizer.kind=sgd", gone={"nesterov": False}):
+    """Settings of SGD."""
+
+    momentum: float = key(0.9, ge=0, lt=1)
+
+
+class Optimizer(Section, alters="training"):
+    """The optimizer, its learning rate and its weight decay. No weight decay on norms, biases and the router."""
+
+    kind: Literal["adamw", "kfac", "muon", "adafactor", "sgd", "given"] | Plugin = key(
+        "adamw", "kfac: K-FAC's direction with AdamW's length; muon: orthogonal steps of matrices; given: from Python"
+    )
+    lr: float = key(1e-3, gt=0, le=1e3)
+    beta1: float = key(0.9, ge=0, lt=1, off_without="optimizer.kind=adamw|kfac|muon")
+    beta2: float = key(0.95, ge=0, lt=1, off_without="optimizer.kind=adamw|kfac|muon")
+    eps: float = key(1e-8, gt=0, le=1, off_without="optimizer.kind=adamw|kfac|muon")
+    weight_decay: float = key(0.1, ge=0, le=1e3)
+    warmup_steps: int = key(50, ge=0)
+    schedule: Literal["cosine", "wsd", "constant", "linear", "inverse_sqrt"] | Plugin = "cosine"
+    decay_share: float = key(0.2, "the last share of the steps, where the rate falls", gt=0, le=1, off_without="optimizer.schedule=wsd")
+    min_lr_share: float = key(0.1, ge=0, le=1, off_without="optimizer.schedule=cosine|wsd|linear")
+    clip_norm: float | None = key(1.0, ge=1e-8)
+    kfac: Kfac = Kfac()
+    muon: Muon = Muon()
+    adafactor: Adafactor = Adafactor()
+    sgd: Sgd = Sgd()
+
+    @property
+    def is_own(self) -> bool:
+        """True if a user's program gives the optimizer."""
+        return self.kind == "given" or is_plugin(self.kind)
+
+
+class Lora(Section, alters="shape"):
+    """LoRA adapters: two narrow matrices for each frozen one. The frozen weights are loaded from another run (--init_from)."""
+
+    rank: int = key(0, "W + alpha / rank B A replaces W; 0: no adapters, all weights are trained", ge=0, le=100_000)
+    alpha: float = key(16.0, gt=0, le=1e6, alters="function", of="lora.rank")
+    targets: Annotated[tuple[Literal["attention", "experts", "dense"], ...], OneOrMore] = key(
+        ("attention",), "modules that get adapters; dense: networks that are no experts, shared and residual ones too", of="lora.rank"
+    )
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank if self.rank else 0.0
+
+
+class Train(Section, alters="cost"):
+    steps: int = key(300, gt=0, alters="training")
+    global_batch: int = key(32, "sequences in one step, over all ranks and micro-batches", gt=0, alters="training")
+    eval_every: int = key(100, "steps; 0: only at the end", ge=0)
+    eval_sequences: int = key(64, gt=0)
+    save_every: int = key(100, "steps; 0: only at the end", ge=0)
+    keep: int = key(2, "newest checkpoints kept", gt=0)
+    save_mode: Literal["sync", "async"] = key("sync", "async: steps continue while a copy in host memory is written")
+    grace_s: float = key(600.0, "seconds that ranks have after a signal to end their step and save", ge=1, le=86_400)
+    timeout_s: float | None = key(
+        None, "seconds that a rank waits for others before the run ends on all ranks; null: gloo 120, NCCL 600", ge=1, le=86_400
+    )
+    seed: int = key(0, ge=0, alters="training")
+    audit_every: int = key(
+        0, "steps between audits, which compute a step twice and compare copies, to find silent corruption; 0: never", ge=0
+    )
+    compile: bool = key(False, "torch's compiler makes kernels for norms, activations and the loss in the first step")
+    deterministic: bool = key(False, "the same run twice gives the same bits, or says what cannot")
+    on_nan: Literal["skip", "stop"] = key("skip", "reaction to a gradient that is not finite", alters="training")
+    max_skips: int = key(20, "skipped steps in a row before the run stops (dynamic loss scale: at its floor)", gt=0, alters="training")
+    sample_tokens: int = key(160, "tokens of a text that the model writes after the last step; 0: none", ge=0, le=10_000)
+    measure_speed: bool = key(True, "after the last step: time plain matrix products, to report the run's share of their speed")
+    report: bool = key(True, "after the last step: pictures and page; false: moe report makes them")
+    trackers: Annotated[tuple[Literal["wandb", "trackio", "mlflow"], ...], OneOrMore] = key((), "in addition to TensorBoard")

@@ -1,0 +1,33 @@
+"""The data-parallel engines by name. A new engine is its file, its facts in this folder, and its row here.
+
+`Named`: the values of `sharding.kind`, several of which may share a name and differ by `sharding.stage`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from parallel.data.kinds.ddp import DDP, ZERO_0
+from parallel.data.kinds.dp import DP
+from parallel.data.kinds.fsdp import FSDP
+from parallel.data.kinds.kind import EngineKind
+from parallel.data.kinds.zero import ZERO_1, ZERO_2, ZERO_3
+
+Named = Literal["dp", "ddp", "fsdp", "zero"]
+ENGINES: dict[str, EngineKind] = {kind.name: kind for kind in (DP, DDP, FSDP, ZERO_0, ZERO_1, ZERO_2, ZERO_3)}
+PLAIN, CUT = DDP.name, FSDP.name  # of a rank alone, with whole weights; with shards of every weight
+
+
+def engine_named(kind: str, stage: int) -> EngineKind:
+    """Return the engine that `sharding.kind` and, for kinds with stages, `sharding.stage` name."""
+    return next(row for row in ENGINES.values() if row.sharding["kind"] == kind and row.sharding.get("stage", stage) == stage)
+
+
+def planned() -> tuple[str, ...]:
+    """Return the names of the engines that the planner tells apart."""
+    return tuple(name for name, kind in ENGINES.items() if kind.planned_as is None)
+
+
+def offloading(states: str, place: str) -> EngineKind:
+    """Return the engine of the lowest ZeRO stage that keeps these states (`optimizer`, `parameters`) in this place (`cpu`, `nvme`)."""
+    return min((kind for kind in ENGINES.values() if (states, place) in kind.offloads), key=lambda kind: kind.stage)

@@ -1,0 +1,24 @@
+"""DDP: every rank holds all weights, gradients and optimizer states (parallel/data/ddp.py)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from parallel.data.kinds.kind import EngineKind, Setup
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from parallel.data.engine import Engine, Rule
+
+
+def start(model: nn.Module, setup: Setup, optimizer: Rule) -> Engine:
+    from parallel.data.ddp import DDP
+
+    return DDP(model, layouts=setup.layouts, mesh=setup.mesh, optimizer=optimizer)
+
+
+DDP = EngineKind("ddp", start, {"kind": "ddp"}, steps_by_stage=True, gradients="buckets")
+# stage 0 of ZeRO shards nothing
+ZERO_0 = replace(DDP, name="zero0", sharding={"kind": "zero", "stage": 0}, keys=("engine", "offload"), planned_as="ddp", master_copy=True)

@@ -1,0 +1,86 @@
+"""FSDP: every rank keeps 1/N of each parameter, gradient and optimizer state (parallel/data/fsdp.py)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from parallel.data.kinds.kind import At, EngineKind, Setup, Whole
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from parallel.data.engine import Engine, Rule
+    from parallel.numerics.first_values import Fill
+
+
+def load() -> None:
+    import parallel.data.fsdp  # noqa: F401
+
+
+def cut(model: nn.Module, setup: Setup, device: torch.device, fill: Fill) -> None:
+    from parallel.data.fsdp import shard
+
+    reshard = setup.reshard and setup.mesh.axis("pp").size == 1
+    shard(
+        model,
+        setup.units(),
+        layouts=setup.layouts,
+        mesh=setup.mesh,
+        device=device,
+        reshard=reshard,
+        prefetch=setup.prefetch,
+        fill=fill,
+    )
+
+
+def start(model: nn.Module, setup: Setup, optimizer: Rule) -> Engine:
+    from parallel.data.fsdp import FSDP
+
+    return FSDP(model, layouts=setup.layouts, mesh=setup.mesh, optimizer=optimizer)
+
+
+def gathered(at: At, w: Whole) -> float:
+    """Return bytes of a unit at a time; at each moment here the rest has been given back.
+
+    forward pass      -                   the next moments need more
+    the loss          -                   if it comes in chunks, the head's table
+    a layer works     2 c L + r B         its own and those of the next, asked for ahead; B: the gradient behind, in its buffer
+    it has worked     2 c L + r (B + L)   its own gradient too, when its activations are gone; then its weights go back,
+                      c L + 2 r L         and its gradient is put into a buffer. So with the head, while all layers wait
+    kept whole        c (P - B) + sums    without `reshard`, at all of them; on stages c P, since other micro-batches need it
+    """
+    c, r = w.compute_bytes, w.sum_bytes
+    left = w.held if w.on_stages else w.held - w.behind  # what has worked is given back, unless other micro-batches need it
+    match at:
+        case "loss":
+            return c * (w.held if w.stays else w.table if w.loss_chunks > 1 else 0.0)
+        case "work":
+            return c * (left if w.stays else 2 * w.layer) + r * w.trained_behind
+        case "head":  # `behind`: the layer that works next
+            of_table = w.trained_table
+            return max(
+                c * (w.held if w.stays else w.table + w.behind) + r * of_table,
+                c * (w.held - w.table if w.stays else w.behind) + 2 * r * of_table,
+            )
+        case "sums":
+            most = c * (left if w.stays else 2 * w.layer) + r * (w.trained_behind + w.trained_layer)
+            return max(most, c * (left - w.layer if w.stays else w.layer) + 2 * r * w.trained_layer)
+        case "embedding":
+            return c * (w.held if w.on_stages else 0.0) + (2 * r - c) * w.trained_table
+    return 0.0
+
+
+FSDP = EngineKind(
+    "fsdp",
+    start,
+    {"kind": "fsdp"},
+    keys=("reshard", "prefetch"),
+    stage=3,
+    cut=cut,
+    load=load,
+    by_module=True,
+    steps="shards",
+    gathered=gathered,
+    moments=("head",),
+)

@@ -1,0 +1,101 @@
+"""ZeRO by DeepSpeed: stages 1 and 2 (parallel/data/zero.py), and stage 3, which gathers weight by weight (parallel/data/zero3.py)."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from parallel.data.kinds import ddp
+from parallel.data.kinds.kind import At, EngineKind, Setup, StandIn, Whole
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from parallel.data.engine import Engine, Rule
+    from parallel.numerics.first_values import Fill
+
+_WHY = "DeepSpeed's engine reads addresses of memory, which a rehearsal does not have"
+
+
+def load() -> None:
+    from parallel.data.deepspeed import load_deepspeed
+
+    load_deepspeed()
+
+
+def cut(model: nn.Module, setup: Setup, device: torch.device, fill: Fill) -> None:
+    from parallel.data.zero3 import ShardedInit
+
+    ShardedInit(setup.layouts, setup.mesh, device=device, fill=fill, offload=setup.offload)(model)
+
+
+def _start(stage: int, model: nn.Module, setup: Setup, optimizer: Rule) -> Engine:
+    """Start the engine; DDP for a pipeline stage without replicas and offload, which has nothing to share."""
+    if setup.mesh.axis("pp").size > 1 and setup.mesh.axis("dp", "sp").size == 1 and setup.offload.optimizer == "none":
+        return ddp.start(model, setup, optimizer)
+    from parallel.data.engine import AdamW
+
+    assert isinstance(optimizer, AdamW)
+    layouts, mesh, offload, working = setup.layouts, setup.mesh, setup.offload, setup.working
+    if stage == 3:
+        from parallel.data.zero3 import Zero3
+
+        return Zero3(model, layouts=layouts, mesh=mesh, optimizer=optimizer, offload=offload, working=working)
+    from parallel.data.zero import Zero
+
+    return Zero(model, layouts=layouts, mesh=mesh, optimizer=optimizer, stage=stage, offload=offload, working=working)
+
+
+def gathered(at: At, w: Whole) -> float:
+    """Return bytes of weights that are gathered one by one and freed late, and of a bucket on its way.
+
+    forward pass      c (W + F)           W elements are whole, two buckets or the widest matrix, F of a bucket as they arrived
+    the loss          c W
+    a layer works     c W (+ c F)         ... unless W is all there is
+    a bucket's sums   c W + (2 + 1/N) r K the K gradients of a bucket as they are sent, as they arrive, and this rank's sums
+    """
+    bucket, sums = min(w.bucket, w.held), min(w.bucket, w.trained)
+    live = min(w.held, max(2 * w.bucket, w.matrix if at == "work" else w.table))
+    if at == "bucket":  # the layers that filled it have been given back
+        return w.compute_bytes * min(live, w.held - bucket) + (2 + 1 / w.copies) * w.sum_bytes * sums
+    return w.compute_bytes * (live + (bucket if at == "forward" or (at == "work" and live < w.held) else 0.0))
+
+
+_zero = partial(EngineKind, keys=("engine", "offload"), load=load, steps="elements", master_copy=True, bucket="passes")
+_TO_HOST = frozenset({("optimizer", "cpu")})
+
+ZERO_1 = _zero(
+    "zero1",
+    partial(_start, 1),
+    {"kind": "zero", "stage": 1},
+    stage=1,
+    offloads=_TO_HOST,
+    stands_in=StandIn({"kind": "ddp", "stage": 0}, f"{_WHY}: DDP stands for ZeRO-1; of optimizer a rank would hold 1/N alone"),
+)
+ZERO_2 = _zero(
+    "zero2",
+    partial(_start, 2),
+    {"kind": "zero", "stage": 2},
+    stage=2,
+    offloads=_TO_HOST,
+    with_stages="fsdp",
+    stands_in=StandIn(
+        {"kind": "ddp", "stage": 0}, f"{_WHY}: DDP stands for ZeRO-2; of optimizer and gradients a rank would hold 1/N alone"
+    ),
+)
+ZERO_3 = _zero(
+    "zero3",
+    partial(_start, 3),
+    {"kind": "zero", "stage": 3},
+    stage=3,
+    cut=cut,
+    frees_weights=True,
+    offloads=frozenset((states, place) for states in ("optimizer", "parameters") for place in ("cpu", "nvme")),
+    with_stages="fsdp",
+    stands_in=StandIn({"engine": "fsdp"}, f"{_WHY}: torch's FSDP stands for ZeRO-3, which shards the same"),
+    gradients="buffer",
+    bucket="always",
+    gathered=gathered,
+    moments=("forward", "bucket"),
+)

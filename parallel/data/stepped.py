@@ -1,0 +1,105 @@
+"""The common part of engines in which torch's optimizer steps this rank's parameters: whole ones (DDP), or shards as plain tensors (FSDP).
+
+An engine has to say how gradients are summed (`reduce`), and which of these methods it does in another way.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+
+from parallel.data.engine import Load, Rule
+from parallel.data.load import fill_stepped, held_of, kept_of
+from parallel.mesh.layout import Layout
+from parallel.mesh.mesh import Mesh
+from parallel.watch.audit import Held, copies_of
+
+
+class Stepped(ABC):
+    """An engine around `module`. `parameters`: what the optimizer steps, by module parameter name, as `layouts`."""
+
+    rule: Rule
+    optimizer: torch.optim.Optimizer
+    parameters: Mapping[str, nn.Parameter]
+
+    def __init__(self, module: nn.Module, *, layouts: dict[str, Layout], mesh: Mesh) -> None:
+        self.module, self.layouts, self.mesh = module, layouts, mesh
+
+    def forward(self, *args: Any, last: bool) -> Any:
+        return self.module(*args)
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]
+        if last:
+            self.reduce()
+
+    def backward_from(self, output: GradientEdge, gradient: Tensor | None) -> None:
+        torch.autograd.backward(output, gradient)
+
+    def start_sums(self, names: Sequence[str]) -> None:
+        return  # all sums are `reduce`'s
+
+    @abstractmethod
+    def reduce(self) -> None: ...
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, gradient of what the optimizer steps)."""
+        return ((name, p.grad) for name, p in self.parameters.items() if p.grad is not None)
+
+    def held(self, name: str, kind: str, tensor: Tensor) -> Held:
+        """Return a tensor with the axes that hold copies of it."""
+        return copies_of(name, kind, tensor, self.layouts[name])
+
+    def owned_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        for name, grad in self.gradients():
+            if self.layouts[name].is_owner(self.mesh):
+                yield self.layouts[name].family, grad
+
+    def tensors(self) -> Iterator[Held]:
+        for name, parameter in self.parameters.items():
+            for kind, tensor in held_of(parameter, self.optimizer):
+                yield self.held(name, kind, tensor)
+
+    def summed_gradients(self) -> Iterator[Held]:
+        return (self.held(name, "gradient", grad) for name, grad in self.gradients())
+
+    def copy_again(self) -> bool:
+        return False
+
+    def scale_gradients(self, factor: float) -> None:
+        torch._foreach_mul_([grad for _, grad in self.gradients()], factor)
+
+    def step(self, lr: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.drop_gradients()
+
+    def drop_gradients(self) -> None:
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def gradient(self, name: str) -> Tensor:
+        return dict(self.gradients())[name]
+
+    def state(self, name: str) -> dict[str, Tensor]:
+        parameter = self.parameters[name]
+        kept = self.rule.kept(name, parameter.ndim) if parameter.requires_grad else {}
+        return {"weight": parameter.detach()} | kept_of(parameter, self.optimizer, kept)
+
+    def load_state(self, names: Iterable[str], load: Load, *, steps: int) -> None:
+        for name in names:
+            parameter, start = self.parameters[name], self.start(name)
+            if parameter.numel():
+                kept = self.rule.kept(name, parameter.ndim)
+                fill_stepped(parameter, self.optimizer, partial(load, name), kept=kept, steps=steps, start=start)
+
+    def start(self, name: str) -> Sequence[int]:
+        """Return the index of the first element here in this rank's shard by the layout. Default: zeros."""
+        return ()

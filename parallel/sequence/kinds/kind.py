@@ -1,0 +1,113 @@
+"""Facts about a method of sequence-parallel attention that checks, planner, model and verify ask for: a SequenceKind each, in catalog.py.
+
+    make     axis, order, window -> Method          cost       bytes sent and kept
+    uneven   the busiest rank's work                refuses    models that it cannot have
+
+Costs are closed forms, counted against runs by `moe bench comm --kinds sequence`. `make` imports the method's file when it is called, so
+that checks and planner need no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from parallel.errors import BadInput
+from parallel.sequence.order import Order, Places
+
+if TYPE_CHECKING:
+    from parallel.mesh.mesh import Axis
+    from parallel.sequence.method import Method
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One attention layer for `batch` sequences. `itemsize`: bytes of an element."""
+
+    batch: int
+    length: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    itemsize: int = 4
+
+    @property
+    def wide(self) -> int:
+        return max(4, self.itemsize)
+
+
+class Held(NamedTuple):
+    """Elements of a rank's queries, of its keys (and as many values), and one number for each query and head."""
+
+    q: int
+    k: int
+    r: int
+
+    @staticmethod
+    def of(layer: Attention, ranks: int) -> Held:
+        tokens = layer.batch * layer.length // ranks
+        return Held(tokens * layer.heads * layer.head_size, tokens * layer.kv_heads * layer.head_size, tokens * layer.heads)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Bytes that all ranks send together in each pass, and bytes that each rank keeps from its forward to its backward pass."""
+
+    forward: int
+    backward: int
+    kept: int
+
+
+class SequenceSizes(NamedTuple):
+    """A model on the ranks of sp. `heads`: of a rank of tp."""
+
+    ranks: int
+    heads: int
+    kv_heads: int
+    length: int
+    bias: bool
+    sinks: bool
+    windows: bool
+
+
+def any_model(asked: SequenceSizes) -> BadInput | None:
+    """Refuse nothing."""
+
+
+def even(order: Places, ranks: int) -> float:
+    """Return 1: all ranks have equal work."""
+    return 1.0
+
+
+def no_advice(order: Places, ranks: int) -> str | None:
+    """Return no reason against the method."""
+
+
+@dataclass(frozen=True)
+class SequenceKind:
+    """One row of the catalog.
+
+    about: a phrase for the recipe's key.
+    orders: the orders of positions that it can have (order.py), the default first.
+    trades_heads: all ranks trade heads for tokens, so that `make` gets one rank.
+    keeps_scores: whole rows of scores are kept for the backward pass.
+    beside: messages are sent during computation; otherwise ranks wait for them.
+    uneven: (order, ranks) -> work of the busiest rank over the mean.
+    refuses: why a model is impossible; None if it is possible.
+    advice: (order, ranks of the ring) -> why it is not recommended, and a better choice.
+    tried: the forms that `moe verify` tries, with their keys of section `sequence`; None: one, under its own name.
+    """
+
+    name: str
+    about: str
+    make: Callable[[Axis, Order, int | None], Method]
+    cost: Callable[[int, Attention], Cost]
+    orders: tuple[Places, ...] = ("contiguous",)
+    trades_heads: bool = False
+    keeps_scores: bool = False
+    beside: bool = True
+    uneven: Callable[[Places, int], float] = even
+    refuses: Callable[[SequenceSizes], BadInput | None] = any_model
+    advice: Callable[[Places, int], str | None] = no_advice
+    tried: Mapping[str, Mapping[str, str]] | None = None

@@ -1,0 +1,242 @@
+"""A made-up dispatcher is an object and a line in the catalog: checks, planner, mesh, model, counts, watchdog, verify and docs ask it."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe.checks.together import check_run
+from moe.experts.dispatch import catalog
+from moe.experts.dispatch.catalog import DISPATCHERS, PLAIN, check_dispatch, dispatcher_of, examples, open_exchange, rows_for
+from moe.experts.dispatch.dispatcher import Dispatcher, Exchange, Sizes
+from moe.experts.dispatch.network import Dropout, compute
+from moe.experts.dispatch.placement import place_of
+from moe.experts.experts import Experts
+from moe.kernels import choose
+from moe.model.transformer import moe_layers
+from moe.parallelize.build import build
+from moe.plan.job.of_recipe import network_of, plan_of
+from moe.plan.machine.cluster import load_cluster
+from moe.plan.memory.memory import peak
+from moe.plan.time.cost import step_time
+from moe.recipe import sections
+from moe.recipe.load import build_run, load
+from moe.router.router import Routing
+from moe.verify import expected, layouts, twin
+from moe.verify.cases import Case, expert_cases
+from moe.verify.compare import compare
+from parallel.errors import BadInput
+from parallel.mesh.collectives import shift
+from parallel.mesh.mesh import Degrees, Mesh
+from parallel.mesh.record import Record
+from parallel.mesh.traffic import Load, Message, Traffic
+from parallel.process import process
+from parallel.process.process import World
+from tests.moe.experts.dispatch.test_dispatch import D, E, experts_of, random
+from tests.support.ranks import run_on_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# --- the made-up dispatcher -------------------------------------------------------------------------------------------
+
+
+class Ring(Dispatcher):
+    """Tokens go around the ring of ep; each rank adds what its experts give, and the sums go on until they are home."""
+
+    name = "ring"
+    about = "links in a ring"
+
+    def check(self, *, ranks: int, held: int) -> None:
+        if ranks > 2:
+            raise BadInput("degrees.ep", got=ranks, needed="at most 2 with dispatch.kind=ring", fix="set degrees.ep to 2")
+
+    def traffic(self, load: Load) -> Traffic:
+        def rounds(token_bytes: int, number: int) -> Message:
+            return Message("ep", "shift", number * load.tokens * token_bytes, load.ranks, calls=number)
+
+        on = load.ranks - 1
+        rows, gates, sums = rounds(load.row_bytes, on), rounds(4 * load.choices, on), rounds(4 * load.width, load.ranks)
+        return Traffic((rounds(8 * load.choices, on),), (rows, gates, sums), (rows, gates, sums))
+
+    def open(self, mesh: Mesh, sizes: Sizes) -> Exchange:
+        return Around.over(("ep",), mesh, sizes, opened=torch.zeros(sizes.experts, sizes.width))
+
+
+@dataclass(frozen=True)
+class Around(Exchange):
+    opened: Any = None
+
+    def run(self, x_TD: Tensor, routing: Routing, experts: Experts, *, dropout: Dropout | None = None) -> Tensor:
+        num_experts, held, ranks = routing.probs_TE.shape[1], len(experts.held), self.axis.size
+        place_TK = place_of(routing.expert_TK, num_experts=num_experts, placement=self.placement).where(routing.kept_TK, num_experts)
+        x, gate_TK, y_TD = x_TD, routing.gate_TK, torch.zeros_like(x_TD, dtype=torch.float32)
+        position_T = None if dropout is None else dropout.position_T
+        for number in range(ranks):
+            here_TK = place_TK - self.axis.index * held
+            plan = self.kernels.plan(here_TK.clamp(0, held - 1), (here_TK >= 0) & (here_TK < held), num_experts=held)
+            keys = {"dropout": dropout, "position_R": None if position_T is None else position_T[plan.token_R]}
+            out = compute(self.kernels.permute(x, plan), experts, etp=self.etp, counts=plan.counts_E.tolist(), **keys)
+            y_TD = shift(y_TD + self.kernels.combine(out.float(), gate_TK, plan), self.axis)
+            if number + 1 < ranks:
+                x, gate_TK, place_TK = (shift(values, self.axis) for values in (x, gate_TK, place_TK))
+                position_T = None if position_T is None else shift(position_T, self.axis)
+        return y_TD.to(x_TD.dtype)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(catalog.DISPATCHERS, Ring.name, Ring)
+
+
+def with_it(run: sections.Run, **keys: object) -> sections.Run:
+    """The recipe with the made-up dispatcher. (A recipe's text can only name those of sections.py, which has the names.)"""
+    return run.model_copy(update={"dispatch": run.dispatch.model_copy(update={"kind": Ring.name} | keys)})
+
+
+def test_checks_and_mesh_ask_it(listed: None) -> None:
+    run = with_it(load("switch_tiny", {"degrees.ep": "2"})[0])
+    assert check_run(run, 2).mesh_degrees().ep_inner == 1
+    four = run.model_copy(update={"degrees": run.degrees.model_copy(update={"ep": 4})})
+    with pytest.raises(BadInput, match="degrees.ep: got 4, needed at most 2 with dispatch.kind=ring"):
+        check_run(four, 4)
+    for keys, said in (
+        ({"overlap_chunks": 2}, "2 with dispatch.kind=ring, needed 1: only all_to_all can be cut; fix: set dispatch.kind to all_to_all"),
+        ({"node_size": 2}, "2 with dispatch.kind=ring, needed null: only hierarchical knows nodes"),
+    ):
+        with pytest.raises(BadInput, match=said):
+            check_run(with_it(run, **keys), 2)
+
+
+def test_kfac_asks_whether_experts_are_computed_in_chunks(listed: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = with_it(load("switch_tiny", {"degrees.ep": "2", "optimizer.kind": "kfac"})[0])
+    check_run(run, 2)
+    monkeypatch.setattr(Ring, "chunks", 3)
+    with pytest.raises(BadInput, match="dispatch.overlap_chunks: got 3 with optimizer.kind=kfac"):
+        check_run(run, 2)
+
+
+def test_the_planner_asks_for_its_messages(listed: None) -> None:
+    """Two ranks, one step around: the rows of all tokens and their fp32 sums travel, whatever the number of choices."""
+    model = {"num_layers": 2, "d_model": 64, "d_ff": 240, "max_length": 16, "moe_every": 1}  # wide: a layer at work is the peak
+    router = {"preset": "glam", "capacity_factor": None}
+    values = {"model": model, "router": router, "experts": {"num_experts": 4}, "degrees": {"ep": 2}, "train": {"global_batch": 4}}
+    plain = build_run(values).resolve(2)
+    found = {}
+    for name, run in ((PLAIN, plain), (Ring.name, with_it(plain))):
+        network, plan = network_of(run), plan_of(run)
+        exchange = dispatcher_of(run.dispatch)
+        assert network.experts is not None and network.experts.exchange == exchange
+        load = Load(2 * 16, 2, 2 * 16 * 2, None, 64, 64 * plan.compute_bytes, 4, 2)
+        assert peak(network, plan).parts["dispatch buffers"] == max(message.held for message in exchange.traffic(load).forward)
+        found[name] = step_time(network, plan, load_cluster("h100-8").holding(2)).experts
+    assert 0 < found[PLAIN] != found[Ring.name] > 0
+
+
+def _counted_on_rank(rank: int, name: str) -> list[Any]:
+    mesh = process.connect(Degrees(dp=4, ep=4, ep_inner=2), World(rank, 4))
+    mesh.communicator.record = record = Record(rank)
+    sizes, tokens = Sizes(D, E, 2, choose("auto")), 12
+    exchange = open_exchange(sections.Dispatch.model_construct(**sections.Dispatch().model_dump() | examples()[name]), mesh, sizes)
+    layer = exchange.layer("layers.3", (5, 0, 7, 2, 6, 1, 3, 4))
+    expert_TK = torch.arange(2 * tokens).view(tokens, 2) % E
+    ones_TE = torch.ones(tokens, E)
+    routing = Routing(expert_TK, torch.ones(tokens, 2, requires_grad=True), expert_TK >= 0, ones_TE, ones_TE, 5, 1)
+    layer.run(random(tokens, D).requires_grad_(), routing, experts_of(mesh, (5, 0, 7, 2, 6, 1, 3, 4))).sum().backward()
+    counts = {key: (count.calls, count.sent) for key, count in mesh.communicator.counts().items()}
+    lines = {last[2] for lane in record.lanes.values() for last in lane.last}
+    return [counts, lines, record.token()]
+
+
+@pytest.mark.parametrize("name", [*examples(), Ring.name])
+def test_it_sends_what_it_states_and_the_watchdog_knows_where(name: str, listed: None) -> None:
+    """The counted calls and bytes of every collective are the stated ones. The ranks' records agree, and name layer and pass."""
+    section = sections.Dispatch.model_construct(**sections.Dispatch().model_dump() | examples()[name])
+    stated: Counter[tuple[str, str, str]] = Counter()
+    for message in dispatcher_of(section).traffic(Load(12, 2, 24, E * 5, D, 4 * D, E, 4)).every:
+        stated[message.axis, message.name, "calls"] += message.calls
+        stated[message.axis, message.name, "sent"] += message.sent
+    ranks = run_on_ranks(_counted_on_rank, 4, name, timeout_s=60)
+    for counts, labels, _ in ranks:
+        found = {(*key, of): n for key, both in counts.items() for of, n in zip(("calls", "sent"), both, strict=True)}
+        assert found == dict(stated)
+        assert labels == {"layers.3", "layers.3 backward"}
+    assert sum(token for *_, token in ranks) % 2**40 == 0
+
+
+def test_it_is_opened_once_for_a_model(listed: None) -> None:
+    run = with_it(load("switch_tiny", {"degrees.ep": "2"})[0].resolve(2))
+    model, _ = build(
+        run.model_copy(update={"precision": sections.Precision(compute="fp32")}), Mesh.of(Degrees(dp=2, ep=2)), device=torch.device("cpu")
+    )
+    first, second = (layer.dispatcher for layer in moe_layers(model))
+    assert isinstance(first, Around) and isinstance(second, Around) and first.opened is second.opened
+    assert first.opened.shape == (8, run.model.d_model) and (first.axis.label, second.axis.label) == ("layers.1", "layers.3")
+    moved = second.layer("layers.3", (1, 0, 2, 3, 4, 5, 6, 7))
+    assert moved.placement == (1, 0, 2, 3, 4, 5, 6, 7) and moved.opened is first.opened
+
+
+def test_verify_has_its_row_and_two_ranks_equal_the_plain_twin(listed: None, monkeypatch: pytest.MonkeyPatch, five_steps: None) -> None:
+    real = Case.run
+
+    def run(case: Case) -> sections.Run:
+        return with_it(real(replace(case, rows=PLAIN))) if case.rows == Ring.name else real(case)
+
+    monkeypatch.setattr(Case, "run", run)
+    assert Ring.name in rows_for(2) and rows_for(1) == [PLAIN]
+    rows = [case for case in expert_cases(2) if case.rows == Ring.name and case.etp == 1 and case.recompute == "full"]
+    ((case, ran),) = layouts.run_world([case for case in rows if case.model == "gshard"], 2)  # with dropout in its experts
+    assert not isinstance(ran, str), ran
+    assert max(compare(ran[0], twin.reference(expected.twin_of(case))).values()) < 1e-5
+
+
+# --- the real ones ----------------------------------------------------------------------------------------------------
+
+
+def test_recipe_and_docs_have_every_dispatcher() -> None:
+    names, _ = get_args(sections.Dispatch.model_fields["kind"].annotation)
+    assert get_args(names) == ("auto", *DISPATCHERS)
+    page = (ROOT / "docs/moe/dispatch.md").read_text(encoding="utf-8")
+    about = {name: said for name, said in re.findall(r"^\| `(\w+)` \|.*\| ([^|]+) \|$", page, flags=re.M) if not said[0].isdigit()}
+    assert about == {name: kind.about for name, kind in DISPATCHERS.items()}
+
+
+def test_sizes_that_a_dispatcher_cannot_have_are_refused_in_its_words() -> None:
+    for section, ranks, held, said in (
+        ({"overlap_chunks": 3}, 2, 4, "a divisor of the 4 experts that a rank holds"),
+        ({"kind": "hierarchical"}, 4, 2, "how many ranks of the ep axis share a node"),
+        ({"kind": "hierarchical", "node_size": 3}, 4, 2, "a divisor of degrees.ep=4"),
+        ({"kind": "mine:rows", "node_size": 3}, 4, 2, "null: only hierarchical knows nodes"),
+    ):
+        with pytest.raises(BadInput, match=said):
+            check_dispatch(sections.Dispatch(**section), ranks=ranks, held=held)
+
+
+MAY_NAME = {
+    "moe/recipe/sections/experts.py": "the names of a recipe",
+    "moe/recipe/other_tools.py": "flags of other systems, with their keys here",
+    "moe/verify/cases.py": "padded batches",
+    "moe/verify/verify.py": "padded batches",
+    "moe/plan/machine/program.py": "what other systems do",
+}
+
+
+def test_no_other_file_names_a_dispatcher() -> None:
+    """Names that collectives have too are looked for where something is said of `dispatch`."""
+    named = re.compile(r"""["'](padded|hierarchical)["']|dispatch\b.*["'](all_to_all|all_gather|overlapped)["']""")
+    found = {
+        path.relative_to(ROOT).as_posix()
+        for folder in ("moe", "parallel")
+        for path in (ROOT / folder).rglob("*.py")
+        if named.search(path.read_text(encoding="utf-8"))
+    }
+    assert {path for path in found if not path.startswith("moe/experts/dispatch/")} == set(MAY_NAME)
