@@ -79,12 +79,12 @@ def gathered_cost(ranks: int, layer: Attention) -> Cost:
     return Cost(ranks * (ranks - 1) * 2 * k * i, ranks * (ranks - 1) * 2 * k * (i + wide), (2 * q + 2 * k) * i + r * wide)
 
 
-def few_heads(asked: SequenceSizes) -> BadInput | None:
-    return BadInput("model.num_heads", got=asked.heads, needed="below 8", fix="set model.num_heads to 4") if asked.heads > 7 else None
+def few_heads(sizes: SequenceSizes) -> BadInput | None:
+    return BadInput("model.num_heads", got=sizes.heads, needed="below 8", fix="set model.num_heads to 4") if sizes.heads > 7 else None
 
 
 GATHERED = SequenceKind(
-    "gathered", "all keys first", Gathered, gathered_cost, orders=("zigzag", "contiguous"), beside=False, refuses=few_heads
+    "gathered", "all keys first", Gathered, gathered_cost, orders=("zigzag", "contiguous"), overlaps=False, refuses=few_heads
 )
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -28,8 +28,8 @@ class Padded(Dispatcher):
     about = "links or compilers that want equal, static blocks"
 
     def traffic(self, load: Load) -> Traffic:
-        blocks = Message("ep", "all_to_all", (load.rows if load.places is None else load.places) * load.row_bytes, load.ranks)
-        agreed = [Message("ep", "all_reduce", 8, load.ranks)] if load.places is None else []
+        blocks = Message("ep", "all_to_all", (load.rows if load.slots is None else load.slots) * load.row_bytes, load.ranks)
+        agreed = [Message("ep", "all_reduce", 8, load.ranks)] if load.slots is None else []
         return Traffic.there_and_back(*agreed, Message("ep", "counts", 8 * load.bins, load.ranks), rows=(blocks,))
 
     def open(self, mesh: Mesh, sizes: Sizes) -> Exchange:

@@ -47,7 +47,7 @@ class Router:
 class Experts:
     """One MoE layer's: `hidden` units each; a token chooses `choices` of `count` and also passes `shared_hidden` units beside them.
 
-    `rows`: computed for each choice, below 1 where choices are dropped; None: one, but some experts may have more. `places`: slots for each
+    `rows`: computed for each choice, below 1 where choices are dropped; None: one, but some experts may have more. `slots`: slots for each
     choice, empty ones too; None: not limited. `exchange`: how rows travel; None: kept rows, by an all-to-all.
 
     `gates`: outputs of products that weigh shared networks. `products`: kind of the experts' products (device.py); None: the compute
@@ -60,7 +60,7 @@ class Experts:
     gated: bool = False
     shared_hidden: int = 0
     rows: float | None = None
-    places: float | None = None
+    slots: float | None = None
     exchange: Dispatcher | None = None
     biases: bool = False
     router: Router = Router()

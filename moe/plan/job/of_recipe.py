@@ -114,7 +114,7 @@ def _experts(run: Run) -> Experts | None:
             kept=method_of(spec).kept_bytes(num_choices=choices, num_experts=count + e.free),
         ),
         rows=None if spec.capacity_factor is None else rows_of_token(run.router, count) / choices,
-        places=None if spec.capacity_factor is None else min(slots_of_token(run.router), count) / choices,
+        slots=None if spec.capacity_factor is None else min(slots_of_token(run.router), count) / choices,
         exchange=dispatcher_of(run.dispatch),
     )
 

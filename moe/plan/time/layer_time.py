@@ -339,7 +339,7 @@ def _over_sequence(network: Network, plan: Plan, cluster: Cluster, program: Prog
             exposed = 4 * all_to_all(cluster, group, sent / 4 * plan.sp / (plan.sp - 1))
         else:
             ring = gather(cluster, group, sent * plan.sp / (plan.sp - 1))
-            waits = program.gathers == "waited" or not plan.method.beside
+            waits = program.gathers == "waited" or not plan.method.overlaps
             exposed = max(0.0, ring - (0.0 if waits else one.compute)) + ring / plan.sp
         out.append(one + Pass(sequence=exposed, kernels=2 * plan.sp))
     return out[0], out[1]

@@ -71,7 +71,7 @@ class SequenceSizes(NamedTuple):
     windows: bool
 
 
-def any_model(asked: SequenceSizes) -> BadInput | None:
+def any_model(sizes: SequenceSizes) -> BadInput | None:
     """Refuse nothing."""
 
 
@@ -92,7 +92,7 @@ class SequenceKind:
     orders: the orders of positions that it can have (order.py), the default first.
     trades_heads: all ranks trade heads for tokens, so that `make` gets one rank.
     keeps_scores: whole rows of scores are kept for the backward pass.
-    beside: messages are sent during computation; otherwise ranks wait for them.
+    overlaps: messages are sent during computation; otherwise ranks wait for them.
     uneven: (order, ranks) -> work of the busiest rank over the mean.
     refuses: why a model is impossible; None if it is possible.
     advice: (order, ranks of the ring) -> why it is not recommended, and a better choice.
@@ -106,7 +106,7 @@ class SequenceKind:
     orders: tuple[Places, ...] = ("contiguous",)
     trades_heads: bool = False
     keeps_scores: bool = False
-    beside: bool = True
+    overlaps: bool = True
     uneven: Callable[[Places, int], float] = even
     refuses: Callable[[SequenceSizes], BadInput | None] = any_model
     advice: Callable[[Places, int], str | None] = no_advice

@@ -16,4 +16,4 @@ def cost(ranks: int, layer: Attention) -> Cost:
     return Cost(sent, sent, (2 * q + 2 * shared) * layer.itemsize + r * layer.wide)
 
 
-ULYSSES = SequenceKind("ulysses", "ranks trade heads", ring.make, cost, trades_heads=True, beside=False)
+ULYSSES = SequenceKind("ulysses", "ranks trade heads", ring.make, cost, trades_heads=True, overlaps=False)
