@@ -78,7 +78,7 @@ def test_what_looks_ahead_is_refused_unless_the_recipe_knows(name: str) -> None:
     if looks_ahead(spec) is None or only_second_choices_look_ahead(spec):
         check_causal(spec, allowed=False)
         return
-    with pytest.raises(BadInput, match="needed true: .* so the model would train on what it cannot know") as refused:
+    with pytest.raises(BadInput, match="needed true: .* so the model would train on tokens that it cannot see") as refused:
         check_causal(spec, allowed=False)
     assert str(looks_ahead(spec)) in str(refused.value)
 
