@@ -5,17 +5,17 @@
     run, origins = load("switch_tiny", {"train.steps": "5"})
     summary = train(run, origins=origins)
 
-    load           a recipe by name or path, with overrides        moe/recipe/load.py
-    train          the whole loop; resumes where it stopped        moe/train/loop/trainer.py
-    script         a script of your own, ended as a run is         moe/launch/launch.py
-    verify         every layout against one process                moe/verify/verify.py
-    Transformer    the model, alone: no process group is needed    moe/model/transformer.py
-    MoELayer       one MoE layer, for a model of your own          moe/experts/layer.py
-    Context        where the tokens of a pass stand                moe/nn/context.py
-    RoutingRecord  experts that one pass chose, for another        moe/nn/routing_record.py
-    Callback       your own code after steps, evaluations, saves   moe/train/parts/callbacks.py
+    load           a recipe by name or path, with overrides         moe/recipe/load.py
+    train          the training loop; resumes from its checkpoint   moe/train/loop/trainer.py
+    script         runs your own script as a training run           moe/launch/launch.py
+    verify         compares every layout with one process           moe/verify/verify.py
+    Transformer    the model; works without process groups          moe/model/transformer.py
+    MoELayer       one MoE layer, for your own model                moe/experts/layer.py
+    Context        positions of the tokens of a forward pass        moe/nn/context.py
+    RoutingRecord  experts that one pass chose, to replay           moe/nn/routing_record.py
+    Callback       your own code after steps, evaluations, saves    moe/train/parts/callbacks.py
 
-Each is imported when it is first used, so that `import moe` takes no time and loads no torch.
+Each name is imported when it is first used, so `import moe` is fast and does not load torch.
 """
 
 from __future__ import annotations
@@ -50,18 +50,20 @@ _HOME = {
     "load": "moe.recipe.load",
     "script": "moe.launch.launch",
 }
-_CALLED = ("train", "verify")  # packages of this name: each can be called, and then does what its name says
+_CALLED = ("train", "verify")  # packages that can be called: `from moe import train; train(run)`
 
 
 def _own_parallel() -> None:
-    """Make `parallel` the folder beside this one: a `parallel.py` where the user works would stand for it otherwise."""
-    beside = Path(__file__).resolve().parents[1]
+    """Import `parallel` from the folder next to this one. Otherwise a `parallel.py` in the user's working folder would be imported
+    instead.
+    """
+    root = Path(__file__).resolve().parents[1]
     if "parallel" not in sys.modules:
-        spec = PathFinder.find_spec("parallel", [str(beside)])
+        spec = PathFinder.find_spec("parallel", [str(root)])
         if spec is not None and spec.loader is not None:
             sys.modules["parallel"] = module = module_from_spec(spec)
             spec.loader.exec_module(module)
-    elif Path(getattr(sys.modules["parallel"], "__file__", None) or ".").resolve().parent != beside / "parallel":
+    elif Path(getattr(sys.modules["parallel"], "__file__", None) or ".").resolve().parent != root / "parallel":
         raise ImportError(f"moe needs its own package `parallel`, but {sys.modules['parallel']} was imported before it: rename that one")
 
 

@@ -29,7 +29,7 @@ from over_ranks import SEQUENCE, TENSOR  # noqa: E402
 from shapes import EXPERTS, GREY, INK, LINE, SOFT, WHITE, arrow, box, canvas, cell, note  # noqa: E402
 
 from moe.cli.simulate.simulate import simulated  # noqa: E402
-from moe.cli.simulate.text import said  # noqa: E402
+from moe.cli.simulate.text import summary_line  # noqa: E402
 from moe.kernels import reference  # noqa: E402
 from moe.recipe.sections import Optimizer  # noqa: E402
 from moe.router.slots import capacity  # noqa: E402
@@ -296,7 +296,7 @@ def pipelines() -> Axes:
     figure, rows = plt.subplots(len(names), 1, figsize=(16, 1.62 * len(names)), layout="constrained", sharex=True)
     until = max(timeline.makespan for _, timeline in drawn)
     for axes, (row, timeline) in zip(rows, drawn, strict=True):
-        draw_on(axes, timeline, title=said(row), legend=False, until=until)
+        draw_on(axes, timeline, title=summary_line(row), legend=False, until=until)
     rows[-1].set_xlabel("time (1: a forward pass of one micro-batch through a rank's layers)", fontsize=9)
     add_legend(figure, [timeline for _, timeline in drawn])
     return rows[0]

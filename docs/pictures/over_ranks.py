@@ -24,6 +24,8 @@ from parallel.sequence.order import ORDERS, Order
 from parallel.tensor.linear_1d import Column, Row
 from parallel.tensor.linear_2d import Block
 from parallel.tensor.linear_3d import Cube
+from parallel.tensor.sliced import SliceColumns
+from tests.counted.tensor import PAPER, forms_of
 from parallel.tensor.sliced import SlicePlaces
 from tests.counted.tensor import PAPER
 
@@ -74,7 +76,7 @@ def tensor_slices() -> Axes:
     for x, label in titles.items():
         note(axes, x, 43, label, bold=True, color=INK)
     for rank in range(size):
-        places, y, fill = SlicePlaces(Axis("tp", tuple(range(size)), rank))(length), 26 - 17 * rank, EXPERTS[2 * rank + 1]
+        places, y, fill = SliceColumns(Axis("tp", tuple(range(size)), rank))(length), 26 - 17 * rank, EXPERTS[2 * rank + 1]
         mine = range(length)[places]
         note(axes, 13, y + 7, f"rank {rank}: {len(mine)} of {length} tokens", color=INK)
         for i, place in enumerate(mine):
@@ -274,7 +276,7 @@ def sequence_ring() -> Axes:
         order, y = Order(kind, size, 16), 51 - 6 * row
         note(axes, 2, y + 2, kind, color=INK, ha="left")
         for rank in range(size):
-            for place in order.places(rank):
+            for place in order.positions(rank):
                 cell(axes, 17 + 3.3 * place, y, str(rank), fill=EXPERTS[rank], w=3)
         work = [sum(order.seen(rank, other) for other in range(size)) for rank in range(size)]
         note(axes, 74, y + 2, "pairs on ranks 0 to 3:  " + ", ".join(map(str, work)), color=INK, ha="left")
@@ -365,7 +367,7 @@ def sequence_ulysses() -> Axes:
         note(axes, 2, y + 24.5, title, bold=True, color=INK, ha="left")
         kind = "contiguous" if inner == size else "zigzag"
         order = Order(kind, size // inner, length, inner=inner)
-        owner = {place: rank for rank in range(size) for place in order.places(rank)}
+        owner = {place: rank for rank in range(size) for place in order.positions(rank)}
         group = {place: rank // inner for place, rank in owner.items()}
         within = {(h, p): group[p] * inner + h * inner // heads for h in range(heads) for p in range(length)}
         for x, words, holder in (

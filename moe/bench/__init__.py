@@ -1,1 +1,1 @@
-"""The measurements of `moe bench`: one file each, with `main(**flags) -> int`, a table and `--json FILE`."""
+"""The measurements of `moe bench`: one file each, with `main(**flags) -> int`, which prints a table and writes it to `--json FILE`."""

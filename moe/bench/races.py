@@ -1,6 +1,6 @@
-"""Two ways of computing the same, timed in turn on several ranks: the ratio of their times within a round, and its quartiles over rounds.
+"""Two ways of computing the same result, timed in turn on several ranks: the ratio of their times within a round, and its quartiles.
 
-Ranks share this machine's cores, so the time of a round is that of the slowest rank.
+Ranks share this machine's cores, so the slowest rank's time counts for a round.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Race:
-    """`ours` against `theirs`; `most`: the ratio that must not be exceeded, None where it is only told."""
+    """`ours` compared with `theirs`. `most`: the largest allowed ratio, None if it is only reported."""
 
     name: str
     ours: str
@@ -22,12 +22,12 @@ class Race:
 
 
 def slowest(seconds: Sequence[dict[str, list[float]]]) -> dict[str, list[float]]:
-    """Of each rank's times by piece of work and round."""
+    """The slowest rank's time for each piece of work and round."""
     return {name: [max(times) for times in zip(*(rank[name] for rank in seconds), strict=True)] for name in seconds[0]}
 
 
 def race_row(race: Race, seconds: dict[str, list[float]], *, ranks: int) -> dict[str, Any]:
-    """Printed as well. `passed`: the lower quartile of the ratio is at most `most`."""
+    """Print and return a row. It passes if the lower quartile of the ratio is at most `most`."""
     ratios = [a / b for a, b in zip(seconds[race.ours], seconds[race.theirs], strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4)
     row: dict[str, Any] = {"race": race.name, "ranks": ranks, "seconds": statistics.median(seconds[race.ours])}

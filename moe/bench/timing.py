@@ -11,7 +11,9 @@ import torch
 
 
 def in_turn(work: Mapping[str, Callable[[], object]], *, rounds: int, device: torch.device, warmups: int = 2) -> dict[str, list[float]]:
-    """Seconds of each piece of work in each round. Every second round runs in reverse order, so that no work always follows the same."""
+    """Seconds of each piece of work in each round. Every second round runs in reverse order, so that no work always follows the same
+    one.
+    """
     for run in work.values():
         for _ in range(warmups):
             run()
@@ -32,6 +34,7 @@ def once(run: Callable[[], object], device: torch.device) -> float:
 
 
 def wait(device: torch.device) -> None:
+    """Wait for the work on a GPU; does nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -42,7 +45,7 @@ def ratio(a: list[float], b: list[float]) -> float:
 
 
 def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
-    """Peak bytes that torch held beyond those before the run. On a CPU, the matrix library's scratch memory is not seen."""
+    """Peak bytes that torch held, minus those before the run. On a CPU, scratch memory of the matrix library is not included."""
     if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)

@@ -40,7 +40,7 @@ def _check_model(run: Run) -> None:
             "model.max_length", got=m.max_length, needed=f"at least {m.spans.inputs}, for one hidden span", fix=Set("it", m.spans.inputs)
         )
     if m.document_mask:
-        needed = "false: hidden spans and sentinels stand between documents"
+        needed = "false: hidden spans and sentinels separate documents"
         raise BadInput("model.document_mask", got="true with model.kind=encoder_decoder", needed=needed, fix=Set("it", False))
     if run.vocab_size < run.least_vocab_size:
         sentinels = f"{run.num_sentinels} sentinel{'s' * (run.num_sentinels != 1)}"

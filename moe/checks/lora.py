@@ -18,7 +18,7 @@ def check_lora(run: Run) -> None:
         "degrees.tp": (run.degrees.tp, 1, "ranks that hold the matrices whole (ep and etp share experts)"),
         "degrees.pp": (run.degrees.pp, 1, "one stage"),
         "tiling.ffn": (run.tiling.ffn, 1, "whole matrices"),
-        "experts.rebalance_every": (run.experts.rebalance_every, 0, "experts that stay where they are"),
+        "experts.rebalance_every": (run.experts.rebalance_every, 0, "experts that stay on their ranks"),
         "sharding.offload.optimizer": (s.offload.optimizer, "none", "states on the device: adapters' are small"),
         "sharding.offload.parameters": (s.offload.parameters, "none", "states on the device"),
         "optimizer.kind": ("kfac" if run.optimizer.kind == "kfac" else "", "", "another kind: K-FAC's factors are of whole matrices"),

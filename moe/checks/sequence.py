@@ -7,7 +7,7 @@ from moe.router.slots.groups import check_groups
 from parallel.errors import BadInput
 from parallel.fixes import Set
 from parallel.mesh.mesh import Degrees, divisors
-from parallel.sequence.kinds.kind import Asked
+from parallel.sequence.kinds.kind import SequenceSizes
 from parallel.sequence.order import Order
 
 
@@ -26,12 +26,12 @@ def check_sequence(run: Run) -> None:
     heads = sequence.heads_of(sp)
     if sp % heads:
         raise BadInput("sequence.heads", got=heads, needed=f"a divisor of degrees.sp={sp}", fix=Set("it", *divisors(sp)))
-    _check_places(run)
+    _check_order(run)
     _check_heads(run, heads)
     m = run.model
     windows, kv_heads = m.sliding_window is not None, m.num_kv_heads or m.num_heads
-    asked = Asked(sp, m.num_heads // run.tp_grid().units, kv_heads, m.max_length, m.positions == "t5", m.attention_sinks, windows)
-    if (refused := sequence.named.refuses(asked)) is not None:
+    sizes = SequenceSizes(sp, m.num_heads // run.tp_grid().units, kv_heads, m.max_length, m.positions == "t5", m.attention_sinks, windows)
+    if (refused := sequence.named.refuses(sizes)) is not None:
         raise refused
     if run.model.layers_with_experts():
         check_groups(run.router, Degrees(sp=sp))
@@ -58,9 +58,9 @@ def _check_idle(run: Run) -> None:
         )
 
 
-def _check_places(run: Run) -> None:
+def _check_order(run: Run) -> None:
     sp, sequence = run.degrees.sp, run.sequence
-    if sequence.places not in sequence.named.orders:
+    if sequence.position_order not in sequence.named.orders:
         raise BadInput(
             "sequence.order",
             got=f"{sequence.order} with sequence.kind={sequence.kind}",
@@ -68,7 +68,7 @@ def _check_places(run: Run) -> None:
             fix=Set("sequence.order", None) | Set("sequence.kind", "ring"),
         )
     heads = sequence.heads_of(sp)
-    Order(sequence.places, sp // heads, run.model.max_length, inner=heads)
+    Order(sequence.position_order, sp // heads, run.model.max_length, inner=heads)
 
 
 def _check_heads(run: Run, degree: int) -> None:

@@ -65,7 +65,7 @@ def _check_zero(run: Run) -> None:
         raise BadInput(
             "precision.master",
             got=f"{run.precision.master} with sharding.kind=zero",
-            needed="fp32: its engine keeps fp32 master weights in the partitions, beside working weights in precision.compute",
+            needed="fp32: its engine keeps fp32 master weights in the partitions, in addition to working weights in precision.compute",
             fix=Set("precision.master", "fp32") | Set("sharding.kind", "ddp"),
         )
     for key in ("optimizer", "parameters"):

@@ -69,7 +69,7 @@ def _check_slices(run: Run) -> None:
         raise BadInput(
             "tensor.sequence_parallel",
             got=f"true with degrees.tp={tp} and tensor.kind={run.tensor.kind}",
-            needed="tensor.kind 1d or dtensor on several ranks: it cuts what they would hold in copies",
+            needed="tensor.kind 1d or dtensor on several ranks: it splits tensors that these ranks would hold as copies",
             fix=Set("degrees.tp", 2) & Set("tensor.kind", "1d") | Set("tensor.sequence_parallel", False),
         )
     ways, words = run.degrees.sp * tp, f"degrees.sp * degrees.tp = {run.degrees.sp} * {tp}" if run.degrees.sp > 1 else f"degrees.tp={tp}"

@@ -175,7 +175,7 @@ def _check_data(run: Run) -> None:
         needed = "greater than 256: each byte has an id, and what separates documents"
         raise BadInput("data.vocab_size", got=d.vocab_size, needed=needed, fix=Set("data.vocab_size", 257, said="257 or more"))
     if d.tokenizer == "ids" and run.model.document_mask and run.model.document_separator is None:
-        needed = "model.document_separator with it: of ids nobody knows which one is between documents"
+        needed = "model.document_separator with it: ids do not show which one separates documents"
         fix = "give model.document_separator" | Set("model.document_mask", False)
         raise BadInput("model.document_mask", got="true with data.tokenizer=ids", needed=needed, fix=fix)
     if (separator := run.model.document_separator) is not None and separator >= run.vocab_size:

@@ -61,7 +61,7 @@ def _sequence(run: Run) -> Iterator[str]:
     sequence = run.sequence
     if run.degrees.sp == 1:
         return
-    if (advice := sequence.named.advice(sequence.places, run.degrees.sp // sequence.heads_of(run.degrees.sp))) is not None:
+    if (advice := sequence.named.advice(sequence.position_order, run.degrees.sp // sequence.heads_of(run.degrees.sp))) is not None:
         yield advice
     if run.recompute.kind == "full" and not sequence.keep_attention:
         yield "recompute.kind full with degrees.sp: keys are sent a second time; better: also sequence.keep_attention true"

@@ -1,6 +1,6 @@
-"""`moe combinations`: which methods work together, as Markdown and as JSON, judged pair by pair by the code that checks recipes.
+"""`moe combinations`: which methods work together, as Markdown and as JSON. The checks of recipes judge every pair of values.
 
-docs/parallel/combinations.md is what it prints; tests/laws/test_combinations.py holds the page against it.
+It prints docs/parallel/combinations.md; tests/laws/test_combinations.py compares that page with its output.
 """
 
 from __future__ import annotations
@@ -48,14 +48,16 @@ before it runs (`moe/checks/`). In each pair, all other values are the simplest,
 
 @dataclass(frozen=True)
 class Judged:
-    """`reasons`: of a pair, the reasons that neither value has alone; of a value alone, its own."""
+    """The status of a value or of a pair (a key of `MARKS`). `reasons` of a pair leaves out the reasons that one of the values has
+    alone.
+    """
 
     status: str
     reasons: tuple[str, ...] = ()
 
 
 def main(*, out: str | None = None, json: str | None = None) -> int:
-    """Print the page, or write it to `out`; a row for each pair to `json`."""
+    """Print the page, or write it to the file `out`. `json`: also write one row for each pair to this file."""
     table = judge_pairs()
     text = page(table)
     if out is None:
@@ -82,7 +84,7 @@ def judge_pairs() -> dict[Pair, Judged]:
 
 
 def judge(*values: tuple[str, str]) -> Judged:
-    """Judge some values, with all others the simplest, on as many processes as they need."""
+    """The judgement of some values together; all other factors have their simplest value. Uses as many processes as the values need."""
     try:
         case = case_of(completed(dict(values)), world=None)
     except Idle as idle:
@@ -92,7 +94,7 @@ def judge(*values: tuple[str, str]) -> Judged:
 
 
 def _without_got(refused: BadInput) -> str:
-    """The reason without the value that was found, which differs from pair to pair."""
+    """The reason without the value that was found, because that value differs from pair to pair."""
     return f"`{refused.what}`: needed {refused.needed}; fix: {refused.fix}"
 
 
@@ -119,7 +121,7 @@ def _alone() -> str:
 
 
 def _matrix(one: str, other: str, cells: dict[tuple[str, str], Judged]) -> str:
-    """One row for all values with the same cells. The factor with more values labels the rows."""
+    """A table of two factors. Rows with equal cells are joined. The factor with more values labels the rows."""
     down, across = (one, other) if len(FACTORS[one]) >= len(FACTORS[other]) else (other, one)
     numbers: dict[str, int] = {}
 
@@ -138,7 +140,7 @@ def _matrix(one: str, other: str, cells: dict[tuple[str, str], Judged]) -> str:
 
 
 def _systems(table: dict[Pair, Judged]) -> str:
-    """Answers of other systems' code for some of the same pairs."""
+    """A table of the answers that the code of other systems gives for some of these pairs."""
     rows = [
         f"| {together(_pairs(rule))[0]} | {rule.system} | {rule.status}: {rule.reason} | `{rule.source}` | {_here(rule, table)} |"
         for rule in RULES

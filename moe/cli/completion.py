@@ -1,8 +1,8 @@
-"""Shell completion: tyro's script, with its table of words mended, so that nothing is offered that the command line refuses.
+"""Shell completion: corrects the table of words in tyro's script, so that a shell offers only words that the command line accepts.
 
-    tyro's script -> COMPLETION_SPEC = {...} -> recipe names; true and false; null -> the same script with the new table
+    tyro's script -> COMPLETION_SPEC = {...} -> recipe names; true and false; null -> the same script with the corrected table
 
-tyro knows nothing of words after a verb, gives a switch to each boolean (`--model.no_tied_embeddings`), and calls null None.
+tyro does not complete words after a verb, gives each boolean a switch (`--model.no_tied_embeddings`), and writes null as None.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from moe.recipe.keys import known_keys, names_beside_plugins
 from moe.recipe.load import recipe_names
 
 _TABLE = "COMPLETION_SPEC = "
-_FISH = (("\\", "\\\\"), ('"', '\\"'), ("$", "\\$"))  # inside double quotes
+_FISH = (("\\", "\\\\"), ('"', '\\"'), ("$", "\\$"))  # fish: inside double quotes
 _OF_RECIPES = ("--recipe", "--to")
 
 
 def mended(script: str, *, shell: str, words: dict[str, list[str]]) -> str:
-    """A script of tyro's with a right table. `words`: by verb, what may stand after it beside flags."""
+    """tyro's completion script with a corrected table. `words`: for each verb, the words other than flags that may follow it."""
     lines = script.split("\n")
     for at, line in enumerate(lines):
         start = line.find(_TABLE)

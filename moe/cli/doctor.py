@@ -1,6 +1,6 @@
-"""`moe doctor`: tries out what this machine has for training. Prints one table; the exit code is 1 if something needed fails.
+"""`moe doctor`: checks what this machine has for training. Prints one table; the exit code is 1 if a needed check fails.
 
-A row is (check, value, state, fix). States: "ok", "note" (works, but worth knowing) and "FAIL" (training cannot work).
+A row is (check, value, state, fix). States: "ok", "note" (works, but with a limit) and "FAIL" (training cannot work).
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ EXCHANGE_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class Row:
+    """One check of the table. `fix`: what to do if the state is not "ok"."""
+
     check: str
     value: str
     state: Literal["ok", "note", "FAIL"] = "ok"
@@ -49,7 +51,7 @@ class Row:
 
 
 def main(*, json: str | None = None) -> int:
-    """Print the table, and write it to the file `json` if given. Returns 1 if something needed fails."""
+    """Print the table; `json`: also write it to this file. Returns 1 if a needed check fails."""
     rows: list[Row] = []
     for check in (_python, _packages, _deepspeed, _exchange, _devices, _speed, _port, _disk, _extensions, _nvme):
         try:
@@ -123,11 +125,11 @@ def _deepspeed() -> list[Row]:
 
 
 def exchange_rows(rank: int) -> list[float]:
-    """One uneven all-to-all between two ranks, in which a rank sends itself nothing. Returns the values that this rank received."""
+    """The values that `rank` receives in an uneven all-to-all between two ranks, in which rank 1 sends itself no rows."""
     import torch
     import torch.distributed as dist
 
-    sends = {0: [1, 3], 1: [2, 0]}  # number of rows from each rank to each rank
+    sends = {0: [1, 3], 1: [2, 0]}  # rank -> number of rows that it sends to each rank
     receives = [sends[0][rank], sends[1][rank]]
     rows = torch.arange(sum(sends[rank]), dtype=torch.float32)[:, None] + 10 * (rank + 1)
     got = torch.empty(sum(receives), 1)
@@ -193,7 +195,7 @@ def _memory() -> str:
 
 
 def _speed() -> list[Row]:
-    """Speed of square matrix products on all usable cores (or the first GPU), in fp32 and bf16."""
+    """Speed of square matrix products in fp32 and bf16, on all usable cores or the first GPU."""
     import torch
 
     from moe.records.speed import matmul_flops
@@ -213,7 +215,7 @@ def _port() -> list[Row]:
 
 
 def _disk() -> list[Row]:
-    """Free space in the folder for runs: the nearest existing folder on the way to ./runs."""
+    """Free space in the folder for runs: ./runs, or its nearest existing parent."""
     folder = next(p for p in (Path("runs").absolute(), *Path("runs").absolute().parents) if p.exists())
     free = shutil.disk_usage(folder).free
     try:
@@ -226,7 +228,7 @@ def _disk() -> list[Row]:
 
 
 def _extensions() -> list[Row]:
-    """DeepSpeed's compiled ops. Training on a CPU compiles none."""
+    """The folder of DeepSpeed's compiled ops. Training on a CPU compiles none."""
     folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or extensions_dir())
     nearest = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
     right = os.access(nearest, os.W_OK)
@@ -235,7 +237,7 @@ def _extensions() -> list[Row]:
 
 
 def _nvme() -> list[Row]:
-    """What offload to disk needs: DeepSpeed's async_io, compiled once. Offload to host memory needs nothing."""
+    """Requirements of offload to disk: DeepSpeed's async_io, compiled once. Offload to host memory needs nothing."""
     missing = missing_for_nvme()
     if missing:
         fix = f"only for sharding.offload to nvme: apt-get install {' '.join(missing)}"

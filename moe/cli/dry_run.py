@@ -1,8 +1,8 @@
-"""`moe train RECIPE --dry-run`: what the run would need, without ranks, files or a device.
+"""`moe train RECIPE --dry-run`: prints what the run would need. Starts no ranks, writes no files and needs no device.
 
 moe train dense_8b --dry-run --cluster h100-8x128 --train.global_batch 2048      on all devices of a cluster
-moe train dense_8b --dry-run --cluster h100-8 --nproc 64                         on so many of its kind
-moe train switch_tiny --dry-run --nproc 2                                        on this machine (loads torch, to ask for its devices)
+moe train dense_8b --dry-run --cluster h100-8 --nproc 64                         on 64 devices of its kind
+moe train switch_tiny --dry-run --nproc 2                                        on this machine (loads torch to find its devices)
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from moe.records.summary import count, size
 
 
 def main(run: Run, *, world: int | None, cluster: str | None, force: bool = False) -> int:
-    """Print the table. `world` None: all devices of the cluster, or one process. Raises BadInput for what cannot fit, unless forced."""
+    """Print the table. `world` None: all devices of the cluster, or one process. Raises BadInput if memory is too small, unless `force`."""
     machines = None if cluster is None else load_cluster(cluster)
     world = world or (machines.world if machines else 1)
     run, place = _here(run, world) if machines is None else (settled(run, machines), Place.of(machines, world))
@@ -43,7 +43,7 @@ def main(run: Run, *, world: int | None, cluster: str | None, force: bool = Fals
 
 
 def _here(run: Run, world: int) -> tuple[Run, Place]:
-    """The same for this machine."""
+    """The run, and the place of a run of `world` processes on this machine."""
     from moe.train.start.place import settle_precision
     from moe.train.start.prediction import here
     from parallel.process.process import World

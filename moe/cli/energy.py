@@ -1,9 +1,9 @@
-"""`moe energy`: plans a clock for every action of a pipeline step, without a GPU (EnvPipe), and says how much energy that saves.
+"""`moe energy`: plans a clock for every action of a pipeline step, without a GPU (EnvPipe), and prints the energy that it saves.
 
     moe energy --stages 4 --microbatches 16 --forward-time 0.01,0.01,0.01,0.013 --backward-time 0.02,0.02,0.02,0.026 --out plan.json
 
-Times and energies come from a measured profile (--profile), or from the power model of parallel/pipeline/energy/clocks.py at the
-times that flags give or that follow from a recipe's FLOPs. Only --apply changes the clocks of GPUs.
+Times and energies come from a measured profile (--profile). Without one, times come from flags or from a recipe's FLOPs, and energies
+from the power model of parallel/pipeline/energy/clocks.py. Only --apply changes the clocks of GPUs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from parallel.pipeline.simulator.held import peak_activations
 
 KINDS = {".json": "the plan", ".png": "a picture"}
 FORWARD_S, BACKWARD_S, STAGES, MICROBATCHES = "0.01", "0.02", 4, 8
-MOST_ACTIONS = 2**11  # of a step: each has a clock of its own, chosen beside all others; some minutes
+MOST_ACTIONS = 2**11  # actions of a step; the planner compares each one's clock with all others, so larger plans take minutes
 
 
 def main(
@@ -47,13 +47,15 @@ def main(
     json: Path | None = None,
     **times: Any,
 ) -> int:
-    """Plan, print and write; with `apply`, rehearse on this machine's GPUs. Raises BadInput, one line, for impossible input."""
+    """Plan, print and write; with `apply`, run the plan on this machine's GPUs. Raises BadInput, one line, for impossible input."""
     name = name or "1f1b"
     size: dict[str, Any] = {"stages": stages, "microbatches": microbatches, "chunks": chunks}
     _check(name, size, slowdown, ahead, apply, steps, out)
     if overrides and recipe is None:
         flag = next(iter(overrides))
-        raise BadInput(f"--{flag}", got="it without a recipe", needed="--recipe RECIPE, whose value it is", fix="--recipe dense_tiny")
+        raise BadInput(
+            f"--{flag}", got="it without a recipe", needed="--recipe RECIPE, because it is a recipe's key", fix="--recipe dense_tiny"
+        )
     from_file = read_order(name) if name.endswith(".csv") else None
     measured = None if profile is None else _read(profile, recipe, times)
     costs = None
@@ -84,7 +86,7 @@ def _check(name: str, size: dict[str, Any], slowdown: float, ahead: int | None, 
         if given is not None and given < 1:
             raise BadInput(f"--{flag}", got=given, needed="at least 1", fix=f"--{flag} 1")
         if given is not None and name.endswith(".csv"):
-            raise BadInput(f"--{flag}", got=f"it with {name}", needed="the file alone, which says that", fix=f"remove --{flag}")
+            raise BadInput(f"--{flag}", got=f"it with {name}", needed="the file alone, which sets it", fix=f"remove --{flag}")
     if not 0 <= slowdown <= 10:
         raise BadInput("--slowdown", got=slowdown, needed="a share from 0 to 10", fix="--slowdown 0.01")
     if ahead is not None and (ahead < 0 or name != "1f1b"):
@@ -100,7 +102,9 @@ def _check(name: str, size: dict[str, Any], slowdown: float, ahead: int | None, 
 def _read(profile: Path, recipe: str | None, times: dict[str, Any]) -> Measured:
     other = "recipe" if recipe else next(iter(times), None)
     if other:
-        raise BadInput(f"--{other}", got="it with --profile", needed="one of the two: the profile has times", fix=f"remove --{other}")
+        raise BadInput(
+            f"--{other}", got="it with --profile", needed="one of the two: the profile already has times", fix=f"remove --{other}"
+        )
     return read_profile(profile)
 
 
@@ -113,7 +117,7 @@ def _schedule(name: str, size: dict[str, Any], measured: Measured | None) -> Sch
 
 
 def _profile(schedule: Schedule, measured: Measured | None, costs: Times | OfRecipe | None) -> tuple[Profile, float, float]:
-    """What each action costs at each clock, the power in watts of a waiting rank, and the time of a message."""
+    """(seconds and joules of each action at each clock, watts of a waiting rank, seconds of a message)."""
     if measured is not None:
         return measured, measured.idle_w, 0.0
     assert costs is not None
@@ -133,7 +137,7 @@ def _profile(schedule: Schedule, measured: Measured | None, costs: Times | OfRec
 def _plan(
     name: str, schedule: Schedule, profile: Profile, idle_w: float, transfer: float, slowdown: float, ahead: int | None
 ) -> tuple[EnergyPlan, EnergyPlan]:
-    """The plan, and for comparison one that runs every action at its clock of least energy."""
+    """(the plan, for comparison a plan that runs every action at its clock of least energy)."""
     uniform = plan_clocks(schedule, profile, idle_power=idle_w, transfer_time=transfer, rule="uniform")
     if name == "1f1b":
         ranks, microbatches = schedule.num_ranks, schedule.microbatches
@@ -203,10 +207,10 @@ def _write(plan: EnergyPlan, out: Path) -> None:
 
 
 def _apply(plan: EnergyPlan, steps: int) -> None:
-    """Rehearse the plan on this machine's GPUs; if that is impossible, one line says why."""
+    """Run the plan on this machine's GPUs. If that is impossible, print the reason in one line."""
     from parallel.pipeline.energy.nvml import NoControl, connect, rehearse
 
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(exit_codes.TERMINATED))  # so that clocks are given back
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(exit_codes.TERMINATED))  # exit normally, so that the clocks are restored
     try:
         with connect(plan.schedule.num_ranks) as gpus:
             done = rehearse(plan, gpus, steps=steps)
@@ -217,4 +221,4 @@ def _apply(plan: EnergyPlan, steps: int) -> None:
         signal.signal(signal.SIGTERM, before)
     joules = ", ".join(f"{j:.3g}" for j in done.joules)
     times = f"{counted(done.changes, 'time')}, at most {1e3 * done.latest_s:.1f} ms late"
-    print(f"clocks set {times}, and given back; {joules} J by the GPUs meanwhile")
+    print(f"clocks set {times}, then restored; the GPUs used {joules} J meanwhile")

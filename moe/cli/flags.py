@@ -1,10 +1,10 @@
-"""Checks the words of a command line one by one before tyro reads them, so that every mistake is one line.
+"""Checks the words of a command line one by one before tyro reads them, so that every mistake is reported in one line.
 
     moe train switch_tiny --nproc 2 --model.d-ff=512
-              word        flag      override: any dotted key of a recipe, wherever it stands
+              word        flag      override: a dotted key of the recipe, at any place
 
 A verb is a frozen dataclass. Fields without a default, or marked as words, are its words; the others are its flags. tyro derives values,
-help and shell completion from the same dataclass, but its own errors are boxes of many lines, hence the checks here.
+help and shell completion from the same dataclass. Its own error messages are boxes of many lines, so the words are checked here first.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from parallel.errors import BadInput, did_you_mean, some
 from parallel.fixes import Fix
 
 _NEEDED = {int: "a whole number", float: "a number", Path: "a path", str: "text"}
-_GRAVE = ("--fresh", "--force")  # never proposed
+_GRAVE = ("--fresh", "--force")  # never proposed as a fix: they discard or overrule something
 _EXAMPLE = {int: "2", float: "0.8", Path: "PATH", str: "TEXT"}
 
 
 def check_words(verb: str, kind: type, words: Sequence[str]) -> list[str]:
-    """The same words in one spelling (values as --flag=value), checked against the dataclass `kind` of a verb.
+    """The words of `verb` in one spelling (each value as --flag=value), checked against the verb's dataclass `kind`.
 
-    Raises BadInput for unknown, repeated, valueless and ill-typed flags, and for too few or too many words.
+    Raises BadInput for a flag that is unknown, repeated, without a value or of the wrong type, and for too few or too many words.
     """
     hints = get_type_hints(kind)
     repeatable = {f"--{name}" for name, hint in hints.items() if hint == tuple[str, ...]}
@@ -87,7 +87,7 @@ def check_words(verb: str, kind: type, words: Sequence[str]) -> list[str]:
 
 
 def _plain(hint: Any) -> Any:
-    """The type of one value: `int | None` and `tuple[int, ...]` become int; other hints stay as they are."""
+    """The type of one value: `int | None` and `tuple[int, ...]` become int; other hints are returned unchanged."""
     if get_origin(hint) is tuple:
         return get_args(hint)[0]
     if get_origin(hint) in (Union, types.UnionType):
@@ -96,7 +96,7 @@ def _plain(hint: Any) -> Any:
 
 
 def _refuse_flag(verb: str, name: str, value: str | None, flags: dict[str, Any]) -> None:
-    """Raise BadInput for an unknown flag that was given with this value. No fix proposes a flag that sets something aside or overrules."""
+    """Raise BadInput for an unknown flag, which was given with `value`. The fix never proposes a flag of `_GRAVE`."""
     if "." in name:
         fix: Fix | str = f"recipe values go with {', '.join(f'moe {v}' for v in RECIPE_VERBS)}"
     elif (named := _by_name(verb, name, value, flags)) is not None:
@@ -111,7 +111,7 @@ def _refuse_flag(verb: str, name: str, value: str | None, flags: dict[str, Any])
 
 
 def _by_name(verb: str, name: str, value: str | None, flags: dict[str, Any]) -> Fix | str | None:
-    """The fix for a name that another tool has, or that is a recipe's key without its section (`--lr`); None for any other name."""
+    """The fix for a flag of another tool, or for a recipe's key without its section (`--lr`); None for any other name."""
     from moe.recipe.keys import choices, known_keys
     from moe.recipe.other_tools import Meant, in_our_words, meant_by
     from moe.recipe.sections import Run
@@ -133,7 +133,7 @@ def _by_name(verb: str, name: str, value: str | None, flags: dict[str, Any]) -> 
 
 
 def _checked(name: str, kind: Any, value: str) -> str:
-    """The value, of a whole number its digits. Raises BadInput for one of another type."""
+    """The value as text, a whole number in plain digits (2e3 -> 2000). Raises BadInput if it is not of type `kind`."""
     if get_origin(kind) is Literal:
         if value not in get_args(kind):
             near = did_you_mean(value, get_args(kind))

@@ -1,5 +1,6 @@
-"""`moe hash-table RECIPE FILE.json`: the balanced table for `router.select: hash`, of how often each token id occurs in the recipe's
-training text (moe/recipe/hash_table.py)."""
+"""`moe hash-table RECIPE FILE.json`: writes a balanced table for `router.select: hash` from the counts of each token id in the recipe's
+training text (moe/recipe/hash_table.py).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import numpy.typing as npt
 from moe.checks.together import check_together
 from moe.data import CorruptedTrain, MixedTrain, TrainSet, open_data
 from moe.data.order import Windows
-from moe.data.remarks import told
+from moe.data.remarks import remark_lines
 from moe.launch import exit_codes
 from moe.recipe.hash_table import Table, balanced
 from moe.recipe.sections import Run
@@ -21,15 +22,15 @@ from parallel.errors import BadInput
 from parallel.fixes import Set
 from parallel.store.files import user_path, write_text
 
-_AT_ONCE = 2**24  # tokens
-_OF_A_MIXTURE = 2**40  # tokens that its counts come to
+_BATCH_TOKENS = 2**24  # tokens counted at a time
+_MIXTURE_TOKENS = 2**40  # sum of the counts of a mixture
 
 
 def main(run: Run, *, recipe: str, out: Path) -> int:
-    """Count, write, and say how even the table is. Raises BadInput, with nothing written."""
+    """Count token ids, write the table, and print how even it is. Raises BadInput before anything is written."""
     path = user_path(out, what="OUT")
     if path.suffix != ".json" or path.exists():
-        got = f"{path}, which is there" if path.exists() else str(path)
+        got = f"{path}, which already exists" if path.exists() else str(path)
         raise BadInput("OUT", got=got, needed="a new file, *.json", fix=f"name another: {path.with_name(path.stem + '-new.json')}")
     run = run.model_copy(update={"router": run.router.model_copy(update={"hash_table": None})})  # it may name the file that is made here
     check_together(run.resolve(1))
@@ -37,7 +38,7 @@ def main(run: Run, *, recipe: str, out: Path) -> int:
     if not layers:
         raise BadInput("RECIPE", got=f"{recipe}, a dense model", needed="one with experts", fix=Set("model.moe_every", 2))
     data = open_data(run.data, max_length=run.model.max_length, vocab_size=run.vocab_size, seed=run.train.seed)
-    for line in told(data.index):
+    for line in remark_lines(data.index):
         print(line)
     counts_V = counts(data.train, run.vocab_size)
     made = {count: balanced(counts_V.tolist(), count, choices) for count in dict.fromkeys(run.experts.counts)}
@@ -54,18 +55,20 @@ def main(run: Run, *, recipe: str, out: Path) -> int:
 
 
 def counts(train: Any, vocab_size: int) -> npt.NDArray[np.int64]:
-    """How often each id occurs in the training text; of several sources, as often as they are read. Raises BadInput for samples that a
-    user's program makes."""
+    """The number of occurrences of each token id in the training text, int64 [vocabulary]; sources of a mixture count by their weights.
+
+    Raises BadInput for samples that a user's program makes.
+    """
     if isinstance(train, CorruptedTrain):
         return counts(train.inner, vocab_size)
     if isinstance(train, MixedTrain):
         parts = [(weight / sum(train.weights), counts(part, vocab_size)) for weight, part in zip(train.weights, train.parts, strict=True)]
-        mixed: npt.NDArray[np.int64] = sum(share * _OF_A_MIXTURE * part / part.sum() for share, part in parts).astype(np.int64)  # type: ignore[union-attr]
+        mixed: npt.NDArray[np.int64] = sum(share * _MIXTURE_TOKENS * part / part.sum() for share, part in parts).astype(np.int64)  # type: ignore[union-attr]
         return mixed
     if not isinstance(train, TrainSet) or not isinstance(train.windows, Windows):
-        needed = "a text or token ids: nobody knows how often a program's samples have each id"
+        needed = "a text or token ids: token ids of a program's samples cannot be counted in advance"
         raise BadInput("data.source", got="samples of a program", needed=needed, fix="write a table yourself: docs/moe/routing.md")
     tokens, found = train.windows.tokens, np.zeros(vocab_size, np.int64)
-    for first in range(0, len(tokens), _AT_ONCE):
-        found += np.bincount(tokens[first : first + _AT_ONCE].astype(np.int64), minlength=vocab_size)
+    for first in range(0, len(tokens), _BATCH_TOKENS):
+        found += np.bincount(tokens[first : first + _BATCH_TOKENS].astype(np.int64), minlength=vocab_size)
     return found

@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # into a pipe or a file, too, rows come as they are made
+        sys.stdout.reconfigure(line_buffering=True)  # print each row immediately, also into a pipe or a file
     try:
         return _run(words)
     except BadInput as bad:
@@ -85,7 +85,7 @@ def _run(words: list[str]) -> int:
     overrides: dict[str, str] = {}
     if verb in verbs.RECIPE_VERBS:
         rest, overrides = take_overrides(rest)
-    set_before_torch(os.environ)  # verify's ranks are forked from this process, generate and bench compute in it
+    set_before_torch(os.environ)  # verify forks its ranks from this process; generate and bench compute in it
     rest = check_words(verb, verbs.VERBS[verb], rest)
     flags = parse.parse(verb, rest, benches=bench_names())
     if (results := getattr(flags, "json", None)) is not None:
@@ -94,7 +94,7 @@ def _run(words: list[str]) -> int:
 
 
 def _help(verb: str, rest: list[str]) -> None:
-    """A verb's words and flags; of `bench`, what there is to measure, or what one measurement is and takes."""
+    """Print the words and flags of a verb. For `bench` also print the list of measurements; for `bench NAME` print that measurement."""
     names = bench_names()
     named = [word for word in rest if word in names] if verb == "bench" else []
     if named:
@@ -106,7 +106,7 @@ def _help(verb: str, rest: list[str]) -> None:
 
 
 def _check_printable(words: list[str]) -> None:
-    """Refuse paths, names and values that a terminal would obey or UTF-8 cannot say; a prompt may have control characters."""
+    """Raise BadInput for words with control characters or invalid UTF-8. Only a prompt may contain control characters."""
     for before, word in zip(["", *words], words, strict=False):
         fits = word.encode(errors="replace").decode() == word if _is_prompt(before, word) else harmless(word)
         if not fits:

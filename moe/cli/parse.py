@@ -16,13 +16,15 @@ from parallel.errors import BadInput
 SHELLS = ("bash", "zsh", "fish")
 _ABOUT = "Dense and Mixture-of-Experts Transformers, trained in parallel from one recipe. More on a verb: moe VERB --help"
 _OVERRIDES = (
-    "Any value of the recipe can be given as --section.key VALUE, anywhere after it: --degrees.ep 2 --model.d_ff=512 "
+    "Any value of the recipe can be set by --section.key VALUE, anywhere after the recipe's name: --degrees.ep 2 --model.d_ff=512 "
     "(moe show RECIPE lists them)."
 )
 
 
 def parse(verb: str, words: list[str], *, benches: list[str]) -> Any:
-    """The verb's dataclass from words that `moe.cli.flags.check_words` accepted. If tyro still refuses them, raises BadInput, one line."""
+    """The verb's dataclass, from words that `moe.cli.flags.check_words` accepted. Raises BadInput, one line, if tyro refuses them
+    nevertheless.
+    """
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
@@ -34,7 +36,7 @@ def parse(verb: str, words: list[str], *, benches: list[str]) -> Any:
 
 
 def print_verbs(*, benches: list[str]) -> None:
-    """Print the list of verbs. Written by hand, because importing tyro for it takes longer than everything else."""
+    """Print the list of verbs. Does not use tyro, because importing it takes longer than everything else."""
     width = min(100, shutil.get_terminal_size().columns)
     print(f"usage: moe {{{','.join(VERBS)}}} ...\n\n{textwrap.fill(_ABOUT, width)}\n")
     print_list({verb: about(kind, benches) for verb, kind in VERBS.items()})
@@ -47,21 +49,24 @@ def print_help(verb: str, *, benches: list[str]) -> None:
 
 
 def print_bench(name: str, about: str, takes: dict[str, str]) -> None:
-    """Print what a measurement says of itself, and the flags that it takes, with their defaults."""
+    """Print a measurement's module docstring, and the flags that it takes with their defaults."""
     print(f"usage: moe bench {name}{''.join(f' [--{flag}]' for flag in takes)}\n\n{about}\n")
     helps = {field.name: field.metadata["help"] for field in dataclasses.fields(Bench)}
     print_list({f"--{flag}": helps[flag] + (f" (default: {default})" if default else "") for flag, default in takes.items()})
 
 
-def print_list(told: dict[str, str]) -> None:
-    """Print names with what is said of each."""
-    width, indent = min(100, shutil.get_terminal_size().columns), max((len(name) for name in told), default=0) + 4
-    for name, text in told.items():
+def print_list(entries: dict[str, str]) -> None:
+    """Print names with the text of each, in two columns."""
+    width, indent = min(100, shutil.get_terminal_size().columns), max((len(name) for name in entries), default=0) + 4
+    for name, text in entries.items():
         print(textwrap.fill(text, width, initial_indent=f"  {name:<{indent - 2}}", subsequent_indent=indent * " "))
 
 
 def print_completion(words: list[str], *, benches: list[str]) -> None:
-    """Run `--tyro-print-completion SHELL` or `--tyro-write-completion SHELL FILE`: completes verbs, flags, dotted keys and choices."""
+    """Print or write the completion script for `--tyro-print-completion SHELL` or `--tyro-write-completion SHELL FILE`.
+
+    It completes verbs, flags, dotted keys and choices. Raises BadInput for an unknown shell.
+    """
     least = 3 if "write" in words[0] else 2
     if len(words) < least or words[1] not in SHELLS:
         got = " ".join(words[1:]) or "no shell"
@@ -82,7 +87,7 @@ def print_completion(words: list[str], *, benches: list[str]) -> None:
 
 
 def about(kind: type, benches: list[str]) -> str:
-    there = f" There are: {', '.join(benches) or 'none in this version'}. More on one: moe bench NAME --help"
+    there = f" Measurements: {', '.join(benches) or 'none in this version'}. More on one: moe bench NAME --help"
     return " ".join((kind.__doc__ or "").split()) + (there if kind is Bench else "")
 
 
@@ -99,7 +104,7 @@ def _tyro(words: list[str], *, benches: list[str], complete: bool = False) -> An
 
 
 def _for_tyro(verb: str, kind: type, complete: bool) -> type:
-    """The verb's dataclass in the form that tyro needs: help, names of words and defaults as annotations."""
+    """The verb's dataclass as tyro needs it: help, metavars and defaults as annotations."""
     from tyro.conf import Positional, arg
 
     hints = get_type_hints(kind)

@@ -1,6 +1,7 @@
-"""`moe doctor --trace FOLDER`: the ranks that a run hung at, from the traces that torch's flight recorder left.
+"""`moe doctor --trace FOLDER`: finds the ranks that a hung run waited for, from the traces of torch's flight recorder.
 
-One line with the culprits, then a row for each rank that waits: where, and for whom. Raises BadInput for what is no trace.
+Prints one line with the culprits, then a row for each waiting rank: its collective, the group, and the ranks it waits for. Raises BadInput
+for a file that is not a trace.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from parallel.watch.flight_recorder import Diagnosis, diagnose, read_folder
 
 
 def main(folder: str, *, json: str | None = None) -> int:
-    """Print the line and the table; `json`: also write the rows there."""
+    """Print the line and the table; `json`: also write the rows to this file."""
     path = user_path(folder, what="--trace")
     traces = read_folder(path)
     found = diagnose(traces)
@@ -26,20 +27,20 @@ def main(folder: str, *, json: str | None = None) -> int:
     for row in rows:
         print(f"{row['rank']:>5}  {row['collective'][:44]:<44} {row['group'][:40]:<40} {row['waits_for']}")
     if json is not None:
-        told = {"culprits": list(found.culprits), "line": line(found), "traces": len(traces), "silent": list(found.silent)}
-        write_json(json, verb="doctor", rows=[row | {"passed": True} for row in rows], **told)
+        about = {"culprits": list(found.culprits), "line": line(found), "traces": len(traces), "silent": list(found.silent)}
+        write_json(json, verb="doctor", rows=[row | {"passed": True} for row in rows], **about)
     return exit_codes.DONE
 
 
 def line(found: Diagnosis) -> str:
-    """What is found, in one line."""
+    """The finding in one line."""
     if not found.culprits:
         return plain(f"no culprit: {found.said}")
     return plain(f"rank{'s' if len(found.culprits) > 1 else ''} {' '.join(map(str, found.culprits))}: {found.said}")
 
 
 def _rows(found: Diagnosis) -> list[dict[str, Any]]:
-    """Of each rank that waits for somebody, the collective in which it waits for a culprit, or else the first."""
+    """One row for each waiting rank: the collective in which it waits for a culprit, or else its first."""
     rows = []
     for rank in sorted({wait.rank for wait in found.waits if wait.behind}):
         waits = [wait for wait in found.waits if wait.rank == rank and wait.behind]

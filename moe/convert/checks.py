@@ -99,6 +99,7 @@ def change(before: Run, run: Run, layer: int) -> Literal["grow", "shrink"] | Non
 
 
 def layers_that(what: str | None, before: Run, run: Run) -> list[int]:
+    """The layers for which `change` returns `what`: grow, shrink, or None for kept layers."""
     return [layer for layer in range(run.model.num_layers) if change(before, run, layer) == what]
 
 
@@ -141,10 +142,10 @@ def check_convertible(before: Run, run: Run, settings: Settings) -> Settings:
         )
     for which, side in (("the source", before), ("the new model", run)):
         if side.experts.free and side.model.layers_with_experts():
-            needed = "experts alone: a router of others beside them has rows that nothing stands for"
+            needed = "no such entries: the router's rows for them have no experts to convert"
             raise BadInput("experts.skip, experts.zero", got=f"{side.experts.free} in {which}", needed=needed, fix="keep the experts")
         if side.experts.biases and side.model.layers_with_experts():
-            needed = "experts without biases: a dense network here has none, and gates decide how much of an expert's is added"
+            needed = "experts without biases: a dense network has none, and an expert's bias is multiplied by its gate"
             raise BadInput("experts.biases", got=f"true in {which}", needed=needed, fix="keep the experts, or --experts.biases false")
     fitting = GROWING if grown else SHRINKING
     settings = replace(settings, method=fitting[0]) if settings.method == "auto" else settings
@@ -155,7 +156,7 @@ def check_convertible(before: Run, run: Run, settings: Settings) -> Settings:
     if settings.moments == "copy" and not {before.optimizer.kind, run.optimizer.kind} <= {"adamw", "kfac"}:
         got = f"copy with optimizer.kind {before.optimizer.kind} and {run.optimizer.kind}"
         raise BadInput(
-            "--moments", got=got, needed="adamw or kfac on both sides: others keep no first and second moment", fix="--moments fresh"
+            "--moments", got=got, needed="adamw or kfac on both sides: only they have first and second moments", fix="--moments fresh"
         )
     if settings.moments == "copy" and settings.method != "copy":
         raise BadInput("--moments", got=f"copy with --method {settings.method}", needed="--method copy", fix="--moments fresh")

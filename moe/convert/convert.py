@@ -148,7 +148,7 @@ def main(
     json: str | None = None,
 ) -> int:
     """Convert, write the checkpoint to `to`, and print a report."""
-    from moe.convert.report import became, compared, promise, told
+    from moe.convert.report import changes_by_part, compared, expected_output, report_lines
 
     out, path = Path(to), find(Path(source))
     _check_new(out)
@@ -156,7 +156,7 @@ def main(
     engine, conversion, counters = convert(run, path, settings, load_from=None if load is None else Path(load))
     reader = conversion.reader
     with alone_in(out, what="TO_RUN"):
-        _check_new(out)  # a run may have begun in it meanwhile
+        _check_new(out)  # again, because a run may have begun in this folder meanwhile
         make_writable(out, World())
         (out / "recipe.yaml").write_text(resolved_yaml(run, origins))
         state.save(
@@ -172,14 +172,14 @@ def main(
             keep=1,
         )
         pass_on(path, out)
-    for line in told(conversion, path, out):
+    for line in report_lines(conversion, path, out):
         print(line)
     difference = compared(path, engine.module) if check else None
     if difference:
         print(difference.said())
     if json:
-        rows = [{"part": part, "what": what} for part, what in became(conversion)]
-        about = {"method": conversion.settings.method, "source": str(path), "to": str(out), "output": promise(conversion)}
+        rows = [{"part": part, "what": what} for part, what in changes_by_part(conversion)]
+        about = {"method": conversion.settings.method, "source": str(path), "to": str(out), "output": expected_output(conversion)}
         write_json(json, verb="convert", rows=rows, **about, check=None if difference is None else vars(difference))
     return exit_codes.DONE
 

@@ -16,30 +16,30 @@ from moe.recipe.router_spec import RouterSpec
 from moe.train.start.restore import restore
 
 
-def told(conversion: Conversion, source: Path, out: Path) -> list[str]:
-    """Return one line for each family of tensors, then the expected output and the next command."""
-    rows = became(conversion)
+def report_lines(conversion: Conversion, source: Path, out: Path) -> list[str]:
+    """Lines of text: one for each family of tensors, then the expected output and the next command."""
+    rows = changes_by_part(conversion)
     width = max(len(part) for part, _ in rows)
     return [
         f"{conversion.settings.method}: {source} -> {out}",
         *(f"  {part:<{width}}  {what}" for part, what in rows),
-        f"output: {promise(conversion)}",
-        f"go on with: moe train {out / 'recipe.yaml'} --out {out}",
+        f"output: {expected_output(conversion)}",
+        f"continue with: moe train {out / 'recipe.yaml'} --out {out}",
     ]
 
 
-def became(conversion: Conversion) -> list[tuple[str, str]]:
+def changes_by_part(conversion: Conversion) -> list[tuple[str, str]]:
     """Return (part of the model, how it was converted) for each part."""
     s, before, run = conversion.settings, conversion.before, conversion.run
     changed = layers_that("grow", before, run) + layers_that("shrink", before, run)
     kept = [n for n in conversion.shapes if not (feed_forward(n) and int(n.split(".")[1]) in changed)]
-    rows = [("as they are", f"{len(kept)} tensors: all but the feed-forward part of layers {_listed(changed)}")]
+    rows = [("unchanged", f"{len(kept)} tensors: all but the feed-forward part of layers {_listed(changed)}")]
     rows += [(f"layer {layer}", _layer(conversion, layer)) for layer in changed]
     other = ", ".join(map(str, function_changes(before, run)))
-    rows += [("otherwise", f"the weights now compute what the new recipe says: {other}")] if other else []
+    rows += [("recipe", f"the new recipe changes what the weights compute: {other}")] if other else []
     if s.moments == "copy":
         step = conversion.reader.state["counters"]["step"]
-        rows += [("moments", f"the source's, those of copies divided by their number; goes on at step {step}")]
+        rows += [("moments", f"the source's, divided by the number of copies; continues at step {step}")]
         changed_order = ", ".join(str(change) for change in changes(before, run) if change.key in ORDER)
         rows += [("samples", f"in another order than the source's: {changed_order}")] if changed_order else []
     else:
@@ -68,7 +68,7 @@ def _layer(conversion: Conversion, layer: int) -> str:
     return f"{old} experts -> {into}: {how}{beside}{'; their router rows' if new else ''}"
 
 
-def promise(conversion: Conversion) -> str:
+def expected_output(conversion: Conversion) -> str:
     """Describe the condition under which the new model computes the same function as the source, if any."""
     s, before, run = conversion.settings, conversion.before, conversion.run
     if s.method in ("noise", "drop"):

@@ -61,6 +61,7 @@ def joined(networks: Sequence[Network]) -> Network:
 
 
 def copies(network: Network, count: int) -> list[Network]:
+    """`count` references to the same network."""
     return [network] * count
 
 

@@ -200,7 +200,7 @@ def _length(name: str, side: Any) -> int | None:
             raise BadInput(f"data, {name}", got="no samples", needed="at least one", fix="give some")
         return count
     if not hasattr(side, "__iter__") or isinstance(side, str | bytes | Mapping):
-        needed = "samples: len() and [], or what can be iterated"
+        needed = "samples: an object with len() and [], or an iterable"
         raise BadInput(f"data, {name}", got=f"a {type(side).__name__}", needed=needed, fix="give for example a list of lists of ids")
     if hasattr(side, "dataset") and hasattr(side, "batch_size"):
         fix = f"give the set that it loads: data={type(side).__name__}(...).dataset"

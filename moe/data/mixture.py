@@ -43,7 +43,7 @@ class MixedTrain:
     weights: tuple[float, ...]
     seed: int
 
-    def places(self, global_indices: npt.ArrayLike) -> tuple[Ints, Ints]:
+    def located(self, global_indices: npt.ArrayLike) -> tuple[Ints, Ints]:
         """Return, for places of the order [n], the index of the source [n] and the place in that source's order [n]."""
         counts = shares(self.weights, BLOCK, least=1)
         starts = np.concatenate([[0], np.cumsum(counts)])
@@ -56,7 +56,7 @@ class MixedTrain:
 
     def sequences(self, global_indices: npt.ArrayLike, columns: Ints | None = None) -> Ints:
         """Return the sequences at these places: [n] -> [n, max_length + 1] int64, or only these columns."""
-        source, places = self.places(global_indices)
+        source, places = self.located(global_indices)
         return gathered([part.windows.read(part.order(places[source == i]), columns) for i, part in enumerate(self.parts)], source)
 
     def batch(self, step: int, shard: TokenShard) -> Ints:

@@ -118,7 +118,7 @@ class Windows:
             wrong = int(found.max() if found.min() >= 0 else found.min())
             place = int(places.reshape(-1)[(found == wrong).reshape(-1).argmax()])
             where = self.name if file is None else file.filename
-            needed = f"ids from 0 to {self.num_ids - 1}, those of the tokenizer"
+            needed = f"ids from 0 to {self.num_ids - 1}, the ids of the tokenizer"
             fix = "start again, and the file is checked; if it comes again, make the file anew (of the token cache: remove its folder)"
             raise BadInput(f"token {place} in {where}", got=f"the id {wrong}", needed=needed, fix=fix)
         return found

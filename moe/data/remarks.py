@@ -83,7 +83,7 @@ def remarks(index: dict[str, Any]) -> list[Remark]:
     return [remark._replace(name=label if Path(label).name == remark.name else f"{label}/{remark.name}") for remark in found]
 
 
-def told(index: dict[str, Any], listing: Path | None = None) -> list[str]:
+def remark_lines(index: dict[str, Any], listing: Path | None = None) -> list[str]:
     """Return at most ten lines. If there are more files, the last line gives their number, and the listing."""
     found = _one_of_each_first(remarks(index))
     shown = found if len(found) <= _LINES else found[: _LINES - 1]

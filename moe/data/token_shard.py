@@ -51,7 +51,7 @@ class TokenShard:
         divide."""
         dp, sp = mesh.axis(*over), mesh.axis("sp")
         sequences = _run(num_sequences, dp, what="sequences", fix="change train.global_batch, train.eval_sequences or degrees.dp")
-        positions = order_of(mesh, order, length).places(sp.index)
+        positions = order_of(mesh, order, length).positions(sp.index)
         return TokenShard(num_sequences, length, sequences, positions, (dp, sp), source)
 
     @staticmethod
@@ -71,14 +71,14 @@ class TokenShard:
         return self.num_sequences * self.length
 
     @cached_property
-    def places(self) -> npt.NDArray[np.int64]:
+    def position_array(self) -> npt.NDArray[np.int64]:
         """Positions as an array, which every step uses as an index."""
         return np.array(self.positions, dtype=np.int64)
 
     @cached_property
     def columns(self) -> npt.NDArray[np.int64]:
         """Columns of the batch that this rank reads as inputs or targets."""
-        return np.union1d(self.places, self.places + 1)
+        return np.union1d(self.position_array, self.position_array + 1)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -110,7 +110,7 @@ class TokenShard:
     @cached_property
     def _where(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Indices of the places, and of the places after them, among the columns."""
-        at, after = (np.searchsorted(self.columns, self.places + further) for further in (0, 1))
+        at, after = (np.searchsorted(self.columns, self.position_array + further) for further in (0, 1))
         return at, after
 
 

@@ -132,7 +132,7 @@ class Bpe(Tokenizer):
         try:
             super().__init__([_token_bytes(token) for token, _ in vocabulary])
         except KeyError as error:
-            raise _bad_description(f"a token with {error}, which stands for no byte") from None
+            raise _bad_description(f"a token with {error}, which represents no byte") from None
 
     def encode_pieces(self, parts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
         return _encoded(self._library, parts)
@@ -160,7 +160,7 @@ class Given(Tokenizer):
             for token, i in vocabulary.items():
                 held[i] = token.encode() if token in special else spelled(token)
         except KeyError as error:
-            raise _bad_description(f"a token with {error}, which stands for no byte") from None
+            raise _bad_description(f"a token with {error}, which represents no byte") from None
         if not 0 <= separator < len(held):
             raise _bad_description(f"separator {separator} of {len(held)} ids")
         super().__init__(held)
@@ -286,7 +286,7 @@ def check_separator(tokenizer: Tokenizer, separator: int | None) -> None:
     """Refuse a model with attention within documents if it expects another separator than this tokenizer's. Raises BadInput."""
     if isinstance(tokenizer, Ids) or tokenizer.separator == (SEPARATOR if separator is None else separator):
         return
-    needed, fix = f"{tokenizer.separator}, which stands between the documents of this tokenizer", Set("it", tokenizer.separator)
+    needed, fix = f"{tokenizer.separator}, which separates the documents of this tokenizer", Set("it", tokenizer.separator)
     raise BadInput("model.document_separator", got="null (0)" if separator is None else separator, needed=needed, fix=fix)
 
 

@@ -35,7 +35,7 @@ MATRICES = ("w1", "w2", "w3")
 HIDDEN_DIM = {"w1": 2, "w2": 1, "w3": 2, "b1": 1, "b3": 1, "w1_b": 2, "w2_a": 1, "w3_b": 2}
 
 
-Part = Network | slice | None  # a chunk of the held experts, as their network or (with tiles) as a range of them; None: all
+ExpertChunk = Network | slice | None  # a chunk of the held experts, as their network or (with tiles) as a range of them; None: all
 
 
 class Routed(NamedTuple):
@@ -137,13 +137,13 @@ class Experts(nn.Module):
             take(tile, self, lambda name, i=i: Tile(HIDDEN_DIM[name], i, count))  # type: ignore[misc]
         return made
 
-    def _network(self, part: Part, dtype: torch.dtype) -> Network:
+    def _network(self, part: ExpertChunk, dtype: torch.dtype) -> Network:
         if isinstance(part, Network):
             return part
         held = self._read(dtype)
         return held if part is None else Network.of([None if t is None else t[part] for t in held.tensors], held.activation)
 
-    def runs(self, count: int, dtype: torch.dtype) -> list[Part]:
+    def chunks(self, count: int, dtype: torch.dtype) -> list[ExpertChunk]:
         """Cut the held experts into `count` equal chunks, for rows of `dtype`. Each matrix gets one gradient, filled by all chunks."""
         each = len(self.held) // count
         if self.num_tiles > 1:  # an engine may gather a tile's weights only in its forward pass
@@ -153,7 +153,7 @@ class Experts(nn.Module):
         return [Network.of(chunk, held.activation) for chunk in zip(*cut, strict=True)]
 
     @in_region("experts")
-    def forward(self, x: Tensor, *, counts: list[int] | Routed, dropped_RF: Tensor | None = None, weights: Part = None) -> Tensor:
+    def forward(self, x: Tensor, *, counts: list[int] | Routed, dropped_RF: Tensor | None = None, weights: ExpertChunk = None) -> Tensor:
         """Compute rows [R, D] sorted by expert, `counts` of each, with the held experts or the chunk `weights`. Keeps shape and dtype.
 
         With `Routed` as counts, x is tokens [T, D], and the result sums gate * expert(x) over each token's kept choices. This rank

@@ -28,7 +28,7 @@ from moe.kernels.network import Matrices, Network
 from moe.kernels.plan import Plan
 from moe.kernels.rows import combine, permute
 from parallel.numerics.precision import gradient_dtype
-from parallel.numerics.weight_gradient import Owed, if_later, owed_for
+from parallel.numerics.weight_gradient import PendingGradients, if_deferrable, pending_for
 
 # N source rows, R routed rows, Q routed rows with padding, E experts held, D model, F hidden, I and O a matrix's in and out
 
@@ -197,7 +197,7 @@ class _Network(torch.autograd.Function):
         out, kept = _network(x_ND, gate_R, mask_RF, rows, Network.of(tensors, activation), keep=True)
         w1, w2, w3, *ctx.biases = tensors
         ctx.save_for_backward(x_ND, kept.gate_Q, w1, w2, w3, kept.mask_QF, kept.h_QF, kept.g_QF)
-        ctx.rows, ctx.activation, ctx.weights = rows, activation, if_later(w1, w2, w3)
+        ctx.rows, ctx.activation, ctx.weights = rows, activation, if_deferrable(w1, w2, w3)
         return out
 
     @staticmethod
@@ -210,21 +210,21 @@ class _Network(torch.autograd.Function):
         grad_b1, grad_b3 = (None if bias is None else _empty_bias_gradient(bias) for bias in ctx.biases)
         euler = ctx.activation.ffn == "relu" and gate_Q is not None and grad_b1 is None
         weights = ctx.weights or (w1, w2, w3)
-        owed, deferred = owed_for(*(w for w in weights if w is not None)), list[_Deferred]()
+        pending, deferred = pending_for(*(w for w in weights if w is not None)), list[_Deferred]()
         trained = [w if needed else None for w, needed in zip(weights, ctx.needs_input_grad[5:8], strict=True)]
-        grads = [None] * 3 if owed is not None else _gradients(trained, rows)
+        grads = [None] * 3 if pending is not None else _gradients(trained, rows)
         for b in rows.blocks:
             h, g = h_QF[b.padded], None if g_QF is None else g_QF[b.padded]
             mask = None if mask_QF is None else mask_QF[b.padded]
             gate = None if gate_Q is None else gate_Q[b.padded]
             grad_y = _gather(grad_out, rows, b)
-            x = grad_y if owed is not None and not euler else _gather(x_ND, rows, b)  # if deferred, only its shape and dtype matter
+            x = grad_y if pending is not None and not euler else _gather(x_ND, rows, b)  # if deferred, only its shape and dtype matter
             a = _activated(h, g, ctx.activation, mask)
             grad_a = torch.empty_like(h)
             _multiply(grad_y, _weights(w2, b, h).mT, grad_a)
             if not euler and grad_gate_Q is not None:
                 grad_gate_Q[b.padded] = _dot(grad_a, a)
-            if owed is None:
+            if pending is None:
                 # the gate multiplies rows of width D (x and the output's gradient), which are narrower than the hidden rows
                 _weight_gradient(a, _times_gate(grad_y, gate), grads[1], b)
             if mask is not None:
@@ -239,15 +239,15 @@ class _Network(torch.autograd.Function):
                 back += other
             if euler and grad_gate_Q is not None:
                 grad_gate_Q[b.padded] = _dot(back, x)  # Euler's theorem: relu networks are homogeneous, so J x = y and <dX, X> = <dY, Y>
-            if owed is None:
+            if pending is None:
                 x = _times_gate(x, gate)
                 _weight_gradient(x, grad_h, grads[0], b)
                 _weight_gradient(x, grad_g, grads[2], b)
             else:
                 deferred.append(_Deferred(b, a, grad_h, grad_g))
             _put(grad_x, back, rows, b, gate_Q)
-        if owed is not None:
-            _defer(owed, weights, x_ND, grad_out, gate_Q, rows, deferred)
+        if pending is not None:
+            _defer(pending, weights, x_ND, grad_out, gate_Q, rows, deferred)
         grad_gate_R = grad_gate_Q if rows.place_R is None or grad_gate_Q is None else grad_gate_Q.index_select(0, rows.place_R)
         return grad_x.to(x_ND.dtype), grad_gate_R, None, None, None, *grads, grad_b1, grad_b3
 
@@ -262,9 +262,15 @@ class _Deferred(NamedTuple):
 
 
 def _defer(
-    owed: Owed, weights: Matrices, x_ND: Tensor, grad_out: Tensor, gate_Q: Tensor | None, rows: Rows, deferred: list[_Deferred]
+    pending: PendingGradients,
+    weights: Matrices,
+    x_ND: Tensor,
+    grad_out: Tensor,
+    gate_Q: Tensor | None,
+    rows: Rows,
+    deferred: list[_Deferred],
 ) -> None:
-    """Add the computation of all weight gradients to `owed` (zero-bubble schedules)."""
+    """Add the computation of all weight gradients to `pending` (zero-bubble schedules)."""
 
     def compute() -> list[Tensor | None]:
         grads = _gradients(weights, rows)
@@ -276,7 +282,7 @@ def _defer(
             _weight_gradient(x, grad_g, grads[2], b)
         return grads[:2] if weights[2] is None else grads
 
-    owed.add(tuple(w for w in weights if w is not None), compute)
+    pending.add(tuple(w for w in weights if w is not None), compute)
 
 
 def _gradients(weights: Sequence[Tensor | None], rows: Rows) -> list[Tensor | None]:

@@ -57,7 +57,7 @@ class Hosts:
             return False
         for name in self.names:
             if name not in answers:
-                needed = "machines that ssh reaches without a password, with this program where it is here"
+                needed = "machines that ssh reaches without a password, with this program in the same folder"
                 paths = [f"{key}={shlex.quote(value)}" for key, value in import_path(os.environ).items()]
                 fix = f"make this work: ssh {name} env {' '.join(paths)} {shlex.quote(sys.executable)} -m moe --help"
                 raise BadInput("--hostfile", got=f"{name}: {errors[name]}", needed=needed, fix=fix)

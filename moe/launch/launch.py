@@ -46,7 +46,7 @@ _KEPT_S = 600.0
 
 
 @dataclass
-class Life:
+class RankRun:
     """Facts about a rank's run so far. `place`: its folder, once known, if a parent reads the rank's status there. `run`: its recipe."""
 
     place: list[Path] = field(default_factory=list)
@@ -55,7 +55,7 @@ class Life:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one rank from its arguments. Returns its exit code."""
-    return live(lambda life: _from_words(argv, life))
+    return run_as_rank(lambda rank_run: _from_words(argv, rank_run))
 
 
 def script(work: Callable[[], object]) -> NoReturn:
@@ -64,10 +64,10 @@ def script(work: Callable[[], object]) -> NoReturn:
 
         script(lambda: train(run, callbacks=[Best()]))
     """
-    sys.exit(live(lambda life: _carried_out(work)))
+    sys.exit(run_as_rank(lambda rank_run: _carried_out(work)))
 
 
-def live(work: Callable[[Life], int]) -> int:
+def run_as_rank(work: Callable[[RankRun], int]) -> int:
     """Run `work` as one rank, and return its exit code. An exception is printed, noted for the parent, and converted to an exit code."""
     die_with_parent()
     use_extensions_dir()
@@ -75,12 +75,12 @@ def live(work: Callable[[Life], int]) -> int:
     outlive_readers()
     number = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
     rank = int(number) if number.isdecimal() else 0  # anything else is refused below, in one line
-    life = Life()
-    with _early_signals(life.place, rank):
-        return _ended(work, life, rank)
+    rank_run = RankRun()
+    with _early_signals(rank_run.place, rank):
+        return _ended(work, rank_run, rank)
 
 
-def _from_words(argv: Sequence[str] | None, life: Life) -> int:
+def _from_words(argv: Sequence[str] | None, rank_run: RankRun) -> int:
     given = parse(list(sys.argv[1:] if argv is None else argv))
     _refuse_fresh_again(given, os.environ)
     if given.debug_collectives:
@@ -90,17 +90,17 @@ def _from_words(argv: Sequence[str] | None, life: Life) -> int:
         run, origins = _for_those_left(run, origins, given.elastic)
     name = run_name(given.recipe)
     out = given.out or Path("runs") / name
-    life.run = run
-    life.place += [out] if is_held(out) else []
-    return _train(run, origins, name, out, given, life.place)
+    rank_run.run = run
+    rank_run.place += [out] if is_held(out) else []
+    return _train(run, origins, name, out, given, rank_run.place)
 
 
-def _ended(work: Callable[[Life], int], life: Life, rank: int) -> int:
+def _ended(work: Callable[[RankRun], int], rank_run: RankRun, rank: int) -> int:
     """Return the exit code of `work`. Prints how it ended, and writes it to the status in the run's folder for the parent."""
     error: str | None = None
     code, of_all, repeats = FAILED, False, False
     try:
-        code = work(life)
+        code = work(rank_run)
     except BadInput as bad:
         code, error = BAD_INPUT, str(bad)
         if _is_to_say(bad, rank):
@@ -112,14 +112,14 @@ def _ended(work: Callable[[Life], int], life: Life, rank: int) -> int:
     except KeyboardInterrupt:  # before training began; during it, a signal saves and stops
         code, error = INTERRUPTED, "interrupted"
     except BaseException as failure:  # the other ranks and the parent must learn of any exception
-        error = None if life.run is None else _did_not_fit(failure, life.run)
+        error = None if rank_run.run is None else _did_not_fit(failure, rank_run.run)
         if error is None:
             error = f"{type(failure).__name__}: {failure}".splitlines()[0]
             print(f"rank {rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
         else:
             repeats = True
             print(f"error on rank {rank}: {error}", file=sys.stderr, flush=True)
-    for out in life.place:
+    for out in rank_run.place:
         status.leave(out, rank, code, error, of_all=of_all, repeats=repeats)
     return code
 

@@ -129,7 +129,7 @@ class Restarts:
         after = f" in {self._wait_s:g} s" if self._wait_s else ""
         row = f", {self._in_a_row} of {self._limit} in a row without a new checkpoint" if not saved and self._in_a_row else ""
         on = "" if self.processes is None else f" on {self.processes} process{'es' if self.processes > 1 else ''}"
-        _say(f"restart {self._count}{row}: the run goes on from {where}{on}{after}")
+        _say(f"restart {self._count}{row}: the run continues from {where}{on}{after}")
         return None
 
     def _leave(self, reason: str) -> None:

@@ -407,7 +407,7 @@ def read_hostfile(path: Path) -> dict[str, int]:
             continue
         slots = words[1].removeprefix("slots=") if len(words) == 2 and words[1].startswith("slots=") else ""
         if ":" in words[0]:
-            got, needed = words[0], "a name, or an IPv4 address: pdsh takes what stands before a colon for a way to reach a host"
+            got, needed = words[0], "a name, or an IPv4 address: pdsh takes the text before a colon as the way to reach a host"
             fix = "give an IPv6 address a name in ~/.ssh/config (Host worker-0, and below it HostName ADDRESS), and write: worker-0 slots=8"
             raise BadInput(f"{path}, line {number}", got=got, needed=needed, fix=fix)
         if not _SLOTS.fullmatch(slots) or not _HOST.fullmatch(words[0]) or words[0] in hosts:

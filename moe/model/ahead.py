@@ -26,7 +26,7 @@ from moe.recipe import sections
 # B batch, L length here, S of whole sequences, D model
 
 
-class Ahead(nn.Module):
+class PredictionDepth(nn.Module):
     """One depth: combines the previous depth's output with the embedding of the token that it predicted."""
 
     def __init__(self, model: sections.Model, block: nn.Module) -> None:
@@ -42,7 +42,7 @@ class Ahead(nn.Module):
         return hidden_BLD, self.norm(hidden_BLD)
 
 
-def loss_ahead(
+def multi_token_loss(
     depths: nn.ModuleList,
     hidden_BLD: Tensor,
     targets_BL: Tensor,
@@ -56,7 +56,7 @@ def loss_ahead(
 
     `targets_BL`: the next token of each token. `whole_sequences` gathers [B, L] over ranks to [B, S].
     """
-    place_L = context.places(targets_BL.shape[1], device=targets_BL.device)
+    place_L = context.positions(targets_BL.shape[1], device=targets_BL.device)
     total, next_BS = hidden_BLD.new_zeros((), dtype=torch.float32), whole_sequences(targets_BL)
     for depth in depths:
         later_BS = torch.cat([next_BS[:, 1:], torch.full_like(next_BS[:, :1], PADDING)], dim=1)

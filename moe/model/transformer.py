@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from moe.experts.layer import LayerReport, MoELayer
-from moe.model.ahead import Ahead, loss_ahead
+from moe.model.ahead import PredictionDepth, multi_token_loss
 from moe.model.initialise import FirstValues, alone, initialise
 from moe.nn.attention import Attention
 from moe.nn.context import Context
@@ -55,7 +55,7 @@ class Output(NamedTuple):
     hidden_BLD: Tensor | None = None
 
 
-class Part(NamedTuple):
+class StageLayers(NamedTuple):
     """Consecutive layers: a pipeline stage, or a chunk of one. `begins`: has the embedding. `ends`: has the last norm and the head."""
 
     layers: range
@@ -80,7 +80,7 @@ class Block(nn.Module):
         super().__init__()
         self.layer, self.dropout, self.scale = layer, model.dropout, model.scales.residual
         self.recompute: Literal["none", "full", "selective"] = "none"
-        self.places: Callable[[int], slice] | None = None  # columns that this rank holds between layers, given their number; None: all
+        self.columns: Callable[[int], slice] | None = None  # columns that this rank holds between layers, given their number; None: all
         self.first_channel = 0  # index of the first channel that this rank holds between layers
         self.attention_norm = Norm(model.d_model, model.norm, eps=model.norm_eps)
         halves, begins = model.kind == "encoder_decoder", model.decoder_begins
@@ -137,9 +137,9 @@ class Block(nn.Module):
         x_BLD = scaled(x_BLD, self.scale)
         if not (self.training and self.dropout):
             return x_BLD
-        if self.places is not None:
+        if self.columns is not None:
             assert context.sequence_B is not None
-            context = context.of_columns(self.places(len(context.position_T) // len(context.sequence_B)))
+            context = context.of_columns(self.columns(len(context.position_T) // len(context.sequence_B)))
         return drop(x_BLD, self.dropout, name=f"layers.{self.layer}.{part}.dropout", context=context, first=self.first_channel)
 
 
@@ -175,8 +175,8 @@ class Transformer(nn.Module):
         self.encoder_norm = Norm(width, self.config.norm, eps=self.config.norm_eps) if halves else None
         layers = self.config.num_layers
         depths = (Block(self.config, experts, router, layers + depth) for depth in range(self.config.ahead))
-        self.ahead = nn.ModuleList(Ahead(self.config, block) for block in depths)  # multi-token prediction: moe/model/ahead.py
-        self.parts = {0: Part(range(self.config.num_layers), begins=True, ends=True)}
+        self.ahead = nn.ModuleList(PredictionDepth(self.config, block) for block in depths)  # multi-token prediction: moe/model/ahead.py
+        self.parts = {0: StageLayers(range(self.config.num_layers), begins=True, ends=True)}
         self.whole_sequences: Callable[[Tensor], Tensor] = lambda x_BL: x_BL  # gathers shards of the sequences
         self.inner_sequences: Callable[[Tensor], Tensor] = lambda x_BL: x_BL  # selects the sequences that attention sees here
         self.router_spec = router
@@ -185,7 +185,7 @@ class Transformer(nn.Module):
         if not next(self.parameters()).is_meta:
             initialise(self, FirstValues(self.config, *alone(self), seed=seed))
 
-    def hold(self, parts: Mapping[int, Part]) -> None:
+    def hold(self, parts: Mapping[int, StageLayers]) -> None:
         """Keep only these parts, by stage index. Call it before first values are set."""
         self.parts = dict(parts)
         held = {layer for part in parts.values() for layer in part.layers}
@@ -198,7 +198,7 @@ class Transformer(nn.Module):
             self.embedding = None
 
     def forward(
-        self, tokens_BL: Tensor, context: Context | None = None, targets_BL: Tensor | None = None, part: Part | None = None
+        self, tokens_BL: Tensor, context: Context | None = None, targets_BL: Tensor | None = None, part: StageLayers | None = None
     ) -> Output:
         part = part or self.parts[0]
         context = context or (Context.fresh(tokens_BL) if self.training else Context.of(tokens_BL))
@@ -274,7 +274,7 @@ class Transformer(nn.Module):
     def _join_ahead(self, x_BLD: Tensor, targets_BL: Tensor, matrix: Tensor | Rows | TiledRows, context: Context) -> Tensor:
         """Return x unchanged, and add the loss of multi-token prediction to its backward pass."""
         summed = partial(self._summed_loss, matrix=matrix)
-        loss = loss_ahead(
+        loss = multi_token_loss(
             self.ahead, x_BLD, targets_BL, context, look_up=self._look_up, summed_loss=summed, whole_sequences=self.whole_sequences
         )
         return join(x_BLD, self.config.ahead_weight * loss, scale=context.auxiliary_scale)

@@ -42,7 +42,7 @@ class KeyValueCache:
     def context(self, new_BN: Tensor, *, length: int, record: RoutingRecord | None = None) -> Context:
         """Return the context of new tokens, which follow the cached ones. `length`: tokens of the text so far. `record`: see Context."""
         places = range(self.seen, self.seen + new_BN.shape[1])
-        found = Context.of(new_BN, places=places, length=self.length if record is None else record.length, record_routing=record)
+        found = Context.of(new_BN, positions=places, length=self.length if record is None else record.length, record_routing=record)
         return replace(found, length=length)
 
     def attend(

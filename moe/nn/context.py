@@ -61,7 +61,7 @@ class Context:
         first_sequence: int = 0,
         auxiliary_scale: float = 1.0,
         valid_BL: Tensor | None = None,
-        places: Sequence[int] | npt.NDArray[np.int64] | None = None,
+        positions: Sequence[int] | npt.NDArray[np.int64] | None = None,
         length: int | None = None,
         source: int = 0,
         record_routing: RoutingRecord | None = None,
@@ -69,18 +69,18 @@ class Context:
     ) -> Context:
         """Make the context of tokens [B, L], sequences first_sequence, first_sequence + 1, ... of the step.
 
-        `valid_BL` bool: False for padding. `places`: positions of the columns in their sequences of `length` tokens; None: all L.
+        `valid_BL` bool: False for padding. `positions`: positions of the columns in their sequences of `length` tokens; None: all L.
         Raise BadInput if a routing record has other sequences. Example: `model(tokens_BL, Context.of(tokens_BL, seed=1, step=7))`.
         """
         batch, columns = tokens_BL.shape
-        assert places is None or len(places) == columns
+        assert positions is None or len(positions) == columns
         for record in (record_routing, replay_routing):
             if record is not None:
-                last = columns - 1 if places is None else int(max(places))
-                record.check_places(range(first_sequence, first_sequence + batch), last, length or columns)
+                last = columns - 1 if positions is None else int(max(positions))
+                record.check_positions(range(first_sequence, first_sequence + batch), last, length or columns)
         sequence_B = torch.arange(first_sequence, first_sequence + batch, device=tokens_BL.device)
         device = tokens_BL.device
-        place_L = torch.arange(columns, device=device) if places is None else torch.tensor(places, device=device)
+        place_L = torch.arange(columns, device=device) if positions is None else torch.tensor(positions, device=device)
         position_T = (sequence_B.unsqueeze(1) * (length or columns) + place_L).flatten()
         valid_T = None if valid_BL is None else valid_BL.flatten()
         return Context(
@@ -174,7 +174,7 @@ class Context:
         """Return decide(), or its result from the first computation of this pass."""
         return decide() if self.replay is None else self.replay.once(name, decide)
 
-    def places(self, length: int, *, device: torch.device) -> Tensor:
+    def positions(self, length: int, *, device: torch.device) -> Tensor:
         """Return `place_L`, int64 [length], for sequences with `length` tokens held here."""
         return torch.arange(length, device=device) if self.place_L is None else self.place_L
 

@@ -67,7 +67,7 @@ def softmax_core(
             return attend(q_BHLC, k_BHLC, v_BHLC, scale=scale, sink_H=sink_H)
         if 2 * window <= q_BHLC.shape[2]:
             return _in_chunks(q_BHLC, k_BHLC, v_BHLC, window=window, scale=scale, sink_H=sink_H)
-    place_L = context.places(q_BHLC.shape[2], device=q_BHLC.device)
+    place_L = context.positions(q_BHLC.shape[2], device=q_BHLC.device)
     mask = masked(place_L, place_L, context.document_BS, context.document_BS, bias=bias, window=window, dtype=q_BHLC.dtype)
     return attend(q_BHLC, k_BHLC, v_BHLC, mask=mask, scale=scale, sink_H=sink_H)
 
@@ -157,7 +157,7 @@ def open_core(
     """Compute attention in which every token sees all keys: in an encoder, and (without bias) in cross attention."""
     assert sink_H is None
     k_BHSC, v_BHSC = repeated(k_BKSC, q_BHLC.shape[1]), repeated(v_BKSC, q_BHLC.shape[1])
-    place_L = context.places(q_BHLC.shape[2], device=q_BHLC.device)
+    place_L = context.positions(q_BHLC.shape[2], device=q_BHLC.device)
     mask = None if bias is None else bias.of(place_L, place_L).to(q_BHLC.dtype).contiguous()  # a GPU's fused kernels need contiguous rows
     return F.scaled_dot_product_attention(q_BHLC, k_BHSC, v_BHSC, attn_mask=mask, scale=scale)
 

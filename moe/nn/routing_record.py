@@ -61,12 +61,12 @@ class RoutingRecord:
             int(name.split(".")[1]): chosen.cpu().numpy().reshape(shape) for name, chosen in sorted(self._chosen.items(), key=_by_number)
         }
 
-    def check_places(self, sequences: range, last_place: int, length: int) -> None:
+    def check_positions(self, sequences: range, last_place: int, length: int) -> None:
         """Raise BadInput if a forward pass has tokens outside the record's sequences and length."""
         if length != self.length or last_place >= length or sequences.stop > self.sequences:
             got = f"a record of {counted(self.sequences, 'sequence')} of {counted(self.length, 'token')}"
             needed = f"one with sequence {sequences.stop - 1} and place {last_place}, of sequences of {length} tokens"
-            raise _refused(got, needed, "give the tokens' positions: Context.of(tokens, first_sequence=..., places=..., length=...)")
+            raise _refused(got, needed, "give the tokens' positions: Context.of(tokens, first_sequence=..., positions=..., length=...)")
 
     def add(self, name: str, position_T: Tensor, expert_TK: Tensor) -> None:
         """Record the experts int64 [T, K] that router `name` chose for the tokens at these positions of the batch."""

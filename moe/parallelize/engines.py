@@ -124,14 +124,14 @@ def check_given(rule: Given, run: Run, layouts: dict[str, Layout], mesh: Mesh) -
             fix = Words("step each expert by itself") if experts else all_of(whole)
             raise BadInput(
                 rule.key,
-                got=f"an optimizer whose steps of a part of {name} are not those of the whole",
+                got=f"an optimizer whose steps of a part of {name} differ from the whole parameter's",
                 needed=f"the same: {what}",
                 fix=fix | "leave that parameter to an optimizer that goes by elements",
             )
     if unlike and rule.coupled({name: len(layout.shape) for name, layout in layouts.items()}):
         raise BadInput(
             rule.key,
-            got="an optimizer whose steps of a parameter depend on the others beside it",
+            got="an optimizer whose update of a parameter depends on other parameters",
             needed="each parameter by itself: ranks hold different ones",
             fix=all_of({"sharding.kind": "ddp", "degrees.pp": 1, "degrees.tp": 1, "degrees.ep": 1, "degrees.etp": 1})
             | "leave the norm of all to optimizer.clip_norm",

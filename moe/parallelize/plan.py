@@ -29,7 +29,7 @@ from parallel.tensor.grid import Channels, ChannelsNorm
 from parallel.tensor.linear_1d import Column, Row
 from parallel.tensor.linear_2d import Block
 from parallel.tensor.linear_3d import Cube
-from parallel.tensor.sliced import Sliced
+from parallel.tensor.sliced import SlicedNorm
 from parallel.tensor.style import Copied, Plan, Stacked, Style
 from parallel.tensor.vocabulary import VocabularyRows
 from parallel.tensor.vocabulary_grid import VocabularyBlock, VocabularyCube
@@ -126,14 +126,14 @@ def _line(column: Style, keys: Style, table: Style, row: Style, *, sliced: bool,
         ("ffn.w1.weight", column),
         ("ffn.w3.weight", column),
         ("ffn.w2.weight", row),
-        *((("*_norm.weight", Sliced()),) if sliced else ()),
+        *((("*_norm.weight", SlicedNorm()),) if sliced else ()),
     )
     return (
         *((f"{block}.{pattern}", style) for block in ("layers.*", "ahead.*.block") for pattern, style in of_block),
         ("ahead.*.*.weight", of_tokens),
         ("embedding.weight", VocabularyRows(sliced=sliced)),
         ("head.weight", VocabularyRows(sliced=sliced)),
-        *((("norm.weight", Sliced()),) if sliced else ()),
+        *((("norm.weight", SlicedNorm()),) if sliced else ()),
     )
 
 

@@ -18,7 +18,7 @@ from moe.nn.context import Context
 from moe.nn.core import Bias
 from moe.recipe.sections import Run
 from moe.router.slots.groups import needs_group
-from moe.router.slots.slices import Slices
+from moe.router.slots.slices import SequenceShards
 from parallel.mesh.mesh import Mesh
 from parallel.sequence.method import Method
 from parallel.sequence.order import Order
@@ -47,7 +47,7 @@ class Exchanging:
 def shard_of(run: Run, mesh: Mesh, num_sequences: int) -> TokenShard:
     """Return the shard of a batch that this rank reads, in the recipe's order of positions."""
     over = ("dp", "tp_depth", "tp_row") if run.tp_grid().sequences > 1 else ("dp",)
-    m, order = run.model, run.sequence.places
+    m, order = run.model, run.sequence.position_order
     return TokenShard.of(mesh, num_sequences=num_sequences, length=m.read_length, order=order, over=over, source=m.source_length)
 
 
@@ -58,16 +58,16 @@ def slice_sequences(run: Run, model: Transformer, mesh: Mesh) -> None:
         model.inner_sequences = turn
     if mesh.axis("sp").size == 1:
         return
-    order = order_of(mesh, run.sequence.places, run.model.max_length)
+    order = order_of(mesh, run.sequence.position_order, run.model.max_length)
     blocks = [*model.layers, *(depth.block for depth in model.ahead)]
     for block in (layer for layer in blocks if isinstance(layer, Block)):
         label = f"layers.{block.layer}.attention"
         block.attention.core = Exchanging(_method(run, mesh, order, block), label if run.sequence.keep_attention else None)
-    sp, places = mesh.axis("sp"), tuple(order.places(rank) for rank in range(mesh.axis("sp").size))
-    model.whole_sequences = Slices(replace(sp, label="documents"), places).whole_sequences
+    sp, places = mesh.axis("sp"), tuple(order.positions(rank) for rank in range(mesh.axis("sp").size))
+    model.whole_sequences = SequenceShards(replace(sp, label="documents"), places).whole_sequences
     for moe in moe_layers(model):
         if needs_group(run.router):
-            moe.router.slices = Slices(replace(sp, label=moe.router.name), places)
+            moe.router.slices = SequenceShards(replace(sp, label=moe.router.name), places)
 
 
 def _method(run: Run, mesh: Mesh, order: Order, block: Block) -> Method | Ulysses:

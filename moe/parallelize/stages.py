@@ -1,6 +1,6 @@
 """A recipe's pipeline: its schedule, the layers of each stage, and the ranks of the pp axis that hold a parameter.
 
-layers cut by FLOPs (or pipeline.layers)  ->  Part of each stage  ->  Transformer.hold  +  Layout.holders  ->  Runtime
+layers cut by FLOPs (or pipeline.layers)  ->  StageLayers of each stage  ->  Transformer.hold  +  Layout.holders  ->  Runtime
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from moe.model.transformer import Part, Transformer
+from moe.model.transformer import StageLayers, Transformer
 from moe.plan.pipeline import layers_of, schedule_of, splits_backward
 from moe.recipe.sections import Run
 from parallel.data.engine import Engine
@@ -24,10 +24,10 @@ from parallel.pipeline.schedule import Schedule
 from parallel.pipeline.sums import OverlappedSums
 
 
-def parts_of(run: Run, schedule: Schedule) -> tuple[Part, ...]:
+def parts_of(run: Run, schedule: Schedule) -> tuple[StageLayers, ...]:
     """Return the part of the model that each stage computes. Raises BadInput if the layers cannot be cut this way."""
     layers, last = layers_of(run, schedule), schedule.num_stages - 1
-    return tuple(Part(run_of, begins=stage == 0, ends=stage == last) for stage, run_of in enumerate(layers))
+    return tuple(StageLayers(run_of, begins=stage == 0, ends=stage == last) for stage, run_of in enumerate(layers))
 
 
 def hold(run: Run, model: Transformer, layouts: dict[str, Layout], mesh: Mesh) -> dict[str, Layout]:
@@ -47,15 +47,15 @@ def hold(run: Run, model: Transformer, layouts: dict[str, Layout], mesh: Mesh) -
     return held
 
 
-def _homes(model: Transformer, name: str, parts: tuple[Part, ...], schedule: Schedule) -> tuple[int, ...]:
+def _homes(model: Transformer, name: str, parts: tuple[StageLayers, ...], schedule: Schedule) -> tuple[int, ...]:
     return tuple(sorted({rank for stage in stages_with(model, name, parts) for rank in schedule.homes[stage]}))
 
 
-def stages_with(model: Transformer, name: str, parts: Iterable[Part]) -> list[int]:
+def stages_with(model: Transformer, name: str, parts: Iterable[StageLayers]) -> list[int]:
     """Return the stages that read a parameter: one, or two for an embedding that the last stage reads, too."""
     words, shared = name.split("."), model.config.ends_read_embedding
 
-    def reads(part: Part) -> bool:
+    def reads(part: StageLayers) -> bool:
         if words[0] == "layers":
             return int(words[1]) in part.layers
         return (part.begins or (part.ends and shared)) if words[0] == "embedding" else part.ends
@@ -69,7 +69,7 @@ def stage_of_each(run: Run, model: Transformer, names: Iterable[str]) -> dict[st
     return {name: stages_with(model, name, parts)[0] for name in names}
 
 
-def _names_of(model: Transformer, parts: tuple[Part, ...]) -> dict[int, list[str]]:
+def _names_of(model: Transformer, parts: tuple[StageLayers, ...]) -> dict[int, list[str]]:
     """Names of the parameters held here that one stage alone reads, by stage, in the model's order."""
     found: dict[int, list[str]] = {}
     for name, _ in model.named_parameters():

@@ -14,7 +14,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moe.plan.job.flops import ahead_size, attention_products, block_size, core_forward, end_flops, expert_size, head_forward
+from moe.plan.job.flops import (
+    attention_products,
+    block_size,
+    core_forward,
+    end_flops,
+    expert_size,
+    head_forward,
+    multi_token_size,
+)
 from moe.plan.job.network import Network, Plan
 from moe.plan.job.of_recipe import compute_bytes, network_of, storage_of
 from moe.plan.memory.kept import stage_kept
@@ -120,7 +128,7 @@ def _ends(run: Run, *, first: bool, last: bool) -> int:
     """Number of parameters outside the layers: tables, the last norm, and multi-token prediction."""
     m = run.model
     tables = first + (last and not (first and m.tied_embeddings)) + (last and not first and m.ahead > 0 and not m.tied_embeddings)
-    ahead, _ = ahead_size(m, run.experts, run.router, vocab_size=run.vocab_size)
+    ahead, _ = multi_token_size(m, run.experts, run.router, vocab_size=run.vocab_size)
     return tables * run.vocab_size * m.d_model + (m.d_model + ahead if last else 0)
 
 

@@ -113,7 +113,7 @@ def check_moments(before: Run, after: Run, *, where: str) -> None:
         raise BadInput("optimizer.kind", got=new, needed=f"{old}, whose state {where} has", fix=fix)
 
 
-def told(before: Run, after: Run, *, begun: bool) -> list[str]:
+def change_lines(before: Run, after: Run, *, begun: bool) -> list[str]:
     """Return one line for each effect of the changes, with its keys; none without changes. `begun`: the run has seen samples."""
     function = {change.key for change in function_changes(before, after)}
     lines: dict[str, list[Change]] = {}

@@ -101,7 +101,7 @@ def load_plugin(key: str, value: str, *, arguments: int | None) -> Any:
         raise BadInput(key, got=f"{value}, a {type(part).__name__}", needed="a function or a class", fix=f"make {name} one")
     if arguments is not None and not _takes(part, arguments):
         got = f"{value}{_signature(part)}"
-        needed = f"what can be called with {arguments} argument{'s' * (arguments != 1)}"
+        needed = f"a function that can be called with {arguments} argument{'s' * (arguments != 1)}"
         raise BadInput(key, got=got, needed=needed, fix="see: docs/use/plugins.md")
     return part
 

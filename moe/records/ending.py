@@ -43,7 +43,7 @@ def ending(state: State, summary: Mapping[str, Any], out: Path | None) -> Group:
         parts.append(
             Panel(
                 Text(printable(str(summary["sample"])).strip("\n")),
-                title=Text("a sample of what it writes"),
+                title=Text("a sample of the text that it generates"),
                 title_align="left",
                 box=box.ROUNDED,
                 border_style=LABEL,

@@ -369,7 +369,7 @@ def _regular(path: Path) -> Path:
 def _unwritable(path: Path, error: OSError) -> BadInput:
     if isinstance(error, FileNotFoundError):
         needed = "it to stay while the run writes there"
-        fix = "start the run again, with --out if its folder has another name now: it goes on from what is left of it"
+        fix = "start the run again, with --out if its folder has another name now: it continues from the remaining records"
     else:
         needed, fix = "a folder with room to write", "free space, or --out DIR"
     return BadInput(f"run folder {path.parent}", got=error.strerror or error, needed=needed, fix=fix)

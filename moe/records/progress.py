@@ -95,7 +95,7 @@ class Progress:
             live, self._live = self._live, None
             failed, self._kind = self._kind, "none"
             with suppress(*FAILURES):
-                print(f"the {failed} display stopped ({type(error).__name__}: {error}); training goes on", file=sys.stderr)
+                print(f"the {failed} display stopped ({type(error).__name__}: {error}); training continues", file=sys.stderr)
                 if live is not None:
                     live.stop()
                     self._kind = "plain"
@@ -121,7 +121,7 @@ class Progress:
         try:
             return panel(self._state, width=min(self._console.width, 110), height=self._console.height)
         except Exception as error:
-            return Text(f"the display failed ({type(error).__name__}: {error}); training goes on")
+            return Text(f"the display failed ({type(error).__name__}: {error}); training continues")
 
     def _step(self, line: Mapping[str, Any]) -> None:
         self._state.add(line)

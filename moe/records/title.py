@@ -38,7 +38,7 @@ def _attention(run: Run) -> str:
     """Describe the attention of sequence parallelism."""
     sequence = run.sequence
     heads = [f"heads {sequence.heads}"] if sequence.heads > 1 else []
-    return ", ".join([sequence.kind, sequence.places, *heads])
+    return ", ".join([sequence.kind, sequence.position_order, *heads])
 
 
 def _tensor(run: Run) -> str:

@@ -155,7 +155,7 @@ def _state(lines: Sequence[Mapping[str, Any]], summary: Mapping[str, Any] | None
     steps = counted(train[-1]["step"], "step") if train else "no step yet"
     times = [line["time"] for line in lines if isinstance(line.get("time"), int | float)]
     last = f", last line {datetime.fromtimestamp(max(times), UTC):%Y-%m-%d %H:%M} UTC" if times else ""
-    return f"{steps}{last}" + ("" if summary else f"; no {SUMMARY} yet: the run goes on, or was stopped")
+    return f"{steps}{last}" + ("" if summary else f"; no {SUMMARY} yet: the run continues, or was stopped")
 
 
 def _cards(summary: Mapping[str, Any] | None, lines: Sequence[Mapping[str, Any]]) -> str:

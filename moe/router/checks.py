@@ -148,7 +148,7 @@ def _check_losses(s: RouterSpec, num_experts: int) -> None:
         )
     if s.load_weight and (s.num_choices == num_experts or s.bias_rate is not None):
         got = f"{s.num_choices} choices of {num_experts} experts" if s.bias_rate is None else f"bias_rate {s.bias_rate}"
-        needed = "fewer choices than experts, and no selection bias: nobody is chosen by noise otherwise"
+        needed = "fewer choices than experts, and no selection bias: otherwise noise does not decide the choice"
         raise BadInput("router.load_weight", got=f"{s.load_weight} with {got}", needed=needed, fix=Set("router.load_weight", 0))
     for key, weight in (("balance_weight", s.balance_weight), ("importance_weight", s.importance_weight)):
         if weight and method.is_balanced is not None:

@@ -24,12 +24,12 @@ from moe.nn.linear import Norm, linear_fp32
 from moe.recipe.router_spec import RouterSpec
 from moe.router.checks import check_spec
 from moe.router.methods.catalog import method_of
-from moe.router.methods.method import Asked, Chosen, Method
+from moe.router.methods.method import Chosen, Method, RoutingRequest
 from moe.router.noise import chance_of_choice, gumbel, jittered, noise_size, noisy_logits
 from moe.router.rehearsed import balanced_logits
 from moe.router.scores import chosen_gates, chosen_scores, probabilities, scores_of
 from moe.router.slots.capacity import kept_choices
-from moe.router.slots.slices import Slices
+from moe.router.slots.slices import SequenceShards
 from moe.router.slots.slots import slots_of
 from parallel.errors import BadInput, counted
 from parallel.fixes import Set
@@ -108,7 +108,7 @@ class Router(nn.Module):
         self.register_buffer("bias_E", None if spec.bias_rate is None else torch.zeros(num_experts))
         self.table_VK: Tensor | None  # the experts of each token id, set if the recipe names a table: moe/recipe/hash_table.py
         self.register_buffer("table_VK", None, persistent=False)
-        self.slices: Slices | None = None  # set if ranks hold different shards of a group's sequences
+        self.slices: SequenceShards | None = None  # set if ranks hold different shards of a group's sequences
 
     @property
     def method(self) -> Method:
@@ -190,7 +190,7 @@ class Router(nn.Module):
         spec, tokens = self.spec, len(logits_TE)
         num_groups = self._num_groups(tokens, sequence_tokens)
         slots = slots_of(spec, tokens // num_groups, num_experts=self.num_experts, training=self.training)
-        asked = Asked(
+        request = RoutingRequest(
             spec,
             self._preferred(scores_TE, logits_TE, context),
             scores_TE,
@@ -204,7 +204,7 @@ class Router(nn.Module):
             self._given(context),
             self.table_VK,
         )
-        chosen = self.method.choose(asked)
+        chosen = self.method.choose(request)
         if not self.method.tokens_choose:
             assert chosen.counted_TK is not None
             return Decision(chosen, chosen.counted_TK, slots, num_groups)

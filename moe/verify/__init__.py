@@ -1,6 +1,6 @@
-"""The oracle: every layout against one process.
+"""The layout oracle: compares every layout with one process.
 
-The package can be called: `from moe import verify; verify(nproc=2)` is `moe verify --nproc 2`.
+The package can be called: `from moe import verify; verify(nproc=2)` does the same as `moe verify --nproc 2`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 class _Verify(ModuleType):
     def __call__(self, **named: Any) -> int:
-        """0 if every layout gives the numbers of one process, else 1; prints the table (moe/verify/verify.py)."""
+        """Print the table of moe/verify/verify.py. Returns 0 if every layout gives the numbers of one process, else 1."""
         from moe.verify.verify import main  # here, because it loads torch
 
         return main(**named)

@@ -29,8 +29,8 @@ from parallel.pipeline.schedules.catalog import SCHEDULES
 from parallel.sequence.kinds.catalog import SEQUENCES
 
 BATCH, LENGTH, EXPERTS = 12, 10, 8
-SLICED = 24  # the length of sequences that are cut, which 2 * sp divides for sp 2, 3 and 4
-OVERFLOWS = 1  # the step at which a gradient is made infinite, where a case asks for it
+SLICED = 24  # sequence length of sequence-parallel cases; divisible by 2 * sp for sp 2, 3 and 4
+OVERFLOWS = 1  # step at which a gradient is made infinite in cases with `overflow`
 
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {"model": {"moe_every": 0}},
@@ -61,7 +61,7 @@ ROUTERS: dict[str, dict[str, Any]] = {
     "noisy_top_k": {"router": {"preset": "glam", "noise": "noisy_top_k", "importance_weight": 0.01, "capacity_factor": None}},
     "gumbel": {"router": {"preset": "switch", "noise": "gumbel", "drop": "random", "min_capacity": 1, "allow_noncausal": True}},
 }
-PACKED: dict[str, dict[str, Any]] = {  # attention stays within documents; of the tokens here one in 16 is id 0, one in 39 id 1
+PACKED: dict[str, dict[str, Any]] = {  # attention within documents; one in 16 tokens is id 0, one in 39 is id 1
     "packed": {"model": {"document_mask": True}, "router": {"preset": "glam", "min_capacity": 1}},
     "packed_t5": {"model": {"document_mask": True, "document_separator": 1, "positions": "t5", "moe_every": 0}},
 }
@@ -117,7 +117,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "model": {"rope": {"fraction": 1 / 3, "pairs": "neighbours"}, "clip_qkv": 0.7},
     },
 }  # fmt: skip
-AHEAD: dict[str, dict[str, Any]] = {  # two further tokens, behind latent attention whose queries have no latent
+AHEAD: dict[str, dict[str, Any]] = {  # multi-token prediction of two further tokens, with latent attention without a query latent
     "ahead": {
         "model": {"ahead": 2, "num_kv_heads": None, "latent": {"key_rank": 10, "rotary_size": 4, "value_size": 5}, "dropout": 0.1},
         "router": {"preset": "switch", "capacity_factor": 1.0, "min_capacity": 1},
@@ -132,7 +132,7 @@ def attentions() -> dict[str, dict[str, Any]]:
     return found | {"heads2": {"kind": "ring", "heads": 2}}
 
 
-FORMS: dict[str, dict[str, Any]] = {  # of a case's `tensor`, beside the kinds alone
+FORMS: dict[str, dict[str, Any]] = {  # further values of Case.tensor, in addition to the kinds of tensor.kind
     "sliced": {"kind": "1d", "sequence_parallel": True},
     "overlapped": {"kind": "1d", "overlap_chunks": 3},
     "overlapped_sliced": {"kind": "1d", "sequence_parallel": True, "overlap_chunks": 3},
@@ -143,7 +143,7 @@ LINES = ("1d", "dtensor", *FORMS)
 
 @dataclass(frozen=True)
 class Case:
-    """One layout of one model. `kind`: see `sharding_of`; `rows`: how they travel, of `examples`."""
+    """One layout of one model. `kind`: data parallelism, see `sharding_of`; `rows`: the dispatcher, a key of `examples`."""
 
     model: str
     kind: str
@@ -155,27 +155,27 @@ class Case:
     etp: int = 1
     rows: str = PLAIN
     experts: int = 4
-    tiles: int = 1  # of feed-forward networks and experts
-    head_tiles: int = 1  # of the vocabulary
-    chunks: int = 1  # of the loss
-    replicas: int = 2  # of dp
+    tiles: int = 1  # tiles of feed-forward networks and experts
+    head_tiles: int = 1  # tiles of the vocabulary
+    chunks: int = 1  # chunks of the loss
+    replicas: int = 2  # replicas of kind dp
     pp: int = 1
     schedule: str = "1f1b"
     layers: int = 2
-    stages: tuple[int, ...] | None = None  # how many layers each has; None: cut by FLOPs
-    padded: bool = False  # sequences end early: moe/verify/plain/batches.py
-    overflow: bool = False  # a gradient that one rank alone has is infinite at step OVERFLOWS
-    tp: int = 1  # ranks with the same tokens
-    tensor: str = "copied"  # how they share weights: tensor.kind, or a key of FORMS
-    parts: int = 1  # on one process: sums within layers taken as so many ranks of tp take them (moe/verify/in_parts.py),
-    first_part: int = 0  # from this one on: all-reduces in a ring add up each run of elements from another rank on
-    blocks: int = 1  # on one process: products in so many blocks each way, as a grid of tp has them (moe/verify/in_blocks.py)
-    sp: int = 1  # ranks that hold slices of the same sequences
-    attention: str = "zigzag"  # how they attend: a key of `attentions`
-    slices: int = 0  # on one process: attention to so many slices, then merged (moe/verify/in_slices.py); 0: torch's own
-    length: int = LENGTH  # of a sequence
+    stages: tuple[int, ...] | None = None  # number of layers of each stage; None: cut by FLOPs
+    padded: bool = False  # sequences end early (moe/verify/plain/batches.py)
+    overflow: bool = False  # one rank's gradient is infinite at step OVERFLOWS
+    tp: int = 1  # tensor-parallel ranks, which have the same tokens
+    tensor: str = "copied"  # how these ranks share weights: tensor.kind, or a key of FORMS
+    parts: int = 1  # on one process: sum within layers as this number of tp ranks does (moe/verify/in_parts.py)
+    first_part: int = 0  # rank of tp whose partial result comes first in these sums; a ring all-reduce starts each piece at another rank
+    blocks: int = 1  # on one process: products in blocks x blocks blocks, as a grid of tp has them (moe/verify/in_blocks.py)
+    sp: int = 1  # sequence-parallel ranks, which hold slices of the same sequences
+    attention: str = "zigzag"  # method of sequence parallelism, a key of `attentions`
+    slices: int = 0  # on one process: attention slice by slice, then merged (moe/verify/in_slices.py); 0: torch's own attention
+    length: int = LENGTH  # tokens of a sequence
     batch: int = BATCH  # sequences of a step
-    recipe: str | None = None  # a user's own, whose choices `model` then names (moe/verify/small.py)
+    recipe: str | None = None  # path of a user's recipe, whose choices are used at a small size (moe/verify/small.py)
 
     @property
     def layout(self) -> str:
@@ -193,9 +193,9 @@ class Case:
 
     @property
     def in_full(self) -> str:
-        """Every field that is not as it is by default: no two cases have the same, as two may in a table that shows less."""
-        told = ((field.name, getattr(self, field.name), field.default) for field in fields(self))
-        return " ".join(f"{name}={value}" for name, value, default in told if value != default)
+        """Every field that differs from its default, as text. Unique for each case, unlike `layout`, which leaves fields out."""
+        values = ((field.name, getattr(self, field.name), field.default) for field in fields(self))
+        return " ".join(f"{name}={value}" for name, value, default in values if value != default)
 
     @property
     def engine(self) -> EngineKind:
@@ -212,7 +212,7 @@ class Case:
         return self.world // (self.pp * self.tp * self.sp)
 
     def run(self) -> Run:
-        """The recipe: one layer with experts and one without."""
+        """The recipe of the case: one layer with experts and one without, unless the model says otherwise."""
         values: dict[str, dict[str, Any]] = {
             "model": {
                 "num_layers": self.layers, "d_model": 24, "num_heads": 4, "num_kv_heads": 2, "d_ff": 20, "ffn": "swiglu",
@@ -241,17 +241,21 @@ class Case:
         return build_run(values)
 
     def _sequence(self) -> dict[str, Any]:
-        """LightSeq with its recompute point, where there is one."""
+        """The recipe's section `sequence`. LightSeq keeps attention's output if recompute is full."""
         return attentions()[self.attention] | {"keep_attention": self.attention == "lightseq" and self.recompute == "full"}
 
     @property
     def delayed(self) -> bool:
-        """Whether gradients are of older weights than those they change: the twin's are too. Then nothing may ask for the whole batch."""
+        """Whether gradients are taken at older weights than they update (PipeDream, 2BW). The twin then does the same. Such a case cannot
+        use options that need the whole batch.
+        """
         return SCHEDULES[self.schedule].continuous
 
 
 def sharding_of(kind: str) -> dict[str, Any]:
-    """zero2: of that stage; zero2+cpu: the optimizer's state on the host; zero3+cpu-all: parameters too; other kinds by their names."""
+    """The recipe's section `sharding` for Case.kind. zero2: ZeRO stage 2; zero2+cpu: also optimizer states on the host; zero3+cpu-all: also
+    parameters on the host; other kinds are values of sharding.kind.
+    """
     name, _, place = kind.partition("+")
     where, _, everything = place.partition("-")
     offload = {"optimizer": where, "parameters": where if everything else "none"}

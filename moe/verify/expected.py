@@ -1,19 +1,19 @@
-"""What a case must give, and how far from it it may be.
+"""The expected result of a case, and how far its numbers may deviate from it.
 
-    fp32           the plain twin, which computes in float64; each number within 1e-5
-    bf16, fp16     one process in that precision; each number within twice what reordering does, measured here: other micro-batches,
-                   the plain kernels, both, and for rows that cut the head, the loss or sums within layers, that too; before a row is
-                   said to fail, its own order of all sums. And the plain twin;
-                   each number, and each parameter's gradient, within a bound that follows from the dtype's unit roundoff,
-                   so that one process cannot be wrong in 16 bits unseen
+    fp32           Expected: the plain twin, which computes in float64. Tolerance: 1e-5 for each number.
+    bf16, fp16     Expected: one process in that precision. Tolerance: twice the largest deviation that reordering sums causes, measured
+                   here with other micro-batches, the reference kernels, both, and for rows that cut the head, the loss or sums within
+                   layers, these cuts too. Before a row fails, its own order of all sums is tried.
+                   In addition, each number and each parameter's gradient is compared with the plain twin, within a bound that follows
+                   from the dtype's unit roundoff. Otherwise an error that one process shares would not be seen.
 
-In fp32 with experts' products that round (moe/kernels/products.py), as in 16 bits.
+In fp32, experts' products that round (moe/kernels/products.py) are judged as in 16 bits.
 
-The bound is measured as well (Monte Carlo arithmetic, Parker 1997): the twin runs in fp32, and every number that a 16-bit run would
-round (moe/verify/plain/model.py, Rounding) is disturbed at random by up to the unit roundoff u of the dtype, 2^-8 or 2^-11 of
-itself, in the forward and in the backward pass. What comes out differs as much as rounding may make it differ: errors that grow,
-tokens at a near tie that go to another expert. The bound is twice the largest of MOST_DRAWS such runs. A near tie shows in some of
-them only; whoever is within the bound of the first few is within that of all, so the rest run for those who are not.
+The bound is measured as well (Monte Carlo arithmetic, Parker 1997). The twin runs in fp32, and every number that a 16-bit run would round
+(moe/verify/plain/model.py, Rounding) is disturbed at random by up to the unit roundoff u of the dtype, 2^-8 or 2^-11 of its value, in the
+forward and in the backward pass. The results differ by as much as rounding may change them: errors that grow, and nearly tied tokens that
+go to another expert. The bound is twice the largest deviation in MOST_DRAWS such runs. A near tie shows in some of them only. A row within
+the bound of the first few draws is within the bound of all, so the others run only for rows that are not.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from parallel.numerics.precision import DTYPES
 from parallel.process.fork import each_on_ranks
 
 FP32_TOLERANCE = 1e-5
-CUTS = (2, 3, 4, 6, 12)  # of a batch: other orders of the same sums
-SLICES = (2, 3, 4)  # of a sequence
-LIMIT_S = 1800.0  # for one twin in every order: half a minute in 16 bits, and a busy machine many times that
-DRAWS, MOST_DRAWS = 5, 32  # of random roundings: at first, and before a row is said to fail
+CUTS = (2, 3, 4, 6, 12)  # numbers of micro-batches: other orders of the same sums
+SLICES = (2, 3, 4)  # numbers of slices of a sequence
+LIMIT_S = 1800.0  # seconds for one twin in every order; 16 bits take half a minute, and a busy machine many times that
+DRAWS, MOST_DRAWS = 5, 32  # random roundings: at first, and before a row fails
 
 
 def twin_of(case: Case) -> Case:
-    """What a case is compared with: the same model and precision on one process, in one piece.
+    """The case that `case` is compared with: the same model and precision on one process, not cut.
 
-    In 16 bits it also says how the head and the loss, and the sums within layers, are cut, and that sequences are: the result does not
-    depend on it, but how far it may be off does.
+    In 16 bits it also records how the head, the loss, sums within layers and sequences are cut. This does not change its result, only the
+    tolerance.
     """
     twin = Case(case.model, PLAIN, 1, 1, 1, case.precision, experts=case.experts, layers=case.layers)
     twin = replace(twin, padded=case.padded, overflow=case.overflow, length=case.length, batch=case.batch, recipe=case.recipe)
@@ -67,21 +67,21 @@ def rounds(case: Case) -> bool:
 
 
 def alone(twin: Case) -> Case:
-    """The same model in one piece, for what is computed on one process by the trainer's own code."""
+    """`twin` on one process without cuts, to be computed by the trainer's own code."""
     return replace(twin, pp=1, stages=None, microbatches=1, head_tiles=1, chunks=1, parts=1, blocks=1, slices=0)
 
 
 def reorderings(twin: Case) -> Iterator[tuple[Case, str]]:
-    """The sums of `alone(twin)` in the other orders that its rows have, all on one process: cases, each with the kernels it runs on.
+    """The sums of `alone(twin)` in the other orders that rows have, on one process: (case, kernels) pairs.
 
-    Other micro-batches stand for replicas of the data too, which sum the same parts over ranks; the plain kernels multiply by the
-    gate in another place. Each cut is measured with both kernels: a token at a near tie may go elsewhere only where both change. A head
-    in tiles rounds the gradient of its input tile by tile, which moves the gradient norm more than any cut of the batch does; so it
-    counts for the rows that have it, and is no excuse for the others. So do layers whose sums over heads and hidden units are those of
-    partial results, products in blocks, and attention in slices, whose results are rounded before they merge.
+    Other micro-batches also stand in for data-parallel replicas, which sum the same partial results over ranks. The reference kernels
+    multiply by the gate at another point. Each cut is measured with both kernels, because a nearly tied token may be routed differently
+    only if both change. A tiled head rounds the gradient of its input tile by tile, which moves the gradient norm more than any cut of
+    the batch. Therefore it is measured only for rows that have it. The same holds for layers that sum partial results over heads and
+    hidden units, products in blocks, and attention in slices, whose results are rounded before they are merged.
     """
     one = alone(twin)
-    own = () if twin.delayed or twin.microbatches == 1 else (twin.microbatches,)  # of a larger batch, in more parts
+    own = () if twin.delayed or twin.microbatches == 1 else (twin.microbatches,)  # a larger batch has more parts
     yield one, "reference"
     yield from ((replace(one, microbatches=m), kernels) for m in (*CUTS, *own) for kernels in ("cpu", "reference"))
     cut = replace(one, head_tiles=twin.head_tiles, chunks=twin.chunks, parts=twin.parts, blocks=twin.blocks)
@@ -94,7 +94,9 @@ def reorderings(twin: Case) -> Iterator[tuple[Case, str]]:
 
 
 def own_order(case: Case) -> Case:
-    """All sums of a row, in its own order, on one process: the batch in as many parts, layers cut and sequences sliced as its ranks do."""
+    """The row's own order of all sums on one process: the batch in the same number of parts, layers cut and sequences sliced as on its
+    ranks.
+    """
     one = alone(twin_of(case))
     replicas = case.replicas if case.engine.threads else 1
     batches = case.dp * case.microbatches * replicas * case.grid.sequences
@@ -107,7 +109,7 @@ def own_order(case: Case) -> Case:
 
 @dataclass
 class Expected:
-    """Of one twin: `result`, how far each number may be from it, and in 16 bits the bound to the exact twin."""
+    """The expected `result` of one twin, the tolerance of each number, and in 16 bits the bound to the exact twin."""
 
     twin: Case
     result: Result
@@ -125,12 +127,12 @@ class Expected:
         return Expected(twin, result, {n: max(FP32_TOLERANCE, 2 * s) for n, s in spread(twin, result).items()}, Bound(twin))
 
     def in_the_order_of(self, case: Case) -> Expected:
-        """The same tolerance around the result of the row's own order of the sums."""
+        """These tolerances around the result of the row's own order of sums."""
         return replace(self, result=compute(own_order(case), delayed_as=self.twin))
 
 
-def made_beside(twins: list[Case]) -> Iterator[Expected]:
-    """Of each, in their order. A process of its own makes them one after another, whether somebody waits or not."""
+def computed_in_background(twins: list[Case]) -> Iterator[Expected]:
+    """The expected result of each twin, in order. A separate process computes them one after another, ahead of the rows that need them."""
     for (plain,) in each_on_ranks(_each_plain, 1, twins, timeout_s=LIMIT_S):
         twin, bound = Case(**plain["twin"]), None
         if plain["bound"] is not None:
@@ -140,7 +142,7 @@ def made_beside(twins: list[Case]) -> Iterator[Expected]:
 
 
 def _each_plain(rank: int, twins: list[Case]) -> Iterator[dict[str, Any]]:
-    """In dicts, as processes hand them on; with as many draws as every bound needs."""
+    """Each expected result as plain dicts, which processes can exchange, with the draws that every bound needs."""
     for twin in twins:
         found, bound = Expected.of(twin), None
         if found.bound is not None:
@@ -151,18 +153,18 @@ def _each_plain(rank: int, twins: list[Case]) -> Iterator[dict[str, Any]]:
 
 
 def spread(twin: Case, baseline: Result) -> dict[str, float]:
-    """What rounding alone does in this precision: the largest deviation from `baseline` in any other order of the same sums."""
+    """The effect of rounding alone in this precision: the largest deviation from `baseline` in any other order of the same sums."""
     found = [compare(compute(case, kernels=kernels, delayed_as=twin), baseline) for case, kernels in reorderings(twin)]
     return {number: max(f[number] for f in found) for number in NUMBERS}
 
 
 @dataclass
 class Bound:
-    """How far a run that rounds more than fp32 may be from the plain twin."""
+    """The largest deviation from the plain twin that a run which rounds more than fp32 may have."""
 
     twin: Case
     drawn: int = 0
-    largest: dict[str, float] = field(default_factory=dict)  # of each number, and of each parameter's gradient by name, so far
+    largest: dict[str, float] = field(default_factory=dict)  # bound of each number, and of each parameter's gradient by name, so far
 
     @property
     def unit(self) -> float:
@@ -173,14 +175,14 @@ class Bound:
         return reference(replace(self.twin, precision="fp32"))
 
     def draw(self) -> None:
-        """One more random rounding."""
+        """Add one more random rounding to the bound."""
         rounding = Rounding(unit=self.unit, seed=self.drawn)
         found = _deviations(reference(replace(self.twin, precision="fp32"), rounding=rounding), self.exact)
         self.largest = {name: max(self.unit, 2 * value, self.largest.get(name, 0.0)) for name, value in found.items()}
         self.drawn += 1
 
     def share(self, got: Result) -> tuple[float, str]:
-        """The largest share of its bound that any deviation reaches, and whose it is."""
+        """(the largest deviation as a share of its bound, the name of that number or parameter)."""
         if got.gradients.keys() != self.exact.gradients.keys():
             return float("inf"), "gradient"
         found = _deviations(got, self.exact)

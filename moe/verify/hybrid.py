@@ -1,18 +1,18 @@
-"""Layouts in which every kind of parallelism meets every other (`moe verify --kinds hybrid --nproc 8`); no torch here.
+"""Layouts that combine every kind of parallelism (`moe verify --kinds hybrid --nproc 8`). Needs no torch.
 
     factor      values                                                      ranks
     schedule    none, and every schedule of the catalog                     2 stages
     sequence    none, ring (three orders, and with ulysses inside),
-                lightseq, colossal_ring, ulysses                            2, ring with ulysses 4
+                lightseq, colossal_ring, ulysses                            2; ring with ulysses 4
     tensor      none, 1d, 1d with slices, dtensor, 2d, 2.5d, 3d             2; 2d 4; 2.5d and 3d 8
     dispatch    none, all_to_all (whole, in chunks), padded, all_gather,
-                hierarchical                                                those of ep
-    data        ddp, fsdp, zero1, zero2, zero3                              the rest
-    experts     whole, over ep, over etp, over both                         folded over the others
+                hierarchical                                                the ranks of ep
+    data        ddp, fsdp, zero1, zero2, zero3                              the remaining ranks
+    experts     whole, over ep, over etp, over both                         folded over the other axes
     model, recompute, precision
 
-`moe/verify/pairwise.py` makes rows of them that have every pair; what may not be is said by the code that checks recipes. A kind
-that is not in a row costs no ranks, so the rest go to data parallelism.
+`moe/verify/pairwise.py` chooses rows that contain every pair of values. The checks of recipes decide which pairs are refused. A factor
+with the value none uses no ranks, and the remaining ranks are used for data parallelism.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from parallel.fixes import Set
 from parallel.mesh.grids import SMALLEST
 from parallel.pipeline.schedules.catalog import SCHEDULES
 
-WORLD, BATCH = 8, 24  # a batch that 8 ranks share out, in groups
-TENSOR = {"none": 1, "1d": 2, "sliced": 2, "dtensor": 2} | SMALLEST  # and the fewest ranks
+WORLD, BATCH = 8, 24  # the batch divides evenly over 8 ranks, also in groups
+TENSOR = {"none": 1, "1d": 2, "sliced": 2, "dtensor": 2} | SMALLEST  # value -> the fewest ranks
 PLACES = {"whole": (1, 1), "ep2": (2, 1), "ep4": (4, 1), "etp2": (1, 2), "ep2 etp2": (2, 2)}  # (ep, etp)
 FACTORS: dict[str, tuple[str, ...]] = {  # the first value is the simplest
     "schedule": ("none", *SCHEDULES),
@@ -47,16 +47,19 @@ FACTORS: dict[str, tuple[str, ...]] = {  # the first value is the simplest
 
 
 class Idle(BadInput):
-    """A value that changes nothing beside the others."""
+    """A value that has no effect together with the others."""
 
 
 def hybrid_cases(nproc: int) -> list[Case]:
-    """The rows of `covering`, where there are the ranks for them."""
+    """The rows of `covering`, or none if `nproc` is below WORLD."""
     return [] if nproc < WORLD else [case_of(row, world=WORLD) for row in covering().rows]
 
 
 def covering() -> Covering:
-    """Every pair of values in a row of eight processes, or refused. Of equally useful precisions fp32, whose twin costs least."""
+    """Rows of eight processes that contain every pair of values that is not refused.
+
+    If several precisions would bring equally many new pairs, fp32 is taken, because its twin costs least.
+    """
 
     def refuse(choice: Choice) -> BadInput | None:
         try:
@@ -70,8 +73,8 @@ def covering() -> Covering:
 
 
 def described(found: Covering) -> list[str]:
-    """Which pairs the rows have, and which they cannot have, with the reason."""
-    lines = [f"pairs of values: {len(found.met)} met by {len(found.rows)} rows, each at least once; {len(found.refused)} cannot be:"]
+    """Lines of text: how many pairs the rows contain, and the refused pairs with their reasons."""
+    lines = [f"pairs of values: {len(found.met)} tested by {len(found.rows)} rows, each at least once; {len(found.refused)} are refused:"]
     by_reason: dict[str, list[Pair]] = {}
     for pair, refused in found.refused.items():
         by_reason.setdefault(f"{refused.what}: needed {refused.needed}", []).append(pair)
@@ -81,7 +84,7 @@ def described(found: Covering) -> list[str]:
 
 
 def as_json(found: Covering) -> dict[str, dict[str, Any]]:
-    """Of each pair in how many rows it is, or why in none."""
+    """For each pair the number of rows that contain it, or the reason why it is refused."""
 
     def name(pair: Pair) -> str:
         return " x ".join(" ".join(value) for value in pair)
@@ -93,7 +96,7 @@ def as_json(found: Covering) -> dict[str, dict[str, Any]]:
 
 
 def completed(chosen: Choice) -> Choice:
-    """The simplest row with these values: where experts travel there are some, and they lie on several ranks."""
+    """The simplest row with these values. If a dispatcher is chosen, the model has experts, split over several ranks."""
     row = {factor: values[0] for factor, values in FACTORS.items()} | chosen
     if "experts" not in chosen and row["dispatch"] != "none":
         row["experts"] = next(place for place, (ep, _) in PLACES.items() if row["dispatch"] in rows_for(ep) and ep > 1)
@@ -105,9 +108,9 @@ def completed(chosen: Choice) -> Choice:
 
 
 def case_of(choice: Choice, *, world: int | None) -> Case:
-    """A row as a case; world None: of as many processes as it needs, two data-parallel ranks among them.
+    """A row as a case. With `world` None it has as many processes as it needs, two data-parallel ranks among them.
 
-    Raises BadInput for a row that needs more processes than `world`, and Idle for one with a value that would change nothing.
+    Raises BadInput for a row that needs more than `world` processes, and Idle for one with a value that has no effect.
     """
     (ep, etp), rows, schedule = PLACES[choice["experts"]], choice["dispatch"], choice["schedule"]
     _check_idle(choice, ep)
@@ -141,27 +144,31 @@ def case_of(choice: Choice, *, world: int | None) -> Case:
 def _check_idle(choice: Choice, ep: int) -> None:
     rows, places = choice["dispatch"], choice["experts"]
     if (rows == "none") != (ep == 1):
-        needed = "none: one rank holds every expert, nothing travels" if ep == 1 else "a way for rows to travel"
+        needed = "none: one rank holds every expert" if ep == 1 else "a dispatcher"
         raise Idle("dispatch.kind", got=f"{rows} with experts {places}", needed=needed, fix=Set("degrees.ep", 2) | "leave dispatch out")
     if ep > 1 and rows not in rows_for(ep):
-        needed = "degrees.ep 4: of two ranks, one of the two steps goes nowhere"
+        needed = "degrees.ep 4: with two ranks, one of the two steps sends nothing"
         raise Idle("dispatch.kind", got=f"{rows} with experts {places}", needed=needed, fix=Set("degrees.ep", 4))
 
 
 def _rest(choice: Choice, world: int | None, ranks: int, experts: int, *, sharers: int) -> int:
-    """The data-parallel ranks beside `ranks` of other axes: with none, sharded states would lie on one rank. `sharers`: ranks of
-    other axes that share them too."""
+    """The number of data-parallel ranks in addition to `ranks` of other axes.
+
+    With one, shards of optimizer states would not be split. `sharers`: ranks of other axes over which such shards are split too.
+    """
     least = 1 if ENGINES[choice["data"]].stage == 0 or sharers > 1 or ranks == WORLD and choice["tensor"] in ("2.5d", "3d") else 2
     if world is None:
         return max(2, experts)
     if ranks * least > world:
         got = f"{world} for {' x '.join(value for value in choice.values() if value != 'none')}"
-        raise BadInput("--nproc", got=got, needed=f"{counted(ranks * least, 'process')} at least", fix=f"--nproc {ranks * least}")
+        raise BadInput("--nproc", got=got, needed=f"at least {counted(ranks * least, 'process')}", fix=f"--nproc {ranks * least}")
     return world // ranks
 
 
 def _microbatches(schedule: str, dp: int) -> int:
-    """Several where they can be: a batch of 24 in at most 12 parts with one exception, a pipeline of four replicas."""
+    """The number of micro-batches: several if possible. The batch of 24 is cut into at most 12 parts, except in a pipeline of four
+    replicas.
+    """
     if schedule == "none":
         return 3 if dp <= 4 else 1
     kind = SCHEDULES[schedule]

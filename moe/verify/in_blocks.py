@@ -1,8 +1,8 @@
-"""One process that multiplies as the ranks of a grid do: each product in q x q blocks, partial products rounded before they are added up.
+"""Multiplies on one process as the ranks of a grid do: each product in q x q blocks, with partial products rounded before they are summed.
 
-    y_j = sum over t of x_t W_tj, each share in the compute dtype; in the backward pass dx_t = sum over j of dy_j W_tj^T likewise
+    y_j = sum over t of x_t W_tj, each term in the compute dtype; in the backward pass dx_t = sum over j of dy_j W_tj^T likewise
 
-In 16 bits such sums differ from whole ones, by as much as is measured here (moe/verify/expected.py). Nothing is sent.
+In 16 bits such sums differ from whole ones. moe/verify/expected.py measures by how much. Nothing is sent.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from parallel.tensor.style import fits
 
 
 def in_blocks(model: Transformer, side: int) -> None:
-    """Change the model, which is whole: attention, dense networks and an untied head. What stands in MoE layers is never cut so."""
+    """Change a whole model: attention, dense networks and an untied head. MoE layers stay whole, because a grid does not cut them."""
     for name, module in model.named_modules():
         if isinstance(module, Linear) and fits("layers.*.attention.*", name) | fits("layers.*.ffn.*", name):
             module.product = partial(product, side=side)
@@ -30,7 +30,7 @@ def in_blocks(model: Transformer, side: int) -> None:
 
 
 def product(x: Tensor, weight_OI: Tensor, *, side: int) -> Tensor:
-    """x W^T; each part of the outputs has its own x, whose gradient is rounded before the parts' are added up."""
+    """x W^T in blocks. Each part of the outputs has its own x, whose gradient is rounded before the parts are summed."""
     outputs = []
     for rows in weight_OI.to(x.dtype).tensor_split(side, 0):
         pairs = zip(x.view_as(x).tensor_split(side, -1), rows.tensor_split(side, 1), strict=True)
@@ -40,7 +40,7 @@ def product(x: Tensor, weight_OI: Tensor, *, side: int) -> Tensor:
 
 
 class _Alone:
-    """`Others` of moe/nn/vocabulary.py without any: only the product is in blocks."""
+    """A stand-in for `Others` of moe/nn/vocabulary.py on one process: only the product is in blocks."""
 
     def __init__(self, side: int) -> None:
         self.product: Product | None = partial(product, side=side)

@@ -1,10 +1,10 @@
-"""One process that sums within its layers as ranks of tp do: each rank's share in the compute dtype, then their sum.
+"""Sums within layers on one process as tp ranks do: each rank's partial result in the compute dtype, then their sum.
 
     y = x W1_0 W2_0 + x W1_1 W2_1, each rounded, and in the backward pass the gradient of x likewise
 
-In 16 bits such sums differ from whole ones, by as much as is measured here (moe/verify/expected.py). Nothing is sent.
-An encoder-decoder's layers are also given what the encoder gave, whose gradient is such a sum in each layer, and a half's position bias,
-of which a share sees its heads' columns.
+In 16 bits such sums differ from whole ones. moe/verify/expected.py measures by how much. Nothing is sent.
+Layers of an encoder-decoder also get the encoder's output, whose gradient is such a sum in each layer, and the position bias of their half,
+of which each partial result uses the columns of its heads.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ from parallel.mesh.mesh import Mesh
 
 
 def in_parts(model: Transformer, run: Run, *, first: int) -> None:
-    """Change the model, which is whole, as the recipe's degrees.tp and tensor.kind would cut it: attention of both kinds and dense
-    networks.
+    """Change a whole model as the recipe's degrees.tp and tensor.kind would cut it: self- and cross-attention, and dense networks.
 
-    Shares are added up in the order of the ranks, from the `first` on.
+    Partial results are summed in the order of the ranks, starting with rank `first`.
     """
     degrees = run.mesh_degrees()
     layouts = lay_out(model, plan_for(run))
@@ -44,14 +43,14 @@ def in_parts(model: Transformer, run: Run, *, first: int) -> None:
 
 
 def _without_hooks(layer: nn.Module) -> nn.Module:
-    """The same parameters in another module: who listens to the layer hears the sum alone."""
+    """A copy of the module with the same parameters and without hooks, so that hooks of the layer see only the sum."""
     other = copy(layer)
     other._forward_hooks, other._forward_pre_hooks = type(layer._forward_hooks)(), type(layer._forward_pre_hooks)()
     return other
 
 
 def _summed(layer: nn.Module, regions: list[dict[str, Box]], x: Tensor, *rest: Any, **named: Any) -> Tensor:
-    """Each part has its own x and source, whose gradients are sums of its own before the parts' are added up."""
+    """The sum of the partial results. Each has its own x and source, so that their gradients are summed in the same order."""
     held = dict(layer.named_parameters())
     shares = []
     for region in regions:
@@ -63,7 +62,7 @@ def _summed(layer: nn.Module, regions: list[dict[str, Box]], x: Tensor, *rest: A
 
 
 def _share_of(given: Any, layer: nn.Module, region: dict[str, Box]) -> Any:
-    """Of what a layer is given beside x."""
+    """The part of an argument other than x that one partial result gets."""
     if isinstance(given, Bias):
         rows = region["q.weight"][0]
         return given._replace(table_UH=given.table_UH[:, rows.start // layer.head_size : rows.stop // layer.head_size])

@@ -1,6 +1,6 @@
-"""Attention on one process, rounded as ranks that hold slices of sequences round it: slice by slice, then merged.
+"""Attention on one process, rounded as sequence-parallel ranks round it: slice by slice, then merged.
 
-Colossal-AI's ring merges nothing: there each rank's own code runs, one rank after another, with the others' keys and values at hand.
+Colossal-AI's ring merges nothing. For it each rank's own code runs, one rank after another, with the keys and values of all ranks given.
 """
 
 from __future__ import annotations
@@ -18,23 +18,28 @@ from moe.recipe import sections
 from moe.verify.cases import Case, attentions
 from parallel.mesh.mesh import Axis
 from parallel.sequence.colossal_ring import ColossalRing
-from parallel.sequence.method import Kept, Known, Method
+from parallel.sequence.method import Known, Method, SavedTensors
 from parallel.sequence.order import Order
 from parallel.sequence.softmax import Gradients, Partial, Tokens, attend, attend_backward, merge, nothing
 
 
 def in_slices(model: Transformer, case: Case) -> None:
-    """Fill the cores of attention as `case.slices` ranks attend, by `case.attention`. One slice of a Colossal ring: whole scores."""
+    """Replace the core of every attention: it attends as `case.slices` ranks with `case.attention` do.
+
+    With one slice, a Colossal ring computes whole scores.
+    """
     form = sections.Sequence(**attentions()[case.attention])
     kind = _ColossalInSlices if form.named.keeps_scores else _InSlices
-    order = Order(form.places, case.slices // form.heads_of(case.slices), case.length)  # ranks that trade heads see what all of them hold
+    order = Order(
+        form.position_order, case.slices // form.heads_of(case.slices), case.length
+    )  # ranks that exchange heads see all their tokens
     for block in model.layers:
         assert isinstance(block, Block)
         block.attention.core = Exchanging(kind(Axis("alone"), order, block.attention.window), keep=None)
 
 
 class _InSlices(Method):
-    """What all ranks of a ring compute, one after another: `order` has as many ranks as slices."""
+    """The computation of all ranks of a ring, one after another. `order` has as many ranks as slices."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, known: Known) -> tuple[Tensor, ...]:
         out, lse = torch.empty_like(q), nothing(q).lse_BHL
@@ -46,7 +51,7 @@ class _InSlices(Method):
             out[:, :, here], lse[:, :, here] = merged.out_BHLC.to(q.dtype), merged.lse_BHL
         return out, lse
 
-    def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: Kept, known: Known) -> Gradients:
+    def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: SavedTensors, known: Known) -> Gradients:
         (out, lse), total = kept, Gradients.zeros(q, k, v, known.bias)
         for here, work in self._ranks(q, known):
             for rows, there, about in work:
@@ -56,12 +61,14 @@ class _InSlices(Method):
                 total.q_BHLC[:, :, queries] += found.q_BHLC
                 total.k_BKSC[:, :, there] += found.k_BKSC
                 total.v_BKSC[:, :, there] += found.v_BKSC
-                total.add(found, queries=None, keys=None)  # the table's share
+                total.add(found, queries=None, keys=None)  # the bias table's gradient
         return total
 
     def _ranks(self, like: Tensor, known: Known) -> Iterator[tuple[Tensor, list[tuple[slice, Tensor, dict[str, Any]]]]]:
-        """Of each rank the places of its queries, and its blocks: which of these queries, their keys' places, what `attend` must know."""
-        tokens = [Tokens(self.order.runs(rank), like.device, known.document_BS, known.window) for rank in range(self.order.size)]
+        """For each rank the positions of its queries, and its blocks: (rows of the queries, positions of the keys, arguments of
+        `attend`).
+        """
+        tokens = [Tokens(self.order.ranges(rank), like.device, known.document_BS, known.window) for rank in range(self.order.size)]
         for rank, mine in enumerate(tokens):
             work = []
             for source in ((rank - step) % self.order.size for step in range(self.order.size)):
@@ -72,7 +79,7 @@ class _InSlices(Method):
 
 
 class _ColossalInSlices(Method):
-    """What all ranks of a Colossal ring compute, one after another, and the sums of what they find for the same keys."""
+    """The computation of all ranks of a Colossal ring, one after another, with gradients summed over ranks."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, known: Known) -> tuple[Tensor, ...]:
         ranks = [_Rank(self._axis(rank), self.order, self.window, [k, v]) for rank in range(self.order.size)]
@@ -80,7 +87,7 @@ class _ColossalInSlices(Method):
         (outs, weights) = zip(*(kept[:2] for kept in found), strict=True)
         return (torch.cat(outs, dim=2), *weights, *(() if known.sink_H is None else [torch.cat([kept[2] for kept in found], dim=2)]))
 
-    def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: Kept, known: Known) -> Gradients:
+    def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: SavedTensors, known: Known) -> Gradients:
         ranks = [_Rank(self._axis(rank), self.order, self.window, [v, k]) for rank in range(self.order.size)]
         found = []
         for rank in ranks:
@@ -90,7 +97,7 @@ class _ColossalInSlices(Method):
         tables = [f.table_UH for f in found if f.table_UH is not None]
         return Gradients(torch.cat([f.q_BHLC for f in found], dim=2), dk, dv, torch.stack(tables).sum(0) if tables else None)
 
-    def share_of_sinks(self, kept: Kept, sink_H: Tensor) -> Tensor:
+    def share_of_sinks(self, kept: SavedTensors, sink_H: Tensor) -> Tensor:
         return kept[-1]
 
     def _axis(self, rank: int) -> Axis:
@@ -102,7 +109,7 @@ class _ColossalInSlices(Method):
 
 @dataclass(frozen=True)
 class _Rank(ColossalRing):
-    """One of them. `rounds`: keys and values of all ranks, in the order in which they would go round."""
+    """One rank of the ring. `rounds`: keys and values of all ranks, in the order in which the ring would bring them."""
 
     rounds: list[Tensor] = field(default_factory=list)
 

@@ -1,4 +1,4 @@
-"""The layouts of each kind that `moe verify --kinds` names."""
+"""The cases of each kind that `moe verify --kinds` names."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ KINDS: dict[str, Callable[[int], list[Case]]] = {
 
 
 def cases(nproc: int, *, kinds: tuple[str, ...] = tuple(KINDS)) -> list[Case]:
-    """Every layout of up to nproc processes, of the kinds asked for. Raises BadInput for a kind there is not, and one without layouts."""
+    """Every case of up to `nproc` processes, of the given kinds. Raises BadInput for an unknown kind, and for a kind without cases."""
     for kind in kinds:
         if kind not in KINDS:
             near = did_you_mean(kind, KINDS) or next(iter(KINDS))
-            needed = f"of {some(KINDS, rest='moe verify --help')}, with commas between"
+            needed = f"comma-separated kinds: {some(KINDS, rest='moe verify --help')}"
             raise BadInput("--kinds", got=kind, needed=needed, fix=f"--kinds {near}, or leave --kinds out for all")
     if "hybrid" in kinds and kinds != tuple(KINDS) and nproc < WORLD:
         raise BadInput(
-            "--nproc", got=f"{nproc} with --kinds hybrid", needed=f"{WORLD}: all its layouts have so many", fix=f"--nproc {WORLD}"
+            "--nproc", got=f"{nproc} with --kinds hybrid", needed=f"{WORLD}: all its layouts have {WORLD} processes", fix=f"--nproc {WORLD}"
         )
     return [case for kind in KINDS if kind in kinds for case in KINDS[kind](nproc)]

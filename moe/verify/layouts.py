@@ -1,4 +1,4 @@
-"""Ten steps of one layout by the trainer's own code, on forked ranks; what comes back is whole and has global names."""
+"""Runs ten steps of a layout by the trainer's own code on forked ranks, and gathers whole tensors with global names."""
 
 from __future__ import annotations
 
@@ -43,10 +43,11 @@ from parallel.process.fork import each_on_ranks
 from parallel.process.process import World
 from parallel.store.checkpoint import pieces
 
-Ran = tuple[Result, Tape | None] | str  # what came of a case, or its ranks' errors
-Inside = Callable[[], AbstractContextManager[Any]]  # entered on every rank around each case
-MESHES = 16  # of all ranks of a set together: each group of a rank is a thread of gloo that wakes a hundred times a second for ever
-LIMIT_S = 120.0  # of one case on up to 4 ranks: ten tiny steps take a second or two, and a busy machine many times that
+Ran = tuple[Result, Tape | None] | str  # result and tape of a case, or its ranks' errors
+Inside = Callable[[], AbstractContextManager[Any]]  # a context that every rank enters around each case
+# limit for all ranks together: each group of a rank has a gloo thread that wakes a hundred times a second until the process ends
+MESHES = 16
+LIMIT_S = 120.0  # seconds for one case on up to 4 ranks; ten tiny steps take a second or two, and a busy machine many times that
 
 
 def compute(
@@ -58,9 +59,9 @@ def compute(
     tape: Tape | None = None,
     delayed_as: Case | None = None,
 ) -> Result:
-    """Ten steps of one layout on the ranks that are running; every rank returns the parts it owns. `meshes`: those made already.
+    """Run ten steps of one layout as this rank. Every rank returns the parts that it owns. `meshes`: meshes that were already made.
 
-    `delayed_as`: on one process, gradients are of weights as old as on the stages of that case.
+    `delayed_as`: on one process, take gradients at weights as old as on the stages of that case.
     """
     run = check_run(case.run(), case.world)
     run = run.model_copy(update={"experts": run.experts.model_copy(update={"kernels": kernels})})
@@ -71,7 +72,7 @@ def compute(
     model, layouts = build(run, mesh, device=torch.device("cpu"))
     if case.slices:
         in_slices(model, case)
-    if case.parts > 1:  # of what is there by now: a part of the heads attends in slices, too
+    if case.parts > 1:  # after in_slices: a part of the heads attends in slices too
         in_parts(model, replace(case, world=case.parts, tp=case.parts, tensor="1d").run(), first=case.first_part)
     if case.blocks > 1:
         in_blocks(model, case.blocks)
@@ -127,7 +128,7 @@ def _stepped(case: Case, run: Run, executor: Executor, mesh: Mesh, tape: Tape | 
 
 
 def _spoiler(engine: Engine, mesh: Mesh) -> dict[str, bool]:
-    """While `now` is set, one parameter's gradient is infinite where it arises: on the last rank alone, and before any sum."""
+    """A switch: while `now` is True, one parameter's gradient is infinite on the last rank, before gradients are summed."""
     on = {"now": False}
     if mesh.rank == mesh.axis("world").size - 1:
         spoilt = next(p for name, p in reversed(list(engine.module.named_parameters())) if ".experts." in name or ".ffn." in name)
@@ -143,7 +144,7 @@ def _reports(numbers: Numbers) -> dict[str, Tensor]:
 
 
 def _streamed(case: Case, run: Run, executor: Executor, mesh: Mesh, tape: Tape | None) -> Result:
-    """One step, drained, whose gradients are Adam's first moments; then all others without a drain between."""
+    """Run one step and drain the pipeline; its gradients are Adam's first moments. Then run the other steps without draining in between."""
     engine, shard = executor.engine, shard_of(run, mesh, case.batch)
     updates: list[Step] = []
     if tape is not None:
@@ -172,7 +173,9 @@ def _streamed(case: Case, run: Run, executor: Executor, mesh: Mesh, tape: Tape |
 
 
 def _watch_updates(engine: Engine, mesh: Mesh, updates: list[Step]) -> None:
-    """Gradients, then moments and weights, of the first updates of this rank's stage, which no loop outside of it sees."""
+    """Record gradients, moments and weights of the first updates of this rank's stage. The executor makes these updates, so hooks record
+    them.
+    """
     optimizer: torch.optim.Optimizer = engine.optimizer  # type: ignore[attr-defined]
     made = [0]
 
@@ -191,20 +194,21 @@ def _watch_updates(engine: Engine, mesh: Mesh, updates: list[Step]) -> None:
 
 
 def _weights(engine: Engine, mesh: Mesh) -> dict[str, Tensor]:
-    """With routers' biases."""
+    """All weights, including the routers' biases."""
     biases = {name: bias_E.clone() for name, bias_E in extra_owned(engine.module, engine.layouts, mesh)}
     return owned(engine, mesh, "weight", 1.0) | biases
 
 
 def owned(engine: Engine, mesh: Mesh, what: str, scale: float) -> dict[str, Tensor]:
-    """What this rank owns of every parameter's gradient or state, over `scale`, each whole with zeros elsewhere."""
+    """This rank's part of every parameter's gradient or state, divided by `scale`. Each tensor is whole, with zeros elsewhere."""
     found: dict[str, Tensor] = {}
-    layouts = engine.layouts if what == "weight" else parts(engine.layouts)[0]  # what is frozen has neither gradient nor moments
+    layouts = engine.layouts if what == "weight" else parts(engine.layouts)[0]  # frozen parameters have neither gradients nor moments
     for name, layout in layouts.items():
         tensor = engine.gradient(name) if what == "gradient" else engine.state(name)[what]
         if layout.is_owner(mesh):
             for p in pieces(global_name(name), layout, mesh, tensor):
-                whole = found.setdefault(p.name, torch.zeros(p.shape))  # other tiles and ranks have the rest; the ranks' parts are added up
+                # other tiles and ranks hold the rest; summing over ranks gives the whole tensor
+                whole = found.setdefault(p.name, torch.zeros(p.shape))
                 whole[tuple(slice(start, start + n) for start, n in zip(p.start, p.tensor.shape, strict=True))] = p.tensor.float() / scale
     return found
 
@@ -215,10 +219,10 @@ def owned(engine: Engine, mesh: Mesh, what: str, scale: float) -> dict[str, Tens
 def run_world(
     chosen: list[Case], world: int, *, taped: bool = False, inside: Inside = nullcontext, timeout_s: float | None = None
 ) -> Iterator[tuple[Case, Ran]]:
-    """Every case of one world in its order, each as soon as it is done, on one set of forked ranks.
+    """Run all cases of one world size on forked ranks, and yield each result as soon as it is done.
 
-    Where the ranks fail, their errors are the result of the case that they were at, and what is left runs on new ones. A case of up to
-    four ranks may take `timeout_s`, one of more ranks as many times that as it has fours; None: LIMIT_S.
+    If ranks fail, their errors are the result of the case that they were running, and the remaining cases run on new ranks. `timeout_s` is
+    the limit for a case of up to four ranks, and doubles with their number beyond that; None: LIMIT_S.
     """
     left, loaded = list(chosen), {nothing}
     limit = (LIMIT_S if timeout_s is None else timeout_s) * max(1, world // 4)
@@ -239,7 +243,7 @@ def run_world(
 
 
 def _few_meshes(cases: Iterable[Case]) -> list[Case]:
-    """The first of them, as long as each rank has its share of MESHES, and at least one."""
+    """The first of these cases whose meshes together stay within MESHES on each rank; at least one."""
     found: list[Case] = []
     meshes: set[Degrees] = set()
     for case in cases:
@@ -251,7 +255,7 @@ def _few_meshes(cases: Iterable[Case]) -> list[Case]:
 
 
 def _ranks(rank: int, chosen: list[Case], taped: bool, inside: Inside) -> Iterator[dict[str, Any]]:
-    meshes: dict[Degrees, Mesh] = {}  # groups live as long as the process, each with threads of its own
+    meshes: dict[Degrees, Mesh] = {}  # groups are never closed, and each has its own threads
     for case in chosen:
         tape = Tape.of(case) if taped else None
         with inside():

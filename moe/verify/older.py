@@ -1,4 +1,6 @@
-"""Gradients of older weights on one process, by the trainer's own step: what PipeDream's and 2BW's stages compute, without stages."""
+"""Gradients at older weights on one process, by the trainer's own step. They equal those of PipeDream's and 2BW's stages, without
+stages.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from moe.verify.twin import ages, version_read
 
 
 class OlderWeights:
-    """Of one model. While `at(step)` lasts, its weights are those that the stages of `delayed_as` compute that step's gradients with."""
+    """A history of one model's weights. Within `at(step)`, the model has the weights at which the stages of `delayed_as` compute that
+    step.
+    """
 
     def __init__(self, model: nn.Module, delayed_as: Case) -> None:
         self.tensors: dict[str, Tensor] = dict(model.named_parameters()) | extra_state(model)
@@ -23,7 +27,7 @@ class OlderWeights:
 
     @contextmanager
     def at(self, step: int) -> Iterator[None]:
-        """Steps must come one after another, from 0 on."""
+        """Set the older weights, and restore the newest ones afterwards. Steps must follow each other, beginning with 0."""
         if not self.ages:
             yield
             return

@@ -1,12 +1,11 @@
-"""A small set of rows in which every value of a factor meets every value of each other factor, where the two go together.
+"""Chooses a small set of rows in which every value of a factor meets every value of each other factor, unless the pair is refused.
 
-    factors   a: 1 2    b: x y    c: p q r            12 rows have everything, 6 have every pair:
+    factors   a: 1 2    b: x y    c: p q r            all combinations are 12 rows; 6 rows have every pair:
               (1, x, p) (2, y, p) (1, y, q) (2, x, q) (1, x, r) (2, y, r)
 
-Faults of combinations mostly need two values to meet, seldom three (Kuhn, Wallace, Gallo 2004), so a set of pairs finds most of them.
-Greedy, one row after another, as AETG (Cohen, Dalal, Fredman, Patton 1997): a row begins with a pair that no row has, and each
-further factor takes the value that brings the most new pairs and is not refused. Nothing is random: the same factors and the same
-refusals give the same rows.
+Most faults of combinations need two values, few need three (Kuhn, Wallace, Gallo 2004), so all pairs find most of them. The rows are chosen
+greedily, one after another, as in AETG (Cohen, Dalal, Fredman, Patton 1997). A row begins with a pair that no row has. Each further factor
+takes the value that brings the most new pairs and is not refused. Nothing is random: the same factors and refusals give the same rows.
 """
 
 from __future__ import annotations
@@ -18,13 +17,15 @@ from itertools import combinations
 
 from parallel.errors import BadInput
 
-Choice = dict[str, str]  # a value of each factor, or of some
+Choice = dict[str, str]  # factor -> value, for all factors or for some
 Pair = tuple[tuple[str, str], tuple[str, str]]  # two factors, each with a value, in the order of the factors
 
 
 @dataclass(frozen=True)
 class Covering:
-    """`rows`: a value of every factor each. `met`: in how many rows each pair is; `refused`: the others, each with its reason."""
+    """The chosen `rows`, each with a value of every factor. `met`: the number of rows with each pair; `refused`: the other pairs, with
+    reasons.
+    """
 
     rows: tuple[Choice, ...]
     met: dict[Pair, int]
@@ -32,18 +33,18 @@ class Covering:
 
 
 def every_pair(factors: Mapping[str, Sequence[str]]) -> Iterator[Pair]:
-    """Two values of two factors, the factors in their order."""
+    """All pairs of values of two different factors, in the order of the factors."""
     for one, other in combinations(factors, 2):
         yield from (((one, a), (other, b)) for a in factors[one] for b in factors[other])
 
 
 def pairs_of(row: Choice, factors: Mapping[str, Sequence[str]]) -> list[Pair]:
-    """Of the factors that the row has."""
+    """The pairs of values that the row has."""
     return list(combinations([(factor, row[factor]) for factor in factors if factor in row], 2))
 
 
 def together(pairs: Sequence[Pair]) -> list[str]:
-    """Many pairs in few lines: `schedule zb_h1, zb_h2 x data fsdp, zero2` where all four are among them."""
+    """Lines of text that join pairs: `schedule zb_h1, zb_h2 x data fsdp, zero2` if all four pairs are given."""
     lines = []
     for factors in dict.fromkeys((one[0], other[0]) for one, other in pairs):
         partners: dict[str, list[str]] = {}
@@ -63,10 +64,11 @@ def cover(
     refuse: Callable[[Choice], BadInput | None],
     first_of: Sequence[str] = (),
 ) -> Covering:
-    """Rows that have every pair which is not refused.
+    """Rows that contain every pair that is not refused.
 
-    complete: the simplest row with the given values. refuse: why a row cannot be, or None. A pair is refused if the simplest row with it
-    is. first_of: factors of which, where several values bring as much, the first is taken, not the one that was taken least.
+    `complete` returns the simplest row with the given values. `refuse` returns the reason why a row is refused, or None. A pair is
+    refused if the simplest row with it is. If several values bring equally many new pairs, the one used least is taken, but for factors
+    of `first_of` the first.
     """
     said: dict[tuple[str, ...], BadInput | None] = {}
 
@@ -103,7 +105,7 @@ def _next(
     why_not: Callable[[Choice], BadInput | None],
     first_of: Sequence[str],
 ) -> Choice:
-    """One more factor and its value: those that bring the most new pairs; the simplest value is always possible."""
+    """One more factor with the value that brings the most new pairs. The simplest value is always possible."""
 
     def brought(factor: str, value: str) -> list[Pair]:
         return [pair for pair in pairs_of(row | {factor: value}, factors) if (factor, value) in pair]

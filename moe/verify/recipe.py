@@ -1,4 +1,4 @@
-"""`moe verify --recipe MINE`: the layouts of a user's own recipe, made small (moe/verify/small.py), each by the trainer's own code."""
+"""`moe verify --recipe MINE`: the layouts of a user's recipe at a small size (moe/verify/small.py), run by the trainer's own code."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from moe.checks.together import check_run
 from moe.recipe.load import load
 from moe.train.start.own import Own
 from moe.verify.cases import SLICED, Case
-from moe.verify.small import told
+from moe.verify.small import not_compared
 from parallel.errors import BadInput
 from parallel.mesh.mesh import divisors
 
 
 def recipe_cases(path: str, nproc: int) -> tuple[list[Case], list[str]]:
-    """The layouts that this recipe has, and a line for each that it refuses. Raises BadInput where it has none."""
+    """(the layouts that this recipe supports, a line for each layout that it refuses). Raises BadInput if it supports none."""
     first = Case(path, "ddp", 1, 1, 1, "fp32", recipe=path)
     Own.code(first.run())  # imported once, before ranks are forked
     sparse = bool(first.run().model.layers_with_experts())
@@ -39,4 +39,4 @@ def recipe_cases(path: str, nproc: int) -> tuple[list[Case], list[str]]:
             if case is first:
                 raise
             refused.append(f"refused: {case.layout} {case.kind}: {bad}")
-    return cases, [*told(load(path)[0]), *refused]
+    return cases, [*not_compared(load(path)[0]), *refused]

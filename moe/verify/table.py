@@ -1,7 +1,7 @@
-"""The rows of `moe verify --json FILE`: written while they are made, so that a table of hours that was interrupted goes on.
+"""The rows of `moe verify --json FILE`. The file is written while rows are made, so that an interrupted run of hours can be continued.
 
-FILE with rows that passed   --go_on-->   they are kept, each with the commit that made it; the others are run
-no FILE yet                  --go_on-->   all are run: a script can always say it
+FILE with rows that passed   --go_on-->   they are kept, each with the commit that made it; the other rows are run
+no FILE yet                  --go_on-->   all rows are run, so a script can always pass --go_on
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from moe.records.results import write_json
 from moe.verify.cases import Case
 from parallel.errors import BadInput, counted
 
-EVERY_S = 10.0  # between two writings of the whole table
+EVERY_S = 10.0  # seconds between two writes of the whole table
 
 
 class Table:
-    """Rows of these cases, in their order. `file`: where they go, None: nowhere; `go_on`: begin with those in it that passed.
+    """The rows of these cases, in their order. `file`: where they are written, None: nowhere; `go_on`: begin with its rows that passed.
 
-    Raises BadInput where it is no such table.
+    Raises BadInput if the file is not such a table.
     """
 
     def __init__(self, chosen: Sequence[Case], file: str | None, *, go_on: bool) -> None:
         self.chosen, self.file, self.kept = list(chosen), file, 0
         self.tolerances: dict[str, Any] = {}
         self.commits: set[str] = set()
-        self._rows: dict[int, dict[str, Any]] = {}  # by place among the chosen
+        self._rows: dict[int, dict[str, Any]] = {}  # by index in `chosen`
         self._written = time.monotonic()
         self.begun = go_on and (file is None or Path(file).exists())
         if self.begun:
@@ -45,37 +45,37 @@ class Table:
             if same := there[case.in_full]:
                 self._rows[place] = same.pop(0)
         if others := sum(map(len, there.values())):
-            got = f"{self.file}, in which {others} more rows passed than are asked for now"
-            needed = "the words with which it was begun: other rows would be lost"
+            got = f"{self.file} with {others} passed rows that are not part of this run"
+            needed = "the flags with which it was begun, because those rows would be lost"
             raise BadInput("--go_on", got=got, needed=needed, fix="the same --kinds, --only and --nproc, or another --json FILE")
         self.kept, self.tolerances = len(self._rows), before["tolerances"]
         self.commits = {str(row["commit"]) for row in self._rows.values()}
 
     def begins(self, now: str | None) -> str:
-        """What to say of the rows that were kept, at the commit `now`."""
+        """A line about the rows that were kept. `now`: the current commit."""
         if not self.begun:
             return f"{self.file} is not there yet: all {len(self.chosen)} rows are to be made"
         others = sorted(self.commits - {str(now)})
-        made = f", made at {', '.join(others)}, which say nothing of what changed since" if others else ""
+        made = f", made at {', '.join(others)}: they do not test later changes" if others else ""
         return f"{counted(self.kept, 'row')} kept from {self.file}{made}; {len(self.chosen) - self.kept} left"
 
     def left(self, world: int) -> list[Case]:
-        """The cases of so many processes that have no row yet."""
+        """The cases with this number of processes that have no row yet."""
         return [case for place, case in enumerate(self.chosen) if case.world == world and place not in self._rows]
 
     def add(self, case: Case, row: dict[str, Any]) -> None:
-        """The row of a case that was left; every few seconds all are written."""
+        """Add the row of a case. All rows are written every EVERY_S seconds."""
         self._rows[next(place for place, one in enumerate(self.chosen) if one == case and place not in self._rows)] = row
         if time.monotonic() - self._written > EVERY_S:
             self.write()
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """Those there are, in the order of the cases."""
+        """The rows so far, in the order of the cases."""
         return [self._rows[place] for place in sorted(self._rows)]
 
     def write(self, **more: Any) -> None:
-        """All that there is; `left` counts what is missing."""
+        """Write all rows so far; `left` counts the missing ones."""
         self._written = time.monotonic()
         if self.file is not None:
             write_json(

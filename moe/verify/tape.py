@@ -1,12 +1,12 @@
-"""What a run of `moe verify` leaves behind of its first steps, so that the first place where two runs part can be named.
+"""A record of the first steps of a run of `moe verify`, so that the first place where two runs differ can be named.
 
-    forward      each part's output, by the place of its tokens in the step: whoever computed it, in whatever micro-batch
-    again        the same of what recompute runs a second time
-    reports      what each MoE layer says of itself: losses, kept choices, load
+    forward      the output of each part, by the index of its tokens in the step, on whichever rank and micro-batch it was computed
+    again        the same for outputs that recompute produces a second time
+    reports      numbers of each MoE layer: losses, kept choices, load
     gradients    of every parameter, summed and before clipping; then norms by family; then moments and weights after the step
 
-Everything is whole and has the names that checkpoints use, so one process and any layout leave tapes that can be compared line by
-line (moe/verify/where.py). The hooks see modules only; what a layout does with them is not their business.
+All tensors are whole and have the names of checkpoints, so the tapes of one process and of any layout can be compared line by line
+(moe/verify/where.py). The hooks see modules only, and do not depend on the layout.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from torch import Tensor, nn
 
 from moe.model.transformer import Block, Transformer
 from moe.verify.cases import BATCH, LENGTH, Case
-from parallel.tensor.sliced import SlicePlaces
+from parallel.tensor.sliced import SliceColumns
 
-TAPED = 3  # steps: the second one is the first with moments, the third the first after a skipped one
+TAPED = 3  # number of recorded steps: the second is the first with moments, the third the first after a skipped step
 AGAIN = " again"
 
 
 @dataclass
 class Step:
-    """One step, after the fact."""
+    """The record of one step."""
 
     loss: float = 0.0
     reports: dict[str, Tensor] = field(default_factory=dict)
@@ -41,20 +41,22 @@ class Step:
 
 @dataclass
 class Tape:
-    """`forward`: by step and name, the tokens' places, their values and the channel that these begin with, in the order they came in."""
+    """The record of a run. `forward`: (step, name) -> (token indices, values, their first channel), in the order of arrival."""
 
     forward: dict[tuple[int, str], list[tuple[Tensor, Tensor, int]]] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
-    length: int = LENGTH  # of a sequence: what both halves of an encoder-decoder read
+    length: int = LENGTH  # tokens of a sequence; of an encoder-decoder, in both halves
     batch: int = BATCH  # sequences of a step
 
     @staticmethod
     def of(case: Case) -> Tape:
-        """For the sizes of a case."""
+        """An empty tape for the sizes of a case."""
         return Tape(length=case.run().model.read_length, batch=case.batch)
 
     def note(self, step: int, name: str, places_T: Tensor, values: Tensor, *, first: int = 0) -> None:
-        """`values` [..., width] of these tokens, channels from the `first` on. What comes a second time was computed again."""
+        """Record `values` [..., width] of these tokens, channels from `first` on. Values of the same tokens that come again were
+        recomputed.
+        """
         if step >= TAPED:
             return
         held = self.forward.setdefault((step, name), [])
@@ -65,7 +67,7 @@ class Tape:
         held.append((places_T, values.detach().reshape(len(places_T), -1).float().clone(), first))
 
     def whole(self, step: int, name: str) -> Tensor | None:
-        """[tokens of the batch, width]; NaN where nothing was noted; None where nothing was at all."""
+        """[tokens of the batch, width]; NaN for tokens without a record; None if there is no record at all."""
         parts = self.forward.get((step, name))
         if not parts:
             return None
@@ -76,13 +78,13 @@ class Tape:
 
 
 def plain(tape: Tape) -> dict[str, Any]:
-    """As what torch.load(weights_only=True) reads."""
+    """The tape as plain objects, which torch.load(weights_only=True) can read."""
     forward = [[step, name, *part] for (step, name), parts in tape.forward.items() for part in parts]
     return {"forward": forward, "steps": [vars(step) for step in tape.steps], "length": tape.length, "batch": tape.batch}
 
 
 def of_ranks(parts: list[dict[str, Any]]) -> Tape:
-    """One tape from what each rank wrote: tokens from all of them, and pieces of tensors added up."""
+    """One tape from the tapes of all ranks: their tokens together, and the sums of partial tensors."""
     tape = Tape(steps=[Step(**step) for step in parts[0]["steps"]], length=parts[0]["length"], batch=parts[0]["batch"])
     for number, part in enumerate(parts):
         for step, name, places, values, first in part["forward"]:
@@ -96,15 +98,15 @@ def of_ranks(parts: list[dict[str, Any]]) -> Tape:
 
 
 def listen(model: nn.Module, tape: Tape) -> None:
-    """Have every part of the model note what it gives while gradients are taken."""
+    """Add hooks to the model: every part notes its output while gradients are recorded."""
     assert isinstance(model, Transformer)
     now = threading.local()  # replicas of DP run in threads
     held = next((block for block in model.layers if isinstance(block, Block)), None)
-    places, first = (None, 0) if held is None else (held.places, held.first_channel)  # of what is between layers here
-    axis = places.axis if isinstance(places, SlicePlaces) else None
+    columns, first = (None, 0) if held is None else (held.columns, held.first_channel)  # positions of the slice between layers
+    axis = columns.axis if isinstance(columns, SliceColumns) else None
 
     def between(context: Any) -> Any:
-        """Which columns these are is worked out again: the model's own answer may be what is wrong."""
+        """The context of this rank's slice. Computed again here, because the model's own slicing may be the fault."""
         if axis is None:
             return context
         each = len(context.position_T) // len(context.sequence_B) // axis.size
@@ -135,7 +137,7 @@ def listen(model: nn.Module, tape: Tape) -> None:
             module.register_forward_hook(noted(name, pick), with_kwargs=True)
 
     for number, block in enumerate(model.layers):
-        if block is None:  # of another stage
+        if block is None:  # on another stage
             continue
         assert isinstance(block, Block)
         block.register_forward_pre_hook(entered(number), with_kwargs=True)
@@ -146,7 +148,7 @@ def listen(model: nn.Module, tape: Tape) -> None:
             after(block.moe.router, f"layers.{number}.router", _gates)
             after(block.moe, f"layers.{number}.moe", lambda out: out[0])
         after(block, f"layers.{number}", lambda out: out[0])
-    if held is None:  # the head alone: no layer says which tokens these are
+    if held is None:  # a stage with the head alone has no layer that knows the tokens
         model.register_forward_pre_hook(entered(-1), with_kwargs=True)
     after(model.norm, "norm", lambda x: x)
 
@@ -161,6 +163,6 @@ def _context(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _seen(tape: Tape, name: str, now: threading.local) -> bool:
-    """Whether a part that is not told its tokens runs again: then it is not known which."""
+    """Return whether a part that gets no context runs again. Its tokens are then unknown."""
     held = tape.forward.get((now.context.step, name), ())
     return any(torch.equal(now.context.position_T, places) for places, *_ in held)

@@ -1,13 +1,13 @@
-"""The plain twin of `moe verify`: ten steps of whole batches in one loop, with a model and an update of its own.
+"""The plain twin of `moe verify`: ten steps of whole batches in one loop, with its own model and its own update.
 
     moe/verify/plain/layer.py   the MoE layer, from the papers       moe/verify/plain/model.py   everything around it
     moe/verify/plain/step.py    decay groups, clipping, AdamW, the biases     moe/verify/plain/encoder_decoder.py   T5's two halves
 
-It shares with what it checks the recipe, the first values of the parameters and the hash of keyed random numbers; no module, kernel,
-engine, process group or optimizer. It computes in float64, so that what a layout may be off by is not taken by the twin's own rounding:
-Adam's first step is lr g / (|g| + eps), which turns an error d of a gradient near 0 into lr d / eps, here 300 d.
-Where a layout's gradients are of older weights (PipeDream, 2BW), so are the twin's: gradients are taken at the values that a parameter
-had `age` updates ago, and the step is made from the newest.
+It shares with the trainer only the recipe, the first values of the parameters and the hash of keyed random numbers: no module, kernel,
+engine, process group or optimizer. It computes in float64, so that its own rounding uses up none of the tolerance. Adam's first step is
+lr g / (|g| + eps), which turns an error d of a gradient near 0 into lr d / eps, here 300 d.
+If a layout takes gradients at older weights (PipeDream, 2BW), so does the twin: gradients are taken at the values that a parameter had
+`age` updates ago, and the update is applied to the newest values.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ STEPS = 10
 
 @dataclass(frozen=True)
 class Result:
-    """What one layout computed; tensors by the names that checkpoints use, whole."""
+    """The numbers of one layout. Tensors are whole and have the names of checkpoints."""
 
     losses: list[float]
     balance: float
@@ -53,7 +53,7 @@ class Result:
 
 
 def reference(case: Case, *, rounding: Rounding | None = None, tape: Tape | None = None, steps: int = STEPS) -> Result:
-    """The plain twin of a case's model, in float64 unless `rounding` says otherwise."""
+    """Run the plain twin of a case's model; in float64 unless `rounding` is given."""
     run, cast = case.run(), rounding or Rounding(torch.float64)
     parameters, biases = ({n: t.to(cast.dtype) for n, t in tensors.items()} for tensors in first_values(run))
     optimizer, old = PlainAdamW(run.optimizer), ages(case, [*parameters, *biases])
@@ -85,7 +85,7 @@ def reference(case: Case, *, rounding: Rounding | None = None, tape: Tape | None
 
 
 def first_values(run: Run) -> tuple[Weights, Weights]:
-    """Parameters and routers' biases by the names that checkpoints use, every expert by itself."""
+    """(parameters, routers' biases) by the names of checkpoints, each expert on its own."""
     with torch.device("meta"):
         model = Transformer(run.model, run.experts, run.router, vocab_size=run.vocab_size)
         adapt(model, run.lora)
@@ -105,7 +105,7 @@ class _Made:
 
 
 def _gradients(run: Run, weights: Weights, trained: set[str], sequences: Tensor, *, step: int, cast: Rounding, tape: Tape | None) -> _Made:
-    """Forward and backward of one batch. The loss is a mean over predicted tokens, auxiliary ones are means over tokens that are read."""
+    """Forward and backward pass of one batch. The loss is a mean over predicted tokens, auxiliary losses are means over input tokens."""
     leaves = {name: value.clone().requires_grad_() if name in trained else value for name, value in weights.items()}
     predicted = (sequences[:, 1 + run.model.source_length :] >= 0).sum().item()
     places = torch.arange(sequences[:, :-1].numel())
@@ -128,19 +128,21 @@ def _gradients(run: Run, weights: Weights, trained: set[str], sequences: Tensor,
 
 
 def report(layer: Layer) -> Tensor:
-    """Balance, importance, load and z loss, kept choices, choices of each expert."""
+    """Balance, importance, load and z loss, number of kept choices, number of choices of each expert, float64."""
     means = [loss.item() for loss in (layer.balance, layer.importance, layer.load, layer.z)]
     return torch.tensor([*means, layer.kept, *layer.counts], dtype=torch.float64)
 
 
 def version_read(step: int, age: int) -> int:
-    """After how many updates the weights were as a step's gradient reads them. The first step is drained: the second one's gradients are
-    of what it left."""
+    """The number of updates that the weights have had at which a step's gradient is taken.
+
+    The first step is drained, so the second step's gradient is taken at the weights after one update.
+    """
     return max(min(step, 1), step - age)
 
 
 def ages(case: Case, names: list[str]) -> dict[str, int]:
-    """By how many updates the weights that a gradient is taken at are older than those it changes; {} where by none."""
+    """For each parameter, the number of updates by which its weights are older when the gradient is taken; {} if all are current."""
     age = SCHEDULES[case.schedule].age
     if age is None:
         return {}

@@ -1,11 +1,11 @@
-"""The layout oracle: the same tiny model and batch on one process and on every legal layout, compared number by number.
+"""The layout oracle: the same tiny model and batch on one process and in every legal layout, compared number by number.
 
-    twin        moe/verify/twin.py: whole batches, a model and an update of its own, written from the papers; fp32
-    layouts     moe/verify/layouts.py: the trainer's own step on forked ranks, for each of moe/verify/cases.py
-    judgement   moe/verify/expected.py: 1e-5 in fp32; in 16 bits what reordering does, and a bound to the twin in fp32
-    where       moe/verify/where.py: of a row that fails, the first layer or parameter that is off
+    twin        moe/verify/twin.py: whole batches, its own model and update, written from the papers
+    layouts     moe/verify/layouts.py: the trainer's own step on forked ranks, for each case of moe/verify/cases.py
+    judgement   moe/verify/expected.py: 1e-5 in fp32; in 16 bits the effect of reordering, and a bound to the twin in fp32
+    where       moe/verify/where.py: for a row that fails, the first layer or parameter that deviates
 
-Compared: loss, balance loss, every logical gradient, gradient norm, weights after one step, losses of ten steps.
+Compared numbers: loss, balance loss, every logical gradient, gradient norm, weights after one step, losses of ten steps.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from moe.launch import exit_codes
 from moe.records.speed import source_commit
 from moe.verify.cases import Case
 from moe.verify.compare import NUMBERS, compare
-from moe.verify.expected import Expected, made_beside, rounds, twin_of
+from moe.verify.expected import Expected, computed_in_background, rounds, twin_of
 from moe.verify.hybrid import WORLD, as_json, covering, described
 from moe.verify.kinds import KINDS, cases
 from moe.verify.layouts import Ran, run_world
@@ -32,8 +32,8 @@ from moe.verify.where import Standard
 from parallel.errors import BadInput, counted, cut
 
 Say = Callable[[str], None]
-_BY_DEFINITION = "router.group rank, which counts capacity over what a rank holds and so depends on the layout by definition"
-say_now: Say = partial(print, flush=True)  # a pipe gets each row when it is done, too
+_BY_DEFINITION = "router.group rank, which counts capacity over a rank's tokens and so depends on the layout by definition"
+say_now: Say = partial(print, flush=True)  # print each row when it is done, also into a pipe
 
 
 def main(
@@ -47,13 +47,13 @@ def main(
     recipe: str | None = None,
     say: Say = say_now,
 ) -> int:
-    """`moe verify`: print the table of layouts, each row when it is done; 1 if any fails. `only` keeps the rows whose text holds it.
+    """Print a table with a row for each layout. Returns 1 if any fails. `only` keeps the rows with this text in their name.
 
-    A layout of up to four ranks that takes longer than `timeout_s` seconds has failed (None: 120); of eight ranks, twice that. `json`
-    is written every few seconds; with `go_on` the rows in it that passed are kept, and the others run (moe/verify/table.py). `recipe`: a
-    user's own, made small, in the place of the project's models (moe/verify/recipe.py).
+    A layout of up to four ranks fails if it takes longer than `timeout_s` seconds (None: 120); one of eight ranks has twice that. `json`
+    is written every few seconds. With `go_on` its rows that passed are kept, and the others run (moe/verify/table.py). `recipe`: a user's
+    recipe, tested at a small size instead of the project's models (moe/verify/recipe.py).
     """
-    torch.set_num_threads(1)  # ranks are forked, and a forked process must not inherit a pool of threads
+    torch.set_num_threads(1)  # set before ranks are forked: a forked process must not inherit a thread pool
     started = time.perf_counter()
     if recipe is None:
         found, notes = cases(nproc, kinds=tuple(kinds.split(","))), ["not compared: " + _BY_DEFINITION]
@@ -67,7 +67,8 @@ def main(
     table = Table(chosen, json, go_on=go_on)
     worlds = sorted({c.world for c in chosen})
     expected: dict[Case, Expected] = {}
-    made = made_beside(list(dict.fromkeys(twin_of(case) for world in worlds for case in table.left(world))))  # as rows will ask for them
+    # in the order in which rows need them
+    made = computed_in_background(list(dict.fromkeys(twin_of(case) for world in worlds for case in table.left(world))))
     failed: list[tuple[Case, dict[str, Any]]] = []
     if go_on:
         say(table.begins(source_commit()))
@@ -94,10 +95,10 @@ def main(
 
 
 def judged(case: Case, ran: Ran, expected: Expected) -> dict[str, Any]:
-    """A row: how far each number is off, and in 16 bits the largest share of the bound to the exact twin that any deviation takes.
+    """The row of a case: the deviation of each number, and in 16 bits the largest share of its bound that any deviation reaches.
 
-    A row in 16 bits that is off is compared once more, with one process that takes all sums in the row's own order: a token at a near
-    tie may go elsewhere in that order alone. The tolerance stays as it is.
+    A row in 16 bits that fails is compared once more, with one process that takes all sums in the row's own order, because a nearly tied
+    token may be routed differently in that order only. The tolerance stays the same.
     """
     row = _row(case, ran, expected)
     if row["passed"] or "error" in row or not rounds(case):
@@ -118,12 +119,17 @@ def _row(case: Case, ran: Ran, expected: Expected) -> dict[str, Any]:
 
 
 def _say_where(failed: list[tuple[Case, dict[str, Any]]], expected: dict[Case, Expected], say: Say) -> None:
-    """Run what failed once more, with a tape of its first steps, and say where it parts from what it should be."""
+    """Run failed cases again with a tape of their first steps, and print where each first deviates."""
     standards: dict[Case, Standard] = {}
     for case, row in failed:
         twin = twin_of(case)
         if case.recipe is not None and not known(twin.run()):
-            say(row.get("error", f"{case.layout} {case.kind}: no twin knows the recipe's own parts, so where it parts is not known"))
+            say(
+                row.get(
+                    "error",
+                    f"{case.layout} {case.kind}: the plain twin does not implement this recipe, so the place of the fault is unknown",
+                )
+            )
             continue
         if "error" not in row:
             standard = standards.setdefault(twin, Standard(expected[twin]))
@@ -131,16 +137,16 @@ def _say_where(failed: list[tuple[Case, dict[str, Any]]], expected: dict[Case, E
             row["where"] = _where(case, ran, standard, row)
         else:
             say(row["error"])
-        say(f"first off in {case.layout} {case.kind} {case.precision}: {row.get('where', 'its ranks failed')}")
+        say(f"first deviation in {case.layout} {case.kind} {case.precision}: {row.get('where', 'its ranks failed')}")
 
 
 def _where(case: Case, ran: Ran, standard: Standard, row: dict[str, Any]) -> str:
     if isinstance(ran, str) or ran[1] is None:
-        return "nothing: its ranks failed when they ran again"
+        return "not found: its ranks failed in the second run"
     found = standard.first_deviation(ran[1], ran[0], case)
     if found is None and "farthest" in row:
         return f"{row['farthest']} (farther from the twin in fp32 than {case.precision} explains)"
-    return str(found or "nothing that can be told from rounding")
+    return str(found or "not found: no deviation is larger than rounding")
 
 
 def _say_sums(rows: list[dict[str, Any]], expected: dict[Case, Expected], nproc: int, seconds: float, say: Say, notes: list[str]) -> None:
@@ -149,14 +155,14 @@ def _say_sums(rows: list[dict[str, Any]], expected: dict[Case, Expected], nproc:
         say(line)
     chosen = f"{counted(len(rows), 'layout')} of up to {counted(nproc, 'process')}"
     say(f"{passed} passed, {len(rows) - passed} failed: {chosen} in {seconds:.0f} s")
-    say("tolerances: fp32 1e-5 for every number; in lower precision twice the spread of rounding, measured just now:")
+    say("tolerances: fp32 1e-5 for every number; in lower precision twice the effect of rounding, as measured in this run:")
     for twin, e in expected.items():
         if rounds(twin):
             say(f"  {name_of(twin)}: " + " ".join(f"{number} {value:.0e}" for number, value in e.tolerance.items()))
 
 
 def name_of(twin: Case) -> str:
-    """In tables."""
+    """The name of a twin in tables."""
     size = f" of {twin.layers} layers" if twin.layers != Case.layers else ""
     words = (
         (f"of {twin.experts} experts", twin.experts != Case.experts),

@@ -1,17 +1,17 @@
-"""Where two runs part: the first line of their tapes that differs by more than reordering makes it differ.
+"""Finds where two runs first differ: the first line of their tapes that differs by more than reordering of sums can explain.
 
-    step 0   forward, from the embedding up, micro-batch after micro-batch; what each MoE layer says; the loss
-             what recompute runs again; gradients, from the head down; norms of their families
+    step 0   forward, from the embedding up, micro-batch after micro-batch; the numbers of each MoE layer; the loss
+             recomputed outputs; gradients, from the head down; norms of their families
              moments and weights after the update, from the embedding up
     step 1   the same, then step 2; then the first loss that differs
 
-A deviation that is there in the output of a layer is named before what follows from it. No number is fixed beforehand: a line may be
-off by twice the most that rounding moves any line of its phase, or of an earlier one, for what comes later carries on what came before.
-What rounding does is measured:
+A deviation in a layer's output is named before its consequences. No limit is fixed in advance. A line may deviate by twice the largest
+effect of rounding on any line of its phase or of an earlier one, because later phases inherit deviations. The effect of rounding is
+measured:
 
     fp32        the twin again, in fp32 and with every number disturbed at random by up to the unit roundoff of fp32 (as for the bound
-                of 16-bit rows, moe/verify/expected.py); at most the 1e-5 of a row, for what fails a row is never put down to rounding
-    bf16, fp16  one process again in that precision, in the other orders of its sums that give a row its tolerance
+                of 16-bit rows, moe/verify/expected.py); at most the 1e-5 of a row, because a failed row exceeds rounding
+    bf16, fp16  one process in that precision, in the other orders of its sums that give a row its tolerance
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ _INSIDE = (
     "moe",
     "ffn",
     "",
-)  # of a layer, in order of depth
+)  # parts of a layer, in order of depth
 
 
 class Line(NamedTuple):
-    """One thing to compare: of which step, in which phase, by what name. `floor`: its values count for at least that."""
+    """One value to compare: its step, phase and name. `floor`: lower limit of the reference value that deviations are divided by."""
 
     step: int
     phase: str
@@ -69,8 +69,8 @@ class Line(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Where:
-    """`name`: of the layer or parameter; `found`: its deviation, over `allowed`."""
+class Deviation:
+    """A deviation: `name` of the layer or parameter, `found` the deviation, which exceeds `allowed`."""
 
     name: str
     phase: str
@@ -78,7 +78,7 @@ class Where:
     found: float
     allowed: float
     place: str = ""
-    then: str = ""  # of a norm, which belongs to many parameters: the first of them that is updated wrongly
+    then: str = ""  # for a norm, which covers many parameters: the first parameter whose update is wrong
 
     def __str__(self) -> str:
         place, then = f", {self.place}" if self.place else "", f"; first updated wrongly: {self.then}" if self.then else ""
@@ -86,7 +86,7 @@ class Where:
 
 
 def depth(name: str) -> tuple[float, ...]:
-    """Where a layer or parameter stands on the way from the tokens to the loss; numbers that sort."""
+    """A sort key: how far a layer or parameter is from the tokens on the way to the loss."""
     found = re.match(r"layers\.(\d+)(?:\.(\w+))?", name)
     if found is None:
         return (-1,) if name.startswith("embedding") else (float("inf"), name.startswith("head"))
@@ -96,7 +96,7 @@ def depth(name: str) -> tuple[float, ...]:
 
 
 def lines(tape: Tape) -> Iterator[Line]:
-    """Of the whole tape, in the order in which a deviation is looked for."""
+    """All lines of a tape, in the order in which deviations are looked for."""
     for number, step in enumerate(tape.steps):
         names = sorted((name for at, name in tape.forward if at == number), key=depth)
         for name in names:
@@ -117,7 +117,7 @@ def _forward(tape: Tape, step: int, name: str, phase: str) -> Iterator[Line]:
 
 
 def _update(number: int, step: Step) -> Iterator[Line]:
-    """Gradients of experts of one layer that are not named in order of their numbers stand in that of their depth, then of their names."""
+    """Lines of gradients, moments and weights. Gradients are sorted by depth, from the head down, then by name."""
     floor = 1e-3 * max((g.abs().max().item() for g in step.gradients.values()), default=0.0)
     for name in sorted(step.gradients, key=depth, reverse=True):
         yield Line(number, "gradient", name, step.gradients[name], floor)
@@ -130,24 +130,24 @@ def _update(number: int, step: Step) -> Iterator[Line]:
         yield Line(number, "weight after the update", name, step.weights[name])
 
 
-def _heard(got: Line, want: Line) -> tuple[Tensor, Tensor]:
-    """Both values, and nothing of the tokens that neither has: those of an encoder-decoder's other half."""
+def _known_values(got: Line, want: Line) -> tuple[Tensor, Tensor]:
+    """Both values with 0 for tokens that neither has, such as those of an encoder-decoder's other half."""
     if got.value.shape != want.value.shape:
         return got.value, want.value
     neither = got.value.isnan() & want.value.isnan()
     return got.value.masked_fill(neither, 0), want.value.masked_fill(neither, 0)
 
 
-def _away(got: Line, want: Line) -> float:
-    if want.phase == "losses and load":  # each number by itself: counts are larger than losses
+def _deviation(got: Line, want: Line) -> float:
+    if want.phase == "losses and load":  # each number on its own, because counts are larger than losses
         if got.value.shape != want.value.shape or not bool(got.value.isfinite().all()):
             return float("inf")
         return ((got.value - want.value).abs() / want.value.abs().clamp(min=1e-3)).max().item()
-    return deviation(*_heard(got, want), want.floor)
+    return deviation(*_known_values(got, want), want.floor)
 
 
 class Standard:
-    """One twin's tape, and how far its lines may be off. Measured when first asked for."""
+    """The tape of one twin, and how far its lines may deviate. Both are computed when first used."""
 
     def __init__(self, expected: Expected) -> None:
         self.twin, self.expected = expected.twin, expected
@@ -163,17 +163,17 @@ class Standard:
 
     @cached_property
     def allowed(self) -> dict[tuple[int, str], float]:
-        """By step and phase."""
+        """(step, phase) -> the largest allowed deviation."""
         first, *others = [{line.key: line for line in lines(tape)} for tape in self._rounded()]
         found: dict[tuple[int, str], float] = {}
         most = 0.0
         for (step, phase, name), line in first.items():
-            most = max(most, *(_away(other[step, phase, name], line) for other in others))
+            most = max(most, *(_deviation(other[step, phase, name], line) for other in others))
             found[step, phase] = 2 * most
         return found if rounds(self.twin) else {key: min(FP32_TOLERANCE, away) for key, away in found.items()}
 
     def _rounded(self) -> Iterator[Tape]:
-        """The same steps, rounded now one way, now another."""
+        """Tapes of the same steps, each rounded in another way."""
         if rounds(self.twin):
             one = alone(self.twin)
             yield from (self._taped(case, kernels) for case, kernels in ((one, "cpu"), *reorderings(self.twin)))
@@ -189,14 +189,14 @@ class Standard:
         compute(case, kernels=kernels, tape=tape, delayed_as=self.twin)
         return tape
 
-    def first_deviation(self, got: Tape, result: Result, case: Case) -> Where | None:
-        """None where no line is off, and no loss."""
+    def first_deviation(self, got: Tape, result: Result, case: Case) -> Deviation | None:
+        """The first deviation, or None if no line and no loss deviates."""
         held = {line.key: line for line in lines(got)}
         recomputed = [line for line in held.values() if line.phase == "recomputed forward"]
         for want in lines(self.tape):
             first = {line.key: line for line in recomputed if want.phase == "loss" and line.step == want.step}
             pairs = [(want, held.get(want.key))]
-            # the twin runs nothing again: what was computed again must be what it was the first time
+            # the twin recomputes nothing: a recomputed output must equal the first one
             pairs += [(held[line.step, "forward", line.name], line) for line in first.values()]
             for right, line in pairs:
                 found = self._judged(right, line, case)
@@ -204,33 +204,33 @@ class Standard:
                     return self._with_parameter(found, held, case)
         for step, (a, b) in enumerate(zip(result.losses, self.expected.result.losses, strict=True)):
             if not abs(a - b) <= self.expected.tolerance["ten_step"] * abs(b):
-                return Where("head", "loss", step, abs(a - b) / abs(b), self.expected.tolerance["ten_step"])
+                return Deviation("head", "loss", step, abs(a - b) / abs(b), self.expected.tolerance["ten_step"])
         return None
 
-    def _with_parameter(self, found: Where, held: dict[tuple[int, str, str], Line], case: Case) -> Where:
+    def _with_parameter(self, found: Deviation, held: dict[tuple[int, str, str], Line], case: Case) -> Deviation:
         if found.phase != "gradient norm":
             return found
         after = (line for line in lines(self.tape) if line.step == found.step and line.phase.endswith("after the update"))
         off = (self._judged(line, held.get(line.key), case) for line in after)
         return replace(found, then=next((where.name for where in off if where is not None), ""))
 
-    def _judged(self, want: Line, line: Line | None, case: Case) -> Where | None:
+    def _judged(self, want: Line, line: Line | None, case: Case) -> Deviation | None:
         allowed = self.allowed[want.step, want.phase]
         if line is None:
             known = want.name.endswith(".router.bias") and case.delayed
-            return None if known else Where(want.name, want.phase, want.step, float("inf"), allowed, "there is none")
-        away = _away(line, want)
+            return None if known else Deviation(want.name, want.phase, want.step, float("inf"), allowed, "there is none")
+        away = _deviation(line, want)
         if away <= allowed:
             return None
-        return Where(want.name, line.phase, want.step, away, allowed, _place(line, want, allowed, case))
+        return Deviation(want.name, line.phase, want.step, away, allowed, _place(line, want, allowed, case))
 
 
 def _place(line: Line, want: Line, allowed: float, case: Case) -> str:
-    """Of a layer's output: the first micro-batch that is off, in the order in which the first rank with any computes them."""
+    """For a layer's output, the first deviating micro-batch, in the order of the first rank that has one."""
     if line.phase not in ("forward", "recomputed forward") or line.value.shape != want.value.shape:
         return ""
-    got, right = _heard(line, want)
-    off_T = ~((got - right).abs() <= allowed * right.abs().max().item()).all(1)  # NaN is off
+    got, right = _known_values(line, want)
+    off_T = ~((got - right).abs() <= allowed * right.abs().max().item()).all(1)  # NaN counts as a deviation
     length = case.run().model.read_length
     sequences = sorted({int(t) // length for t in off_T.nonzero()[:, 0]})
     each, size = case.batch // case.dp, max(1, case.batch // case.dp // case.microbatches)

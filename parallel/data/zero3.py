@@ -34,7 +34,7 @@ from parallel.numerics.first_values import Fill
 from parallel.watch.audit import Held
 
 
-class Birth:
+class ShardedInit:
     """Turns a model on the meta device into sharded weights on `device`, module by module. Sends nothing.
 
     `fill` writes the first values of this rank's 1/N. While DeepSpeed cuts a weight, the rest of it is allocated but never written.
@@ -43,7 +43,7 @@ class Birth:
     def __init__(self, layouts: dict[str, Layout], mesh: Mesh, *, device: torch.device, fill: Fill, offload: Offload | None = None) -> None:
         self.deepspeed = start_deepspeed()
         self.layouts, self.device, self.fill, offload = layouts, device, fill, offload or Offload()
-        self.told = tell_groups(mesh, layouts.values())
+        self.mpu = tell_groups(mesh, layouts.values())
         self.folder, self.mesh = offload.folder(), mesh
         largest = max(math.ceil(math.prod(layout.local_shape(mesh)) / data_axis(layout, mesh).size) for layout in layouts.values())
         sections = offload.sections(None if self.folder is None else self.folder.name, largest=largest)
@@ -60,7 +60,7 @@ class Birth:
         parameter = nn.Parameter(torch.empty_like(module.get_parameter(name), device=self.device))
         axis = data_axis(self.layouts[full], self.mesh)
         parameter.ds_zero_partition_process_group = group_of(axis, self.mesh)  # type: ignore[attr-defined]
-        parameter.birth = self  # type: ignore[attr-defined]  # Zero3 reads it there
+        parameter.sharded_init = self  # type: ignore[attr-defined]  # Zero3 reads it there
         each, flat = -(-parameter.numel() // axis.size), parameter.data.view(-1)
         for at, box in boxes(tuple(parameter.shape), axis.index * each, min((axis.index + 1) * each, parameter.numel())):
             shape = [part.stop - part.start for part in box]
@@ -78,10 +78,10 @@ class Birth:
                 parameter.partition()
 
         init = Init(
-            data_parallel_group=self.told.get_data_parallel_group(),
+            data_parallel_group=self.mpu.get_data_parallel_group(),
             config_dict_or_path=self.settings,
             mem_efficient_linear=False,
-            mpu=self.told,
+            mpu=self.mpu,
         )  # without `dtype`, which is not respected on every processor: settings without 16 bits give fp32
         assert init.dtype == torch.float32, f"{init.dtype} would round weights on a disk"
         if init.param_swapper is not None:
@@ -98,7 +98,7 @@ _LIMITS = {
 
 
 class Zero3(DeepSpeed):
-    """The engine of stage 3, for a model made by Birth."""
+    """The engine of stage 3, for a model made by ShardedInit."""
 
     def __init__(
         self,
@@ -112,16 +112,16 @@ class Zero3(DeepSpeed):
     ) -> None:
         self.rule = optimizer
         self.module, self.layouts, self.mesh = model, layouts, mesh
-        self.birth: Birth = next(model.parameters()).birth  # type: ignore[attr-defined]
+        self.sharded_init: ShardedInit = next(model.parameters()).sharded_init  # type: ignore[attr-defined]
         self.offload = offload or Offload()
         self.parameters = dict(model.named_parameters())
         groups = group_parameters(self.parameters, layouts, optimizer, working=working, mesh=mesh, told=False)
-        self.engine, _, _, _ = self.birth.deepspeed.initialize(
+        self.engine, _, _, _ = self.sharded_init.deepspeed.initialize(
             model=model,
             optimizer=optimizer.build([group.settings for group in groups]),
             dist_init_required=False,
-            mpu=self.birth.told,
-            config=self.birth.settings,
+            mpu=self.sharded_init.mpu,
+            config=self.sharded_init.settings,
         )
         for module in model.modules():
             module.register_forward_hook(_hook_dataclass)
@@ -220,7 +220,7 @@ class Zero3(DeepSpeed):
 
     def _whole(self, parameter: Any, part: Tensor) -> Tensor:
         group = parameter.ds_process_group
-        whole = part.new_empty(len(part) * dist.get_world_size(group), device=self.birth.first.device)
+        whole = part.new_empty(len(part) * dist.get_world_size(group), device=self.sharded_init.first.device)
         dist.all_gather_into_tensor(whole, part.to(whole.device).contiguous(), group=group)
         return whole[: parameter.ds_numel].view(parameter.ds_shape)
 

@@ -32,7 +32,7 @@ def exchange_counts(counts_RB: Tensor, axis: Axis) -> Tensor:
     return out
 
 
-def runs(counts_N: Tensor, start_N: Tensor) -> Tensor:
+def consecutive_indices(counts_N: Tensor, start_N: Tensor) -> Tensor:
     """Return counts_n indices start_n, start_n + 1, ... of each bin, bin after bin: int64 [sum(counts)]."""
     before_N = counts_N.cumsum(0) - counts_N
     return torch.repeat_interleave(start_N - before_N, counts_N) + torch.arange(int(counts_N.sum()), device=counts_N.device)
@@ -48,7 +48,7 @@ def by_bin(counts_RB: Tensor, *, stride: int | None = None) -> Tensor:
         start_RB = (flat.cumsum(0) - flat).view_as(counts_RB)
     else:
         start_RB = counts_RB.cumsum(1) - counts_RB + torch.arange(len(counts_RB), device=counts_RB.device).unsqueeze(1) * stride
-    return runs(counts_RB.t().flatten(), start_RB.t().flatten())
+    return consecutive_indices(counts_RB.t().flatten(), start_RB.t().flatten())
 
 
 class _Spread(torch.autograd.Function):

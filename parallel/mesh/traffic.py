@@ -22,14 +22,14 @@ def leaving(name: str, handed: int, ranks: int) -> int:
 class Load(NamedTuple):
     """The work of one rank in one exchange over `ranks` ranks, if every bin gets equally many rows.
 
-    `tokens` with `choices` bins each; `rows` that are sent, dropped ones left out; `places`: rows and empty slots, None if slots are not
+    `tokens` with `choices` bins each; `rows` that are sent, dropped ones left out; `slots`: rows and empty slots, None if slots are not
     limited. A row has `width` numbers in `row_bytes`.
     """
 
     tokens: float
     choices: int
     rows: float
-    places: float | None
+    slots: float | None
     width: int
     row_bytes: int
     bins: int

@@ -1,9 +1,9 @@
 """Deferred weight gradients: the backward pass in two parts, I and W, for zero-bubble schedules (arXiv 2401.10241, section 2).
 
-    y = x W     I   dx = dy W^T      the previous stage waits for it     with put_off() as owed: torch.autograd.backward(y, dy)
-                W   dW = x^T dy      only the update waits for it        owed.pay()
+    y = x W     I   dx = dy W^T      the previous stage waits for it     with defer_gradients() as pending: torch.autograd.backward(y, dy)
+                W   dW = x^T dy      only the update waits for it        pending.compute()
 
-In I, a matrix product returns no weight gradient, but adds a function that computes it to `owed`. Until W, only x and dy of each
+In I, a matrix product returns no weight gradient, but adds a function that computes it to `pending`. Until W, only x and dy of each
 product stay in memory, not the rest of the graph. W is a backward pass of a graph that contains only the weights. So autograd adds
 gradients to the weights as usual, in their gradient dtype, and first sums the gradients of tiles or chunks of one weight.
 
@@ -26,52 +26,54 @@ from parallel.numerics.precision import gradient_dtype
 Gradients = Callable[[], Sequence[Tensor | None]]  # computes the gradients of some weights, in their order
 
 
-class Owed:
-    """The deferred weight gradients of one micro-batch of one stage. Made by put_off()."""
+class PendingGradients:
+    """The deferred weight gradients of one micro-batch of one stage. Made by defer_gradients()."""
 
     def __init__(self) -> None:
         self._entries: list[tuple[tuple[Tensor, ...], Gradients]] = []
 
     def add(self, weights: tuple[Tensor, ...], compute: Gradients) -> None:
-        """Defer compute(), which returns the gradients of `weights`, the arguments of owed_for.
+        """Defer compute(), which returns the gradients of `weights`, the arguments of pending_for.
 
         Its closure should hold only inputs and output gradients, no ctx, which would keep the graph in memory.
         """
         self._entries.append((weights, compute))
 
-    def pay(self) -> None:
+    def compute(self) -> None:
         """Compute the gradients, add them to each weight's .grad, and free the saved tensors. A second call does nothing."""
         if self in _open:
-            raise RuntimeError("pay after the backward pass, not inside put_off()")
+            raise RuntimeError("compute after the backward pass, not inside defer_gradients()")
         entries, self._entries = self._entries, []
         if entries:
-            passes = [_Pay.apply(compute, *weights) for weights, compute in entries]
+            passes = [_Compute.apply(compute, *weights) for weights, compute in entries]
             del entries
             torch.autograd.backward(passes)
 
 
-_open: list[Owed] = []  # at most one in a process, for all threads: autograd runs the backward pass of GPU tensors in another thread
+_open: list[
+    PendingGradients
+] = []  # at most one in a process, for all threads: autograd runs the backward pass of GPU tensors in another thread
 
 
 @contextmanager
-def put_off() -> Iterator[Owed]:
+def defer_gradients() -> Iterator[PendingGradients]:
     """Return a context in which backward passes defer weight gradients. Raise RuntimeError if nested, also in another thread."""
     if _open:
-        raise RuntimeError("put_off() inside put_off(): one backward pass at a time")
-    owed = Owed()
-    _open.append(owed)
+        raise RuntimeError("defer_gradients() inside defer_gradients(): one backward pass at a time")
+    pending = PendingGradients()
+    _open.append(pending)
     try:
-        yield owed
+        yield pending
     finally:
-        _open.remove(owed)
+        _open.remove(pending)
 
 
-def owed_for(*weights: Tensor) -> Owed | None:
-    """Return the open Owed, or None if gradients are not deferred or a weight is neither a parameter nor a view of one."""
+def pending_for(*weights: Tensor) -> PendingGradients | None:
+    """Return the open PendingGradients, or None if gradients are not deferred or a weight is neither a parameter nor a view of one."""
     return _open[0] if _open and all(w.requires_grad and (w.is_leaf or _is_view(w)) for w in weights) else None
 
 
-def if_later(*weights: Tensor | None) -> tuple[Tensor | None, ...]:
+def if_deferrable(*weights: Tensor | None) -> tuple[Tensor | None, ...]:
     """Return the weights to keep as an attribute of ctx; nothing if their gradients cannot be deferred.
 
     An attribute lives as long as ctx. A saved tensor lives until the backward pass or, with recomputation, the end of the forward pass.
@@ -94,14 +96,14 @@ def gradient_or_later(weight: Tensor, compute: Callable[[], Tensor]) -> Tensor |
 
 def gradients_or_later(weights: tuple[Tensor, ...], compute: Gradients) -> Sequence[Tensor | None]:
     """Return the gradients of several weights, or defer them and return a None for each."""
-    owed = owed_for(*weights)
-    if owed is None:
+    pending = pending_for(*weights)
+    if pending is None:
         return compute()
-    owed.add(weights, compute)
+    pending.add(weights, compute)
     return (None,) * len(weights)
 
 
-class _Pay(torch.autograd.Function):
+class _Compute(torch.autograd.Function):
     """A zero that depends on some weights. Its backward pass returns their gradients."""
 
     @staticmethod

@@ -26,7 +26,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from parallel.errors import BadInput
 from parallel.mesh.collectives import max_over
 from parallel.mesh.mesh import Axis
-from parallel.numerics.weight_gradient import Owed, put_off
+from parallel.numerics.weight_gradient import PendingGradients, defer_gradients
 from parallel.pipeline.links import Links, Traffic
 from parallel.pipeline.replicas import StageReplicas
 from parallel.pipeline.schedule import COMPUTE, Action, Message, Node, Op, Schedule
@@ -159,7 +159,7 @@ class _Run:
         self.last = plan.schedule.num_stages - 1
         self.results: dict[tuple[bool, int, int], Tensor] = {}  # (forward?, stage, micro-batch) -> result, until the next stage uses it
         self.kept: dict[tuple[int, int], _Kept] = {}
-        self.owed: dict[tuple[int, int], Owed] = {}
+        self.pending: dict[tuple[int, int], PendingGradients] = {}
 
     def run(self) -> None:
         runtime, links = self.runtime, self.runtime.links
@@ -194,7 +194,7 @@ class _Run:
         elif op is Op.U:
             self.work.update(stage, version)
         elif op is Op.W:
-            self.owed.pop((stage, microbatch)).pay()
+            self.pending.pop((stage, microbatch)).compute()
         else:
             with self.work.reading(stage, version):
                 (self._forward if op is Op.F else partial(self._backward, op))(stage, microbatch)
@@ -213,9 +213,9 @@ class _Run:
         x, output = self.kept.pop((stage, microbatch))
         gradient = self.results.pop((False, stage + 1, microbatch)) if stage < self.last else None
         if op is Op.I:
-            with put_off() as owed:
+            with defer_gradients() as pending:
                 self.work.backward(output, gradient)
-            self.owed[stage, microbatch] = owed
+            self.pending[stage, microbatch] = pending
         else:
             self.work.backward(output, gradient)
         if x is not None:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from parallel.mesh.collectives import Messages
-from parallel.sequence.method import Kept, Known, Method
+from parallel.sequence.method import Known, Method, SavedTensors
 from parallel.sequence.order import ALL
 from parallel.sequence.softmax import Gradients, Partial, attend, attend_backward, merge, nothing
 
@@ -76,7 +76,7 @@ class Balanced(Method):
             merge(merged, partial)
         return merged.out_BHLC.to(q.dtype), merged.lse_BHL
 
-    def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: Kept, known: Known) -> Gradients:
+    def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: SavedTensors, known: Known) -> Gradients:
         out, lse = kept
         total, here, results = Gradients.zeros(q, k, v, known.bias), [k, v], Messages.none(self.axis)
         dq, dk, dv, _ = total

@@ -25,7 +25,7 @@ from einops import rearrange
 from torch import Tensor
 
 from parallel.mesh.collectives import scatter_sum_into, start_shift
-from parallel.sequence.method import Kept, Known, Method
+from parallel.sequence.method import Known, Method, SavedTensors
 from parallel.sequence.softmax import Gradients, of_table, repeated, scores, summed, wide_dtype
 
 # N ranks; weight_NBHLS: probabilities of each rank's S = L / N keys
@@ -51,7 +51,7 @@ class ColossalRing(Method):
             out += weight_NBHLS[source] @ repeated(v_there, heads)
         return (out.to(q.dtype), weight_NBHLS, *([] if known.sink_H is None else [sinks.squeeze(-1).clone()]))
 
-    def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: Kept, known: Known) -> Gradients:
+    def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: SavedTensors, known: Known) -> Gradients:
         out, weight_NBHLS, *_ = kept
         mine, (heads, kv_heads), wide = known.tokens(self.axis.index, q), (q.shape[1], k.shape[1]), wide_dtype(q)
         scale, delta_BHL1 = q.shape[-1] ** -0.5, (grad.to(wide) * out.to(wide)).sum(-1, keepdim=True)
@@ -68,7 +68,7 @@ class ColossalRing(Method):
         dk = torch.stack([summed((dscore.mT @ q).to(wide) * scale, kv_heads) for dscore in dscore_NBHLS])
         return Gradients(dq, self._own(dk), self._own(dv), dtable)
 
-    def share_of_sinks(self, kept: Kept, sink_H: Tensor) -> Tensor:
+    def share_of_sinks(self, kept: SavedTensors, sink_H: Tensor) -> Tensor:
         return kept[2]
 
     def _own(self, parts_NBKSC: Tensor) -> Tensor:

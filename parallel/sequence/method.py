@@ -21,7 +21,7 @@ from parallel.sequence.softmax import Bias, Bucket, Gradients, Tokens
 
 # B batch, L tokens held here, S tokens of the whole sequence, H heads of queries, K heads of keys and values, C channels of a head
 
-Kept = tuple[Tensor, ...]
+SavedTensors = tuple[Tensor, ...]
 Once = Callable[[Callable[[], tuple[Tensor, ...]]], tuple[Tensor, ...]]
 
 
@@ -41,7 +41,7 @@ class Known:
 
     def tokens(self, rank: int, like: Tensor) -> Tokens:
         """Return the tokens that a rank holds, on the device of `like`."""
-        return Tokens(self.order.runs(rank), like.device, self.document_BS, self.window)
+        return Tokens(self.order.ranges(rank), like.device, self.document_BS, self.window)
 
 
 @dataclass(frozen=True)
@@ -61,10 +61,10 @@ class Method(ABC):
         """Return (out in q's shape and dtype, *tensors to save for the backward pass)."""
 
     @abstractmethod
-    def backward(self, grad_BHLC: Tensor, q_BHLC: Tensor, k_BKLC: Tensor, v_BKLC: Tensor, kept: Kept, known: Known) -> Gradients:
+    def backward(self, grad_BHLC: Tensor, q_BHLC: Tensor, k_BKLC: Tensor, v_BKLC: Tensor, kept: SavedTensors, known: Known) -> Gradients:
         """Return gradients of all inputs but the sinks, in any dtype. `kept`: the result of `forward`, `out` first."""
 
-    def share_of_sinks(self, kept: Kept, sink_H: Tensor) -> Tensor:
+    def share_of_sinks(self, kept: SavedTensors, sink_H: Tensor) -> Tensor:
         """Return the sinks' probabilities [B, H, L], fp32 or wider, for `kept` = (out, lse)."""
         return (sink_H.view(-1, 1) - kept[1]).exp()
 

@@ -71,7 +71,7 @@ class Order:
         """Whether one rank has all positions. Then any length is allowed."""
         return self.size * self.inner == 1
 
-    def runs(self, rank: int) -> tuple[range, ...]:
+    def ranges(self, rank: int) -> tuple[range, ...]:
         """Return the positions of a rank of size * inner, as ranges in its order."""
         outer, part = divmod(rank, self.inner)
         each = self.length // self.size // self.inner
@@ -86,9 +86,9 @@ class Order:
         half, last = each // 2, 2 * self.size - 1 - rank
         return (range(rank * half, (rank + 1) * half), range(last * half, (last + 1) * half))
 
-    def places(self, rank: int) -> tuple[int, ...]:
+    def positions(self, rank: int) -> tuple[int, ...]:
         """Return the positions of a rank of size * inner, ascending."""
-        return tuple(place for run in self.runs(rank) for place in run)
+        return tuple(position for span in self.ranges(rank) for position in span)
 
     def blocks(self, query_rank: int, key_rank: int) -> tuple[Block, ...]:
         """Return the blocks between the queries of one rank of `size` and the keys of another, without empty ones.

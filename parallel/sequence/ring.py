@@ -24,7 +24,7 @@ from torch import Tensor
 
 from parallel.mesh.collectives import Messages, start_shift
 from parallel.mesh.mesh import Axis
-from parallel.sequence.method import Kept, Known, Method
+from parallel.sequence.method import Known, Method, SavedTensors
 from parallel.sequence.softmax import Gradients, Partial, attend, attend_backward, merge, nothing
 
 
@@ -41,7 +41,7 @@ class Ring(Method):
                 merge(merged, part, rows)
         return merged.out_BHLC.to(q.dtype), merged.lse_BHL
 
-    def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: Kept, known: Known) -> Gradients:
+    def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: SavedTensors, known: Known) -> Gradients:
         out, lse = kept
         mine, bias, total = known.tokens(self.axis.index, q), known.bias, Gradients.zeros(q, k, v, known.bias)
         coming: Messages | None = None

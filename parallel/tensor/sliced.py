@@ -24,8 +24,8 @@ from parallel.tensor.style import Shape
 
 
 @dataclass(frozen=True)
-class Sliced:
-    """A norm between layers, with other tokens on each rank. Fills the slot `places` of its block, if it is in a block."""
+class SlicedNorm:
+    """A norm between layers, with other tokens on each rank. Fills the slot `columns` of its block, if it is in a block."""
 
     family: str = "dense"
 
@@ -36,10 +36,10 @@ class Sliced:
         for name in layouts:
             block = model.get_submodule(name.rsplit(".", 2)[0]) if name.count(".") > 1 else None
             if block is not None:
-                block.places = SlicePlaces(mesh.axis("tp"))  # type: ignore[assignment]
+                block.columns = SliceColumns(mesh.axis("tp"))  # type: ignore[assignment]
 
 
-class SlicePlaces:
+class SliceColumns:
     """A function from the whole length L to this rank's columns of [B, L], as a slice."""
 
     def __init__(self, axis: Axis) -> None:

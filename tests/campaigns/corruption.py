@@ -1,17 +1,16 @@
-"""`python -m tests.campaigns corruption`: bits flipped in runs that are audited (moe/train/parts/audit.py), and what became of the step.
+"""`python -m tests.campaigns corruption`: flips bits in audited runs (moe/train/parts/audit.py) and reports the outcome of the step.
 
-A flip is one bit of one number on one rank: of a weight or moment at rest, of a weight while passes run, of a product, of a gradient,
-of a weight just after the update. The step after it is audited, and held against the same step undisturbed:
+A flip changes one bit of one number on one rank: of a weight or moment between steps, of a weight during the passes, of a product, of a
+gradient, or of a weight just after the update. The following step is audited and compared with the same step without the flip:
 
-    repaired   found, and weights and moments after the step are bitwise those of the undisturbed one
-    ended      found, and the run ended in one line because no copy was known to be intact
-    masked     not found, and bitwise the same all the same: the number was not used, or rounding hid the bit
-    missed     not found, and other numbers
+    repaired   found, and weights and moments after the step are bitwise those of the undisturbed step
+    ended      found, and the run ended with one line because no copy was known to be intact
+    masked     not found, but bitwise equal: the number was not used, or rounding hid the bit
+    missed     not found, and numbers differ
 
-Held: repaired, ended where there are two copies, or masked. Where a layout has a number only once, a row that says `cannot be seen`
-shows that flips at rest are missed there, as docs/use/corruption.md says. Faults are put in by hooks, from here. Then steps without a
-fault, which must raise no alarm, and the time that an audited step takes over a plain one, a hundredth of which is paid at
-`train.audit_every: 100`.
+A try is held if it is repaired, masked, or ended with only two copies. If a layout has a number only once, flips between steps are missed;
+the row says `cannot be seen`, as docs/use/corruption.md explains. Hooks in this file put the faults in. Further rows: steps without a
+fault, which must not raise an alarm, and the extra time of an audited step. `train.audit_every: 100` pays a hundredth of that time.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # torch asks for it with the first optimizer, in 1.5 s: once here, not in every forked rank
+import torch._dynamo  # torch imports it with the first optimizer, in 1.5 s; imported once, before ranks are forked
 from torch import Tensor, nn
 
 from moe.bench.timing import in_turn, ratio
@@ -65,14 +64,15 @@ LARGER: dict[str, Any] = {
     "experts": {"num_experts": 4},
     "train": {"global_batch": 8, "audit_every": 1},
 }
-MOST_SHARE = 0.015  # of a run's time, at one audit in a hundred steps
+MOST_SHARE = 0.015  # share of a run's time, with one audit in a hundred steps
 WHERE = ("sign", "exponent", "high mantissa", "low mantissa")
 
 
 @dataclass(frozen=True)
 class Fault:
-    """`what`: a kind of tensor at rest or in flight, a key of `_PUT`. `expected`: what becomes of it where it is not masked. `few`, `full`:
-    how many flips."""
+    """A kind of flip. `what`: a kind of tensor, a key of `_PUT`; `expected`: its outcome unless masked; `few`, `full`: the number of
+    flips.
+    """
 
     what: str
     ranks: int
@@ -116,11 +116,11 @@ CLEAN: tuple[tuple[str, int, dict[str, Any]], ...] = (
 
 
 def rows(*, full: bool = False, rounds: int | None = None, only: str = "") -> Iterator[Row]:
-    """A row for each kind of flip, for steps without one, and for the time."""
+    """A row for each kind of flip, for steps without a flip, and for the time."""
     if any("zero" in fault.layout and only in str(fault) for fault in FAULTS):
         from parallel.data.deepspeed import load_deepspeed
 
-        load_deepspeed()  # before forking: it takes seconds to import
+        load_deepspeed()  # imported before forking, because it takes seconds
     for fault in FAULTS:
         if only in str(fault):
             yield _row(fault, rounds or (fault.full if full else fault.few))
@@ -134,11 +134,11 @@ def rows(*, full: bool = False, rounds: int | None = None, only: str = "") -> It
             yield _cost(name, ranks, rounds or (15 if full else 2))
 
 
-# --- one rank's part ---------------------------------------------------------------------------------------------------------
+# --- on one rank ------------------------------------------------------------------------------------------------------------
 
 
 class Trained:
-    """A model with some steps behind it, which goes back there for every fault. `events`: what its auditor recorded."""
+    """A model after some steps, which is restored before every fault. `events`: events that its auditor recorded."""
 
     def __init__(self, rank: int, ranks: int, values: dict[str, Any], *, steps: int = 2) -> None:
         self.run: Run = check_run(build_run(values), ranks)
@@ -176,7 +176,7 @@ class Trained:
         return {name: {kind: t.detach().clone() for kind, t in self.engine.state(name).items()} for name in self.engine.layouts}
 
     def again(self) -> None:
-        """Back to where the faults begin."""
+        """Restore the state in which faults begin."""
         self.engine.drop_gradients()
         self.engine.load_state(self.begun, given(self.begun), steps=self.steps)
         self.events.clear()
@@ -187,12 +187,12 @@ class Trained:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """int32, so that NaN equals itself and 0.0 is not -0.0."""
+    """The bits as int32, so that NaN equals itself and 0.0 differs from -0.0."""
     return tensor.contiguous().reshape(-1).view(torch.int32)
 
 
 def flip(tensor: Tensor, bit: int, at: float) -> None:
-    """One bit of one number of an fp32 tensor, in place; `at`: where, as a share of its length."""
+    """Flip one bit of one number of an fp32 tensor, in place. `at`: its position, as a share of the tensor's length."""
     with torch.no_grad():
         number = int(at * tensor.numel())
         flat = tensor.detach().contiguous().reshape(-1)
@@ -201,7 +201,7 @@ def flip(tensor: Tensor, bit: int, at: float) -> None:
 
 
 def once(trained: Trained, what: str, seed: str, wanted: dict[str, dict[str, Tensor]]) -> dict[str, Any]:
-    """One flip and its step. Every rank draws the same; one of them has the fault."""
+    """One flip and its step. Every rank draws the same random numbers; one of them has the fault."""
     rng = random.Random(seed)
     bit, at, place, rank, call = (
         rng.randrange(32),
@@ -232,7 +232,7 @@ def once(trained: Trained, what: str, seed: str, wanted: dict[str, dict[str, Ten
 
 @dataclass
 class Put:
-    """When a fault strikes: before the step, around its n-th passes, after its update."""
+    """The time of a fault: before the step, around its n-th passes, or after its update."""
 
     before: Callable[[], object] = lambda: None
     passes: Callable[[ExitStack, int], object] = lambda stack, number: None
@@ -262,7 +262,7 @@ def _at_rest(kind: str) -> Callable[[Trained, Flip, float, int], Put]:
 
 
 def _meanwhile(kind: str) -> Callable[[Trained, Flip, float, int], Put]:
-    """As the first block's forward pass begins."""
+    """Strike when the first block's forward pass begins."""
 
     def put(trained: Trained, strike: Flip, place: float, call: int) -> Put:
         def around(stack: ExitStack, number: int) -> None:
@@ -365,7 +365,7 @@ def _row(fault: Fault, tries: int) -> Row:
 
 
 def judged(fault: Fault, ranks: list[dict[str, Any]]) -> tuple[str, int, str, float]:
-    """(outcome, bit, what went wrong, seconds) of one flip, from what each rank says of it."""
+    """(outcome, bit, what went wrong, seconds) of one flip, from the results of all ranks."""
     first = ranks[0]
     equal, ended = all(rank["equal"] for rank in ranks), first["ended"]
     outcome = "ended" if ended else ("repaired" if equal else "wrong") if first["found"] else "masked" if equal else "missed"
@@ -376,7 +376,7 @@ def judged(fault: Fault, ranks: list[dict[str, Any]]) -> tuple[str, int, str, fl
 
 
 def place_of(bit: int) -> str:
-    """Of a bit of an fp32 number."""
+    """The part of an fp32 number that a bit belongs to: sign, exponent or mantissa."""
     return WHERE[0] if bit == 31 else WHERE[1] if bit >= 23 else WHERE[2] if bit >= 12 else WHERE[3]
 
 

@@ -1,9 +1,9 @@
-"""Damaged checkpoints, for `python -m tests.campaigns damage`: a tiny run's two saves, of which the newer one is changed on disk.
+"""Damaged checkpoints, for `python -m tests.campaigns damage`: a tiny run saves twice, and the newer save is changed on disk.
 
-    step-2, step-4 -> one damage to step-4 -> a resume, and a model to generate from -> step-2 is taken and it is said, or one line refuses
+    step-2, step-4 -> one damage to step-4 -> resume, and load to generate -> step-2 is loaded with a message, or one line refuses
 
-Lost is what is loaded with other values than were saved, an error that is no line, and what takes longer than a few seconds. Signed:
-the hashes are made again after the change, as by a converter that is wrong. Values that are merely others are then nobody's to see.
+A try is lost if values other than the saved ones are loaded, if an error is not one line, or if it takes more than a few seconds. Signed
+damages: the hashes are computed again after the change, as by a faulty converter. Then a mere change of values cannot be detected.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from parallel.store import checkpoint
 from tests.campaigns.faults import Row
 
 LONGEST_S = 5.0
-FEW, MANY = 2, 24  # of each kind of damage that has a choice
+FEW, MANY = 2, 24  # tries of each kind of damage that has a random choice
 KINDS = ("weight", *MOMENTS)
 RUN = {
     "model": {"num_layers": 2, "d_model": 8, "num_heads": 2, "d_ff": 12, "max_length": 12, "moe_every": 2},
     "experts": {"num_experts": 3},
-    "router": {"preset": "deepseek_v3", "num_choices": 2, "expert_groups": 1, "top_groups": 1},  # one that has a bias
+    "router": {"preset": "deepseek_v3", "num_choices": 2, "expert_groups": 1, "top_groups": 1},  # a router with a bias
     "degrees": {"dp": 1, "ep": 1},
 }
 FILES = ("rank-00000.safetensors", "manifest.json", "manifest.sha256")
@@ -61,7 +61,7 @@ Damage = Callable[[Path, random.Random], object]
 
 @dataclass(frozen=True)
 class Saved:
-    """A run's folder with two saves, and what is in them by step."""
+    """A run's folder with two saves, and their values by step."""
 
     folder: Path
     run: Run
@@ -93,18 +93,18 @@ def _engine(run: Run, mesh: Mesh) -> Engine:
 
 
 def _numbers(engine: Engine, step: int, name: str, kind: str, box: Box) -> torch.Tensor:
-    """The model's first values, moved by the step; moments that are not below 0."""
+    """The model's initial values plus a change that depends on the step; moments that are not negative."""
     first = dict(engine.module.named_parameters())[name].detach()[box]
     return first + step if kind == "weight" else first.abs() * step
 
 
 def held_by(engine: Engine) -> Values:
-    """All that an engine and its model hold: weights, moments, routers' biases."""
+    """All values of an engine and its model: weights, moments, routers' biases."""
     found = {(name, kind): tensor.clone() for name in engine.layouts for kind, tensor in engine.state(name).items()}
     return found | {(name, EXTRA): bias.clone() for name, bias in extra_state(engine.module).items()}
 
 
-# --- kinds of damage: each changes the folder of the newer save --------------------------------------------------------------
+# --- kinds of damage: each changes the folder of the newer save -------------------------------------------------------------
 
 
 def _edit(name: str, change: Callable[[bytes, random.Random], bytes]) -> Damage:
@@ -135,7 +135,7 @@ def _instead(name: str, make: Callable[[Path], object]) -> Damage:
 
 
 def _beside(name: str, make: Callable[[Path], object]) -> Damage:
-    """The newer save stays whole, and is to be taken."""
+    """The newer save stays complete and must be loaded."""
     return lambda path, _: make(path.parent / name)
 
 
@@ -144,7 +144,7 @@ def _other_save(name: str) -> Damage:
 
 
 def _header(text: Callable[[dict[str, Any], random.Random], Any], *, signed: bool) -> Damage:
-    """The header of the tensors' file changed."""
+    """A change of the header of the tensors' file."""
 
     def change(path: Path, rng: random.Random) -> None:
         raw = (path / FILES[0]).read_bytes()
@@ -167,7 +167,7 @@ def _length(length: int) -> Damage:
 
 
 def _manifest(change: Callable[[dict[str, Any], random.Random], object]) -> Damage:
-    """The manifest changed, and signed anew."""
+    """A change of the manifest, signed again."""
 
     def apply(path: Path, rng: random.Random) -> None:
         manifest = json.loads((path / "manifest.json").read_text())
@@ -183,7 +183,7 @@ def _write(path: Path, manifest: str) -> None:
 
 
 def sign(path: Path) -> None:
-    """Sizes and hashes of what the files have become."""
+    """Write sizes and hashes of the changed files into the manifest."""
     manifest = json.loads((path / "manifest.json").read_text())
     for name in manifest["files"]:
         raw = (path / name).read_bytes()
@@ -212,7 +212,7 @@ def _gone(name: str) -> Damage:
 
 
 def _values(change: Callable[[torch.Tensor], torch.Tensor], *kinds: str) -> Damage:
-    """One tensor's numbers, of the same shape and dtype, signed."""
+    """A change of one tensor's numbers, with the same shape and dtype, signed."""
 
     def apply(path: Path, rng: random.Random) -> None:
         from safetensors.torch import load_file, save_file
@@ -227,7 +227,7 @@ def _values(change: Callable[[torch.Tensor], torch.Tensor], *kinds: str) -> Dama
 
 
 def _overlapping(path: Path, rng: random.Random) -> None:
-    """A tensor in two pieces that share a row and leave another out, signed: as many elements as it has."""
+    """A tensor in two pieces that overlap in one row and leave out another, signed: the number of elements is right."""
     from safetensors.torch import load_file, save_file
 
     held, manifest = load_file(path / FILES[0]), json.loads((path / "manifest.json").read_text())
@@ -244,7 +244,7 @@ def _overlapping(path: Path, rng: random.Random) -> None:
 
 
 def _retyped(entry: dict[str, Any], rng: random.Random) -> dict[str, Any]:
-    """Half as many bytes an element: the same bytes as twice as many elements would be."""
+    """Half the bytes an element, so that the same bytes would hold twice the elements."""
     key = rng.choice([key for key in entry if key != "__metadata__"])
     return entry | {key: entry[key] | {"dtype": rng.choice(["I8", "I32", "U8", "F16", "F8", "", 7])}}
 
@@ -266,7 +266,7 @@ def _nan(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def damages() -> dict[str, list[Damage]]:
-    """By row: the damages of this kind; those with a choice take another one each time."""
+    """The kinds of damage by row. Kinds with a choice draw another one each time."""
     each = {name: [_edit(name, change) for change in (_flip, _zero, _swap)] for name in FILES}
     return {
         **{f"bits and bytes of {name}": found for name, found in each.items()},
@@ -287,7 +287,7 @@ def damages() -> dict[str, list[Damage]]:
                 Path.mkdir,
             )
         ],
-        "beside it: names that are no checkpoint's": [
+        "beside it: names that are not a checkpoint's": [
             *(_beside(name, Path.mkdir) for name in ("step-999999999999999999999", "step-+5", "step-٣", "step-0009")),
             _beside("step-9", Path.touch),
             _beside("step-9", lambda p: p.symlink_to("nowhere")),
@@ -378,14 +378,14 @@ def _judge(given: Saved, folder: Path) -> str:
 
 
 def _read(how: str, given: Saved, folder: Path, take: Callable[[Saved, Path, Callable[[str], None]], Taken]) -> str:
-    """What went wrong when the folder is read in this way; nothing where it is refused in a line, or what is read was saved."""
+    """What went wrong when the folder was read in this way; "" if it was refused in one line, or if the saved values were read."""
     said: list[str] = []
     try:
         with contextlib.redirect_stderr(io.StringIO()) as printed:
             step, values, state = take(given, folder, said.append)
     except BadInput as bad:
         return "" if len(str(bad).splitlines()) == 1 else f"not one line: {bad}"
-    except Exception as error:  # what a user would see as a traceback
+    except Exception as error:  # a user would see a traceback
         return f"{how}: {type(error).__name__}: {error}"
     if step == 2 and not said and not printed.getvalue():
         return f"{how}: the older one was taken without a word"
@@ -394,7 +394,7 @@ def _read(how: str, given: Saved, folder: Path, take: Callable[[Saved, Path, Cal
 
 
 def resumed(given: Saved, folder: Path, log: Callable[[str], None]) -> Taken:
-    """As `moe train` goes on: (step, all that the engine then holds, the checkpoint's state). Raises BadInput."""
+    """Resume as `moe train` does: (step, all values of the engine, the checkpoint's state). Raises BadInput."""
     mesh = Mesh.of(Degrees())
     found = find(folder / "checkpoints", mesh, log=log)
     assert found is not None
@@ -407,7 +407,7 @@ def resumed(given: Saved, folder: Path, log: Callable[[str], None]) -> Taken:
 
 
 def generated(given: Saved, folder: Path, _: Callable[[str], None]) -> Taken:
-    """As `moe generate` and `moe eval` read it: the weights and biases of the whole model."""
+    """Load as `moe generate` and `moe eval` do: weights and biases of the whole model."""
     model, _tokenizer, step = load_model(folder)
     values = {(name, "weight"): parameter.detach() for name, parameter in model.named_parameters()}
     return step, values | {(name, EXTRA): bias for name, bias in extra_state(model).items()}, given.states[step]

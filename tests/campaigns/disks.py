@@ -1,10 +1,9 @@
-"""Disks and folders that fail, for `python -m tests.campaigns disks`: a tiny run on a disk that fills, in a folder that goes, beside
-another.
+"""Failing disks and folders, for `python -m tests.campaigns disks`: a tiny run on a full disk, in a deleted folder, or next to another run.
 
-    tmpfs of a size -> moe train -> one line that says so -> the disk is made larger -> moe train goes on from the newest save
+    tmpfs of a fixed size -> moe train -> one line about the disk -> the disk is enlarged -> moe train resumes from the newest save
 
-Held: the run ends well, or in one line about the folder or the cache; what was saved is there and whole; the next run goes on from it.
-Disks of a size are mounted, which needs root on Linux; elsewhere those rows are skipped.
+A try is held if the run ends well or with one line about the folder or the cache, if everything saved is complete, and if the next run
+resumes from it. Mounting disks of a fixed size needs root on Linux; those rows are skipped elsewhere.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from tests.campaigns.faults import Row
 from tests.campaigns.hostile import TINY, carry_out
 
 LONGEST_S = 60.0
-LARGEST_KIB = 640  # of which the whole run takes less
+LARGEST_KIB = 640  # more than the whole run needs
 FEW, MANY = 8, 64
 _SIZE = "64m"
 
@@ -62,7 +61,7 @@ def rows(*, full: bool = False, rounds: int | None = None, only: str = "") -> It
 
 
 def why_not() -> str:
-    """What this machine lacks to mount a disk; nothing where it has all."""
+    """What this machine lacks for mounting a disk; "" if nothing."""
     if not sys.platform.startswith("linux") or os.geteuid():
         return "it needs root on Linux"
     try:
@@ -74,7 +73,7 @@ def why_not() -> str:
 
 @contextlib.contextmanager
 def disk(place: Path, size: str, *more: str) -> Iterator[None]:
-    """A tmpfs of this size at the folder, gone afterwards. Raises CalledProcessError where the system does not allow it."""
+    """A tmpfs of this size mounted at the folder, unmounted afterwards. Raises CalledProcessError if the system does not allow it."""
     place.mkdir(exist_ok=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", ",".join((f"size={size}", *more)), "tmpfs", str(place)], check=True, capture_output=True)
     try:
@@ -84,7 +83,7 @@ def disk(place: Path, size: str, *more: str) -> Iterator[None]:
 
 
 def _in_folder(once: object, home: Path, tries: int, number: int) -> tuple[str, float]:
-    """A try in a folder of its own: (what went wrong, seconds of the run with the fault)."""
+    """One try in a folder of its own: (what went wrong, seconds of the run with the fault)."""
     place = home / str(number)
     place.mkdir()
     (place / "tiny.yaml").write_text(TINY.replace("steps: 2,", "steps: 6,"))
@@ -98,7 +97,7 @@ def _train(place: Path, *more: str, cache: Path | None = None) -> tuple[int | No
 
 
 def _one_line(code: int | None, said: str, *about: str) -> str:
-    """What is wrong with how a run ended that could not go on."""
+    """The problem with the end of a run that could not continue; "" if none."""
     lines = [line for line in said.splitlines() if line.startswith("error")]
     if "Traceback" in said:
         return f"a traceback: {said.splitlines()[-1][:200]}"
@@ -108,7 +107,7 @@ def _one_line(code: int | None, said: str, *about: str) -> str:
 
 
 def _saved(run: Path) -> int:
-    """The newest step whose checkpoint is whole; 0: none."""
+    """The newest step with a complete checkpoint; 0 if there is none."""
     for step, path in sorted(checkpoint.numbered(run / "checkpoints"), reverse=True):
         with contextlib.suppress(BadInput):
             checkpoint.verify(path)
@@ -117,7 +116,7 @@ def _saved(run: Path) -> int:
 
 
 def _goes_on(place: Path, run: str, before: int) -> str:
-    """What is wrong with the next run, which has room: it must begin after what was saved."""
+    """The problem with the next run, which has enough space: it must begin after the saved step."""
     code, said, _ = _train(place, "--out", run)
     if code != exit_codes.DONE:
         return f"the next run: exit code {code}: {said[-300:]}"
@@ -148,7 +147,7 @@ def _cache_fills(place: Path, share: float) -> tuple[str, float]:
 
 
 def _cache_unwritable(place: Path, share: float) -> tuple[str, float]:
-    """A disk that is read-only, a file, a link to nowhere."""
+    """The cache is on a read-only disk, is a file, or is a link to nowhere."""
     cache = place / "cache"
     with contextlib.ExitStack() as stack:
         if share < 1 / 3:
@@ -166,7 +165,9 @@ def _rename(run: Path, **_: bool) -> None:
 
 
 def _second(place: Path, share: float) -> tuple[str, float]:
-    """At any moment from the first's lock on: it is refused, also a third time, and the first is whole at its end."""
+    """A second run starts in the same folder, at any moment after the first run's lock. It is refused, also a third time, and the first
+    run ends well.
+    """
     ends: list[tuple[int | None, str, float]] = []
     first = threading.Thread(target=lambda: ends.append(_train(place, "--out", "run", "--train.steps", "40")))
     first.start()
@@ -184,7 +185,7 @@ def _second(place: Path, share: float) -> tuple[str, float]:
 
 
 def _beside(place: Path, name: str) -> Path:
-    """A folder for what another start prints."""
+    """A folder for the output of another start."""
     folder = place / name
     folder.mkdir()
     (folder / "text.txt").symlink_to(place / "text.txt")
@@ -192,7 +193,7 @@ def _beside(place: Path, name: str) -> Path:
 
 
 def _goes(place: Path, share: float, *, how: Callable[..., None]) -> tuple[str, float]:
-    """The folder goes once the run has begun, a little later each time, and nothing of its name is left."""
+    """The folder is deleted after the run has begun, a little later each time, and nothing with its name remains."""
     run = place / "run"
     gone: list[float] = []
 
@@ -214,7 +215,7 @@ def _goes(place: Path, share: float, *, how: Callable[..., None]) -> tuple[str, 
 
 
 def _together(place: Path, _: float) -> tuple[str, float]:
-    """Both end well, and there is one set of token files."""
+    """Two runs start at the same time. Both end well, and there is one set of token files."""
     ends: list[tuple[int | None, str, float]] = []
     homes = [place / "a", place / "b"]
     for home in homes:

@@ -1,11 +1,11 @@
-"""Ranks that leave for good, for `python -m tests.campaigns elastic`: the run goes on with fewer, and must be the run that lost nobody.
+"""Lost ranks, for `python -m tests.campaigns elastic`: the run continues with fewer processes, and must give the same results.
 
-    moe train --nproc 4 --restarts 1 --elastic 2         a rank is killed in each life on four processes, until the run goes on with two
-    torchrun --nnodes 1:2 --nproc_per_node 2             one of two agents is killed, with its ranks; then another one comes in its place
+    moe train --nproc 4 --restarts 1 --elastic 2         a rank is killed after each start on four, until the run continues with two
+    torchrun --nnodes 1:2 --nproc_per_node 2             one of two agents is killed with its ranks; later another agent joins
 
-Held: the run ends well on the numbers of processes that its records name, and its losses are those of one process that nothing disturbed,
-to rounding. Of `moe train` also: the last weights and moments are bit by bit those of the run that a user resumes by hand on two processes,
-with dp, ep and micro-batches written out. Seconds: from the last kill to the end of the first step that is new.
+A try is held if the run ends well on the numbers of processes that its records name, with the losses of an undisturbed run on one process,
+up to rounding. For `moe train`, the last weights and moments must also be bitwise those of a run that is resumed by hand on two processes,
+with dp, ep and micro-batches given. Seconds: from the last kill to the end of the first new step.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from moe.launch.processes import find_ranks
 from moe.records.metrics import METRICS, read, whole_lines
 from tests.campaigns.faults import Row
 from tests.campaigns.hangs import warm_up
-from tests.campaigns.lives import TINY, Life, hashes, whole
+from tests.campaigns.lives import TINY, Attempt, hashes, whole
 
-CLOSE = 1e-5  # relative; fp32 sums in another order
+CLOSE = 1e-5  # relative difference of losses; fp32 sums are taken in another order
 _LONGEST_S = 400.0
 _KEPT = {"train.keep": "9", "precision.compute": "fp32"}
 _AGENTS = {"train.steps": "1500", "train.save_every": "20", "train.eval_every": "0", "precision.compute": "fp32", "optimizer.lr": "1e-6"}
@@ -52,15 +52,15 @@ def rows(*, full: bool, rounds: int | None, only: str) -> Iterator[Row]:
 
 def _moe_train(home: Path, number: int) -> tuple[str, float]:
     out, by_hand, wanted = (home / f"{name}-{number}" for name in ("run", "by-hand", "undisturbed"))
-    life = Life(home, out, _KEPT, world=4)
-    life.reach(4)
-    life.send(signal.SIGTERM)
-    life.end()
+    attempt = Attempt(home, out, _KEPT, world=4)
+    attempt.reach(4)
+    attempt.send(signal.SIGTERM)
+    attempt.end()
     shutil.copytree(out, by_hand)
     words = ["-m", "moe", "train", "switch_tiny", "--nproc", "4", "--restarts", "1", "--elastic", "2", "--out", str(out)]
     with _started(home, words, _KEPT, out.with_suffix(".log")) as process:
         killed: set[int] = set()
-        while len(killed) < 2 and process.poll() is None:  # rank 1 of each life on four
+        while len(killed) < 2 and process.poll() is None:  # rank 1 of each start on four processes
             for rank in find_ranks(process.pid):
                 if rank.rank == 1 and rank.pid not in killed:
                     os.kill(rank.pid, signal.SIGKILL)
@@ -73,7 +73,7 @@ def _moe_train(home: Path, number: int) -> tuple[str, float]:
     problem = problem or whole(home, wanted, _KEPT | {"degrees.ep": "1"}, world=1) or _unlike(out, wanted, worlds=[4, 2])
     last = "checkpoints/step-" + TINY["train.steps"]
     if not problem and hashes(out / last) != hashes(by_hand / last):
-        problem = "the last weights or moments are not those of the run that was resumed by hand"
+        problem = "the last weights or moments differ from the run that was resumed by hand"
     return _told(problem, out), _seconds(out, at)
 
 
@@ -87,7 +87,7 @@ def _torchrun(home: Path, number: int) -> tuple[str, float]:
             return stack.enter_context(_started(home, words, _AGENTS, out.with_suffix(f".{name}")))
 
         first = agent("log")
-        time.sleep(1.0)  # it holds the rendezvous
+        time.sleep(1.0)  # this agent holds the rendezvous
         second = agent("second")
         if not _reach(first, out, 30):
             return _told("no steps on two agents", out), 0.0
@@ -104,10 +104,10 @@ def _torchrun(home: Path, number: int) -> tuple[str, float]:
 
 @contextlib.contextmanager
 def _started(home: Path, words: list[str], values: Mapping[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A command under way, which does not outlive this."""
+    """A running command, which is ended with this context."""
     overrides = [f"--{key}={value}" for key, value in (TINY | {"data.path": str(home / "text.txt")} | dict(values)).items()]
     env = os.environ | {"XDG_CACHE_HOME": str(home / "cache"), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
-    env |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # else torch 2.13 does not tell an agent that comes later where to meet
+    env |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # without it torch 2.13 does not tell an agent that joins later where to meet
     with log.open("w") as file, subprocess.Popen([sys.executable, *words, *overrides], stdout=file, stderr=file, env=env) as process:
         try:
             yield process
@@ -129,7 +129,7 @@ def _steps(out: Path) -> int:
 
 
 def _unlike(out: Path, wanted: Path, *, worlds: list[int]) -> str:
-    """Where the run's lives or losses are not what they should be; nothing where they are."""
+    """The first difference of the run's starts or losses from the expected ones; "" if there is none."""
     resumed = [line for line in read(out) if line.get("event") == "resumed"]
     lives = [line["world"] for line in resumed]
     lives = [*([resumed[0]["world_before"]] if resumed and "world_before" in resumed[0] else []), *lives]
@@ -142,7 +142,7 @@ def _unlike(out: Path, wanted: Path, *, worlds: list[int]) -> str:
 
 
 def _seconds(out: Path, at: float) -> float:
-    """To the first step that was recorded after that time by a life that came later."""
+    """Seconds from `at` to the first step that a later start recorded."""
     lines: list[dict[str, Any]] = whole_lines(out / METRICS)
     begun = next((line["time"] for line in lines if line.get("event") == "resumed" and line["time"] > at), at)
     return float(next((line["time"] - at for line in lines if line["kind"] == "train" and line["time"] > begun), 0.0))

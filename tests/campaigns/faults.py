@@ -38,7 +38,7 @@ KINDS = {
 
 @dataclass
 class Row:
-    """One fault, tried several times. `problems`: what went wrong, in a line for each that was lost. `more`: what a kind tells beside."""
+    """One fault, tried several times. `problems`: one line for each try that was lost. `more`: further results of this kind."""
 
     fault: str
     tried: int = 0
@@ -51,7 +51,7 @@ class Row:
 
     @staticmethod
     def of(fault: str, tries: int, once: Callable[[int], tuple[str, float]]) -> Row:
-        """`once(number)`: (what went wrong, or nothing; seconds)."""
+        """The row of `tries` calls of `once(number)`, which returns (what went wrong or "", seconds)."""
         row, seconds = Row(fault), []
         for number in range(tries):
             problem, took = once(number)

@@ -1,6 +1,6 @@
-"""The faults of tests/campaigns/hangs.py: each changes the process that it is called in, which is one rank of a run and ends with it.
+"""The faults of tests/campaigns/hangs.py. Each changes the process in which it is called, one rank of a run, until that process ends.
 
-`install(number, mark)`: `number` of the try, so that tries differ; the time of the fault goes into the file `mark`.
+`install(number, mark)`: `number` of the try, so that tries differ; the time of the fault is written to the file `mark`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from parallel.mesh import collectives
 from parallel.mesh.record import Record
 from parallel.watch import watchdog
 
-STEP = 3  # the first has five times the limit
+STEP = 3  # step of the fault; the first step has five times the time limit
 Install = Callable[[int, Path], None]
 
 
@@ -29,25 +29,27 @@ def nothing(number: int, mark: Path) -> None:
 
 
 def noted(number: int, mark: Path) -> None:
-    """The time alone: what happens then is done from outside."""
+    """Only note the time; the fault comes from outside."""
     _at_a_collective(number, mark, lambda: None)
 
 
 def stopped(number: int, mark: Path) -> None:
+    """Stop the process with SIGSTOP."""
     _at_a_collective(number, mark, lambda: os.kill(os.getpid(), signal.SIGSTOP))
 
 
 def killed(number: int, mark: Path) -> None:
+    """Kill the process with SIGKILL."""
     _at_a_collective(number, mark, lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
 def holding_python(number: int, mark: Path) -> None:
-    """Stuck in C with the interpreter's lock: no thread of this process runs any more."""
+    """Hang in C while holding the interpreter's lock, so that no thread of this process runs."""
     _at_a_collective(number, mark, lambda: ctypes.PyDLL(None).sleep(600))
 
 
 def busy(phase: str) -> Install:
-    """Computes for ever."""
+    """Compute forever."""
 
     def spin() -> None:
         while True:
@@ -57,7 +59,7 @@ def busy(phase: str) -> Install:
 
 
 def slow(share: float) -> Install:
-    """Late by a share of the limit, once."""
+    """Be late once, by a share of the limit."""
 
     def sleep() -> None:
         watching = watchdog.current()
@@ -68,6 +70,8 @@ def slow(share: float) -> Install:
 
 
 def raising(phase: str) -> Install:
+    """Raise an exception in a phase of the step."""
+
     def fail() -> None:
         raise ValueError("boom")
 
@@ -75,7 +79,7 @@ def raising(phase: str) -> Install:
 
 
 def lost_message(number: int, mark: Path) -> None:
-    """A message of the pipeline to the next rank is announced, and not sent."""
+    """Announce a pipeline message to the next rank, but do not send it."""
     real, sent = dist.isend, [0]
 
     def isend(tensor: torch.Tensor, dst: int, *args: Any, **kwargs: Any) -> Any:
@@ -91,7 +95,7 @@ def lost_message(number: int, mark: Path) -> None:
 
 
 def another(how: str) -> Install:
-    """One sum of the third step is made twice, left out, or of another shape or dtype."""
+    """Make one sum of the third step twice, leave it out, or change its shape or dtype."""
 
     def install(number: int, mark: Path) -> None:
         real, made = collectives._reduce, [0]
@@ -122,7 +126,7 @@ def another(how: str) -> Install:
 
 
 def split(number: int, mark: Path) -> None:
-    """One row of an exchange goes to another rank than was agreed."""
+    """Send one row of an exchange to another rank than agreed."""
     real, made = collectives._exchange, [0]
 
     def exchange(rows: torch.Tensor, send: list[int], receive: list[int], axis: Any) -> torch.Tensor:
@@ -150,7 +154,7 @@ def _mark(mark: Path) -> None:
 
 
 def _at_a_collective(number: int, mark: Path, fault: Callable[[], Any]) -> None:
-    """Before one of the step's collectives; another one in each try."""
+    """Strike before one of the step's collectives, another one in each try."""
     real, made = Record.announce, [0]
 
     def announce(self: Record, *args: Any, **kwargs: Any) -> None:

@@ -1,8 +1,8 @@
-"""Hangs, for `python -m tests.campaigns hangs`: a rank of a small run stops, dies, raises, or makes another collective than the others.
+"""Hangs, for `python -m tests.campaigns hangs`: a rank of a small run stops, dies, raises, or calls another collective than the others.
 
     fork N ranks -> moe.launch.launch, as a launcher would start it -> the fault, in the third step -> every other rank's last line
 
-Held: every rank that is left ends within the limit and SLACK_S, with the line that names the culprit and where it was. The ranks are
+A try is held if every remaining rank ends within the limit plus SLACK_S, with a line that names the culprit and where it was. The ranks are
 forks of this process, which has loaded torch, so that one try takes seconds.
 """
 
@@ -69,8 +69,10 @@ Install = Callable[[int, Path], None]  # (number of the try, file to which the t
 
 @dataclass(frozen=True)
 class Case:
-    """`install`: what the culprit's process does before it trains. `said`: what the line must hold, with CULPRIT for that rank at its
-    beginning; of a run that goes on, what it must say, or nothing. `limit`: after how many times the limit the run is to end."""
+    """One fault. `install`: called in the culprit's process before it trains. `said`: the text that a line must contain, with CULPRIT at
+    its beginning for that rank; for a run that continues, its required text or "". `limit`: the end of the run, in multiples of the
+    limit.
+    """
 
     name: str
     install: Install
@@ -152,7 +154,7 @@ _CUT = Case(
 
 
 def rows(*, full: bool, rounds: int | None, only: str) -> Iterator[Row]:
-    """A row for each case, and one of runs without a fault."""
+    """A row for each case, and one for runs without a fault."""
     torch.set_num_threads(1)
     tries = rounds or (4 if full else 1)
     with tempfile.TemporaryDirectory(prefix="hangs-") as name:
@@ -176,7 +178,7 @@ def rows(*, full: bool, rounds: int | None, only: str) -> Iterator[Row]:
 
 
 def warm_up(home: Path, *, deepspeed: bool = True) -> None:
-    """Import what the ranks need, once, and write the text that they train on."""
+    """Import the modules that ranks need once, and write their training text."""
     import torch._dynamo  # noqa: F401
 
     import moe.train.loop.trainer  # noqa: F401
@@ -191,7 +193,7 @@ def warm_up(home: Path, *, deepspeed: bool = True) -> None:
 
 
 def _cut(tries: int, home: Path) -> Row:
-    """The cable between two machines is pulled, in network namespaces: each side ends by itself, and names the other."""
+    """A row for a pulled cable between two machines (network namespaces): each side ends by itself and names the other."""
     name = f"hang: {_CUT.name}"
     if reason := why_not():
         return Row(name, skipped=reason)
@@ -200,8 +202,9 @@ def _cut(tries: int, home: Path) -> Row:
 
 
 def once(case: Case, number: int, home: Path, machines: Machines | None = None, *, slack_s: float = SLACK_S) -> tuple[str, float]:
-    """(what went wrong, or nothing; seconds from the fault to the last rank's end). `machines`: one for each rank, and the cable between
-    them is pulled when the culprit says so."""
+    """(what went wrong or "", seconds from the fault to the last rank's end). `machines`: one for each rank; the cable between them is
+    pulled when the culprit asks for it.
+    """
     with tempfile.TemporaryDirectory(dir=home) as name:
         folder = Path(name)
         port = _free_port()
@@ -232,9 +235,9 @@ def once(case: Case, number: int, home: Path, machines: Machines | None = None, 
 
 
 def _cost() -> Row:
-    """What one announcement takes: an exchange over 8 ranks, which is the longest."""
+    """A row for the time of one announcement, of an exchange over 8 ranks, which is the longest."""
     record, rows, splits, times = Record(0), torch.ones(64, 16), [8] * 8, 20_000
-    began = time.process_time()  # a core that others use too must not count
+    began = time.process_time()  # processor time, so that other users of the core do not count
     for _ in range(times):
         record.announce("ep", tuple(range(8)), 0, name="all_to_all", label="layers.3", tensor=rows, send=splits, receive=splits)
     took = (time.process_time() - began) / times
@@ -242,7 +245,7 @@ def _cost() -> Row:
 
 
 def _judged(case: Case, folder: Path, running: list[int], took: float, slack_s: float) -> str:
-    """What is wrong with how the ranks ended; nothing where all is as it should be."""
+    """The problem with how the ranks ended; "" if none."""
     output = "\n".join(path.read_text(errors="replace") for path in sorted(folder.glob("*.log")))
     if running:
         return f"still running: ranks {running}; {output[-300:]!r}"
@@ -282,7 +285,7 @@ def _fork(case: Case, rank: int, number: int, port: int, home: Path, folder: Pat
             machines.enter(rank)
             places["MASTER_ADDR"] = machines.addresses[0]
         os.environ.update({key: str(value) for key, value in places.items()} | {"DS_ACCELERATOR": "cpu"})
-        os.environ[HELD] = str((folder / "run").resolve())  # as a parent that reads how ranks end
+        os.environ[HELD] = str((folder / "run").resolve())  # set as by a parent that reads how ranks end
         if rank == case.culprit:
             case.install(number, folder / "fault")
         from moe.launch import launch

@@ -1,9 +1,9 @@
-"""Hostile input, for `python -m tests.campaigns hostile`: files and words that somebody made to do harm, each given to the command.
+"""Hostile input, for `python -m tests.campaigns hostile`: malicious files and words, each given to the command.
 
-    an input (hostile_inputs.py) -> a process of its own, with a limit on time and memory -> the command -> what is left is looked at
+    an input (hostile_inputs.py) -> its own process with limits on time and memory -> the command -> its effects are examined
 
-Held: nothing of it was executed (it would have made a file), it ended in time and in bounded memory, in one line and exit code 2 or, where
-the input can do no harm, as a run; what it printed has no control character, and a page that it wrote has the input escaped.
+A try is held if nothing of the input was executed (that would create a file), and if the command ended within its limits, with one line and
+exit code 2 or, for harmless input, as a run. Its output has no control characters, and a page that it wrote has the input escaped.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.campaigns.faults import Row
 from tests.campaigns.hostile_inputs import CANARY, MARKUP, Input, inputs
 
 LONGEST_S = 20.0
-MOST_BYTES = 2**30  # of memory, beside what the process has before it begins
+MOST_BYTES = 2**30  # bytes of memory in addition to the process's memory at the beginning
 TINY = """
 model: {num_layers: 2, d_model: 16, num_heads: 2, d_ff: 24, max_length: 12, moe_every: 2}
 experts: {num_experts: 4}
@@ -71,7 +71,7 @@ def _numbered(given: list[Input], home: Path, run: Path | None, number: int) -> 
 
 
 def once(given: Input, place: Path, run: Path | None) -> tuple[str, float]:
-    """(what went wrong, seconds) with one input, in a folder that is made for it and removed."""
+    """(what went wrong, seconds) with one input, in a temporary folder."""
     place.mkdir()
     try:
         _surroundings(place)
@@ -95,9 +95,9 @@ def _surroundings(place: Path) -> None:
 def carry_out(
     words: tuple[str, ...], place: Path, *, limit_s: float, terminal: bool = False, cache: Path | None = None
 ) -> tuple[int | None, str, float, int]:
-    """The command in a process of its own, in that folder: (exit code or None, what it printed, seconds, bytes of memory it took).
+    """Run the command in its own process in that folder: (exit code or None, its output, seconds, peak bytes of memory).
 
-    `terminal`: it writes to one, of which what it can hold is read afterwards.
+    `terminal`: it writes to a terminal, whose buffered output is read afterwards.
     """
     output = place / ".output"
     started = time.perf_counter()
@@ -126,7 +126,7 @@ def carry_out(
 
 
 def _enter(place: Path, output: int, cache: Path) -> None:
-    """This process's folder, output and limits."""
+    """Set this process's folder, output and limits."""
     os.chdir(place)
     os.environ |= {"XDG_CACHE_HOME": str(cache), "HOME": str(place), "CUDA_VISIBLE_DEVICES": ""}
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -134,7 +134,7 @@ def _enter(place: Path, output: int, cache: Path) -> None:
         os.dup2(output, number)
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False, errors="backslashreplace")  # noqa: SIM115 (until it ends)
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() if Path("/proc/self/statm").exists() else 0
-    if size:  # so that an input that would take all memory ends here, and is seen
+    if size:  # an input that would use all memory fails at this limit
         resource.setrlimit(resource.RLIMIT_AS, (size + 8 * MOST_BYTES, resource.RLIM_INFINITY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
@@ -154,13 +154,13 @@ def _wait(pid: int, limit_s: float) -> tuple[bool, int, resource.struct_rusage]:
 
 
 def _resident() -> int:
-    """Bytes of memory that this process has now, as its children have when they begin."""
+    """Bytes of memory that this process has now, with which its children begin."""
     statm = Path("/proc/self/statm")
     return int(statm.read_text().split()[1]) * resource.getpagesize() if statm.exists() else 0
 
 
 def _problem(given: Input, place: Path, code: int | None, said: str) -> str:
-    """What is not as it ought to be after this input; nothing where all is."""
+    """The problem after this input; "" if none."""
     lines = said.splitlines()
     if (place / CANARY).exists():
         return "it was executed"

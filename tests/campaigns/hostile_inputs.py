@@ -1,6 +1,6 @@
-"""The inputs of tests/campaigns/hostile.py: what each is called, the files that it makes, and the command that gets it.
+"""The inputs of tests/campaigns/hostile.py: the name of each, the files that it makes, and the command that gets it.
 
-Each payload, executed, would make the file CANARY in the folder; in a page, its markup would stand as it is.
+Each payload would create the file CANARY if it were executed. In a page, its markup must appear escaped.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Input:
-    """`runs`: True where the command carries it out, False where it refuses, None where either is harmless. `run`: it needs a run's
-    folder, `run`. `terminal`: its output is one. `times` as long as others it may take, and `bytes` of memory."""
+    """One input. `runs`: True if the command must succeed, False if it must refuse, None if both are harmless. `run`: it needs a run's
+    folder, `run`. `terminal`: its output is a terminal. `times`: multiple of the usual time limit; `bytes`: limit of memory.
+    """
 
     kind: str
     name: str
@@ -42,20 +43,20 @@ class Input:
 
 
 class _Executes:
-    """As a pickle: what is unpickled runs a command."""
+    """A pickle that runs a command when it is loaded."""
 
     def __reduce__(self) -> tuple[Any, tuple[str]]:
         return os.system, (f"touch {CANARY}",)
 
 
 def inputs(*, full: bool = False) -> list[Input]:
-    """All of them. `full`: large files are as large as they are called, and else a sixteenth of it."""
+    """All inputs. `full`: large files at their full size, otherwise a sixteenth of it."""
     part = 1 if full else 16
     return [*_recipes(part), *_words(), *_links(), *_texts(part), *_tables(), *_folders(part), *_huggingface(part), *_others(part)]
 
 
 def _text(name: str, text: str | bytes) -> Callable[[Path], object]:
-    """A file in the folder."""
+    """Writes a file into the folder."""
     content = text.encode("utf-8", "surrogateescape") if isinstance(text, str) else text
 
     def make(place: Path) -> None:
@@ -70,7 +71,7 @@ def _none(_: Path) -> None:
 
 
 def _repeated(name: str, chunk: bytes, size: int, before: bytes = b"", after: bytes = b"") -> Callable[[Path], object]:
-    """A large file."""
+    """Writes a large file."""
 
     def make(place: Path) -> None:
         (place / name).parent.mkdir(parents=True, exist_ok=True)
@@ -100,7 +101,7 @@ def _link(name: str, to: str) -> Callable[[Path], object]:
 
 
 def _bomb(leaf: str, levels: int = 40) -> str:
-    """YAML whose anchors stand for 9 to the power of `levels` values."""
+    """YAML whose anchors expand to 9 to the power of `levels` values."""
     lines = [f"a0: &a0 {leaf}"] + [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, levels)]
     return "\n".join(lines) + "\n"
 
@@ -173,7 +174,7 @@ def _recipes(part: int) -> list[Input]:
 
 
 def _flow_bomb(levels: int = 30) -> str:
-    """One value whose anchors stand for 9 to the power of `levels` numbers."""
+    """One YAML value whose anchors expand to 9 to the power of `levels` numbers."""
     text = "&a0 [1, 1, 1, 1, 1, 1, 1, 1, 1]"
     for level in range(1, levels):
         text = f"&a{level} [{text}{f', *a{level - 1}' * 8}]"
@@ -387,7 +388,7 @@ def _zst(name: str) -> Callable[[Path], object]:
 
 
 def _tables() -> list[Input]:
-    """Tables with bytes changed; what a flipped bit leaves readable is harmless."""
+    """Tables with changed bytes. If a flipped bit leaves a table readable, it is harmless."""
     kind = "tables: Parquet and Arrow with bytes changed"
     found = []
     for ending in ("parquet", "arrow"):
@@ -412,7 +413,7 @@ def _table(name: str, number: int) -> Callable[[Path], object]:
         raw, rng = bytearray((place / name).read_bytes()), random.Random(f"{name} {number}")
         for _ in range(1 + number % 4):
             at = rng.randrange(len(raw))
-            at = at if number % 2 else rng.choice([at % 400, len(raw) - 1 - at % 900])  # where sizes and offsets are
+            at = at if number % 2 else rng.choice([at % 400, len(raw) - 1 - at % 900])  # at the ends, which have sizes and offsets
             raw[at] = rng.choice([0, 255, 127, 128, raw[at] ^ (1 << rng.randrange(8))])
         (place / name).write_bytes(raw)
 
@@ -498,7 +499,7 @@ def _folders(part: int) -> list[Input]:
 
 
 def _manifest(chunk: bytes, size: int) -> Callable[[Path], object]:
-    """A manifest with its own right hash."""
+    """A manifest with its own correct hash."""
 
     def make(place: Path) -> None:
         import hashlib

@@ -1,8 +1,8 @@
-"""Two machines with names and sshd on one, for `python -m tests.campaigns machines`: hosts in namespaces, on the cable of two_machines.py.
+"""Two hosts with names and sshd on one machine, for `python -m tests.campaigns machines`: namespaces on the cable of two_machines.py.
 
     worker-0   10.77.x.1   own network, name, processes, mounts: sshd      worker-1   10.77.x.2   the same
 
-Everything that runs there ends with it: the first process of a space of processes takes all others along. The disk is shared.
+All processes of a host end with the first process of its process namespace. The disk is shared.
 """
 
 from __future__ import annotations
@@ -31,24 +31,25 @@ _START_S = 20.0
 
 @dataclass(frozen=True)
 class Hosts:
-    """`first`: the process of each host that started all others there."""
+    """Two hosts. `first`: the process of each host that started all others on it."""
 
     machines: Machines
     first: tuple[int, ...]
 
     def start(self, host: int, command: Sequence[str], *, env: Mapping[str, str], cwd: Path) -> subprocess.Popen[str]:
-        """A command on that host; what it says comes as one text."""
+        """Start a command on that host. Its output is one text."""
         there = ["nsenter", "--target", str(self.first[host]), "--net", "--uts", "--mount", "--pid"]
-        words = [*there, "sh", "-c", 'cd "$0" && exec "$@"', str(cwd), *command]  # a folder that is entered before is of other mounts
+        # entered on the host, because a folder entered earlier belongs to other mounts
+        words = [*there, "sh", "-c", 'cd "$0" && exec "$@"', str(cwd), *command]
         streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         return subprocess.Popen(words, env=dict(env), text=True, **streams)  # type: ignore[call-overload, no-any-return]
 
     def signal(self, process: subprocess.Popen[str], number: signal.Signals) -> None:
-        """To a command that `start` began: nsenter is its parent."""
+        """Send a signal to a command that `start` began. nsenter is its parent."""
         os.kill(_child(process.pid), number)
 
     def left(self) -> list[str]:
-        """The commands that run on the hosts beside their daemons."""
+        """The commands that run on the hosts in addition to their daemons."""
         here, found = {os.readlink(f"/proc/{first}/ns/pid") for first in self.first}, []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
@@ -59,12 +60,12 @@ class Hosts:
 
 
 def path(env: Mapping[str, str]) -> str:
-    """Where an environment finds its programs, and the daemons behind them."""
+    """The search path for an environment's programs, with the daemons' folders at its end."""
     return f"{env.get('PATH', '')}:/usr/sbin:/sbin"
 
 
 def missing(programs: Mapping[str, str] = PROGRAMS) -> str:
-    """What this machine lacks for it beside a network (`why_not` of two_machines.py); nothing where it has all."""
+    """Programs that this machine lacks, in addition to the network (`why_not` of two_machines.py); "" if none."""
     absent = sorted({package for program, package in programs.items() if shutil.which(program, path=path(os.environ)) is None})
     if absent:
         return f"it needs {' '.join(absent)} (apt-get install {' '.join(absent)})"
@@ -74,7 +75,7 @@ def missing(programs: Mapping[str, str] = PROGRAMS) -> str:
 
 @contextlib.contextmanager
 def two_hosts(home: Path, variables: Mapping[str, str]) -> Iterator[Hosts]:
-    """Hosts that reach each other by ssh without a password. `home`: for keys; `variables`: the environment of who comes by ssh."""
+    """Two hosts that reach each other by ssh without a password. `home`: folder for keys; `variables`: environment of ssh sessions."""
     with two_machines() as machines, contextlib.ExitStack() as stack:
         _ssh_files(home, machines, variables)
         first = [stack.enter_context(_host(home, machines, number)) for number in range(2)]
@@ -93,7 +94,7 @@ def _ssh_files(home: Path, machines: Machines, variables: Mapping[str, str]) -> 
         f"IdentityFile {home}/key\nIdentitiesOnly yes\nUserKnownHostsFile {home}/known\nStrictHostKeyChecking yes\nBatchMode yes\n"
         "LogLevel ERROR\n"
     )
-    (home / "shadow").write_text("root:*:20000:0:99999:7:::\n")  # without a password, and not locked ("!"): sshd refuses that
+    (home / "shadow").write_text("root:*:20000:0:99999:7:::\n")  # no password, but not locked ("!"), which sshd refuses
     (home / "shadow").chmod(0o600)
     given = " ".join(f'"{name}={value}"' for name, value in variables.items())
     (home / "sshd_config").write_text(
@@ -104,12 +105,12 @@ def _ssh_files(home: Path, machines: Machines, variables: Mapping[str, str]) -> 
 
 @contextlib.contextmanager
 def _host(home: Path, machines: Machines, number: int) -> Iterator[int]:
-    """The process of a host under which all others there are, once its sshd listens."""
+    """The first process of a host, ready when its sshd listens."""
     sshd = shutil.which("sshd", path=path(os.environ))
     own = {"hosts": "/etc/hosts", "ssh_config": "/etc/ssh/ssh_config", "shadow": "/etc/shadow"}
     script = (
         f"hostname {NAMES[number]} && {' && '.join(f'mount --bind {home}/{name} {there}' for name, there in own.items())} "
-        "&& if [ -d ~root/.ssh ]; then mount -t tmpfs none ~root/.ssh; fi "  # the user's own keys and configuration have no say
+        "&& if [ -d ~root/.ssh ]; then mount -t tmpfs none ~root/.ssh; fi "  # hides the user's own keys and configuration
         f"&& mount -t tmpfs none /run && mkdir /run/sshd && exec {sshd} -D -e -f {home}/sshd_config"
     )
     parent = os.getpid()

@@ -1,10 +1,10 @@
-"""SIGKILLs, for `python -m tests.campaigns kills`: a tiny run dies, is started again, and must be the run that was never killed.
+"""SIGKILLs, for `python -m tests.campaigns kills`: a tiny run is killed, started again, and must equal the run that was never killed.
 
-    one rank, the launcher (ranks die with it), all at once: at a random moment of a random step, the start included
-    inside a save: one rank, as it opens, renames or removes one of the checkpoints' files; each of those calls is as likely
+    one rank, the launcher (ranks die with it), or all at once: at a random moment of a random step, including the start
+    inside a save: one rank, when it opens, renames or removes a checkpoint's file; each of those calls is equally likely
 
-Held: the second start ends well, and every loss, weight and moment is bit by bit that of the run that nothing disturbed. And pairs of
-layouts: what a run on one layout saved is loaded by another and saved again: the same hashes of each tensor.
+A try is held if the second start ends well, and every loss, weight and moment is bitwise equal to the undisturbed run. Further rows are
+pairs of layouts: a checkpoint saved on one layout is loaded on another and saved again; the hashes of all tensors must be equal.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from parallel.data.deepspeed import compile_async_io
 from parallel.process.extensions import use_extensions_dir
 from tests.campaigns.faults import Row
 from tests.campaigns.hangs import warm_up
-from tests.campaigns.lives import SAVE_EVERY, STEPS, Before, Life, differ, hashes, left_behind, whole
+from tests.campaigns.lives import SAVE_EVERY, STEPS, Attempt, Before, differ, hashes, left_behind, whole
 
-MANY = 25  # of each layout: 200 in all, 80 of them inside a save
+MANY = 25  # kills of each layout: 200 in all, 80 of them inside a save
 HOW = ("save", "rank", "launcher", "save", "all", "rank", "save", "launcher", "save", "all")
 _ZERO = {"sharding.kind": "zero"}
 LAYOUTS: dict[str, dict[str, str]] = {
@@ -41,7 +41,7 @@ LAYOUTS: dict[str, dict[str, str]] = {
     "pp 2": {"degrees.pp": "2", "pipeline.microbatches": "4"},
     "ep 2, moving experts": {"degrees.ep": "2", "experts.rebalance_every": "3", "optimizer.clip_norm": "0.1"},
 }
-# pairs of layouts: ranks, and what the recipe says
+# layouts: number of ranks, and recipe values
 LAID: dict[str, tuple[int, dict[str, str]]] = {
     "one": (1, {"degrees.ep": "1"}),
     "dp 2": (2, {"degrees.ep": "1"}),
@@ -54,7 +54,7 @@ LAID: dict[str, tuple[int, dict[str, str]]] = {
     "sp 2": (2, {"degrees.sp": "2"}),
     "pp 2": (2, {"degrees.pp": "2", "pipeline.microbatches": "4"}),
 }
-# every one is left and taken up at least twice, and each number, kind and degree changes in some pair in each direction
+# each layout is a source and a target at least twice; each number, kind and degree changes in both directions
 PAIRS = (
     ("one", "dp 2 ep 2"), ("dp 2 ep 2", "one"), ("dp 2 ep 2", "dp 4 ep 2"), ("dp 4 ep 2", "dp 2"), ("dp 2", "dp 2 ep 2"),
     ("dp 2 ep 2", "zero 1"), ("zero 1", "zero 3"), ("zero 3", "fsdp"), ("fsdp", "dp 4 ep 2"), ("dp 4 ep 2", "zero 3"),
@@ -66,7 +66,7 @@ _CALLS = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir")
 
 
 def rows(*, full: bool, rounds: int | None, only: str) -> Iterator[Row]:
-    """A row for each layout that is killed, and one for each way to another layout."""
+    """A row for each layout that is killed, and one for each pair of layouts."""
     torch.set_num_threads(1)
     tries = rounds or (MANY if full else 1)
     with tempfile.TemporaryDirectory(prefix="kills-") as name:
@@ -74,7 +74,7 @@ def rows(*, full: bool, rounds: int | None, only: str) -> Iterator[Row]:
         warm_up(home)
         if any("disk" in layout and only in f"kill: {layout}" for layout in LAYOUTS):
             use_extensions_dir()
-            compile_async_io(lambda _: None)  # here: on a busy machine it takes longer than a life may
+            compile_async_io(lambda _: None)  # compiled here, because on a busy machine it takes longer than the limit of a run
         for place, layout in enumerate(LAYOUTS):
             row = f"kill: {layout}"
             if only in row:
@@ -88,7 +88,7 @@ def rows(*, full: bool, rounds: int | None, only: str) -> Iterator[Row]:
 
 
 class Kills:
-    """Kills of the run on one layout, beside the run that nothing disturbed, which is made at the first."""
+    """Kills of the run on one layout. The undisturbed run to compare with is made with the first one."""
 
     def __init__(self, home: Path, layout: str) -> None:
         self.home, self.name = home, layout.replace(" ", "-").replace(",", "")
@@ -99,7 +99,7 @@ class Kills:
         self.calls: list[int] = []
 
     def once(self, number: int) -> tuple[str, float]:
-        """One kill, the kind of which follows from its number. (what went wrong, seconds of the start after it)."""
+        """One kill, of a kind that follows from its number: (what went wrong, seconds of the start after it)."""
         problem = self._undisturbed()
         if problem:
             return problem, 0.0
@@ -130,34 +130,34 @@ class Kills:
         return problem
 
     def _killed(self, out: Path, how: str, draw: random.Random) -> str:
-        """A life that ends by SIGKILL, and with it all its processes; what went wrong, or nothing."""
+        """Run until a SIGKILL ends all processes. Returns what went wrong, or ""."""
         before: Before | None = None
         if how == "save":
             who = draw.choices((0, 1), weights=self.calls)[0]
             at = draw.randrange(1, self.calls[who] + 1)
             before = partial(_die_at, who, at)
-        life = Life(self.home, out, self.overrides, before=before)
+        attempt = Attempt(self.home, out, self.overrides, before=before)
         if how == "save":
-            while not life.dead():
+            while not attempt.dead():
                 time.sleep(0.01)
             victims = [who]
         else:
-            life.reach(draw.randrange(0, STEPS - 2))
+            attempt.reach(draw.randrange(0, STEPS - 2))
             time.sleep(draw.uniform(0, 0.1))
             victims = [draw.randrange(2)] if how == "rank" else [0, 1]
             if how == "launcher":
-                os.kill(life.launcher, signal.SIGKILL)
+                os.kill(attempt.launcher, signal.SIGKILL)
             else:
-                life.send(signal.SIGKILL, victims)
-        died = life.end(limit_s=0.5 if how in ("rank", "save") else 10.0)  # the others are ended, as the parent does
-        codes = life.codes()
+                attempt.send(signal.SIGKILL, victims)
+        died = attempt.end(limit_s=0.5 if how in ("rank", "save") else 10.0)  # the other ranks are ended too, as the parent does
+        codes = attempt.codes()
         if how == "launcher":
             return f"ranks {died} outlived their launcher" if died else ""
         return "" if all(codes[rank] == -signal.SIGKILL for rank in victims) else f"the kill came too late: {codes}"
 
 
 def at_calls(act: Callable[[int], object]) -> None:
-    """In a rank's process: call `act` with the number of each call that opens, renames or removes something among the checkpoints."""
+    """In a rank's process: call `act` with the number of each call that opens, renames or removes a file of the checkpoints."""
     made = [0]
 
     def heard(event: str, arguments: tuple[object, ...]) -> None:
@@ -174,7 +174,7 @@ def _die_at(who: int, at: int, rank: int) -> None:
 
 
 def resharded(home: Path, saved: dict[str, Path], source: str, target: str) -> tuple[str, float]:
-    """What `source` saved, loaded by `target` and saved again before it trains: (what differs, seconds)."""
+    """Load a checkpoint of `source` on `target` and save it again before training: (what differs, seconds)."""
     if source not in saved:
         ranks, overrides = LAID[source]
         out = home / f"from {source}"
@@ -192,7 +192,7 @@ def resharded(home: Path, saved: dict[str, Path], source: str, target: str) -> t
 
 
 def _save_first(again: Path) -> None:
-    """In a rank's process: what it starts from is saved into another folder before it trains."""
+    """In a rank's process: save the loaded state into another folder before training."""
     from moe.train.loop import trainer
     from moe.train.start.job import Job
     from parallel.store.saver import Saver

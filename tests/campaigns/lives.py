@@ -1,8 +1,8 @@
-"""Lives of a tiny run, for `python -m tests.campaigns`: begun on a few ranks, ended from outside or from within, begun again, and compared.
+"""Runs a tiny training several times, for `python -m tests.campaigns`: started on a few ranks, ended by a fault, started again.
 
-    this process, which has loaded torch -> a launcher that does nothing but wait -> ranks: moe.launch.launch, as a launcher starts it
+    this process, which has loaded torch -> a launcher that only waits -> ranks: moe.launch.launch, as a launcher starts it
 
-All are forks of this process, so that a life takes a second or two. Ranks die with their launcher as they do with a real one.
+All are forks of this process, so that a run takes a second or two. Ranks die with their launcher, as with a real one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from parallel.store.lock import HELD
 from parallel.store.stored import Reader
 
 STEPS, SAVE_EVERY = 9, 3
-LONGEST_S = 90.0  # of a life, on a busy machine
+LONGEST_S = 90.0  # seconds of one run, on a busy machine
 TINY = {
     "model.num_layers": "2",
     "model.d_model": "16",
@@ -50,11 +50,11 @@ TINY = {
     "train.report": "false",
     "train.timeout_s": "20",
 }
-Before = Callable[[int], None]  # in each rank's process, with its number, before it trains
+Before = Callable[[int], None]  # called in each rank's process with its rank, before it trains
 
 
-class Life:
-    """One start of the run in `out`: its processes are under way when this returns."""
+class Attempt:
+    """One start of the run in the folder `out`. Its processes run when the constructor returns."""
 
     def __init__(self, home: Path, out: Path, overrides: Mapping[str, str], *, world: int = 2, before: Before | None = None) -> None:
         self.out, self.world, self.log = out, world, out.with_suffix(".log")
@@ -86,7 +86,7 @@ class Life:
     def _rank(self, rank: int, port: int, home: Path, overrides: Mapping[str, str], before: Before | None, *, launcher: int) -> int:
         code = 1
         try:
-            die_with(launcher)  # from its first moment on; of a real launch, what is too young for it is ended by the parent
+            die_with(launcher)  # from its start on; in a real launch, the parent ends processes that are too young for this
             log = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             for stream in (1, 2):
                 os.dup2(log, stream)
@@ -94,7 +94,7 @@ class Life:
             places: dict[str, Any] = {"RANK": rank, "WORLD_SIZE": self.world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": self.world}
             places |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "XDG_CACHE_HOME": home / "cache", "CUDA_VISIBLE_DEVICES": ""}
             os.environ.update({key: str(value) for key, value in places.items()} | {"DS_ACCELERATOR": "cpu", TOKEN: str(launcher)})
-            os.environ[HELD] = str(self.out.resolve())  # as if the launcher were a parent that reads how ranks end
+            os.environ[HELD] = str(self.out.resolve())  # set as by a parent that reads how ranks end
             if before is not None:
                 before(rank)
             from moe.launch import launch
@@ -106,11 +106,11 @@ class Life:
             os._exit(code)
 
     def steps(self) -> int:
-        """The number of steps that are in the records now."""
+        """The number of steps recorded so far."""
         return sum(line.get("kind") == "train" for line in whole_lines(self.out / METRICS))
 
     def reach(self, step: int) -> bool:
-        """Wait until so many steps are recorded; False where the run ends, or takes too long, before that."""
+        """Wait until this number of steps is recorded. Returns False if the run ends or takes too long before."""
         until = time.monotonic() + LONGEST_S
         while self.steps() < step:
             if self.dead() or time.monotonic() > until:
@@ -125,13 +125,13 @@ class Life:
         return [rank.rank for rank in self.ranks if rank.ended_at is not None]
 
     def send(self, number: int, ranks: list[int] | None = None) -> None:
-        """A signal to some ranks, or to all, at once."""
+        """Send a signal to some ranks, or to all."""
         for rank in self.ranks:
             if ranks is None or rank.rank in ranks:
                 _send(rank.pid, number)
 
     def end(self, limit_s: float = LONGEST_S) -> list[int]:
-        """Wait for the ranks, kill those that are left after `limit_s`. Returns them."""
+        """Wait for the ranks, and kill the ranks that still run after `limit_s`. Returns the killed ranks."""
         until = time.monotonic() + limit_s
         while len(self.dead()) < self.world and time.monotonic() < until:
             time.sleep(0.01)
@@ -143,12 +143,12 @@ class Life:
         return stuck
 
     def codes(self) -> list[int | None]:
-        """Of each rank, once all have ended; None where the launcher was killed."""
+        """Exit code of each rank after all have ended; None if the launcher was killed."""
         found: list[int | None] = json.loads(self._codes.read_text()) if self._codes.exists() else [None] * self.world
         return found
 
     def orphans(self) -> list[int]:
-        """Processes that any of its ranks left behind."""
+        """Processes that the ranks left behind."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, ProcessLookupError):
@@ -157,29 +157,30 @@ class Life:
         return found
 
     def said(self) -> str:
-        """The end of what the ranks printed."""
+        """The end of the ranks' output."""
         return self.log.read_text(errors="replace")[-400:] if self.log.exists() else ""
 
 
 def whole(home: Path, out: Path, overrides: Mapping[str, str], *, world: int = 2, before: Before | None = None) -> str:
-    """One life from where the run is to its end; what went wrong, or nothing."""
-    life = Life(home, out, overrides, world=world, before=before)
-    stuck = life.end()
-    codes = life.codes()
-    return "" if not stuck and codes == [0] * world else f"the run ended with {codes}, stuck {stuck}: {life.said()!r}"
+    """Run once from the newest checkpoint to the end. Returns what went wrong, or ""."""
+    attempt = Attempt(home, out, overrides, world=world, before=before)
+    stuck = attempt.end()
+    codes = attempt.codes()
+    return "" if not stuck and codes == [0] * world else f"the run ended with {codes}, stuck {stuck}: {attempt.said()!r}"
 
 
 def left_behind(out: Path) -> dict[str, Any]:
-    """Every bit of each step's loss and of evaluations, and SHA-256 of each logical tensor of both checkpoints."""
+    """The results of a run: every bit of each step's loss and of evaluations, and SHA-256 of each logical tensor of both checkpoints."""
     lines = read(out)
     found: dict[str, Any] = {"steps": [(line["step"], float(line["loss"]).hex()) for line in lines if line["kind"] == "train"]}
     found["evaluations"] = {line["step"]: float(line["validation_loss"]).hex() for line in lines if line["kind"] == "eval"}
-    saved = [path for path in sorted((out / "checkpoints").glob("step-*")) if path.suffix != ".tmp"]  # what a kill left of a removal
+    # a kill may leave a partly removed folder
+    saved = [path for path in sorted((out / "checkpoints").glob("step-*")) if path.suffix != ".tmp"]
     return found | {path.name: hashes(path) for path in saved}
 
 
 def hashes(checkpoint: Path) -> dict[str, str]:
-    """SHA-256 of every whole tensor (each parameter and expert, with both moments), however it was cut, and the counters."""
+    """SHA-256 of every whole tensor (parameters and experts, with both moments), regardless of its shards, and the counters."""
     reader = Reader(checkpoint)
     found = {"counters": str(reader.state["counters"])}
     for (name, kind), parts in reader.entries.items():
@@ -189,7 +190,7 @@ def hashes(checkpoint: Path) -> dict[str, str]:
 
 
 def differ(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
-    """The first thing that differs, by name; nothing where all is equal."""
+    """The name of the first difference; "" if all is equal."""
     for name in [*wanted, *(name for name in found if name not in wanted)]:
         ours, theirs = found.get(name), wanted.get(name)
         if ours == theirs:

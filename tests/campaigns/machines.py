@@ -1,10 +1,10 @@
-"""Several machines, for `python -m tests.campaigns machines`: real launchers start a tiny run on two, it is ended, and goes on.
+"""Several machines, for `python -m tests.campaigns machines`: real launchers start a tiny run on two, it is ended, and resumed.
 
-    hostfile   moe train --hostfile -> DeepSpeed's launcher -> pdsh -> ssh          torchrun   one on each, and the cable is pulled
+    hostfile   moe train --hostfile -> DeepSpeed's launcher -> pdsh -> ssh          torchrun   one on each; then the cable is pulled
     SLURM      sbatch, with the script of docs/use/launching.md -> srun             the machines: hosts.py, slurm.py
 
-Held: exit code 75 after a signal, nothing left on either machine, and every loss, from the first step to beyond the resume, is that of two
-ranks on one machine that nobody disturbed, bit by bit.
+A try is held if the exit code after a signal is 75, nothing still runs on either machine, and every loss up to some steps after the resume
+is bitwise that of an undisturbed run with two ranks on one machine.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from parallel.store.lock import HELD
 from tests.campaigns.faults import Row
 from tests.campaigns.hangs import warm_up
 from tests.campaigns.hosts import NAMES, Hosts, missing, two_hosts
-from tests.campaigns.lives import TINY, Life
+from tests.campaigns.lives import TINY, Attempt
 from tests.campaigns.slurm import SLURM, cluster
 from tests.campaigns.two_machines import why_not
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "use" / "launching.md"
 LONG = {"train.steps": "100000", "train.save_every": "0", "train.eval_every": "0", "train.timeout_s": "30"}  # a signal ends it
-START_S = 100.0  # of two ranks with launchers, on a busy machine
+START_S = 100.0  # seconds to start two ranks with launchers, on a busy machine
 MORE = 3  # steps after a resume
 
 Check = Callable[[Path, Hosts], str]
@@ -66,7 +66,7 @@ def rows(*, full: bool, rounds: int | None, only: str) -> Iterator[Row]:
 
 
 def once(check: Check) -> tuple[str, float]:
-    """(what went wrong, or nothing; seconds of all) on machines of its own."""
+    """(what went wrong or "", seconds of all) on new machines."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="machines-") as name:
         home = Path(name)
@@ -79,11 +79,11 @@ def once(check: Check) -> tuple[str, float]:
 
 
 def hostfile(home: Path, hosts: Hosts, number: signal.Signals = signal.SIGTERM, *, resumed: str = "there") -> str:
-    """What went wrong, or nothing. `resumed`: "there", on the same machines, or "here", on two ranks that are forks of this process."""
+    """Returns what went wrong, or "". `resumed`: "there", on the same machines, or "here", on two ranks forked from this process."""
     (home / "hosts.txt").write_text("".join(f"{name} slots=1\n" for name in NAMES))
     out = home / "run"
 
-    def life(number: signal.Signals) -> str:
+    def one_run(number: signal.Signals) -> str:
         words = ["-m", "moe", "train", "switch_tiny", "--hostfile", "hosts.txt", "--out", "run", *_words(home)]
         process = hosts.start(0, [sys.executable, *words], env=environment(home), cwd=home)
         began = _steps(out)
@@ -98,14 +98,14 @@ def hostfile(home: Path, hosts: Hosts, number: signal.Signals = signal.SIGTERM, 
             return f"it said {said[-600:]}"
         return _left(hosts)
 
-    problem = life(number)
+    problem = one_run(number)
     if not problem:
-        problem = _goes_on(home, out) if resumed == "here" else life(signal.SIGTERM)
+        problem = _goes_on(home, out) if resumed == "here" else one_run(signal.SIGTERM)
     return problem or same_as_undisturbed(home, out)
 
 
 def torchrun(home: Path, hosts: Hosts) -> str:
-    """What went wrong, or nothing."""
+    """Returns what went wrong, or ""."""
     out, saved = home / "run", {"train.save_every": "20", "train.timeout_s": "5"}
 
     def start() -> list[subprocess.Popen[str]]:
@@ -121,7 +121,7 @@ def torchrun(home: Path, hosts: Hosts) -> str:
 
     def end(both: list[subprocess.Popen[str]], number: signal.Signals) -> list[str]:
         for process in both:
-            with contextlib.suppress(OSError, IndexError):  # it has ended by itself
+            with contextlib.suppress(OSError, IndexError):  # the command may have ended already
                 hosts.signal(process, number)
         return [process.communicate(timeout=START_S)[0][-600:] for process in both]
 
@@ -129,7 +129,7 @@ def torchrun(home: Path, hosts: Hosts) -> str:
     if trained := trains_beyond(25, both):
         hosts.machines.pull()
         _until(lambda: len(status.read(out / status.NAME)) == 2, limit_s=60.0)
-    said = end(both, signal.SIGKILL)  # torchrun's agents wait for each other for minutes
+    said = end(both, signal.SIGKILL)  # killed, because torchrun's agents wait minutes for each other
     if not trained:
         return f"it did not train: {said}"
     for rank in range(2):
@@ -144,12 +144,12 @@ def torchrun(home: Path, hosts: Hosts) -> str:
     trained = trains_beyond(before, both)
     said = end(both, signal.SIGTERM)
     if not trained:
-        return f"it did not go on after the cable was back: {said}"
+        return f"it did not resume after the cable was back: {said}"
     return _left(hosts) or _unsaved(out) or same_as_undisturbed(home, out)
 
 
 def slurm(home: Path, hosts: Hosts, *, of_slurm: bool = False) -> str:
-    """What went wrong, or nothing. `of_slurm`: the signal is SLURM's own, before the time limit of a minute, and not the user's."""
+    """Returns what went wrong, or "". `of_slurm`: SLURM sends the signal before the time limit of a minute, instead of the user."""
     if not PAGE.exists():
         raise OSError(0, "it needs a checkout, with docs/use/launching.md")
     (home / "job.sh").write_text(script(PAGE.read_text()))
@@ -158,11 +158,11 @@ def slurm(home: Path, hosts: Hosts, *, of_slurm: bool = False) -> str:
         asked = ["--parsable", "--ntasks-per-node=1", "--gpus-per-node=0"] + (["--time=1", "--signal=TERM@30"] if of_slurm else [])
         number = found.do("sbatch", *asked, "job.sh", "--out", "run", *_words(home)).strip()
         log = home / f"slurm-{number}.out"
-        for life in range(2):
+        for attempt in range(2):
             before = _steps(out)
             if not _until(lambda before=before: _steps(out) > before):  # type: ignore[misc]
-                return f"life {life} did not train: {found.job(number)['JobState']}, {log.read_text()[-600:] if log.exists() else ''}"
-            if life == 0:
+                return f"attempt {attempt} did not train: {found.job(number)['JobState']}, {log.read_text()[-600:] if log.exists() else ''}"
+            if attempt == 0:
                 if not of_slurm:
                     found.do("scancel", "--signal=TERM", number)
                 if not _until(lambda: found.job(number)["Restarts"] == "1"):
@@ -179,43 +179,43 @@ def slurm(home: Path, hosts: Hosts, *, of_slurm: bool = False) -> str:
 
 
 def script(page: str) -> str:
-    """The batch script that a page shows."""
+    """The batch script in a page of the docs."""
     found = re.search(r"^#!/bin/bash\n(.*\n)+?(?=```)", page, flags=re.M)
     assert found, "the page shows no script"
     return found.group()
 
 
 def same_as_undisturbed(home: Path, out: Path) -> str:
-    """Compare the losses of all steps with those of two ranks here that nobody disturbed."""
+    """Compare the losses of all steps with an undisturbed run of two ranks on this machine."""
     found = _losses(out)
     whole = home / "whole"
-    life = Life(home, whole, TINY | LONG)
-    life.reach(max(found, default=0))
-    life.send(signal.SIGTERM)
-    life.end()
+    attempt = Attempt(home, whole, TINY | LONG)
+    attempt.reach(max(found, default=0))
+    attempt.send(signal.SIGTERM)
+    attempt.end()
     wanted = _losses(whole)
     wrong = [step for step in range(1, max(found, default=0) + 1) if found.get(step) is None or found[step] != wanted.get(step)]
-    return "" if found and not wrong else f"the losses of steps {wrong[:5]} differ, of {len(found)}: {life.said()}"
+    return "" if found and not wrong else f"the losses of steps {wrong[:5]} differ, of {len(found)}: {attempt.said()}"
 
 
 def _goes_on(home: Path, out: Path) -> str:
     before = _steps(out)
-    life = Life(home, out, TINY | LONG)
-    reached = life.reach(before + MORE)
-    life.send(signal.SIGTERM)
-    if not reached or life.end() or life.codes() != [STOPPED] * life.world:
-        return f"it did not go on and save: {life.codes()}, {life.said()}"
+    attempt = Attempt(home, out, TINY | LONG)
+    reached = attempt.reach(before + MORE)
+    attempt.send(signal.SIGTERM)
+    if not reached or attempt.end() or attempt.codes() != [STOPPED] * attempt.world:
+        return f"it did not resume and save: {attempt.codes()}, {attempt.said()}"
     return ""
 
 
 def _left(hosts: Hosts) -> str:
-    """What still runs on either machine, after a moment."""
+    """Commands that still run on either machine after a moment."""
     _until(lambda: not hosts.left(), limit_s=10.0)
     return f"left behind: {left}" if (left := hosts.left()) else ""
 
 
 def _unsaved(out: Path) -> str:
-    """What is wrong with how ranks ended that had a signal: each saves, and says so by its exit code."""
+    """The problem with the end of ranks that had a signal: each must save, and exit with that code."""
     codes = {rank: word["exit"] for rank, word in status.read(out / status.NAME).items()}
     return "" if codes == dict.fromkeys(range(len(NAMES)), STOPPED) else f"the ranks' exit codes are {codes}"
 
@@ -225,12 +225,12 @@ def _words(home: Path, more: dict[str, str] | None = None) -> list[str]:
 
 
 def held(out: Path) -> dict[str, str]:
-    """What has ranks note how they end: that a parent, which is this bench, holds their run's folder."""
+    """Environment variables that make ranks record how they end: this bench is the parent that holds their run's folder."""
     return {HELD: str(out.resolve())}
 
 
 def environment(home: Path) -> dict[str, str]:
-    """A user's, on each machine."""
+    """A user's environment on each machine."""
     mine = {name: value for name, value in os.environ.items() if name not in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")}
     path = f"{Path(sys.executable).parent}{os.pathsep}{mine.get('PATH', '')}"
     return mine | {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(home / "cache")}

@@ -1,11 +1,11 @@
-"""Preemption, for `python -m tests.campaigns preemption`: a signal comes at any moment of a tiny run: it saves, or has nothing to lose.
+"""Preemption, for `python -m tests.campaigns preemption`: a signal at any moment of a tiny run, which saves or has nothing to lose.
 
     SIGTERM, SIGINT, SIGUSR1, SIGHUP   x   starting, tokenising, first step, forward, evaluation, saving, ending
 
-Held: all ranks end within LIMIT_S with what the command then makes a documented exit code of (75, 130 for Ctrl-C before training, 0 where
-the signal came at the end), they leave no process behind, nothing that was recorded is made again, and a second start ends as the run that
-no signal disturbed: the same losses, weights and moments, bit by bit. The signal goes to all ranks at once, as `moe train` passes it on;
-during training in every second try to one of them alone. Before training a rank alone is nobody's: the others wait for it.
+A try is held if all of these are true. All ranks end within LIMIT_S with a documented exit code (75; 130 for Ctrl-C before training; 0 at
+the end). They leave no process behind. No recorded step is repeated. A second start ends bitwise as the undisturbed run: losses, weights
+and moments. The signal goes to all ranks at once, as `moe train` passes it on; during training in every second try to only one rank.
+Before training a signal to one rank is not tested, because the other ranks wait for it.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from moe.records.metrics import read
 from parallel.mesh.record import Record
 from tests.campaigns.faults import Row
 from tests.campaigns.hangs import warm_up
-from tests.campaigns.lives import Before, Life, differ, left_behind, whole
+from tests.campaigns.lives import Attempt, Before, differ, left_behind, whole
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-MANY = 15  # of each moment: 105 in all
+MANY = 15  # tries of each moment: 105 in all
 LIMIT_S = 60.0
 EARLY = ("starting", "tokenising")
 MOMENTS = {
@@ -61,14 +61,14 @@ def rows(*, full: bool, rounds: int | None, only: str) -> Iterator[Row]:
 
 
 class Preemptions:
-    """Signals to a run on two ranks, beside the run that nothing disturbed, which is made at the first."""
+    """Signals to a run on two ranks. The undisturbed run to compare with is made with the first one."""
 
     def __init__(self, home: Path) -> None:
         self.home = home
         self.reference: dict[str, object] = {}
 
     def once(self, moment: str, number: int) -> tuple[str, float]:
-        """One signal, which follows from its number. (what went wrong, seconds from the signal to the end of all ranks)."""
+        """One signal, which follows from its number: (what went wrong, seconds from the signal to the end of all ranks)."""
         if not self.reference:
             if problem := whole(self.home, self.home / "whole", {}):
                 return problem, 0.0
@@ -85,11 +85,11 @@ class Preemptions:
         alone = moment not in EARLY and number % 2 == 1
         heard, told = os.pipe()
         before = None if moment == "starting" else _at_phase(MOMENTS[moment], lambda: os.write(told, b"."), draw.uniform(0, 0.03))
-        if moment == "tokenising":  # with no tokens of an earlier run
+        if moment == "tokenising":  # without the tokens of an earlier run
             home = out.with_suffix(".home")
             home.mkdir()
             shutil.copy(self.home / "text.txt", home)
-        life = Life(home, out, {"data.path": str(self.home / "text.txt")}, before=before)
+        attempt = Attempt(home, out, {"data.path": str(self.home / "text.txt")}, before=before)
         os.close(told)
         if moment == "starting":
             time.sleep(draw.uniform(0, 0.3))
@@ -97,27 +97,27 @@ class Preemptions:
             os.read(heard, 1)
         os.close(heard)
         began = time.monotonic()
-        life.send(asked, [draw.randrange(2)] if alone else None)
-        stuck = life.end(LIMIT_S)
+        attempt.send(asked, [draw.randrange(2)] if alone else None)
+        stuck = attempt.end(LIMIT_S)
         took = time.monotonic() - began
-        codes = life.codes()
-        for rank, code in zip(life.ranks, codes, strict=True):
+        codes = attempt.codes()
+        for rank, code in zip(attempt.ranks, codes, strict=True):
             rank.code = code
         worst = max((code or 0 for code in codes), key=abs)
         code, lines = verdict(
-            status.read(out / status.NAME), life.ranks, life.world, worst, asked=asked, how="killed" if stuck else "ended"
+            status.read(out / status.NAME), attempt.ranks, attempt.world, worst, asked=asked, how="killed" if stuck else "ended"
         )
         if stuck:
-            return f"ranks {stuck} had not ended after {LIMIT_S:g} s: {life.said()!r}", took
+            return f"ranks {stuck} had not ended after {LIMIT_S:g} s: {attempt.said()!r}", took
         allowed = {STOPPED, *((INTERRUPTED,) if moment in EARLY else ()), *((DONE,) if moment not in EARLY else ())}
         if code not in allowed:
-            return f"exit code {code}: {lines}, {life.said()!r}", took
-        left = life.orphans()
+            return f"exit code {code}: {lines}, {attempt.said()!r}", took
+        left = attempt.orphans()
         return (f"processes {left} are left" if left else ""), took
 
 
 def _at_phase(phase: str, act: object, delay_s: float) -> Before:
-    """What rank 0 does before it trains: tell, some time after it has entered a phase of the run for the first time."""
+    """Called on rank 0 before it trains: calls `act` some time after the run first enters a phase."""
 
     def before(rank: int) -> None:
         real, done = Record.enter, [rank != 0]
@@ -135,6 +135,6 @@ def _at_phase(phase: str, act: object, delay_s: float) -> Before:
 
 
 def _redone(out: Path) -> str:
-    """What the second start had to make again, of steps that were recorded before the signal."""
+    """The recorded steps that the second start had to repeat."""
     again = [line for line in read(out) if line.get("event") == "resumed" and line["redone_steps"]]
     return f"{again[0]['redone_steps']} steps were lost" if again else ""

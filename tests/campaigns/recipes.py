@@ -1,9 +1,9 @@
-"""Bad recipes, for `python -m tests.campaigns recipes`: the shipped ones with one thing made wrong, for 1, 2 and 4 processes.
+"""Bad recipes, for `python -m tests.campaigns recipes`: shipped recipes with one thing changed, for 1, 2 and 4 processes.
 
     recipe -> one mutation -> moe train's checks -> one line, exit code 2, under a second -> the line's advice applied -> it starts
 
-Two rows for each kind of mutation: the recipe is refused as it should be (or, where the kind may leave a good recipe, accepted), and each
-value that the line proposes makes a recipe that the checks accept. Everything runs in this process, and nothing is trained.
+Two rows for each kind of mutation. First: the recipe is refused as it should be, or accepted if the kind may leave a good recipe. Second:
+each value that the line proposes makes a recipe that the checks accept. Everything runs in this process, and nothing is trained.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from parallel.fixes import put, take
 from tests.campaigns.faults import Row
 
 WORLDS = (1, 2, 4)
-FEW, MANY = 6, 40  # of each kind
+FEW, MANY = 6, 40  # tries of each kind
 LONGEST_S = 1.0
 Values = dict[str, Any]
-Change = Callable[[random.Random, Values], str]  # makes one thing wrong in place; says what
+Change = Callable[[random.Random, Values], str]  # changes the values in place and returns a description
 
 
 @dataclass(frozen=True)
 class Kind:
-    """`bad`: every recipe that it makes must be refused; of others some are good, and only their being refused is looked at."""
+    """A kind of mutation. `bad`: every recipe that it makes must be refused; otherwise some stay good, and only refusals are examined."""
 
     name: str
     change: Change | None
@@ -140,7 +140,7 @@ def _misspelled_section(rng: random.Random, values: Values) -> str:
 
 
 def _misspelled_name(rng: random.Random, values: Values) -> str:
-    """One that the recipe has, or would have without being told."""
+    """Misspells a name that the recipe sets or has by default."""
     names = {key: name for key, name in flat(build_run(values)).items() if isinstance(name, str) and len(name) > 3 and name in _names(key)}
     while True:
         key = rng.choice(sorted(names))
@@ -190,7 +190,7 @@ def _size(rng: random.Random, values: Values) -> str:
 
 
 def _choice(rng: random.Random, values: Values) -> str:
-    """Another of the values that a key may have by itself: it may not go with the rest."""
+    """Sets another allowed value of a key, which may not fit the other keys."""
     key = rng.choice([k for k in known_keys() if _names(k) or _field(k).annotation is bool])
     value = rng.choice([yaml.safe_load(name) for name in _names(key)] or [not _field(key).default])
     put(values, key, value)
@@ -211,7 +211,7 @@ def _section_gone(rng: random.Random, values: Values) -> str:
 
 
 def _lines(rng: random.Random, text: str) -> str:
-    """A line less, twice, cut, or with a sign in the wrong place."""
+    """Removes, repeats or cuts a line, or puts a sign in the wrong place."""
     lines = text.splitlines()
     at = rng.randrange(len(lines))
     line = lines[at]
@@ -254,7 +254,7 @@ def rows(*, full: bool = False, rounds: int | None = None, only: str = "") -> It
 
 
 def of_kind(kind: Kind, tries: int, folder: Path) -> tuple[Row, Row]:
-    """So many recipes with this fault, refused (those that are good after all are not counted), and the advice about them."""
+    """Two rows: recipes with this fault, refused (good ones are not counted), and the advice in the refusals."""
     refused, mended = Row(kind.name), Row(f"    the fix that its line proposes ({kind.name})")
     good = [(name, world) for name in recipe_names() for world in WORLDS if _starts(name, world)]
     seconds: list[float] = []
@@ -287,7 +287,7 @@ def of_kind(kind: Kind, tries: int, folder: Path) -> tuple[Row, Row]:
 
 
 def _make(kind: Kind, rng: random.Random, folder: Path, good: list[tuple[str, int]]) -> tuple[Path, str, int]:
-    """A file with a bad recipe, what is bad in it, and the number of processes for which it was good."""
+    """A file with a bad recipe, a description of the fault, and the number of processes for which the recipe was good."""
     name, world = rng.choice(good)
     path = folder / "bad.yaml"
     if kind.text is not None:
@@ -297,7 +297,8 @@ def _make(kind: Kind, rng: random.Random, folder: Path, good: list[tuple[str, in
     assert kind.change is not None
     values = copy.deepcopy(read_recipe(recipe_path(name))[0])
     most = values["train"]["steps"]
-    values["optimizer"]["warmup_steps"] = min(values["optimizer"]["warmup_steps"], most)  # a parent's may be more than a short run has
+    # a parent recipe may warm up longer than a short run
+    values["optimizer"]["warmup_steps"] = min(values["optimizer"]["warmup_steps"], most)
     what = kind.change(rng, values)
     path.write_text(yaml.safe_dump(values))
     return path, f"{name} with {what}", world
@@ -312,19 +313,19 @@ def _starts(recipe: str | Path, world: int) -> bool:
 
 
 def _judge(path: Path, world: int) -> tuple[BadInput | None, str]:
-    """(why the recipe is refused, what is wrong with how it is)."""
+    """(the refusal or None, the problem with it or "")."""
     try:
         run, origins = load(path)
         check_for_user(run, world, origins)
     except BadInput as bad:
         return bad, "" if len(str(bad).splitlines()) == 1 and str(bad).isprintable() else f"not one plain line: {bad}"
-    except Exception as error:  # what a user would see as a traceback
+    except Exception as error:  # a user would see a traceback
         return None, f"{type(error).__name__}: {error}"
     return None, ""
 
 
 def _as_command(path: Path, world: int, bad: BadInput) -> str:
-    """What is wrong with the command's answer: it must be the line alone, and exit code 2."""
+    """The problem with the command's answer, which must be only that line, with exit code 2; "" if none."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = moe(["train", str(path), "--nproc", str(world)])
@@ -334,7 +335,7 @@ def _as_command(path: Path, world: int, bad: BadInput) -> str:
 
 
 def _mend(row: Row, path: Path, world: int, bad: BadInput, what: str) -> None:
-    """Apply each proposal alone; the recipe must start, and be another than it was."""
+    """Apply each proposal on its own. The recipe must start, and differ from before."""
     try:
         values: Values | None
         values, origins = read_recipe(path)
@@ -357,7 +358,7 @@ def _mend(row: Row, path: Path, world: int, bad: BadInput, what: str) -> None:
 
 
 def _raw(path: Path) -> Values | None:
-    """The file's own values, where they can be read at all."""
+    """The file's own values, or None if it cannot be read."""
     try:
         values = yaml.safe_load(path.read_text())
     except (yaml.YAMLError, ValueError):

@@ -1,14 +1,14 @@
 """ETTR, for `python -m tests.campaigns restarts`: the productive share of wall time of a run whose ranks are killed now and then.
 
-    moe train --nproc 2 --restarts 3, as a user types it; a random rank gets SIGKILL once in each BETWEEN checkpoint intervals, at a
-    random step of them
+    moe train --nproc 2 --restarts 3; a random rank gets SIGKILL once in BETWEEN checkpoint intervals, at a random step of them
 
-    ETTR = 1 - (seconds between lives / seconds of all)
-    seconds of all            from the first step to the last, saves included
-    seconds between lives     from the checkpoint from which a run goes on to its first new step: what is made again, the end, the start
+    ETTR = 1 - (lost seconds / all seconds)
+    all seconds     from the first step to the last, including saves
+    lost seconds    from the checkpoint that a run resumes from to its first new step: repeated steps, the end, the start
 
-Held: the run went on after each kill and ended well; with --full also ETTR at least AIM. By default one kill, of intervals so short that a
-start weighs more than the aim allows: the row says what it was. How many steps an interval is on this machine is measured first.
+A try is held if the run continued after each kill and ended well; with --full ETTR must also be at least AIM. By default there is one kill
+with short intervals, so that a start weighs more than AIM allows; the row reports the result. The number of steps in an interval on this
+machine is measured first.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from tests.campaigns.hangs import warm_up
 from tests.campaigns.lives import TINY
 
 AIM, BETWEEN = 0.95, 20
-FULL_S, SMALL_S = 20.0, 4.0  # between two checkpoints
+FULL_S, SMALL_S = 20.0, 4.0  # seconds between two checkpoints
 FULL_KILLS, SMALL_KILLS = 3, 1
 _LONGEST_S = 3600.0
-_END = 1 << 16  # bytes, more than a line has
+_END = 1 << 16  # bytes, more than a line of the records has
 
 
 def rows(*, full: bool, rounds: int | None, only: str) -> Iterator[Row]:
-    """One row: `tried` kills, held where the run went on after each and the productive share is what it should be."""
+    """One row: `tried` kills, held if the run continued after each and the productive share is large enough."""
     name = f"restarts: a kill every {BETWEEN} intervals"
     if only not in name:
         return
@@ -52,7 +52,7 @@ def rows(*, full: bool, rounds: int | None, only: str) -> Iterator[Row]:
 
 
 def measured(home: Path, name: str, *, interval_s: float, kills: int, aim: float) -> Row:
-    """Train for as long as `kills` kills need in the mean, and take the shares."""
+    """Train for as long as `kills` kills need on average, and compute the shares."""
     steps_a_second = _speed(home)
     every = max(1, round(interval_s * steps_a_second))
     steps = every * BETWEEN * kills
@@ -87,7 +87,7 @@ def measured(home: Path, name: str, *, interval_s: float, kills: int, aim: float
 
 
 def shares(lines: Iterable[dict[str, Any]]) -> tuple[float, list[float]]:
-    """(seconds from the first step's end to the last one's, the seconds between lives of each resume), of a run's lines at its end."""
+    """(seconds from the end of the first step to the end of the last, lost seconds of each resume), from a run's records."""
     gaps: list[float] = []
     times: list[float] = []
     resumed = False
@@ -101,7 +101,7 @@ def shares(lines: Iterable[dict[str, Any]]) -> tuple[float, list[float]]:
 
 
 def _speed(home: Path) -> float:
-    """Steps a second of the run that is to be killed, measured on a short one."""
+    """Steps a second of the run that will be killed, measured on a short one."""
     with _train(home, home / "speed", steps=150, every=0) as process:
         process.wait(_LONGEST_S)
     lines = [line for line in whole_lines(home / "speed" / METRICS) if line["kind"] == "train"][50:]
@@ -117,11 +117,11 @@ def _train(home: Path, out: Path, *, steps: int, every: int) -> subprocess.Popen
 
 
 def _step(out: Path) -> int:
-    """The newest step of the life that is under way; 0 before its first."""
+    """The newest step since the last start; 0 before its first step."""
     path = out / METRICS
     if not path.exists():
         return 0
-    with path.open("rb") as file:  # of a run of many steps, the end alone: to read it all would take the time that is measured
+    with path.open("rb") as file:  # only the end of the file, because reading it all would take measured time
         file.seek(max(0, path.stat().st_size - _END))
         lines = file.read().split(b"\n")
     last = json.loads(lines[-2]) if len(lines) > 1 else {}

@@ -1,6 +1,6 @@
 """SLURM's own daemons on the two hosts of hosts.py, for `python -m tests.campaigns machines`.
 
-worker-0   munged  slurmctld  slurmd      worker-1   munged  slurmd      what users call finds them as on any cluster
+worker-0   munged  slurmctld  slurmd      worker-1   munged  slurmd      users' commands work as on any cluster
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=60 State=UP OverSubscribe=FORCE:
 
 
 class Cluster:
-    """What a user of the cluster does, on its first host, in `folder`."""
+    """The commands of a cluster's user, on its first host, in `folder`."""
 
     def __init__(self, hosts: Hosts, folder: Path, env: dict[str, str]) -> None:
         self.hosts, self.folder, self.env = hosts, folder, env
 
     def do(self, *words: str) -> str:
-        """A command's output. Raises OSError where it fails."""
+        """The output of a command. Raises OSError if it fails."""
         process = self.hosts.start(0, words, env=self.env, cwd=self.folder)
         said, _ = process.communicate(timeout=60)
         if process.returncode:
@@ -60,11 +60,11 @@ class Cluster:
         return said
 
     def job(self, number: str) -> dict[str, str]:
-        """What `scontrol show job` says of a job."""
+        """The fields of `scontrol show job` for a job."""
         return dict(word.split("=", 1) for word in self.do("scontrol", "--oneliner", "show", "job", number).split() if "=" in word)
 
     def reach(self, number: str, *states: str, limit_s: float = 60.0) -> str:
-        """Wait until a job is in one of the states. Returns that it is in, one of these or not."""
+        """Wait until a job is in one of the states or the limit is over. Returns its state."""
         until = time.monotonic() + limit_s
         while (state := self.job(number)["JobState"]) not in states and time.monotonic() < until:
             time.sleep(0.3)
@@ -73,8 +73,8 @@ class Cluster:
 
 @contextlib.contextmanager
 def cluster(hosts: Hosts, home: Path, folder: Path, env: dict[str, str]) -> Iterator[Cluster]:
-    """The daemons, until both nodes wait for jobs. They end with their hosts at the latest."""
-    env = env | {"PATH": path(env)}  # its own comes first: `python` of a batch script is the user's
+    """Run the daemons until both nodes are ready for jobs. They end with their hosts at the latest."""
+    env = env | {"PATH": path(env)}  # the user's path comes first: `python` in a batch script is the user's
     (home / "state").mkdir()
     (home / "slurm").mkdir()
     (home / "slurm" / "slurm.conf").write_text(_CONFIG.format(first=NAMES[0], home=home, names=",".join(NAMES)))

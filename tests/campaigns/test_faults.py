@@ -19,7 +19,7 @@ from moe.launch.verdict import verdict
 from moe.train.loop import trainer
 from tests.campaigns import disks
 from tests.campaigns.hangs import warm_up
-from tests.campaigns.lives import Life
+from tests.campaigns.lives import Attempt
 from tests.campaigns.preemption import Preemptions
 
 
@@ -57,17 +57,17 @@ def test_a_signal_to_a_rank_whose_peer_is_in_its_first_step_asks_for_another_go(
 
         trainer.asked_to_stop = held  # type: ignore[assignment]
 
-    life = Life(home, out, {}, before=late)
+    attempt = Attempt(home, out, {}, before=late)
     until = time.monotonic() + 30
     while not all((tmp_path / f"at-{rank}").exists() for rank in range(2)) and time.monotonic() < until:
         time.sleep(0.01)
     time.sleep(0.2)  # rank 1 begins its step
-    life.send(number, [0])
-    assert life.end(30) == []
-    for rank, code in zip(life.ranks, life.codes(), strict=True):
+    attempt.send(number, [0])
+    assert attempt.end(30) == []
+    for rank, code in zip(attempt.ranks, attempt.codes(), strict=True):
         rank.code = code
-    code, lines = verdict(status.read(out / status.NAME), life.ranks, 2, 1, asked=number)
-    assert code == (75 if number == signal.SIGTERM else 130) and "came before training began" in lines[0], (lines, life.said())
+    code, lines = verdict(status.read(out / status.NAME), attempt.ranks, 2, 1, asked=number)
+    assert code == (75 if number == signal.SIGTERM else 130) and "came before training began" in lines[0], (lines, attempt.said())
 
 
 def test_a_disk_that_fills_a_cache_that_cannot_be_written_and_a_folder_that_goes(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
-"""Two machines on one, for `python -m tests.campaigns`: network namespaces with a cable between them that can be pulled (Linux, root).
+"""Two machines simulated on one, for `python -m tests.campaigns`: network namespaces and a cable that can be pulled (Linux, root).
 
 one namespace   10.77.0.1 ---- veth ---- 10.77.0.2   the other        a process enters one before it opens a socket
 
-They have no names: open files hold them, and they are gone with the last process in them, however this one ends.
+The namespaces have no names. Open files hold them, so they vanish with the last process in them, however this process ends.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ class Machines:
     addresses: tuple[str, str] = ("10.77.0.1", "10.77.0.2")
 
     def enter(self, machine: int) -> None:
-        """This process goes on in that machine: its sockets are there from now on."""
+        """Move this process into that machine: new sockets belong to it."""
         _call("setns", self.spaces[machine], _NEW_NET)
 
     def plug(self) -> None:
-        """The cable carries again."""
+        """Reconnect the cable."""
         self.ip(0, "link", "set", self.ends[0], "up")
 
     def pull(self) -> None:
-        """The cable carries nothing any more."""
+        """Disconnect the cable."""
         self.ip(0, "link", "set", self.ends[0], "down")
 
     def ip(self, machine: int, *words: str) -> None:
-        """The command `ip` in that machine. Raises CalledProcessError."""
+        """Run the command `ip` in that machine. Raises CalledProcessError."""
         subprocess.run(["ip", *words], check=True, capture_output=True, preexec_fn=lambda: self.enter(machine))
 
 
 def why_not() -> str:
-    """What this machine lacks for it; nothing where it has all."""
+    """What this machine lacks for it; "" if nothing."""
     if not sys.platform.startswith("linux") or os.geteuid():
         return "it needs root on Linux"
     if shutil.which("ip") is None:
@@ -59,7 +59,7 @@ def why_not() -> str:
 
 @contextmanager
 def two_machines() -> Iterator[Machines]:
-    """Made here and gone afterwards. Raises OSError or CalledProcessError where the system does not allow it."""
+    """Two machines that exist within the context. Raises OSError or CalledProcessError if the system does not allow them."""
     spaces: list[int] = []
     try:
         spaces = [_namespace(), _namespace()]
@@ -77,7 +77,7 @@ def two_machines() -> Iterator[Machines]:
 
 
 def _namespace() -> int:
-    """A file that holds a new namespace of networks. This thread is in it for a moment."""
+    """A file descriptor of a new network namespace. This thread enters it for a moment."""
     own = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
     try:
         _call("unshare", _NEW_NET)

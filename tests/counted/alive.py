@@ -1,9 +1,9 @@
-"""Counts the bytes of tensor storages that are alive, whoever holds them: Python, autograd's graphs, a process group.
+"""Counts the bytes of live tensor storages, regardless of the owner: Python, an autograd graph or a process group.
 
-Every operator's results are seen when they are made (forward, backward and calls from C++). Each storage counts once, until it is freed;
-one that is made shorter or longer, as FSDP does with gathered weights, counts what it has.
-A DTensor has no bytes of its own, though it says its whole size: what it does to its ranks' parts is seen instead. Nor has a tensor on
-the meta device.
+The results of every operator are counted when they are made, in the forward and backward pass and in calls from C++. Each storage counts
+once until it is freed. A storage that is resized, as FSDP does with gathered weights, counts with its current size.
+A DTensor has no bytes of its own although it states its full size; the operators on its local shards are counted instead. Tensors on the
+meta device have no bytes.
 """
 
 from __future__ import annotations
@@ -22,19 +22,21 @@ from torch.utils._pytree import tree_leaves
 
 
 class Alive(TorchDispatchMode):
-    """`now` and `most`: live bytes made since it was entered. `there`: older tensors, which an operator may return (a view of a weight)."""
+    """A mode that counts live bytes. `now`, `most`: current and peak bytes made within it. `there`: older tensors, which operators may
+    return.
+    """
 
     def __init__(self, there: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self.now = self.most = 0
         self.storages = {storage._cdata: storage for storage in (t.untyped_storage() for t in there)}
-        self.made: dict[int, int] = {}  # bytes of each storage made since
+        self.made: dict[int, int] = {}  # address -> bytes of each storage made within the mode
         self._inside = ExitStack()
 
     def __enter__(self) -> Alive:
         resize = torch.UntypedStorage.resize_
 
-        def resized(storage: torch.UntypedStorage, size: int) -> Any:  # no operator
+        def resized(storage: torch.UntypedStorage, size: int) -> Any:  # storages are resized without an operator
             out = resize(storage, size)
             if storage._cdata in self.made:
                 self._count(storage)
@@ -50,7 +52,7 @@ class Alive(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:
-            return NotImplemented  # its own operators come here again, with the parts
+            return NotImplemented  # dispatched again for its local shards
         out = func(*args, **(kwargs or {}))
         for value in tree_leaves(out):
             if isinstance(value, Tensor):

@@ -1,14 +1,14 @@
-"""Bytes that each rank sends for gradients and parameters in one step, counted, against the closed forms (moe/plan/job/states.py).
+"""Bytes that each rank sends for gradients and parameters in one step, counted and compared with closed forms (moe/plan/job/states.py).
 
     all-reduce (DDP)                             2 (N - 1)/N of the parameters' bytes
     reduce-scatter + all-gather (ZeRO-1, -2)     2 (N - 1)/N
     two all-gathers + reduce-scatter (ZeRO-3)    3 (N - 1)/N           N: dp for dense parameters, edp for experts
 
-Bytes are counted as messages pass torch's dispatcher (tests/counted/sent.py), so DeepSpeed's and torch's engines are counted like ours. The
-counts of our own collectives must agree. Rows sent to experts, and numbers such as the norm, are counted separately. An engine that does
-not keep whole gradients between micro-batches reduces them in each one. When the forward pass ends, DeepSpeed's stage 3 keeps the weights
-that it has gathered ahead: the law is measured without gathering ahead, and a row `ahead` with it. `python -m tests.counted comm --nproc 2
---json FILE`. `--kinds sequence` counts sequence-parallel attention instead (tests/counted/sequence.py).
+Bytes are counted as messages pass torch's dispatcher (tests/counted/sent.py), so engines of DeepSpeed and torch are counted like this
+project's, whose own counts must agree. Rows sent to experts, and numbers such as the norm, are counted separately. An engine that does
+not keep whole gradients between micro-batches reduces them in each micro-batch. DeepSpeed's stage 3 keeps weights that it has prefetched
+at the end of the forward pass. The law is therefore measured without prefetching, and the row `ahead` with it.
+`python -m tests.counted comm --nproc 2 --json FILE`. tests/counted/sequence.py counts sequence-parallel attention.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from parallel.process.fork import run_on_ranks
 from tests.counted.sent import NUMBERS, ROWS, STATES, Sent
 
 LENGTH = 12
-TOLERANCE = 0.005  # padding to equal parts adds bytes; small weights that stay whole save some
+TOLERANCE = 0.005  # padding to equal shards adds bytes; small weights that stay whole save some
 
 
 def recipe(kind: ShardedKind, ranks: int, *, sparse: bool, microbatches: int, precision: str = "fp32") -> dict[str, Any]:
-    """The recipe of a small model, since the ratio to theory does not depend on size."""
+    """The recipe of a small model; the ratio to the closed form does not depend on its size."""
     model = {"num_layers": 4, "d_model": 512, "num_heads": 4, "d_ff": 2048, "max_length": LENGTH}
     values: dict[str, Any] = {"model": model, "sharding": kind.sharding, "degrees": {"dp": ranks, "ep": 2 if sparse else 1}}
     values |= {"pipeline": {"microbatches": microbatches}, "precision": {"compute": precision}}
@@ -46,7 +46,7 @@ def recipe(kind: ShardedKind, ranks: int, *, sparse: bool, microbatches: int, pr
 
 
 def expected(kind: ShardedKind, started: Started) -> float:
-    """Bytes of one step by theory: dense parameters over dp, a rank's experts over edp, plus FSDP's table (`table_bytes`)."""
+    """Bytes of one step by the closed form: dense parameters over dp, a rank's experts over edp, plus FSDP's tied table (`table_bytes`)."""
     held, bytes_of = {"dp": 0, "edp": 0}, kind.travels(started.run.precision.compute)
     for layout in started.layouts.values():
         parts = torch.Size(layout.local_shape(started.mesh))
@@ -66,7 +66,7 @@ def expected(kind: ShardedKind, started: Started) -> float:
 
 
 def table_bytes(kind: ShardedKind, started: Started) -> float:
-    """Bytes that FSDP's tied table costs beyond other weights: it is gathered at both ends of the model, in both passes, always in fp32."""
+    """Extra bytes of FSDP's tied table: it is gathered at both ends of the model, in both passes, always in fp32."""
     run, dp = started.run, started.mesh.axis("dp").size
     gathers = 4 * 4 - 2 * kind.travels(run.precision.compute).parameters
     return run.pipeline.microbatches * (dp - 1) / dp * gathers * run.vocab_size * run.model.d_model
@@ -75,7 +75,7 @@ def table_bytes(kind: ShardedKind, started: Started) -> float:
 def measure(
     rank: int, ranks: int, kind: ShardedKind, sparse: bool, microbatches: int, precision: str, ahead: bool = False
 ) -> dict[str, Any]:
-    """This rank's row of one case, on ranks that are running; of the third step, when every engine has reached its steady state."""
+    """This rank's row of one case. Measures the third step, in which every engine has reached its steady state."""
     values = recipe(kind, ranks, sparse=sparse, microbatches=microbatches, precision=precision)
     with nullcontext() if ahead or kind.sharding.get("kind") != "zero" else without_look_ahead():
         started = start(kind, values, rank, ranks)
@@ -105,9 +105,10 @@ def measure(
 
 
 def cases(chosen: list[ShardedKind], nproc: int) -> list[tuple[ShardedKind, int, bool, int, str, bool]]:
-    """Dense and sparse (ep 2), with 1 and 3 micro-batches, on each number of ranks that divides nproc. Peers: dense, bf16, as installed.
+    """Dense and sparse (ep 2) models with 1 and 3 micro-batches on each number of ranks that divides nproc. Peers: dense, bf16, default
+    settings.
 
-    bf16 and gathering ahead are measured on two ranks only, since more ranks change nothing.
+    bf16 and prefetching are measured on two ranks only, because more ranks change nothing.
     """
     numbers = [ranks for ranks in divisors(nproc) if ranks > 1]
     found = []

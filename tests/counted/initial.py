@@ -1,13 +1,13 @@
-"""First values of one rank: time and memory for what it holds, whatever the size of the whole.
+"""Initial values of one rank: time and memory in proportion to its shards, whatever the size of the whole model.
 
     whole, eighths     one matrix of glam_8b_64e; an eighth of its rows, and of its columns
     glam_8b_64e        one rank of ep 64, pp 8 (512 processes), and of ep 8, pp 8, which holds eight times the experts
-    dense_8b, tp 8     every matrix cut in 8 over its outputs (q, k, v, w1, w3, embedding) or inputs (out, w2)
+    dense_8b, tp 8     every matrix split in 8 over its outputs (q, k, v, w1, w3, embedding) or inputs (out, w2)
 
-Only that rank's parts are made: the model is on the meta device, the mesh is arithmetic. A rank that holds more than MOST_BYTES
-draws whole parameters until they fill them, and the row says which share of its elements they are. Seconds are those of the processor, so
-that other work on the machine counts little. Passed where the peak is what was drawn and no element costs more than in the whole
-matrix. `elements`: of the tensors that it holds something of; `torch`: as many by torch's generator and trunc_normal_.
+Only that rank's shards are made: the model is on the meta device, and the mesh is computed. A rank that holds more than MOST_BYTES draws
+whole parameters up to that limit, and the row states their share of its elements. Seconds are processor seconds, so that other work on the
+machine counts little. Passes if the peak is the size of the drawn values, and no element costs more than in the whole matrix.
+`elements`: elements of the tensors that the rank has a shard of; `torch`: time for as many with torch's generator and trunc_normal_.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from parallel.process.malloc import give_freed_memory_back
 MOST_BYTES = 2**30
 SLACK_BYTES, MORE_BYTES, MORE_TIME = 16 * 2**20, 1.05, 1.5
 BY_INPUT = (".attention.out.weight", ".w2.weight")
-MATRIX = Layout((4096, 16384))  # [in, out] of an expert
+MATRIX = Layout((4096, 16384))  # an expert's matrix [in, out]
 
-Case = tuple[str, Model, dict[str, Layout], Degrees, int]  # name, sizes, layouts by module name, mesh, rank
+Case = tuple[str, Model, dict[str, Layout], Degrees, int]  # name, model, layouts by module name, mesh degrees, rank
 
 
 def main(*, json: str | None = None, only: str | None = None) -> int:
-    """Print a row for each case; 1 where memory or time is not in proportion to what is held."""
+    """Print a row for each case. Returns 1 if memory or time is not in proportion to the rank's shards."""
     rows: list[dict[str, Any]] = []
     print(f"{'rank of':<34}{'elements':>16}{'held':>16}{'drawn':>8}{'seconds':>10}{'ns each':>9}{'torch':>7}{'peak/drawn':>12}")
     for case in cases():
-        if only is None or only in case[0] or not rows:  # the first one is what the others are compared with
+        if only is None or only in case[0] or not rows:  # the first row is always made, because the others are compared with it
             (found,) = run_on_ranks(measure, 1, case, MOST_BYTES // 4, timeout_s=1800)
             rows.append(judged(found, rows[0] if rows else found))
             r = rows[-1]
@@ -62,11 +62,13 @@ def main(*, json: str | None = None, only: str | None = None) -> int:
 
 
 def judged(found: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:
+    """The measured row with `passed`: memory and time compared with the whole matrix."""
     light = found["peak_bytes"] <= MORE_BYTES * found["drawn_bytes"] + SLACK_BYTES
     return found | {"passed": light and found["ns_each"] <= MORE_TIME * whole["ns_each"]}
 
 
 def cases() -> Iterator[Case]:
+    """The cases of the table."""
     one, tp = Degrees(), Degrees(tp=8)
     model = Model()
     for name, layout, degrees in (
@@ -83,27 +85,28 @@ def cases() -> Iterator[Case]:
 
 
 def whole_of(run: Run) -> tuple[Transformer, dict[str, Layout]]:
+    """(the model on the meta device, the layouts of its parameters)."""
     with torch.device("meta"):
         model = Transformer(run.model, run.experts, run.router, vocab_size=run.vocab_size)
     return model, lay_out(model)
 
 
 def of_rank(run: Run, *, rank: int) -> tuple[dict[str, Layout], Degrees, int]:
-    """The layouts of what one rank holds."""
+    """The layouts of the shards of one rank."""
     model, layouts = whole_of(run)
     degrees = run.mesh_degrees()
     return stages.hold(run, model, layouts, Mesh.of(degrees, rank)), degrees, rank
 
 
 def cut_in(layout: Layout, name: str) -> Layout:
-    """A matrix of a dense model over tp, by its outputs or its inputs; what is no matrix stays whole."""
+    """A matrix of a dense model split over tp, by its outputs or its inputs; tensors that are not matrices stay whole."""
     if len(layout.shape) < 2 or name.endswith("attention.bias.weight"):
         return layout
     return replace(layout, split={1 if name.endswith(BY_INPUT) else 0: "tp"})
 
 
 def measure(rank: int, case: Case, most: int) -> dict[str, Any]:
-    """One case in a process of its own, whose peak is its own."""
+    """Measure one case in its own process, so that the peak is its own."""
     name, model, layouts, degrees, place = case
     torch.set_num_threads(1)
     give_freed_memory_back()
@@ -111,7 +114,7 @@ def measure(rank: int, case: Case, most: int) -> dict[str, Any]:
     first = FirstValues(model, layouts, mesh, seed=0)
     shapes = {n: layout.local_shape(mesh) for n, layout in layouts.items()}
     held = sum(map(math.prod, shapes.values()))
-    first.fill(*small(shapes))  # what is imported and cached comes with the first call
+    first.fill(*small(shapes))  # a small call first, so that imports and caches do not count
     before = peak_resident_bytes(forget=True)
     drawn: dict[str, Tensor] = {}
     left, began = most, time.process_time()
@@ -129,13 +132,13 @@ def measure(rank: int, case: Case, most: int) -> dict[str, Any]:
 
 
 def small(shapes: dict[str, tuple[int, ...]]) -> tuple[str, Tensor, tuple[slice, ...]]:
-    """The first of them, and one element of it."""
+    """The first of these tensors, and the box of one element of it."""
     name, shape = next(iter(shapes.items()))
     return name, torch.empty([1] * len(shape)), (slice(0, 1),) * len(shape)
 
 
 def by_torch(count: int) -> float:
-    """Nanoseconds an element."""
+    """Nanoseconds for each element."""
     out, began = torch.empty(count), time.process_time()
     generator = torch.Generator().manual_seed(key_of_tensor(0, "x") >> 1)
     torch.nn.init.trunc_normal_(out, std=1.0, a=-2.0, b=2.0, generator=generator)

@@ -1,9 +1,8 @@
-"""The bytes that a pipeline's ranks keep, storage by storage, against the simulated number of held activations.
+"""The bytes that a pipeline's ranks keep, storage by storage, compared with the simulated number of held activations.
 
-For each stage, one micro-batch is measured alone: between F and its backward pass and, if that comes in two passes, between I and W.
-A rank should keep these bytes times the number held at once, which follows from the order of actions
-(parallel/pipeline/simulator/held.py). Measured between actions, beyond what was there before the first. Copies of older weights are
-left out and counted as versions.
+For each stage, one micro-batch is measured alone: between F and its backward pass and, if that is split, between I and W. A rank should
+keep these bytes times the number held at once, which follows from the order of actions (parallel/pipeline/simulator/held.py). Measured
+between actions, minus the bytes before the first. Copies of older weights are left out and counted as versions.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from moe.launch import exit_codes
 from moe.recipe.sections import Model
 from moe.records.results import write_json
 from parallel.mesh.mesh import Mesh
-from parallel.numerics.weight_gradient import put_off, splittable
+from parallel.numerics.weight_gradient import defer_gradients, splittable
 from parallel.pipeline.runtime import TimedAction
 from parallel.pipeline.schedule import Action, Op, Schedule
 from parallel.pipeline.schedules.catalog import SCHEDULES, kind_of
@@ -65,12 +64,12 @@ def _weighed(mesh: Mesh, schedule: Schedule, config: Model, size: int) -> dict[s
         alive.most = alive.now
         runtime.run(work, watchers=[look])
         peak = alive.most - before
-    kept, owed = ({str(stage): found[i] for stage, found in alone.items()} for i in (0, 1))
-    return {"held": look.held, "peak": peak, "versions": max(1, look.versions), "kept": kept, "owed": owed}
+    kept, after_i = ({str(stage): found[i] for stage, found in alone.items()} for i in (0, 1))
+    return {"held": look.held, "peak": peak, "versions": max(1, look.versions), "kept": kept, "after_i": after_i}
 
 
 class _Look:
-    """The Watcher that weighs what is held between actions, over what was there `before`."""
+    """A Watcher that measures the bytes held between actions, minus those held `before`."""
 
     def __init__(self, work: Stages, alive: Alive, before: int) -> None:
         self.work, self.alive, self.start = work, alive, before
@@ -98,21 +97,22 @@ def _alone(work: Stages, stage: int, alive: Alive) -> tuple[int, int]:
     output = torch.autograd.graph.get_gradient_edge(work.forward(stage, 0, x))
     work.losses.clear()
     kept = alive.now - before
-    with put_off() as owed:
+    with defer_gradients() as pending:
         work.backward(output, torch.ones(work.crossing) if stage < work.last else None)
     del x, output
     left = alive.now - before
-    owed.pay()
+    pending.compute()
     return kept, left
 
 
 def memory_rows(ranks: int, names: list[str], *, microbatches: int, width: int = 64, size: int = 4) -> list[dict[str, Any]]:
+    """A row for each schedule: measured and predicted peak bytes of the ranks."""
     config = {"num_layers": 4 * ranks, "d_model": width, "num_heads": 2, "d_ff": 4 * width, "max_length": 128, "tied_embeddings": False}
     by_rank = run_on_ranks(weighed, ranks, ranks, names, microbatches, config, size, timeout_s=300)
     rows = []
     for name, *found in zip(names, *by_rank, strict=True):
         schedule = schedule_for(name, ranks, microbatches)
-        sizes = [{int(s): value for rank in found for s, value in rank[which].items()} for which in ("kept", "owed")]
+        sizes = [{int(s): value for rank in found for s, value in rank[which].items()} for which in ("kept", "after_i")]
         said = peak_kept(schedule, lambda stage, of=sizes[0]: of[stage], lambda stage, of=sizes[1]: of[stage])  # type: ignore[misc]
         held = [rank["held"] for rank in found]
         errors = [theirs / ours - 1 for theirs, ours in zip(said, held, strict=True)]

@@ -1,14 +1,14 @@
-"""Memory while a run resumes, against what its training takes, a row for each kind of data parallelism.
+"""Memory while a run resumes, compared with its training: a row for each kind of data parallelism.
 
-    training    the most at once in three steps, from when the engine has started; the first step makes the moments
-    resuming    the most at once while another process, whose engine has started, loads the checkpoint
-    afterwards  and in its next step: nothing that was loaded may be there twice
+    training    the peak in three steps, after the engine has started; the first step makes the moments
+    resuming    the peak while another process, after its engine has started, loads the checkpoint
+    afterwards  the peak in its next step: loaded tensors may not be there twice
 
-    torch holds    what its allocator has handed out, to Python or C++, as its profiler is told of each allocation
-    resident       the process's peak as the system keeps it (VmHWM), set back before each part, over what it was before there was
+    torch holds    bytes that torch's allocator has given to Python or C++, from its profiler's events of allocations
+    resident       the process's peak as the system reports it (VmHWM), reset before each part, minus the memory before there was
                    a model; pages of files count
 
-Both are compared at one place, so what the start of an engine takes is in neither.
+Both are measured after the start of an engine, so the memory of that start is in neither.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from parallel.numerics.precision import LossScale
 from parallel.process.fork import run_on_ranks
 from parallel.process.malloc import give_freed_memory_back
 
-STEPS, ALLOWED = 3, 0.10  # allowed: more than training, as a share of it
+STEPS, ALLOWED = 3, 0.10  # allowed: excess over training, as a share
 
 
 class Peaks:
-    """The most that was held at once in parts of what runs inside: `with peaks.part("x")`, and afterwards `torch_bytes`, `resident`."""
+    """Peak memory of parts of the code: `with peaks.part("x")`, and afterwards `torch_bytes`, `resident`."""
 
     def __init__(self) -> None:
         self.profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
@@ -57,13 +57,13 @@ class Peaks:
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
         ctypes.CDLL(None).malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")  # the peak is what is resident now
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the memory resident now
         with record_function(name):
             yield
         self.resident[name] = _status("VmHWM") - self.before
 
     def torch_bytes(self) -> dict[str, int]:
-        """Of each part, from the allocations made while it ran; it must have made one."""
+        """Peak bytes of each part, from the allocations made in it; there must be at least one."""
         results = self.profile.profiler
         assert results is not None and results.kineto_results is not None
         events = list(_flat(results.kineto_results.experimental_event_tree()))
@@ -88,7 +88,7 @@ def _flat(events: Iterable[Any]) -> Iterator[Any]:
 
 
 def train(rank: int, ranks: int, kind: ShardedKind, shape: Shape, folder: str) -> dict[str, int]:
-    """Steps and a checkpoint: what this rank's training took."""
+    """Train some steps and save a checkpoint: the memory of this rank."""
     give_freed_memory_back()
     warm_up(shape, "bf16")
     with Peaks() as peaks:
@@ -103,7 +103,7 @@ def train(rank: int, ranks: int, kind: ShardedKind, shape: Shape, folder: str) -
 
 
 def resume(rank: int, ranks: int, kind: ShardedKind, shape: Shape, folder: str) -> dict[str, int]:
-    """In a new process: what this rank's resume took."""
+    """Resume in a new process: the memory of this rank."""
     give_freed_memory_back()
     warm_up(shape, "bf16")
     with Peaks() as peaks:
@@ -144,13 +144,14 @@ def _found(peaks: Peaks) -> dict[str, int]:
 
 
 def print_head() -> None:
+    """Print the head of the table."""
     held = f"{'torch holds':>15}{'training':>15}{'ratio':>8}{'resident':>15}{'training':>15}{'ratio':>8}"
     print(f"\n{'resume':<15}{'ranks':>6}{held}{'next step':>11}")
 
 
 def case(kind: ShardedKind, shape: Shape, ranks: int) -> dict[str, Any]:
-    """Train, resume, print the row: of each number the largest of the ranks."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler's own lines on stderr
+    """Train, resume and print the row: the largest of the ranks' numbers."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # suppresses the profiler's own lines on stderr
     with tempfile.TemporaryDirectory() as folder:
         parts = [run_on_ranks(work, ranks, ranks, kind, shape, folder, timeout_s=600) for work in (train, resume)]
     most = {name: max(rank[name] for rank in found) for found in parts for name in found[0]}

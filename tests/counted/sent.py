@@ -1,10 +1,10 @@
-"""Bytes that torch.distributed sends, whoever calls it: counted from the messages that pass torch's dispatcher, never from time.
+"""Counts bytes that torch.distributed sends for any caller, from the messages that pass torch's dispatcher, not from times.
 
     with Sent() as sent: step()         sent.bytes["gradients and parameters"]
 
-Every collective of this thread and its backward passes is seen with its tensors and its group, so engines without counters are
-counted like ours. Reductions and gathers count as a ring sends them, which no algorithm undercuts: (N - 1)/N of the whole tensor, twice
-for an all-reduce. A reduce or broadcast, in which only some ranks send, counts as its mean over ranks.
+Every collective of this thread and its backward passes is seen with its tensors and its group, so engines without counters are counted
+too. Reductions and gathers count as a ring sends them, the minimum of all algorithms: (N - 1)/N of the whole tensor, twice for an
+all-reduce. A reduce or broadcast, in which only some ranks send, counts as its mean over ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 STATES, ROWS, NUMBERS = "gradients and parameters", "rows of experts", "numbers"
 
-# collectives by their names in torch's dispatcher: those of c10d, then those of functional collectives
+# names of collectives in torch's dispatcher: of c10d, then of functional collectives
 _ALL_REDUCE = ("allreduce_", "allreduce_coalesced_", "all_reduce", "all_reduce_", "all_reduce_coalesced", "all_reduce_coalesced_")
 _GATHER = (
     *("_allgather_base_", "allgather_", "allgather_coalesced_", "allgather_into_tensor_coalesced_"),
@@ -38,7 +38,9 @@ _SECOND_IS_INPUT = ("_allgather", "allgather", "_reduce_scatter", "reduce_scatte
 
 
 class Sent(TorchDispatchMode):
-    """`bytes`: sent by this rank, by purpose. `calls`: number by (collective, dtype, ranks). `bytes_of`: bytes by the same, STATES only."""
+    """Bytes sent by this rank. `bytes`: by purpose. `calls`: number of calls by (collective, dtype, ranks). `bytes_of`: bytes by the
+    same, only of STATES.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +66,7 @@ class Sent(TorchDispatchMode):
             parts = args[4] if name == "alltoall_base_" else ()  # uneven splits: rows to each rank
             self.bytes[ROWS] += size - size * parts[mine] // max(1, sum(parts)) if parts else sent
         elif dtype in (torch.float64, torch.int64, torch.int32, torch.bool, torch.uint8) or sum(t.numel() for t in given) <= ranks:
-            self.bytes[NUMBERS] += sent  # norms, counts, agreements
+            self.bytes[NUMBERS] += sent  # norms, counts and agreed numbers
         else:
             key = did, str(dtype).removeprefix("torch."), ranks
             self.bytes[STATES] += sent
@@ -98,7 +100,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _group(args: list[Any]) -> tuple[int, int]:
-    """Size of, and this rank's place in, the group among a collective's arguments, which is a torch object or a group's name."""
+    """(size of the group, this rank's index in it), from a collective's arguments: a torch object or a group's name."""
     for value in args:
         if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):  # type: ignore[attr-defined]
             group = dist.ProcessGroup.unbox(value)  # type: ignore[attr-defined]

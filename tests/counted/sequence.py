@@ -1,8 +1,8 @@
-"""Sequence-parallel attention, one layer: bytes sent and kept, counted, against the closed forms (parallel/sequence/kinds/).
+"""Sequence-parallel attention, one layer: counted bytes sent and kept, compared with the closed forms (parallel/sequence/kinds/).
 
 Part of `python -m tests.counted sequence` and `python -m tests.counted sequence --what kept`. Each method runs forward and backward on
-forked ranks: what leaves a rank is counted by its communicator, what is kept between the passes by the tensors that autograd saves. Both
-are exact. The closed forms are then printed for more ranks, where they tell the methods apart.
+forked ranks. Its communicator counts the bytes sent, and autograd's saved tensors are the bytes kept between the passes. Both counts are
+exact. The closed forms are also printed for more ranks, for which the methods differ clearly.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main(*, what: Literal["sent", "kept"] = "sent", nproc: int = 4, json: str | 
 
 
 def measured(nproc: int, what: str) -> list[dict[str, Any]]:
-    """Rows of every method on 2 to nproc ranks, in fp32 and bf16; `what`: sent, by all ranks together, or kept, by one."""
+    """Rows of every method on 2 to nproc ranks, in fp32 and bf16. `what`: "sent" by all ranks together, or "kept" by one rank."""
     rows = []
     for ranks in range(2, nproc + 1):
         for dtype in (torch.float32, torch.bfloat16) if LENGTH % (2 * ranks) == 0 and HEADS % ranks == 0 else ():
@@ -56,7 +56,7 @@ def measured(nproc: int, what: str) -> list[dict[str, Any]]:
 
 
 def on_paper(what: str) -> list[dict[str, Any]]:
-    """The closed forms for a layer of 32 heads, 8 of them for keys, 32,768 tokens in bf16, by rank."""
+    """The closed forms for a layer of 32 query heads, 8 key-value heads and 32,768 tokens in bf16, by number of ranks."""
     of, rows = Attention(1, 32768, 32, 8, 128, itemsize=2), []
     print(f"\n{'32,768 tokens, 32 heads, 8 of keys, bf16':<42}{'MiB a rank ' + what:>22} with 4, 8, 16, 64 ranks")
     for kind, method in SEQUENCES.items():

@@ -1,9 +1,9 @@
-"""Tensor parallelism, one dense layer: bytes of weights, kept and sent, counted, against the closed forms (moe/plan/time/tensor.py).
+"""Tensor parallelism, one dense layer: counted bytes of weights, kept and sent, compared with the closed forms (moe/plan/time/tensor.py).
 
-Part of `python -m tests.counted tensor` and `python -m tests.counted tensor --what kept`. Each form's layer runs forward and backward on
-forked ranks, 4 and 9 of them in two dimensions, 8 in 2.5 and three: what leaves a rank is counted by its communicator, what is kept between
-the passes by the tensors that autograd saves. The closed forms are then printed for more ranks, where they tell the forms apart, and
-docs/pictures/draw.py draws where they cross.
+Part of `python -m tests.counted tensor` and `python -m tests.counted tensor --what kept`. The layer of each form runs forward and
+backward on forked ranks: 4 and 9 in two dimensions, 8 in 2.5 and three. Its communicator counts the bytes sent, and autograd's saved
+tensors are the bytes kept between the passes. The closed forms are also printed for more ranks, for which the forms differ clearly, and
+docs/pictures/draw.py draws their crossings.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ def main(*, what: Literal["sent", "kept"] = "sent", nproc: int = 4, json: str | 
 
 
 def measured(kind: str, ranks: int, precision: str, *, chunks: int = 1) -> list[dict[str, Any]]:
-    """What is sent, by a rank on average, must be its formula exactly, on a line also in as many calls; weights and what is kept, by the
-    fullest, within 5 %. `chunks`: tensor.overlap_chunks."""
+    """Rows of one form. Bytes sent, averaged over ranks, must equal the formula, on a line also the number of calls. Weights and kept
+    bytes of the fullest rank must agree within 5 %. `chunks`: tensor.overlap_chunks.
+    """
     of = DenseLayer(SEQUENCES * LENGTH, WIDTH, HEADS, HEAD_SIZE, KV_HEADS, HIDDEN, itemsize=DTYPES[precision].itemsize)
     form = grid(kind, ranks)
     assert form is not None
@@ -77,6 +78,7 @@ def print_row(row: dict[str, Any]) -> None:
 
 
 def run_of(kind: str, ranks: int, precision: str, *, chunks: int = 1) -> Run:
+    """The recipe of one dense layer with this form of tensor parallelism."""
     values: dict[str, dict[str, Any]] = {
         "model": {
             "num_layers": 1, "d_model": WIDTH, "num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_size": HEAD_SIZE, "d_ff": HIDDEN,
@@ -100,7 +102,7 @@ def _measure(rank: int, kind: str, ranks: int, precision: str, chunks: int) -> d
     x = torch.randn(size).to(DTYPES[precision]).requires_grad_()
     context = Context.of(torch.zeros(size[0], LENGTH, dtype=torch.long))
     parameters = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
-    kept: dict[int, tuple[Tensor, int]] = {}  # the tensors too: storage that is freed would be counted as the next one's
+    kept: dict[int, tuple[Tensor, int]] = {}  # keeps the tensors too, because freed storage would be counted for the next tensor
 
     def note(saved: Tensor) -> Tensor:
         kept[saved.untyped_storage().data_ptr()] = saved, saved.untyped_storage().nbytes()
@@ -109,7 +111,8 @@ def _measure(rank: int, kind: str, ranks: int, precision: str, chunks: int) -> d
     mesh.communicator.reset_counts()
     with torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved):
         out, _ = layer(x, context)
-    held = sum(size for at, (saved, size) in kept.items() if at not in parameters and saved.numel() > LENGTH * HEAD_SIZE)  # less are angles
+    # smaller tensors are rotary angles
+    held = sum(size for at, (saved, size) in kept.items() if at not in parameters and saved.numel() > LENGTH * HEAD_SIZE)
     out.backward(torch.randn_like(out))
     counts = mesh.communicator.counts().values()
     weights = sum(p.numel() for name, p in layer.named_parameters() if "norm" not in name) * DTYPES[precision].itemsize
@@ -117,7 +120,7 @@ def _measure(rank: int, kind: str, ranks: int, precision: str, chunks: int) -> d
 
 
 def on_paper() -> list[dict[str, Any]]:
-    """A layer of GPT-3's width on 4, 8, 16 and 64 ranks, in bf16; a form that has no grid of so many is left out."""
+    """A layer of GPT-3's width on 4, 8, 16 and 64 ranks, in bf16. Leaves out forms without a grid of that size."""
     rows: list[dict[str, Any]] = []
     print(f"\n{'a layer of 12,288, 8,192 tokens, bf16':<38}{'ranks':>6}{'grid':>12}{'weights':>10}{'kept':>10}{'sent':>10}  MiB a rank")
     for ranks in ON_PAPER:

@@ -1,4 +1,4 @@
-"""`moe bench memory`, `comm` and `kinds` at a tiny size: what an engine keeps and sends is what the closed forms say."""
+"""Data-parallel benches at a tiny size: the bytes that an engine keeps and sends equal the closed forms."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_a_resume_holds_no_more_than_training(name: str, monkeypatch: pytest.Mon
 
 
 def _collectives(rank: int) -> list[dict[str, int]]:
-    """What is counted for one collective each, of 60 floats a rank."""
+    """Counted bytes of one call of each collective, with 60 floats on each rank."""
     x, whole, part = torch.ones(60), torch.ones(120), torch.ones(30)
     send, receive = ([10, 50], [10, 20]) if rank == 0 else ([20, 40], [50, 40])
     calls = [

@@ -1,4 +1,4 @@
-"""`python -m tests.counted tensor`: what a layer sends and keeps is its formula; grids that there are."""
+"""`python -m tests.counted tensor`: a layer sends and keeps the bytes of its formula; which grids exist."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.counted.tensor import PAPER, forms_of, measured
     ("kind", "ranks", "chunks"), [("1d", 2, 3), ("sliced", 2, 1), ("sliced", 2, 3), ("2d", 4, 1), ("2.5d", 8, 1), ("3d", 8, 1)]
 )
 def test_a_layer_sends_and_keeps_what_the_formula_says(kind: str, ranks: int, chunks: int) -> None:
-    """To the byte, in 16 bits, where what is summed is wide; in runs in as many times more calls, and nothing more is kept."""
+    """Exact in 16 bits with wide sums. With n chunks there are n times the calls, and no more bytes are kept."""
     for row in measured(kind, ranks, "bf16", chunks=chunks):
         assert row["measured_bytes"] == row["expected_bytes"] and row["passed"], row
 

@@ -2,9 +2,9 @@
 
     2 out in  ->  2 out in / q      bytes of each matrix in 16 bits: ZeRO-Infinity (arXiv 2104.07857), section 5.1.3
 
-A stage-3 engine gathers weights before they are used and frees them again: FSDP a feed-forward layer's weights together, DeepSpeed
+A stage-3 engine gathers weights before use and frees them again. FSDP gathers a feed-forward layer's weights together; DeepSpeed gathers
 each matrix, but all experts' matrices of a layer together. Whole weights are counted at every matrix product, forward and backward, in
-the third step; gathering ahead has not begun then, or is switched off.
+the third step, in which prefetching has not begun or is switched off.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _WIDE = re.compile(r"\.(ffn|experts)\.")
 
 
 class Whole(TorchDispatchMode):
-    """`most`: peak bytes of these parameters that were whole at once while a matrix product ran."""
+    """A mode that counts whole weights. `most`: peak bytes of these parameters that were whole at once during a matrix product."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Whole(TorchDispatchMode):
 
 
 def whole_bytes(parameter: Tensor) -> int:
-    """Bytes of a parameter that is gathered now; 0 if it is not, and the rank holds only its shard."""
+    """Bytes of a parameter that is gathered now; 0 if the rank holds only its shard."""
     if isinstance(parameter, DTensor):
         return 0
     return min(parameter.untyped_storage().nbytes(), parameter.numel() * parameter.element_size())
@@ -71,7 +71,7 @@ def recipe(kind: ShardedKind, ranks: int, tiles: int, *, sparse: bool, precision
 
 
 def measure(rank: int, ranks: int, kind: ShardedKind, sparse: bool, precision: str, folder: str) -> list[dict[str, Any]]:
-    """One row for each number of tiles, on ranks that are running."""
+    """One row for each number of tiles, measured by this rank."""
     rows: list[dict[str, Any]] = []
     for tiles in TILES:
         values = recipe(kind.with_path(folder), ranks, tiles, sparse=sparse, precision=precision)

@@ -29,7 +29,7 @@ LINE = {
 
 @pytest.fixture(scope="module", params=["switch", "gshard", "glam"])
 def finished(request: pytest.FixtureRequest, home: Path) -> tuple[str, Path, dict[str, Any]]:
-    """A preset, and the folder and summary of its run: two ranks, experts on both, two micro-batches a step."""
+    """A preset, and the folder and summary of its run: two ranks with experts on both, two micro-batches a step."""
     run = trained.recipe(
         home,
         model=MODEL,
@@ -55,7 +55,7 @@ def test_kept_and_dropped_are_tokens_times_k_in_every_layer_and_step(finished: t
     assert [
         (line["step"], layer["layer"]) for line in lines for layer in line["moe"] if layer["kept"] + layer["dropped"] != tokens * k
     ] == []
-    assert any(layer["dropped"] for line in lines for layer in line["moe"])  # so that the sum says something
+    assert any(layer["dropped"] for line in lines for layer in line["moe"])  # otherwise the sum would show nothing
     assert all(type(layer[what]) is int for line in lines for layer in line["moe"] for what in ("kept", "dropped"))
 
 
@@ -73,7 +73,7 @@ def test_loads_are_whole_choices_and_sum_to_one(finished: tuple[str, Path, dict[
         for layer in line["moe"]:
             counts = [round(share * choices) for share in layer["load"]]
             assert sum(counts) == choices and len(counts) == 4
-            assert layer["load"] == pytest.approx([c / choices for c in counts], abs=1e-5)  # five decimals are written
+            assert layer["load"] == pytest.approx([c / choices for c in counts], abs=1e-5)  # metrics have five decimals
 
 
 def test_shares_and_sums_agree_with_the_layers(finished: tuple[str, Path, dict[str, Any]]) -> None:
@@ -99,7 +99,7 @@ def test_a_line_and_the_summary_have_every_field(finished: tuple[str, Path, dict
 
 
 def test_the_first_step_is_what_one_process_counts_by_itself(finished: tuple[str, Path, dict[str, Any]], home: Path) -> None:
-    """A forward pass of the whole batch through the whole model, counted from its routing: no step, engine or exchange."""
+    """Counts from the routing of one forward pass of the whole batch through the whole model, without step, engine or exchange."""
     preset, out, _ = finished
     run = check_run(trained.recipe(home, model=MODEL, router={"preset": preset, "capacity_factor": 1.0}), 1)
     model, _ = build(run, Mesh.of(Degrees()), device=torch.device("cpu"))

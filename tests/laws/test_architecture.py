@@ -19,7 +19,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("moe", "parallel")
-LAYERS = {"moe": {"moe", "parallel"}, "parallel": {"parallel"}}  # what of this project each may import; recipes hold no code at all
+LAYERS = {"moe": {"moe", "parallel"}, "parallel": {"parallel"}}  # the packages of this project that each may import; recipes hold no code
 TEXT = {".py", ".md", ".toml", ".yaml", ".yml", ".txt", ".json", ".sh", ".cfg", ""}
 
 READS_THE_ENVIRONMENT = {
@@ -63,14 +63,14 @@ SAYS_EXPERT = {  # in `parallel`, where it is the name of an axis's view, of a f
         "use_data_before_expert_parallel_",
     },
 }
-# What runs before a bad recipe is refused, and at `moe --help`; and before a process sets what torch's libraries read as they load.
+# Modules that run before a bad recipe is refused, for `moe --help`, or before a process sets the variables that torch's libraries read.
 QUICK = ("moe", "moe.cli.main", "moe.checks.together", "moe.recipe.sections", "moe.recipe.load", "moe.launch.start", "moe.launch.launch")
 SLOW = {"torch", "deepspeed", "transformers", "tokenizers", "matplotlib", "tensorboard", "triton"}
 
 
 @dataclass(frozen=True)
 class Import:
-    """`line` of a file imports `target` (dotted, as far as it names a module here); `early`: when the module itself is imported."""
+    """`line` of a file imports `target` (a dotted module name); `early`: when the module itself is imported."""
 
     target: str
     line: int
@@ -109,7 +109,7 @@ def _imports(node: ast.AST, *, early: bool) -> Iterator[Import]:
 
 
 def _module(dotted: str) -> str:
-    """`moe.router.router.Routing` is the module moe.router.router; names from elsewhere stay as they are."""
+    """The module of a dotted name: `moe.router.router.Routing` gives moe.router.router. Names of other packages are unchanged."""
     parts = dotted.split(".")
     if parts[0] not in PACKAGES:
         return dotted
@@ -131,7 +131,7 @@ def python_files(*folders: str) -> list[Path]:
 
 
 def text_files() -> list[Path]:
-    """What the repository holds as text, without asking git: a copy of the tree must pass as well."""
+    """Text files of the repository, found without git, because a copy of the tree must pass too."""
     folders = [*PACKAGES, "recipes", "tests", "docs", ".ci"]
     files = [path for folder in folders for path in sorted((ROOT / folder).rglob("*"))] + sorted(ROOT.iterdir())
     return [path for path in files if path.is_file() and path.suffix in TEXT and "__pycache__" not in path.parts]
@@ -172,14 +172,14 @@ def test_recipes_hold_no_code() -> None:
 
 
 def test_no_import_circles() -> None:
-    """Between files. An import inside a function, or for types alone, counts: it ties two files together all the same."""
+    """Between files. Imports inside a function or for types count too, because they also tie two files together."""
     graph = {name: [i.target for i in imports(path) if i.target in sources()] for name, path in sources().items()}
     check([" <-> ".join(circle) for circle in circles(graph)], "modules that import each other")
 
 
 @pytest.mark.parametrize("folder", sorted({"."} | {path.relative_to(ROOT).parent.as_posix() for path in python_files(*PACKAGES)}))
 def test_no_circles_between_the_parts_of_a_folder(folder: str) -> None:
-    """The files and folders that stand in one folder, each folder with all that is below it: their imports form no circle."""
+    """The files and folders of one folder, each folder with everything below it: their imports form no circle."""
     prefix = () if folder == "." else tuple(folder.split("/"))
     graph: dict[str, set[str]] = {}
     for path in sources().values():
@@ -196,7 +196,7 @@ def test_no_circles_between_the_parts_of_a_folder(folder: str) -> None:
 
 @pytest.mark.parametrize("room", ["data", "experts", "kernels", "model", "nn", "report", "router"])
 def test_a_whole_recipe_stays_outside_of(room: str) -> None:
-    """These get an axis, a number or their own section: what they depend on is what they are given."""
+    """These packages get an axis, a number or their own section, so their arguments show their dependencies."""
     wrong = [
         where(path, node.lineno)
         for path in python_files(f"moe/{room}")

@@ -1,6 +1,6 @@
-"""Bad input is one line that names what is wrong and how to mend it, exit code 2, in under a second, before torch loads.
+"""Bad input gives one line that names the mistake and the fix, exit code 2, in under a second, before torch loads.
 
-All cases run in one process without torch, each timed; a few again as a user would, each in a process of its own.
+All cases run in one process without torch, each timed. A few run again as a user would run them, each in its own process.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ CASES: list[tuple[str, str, str]] = [
     ("train switch_t5_tiny --model.vocab_size 260", "model.vocab_size: got 260, needed at least 270", "set model.vocab_size to null"),
     ("train switch_t5_tiny --model.max_length 2", "model.max_length: got 2, needed at least 3", "set it to 3"),
     ("train switch_t5_tiny --model.kind decoder", "data.objective: got span_corruption with model.kind=decoder", "encoder_decoder"),
-    # what another system, or this one, has in the place of a recipe or a run
+    # names that other systems, or older versions, use for a recipe or a run
     (
         "train hf:model",
         "recipe: got hf:model, a model of transformers",
@@ -452,7 +452,7 @@ CASES: list[tuple[str, str, str]] = [
         "router.preset to switch",
     ),
     (T + "--router.preset gshard --router.num_choices 3", "router.second: got random with 3 choices, needed", "router.second to always"),
-    # routers: what would not work, or would be wrong in silence
+    # routers: settings that would fail, or be silently wrong
     (
         T + "--router.gates before_drop",
         "router.gates: got before_drop with one choice, needed as_is: a gate that sums to 1 is always 1",
@@ -527,7 +527,7 @@ CASES: list[tuple[str, str, str]] = [
     ),
     (
         T + "--router.preset expert_choice --router.balance_weight 0",
-        "router.allow_noncausal: got false with select expert_choice, needed true: an expert chooses its tokens among those of the whole",
+        "router.allow_noncausal: got false with select expert_choice, needed true: an expert chooses its tokens from the whole",
         "router.select to top_k",
     ),
     (
@@ -554,7 +554,7 @@ CASES: list[tuple[str, str, str]] = [
     ),
     (T + "--nproc 4 --degrees.etp 2 --degrees.ep 4", "degrees.ep * degrees.etp: got 8, needed a divisor of dp * sp * tp = 4", "[1, 2]"),
     (T + "--degrees.etp 0", "degrees.etp: got 0", "set degrees.etp to 1"),
-    # how rows travel
+    # dispatchers
     (T + "--dispatch.kind alltoall", "dispatch.kind: got 'alltoall', needed auto, all_to_all", "did you mean all_to_all?"),
     (
         T + "--nproc 2 --dispatch.kind padded --dispatch.overlap_chunks 2",
@@ -654,7 +654,7 @@ def test_bad_input_is_one_line_that_names_the_fault_and_the_fix(results, words: 
 
 
 def test_no_line_lists_more_than_five_names(results) -> None:
-    """Numbers may be more: each of them is a fix."""
+    """There may be more numbers, because each of them is a fix."""
     long = re.compile(r"(?:[a-z][\w./*+-]*, ){5,}[a-z]")
     assert [err for _, _, err, _ in results.values() if long.search(err)] == []
 
@@ -675,7 +675,7 @@ def torch_takes(folder: Path) -> float:
     "words", ["trian switch_tiny", T + "--nproc 4 --degrees.ep 3", T + "--data.source text --data.path no_such.txt", "show twice.yaml"]
 )
 def test_the_line_comes_before_torch_could_be_imported(folder: Path, torch_takes: float, words: str) -> None:
-    """About half of torch's import, which the same machine measures in the same minute: 0.1 to 0.9 s against 2.0 s when it is quiet."""
+    """The limit is about half of torch's import time, measured on the same machine in the same minute: 0.1 to 0.9 s against 2.0 s."""
     used, got = processor_seconds(["-m", "moe", *words.split()], folder)
     assert got.returncode == 2 and len(got.stderr.splitlines()) == 1
     assert used < 0.75 * torch_takes
@@ -702,7 +702,7 @@ def test_a_continuous_pipeline_takes_zero_of_stage_0_which_is_ddp(stage: str) ->
 
 
 def test_a_disk_without_libaio_is_refused_only_where_it_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The line names the command that installs it. The recipe itself is right on any machine. (The machine that tests may have libaio.)"""
+    """The line names the command that installs it. The recipe itself is valid on any machine. (The test machine may have libaio.)"""
     monkeypatch.setattr("moe.checks.sharding.missing_for_nvme", lambda: ["libaio-dev"])
     disk = {"sharding.kind": "zero", "sharding.stage": "3", "sharding.offload.optimizer": "nvme", "sharding.offload.path": str(tmp_path)}
     run = check_run(load("switch_tiny", disk)[0], 2)
@@ -715,7 +715,7 @@ def test_a_disk_without_libaio_is_refused_only_where_it_is_trained(tmp_path: Pat
 
 def test_a_folder_that_cannot_be_read_is_not_called_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.txt").write_text("text")
-    monkeypatch.setattr(os, "access", lambda path, mode: False)  # as for anybody but root
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # as for a user other than root
     with pytest.raises(BadInput, match=f"data.path: got {tmp_path}: Permission denied, .*; fix: chmod -R u.rX {tmp_path}"):
         check_run(load("switch_tiny", {"data.path": str(tmp_path)})[0], 1)
 

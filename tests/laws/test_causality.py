@@ -1,6 +1,6 @@
-"""Nothing that happens to a token may depend on a later one: shown for every router, and the ones that break it are shown to, and refused.
+"""No output of a token may depend on a later token. Tested for every router; routers that break this law are detected and refused.
 
-One token of the first sequence is changed; the first output that changes is looked for, in training and in evaluation.
+One token of the first sequence is changed, and the first output that changes is found, in training and in evaluation.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ GROUPS: dict[str, Any] = {"num_choices": 3, "expert_groups": 3, "top_groups": 2}
 SMALL: dict[str, Any] = {name: {"num_choices": 3} for name in ("olmoe", "qwen3_moe")} | dict.fromkeys(
     ("deepseek_v2", "deepseek_v3"), GROUPS
 )
-# what a preset does, dropless and tight, and each choice of a spec that has to do with other tokens
+# presets, dropless and with little capacity, and each choice of a spec that involves other tokens
 ROUTERS: dict[str, dict[str, Any]] = {
     **{name: {"preset": name} | SMALL.get(name, {}) for name in PRESETS},
     **{f"{name}, tight": {"preset": name} | SMALL.get(name, {}) | TIGHT for name in PRESETS if name != "expert_choice"},
@@ -43,10 +43,12 @@ EVERY = pytest.mark.parametrize("name", ROUTERS)
 
 
 def early_changes(options: dict[str, Any], *, training: bool) -> int:
-    """Outputs of earlier tokens that change with a later one, counted over many changes; other sequences never change (group: sequence)."""
+    """Number of outputs of earlier tokens that change with a later one, over many changes. Other sequences never change (group:
+    sequence).
+    """
     layer = layer_of(**{"group": "sequence"} | options).train(training)
     x, early = 2 * random(B, L, D), 0
-    x[..., 0] = 2.0  # what all tokens share: it makes two experts popular, so that their slots are fought for
+    x[..., 0] = 2.0  # a component that all tokens share makes two experts popular, so that tokens compete for their slots
     layer.router.weight.data[:2, 0] += torch.tensor([2.0, 1.5])
     before_BL = ids()
     y = layer(x, context(seed=3, tokens=before_BL))[0]
@@ -70,13 +72,13 @@ def test_a_causal_router_sees_no_later_token_and_another_is_seen_to(name: str) -
 
 @EVERY
 def test_what_looks_ahead_is_refused_unless_the_recipe_knows(name: str) -> None:
-    """All but GShard's queue, which looks ahead through second choices alone and which GShard and GLaM were trained with."""
+    """All except GShard's queue, which depends on later tokens through second choices only, and with which GShard and GLaM were trained."""
     spec = Router(**ROUTERS[name])
     check_causal(spec, allowed=True)
     if looks_ahead(spec) is None or only_second_choices_look_ahead(spec):
         check_causal(spec, allowed=False)
         return
-    with pytest.raises(BadInput, match="needed true: .* so the model would train on what it cannot know") as refused:
+    with pytest.raises(BadInput, match="needed true: .* so the model would train on tokens that it cannot see") as refused:
         check_causal(spec, allowed=False)
     assert str(looks_ahead(spec)) in str(refused.value)
 
@@ -119,7 +121,7 @@ def test_a_run_is_refused_and_allowed_by_its_key() -> None:
 
 
 def test_causality_does_not_depend_on_torchs_generator() -> None:
-    """The routers above draw keyed noise: a run of the test is the same twice."""
+    """The routers above draw keyed noise, so two runs of the test are equal."""
     torch.manual_seed(0)
     a = early_changes(ROUTERS["by lot"], training=True)
     torch.manual_seed(1)

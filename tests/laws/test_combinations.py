@@ -1,4 +1,4 @@
-"""docs/parallel/combinations.md is what the code that checks recipes says of every pair, and says what is known of some from elsewhere."""
+"""docs/parallel/combinations.md is the output of the code that checks recipes, and repeats known facts about other systems."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def status(one: str, a: str, other: str, b: str) -> str:
 
 @pytest.mark.parametrize("schedule", FACTORS["schedule"][1:])
 def test_engines_that_scatter_are_not_recommended_beside_stages(schedule: str) -> None:
-    """Weight gradients that are put off come after FSDP's sums; pipelines that never drain have no one update for all stages."""
+    """Deferred weight gradients come after FSDP's sums; continuous pipelines have no single update for all stages."""
     split, streams = (
         schedule in ("zb_h1", "zb_h2", "zb_v", "v_half", "v_min", "dualpipe_v", "dualpipe"),
         schedule in ("pipedream", "two_bw"),

@@ -1,5 +1,5 @@
-"""Laws of the pages: recipes.md has every key with its default; keys, commands, flags and files that are named exist; counts are those of
-the code; the README's Python runs. Links are checked in test_architecture.py.
+"""Laws of the docs: recipes.md has every key with its default; named keys, commands, flags and files exist; counts equal the code's;
+the README's Python runs. tests/laws/test_architecture.py checks links.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def test_recipes_page_has_every_key_with_its_default() -> None:
 
 
 def test_errors_by_table_are_those_that_the_planner_has() -> None:
-    """A page may say the range over published tables, as `3.0 to 58.4 % ... by table`: it is that of the JSON, for time or for memory."""
+    """A range over published tables on a page, such as `3.0 to 58.4 % ... by table`, equals the range in the JSON, for time or for
+    memory.
+    """
     rows = json.loads((ROOT / "docs/benchmarks/planner-tables.json").read_text(encoding="utf-8"))["rows"]
     time, memory = [row["time"]["mean"] for row in rows if row["time"]], [row["memory_error_median"] for row in rows if row["memory_rows"]]
     true = {tuple(f"{100 * end:.1f}" for end in (min(of), max(of))) for of in (time, memory)}
@@ -80,7 +82,7 @@ def in_backticks(page: Path) -> list[str]:
 
 
 def commands(page: Path) -> Iterator[tuple[str, str]]:
-    """(verb, the words after it) of each `moe VERB ...` in a block or a sentence, but for commands that are shown to end in an error."""
+    """(verb, the words after it) of each `moe VERB ...` in a block or a sentence, except commands shown to end in an error."""
     lines = [text for text in in_backticks(page) if text != OURS_ON_CPU.name]
     for language, block in FENCE.findall(page.read_text(encoding="utf-8")):
         if language != "python":
@@ -101,7 +103,7 @@ def test_keys_that_a_page_names_exist(page: Path) -> None:
 
 @OF_TODAY
 def test_commands_that_a_page_names_exist(page: Path) -> None:
-    """Every verb, every flag of it, every measurement with its flags, every kind of faults, every recipe's key as a flag."""
+    """Every verb with its flags, every measurement with its flags, every kind of faults, every recipe key as a flag."""
     keys, wrong = known_keys(), []
     for verb, words in commands(page):
         if verb not in VERBS:
@@ -141,7 +143,7 @@ def test_measurements_of_the_tests_that_a_page_names_exist(page: Path) -> None:
 
 @OF_TODAY
 def test_tests_that_a_page_names_exist(page: Path) -> None:
-    """Named without a folder; those with one are files as any other."""
+    """Tests named without a folder; tests with a folder are checked as files."""
     there = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
     assert sorted({name for text in in_backticks(page) for name in re.findall(r"(?<![\w/])test_\w+\.py", text)} - there) == []
 
@@ -161,7 +163,7 @@ def test_counts_that_a_page_claims_are_those_of_the_code(page: Path) -> None:
 
 
 def test_the_architecture_page_names_every_file_in_its_folder() -> None:
-    """A folder's part of the tree runs to the next folder's line; a bench is found by its own file, so its folder is enough."""
+    """A folder's part of the tree ends at the next folder's line. Benches are named after their commands, so their folder is enough."""
     tree = (ROOT / "docs/inside/architecture.md").read_text(encoding="utf-8").partition("## The tree")[2].partition("\n## ")[0]
     parts = dict(re.findall(r"^([\w/]+)/ +(.*?)(?=^\S|\Z)", tree, flags=re.M | re.S))
     files = [path.relative_to(ROOT) for package in ("moe", "parallel") for path in (ROOT / package).rglob("*.py")]
@@ -184,7 +186,7 @@ def test_python_on_a_page_is_python(page: Path) -> None:
 
 @pytest.mark.parametrize("number", range(len(README_BLOCKS)))
 def test_python_of_the_readme_runs(number: int, tmp_path: Path) -> None:
-    """As a process of its own in an empty folder."""
+    """Runs in its own process in an empty folder."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     ran = subprocess.run(
         [sys.executable, "-c", README_BLOCKS[number]], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
@@ -202,7 +204,7 @@ def test_every_picture_has_a_function_that_draws_it_and_a_page_that_shows_it() -
 
 
 def test_the_picture_of_schedules_says_what_the_command_prints(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Title by title: sizes, time, bubble; and its legend covers no axes."""
+    """Each title has the sizes, time and bubble, and the legend covers no axes."""
     monkeypatch.syspath_prepend(str(ROOT / "docs/pictures"))
     figure = importlib.import_module("draw").pipelines().figure
     titles = [axes.get_title(loc="left") for axes in figure.axes]
@@ -217,7 +219,7 @@ def test_the_picture_of_schedules_says_what_the_command_prints(monkeypatch: pyte
 
 
 def test_the_pages_are_a_site_in_which_no_link_leads_nowhere(tmp_path: Path) -> None:
-    """As `make docs` builds it: every warning is an error. It alone would notice a docstring or a page that Sphinx cannot read."""
+    """As `make docs` builds it, with every warning as an error. Only this test notices docstrings and pages that Sphinx cannot read."""
     pytest.importorskip("sphinx", reason="the extra `docs` is not installed")
     words = ["-q", "-W", "--keep-going", "-b", "html", "-c", "docs/site", "docs", str(tmp_path)]
     done = subprocess.run([sys.executable, "-m", "sphinx", *words], cwd=ROOT, capture_output=True, text=True, timeout=300)

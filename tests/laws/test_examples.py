@@ -1,4 +1,4 @@
-"""The scripts of docs/use/python.md do what the page says, each as it stands but for a smaller model and fewer steps."""
+"""The scripts of docs/use/python.md do what the page says. They run unchanged, with a smaller model and fewer steps."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ def test_a_script_of_the_page_runs(script: str, home: Path, tmp_path: Path, monk
 
 
 def test_a_script_ends_as_a_run_does(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a user can mend is one line and exit code 2, what a callback raises one line and 1, and 0 is the end of a run."""
+    """An error that the user can fix is one line and exit code 2; an error of a callback is one line and exit code 1; a finished run
+    exits with 0.
+    """
     monkeypatch.chdir(tmp_path)
 
     class Boom(moe.Callback):
@@ -45,8 +47,8 @@ def test_a_script_ends_as_a_run_does(home: Path, tmp_path: Path, monkeypatch: py
 
     run, _ = small("switch_tiny", {"data.path": str(home / "text.txt")})
 
-    def work(rank: int) -> list[tuple[Any, list[str]]]:  # in a process of its own, which ends without its signals
-        monkeypatch.setattr(process, "stop", lambda: None)  # the group is the test's
+    def work(rank: int) -> list[tuple[Any, list[str]]]:  # in its own process, so that signals do not matter
+        monkeypatch.setattr(process, "stop", lambda: None)  # the process group belongs to the test
         found = []
         for callbacks in ([3], [Boom()], []):
             with contextlib.redirect_stderr(io.StringIO()) as said, pytest.raises(SystemExit) as ended:

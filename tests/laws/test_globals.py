@@ -1,10 +1,11 @@
-"""No function changes a module's names, read from the syntax trees: what a run counts, keeps or decides belongs to an object of that run.
+"""No function changes a module's names, checked in the syntax trees: counters, caches and decisions of a run belong to an object of that
+run.
 
     global NAME      NAME = ...  NAME[...] = ...  NAME.x = ...  NAME.append(...)  setattr(NAME, ...)      @cache def f(...)
     of the module itself, of a class in it, or of a module or class it imports (os.environ, deepspeed's)
 
-What is truly one for the whole process is listed with its reason: first names, then caches, then settings that are made by a call. An
-entry that nothing needs any more fails too.
+Exceptions that exist once in a process are listed with their reasons: first names, then caches, then settings made by a call. An entry
+that is no longer needed fails too.
 """
 
 from __future__ import annotations
@@ -119,14 +120,14 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 
 def changed(module: ast.Module) -> Iterator[tuple[int, str]]:
-    """(line, what) of each change that a function makes to a name of its module or to what it imported."""
+    """(line, description) of each change that a function makes to a name of its module or to an imported name."""
     of_module = _bound(module.body, classes=True) | _imported(module)
     for node in module.body:
         yield from _in(node, of_module)
 
 
 def _in(node: ast.AST, outer: set[str]) -> Iterator[tuple[int, str]]:
-    """`outer`: names that are not the function's own."""
+    """Changes in a function. `outer`: names that are not the function's own."""
     for child in ast.walk(node) if not isinstance(node, FUNCTIONS) else [node]:
         if not isinstance(child, FUNCTIONS):
             continue
@@ -148,7 +149,7 @@ def _in(node: ast.AST, outer: set[str]) -> Iterator[tuple[int, str]]:
 
 
 def _own(body: list[ast.stmt] | list[ast.expr] | list[ast.AST]) -> Iterator[Any]:
-    """Everything below but what stands inside inner functions, whose own node still comes."""
+    """Every node of a function's body, without the bodies of inner functions (their own nodes are included)."""
     for node in body:
         yield node
         if not isinstance(node, FUNCTIONS):
@@ -166,7 +167,7 @@ def _imported(*nodes: ast.AST) -> set[str]:
 
 
 def _targets(node: ast.AST) -> list[ast.expr]:
-    """What a node changes."""
+    """The expressions that a node changes."""
     if isinstance(node, ast.Assign | ast.Delete):
         return [t for target in node.targets for t in (target.elts if isinstance(target, ast.Tuple | ast.List) else [target])]
     if isinstance(node, ast.AugAssign | ast.AnnAssign):
@@ -185,20 +186,20 @@ def _root(node: ast.expr) -> str | None:
 
 
 def _short(node: ast.expr) -> str:
-    """The name, with the one attribute of it that is changed: `os.environ` for os.environ["RANK"]."""
+    """The name with the attribute that is changed: `os.environ` for os.environ["RANK"]."""
     while isinstance(node, ast.Subscript) or (isinstance(node, ast.Attribute) and not isinstance(node.value, ast.Name)):
         node = node.value
     return ast.unparse(node)
 
 
 def compare(found: dict[str, int], listed: dict[str, str], rule: str) -> None:
-    """`found`: where each thing is, by the text that the list has for it."""
+    """Fail unless `found` (text of the list -> line) and `listed` have the same entries."""
     wrong = [f"{what} (line {line})" for what, line in found.items() if what not in listed]
     check(wrong + [f"{what}: listed, and not there" for what in listed if what not in found], rule)
 
 
 def _setting(function: ast.expr) -> str:
-    """`signal.signal`; of what is called on the result of a call, its last name: `.mallopt`."""
+    """`signal.signal`; for a call on the result of a call, its last name: `.mallopt`."""
     return ast.unparse(function) if _root(function) else f".{function.attr}" if isinstance(function, ast.Attribute) else ""
 
 

@@ -1,7 +1,7 @@
-"""A run that is killed and started again is the run that was never killed: the same losses, weights and samples, bit by bit.
+"""A run that is killed and started again equals the run that was never killed: the same losses, weights and samples, bit by bit.
 
-SIGKILL comes at random moments of random steps, and at every kind of place inside a save: before its first byte, in half a
-shard, between files, before and after the rename, while older checkpoints go, in half a line of the metrics.
+SIGKILL comes at random moments of random steps, and at every kind of point inside a save: before its first byte, within a shard, between
+files, before and after the rename, while older checkpoints are removed, within a line of the metrics.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Place = Callable[[Callable[[], None], Callable[[], bool]], None]  # patches this
 
 @pytest.fixture(scope="module")
 def unkilled(home: Path) -> Callable[[str], tuple[Run, Path]]:
-    """The recipe of a layout, and its run that nothing disturbs."""
+    """The recipe of a layout, and its undisturbed run."""
     made: dict[str, tuple[Run, Path]] = {}
 
     def get(kind: str) -> tuple[Run, Path]:
@@ -46,7 +46,7 @@ def unkilled(home: Path) -> Callable[[str], tuple[Run, Path]]:
     return get
 
 
-# --- where it dies ------------------------------------------------------------------------------------------------------
+# --- points of death --------------------------------------------------------------------------------------------------------
 
 
 def before_the_first_byte(die: Callable[[], None], armed: Callable[[], bool]) -> None:
@@ -116,7 +116,7 @@ def while_older_ones_go(die: Callable[[], None], armed: Callable[[], bool]) -> N
 
 
 def in_half_a_line(die: Callable[[], None], armed: Callable[[], bool]) -> None:
-    """The "saved" line that follows a save."""
+    """Within the "saved" line that follows a save."""
 
     def half(real: Any, records: metrics.Records, line: Any) -> None:
         if armed() and line.get("event") == "saved" and records._file is not None:
@@ -138,7 +138,7 @@ def _replace(owner: Any, name: str, new: Callable[..., Any]) -> None:
 
 
 def in_save(place: Place, *, step: int, rank: int) -> Callable[[int, Callable[[], None]], None]:
-    """Prepare a rank to die at that place of the save of that step."""
+    """Prepare a rank to die at that point of the save of that step."""
 
     def prepare(this: int, die: Callable[[], None]) -> None:
         if this != rank:
@@ -156,7 +156,7 @@ def in_save(place: Place, *, step: int, rank: int) -> Callable[[int, Callable[[]
 
 
 def somewhere(seed: int) -> Callable[[int, Callable[[], None]], None]:
-    """Some moment of some step, on one rank or on both: a timer is no part of the program's own order."""
+    """Die at a random moment of a step, on one rank or on both. A timer is independent of the program's own order."""
     draw = random.Random(seed)
     step, ranks = draw.randrange(1, STEPS - 3), draw.choice(([0], [1], [0, 1]))
     delays_s = [draw.uniform(0, 0.05) for _ in range(2)]
@@ -172,7 +172,7 @@ def somewhere(seed: int) -> Callable[[int, Callable[[], None]], None]:
 
 
 def live(run: Run, out: Path, life: int, death: Callable[[int, Callable[[], None]], None] | None = None) -> None:
-    """One life of a run on two ranks: to its end, or to the death that is prepared for it."""
+    """Start the run on two ranks, until its end or the death that is prepared for it."""
     killed = out.parent / f"killed-{life}"
 
     def before(rank: int) -> None:
@@ -195,7 +195,7 @@ def live(run: Run, out: Path, life: int, death: Callable[[int, Callable[[], None
 
 def assert_same_run(run: Run, out: Path, reference: Path) -> None:
     assert trained.losses(out) == trained.losses(reference)
-    assert [step for step, _ in trained.losses(out)] == list(range(1, STEPS + 1))  # none missing, none twice
+    assert [step for step, _ in trained.losses(out)] == list(range(1, STEPS + 1))  # each step once
     assert [(line["step"], line["validation_loss"]) for line in trained.lines(out, "eval")] == [
         (line["step"], line["validation_loss"]) for line in trained.lines(reference, "eval")
     ]
@@ -206,7 +206,7 @@ def assert_same_run(run: Run, out: Path, reference: Path) -> None:
     for life in trained.draws(out.parent, ranks=2):
         assert list(life) == list(range(min(life), max(life) + 1)) if life else True
         consumed |= life
-    # the steps that count are those of the last life that took them; together they are the order itself
+    # a step counts as drawn in the last start that took it; together they are the recipe's order
     assert [consumed[step] for step in range(STEPS)] == trained.order(run, STEPS)
 
 
@@ -232,7 +232,7 @@ KILLS = {
 def test_a_killed_run_started_again_is_the_unkilled_run(kill: str, unkilled: Callable[[str], tuple[Run, Path]], tmp_path: Path) -> None:
     kind, death = KILLS[kill]
     run, reference = unkilled(kind)
-    if kill.startswith("async"):  # written beside steps, and still the run that was never killed
+    if kill.startswith("async"):  # written while steps run, and the results are still equal
         run = run.model_copy(update={"train": run.train.model_copy(update={"save_mode": "async"})})
     live(run, tmp_path / "run", 0, death)
     live(run, tmp_path / "run", 1)
@@ -240,7 +240,7 @@ def test_a_killed_run_started_again_is_the_unkilled_run(kill: str, unkilled: Cal
 
 
 def test_killed_over_and_over(unkilled: Callable[[str], tuple[Run, Path]], tmp_path: Path) -> None:
-    """Seven kills of one run, each in the life after the last: between the files of a save, in a resume, after the last save."""
+    """Seven kills of one run, one in each start: between the files of a save, in a resume, after the last save."""
     run, reference = unkilled("ddp")
     out = tmp_path / "run"
 

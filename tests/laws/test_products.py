@@ -112,7 +112,7 @@ def with_it(run: Run) -> Run:
 
 
 def test_all_kernels_and_kfac_compute_it() -> None:
-    """The same as each expert's rows through the twin's products; K-FAC sees the rows that enter each."""
+    """Equals each expert's rows through the twin's products; K-FAC sees the rows that enter each."""
     counts, generator = [3, 0, 5], torch.Generator().manual_seed(1)
     x, expert_TK = torch.randn(8, 6, generator=generator), torch.tensor([[0]] * 3 + [[2]] * 5)
     found = []

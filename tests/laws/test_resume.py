@@ -1,6 +1,6 @@
-"""A run goes on where it stopped: on the same layout bit by bit, on another one to rounding, and never with another model.
+"""A run continues where it stopped: on the same layout bit by bit, on another layout up to rounding, and never with another model.
 
-A signal to any one rank stops all of them at the same step, after they have saved.
+A signal to any one rank stops all ranks at the same step, after they have saved.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from parallel.store.saver import Saver
 from parallel.store.stored import Reader
 from tests.support import trained
 
-STEPS, AT = 9, 4  # AT: where a run is left; no multiple of save_every
+STEPS, AT = 9, 4  # AT: step at which a run is interrupted; not a multiple of save_every
 
 HOST = {"kind": "zero", "offload": {"optimizer": "cpu"}}
-Layout = tuple[int, dict[str, dict[str, Any]]]  # ranks, and what the recipe says about them
+Layout = tuple[int, dict[str, dict[str, Any]]]  # number of ranks, and the recipe's values
 LAYOUTS: dict[str, Layout] = {
     "dp 1": (1, {"degrees": {"ep": 1}}),
     "dp 2 ep 1": (2, {"degrees": {"ep": 1}}),
@@ -48,7 +48,7 @@ LAYOUTS: dict[str, Layout] = {
     ),
 }
 
-# what one run goes through, two steps on each (a signal ends a life after its second step at the earliest)
+# layouts that one run passes through, two steps on each (a signal ends a start after its second step at the earliest)
 THROUGH_GRIDS: tuple[Layout, ...] = (
     (8, {"degrees": {"tp": 8, "ep": 2}, "tensor": {"kind": "2.5d"}}),
     (3, {"degrees": {"ep": 1}}),
@@ -78,7 +78,7 @@ def go(run: Run, out: Path, layout: str = "dp 1", **options: Any) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def left(home: Path) -> Callable[[str], tuple[Path, Path]]:
-    """For a layout: a run to the end, and the folder of one that was left at step AT."""
+    """For a layout: the folder of a complete run, and the folder of a run interrupted at step AT."""
     made: dict[str, tuple[Path, Path]] = {}
 
     def get(layout: str) -> tuple[Path, Path]:
@@ -93,7 +93,7 @@ def left(home: Path) -> Callable[[str], tuple[Path, Path]]:
 
 
 def save_what_was_loaded(again: Path) -> None:
-    """In a process that will train: what it starts from becomes a checkpoint of another folder first."""
+    """In a process that will train: save the loaded state as a checkpoint of another folder first."""
     loop = trainer._loop
 
     def hooked(job: trainer.Job, asked: Callable[[], bool]) -> None:
@@ -114,8 +114,9 @@ def copied(folder: Path, to: Path) -> Path:
 # --- layouts ------------------------------------------------------------------------------------------------------------
 
 
-# Each layout is left once at least and taken up once at least, and neighbours differ in one thing where that is all there is to see. A
-# checkpoint holds the same tensors by the same names whoever saved it (tests/parallel/data/test_engines.py), so pairs are not all needed.
+# Each layout is a source and a target at least once, and neighbours differ in one thing if possible. A checkpoint holds the same tensors
+# with
+# the same names for every layout (tests/parallel/data/test_engines.py), so not all pairs are needed.
 @pytest.mark.parametrize(
     ("source", "target"),
     [
@@ -153,7 +154,9 @@ def test_another_layout_goes_on_with_the_same_state_and_losses(
 
 
 def test_a_run_goes_from_grids_to_rings_and_back(home: Path, tmp_path: Path) -> None:
-    """Batches of 24, which every layout can share out. Weights and moments arrive bit by bit; losses are those of one process, unbroken."""
+    """Batches of 24, which every layout can divide. Weights and moments arrive bit by bit; losses equal those of one uninterrupted
+    process.
+    """
     whole, out, steps = tmp_path / "whole", tmp_path / "run", 2 * len(THROUGH_GRIDS)
     train = {"steps": steps, "global_batch": 24, "eval_sequences": 24, "save_every": steps}
     trained.train(trained.recipe(home, train=train), whole)
@@ -190,7 +193,7 @@ def test_three_resumes_on_three_layouts(home: Path, left: Callable[[str], tuple[
         assert trained.checkpoints(out)[-1] == (until or STEPS)
     trained.close(out, whole, rel=1e-5)
     assert [event for event in trained.events(out) if event[0] == "resumed"] == [("resumed", 2), ("resumed", 4), ("resumed", 7)]
-    # each step's windows once, in the order that the recipe's seed gives, whoever drew them
+    # each step's windows once, in the order of the recipe's seed, on any rank
     expected = trained.order(recipe(home), STEPS)
     found: list[int] = []
     for life, (layout, _) in enumerate(lives):
@@ -200,7 +203,9 @@ def test_three_resumes_on_three_layouts(home: Path, left: Callable[[str], tuple[
 
 
 def test_steps_without_a_drain_stop_and_go_on_where_they_drain(home: Path, tmp_path: Path) -> None:
-    """2BW drains every 2 steps and where it saves (3, 6, 9): a signal in step 5 stops after it, and the rest is the unbroken run's."""
+    """2BW drains every 2 steps and when it saves (3, 6, 9). A signal in step 5 stops after step 6, and the rest equals the uninterrupted
+    run.
+    """
     changed = {
         "degrees": {"pp": 2},
         "pipeline": {"schedule": "two_bw", "microbatches": 2, "drain_every": 2},
@@ -270,7 +275,7 @@ def test_fresh_sets_the_old_checkpoints_aside_and_starts_over(home: Path, left: 
     assert stopped == trained.STOPPED
     assert trained.files(out / "checkpoints.before-1") == trained.files(part / "checkpoints")
     assert {"step-6", "step-9"} == {path.name for path in (out / "checkpoints.before-2").iterdir()}
-    # nobody may take the old run's summary for the new one's
+    # the old run's summary must not be taken for the new one's
     assert not (out / metrics.SUMMARY).exists() and (out / metrics.PREVIOUS_SUMMARY).read_bytes() == summary
 
 
@@ -279,14 +284,15 @@ def test_a_finished_run_started_again_keeps_its_summary(
 ) -> None:
     whole, _ = left("dp 1")
     out = copied(whole, tmp_path / "run")
-    shutil.copytree(out / "checkpoints/step-9", out / "checkpoints/step-3")  # one too many, as after a kill: nothing is trained, it stays
+    # one too many, as after a kill: nothing is trained, so it stays
+    shutil.copytree(out / "checkpoints/step-9", out / "checkpoints/step-3")
     before = trained.files(out / "checkpoints") | {"summary": (out / "summary.json").read_text()}
     summary = trainer.train(recipe(home), out=out, world=World(), display=True)
     assert summary == metrics.read_summary(whole)
     assert before == trained.files(out / "checkpoints") | {"summary": (out / "summary.json").read_text()}
     assert trained.losses(out) == trained.losses(whole)
     assert f"train.steps {STEPS} was reached before" in capsys.readouterr().out
-    (summary,) = go(recipe(home, changed={"train": {"steps": STEPS + 2}}), out)  # asked for more steps, it goes on
+    (summary,) = go(recipe(home, changed={"train": {"steps": STEPS + 2}}), out)  # with more steps, it continues
     assert summary["steps"] == STEPS + 2 and [s for s, _ in trained.losses(out)] == list(range(1, STEPS + 3))
 
 
@@ -366,7 +372,7 @@ def test_what_moves_the_order_of_samples_is_said_in_one_line(
 def test_another_function_of_the_same_weights_is_refused_by_its_keys_and_allowed_by_name(
     changed: dict[str, dict[str, Any]], said: str, home: Path, left: Callable[[str], tuple[Path, Path]], tmp_path: Path
 ) -> None:
-    """Shapes agree, so the weights would load: only what each key says (moe/recipe/changes.py) can tell."""
+    """Shapes agree, so the weights would load. Only a key's statement (moe/recipe/changes.py) detects the change."""
     _, part = left("dp 1")
     out, run = copied(part, tmp_path / "run"), recipe(home, changed=changed)
     keys = [f"{section}.{key}" for section, fields in changed.items() for key in fields]
@@ -400,7 +406,7 @@ def test_every_other_changed_value_is_said_and_recorded(
 
 
 def test_other_text_keeps_the_checkpoints_tokenizer(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A tokenizer learned anew from other text gives the model's tokens other meanings; its losses would still look like numbers."""
+    """A tokenizer trained again on other text gives token ids other meanings, and its losses would still look plausible."""
     text = tmp_path / "text.txt"
     text.write_text(trained.words(3000, seed=0))
     run = recipe(home, changed={"data": {"path": str(text), "tokenizer": "bpe", "vocab_size": 300, "validation_share": 0.2}})
@@ -408,7 +414,7 @@ def test_other_text_keeps_the_checkpoints_tokenizer(home: Path, tmp_path: Path, 
     assert go(run, out, before=trained.stop_at(AT - 1)) == [trained.STOPPED]
     before = Reader(out / f"checkpoints/step-{AT}").state
     text.write_text(trained.words(3000, seed=1) + "one sentence more")
-    for told in ([["the training text is not the one this run was started with"]], []):  # the second time it is the run's own
+    for told in ([["the training text is not the one this run was started with"]], []):  # the second time the text is the run's own
         trainer.train(run.model_copy(update={"train": run.train.model_copy(update={"steps": STEPS + (not told)})}), out=out, world=World())
         lines = capsys.readouterr().out.splitlines()
         assert [line for line in lines if "training text" in line] == [line for line in lines if told and line.startswith(told[0][0])]

@@ -1,6 +1,6 @@
-"""A made-up method of selection is an object and a line in the catalog: checks, groups, planner, model, layouts and verify ask it.
+"""A made-up method of selection is an object and a line in the catalog. Checks, groups, planner, model, layouts and verify ask the object.
 
-Only the plain twin of `moe verify` gets a function of its own, since it shares no code with the router.
+Only the plain twin of `moe verify` gets a function of its own, because it shares no code with the router.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from moe.plan.memory.stack import OURS
 from moe.recipe.load import load
 from moe.recipe.sections import Run
 from moe.router.methods import catalog
-from moe.router.methods.method import Asked, Method
+from moe.router.methods.method import Method, RoutingRequest
 from moe.router.slots.causal import check_causal
 from moe.router.slots.groups import needs_group
 from moe.verify import expected, layouts, twin
@@ -43,8 +43,8 @@ class RunnersUp(Method):
     def kept_bytes(self, *, num_choices: int, num_experts: int) -> int:
         return 7 * num_choices
 
-    def select(self, asked: Asked) -> Tensor:
-        expert_TK: Tensor = asked.kernels.top_k(asked.preferred_TE, 1 + asked.spec.num_choices)
+    def select(self, request: RoutingRequest) -> Tensor:
+        expert_TK: Tensor = request.kernels.top_k(request.preferred_TE, 1 + request.spec.num_choices)
         return expert_TK[:, 1:].contiguous()
 
 
@@ -54,7 +54,7 @@ def listed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def with_it(run: Run, **keys: object) -> Run:
-    """The recipe with the made-up method. (A recipe's text can only name those of RouterSpec, which has the names.)"""
+    """The recipe with the made-up method. (A recipe's text can only name methods of RouterSpec, which lists the names.)"""
     return run.model_copy(update={"router": run.router.model_copy(update={"select": RunnersUp.name} | keys)})
 
 
@@ -74,7 +74,7 @@ def test_checks_groups_and_planner_ask_it(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_layouts_equal_the_plain_twin(monkeypatch: pytest.MonkeyPatch, five_steps: None) -> None:
-    """One process and two, with experts on both, against the twin, which gets the method as a plain function."""
+    """One process and two, with experts on both, compared with the twin, which gets the method as a plain function."""
     real = Case.run
     monkeypatch.setattr(Case, "run", lambda case: with_it(real(case), balance_weight=0.0))
     runners_up = lambda liked, *_: [sorted(range(len(row)), key=lambda e: (-row[e], e))[1:2] for row in liked.tolist()]  # noqa: E731
@@ -88,7 +88,9 @@ def test_layouts_equal_the_plain_twin(monkeypatch: pytest.MonkeyPatch, five_step
 
 
 def test_no_other_file_names_a_method() -> None:
-    """A name of a method occurs in its own file, in RouterSpec and the presets, in the twin, and in other programs' files' translation."""
+    """A method's name may occur in its own file, in RouterSpec and the presets, in the twin, and in translations of other programs'
+    files.
+    """
     names = "|".join(name for name in catalog.METHODS if name not in ("top_k", "hash", RunnersUp.name))
     allowed = {
         "moe/recipe/router_spec.py", "moe/recipe/presets.py", "moe/recipe/sections/experts.py", "moe/verify/plain/layer.py",

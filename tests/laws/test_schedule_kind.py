@@ -1,6 +1,6 @@
-"""Made-up schedules are a function and a row in the catalog: checks, simulator, planner, verify and trainer ask the row.
+"""Made-up schedules are a function and a row in the catalog. Checks, simulator, planner, verify and trainer ask the row.
 
-What the rows say of the real schedules is what their orders do, and no other file names a schedule.
+The facts in the rows of real schedules agree with their orders, and no other file names a schedule.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def eager(ranks: int, microbatches: int) -> Schedule:
 
 
 def eager_refusal(size: Size) -> BadInput | None:
-    """Micro-batches that are not a multiple of twice the ranks."""
+    """Refuses a number of micro-batches that is not a multiple of twice the number of ranks."""
     each = 2 * size.ranks
     if size.microbatches % each == 0:
         return None
@@ -64,7 +64,7 @@ SYNCED = "synced"
 
 
 def synced(size: Size) -> Schedule:
-    """PipeDream whose stages all read weights as old as those of the first."""
+    """PipeDream with all stages reading weights as old as the first stage's."""
     return replace(pipedream(size.ranks, size.microbatches, batches=size.batches, vertical_sync=True), name=SYNCED)
 
 
@@ -115,7 +115,7 @@ def test_checks_and_planner_know_that_its_updates_do_not_wait(listed: None) -> N
         changed = run.model_copy(update={section: getattr(run, section).model_copy(update=keys)})
         with pytest.raises(BadInput, match=re.escape(said)):
             check_run(changed, 3)
-        if section != "optimizer":  # of which a plan knows nothing
+        if section != "optimizer":  # a plan does not know the optimizer
             assert SYNCED in (refusal(network_of(changed), plan_of(changed)) or "")
 
 
@@ -152,7 +152,7 @@ def test_the_planner_times_and_fills_it_as_the_simulator_does(listed: None) -> N
 
 
 def test_two_ranks_train_it_as_one_process_does(listed: None, five_steps: None) -> None:
-    """`moe verify` names neither, and has rows of both with micro-batches that they can have. The twin's gradients are as old."""
+    """`moe verify` names neither, but has rows of both with legal numbers of micro-batches. The twin's gradients are equally old."""
     rows = [case for case in pipeline_cases(2) if case.schedule in ROWS and case.precision == "fp32" and case.recompute == "none"]
     assert {(case.schedule, case.microbatches) for case in rows} == {(EAGER, 4), (SYNCED, 1)} and len(rows) == 6
     ran = list(layouts.run_world([case for case in rows if case.model == "gshard"], 2))
@@ -167,7 +167,7 @@ def test_two_ranks_train_it_as_one_process_does(listed: None, five_steps: None) 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_row_says_what_the_order_does(name: str) -> None:
-    """Where stages are, which passes are split, when updates come, and by how many updates the weights that they change are newer."""
+    """Where stages are, which passes are split, when updates come, and the age of the weights that gradients are computed at."""
     kind, p, m = SCHEDULES[name], 4, 8
     m = kind.update_every or m
     made = make_schedule(name, ranks=p, microbatches=m, batches=p)
@@ -209,7 +209,7 @@ MAY_NAME = {
 
 
 def test_no_other_file_names_a_schedule() -> None:
-    """But for the schedules' own files, the listed ones, and benches, which measure schedules by name."""
+    """Except the schedules' own files, listed files, and benches, which measure schedules by name."""
     named = re.compile(rf"""["']({"|".join(SCHEDULES)})["']""")
     found = {
         path.relative_to(ROOT).as_posix()

@@ -33,8 +33,8 @@ from moe.verify.rows import sequence
 from parallel.errors import BadInput
 from parallel.mesh.collectives import gather_into, scatter_sum_into
 from parallel.sequence.kinds.catalog import DEFAULT, SEQUENCES
-from parallel.sequence.kinds.kind import Asked, Attention, Cost, Held, SequenceKind
-from parallel.sequence.method import Kept, Known, Method
+from parallel.sequence.kinds.kind import Attention, Cost, Held, SequenceKind, SequenceSizes
+from parallel.sequence.method import Known, Method, SavedTensors
 from parallel.sequence.softmax import Gradients, Partial, attend, attend_backward, merge, nothing
 from tests.counted import sequence as attention
 
@@ -60,7 +60,7 @@ class Gathered(Method):
                 merge(merged, attend(q[:, :, rows], k_there[:, :, columns], v_there[:, :, columns], **about), rows)
         return merged.out_BHLC.to(q.dtype), merged.lse_BHL
 
-    def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: Kept, known: Known) -> Gradients:
+    def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: SavedTensors, known: Known) -> Gradients:
         (out, lse), mine, total, of_keys = kept, known.tokens(self.axis.index, q), Gradients.zeros(q, k, v, known.bias), list[Gradients]()
         for source, (k_there, v_there) in enumerate(zip(*self.whole(k, v), strict=True)):
             total = total.of_other_keys()
@@ -80,8 +80,8 @@ def gathered_cost(ranks: int, layer: Attention) -> Cost:
     return Cost(ranks * (ranks - 1) * 2 * k * i, ranks * (ranks - 1) * 2 * k * (i + wide), (2 * q + 2 * k) * i + r * wide)
 
 
-def few_heads(asked: Asked) -> BadInput | None:
-    return BadInput("model.num_heads", got=asked.heads, needed="below 8", fix="set model.num_heads to 4") if asked.heads > 7 else None
+def few_heads(sizes: SequenceSizes) -> BadInput | None:
+    return BadInput("model.num_heads", got=sizes.heads, needed="below 8", fix="set model.num_heads to 4") if sizes.heads > 7 else None
 
 
 GATHERED = SequenceKind(
@@ -111,7 +111,7 @@ def run_of(heads: int = 4, order: str | None = None) -> Run:
 
 
 def test_checks_and_planner_refuse_in_its_words() -> None:
-    assert verdict(run_of(), 4).status == "runs" and run_of().sequence.places == "zigzag"
+    assert verdict(run_of(), 4).status == "runs" and run_of().sequence.position_order == "zigzag"
     with pytest.raises(BadInput, match="model.num_heads: got 8, needed below 8; fix: set model.num_heads to 4"):
         check_run(run_of(heads=8), 4)
     assert refusal(network_of(run_of(heads=8)), plan_of(run_of(heads=8))) == "model.num_heads=8: needed below 8"

@@ -1,4 +1,4 @@
-"""The suite itself: who wants the machine alone gets it, and nobody overtakes; seconds are told of each test, with workers too."""
+"""The suite itself: a test that needs the machine alone gets it, in turn; the seconds of each test are recorded, with workers too."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_seconds_are_summed_by_file(tmp_path: Path) -> None:
 
 
 def test_every_pinned_package_runs_on_the_oldest_python() -> None:
-    """Debian 12 has Python 3.11.2. A pin that needs a newer one stops `make setup` there."""
+    """Debian 12 has Python 3.11.2. A pin that needs a newer version would break `make setup` there."""
     oldest = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["requires-python"].removeprefix(">=")
     pinned = re.findall(r"^([\w.-]+)==", (ROOT / "constraints.txt").read_text(encoding="utf-8"), flags=re.M)
     needs = {name: found.metadata.get("Requires-Python") or "" for name in pinned for found in metadata.distributions(name=name)}

@@ -1,9 +1,9 @@
-"""The cost in loss of gradients from older weights: PipeDream, 2BW, and the same long delay for all stages (vertical sync).
+"""The effect on the loss of gradients at older weights: PipeDream, 2BW, and an equally long delay for all stages (vertical sync).
 
-Tiny models of eight layers on Python's standard library; all variants have the same initial weights, batches and learning rates. One
-process simulates the pipeline: before each pass, the model's weights are set to the values that they had `age` updates ago, and the
-update is made from the newest. The runtime computes exactly the same (tests/moe/train/loop/test_stream.py). Nothing is clipped, because a
-stage that updates on its own does not know the gradient norm of the whole model.
+Tiny models of eight layers are trained on Python's standard library. All variants have the same initial weights, batches and learning
+rates. One process simulates the pipeline: before each pass, the weights are set to their values `age` updates ago, and the update is
+applied to the newest weights. The runtime computes exactly the same (tests/moe/train/loop/test_stream.py). Gradients are not clipped,
+because a stage that updates on its own does not know the gradient norm of the whole model.
 
     PipeDream of p stages   age p - 1 - s on stage s        vertical sync   age p - 1 everywhere        2BW   age 1, of whole batches
 
@@ -53,6 +53,7 @@ MODELS = ("dense", "sparse")
 
 
 def values_of(model: str, seed: int, steps: int) -> dict[str, Any]:
+    """Recipe values of a tiny model, `dense` or `sparse`, with eight layers."""
     sizes = {"num_layers": 8, "d_model": 64, "num_heads": 2, "d_ff": 256, "ffn": "relu", "norm": "layernorm", "max_length": 128}
     values: dict[str, Any] = {
         "model": sizes | {"tied_embeddings": False, "init_scale": 0.1, "moe_every": 4 if model == "sparse" else 0},
@@ -65,7 +66,7 @@ def values_of(model: str, seed: int, steps: int) -> dict[str, Any]:
 
 
 def ages_of(variant: str, values: dict[str, Any], model: Transformer) -> dict[str, int]:
-    """Delay of each parameter's gradient: the age, in updates, of the weights from which it was computed. Zeros are left out."""
+    """For each parameter, the age in updates of the weights at which its gradient is computed. Parameters of age 0 are left out."""
     stages, age = VARIANTS[variant]
     if stages == 1:
         return {}
@@ -76,7 +77,7 @@ def ages_of(variant: str, values: dict[str, Any], model: Transformer) -> dict[st
 
 
 def losses_of(variant: str, values: dict[str, Any]) -> tuple[list[float], float]:
-    """Each step's training loss, and the validation loss of the final weights."""
+    """(the training loss of each step, the validation loss of the final weights)."""
     run = check_run(Run(**values), 1)
     mesh = process.connect(run.mesh_degrees(), World(0, 1))
     data = open_data(run.data, max_length=run.model.max_length, vocab_size=run.vocab_size, seed=run.train.seed, log=lambda _: None)

@@ -1,6 +1,6 @@
-"""What `train.deterministic` costs: a training step with it over the same without, in turn, round by round.
+"""The cost of `train.deterministic`: the time of a training step with it over a step without it, in turn, round by round.
 
-And whether both give the same bits. Passed where the median ratio is at most MOST and weights and moments are equal.
+Also compares the bits. Passes if the median ratio is at most MOST, and weights and moments are equal.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MOST = 1.05
 
 
 def main(*, rounds: int = 15, json: str | None = None) -> int:
-    """Print one row; 1 where it fails."""
+    """Print one row. Returns 1 if it fails."""
     trained = {asked: Trained(0, 1, LARGER, steps=0) for asked in (False, True)}
     steps = dict.fromkeys(trained, 0)
 

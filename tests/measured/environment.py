@@ -1,11 +1,11 @@
-"""What the environment of a process costs: bounded caches of compiled products, and how OpenMP's threads wait (moe/launch/environment.py).
+"""The cost of a process's environment: bounded caches of compiled products, and how OpenMP threads wait (moe/launch/environment.py).
 
-    caches     two ranks train with each cache at torch's own 1,024 entries and at 32: peak memory, processor seconds, the same losses
-    threads    one process with a thread a core trains, then generates, while waiting threads spin or sleep: alone, and beside two busy
-               processes of lower priority in a session of their own, as another user's
+    caches     two ranks train with each cache at torch's default of 1,024 entries, and at 32: peak memory, processor seconds, same losses
+    threads    one process with a thread for each core trains, then generates, while waiting threads spin or sleep: alone, and next to two
+               busy processes of lower priority in another session, such as another user's
 
-Each is a process of its own that runs in turn with the others, round by round; ratios are taken within a round. Seconds are those of
-the whole command, processors' with those of its ranks. "unset" is what GNU's OpenMP library takes if nothing is set: `moe` would set it.
+Each setting runs in its own process, in turn, round by round; ratios are taken within a round. Seconds count the whole command; processor
+seconds include its ranks. "unset" is the default of GNU's OpenMP library; `moe` sets another value.
 `python -m tests.measured environment --rounds 3 --only "threads training alone" --json FILE`. Linux.
 """
 
@@ -39,11 +39,13 @@ WAITING = {
     "passive": {"OMP_WAIT_POLICY": "passive"},
 }
 SHORT = ("--train.report=false", "--train.measure_speed=false", "--train.sample_tokens=0", "--train.eval_every=0")
-ALLOWED = 0.10  # more processor seconds than what torch does by itself, as a share of it
+ALLOWED = 0.10  # allowed increase of processor seconds over torch's own default, as a share
 
 
 def main(*, nproc: int = 2, steps: int = 20, rounds: int = 3, only: str | None = None, json: str | None = None) -> int:
-    """Print each row. Returns 1 if losses or texts differ, bounded caches do not save memory, or what `moe` sets costs processor time."""
+    """Print each row. Returns 1 if losses or texts differ, bounded caches do not save memory, or the settings of `moe` cost processor
+    time.
+    """
     rows: list[dict[str, Any]] = []
     print(
         f"{'kind':<9}{'work':<12}{'load':<6}{'setting':<12}{'processors':>12}{'over first':>11}{'clock':>9}{'over first':>11}{'peak':>10}"
@@ -69,20 +71,21 @@ def main(*, nproc: int = 2, steps: int = 20, rounds: int = 3, only: str | None =
 
 
 def chosen(name: str, only: str | None) -> bool:
+    """Whether --only selects this comparison."""
     return only is None or only in name
 
 
 def train(out: Path, *, steps: int, nproc: int) -> list[str]:
-    """The words of a run that does nothing but train."""
+    """The command words of a run that only trains."""
     return ["train", RECIPE, "--out", str(out), "--fresh", "--nproc", str(nproc), f"--train.steps={steps}", *SHORT]
 
 
 def compare(
     kind: str, work: str, settings: dict[str, dict[str, str]], words: list[str], *, rounds: int, busy: int = 0
 ) -> list[dict[str, Any]]:
-    """A row of each setting: medians over the rounds, ratios to the first setting within a round."""
+    """A row for each setting: medians over the rounds, and ratios to the first setting within a round."""
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in settings}
-    others = os.getloadavg()[0]  # before anything of this comparison runs
+    others = os.getloadavg()[0]  # measured before this comparison starts anything
     with busy_processes(busy):
         for number in range(rounds):
             for name in list(settings)[:: 1 if number % 2 == 0 else -1]:
@@ -120,7 +123,7 @@ def compare(
 
 
 def command(words: list[str], settings: dict[str, str]) -> dict[str, Any]:
-    """One `moe` command, in an environment with these settings and without the user's: seconds, peak memory, and what it computed."""
+    """Run one `moe` command with these settings instead of the user's: seconds, peak memory, and its results."""
     names = {name for some in (*CACHES.values(), *WAITING.values()) for name in some} | {"OMP_NUM_THREADS"}
     environment = {name: value for name, value in os.environ.items() if name not in names} | settings
     began, before = time.perf_counter(), os.times()
@@ -139,7 +142,9 @@ def command(words: list[str], settings: dict[str, str]) -> dict[str, Any]:
 
 @contextmanager
 def busy_processes(count: int) -> Iterator[None]:
-    """So many processes that only count, at a lower priority, in sessions of their own: Linux may share the cores among sessions first."""
+    """`count` processes that only count, at a lower priority, each in its own session, because Linux may first share cores among
+    sessions.
+    """
     count_on = "import os\nos.nice(10)\nwhile True: pass"
     loops = [subprocess.Popen([sys.executable, "-c", count_on], start_new_session=True) for _ in range(count)]
     try:

@@ -2,10 +2,10 @@
 
     moe train dense_wide                         without a limit: gives the expected losses
     moe train dense_wide                         with the limit: ends in one line, `memory: got none left for ...; fix: add FLAGS`
-    moe train dense_wide FLAGS                   and so on, until a run trains
+    moe train dense_wide FLAGS                   repeated with the advised flags until a run trains
 
 The limit is on a process's data (RLIMIT_DATA, as `ulimit -d` sets it). Under it an allocation fails as on a machine without free
-memory. Runs start with --force: `moe train` reads the limit, and would refuse before it starts. Passed if the last run trains, in fp32,
+memory. Runs start with --force, because `moe train` reads the limit and would refuse to start. Passes if the last run trains, in fp32,
 with the losses of the first. Linux only.
 """
 
@@ -31,7 +31,7 @@ RECIPE, LIMIT_BYTES, TRIES, TOLERANCE = "dense_wide", 1500 * 2**20, 6, 1e-5
 def main(*, steps: int = 4, json: str | None = None) -> int:
     """Print each run and how it ended. Returns 0 if the last one trained with the same losses."""
     use_extensions_dir()
-    compile_async_io(lambda text: print(text, flush=True))  # before the limit, because a compiler needs more
+    compile_async_io(lambda text: print(text, flush=True))  # compiled before the limit is set, because a compiler needs more memory
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "disk").mkdir()
@@ -49,7 +49,7 @@ def main(*, steps: int = 4, json: str | None = None) -> int:
 
 
 def run(flags: dict[str, str], out: Path, *, steps: int, limit_bytes: int | None) -> dict[str, Any]:
-    """One training run in a separate process: its losses and peak memory, or the line with which it ended."""
+    """Run one training in a separate process: its losses and peak memory, or the line with which it ended."""
     words = [word for key, value in flags.items() for word in (key, value)]
     command = [sys.executable, "-m", "moe", "train", RECIPE, "--out", str(out), "--train.steps", str(steps), "--force", *words]
 
@@ -77,7 +77,7 @@ def run(flags: dict[str, str], out: Path, *, steps: int, limit_bytes: int | None
 
 
 def advised(said: str, disk: Path) -> dict[str, str]:
-    """The flags that a failing run's message says to add."""
+    """The flags that a failing run's message proposes."""
     found = re.search(r"; fix: add (.*)$", said)
     assert found is not None, said
     words = found[1].replace("FOLDER_ON_A_DISK", str(disk)).split()
@@ -85,4 +85,5 @@ def advised(said: str, disk: Path) -> dict[str, str]:
 
 
 def same(a: list[float], b: list[float]) -> bool:
+    """Whether two lists of losses agree within TOLERANCE."""
     return len(a) == len(b) > 0 and all(abs(x / y - 1) <= TOLERANCE for x, y in zip(a, b, strict=True))

@@ -1,9 +1,9 @@
-"""K-FAC's gain in steps and its cost in time: computed at the ends of steps, and in a pipeline's bubbles (PipeFisher).
+"""K-FAC's gain in steps and its cost in time, computed at the ends of steps or in a pipeline's bubbles (PipeFisher).
 
     steps      tiny models on Python's standard library, with the same batches: steps until the mean loss of ten steps reaches AdamW's final
-               loss, with the best of three learning rates for each
-    bubbles    4 processes, a stage each. Every forward and backward pass of a stage and every unit of K-FAC's work also sleeps, as if a
-               device were computing, so that two cores suffice. Seconds per step: AdamW, K-FAC at the ends of steps, K-FAC in bubbles
+               loss, each with the best of three learning rates
+    bubbles    4 processes with one stage each. Every forward and backward pass of a stage and every unit of K-FAC's work also sleeps, as if
+               a device were computing, so that two cores suffice. Seconds per step: AdamW, K-FAC at the ends of steps, K-FAC in bubbles
     time       the same processes on the library, with the same batches: seconds until the mean loss of ten steps reaches AdamW's final one.
                The learning rate is the best of three in one process, which takes the same steps
 
@@ -45,9 +45,9 @@ from parallel.process.process import World
 
 CPU = torch.device("cpu")
 RATES = {"adamw": (0.006, 0.012, 0.024), "kfac": (0.012, 0.024, 0.048)}
-LAST = 10  # the loss is the mean over so many steps
+LAST = 10  # number of steps over which the loss is averaged
 FORWARD_S, BACKWARD_S = 0.03, 0.06
-UNIT_S = {"curvature": 0.004, "inversion": 0.012}  # per factor; with these K-FAC is a third of the work of a step that has all of it
+UNIT_S = {"curvature": 0.004, "inversion": 0.012}  # seconds per factor; K-FAC is then a third of the work of a step that has all of it
 ALLOWED = 1.10  # relative to AdamW's step time in the same schedule
 KFAC_ENDS, KFAC_BUBBLES = "kfac at the ends", "kfac in the bubbles"
 WAYS = ("adamw", KFAC_ENDS, KFAC_BUBBLES)
@@ -101,6 +101,7 @@ def steps_to(losses: list[float], target: float) -> int | None:
 
 
 def steps_row(model: str, steps: int, say: Callable[[str], None]) -> dict[str, Any]:
+    """The row of a model: steps to AdamW's final loss, each optimizer with its best learning rate."""
     best: dict[str, tuple[list[float], float, float]] = {}
     for name, kind, delay in (("adamw", "adamw", 0), ("kfac", "kfac", 0), ("kfac, 4 steps late", "kfac", 4)):
         tried = {lr: losses_of(values_of(kind, lr, steps, sparse=model == "sparse", delay=delay)) for lr in RATES[kind]}
@@ -169,6 +170,7 @@ class Started:
 
 
 def start(values: dict[str, Any], way: str, rank: int, ranks: int, schedule: str) -> Started:
+    """Start one rank of the pipeline. `way`: adamw, K-FAC at the ends of steps, or K-FAC in bubbles."""
     run = check_run(Run(**values | {"degrees": {"pp": ranks, "dp": 1}, "pipeline": {"schedule": schedule, "microbatches": ranks}}), ranks)
     mesh = process.connect(run.mesh_degrees(), World(rank, ranks))
     model, layouts = build(run, mesh, device=CPU)
@@ -184,7 +186,7 @@ def start(values: dict[str, Any], way: str, rank: int, ranks: int, schedule: str
 
 
 def staged(rank: int, ranks: int, schedule: str, way: str, steps: int) -> dict[str, float]:
-    """One rank's median seconds per step, after the steps that are measured for the plan."""
+    """One rank's median seconds per step, without the steps that are measured for the plan."""
     values = {
         "model": {"num_layers": ranks, "d_model": 32, "num_heads": 2, "d_ff": 64, "max_length": 16, "tied_embeddings": False},
         "optimizer": {"kind": "kfac", "kfac": {"refresh_every": 4, "delay": 3}} if way != "adamw" else {},
@@ -203,6 +205,7 @@ def staged(rank: int, ranks: int, schedule: str, way: str, steps: int) -> dict[s
 
 
 def bubbles_row(schedule: str, ranks: int, steps: int) -> dict[str, Any]:
+    """The row of a schedule: seconds of a step in each way."""
     found = {way: run_on_ranks(staged, ranks, ranks, schedule, way, steps, timeout_s=300) for way in WAYS}
     seconds = {way: max(rank["seconds"] for rank in of) for way, of in found.items()}
     row: dict[str, Any] = {"what": "bubbles", "schedule": schedule, "stages": ranks, "microbatches": ranks, "seconds": seconds}
@@ -219,7 +222,7 @@ def bubbles_row(schedule: str, ranks: int, steps: int) -> dict[str, Any]:
 
 # --- time -------------------------------------------------------------------------------------------------------------
 
-DELAYS = (0, 1)  # delay 1: curvature fills the waits of one step, inversions those of the next
+DELAYS = (0, 1)  # delay 1: curvature fills the waits of one step, inversions the waits of the next
 
 
 def timed_values(kind: str, delay: int, lr: float, steps: int, ranks: int) -> dict[str, Any]:
@@ -249,7 +252,7 @@ def until(rank: int, ranks: int, schedule: str, way: str, values: dict[str, Any]
 
 
 def best_rate(delay: int, steps: int, ranks: int, target: float, say: Callable[[str], None]) -> float:
-    """K-FAC's learning rate with the fewest steps to the target, found in one process: where the work is done does not change numbers."""
+    """K-FAC's learning rate with the fewest steps to the target, found in one process: numbers do not depend on where the work is done."""
     taken = {}
     for lr in RATES["kfac"]:
         taken[lr] = steps_to(losses_of(timed_values("kfac", delay, lr, steps, ranks))[0], target) or steps + 1
@@ -258,6 +261,7 @@ def best_rate(delay: int, steps: int, ranks: int, target: float, say: Callable[[
 
 
 def time_row(schedule: str, ranks: int, steps: int, say: Callable[[str], None]) -> dict[str, Any]:
+    """The row of a schedule: seconds until each way reaches AdamW's final loss."""
     ends = {lr: smoothed(losses_of(timed_values("adamw", 0, lr, steps, ranks))[0])[-1] for lr in RATES["adamw"]}
     say("adamw, loss in one process: " + ", ".join(f"{end:.3f} at lr {lr:g}" for lr, end in ends.items()))
     rates = {("adamw", 0): min(ends, key=lambda lr: ends[lr])}

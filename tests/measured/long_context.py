@@ -1,12 +1,12 @@
-"""Trains sequences of 32,768 tokens on four ranks that share each, under a memory limit that one process does not fit in.
+"""Trains sequences of 32,768 tokens on four sequence-parallel ranks, under a memory limit that is too small for one process.
 
     moe train long_context_tiny --nproc 4                                  with the limit on each process: trains
     moe train long_context_tiny --nproc 1 --degrees.sp 1                   with the same limit: ends in one line, `memory: got none left`
-    both, of 4,096 tokens, without a limit                                 the same losses
+    both, with 4,096 tokens, without a limit                               the same losses
 
-The limit is on a process's data (RLIMIT_DATA, as `ulimit -d` sets it), as in `python -m tests.measured fit`. Passed if the ranks train, one
-process does not, and the losses of the short sequences agree; in fp32, so that they can. One sequence at a time. Linux only.
-`python -m tests.measured long-context --steps 2 --json FILE`, some minutes.
+The limit is on a process's data (RLIMIT_DATA, as `ulimit -d` sets it), as in `python -m tests.measured fit`. Passes if the ranks train,
+one process does not, and the losses of the short sequences agree (in fp32). One sequence in a batch. Linux only. `python -m
+tests.measured long-context --steps 2 --json FILE`, some minutes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TOGETHER = ("--nproc", "4")
 
 
 def main(*, steps: int = 2, json: str | None = None) -> int:
-    """Print each run and how it ended. Returns 0 if all ended as they should."""
+    """Print each run and how it ended. Returns 0 if all ended as required."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         rows = [
@@ -58,7 +58,7 @@ def main(*, steps: int = 2, json: str | None = None) -> int:
 
 
 def run(what: str, words: tuple[str, ...], out: Path, *, steps: int, limit_bytes: int | None) -> dict[str, Any]:
-    """One training run in processes of its own: its losses and a process's peak memory, or the line with which it ended."""
+    """Run one training in its own processes: its losses and a process's peak memory, or the line with which it ended."""
     command = [sys.executable, "-m", "moe", "train", RECIPE, "--out", str(out), f"--train.steps={steps}", "--force", *FLAGS, *words]
 
     def limited() -> None:
@@ -83,4 +83,5 @@ def run(what: str, words: tuple[str, ...], out: Path, *, steps: int, limit_bytes
 
 
 def same(a: list[float], b: list[float]) -> bool:
+    """Whether two lists of losses agree within TOLERANCE."""
     return len(a) == len(b) > 0 and all(abs(x / y - 1) <= TOLERANCE for x, y in zip(a, b, strict=True))

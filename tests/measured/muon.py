@@ -1,9 +1,9 @@
-"""Seconds of Muon's step on two ranks: each matrix on one of them (parallel/optim/shared.py), beside every matrix on both.
+"""Seconds of Muon's step on two ranks: each matrix on one of them (parallel/optim/shared.py), compared with every matrix on both.
 
-    dense      7 matrices a layer, 192 and 384 wide, in copies on both
-    experts    8 of three matrices a layer instead: with ep 1 in copies, which are shared out; with ep 2 each on one rank anyway
+    dense      7 matrices a layer, 192 and 384 wide, copied on both ranks
+    experts    8 experts of three matrices a layer instead: with ep 1 as copies, which are shared out; with ep 2 each on one rank anyway
 
-A ratio is of seconds, within each round: the median over rounds. FLOPs are counted in the step itself, on the rank with the most.
+Ratios are of seconds within each round: the median over rounds. FLOPs are counted in the step itself, on the rank with the most.
 `python -m tests.measured muon --rounds 9 --json FILE`.
 """
 
@@ -37,7 +37,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def main(*, rounds: int = 9, json: str | None = None) -> int:
-    """`python -m tests.measured muon`."""
+    """`python -m tests.measured muon`: prints the table and returns 0."""
     torch.set_num_threads(1)
     rows = []
     for case, values in CASES.items():

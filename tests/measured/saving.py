@@ -1,11 +1,11 @@
-"""How long a step waits for a checkpoint: asynchronous saving over saving that waits, of the same tensors on the same ranks.
+"""The time that a step waits for a checkpoint: asynchronous saving compared with synchronous saving of the same tensors on the same ranks.
 
-    waits       every byte is written, hashed and committed
-    copies      asynchronous: the copy to host memory alone; the first save also gets the memory that later ones reuse
-    beside      a product that goes on meanwhile, over the same without a writer: what writing takes from the steps
+    waits       synchronous: every byte is written, hashed and committed
+    copies      asynchronous: only the copy to host memory; the first save also allocates the memory that later saves reuse
+    beside      a matrix product during writing, over the same without writing: the cost of writing for the steps
 
-Each round saves once in each way, of tensors that have changed. Passed where copying takes at most SHARE of waiting and both wrote the same
-files, bit for bit. Seconds are those of the slowest rank.
+Each round saves once in each way, with changed tensors. Passes if copying takes at most SHARE of waiting and both files are bitwise equal.
+Seconds are the slowest rank's.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from parallel.store.checkpoint import Piece, sha256
 from parallel.store.saver import Saver
 
 SHARE = 0.05
-ROWS, WIDTH, MATRICES = 2048, 1024, 8  # of a rank: 8 MiB each, as weight and two moments
+ROWS, WIDTH, MATRICES = 2048, 1024, 8  # sizes on a rank: 8 MiB each, as weight and two moments
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
 PRODUCT = 512
 
 
 def main(*, nproc: int = 2, rounds: int = 5, json: str | None = None) -> int:
-    """Print one row; 1 where a step waits longer than SHARE of a save, or the files differ."""
+    """Print one row. Returns 1 if a step waits longer than SHARE of a save, or the files differ."""
     with tempfile.TemporaryDirectory() as folder:
         ranks = run_on_ranks(measured, nproc, nproc, rounds, Path(folder), timeout_s=900)
         same = all(files(Path(folder) / "waits" / name) == files(Path(folder) / "copies" / name) for name in (f"step-{rounds}",))
@@ -56,7 +56,7 @@ def main(*, nproc: int = 2, rounds: int = 5, json: str | None = None) -> int:
 
 
 def measured(rank: int, ranks: int, rounds: int, folder: Path) -> dict[str, list[float]]:
-    """Seconds of each round: until a save that waits is done, until the copy is, and of a product alone and beside the writer."""
+    """Seconds of each round: of a synchronous save, of the copy of an asynchronous one, and of a product alone and during writing."""
     torch.set_num_threads(1)
     world = process.connect(Degrees(dp=ranks), World(rank, ranks)).axis("world")
     draw = torch.Generator().manual_seed(rank)
@@ -80,19 +80,19 @@ def measured(rank: int, ranks: int, rounds: int, folder: Path) -> dict[str, list
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """That this process waits for it."""
+    """Seconds that this process waits for the work."""
     began = time.perf_counter()
     work()
     return time.perf_counter() - began
 
 
 def product() -> None:
-    """About a tenth of a second of one core."""
+    """Compute for about a tenth of a second on one core."""
     x = torch.ones(PRODUCT, PRODUCT)
     for _ in range(20):
         x @ x
 
 
 def files(folder: Path) -> dict[str, str]:
-    """Each file's hash."""
+    """file name -> hash"""
     return {path.name: sha256(path) for path in folder.iterdir()}

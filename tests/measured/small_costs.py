@@ -1,11 +1,10 @@
-"""The small costs that docs/inside/log.md quotes, on one thread: products of new shapes, norms, rotary, noise, losses in chunks, recompute.
+"""Small costs that docs/inside/log.md quotes, on one thread: products of new shapes, norms, rotary, noise, losses in chunks, recompute.
 
-    products, pieces, steps, losses, recomputed   milliseconds: medians over rounds, in turn with those of the same set
-    bytes of losses                               MiB that one makes and that are alive at its peak, its gradients among them
-    idle groups                                   processors that eight ranks keep busy while they wait with so many process groups each
+    products, pieces, steps, losses, recomputed   milliseconds: medians over rounds, in turn with the others of the same set
+    bytes of losses                               peak live MiB that a loss makes, including its gradients
+    idle groups                                   processors that eight waiting ranks keep busy, by their number of process groups
 
-`python -m tests.measured small-costs [--only TEXT] --json FILE`. `ONEDNN_MAX_CPU_ISA=AVX2` before it shows a processor without bf16
-products.
+`python -m tests.measured small-costs [--only TEXT] --json FILE`. `ONEDNN_MAX_CPU_ISA=AVX2` simulates a processor without bf16 products.
 """
 
 from __future__ import annotations
@@ -35,15 +34,15 @@ from tests.counted.alive import Alive
 
 TINY: dict[str, Any] = {"d_model": 128, "num_heads": 2, "d_ff": 512, "ffn": "relu", "norm": "layernorm", "tied_embeddings": False}
 GROUPS, IDLE_RANKS, IDLE_S = (15, 30, 120), 8, 2.0
-SEQUENCES, VOCABULARY = 8, 32_000  # of 256 tokens; of the losses
+SEQUENCES, VOCABULARY = 8, 32_000  # number of sequences of 256 tokens, and vocabulary, of the losses
 Work = dict[str, Callable[[], object]]
 
 
 def main(*, rounds: int = 9, only: str = "", json: str | None = None) -> int:
-    """`python -m tests.measured small-costs`: `only` keeps the sets of measurements whose name holds it."""
+    """`python -m tests.measured small-costs`: `only` keeps the sets of measurements with this text in their name."""
     torch.set_num_threads(1)
     sets: dict[str, Callable[[], dict[str, float]]] = {
-        "idle groups": idle_groups,  # before torch has threads that a forked rank would miss
+        "idle groups": idle_groups,  # first, because forked ranks would miss threads that torch starts later
         "products": products,
         "bytes of losses": bytes_of_losses,
         **{work.__name__: partial(_milliseconds, work, rounds) for work in (pieces, steps, losses, recomputed)},
@@ -79,6 +78,7 @@ def products() -> dict[str, float]:
 
 
 def pieces() -> Work:
+    """Norms, rotary positions and noise on 4,096 tokens."""
     x = torch.randn(16, 256, 256).bfloat16().requires_grad_()
     q, places, tokens = torch.randn(16, 4, 256, 64).bfloat16().requires_grad_(), torch.arange(256), torch.arange(4096)
 
@@ -116,7 +116,7 @@ def steps() -> Work:
 
 
 def recomputed() -> Work:
-    """The sparse one in fp32, with what is computed again."""
+    """The sparse model in fp32 with each kind of recompute."""
     kinds = [Recompute(kind=kind, every=every) for kind, every in (("none", 1), ("selective", 1), ("full", 2), ("full", 1))]  # type: ignore[arg-type]
     return {f"recompute {r.kind}, every {r.every}": _step(2, torch.float32, recompute=r) for r in kinds}
 
@@ -129,7 +129,7 @@ def _step(moe_every: int, dtype: torch.dtype, *, recompute: Recompute | None = N
 
 
 def losses() -> Work:
-    """Cross-entropy of 2,048 tokens of width 256, forward and backward, in fp32, with the head and the loss cut."""
+    """Cross-entropy of 2,048 tokens of width 256, forward and backward, in fp32, with the head in tiles and the loss in chunks."""
     draw = torch.Generator().manual_seed(0)
     x, targets = (
         torch.randn(SEQUENCES, 256, 256, generator=draw).requires_grad_(),
@@ -147,7 +147,7 @@ def losses() -> Work:
 
 
 def bytes_of_losses() -> dict[str, float]:
-    """Each has gradients from before, to which it adds its own."""
+    """Peak live MiB of each loss. Gradients exist already, and the loss adds to them."""
     found = {}
     for what, loss in losses().items():
         loss()
@@ -158,6 +158,7 @@ def bytes_of_losses() -> dict[str, float]:
 
 
 def idle_groups() -> dict[str, float]:
+    """Processors that waiting ranks keep busy, by their number of process groups."""
     found = {}
     for count in GROUPS:
         busy = run_on_ranks(_idle, IDLE_RANKS, count)
@@ -166,7 +167,7 @@ def idle_groups() -> dict[str, float]:
 
 
 def _idle(rank: int, count: int) -> float:
-    """Processor seconds of a rank that has so many groups and does nothing."""
+    """Processor seconds of an idle rank with `count` process groups."""
     groups = [dist.new_group(list(range(IDLE_RANKS))) for _ in range(count)]
     dist.barrier(groups[-1])
     before = time.process_time()

@@ -1,4 +1,4 @@
-"""`python -m tests.measured environment` with commands that are only told of: what each is given, ratios within a round, what fails."""
+"""`python -m tests.measured environment` with fake commands: their arguments, ratios within a round, and failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sums of gradients: the wrong ranks, the wrong factor, a part that is lost; and what crosses ranks in the backward pass."""
+"""Faults in gradients: sums over wrong ranks, wrong factors, lost parts, and wrong exchanges in the backward pass."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _experts_times_ep(real: Any) -> Any:
 
 
 def _experts_over_dp(real: Any) -> Any:
-    """The group of the dense parameters for all: experts that are not copies of each other are added up."""
+    """All parameters use the group of the dense ones, so different experts are summed."""
 
     def wrong(grads: dict[str, Tensor], layouts: Any, mesh: Mesh) -> None:
         dense = next(layout for layout in layouts.values() if layout.family != "expert")
@@ -39,7 +39,7 @@ def _copies_alone(real: Any) -> Any:
 
 
 def _hook(wrong: Any) -> Any:
-    """As torch's DDP takes it: it looks at a hook's annotations, and finds texts here."""
+    """Returns the hook without annotations. torch's DDP checks a hook's annotations, and does not accept strings."""
     wrong.__annotations__ = {}
     return wrong
 
@@ -72,7 +72,7 @@ def _averaged(real: Any) -> Any:
 
 
 def _in_half(real: Any) -> Any:
-    """What each rank sends is rounded to 16 bits first."""
+    """Each rank rounds its gradients to 16 bits before the sum."""
 
     def wrong(sums: Any, bucket: Any) -> Any:
         bucket.buffer().copy_(bucket.buffer().bfloat16().float())
@@ -82,7 +82,7 @@ def _in_half(real: Any) -> Any:
 
 
 def _never_synchronised(real: Any) -> Any:
-    """The condition for the last micro-batch is off by one, so torch's DDP is told to wait for a later one."""
+    """The condition for the last micro-batch is off by one, so torch's DDP waits for another one."""
 
     def wrong(self: Any, *args: Any, last: bool) -> Any:
         return real(self, *args, last=False)
@@ -106,7 +106,7 @@ def _kept(real: Any) -> Any:
 
 
 def _splits_as_forward(real: Any) -> Any:
-    """The backward pass sends by the splits of the forward one; rows that are too many are cut off, missing ones are zeros."""
+    """The backward pass uses the splits of the forward pass. Surplus rows are cut off, missing rows are zeros."""
 
     def fitted(rows: Tensor, count: int) -> Tensor:
         return torch.cat((rows[:count], rows.new_zeros(max(0, count - len(rows)), *rows.shape[1:])))
@@ -119,7 +119,7 @@ def _splits_as_forward(real: Any) -> Any:
 
 
 def _own_slice(real: Any) -> Any:
-    """The gradient that the other ranks have for this one's part is left with them."""
+    """Each rank takes its own slice of its own gradient and ignores the other ranks' gradients for it."""
 
     def wrong(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         each = grad.shape[ctx.dim] // ctx.axis.size
@@ -129,7 +129,7 @@ def _own_slice(real: Any) -> Any:
 
 
 def _own_part(real: Any) -> Any:
-    """Only this rank's part of the gradient is there; the others' are not gathered."""
+    """Each rank has only its own part of the gradient; the other parts are not gathered."""
 
     def wrong(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         parts = [grad if place == ctx.axis.index else torch.zeros_like(grad) for place in range(ctx.axis.size)]
@@ -139,7 +139,7 @@ def _own_part(real: Any) -> Any:
 
 
 def _gates_detached(real: Any) -> Any:
-    """Gates travel by a gather that autograd does not know; tokens do not."""
+    """Gates are gathered without autograd; tokens are gathered with it."""
 
     def wrong(self: Any, tensor: Tensor, longest: int, **rest: Any) -> Tensor:
         gathered: Tensor = real(self, tensor.detach() if tensor.is_floating_point() and tensor.shape[-1] <= 4 else tensor, longest, **rest)
@@ -223,7 +223,7 @@ _ROWS = Case("glam", "ddp", 2, 2, 1, "fp32", experts=8)
 MUTATIONS = (
     Mutation(
         "expert_gradients_times_ep",
-        "An expert's gradient, which has seen the tokens of its whole ep group, is averaged over its copies alone: ep times too large",
+        "An expert's gradient covers the tokens of its whole ep group but is averaged over its copies only: ep times too large",
         "deepspeedai/DeepSpeed#5259",
         "data",
         _EP,
@@ -231,7 +231,7 @@ MUTATIONS = (
     ),
     Mutation(
         "experts_summed_over_dp",
-        "Experts' gradients are reduced over the group of the dense parameters, so different experts are added up",
+        "Experts' gradients are reduced over the group of the dense parameters, so different experts are summed",
         "NVIDIA/Megatron-LM#5916",
         "data",
         _EP,
@@ -239,7 +239,7 @@ MUTATIONS = (
     ),
     Mutation(
         "copies_of_experts_not_summed",
-        "Experts are left out of the data-parallel reduction where they do have copies",
+        "Experts are left out of the data-parallel reduction although they have copies",
         "facebookresearch/fairseq#4220",
         "data",
         _EDP,
@@ -247,7 +247,7 @@ MUTATIONS = (
     ),
     Mutation(
         "router_not_reduced",
-        "A rank's gradient of the router is that of its own rows, and the ranks' parts are never summed",
+        "Each rank has the router's gradient of its own rows only; the ranks' gradients are never summed",
         "huggingface/transformers#48205",
         "data",
         _EP,
@@ -255,7 +255,7 @@ MUTATIONS = (
     ),
     Mutation(
         "averaged_though_already_a_share",
-        "Gradients are divided once more by what the loss was divided by already: here the data ranks, there the micro-batches",
+        "Gradients are divided twice, because the loss was already divided: here by the data ranks, in the report by the micro-batches",
         "areal-project/AReaL#1273",
         "data",
         _DENSE,
@@ -271,7 +271,7 @@ MUTATIONS = (
     ),
     Mutation(
         "last_microbatch_not_synchronised",
-        "The micro-batch that ends a step is run without synchronisation: an off-by-one in the condition of no_sync",
+        "The last micro-batch of a step runs without synchronisation: the condition of no_sync is off by one",
         "modelscope/FunASR#3472",
         "data",
         _DENSE_3,
@@ -279,7 +279,7 @@ MUTATIONS = (
     ),
     Mutation(
         "only_last_microbatch_counts",
-        "What the earlier micro-batches added up is cleared before the last one",
+        "Gradients of earlier micro-batches are cleared before the last one",
         "NVIDIA/Megatron-LM#7186",
         "data",
         _DENSE_3,
@@ -287,7 +287,7 @@ MUTATIONS = (
     ),
     Mutation(
         "gradients_not_cleared",
-        "A step's gradients are still there in the next one: zero_grad is skipped in one configuration",
+        "A step's gradients remain in the next step: zero_grad is skipped in one configuration",
         "deepspeedai/DeepSpeed#7839",
         "data",
         Case("switch", "ddp", 1, 1, 1, "fp32"),
@@ -304,7 +304,7 @@ MUTATIONS = (
     ),
     Mutation(
         "gather_backward_takes_own_slice",
-        "all_gather's backward pass takes this rank's slice of its own gradient and forgets what the others have for it",
+        "all_gather's backward pass takes this rank's slice of its own gradient and ignores the other ranks' gradients for it",
         "NVIDIA-NeMo/Automodel#1260; pytorch/xla#5784",
         "expert",
         replace(_ROWS, rows="all_gather"),
@@ -312,7 +312,7 @@ MUTATIONS = (
     ),
     Mutation(
         "scatter_backward_stays_local",
-        "reduce_scatter's backward pass has this rank's part of the gradient alone and does not gather the others'",
+        "reduce_scatter's backward pass returns this rank's part of the gradient and does not gather the other parts",
         "huggingface/nanotron#172",
         "expert",
         Case("glam", "ddp", 2, 1, 1, "fp32", etp=2, experts=8),
@@ -320,7 +320,7 @@ MUTATIONS = (
     ),
     Mutation(
         "gates_gathered_without_gradient",
-        "Gates are gathered over the ep axis by a collective that autograd does not know: the router learns from its own losses alone",
+        "Gates are gathered over ep by a collective without autograd, so the router learns from its auxiliary losses only",
         "NVIDIA-NeMo/Automodel#2995",
         "expert",
         replace(_ROWS, rows="all_gather"),
@@ -328,7 +328,7 @@ MUTATIONS = (
     ),
     Mutation(
         "zero_averages",
-        "ZeRO averages gradients over the ranks whose loss was divided already",
+        "ZeRO averages gradients over ranks although the loss was already divided",
         "deepspeedai/DeepSpeed#5618",
         "data",
         Case("dense", "zero1", 2, 1, 1, "fp32"),
@@ -336,7 +336,7 @@ MUTATIONS = (
     ),
     Mutation(
         "sharded_experts_doubled",
-        "Under FSDP with ep 2 experts' gradients come out twice as large",
+        "With FSDP and ep 2, experts' gradients are twice as large",
         "pytorch/pytorch#160285",
         "data",
         Case("gshard", "fsdp", 2, 2, 1, "fp32"),
@@ -344,7 +344,7 @@ MUTATIONS = (
     ),
     Mutation(
         "gates_of_absent_rows",
-        "Gates of choices that this rank has no row for get a gradient all the same; the forward pass hides it",
+        "Gates of choices without a row on this rank get a gradient; the forward pass does not show it",
         "huggingface/transformers#48687",
         "expert",
         _ROWS,
@@ -352,7 +352,7 @@ MUTATIONS = (
     ),
     Mutation(
         "norms_of_ranks_averaged",
-        "The gradient norm is the mean of the ranks' norms though experts differ from rank to rank",
+        "The gradient norm is the mean of the ranks' norms although each rank has different experts",
         "deepspeedai/DeepSpeed#8475",
         "data",
         _EP,
@@ -360,7 +360,7 @@ MUTATIONS = (
     ),
     Mutation(
         "experts_left_out_of_the_norm",
-        "The norm that clipping goes by does not count experts",
+        "The norm used for clipping leaves out the experts",
         "deepspeedai/DeepSpeed#8476",
         "data",
         _EP,
@@ -368,7 +368,7 @@ MUTATIONS = (
     ),
     Mutation(
         "each_rank_clips_by_its_own_norm",
-        "Every rank clips by the norm of what it holds, so copies of one parameter move differently",
+        "Every rank clips by the norm of its own parameters, so copies of a parameter are updated differently",
         "NVIDIA-NeMo/Automodel#3816",
         "data",
         _EP,
@@ -376,7 +376,7 @@ MUTATIONS = (
     ),
     Mutation(
         "copies_counted_in_the_norm",
-        "Every rank adds the squares of parameters that all of them hold",
+        "Parameters that all ranks hold are counted in the norm once for every rank",
         "hpcaitech/ColossalAI#2192",
         "data",
         _DENSE,

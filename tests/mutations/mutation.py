@@ -1,10 +1,10 @@
-"""A fault as data: which functions are replaced by what, where it happened, and the cheapest layout that must notice.
+"""A fault as data: the functions to replace, the replacements, where the fault was reported, and the cheapest case that must fail.
 
-    with applied(mutation, called):     in a forked rank: the functions are replaced, and put back afterwards; no file changes
+    with applied(mutation, called):     in a forked rank: replaces the functions, and restores them afterwards; no file changes
 
-A target is "module:name" or "module:Class.name": as the code that runs looks it up, which for a function that was imported by name
-is the module that imported it. Code moves, and a target can be left where nothing calls it any more; so each replacement notes that
-it was called, and a fault whose replacement was not is never taken for one that was found or missed.
+A target is "module:name" or "module:Class.name", as the running code looks it up: for a function that was imported by name, the module
+that imported it. Code moves, so a target may no longer be called. Each replacement therefore notes that it was called. A fault whose
+replacement was not called counts neither as found nor as missed.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from moe.verify.cases import Case
 
 @dataclass(frozen=True)
 class Edit:
-    """`make` gives what stands in the place of the function at `target`, from that function."""
+    """Replaces the function at `target` by `make(function)`."""
 
     target: str
     make: Callable[[Any], Any]
 
     def found(self) -> tuple[Any, str]:
-        """The module or class, and the name in it. Raises AttributeError where there is none."""
+        """(the module or class, the name in it). Raises AttributeError if the target does not exist."""
         module, _, path = self.target.partition(":")
         *outer, name = path.split(".")
         owner: Any = import_module(module)
@@ -43,8 +43,9 @@ class Edit:
 
 @dataclass(frozen=True)
 class Mutation:
-    """`fault`: what is wrong, in a sentence; `source`: owner/repo#number of the issue or change, or a paper, or that no report is known and
-    what it was reasoned from; `kind`: of `moe verify`, in whose layouts `case` is."""
+    """`fault`: one sentence on what is wrong. `source`: owner/repo#number of the issue or change, or a paper, or the reasoning if no
+    report is known. `kind`: the kind of `moe verify` that `case` belongs to.
+    """
 
     name: str
     fault: str
@@ -54,7 +55,7 @@ class Mutation:
     edits: tuple[Edit, ...]
 
     def not_called(self) -> Tensor:
-        """For each edit, that no rank has called it yet; the forks of this process share it."""
+        """bool [edits], shared with forked processes: whether an edit's replacement was called. All False at first."""
         called = torch.zeros(len(self.edits), dtype=torch.bool)
         called.share_memory_()  # type: ignore[no-untyped-call]
         return called
@@ -62,7 +63,7 @@ class Mutation:
 
 @contextmanager
 def applied(mutation: Mutation, called: Tensor) -> Iterator[None]:
-    """While it lasts, in this process; `called`, of `not_called`, is set for each edit that is."""
+    """Apply the edits in this process while the context lasts, and set `called` (from `not_called`) for each edit that is called."""
     with ExitStack() as undo:
         for number, edit in enumerate(mutation.edits):
             owner, name = edit.found()

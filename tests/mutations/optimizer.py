@@ -1,4 +1,4 @@
-"""The update: who decays, who is clipped, who is stepped, by which rate; and whose selection bias moves by which load."""
+"""Faults in the update: weight decay, clipping, optimizer steps, learning rates, and the load that moves selection biases."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.mutations.mutation import Edit, Mutation
 
 
 def _also(*words: str) -> Any:
-    """Decay on every parameter whose name holds one of the words, too."""
+    """Also decay every parameter with one of the words in its name."""
 
     def make(real: Any) -> Any:
         def wrong(self: Any, parameters: Any) -> Any:
@@ -26,7 +26,7 @@ def _also(*words: str) -> Any:
 
 
 def _into_the_gradient(real: Any) -> Any:
-    """Decay is added to the gradient, so that Adam scales it, instead of taken off the weight."""
+    """Decay is added to the gradient, so that Adam scales it, instead of being subtracted from the weight."""
 
     def wrong(self: Any, groups: Any, wholes: Any = None) -> Any:
         optimizer = real(self, groups, wholes)
@@ -53,7 +53,7 @@ def _experts_not_clipped(real: Any) -> Any:
 
 
 def _experts_not_stepped(real: Any) -> Any:
-    """The optimizer was made before the experts were replaced by this rank's, and holds the old ones."""
+    """The optimizer was made before this rank's experts replaced the first ones, and holds the first ones."""
 
     def wrong(self: Any, parameters: Any) -> Any:
         return real(self, [(name, p) for name, p in parameters if ".experts." not in name])
@@ -62,7 +62,7 @@ def _experts_not_stepped(real: Any) -> Any:
 
 
 def _first_group_alone(real: Any) -> Any:
-    """A new learning rate reaches one group of parameters."""
+    """A new learning rate reaches only one parameter group."""
 
     def wrong(self: Any, lr: float) -> None:
         rates = [group["lr"] or lr for group in self.optimizer.param_groups]
@@ -82,7 +82,7 @@ def _first_group_alone(real: Any) -> Any:
 
 
 def _without_correction(real: Any) -> Any:
-    """Adam's moments are used as if many steps had been made."""
+    """Adam treats its moments as if many steps had been made."""
 
     def wrong(self: Any, lr: float) -> None:
         for state in self.optimizer.state.values():
@@ -101,7 +101,7 @@ def _without_correction(real: Any) -> Any:
 
 
 def _of_this_rank(real: Any) -> Any:
-    """The load that moves the bias is what the first micro-batch's rank saw: it is not summed over ranks."""
+    """The load that moves the bias is not summed over ranks."""
 
     def wrong(model: Any, load: dict[int, Tensor]) -> None:
         from moe.model.transformer import moe_layers
@@ -122,7 +122,7 @@ def _notes_load(real: Any) -> Any:
 
 
 def _each_microbatch(real: Any) -> Any:
-    """The bias moves after every micro-batch, so later ones of a step are routed by another bias than the first."""
+    """The bias moves after every micro-batch, so later micro-batches of a step are routed with another bias than the first."""
 
     def wrong(self: Any, x_BLD: Tensor, context: Any) -> Any:
         out, report = real(self, x_BLD, context)
@@ -142,7 +142,7 @@ _DEEPSEEK_2 = Case("deepseek", "ddp", 2, 1, 1, "fp32")
 MUTATIONS = (
     Mutation(
         "norms_decay",
-        "Gains of norms are decayed, as if they were matrices",
+        "Weight decay applies to the gains of norms, as if they were matrices",
         "ServiceNow/Fast-LLM#542",
         "data",
         _DENSE,
@@ -150,7 +150,7 @@ MUTATIONS = (
     ),
     Mutation(
         "everything_decays",
-        "Weight decay is on all parameters, biases of positions included",
+        "Weight decay applies to all parameters, including position biases",
         "dingo-actual/om#12",
         "data",
         Case("gshard", "ddp", 1, 1, 1, "fp32"),
@@ -158,7 +158,7 @@ MUTATIONS = (
     ),
     Mutation(
         "routers_decay",
-        "Weight decay on the router, which the recipe leaves out",
+        "Weight decay applies to the router, which the recipe excludes",
         "no public report known to us; reasoned from marin-community/marin#8833, a recipe that decays them on purpose",
         "data",
         _SWITCH,
@@ -166,7 +166,7 @@ MUTATIONS = (
     ),
     Mutation(
         "decay_in_the_gradient",
-        "Decay is added to the gradient and goes through Adam's scaling",
+        "Weight decay is added to the gradient and scaled by Adam",
         "Loshchilov and Hutter, arXiv 1711.05101; huggingface/transformers#188",
         "data",
         _DENSE,
@@ -182,7 +182,7 @@ MUTATIONS = (
     ),
     Mutation(
         "experts_frozen",
-        "The optimizer holds the experts that were there before this rank's were put in their place: they never move",
+        "The optimizer holds experts that were later replaced by this rank's, so the rank's experts are never updated",
         "deepspeedai/DeepSpeed#8377",
         "data",
         _SWITCH,
@@ -190,7 +190,7 @@ MUTATIONS = (
     ),
     Mutation(
         "rate_of_one_group",
-        "A learning rate reaches some groups of parameters and not the others",
+        "A new learning rate reaches only some parameter groups",
         "deepspeedai/DeepSpeedExamples#756",
         "data",
         _DENSE,
@@ -198,7 +198,7 @@ MUTATIONS = (
     ),
     Mutation(
         "no_bias_correction",
-        "Adam's count of steps is not that of the updates made, so that young moments are taken for old ones",
+        "Adam's step count is larger than the number of updates, so the bias correction of young moments is missing",
         "deepspeedai/DeepSpeed#1823",
         "data",
         _DENSE,

@@ -1,4 +1,4 @@
-"""Stages: versions of weights, micro-batches that are lost or scaled, tied embeddings, norms and losses of one stage alone."""
+"""Faults in pipelines: weight versions, lost or scaled micro-batches, tied embeddings, norms and losses of a single stage."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.mutations.mutation import Edit, Mutation
 
 
 def _case(model: str, schedule: str, *, world: int = 2, pp: int = 2) -> Case:
-    """The one of `moe verify` in fp32 and without recompute."""
+    """The case of `moe verify` in fp32 without recompute."""
     wanted = (model, "ddp", world, pp, schedule, "fp32", "none")
     return next(c for c in pipeline_cases(world) if (c.model, c.kind, c.world, c.pp, c.schedule, c.precision, c.recompute) == wanted)
 
@@ -39,7 +39,7 @@ def _of_one_stage(real: Any) -> Any:
 
 
 def _raw_sum(real: Any) -> Any:
-    """The schedule runs backward from the sum of the tokens' losses; what is reported is divided."""
+    """Backward runs from the summed loss of the tokens; only the reported loss is divided."""
 
     def wrong(self: Any, stage: int, microbatch: int, x: Tensor | None) -> Tensor:
         output: Tensor = real(self, stage, microbatch, x)
@@ -50,7 +50,7 @@ def _raw_sum(real: Any) -> Any:
 
 
 def _scaled_each_time(real: Any) -> Any:
-    """What was added up is divided again after every micro-batch."""
+    """Accumulated gradients are divided again after every micro-batch."""
 
     def wrong(self: Any, output: Any, gradient: Tensor | None) -> None:
         real(self, output, gradient)
@@ -75,7 +75,7 @@ def _passed_on(real: Any) -> Any:
 
 
 def _replicas_forgotten(real: Any) -> Any:
-    """The last stage's ranks never come to the micro-batch that would sum over their replicas."""
+    """The last stage's ranks never run the micro-batch that sums gradients over replicas."""
 
     def wrong(self: Any) -> None:
         if self.mesh.axis("pp").index + 1 < self.mesh.axis("pp").size:
@@ -89,7 +89,7 @@ _STAGED = "moe.train.parts.executor:_Stages"
 MUTATIONS = (
     Mutation(
         "weights_not_stashed",
-        "A backward pass reads weights that were updated since its forward pass",
+        "A backward pass uses weights that were updated after its forward pass",
         "PipeDream, arXiv 1806.03377, section 3.3",
         "pipeline",
         _case("gshard", "pipedream", world=4, pp=4),
@@ -97,7 +97,7 @@ MUTATIONS = (
     ),
     Mutation(
         "one_version_of_two",
-        "Micro-batches of a batch read the newest weights, not those that the batch began with",
+        "Micro-batches use the newest weights instead of the version at the beginning of their batch",
         "PipeDream-2BW, arXiv 2006.09503, section 3.1",
         "pipeline",
         _case("dense", "two_bw"),
@@ -105,7 +105,7 @@ MUTATIONS = (
     ),
     Mutation(
         "tied_embedding_summed_once",
-        "The gradient of an embedding that the head is tied to stays each stage's own",
+        "The gradients of a tied embedding and head are not summed over the two stages",
         "NVIDIA/Megatron-LM#844",
         "pipeline",
         _case("gshard", "1f1b"),
@@ -121,7 +121,7 @@ MUTATIONS = (
     ),
     Mutation(
         "backward_from_the_raw_sum",
-        "With stages, backward runs from the sum of the tokens' losses, which is divided for the report alone",
+        "With stages, backward runs from the summed loss of the tokens; only the reported loss is divided",
         "pytorch/torchtitan#2972",
         "pipeline",
         _case("dense", "1f1b"),
@@ -129,7 +129,7 @@ MUTATIONS = (
     ),
     Mutation(
         "accumulated_gradients_scaled_again",
-        "What micro-batches added up is divided once more with every further one",
+        "Accumulated gradients are divided again with every further micro-batch",
         "pytorch/torchtitan#1733",
         "pipeline",
         _case("dense", "1f1b"),
@@ -137,7 +137,7 @@ MUTATIONS = (
     ),
     Mutation(
         "stage_started_anew_each_microbatch",
-        "A stage clears its gradients between micro-batches; the loss looks right",
+        "A stage clears its gradients between micro-batches; the loss looks correct",
         "NVIDIA-NeMo/Automodel#3530",
         "pipeline",
         _case("dense", "gpipe"),
@@ -145,7 +145,7 @@ MUTATIONS = (
     ),
     Mutation(
         "auxiliary_loss_ignored_by_stages",
-        "The layer as a stage of a pipeline returns its output and leaves the auxiliary loss behind",
+        "In a pipeline stage the layer returns its output without the auxiliary loss",
         "deepspeedai/Megatron-DeepSpeed#151",
         "pipeline",
         _case("deepseek", "1f1b"),
@@ -153,7 +153,7 @@ MUTATIONS = (
     ),
     Mutation(
         "replicas_of_a_stage_not_summed",
-        "With data and pipeline parallelism one stage's ranks never synchronise their gradients",
+        "With data and pipeline parallelism, the ranks of one stage never synchronise their gradients",
         "huggingface/picotron#5",
         "pipeline",
         _case("dense", "1f1b", world=4),

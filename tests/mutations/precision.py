@@ -1,4 +1,4 @@
-"""16 bits and the loss scale: what is scaled, what is rounded, and who learns of an overflow."""
+"""Faults of 16 bits and the loss scale: wrong scaling, wrong rounding, and overflows that only one rank knows of."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _unscaled_auxiliary(real: Any) -> Any:
 
 
 def _clipped_before_unscaled(real: Any) -> Any:
-    """Clipping goes by the norm of gradients that still have the loss scale."""
+    """Clipping uses the norm of gradients that still contain the loss scale."""
 
     def wrong(norm: float, limit: float | None) -> float:
         factor: float = real(norm * 1024.0, limit)
@@ -27,7 +27,7 @@ def _clipped_before_unscaled(real: Any) -> Any:
 
 
 def _unscaled_twice(real: Any) -> Any:
-    """Gradients are divided by the loss scale before the step and in it; the norm that is shown is right."""
+    """Gradients are divided by the loss scale before the step and in it; the reported norm is correct."""
 
     def wrong(self: Any, factor: float) -> None:
         real(self, factor / 1024.0)
@@ -36,7 +36,7 @@ def _unscaled_twice(real: Any) -> Any:
 
 
 def _own_finiteness(real: Any) -> Any:
-    """Whether a gradient overflowed is each rank's own business: the others step."""
+    """Each rank checks overflow on its own, so the other ranks make the step."""
 
     def wrong(squares: Tensor, *, families: tuple[str, ...], world: Any) -> Any:
         bad = not bool(squares.isfinite().all())
@@ -47,10 +47,10 @@ def _own_finiteness(real: Any) -> Any:
 
 
 def _stepped_anyway(real: Any) -> Any:
-    """A skipped step makes an update of zero gradients: Adam's count and moments move."""
+    """A skipped step makes an update with zero gradients: Adam's step count and moments change."""
 
     def wrong(self: Any) -> None:
-        if not _overflowed(self):  # gradients go after every step
+        if not _overflowed(self):  # gradients are dropped after every step
             return real(self)  # type: ignore[no-any-return]
         for parameter in self.parameters.values():
             if parameter.grad is not None:
@@ -68,7 +68,7 @@ def _overflowed(engine: Any) -> bool:
 
 
 def _kept_when_skipped(real: Any) -> Any:
-    """A skipped step leaves its gradients, finite ones, for the next step."""
+    """A skipped step leaves its finite gradients for the next step."""
 
     def wrong(self: Any) -> None:
         if not _overflowed(self):
@@ -96,12 +96,12 @@ def _loss_in_16_bits(real: Any) -> Any:
 
 
 def _router_in_16_bits(real: Any) -> Any:
-    """Logits of the router are a product in the compute dtype."""
+    """The router's logits are a product in bf16."""
     return lambda x_TI, weight_OI: torch.nn.functional.linear(x_TI.bfloat16(), weight_OI.bfloat16()).float()
 
 
 def _half_of_the_parts(real: Any) -> Any:
-    """After the step, working weights are taken from the wrong part of the master weights: the first rank's alone are new."""
+    """After the step some working weights are not refreshed from the master weights."""
 
     def wrong(self: Any, lr: float) -> None:
         before = {name: p.data.clone() for name, p in self.parameters.items()}
@@ -114,7 +114,7 @@ def _half_of_the_parts(real: Any) -> Any:
 
 
 def _weights_of_16_bits(real: Any) -> Any:
-    """The update is written to 16-bit weights, and what is smaller than their spacing is lost."""
+    """The update is written to 16-bit weights, so changes smaller than their spacing are lost."""
 
     def wrong(self: Any, lr: float) -> None:
         real(self, lr)
@@ -133,7 +133,7 @@ _OVERFLOW_1 = Case("deepseek", "ddp", 1, 1, 1, "fp32", overflow=True)
 MUTATIONS = (
     Mutation(
         "auxiliary_loss_without_loss_scale",
-        "In fp16 the auxiliary losses join the backward pass without the loss scale, and unscaling makes them vanish",
+        "In fp16 the auxiliary losses are not multiplied by the loss scale, so unscaling makes them vanish",
         "NVIDIA-NeMo/Automodel#1412",
         "data",
         _FP16,
@@ -141,7 +141,7 @@ MUTATIONS = (
     ),
     Mutation(
         "clipped_before_unscaled",
-        "Gradients are clipped while they still have the loss scale",
+        "Gradients are clipped while they still contain the loss scale",
         "Lightning-AI/pytorch-lightning#9599",
         "data",
         _FP16_DENSE,
@@ -157,7 +157,7 @@ MUTATIONS = (
     ),
     Mutation(
         "overflow_known_to_one_rank",
-        "The rank whose gradient overflowed skips the step, and the others make it",
+        "Only the rank whose gradient overflowed skips the step",
         "hpcaitech/ColossalAI#1175",
         "data",
         _OVERFLOW,
@@ -189,7 +189,7 @@ MUTATIONS = (
     ),
     Mutation(
         "router_in_16_bits",
-        "The router computes in bf16, and tokens at a near tie go elsewhere",
+        "The router computes in bf16, so nearly tied tokens are routed differently",
         "deepspeedai/DeepSpeed#5156",
         "data",
         Case("switch", "ddp", 1, 1, 1, "fp32"),
@@ -197,7 +197,7 @@ MUTATIONS = (
     ),
     Mutation(
         "working_weights_not_refreshed",
-        "After the step some working weights are not replaced by what their master weights became",
+        "After the step some working weights are not refreshed from their master weights",
         "deepspeedai/DeepSpeed#2058",
         "data",
         Case("dense", "ddp", 2, 1, 1, "fp32"),
@@ -205,7 +205,7 @@ MUTATIONS = (
     ),
     Mutation(
         "no_master_weights",
-        "The optimizer steps 16-bit weights though fp32 master weights were asked for",
+        "The optimizer updates 16-bit weights although fp32 master weights were requested",
         "NVIDIA/apex#1731",
         "data",
         Case("dense", "ddp", 1, 1, 1, "fp32"),

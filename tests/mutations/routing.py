@@ -1,4 +1,4 @@
-"""Routers: who is chosen, who has a slot, which gates, which losses; what the layer does with dropped tokens and with recompute."""
+"""Faults of routers: choices, slots, gates and losses; and of layers: dropped tokens and recompute."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _no_capacity(real: Any) -> Any:
 
 
 def _choices_twice(real: Any) -> Any:
-    """Rows are counted, which are tokens times choices, and multiplied by the choices again."""
+    """Rows, which are tokens times choices, are multiplied by the number of choices again."""
 
     def wrong(spec: Any, group_tokens: int, **rest: Any) -> int | None:
         return real(spec, group_tokens * spec.num_choices, **rest)  # type: ignore[no-any-return]
@@ -36,7 +36,7 @@ def _choices_twice(real: Any) -> Any:
 
 
 def _last_come_first(real: Any) -> Any:
-    """Who is dropped is left to the order of equal values in a sort: here the first ones are."""
+    """Dropping depends on how a sort orders equal values; here the first tokens are dropped."""
 
     def wrong(expert_TK: Tensor, active_TK: Tensor, *, num_groups: int, **rest: Any) -> Tensor:
         def turned(x: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ def _last_come_first(real: Any) -> Any:
 
 
 def _seconds_from_the_start(real: Any) -> Any:
-    """Second choices count their positions from 0, as if no first choice stood before them."""
+    """Second choices count their positions from 0, as if there were no first choices."""
 
     def wrong(expert_TK: Tensor, active_TK: Tensor, **rest: Any) -> Tensor:
         columns = [real(expert_TK[:, k : k + 1], active_TK[:, k : k + 1], **rest) for k in range(expert_TK.shape[1])]
@@ -58,7 +58,7 @@ def _seconds_from_the_start(real: Any) -> Any:
 
 
 def _negative_outranked(real: Any) -> Any:
-    """Tokens that did not choose an expert count as logits of 0 there, and so stand before those with a negative one."""
+    """Tokens that did not choose an expert count with a logit of 0, and are ranked before tokens with a negative logit."""
 
     def wrong(self: Any, scores_TE: Tensor, logits_TE: Tensor, **rest: Any) -> Any:
         made = real(self, scores_TE, logits_TE, **rest)
@@ -75,7 +75,7 @@ def _cut_off(real: Any) -> Any:
 
 
 def _jitter_in_place(real: Any) -> Any:
-    """The router's input is multiplied where it stands, and experts read it afterwards."""
+    """The router's input is multiplied in place, so experts read it with jitter too."""
 
     def wrong(self: Any, x_BLD: Tensor, context: Any) -> Any:
         if self.router.spec.jitter:
@@ -92,12 +92,12 @@ def _undisturbed(real: Any) -> Any:
 
 
 def _added_to_logits(real: Any) -> Any:
-    """Jitter is added, a number about 1, in the place of multiplying."""
+    """Jitter, a number near 1, is added instead of multiplied."""
     return lambda x_TD, uniform_TD, size: x_TD + uniform_TD * 2 * size + (1 - size)
 
 
 def _made_one(real: Any) -> Any:
-    """A top-1 gate is divided by the sum of the gates, which is itself."""
+    """A top-1 gate is divided by the sum of the gates, which is the gate itself."""
 
     def wrong(*args: Any, **rest: Any) -> Tensor:
         gate_TK: Tensor = real(*args, **rest)
@@ -115,7 +115,7 @@ def _scaled_twice(real: Any) -> Any:
 
 
 def _biased(real: Any) -> Any:
-    """Gates are taken from the scores that the bias was added to, which only choose."""
+    """Gates are taken from the scores with the selection bias, which should only affect the choice."""
 
     def wrong(self: Any, x_TD: Tensor, **rest: Any) -> Any:
         routing = real(self, x_TD, **rest)
@@ -127,7 +127,7 @@ def _biased(real: Any) -> Any:
 
 
 def _dropped_keep_input(real: Any) -> Any:
-    """A token without a slot gives its input times a gate that no expert was weighed by."""
+    """A token without a slot returns its input times its gate."""
 
     def wrong(self: Any, x_TD: Tensor, routing: Any, experts: Any, **rest: Any) -> Tensor:
         y_TD: Tensor = real(self, x_TD, routing, experts, **rest)
@@ -139,7 +139,7 @@ def _dropped_keep_input(real: Any) -> Any:
 
 
 def _pass_lost(real: Any) -> Any:
-    """A token without a slot is zero in the stream of residuals too."""
+    """A token without a slot is zero in the residual stream too."""
 
     def wrong(self: Any, x_BLD: Tensor, context: Any) -> Any:
         out_BLD, report = real(self, x_BLD, context)
@@ -154,7 +154,7 @@ def _pass_lost(real: Any) -> Any:
 
 
 def _discarded(real: Any) -> Any:
-    """The tensor that carries the auxiliary loss into the backward pass is made, and not used."""
+    """The tensor that carries the auxiliary loss into the backward pass is made but not used."""
 
     def wrong(x: Tensor, loss: Tensor, *, scale: float) -> Tensor:
         real(x, loss, scale=scale)
@@ -168,7 +168,7 @@ def _twice(real: Any) -> Any:
 
 
 def _without_share(real: Any) -> Any:
-    """Each micro-batch adds the whole auxiliary loss, not its share of the batch."""
+    """Each micro-batch adds the whole auxiliary loss instead of its share of the batch."""
 
     def wrong(*args: Any, **rest: Any) -> Any:
         return [replace(p, context=replace(p.context, auxiliary_scale=1.0)) for p in real(*args, **rest)]
@@ -177,7 +177,7 @@ def _without_share(real: Any) -> Any:
 
 
 def _joined_again(real: Any) -> Any:
-    """The loss joins the backward pass in the first forward pass and in the one that recompute runs."""
+    """The loss is added in the first forward pass and again in the recomputed one."""
 
     def wrong(self: Any, x_BLD: Tensor, context: Any) -> Any:
         doubled = context if context.replay is None else replace(context, auxiliary_scale=2 * context.auxiliary_scale)
@@ -187,7 +187,7 @@ def _joined_again(real: Any) -> Any:
 
 
 def _too_small(real: Any) -> Any:
-    """The loss over the global batch is divided by the data ranks once more."""
+    """The loss over the global batch is divided by the number of ranks once more."""
 
     def wrong(*args: Any, step: Any = None, **rest: Any) -> Tensor:
         loss: Tensor = real(*args, step=step, **rest)
@@ -198,7 +198,7 @@ def _too_small(real: Any) -> Any:
 
 
 def _other_choices(real: Any) -> Any:
-    """All choices count as load where the router's paper counts the first."""
+    """All choices count as load, although the router's paper counts the first only."""
     return lambda layer, spec, routing, context: real(layer, spec.model_copy(update={"balance_counts": "all"}), routing, context)
 
 
@@ -207,7 +207,7 @@ def _kept_alone(real: Any) -> Any:
 
 
 def _local_share(real: Any) -> Any:
-    """The share of choices is this rank's, where the loss is over the global batch."""
+    """The share of choices is this rank's own, although the loss is over the global batch."""
 
     def wrong(*args: Any, whole: Any, **rest: Any) -> Any:
         return real(*args, whole=lambda mine: mine, **rest)
@@ -216,7 +216,7 @@ def _local_share(real: Any) -> Any:
 
 
 def _padding_counted(real: Any) -> Any:
-    """Auxiliary losses take padding for tokens."""
+    """Auxiliary losses count padding as tokens."""
 
     def wrong(layer: int, spec: Any, routing: Any, context: Any) -> Any:
         return real(layer, spec, replace(routing, valid_T=None), context)
@@ -225,7 +225,7 @@ def _padding_counted(real: Any) -> Any:
 
 
 def _padding_routed(real: Any) -> Any:
-    """Padding asks for slots, and real tokens are dropped for it."""
+    """Padding takes slots, and real tokens are dropped."""
 
     def wrong(self: Any, scores_TE: Tensor, logits_TE: Tensor, *, context: Any, **rest: Any) -> Any:
         return real(self, scores_TE, logits_TE, context=replace(context, valid_T=None), **rest)
@@ -234,7 +234,7 @@ def _padding_routed(real: Any) -> Any:
 
 
 def _same_on_all(real: Any) -> Any:
-    """Random numbers are drawn by a token's place on its rank, not in the batch: every rank has the same."""
+    """Random numbers depend on a token's index on its rank instead of in the batch, so every rank draws the same."""
 
     def wrong(self: Any, name: str, width: int) -> Tensor:
         drawn: Tensor = real(replace(self, position_T=self.position_T - self.position_T[0]), name, width)
@@ -244,7 +244,7 @@ def _same_on_all(real: Any) -> Any:
 
 
 def _each_counts_alike(real: Any) -> Any:
-    """A micro-batch's loss is the mean over its own tokens, and the means are averaged."""
+    """A micro-batch's loss is the mean over its own tokens, and these means are averaged."""
 
     def wrong(x_BLD: Tensor, targets_BL: Tensor, matrix: Any, **rest: Any) -> Tensor:
         loss: Tensor = real(x_BLD, targets_BL, matrix, **rest)
@@ -254,7 +254,7 @@ def _each_counts_alike(real: Any) -> Any:
 
 
 def _decided_again(real: Any) -> Any:
-    """A pass that is computed again decides anew, and otherwise; as many rows go to each expert, or torch itself would notice."""
+    """A recomputed pass makes other choices. Each expert gets the same number of rows, because torch would notice another shape."""
     seen: set[tuple[int, str, int, int]] = set()
 
     def wrong(self: Any, name: str, decide: Any) -> Any:
@@ -271,7 +271,7 @@ def _decided_again(real: Any) -> Any:
 
 
 def _first_run(real: Any) -> Any:
-    """Every rank of the ep axis has the values of the first experts."""
+    """Every rank of the ep axis gets the values of the first experts."""
 
     def wrong(name: str, layout: Any, mesh: Any, within: Any = None) -> Any:
         for tensor in real(name, layout, mesh, within):
@@ -293,7 +293,7 @@ _KEPT = "moe.router.router:kept_choices"
 MUTATIONS = (
     Mutation(
         "one_slot_too_many",
-        "Each expert takes one token more than its capacity says: positions that count from 1 are compared as if they counted from 0",
+        "Each expert accepts one token more than its capacity: positions that count from 1 are compared as if they counted from 0",
         "no public report known to us; reasoned from arXiv 2101.03961, equation 3",
         "data",
         _ONE,
@@ -301,7 +301,7 @@ MUTATIONS = (
     ),
     Mutation(
         "capacity_ignored",
-        "No token is dropped whatever the capacity factor",
+        "No token is dropped, whatever the capacity factor",
         "deepspeedai/DeepSpeed#1658",
         "data",
         _ONE,
@@ -309,7 +309,7 @@ MUTATIONS = (
     ),
     Mutation(
         "capacity_counts_choices_twice",
-        "Capacity is worked out from rows, which are tokens times choices, and multiplied by the choices once more",
+        "Capacity is computed from rows, which are tokens times choices, and multiplied by the number of choices again",
         "no public report known to us; reasoned from databricks/megablocks: layers/moe.py, parallel_forward_once, which counts rows that "
         "were copied for each choice",
         "data",
@@ -318,7 +318,7 @@ MUTATIONS = (
     ),
     Mutation(
         "dropped_by_chance_of_a_sort",
-        "Who is dropped by position is left to a top-k over equal values, which keeps any of them",
+        "Dropping by position uses a top-k over equal values, which may keep any of them",
         "no public report known to us; reasoned from deepspeedai/DeepSpeed: moe/sharded_moe.py, top1gating, a top-k over a mask",
         "data",
         _ONE,
@@ -326,7 +326,7 @@ MUTATIONS = (
     ),
     Mutation(
         "second_choices_queue_from_the_start",
-        "Positions are counted along the wrong dim: second choices do not queue behind first ones, and an expert gets too many",
+        "Positions are counted along the wrong dim: second choices do not queue behind first ones, and an expert gets too many tokens",
         "huggingface/transformers#48293",
         "expert",
         _GLAM,
@@ -334,7 +334,7 @@ MUTATIONS = (
     ),
     Mutation(
         "negative_logits_outranked",
-        "Tokens are ranked by logits with 0 for those that did not choose the expert: a negative logit loses its slot",
+        "Tokens that did not choose an expert are ranked with logit 0, so a token with a negative logit loses its slot",
         "deepspeedai/DeepSpeed#7986",
         "expert",
         Case("megatron", "ddp", 1, 1, 1, "fp32", experts=8),
@@ -342,7 +342,7 @@ MUTATIONS = (
     ),
     Mutation(
         "router_input_without_gradient",
-        "On its way to the router the input loses its gradient: the layers below learn nothing of what it wants",
+        "The router's input is detached, so layers below get no gradient from the router",
         "NVIDIA-NeMo/Automodel#2995",
         "data",
         _ONE,
@@ -350,7 +350,7 @@ MUTATIONS = (
     ),
     Mutation(
         "jitter_reaches_the_experts",
-        "Jitter is written into the layer's input, which experts read too",
+        "Jitter is written into the layer's input, so experts read it too",
         "huggingface/transformers#33969",
         "data",
         _ONE,
@@ -358,7 +358,7 @@ MUTATIONS = (
     ),
     Mutation(
         "jitter_added",
-        "Numbers about 1 are added where they should multiply",
+        "Jitter, a number near 1, is added instead of multiplied",
         "no public report known to us; reasoned from laekov/fastmoe: gates/switch_gate.py, against arXiv 2101.03961, appendix",
         "data",
         _ONE,
@@ -366,7 +366,7 @@ MUTATIONS = (
     ),
     Mutation(
         "top_1_gate_made_one",
-        "A top-1 gate is divided by itself, and the router learns nothing from the model's loss",
+        "A top-1 gate is divided by itself, so the router learns nothing from the model's loss",
         "jingyaogong/minimind#858",
         "data",
         _ONE,
@@ -374,7 +374,7 @@ MUTATIONS = (
     ),
     Mutation(
         "gates_not_made_one",
-        "Gates of a renormalising router are used as they are",
+        "The gates of a normalising router are not normalised",
         "sgl-project/sglang#31449",
         "data",
         _DEEPSEEK,
@@ -382,7 +382,7 @@ MUTATIONS = (
     ),
     Mutation(
         "gate_scale_twice",
-        "The factor on routed gates is applied in the router and again behind it",
+        "The gate scale is applied in the router and again after it",
         "sgl-project/sglang#35152",
         "data",
         _DEEPSEEK,
@@ -390,7 +390,7 @@ MUTATIONS = (
     ),
     Mutation(
         "bias_in_the_gates",
-        "The selection bias, which only chooses, is in the gates as well",
+        "The selection bias is added to the gates as well as to the scores that choose",
         "vllm-project/vllm#12002",
         "data",
         _DEEPSEEK,
@@ -398,7 +398,7 @@ MUTATIONS = (
     ),
     Mutation(
         "dropped_tokens_weighted",
-        "A token without a slot gives its input times a gate, where it should give nothing",
+        "A token without a slot returns its input times a gate instead of zero",
         "huggingface/transformers#37017",
         "data",
         _ONE,
@@ -406,7 +406,7 @@ MUTATIONS = (
     ),
     Mutation(
         "dropped_tokens_lose_their_residual",
-        "A token without a slot is zero behind the layer: its residual is lost with it",
+        "A token without a slot is zero after the layer: its residual is lost too",
         "huggingface/transformers#37123",
         "data",
         _ONE,
@@ -414,7 +414,7 @@ MUTATIONS = (
     ),
     Mutation(
         "auxiliary_loss_discarded",
-        "What the function that carries the auxiliary loss returns is not used, so its gradient never flows",
+        "The result of the function that attaches the auxiliary loss is not used, so the loss has no gradient",
         "NVIDIA-NeMo/Automodel#1408",
         "data",
         _ONE,
@@ -422,7 +422,7 @@ MUTATIONS = (
     ),
     Mutation(
         "auxiliary_loss_twice",
-        "The auxiliary loss is added where it arises and again by whoever adds up the losses",
+        "The auxiliary loss is added in the layer and again in the sum of losses",
         "huggingface/trl#4070",
         "data",
         _ONE,
@@ -439,7 +439,7 @@ MUTATIONS = (
     Mutation(
         "auxiliary_loss_twice_under_recompute",
         "The load-balancing loss counts in the first forward pass and again in the recomputed one",
-        "NVIDIA/Megatron-LM#1330, where it was the loss that is shown",
+        "NVIDIA/Megatron-LM#1330, where it affected the reported loss",
         "data",
         _RECOMPUTED,
         (Edit("moe.experts.layer:MoELayer.forward", _joined_again),),
@@ -454,7 +454,7 @@ MUTATIONS = (
     ),
     Mutation(
         "load_of_one_rank",
-        "The load in a balance loss over the global batch is each rank's own",
+        "A balance loss over the global batch uses each rank's own load",
         "Qiu et al., arXiv 2501.11873",
         "data",
         _DEEPSEEK_2,
@@ -462,7 +462,7 @@ MUTATIONS = (
     ),
     Mutation(
         "balance_after_dropping",
-        "The load in the balance loss counts what has a slot, not what was chosen: full experts look no fuller than their capacity",
+        "The load in the balance loss counts kept instead of chosen tokens, so full experts never exceed their capacity",
         "NVIDIA/Megatron-LM#1513",
         "data",
         _ONE,
@@ -470,7 +470,7 @@ MUTATIONS = (
     ),
     Mutation(
         "all_choices_count_as_load",
-        "Second choices count as load where the paper counts first ones",
+        "Second choices count as load, although the paper counts first choices only",
         "deepspeedai/DeepSpeed#2551",
         "data",
         _GSHARD,
@@ -486,7 +486,7 @@ MUTATIONS = (
     ),
     Mutation(
         "padding_takes_slots",
-        "Padding is routed, and real tokens are dropped for it",
+        "Padding is routed, and real tokens are dropped because of it",
         "NVIDIA/Megatron-LM#5542",
         "data",
         _PADDED,
@@ -502,7 +502,7 @@ MUTATIONS = (
     ),
     Mutation(
         "microbatches_count_alike",
-        "Losses of micro-batches are averaged though they have different numbers of tokens",
+        "Losses of micro-batches are averaged although their numbers of tokens differ",
         "huggingface/transformers#34191; ml-explore/mlx-lm#1413",
         "data",
         _PADDED,
@@ -510,7 +510,7 @@ MUTATIONS = (
     ),
     Mutation(
         "routing_not_replayed",
-        "A recomputed pass routes anew and comes to other experts than the first one",
+        "A recomputed pass routes again and chooses other experts than the first pass",
         "pytorch/torchtitan#1117",
         "data",
         _RECOMPUTED,
@@ -518,7 +518,7 @@ MUTATIONS = (
     ),
     Mutation(
         "every_rank_holds_the_first_experts",
-        "Each rank of the ep axis loads the first run of experts",
+        "Each rank of the ep axis loads the first chunk of experts",
         "deepspeedai/DeepSpeed#6589",
         "data",
         Case("switch", "ddp", 2, 2, 1, "fp32"),

@@ -1,11 +1,11 @@
-"""`python -m tests.mutations`: every fault put into the running code, and whether the oracle fails on it and names where.
+"""`python -m tests.mutations`: puts each fault into the running code, and checks that the oracle fails and names the place.
 
-    control     each case without a fault must pass, and nothing of its tape may be off
+    control     each case without a fault must pass, and its tape must not deviate
     mutation    the same case with the fault on every rank: a column must fail, and a layer or parameter must be named
 
-The twin stays in this process, which no fault touches. A fault whose replaced code no rank called is not exercised: neither found nor
-missed, and the run fails. So does one whose ranks failed, as a replacement does that no longer takes what the code hands it. A target
-that is not there is an error before anything runs.
+The twin runs in this process, which no fault touches. A fault whose replacement no rank called is "not exercised": neither found nor
+missed, and the run fails. A fault also fails if its ranks fail, for example because a replacement no longer fits its arguments. A missing
+target is an error before anything runs.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ from moe.verify.compare import NUMBERS
 from moe.verify.expected import Expected, twin_of
 from moe.verify.layouts import Ran, run_world
 from moe.verify.verify import Say, judged, say_now
-from moe.verify.where import Standard, Where
+from moe.verify.where import Deviation, Standard
 from parallel.errors import BadInput, cut
 from tests.mutations.every import MUTATIONS
 from tests.mutations.mutation import Mutation, applied
 
 
 def main(*, json: str | None = None, only: str | None = None, say: tyro.conf.Suppress[Say] = say_now) -> int:
-    """Print the table; 1 if a fault was not found, or found without a place. `only` keeps the mutations whose name holds it.
+    """Print the table. Returns 1 if a fault was not found, or found without a place. `only` keeps the mutations with this text in their
+    name.
 
-    Raises AttributeError or ModuleNotFoundError where a mutation's target is gone.
+    Raises AttributeError or ModuleNotFoundError if a mutation's target no longer exists.
     """
     torch.set_num_threads(1)  # as in `moe verify`
     started = time.perf_counter()
@@ -68,7 +69,7 @@ def main(*, json: str | None = None, only: str | None = None, say: tyro.conf.Sup
 
 
 class Standards(dict[Case, Standard]):
-    """Of twins, each made when it is first asked for."""
+    """The standard of each twin, made when it is first used."""
 
     def __missing__(self, twin: Case) -> Standard:
         self[twin] = Standard(Expected.of(twin))
@@ -76,7 +77,7 @@ class Standards(dict[Case, Standard]):
 
 
 def controls(chosen: list[Mutation], standards: Standards) -> Iterator[dict[str, Any]]:
-    """A row for each case that a mutation uses, without any fault, when it is done."""
+    """A row for each case of these mutations without a fault, as soon as it is done."""
     kinds = {m.case: m.kind for m in chosen}
     for world in sorted({case.world for case in kinds}):
         for case, ran in run_world([case for case in kinds if case.world == world], world, taped=True):
@@ -90,7 +91,7 @@ def controls(chosen: list[Mutation], standards: Standards) -> Iterator[dict[str,
 
 
 def found(mutation: Mutation, ran: Ran, standard: Standard, *, idle: list[str]) -> dict[str, Any]:
-    """The row of one mutation: found where a number fails and the report names a layer or parameter. `idle`: targets that nobody called."""
+    """The row of one mutation. It is found if a number fails and a layer or parameter is named. `idle`: targets that no rank called."""
     case = mutation.case
     row = judged(case, ran, standard.expected)
     where = None if idle else _where(case, ran, standard)
@@ -101,21 +102,21 @@ def found(mutation: Mutation, ran: Ran, standard: Standard, *, idle: list[str]) 
     return out | {"error": ran} if isinstance(ran, str) else out
 
 
-def _where(case: Case, ran: Ran, standard: Standard) -> Where | None:
+def _where(case: Case, ran: Ran, standard: Standard) -> Deviation | None:
     if isinstance(ran, str) or ran[1] is None:
         return None
     return standard.first_deviation(ran[1], ran[0], case)
 
 
-def _said(where: Where | None) -> str:
-    """A layer or parameter; of a norm the family, and the first parameter that it moved wrongly."""
+def _said(where: Deviation | None) -> str:
+    """The layer or parameter; for a norm, its family and the first parameter with a wrong update."""
     if where is None:
         return ""
     return f"{where.then} (norm of {where.name})" if where.then else where.name
 
 
 def _columns(kind: str, row: dict[str, Any], standard: Standard) -> str:
-    """The verify kind, and the columns that failed."""
+    """The kind of the case, and the columns that failed."""
     if "error" in row:
         return "its ranks failed"
     failed = [n for n in NUMBERS if not row[n] <= standard.expected.tolerance[n]]

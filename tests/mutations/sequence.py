@@ -1,4 +1,4 @@
-"""Sequence parallelism: keys that meet the wrong queries, gradients that do not come home, and what is decided by a slice alone."""
+"""Faults of sequence parallelism: keys that meet wrong queries, gradients sent to wrong ranks, and decisions made from one slice only."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.mutations.mutation import Edit, Mutation
 
 
 def _first_keys(real: Any) -> Any:
-    """The backward pass goes by what was saved in the first step: the rank's own keys and values, whichever should be there."""
+    """The backward pass uses the keys and values of its first step, the rank's own, in every step."""
 
     def stale(axis: Axis, k: Tensor, v: Tensor) -> Any:
         return (ring._Held((axis.index - step) % axis.size, k, v) for step in range(axis.size))
@@ -30,7 +30,7 @@ def _first_keys(real: Any) -> Any:
 
 
 def _not_home(real: Any) -> Any:
-    """The last hop is left out: taken back here."""
+    """The last hop is left out (undone here)."""
 
     def wrong(self: Any, *args: Any) -> Any:
         found = real(self, *args)
@@ -45,7 +45,7 @@ def _from_zero(real: Any) -> Any:
 
 
 def _same_place_seen(real: Any) -> Any:
-    """The triangle with its diagonal for all pairs of ranks: a key as far along as the query comes after it on a later rank."""
+    """Every pair of ranks uses a triangle with its diagonal. On a later rank, the key at the query's own index comes after the query."""
 
     def wrong(self: Any, query_rank: int, key_rank: int) -> tuple[Block, ...]:
         return (Block(ALL, ALL, True),)
@@ -54,7 +54,7 @@ def _same_place_seen(real: Any) -> Any:
 
 
 def _around_the_mean(real: Any) -> Any:
-    """Scores of a part are of keys without that part's mean: right for its own result, and not for what weighs it."""
+    """Log-sum-exps are of scores with the part's mean key subtracted: correct within a part, wrong as weights of parts."""
 
     def wrong(q: Tensor, k: Tensor, v: Tensor, **known: Any) -> Partial:
         out, lse_BHL = real(q, k, v, **known)
@@ -73,7 +73,7 @@ def _none_to_merge(real: Any) -> Any:
 
 
 def _heads_inside_out(real: Any) -> Any:
-    """Of heads that come together from several ranks the rank is taken for the inner number."""
+    """Heads gathered from several ranks are ordered with the rank as the inner index."""
 
     def wrong(self: Any, x_BHSC: Tensor) -> Tensor:
         moved: Tensor = rearrange(real(self, x_BHSC), "b (n h) l c -> b (h n) l c", n=self.axis.size)
@@ -106,7 +106,7 @@ def _times_sp(real: Any) -> Any:
         bucket.buffer().mul_(sums.axis.size)
         return real(sums, bucket)
 
-    wrong.__annotations__ = {}  # torch looks at a hook's, and finds texts here
+    wrong.__annotations__ = {}  # torch checks a hook's annotations, and does not accept strings
     return wrong
 
 
@@ -123,12 +123,12 @@ def _no_group(real: Any) -> Any:
 
 
 def _by_rank(real: Any) -> Any:
-    """What was gathered stays one rank's after another's, and each takes out its places as if it were in their order."""
+    """Gathered tokens stay ordered by rank instead of by position."""
     return lambda self, x_BL: all_gather(x_BL, self.axis, dim=1)
 
 
 def _shifted_after_cutting(real: Any) -> Any:
-    """The last token of a run has no target: it is the first token of another rank's."""
+    """The last token of a chunk has no target, because its target is on another rank."""
 
     def wrong(self: Any, part: Tensor) -> Tensor:
         targets: Tensor = real(self, part).clone()
@@ -147,7 +147,7 @@ _GROUPS = Case("glam", "ddp", 2, 1, 1, "fp32", sp=2, attention="zigzag", experts
 MUTATIONS = (
     Mutation(
         "ring_backward_with_the_first_keys",
-        "Every step of the backward ring uses the keys and values that the first one had",
+        "Every step of the backward ring uses the keys and values of the first step",
         "huggingface/diffusers#14265",
         "sequence",
         _RING,
@@ -155,7 +155,7 @@ MUTATIONS = (
     ),
     Mutation(
         "key_gradients_not_home",
-        "Gradients of keys and values go round with them and stop one rank before their own",
+        "Gradients of keys and values are sent around the ring and stop one rank too early",
         "no public report known to us; reasoned from Ring Attention, arXiv 2310.01889, whose backward pass sends them round",
         "sequence",
         _RING,
@@ -163,15 +163,15 @@ MUTATIONS = (
     ),
     Mutation(
         "positions_restart_on_each_rank",
-        "Rotary positions count the tokens that a rank has, from 0",
+        "Rotary positions begin at 0 on every rank",
         "sgl-project/sglang#28463",
         "sequence",
         _RING,
-        (Edit("moe.nn.context:Context.places", _from_zero),),
+        (Edit("moe.nn.context:Context.positions", _from_zero),),
     ),
     Mutation(
         "striped_triangle_not_strict",
-        "In striped order a query sees the key at its own number on a later rank, which is the next token",
+        "In striped order a query sees the key with its own index on a later rank, which is a later token",
         "no public report known to us; reasoned from Striped Attention, arXiv 2311.09431, whose triangles have a diagonal or none",
         "sequence",
         replace(_RING, attention="striped"),
@@ -179,7 +179,7 @@ MUTATIONS = (
     ),
     Mutation(
         "parts_weighed_by_shifted_sums",
-        "Each part's log-sum-exp is of scores that are shifted by its own keys' mean, and parts are merged by it",
+        "Parts are merged by log-sum-exps of scores that were shifted by the mean of each part's own keys",
         "ROCm/aiter#3334",
         "sequence",
         _RING,
@@ -195,7 +195,7 @@ MUTATIONS = (
     ),
     Mutation(
         "helpers_results_lost",
-        "What a rank computed for another that has more to do is sent back and never merged",
+        "The result that a rank computed for a busier rank is sent back but never merged",
         "no public report known to us; reasoned from DistFlashAttn, arXiv 2310.03294, section 3.2",
         "sequence",
         replace(_RING, world=3, sp=3, attention="lightseq"),
@@ -203,7 +203,7 @@ MUTATIONS = (
     ),
     Mutation(
         "heads_come_back_in_another_order",
-        "After attention the all-to-all puts heads together with the rank as the inner number",
+        "After attention the all-to-all orders heads with the rank as the inner index",
         "no public report known to us; reasoned from DeepSpeed-Ulysses, arXiv 2309.14509, whose second all-to-all undoes the first",
         "sequence",
         _ULYSSES,
@@ -211,7 +211,7 @@ MUTATIONS = (
     ),
     Mutation(
         "key_heads_tiled",
-        "Fewer key-value heads than ranks are repeated as a row, not each in its place, and serve other heads of queries",
+        "With fewer key-value heads than ranks, heads are tiled instead of repeated, and serve wrong query heads",
         "ekzhang/jax-js#180",
         "sequence",
         replace(_ULYSSES, world=4, sp=4),
@@ -219,7 +219,7 @@ MUTATIONS = (
     ),
     Mutation(
         "bias_of_the_first_heads",
-        "Every rank adds the bias of the first rank's heads to its own: there over tp",
+        "Every rank uses the position bias of the first rank's heads (over tp in the report)",
         "bigscience-workshop/Megatron-DeepSpeed#227",
         "sequence",
         replace(_ULYSSES, model="gshard"),
@@ -235,7 +235,7 @@ MUTATIONS = (
     ),
     Mutation(
         "gradients_summed_over_dp_alone",
-        "The group of the gradients' sum leaves sp out: with one data rank nothing is summed",
+        "Gradients are summed over a group without sp: with one data rank nothing is summed",
         "ByteDance-Seed/VeOmni#1115",
         "sequence",
         _RING,
@@ -243,7 +243,7 @@ MUTATIONS = (
     ),
     Mutation(
         "documents_see_each_other",
-        "Where sequences are cut the mask of documents is dropped, and attention is causal alone",
+        "With sequence parallelism the document mask is lost, and attention is only causal",
         "huggingface/trl#6843",
         "sequence",
         Case("packed", "ddp", 2, 1, 1, "fp32", sp=2, attention="zigzag", length=SLICED),
@@ -251,7 +251,7 @@ MUTATIONS = (
     ),
     Mutation(
         "last_target_of_a_slice_lost",
-        "Targets are shifted after sequences were cut: the last token of a slice has none",
+        "Targets are shifted after sequences are cut, so the last token of a slice has none",
         "huggingface/transformers#36607",
         "sequence",
         _RING,
@@ -259,7 +259,7 @@ MUTATIONS = (
     ),
     Mutation(
         "capacity_of_each_slice",
-        "Capacity is counted over the tokens of one rank, where the group is whole sequences",
+        "Capacity is counted over the tokens of one rank instead of whole sequences",
         "no public report known to us; reasoned from deepspeedai/DeepSpeed: moe/sharded_moe.py, top1gating, which counts the tokens "
         "of a rank",
         "sequence",
@@ -268,10 +268,10 @@ MUTATIONS = (
     ),
     Mutation(
         "slices_left_in_the_ranks_order",
-        "Tokens gathered from all ranks are not put in the order of their places",
+        "Tokens gathered from all ranks are not sorted by position",
         "THUDM/slime#1871; modelscope/ms-swift#10071",
         "sequence",
         _GROUPS,
-        (Edit("moe.router.slots.slices:Slices.whole_sequences", _by_rank),),
+        (Edit("moe.router.slots.slices:SequenceShards.whole_sequences", _by_rank),),
     ),
 )

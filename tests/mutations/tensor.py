@@ -1,4 +1,4 @@
-"""Tensor parallelism: what is summed over the ranks of a layer twice, or not at all; and blocks of a grid that meet the wrong ones."""
+"""Faults of tensor parallelism: sums over ranks that are missing or made twice, and blocks of a grid that meet wrong blocks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.mutations.mutation import Edit, Mutation
 
 
 def _identity(real: Any) -> Any:
-    """Nothing is summed, turned or exchanged."""
+    """Nothing is summed, transposed or exchanged."""
     return lambda tensor, *_, **__: tensor
 
 
@@ -26,7 +26,7 @@ def _not_started(real: Any) -> Any:
 
 
 def _as_they_come(real: Any) -> Any:
-    """Run after run, in each the ranks' places, where a sequence is slice after slice."""
+    """Chunk after chunk, each with the parts of all ranks, although a sequence is slice after slice."""
     return lambda runs_RBnI: torch.cat([rearrange(run, "r b n i -> b (r n) i") for run in runs_RBnI], 1)
 
 
@@ -35,7 +35,7 @@ def _summed_both_ways(real: Any) -> Any:
 
 
 def _slices_alike(real: Any) -> Any:
-    """Copies are taken for copies that saw the same tokens."""
+    """Copies whose ranks saw different slices are treated as copies that saw the same tokens."""
     return lambda self, name, shape: dense(shape, self.family)
 
 
@@ -60,7 +60,7 @@ def _first_slice(real: Any) -> Any:
 
 
 def _rows_of_others_kept(real: Any) -> Any:
-    """Tokens of other ranks are looked up in row 0, and what comes of it is not made zero."""
+    """Tokens of other ranks' rows are looked up in row 0, and the result is not set to zero."""
 
     def wrong(tokens: Tensor, matrix: Any, others: Any) -> Tensor:
         row = tokens - matrix.first
@@ -71,7 +71,7 @@ def _rows_of_others_kept(real: Any) -> Any:
 
 
 def _counted_by_every_rank(real: Any) -> Any:
-    """As if each rank had the logits of all rows: the sum over ranks of their exponentials is t times too large."""
+    """Every rank counts the logits of all rows, so the sum of exponentials over ranks is t times too large."""
 
     def wrong(scores_2N: Tensor, axis: Axis) -> Tensor:
         total_N, target_N = real(scores_2N, axis)
@@ -82,7 +82,7 @@ def _counted_by_every_rank(real: Any) -> Any:
 
 
 def _own_maximum(real: Any) -> Any:
-    """Each rank shifts by its own largest, and the sum of what they have is shifted back by one's own."""
+    """Each rank subtracts its own maximum, and the merged sum is corrected by one rank's maximum."""
     return lambda tensor, axis: tensor
 
 
@@ -98,7 +98,7 @@ def _one_block_on(real: Any) -> Any:
 
 
 def _own_share(real: Any) -> Any:
-    """Of the shares for a column's ranks each keeps the one that it has for itself."""
+    """Each rank of a column keeps only its own share; the shares are not summed."""
 
     def wrong(shares: Any, axis: Axis) -> Tensor:
         if axis.name != "tp_row":
@@ -127,7 +127,7 @@ _CUBE = replace(_DEEP, tensor="3d")
 MUTATIONS = (
     Mutation(
         "input_gradients_not_summed",
-        "f is the identity backward too: what ranks found for the input of their products, and of the head, stays each one's own part",
+        "f does not sum in the backward pass: input gradients of products, and of the head, remain each rank's own part",
         "NovaSky-AI/SkyRL#1886, there before the head",
         "tensor",
         _LINE,
@@ -135,7 +135,7 @@ MUTATIONS = (
     ),
     Mutation(
         "output_gradients_summed",
-        "g sums backward as well, though every rank has the whole gradient: it grows by the number of ranks with each layer",
+        "g also sums in the backward pass, although every rank has the whole gradient: it grows by the number of ranks with each layer",
         "tenstorrent/tt-metal#31748",
         "tensor",
         _LINE,
@@ -143,7 +143,7 @@ MUTATIONS = (
     ),
     Mutation(
         "copies_summed_over_tp",
-        "Gradients of norms, which are whole on every rank of tp, are summed over tp once more",
+        "Gradients of norms are summed over tp, although every tp rank has the whole gradient",
         "inclusionAI/AReno#496",
         "tensor",
         _LINE,
@@ -151,32 +151,32 @@ MUTATIONS = (
     ),
     Mutation(
         "norms_of_slices_not_summed",
-        "With slices between layers a norm's gradient is of one slice, and the ranks' parts are never summed",
+        "With slices between layers, a norm's gradient covers one slice, and the ranks' gradients are never summed",
         "NVIDIA/Megatron-LM#1446; EleutherAI/gpt-neox#1257",
         "tensor",
         _SLICED,
-        (Edit("parallel.tensor.sliced:Sliced.layout", _slices_alike),),
+        (Edit("parallel.tensor.sliced:SlicedNorm.layout", _slices_alike),),
     ),
     Mutation(
         "dropout_of_slices_equal",
-        "Every rank drops out of its slice what belongs to the first one",
+        "Every rank uses the dropout mask of the first slice",
         "PaddlePaddle/PaddleFleetX#1005",
         "tensor",
         replace(_SLICED, model="gshard", ep=2),
-        (Edit("parallel.tensor.sliced:SlicePlaces.__call__", _first_slice),),
+        (Edit("parallel.tensor.sliced:SliceColumns.__call__", _first_slice),),
     ),
     Mutation(
         "runs_of_slices_in_the_order_they_come",
-        "Runs of places that were gathered one after another are joined in that order: tokens stand at other places, before the softmax "
-        "and when their sums go back to the slices",
-        "NVIDIA/TransformerEngine#530, there of what a weight's gradient reads",
+        "Chunks that were gathered one after another are joined in that order: tokens are at wrong positions before the softmax "
+        "and when their sums return to the slices",
+        "NVIDIA/TransformerEngine#530, there in the input of a weight's gradient",
         "tensor",
         replace(_SLICED, model="gshard", ep=2, tensor="overlapped_sliced"),
         (Edit("parallel.tensor.overlapped:_joined", _as_they_come),),
     ),
     Mutation(
         "copies_of_key_heads_not_summed",
-        "Ranks that hold a copy of one key-value head each keep the gradient of their own heads of queries",
+        "Ranks with a copy of the same key-value head keep the gradient from their own query heads; the copies' gradients are not summed",
         "bigcode-project/Megatron-LM#37",
         "tensor",
         Case("dense", "ddp", 4, 1, 1, "fp32", tp=4, tensor="1d"),
@@ -184,8 +184,8 @@ MUTATIONS = (
     ),
     Mutation(
         "rows_of_others_not_zero",
-        "A token whose row another rank has is looked up in row 0, and that is added to its own: there a bias, which every rank adds "
-        "before the sum",
+        "A token whose row is on another rank is looked up in row 0, and that row is added to its embedding (in the reports, a bias "
+        "that every rank adds before the sum)",
         "huggingface/text-generation-inference#1036; Wenyueh/MinivLLM#80",
         "tensor",
         _LINE,
@@ -193,7 +193,7 @@ MUTATIONS = (
     ),
     Mutation(
         "vocabulary_counted_by_every_rank",
-        "The loss merges logits that every rank has whole: log t too large, and its gradients are wrong",
+        "The loss counts all logits on every rank: it is log t too large, and its gradients are wrong",
         "NVIDIA/Megatron-LM#7452",
         "tensor",
         _LINE,
@@ -201,7 +201,7 @@ MUTATIONS = (
     ),
     Mutation(
         "loss_by_a_ranks_own_maximum",
-        "The sums of exponentials are merged though each rank has shifted its own by another number",
+        "Sums of exponentials are merged although each rank subtracted a different maximum",
         "no public report known to us; reasoned from NVIDIA/Megatron-LM: core/tensor_parallel/cross_entropy.py, which takes the maximum "
         "over ranks first",
         "tensor",
@@ -218,7 +218,7 @@ MUTATIONS = (
     ),
     Mutation(
         "weight_gradient_of_one_row",
-        "A block's gradient is of its own row of ranks: the shares of a column's other ranks, which have other sequences, are not summed",
+        "A block's gradient covers the sequences of its own row of ranks: the shares of the other ranks of its column are not summed",
         "no public report known to us; reasoned from Optimus, arXiv 2104.05343, section 3",
         "tensor",
         _SQUARE,
@@ -226,7 +226,7 @@ MUTATIONS = (
     ),
     Mutation(
         "norm_of_a_ranks_own_channels",
-        "A norm's statistics are of the channels that a rank has: there of queries and keys across heads",
+        "A norm's statistics cover only the channels of one rank (in the report: queries and keys across heads)",
         "EleutherAI/gpt-neox#1424",
         "tensor",
         _SQUARE,
@@ -234,7 +234,7 @@ MUTATIONS = (
     ),
     Mutation(
         "embedding_not_transposed",
-        "Looked-up rows stay where they were found: sequences by column and channels by row, which layers take the other way round",
+        "Embedding rows are not transposed: sequences stay split by column and channels by row, but layers expect the opposite",
         "no public report known to us; reasoned from Optimus, arXiv 2104.05343, section 3",
         "tensor",
         _SQUARE,
@@ -242,7 +242,7 @@ MUTATIONS = (
     ),
     Mutation(
         "depth_not_summed",
-        "In 2.5D the gradient of a block, of which every depth has a copy, is of one depth's sequences",
+        "In 2.5D every depth has a copy of a block, and its gradient covers the sequences of one depth only",
         "no public report known to us; reasoned from Tesseract, arXiv 2105.14500, whose depths hold copies of a block",
         "tensor",
         _DEEP,
@@ -250,7 +250,7 @@ MUTATIONS = (
     ),
     Mutation(
         "targets_not_turned",
-        "In 3D the logits are of other sequences than x was, and the loss takes the targets of x",
+        "In 3D the logits belong to other sequences than x did, but the loss uses the targets of x",
         "no public report known to us; reasoned from 3D parallelism, arXiv 2105.14450, section 3.2",
         "tensor",
         _CUBE,

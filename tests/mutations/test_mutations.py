@@ -43,7 +43,7 @@ def test_mutations_are_many_their_layouts_are_those_of_verify_and_each_has_a_sou
 
 
 def test_the_page_says_what_the_whole_run_found() -> None:
-    """Every mutation in its order, by the columns and at the place that are in the JSON beside it."""
+    """Every mutation in its order, with the columns and the place that the JSON has."""
     rows = [row for row in json.loads(RUN.read_text(encoding="utf-8"))["rows"] if row["mutation"] != "none"]
     cells = re.findall(r"^\| `(\w+)` .* \| (.*) \| (.*) \|$", PAGE.read_text(encoding="utf-8"), flags=re.M)
     assert [name for name, _, _ in cells] == [m.name for m in MUTATIONS]
@@ -76,7 +76,7 @@ STALE = Mutation("stale", "What stands there was written for other code", "nobod
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, dict[str, Any], list[str]]]:
-    """Exit code, JSON and lines of a run of six mutations, for which one twin stands: it is most of the time."""
+    """Exit code, JSON and lines of a run of six mutations. They share one twin, because a twin takes most of the time."""
     path, said = tmp_path_factory.mktemp("mutations") / "m.json", list[str]()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "MUTATIONS", (*(m for m in MUTATIONS if m.name in CHOSEN), HARMLESS, ELSEWHERE, STALE))

@@ -33,7 +33,7 @@ def given(length: int) -> dict[str, Tensor]:
 
 def work(rank: int, size: int, kind: str) -> list[tuple[Tensor, Tensor]]:
     axis, order = process.connect(Degrees(sp=size), World(rank, size)).axis("sp"), Order(kind, size, size * EACH)
-    mine = {name: x[:, :, list(order.places(rank))] for name, x in given(size * EACH).items()}
+    mine = {name: x[:, :, list(order.positions(rank))] for name, x in given(size * EACH).items()}
 
     ours = {name: mine[name].clone().requires_grad_() for name in "qkv"}
     out = Ring(axis, order)(ours["q"], ours["k"], ours["v"])

@@ -1,8 +1,8 @@
-"""Whether `moe plan` ranks the fastest plan first: random recipes and clusters, each planned as usual and with every way to cut the ranks.
+"""Whether `moe plan` ranks the fastest plan first: random recipes and clusters, each planned as usual and with all combinations of degrees.
 
 `python -m tests.planner best --json FILE`. A draw passes if no plan that fits is faster than the first one, and if the first is no slower
-than the recipe's own plan, if that fits. As usual means two rounds, of which the second tries only the fastest ways of the first
-(moe/plan/choose/planned.py), so this measures what the first round loses.
+than the recipe's own plan, if that fits. As usual means two rounds, of which the second tries only the fastest degrees of the first
+(moe/plan/choose/planned.py). So this measures the loss caused by the first round.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ ROUNDED = 1 + 1e-9
 
 
 class Draw(NamedTuple):
+    """A random recipe and a random cluster."""
+
     run: Run
     cluster: Cluster
 
 
 def drawn(draw: random.Random, clusters: tuple[str, ...] = CLUSTERS) -> Draw:
-    """A recipe without a layout of its own, dense or with experts in every other layer, and a cluster."""
+    """A random recipe without a layout of its own, dense or with experts in every other layer, and a random cluster."""
     heads = draw.choice((4, 8, 12, 16, 32))
     width, batch = heads * draw.choice((64, 128)), draw.choice((8, 16, 32, 48, 64, 128, 256, 512, 1024))
     model: dict[str, Any] = {"num_layers": draw.choice((4, 6, 8, 12, 16, 24)), "d_model": width, "num_heads": heads}
@@ -45,7 +47,7 @@ def drawn(draw: random.Random, clusters: tuple[str, ...] = CLUSTERS) -> Draw:
 
 
 def row_of(of: Draw) -> dict[str, Any] | None:
-    """One draw's row of the JSON; None if nothing fits or runs there."""
+    """One draw's row of the JSON; None if no plan fits or runs there."""
     run, cluster = of
     try:
         usual = planned(run, cluster, checked=check_run, top=1)
@@ -69,7 +71,7 @@ def row_of(of: Draw) -> dict[str, Any] | None:
 
 
 def _own_seconds(made: Planned) -> float | None:
-    """Of the recipe's own plan; None if it does not run or fit."""
+    """Seconds of the recipe's own plan; None if it does not run or fit."""
     own = made.own
     fits = own is not None and held_bytes(made.network, own, made.cluster) <= made.cluster.memory_bytes()
     return made.time(own).step if own is not None and fits else None

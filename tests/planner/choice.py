@@ -1,11 +1,11 @@
-"""Whether the predicted order of plans is the measured one: what choosing by predictions would have cost.
+"""Whether the predicted order of plans is the measured one: the cost of choosing by predictions.
 
-    ranking(...)     groups of one network, batch and number of GPUs: measured time of the plan ranked first, over the best, minus 1
+    ranking(...)     groups with the same network, batch and number of GPUs: measured time of the plan ranked first, over the best, minus 1
     in_order(...)    whether predictions never contradict the measured order of some rows
-    crossing(...)    Megatron SC21, Table 2: ZeRO-3 beside tensor and pipeline parallelism as GPUs grow and micro-batches shrink
-    identity(...)    T = sum t + (m - 1) max t on measured times of stages, against measured steps (vocabulary parallelism's profiles)
+    crossing(...)    Megatron SC21, Table 2: ZeRO-3 compared with tensor and pipeline parallelism as GPUs grow and micro-batches shrink
+    identity(...)    T = sum t + (m - 1) max t on measured times of stages, compared with measured steps (vocabulary parallelism's profiles)
 
-and the lines and the numbers of `python -m tests.planner` about time.
+Also makes the lines and the numbers of `python -m tests.planner` about time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.planner.time import Errors, Predicted, errors, predictions
 
 @dataclass(frozen=True)
 class Ranking:
-    """`first`: the share of groups in which the plan ranked first is the fastest. `mean`, `largest`: regret."""
+    """`first`: the share of groups in which the plan ranked first is the fastest. `mean`, `largest`: the regret of choosing it."""
 
     groups: int
     first: float
@@ -34,13 +34,13 @@ class Ranking:
 
 
 def group_key(row: Row) -> tuple[Any, ...]:
-    """Rows of one group trained the same network with one batch on as many GPUs of a kind."""
+    """The key of a row's group: the network, the batch, the number of GPUs and their kind."""
     n = row.network
     return (row.table, n.layers, n.width, n.hidden, n.heads, n.length, n.vocab, row.plan.global_batch, row.gpus, row.gpu, row.precision)
 
 
 def ranking(made: Sequence[Predicted], key: Callable[[Row], Any] = group_key) -> Ranking | None:
-    """None where no group has two plans."""
+    """The ranking over all groups with at least two plans; None without such a group."""
     groups = defaultdict(list)
     for one in made:
         groups[key(one.row)].append(one)
@@ -56,7 +56,7 @@ def ranking(made: Sequence[Predicted], key: Callable[[Row], Any] = group_key) ->
 
 
 def in_order(made: Sequence[Predicted]) -> bool:
-    """Whether of any two rows, the one that was measured slower is also predicted slower."""
+    """Whether for any two rows, the one measured slower is also predicted slower."""
     return all(
         a.time.step < b.time.step
         for a in made
@@ -67,7 +67,7 @@ def in_order(made: Sequence[Predicted]) -> bool:
 
 @dataclass(frozen=True)
 class Crossing:
-    """Of one network at one number of GPUs: time of ZeRO-3 over that of tensor and pipeline parallelism, measured and predicted."""
+    """Time of ZeRO-3 over time of tensor and pipeline parallelism, for one network and number of GPUs: measured and predicted."""
 
     width: int
     gpus: int
@@ -76,7 +76,9 @@ class Crossing:
 
 
 def crossing(made: Sequence[Predicted]) -> list[Crossing]:
-    """Pairs of a fully sharded run and one with stages, by network; numbers of GPUs and batches may differ, so per sequence and GPU."""
+    """Pairs of a fully sharded run and one with stages, by network. Numbers of GPUs and batches may differ, so times are per sequence
+    and GPU.
+    """
     found = []
     for one in (o for o in made if o.row.plan.stage == 3 and o.row.plan.tp == 1):
         near = [o for o in made if o.row.plan.pp > 1 and o.row.network == one.row.network]
@@ -93,7 +95,7 @@ def _by_gpu(one: Predicted, kind: str) -> float:
 
 
 def identity(rows: Sequence[Row]) -> list[float]:
-    """Relative errors of the closed form, of rows whose notes have microseconds of each stage's passes."""
+    """Relative errors of the closed form, for rows whose notes give the microseconds of each stage's passes."""
     off = []
     for row in rows:
         found = re.search(r"fwd us per stage ([\d ]+); bwd us per stage ([\d ]+)", row.cells["notes"])
@@ -116,8 +118,8 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
-def told(tables: Sequence[Table]) -> list[str]:
-    """Lines about time: a row a table, then all dense rows of A100 and H100, rows with experts, rankings, and what was singled out."""
+def time_lines(tables: Sequence[Table]) -> list[str]:
+    """Lines about time: a row for each table, then all dense rows of A100 and H100, rows with experts, rankings, and single findings."""
     lines = [
         f"{'table':<42}{'rows':>6}{'mean':>8}{'median':>8}{'largest':>9}{'bias':>8}"
         f"{'calibrated':>12}{'by layer':>10}{'groups':>8}{'first':>7}{'regret':>8}"

@@ -1,11 +1,11 @@
-"""Predicted bytes (moe/plan/memory/memory.py) against tables: those that runs measured, those of published formulas, and what fitted.
+"""Predicted bytes (moe/plan/memory/memory.py) compared with tables of measured runs, of published formulas, and of runs that fitted or not.
 
-    memory      a row's peak as its kind counts it: allocated, reserved (with the allocator's factor), nvidia-smi (with the context too)
+    memory      a row's peak, counted as its kind says: allocated, reserved (with the allocator's factor), nvidia-smi (plus the context)
     fits        rows that ran should fit their GPU, rows that ran out of memory should not; only with a GPU of known size, a stated
                 micro-batch and a stated recomputation
     formulas    the ZeRO paper's table, and Korthikanti's Figure 1: equal to the printed digits
 
-A row that states neither its micro-batch nor whether it recomputes is not compared: both decide its memory.
+A row without both its micro-batch and its recomputation is not compared, because both decide its memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moe.plan.memory.memory import Memory, fits, memory, peak
 from parallel.errors import BadInput
 from tests.planner.read_tables import Row
 
-# Names without a size have one size. A card keeps about 1 % for itself: 79.1 to 79.3 GiB of an 80 GB one.
+# GPUs by name that have only one memory size. A card reserves about 1 %: 79.1 to 79.3 GiB of an 80 GB card are usable.
 CAPACITY_GB = {"h200": 141, "h800": 80, "b200": 180, "gb200": 185, "h100": 80, "b300": 270, "gb300": 275, "rtx3090": 24}
 USABLE = 0.99
 ZERO_COLUMNS = ("ddp_GB(16P)", "zero1_Pos_GB(4P+12P/N)", "zero2_Posg_GB(2P+14P/N)", "zero3_Posgp_GB(16P/N)")
@@ -30,14 +30,14 @@ ZERO_COLUMNS = ("ddp_GB(16P)", "zero1_Pos_GB(4P+12P/N)", "zero2_Posg_GB(2P+14P/N
 
 @dataclass(frozen=True)
 class Predicted:
-    """One row's peak rank."""
+    """The prediction for one row's fullest rank."""
 
     row: Row
     needed: Memory
 
     @property
     def bytes(self) -> float:
-        """As the row counts."""
+        """The predicted bytes, counted as the row counts."""
         return {"reserved": self.needed.reserved, "nvidia-smi": self.needed.used}.get(self.row.memory_kind, self.needed.allocated)
 
     @property
@@ -46,7 +46,7 @@ class Predicted:
 
     @property
     def right(self) -> bool | None:
-        """Whether what fits was told from what does not; None for a run that failed for another reason, or a GPU of unknown size."""
+        """Whether the prediction of fitting is correct; None for a run that failed for another reason, or a GPU of unknown size."""
         capacity = capacity_of(self.row.gpu)
         stated = "microbatch" not in self.row.inferred and self.row.cells["recompute"].strip()
         if capacity is None or self.row.status == "failed" or self.row.formula or not stated:
@@ -55,12 +55,12 @@ class Predicted:
 
 
 def comparable(row: Row) -> bool:
-    """Whether the row states what decides its memory."""
+    """Whether the row states everything that decides its memory."""
     return not row.formula and not ("microbatch" in row.inferred and not row.cells["recompute"].strip())
 
 
 def capacity_of(gpu: str) -> float | None:
-    """Bytes of a GPU by its description: stated in GB, or of a name that has one size."""
+    """Bytes of a GPU by its description: stated in GB, or a name with only one size."""
     name = gpu.lower()
     stated = re.search(r"(\d+)\s*gb(?![/\w])", name)
     size = int(stated[1]) if stated else next((CAPACITY_GB[key] for key in sorted(CAPACITY_GB, key=len, reverse=True) if key in name), None)
@@ -68,7 +68,7 @@ def capacity_of(gpu: str) -> float | None:
 
 
 def predictions(rows: Sequence[Row]) -> list[Predicted]:
-    """Of rows that were measured; a schedule that refuses the row's sizes leaves it out."""
+    """Predictions for measured rows. A row is left out if its schedule refuses its sizes."""
     made = []
     for row in rows:
         if row.formula:
@@ -81,7 +81,7 @@ def predictions(rows: Sequence[Row]) -> list[Predicted]:
 
 
 def summary(rows: Sequence[Row]) -> dict[str, Any]:
-    """The memory fields of a table's row: errors over rows that state memory, by their own kind; None without any."""
+    """The memory fields of a table's row: errors over rows that state memory, counted by their own kind; None if there are none."""
     made = predictions(rows)
     errors = sorted(abs(p.error) for p in made if p.error is not None)
     right = [p.right for p in made if p.right is not None]
@@ -100,7 +100,7 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _quantile(ordered: Sequence[float], share: float) -> float | None:
-    """With a value between two neighbours where it falls between them."""
+    """The quantile, interpolated between two neighbours."""
     if not ordered:
         return None
     place = share * (len(ordered) - 1)
@@ -113,14 +113,14 @@ def _quantile(ordered: Sequence[float], share: float) -> float | None:
 
 
 def formulas(rows: Sequence[Row]) -> dict[str, Any]:
-    """Rows of Korthikanti's Figure 1, which are GiB of activations on the first stage: how many are equal."""
+    """Rows of Korthikanti's Figure 1, which give GiB of activations on the first stage: the number of equal rows."""
     stated = [row for row in rows if row.formula and row.memory and "activations" in row.cells["memory_kind"]]
     right = [abs(memory(r.network, r.plan, r.stack)[0].parts["activations"] / (r.memory or 1.0) - 1) < 1e-9 for r in stated]
     return {"formula_right": sum(right), "formula_total": len(right)}
 
 
 def zero_table(file: Path) -> dict[str, Any] | None:
-    """The ZeRO paper's table of model states in GB, if the file is one: how many of its lines are equal to the last digit."""
+    """The ZeRO paper's table of model states in GB, if the file is one: the number of lines that are equal to the last digit."""
     with file.open(newline="") as opened:
         lines = list(csv.DictReader(opened))
     if not lines or any(name not in lines[0] for name in ("params_b", "dp", *ZERO_COLUMNS)):

@@ -1,9 +1,10 @@
-"""Searched orders of actions against the zero-bubble paper's automatic ones at equal memory: 1,000 cases of unequal costs, none slower.
+"""Searched orders of actions compared with the zero-bubble paper's automatic orders at equal memory: 1,000 cases of unequal costs.
 
-`python -m tests.planner orders --json FILE`. A case is p ranks of a stage each, m micro-batches, a time of F, I and W for each rank, one
-of a message, and a limit of micro-batches that a rank keeps until W, all at random. The rival is the shortest of eight orders by the
-paper's rules (zero_bubble_auto.py). Both are judged by the plain clock here, which shares nothing with the simulator of the search. The
-search begins with the best of many orders and then moves actions; here it has to win without moves, which take most of its time.
+`python -m tests.planner orders --json FILE`. A case is p ranks with one stage each, m micro-batches, a time of F, I and W for each rank, a
+time of messages, and a limit of micro-batches that a rank keeps until W, all at random. The rival is the shortest of eight orders by the
+paper's rules (zero_bubble_auto.py). The plain clock of this file times both; it shares nothing with the simulator of the search. The
+search begins with the best of many orders and then moves actions. Here it must win without moves, which take most of its time. No
+searched order may be slower.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from parallel.pipeline.schedule import COMPUTE, Action, Op, Schedule
 from parallel.pipeline.schedules.search import search
 from tests.planner.zero_bubble_auto import Order, auto
 
-CASES, ROUNDS, SEED = 1_000, 0, 17  # no moves: what the search begins with
+CASES, ROUNDS, SEED = 1_000, 0, 17  # no moves: only the orders with which the search begins
 STAGES = (2, 3, 4, 5, 6, 8)
 HEAD = f"{'stages':>6}{'cases':>7}{'slower':>8}{'equal':>7}{'faster':>8}{'mean gain':>11}{'largest':>9}"
 
 
 class Case(NamedTuple):
-    """Integer times by rank; `memory`: micro-batches kept on a rank from F to W at most."""
+    """Integer times by rank. `memory`: the largest number of micro-batches that a rank keeps from F to W."""
 
     forward: tuple[int, ...]
     inputs: tuple[int, ...]
@@ -34,7 +35,7 @@ class Case(NamedTuple):
 
 
 class Times(NamedTuple):
-    """Seconds from the first start to the last end."""
+    """Seconds from the first start to the last end, of both orders."""
 
     searched: float
     rival: float
@@ -45,14 +46,14 @@ class Times(NamedTuple):
 
 
 def drawn(draw: random.Random) -> Case:
-    """Messages are shorter than any action, so that none waits for a link."""
+    """A random case. Messages are shorter than any action, so that none waits for a link."""
     p = draw.choice(STAGES)
     forward, inputs, weights = (tuple(draw.randint(10, 90) for _ in range(p)) for _ in range(3))
     return Case(forward, inputs, weights, draw.randint(1, 12), sent=draw.choice((0, 2, 5, 9)), memory=draw.randint(1, 2 * p))
 
 
 def compared(case: Case, *, rounds: int = ROUNDS) -> Times:
-    """Both orders of a case by the plain clock. Raises AssertionError for an order that keeps more than the memory."""
+    """The times of both orders of a case by the plain clock. Raises AssertionError for an order that exceeds the memory."""
     f, i, w, m, sent, memory = case
     length = {Op.F: f, Op.I: i, Op.W: w, Op.B: tuple(a + b for a, b in zip(i, w, strict=True))}
 
@@ -66,13 +67,13 @@ def compared(case: Case, *, rounds: int = ROUNDS) -> Times:
 
 
 def plain_orders(schedule: Schedule) -> list[Order]:
-    """By the paper's names; a backward pass that the search did not part is B and W one after the other."""
+    """The orders with the paper's names. A backward pass that the search did not split is B followed by W."""
     names = {Op.F: ("F",), Op.I: ("B",), Op.W: ("W",), Op.B: ("both",)}
     return [[(name, a.microbatch) for a in order if a.op in COMPUTE for name in names[a.op]] for order in schedule.orders]
 
 
 def clock(orders: Sequence[Order], forward: Sequence[int], inputs: Sequence[int], weights: Sequence[int], sent: int) -> float:
-    """The last end, if every rank does its actions in their order, each as soon as what it needs has arrived."""
+    """The last end, if every rank runs its actions in order, each as soon as its inputs have arrived."""
     p, at, now = len(orders), [0] * len(orders), [0] * len(orders)
     down: dict[tuple[int, int], int] = {}  # (rank, micro-batch): end of its forward pass
     up: dict[tuple[int, int], int] = {}
@@ -117,6 +118,7 @@ def rows(cases: int = CASES) -> list[dict[str, Any]]:
 
 
 def row_of(stages: int | None, times: Sequence[Times]) -> dict[str, Any]:
+    """Print and return the row of cases with `stages` stages, or of all cases if None."""
     if not times:
         return {}
     slower = sum(one.searched > one.rival for one in times)

@@ -56,7 +56,7 @@ def main(part: tyro.conf.Positional[Part] = "runs", *, folder: str | None = None
 
 
 def _runs(only: str | None) -> list[dict[str, Any]]:
-    from tests.planner import runs as planner_runs  # with torch, which tables do not need
+    from tests.planner import runs as planner_runs  # imports torch, which tables do not need
 
     return planner_runs.rows(only)
 
@@ -71,7 +71,7 @@ def table_rows(tables: str | Path) -> list[dict[str, Any]]:
         if not table.missing or formula:
             rows.append(row_of(table, formula))
             print(_line(rows[-1]), flush=True)
-    print("", *planner_choice.told(read), sep="\n", flush=True)
+    print("", *planner_choice.time_lines(read), sep="\n", flush=True)
     _say_unusable(read)
     return rows
 

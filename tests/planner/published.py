@@ -1,9 +1,9 @@
-"""The layouts of well-known runs (recipes/published/) against what their authors print: parameters, seconds of a step, memory.
+"""Predictions for well-known runs (recipes/published/), compared with their authors' figures: parameters, seconds of a step, memory.
 
-`python -m tests.planner published --json FILE`. Each run is one Published: its recipe, the cluster file of its machine, what is printed
-and how seconds follow from it. The prediction is that of the recipe's own plan, as the software of the run would carry it out
-(moe/plan/machine/program.py, stack.py; by its source and year, never by its result), and as this project's trainer would. No constant of
-the planner was chosen with these runs in sight except where `seen` says so.
+`python -m tests.planner published --json FILE`. Each run is one Published: its recipe, the cluster file of its machine, the printed
+figures, and how seconds follow from them. The recipe's own plan is predicted twice: with the run's own software
+(moe/plan/machine/program.py, stack.py; chosen by its source and year, never by its result), and with this project's trainer. No constant of
+the planner was fitted to these runs, except where `seen` says so.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from moe.recipe.load import load
 from moe.recipe.sections import Run
 
 GIB = 2**30
-SAME = 0.035  # parameters against the printed number: GLaM's 1.2T is rounded so far
+SAME = 0.035  # tolerance of the printed number of parameters: GLaM's 1.2T is rounded by this much
 
 
 @dataclass(frozen=True)
 class Published:
-    """One run. Parameters in 10^9 as printed. One of `seconds` of a step, `tflops` a device, `device_seconds` of a token, or none of them.
+    """One run. Parameters in 10^9 as printed. At most one of: `seconds` of a step, `tflops` of a device, `device_seconds` of a token.
 
-    `recomputed`: the TFLOP/s count recomputed layers, a third more. `memory_gib`: as nvidia-smi shows it. `differs`: what the recipe or
-    the planner has otherwise than the run; `seen`: whether constants of the planner were chosen with this run, or rows like it, in sight.
-    `recompute`: what the run's own software makes again, where that is not the recipe's kind.
+    `recomputed`: the TFLOP/s count recomputed layers, a third more. `memory_gib`: as nvidia-smi shows it. `differs`: differences of the
+    recipe or the planner from the run. `seen`: whether constants of the planner were fitted to this run or to similar rows. `recompute`:
+    what the run's own software recomputes, if it differs from the recipe.
     """
 
     recipe: str
@@ -69,7 +69,7 @@ RUNS = (
     Published(
         *("bloom_176b", "jeanzayx48", 176.247, None, PROGRAMS["megatron-deepspeed-bf16"], MEGATRON_DEEPSPEED, MIXED_BOTH_GRADIENTS),
         source="BigScience's notes of 2022-02-28: 104.5 s and 59 GB for this layout and 112 heads",
-        differs="positions, a norm behind the embedding, biases",
+        differs="positions, a norm after the embedding, biases",
         seen="the row is one of BLOOM's, to which the engine's share was fitted",
         seconds=104.5,
         memory_gib=59,
@@ -77,18 +77,18 @@ RUNS = (
     Published(
         *("glam_64b_64e", "tpu-v4x16", 1200, 96.6, PROGRAMS["xla"], OURS, FP32),
         source="GLaM (arXiv 2112.06905): 280B tokens in 574 hours on 1,024 chips, stops included",
-        differs="the axes of its sharding; Adafactor; dispatch by products with masks, which take time and are not predicted",
+        differs="the axes of its sharding; Adafactor; dispatch by products with masks, whose time is not predicted",
         device_seconds=574 * 3600 * 1024 / 280e9,
     ),
     Published(
         *("switch_c", "tpu-v3x16", 1571, None, PROGRAMS["xla"], OURS, FP32),
         source="Switch Transformer (arXiv 2101.03961), table 9; no time is printed",
-        differs="a decoder for an encoder and a decoder; Adafactor; the number of cores",
+        differs="a decoder instead of an encoder-decoder; Adafactor; the number of cores",
     ),
     Published(
         *("mixtral_8x7b", "h100-8x8", 46.7, 12.9, CORE, MEGATRON, MIXED_FP32_GRADIENTS),
         source="Megatron-LM's page on MoE, version 0.9: 468 TFLOP/s; layout of Megatron-MoE-ModelZoo",
-        differs="that the speed is of this layout is not said",
+        differs="the source does not say that the speed belongs to this layout",
         seen="other models of the same software are among the tables",
         tflops=468,
     ),
@@ -101,9 +101,9 @@ RUNS = (
         DEEPSEEK,
         replace(MIXED_FP32_GRADIENTS, optimizer=8),  # moments in bf16
         source="DeepSeek-V3 (arXiv 2412.19437), section 1: 180,000 GPU-hours for 10^12 tokens",
-        differs="no second predicted token, the layers of its stages; its overlap is an assumed share",
+        differs="no multi-token prediction, other layers in its stages; its overlap is an assumed share",
         device_seconds=180e3 * 3600 / 1e12,
-        recompute="selective",  # of norms, up-projections and SwiGLU's output; a whole layer in the recipe
+        recompute="selective",  # norms, up-projections and SwiGLU's output are recomputed; in the recipe whole layers
     ),
     Published(
         *("llama3_405b", "h100-8x2048", 405, None, PROGRAMS["fsdp"], TORCHTITAN, FP32),
@@ -115,12 +115,12 @@ RUNS = (
 
 
 def resolved(run: Published) -> Run:
-    """The recipe for the devices that its run had. Raises BadInput if the checks refuse it."""
+    """The recipe for the number of devices of its run. Raises BadInput if the checks refuse it."""
     return check_run(load(f"published/{run.recipe}")[0], load_cluster(run.cluster).world)
 
 
 def published_seconds(of: Published, run: Run, devices: int) -> float | None:
-    """Of a step, from what is printed; None where nothing is."""
+    """Seconds of a step from the printed figures; None if there are none."""
     tokens = run.train.global_batch * run.model.max_length
     if of.device_seconds is not None:
         return of.device_seconds * tokens / devices
@@ -130,7 +130,7 @@ def published_seconds(of: Published, run: Run, devices: int) -> float | None:
 
 
 def _printed_flops(of: Published, run: Run) -> float:
-    """Per token, as the source counts. Recomputation repeats the layers' forward pass, and not the head's."""
+    """FLOPs for each token as the source counts. Recomputation repeats the layers' forward pass, but not the head's."""
     counted = counted_training(run)
     head = 6.0 * run.vocab_size * run.model.d_model
     return counted + (counted - head) / 3 if of.recomputed else counted
@@ -195,11 +195,11 @@ def rows() -> list[dict[str, Any]]:
 
 
 def _line(row: dict[str, Any]) -> str:
-    def told(value: float | None, form: str) -> str:
+    def printed(value: float | None, form: str) -> str:
         return "" if value is None else format(value, form)
 
     sizes = f"{row['parameters'] / 1e9:>11.1f}B{row['published_parameters'] / 1e9:>8.1f}B"
-    times = f"{row['seconds']:>10.2f}{told(row['published_seconds'], '.2f'):>9}{told(row['error'], '+.1%'):>8}"
-    speeds = f"{row['tflops']:>9.0f}{told(row['published_tflops'], '.0f'):>9}"
+    times = f"{row['seconds']:>10.2f}{printed(row['published_seconds'], '.2f'):>9}{printed(row['error'], '+.1%'):>8}"
+    speeds = f"{row['tflops']:>9.0f}{printed(row['published_tflops'], '.0f'):>9}"
     memory = f"{row['held_gib']:>7.1f}{row['held_gib_here']:>7.1f}{row['device_gib']:>5.0f}"
     return f"{row['run']:<14}{row['devices']:>8,}{sizes}{times}{speeds}{memory}"

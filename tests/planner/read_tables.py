@@ -1,10 +1,12 @@
-"""Measured runs from tables: a line of CSV -> Row(network, plan, software, measured seconds and memory), or why it is not usable.
+"""Measured runs from tables: a line of CSV -> Row(network, plan, software, measured seconds and memory), or the reason why it is not
+usable.
 
-    read_folder(folder)    every table there; one of other columns is named with what it lacks
+    read_folder(folder)    every table there; a table with other columns is named with its missing columns
     read_table(file)       Table(rows, unusable)
 
 Columns are those of COLUMNS; an empty cell is not stated (tests/planner/table_rules.py fills gaps, or refuses). Memory is in bytes; tools
-of torch, XLA and nvidia-smi count in powers of two, so only a plain "GB" of another tool is 10^9. Seconds of a step are stated or come from
+of torch, XLA and nvidia-smi count in powers of two, so only a plain "GB" of another tool is 10^9. Seconds of a step are stated or computed
+from
 
     samples/s, tokens/s and GPU      divided into the batch
     TFLOP/s and GPU, MFU             72 B s L h^2 (1 + s/6h + V/12Lh) and its general form, per token 6 N + 12 L w s
@@ -53,7 +55,7 @@ Status = Literal["ok", "out of memory", "failed"]
 
 @dataclass(frozen=True)
 class Row:
-    """One run. `formula`: its numbers were computed by the source, not measured. `inferred`: columns that rules filled in."""
+    """One run. `formula`: its source computed the numbers instead of measuring them. `inferred`: columns that rules filled in."""
 
     table: str
     line: int
@@ -79,7 +81,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """A table's rows, and the lines that are not usable with the reason. `missing`: columns that it lacks, and then it has no rows."""
+    """A table's rows, and its unusable lines with reasons. `missing`: missing columns; then there are no rows."""
 
     name: str
     rows: tuple[Row, ...]
@@ -87,12 +89,14 @@ class Table:
     missing: tuple[str, ...] = ()
 
     def reasons(self) -> Counter[str]:
-        """How many lines are not usable, by reason."""
+        """The number of unusable lines by reason."""
         return Counter(reason for _, reason in self.unusable)
 
 
 def read_folder(folder: str | Path) -> tuple[Table, ...]:
-    """Every CSV file of a folder, by name; `missing` says which columns one lacks. Raises BadInput if none has the columns of COLUMNS."""
+    """Every CSV file of a folder, by name; `missing` lists a table's missing columns. Raises BadInput if no file has the columns of
+    COLUMNS.
+    """
     path = Path(folder).expanduser()
     files = sorted(path.glob("*.csv"))
     if not files:
@@ -109,7 +113,7 @@ def read_folder(folder: str | Path) -> tuple[Table, ...]:
 
 
 def read_table(file: str | Path) -> Table:
-    """One table. Raises BadInput for a file without a header, or that lacks columns, with their names."""
+    """One table. Raises BadInput for a file without a header, and for missing columns, with their names."""
     path = Path(file).expanduser()
     header, lines = _lines(path)
     missing = tuple(name for name in COLUMNS if name not in header)
@@ -119,7 +123,7 @@ def read_table(file: str | Path) -> Table:
 
 
 def _complaint(table: Table) -> str:
-    return f"add to {table.name}.csv the columns {', '.join(table.missing)}, empty where nothing is known"
+    return f"add to {table.name}.csv the columns {', '.join(table.missing)}, empty if unknown"
 
 
 def _lines(path: Path) -> tuple[list[str], list[dict[str, str]]]:
@@ -170,12 +174,12 @@ def _row(table: str, number: int, line: dict[str, str]) -> Row:
 
 
 def _status(cells: Cells) -> Status:
-    """Only a stated lack of memory is one; a run without a result may have failed for another reason."""
+    """The status of a run. Only a stated lack of memory counts as out of memory, because a run without a result may have another reason."""
     said = cells.text("status").lower()
     if said in ("oom", "out of memory"):
         return "out of memory"
     if said.startswith("outlier"):
-        raise NotUsable("an outlier by its source's own account")
+        raise NotUsable("an outlier, according to its source")
     return "ok" if said in ("", "ok") else "failed"
 
 
@@ -191,7 +195,7 @@ def _memory(cells: Cells) -> tuple[Kind, float | None]:
 
 
 def seconds_of(cells: Cells, network: Network, plan: Plan) -> float | None:
-    """Of one step, stated or converted; None if the row has no speed."""
+    """Seconds of one step, stated or converted; None if the row has no speed."""
     tokens = plan.global_batch * network.length
     if cells.number("iteration_time_s"):
         return cells.number("iteration_time_s")
@@ -212,7 +216,9 @@ def seconds_of(cells: Cells, network: Network, plan: Plan) -> float | None:
 
 
 def _same_work(cells: Cells, network: Network, plan: Plan) -> None:
-    """Raises NotUsable where seconds and TFLOP/s, both stated, are of different batches or networks: half as much work again, or less."""
+    """Raise NotUsable if the stated seconds and TFLOP/s belong to different batches or networks, with work that differs by more than
+    half.
+    """
     seconds, tflops = cells.number("iteration_time_s"), cells.number("measured_tflops_per_gpu")
     if seconds and tflops and "global_batch" not in cells.inferred:
         done = seconds * tflops * 1e12 * plan.world
@@ -222,21 +228,22 @@ def _same_work(cells: Cells, network: Network, plan: Plan) -> None:
 
 
 def counts_recompute(cells: Cells) -> bool:
-    """Whether the source's TFLOP/s have the forward pass twice, as those of the SC21 paper and of BLOOM."""
+    """Whether the source's TFLOP/s count the forward pass twice, as in the SC21 paper and for BLOOM."""
     said = f"{cells.text('source')} {cells.text('notes')}".lower()
     stated = "count recompute" in said or "counts recompute" in said or "sc21" in said or "readme jan 2021" in said
     return stated and cells.text("recompute").lower().startswith("full")
 
 
 def pairs(cells: Cells) -> Literal["all", "causal"]:
-    """Which pairs of attention the source's TFLOP/s count: Megatron-Core's own since 2025 those of a causal mask, as rows of the model
-    zoo that state both TFLOP/s and seconds show within a thousandth."""
+    """Which pairs of attention the source's TFLOP/s count. Megatron-Core counts only those of a causal mask since 2025: rows of the model
+    zoo that state both TFLOP/s and seconds agree with that within a thousandth.
+    """
     said = f"{cells.text('source')} {cells.text('seen')}".lower()
     return "causal" if "modelzoo" in said or "megatron-bridge" in said or "megatron bridge" in said else "all"
 
 
 def step_flops(network: Network, tokens: float, *, counts_recompute: bool, pairs: Literal["all", "causal"] = "all") -> float:
-    """Of one step as publications count: all pairs of attention, the head once; with recomputation layers run forward twice."""
+    """FLOPs of one step as publications count: all pairs of attention, the head once; with recomputation the layers' forward pass twice."""
     inner, keys = network.heads * network.channels, network.groups * network.channels
     attention = 2.0 * network.width * (2 * inner + 2 * keys)
     dense = 2 * layer_parameters(network) - attention

@@ -1,8 +1,8 @@
-"""Predicted bytes against this project's own trainer: a small recipe under each kind, every tensor that is alive counted.
+"""Predicted bytes compared with this project's own trainer: a small recipe with each kind, counting every live tensor.
 
-Two steps on gloo ranks of this machine, from the making of the model on; the peak of the second, in which moments are there
-(tests/counted/alive.py). The prediction is moe/plan/memory/memory.py of the recipe's own network and plan, of the same rank, as torch
-counts: without allocator and context.
+Runs two steps on gloo ranks of this machine and takes the peak of the second, which includes moments (tests/counted/alive.py). The
+prediction is moe/plan/memory/memory.py for the recipe's own network and plan and the same rank, as torch counts: without allocator and
+context.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def recipe(case: str, precision: str) -> dict[str, Any]:
 
 
 def measure(rank: int, ranks: int, case: str, precision: str) -> dict[str, Any]:
-    """This rank's peak in the second step, and the prediction for it, on ranks that are running."""
+    """This rank's peak in the second step, and the prediction for it."""
     run = check_run(build_run(recipe(case, precision)), ranks)
     mesh = process.connect(run.mesh_degrees(), World(rank, ranks))
     prepare(run, lambda _: None)
@@ -78,7 +78,7 @@ def measure(rank: int, ranks: int, case: str, precision: str) -> dict[str, Any]:
 
 
 def rows(only: str | None = None) -> list[dict[str, Any]]:
-    """Print and return each case's row, of the rank whose prediction is furthest off."""
+    """Print and return each case's row, for the rank with the largest error."""
     torch.set_num_threads(1)
     chosen = [case for case in CASES if only is None or only in case]
     load_engines([kind_of(case) for case in chosen if case in ("fsdp", "zero1", "zero2", "zero3")])

@@ -1,8 +1,8 @@
-"""How long planning takes: `moe plan` of each well-known run (recipes/published/) on the devices of its run, in processor seconds.
+"""The time of planning: `moe plan` of each well-known run (recipes/published/) on the devices of its run, in processor seconds.
 
-`python -m tests.planner speed --json FILE`. Each recipe is planned in a process of its own, so that nothing is remembered from the one
-before; loading Python's modules is not counted. A row passes within 10 s up to 1,024 devices and within 60 s beyond. Processor time
-leaves out what other work on the machine takes, but for the caches and the clock that it shares: on an idle machine it is less.
+`python -m tests.planner speed --json FILE`. Each recipe is planned in its own process, so that nothing is cached from another; loading
+Python's modules is not counted. A row passes within 10 s up to 1,024 devices and within 60 s beyond. Processor time leaves out other work
+on the machine, except for shared caches and the clock rate: on an idle machine it is lower.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from moe.plan.machine.cluster import load_cluster
 from moe.recipe.load import load
 from tests.planner.published import RUNS
 
-SMALL, ALLOWED = 1_024, (10.0, 60.0)  # devices; seconds up to so many, and beyond
+SMALL, ALLOWED = 1_024, (10.0, 60.0)  # number of devices; seconds allowed up to it, and beyond
 HEAD = f"{'run':<14}{'cluster':<14}{'devices':>8}{'plans':>9}{'fit':>8}{'seconds':>9}{'at most':>9}  the best"
 
 

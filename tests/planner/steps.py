@@ -1,17 +1,16 @@
-"""Predicted against measured steps and memory of this project's own trainer on this machine: every kind, on 2, 4 and 8 processes.
+"""Predicted and measured steps and memory of this project's own trainer on this machine: every kind, on 2, 4 and 8 processes.
 
 `python -m tests.planner steps --json F` first measures the machine (moe/calibrate/), then runs each layout of a small recipe on gloo ranks:
 
-    memory    every tensor that is alive over two steps (tests/counted/alive.py), of the rank whose prediction is furthest off
-    time      the fastest of some steps after that, of the slowest rank
-    core      seconds that all ranks together had a core in such a step, over the cores that they can have at once
+    memory    every live tensor over two steps (tests/counted/alive.py), of the rank with the largest error
+    time      the fastest of some later steps, of the slowest rank
+    core      seconds that all ranks together had a core in such a step, over the number of cores that they can use at once
 
-The first time is what a user waits for, and wrong by whatever else the machine does meanwhile. The second is nearly free of that; where
-cores are what a layout waits for, as with more ranks than cores, both are the same on an idle machine. The prediction of the second is
-that of the first without what a rank only waits for.
+`time` is the time that a user waits, and includes effects of other work on the machine. `core` is nearly free of them. If a layout waits
+for cores only, as with more ranks than cores, both are equal on an idle machine. `core` is predicted as `time` without waits.
 
-The speed of a machine changes within minutes, and what is calibrated before cannot know it. So all of this is done `--rounds` times, and
-the medians of what was measured and of what was predicted are compared.
+The speed of a machine changes within minutes, which an earlier calibration cannot know. Therefore everything is done `--rounds` times, and
+medians of measured and predicted values are compared.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ EXPERTS: dict[str, Any] = {
     "router": {"preset": "switch", "capacity_factor": None},
 }
 HALVES: dict[str, Any] = {"model": {"kind": "encoder_decoder", "positions": "t5"}, "data": {"objective": "span_corruption"}}
-LARGE: dict[str, Any] = {  # weights take more bytes than activations
+LARGE: dict[str, Any] = {  # a model with more bytes of weights than of activations
     "model": {"num_layers": 8, "d_model": 256, "d_ff": 1024, "vocab_size": 512},
     "train": {"global_batch": 4, "eval_sequences": 4},
 }
@@ -55,7 +54,7 @@ SEQUENCES, STEPS, ROUNDS, TIMEOUT_S = 16, 3, 3, 300.0
 
 
 def layout(ranks: int, *, schedule: str = "1f1b", microbatches: int = 1, chunks: int | None = None, **values: Any) -> dict[str, Any]:
-    """A case: degrees by name, and sections of the recipe."""
+    """The values of a case: degrees by name, and sections of the recipe."""
     degrees = {name: values.pop(name) for name in ("tp", "sp", "pp", "ep", "etp") if name in values}
     apart = degrees.get("tp", 1) * degrees.get("sp", 1) * degrees.get("pp", 1)
     pipeline = {"schedule": schedule, "microbatches": microbatches, "chunks": chunks}
@@ -131,8 +130,9 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def main(*, only: str | None = None, json: str | None = None, rounds: int = ROUNDS) -> int:
-    """`only`: cases whose name holds it; `rounds`: calibrations, and runs of each case. Returns 1 if a median |error|, of memory or of
-    time, exceeds a tenth."""
+    """Returns 1 if a median |error| of memory or time exceeds a tenth. `only`: cases with this text in their name; `rounds`: number of
+    calibrations, and of runs of each case.
+    """
     torch.set_num_threads(1)
     chosen = [case for case in CASES if only is None or only in case]
     load_engines([kind_of(name) for name in ("zero1", "fsdp") if any(name[:4] in str(CASES[case].get("sharding")) for case in chosen)])
@@ -153,7 +153,7 @@ def main(*, only: str | None = None, json: str | None = None, rounds: int = ROUN
                 print(_line(_row(case, runs[case])), flush=True)
             rows = [_row(case, of) for case, of in runs.items() if of]
             found = {name: median([abs(row[name]) for row in rows]) for name in ("step_error", "core_error", "memory_error")}
-            if json:  # with each run: many worlds start, and what is measured must not be lost
+            if json:  # written after each run, so that an interruption loses nothing
                 write_json(
                     json, verb="bench planner-steps", rows=rows, medians=found, rounds=number + 1, cores=machine.cores, programs=programs
                 )
@@ -163,7 +163,7 @@ def main(*, only: str | None = None, json: str | None = None, rounds: int = ROUN
 
 
 def _run(case: str, machine: Cluster) -> dict[str, Any] | None:
-    """What one run of a case took and was predicted to take; None where it did not run, which is printed."""
+    """The measured and predicted values of one run of a case; None if it did not run, which is printed."""
     ranks, values = CASES[case]["ranks"], recipe(case)
     try:
         measured = run_on_ranks(measure, ranks, ranks, values, STEPS, timeout_s=TIMEOUT_S)
@@ -183,7 +183,7 @@ def _run(case: str, machine: Cluster) -> dict[str, Any] | None:
 
 
 def _row(case: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over a case's runs. `parts`: of its last prediction."""
+    """Medians over a case's runs. `parts`: the parts of its last prediction."""
     row: dict[str, Any] = {"case": case, "ranks": CASES[case]["ranks"], "parts": runs[-1]["parts"]}
     for name in ("step", "core", "memory"):
         was, predicted = (median(run[name][i] for run in runs) for i in (0, 1))
@@ -198,7 +198,7 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def core_seconds(found: Prediction, cluster: Cluster) -> float:
-    """The predicted step without waits between stages: all ranks' work over the cores, and what they send."""
+    """The predicted step without waits between stages: the work of all ranks over the cores, plus their messages."""
     network, plan, time = found.network, found.plan, found.time
     assert time is not None
     stages = stage_times(network, plan, cluster, tuple(map(sum, rank_layers(network, plan))))
@@ -209,7 +209,7 @@ def core_seconds(found: Prediction, cluster: Cluster) -> float:
 
 
 def recipe(case: str) -> dict[str, Any]:
-    """The case's values."""
+    """The recipe values of a case."""
     values = {name: value for name, value in CASES[case].items() if name != "ranks"}
     train = {"global_batch": SEQUENCES, "eval_sequences": SEQUENCES} | values.pop("train", {})
     precision = values.pop("precision", {"compute": "fp32"})
@@ -218,7 +218,7 @@ def recipe(case: str) -> dict[str, Any]:
 
 
 def measure(rank: int, ranks: int, values: dict[str, Any], steps: int) -> dict[str, Any]:
-    """This rank's peak of tensors in the second step, its median step afterwards, and its place in the pipeline."""
+    """This rank's peak of tensors in the second step, its median step afterwards, and its stage in the pipeline."""
     with Alive() as alive:
         trained = Trained.start(values, World(rank, ranks, rank, ranks))
         for number in range(2):

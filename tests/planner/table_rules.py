@@ -1,11 +1,11 @@
-"""What a row of a measured table does not state, by written rules, and what its free text means.
+"""Written rules for values that a row of a measured table does not state, and for the meaning of its free text.
 
     network    heads of 128 channels, hidden 4 widths (a gated network's must be stated), GPT-2's vocabulary; missing layers, or a missing
-               vocabulary, from the number of parameters; what the name says about published models (gate, latent attention, ties)
-    plan       cp 1, dp from the number of GPUs; one sequence a micro-batch with stages, else what a replica has, at most 8
+               vocabulary, from the number of parameters; properties of published models by name (gate, latent attention, ties)
+    plan       cp 1, dp from the number of GPUs; one sequence a micro-batch with stages, else a replica's share, at most 8
     software   by the words of source, model and notes: which modules and which bytes per parameter
 
-A rule that fills a gap adds the gap's name to `inferred`. Where no rule applies the row is not usable, with the reason.
+A rule that fills a gap adds the gap's name to `inferred`. A row with a gap without a rule is not usable, with the reason.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from moe.plan.memory.stack import Stack
 GATED_NAMES = ("llama", "mixtral", "mistral", "qwen", "deepseek", "gemma", "yi-", "glm", "kimi", "nemotron-h")
 GPT2_VOCAB = 51200  # 50,257 padded to a multiple of 1,024, as Megatron-LM's scripts do
 HEAD_SIZE = 128
-DEEPSEEK_LATENT = {  # of the published configurations: queries' rank, keys' rank, rotary channels, channels of values
+DEEPSEEK_LATENT = {  # from the published configurations: ranks of queries and keys, rotary channels, channels of values
     "lite": Latent(0, 512, 64, 128),
     "v2": Latent(1536, 512, 64, 128),
     "v3": Latent(1536, 512, 64, 128),
     "kimi": Latent(1536, 512, 64, 128),
 }
 SHARED_EXPERTS = {"lite": 2, "v2": 2, "v3": 1, "kimi": 1}
-PEAK_TFLOPS = {  # dense 16 bits, of the data sheets
+PEAK_TFLOPS = {  # dense 16-bit TFLOP/s from the data sheets
     **{"b300": 2500, "gb300": 2500, "gb200": 2500, "b200": 2250, "h200": 989.4, "h800": 989.4, "h100": 989.4, "gh200": 989.4},
     **{"a800": 312, "a100": 312, "v100": 125, "p100": 21.2, "rtx3090": 71},
 }
 
 
 class NotUsable(Exception):
-    """Why a row cannot be used, in words."""
+    """The reason why a row cannot be used, in words."""
 
 
 @dataclass
 class Cells:
-    """One line of a table, and the names of what was inferred from it."""
+    """One line of a table, and the names of the values inferred for it."""
 
     values: dict[str, str]
     inferred: list[str] = field(default_factory=list)
@@ -51,7 +51,7 @@ class Cells:
         return (self.values.get(name) or "").strip()
 
     def number(self, name: str) -> float | None:
-        """The cell's number; `250k` is 250,000. None for an empty cell or words. Raises NotUsable for what nothing can measure."""
+        """The cell's number; `250k` is 250,000. None for an empty cell or words. Raises NotUsable for an impossible number."""
         found = re.fullmatch(r"(-?\d*\.?\d+(?:e[+-]?\d+)?|\d+\.)\s*([kK]?)", self.text(name).replace(",", ""))
         value = float(found[1]) * (1000 if found[2] else 1) if found else None
         if value is not None and not 0 <= value < math.inf:
@@ -63,7 +63,7 @@ class Cells:
         return None if value is None else round(value)
 
     def infer(self, name: str, value: int) -> int:
-        """The cell's count, or `value`, and then it is said."""
+        """The cell's number, or `value`, which is then added to `inferred`."""
         stated = self.count(name)
         if stated is None:
             self.inferred.append(name)
@@ -74,7 +74,7 @@ class Cells:
 
 
 def network_of(cells: Cells) -> Network:
-    """Raises NotUsable."""
+    """The network of a row. Raises NotUsable."""
     name, sparse = cells.text("model").lower(), bool(cells.count("experts"))
     if cells.text("family") not in ("dense", "moe", ""):
         raise NotUsable(f"family {cells.text('family')}: no Transformer")
@@ -123,14 +123,14 @@ def _experts(cells: Cells, *, gated: bool, shared: int) -> Experts:
 
 
 def _sized(cells: Cells, network: Network) -> Network:
-    """With layers and vocabulary: stated, or as the number of parameters has it."""
+    """The network with its number of layers and vocabulary: stated, or from the number of parameters."""
     stated, layers, vocab = cells.number("params_b"), cells.count("layers"), cells.count("vocab")
     if layers is None and (stated is None or network.experts):
         raise NotUsable("layers not stated")
     if vocab is None:
         cells.inferred.append("vocab")
         rest = stated * 1e9 - layers * layer_parameters(network) if stated and layers and not network.experts else 0
-        near = rest / network.width  # what is left is the embedding, if it can be one
+        near = rest / network.width  # the remaining parameters are the embedding, if the size is plausible
         vocab = round(near) if 30000 <= near <= 300000 else GPT2_VOCAB
     if layers is None:
         cells.inferred.append("layers")
@@ -139,14 +139,14 @@ def _sized(cells: Cells, network: Network) -> Network:
     sparse = tuple(range(_dense_first(cells, layers), layers, _sparse_every(cells))) if network.experts else ()
     network = replace(network, layers=layers, vocab=vocab, sparse_layers=sparse)
     if stated and not network.experts:
-        least = layers * layer_parameters(network) / 1e9  # sources count both tables of the vocabulary, one or none
+        least = layers * layer_parameters(network) / 1e9  # sources count two vocabulary tables, one, or none
         if not 0.85 * least <= stated <= 1.15 * (least + 2 * vocab * network.width / 1e9):
             raise NotUsable(f"layers and width make {least:.3g}B parameters, {stated:g}B are stated")
     return network
 
 
 def layer_parameters(network: Network) -> float:
-    """Elements of a dense layer's matrices."""
+    """Number of elements in a dense layer's matrices."""
     inner, keys = network.heads * network.channels, network.groups * network.channels
     return network.width * (2 * inner + 2 * keys + (3 if network.gated else 2) * network.hidden)
 
@@ -167,7 +167,7 @@ def _sparse_every(cells: Cells) -> int:
 
 
 def software_of(cells: Cells) -> Stack:
-    """By the words of the row; selective recomputation drops what the row's text names."""
+    """The software by the words of the row. Selective recomputation drops the parts that the row's text names."""
     said = " ".join(cells.text(name) for name in ("source", "source_ref", "seen", "model", "notes")).lower()
     by_word = {
         "torchtitan": stacks.TORCHTITAN,
@@ -180,7 +180,7 @@ def software_of(cells: Cells) -> Stack:
     }
     chosen = next((stack for word, stack in by_word.items() if word in said), stacks.MEGATRON)
     if chosen is stacks.MEGATRON and cells.text("zero") == "3":
-        return stacks.DEEPSPEED  # which alone had it when Megatron-LM was compared with it
+        return stacks.DEEPSPEED  # only DeepSpeed had it when Megatron-LM was compared with it
     if "flash attention" in said or "flashattention" in said:
         return replace(chosen, core="fused", lse=4, selective=_selective(cells.text("recompute").lower(), chosen))
     before_flash = ("sc21", "korthikanti", "vtrain", "bigscience", "mt-nlg", "readme 2020", "readme jan 2021", "alpa", "aceso", "no flash")
@@ -190,7 +190,7 @@ def software_of(cells: Cells) -> Stack:
 
 
 def _selective(said: str, stack: Stack) -> Any:
-    """Parts by the names that Megatron-Core gives modules to recompute: norm, act, mlp, moe, shared_expert, core attention."""
+    """Recomputed parts, by the names that Megatron-Core gives to modules: norm, act, mlp, moe, shared_expert, core attention."""
     words = {"norm": "norm_outputs", "layernorm": "norm_outputs", "act": "activation", "moe": "experts", "mlp": "network", "core": "core"}
     said = re.sub(r"mlp[-_ ]act|moe[-_ ]act", "act", said)
     parts = [part for word in re.findall(r"[a-z]+", said) for key, part in words.items() if word.startswith(key)]
@@ -199,14 +199,14 @@ def _selective(said: str, stack: Stack) -> Any:
 
 
 def storage_of(cells: Cells, stack: Stack) -> Storage:
-    """fp32 shards under FSDP; gradients in fp32 with bf16, and in 16 bits with fp16, as Megatron-LM does."""
+    """Bytes of states: fp32 shards with FSDP; gradients in fp32 with bf16, and in 16 bits with fp16, as in Megatron-LM."""
     precision, said = cells.text("precision").lower(), cells.text("notes").lower()
     if stack.name in ("torchtitan", "fsdp") or cells.text("zero").lower() == "fsdp" and stack.name != "megatron" or "fp32" in precision:
         return FP32
     if stack.name == "deepspeed":
         return MIXED
     if stack.name == "megatron-deepspeed" and "bf16" in precision:
-        # until its last days BLOOM's software summed gradients in 16 bits: one layout took 44 GB on 02-27 and 67 GB on 02-28
+        # at first BLOOM's software summed gradients in 16 bits: one layout took 44 GB on 02-27 and 67 GB on 02-28
         return MIXED if re.search(r"note 02-2[0-7]", said) else MIXED_BOTH_GRADIENTS
     return MIXED if "fp16 grads" in said or precision.startswith("fp16") else MIXED_FP32_GRADIENTS
 
@@ -214,11 +214,11 @@ def storage_of(cells: Cells, stack: Stack) -> Storage:
 # --- the plan ---------------------------------------------------------------------------------------------------------
 
 SCHEDULES = {"1f1b": "1f1b", "interleaved": "interleaved", "gpipe": "gpipe", "zb": "zb_h1", "zbv": "zb_v", "dualpipe": "dualpipe_v"}
-WITH_SEQUENCE_PARALLEL = ("megatron", "torchtitan", "nanotron")  # on where there is tp, since these exist
+WITH_SEQUENCE_PARALLEL = ("megatron", "torchtitan", "nanotron")  # systems whose sequence parallelism is on whenever tp is used
 
 
 def plan_of(cells: Cells, network: Network, stack: Stack) -> Plan:
-    """Raises NotUsable for a row whose layout is not stated."""
+    """The plan of a row. Raises NotUsable if the row does not state its layout."""
     dp, tp, pp, cp = _degrees(cells)
     moe = network.experts is not None
     microbatch, microbatches = _batch(cells, dp=dp, pp=pp)
@@ -280,13 +280,13 @@ def _batch(cells: Cells, *, dp: int, pp: int) -> tuple[int, int]:
         return stated or 1, 2 * pp if pp > 1 else 1  # enough to fill the stages
     share = max(1, -(-whole // dp))
     if stated is None and pp > 1 and "torchtitan" in cells.text("source"):
-        stated = max(1, share // pp)  # its default: as many micro-batches as stages
+        stated = max(1, share // pp)  # the default: as many micro-batches as stages
     own = stated or (1 if pp > 1 else next(size for size in (8, 4, 2, 1) if share % size == 0))
     return own, max(1, -(-share // own))
 
 
 def _schedule(cells: Cells, pp: int) -> tuple[int, str]:
-    """Chunks and the catalog's name. Raises NotUsable for one that this project does not have."""
+    """(chunks, name in the catalog). Raises NotUsable for a schedule that this project does not have."""
     said, chunks = cells.text("schedule").lower(), cells.count("vpp") or 1
     unknown = re.search(r"\((?!baseline)([\w-]+)\)|heterogen|searched|parax\.(?:auto|heuristic|inter|intra|equal|ppdp)|grid", said)
     if unknown and pp > 1 or "heterogen" in said:
@@ -331,7 +331,7 @@ def _offload(said: str) -> dict[str, Any]:
 
 
 def _share(said: str) -> float:
-    """A number in the text is the share of activations that is offloaded; `50 %` is 0.5."""
+    """The share of activations that is offloaded: a number in the text; `50 %` is 0.5."""
     found = re.search(r"([\d.]+)\s*(%?)", said)
     value = float(found[1]) / (100 if found[2] else 1) if found and found[1].strip(".") else 0.0
     return value if 0 <= value <= 1 else 0.0
@@ -341,5 +341,5 @@ def _share(said: str) -> float:
 
 
 def peak_tflops(gpu: str) -> float | None:
-    """Dense 16-bit TFLOP/s of the data sheet, by the GPU's name in the text; longer names first."""
+    """Dense 16-bit TFLOP/s from the data sheet, by the GPU's name in the text; longer names are tried first."""
     return next((PEAK_TFLOPS[key] for key in sorted(PEAK_TFLOPS, key=len, reverse=True) if key in gpu.lower()), None)

@@ -97,7 +97,9 @@ MEASURED = BENCHMARKS / "planner-steps.json"
 
 
 def test_predicted_bytes_of_this_trainer_are_those_that_were_measured() -> None:
-    """Of the ranks of every kind: tensors alive at the peak of a step, of 4 layers (tests/planner/steps.py). Asked are 10 %."""
+    """Live tensors at the peak of a step of 4 layers, for the ranks of every kind (tests/planner/steps.py). The limit of the task is 10
+    %.
+    """
     errors = {}
     for row in json.loads(MEASURED.read_text())["rows"]:
         run = build_run(planner_steps.recipe(row["case"])).resolve(row["ranks"])

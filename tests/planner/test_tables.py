@@ -1,4 +1,4 @@
-"""Tables of measured runs: what a line says is what its Row says, gaps are filled by rule or refused, and speeds become seconds."""
+"""Tables of measured runs: a Row has the values of its line, rules fill gaps or refuse them, and speeds become seconds."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from moe.plan.time.cost import Time
-from tests.planner.choice import identity, in_order, ranking, summary, told
+from tests.planner.choice import identity, in_order, ranking, summary, time_lines
 from tests.planner.read_tables import COLUMNS, Row, read_folder
 from tests.planner.time import Predicted, cluster_of, errors, predictions, program_of
 
@@ -97,4 +97,4 @@ def test_stage_times_in_notes_are_held_against_the_step(tmp_path: Path) -> None:
 def test_a_table_without_speeds_or_with_unknown_gpus_has_no_errors(tmp_path: Path) -> None:
     rows = rows_of(tmp_path, TWENTY_TWO | {"gpu_type": "Gaudi"}, TWENTY_TWO | {"iteration_time_s": ""})
     assert predictions(rows) == [] and summary(rows)["time"] is None
-    assert told(read_folder(tmp_path))[0].startswith("table") and len(told(read_folder(tmp_path))) == 1
+    assert time_lines(read_folder(tmp_path))[0].startswith("table") and len(time_lines(read_folder(tmp_path))) == 1

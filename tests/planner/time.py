@@ -1,11 +1,11 @@
-"""Predicted step times against measured ones: errors by table, with and without a factor.
+"""Predicted step times compared with measured ones: errors by table, with and without a factor.
 
     predictions(rows)   each row that states a speed: cluster and program by its text, step_time of moe/plan/time/cost.py
-    errors(...)         mean, median and largest |predicted / measured - 1|; calibrated: over the median of other rows' ratios
-                        (of the same cluster and program, or of those among them that run the same layer)
+    errors(...)         mean, median and largest |predicted / measured - 1|; calibrated: divided by the median of other rows' ratios
+                        (with the same cluster and program, or among them those that run the same layer)
 
-Rankings are in tests/planner/choice.py. What a row does not state of its program is by year and source (PROGRAM_OF), the same for all
-rows of a source.
+Rankings are in tests/planner/choice.py. Unstated properties of a row's program follow from its year and source (PROGRAM_OF), the same
+for all rows of a source.
 """
 
 from __future__ import annotations
@@ -58,11 +58,13 @@ PROGRAM_OF = (
     ("alpa", "xla"),
     ("deepspeed", "deepspeed"),
 )
-REAL_ROUTING = 1.3  # busiest rank's rows over the mean when a router routes as it likes: assumed for rows that say so
+REAL_ROUTING = 1.3  # rows of the busiest rank over the mean with an unconstrained router; assumed for rows that say so
 
 
 @dataclass(frozen=True)
 class Predicted:
+    """A measured row, its predicted time, and the cluster and program of the prediction."""
+
     row: Row
     time: Time
     cluster: str
@@ -76,7 +78,7 @@ class Predicted:
 
 
 def cluster_of(row: Row) -> Cluster | None:
-    """With as many nodes as the row has GPUs; None where no file describes its GPU."""
+    """The cluster with the row's number of nodes; None if no file describes its GPU."""
     name = next((name for word, name in CLUSTER_OF if word in row.gpu.lower()), None)
     if name is None:
         return None
@@ -94,7 +96,7 @@ def _nodes(name: str, nodes: int) -> Cluster:
 
 
 def program_of(row: Row) -> Program:
-    """By source, then by what precision, plan and notes say."""
+    """The program of a row's source, adjusted for its precision, plan and notes."""
     said = f"{row.cells['source']} {row.cells['source_ref']} {row.cells['seen']}".lower()
     name = next((name for word, name in PROGRAM_OF if word in said), "megatron-core")
     notes, precision = row.cells["notes"].lower(), row.precision.lower()
@@ -119,17 +121,17 @@ def program_of(row: Row) -> Program:
 
 
 def plan_of(row: Row) -> Plan:
-    """The row's plan with what only time depends on: orders of places, and shards that stay gathered."""
+    """The row's plan with settings that affect only time: orders of positions, and shards that stay gathered."""
     plan, said = row.plan, f"{row.cells['source']} {row.cells['notes']}".lower()
-    if "torchtitan" in said:  # rings over contiguous places: inferred from its times; no gathers for each micro-batch with stages
+    if "torchtitan" in said:  # contiguous ring order, inferred from its times; with stages no gathers for each micro-batch
         plan = replace(plan, order="contiguous", reshard=plan.pp == 1)
-    if "overlap on" in said and plan.stage == 0:  # gathers of parameters beside the forward pass are the distributed optimizer's
+    if "overlap on" in said and plan.stage == 0:  # the distributed optimizer gathers parameters during the forward pass
         plan = replace(plan, engine="zero1")
     return plan
 
 
 def predictions(rows: Iterable[Row]) -> list[Predicted]:
-    """Of rows that ran, were measured, and whose GPU is known."""
+    """Predictions for measured rows that ran on a known GPU."""
     made = []
     for row in rows:
         cluster = cluster_of(row)
@@ -143,10 +145,10 @@ def predictions(rows: Iterable[Row]) -> list[Predicted]:
 
 @dataclass(frozen=True)
 class Errors:
-    """Of |predicted / measured - 1| over so many rows; `bias`: with its sign.
+    """Errors |predicted / measured - 1| over `rows` rows; `bias`: the mean with its sign.
 
-    `calibrated`: mean after each prediction is divided by the median ratio of other rows of its cluster and program. `by_layer`: of those
-    among them that run the same layer, as one profile of it would have taught; `same_layer` rows have such others.
+    `calibrated`: mean after each prediction is divided by the median ratio of other rows with its cluster and program. `by_layer`: the
+    same with only those rows that run the same layer, as a profile of it would have given; `same_layer` rows have such rows.
     """
 
     rows: int
@@ -160,7 +162,7 @@ class Errors:
 
 
 def errors(made: Sequence[Predicted]) -> Errors | None:
-    """None without rows."""
+    """The errors of these predictions; None without rows."""
     if not made:
         return None
     off = [one.ratio - 1 for one in made]
@@ -186,7 +188,7 @@ def _program(one: Predicted) -> tuple[Any, ...]:
 
 
 def _layer(one: Predicted) -> tuple[Any, ...]:
-    """What seconds of one layer and micro-batch depend on; not how many there are, nor on how many ranks else."""
+    """Everything that the seconds of one layer and micro-batch depend on, without the number of layers and of other ranks."""
     network, plan = replace(one.row.network, layers=1, sparse_layers=()), one.row.plan
     return one.cluster, one.program, network, plan.tp, plan.sp, plan.ep, plan.tensor, plan.microbatch, plan.recompute, one.row.precision
 
@@ -199,7 +201,7 @@ def _grouped(made: Sequence[Predicted], key: Callable[[Predicted], Any]) -> dict
 
 
 def _others(made: Sequence[Predicted], one: Predicted) -> float | None:
-    """The median ratio of other runs: rows of the same network and plan are the same run, printed twice. None without any."""
+    """The median ratio of other runs; None if there are none. Rows with the same network and plan are one run, printed twice."""
     of = one.row
     ratios = [other.ratio for other in made if (other.row.network, other.row.plan) != (of.network, of.plan)]
     return statistics.median(ratios) if ratios else None

@@ -1,15 +1,15 @@
-"""The zero-bubble paper's automatic order, written plainly from its text [2401.10241, section 3.1]: a rival for orders that are searched.
+"""The zero-bubble paper's automatic order, written from its text [2401.10241, section 3.1]. Searched orders are compared with it.
 
-    warm-up     as many F as memory holds before the first B arrives; where a wait shorter than F is left, one more or not    `one_more`
+    warm-up     as many F as memory allows before the first B arrives; if a wait shorter than F remains, one more or not      `one_more`
     then        one F and one B in turn on every rank
-    W           into a wait of at least its length; into a shorter one if that wait would make the longest sum of waits of all ranks
-                longer, or always                                                                                            `any_wait`
-                and where memory is full, before the next F
-    skip        a rank that has done more than one F beyond the rank after it leaves one out, if no wait comes of it              `skip`
-    last        the W that are left
+    W           into a wait of at least its length; into a shorter one if that wait would increase the longest sum of waits of all
+                ranks, or always                                                                                            `any_wait`
+                and before the next F if memory is full
+    skip        a rank that is more than one F ahead of the next rank leaves one out, if that causes no wait                     `skip`
+    last        the remaining W
 
-B is the gradient of the input alone, W that of the weights. The paper tries both values of its choices and keeps the shortest order.
-Nothing here is shared with parallel/pipeline: times are added up where actions are placed.
+B is the gradient of the input alone, W the gradient of the weights. The paper tries both values of its choices and keeps the best.
+Nothing is shared with parallel/pipeline: times are added up when actions are placed.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import product
 
-Order = list[tuple[str, int]]  # of one rank: ("F", 0), ("B", 0), ("W", 0), ...
+Order = list[tuple[str, int]]  # actions of one rank: ("F", 0), ("B", 0), ("W", 0), ...
 
 
 def auto(
     forward: Sequence[float], inputs: Sequence[float], weights: Sequence[float], microbatches: int, *, sent: float, memory: int
 ) -> tuple[float, list[Order]]:
-    """The shortest of the eight orders for one stage a rank: seconds from first start to last end, and what each rank does.
+    """The shortest of the eight orders, with one stage on each rank: (seconds from first start to last end, actions of each rank).
 
-    `sent`: of a message; `memory`: micro-batches that a rank keeps from F to W.
+    `sent`: seconds of a message; `memory`: number of micro-batches that a rank keeps from F to W.
     """
     tries = (_Growing(forward, inputs, weights, microbatches, sent, memory, *choice).grown() for choice in product((False, True), repeat=3))
     return min(tries, key=lambda found: found[0])
@@ -70,9 +70,9 @@ class _Growing:
         return max(self.clock), self.orders
 
     def _warm_up(self) -> list[int]:
-        """Forward passes of each rank before its first backward pass."""
+        """Number of forward passes of each rank before its first backward pass."""
         forward, most = self.length["F"], min(self.m, self.memory)
-        ends: list[list[float]] = []  # of forward passes, if ranks did nothing else
+        ends: list[list[float]] = []  # ends of forward passes, if ranks did nothing else
         for rank in range(self.p):
             ends.append([])
             for j in range(most):
@@ -86,7 +86,7 @@ class _Growing:
             ):
                 counts[rank] += 1
             first = max(arrives, ends[rank][counts[rank] - 1]) + self.length["B"][rank]
-        for rank in range(1, self.p):  # at least one less than the rank before, while that has some left
+        for rank in range(1, self.p):  # at least one less than the previous rank, unless that has none left
             if counts[rank - 1] < self.m:
                 counts[rank] = max(1, min(counts[rank], counts[rank - 1] - 1))
         return counts
@@ -109,7 +109,7 @@ class _Growing:
         self.orders[rank].append((kind, microbatch))
 
     def _fill(self, rank: int, kind: str) -> None:
-        """W into the wait for the next action of a kind."""
+        """Place W into the wait before the next action of this kind."""
         arrives = self._arrives(kind, rank, self._done(kind, rank))
         while (gap := arrives - self.clock[rank]) > 0 and self._done("W", rank) < self._done("B", rank):
             if gap < self.length["W"][rank] and not (self.any_wait or self.waits[rank] + gap > max(self.waits)):
@@ -117,7 +117,9 @@ class _Growing:
             self._place("W", rank)
 
     def _forward_ranks(self) -> list[int]:
-        """Who does a forward pass in this turn: all with some left; from the last rank that leaves one out on, those behind it alone."""
+        """The ranks that run a forward pass in this turn: all with passes left, but after the last rank that skips only the ranks behind
+        it.
+        """
         found = []
         for rank in reversed(range(self.p)):
             if self._done("F", rank) < self.m:
@@ -127,11 +129,11 @@ class _Growing:
         return found[::-1]
 
     def _without_wait(self, rank: int) -> bool:
-        """Whether the rank after it has a forward pass to do while this one goes on with its next backward pass instead."""
+        """Whether the next rank has a forward pass to run while this rank runs its next backward pass instead."""
         after = rank + 1
         if self._done("F", rank) - self._done("F", after) < 2:
             return False
         gap = self.clock[after] + self.length["F"][after] + self.length["B"][after] + self.sent - self.clock[rank]
-        full = self._done("F", rank) - self._done("W", rank) == self.memory  # then W goes before F, to make room
+        full = self._done("F", rank) - self._done("W", rank) == self.memory  # then W runs before F, to free memory
         took = self.length["F"][rank] + (self.length["W"][rank] if full else 0.0)
         return gap < took and self.waits[rank] + gap <= max(self.waits)

@@ -1,8 +1,8 @@
-"""Several workers (`pytest -n 2`) and one test that must have the machine for itself: `@pytest.mark.alone`.
+"""Support for one test that needs the whole machine while several workers run (`pytest -n 2`): `@pytest.mark.alone`.
 
-A test marked so waits until no other runs, and no other begins before it has ended: one pass of pytest, one count at its end. Others
-share the machine, so what they say of time must hold on a busy one. Two locks, that nobody waits for ever: who waits for the machine
-holds the turn, and whoever comes later queues for that.
+A marked test waits until no other test runs, and no other test begins before it has ended. Other tests share the machine, so their
+statements about time must hold on a busy one. There are two locks, so that no worker waits forever: a worker that waits for the machine
+holds the turn, and later workers queue for the turn.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any
 
 import pytest
 
-MOST_WORKERS = 8  # each imports torch and collects every test: more of them give little
+MOST_WORKERS = 8  # each worker imports torch and collects every test, so more workers gain little
 
 
 class Turns:
-    """Locks in a folder that all workers of one run share; each opens its own."""
+    """Locks in a folder that all workers of one run share. Each worker opens its own."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(exist_ok=True)
@@ -45,7 +45,7 @@ class Alone:
     def __init__(self, folder: Path) -> None:
         self.turns = Turns(folder)
 
-    @pytest.hookimpl(wrapper=True, tryfirst=True)  # around the time limit: waiting for one's turn does not count
+    @pytest.hookimpl(wrapper=True, tryfirst=True)  # wraps the time limit, so that waiting for the turn does not count
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[Any]:
         with self.turns.mine(alone=item.get_closest_marker("alone") is not None):
             return (yield)
@@ -68,5 +68,5 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """`-n auto`: a worker for every core that this process may use. Ranks of one test share a core with those of another."""
+    """`-n auto`: a worker for every core that this process may use. Ranks of different tests share cores."""
     return min(MOST_WORKERS, len(os.sched_getaffinity(0)))

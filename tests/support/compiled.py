@@ -1,9 +1,9 @@
-"""Compiles the Triton kernels for a GPU that need not be there: a process of its own, since the test process interprets them.
+"""Compiles the Triton kernels for a GPU that need not be present. Runs in its own process, because the test process interprets them.
 
-    python -m tests.support.compiled 90        one line of JSON a kernel: what it takes of a multiprocessor, which instructions it has
+    python -m tests.support.compiled 90        one line of JSON for each kernel: its resources of a multiprocessor, its instructions
 
-The interface runs forward and backward on CPU tensors. Where it would launch a kernel, the kernel is compiled for these arguments
-instead, as the launch would, down to machine code. So nothing is computed, and results are whatever memory held.
+The interface runs forward and backward on CPU tensors. Instead of launching a kernel, the kernel is compiled for these arguments, down to
+machine code, as a launch would do. Nothing is computed, so results are undefined.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from moe.kernels import cpu
 from moe.kernels.triton import device, network, routing, rows
 from tests.support.networks import network_of
 
-SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}  # that one program can have, CUDA's programming guide, table of compute capabilities
+SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}  # limit for one program, from the table of compute capabilities in CUDA's programming guide
 TYPES = {
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
@@ -40,7 +40,9 @@ TYPES = {
 
 
 def compile_instead(kernel: Any, capability: int) -> Any:
-    """A launch that compiles: pointers are aligned, integers that 16 divides are known to be, 1 and None are constants."""
+    """A launch that only compiles. As in Triton, pointers are aligned, integers divisible by 16 are marked as such, and 1 and None are
+    constants.
+    """
 
     def launch(*args: Any, grid: Any, warmup: bool, num_warps: int = 4, num_stages: int = 3, **named: Any) -> None:
         given = dict(zip(kernel.arg_names, args, strict=False)) | named
@@ -100,7 +102,7 @@ def route(*, tokens: int, num_experts: int, k: int) -> None:
 
 
 def compute(dtype: torch.dtype, *, fused: bool, tokens: int, num_experts: int, k: int, width: int, hidden: int, ffn: str) -> None:
-    """The fused layer, or its steps with dropout; forward and backward."""
+    """Run the fused layer, or its steps with dropout, forward and backward."""
     expert = torch.rand(tokens, num_experts).topk(k).indices
     plan = cpu.plan(expert, torch.ones_like(expert, dtype=torch.bool), num_experts=num_experts)
     x = torch.rand(tokens, width).to(dtype).requires_grad_()
@@ -129,7 +131,7 @@ def main(capability: int) -> None:
     compute(
         torch.bfloat16, fused=True, tokens=1024, num_experts=4, k=3, width=256, hidden=512, ffn="swiglu"
     )  # tiles of 128 rows, all whole
-    compute(torch.bfloat16, fused=False, tokens=60, num_experts=6, k=2, width=80, hidden=208, ffn="swiglu")  # of 64, none whole
+    compute(torch.bfloat16, fused=False, tokens=60, num_experts=6, k=2, width=80, hidden=208, ffn="swiglu")  # tiles of 64 rows, none whole
     compute(torch.float32, fused=True, tokens=60, num_experts=6, k=2, width=80, hidden=208, ffn="gelu")
 
 

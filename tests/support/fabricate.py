@@ -1,4 +1,4 @@
-"""A plausible run made up without training: the lines a real one would write, for tests of what reads them."""
+"""Fabricates a plausible run without training: the lines that a real run would write, to test code that reads them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RECIPE = 'model:\n  d_model: 256  # dense_tiny.yaml\nrouter:\n  preset: "switch"
 
 
 def layer_line(rng: random.Random, *, layer: int, experts: int, progress: float, tokens: int) -> dict[str, Any]:
-    """One MoE layer of one step: starts lopsided, evens out, expert 0 of layer 1 stays hungry; kept + dropped = tokens."""
+    """One MoE layer of one step: its load starts uneven and evens out, expert 0 of layer 1 stays underused; kept + dropped = tokens."""
     skew = 1.6 * math.exp(-8 * progress) + 0.15
     weights = [math.exp(skew * math.sin(7.1 * expert + layer) + 0.05 * rng.gauss(0, 1)) for expert in range(experts)]
     if layer == 1 and progress > 0.5:
@@ -77,7 +77,7 @@ def eval_line(step: int, *, steps: int = 300, gain: float = 0.0, shift: float = 
 
 
 def run_lines(steps: int = 300, *, eval_every: int = 50, upto: int | None = None, **options: Any) -> list[dict[str, Any]]:
-    """The lines of a run planned for `steps` steps that got to `upto`."""
+    """The lines of a run of `steps` steps that reached step `upto`."""
     lines = []
     for step in range(1, (upto or steps) + 1):
         lines.append(step_line(step, steps=steps, **options))
@@ -110,7 +110,7 @@ def summary(steps: int = 300) -> dict[str, Any]:
 
 
 def run_folder(out: Path, *, finished: bool = True, lines: list[dict[str, Any]] | None = None, **options: Any) -> Path:
-    """A run's folder as training leaves it; TensorBoard's files are left out (they cost a second to write)."""
+    """A run's folder as training leaves it, without TensorBoard's files, which take a second to write."""
     out.mkdir(parents=True, exist_ok=True)
     lines = run_lines(**options) if lines is None else lines
     (out / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -1,4 +1,4 @@
-"""NVML without a GPU: what is locked on each, and every lock in order."""
+"""NVML without a GPU: the locked clocks of each GPU, and every lock in order."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ class NvmlError(Exception):
 
 
 class FakeNvml:
-    """Counts what is locked on each GPU; refuses where it should."""
+    """Records the locked clocks of each GPU. Refuses calls as configured."""
 
     NVML_CLOCK_SM, NVMLError = 1, NvmlError
 

@@ -8,7 +8,7 @@ from parallel.annotations.graph import Dim, Graph, Operator
 
 
 def chain(layers: int, *, b: int, d: int, f: int, then: Literal["nothing", "pointwise"] = "nothing") -> Graph:
-    """Products d -> f -> d -> ... of a given x, in which nothing is summed over but widths; `then`: work on every element of each."""
+    """Products d -> f -> d -> ... of an input x, which sum over widths only. `then`: a pointwise operator after each."""
     dims = {"b": Dim("batch", b), "d": Dim("width", d), "f": Dim("hidden", f)}
     ops, x, parameters = [], "x", {}
     for i in range(layers):

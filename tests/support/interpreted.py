@@ -1,7 +1,7 @@
-"""Triton's interpreter in half of its time: import this module before kernels run.
+"""Halves the time of Triton's interpreter. Import this module before kernels run.
 
-A launch replaces what is in triton.language by what runs on a CPU, and puts it back at its end. Triton 3.7 does so again for every
-call of one kernel by another within the launch, where all of it is replaced already: 40 % of the time of these tests.
+A launch replaces functions of triton.language by versions for a CPU, and restores them at its end. Triton 3.7 repeats this for every call
+of one kernel by another within the launch, although everything is already replaced. That takes 40 % of the time of these tests.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from triton.runtime import interpreter
 
 
 class _Launch:
-    """What has been replaced since the launch began; its `restore` is called when it ends."""
+    """The functions replaced since the launch began. Its `restore` is called when the launch ends."""
 
     def __init__(self, replace: Callable[[Any], Any]) -> None:
         self.replace = replace
@@ -22,7 +22,7 @@ class _Launch:
         self.modules: set[str] = set()
 
     def __call__(self, function: Any) -> _Launch | _Inside:
-        """Where a kernel begins, or one that it calls: a module of the language that this one sees and none before it did."""
+        """Called when a kernel begins, or one that it calls: replaces functions of language modules that no earlier kernel has seen."""
         seen = {m.__name__ for m in (language, language.core) if any(value is m for value in function.__globals__.values())}
         first = not self.scopes
         if not seen <= self.modules:

@@ -1,4 +1,4 @@
-"""The simulator's plain twin: one action after another, by Schedule.needs, receives and sends, with tables keyed by nodes."""
+"""A plain second implementation of the simulator: one action after another, by Schedule.needs, receives and sends, with tables by node."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from parallel.pipeline.simulator.simulate import Cost, OfMessage, Span, Transfer
 
 
 def plain_order(schedule: Schedule, *, sums_block: bool) -> tuple[list[Node], list[str]]:
-    """All actions that can run, in order, and for each rank what it waits for at last (empty texts if all ran)."""
+    """(all actions that can run, in order; for each rank the action that it waits for at the end, "" if all ran)."""
 
     def needs(node: Node) -> tuple[Node, ...]:
         held = sums_block and node.at and schedule.orders[node.rank][node.at - 1].op is Op.S
@@ -35,7 +35,7 @@ def plain_order(schedule: Schedule, *, sums_block: bool) -> tuple[list[Node], li
 def plain_simulate(
     schedule: Schedule, cost: Cost, transfer_time: OfMessage, overlap: bool
 ) -> tuple[tuple[tuple[Span, ...], ...], tuple[Transfer, ...]]:
-    """The spans by rank, and the transfers."""
+    """(spans by rank, transfers)."""
     spans: dict[Node, Span] = {}
     transfers: list[Transfer] = []
     free: list[float] = [0] * schedule.num_ranks

@@ -1,9 +1,9 @@
-"""`run_on_ranks` for tests: a rank's failure is a failed assertion that shows every rank's traceback, or its stack in a deadlock.
+"""`run_on_ranks` for tests: if a rank fails, an assertion fails that shows every rank's traceback, or its stack in a deadlock.
 
     def work(rank: int, width: int) -> Tensor: ...      # torch.distributed is initialised here, with gloo
     first, second = run_on_ranks(work, 2, 8)
 
-`work` may be a closure, and what it prints is captured with the test's output. See parallel/process/fork.py for how.
+`work` may be a closure. Its output is captured with the test's output. parallel/process/fork.py implements this.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from parallel.process import fork
 
 
 def run_on_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
-    """function(rank, *args) on `world_size` gloo processes with one thread each; the results in order of rank.
+    """Run function(rank, *args) on `world_size` gloo processes with one thread each, and return the results in order of rank.
 
-    Results are plain values and tensors, nested as you like. Fails with every failed rank's traceback, or, when ranks are still
-    running after `timeout_s`, with the Python stack of each; no process remains in either case.
+    Results are plain values and tensors, which may be nested. Fails with every failed rank's traceback or, if ranks still run after
+    `timeout_s` seconds, with the Python stack of each. No process remains in either case.
     """
     assert torch.get_num_threads() == 1, "a test set torch to several threads: forked ranks would wait for threads that they do not have"
     try:

@@ -1,4 +1,4 @@
-"""Routers and layers with random weights, and routing of tokens that stand sequence after sequence: for tests of routing."""
+"""Routers and layers with random weights, and routing of tokens that are ordered sequence after sequence, for tests of routing."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def context(batch: int = B, length: int = L, *, tokens: Tensor | None = None, **
 
 
 def route(router: Router, x_TD: Tensor, *, length: int = L, **options: Any) -> Routing:
-    """`options` go to the context: seed, step, first_sequence, valid_BL, tokens."""
+    """Route tokens x [T, D]. `options` are passed to the context: seed, step, first_sequence, valid_BL, tokens."""
     return router(x_TD, sequence_tokens=length, context=context(len(x_TD) // length, length, **options))  # type: ignore[no-any-return]
 
 

@@ -1,8 +1,8 @@
-"""A program of all ranks, carried out by one process: every tensor is a list of the ranks' arrays, a collective a loop over them.
+"""Runs a program of all ranks in one process: every tensor is a list of the ranks' arrays, and a collective is a loop over them.
 
-The plain twin of parallel/annotations/partition.py: it takes the program's shardings and steps as they are, knows what a collective is, and
-fails where ranks that should hold the same do not. Products, dispatch and combine are einsums, pointwise operators tanh of one input or
-the product of several.
+A plain second implementation of parallel/annotations/partition.py. It uses the program's shardings and steps, implements collectives, and
+fails if ranks that should hold equal values do not. Products, dispatch and combine are einsums; pointwise operators are tanh of one input
+or the product of several.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ Parts = list[np.ndarray]
 
 
 def places(mesh: Sizes) -> list[dict[str, int]]:
-    """Each rank's place on every axis."""
+    """Each rank's index on every axis."""
     return [dict(zip(mesh, place, strict=True)) for place in product(*map(range, mesh.values()))]
 
 
 def parts_of(whole: np.ndarray, sharding: Sharding, mesh: Sizes, *, seed: int = 0) -> Parts:
-    """Each rank's; of shares all but the last are random."""
+    """Each rank's part of a tensor. If ranks hold partial sums, all but the last are random."""
     drawn = np.random.default_rng(seed)
     shares = {place: drawn.standard_normal(whole.shape) for place in product(*(range(mesh[axis]) for axis in sharding.partial))}
     last = list(shares)[-1]
@@ -41,7 +41,7 @@ def _cut(whole: np.ndarray, sharding: Sharding, mesh: Sizes, place: Mapping[str,
 
 
 def whole_of(parts: Parts, sharding: Sharding, mesh: Sizes, size: tuple[int, ...]) -> np.ndarray:
-    """The tensor; raises AssertionError where copies differ."""
+    """The whole tensor. Raises AssertionError if copies differ."""
     total, seen = np.zeros(size), np.zeros(size)
     numbers = np.arange(int(np.prod(size))).reshape(size)
     copies = {axis for axis in mesh if axis not in sharding.axes}
@@ -57,7 +57,7 @@ def whole_of(parts: Parts, sharding: Sharding, mesh: Sizes, size: tuple[int, ...
 
 
 def take(parts: Parts, step: Step, mesh: Sizes) -> Parts:
-    """One step on all ranks."""
+    """Run one step on all ranks."""
     ranks, out = places(mesh), []
     for place in ranks:
         group = [part for other, part in zip(ranks, parts, strict=True) if all(other[a] == place[a] for a in mesh if a != step.axis)]
@@ -88,7 +88,7 @@ def compute(op: Operator, inputs: list[np.ndarray]) -> np.ndarray:
 
 
 def gradient_of(op: Operator, place: int, inputs: list[np.ndarray], grad: np.ndarray) -> np.ndarray:
-    """Of an input, as this rank has it; what the output lacks of its letters is repeated."""
+    """The gradient of an input on this rank. Dims that the output lacks are repeated."""
     if op.kind == "pointwise" and len(inputs) == 1:
         return grad * (1 - np.tanh(inputs[0]) ** 2)
     others = [i for i in range(len(inputs)) if i != place]
@@ -99,7 +99,7 @@ def gradient_of(op: Operator, place: int, inputs: list[np.ndarray], grad: np.nda
 
 
 def run(program: Program, values: Mapping[str, np.ndarray], output_grads: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Every tensor, and as `grad NAME` the gradient of each that has one, of all ranks' parts put together."""
+    """Every tensor by name, and as `grad NAME` the gradient of each that has one, assembled from all ranks."""
     graph, mesh, lies = program.graph, program.mesh, program.shardings
     held = {name: parts_of(value, lies[name], mesh) for name, value in values.items()}
     read: dict[str, list[Parts]] = {}
@@ -125,8 +125,8 @@ def run(program: Program, values: Mapping[str, np.ndarray], output_grads: Mappin
 
 
 def alone(graph: Graph, values: Mapping[str, np.ndarray], output_grads: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The same by torch on one process, with its own gradients."""
-    import torch  # here: what is simulated needs none
+    """The values and gradients of the graph as torch computes them on one process."""
+    import torch  # imported here, because the simulation does not need it
 
     held = {name: torch.tensor(value, requires_grad=True) for name, value in values.items()}
     for op in graph.operators:

@@ -1,7 +1,7 @@
-"""What each test takes, in seconds of the clock and of processors: `pytest --times FILE.json`, also with several workers.
+"""Records the wall and processor seconds of each test: `pytest --times FILE.json`, also with several workers.
 
-Processor seconds are those of the test process and of every child that it waited for, so they hardly change on a machine that others
-use too. A module's import is its file's first line, `import`. The table by file is printed after the run:
+Processor seconds count the test process and every child that it waited for, so they hardly depend on other load of the machine. A module's
+import is the first line of its file, `import`. The table by file is printed after the run:
 
     python -m tests.support.times FILE.json [BEFORE.json]
 """
@@ -25,7 +25,7 @@ KEY = "times"
 
 @dataclass(frozen=True)
 class Spent:
-    """Seconds: of the clock, of processors here, of processors in children that have ended."""
+    """Seconds: wall time, processor time of this process, processor time of ended children."""
 
     wall: float
     here: float
@@ -62,7 +62,7 @@ class Times:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[Any]:
         report = yield
-        if call.when == "teardown":  # reports travel from workers to the process that prints
+        if call.when == "teardown":  # reports are sent from workers to the process that prints
             report.user_properties.append((KEY, Spent.now().since(item.stash[STARTED])))
         return report
 
@@ -89,7 +89,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def by_file(path: str) -> dict[str, list[float]]:
-    """tests, wall, cpu of each file."""
+    """file -> (number of tests, wall seconds, processor seconds)."""
     files: dict[str, list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
     for test, (wall, here, children) in json.loads(Path(path).read_text())["tests"].items():
         row = files[test.split("::")[0]]
@@ -100,7 +100,7 @@ def by_file(path: str) -> dict[str, list[float]]:
 
 
 def main(paths: list[str]) -> None:
-    """The table by file, the longest first; with a second file, that one's figures before."""
+    """Print the table by file, the longest first; with a second file, also that file's figures as `before`."""
     tables = [by_file(path) for path in reversed(paths)]
     names = sorted({name for table in tables for name in table}, key=lambda name: -max(table[name][2] for table in tables))
     print("| file |" + " tests | wall s | cpu s |" * len(tables))

@@ -1,4 +1,4 @@
-"""The model, batches and step of `moe verify` on the ranks that are running: for tests of engines, norms, precision and checkpoints."""
+"""The model, batches and step of `moe verify` on running ranks, for tests of engines, norms, precision and checkpoints."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # torch asks for it with the first optimizer, in 1.5 s: once here, not in every forked rank
+import torch._dynamo  # torch imports it with the first optimizer, in 1.5 s; imported once, before ranks are forked
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -43,7 +43,7 @@ class Tiny:
     model: Transformer
     executor: Executor
     scale: LossScale
-    numbers: Numbers | None = None  # of the last accumulate
+    numbers: Numbers | None = None  # numbers of the last accumulate
 
     @property
     def engine(self) -> Engine:
@@ -51,7 +51,7 @@ class Tiny:
 
     @property
     def shard(self) -> TokenShard:
-        """Of the batch."""
+        """This rank's shard of the batch."""
         return shard_of(self.run, self.mesh, self.run.train.global_batch)
 
     def accumulate(self, step: int, *, scale: float | None = None) -> Numbers:
@@ -83,13 +83,13 @@ class Tiny:
         return {name: {kind: t.detach().clone() for kind, t in self.engine.state(name).items()} for name in self.engine.layouts}
 
     def adam_steps(self) -> set[float]:
-        """Adam's step counters, wherever the engine keeps them."""
+        """Adam's step counters, from whichever object the engine keeps them in."""
         optimizer = self.engine.zero.optimizer if hasattr(self.engine, "zero") else self.engine.optimizer  # type: ignore[attr-defined]
         return {float(state["step"]) for state in optimizer.state.values()}
 
     @contextmanager
     def spoiled(self, name: str, *, rank: int, value: float = float("inf")) -> Iterator[None]:
-        """While it lasts, one rank's own gradient of a parameter, before any reduction, has one such element."""
+        """Within the context, one element of this rank's own gradient of a parameter is `value`, before any reduction."""
 
         def spoil(grad: Tensor) -> Tensor:
             grad = grad.clone()
@@ -98,7 +98,7 @@ class Tiny:
 
         path, _, last = name.rpartition(".")
         module, handles = self.model.get_submodule(path), []
-        if self.mesh.rank == rank and isinstance(getattr(module, last), DTensor):  # the whole weight, which is there while the module runs
+        if self.mesh.rank == rank and isinstance(getattr(module, last), DTensor):  # the whole weight, which exists while the module runs
             gathered = [handles.append]
             handles.append(module.register_forward_pre_hook(lambda module, _: gathered[0](getattr(module, last).register_hook(spoil))))
         elif self.mesh.rank == rank:
@@ -120,7 +120,7 @@ def start(case: Case, rank: int, *, scale: LossScale | None = None, **sections: 
 
 
 def hand_over(folder: Path, one: Tiny, other: Tiny, *, step: int) -> None:
-    """`other` goes on from a checkpoint that `one` saves after so many steps, and with its recipe. Collective."""
+    """`one` saves a checkpoint after `step` steps, and `other` resumes from it with its recipe. Collective."""
     counters, again, scale = state.Counters(step=step, updates=step), state.Counters(), LossScale.of("none")
     recipe = one.run.model_dump(mode="json")
     state.save(folder, one.engine, one.mesh, counters=counters, scale=scale, recipe=recipe, tokenizer={}, data="text", keep=1)
@@ -130,7 +130,7 @@ def hand_over(folder: Path, one: Tiny, other: Tiny, *, step: int) -> None:
 
 
 def same(a: State, b: State) -> bool:
-    """Equal to the bit."""
+    """Whether both states are bitwise equal."""
     return a.keys() == b.keys() and all(
         a[name].keys() == b[name].keys() and all(torch.equal(a[name][kind], b[name][kind]) for kind in a[name]) for name in a
     )

@@ -1,10 +1,10 @@
-"""Runs of a second for the trainer's tests: a text of random words, a model of width 16, and what a run left behind, bit by bit.
+"""Runs of a second for tests of the trainer: a text of random words, a model of width 16, and the results of a run, bit by bit.
 
-    home = trained.home(folder, monkeypatch)          text and token files, CPU only, without the seconds that a run's end takes
-    trained.train(trained.recipe(home), out, ranks=2) each rank a process of its own; `before(rank)` prepares it, say to die
+    home = trained.home(folder, monkeypatch)          text and token files, CPU only, without the slow end of a run
+    trained.train(trained.recipe(home), out, ranks=2) each rank in its own process; `before(rank)` prepares it, for example to die
     trained.losses(out), trained.tensors(checkpoint)  equal if and only if every bit is
 
-What `before` changes in a rank's process ends with it.
+Changes that `before` makes in a rank's process end with that process.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ VALUES: dict[str, dict[str, Any]] = {
 
 
 def home(folder: Path, patch: pytest.MonkeyPatch) -> Path:
-    """A folder with a text, a cache for token files, and a trainer whose end is short: no report, no sample, no measured speed."""
+    """A folder with a text and a cache for token files, and a trainer with a short end: no report, no sample, no measured speed."""
     import torch._dynamo  # noqa: F401  (the optimizer imports it, for seconds: here once, not in every fork)
 
     patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-    patch.setattr(torch.cuda, "is_available", lambda: False)  # ranks are forks with gloo, wherever the tests run
+    patch.setattr(torch.cuda, "is_available", lambda: False)  # ranks are gloo forks on every machine
     patch.setattr(ending, "matmul_flops", lambda run, device: 1e9)
     patch.setattr(trainer, "check_precision", lambda run, world: None)  # fp16 is tested on processors that emulate it, too
     patch.setattr(ending, "sample", lambda *_, **__: "text")
@@ -63,7 +63,7 @@ def home(folder: Path, patch: pytest.MonkeyPatch) -> Path:
 
 
 def warm_zero() -> None:
-    """Import here, once, what DeepSpeed's engine would import in every fork; none of it starts a thread."""
+    """Import once the modules that DeepSpeed's engine would import in every fork. None of them starts a thread."""
     from parallel.data.deepspeed import load_deepspeed
 
     load_deepspeed()
@@ -105,8 +105,9 @@ def train(
     profile: bool = False,
     own: Callable[[int], dict[str, Any]] = lambda rank: {},
 ) -> list[Any]:
-    """Each rank's summary, "stopped", or the text of its BadInput or of what ended all. One rank trains in this process unless `forked` or
-    `before`. `own`: a rank's callbacks, data and optimizer."""
+    """Each rank's summary, "stopped", or the text of its BadInput or of the error that ended all ranks. One rank trains in this process
+    unless `forked` or `before` is given. `own`: a rank's callbacks, data and optimizer.
+    """
 
     def work(rank: int) -> Any:
         if before is not None:
@@ -148,17 +149,17 @@ def after_step(act: Callable[[trainer.Job], Any]) -> None:
 
 
 def stop_at(step: int, *, rank: int = 0, number: signal.Signals = signal.SIGTERM) -> Callable[[int], None]:
-    """A `before` that has one rank get a signal as this step is recorded: the next step's sum carries the flag, and ends the run."""
+    """A `before` that sends a signal to one rank as this step is recorded. The next step's sum carries the flag, and all ranks stop."""
     return lambda this: on_line(step, lambda: os.kill(os.getpid(), number)) if this == rank else None
 
 
-def log_draws(folder: Path, rank: int, life: int) -> None:
-    """In a process that will train: write down which windows of the text each step draws."""
+def log_draws(folder: Path, rank: int, attempt: int) -> None:
+    """In a process that will train: record which windows of the text each step draws."""
     batch = TrainSet.batch
 
     def logged(self: TrainSet, step: int, shard: TokenShard) -> Any:
         start = step * shard.num_sequences
-        with open(folder / f"draws-{life}-{rank}.txt", "a") as file:
+        with open(folder / f"draws-{attempt}-{rank}.txt", "a") as file:
             print(step, *self.order([start + number for number in shard.sequences]).tolist(), file=file)
         return batch(self, step, shard)
 
@@ -166,13 +167,15 @@ def log_draws(folder: Path, rank: int, life: int) -> None:
 
 
 def draws(folder: Path, ranks: int) -> list[dict[int, list[int]]]:
-    """For each life in order: step -> the windows that all ranks together drew. A life that ended before its first step is empty."""
+    """For each start of the run in order: step -> the windows that all ranks together drew. Empty for a start that ended before its
+    first step.
+    """
     lives: list[dict[int, list[int]]] = []
     count = 1 + max((int(p.name.split("-")[1]) for p in folder.glob("draws-*")), default=-1)
-    for life in range(count):
+    for attempt in range(count):
         found: list[dict[int, list[int]]] = []
         for rank in range(ranks):
-            path = folder / f"draws-{life}-{rank}.txt"
+            path = folder / f"draws-{attempt}-{rank}.txt"
             lines = [[int(n) for n in line.split()] for line in path.read_text().splitlines()] if path.exists() else []
             found.append({step: windows for step, *windows in lines})
         lives.append({step: [w for part in found for w in part[step]] for step in found[0] if all(step in part for part in found)})
@@ -180,13 +183,13 @@ def draws(folder: Path, ranks: int) -> list[dict[int, list[int]]]:
 
 
 def order(run: Run, steps: int) -> list[list[int]]:
-    """The windows of each step as the recipe's pure function gives them."""
+    """The windows of each step, from the recipe's pure function."""
     data = open_data(run.data, max_length=run.model.max_length, vocab_size=run.vocab_size, seed=run.train.seed)
     batch = run.train.global_batch
     return [data.train.order(range(s * batch, (s + 1) * batch)).tolist() for s in range(steps)]
 
 
-# --- what a run left behind ---------------------------------------------------------------------------------------------
+# --- results of a run -------------------------------------------------------------------------------------------------------
 
 
 def lines(out: Path, kind: str = "train") -> list[dict[str, Any]]:
@@ -203,7 +206,7 @@ def losses(out: Path) -> list[tuple[int, str]]:
 
 
 def close(out: Path, reference: Path, *, rel: float, after: int = 0) -> None:
-    """Fail unless both runs have the same steps past `after`, and their losses agree."""
+    """Fail unless both runs have the same steps after step `after`, and their losses agree."""
     got, wanted = ({line["step"]: line["loss"] for line in lines(o) if line["step"] > after} for o in (out, reference))
     assert got and got == pytest.approx(wanted, rel=rel, abs=0)
 
@@ -213,7 +216,7 @@ def checkpoints(out: Path) -> list[int]:
 
 
 def tensors(checkpoint: Path) -> dict[str, str]:
-    """SHA-256 of every whole logical tensor, however it was cut, and the counters and loss scale."""
+    """SHA-256 of every whole logical tensor, regardless of its shards, and the counters and loss scale."""
     reader = Reader(checkpoint)
     found = {}
     for (name, kind), parts in reader.entries.items():

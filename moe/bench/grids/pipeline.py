@@ -5,7 +5,7 @@
     peers      seconds a step of the same modules and micro-batches in torch.distributed.pipelining, in turn with ours: GPipe, 1F1B and
                interleaved 1F1B on two processes; losses and all gradients are compared too
 
-`moe bench pipeline --json FILE`; `--only times` (and so on) and `--kinds 1f1b,zb_v` select parts.
+`moe bench pipeline --json FILE`; `--only times` (or memory, peers) and `--kinds 1f1b,zb_v` select some of it.
 """
 
 from __future__ import annotations

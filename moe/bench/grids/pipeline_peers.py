@@ -1,4 +1,6 @@
-"""The same modules, micro-batches and order of actions in torch.distributed.pipelining and here: seconds per step, losses, gradients."""
+"""Compares this project's pipeline with torch.distributed.pipelining, with the same modules, micro-batches and order of actions: seconds
+per step, losses, gradients.
+"""
 
 from __future__ import annotations
 
@@ -83,6 +85,7 @@ def _torch_step(
 
 
 def peers_row(name: str, *, microbatches: int = 8, width: int = 256, size: int = 2, rounds: int = 15) -> dict[str, Any]:
+    """The row of a schedule: ratio of seconds, and differences of losses and gradients."""
     ranks = 2
     config = {"num_layers": 4, "d_model": width, "num_heads": 4, "d_ff": 4 * width, "max_length": 128, "tied_embeddings": False}
     found = run_on_ranks(compared, ranks, ranks, name, microbatches, config, size, rounds, timeout_s=300)

@@ -1,7 +1,7 @@
-"""A pipeline's step time against the timeline simulated from the mean seconds of each of its actions (Recorder).
+"""A pipeline's step time, compared with the timeline simulated from the mean seconds of each of its actions (Recorder).
 
-The stages sleep, as if devices were computing, so that two cores suffice for four processes. The differences left are what a simulator
-does not know: the runtime's own work between actions, waiting for a message that is taken too early, and sends that hold a rank up.
+The stages sleep as if devices were computing, so that two cores suffice for four processes. The remaining differences are effects that a
+simulator does not know: the runtime's own work between actions, waiting for a message that is taken too early, and sends that block a rank.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from parallel.pipeline.schedule import Action, Op, Schedule
 from parallel.pipeline.simulator.simulate import Timeline, simulate
 from parallel.process.fork import run_on_ranks
 
-SECONDS = Seconds(forward=0.02, inputs=0.02, weights=0.02, update=0.005)  # for all stages of a rank together
-ROWS, WIDTH = 32, 256  # size of the tensors that cross stages: 32 KiB
+SECONDS = Seconds(forward=0.02, inputs=0.02, weights=0.02, update=0.005)  # seconds for all stages of a rank together
+ROWS, WIDTH = 32, 256  # size of the tensors sent between stages
 WITHIN = 0.10
 
 
 def timed(rank: int, ranks: int, names: list[str], microbatches: int, steps: int, scale: float) -> list[dict[str, Any]]:
-    """One rank's times for each schedule. The first step of each does not count."""
+    """One rank's times for each schedule, without the first step of each."""
     mesh = connect(rank, ranks)
     return [_timed(mesh, schedule_for(name, ranks, microbatches), steps, scale) for name in names]
 
 
 def _timed(mesh: Mesh, schedule: Schedule, steps: int, scale: float) -> dict[str, Any]:
     axis = mesh.axis("pp")
-    share = scale * schedule.num_ranks / schedule.num_stages if len(schedule.homes[0]) == 1 else scale  # a replica is a whole stage
+    share = scale * schedule.num_ranks / schedule.num_stages if len(schedule.homes[0]) == 1 else scale  # a replicated stage counts whole
     slow = Seconds(SECONDS.forward * share, SECONDS.inputs * share, SECONDS.weights * share, SECONDS.update * share)
     stages: dict[int, nn.Module] = {stage: Asleep(WIDTH, slow) for stage in range(schedule.num_stages)}
     runtime = runtime_for(schedule, mesh, stages)
@@ -75,7 +75,7 @@ def _key(action: Action) -> str:
 
 
 def _transfer_seconds(axis: Axis, *, times: int = 20) -> float:
-    """Seconds of a transfer from the first rank to the second: half of a round trip, median."""
+    """Seconds of a message from the first rank to the second: half of the median round trip."""
     if axis.index > 1:
         return 0.0
     tensor, other, seconds = torch.zeros(ROWS, WIDTH), axis.ranks[1 - axis.index], []
@@ -98,7 +98,7 @@ def _sum_seconds(axis: Axis, *, times: int = 10) -> float:
 
 
 def simulated(schedule: Schedule, actions: list[dict[str, float]], *, transfer: float, summation: float) -> Timeline:
-    """The timeline simulated from each rank's mean seconds of each action, and those of a transfer and a sum."""
+    """The timeline simulated from each rank's mean seconds of each action, of a message and of a sum."""
 
     def cost(rank: int, action: Action) -> float:
         return summation if action.op is Op.S else actions[rank][_key(action)]

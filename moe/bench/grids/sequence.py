@@ -1,9 +1,9 @@
-"""Time of sequence-parallel attention, forward and backward, beside others that compute the same; all in turn, in one run.
+"""Time of sequence-parallel attention, forward and backward, compared with others that compute the same; all in turn, in one run.
 
-    ring      contiguous and striped       against ring-attention-pytorch on the same gloo ranks
-    zigzag, lightseq                       against the contiguous ring: what an even share of the work is worth
-    ulysses                                against gathering all keys and values, as Llama 3 does
-    hidden                                 a link slowed by a known time: how many of a ring's hops are not behind its blocks
+    ring      contiguous and striped       compared with ring-attention-pytorch on the same gloo ranks
+    zigzag, lightseq                       compared with the contiguous ring: the gain of an even share of the work
+    ulysses                                compared with gathering all keys and values, as Llama 3 does
+    hidden                                 a link slowed by a known time: how many of a ring's hops are not hidden behind its blocks
 
 A ratio is taken within each round and is the median over rounds, with its quartiles (moe/bench/races.py).
 `moe bench sequence --nproc 2 --json FILE`.
@@ -41,7 +41,7 @@ from parallel.sequence.ulysses import Ulysses
 
 BATCH, LENGTH, HEADS, KV_HEADS, HEAD_SIZE = 1, 2048, 8, 4, 64
 CPU = torch.device("cpu")
-LINK_S = 0.02  # of a slowed hop: less than a block takes
+LINK_S = 0.02  # seconds of a slowed hop: less than a block takes
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -56,7 +56,7 @@ RACES = (
 
 
 def main(*, nproc: int = 2, rounds: int = 15, peers: str = "all", json: str | None = None) -> int:
-    """`moe bench sequence`: returns 1 if ours is slower than a peer, beyond the quartiles."""
+    """`moe bench sequence`: returns 1 if ours is slower than a peer by more than the quartiles."""
     torch.set_num_threads(1)
     with_peer = peers != "none" and _peer() is not None
     seconds = run_on_ranks(_times, nproc, nproc, rounds, with_peer, timeout_s=600)
@@ -69,7 +69,7 @@ def main(*, nproc: int = 2, rounds: int = 15, peers: str = "all", json: str | No
 
 
 def _hidden_row(seconds: dict[str, list[float]], ranks: int) -> dict[str, Any]:
-    """Hops: forward N - 1 of keys, backward N - 1 of keys and N of gradients, of which the last has nothing left to hide behind."""
+    """A row of hidden hops: forward N - 1 of keys; backward N - 1 of keys and N of gradients, of which the last cannot be hidden."""
     hops = 3 * ranks - 2
     seen = statistics.median(slow - fast for slow, fast in zip(seconds["zigzag slowed"], seconds["zigzag"], strict=True)) / LINK_S
     row = {"race": "hops not hidden", "ranks": ranks, "hops": hops, "expected": 1, "measured": seen, "link_seconds": LINK_S}
@@ -108,7 +108,7 @@ def _methods(axis: Axis, with_peer: bool) -> dict[str, Attend]:
 
 
 def _gathered(axis: Axis, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Every rank has all keys and values, and its own queries."""
+    """Attention in which every rank has all keys and values, and its own queries."""
     k, v = (all_gather(x, axis, dim=2).repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (k, v))
     place = torch.arange(q.shape[2]) + axis.index * q.shape[2]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=torch.arange(LENGTH) <= place.unsqueeze(1))
@@ -131,7 +131,7 @@ def _peer() -> Callable[..., Tensor] | None:
 
 
 class _Slowed(Messages):
-    """Messages that are LINK_S on their way."""
+    """Messages that take LINK_S."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.started = time.perf_counter()

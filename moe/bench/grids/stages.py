@@ -1,6 +1,6 @@
-"""Plain modules as stages in the pipeline's runtime: `moe bench pipeline` measures their time and memory and compares them with peers.
+"""Plain modules as stages in the pipeline's runtime. `moe bench pipeline` measures their time and memory and compares them with peers.
 
-Each process builds one model, of which its rank uses only its stages. Where updates do not wait, weights have versions, as in training.
+Each process builds one model and uses only its rank's stages. If updates do not wait, weights have versions, as in training.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from moe.model.transformer import Output, Part, Transformer
+from moe.model.transformer import Output, StageLayers, Transformer
 from moe.nn.context import Context
 from moe.recipe.sections import Model
 from parallel.mesh.layout import Layout
@@ -32,7 +32,7 @@ from parallel.process import process
 from parallel.process.process import World
 
 CPU = torch.device("cpu")
-Loss = Callable[[Tensor, int], Tensor]  # takes the last stage's output and the micro-batch's number
+Loss = Callable[[Tensor, int], Tensor]  # (output of the last stage, number of the micro-batch) -> loss
 
 
 class Stages:
@@ -81,7 +81,7 @@ class Stages:
 
 
 def descend(module: nn.Module) -> None:
-    """A step of gradient descent, too small to change anything that is measured."""
+    """A step of gradient descent, too small to affect any measured value."""
     with torch.no_grad():
         for parameter in module.parameters():
             if parameter.grad is not None:
@@ -94,7 +94,7 @@ def descend(module: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class Seconds:
-    """The duration of F, I and W on one stage, and of its update. B takes as long as I and W together."""
+    """Durations of F, I and W on one stage, and of its update. B takes I plus W."""
 
     forward: float
     inputs: float
@@ -138,10 +138,11 @@ class _Asleep(torch.autograd.Function):
 class Layers(nn.Module):
     """A part of a Transformer as a separate module: tokens or hidden states -> hidden states or logits."""
 
-    def __init__(self, model: Transformer, part: Part, tokens_BL: Tensor) -> None:
+    def __init__(self, model: Transformer, part: StageLayers, tokens_BL: Tensor) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(model.layers[layer] for layer in part.layers)
-        self.model, self.part, self.context = [model], part, Context.of(tokens_BL)  # in a list, so that torch registers no submodule
+        # in a list, so that torch does not register it as a submodule
+        self.model, self.part, self.context = [model], part, Context.of(tokens_BL)
         self.ends = nn.ParameterList([*([model.embedding] if part.begins else []), *(_head(model) if part.ends else [])])
 
     def forward(self, x: Tensor) -> Tensor:
@@ -159,7 +160,7 @@ def layers(config: Model, schedule: Schedule, tokens_BL: Tensor) -> tuple[Transf
     """A model with the same weights on every rank, and its stages with equally many layers."""
     model, stages = Transformer(config), schedule.num_stages
     each = config.num_layers // stages
-    parts = [Part(range(s * each, (s + 1) * each), begins=s == 0, ends=s == stages - 1) for s in range(stages)]
+    parts = [StageLayers(range(s * each, (s + 1) * each), begins=s == 0, ends=s == stages - 1) for s in range(stages)]
     return model, {stage: Layers(model, part, tokens_BL) for stage, part in enumerate(parts)}
 
 
@@ -173,7 +174,7 @@ def batch(microbatches: int, size: int, length: int) -> tuple[list[Tensor], list
 
 
 def schedule_for(name: str, ranks: int, microbatches: int, *, batches: int = 2) -> Schedule:
-    """The schedule of one step; of a schedule that does not drain, with as many micro-batches as `batches` steps have."""
+    """The schedule of one step; for a schedule that does not drain, of `batches` steps."""
     kind = SCHEDULES[name]
     if not kind.continuous:
         return make_schedule(name, ranks=ranks, microbatches=microbatches)
@@ -182,11 +183,12 @@ def schedule_for(name: str, ranks: int, microbatches: int, *, batches: int = 2) 
 
 
 def connect(rank: int, ranks: int) -> Mesh:
+    """The mesh of a pipeline with one rank a stage. Collective."""
     return process.connect(Degrees(pp=ranks), World(rank, ranks))
 
 
 def runtime_for(schedule: Schedule, mesh: Mesh, stages: Mapping[int, nn.Module]) -> Runtime:
-    """This rank's runtime. Collective, since it makes groups. `stages`: all stages, of which this rank uses its own."""
+    """This rank's runtime. Collective, because it makes groups. `stages`: all stages, of which this rank uses its own."""
     axis = mesh.axis("pp")
     for homes in sorted({homes for homes in schedule.homes if len(homes) > 1}):
         mesh.part("pp", homes, label="replicas")

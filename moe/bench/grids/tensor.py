@@ -1,12 +1,14 @@
-"""Time of 1D tensor parallelism, forward and backward through a stack of Transformer blocks, beside torch's; all in turn, in one run.
+"""Time of 1D tensor parallelism, forward and backward through a stack of Transformer blocks, compared with torch's; all in turn, in one
+run.
 
-    1d        against the same blocks with tensor.kind dtensor
-    1d        against torch's parallelize_module: the same blocks with nn.Linear for every product, cut by torch's styles
+    1d        compared with the same blocks with tensor.kind dtensor
+    1d        compared with torch's parallelize_module: the same blocks with nn.Linear for every product, sharded by torch's styles
     sliced    both again, with slices of the sequences between layers (tensor.sequence_parallel; SequenceParallel)
-    hidden    collectives on a link slowed by a known time: how much of each is not behind a product (moe/bench/grids/tensor_hidden.py)
+    hidden    collectives on a link slowed by a known time: how much of each is not hidden behind a product
+    (moe/bench/grids/tensor_hidden.py)
 
-Weights are the same, and so must outputs and gradients of the input be: how far they are apart is told. Two widths: in the narrow one
-what counts is the time that an operation takes beside its arithmetic. `moe bench tensor --nproc 2 --json FILE`.
+Weights are the same, so outputs and gradients of the input must be too; their difference is printed. There are two widths: in the narrow
+one the overhead of each operation matters most. `moe bench tensor --nproc 2 --json FILE`.
 """
 
 from __future__ import annotations
@@ -36,8 +38,8 @@ from parallel.process.process import World
 from parallel.tensor.style import apply
 
 BATCH, LENGTH, LAYERS = 2, 256, 2
-WIDTHS = {128: 4, 512: 8}  # the model's width -> heads, of which key-value heads are half
-WITHIN = 1e-4  # relative: outputs and gradients of different orders of sums in fp32
+WIDTHS = {128: 4, 512: 8}  # width of the model -> number of heads; half as many key-value heads
+WITHIN = 1e-4  # relative tolerance of outputs and gradients, because sums in fp32 have another order
 CPU = torch.device("cpu")
 
 RACES = (
@@ -54,7 +56,7 @@ Both = Callable[[], tuple[Tensor, Tensor]]
 
 
 def main(*, nproc: int = 2, rounds: int = 15, json: str | None = None) -> int:
-    """`moe bench tensor`: returns 1 if ours is slower than torch's, beyond the quartiles, or computes something else."""
+    """`moe bench tensor`: returns 1 if ours is slower than torch's by more than the quartiles, or gives another result."""
     torch.set_num_threads(1)
     rows = []
     for width in WIDTHS:
@@ -69,7 +71,7 @@ def main(*, nproc: int = 2, rounds: int = 15, json: str | None = None) -> int:
 
 
 def _measured(rank: int, ranks: int, width: int, rounds: int) -> tuple[dict[str, list[float]], float]:
-    """Seconds of each way in each round, and how far the ways' results are apart."""
+    """Seconds of each way in each round, and the largest difference of their results."""
     mesh = process.connect(Degrees(tp=ranks), World(rank, ranks))
     model = sections.Model(
         d_model=width,
@@ -94,7 +96,7 @@ def _measured(rank: int, ranks: int, width: int, rounds: int) -> tuple[dict[str,
 
 
 def _both_ways(blocks: nn.ModuleList, mesh: Mesh, width: int, sliced: bool) -> tuple[Tensor, Tensor]:
-    """Output, and gradient of the input: of this rank's slice of the sequences, or of all."""
+    """(output, gradient of the input), of this rank's slice of the sequences, or of all."""
     dist.barrier()
     x = torch.randn(BATCH, LENGTH, width, generator=torch.Generator().manual_seed(1))
     x = (x.chunk(mesh.axis("tp").size, 1)[mesh.axis("tp").index] if sliced else x).clone().requires_grad_()
@@ -126,7 +128,7 @@ def _values(name: str, shape: tuple[int, ...]) -> Tensor:
 
 
 def _ours(model: sections.Model, mesh: Mesh, kind: str, *, chunks: int = 1) -> nn.ModuleList:
-    """By the project's plan for this `tensor`."""
+    """The blocks sharded by this project's plan for `kind`."""
     whole = _blocks(model)
     plan = plan_of(sections.Dispatch(), tensor=kind, chunks=chunks)
     layouts = lay_out(whole, plan)
@@ -138,7 +140,7 @@ def _ours(model: sections.Model, mesh: Mesh, kind: str, *, chunks: int = 1) -> n
 
 
 def _theirs(model: sections.Model, mesh: Mesh, *, sliced: bool) -> nn.ModuleList:
-    """The same blocks, whose products are torch's modules, by torch's plan."""
+    """Blocks of the same sizes with torch's modules for products, sharded by torch's plan."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel, parallelize_module
 

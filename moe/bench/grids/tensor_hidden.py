@@ -1,13 +1,13 @@
-"""How much of a collective of 1D tensor parallelism is not behind a product, on a link slowed by a known time. Part of `moe bench tensor`.
+"""How much of a collective of 1D tensor parallelism is not hidden behind a product, on a slowed link. Part of `moe bench tensor`.
 
-    sum of a row product                    forward: of n runs the last one has nothing to hide behind       1/n
-    gather before column products           forward, slices: nor has the first                               1/n
-    sum, or with slices reduce-scatter,     backward: the weights' gradients come after its last run         0
+    sum of a row product                    forward: the last of n chunks cannot be hidden                   1/n
+    gather before column products           forward, with slices: nor can the first                          1/n
+    sum, or with slices reduce-scatter,     backward: the weights' gradients come after its last chunk       0
     of the gradient of their input
 
-Counted on a clock of its own, which goes on with each product's operations and waits for a link that takes LINK of a product's time:
-that is the order of the code alone, on any machine. And timed, with the collective on the slowed link and with none, in turn: the link
-takes LINK_S for all runs together, less than any of the products takes.
+Counted with a clock of its own, which advances with each product's operations and waits for a link that takes LINK of a product's time.
+This count depends only on the order of the code, on any machine. Also timed, with the collective on the slowed link and without one, in
+turn: the link takes LINK_S for all chunks together, less than any of the products takes.
 """
 
 from __future__ import annotations
@@ -32,16 +32,18 @@ from parallel.process import process
 from parallel.process.process import World
 from parallel.tensor import overlapped
 
-LINK = 0.75  # of the time of a whole product
-LINK_S = 0.04  # less than 3/4 of one of the products below takes
-TOKENS, HIDDEN, WIDTH = 1024, 8192, 1024  # all ranks' hidden units
+LINK = 0.75  # time of the link, as a share of a whole product's time
+LINK_S = 0.04  # seconds; less than 3/4 of any product below
+TOKENS, HIDDEN, WIDTH = 1024, 8192, 1024  # sizes; hidden units of all ranks
 CHUNKS = (1, 2, 4)
 Start = Callable[[Tensor, Axis], Started]
 
 
 @dataclass(frozen=True)
 class Pass:
-    """`collective`: of parallel/tensor/overlapped.py; `run(axis, chunks)` makes it; `seen(n)`: the expected part of its time."""
+    """One pass. `collective`: a function of parallel/tensor/overlapped.py; `run(axis, chunks)` runs the pass; `seen(n)`: the expected
+    share of the collective's time that is not hidden.
+    """
 
     name: str
     collective: str
@@ -50,7 +52,7 @@ class Pass:
 
 
 def seconds_of(rank: int, ranks: int, rounds: int) -> dict[str, list[float]]:
-    """Of each pass by the number of chunks: without its collective, with it, and with it on the slowed link."""
+    """Seconds of each pass by the number of chunks: without its collective, with it, and with it on the slowed link."""
     axis = process.connect(Degrees(tp=ranks), World(rank, ranks)).axis("tp")
     work: dict[str, Callable[[], None]] = {}
     for one in PASSES:
@@ -63,7 +65,7 @@ def seconds_of(rank: int, ranks: int, rounds: int) -> dict[str, list[float]]:
 
 
 def rows_of(seconds: dict[str, list[float]], *, ranks: int) -> list[dict[str, Any]]:
-    """Printed as well."""
+    """Print and return the rows."""
     rows = []
     for one in PASSES:
         for chunks in CHUNKS:
@@ -78,7 +80,7 @@ def rows_of(seconds: dict[str, list[float]], *, ranks: int) -> list[dict[str, An
 
 
 def counted(one: Pass, chunks: int, *, ranks: int) -> float:
-    """The part of the collective's time for which the pass waits, by the order of its products and its runs alone. In one process."""
+    """The share of the collective's time for which the pass waits, by the order of its products and chunks alone. In one process."""
     axis, times = Axis("tp", tuple(range(ranks))), []
     links: dict[str, Any] = dict.fromkeys((other.collective for other in PASSES), _nothing)
     for link in (LINK, 0.0):
@@ -90,7 +92,7 @@ def counted(one: Pass, chunks: int, *, ranks: int) -> float:
 
 
 class _Clock(TorchDispatchMode):
-    """Products take time, one of `whole` multiplications as a unit; everything else takes none."""
+    """A clock that advances only with products; the unit is one product of `whole` multiplications."""
 
     def __init__(self, whole: int) -> None:
         super().__init__()
@@ -104,7 +106,7 @@ class _Clock(TorchDispatchMode):
 
 
 class _CountedLink:
-    """As `_Link`, on the clock."""
+    """Like `_Link`, but with the clock."""
 
     def __init__(self, clock: _Clock, seconds: float) -> None:
         self.clock, self.seconds, self.free_at = clock, seconds, 0.0
@@ -130,7 +132,7 @@ def _timed(one: Pass, axis: Axis, chunks: int, start: Callable[[], Start]) -> No
 
 
 class _Link:
-    """One collective's runs travel one after another, each as long as its share of the elements; they are made as ever."""
+    """A slowed link: the chunks of one collective are sent one after another, each for its share of LINK_S."""
 
     def __init__(self, real: Start) -> None:
         self.real, self.free_at = real, 0.0
@@ -150,17 +152,17 @@ class _Slowed(Started):
 
 
 def _whole(tensor: Tensor, axis: Axis) -> int:
-    """The elements of all runs together."""
+    """The number of elements of all chunks together."""
     return TOKENS * WIDTH // (axis.size if _is_slice(tensor) else 1)
 
 
 def _is_slice(tensor: Tensor) -> bool:
-    """[1, B, n, I], which a gather is given: a reduce-scatter is given [R, B, n, I], a sum [T, I]."""
+    """Whether this is a gather's input [1, B, n, I]. A reduce-scatter gets [R, B, n, I], a sum [T, I]."""
     return tensor.ndim == 4 and len(tensor) == 1
 
 
 def _nothing(tensor: Tensor, axis: Axis) -> Started:
-    """Of the right shape: a gather's own slice for everyone's, a reduce-scatter's first part."""
+    """A result of the right shape without communication: a gather repeats its own slice, a reduce-scatter takes its first part."""
     if _is_slice(tensor):
         return Started(tensor.expand(axis.size, *tensor.shape[1:]), None)
     return Started(tensor[:1] if tensor.ndim == 4 else tensor, None)

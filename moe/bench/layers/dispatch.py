@@ -1,4 +1,4 @@
-"""Speed of one MoE layer, forward and backward, against its peers and against the limit, in one process.
+"""Speed of one MoE layer, forward and backward, compared with its peers and with the limit, in one process.
 
     limit   batched matrix products of the same rows in equal parts, without routing
     peers   as installed: DeepSpeed MoE and AutoEP, transformers' Switch and Mixtral, torch grouped_mm used plainly; dense at equal FLOPs;
@@ -6,9 +6,9 @@
     ours    the layer as a model trains it, with router, balance loss and report
 
 All run in turn in every round; a ratio is the median over rounds. `over_limit` is the time divided by the limit's; `over_peers` is
-our time divided by the peer's (below 1: ours is faster). Peak memory is what torch holds beyond weights and input, gradients included.
-Two more tables: growth with tokens and experts, and moving rows compared with a plain copy (moe/bench/layers/moves.py).
-`moe bench dispatch --peers all --json FILE`.
+our time divided by the peer's (below 1: ours is faster). Peak memory is the bytes that torch holds in addition to weights and input,
+including gradients. Two more tables: growth with tokens and experts, and moving rows compared with a plain copy
+(moe/bench/layers/moves.py). `moe bench dispatch --peers all --json FILE`.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ PEERS: dict[str, dict[str, Make]] = {
         **{name: partial(make, ffn="swiglu") for name, make in gpu_layers.LAYERS.items()},
     },
 }
-TABLES = ("growth", "moves")  # tables beside those of the shapes; --only accepts these names
+TABLES = ("growth", "moves")  # tables in addition to one for each shape; --only accepts these names
 
 
 def main(*, peers: str = "all", only: str | None = None, rounds: int = 7, json: str | None = None) -> int:
-    """`moe bench dispatch`: returns 1 if a layer computes something else than its peers. Speed is reported, not judged."""
+    """`moe bench dispatch`: returns 1 if a layer's results differ from its peers'. Speed is reported, not judged."""
     chosen = _chosen(peers)
     keep_freed_memory()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -102,7 +102,7 @@ def main(*, peers: str = "all", only: str | None = None, rounds: int = 7, json: 
 
 
 def _keep_what_is_loaded() -> None:
-    """Collections of garbage before peaks need not visit the peers' libraries: 0.3 s each, and one before every peak."""
+    """Exclude loaded libraries from garbage collection. Each collection before a peak would take 0.3 s longer with the peers' libraries."""
     gc.collect()
     gc.freeze()
 
@@ -202,7 +202,7 @@ def _reason_not_to_run(case: LayerCase, name: str) -> str | None:
 
 
 def _free_bytes(device: torch.device) -> int:
-    """The bytes that a peer may use: a GPU's free memory, or half of this machine's."""
+    """The bytes that a peer may use: a GPU's free memory, or half of this machine's memory."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
@@ -215,7 +215,7 @@ def _peak(run: Pass, device: torch.device) -> int:
 
 
 def _same(ours: Pass, peer: Pass) -> bool:
-    """Whether every token's outputs point in the same direction. Weights are the same, but some layers renormalise a top-1 gate."""
+    """Whether every token's outputs point in the same direction. Their lengths may differ, because some layers normalise a top-1 gate."""
     a_TD, b_TD = (run().detach().float().reshape(-1, run.x.shape[-1]) for run in (ours, peer))
     return bool(torch.nn.functional.cosine_similarity(a_TD, b_TD).min() > 0.99)
 

@@ -1,12 +1,12 @@
-"""Bytes that one layer's exchange sends, counted, against theory; and its time against a plain all-to-all of the same bytes.
+"""Counted bytes that one layer's exchange sends, compared with theory; and its time compared with a plain all-to-all of the same bytes.
 
-    each dispatcher   balanced routing; the experts' network is the identity, so that all time goes into sending rows there and back
-    plain             four all_to_all of equal parts that together send as many bytes (forward and backward have two each)
+    each dispatcher   balanced routing; the experts' network is the identity, so that all time is spent on sending rows and returning them
+    plain             four all_to_all with equal parts that send the same number of bytes (two in the forward pass, two in the backward)
     moved experts     a skewed load: rows of the fullest rank with experts in order, and after moving them; with real experts
 
-Bytes are those that leave a rank for one layer, forward and backward. They must equal exactly what the dispatcher states (`traffic`;
+Bytes leaving a rank for one layer are counted, forward and backward. They must equal exactly what the dispatcher states (`traffic`;
 docs/moe/dispatch.md has the formulas).
-A time's ratio is the median over interleaved pairs. Ranks are forked gloo processes with one thread each.
+A ratio of times is the median over interleaved pairs. Ranks are forked gloo processes with one thread each.
 `moe bench exchange --nproc 2 --json FILE`.
 """
 
@@ -47,7 +47,7 @@ SPARE = 1.25  # slots of a padded block, relative to the filled ones
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes on one rank: tokens, width, hidden units of an expert; and the number of experts in total, and choices per token."""
+    """Sizes on one rank: tokens, width, hidden units of an expert; the total number of experts, and the choices of a token."""
 
     tokens: int = 2048
     width: int = 256
@@ -65,8 +65,8 @@ class Shape:
 
     def load(self, ranks: int, number_bytes: int) -> Load:
         """A rank's work under balanced routing."""
-        places = self.experts * self.slots
-        return Load(self.tokens, self.k, self.rows, places, self.width, self.width * number_bytes, self.experts, ranks)
+        slots = self.experts * self.slots
+        return Load(self.tokens, self.k, self.rows, slots, self.width, self.width * number_bytes, self.experts, ranks)
 
 
 def routing_of(shape: Shape, *, skew: bool = False, rank: int = 0) -> Routing:
@@ -83,7 +83,7 @@ def routing_of(shape: Shape, *, skew: bool = False, rank: int = 0) -> Routing:
 
 
 class Free:
-    """Experts whose networks cost nothing: they return their rows. If `ranks` share each expert, each returns its part of the sum."""
+    """Experts without cost: they return their rows. If an expert is split over `ranks`, each rank returns its share of the sum."""
 
     hidden = slice(0, 1)
 
@@ -93,7 +93,7 @@ class Free:
     def __call__(self, rows_RD: Tensor, **_: Any) -> Tensor:
         return rows_RD if self.ranks == 1 else rows_RD / self.ranks
 
-    def runs(self, count: int, _: torch.dtype) -> list[None]:
+    def chunks(self, count: int, _: torch.dtype) -> list[None]:
         return [None] * count
 
 
@@ -121,7 +121,9 @@ def plain_of(axis: Axis, sent: int) -> Callable[[], None]:
 
 
 def ways(mesh: Mesh, by_hidden: Mesh, shape: Shape, number_bytes: int) -> dict[str, tuple[Exchange, Free, int]]:
-    """Each dispatcher's exchange, its experts, and the bytes that it states. `mesh` cuts experts, `by_hidden` their hidden units."""
+    """Each dispatcher's exchange, its experts, and the bytes that it states. `mesh` splits experts, `by_hidden` their
+    hidden units.
+    """
     ranks, node = mesh.axis("ep").size, mesh.axis("ep_inner").size
     sizes, load = Sizes(shape.width, shape.experts, shape.k, choose("auto")), shape.load(ranks, number_bytes)
     found: dict[str, tuple[Exchange, Free, int]] = {}
@@ -134,7 +136,7 @@ def ways(mesh: Mesh, by_hidden: Mesh, shape: Shape, number_bytes: int) -> dict[s
 
 
 def measure(rank: int, ranks: int, rounds: int, shape: list[int]) -> list[dict[str, Any]]:
-    """The rows of all dispatchers and dtypes, on ranks that are running. Bytes are equal on all ranks; times are this rank's."""
+    """The rows of all dispatchers and dtypes, measured by this rank. Bytes are equal on all ranks; times are this rank's."""
     s, found, node = Shape(*shape), [], divisors(ranks)[len(divisors(ranks)) // 2]
     mesh, by_hidden = (
         process.connect(d, World(rank, ranks)) for d in (Degrees(dp=ranks, ep=ranks, ep_inner=node), Degrees(dp=ranks, etp=ranks))
@@ -175,14 +177,14 @@ def skewed(rank: int, ranks: int, rounds: int, shape: list[int]) -> dict[str, An
         fullest[when] = int(max_over(torch.tensor(sum(way.route(way, routing).counts)), ep))
         work[when] = work_of(way, experts, routing, x_TD)
     seconds = in_turn(work, rounds=rounds, device=CPU)
-    even = s.rows  # each rank's rows under an even load
+    even = s.rows  # rows of each rank with an even load
     return {f"largest_rank_{when}": rows / even for when, rows in fullest.items()} | {
         "over_before": ratio(seconds["after"], seconds["before"])
     }
 
 
 def main(*, nproc: int = 2, rounds: int = 21, json: str | None = None) -> int:
-    """`moe bench exchange`: returns 1 if a dispatcher sends other bytes than theory says."""
+    """`moe bench exchange`: returns 1 if a dispatcher sends another number of bytes than theory."""
     s = Shape()
     if nproc < 2 or s.experts % (2 * nproc):
         fits = [n for n in divisors(s.experts // 2) if n > 1]

@@ -29,7 +29,7 @@ class Make(Protocol):
 
 
 def why_not(name: str, device: torch.device) -> str | None:
-    """Why a layer of this file cannot run here. None if it may be tried, and for a name of another file's layer."""
+    """Why a layer of this file cannot run here. None if it can be tried, and for a name that belongs to another file."""
     if name not in LAYERS:
         return None
     if find_spec(name) is None:

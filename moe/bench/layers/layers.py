@@ -1,8 +1,8 @@
-"""One MoE layer as each system builds it, for the same problem: the same input, router, routing, and amount of work.
+"""One MoE layer of each system for the same problem: the same input, router, routing, and amount of work.
 
-Each function here makes a layer for a case and returns its forward and backward pass. All layers have the same weights and the same
-router matrix, whose rows are orthonormal. Inputs are made so that the wanted experts have the highest logits: routing is exactly
-balanced, or one expert gets half of the rows.
+Each function makes a layer for a case and returns its forward and backward pass. All layers have the same weights and the same router
+matrix, whose rows are orthonormal. Inputs are made so that the wanted experts have the highest logits: routing is exactly balanced, or
+one expert gets half of the rows.
 
     relu networks (w1, w2)            ours, DeepSpeed MoE, transformers' Switch, torch grouped_mm, dense, bmm limit
     swiglu networks (w1, w3, w2)      ours, transformers' Mixtral in its three forms, DeepSpeed's AutoEP, bmm limit
@@ -30,6 +30,8 @@ from parallel.errors import BadInput
 
 @dataclass(frozen=True)
 class Shape:
+    """Sizes of a layer: tokens, width, hidden units of an expert, experts, and choices of a token."""
+
     tokens: int
     width: int
     hidden: int
@@ -113,7 +115,7 @@ def ours(case: LayerCase, ffn: str, *, master: torch.dtype | None = None, kernel
     """Our layer as a model trains it: dropless, with its report and its balance loss. `master`: the dtype in which weights are stored."""
     s = case.shape
     spec = PRESETS[{1: "switch", 2: "glam"}.get(s.k, "mixtral")].model_copy(update={"num_choices": s.k, "capacity_factor": None})
-    # the fields that the layer reads of a recipe, without the packages that read recipes, which a GPU machine may lack
+    # the recipe fields that the layer reads, without the packages that read recipes, which a GPU machine may lack
     experts = SimpleNamespace(
         of_layer=lambda nth: s.experts,
         d_ff=None,
@@ -140,7 +142,7 @@ def ours(case: LayerCase, ffn: str, *, master: torch.dtype | None = None, kernel
 
 
 def limit(case: LayerCase, ffn: str) -> Pass:
-    """The same rows in equal parts through batched matrix products, without routing."""
+    """Batched matrix products of the same rows in equal parts, without routing."""
     s = case.shape
     each = -(-s.rows // s.experts)
     x_ERD = case.weights(s.experts, each, s.width, seed=5)
@@ -163,6 +165,7 @@ def dense(case: LayerCase) -> Pass:
 
 
 def stack(case: LayerCase, ffn: str) -> tuple[Tensor, Tensor, Tensor | None]:
+    """w1, w2 and, for swiglu, w3 of all experts: [E, D, F], [E, F, D], [E, D, F], with gradient."""
     s = case.shape
     w1 = case.weights(s.experts, s.width, s.hidden, seed=10).requires_grad_()
     w2 = case.weights(s.experts, s.hidden, s.width, seed=11).requires_grad_()
@@ -259,9 +262,9 @@ def hf_mixtral(case: LayerCase, form: str) -> Pass:
 
 
 def deepspeed_autoep(case: LayerCase) -> Pass:
-    """The layer that DeepSpeed's AutoEP puts in the place of transformers' Mixtral block (its key `expert_parallel`), on one rank.
+    """The layer with which DeepSpeed's AutoEP replaces transformers' Mixtral block (its key `expert_parallel`), on one rank.
 
-    Found and built by AutoEP's own classes; its engine is left out, because DeepSpeed 0.19.8 fails there with transformers 5.23.
+    Found and built by AutoEP's own classes. Its engine is left out, because DeepSpeed 0.19.8 fails there with transformers 5.23.
     """
     auto_ep, settings, layers = (_deepspeed(f"module_inject.{name}") for name in ("auto_ep", "auto_ep_config", "auto_ep_layer"))
     from transformers import MixtralConfig, MixtralForCausalLM
@@ -286,6 +289,6 @@ def deepspeed_autoep(case: LayerCase) -> Pass:
 
 
 def bytes_of_batched_mm(case: LayerCase) -> int:
-    """The least bytes that Mixtral's batched_mm holds: for every row a copy of its expert's matrices, and their gradients."""
+    """The minimum bytes of Mixtral's batched_mm: for every row a copy of its expert's matrices, and their gradients."""
     s = case.shape
     return 2 * s.rows * 3 * s.width * s.hidden * case.dtype.itemsize

@@ -1,9 +1,9 @@
-"""Speed of moving rows, tokens to rows and back, against a copy of as many bytes on the same device.
+"""Speed of moving rows, tokens to rows and back, compared with a copy of the same number of bytes on the same device.
 
     permute     tokens [T, D] -> rows [R, D], sorted by expert      reads R D, writes R D      a copy of R D
     unpermute   rows [R, D] -> tokens [T, D], weighted by gates     reads R D, writes T D      a copy of (R + T) D / 2
 
-`share` is a copy's time divided by theirs: 1 is the full memory bandwidth. A part of `moe bench dispatch` (--only moves).
+`share` is the copy's time divided by the move's: 1 is the full memory bandwidth. A part of `moe bench dispatch` (--only moves).
 The fused path gathers rows inside its products and does neither (docs/moe/kernels.md).
 """
 

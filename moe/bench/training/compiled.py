@@ -1,11 +1,11 @@
-"""A training step whose norms, activations and loss torch's compiler makes (`train.compile`), beside the same step without it.
+"""A training step with compiled norms, activations and loss (`train.compile`), compared with the same step without it.
 
     plain       forward and backward pass, one process, one thread
-    compiled    the same weights and tokens, moe/parallelize/compiled.py
-    whole       transformers' Llama of the same sizes, all of it given to torch.compile; `--peers none` leaves it out
+    compiled    the same weights and tokens with moe/parallelize/compiled.py
+    whole       transformers' Llama of the same sizes, compiled as a whole by torch.compile; `--peers none` leaves it out
 
-A ratio is of seconds, taken within each round: the median over rounds, with its quartiles. What the first step takes, with everything
-that is compiled in it, is told beside it. `moe bench compiled --rounds 15 --json FILE`.
+Ratios are of seconds within each round: the median over rounds, with its quartiles. The seconds of the first step, which compiles
+everything, are printed too. `moe bench compiled --rounds 15 --json FILE`.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from parallel.numerics.precision import DTYPES
 LAYERS, HEADS, LENGTH, BATCH, VOCABULARY = 4, 4, 256, 4, 2048
 WIDTHS = (256, 512)
 CPU = torch.device("cpu")
-Step = Callable[[], float]  # gives the loss
+Step = Callable[[], float]  # returns the loss
 
 
 def main(*, rounds: int = 15, peers: str = "all", json: str | None = None) -> int:
-    """`moe bench compiled`: returns 1 if a compiled step gives another loss, or is slower beyond the quartiles."""
+    """`moe bench compiled`: returns 1 if a compiled step gives another loss, or is slower by more than the quartiles."""
     torch.set_num_threads(1)
     rows = [row for width in WIDTHS for precision in ("fp32", "bf16") for row in _rows(width, precision, rounds, with_peer=peers != "none")]
     if json:
@@ -78,7 +78,7 @@ def _ours(width: int, precision: str, tokens_BL: Tensor, *, compiled: bool) -> S
 
 
 def _llama(width: int, precision: str, tokens_BL: Tensor) -> Step | None:
-    """In 16 bits by autocast, which keeps weights in fp32, as ours does."""
+    """transformers' Llama. In 16 bits with autocast, which keeps fp32 weights as this project's model does."""
     try:
         from transformers import LlamaConfig, LlamaForCausalLM
     except ImportError:
@@ -86,7 +86,7 @@ def _llama(width: int, precision: str, tokens_BL: Tensor) -> Step | None:
     sizes: dict[str, Any] = {"num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "max_position_embeddings": LENGTH}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, hidden_size=width, intermediate_size=3 * width, **sizes)).train()
     fast: Any = torch.compile(model, dynamic=False)
-    read_BL, next_BL = tokens_BL[:, :-1].contiguous(), tokens_BL[:, 1:].contiguous()  # it looks at them as one row
+    read_BL, next_BL = tokens_BL[:, :-1].contiguous(), tokens_BL[:, 1:].contiguous()  # the peer flattens them with view
 
     def step() -> float:
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):

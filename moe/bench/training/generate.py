@@ -1,12 +1,12 @@
-"""Tokens a second of texts continued with keys and values kept, beside the same model reading each context again, and beside transformers.
+"""Generated tokens a second with cached keys and values, compared with recomputing each context, and with transformers.
 
-    cached        moe generate's way
+    cached        as moe generate does
     recomputed    every token reads its whole context
-    peer          transformers' Mixtral of the same sizes, with random weights, by its own `generate` and its own cache
+    peer          transformers' Mixtral of the same sizes, with random weights, with its own `generate` and its own cache
 
-and the same of an encoder-decoder, whose peer is transformers' T5
+The same is measured for an encoder-decoder, compared with transformers' T5.
 
-A ratio is of seconds, taken within each round: the median over rounds, with its quartiles. `moe bench generate --rounds 9 --json FILE`.
+Ratios are of seconds within each round: the median over rounds, with its quartiles. `moe bench generate --rounds 9 --json FILE`.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ SIZES: tuple[tuple[Kind, int, int], ...] = (
     ("decoder", 128, 8),
     ("decoder", 512, 1),
     ("encoder_decoder", 512, 1),
-)  # kind, width, texts at once
+)  # kind, width, number of texts in a batch
 LAYERS, HEADS, EXPERTS, CHOICES, VOCABULARY, LENGTH = 4, 4, 8, 2, 256, 256
 PROMPT, TOKENS = 32, 32  # tokens
 CPU = torch.device("cpu")
 
 
 def main(*, rounds: int = 9, peers: str = "all", json: str | None = None) -> int:
-    """`moe bench generate`: returns 1 if ours is slower than a peer, beyond the quartiles."""
+    """`moe bench generate`: returns 1 if ours is slower than a peer by more than the quartiles."""
     torch.set_num_threads(1)
     rows = [row for size in SIZES for row in _rows(*size, rounds, with_peer=peers != "none")]
     if json:
@@ -68,7 +68,7 @@ def _rows(kind: Kind, width: int, texts: int, rounds: int, *, with_peer: bool) -
 
 
 def _model(width: int) -> Transformer:
-    """Sizes of transformers' Mixtral below; every layer has experts."""
+    """A model with the sizes of transformers' Mixtral below; every layer has experts."""
     model = sections.Model(num_layers=LAYERS, d_model=width, num_heads=HEADS, d_ff=2 * width, ffn="swiglu", max_length=LENGTH, moe_every=1)
     router: dict[str, Any] = {"num_choices": CHOICES}
     made = Transformer(model, sections.Experts(num_experts=EXPERTS), sections.Router(**router), vocab_size=VOCABULARY).eval()
@@ -77,7 +77,7 @@ def _model(width: int) -> Transformer:
 
 
 def _halves(width: int) -> Transformer:
-    """Sizes of transformers' T5 below."""
+    """An encoder-decoder with the sizes of transformers' T5 below."""
     sizes: dict[str, Any] = {"num_layers": 2 * LAYERS, "d_model": width, "num_heads": HEADS, "d_ff": 2 * width, "max_length": LENGTH}
     model = sections.Model(kind="encoder_decoder", positions="t5", ffn="relu", **sizes)
     return Transformer(model, vocab_size=VOCABULARY).eval()

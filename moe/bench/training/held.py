@@ -1,8 +1,8 @@
-"""The memory that a process holds for a model in training, by purpose, as torch and as the system see it.
+"""The memory that a process holds for a model in training, by purpose, as torch and the system report it.
 
 parameters | gradients | optimizer      unique storages of tensors that the model, its engine and its optimizers refer to
 buckets                                 buffers of a fixed size in which DeepSpeed collects its messages
-other                                   every other storage that was not there before, including forgotten ones
+other                                   every other new storage, including forgotten ones
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from parallel.data.engine import Engine
 
 
 def resident_bytes() -> int:
-    """Anonymous memory of this process, after the C library has returned what it keeps for later."""
+    """Anonymous memory of this process, after the C library has returned its free memory to the system."""
     ctypes.CDLL(None).malloc_trim(0)
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
 
 
 def peak_resident_bytes(*, forget: bool = False) -> int:
-    """The most memory that this process has had, files it maps among it; `forget`: from now on, and so what it has now."""
+    """The peak memory of this process, including files that it maps. `forget`: reset the peak, so that the current memory is returned."""
     if forget:
         Path("/proc/self/clear_refs").write_text("5")
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -39,7 +39,7 @@ def peak_resident_bytes(*, forget: bool = False) -> int:
 
 
 def living() -> list[Tensor]:
-    """Every tensor that Python's garbage collector knows, a moment after the last message: until then gloo's threads keep its tensors."""
+    """Every tensor that Python's garbage collector knows. Waits a moment first, because gloo's threads keep tensors of the last message."""
     time.sleep(0.1)
     gc.collect()
     return [t for t in gc.get_objects() if issubclass(type(t), Tensor)]
@@ -51,7 +51,7 @@ def shards_of(model: nn.Module) -> Iterator[Tensor]:
 
 
 def _of_optimizers() -> Iterator[tuple[Tensor, Tensor | None]]:
-    """The parameters that optimizers step and their states, with the gradients that wait there."""
+    """(parameter, gradient waiting in the optimizer or None) of all optimizers, and their states."""
     for optimizer in [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]:
         for stepped in (*(p for group in optimizer.param_groups for p in group["params"]), *optimizer.state):
             yield stepped, stepped.grad

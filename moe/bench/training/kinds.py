@@ -4,8 +4,8 @@
     ours         the kind through the recipe, with the trainer's own step
     deepspeed    for DeepSpeed's kinds: its engine with the same configuration, used as its documentation says, with its own clipping
 
-The three step in turn, round by round, on the same tokens from the same weights, so their losses must agree too. A time's ratio is the
-median over rounds. Each kind runs in processes of its own. `moe bench kinds --rounds 15 --json FILE`.
+The three step in turn, round by round, on the same tokens from the same weights, so their losses must agree too. A ratio of times is the
+median over rounds. Each kind runs in its own processes. `moe bench kinds --rounds 15 --json FILE`.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ Step = Callable[[int], float]  # step number -> loss on this rank
 
 
 def recipe(kind: ShardedKind, ranks: int) -> dict[str, Any]:
+    """Recipe values of the model, with this kind of data parallelism."""
     return {
         "model": {"num_layers": 4, "d_model": 256, "num_heads": 4, "d_ff": 1024, "max_length": LENGTH},
         "sharding": kind.sharding,
@@ -97,7 +98,7 @@ def plain_torch(started: Started, rank: int) -> Step:
 
 
 def plain_deepspeed(started: Started, rank: int) -> Step:
-    """A step of DeepSpeed's engine, with the configuration that our engine gave it, and its own clipping."""
+    """A step of DeepSpeed's engine, with the configuration that this project gives it, and its own clipping."""
     from parallel.data.deepspeed import start_deepspeed
 
     run = started.run
@@ -106,7 +107,7 @@ def plain_deepspeed(started: Started, rank: int) -> Step:
     optimizer = adamw.build(adamw.groups(model.named_parameters()))
     for group in optimizer.param_groups:
         group["lr"] = run.optimizer.lr
-    config.pop("gradient_allreduce_op", None)  # used alone, it averages gradients itself, and clips
+    config.pop("gradient_allreduce_op", None)  # DeepSpeed alone averages and clips gradients itself
     settings = config | {"train_micro_batch_size_per_gpu": BATCH, "gradient_clipping": run.optimizer.clip_norm or 0.0}
     engine, *_ = start_deepspeed().initialize(model=model, optimizer=optimizer, dist_init_required=False, config=settings)
 
@@ -120,7 +121,7 @@ def plain_deepspeed(started: Started, rank: int) -> Step:
 
 
 def measure(rank: int, ranks: int, kind: ShardedKind, rounds: int, folder: str) -> dict[str, Any]:
-    """Seconds of each round and losses of each step, by implementation, on ranks that are running."""
+    """Seconds of each round and losses of each step on this rank, by implementation."""
     started = start(kind, recipe(kind.with_path(folder), ranks), rank, ranks)
     steps: dict[str, Step] = {"torch": plain_torch(started, rank), "ours": ours(started, rank)}
     if kind.by_deepspeed:

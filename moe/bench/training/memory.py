@@ -1,10 +1,10 @@
-"""Bytes of model states on each rank, measured, against the ZeRO formulas (moe/plan/job/states.py).
+"""Bytes of model states on each rank, measured and compared with the ZeRO formulas (moe/plan/job/states.py).
 
-    torch holds    after the backward pass and before the step: parameters, gradients, optimizer state and everything else
+    torch holds    after the backward pass and before the step: parameters, gradients, optimizer states and everything else
                    (moe/bench/training/held.py), except buckets of a fixed size. Whole gradients (stages 0 and 1) count while they arrive,
-                   because an engine may drop those of other ranks before the backward pass returns
-    resident       the process's memory at that time beyond that before the model was made, as the system sees it, without those buckets
-    device         offload: what is left on the device, by purpose, and what was moved to the host or is in files on disk
+                   because an engine may drop the gradients of other ranks before the backward pass returns
+    resident       the process's memory at that time minus its memory before the model was made, as the system reports it, without buckets
+    device         offload: bytes that remain on the device, by purpose, and bytes moved to the host or to files on disk
 
 Each case runs in processes of its own, which return freed memory to the system. The model has two wide layers and gets few tokens, so that
 activations do not matter.
@@ -50,7 +50,7 @@ QUICK, QUICK_SHAPE = "ddp,zero1,zero2,zero3", Shape(width=1024, hidden=4096)
 
 
 def measure(rank: int, ranks: int, kind: ShardedKind, shape: Shape, precision: str, ep: int, folder: str) -> dict[str, Any]:
-    """This rank's row of one case, on ranks that are running."""
+    """This rank's row of one case."""
     give_freed_memory_back()
     warm_up(shape, precision)
     before, known = resident_bytes(), set(storages(living()))
@@ -58,7 +58,7 @@ def measure(rank: int, ranks: int, kind: ShardedKind, shape: Shape, precision: s
     engine, mesh, model = started.engine, started.mesh, started.model
     batch = tokens_of(rank, sequences=1, length=LENGTH)
     numbers = started.accumulate(batch, step=0)
-    finish(engine, numbers, world=mesh.axis("world"), scale=LossScale.of("none"), lr=1e-3, clip_norm=1.0, device=CPU)  # moments are born
+    finish(engine, numbers, world=mesh.axis("world"), scale=LossScale.of("none"), lr=1e-3, clip_norm=1.0, device=CPU)  # makes the moments
     arriving = Arriving(model).watch()
     started.accumulate(batch, step=1)
     found, resident = held(model, engine, before=known), resident_bytes()
@@ -69,10 +69,10 @@ def measure(rank: int, ranks: int, kind: ShardedKind, shape: Shape, precision: s
 
 
 def row_of(kind: ShardedKind, shape: Shape, started: Started, found: Held, *, resident: int, disk: int) -> dict[str, Any]:
-    """The measured bytes beside the formula's."""
+    """A row of measured bytes and the formula's bytes."""
     mesh, precision, states = started.mesh, started.run.precision.compute, found.states
     dp, ep, etp = (mesh.axis(name).size for name in ("dp", "ep", "etp"))
-    sizes = {True: 0, False: 0}  # of the whole model: experts (True), and everything else (False)
+    sizes = {True: 0, False: 0}  # elements of the whole model: experts (True), all other parameters (False)
     for layout in started.layouts.values():
         sizes["ep" in layout.cut_by()] += torch.Size(layout.shape).numel()
     storage = kind.storage(precision)
@@ -128,9 +128,9 @@ def print_papers_table(say: Callable[[str], None] = print) -> None:
 
 
 def cases(names: str | None, nproc: int) -> list[tuple[Shape, ShardedKind, int]]:
-    """Each kind on each number of ranks that divides nproc. Peers not on one rank; offload on two, as it moves the same on any number.
+    """Each kind on each number of ranks that divides nproc. Peers not on one rank; offload on two, because more ranks offload the same.
 
-    Sparse models: from two ranks on, without peers and offload to disk. Raises BadInput.
+    Sparse models: from two ranks on, without peers and without offload to disk. Raises BadInput.
     """
     nvme = missing_for_nvme()
     if names is None and nvme:
@@ -148,7 +148,7 @@ def cases(names: str | None, nproc: int) -> list[tuple[Shape, ShardedKind, int]]
 
 
 def main(*, kinds: str | None = None, nproc: int = 4, only: str | None = None, full: bool = False, json: str | None = None) -> int:
-    """`moe bench memory`: returns 1 if a kind's bytes differ from the formula by more than 5 %; with offload, only those on the device.
+    """`moe bench memory`: returns 1 if a kind's bytes differ from the formula by more than 5 %; for offload, only bytes on the device.
 
     `only`: dense or sparse. Without `kinds`, `only` and `full`: the quick rows.
     """
@@ -167,7 +167,7 @@ def main(*, kinds: str | None = None, nproc: int = 4, only: str | None = None, f
 
 
 def case(kind: ShardedKind, shape: Shape, ranks: int) -> dict[str, Any]:
-    """Run one case in processes of its own and print its row, for the rank that differs most from the formula."""
+    """Run one case in its own processes and print its row, for the rank that differs most from the formula."""
     with tempfile.TemporaryDirectory() as folder:
         found = run_on_ranks(measure, ranks, ranks, kind, shape, "bf16", 2 if shape.experts else 1, folder, timeout_s=300)
     row: dict[str, Any] = max(found, key=lambda row: max(abs(row["error"]), abs(row["resident_error"])))

@@ -1,4 +1,4 @@
-"""The models of `moe bench memory`: two wide layers that see a few tokens, so that their states are nearly all there is."""
+"""The models of `moe bench memory`: two wide layers and few tokens, so that nearly all memory is model states."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LENGTH = 7
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of the model. With `experts`, its second layer has so many experts, each as wide as the first layer's network."""
+    """Sizes of the model. `experts`: number of experts in its second layer, each as wide as the first layer's network; 0: dense."""
 
     layers: int = 2
     width: int = 2048
@@ -27,7 +27,7 @@ class Shape:
         return "sparse" if self.experts else "dense"
 
     def recipe(self, kind: ShardedKind, ranks: int, *, ep: int = 1, precision: str = "bf16") -> dict[str, Any]:
-        """`ep` ranks share the experts. In bf16, DeepSpeed's stages keep weights in 16 bits; other kinds keep the same as in fp32."""
+        """Recipe values; `ep` ranks share the experts. In bf16, DeepSpeed's stages keep 16-bit weights; other kinds keep fp32 weights."""
         model = {"num_layers": self.layers, "d_model": self.width, "num_heads": 4, "d_ff": self.hidden, "max_length": LENGTH}
         values: dict[str, Any] = {"precision": {"compute": precision}}
         values |= {"model": model, "sharding": kind.sharding, "degrees": {"dp": ranks, "ep": ep}}
@@ -43,7 +43,7 @@ SPARSE = Shape(width=1152, hidden=4608, experts=8)
 
 
 def warm_up(shape: Shape, precision: str) -> None:
-    """Run matrix products of the model's sizes on the same threads, since the library keeps scratch memory that is no model state."""
+    """Run matrix products of the model's sizes on the same threads. The library then has its scratch memory, which is not a model state."""
     dtype = DTYPES[precision]
     for out, into in ((shape.hidden, shape.width), (shape.width, shape.hidden), (shape.width, shape.width)):
         weight = torch.zeros(out, into, dtype=dtype, requires_grad=True)

@@ -1,8 +1,8 @@
-"""Kinds of data parallelism under the short names that `moe bench memory`, `comm` and `kinds` take, and how to start them.
+"""Kinds of data parallelism by the short names of `moe bench memory`, `comm` and `kinds`, and how to start them.
 
 The names:
     ddp, fsdp, zero1, zero2, zero3             through the recipe's `sharding`
-    zero2+cpu, zero3+nvme ...                  with the optimizer's state there; +cpu-all, +nvme-all: parameters too
+    zero2+cpu, zero3+nvme ...                  with optimizer states on the host or disk; +cpu-all, +nvme-all: parameters too
     deepspeed1, deepspeed2, deepspeed3         DeepSpeed's engine alone, in bf16 with fp32 master weights, as in the ZeRO paper
 """
 
@@ -48,14 +48,14 @@ PLAIN = planned()
 
 @dataclass(frozen=True)
 class ShardedKind:
-    """`stage` in the closed forms (moe/plan/job/states.py). `sharding` of the recipe; empty for peers, which do not go through one."""
+    """One kind. `stage`: stage in the closed forms (moe/plan/job/states.py). `sharding`: section of the recipe; empty for peers."""
 
     name: str
     stage: int
     sharding: dict[str, Any]
 
     def storage(self, precision: str) -> Storage:
-        """The bytes of one parameter's states before sharding, if the model computes in fp32 or bf16."""
+        """The bytes of one parameter's states before sharding, for a model in fp32 or bf16."""
         if self.is_peer:
             return MIXED
         if self.sharding["kind"] != "zero":
@@ -63,7 +63,7 @@ class ShardedKind:
         return FP32_AND_COPY if precision == "fp32" else MIXED_FP32_GRADIENTS
 
     def travels(self, precision: str) -> Storage:
-        """The same bytes as they are sent: FSDP gathers in the compute dtype."""
+        """The bytes of one parameter's states as they are sent: FSDP gathers in the compute dtype."""
         storage = self.storage(precision)
         if self.sharding.get("kind") == "fsdp" and precision != "fp32":
             return Storage(2, storage.gradients, storage.optimizer)
@@ -75,12 +75,12 @@ class ShardedKind:
 
     @property
     def is_peer(self) -> bool:
-        """Whether this kind does not go through the recipe."""
+        """Whether this kind does not use the recipe."""
         return not self.sharding
 
     @property
     def place(self) -> str:
-        """Where the optimizer's state is stored: device, cpu or nvme."""
+        """The device of optimizer states: device, cpu or nvme."""
         return str(self.sharding.get("offload", {}).get("optimizer", "device"))
 
     @property
@@ -88,7 +88,7 @@ class ShardedKind:
         return bool(self.sharding.get("offload", {}).get("parameters", "none") != "none")
 
     def with_path(self, folder: str) -> ShardedKind:
-        """The same kind with a folder for states offloaded to disk."""
+        """The kind with a folder for states offloaded to disk."""
         if self.place != "nvme":
             return self
         return ShardedKind(self.name, self.stage, self.sharding | {"offload": self.sharding["offload"] | {"path": folder}})
@@ -107,7 +107,9 @@ def kind_of(name: str) -> ShardedKind:
 
 
 def kinds_of(names: str | None) -> list[ShardedKind]:
-    """The kinds named, separated by commas; by default all without offload. Raises BadInput for one that a recipe cannot have, too."""
+    """The kinds named, comma-separated; by default all without offload. Raises BadInput for a kind that is unknown or not possible in a
+    recipe.
+    """
     kinds = [kind_of(name) for name in (names.split(",") if names is not None else PLAIN)]
     for kind in kinds:
         try:
@@ -119,14 +121,14 @@ def kinds_of(names: str | None) -> list[ShardedKind]:
 
 
 def load_engines(kinds: list[ShardedKind]) -> None:
-    """Import what the kinds need once, before ranks are forked."""
+    """Import the modules of these kinds once, before ranks are forked."""
     if any(kind.by_deepspeed for kind in kinds):
         from parallel.data.deepspeed import load_deepspeed
 
         use_extensions_dir()
         load_deepspeed()
     if any(kind.sharding.get("kind") == "fsdp" for kind in kinds):
-        importlib.import_module("parallel.data.fsdp")  # 40 MB of modules, which must not count as the model's memory
+        importlib.import_module("parallel.data.fsdp")  # imported first: 40 MB of modules must not count as the model's memory
 
 
 def without_look_ahead() -> AbstractContextManager[Any]:
@@ -136,7 +138,7 @@ def without_look_ahead() -> AbstractContextManager[Any]:
 
 @dataclass(frozen=True)
 class Started:
-    """One engine with its model, on ranks that are running."""
+    """One engine with its model, on running ranks."""
 
     run: Run
     mesh: Mesh
@@ -145,25 +147,27 @@ class Started:
     engine: Engine
 
     def accumulate(self, tokens: Tensor, *, step: int, microbatches: int = 1) -> Numbers:
-        """Forward and backward over this rank's tokens [sequences, length + 1], as the trainer makes them."""
+        """Forward and backward pass over this rank's tokens [sequences, length + 1], as in the trainer."""
         shard = TokenShard.holding(self.mesh, tokens.shape)
         return accumulate(Single(self.engine), tokens, shard=shard, microbatches=microbatches, seed=0, step=step)
 
 
 def start(kind: ShardedKind, values: dict[str, Any], rank: int, ranks: int) -> Started:
-    """The recipe's engine around its model, as the trainer makes it; for a peer, its engine around the same model. Collective."""
+    """The recipe's engine around its model, as in the trainer; for a peer, its engine around the same model. Collective."""
     run = check_run(build_run(values), ranks)
     mesh = process.connect(run.mesh_degrees(), World(rank, ranks))
     prepare(run, print)
     model, layouts = build(run, mesh, device=CPU)
     if kind.is_peer:
         alone = DeepSpeedAlone(run, model.to(torch.bfloat16), layouts, stage=kind.stage)
-        return Started(run, mesh, model, layouts, cast(Engine, alone))  # it has what a training step calls
+        return Started(run, mesh, model, layouts, cast(Engine, alone))  # it has the methods that a training step calls
     return Started(run, mesh, model, layouts, start_engine(run, model, layouts, mesh))
 
 
 class DeepSpeedAlone:
-    """DeepSpeed's engine with its own settings around a bf16 model, with what a step calls. It averages gradients and does not clip."""
+    """DeepSpeed's engine with its own settings around a bf16 model, with the methods that a step calls. Averages gradients, does not
+    clip.
+    """
 
     pipeline = None
 

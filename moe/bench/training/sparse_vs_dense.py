@@ -1,8 +1,8 @@
-"""Compares sparse models with their dense twin at equal FLOPs per token, a claim of Switch (arXiv 2101.03961, fig. 1 and 12).
+"""Compares sparse models with a dense model of equal FLOPs per token, a claim of Switch (arXiv 2101.03961, fig. 1 and 12).
 
-Three recipes see the same tokens in the same order from the same seed. Each run is one process with one thread; as many run at once
-as there are cores. The last validation losses are compared seed by seed. Prints a table; writes the curves as PNG and the rows
-as JSON. A run that already exists, complete and with the same settings, is not repeated.
+Three recipes see the same tokens in the same order from the same seed. Each run is one process with one thread; the number of runs at a
+time is the number of cores. The last validation losses are compared seed by seed. Prints a table; writes the curves as PNG and the rows
+as JSON. A complete run with the same settings that already exists is not repeated.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main(*, steps: int = 1500, seeds: int = 3, json: str | None = None, out: str
     jobs = [(recipe, seed) for seed in range(seeds) for recipe in RECIPES]
     _train_all([(recipe, seed, steps, str(_folder(out, recipe, seed, steps))) for recipe, seed in jobs])
 
-    from moe.records.metrics import read, read_summary  # imported after the forks, which need no torch; the code below draws
+    from moe.records.metrics import read, read_summary  # imported after the forks, because they need no torch and the code below does
 
     rows = []
     for recipe, seed in jobs:
@@ -72,7 +72,7 @@ def _folder(out: str, recipe: str, seed: int, steps: int) -> Path:
 
 
 def _train_all(jobs: list[tuple[str, int, int, str]]) -> None:
-    """Run each job in a process of its own, as many at once as there are cores."""
+    """Run each job in its own process, as many at a time as there are cores."""
     context = multiprocessing.get_context("spawn")
     waiting = list(jobs)
     running: list[tuple[tuple[str, int, int, str], SpawnProcess]] = []
@@ -110,7 +110,9 @@ def _train_one(recipe: str, seed: int, steps: int, folder: str) -> None:
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> bool:
-    """Print means, spreads, and the difference to the dense twin seed by seed. Returns whether every sparse recipe is better on average."""
+    """Print means, spreads, and the difference to the dense model seed by seed. Returns whether every sparse recipe is better on
+    average.
+    """
     by: dict[str, list[dict[str, Any]]] = {recipe: [r for r in rows if r["recipe"] == recipe] for recipe in RECIPES}
     base = {r["seed"]: r["validation_loss"] for r in by[BASELINE]}
     print(f"{'recipe':<12} {'FLOPs/token':>12} {'parameters':>11} {'validation loss (least to most)':>32} {'minus dense, by seed':>28}")

@@ -1,4 +1,4 @@
-"""Speed of a whole training step of a sparse model, against its peers: two processes, ep 2, one thread each.
+"""Speed of a whole training step of a sparse model, compared with its peers: two processes, ep 2, one thread each.
 
 The same Transformer three times, with different MoE layers and engines: ours; DeepSpeed's MoE with expert parallelism under its
 engine; transformers' Switch block, all experts in every process, under torch DDP. Same tokens, same FLOPs per token, same
@@ -111,7 +111,7 @@ def recipe(precision: str, *, ep: int) -> Run:
 
 
 def tokens_of(step: int, rank: int) -> Tensor:
-    """Int64 [B, L + 1]: runs of bytes that a small model soon predicts better than chance."""
+    """Int64 [B, L + 1]: repeated bytes, which a small model soon predicts better than chance."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     start_B1 = torch.randint(VOCABULARY, (BATCH, 1), generator=generator)
     stride_B1 = torch.randint(1, 4, (BATCH, 1), generator=generator)
@@ -158,7 +158,7 @@ def ours(rank: int, precision: str) -> Step:
 
 
 class _Other(nn.Module):
-    """Another system's layer in place of ours. Its balance loss, if it has one, joins the backward pass as ours does."""
+    """Another system's layer instead of ours. Its balance loss, if it has one, joins the backward pass in the same way."""
 
     def __init__(self, layer: nn.Module, *, returns_loss: bool) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ class _Other(nn.Module):
 
 
 def _with_layers(precision: str, make: Callable[[Run], nn.Module]) -> tuple[Transformer, Run]:
-    """The same Transformer with another system's MoE layers. Parameters are in the compute dtype."""
+    """The Transformer of the recipe with another system's MoE layers. Parameters are in the compute dtype."""
     run = recipe(precision, ep=1)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     torch.manual_seed(0)
@@ -245,7 +245,7 @@ def transformers(rank: int, precision: str) -> Step:
         return _Other(SwitchTransformersSparseMLP(settings), returns_loss=False)
 
     model, run = _with_layers(precision, make)
-    # in this block an expert without tokens has no gradient, so DDP must look for unused parameters
+    # an expert without tokens has no gradient in this block, so DDP must look for unused parameters
     wrapped = DistributedDataParallel(model, find_unused_parameters=True)
     o = run.optimizer
     optimizer = torch.optim.AdamW(model.parameters(), lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay)

@@ -1,8 +1,8 @@
-"""`moe plan RECIPE --cluster NAME --as-is`: the recipe's own plan with its predicted seconds and bytes; nothing is tried or changed.
+"""`moe plan RECIPE --cluster NAME --as-is`: the recipe's own plan with its predicted seconds and bytes. No other plan is tried.
 
 moe plan published/bloom_176b --cluster jeanzayx48 --as-is
 
-A plan that does not fit is priced all the same: whether it fits is said. What the recipe's checks refuse is refused here too.
+A plan that does not fit is predicted nevertheless, and the output says that it does not fit. A recipe that the checks refuse is refused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from moe.recipe.sections import Run
 
 
 def as_is(run: Run, cluster: Cluster) -> Planned:
-    """The recipe's plan alone, on all devices of the cluster. Raises BadInput for a recipe that its checks refuse there."""
+    """The recipe's plan alone, on all devices of the cluster. Raises BadInput if the recipe's checks refuse it there."""
     made = check_run(run, cluster.world)
     network, plan = network_of(made), plan_of(made)
     held = held_bytes(network, plan, cluster)
@@ -30,7 +30,7 @@ def as_is(run: Run, cluster: Cluster) -> Planned:
 
 
 def lines(made: Planned) -> list[str]:
-    """The plan, its speed, and its bytes on every rank of the pipeline."""
+    """The plan, its speed, and its bytes on every rank of the pipeline, as lines of text."""
     from moe.plan.memory.memory import memory
     from moe.report.planned import table
 
@@ -39,14 +39,14 @@ def lines(made: Planned) -> list[str]:
     speed = made.speed(ranked)
     share = "" if speed.mfu is None else f" ({speed.mfu:.1%} of the peak)"
     fits += ", but tight: it uses the last tenth" if made.found.fitting and made.tight(ranked) else ""
-    said = [
+    text = [
         f"the recipe's own plan: {described(ranked.plan)}",
         f"{ranked.seconds:.4g} s a step, {speed.tokens_per_s:,.0f} tokens/s, {speed.tflops:.4g} TFLOP/s a device{share}; "
         f"{gib(ranked.held_bytes)} GiB on the fullest rank: {fits}",
     ]
     if ranked.advice:
-        said.append(f"not recommended: {ranked.advice}")
+        text.append(f"not recommended: {ranked.advice}")
     parts = made.time(ranked.plan).parts
     shares = sorted(((name, s) for name, s in parts.items() if s >= 0.005 * ranked.seconds), key=lambda p: -p[1])
-    said.append("time: " + ", ".join(f"{name} {s / ranked.seconds:.0%}" for name, s in shares))
-    return [*said, "", table(memory(made.network, ranked.plan, stack_on(cluster)), context=not cluster.cores)]
+    text.append("time: " + ", ".join(f"{name} {s / ranked.seconds:.0%}" for name, s in shares))
+    return [*text, "", table(memory(made.network, ranked.plan, stack_on(cluster)), context=not cluster.cores)]

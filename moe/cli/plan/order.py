@@ -1,8 +1,8 @@
-"""`moe plan RECIPE --cluster NAME --order order.csv`: an order of actions for the best plan's stages, if one is faster than its schedule.
+"""`moe plan RECIPE --cluster NAME --order order.csv`: searches an order of pipeline actions that is faster than the best plan's schedule.
 
-The plan's own stages, with their predicted seconds and messages, go to the search of orders (parallel/pipeline/schedules/search.py). It may
-keep as many micro-batches as the plan's schedule does, and begins with every schedule of the catalog that places the stages in the same
-way: what it finds is never slower. If it is faster, it is written, and --out's recipe names it as its pipeline.schedule.
+The search (parallel/pipeline/schedules/search.py) gets the plan's own stages with their predicted seconds and messages. It may keep as many
+micro-batches as the plan's schedule does. It begins with every schedule of the catalog that places the stages in the same way, so its
+result is never slower. A faster order is written, and --out's recipe names it as its pipeline.schedule.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from parallel.pipeline.schedules.search import search
 from parallel.pipeline.simulator.held import peak_held
 from parallel.pipeline.simulator.simulate import makespan
 
-LEAST = 1e-4  # of its schedule's seconds: what an order must save
+LEAST = 1e-4  # share of the schedule's seconds that an order must save
 
 
 def with_order(made: Planned, path: Path) -> tuple[Planned, str]:
-    """The plan with the order in its recipe, and what is said of it."""
+    """(the plan with the order in its recipe, one line about the search). The plan is unchanged if no faster order is found."""
     plan = made.found.ranked[0].plan
     if why := _nothing_to_search(plan):
         return made, f"order: {why}; {path} is not written"
@@ -40,10 +40,10 @@ def with_order(made: Planned, path: Path) -> tuple[Planned, str]:
     )
     before, after = (makespan(schedule, cost, transfer_time=transfer) for schedule in (own, found))
     if after > (1 - LEAST) * before:
-        return made, f"order: none found is faster than {plan.schedule}, {before:.4g} s of its stages; {path} is not written"
+        return made, f"order: none found is faster than {plan.schedule}, which takes {before:.4g} s; {path} is not written"
     write_order(found, path, what="--order")
     runs = (_with(made.runs[0], plan, path), *made.runs[1:])
-    said = f"order: {after:.4g} s of its stages, {plan.schedule} {before:.4g} ({after / before - 1:.1%}); wrote {path}"
+    said = f"order: {after:.4g} s, {plan.schedule} {before:.4g} s ({after / before - 1:.1%}); wrote {path}"
     return replace(made, runs=runs), said
 
 
@@ -51,9 +51,9 @@ def _nothing_to_search(plan: Plan) -> str | None:
     if plan.pp == 1:
         return "the best plan has no stages"
     if kind_of(plan.schedule).continuous or placed(plan.schedule) == "both_ways":
-        return f"{plan.schedule} is more than an order of one step's actions"
+        return f"{plan.schedule} cannot be written as an order of one step's actions"
     if plan.stage >= 2:
-        return f"an order may put weight gradients off, and {plan.engine} has summed them before"
+        return f"an order may delay weight gradients, but {plan.engine} sums them earlier"
     return None
 
 

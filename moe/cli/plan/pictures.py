@@ -1,7 +1,7 @@
-"""`moe plan ... --pictures FOLDER`: the best plan's pipeline over time, and what each of its ranks holds at the peak.
+"""`moe plan ... --pictures FOLDER`: draws the best plan's pipeline over time, and the memory of each rank at its peak.
 
-timeline.png    a row for each rank of the pipeline: forward, backward, waits         moe/plan/time/timeline.py
-memory.png      a bar for each: parameters, activations, ... up to the device's line  moe/report/planned.py
+timeline.png    a row for each pipeline rank: forward, backward, waiting                         moe/plan/time/timeline.py
+memory.png      a bar for each: parameters, activations, ... with a line at the device's limit   moe/report/planned.py
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from parallel.errors import BadInput
 
 
 def draw(made: Planned, folder: Path) -> tuple[Path, Path]:
-    """Write both pictures of the plan ranked first. Raises BadInput if the folder cannot be made or written."""
+    """Write both pictures of the plan ranked first and return their paths. Raises BadInput if the folder cannot be made or written."""
     from moe.report import planned
     from parallel.pipeline.simulator import draw as pipeline
 

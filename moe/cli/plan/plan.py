@@ -1,7 +1,7 @@
 """`moe plan RECIPE --cluster NAME`: chooses degrees, engine, schedule, micro-batch and recomputation by predicted memory and time.
 
 moe plan glam_8b_64e --cluster h100-8x4 --top 5 --out plan.yaml        then: moe train plan.yaml
-moe plan dense_8b --cluster a100-80-8 --explain                        the guide, with this recipe's own numbers
+moe plan dense_8b --cluster a100-80-8 --explain                        the rules that lead to a strategy, with this recipe's numbers
 moe plan published/bloom_176b --cluster jeanzayx48 --as-is             the recipe's own plan (plan_as_is.py)
 """
 
@@ -46,7 +46,7 @@ def main(
     pictures: Path | None = None,
     json: Path | None = None,
 ) -> int:
-    """Print the ranking, the best plan's parts and why it leads; write its recipe. Raises BadInput where nothing fits."""
+    """Print the ranking, the parts of the best plan and why it is first; write its recipe. Raises BadInput if no plan fits."""
     if top < 1:
         raise BadInput("--top", got=top, needed="at least 1", fix="--top 10")
     if out is not None and out.suffix not in (".yaml", ".yml"):
@@ -137,11 +137,11 @@ def _lines(made: Planned, run: Run, seconds: float) -> list[str]:
         rates = f"{speed.tokens_per_s:>11,.0f} {speed.tflops:>8.3g} {'' if speed.mfu is None else f'{speed.mfu:.1%}':>6}"
         lines.append(f"{place:>3} {ranked.seconds:>9.4g} {rates} {gib(ranked.held_bytes):>6}  {described(ranked.plan)}{note}")
     best = found.ranked[0]
-    lines += ["", f"the best: {_parts(made.time(best.plan).parts, best.seconds)}"]
-    lines.append(f"its fullest rank: {_bytes(made.memory(best.plan).parts)}")
+    lines += ["", f"time of the best: {_parts(made.time(best.plan).parts, best.seconds)}"]
+    lines.append(f"memory of its fullest rank: {_bytes(made.memory(best.plan).parts)}")
     lines += _why(made, best)
-    lines.append(_asked(run, made.cluster))
-    lines += ["", "refused, by their first reason:" if found.refused else "none was refused"]
+    lines.append(_own_plan(run, made.cluster))
+    lines += ["", "refused plans, counted by their first reason:" if found.refused else "no plan was refused"]
     lines += [f"{one.count:>8}  {one.reason}" for one in found.refused[:8]]
     if len(found.refused) > 8:
         lines.append(f"{sum(one.count for one in found.refused[8:]):>8}  for {len(found.refused) - 8} other reasons (--json lists them)")
@@ -159,48 +159,52 @@ def _bytes(parts: dict[str, float]) -> str:
 
 
 def _why(made: Planned, best: Ranked) -> list[str]:
-    """What the best way to cut the ranks saves against the next one that differs. Plans that are not recommended may be faster."""
+    """One line that compares the best plan with the next plan of other degrees. Skips plans that are not recommended, although they may
+    be faster.
+    """
     other = next((r for r in made.found.ranked[1:] if _way(r.plan) != _way(best.plan) and r.advice == best.advice), None)
     if other is None:
-        return ["why: these plans all cut the ranks alike (--top lists more)"] if len(made.found.ranked) < made.found.fitting else []
+        return ["why: all plans listed have the same degrees (--top lists more)"] if len(made.found.ranked) < made.found.fitting else []
     mine, theirs = made.time(best.plan).parts, made.time(other.plan).parts
     more = {name: theirs[name] - mine[name] for name in mine}
     costs = max(more, key=lambda name: more[name])
     slower = other.seconds / best.seconds - 1
-    return [f"why: the next other way, {described(other.plan)}, is {slower:.1%} slower, most of all by {costs} (+{more[costs]:.3g} s)"]
+    return [
+        f"why: the next plan of other degrees, {described(other.plan)}, is {slower:.1%} slower, mostly by {costs} (+{more[costs]:.3g} s)"
+    ]
 
 
 def _way(plan: Plan) -> tuple[Any, ...]:
     return plan.pp, plan.tp, plan.sp, plan.dp, plan.ep, plan.etp
 
 
-def _asked(run: Run, cluster: Cluster) -> str:
-    """The recipe's own plan beside the best, or why it does not run on so many devices."""
+def _own_plan(run: Run, cluster: Cluster) -> str:
+    """One line on the recipe's own plan: its time and memory, or why it does not run on this number of devices."""
     try:
         resolved = check_run(run, cluster.world)
     except BadInput as bad:
-        return f"as the recipe has it, it does not run here: {bad.what} is {bad.got}, needed {bad.needed}"
+        return f"the recipe's own plan does not run here: {bad.what} is {bad.got}, needed {bad.needed}"
     network, plan = network_of(resolved), plan_of(resolved)
     held = held_bytes(network, plan, cluster)
     fits = "fits" if held <= cluster.memory_bytes() else "does not fit"
-    return f"as the recipe has it: {step_time(network, plan, cluster).step:.4g} s, {gib(held)} GiB ({fits}): {described(plan)}"
+    return f"the recipe's own plan: {step_time(network, plan, cluster).step:.4g} s, {gib(held)} GiB ({fits}): {described(plan)}"
 
 
 def _recipe(name: str, run: Run, made: Planned, cluster: str) -> str:
-    """The chosen plan as a recipe that extends the one it was made for, or holds all of it where that is not a shipped one."""
+    """The chosen plan as a recipe that extends the given one. Holds all keys if the given one is not a shipped recipe."""
     best, chosen = made.found.ranked[0], made.runs[0].model_copy(update={"precision": run.precision})
     shipped = (RECIPES / f"{name}.yaml").is_file()
-    before, after = flat(load(name)[0]) if shipped else {}, flat(chosen)  # without what the command line changed
-    told: dict[str, Any] = {"extends": name} if shipped else {}
+    before, after = flat(load(name)[0]) if shipped else {}, flat(chosen)  # without overrides of the command line
+    tree: dict[str, Any] = {"extends": name} if shipped else {}
     for key, value in after.items():
         if not shipped or value != before[key]:
             *sections, last = key.split(".")
-            held = told
+            held = tree
             for section in sections:
                 held = held.setdefault(section, {})
             held[last] = value
     head = f"# {name} as moe plan --cluster {cluster} chose it: {best.seconds:.4g} s a step and {gib(best.held_bytes)} GiB predicted"
-    return f"{head}\n{yaml.safe_dump(told, sort_keys=False)}"
+    return f"{head}\n{yaml.safe_dump(tree, sort_keys=False)}"
 
 
 def _write(path: Path, recipe: str, cluster: str, made: Planned, seconds: float) -> None:

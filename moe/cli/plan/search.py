@@ -1,7 +1,7 @@
-"""`moe plan --search alpa | flexflow | mesh-tf | gspmd`: a plan found on the graph of operators (moe/plan/search/search.py, layouts.py).
+"""`moe plan --search alpa | flexflow | mesh-tf | gspmd`: searches a plan on the graph of operators (moe/plan/search/search.py, layouts.py).
 
-The recipe gives the number of micro-batches. What a search finds freely is brought to the nearest plan that the trainer runs; its seconds
-and bytes are then predicted as those of every other plan.
+The recipe sets the number of micro-batches. The strategy that a search finds is converted to the nearest plan that the trainer can run.
+The seconds and bytes of that plan are then predicted as for every other plan.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from parallel.fixes import Set
 from parallel.mesh.mesh import divisors
 
 BY_LAYOUT = {"mesh-tf": mesh_tf, "gspmd": gspmd}
-OF_RECIPE = ("recompute_every", "loss_chunks", "tiles", "offload_optimizer", "offload_parameters")  # what no search decides
+# taken from the recipe: no search decides them
+OF_RECIPE = ("recompute_every", "loss_chunks", "tiles", "offload_optimizer", "offload_parameters")
 SEARCHES = ("enumerate", "alpa", "flexflow", "mesh-tf", "gspmd")
 
 
 def searched(run: Run, cluster: Cluster, search: str) -> tuple[Ranked, Run, str]:
-    """(the plan with its predicted seconds and bytes, its recipe, what the search says). Raises BadInput where nothing fits."""
+    """(the plan with its predicted seconds and bytes, its recipe, one line from the search). Raises BadInput if nothing fits."""
     batch, m = run.train.global_batch, run.pipeline.microbatches
     if batch % m:
         fix = Set("it", *divisors(batch))

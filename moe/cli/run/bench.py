@@ -25,9 +25,7 @@ def bench(flags: Bench, _: dict[str, str]) -> int:
     for name, value in given.items():
         if name not in takes:
             flags_there = ", ".join(f"--{t}" for t in takes) or "no flags"
-            raise BadInput(
-                f"--{name}", got=f"it for {flags.name}", needed=f"what {flags.name} takes: {flags_there}", fix=f"remove --{name}"
-            )
+            raise BadInput(f"--{name}", got=f"it for {flags.name}", needed=f"a flag of {flags.name}: {flags_there}", fix=f"remove --{name}")
         if isinstance(value, int) and value < 1:
             raise BadInput(f"--{name}", got=value, needed="at least 1", fix=f"--{name} 1")
     return call(
@@ -37,13 +35,18 @@ def bench(flags: Bench, _: dict[str, str]) -> int:
 
 
 def bench_names() -> list[str]:
-    """Return the names of the measurements: modules in the rooms of moe/bench with a main function. Nothing is imported."""
+    """Names of the available measurements: modules in the rooms of moe/bench with a main function.
+
+    Searches the source text, which is faster than importing.
+    """
     return sorted(path.stem.replace("_", "-") for path in BENCHES.glob("*/*.py") if "\ndef main(" in path.read_text(encoding="utf-8"))
 
 
 def arguments_of_main(module: Path) -> dict[str, str]:
-    """The arguments of a module's main function, with defaults that are plain numbers and words; read from its source, since importing a
-    measurement would import torch."""
+    """The arguments of a module's main function, each with its default if that is a plain number or string, else "".
+
+    Read from the source, because importing a measurement would import torch.
+    """
     import ast
 
     for node in ast.parse(module.read_text(encoding="utf-8")).body:
@@ -55,7 +58,7 @@ def arguments_of_main(module: Path) -> dict[str, str]:
 
 
 def about_bench(name: str) -> str:
-    """What a measurement says of itself, without importing it."""
+    """The module docstring of a measurement, read without importing it."""
     import ast
 
     return ast.get_docstring(ast.parse(bench_file(name).read_text(encoding="utf-8"))) or ""

@@ -11,7 +11,7 @@ from parallel.store.files import user_path
 
 
 def call(module: str, *words: Any, **flags: Any) -> int:
-    """Call module.main(...). Its result is an exit code or None, which counts as 0."""
+    """Call module.main(...) and return its exit code. None counts as 0."""
     return int(importlib.import_module(module).main(*words, **flags) or 0)
 
 

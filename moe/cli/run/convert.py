@@ -24,7 +24,7 @@ def convert(flags: Convert, overrides: dict[str, str]) -> int:
         got, fix = f"{flags.from_run}, a model of transformers", f"moe convert {word} {flags.to_run}"
         raise BadInput("FROM_RUN", got=got, needed=word, fix=fix)
     if flags.dtype is not None:
-        raise BadInput("--dtype", got=flags.dtype, needed="it with RUN hf:PATH alone", fix="remove --dtype")
+        raise BadInput("--dtype", got=flags.dtype, needed="--dtype with RUN hf:PATH only", fix="remove --dtype")
     if flags.to is None:
         raise BadInput("--to", got="nothing", needed="the recipe of the new model", fix=f"--to {recipe_names()[-1]}")
     recipe_path(flags.to)
@@ -45,18 +45,20 @@ def convert(flags: Convert, overrides: dict[str, str]) -> int:
 
 
 def _convert_huggingface(flags: Convert, overrides: dict[str, str]) -> int:
-    """A folder of transformers into a run, or a run into such a folder."""
+    """Convert a folder of transformers into a run (hf:PATH RUN), or a run into such a folder (RUN hf:PATH)."""
     into = flags.to_run.startswith("hf:")
     if into and flags.from_run.startswith("hf:"):
         raise BadInput("FROM_RUN", got="hf: on both sides", needed="a run on one", fix="moe convert hf:PATH runs/NAME")
     for field in dataclasses.fields(flags):
         if field.name not in ("from_run", "to_run", "json", *(("dtype",) if into else ())) and getattr(flags, field.name) != field.default:
-            needed = "--json or --dtype alone" if into else "--json and keys of training alone"
+            needed = "no flags but --json and --dtype" if into else "no flags but --json, and recipe keys of training"
             raise BadInput(
                 f"--{field.name}", got=f"it with {'RUN hf:PATH' if into else 'hf:PATH RUN'}", needed=needed, fix=f"remove --{field.name}"
             )
     if into and overrides:
         key = next(iter(overrides))
-        raise BadInput(f"--{key}", got="it for a model that is written", needed="no recipe's values", fix=f"remove --{key}")
+        raise BadInput(
+            f"--{key}", got="it with RUN hf:PATH", needed="no recipe values: the run's own recipe is used", fix=f"remove --{key}"
+        )
     source = run_dir(flags.from_run, "checkpoints", also="manifest.json", what="FROM_RUN") if into else flags.from_run
     return call("moe.convert.huggingface.convert", source, flags.to_run, overrides=overrides, dtype=flags.dtype, json=text(flags.json))

@@ -83,7 +83,7 @@ def plan(flags: Plan, overrides: dict[str, str]) -> int:
     if flags.calibrate:
         return _calibrate(flags, overrides)
     if flags.nproc is not None:
-        raise BadInput("--nproc", got="it without --calibrate", needed="--cluster, whose devices are counted", fix="remove --nproc")
+        raise BadInput("--nproc", got="it without --calibrate", needed="--cluster, which gives the number of devices", fix="remove --nproc")
     if flags.recipe is None:
         raise BadInput("moe plan", got="no RECIPE", needed="moe plan RECIPE", fix="name one: moe plan dense_8b --cluster h100-8x4")
     if flags.cluster is None:
@@ -103,10 +103,10 @@ def _calibrate(flags: Plan, overrides: dict[str, str]) -> int:
     for field in dataclasses.fields(flags):
         if field.name not in ("calibrate", "nproc", "out") and getattr(flags, field.name) != field.default:
             name = "RECIPE" if field.name == "recipe" else f"--{field.name}"
-            raise BadInput(name, got="it with --calibrate", needed="--out and --nproc alone", fix=f"remove {name}")
+            raise BadInput(name, got="it with --calibrate", needed="no flags but --out and --nproc", fix=f"remove {name}")
     if overrides:
         key = next(iter(overrides))
-        raise BadInput(f"--{key}", got="it with --calibrate", needed="no recipe's values", fix="remove it")
+        raise BadInput(f"--{key}", got="it with --calibrate", needed="no recipe values: calibration reads no recipe", fix="remove it")
     if flags.nproc is not None and flags.nproc < 1:
         raise BadInput("--nproc", got=flags.nproc, needed="at least 1", fix="--nproc 2")
     if flags.out is not None and flags.out.suffix not in (".yaml", ".yml"):

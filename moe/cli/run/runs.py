@@ -23,7 +23,9 @@ def verify(flags: Verify, _: dict[str, str]) -> int:
 
         os.environ[DEBUG] = "20"  # seconds; ranks are forked from this process, so they inherit it
     if flags.recipe is not None and flags.kinds != Verify.kinds:
-        raise BadInput("--kinds", got=f"{flags.kinds} with --recipe", needed="nothing: the recipe decides", fix="remove --kinds")
+        raise BadInput(
+            "--kinds", got=f"{flags.kinds} with --recipe", needed="no --kinds: the recipe decides which methods run", fix="remove --kinds"
+        )
     return call(
         "moe.verify.verify",
         nproc=flags.nproc,
@@ -56,7 +58,7 @@ def evaluate(flags: Eval, overrides: dict[str, str]) -> int:
 def report(flags: Report, _: dict[str, str]) -> int:
     if flags.other is not None:
         if flags.json is not None:
-            raise BadInput("--json", got="two runs", needed="one run, whose files are listed", fix="remove --json")
+            raise BadInput("--json", got="it with two runs", needed="one run: --json lists the files of its report", fix="remove --json")
         first, second = (Path(run_dir(folder, "metrics.jsonl")) for folder in (flags.run_dir, flags.other))
         print(f"picture: {importlib.import_module('moe.report.beside').beside(first, second)}")
         return exit_codes.DONE

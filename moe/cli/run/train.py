@@ -34,7 +34,7 @@ def train(flags: Train, overrides: dict[str, str]) -> int:
     if flags.cluster is not None:
         from moe.plan.machine.cluster import load_cluster
 
-        load_cluster(flags.cluster)  # an unknown one is an error now; the ranks read it again
+        load_cluster(flags.cluster)  # raises BadInput now for an unknown cluster; the ranks load it again
     source = _begins_with(flags, overrides)
     out = None if flags.out is None else user_path(flags.out, what="--out")
     allowed = [key.replace("-", "_") for key in flags.allow_change]
@@ -45,7 +45,7 @@ def train(flags: Train, overrides: dict[str, str]) -> int:
         run, smaller, dp = _elastic(flags, run, world, origins)
         overrides = overrides | {"degrees.dp": str(dp)}
     alone = world == 1 and flags.launcher is None and flags.hostfile is None and not flags.restarts
-    if not (alone and _is_rank(os.environ)):  # a rank under another launcher checks against that launcher's world
+    if not (alone and _is_rank(os.environ)):  # a rank that another launcher started checks against that launcher's world size
         check_for_user(run, world, origins)
         check_installed(run)
         check_begins(run, _out(flags), fresh=flags.fresh, source=source)
@@ -98,7 +98,10 @@ def _as_one_process(flags: Train, overrides: dict[str, str], *, out: Path | None
 
 
 def _begins_with(flags: Train, overrides: dict[str, str]) -> Path | None:
-    """The folder that --init_from names; of hf:PATH a run in the run's own folder, made of it here unless the run has a checkpoint."""
+    """The folder of weights that --init_from names, or None.
+
+    For hf:PATH this is RUN/base, a run that is converted from PATH here. It is not converted again if the run already has a checkpoint.
+    """
     from moe.checks.begins import has_checkpoint
     from moe.recipe.load import ON_HUB, download_of, of_transformers
 
@@ -121,7 +124,7 @@ def _begins_with(flags: Train, overrides: dict[str, str]) -> Path | None:
     if not flags.fresh and has_checkpoint(out):
         return base
     if _is_rank(os.environ):
-        needed = "a run, which all ranks of a launcher read"
+        needed = "a run, because all ranks of a launcher read it at the same time"
         raise BadInput("--init_from", got=said, needed=needed, fix=f"moe convert {said} runs/BASE, then --init_from runs/BASE")
     from moe.convert.huggingface.convert import begin_from
     from parallel.store.lock import alone_in
@@ -139,31 +142,36 @@ def _out(flags: Train) -> Path:
 
 
 def _check_restarts(flags: Train) -> None:
-    """Refuse --restarts where something else starts the ranks, and where not all of them can be ended from here."""
+    """Raise BadInput for --restarts if another launcher started this rank, or if ranks run on other machines and cannot be killed from
+    here.
+    """
     if not flags.restarts:
         return
     if flags.restarts < 0:
         raise BadInput("--restarts", got=flags.restarts, needed="at least 0", fix="--restarts 3")
     if _is_rank(os.environ):
-        got = "it on a rank of another launcher, which alone can start its ranks again"
+        got = "it on a rank of another launcher; only that launcher can restart its ranks"
         fix = "torchrun --max-restarts N, or #SBATCH --requeue: a rank that is started again resumes"
         raise BadInput("--restarts", got=got, needed="moe train as the parent of its ranks", fix=fix)
     if flags.hostfile is not None:
-        needed = "ranks on this machine: those of others cannot be ended for certain from here"
+        needed = "ranks on this machine only: ranks of other machines cannot be killed reliably from here"
         fix = "torchrun --max-restarts N on every host, or let the batch system queue the job again"
         raise BadInput("--restarts", got="it with --hostfile", needed=needed, fix=fix)
 
 
 def _elastic(flags: Train, run: Run, world: int, origins: dict[str, str]) -> tuple[Run, list[int], object]:
-    """The recipe for the processes that there are now, the smaller numbers on which it can go on, and dp of all. Raises BadInput."""
+    """The recipe for the number of processes available now, the smaller numbers it can fall back to, and dp of the whole recipe.
+
+    Raises BadInput if --elastic is below 1, comes without --restarts, or leaves no legal layout.
+    """
     from moe.checks.advice import check_for_user
     from moe.launch import elastic
 
     assert flags.elastic is not None
     if flags.elastic < 1:
-        raise BadInput("--elastic", got=flags.elastic, needed="the least number of processes, from 1", fix="--elastic 1")
+        raise BadInput("--elastic", got=flags.elastic, needed="the minimum number of processes, at least 1", fix="--elastic 1")
     if not flags.restarts:
-        needed = "--restarts N beside it: fewer processes go on where so many restarts did not help"
+        needed = "--restarts N too: the run continues with fewer processes after N restarts without a new checkpoint"
         raise BadInput("--elastic", got="it without --restarts", needed=needed, fix=f"--restarts 3 --elastic {flags.elastic}")
     whole = elastic.whole(run, world)
     check_for_user(run, world if run.degrees.dp == "auto" else elastic.size(whole), origins)
@@ -171,7 +179,8 @@ def _elastic(flags: Train, run: Run, world: int, origins: dict[str, str]) -> tup
     smaller = find(whole, below=world, least=flags.elastic)
     left = elastic.for_world(whole, world, least=flags.elastic)
     print(
-        f"--elastic {flags.elastic}: where restarts do not help, it goes on with {elastic.listed(smaller)} of {world} processes", flush=True
+        f"--elastic {flags.elastic}: if restarts do not help, the run continues with {elastic.listed(smaller)} of {world} processes",
+        flush=True,
     )
     return left, smaller, whole.degrees.dp
 
@@ -187,7 +196,10 @@ def rehearse(flags: Rehearse, overrides: dict[str, str]) -> int:
     run, origins = load(flags.recipe, overrides)
     if flags.world is None or flags.world < 1:
         raise BadInput(
-            "--world", got="nothing" if flags.world is None else flags.world, needed="how many ranks the run would have", fix="--world 8"
+            "--world",
+            got="nothing" if flags.world is None else flags.world,
+            needed="the number of ranks that the run would have",
+            fix="--world 8",
         )
     try:
         check_for_user(run, flags.world, origins)

@@ -1,4 +1,4 @@
-"""`moe simulate search`: an order found for the given times and memory, which --out writes for pipeline.schedule.
+"""`moe simulate search`: searches an order of actions for the given times and memory. --out writes it for pipeline.schedule.
 
 moe simulate search --stages 4 --microbatches 6 --forward-time 1,1,1,2 --backward-time 2,2,2,3 --memory 4 --out order.csv
 moe train R --degrees.pp 4 --pipeline.microbatches 6 --pipeline.schedule order.csv
@@ -14,11 +14,11 @@ from parallel.pipeline.schedule import Schedule, flushed
 from parallel.pipeline.schedules.search import homes_of, search
 
 NAME = "search"
-SEARCHED = 16  # whole orders in whose time one is found, about: some are made action by action, others moved
+SEARCHED = 16  # a search takes about as long as simulating this number of orders
 
 
 def searched(size: dict[str, Any], costs: Times | OfRecipe, *, placement: str | None, memory: float | None) -> Schedule:
-    """The order found. Raises BadInput for flags of single schedules, and for a memory in which nothing fits."""
+    """The order found. Raises BadInput for flags of other schedules, and if `memory` is too small for any order."""
     for flag in ("vertical_sync", "pipelines"):
         if size[flag] is not None:
             raise BadInput(f"--{flag}", got="it with search", needed="the flags of search", fix=f"remove --{flag}")
@@ -28,7 +28,8 @@ def searched(size: dict[str, Any], costs: Times | OfRecipe, *, placement: str | 
     if size["chunks"] is not None and placement != "loop":
         raise BadInput("--chunks", got=f"it with --placement {placement}", needed="--placement loop, which has a choice", fix="remove it")
     ranks, microbatches, chunks = size["stages"], size["microbatches"], size["chunks"] or 2
-    empty = flushed(NAME, homes_of(placement, ranks, chunks), microbatches, [()] * ranks)  # its stages, for their times
+    # an order without actions: its stages give the costs
+    empty = flushed(NAME, homes_of(placement, ranks, chunks), microbatches, [()] * ranks)
     return search(
         placement,
         ranks,
@@ -42,8 +43,8 @@ def searched(size: dict[str, Any], costs: Times | OfRecipe, *, placement: str | 
 
 
 def refuse_elsewhere(name: str | None, **given: object) -> None:
-    """Raises BadInput for a flag of search with something else."""
+    """Raise BadInput for a flag of `search` that was given with another schedule."""
     for flag, value in given.items():
         if value is not None and name != NAME:
             got = f"it with {name or 'all schedules'}"
-            raise BadInput(f"--{flag}", got=got, needed=f"moe simulate {NAME}, which alone has it", fix=f"remove --{flag}")
+            raise BadInput(f"--{flag}", got=got, needed=f"moe simulate {NAME}: only it has this flag", fix=f"remove --{flag}")

@@ -1,10 +1,10 @@
 """`moe simulate`: draws a pipeline schedule and counts its costs without starting a process, or compares all schedules in a table.
 
     moe simulate chimera --stages 4 --microbatches 8 --out chimera.png
-    moe simulate search --stages 4 --memory 4 --out o.csv    an order found (moe/cli/simulate/search.py)
+    moe simulate search --stages 4 --memory 4 --out o.csv    searches an order (moe/cli/simulate/search.py)
     moe simulate 1f1b --stages 4 --recipe switch_base        stages cut from the recipe's model, seconds and GB
 
-The numbers come from parallel/pipeline: a run executes the very schedule that is drawn here. Times: moe/cli/simulate/times.py.
+A training run executes the same schedules of parallel/pipeline that are drawn here. Times: moe/cli/simulate/times.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from moe.cli.simulate.search import NAME, SEARCHED, refuse_elsewhere, searched
-from moe.cli.simulate.text import print_all, print_one, said
+from moe.cli.simulate.text import print_all, print_one, summary_line
 from moe.cli.simulate.times import MOST_ACTIONS, OfRecipe, Times, check_filled, check_size, of_recipe, times_of
 from moe.launch import exit_codes
 from parallel.errors import BadInput
@@ -29,7 +29,7 @@ from parallel.pipeline.simulator.timeline import text, write_trace
 from parallel.store.files import write_text
 
 KINDS = {".png": "a picture", ".csv": "the actions", ".txt": "the rows as text", ".json": "a trace"}
-OPTIONS = ("vertical_sync", "pipelines")  # options of a single schedule each
+OPTIONS = ("vertical_sync", "pipelines")  # options that only one schedule has
 RANKS, MICROBATCHES = 4, 8
 
 
@@ -60,7 +60,9 @@ def main(
     refuse_elsewhere(name, placement=placement, memory=memory)
     if overrides and recipe is None:
         flag = next(iter(overrides))
-        raise BadInput(f"--{flag}", got="it without a recipe", needed="--recipe RECIPE, whose value it is", fix="--recipe dense_tiny")
+        raise BadInput(
+            f"--{flag}", got="it without a recipe", needed="--recipe RECIPE, because it is a recipe's key", fix="--recipe dense_tiny"
+        )
     size["vertical_sync"] = None if vertical_sync is None else vertical_sync == "on"
     from_file = read_order(name) if name is not None and name.endswith(".csv") else None
     if recipe is None:
@@ -84,13 +86,13 @@ def main(
         row, timeline = _row(_from_catalog(name, size), batches or kind.batches, costs, drains=not kind.continuous)
     print_one(row, timeline)
     if out is not None:
-        _write(timeline, out, title=said(row), seconds=recipe is not None)
+        _write(timeline, out, title=summary_line(row), seconds=recipe is not None)
         print(f"{KINDS[out.suffix]}: {out}")
     return _finish([row], [], json)
 
 
 def simulated(name: str, *, stages: int, microbatches: int, **times: Any) -> tuple[dict[str, Any], Timeline]:
-    """The row of a schedule of the catalog as `moe simulate` prints it, and its timeline."""
+    """(the row that `moe simulate` prints for this schedule of the catalog, its timeline)."""
     size = {"stages": stages, "microbatches": microbatches, "chunks": None} | dict.fromkeys(OPTIONS)
     kind = kind_of(name)
     return _row(_from_catalog(name, size), kind.batches, times_of(times), drains=not kind.continuous)
@@ -105,7 +107,7 @@ def _at_least_1(size: dict[str, int | None]) -> None:
 def _refuse_with_file(path: str, size: dict[str, int | None]) -> None:
     for flag, given in size.items():
         if given is not None:
-            raise BadInput(f"--{flag}", got=f"it with {path}", needed="the file alone, which says that", fix=f"remove --{flag}")
+            raise BadInput(f"--{flag}", got=f"it with {path}", needed="the file alone, which sets it", fix=f"remove --{flag}")
 
 
 def _from_catalog(name: str, size: dict[str, Any]) -> Callable[[int], Schedule]:
@@ -118,7 +120,7 @@ def _from_catalog(name: str, size: dict[str, Any]) -> Callable[[int], Schedule]:
 def _row(of_batches: Callable[[int], Schedule], batches: int, costs: Times | OfRecipe, *, drains: bool) -> tuple[dict[str, Any], Timeline]:
     schedule = of_batches(batches)
     microbatches = schedule.microbatches // batches
-    fill = max(2, ceil(2 * schedule.num_ranks / microbatches))  # batches until a pipeline that never drains reaches its steady state
+    fill = max(2, ceil(2 * schedule.num_ranks / microbatches))  # number of batches after which a continuous pipeline is in its steady state
     if drains:
         time_per_batch = costs.period(schedule if batches == 1 else of_batches(1), fill)
     else:
@@ -158,13 +160,13 @@ def _all(size: dict[str, Any], costs: Times | OfRecipe, json: Path | None) -> in
         except BadInput as bad:
             refused.append({"schedule": name, "reason": str(bad)})
             of_flags += [bad] * bad.what.startswith("--")
-    if of_flags and not rows:  # wrong for every schedule
+    if of_flags and not rows:  # a flag that every schedule refuses
         raise of_flags[0]
     print_all(rows, refused)
     return _finish(rows, refused, json)
 
 
-UNIT = "1: a forward pass of one micro-batch through a rank's layers, unless times were given"
+UNIT = "1 = forward pass of one micro-batch through a rank's layers, unless times were given"
 
 
 def _write(timeline: Timeline, out: Path, *, title: str, seconds: bool) -> None:

@@ -1,4 +1,4 @@
-"""The text that `moe simulate` prints: one schedule's rows and ranks, or the table of all schedules."""
+"""The text that `moe simulate` prints: one schedule's timeline and ranks, or the table of all schedules."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
 
 def duration(time: float, row: dict[str, Any]) -> str:
-    """The time as a plain number, or with its unit if times are in seconds."""
+    """The time as a plain number, or with its unit if the row's times are in seconds."""
     if row.get("time_unit") != "s":
         return f"{time:g}"
     scale, unit = next(((scale, unit) for scale, unit in _UNITS if abs(time) >= scale), _UNITS[-1])
@@ -23,8 +23,9 @@ def duration(time: float, row: dict[str, Any]) -> str:
 
 
 def print_one(row: dict[str, Any], timeline: Timeline) -> None:
+    """Print one schedule: its timeline, its summary, and a line for each rank."""
     print(text(timeline, width=shutil.get_terminal_size((160, 24)).columns if sys.stdout.isatty() else 160))
-    print(said(row))
+    print(summary_line(row))
     schedule, bubbles = timeline.schedule, timeline.bubbles()
     for rank in range(schedule.num_ranks):
         stages = schedule.stages_of(rank)
@@ -55,12 +56,15 @@ def _gb(size: float) -> str:
     return f"{size / 1e9:.3g} GB"
 
 
-def said(row: dict[str, Any]) -> str:
-    """One schedule's sizes, time and bubble: the idle time of a batch more over its ideal time, and, if that differs, with the ramps."""
+def summary_line(row: dict[str, Any]) -> str:
+    """One line: a schedule's sizes, time and bubble.
+
+    The bubble is the idle time over the ideal time of one further batch. If it differs, the bubble of the whole run with its ramps follows.
+    """
     size = f"{counted(row['stages'], 'rank')}, {counted(row['microbatches'], 'micro-batch')}"
     size += f", {row['batches']} batches" if row["batches"] > 1 else ""
     ramps = "" if abs(row["bubble"] - row["bubble_with_ramps"]) < 1e-9 else f" ({row['bubble_with_ramps']:.1%} with its ramps)"
-    each = "" if ramps == "" else f" · a further batch {duration(row['time_per_batch'], row)}"
+    each = "" if ramps == "" else f" · each further batch {duration(row['time_per_batch'], row)}"
     speed = f" · {row['tokens_per_second']:,.0f} tokens a second" if "tokens_per_second" in row else ""
     return f"{row['schedule']}: {size} · time {duration(row['makespan'], row)}{each} · bubble {row['bubble']:.1%} of ideal{ramps}{speed}"
 
@@ -69,17 +73,18 @@ def _assumed(row: dict[str, Any]) -> str:
     left_out = f"; not counted: {', '.join(row['not_counted'])} (moe plan counts them)" if row["not_counted"] else ""
     return (
         f"assumed: {row['tflops']:g} TFLOP/s and {row['link_gb_s']:g} GB/s a rank, {row['sequences_a_microbatch']} sequences a micro-batch;"
-        f" states: 16 bytes a parameter, 4 for each older version; time of products and messages alone{left_out}"
+        f" states: 16 bytes a parameter, 4 for each older version; only matrix products and messages take time{left_out}"
     )
 
 
 def print_all(rows: list[dict[str, Any]], refused: list[dict[str, str]]) -> None:
+    """Print the table of all schedules, the refused ones with their reasons, and the meaning of the columns."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     model = any("time_unit" in row for row in rows)
-    titles = ["schedule", "time", "a batch more", "bubble", "in flight by rank", "kept", "versions", "messages"]
+    titles = ["schedule", "time", "further batch", "bubble", "in flight by rank", "kept", "versions", "messages"]
     titles += ["GB by rank"] if model else []
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for title in (*titles, ""):
@@ -100,7 +105,7 @@ def print_all(rows: list[dict[str, Any]], refused: list[dict[str, str]]) -> None
     Console(width=None if sys.stdout.isatty() else 180).print(table)
     for line in refused:
         print(f"{line['schedule']}: {line['reason']}")
-    print("in flight: micro-batches of a stage, with several stages a rank of each; kept: most on a rank until the weights' gradient,")
-    print("in micro-batches of all its layers; bubble: idle over ideal time of a batch more, which does not wait for the ramps of the run")
+    print("in flight: most micro-batches between forward and backward, summed over a rank's stages; kept: most until the weight gradient,")
+    print("on any rank, in micro-batches of all its layers; bubble: idle over ideal time of a further batch, without the run's ramps")
     if model:
         print(_assumed(rows[0]))

@@ -1,4 +1,4 @@
-"""Durations of actions in `moe simulate`: given by flags, in any unit, or derived from a recipe's model on a given device, in seconds."""
+"""Durations of actions in `moe simulate`: given by flags in any unit, or derived in seconds from a recipe's model and a device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WITH_RECIPE = {"tflops": 140.0, "link_gb_s": 25.0}  # Megatron-LM on an A100 in 
 
 @dataclass(frozen=True)
 class Times:
-    """Times from flags: one number for all layers of a rank, which its chunks share, or a comma-separated number for each stage."""
+    """Times from flags: one number for all layers of a rank, shared by its chunks, or a comma-separated number for each stage."""
 
     forward_time: str = "1"
     backward_time: str = "2"
@@ -45,25 +45,26 @@ class Times:
         return makespan(schedule, self.cost(schedule), transfer_time=self.transfer_time, overlap=self.overlap == "on")
 
     def period(self, schedule: Schedule, batches: int) -> float:
-        """The time of one batch more, of a schedule of one batch that drains."""
+        """The time of one further batch. The schedule has one batch and drains."""
         cost, overlap = self.cost(schedule), self.overlap == "on"
         return drained_period(schedule, cost, transfer_time=self.transfer_time, overlap=overlap, batches=batches)
 
 
-MOST_ACTIONS = 2**20  # of a pipeline's step: about a minute
+MOST_ACTIONS = 2**20  # actions of a pipeline step; this many take about a minute
 
 
 def check_size(
     *, stages: int, microbatches: int, chunks: int | None = None, batches: int | None = None, most_actions: int | None = None
 ) -> None:
-    """Refuse an order that nobody would wait for. Raises BadInput, with sizes that every schedule takes."""
+    """Raise BadInput for an order that takes too long to simulate. The fix proposes sizes that every schedule accepts."""
     allowed = most_actions or MOST_ACTIONS
     most = allowed // ((chunks or 1) * (batches or 1))
     if stages * microbatches <= most:
         return
     times = stages * (chunks or 1) * (batches or 1)
     got = f"{microbatches} on {times} stages" + (f" of {batches} batches" if batches and batches > 1 else "")
-    fits, fewer = most // stages // (2 * stages) * 2 * stages, 2 ** (isqrt(most // 2).bit_length() - 1)  # DualPipe needs two a rank
+    # DualPipe needs two micro-batches a rank
+    fits, fewer = most // stages // (2 * stages) * 2 * stages, 2 ** (isqrt(most // 2).bit_length() - 1)
     if fits:
         fix = f"--microbatches {fits}"
     else:
@@ -72,13 +73,13 @@ def check_size(
 
 
 def check_filled(*, stages: int, microbatches: int, batches: int, filled: int) -> None:
-    """The same of a pipeline that never drains, of which `filled` batches follow each other until its period is known."""
+    """Raise BadInput if a continuous pipeline is too long to simulate. `filled`: the number of batches after which its period is known."""
     if stages * microbatches * filled <= MOST_ACTIONS:
         return
-    most = MOST_ACTIONS // max(3, batches)  # as many micro-batches as stages fill it with two batches, and the third is its period
+    most = MOST_ACTIONS // max(3, batches)  # two batches of as many micro-batches as stages fill it, and the third gives its period
     fewer = 2 ** (isqrt(most).bit_length() - 1)
     fix = f"--microbatches {most // stages // stages * stages}" if stages**2 <= most else f"--stages {fewer} --microbatches {fewer}"
-    got = f"{microbatches} on {stages} stages, {filled} batches of which fill a pipeline that never drains"
+    got = f"{microbatches} on {stages} stages, in {filled} batches, which this continuous pipeline needs to fill"
     raise BadInput("--microbatches", got=got, needed=f"at most {MOST_ACTIONS:,} passes in all", fix=fix)
 
 
@@ -86,7 +87,7 @@ def times_of(given: dict[str, Any]) -> Times:
     """Times from flags. Raises BadInput for flags that need a recipe, and for impossible numbers."""
     for flag in WITH_RECIPE:
         if flag in given:
-            raise BadInput(f"--{flag}", got="it without a recipe", needed="--recipe RECIPE, whose FLOPs and bytes it times", fix="add it")
+            raise BadInput(f"--{flag}", got="it without a recipe", needed="--recipe RECIPE, which gives the FLOPs and bytes", fix="add it")
     times = Times(**given)
     if not 0 <= times.weight_share <= 1:
         raise BadInput("--weight_share", got=times.weight_share, needed="a share from 0 to 1", fix="--weight_share 0.5")
@@ -110,7 +111,7 @@ def _numbers(flag: str, value: str, schedule: Schedule) -> float | list[float]:
 
 @dataclass(frozen=True)
 class OfRecipe:
-    """Times of a recipe's model, cut into a schedule's stages, for micro-batches of `sequences`. Each rank is one Device."""
+    """Times of a recipe's model, cut into a schedule's stages, for micro-batches of `sequences` sequences. Each rank is one Device."""
 
     recipe: Run
     sequences: int
@@ -124,7 +125,7 @@ class OfRecipe:
         most = fewer_ranks(schedule.name, layers // chunks)
         has_fewer = chunks <= layers and not self.of_file and (most > 1 or len(schedule.homes[0]) == 1)
         smaller = (f"--stages {most} or " if has_fewer else "") + f"--model.num_layers {stages}"
-        if stages > layers and self.recipe.pipeline.layers is None:  # a list may leave stages without any
+        if stages > layers and self.recipe.pipeline.layers is None:  # pipeline.layers may leave stages without layers
             got = f"{schedule.num_ranks}, {stages} stages" if chunks > 1 else schedule.num_ranks
             raise BadInput("stages", got=got, needed=f"at most one a layer: {layers}", fix=smaller)
         return stages_of(self.recipe, layers_of(self.recipe, schedule, smaller=smaller), sequences=self.sequences)
@@ -133,7 +134,7 @@ class OfRecipe:
         return self.device.cost(self.stages(schedule), replicas=len(schedule.homes[0]))
 
     def transfer_of(self, schedule: Schedule) -> float:
-        """The time of one message: every stage boundary is as wide as the model."""
+        """The time of one message in seconds: every stage boundary is as wide as the model."""
         return self.stages(schedule)[0].crossing / (self.device.link_gb_s * 1e9)
 
     def run(self, schedule: Schedule) -> Timeline:
@@ -145,12 +146,12 @@ class OfRecipe:
         return makespan(schedule, self.cost(schedule), transfer_time=self.transfer_of(schedule), overlap=self.overlap == "on")
 
     def period(self, schedule: Schedule, batches: int) -> float:
-        """The time of one batch more, of a schedule of one batch that drains."""
+        """The time of one further batch in seconds. The schedule has one batch and drains."""
         cost, transfer, overlap = self.cost(schedule), self.transfer_of(schedule), self.overlap == "on"
         return drained_period(schedule, cost, transfer_time=transfer, overlap=overlap, batches=batches)
 
     def of_memory(self, timeline: Timeline, batches: int, time_per_batch: float) -> dict[str, Any]:
-        """The extra values of a table row when there is a model: layers, bytes of each rank, speed."""
+        """Further values of a table row with a recipe: layers, bytes of each rank, speed."""
         schedule, stages = timeline.schedule, self.stages(timeline.schedule)
         ranks = range(schedule.num_ranks)
         parameters = [sum(stages[stage].parameters for stage in schedule.stages_of(rank)) for rank in ranks]
@@ -176,7 +177,7 @@ class OfRecipe:
 
 
 def not_counted(run: Run) -> list[str]:
-    """What a recipe has and its costs here leave out: a stage counts as one device's, whole."""
+    """Settings of a recipe that these costs leave out, because each stage is counted as one device that holds it whole."""
     found = [f"degrees.{axis} {getattr(run.degrees, axis)}" for axis in ("tp", "sp", "etp") if getattr(run.degrees, axis) != 1]
     return found + ([f"sharding.kind {run.sharding.kind}"] if run.sharding.named.stage else [])
 
@@ -187,14 +188,14 @@ def of_recipe(recipe: str, overrides: dict[str, str], given: dict[str, Any], siz
 
     for flag in WITHOUT_RECIPE:
         if flag in given:
-            raise BadInput(f"--{flag}", got="it with --recipe", needed="one of the two: the model decides times", fix=f"remove --{flag}")
+            raise BadInput(f"--{flag}", got="it with --recipe", needed="one of the two: the model gives the times", fix=f"remove --{flag}")
     speeds = {flag: given.get(flag, usual) for flag, usual in WITH_RECIPE.items()}
     for flag, speed in speeds.items():
         if speed <= 0:
             raise BadInput(f"--{flag}", got=speed, needed="a speed above 0", fix=f"--{flag} {WITH_RECIPE[flag]:g}")
     run, _ = load(recipe, overrides)
     if run.model.kind == "encoder_decoder":
-        needed = "a decoder: where the encoder's output crosses every stage of the decoder there is no pipeline yet"
+        needed = "a decoder: pipelines of an encoder-decoder are not supported yet"
         raise BadInput("--recipe", got=f"{recipe}, an encoder-decoder", needed=needed, fix="--recipe switch_tiny")
     if file is None:
         size["stages"] = size["stages"] or (run.degrees.pp if run.degrees.pp > 1 else None)

@@ -1,7 +1,7 @@
-"""config.json as a recipe's values, and a run as a config.json, by one table (families.py); no torch here.
+"""Converts config.json to a recipe's values, and a run to a config.json, by one table (families.py). Needs no torch.
 
-recipe_values(config)          {"model": {...}, ...}, or BadInput for what the recipe cannot say: one line that names the key
-config_of(run, kind, ends=)    what transformers reads; whether it says the same model is seen by reading it again (convert.py)
+recipe_values(config)          {"model": {...}, ...}; BadInput names the key that a recipe cannot express
+config_of(run, kind, ends=)    a config.json for transformers; convert.py reads it back to check that it describes the same model
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from moe.recipe.sections import Model, Rope, Run
 from moe.recipe.shapes import NORM_EPS
 from parallel.errors import BadInput, some
 
-LONGEST = 4096  # tokens of a sequence in the recipe, where config.json allows more: a cache of keys is made for so many
+LONGEST = 4096  # limit of model.max_length in the recipe: a cache of keys is allocated for this number of tokens
 _LOWS = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
-# keys of rope_parameters that have no key here, with the values that change nothing
+# keys of rope_parameters without a recipe key, with the values that have no effect
 _SILENT = {"partial_rotary_factor": (1.0,), "mscale": (0,), "mscale_all_dim": (0,), "finetuned": (True, False)}
-# dense layers before the first with experts, groups of experts and those that a token may use, in a config without
-# first_k_dense_replace, n_group and topk_group
+# (dense layers before the first with experts, groups of experts, groups that a token may use) of a config without first_k_dense_replace,
+# n_group and topk_group
 _LEADING = {"deepseek_v2": (0, 1, None), "deepseek_v3": (3, 8, 4), "glm4_moe": (1, 1, 1)}
 
 
 def family_of(config: dict[str, Any]) -> Family:
-    """By model_type. Raises BadInput for one that is not covered."""
+    """The family of the config's model_type. Raises BadInput for an unsupported one."""
     kind = config.get("model_type")
     if kind not in FAMILIES:
         named = ", ".join(config.get("architectures") or ()) or "no architecture"
@@ -38,7 +38,7 @@ def family_of(config: dict[str, Any]) -> Family:
 
 
 def recipe_values(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The recipe of the model that a config.json describes, by sections. Raises BadInput for what it cannot say, and for broken values."""
+    """The recipe, by sections, of the model that a config.json describes. Raises BadInput for unsupported or broken values."""
     try:
         return _recipe_values(config)
     except BadInput:
@@ -65,7 +65,7 @@ def _recipe_values(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
     for key, value in config.items():
         if key not in known and value not in (None, False, 0, [], {}, ""):
             fix = "take it out of config.json if it does not change what the model computes"
-            raise BadInput(f"config.json: {key}", got=value, needed="a key that is known here", fix=fix)
+            raise BadInput(f"config.json: {key}", got=value, needed="a supported key", fix=fix)
     if family.halves:
         return nested(values | encoder_decoder.recipe_values(family, config, values))
     values |= _windows(family, config)
@@ -80,7 +80,7 @@ def _recipe_values(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def config_of(run: Run, model_type: str, *, ends: int | None = None) -> dict[str, Any]:
-    """A config.json of this family with the run's values, as far as the family can say them. `ends`: the id that ends a text."""
+    """A config.json of this family with the run's values, as far as the family supports them. `ends`: id of the token that ends a text."""
     family, values = FAMILIES[model_type], flat(run) | {f"router.{key}": value for key, value in run.router}
     m = run.model
     if family.experts is not None and not any(key.ours == "experts.d_ff" for key in family.keys):
@@ -106,11 +106,12 @@ def config_of(run: Run, model_type: str, *, ends: int | None = None) -> dict[str
         return config | encoder_decoder.config_of(family, run) | {"eos_token_id": ends}
     turning = m.rope.turning(m.head_size or m.d_model // m.num_heads) if m.latent.key_rank is None else m.latent_sizes.rotary
     config = {"attention_bias": False} | config | {"hidden_act": "silu", "rope_parameters": _rope_parameters(m.rope, turning)}
-    if m.rope.scaling == "dynamic":  # stretches what is longer than this
+    if m.rope.scaling == "dynamic":  # dynamic scaling begins at this length
         config["max_position_embeddings"] = m.rope.length
     if family.turning is not None:
         config["rope_parameters"]["partial_rotary_factor"] = m.rope.fraction
-    config |= {"bos_token_id": None, "eos_token_id": ends, "pad_token_id": None}  # without them a family's own would be filled in
+    # set to null, because transformers would use the family's default ids
+    config |= {"bos_token_id": None, "eos_token_id": ends, "pad_token_id": None}
     config |= _windows_of(family, m)
     parameters = config["rope_parameters"]
     config |= {"rope_theta": parameters["rope_theta"]} | ({"rope_scaling": parameters} if parameters["rope_type"] != "default" else {})
@@ -151,7 +152,7 @@ _SLIDES = {True: "sliding_attention", False: "full_attention"}
 
 
 def _windows(family: Family, config: dict[str, Any]) -> dict[str, Any]:
-    """The keys of sliding windows: none, in all layers, or in those that layer_types or the family's rule name."""
+    """The recipe keys of sliding windows: no layers, all layers, or the layers that layer_types or the family's rule names."""
     rule, kinds = family.windows, config.get("layer_types") or []
     count = int(config["num_hidden_layers"])
     if (rule is None or rule.layers == "every") and set(kinds) - {_SLIDES[False]}:
@@ -167,7 +168,7 @@ def _windows(family: Family, config: dict[str, Any]) -> dict[str, Any]:
     else:
         layers = [layer for layer in range(count) if rule is not None and _slides(rule, layer, config.get("max_window_layers", 28))]
     if window is None and _SLIDES[True] in kinds:
-        _refuse("sliding_window", window, "a number of tokens, which layer_types asks for")
+        _refuse("sliding_window", window, "a number of tokens, because layer_types has sliding layers")
     window = window if layers else None
     return {"model.sliding_window": window, "model.sliding_layers": layers if window is not None and len(layers) < count else None}
 
@@ -177,7 +178,7 @@ def _slides(rule: Windows, layer: int, border: int) -> bool:
 
 
 def _windows_of(family: Family, model: Model) -> dict[str, Any]:
-    """What config.json says of them."""
+    """The keys of config.json for a model's sliding windows."""
     if family.windows is None:
         return {}
     slides = [model.window_of(layer) is not None for layer in range(model.num_layers)]
@@ -187,7 +188,7 @@ def _windows_of(family: Family, model: Model) -> dict[str, Any]:
 
 
 def _rope(config: dict[str, Any], family: Family) -> dict[str, Any]:
-    """The section model.rope of a config in the form of transformers 5 (rope_parameters) or before (rope_theta, rope_scaling)."""
+    """The section model.rope, from rope_parameters (transformers 5) or rope_theta and rope_scaling (earlier versions)."""
     given = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     kind = given.pop("rope_type", None) or given.pop("type", None) or "default"
     given.pop("type", None)
@@ -201,7 +202,7 @@ def _rope(config: dict[str, Any], family: Family) -> dict[str, Any]:
     found["scaling"] = kind
     if kind != "none":
         found["factor"] = float(given.pop("factor"))
-    if kind == "dynamic":  # which goes by the model's length alone
+    if kind == "dynamic":  # dynamic scaling depends on the model's length only
         found["trained_length"] = int(config["max_position_embeddings"])
     if kind in _LOWS:
         found["trained_length"] = given.pop("original_max_position_embeddings", None) or config["max_position_embeddings"]
@@ -213,17 +214,18 @@ def _rope(config: dict[str, Any], family: Family) -> dict[str, Any]:
     if kind == "yarn" and family.latent:
         found |= deepseek.mscales(given)
     if kind == "yarn" and "mscale_all" not in found:
-        size, given_size = 0.1 * math.log(found["factor"]) + 1, given.pop("attention_factor", None)  # of cos and sin: moe/nn/rotary.py
+        # factor of cos and sin: moe/nn/rotary.py
+        size, given_size = 0.1 * math.log(found["factor"]) + 1, given.pop("attention_factor", None)
         if given_size is not None and not math.isclose(given_size, size, rel_tol=1e-5):
             _refuse("rope_parameters.attention_factor", given_size, f"null, or {size:.7g}, which is 0.1 ln(factor) + 1")
     for key, value in given.items():
         if value is not None and value not in _SILENT.get(key, ()):
-            _refuse(f"rope_parameters.{key}", value, "null: it has no key here")
+            _refuse(f"rope_parameters.{key}", value, "null: recipes have no such key")
     return found
 
 
 def _rope_parameters(rope: Rope, channels: int) -> dict[str, Any]:
-    """Of heads of so many channels. NTK's fixed stretch has no name there: it is a larger base."""
+    """rope_parameters for heads with this number of rotary channels. A fixed NTK scaling is written as a larger base."""
     kind = {"none": "default", "ntk": "default"}.get(rope.scaling, rope.scaling)
     found: dict[str, Any] = {"rope_theta": rope.base_of(channels), "rope_type": kind}
     if kind != "default":

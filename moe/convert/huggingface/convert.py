@@ -1,12 +1,12 @@
-"""`moe convert hf:PATH runs/NAME` and `moe convert runs/NAME hf:PATH`: a folder of transformers as a run, and a run as such a folder.
+"""`moe convert hf:PATH runs/NAME` and `moe convert runs/NAME hf:PATH`: converts between a folder of transformers and a run.
 
-    config.json       <->  recipe              config.py: what the recipe cannot say is refused, by the key
-    *.safetensors     <->  checkpoints/step-0  tensors.py: name by name, one tensor in memory at a time
-    tokenizer.json    <->  its tokenizer       tokenizer.py
-    chat template ... <->  huggingface/        moe/train/start/kept.py: files that go with the model from run to run
+    config.json       <->  recipe              config.py; unsupported keys are refused by name
+    *.safetensors     <->  checkpoints/step-0  tensors.py; one tensor in memory at a time
+    tokenizer.json    <->  the run's tokenizer tokenizer.py
+    chat template ... <->  huggingface/        moe/train/start/kept.py: files that stay with the model from run to run
 
-All names and shapes are compared before anything is written. A folder is written under another name and renamed when it is whole, so
-nothing half-converted stays. Tensors go back in the dtype that they came in, so there and back is exact to the bit.
+All names and shapes are compared before anything is written. A folder is written under a temporary name and renamed when it is complete,
+so a failed conversion leaves nothing behind. Tensors are written back in their original dtype, so a round trip is bitwise exact.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from parallel.store.checkpoint import Piece
 from parallel.store.files import read_text, user_path
 
 PREFIX = "hf:"
-CAME_IN = "dtypes.json"  # among the kept files: of the tensors
+ORIGINAL_DTYPES = "dtypes.json"  # one of the kept files: the dtypes of the tensors
 _COME_ALONG = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "*.model",
                "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json", "chat_template.json", "*.jinja",
                "additional_chat_templates/*.jinja", "LICENSE*", "NOTICE*")  # fmt: skip
@@ -60,7 +60,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def shapes_of(run: Run) -> Shapes:
-    """Of every tensor that a checkpoint of the run has, by its name there."""
+    """Shapes of all parameters in a checkpoint of the run, by their names there."""
     with torch.device("meta"):
         layouts = lay_out(Transformer(run.model, run.experts, run.router, vocab_size=run.vocab_size))
     found: Shapes = {}
@@ -73,16 +73,16 @@ def shapes_of(run: Run) -> Shapes:
 
 
 def biases_of(run: Run) -> Shapes:
-    """Of every selection bias of a router, which is no parameter."""
+    """Shapes of the routers' selection biases, which are not parameters."""
     sparse = run.model.layers_with_experts() if run.router.bias_rate is not None else ()
     return {f"layers.{layer}.router.bias": (run.experts.of_layer(nth),) for nth, layer in enumerate(sparse)}
 
 
 @contextmanager
 def _whole(out: Path, what: str) -> Iterator[Path]:
-    """A folder to write into, which gets its name when all is there and vanishes otherwise."""
+    """A temporary folder to write into. It is renamed to `out` at the end, or removed after an error."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise BadInput(what, got=f"{out}, which holds something", needed="a new folder", fix="choose another, or remove it")
+        raise BadInput(what, got=f"{out}, which is not empty", needed="a new folder", fix="choose another, or remove it")
     part, made = out.with_name(f".{out.name}.partial-{os.getpid()}"), False
     try:
         part.mkdir(parents=True)
@@ -95,7 +95,7 @@ def _whole(out: Path, what: str) -> Iterator[Path]:
         fix = "free disk space, or choose another place"
         raise BadInput(what, got=f"{out}: {error.strerror or error}", needed="a folder that can be written", fix=fix) from None
     finally:
-        if made:  # never a folder that was there
+        if made:  # never remove a folder that existed before
             shutil.rmtree(part, ignore_errors=True)
 
 
@@ -103,7 +103,7 @@ def _whole(out: Path, what: str) -> Iterator[Path]:
 
 
 def to_run(source: Path, out: Path, *, overrides: Mapping[str, str]) -> list[str]:
-    """Write the run; returns what there is to say of it. Raises BadInput, with nothing written."""
+    """Convert the folder `source` to the run `out`. Returns the lines to print. Raises BadInput before the run's folder exists."""
     config = _config(source)
     values = recipe_values(config)
     length = overrides.get("model.max_length", values["model"]["max_length"])  # a longer sequence has more sentinels
@@ -129,21 +129,21 @@ def to_run(source: Path, out: Path, *, overrides: Mapping[str, str]) -> list[str
         checkpoint.save(part / "checkpoints", 0, held, state=state, world=Mesh.of(Degrees()).axis("world"), keep=1)
         (part / "recipe.yaml").write_text(resolved_yaml(run, origins))
         _take_along(source, part / KEPT)
-        (part / KEPT / CAME_IN).write_text(json_text.dumps(files.dtypes()) + "\n")
+        (part / KEPT / ORIGINAL_DTYPES).write_text(json_text.dumps(files.dtypes()) + "\n")
     longest = config.get("max_position_embeddings", run.model.max_length)
     if "model.max_length" not in overrides and run.model.max_length < longest:
         said.append(f"model.max_length is {run.model.max_length} of {longest}: --model.max_length changes that")
     for key in ("num_nextn_predict_layers", "num_mtp_layers"):
         if config.get(key):
-            said.append(f"{key} is {config[key]}: what predicts further tokens does not come along; it changes no text")
+            said.append(f"{key} is {config[key]}: layers of multi-token prediction are not converted; the main model does not use them")
     verb = "eval" if run.model.kind == "encoder_decoder" else "generate"
-    return [f"{family.architecture}: {source} -> {out}, {len(shapes)} tensors", *said, f"go on with: moe {verb} {out}"]
+    return [f"{family.architecture}: {source} -> {out}, {len(shapes)} tensors", *said, f"continue with: moe {verb} {out}"]
 
 
 def begin_from(source: Path, base: Path, *, recipe: str, overrides: Mapping[str, Any]) -> list[str]:
-    """The run that another begins with (`--init_from hf:PATH`), made in its folder; what there is to say of it.
+    """Convert the folder of `--init_from hf:PATH` to the run `base`, with which another run begins. Returns the lines to print.
 
-    One that an earlier start made there is made again. Raises BadInput, before a tensor is read, where the recipe is of another model.
+    An earlier conversion in `base` is replaced. Raises BadInput, before a tensor is read, if the recipe describes another model.
     """
     run = load(recipe, overrides)[0]
     differs = _differences(run, shapes_of(run), _config(source))
@@ -170,10 +170,10 @@ def _config(source: Path) -> dict[str, Any]:
 
 
 def _recipe(path: Path, values: dict[str, dict[str, Any]], overrides: Mapping[str, str]) -> tuple[Run, dict[str, str]]:
-    """The recipe of these values, whose origin is the name of this file, with what the command line says of how it is trained."""
+    """The recipe with these values and the command line's keys of training. The values' origin is the name of this file."""
     fixed = [key for key in overrides if key in (*keys_of("shape"), *keys_of("function"), *keys_of("name"))]
     if fixed:
-        raise BadInput(f"--{fixed[0]}", got="a key that config.json decides", needed="keys of training", fix=f"remove --{fixed[0]}")
+        raise BadInput(f"--{fixed[0]}", got="a key that config.json decides", needed="recipe keys of training", fix=f"remove --{fixed[0]}")
     build_run(values)
     path.write_text(yaml.safe_dump(values))
     run, origins = load(str(path), dict(overrides))
@@ -186,7 +186,7 @@ def _recipe(path: Path, values: dict[str, dict[str, Any]], overrides: Mapping[st
 
 
 def _take_along(source: Path, into: Path) -> None:
-    """Copy the files that are not tensors."""
+    """Copy the files of the model that are not tensors."""
     into.mkdir(exist_ok=True)
     for path in sorted({path for pattern in _COME_ALONG for path in source.glob(pattern) if path.is_file()}):
         target = into / path.relative_to(source)
@@ -195,8 +195,10 @@ def _take_along(source: Path, into: Path) -> None:
 
 
 def from_run(source: Path, out: Path, *, dtype: str | None = None) -> list[str]:
-    """Write the folder; returns what there is to say of it. `dtype`: of the weights, a key of DTYPES (parallel/numerics/precision.py);
-    None: as they came, or as the run has them. Raises BadInput, with nothing written."""
+    """Convert the run `source` to the folder `out` for transformers. Returns the lines to print. Raises BadInput before the folder exists.
+
+    `dtype`: dtype of the weights, a key of DTYPES (parallel/numerics/precision.py). None: their original dtype, or the run's.
+    """
     path = find(source)
     reader = whole(path)
     run, biases = build_run(reader.state["recipe"]), reader.names(EXTRA)
@@ -213,8 +215,8 @@ def from_run(source: Path, out: Path, *, dtype: str | None = None) -> list[str]:
     def read(name: str) -> Tensor:
         found = reader.region(name, kinds[name], tuple(slice(0, size) for size in shapes[name])).to(dtypes[name])
         if not found.isfinite().all():
-            got = f"{name}, of which {_name(dtypes[name])} cannot hold every number"
-            raise BadInput("--dtype", got=got, needed="a dtype of more exponent bits", fix="--dtype bf16 or --dtype fp32")
+            got = f"{name}, with numbers that {_name(dtypes[name])} cannot represent"
+            raise BadInput("--dtype", got=got, needed="a dtype with more exponent bits", fix="--dtype bf16 or --dtype fp32")
         return found
 
     together = by_key(shapes, family)
@@ -227,16 +229,16 @@ def from_run(source: Path, out: Path, *, dtype: str | None = None) -> list[str]:
         (part / "config.json").write_text(json_text.dumps(config, indent=2, sort_keys=True) + "\n")
         write(part, tensors, sizes)
     if dtype is None and any(own[name].itemsize > dtypes[name].itemsize for name in own):
-        said.append(f"rounded to {config['dtype']}, in which the model came: --dtype fp32 writes every bit of the trained weights")
+        said.append(f"rounded to {config['dtype']}, the model's original dtype: --dtype fp32 writes the trained weights exactly")
     return [f"{family.architecture}: {path} -> {out}, {len(shapes)} tensors in {config['dtype']}", *said]
 
 
 def _dtypes(own: dict[str, torch.dtype], kinds: dict[str, str], came: Path, *, asked: str | None, trained: bool) -> dict[str, torch.dtype]:
-    """The dtype to write each tensor in: `asked` for weights, else the one it came in, else its `own` in the checkpoint."""
+    """The dtype to write each tensor in: `asked` for weights, else its original dtype, else its `own` in the checkpoint."""
     if asked is not None:
         return {name: DTYPES[asked] if kinds[name] == "weight" else dtype for name, dtype in own.items()}
     named = {_name(dtype): dtype for dtype in DTYPES.values()}
-    config, said = loaded(came / "config.json"), loaded(came / CAME_IN)
+    config, said = loaded(came / "config.json"), loaded(came / ORIGINAL_DTYPES)
     most = said.get("most") or ((config.get("dtype") or config.get("torch_dtype")) if trained else None)  # old runs have no list
     default = {name: most if kinds[name] == "weight" else None for name in own}
     by_name = default | (said.get("others") or {})
@@ -248,25 +250,25 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _same_config(run: Run, shapes: Shapes, kept: dict[str, Any], *, ends: int | None) -> dict[str, Any]:
-    """The config.json that says this model: the one it came with, or the first that a family makes. Raises BadInput where none does."""
+    """A config.json that describes this model: its original one, or the first that fits a family. Raises BadInput if none fits."""
     nearest: list[Change | str] | None = None
     ids = {key: kept[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in kept}
     for config in ([kept] if kept else []) + [config_of(run, kind, ends=ends) | ids for kind in of_kind(run)]:
         try:
             differs = _differences(run, shapes, config)
-        except BadInput:  # this family has no such model at all, so another is nearer
+        except BadInput:  # this family cannot have such a model, so another one is nearer
             continue
         if not differs:
             return _as_long(run, shapes, config, kept)
         nearest = differs if nearest is None or len(differs) < len(nearest) else nearest
-    first = (nearest or ["a model that none has"])[0]
+    first = (nearest or ["a model of no known family"])[0]
     got = f"{first.key} {first.before}" if isinstance(first, Change) else first
-    needed = f"{first.key} {first.after}, or what another family says" if isinstance(first, Change) else "one that a family has"
+    needed = f"{first.key} {first.after}, or a model of another family" if isinstance(first, Change) else "a model of a known family"
     raise BadInput("FROM_RUN", got=got, needed=needed, fix=f"families: {some(FAMILIES, rest='docs/use/huggingface.md')}")
 
 
 def _as_long(run: Run, shapes: Shapes, config: dict[str, Any], kept: dict[str, Any]) -> dict[str, Any]:
-    """The config for texts as long as the model came with and as the run was trained on, if its positions do not depend on that."""
+    """The config with the longest of the original and the trained length, if the model's positions do not depend on it."""
     key = "max_position_embeddings"
     lengths = [config.get(key), kept.get(key), run.model.max_length]
     longest = config | {key: max(length for length in lengths if isinstance(length, int))}
@@ -274,16 +276,18 @@ def _as_long(run: Run, shapes: Shapes, config: dict[str, Any], kept: dict[str, A
 
 
 def _differences(run: Run, shapes: Shapes, config: dict[str, Any]) -> list[Change | str]:
-    """What the model of a config.json has that the run's has not, or the other way round. Raises BadInput for a config that says none."""
+    """Differences between the run's model and the model of a config.json. Raises BadInput for a config that describes no supported
+    model.
+    """
     other = build_run(recipe_values(config))
     theirs = shapes_of(other) | biases_of(other)
-    training = ("data.", "router.bias_rate")  # whether there is a bias, its shape says
+    training = ("data.", "router.bias_rate")  # its shape shows whether there is a bias
     found: list[Change | str] = [change for change in function_changes(run, other) if not change.key.startswith(training)]
     return found + [f"parameter {name}" for name in sorted(shapes.keys() | theirs.keys()) if shapes.get(name) != theirs.get(name)]
 
 
 def main(source: str, to: str, *, overrides: dict[str, str], dtype: str | None = None, json: str | None = None) -> int:
-    """One of the two ways, by which word begins with hf:."""
+    """Convert from or to hf:PATH, depending on which of the two words begins with hf:."""
     if source.startswith(PREFIX):
         said = to_run(user_path(source.removeprefix(PREFIX), what="hf:PATH"), Path(to), overrides=overrides)
     else:

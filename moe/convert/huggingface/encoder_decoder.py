@@ -1,11 +1,11 @@
-"""T5 and Switch of transformers: config.json and names of tensors, whose two halves count their layers each from 0 (no torch here).
+"""T5 and Switch of transformers: config.json and tensor names. Each half counts its layers from 0. Needs no torch.
 
     encoder.block.{i}.layer.0.SelfAttention.q.weight       layers.{i}.attention.q.weight
     decoder.block.{i}.layer.1.EncDecAttention.q.weight     layers.{n + i}.cross.q.weight       n: layers of the encoder
-    ...layer.{1 or 2}.mlp.experts.expert_{e}.wi.weight     layers.{l}.experts.{e}.w1           turned
+    ...layer.{1 or 2}.mlp.experts.expert_{e}.wi.weight     layers.{l}.experts.{e}.w1           transposed
 
-Switch's `expert_capacity` is a number of slots whatever the length. Here it is router.min_capacity, with a capacity_factor that asks for
-no more; as many slots as a sequence has tokens drop nothing, so nothing is said of them.
+Switch's `expert_capacity` is a number of slots that does not depend on the length. In a recipe it is router.min_capacity, with a
+capacity_factor below one slot. If an expert has as many slots as a sequence has tokens, nothing is dropped, and no capacity is set.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from moe.convert.huggingface.families import FAMILIES, Family, Row
 from moe.recipe.sections import Run
 from moe.recipe.shapes import NORM_EPS
 
-LENGTH = 512  # tokens that the encoder reads in the recipe, where n_positions says nothing: a T5 has no longest length
+LENGTH = 512  # tokens that the encoder reads if the config has no n_positions; T5 itself has no longest length
 NO_MORE = 1e-9  # a capacity factor below one slot
 
 
 def for_layers(family: Family, config: dict[str, Any]) -> Family:
-    """With the names of tensors that a model of so many layers has."""
+    """The family with the tensor names of a model with this config's number of layers."""
     encoder = int(config["num_layers"])
     gated = str(config.get("feed_forward_proj", "relu")).startswith("gated")
     rows = tuple(_rows(encoder, _decoder_layers(config), switch=family.experts is not None, gated=gated))
@@ -38,7 +38,7 @@ def _decoder_layers(config: dict[str, Any]) -> int:
 def _rows(encoder: int, decoder: int, *, switch: bool, gated: bool) -> Iterator[Row]:
     yield Row("shared.weight", "embedding")
     yield Row("lm_head.weight", "head.weight")
-    yield Row("shared.weight", "head.weight")  # of a head that is not scaled and yet tied, as transformers 5 writes a T5 v1.1
+    yield Row("shared.weight", "head.weight")  # a tied head without scaling, as transformers 5 writes T5 v1.1
     yield Row("encoder.final_layer_norm.weight", "encoder_norm.weight")
     yield Row("decoder.final_layer_norm.weight", "norm.weight")
     for number in range(encoder + decoder):
@@ -62,7 +62,7 @@ def _rows(encoder: int, decoder: int, *, switch: bool, gated: bool) -> Iterator[
 
 
 def recipe_values(family: Family, config: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """What the table of keys cannot say; `given`: what it does."""
+    """Recipe values that the table of keys cannot express. `given`: the values that it can."""
     encoder, decoder = int(config["num_layers"]), _decoder_layers(config)
     length = int(config.get("n_positions") or LENGTH)
     values: dict[str, Any] = {
@@ -82,7 +82,7 @@ def recipe_values(family: Family, config: dict[str, Any], given: dict[str, Any])
 
 
 def config_of(family: Family, run: Run) -> dict[str, Any]:
-    """What the table of keys cannot say of a run."""
+    """Keys of config.json that the table of keys cannot express."""
     m, spec = run.model, run.router
     encoder, decoder = m.decoder_begins, m.num_layers - m.decoder_begins
     values: dict[str, Any] = {
@@ -105,11 +105,11 @@ def config_of(family: Family, run: Run) -> dict[str, Any]:
 
 
 def _sparse(layers: int, count: int) -> list[int]:
-    """The layers of a half that have experts, by transformers' rule; of a count of 0, which it reads as one, too."""
+    """Indices of a half's layers with experts, by transformers' rule. It treats a count of 0 as 1."""
     step = layers // count if count > 0 else layers
     return [i for i in range(layers) if step > 0 and (i % step == 1 or step == 1)]
 
 
 def of_kind(run: Run) -> list[str]:
-    """The families that could say a run: those with an encoder, or those without."""
+    """The families that can describe the run: families with an encoder, or families without."""
     return [kind for kind, family in FAMILIES.items() if family.halves == (run.model.kind == "encoder_decoder")]

@@ -1,13 +1,14 @@
-"""The families of models that can be converted, as data that both directions read (no torch here).
+"""The families of models that can be converted, as tables for both directions. Needs no torch.
 
-    ROWS      a tensor there                                          a parameter here, by its name in checkpoints
+    ROWS      a tensor of transformers                                a parameter of a run, by its name in checkpoints
               model.layers.{l}.self_attn.o_proj.weight                layers.{l}.attention.out.weight
-              model.layers.{l}.mlp.experts.{e}.gate_proj.weight       layers.{l}.experts.{e}.w1             turned: [out, in] there
+              model.layers.{l}.mlp.experts.{e}.gate_proj.weight       layers.{l}.experts.{e}.w1             turned: [out, in] in the file
               model.layers.{l}.mlp.experts.gate_up_proj               layers.{l}.experts.{e}.w1             half 0 of a stack [E, 2 F, D]
     FAMILIES  a key of config.json                                    a key of a recipe
 
-A family is a name of tensors for its experts, keys that are given on, values that are always so in the recipe, and keys of config.json
-that must have one of some values, because nothing here would compute another. Gated networks: w1 is the gate, w3 goes up, w2 down.
+A family has tensor names for its experts, keys that are translated, fixed recipe values, and keys of config.json that must have one of some
+values, because no other value is supported. `theirs` is a name of transformers, `ours` a name of this project. In gated networks w1 is
+the gate projection, w3 the up projection and w2 the down projection.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Row:
-    """`{l}` a layer, `{e}` an expert. `turned`: the matrix is transposed there. `half`: of a stack that holds gate and up: of dim 1, or
-    `mixed`, every second of the last dim."""
+    """The two names of a tensor, with `{l}` for a layer and `{e}` for an expert. `turned`: transposed in the file. `half`: 0 or 1 if the
+    file stacks gate and up projection along dim 1, or with `mixed` interleaved in the last dim.
+    """
 
     theirs: str
     ours: str
@@ -30,7 +32,7 @@ class Row:
 
     @property
     def stacked(self) -> bool:
-        """Whether all experts are in one tensor there."""
+        """Whether one tensor of the file holds all experts."""
         return "{e}" in self.ours and "{e}" not in self.theirs
 
 
@@ -64,7 +66,7 @@ ROWS = (
     *(Row(f"{_LAYER}mlp.{a}.weight", f"{_OURS}ffn.{b}.weight") for a, b in _NETWORK),
 )
 _GRANITE = (("input_linear.weight", "experts.gate_up_proj"), ("output_linear.weight", "experts.down_proj"))
-# of experts, by how a family names them in files; `stacked` is how transformers holds them, and some files too
+# rows of experts, by their names in files; `stacked` is the form in memory of transformers, and of some files
 EXPERTS: dict[str, tuple[Row, ...]] = {
     "block_sparse_moe": (
         Row(f"{_LAYER}block_sparse_moe.gate.weight", f"{_OURS}router.weight"),
@@ -101,7 +103,7 @@ EXPERTS: dict[str, tuple[Row, ...]] = {
         *(Row(f"{_LAYER}mlp.shared_expert.{a}.weight", f"{_OURS}shared.{b}.weight") for a, b in _NETWORK),
         Row(f"{_LAYER}mlp.shared_expert_gate.weight", f"{_OURS}shared_gate.weight"),
     ),
-    "switch": (),  # among the family's own rows
+    "switch": (),  # Switch's own rows contain them
     "stacked": (
         Row(f"{_LAYER}mlp.gate.weight", f"{_OURS}router.weight"),
         Row(f"{_LAYER}mlp.experts.gate_up_proj", f"{_OURS}experts.{{e}}.w1", turned=True, half=0),
@@ -109,14 +111,15 @@ EXPERTS: dict[str, tuple[Row, ...]] = {
         Row(f"{_LAYER}mlp.experts.down_proj", f"{_OURS}experts.{{e}}.w2", turned=True),
     ),
 }
-# tensors that old files have and the recipe says, copies of another, and a table that no layer reads
+# tensors of old files that are not read: the recipe implies them, or they are copies, or no layer uses them
 NOT_READ = ("rotary_emb.inv_freq", "coder.embed_tokens.weight", "EncDecAttention.relative_attention_bias.weight")
 
 
 @dataclass(frozen=True)
 class Key:
-    """A key of config.json, by its names, the first of which is written; `values`: theirs to ours, where they differ. `absent`: what a
-    config without it means; with REQUIRED there is none."""
+    """A key of config.json. `theirs`: its names, of which the first is written; `values`: their values to ours if they differ; `absent`:
+    the value of a config without this key, or REQUIRED.
+    """
 
     theirs: tuple[str, ...]
     ours: str
@@ -174,9 +177,12 @@ _MUST_OF_DEEPSEEK = _MUST | {"attention_bias": (False, None), "moe_layer_freq": 
 
 @dataclass(frozen=True)
 class Windows:
-    """Which layers of a family have a sliding window, where config.json has no layer_types: `every`, those `from` max_window_layers on, or
-    every `other` one, the first among them, below max_window_layers where there is one. `absent`: sliding_window of a config without it.
-    `asked`: only with use_sliding_window. A family that has windows in every layer reads no layer_types."""
+    """Which layers of a family have a sliding window if config.json has no layer_types. `layers`: `every` layer, layers `from`
+    max_window_layers on, or every `other` layer beginning with the first (below max_window_layers if that is used).
+
+    `absent`: sliding_window of a config without it. `asked`: windows are used only with use_sliding_window. layer_types is not read for
+    families with windows in every layer.
+    """
 
     layers: Literal["every", "from", "other"]
     absent: int | None = 4096
@@ -185,22 +191,26 @@ class Windows:
 
 @dataclass(frozen=True)
 class Family:
-    """`experts`: a key of EXPERTS, None: dense. `always`: recipe values; `must`: values of config.json, the first of which is written.
-    `picks_layers`: decoder_sparse_step and mlp_only_layers say which layers have experts; else all have. `base`: rope_theta of a config
-    without it. `windows`: None: the family reads none. `turning`: partial_rotary_factor of a config without it; None: all channels turn."""
+    """One family. `experts`: a key of EXPERTS, None: dense. `always`: fixed recipe values. `must`: supported values of config.json; the
+    first is written. `picks_layers`: decoder_sparse_step and mlp_only_layers choose the layers with experts; otherwise all layers have
+    them.
+
+    `base`: rope_theta of a config without it. `windows`: rule for sliding windows, None: the family has none. `turning`:
+    partial_rotary_factor of a config without it, None: all channels rotate.
+    """
 
     architecture: str
     keys: tuple[Key, ...]
     always: Mapping[str, Any]
     experts: str | None = None
     picks_layers: bool = False
-    leading: bool = False  # dense layers come first, and experts may be in groups: moe/convert/huggingface/deepseek.py
+    leading: bool = False  # dense layers come first, experts may be in groups (moe/convert/huggingface/deepseek.py)
     latent: bool = False
     must: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: _MUST)
     base: float = 10_000.0
     windows: Windows | None = None
     turning: float | None = None
-    halves: bool = False  # an encoder and a decoder: moe/convert/huggingface/encoder_decoder.py
+    halves: bool = False  # encoder and decoder (moe/convert/huggingface/encoder_decoder.py)
     rows: tuple[Row, ...] = ROWS
     embedding: str = "model.embed_tokens.weight"
 
@@ -224,7 +234,7 @@ _MUST_OF_T5: dict[str, tuple[Any, ...]] = {
     "quantization_config": (None,),
 }
 
-# by model_type; a run that several could say is written as the first of them
+# by model_type; a run that several families can describe is written as the first of them
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM", (*_DENSE, _HEAD, *_BIASES), _ALWAYS),
     "mistral": Family("MistralForCausalLM", (*_DENSE, _HEAD), _ALWAYS, windows=Windows("every", asked=False)),
@@ -396,7 +406,7 @@ FAMILIES: dict[str, Family] = {
         embedding="shared.weight",
     ),
 }
-# keys that change nothing that a model computes here
+# keys without an effect on the computation
 _HARMLESS = """
     architectures model_type dtype torch_dtype transformers_version _name_or_path bos_token_id eos_token_id pad_token_id initializer_range
     use_cache output_router_logits attention_dropout rope_parameters rope_theta rope_scaling

@@ -1,11 +1,11 @@
-"""The tensors of a model's safetensors files, one file or several, found by their keys; and such files written.
+"""Reads the tensors of a model's safetensors files, one file or several, by their keys; and writes such files.
 
-    Source(folder)             the *.safetensors of a folder, headers alone
-    Source.check(shapes)       each parameter here has its tensor there, of the right shape, and no tensor is left over
-    Source.tensor(name)        one parameter, read alone, of a stack of experts its part; finite
+    Source(folder)             the *.safetensors files of a folder; reads only their headers
+    Source.check(shapes)       checks that each parameter has a tensor of the right shape, and that no tensor is left over
+    Source.tensor(name)        one parameter; from a stack of experts only its part; must be finite
     write(folder, tensors)     model.safetensors, or numbered files with their index
 
-Nothing is opened as a whole: a tensor is in memory while it is on its way (parallel/store/stored.py reads the same format).
+Files are never loaded whole: only the tensor being converted is in memory (parallel/store/stored.py reads the same format).
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from parallel.mesh.layout import Box
 from parallel.store.files import read_text, usual_mode
 from parallel.store.stored import TensorFile, finite
 
-FILE_BYTES = 2**29  # of tensors, after which another file begins; while one is written, its tensors are in memory twice
+FILE_BYTES = 2**29  # bytes of tensors in a file before another file begins; tensors of the file being written are in memory twice
 Shape = tuple[int, ...]
 _OTHERS = ("*.bin", "*.pt", "*.pth", "*.gguf")
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a parameter is there: the tensor's key, the box of it, and how to turn that."""
+class Location:
+    """The location of a parameter in the files: key of the tensor, expert in it, and whether it is transposed."""
 
     row: Row
     key: str
     expert: int | None = None
 
     def whole(self, shape: Shape, experts: int) -> Shape:
-        """The tensor's shape there, of a parameter of this shape here."""
+        """Shape of the file's tensor for a parameter of this shape."""
         there = list(shape[::-1] if self.row.turned else shape)
         if self.row.half is not None:
             there[-1 if self.row.mixed else 0] *= 2
         return (experts, *there) if self.row.stacked else tuple(there)
 
     def box(self, shape: Shape) -> Box:
-        """The parameter's part of the tensor."""
+        """The parameter's region of the file's tensor."""
         there = shape[::-1] if self.row.turned else shape
         if not self.row.stacked:
             return tuple(slice(0, n) for n in there)
@@ -61,20 +61,20 @@ class Place:
         return (mine, slice(first, first + there[0]), *(slice(0, n) for n in there[1:]))
 
     def of_box(self, read: Tensor) -> Tensor:
-        """What is there in that box, as the parameter: a view."""
+        """The parameter as a view of that region."""
         read = read[0] if self.row.stacked else read
         read = read[..., self.row.half :: 2] if self.row.mixed else read
         return read.t() if self.row.turned else read
 
 
-def places(name: str, family: Family, *, stacked: bool = True) -> Iterator[Place]:
-    """Where a parameter by its name here can be, the place where the family is written first."""
+def locations(name: str, family: Family, *, stacked: bool = True) -> Iterator[Location]:
+    """The possible locations of a parameter, by its name in checkpoints. The first is the one that is written."""
     kinds = [] if family.experts is None else [family.experts, "shared", "stacked"] if stacked else [family.experts, "shared"]
     for row in (*family.rows, *(row for kind in kinds for row in EXPERTS[kind])):
         found = _pattern(row.ours).fullmatch(name)
         if found is not None:
             expert = found.groupdict().get("e")
-            yield Place(row, row.theirs.format(**found.groupdict()), None if expert is None else int(expert))
+            yield Location(row, row.theirs.format(**found.groupdict()), None if expert is None else int(expert))
 
 
 @cache
@@ -84,11 +84,11 @@ def _pattern(ours: str) -> re.Pattern[str]:
 
 @dataclass
 class Source:
-    """The tensors of the files in a folder, by key. Raises BadInput where there are none, or where a file is damaged."""
+    """The tensors of the files in a folder, by key. Raises BadInput if there are no such files, or a damaged one."""
 
     folder: Path
     files: dict[str, TensorFile] = field(default_factory=dict)
-    found: dict[str, Place] = field(default_factory=dict)  # of each parameter here
+    found: dict[str, Location] = field(default_factory=dict)  # location of each parameter
     shapes: Mapping[str, Shape] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -113,28 +113,28 @@ class Source:
                 self.files[key] = file
 
     def check(self, family: Family, shapes: Mapping[str, Shape], *, tied: bool) -> None:
-        """Find every parameter's place. Raises BadInput for a tensor that is missing, left over, or of another shape."""
+        """Find each parameter's location. Raises BadInput for a tensor that is missing, left over, or of another shape."""
         self.shapes, experts = shapes, _experts(shapes)
         for name, shape in shapes.items():
-            there = list(places(name, family))
-            place = next((place for place in there if place.key in self.files), None)
-            if place is None:
-                needed = " or ".join(dict.fromkeys(place.key for place in there)) or "no such parameter in this family"
+            candidates = list(locations(name, family))
+            location = next((location for location in candidates if location.key in self.files), None)
+            if location is None:
+                needed = " or ".join(dict.fromkeys(location.key for location in candidates)) or "no such parameter in this family"
                 raise BadInput(str(self.folder), got=f"no tensor for {name}", needed=needed, fix="take all files of the model")
-            there_is = self.files[place.key].places[place.key].shape
-            needs = place.whole(shape, experts.get(name.partition(".experts.")[0], 0))
-            if there_is != needs:
+            stored_shape = self.files[location.key].places[location.key].shape
+            needs = location.whole(shape, experts.get(name.partition(".experts.")[0], 0))
+            if stored_shape != needs:
                 fix = "take the config.json that belongs to the files"
-                raise BadInput(f"tensor {place.key}", got=f"shape {list(there_is)}", needed=f"{list(needs)}", fix=fix)
-            self.found[name] = place
-        used = {place.key for place in self.found.values()} | ({"lm_head.weight"} if tied else set())
+                raise BadInput(f"tensor {location.key}", got=f"shape {list(stored_shape)}", needed=f"{list(needs)}", fix=fix)
+            self.found[name] = location
+        used = {location.key for location in self.found.values()} | ({"lm_head.weight"} if tied else set())
         left = [key for key in self.files if key not in used and not key.endswith(NOT_READ)]
         if left:
             more = f" and {len(left) - 1} more" if len(left) > 1 else ""
             raise BadInput(
                 f"tensor {left[0]}{more}",
                 got="it in the files",
-                needed="tensors that have a parameter here",
+                needed="only tensors with a parameter in the recipe's model",
                 fix="this model is not covered: see docs/use/huggingface.md",
             )
         if tied and "lm_head.weight" in self.files and not self._read("lm_head.weight").equal(self._read(family.embedding)):
@@ -142,40 +142,42 @@ class Source:
             raise BadInput("tensor lm_head.weight", got=got, needed="the same", fix="set tie_word_embeddings to false in config.json")
 
     def dtypes(self) -> dict[str, Any]:
-        """The dtype of most parameters, and of the others by name; after check."""
-        found = {name: str(self.files[place.key].places[place.key].dtype).removeprefix("torch.") for name, place in self.found.items()}
+        """The dtype of most parameters, and of the others by name. Call `check` first."""
+        found = {
+            name: str(self.files[location.key].places[location.key].dtype).removeprefix("torch.") for name, location in self.found.items()
+        }
         most = Counter(found.values()).most_common(1)[0][0]
         return {"most": most, "others": {name: dtype for name, dtype in found.items() if dtype != most}}
 
     def tensor(self, name: str) -> Tensor:
-        """One parameter, in the dtype of its file. Raises BadInput for numbers that are not finite."""
-        place, shape = self.found[name], self.shapes[name]
-        read = self.files[place.key].read(place.key, place.box(shape))
+        """One parameter in the dtype of its file. Raises BadInput for numbers that are not finite."""
+        location, shape = self.found[name], self.shapes[name]
+        read = self.files[location.key].read(location.key, location.box(shape))
         if not read.is_floating_point() or not finite(read):
             got = "values that are not finite" if read.is_floating_point() else f"values of {str(read.dtype).removeprefix('torch.')}"
             fix = "copy the file again, or save the model again"
-            raise BadInput(f"tensor {place.key}", got=got, needed="finite floating-point numbers", fix=fix)
-        return place.of_box(read).contiguous()
+            raise BadInput(f"tensor {location.key}", got=got, needed="finite floating-point numbers", fix=fix)
+        return location.of_box(read).contiguous()
 
     def _read(self, key: str) -> Tensor:
         return self.files[key].read(key, tuple(slice(0, n) for n in self.files[key].places[key].shape))
 
 
 def _of_the_model(folder: Path) -> list[Path]:
-    """The files that the index names, where it can be read, or all, but for a second copy with Mistral's own keys (consolidated)."""
+    """The files that the index names, or all if it cannot be read. Leaves out Mistral's second copy (consolidated*.safetensors)."""
     paths = sorted(folder.glob("*.safetensors"))
     try:
         named = set(json.loads(read_text(folder / "model.safetensors.index.json"))["weight_map"].values())
     except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
         named = set()
-    if "model.safetensors" not in named and (folder / "model.safetensors").is_file():  # then nobody knows which of the two is meant
+    if "model.safetensors" not in named and (folder / "model.safetensors").is_file():  # both forms exist, so the index is ignored
         named = set()
     chosen = [path for path in paths if path.name in named]
     return chosen or [path for path in paths if not path.name.startswith("consolidated")] or paths
 
 
 def _experts(shapes: Mapping[str, Shape]) -> dict[str, int]:
-    """How many experts each layer has, by the layer's name."""
+    """The number of experts of each layer, by the layer's name."""
     found: dict[str, int] = {}
     for name in shapes:
         layer, inside, rest = name.partition(".experts.")
@@ -185,7 +187,7 @@ def _experts(shapes: Mapping[str, Shape]) -> dict[str, int]:
 
 
 def by_key(names: Iterable[str], family: Family) -> dict[str, list[str]]:
-    """The parameters that each of the family's tensors holds."""
+    """The parameters that each tensor of the files holds, by the tensor's key."""
     found: dict[str, list[str]] = {}
     for name in names:
         found.setdefault(_written(name, family).key, []).append(name)
@@ -193,47 +195,47 @@ def by_key(names: Iterable[str], family: Family) -> dict[str, list[str]]:
 
 
 def written(names: Sequence[str], family: Family, shapes: Mapping[str, Shape], read: Callable[[str], Tensor]) -> Tensor:
-    """One of the family's tensors, put together from the parameters that it holds, which `read` gives one at a time."""
+    """One tensor of the files, assembled from its parameters, which `read` returns one at a time."""
     experts, out = _experts(shapes), None
     for name in names:
-        tensor, place = read(name), _written(name, family)
-        if not place.row.stacked:
-            return tensor.t().contiguous() if place.row.turned else tensor.contiguous()
+        tensor, location = read(name), _written(name, family)
+        if not location.row.stacked:
+            return tensor.t().contiguous() if location.row.turned else tensor.contiguous()
         if out is None:
-            out = tensor.new_empty(place.whole(shapes[name], experts[name.partition(".experts.")[0]]))
-        place.of_box(out[place.box(shapes[name])]).copy_(tensor)
+            out = tensor.new_empty(location.whole(shapes[name], experts[name.partition(".experts.")[0]]))
+        location.of_box(out[location.box(shapes[name])]).copy_(tensor)
     assert out is not None
     return out
 
 
-def _written(name: str, family: Family) -> Place:
-    return next(places(name, family, stacked=False))
+def _written(name: str, family: Family) -> Location:
+    return next(locations(name, family, stacked=False))
 
 
 def write(folder: Path, tensors: Iterable[tuple[str, Tensor]], sizes: Sequence[int]) -> None:
-    """Write tensors, of which these are the bytes, as files of at most FILE_BYTES each, but for a tensor that is larger."""
-    runs = _runs(sizes)
+    """Write tensors as files of at most FILE_BYTES each; a larger tensor has a file of its own. `sizes`: bytes of each tensor."""
+    counts = _tensors_of_files(sizes)
     coming = iter(tensors)
     index: dict[str, str] = {}
-    for number, count in enumerate(runs, 1):
-        name = f"model-{number:05d}-of-{len(runs):05d}.safetensors" if len(runs) > 1 else "model.safetensors"
+    for number, count in enumerate(counts, 1):
+        name = f"model-{number:05d}-of-{len(counts):05d}.safetensors" if len(counts) > 1 else "model.safetensors"
         held = dict(next(coming) for _ in range(count))
         with usual_mode(folder / name):
             save_file(held, folder / name, metadata={"format": "pt"})
         index |= dict.fromkeys(held, name)
-        held.clear()  # before the next file's are read
-    if len(runs) > 1:
+        held.clear()  # freed before the next file's tensors are read
+    if len(counts) > 1:
         about = {"metadata": {"total_size": sum(sizes)}, "weight_map": index}
         (folder / "model.safetensors.index.json").write_text(json.dumps(about, indent=2) + "\n")
 
 
-def _runs(sizes: Sequence[int]) -> list[int]:
-    """How many tensors each file has."""
-    runs, held = [0], 0
+def _tensors_of_files(sizes: Sequence[int]) -> list[int]:
+    """The number of tensors in each file."""
+    counts, held = [0], 0
     for size in sizes:
-        if runs[-1] and held + size > FILE_BYTES:
-            runs.append(0)
+        if counts[-1] and held + size > FILE_BYTES:
+            counts.append(0)
             held = 0
-        runs[-1] += 1
+        counts[-1] += 1
         held += size
-    return runs
+    return counts

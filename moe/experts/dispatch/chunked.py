@@ -43,7 +43,7 @@ class Chunked(Exchange):
             positions = [step.there(keys) for step, keys in zip(steps, dropout.position_T[plan.token_R].split(sizes), strict=True)]
         backs = []
         following = _start(rows[0], steps[0])
-        for j, (step, weights) in enumerate(zip(steps, experts.runs(self.chunks, x_TD.dtype), strict=True)):
+        for j, (step, weights) in enumerate(zip(steps, experts.chunks(self.chunks, x_TD.dtype), strict=True)):
             current = following
             if j + 1 < self.chunks:
                 following = _start(rows[j + 1], steps[j + 1])

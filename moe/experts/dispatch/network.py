@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe.experts.experts import Experts, Part
+from moe.experts.experts import ExpertChunk, Experts
 from parallel.mesh.collectives import all_gather, reduce_scatter
 from parallel.mesh.exchange import by_bin, collect, spread
 from parallel.mesh.mesh import Axis
@@ -41,7 +41,7 @@ def compute(
     *,
     etp: Axis,
     counts: list[int],
-    weights: Part = None,
+    weights: ExpertChunk = None,
     position_R: Tensor | None = None,
     dropout: Dropout | None = None,
 ) -> Tensor:

@@ -28,8 +28,8 @@ class Padded(Dispatcher):
     about = "links or compilers that want equal, static blocks"
 
     def traffic(self, load: Load) -> Traffic:
-        blocks = Message("ep", "all_to_all", (load.rows if load.places is None else load.places) * load.row_bytes, load.ranks)
-        agreed = [Message("ep", "all_reduce", 8, load.ranks)] if load.places is None else []
+        blocks = Message("ep", "all_to_all", (load.rows if load.slots is None else load.slots) * load.row_bytes, load.ranks)
+        agreed = [Message("ep", "all_reduce", 8, load.ranks)] if load.slots is None else []
         return Traffic.there_and_back(*agreed, Message("ep", "counts", 8 * load.bins, load.ranks), rows=(blocks,))
 
     def open(self, mesh: Mesh, sizes: Sizes) -> Exchange:
@@ -43,7 +43,7 @@ def blocks(exchange: Exchange, routing: Routing) -> Route:
     from moe.experts.dispatch.placement import plan_rows
     from moe.experts.dispatch.steps import Route, Step
     from parallel.mesh.collectives import max_over
-    from parallel.mesh.exchange import exchange_counts, runs
+    from parallel.mesh.exchange import consecutive_indices, exchange_counts
 
     plan, axis = plan_rows(exchange.kernels, routing, placement=exchange.placement), exchange.axis
     slots = None if routing.capacity is None else routing.capacity * routing.num_groups
@@ -51,5 +51,6 @@ def blocks(exchange: Exchange, routing: Routing) -> Route:
     receive_PE = exchange_counts(plan.counts_E.view(axis.size, -1), axis)
     ranks, held = receive_PE.shape
     start_E = plan.counts_E.new_tensor(range(ranks * held)) * slots
-    order_R, slot_R = runs(receive_PE.t().flatten(), start_E.view(ranks, held).t().flatten()), runs(plan.counts_E, start_E)
+    order_R = consecutive_indices(receive_PE.t().flatten(), start_E.view(ranks, held).t().flatten())
+    slot_R = consecutive_indices(plan.counts_E, start_E)
     return Route(plan, receive_PE.sum(0).tolist(), [Step(axis, [held * slots] * ranks, [held * slots] * ranks, order_R, slot_R)])

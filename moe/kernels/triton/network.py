@@ -26,7 +26,7 @@ from moe.kernels.plan import Plan
 from moe.kernels.triton import gemm, moves
 from moe.kernels.triton.device import Tile, check_dtype, hopper, most_rows, on, rows_each, tile
 from moe.kernels.triton.rows import total
-from parallel.numerics.weight_gradient import Owed, if_later, owed_for
+from parallel.numerics.weight_gradient import PendingGradients, if_deferrable, pending_for
 
 # T tokens, K choices, R rows, E experts, D model, F hidden, I and O a matrix's in and out
 
@@ -190,7 +190,7 @@ class _Network(torch.autograd.Function):
         y_RD = product(a, _cast(w2, x_TD), rows, turned=False)
         if keep:
             ctx.save_for_backward(x_TD, gate_TK, w1, w2, w3, scale_RF, h, g)
-            ctx.rows, ctx.form, ctx.weights, ctx.b1 = rows, form, if_later(w1, w2, w3), b1
+            ctx.rows, ctx.form, ctx.weights, ctx.b1 = rows, form, if_deferrable(w1, w2, w3), b1
         return y_RD if rows.plan is None else total(y_RD, rows.plan.row_TK, gate_TK)
 
     @staticmethod
@@ -203,13 +203,13 @@ class _Network(torch.autograd.Function):
         grad_b1, grad_b3 = bias_gradients(grad_h, grad_g, ctx.b1, rows)
         grad_w1 = grad_w2 = grad_w3 = grad_x = None
         weights = ctx.weights or (w1, w2, w3)
-        owed = owed_for(*(w for w in weights if w is not None))
-        if owed is not None:
-            _defer(owed, weights, x_TD, a_gated, grad_out, grad_h, grad_g, rows)
+        pending = pending_for(*(w for w in weights if w is not None))
+        if pending is not None:
+            _defer(pending, weights, x_TD, a_gated, grad_out, grad_h, grad_g, rows)
         elif ctx.needs_input_grad[7]:
             grad_w2, _ = weight_gradients(a_gated, grad_out, None, w2, rows, gathered="right")
         del a_gated
-        if owed is None and (ctx.needs_input_grad[6] or ctx.needs_input_grad[8]):
+        if pending is None and (ctx.needs_input_grad[6] or ctx.needs_input_grad[8]):
             grad_w1, grad_w3 = weight_gradients(x_TD, grad_h, grad_g, w1, rows, gathered="left")
         if ctx.needs_input_grad[0]:
             w_too = None if w3 is None else _cast(w3, x_TD)
@@ -220,9 +220,16 @@ class _Network(torch.autograd.Function):
 
 
 def _defer(
-    owed: Owed, weights: Matrices, x_TD: Tensor, a_gated: Tensor, grad_out: Tensor, grad_h: Tensor, grad_g: Tensor | None, rows: Rows
+    pending: PendingGradients,
+    weights: Matrices,
+    x_TD: Tensor,
+    a_gated: Tensor,
+    grad_out: Tensor,
+    grad_h: Tensor,
+    grad_g: Tensor | None,
+    rows: Rows,
 ) -> None:
-    """Add the computation of all weight gradients to `owed` (zero-bubble schedules)."""
+    """Add the computation of all weight gradients to `pending` (zero-bubble schedules)."""
     w1, w2, w3 = weights
 
     def compute() -> tuple[Tensor | None, ...]:
@@ -230,7 +237,7 @@ def _defer(
         grad_w1, grad_w3 = weight_gradients(x_TD, grad_h, grad_g, w1, rows, gathered="left")
         return (grad_w1, grad_w2) if w3 is None else (grad_w1, grad_w2, grad_w3)
 
-    owed.add((w1, w2) if w3 is None else (w1, w2, w3), compute)
+    pending.add((w1, w2) if w3 is None else (w1, w2, w3), compute)
 
 
 def _cast(weight: Tensor, like: Tensor) -> Tensor:

@@ -78,7 +78,7 @@ class Prediction:
             of = "on the fullest rank" if self.place.kind == "cuda" else "a rank, all of which share this host's memory"
             known.append(Bound(self.least_bytes, self.place.limit_bytes, of))
         if self.place.own_bytes is not None:
-            known.append(Bound(self.rank_bytes, self.place.own_bytes, "on the fullest rank, beside what ulimit lets its process have"))
+            known.append(Bound(self.rank_bytes, self.place.own_bytes, "on the fullest rank, under the ulimit of its process"))
         return max(known, key=lambda bound: bound.over, default=None)
 
     @property

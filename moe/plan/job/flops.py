@@ -35,12 +35,12 @@ def size(model: sections.Model, experts: sections.Experts, router: sections.Rout
     halves = 1 if model.kind == "decoder" else 2  # each with a norm at its end
     ends = vocab_size * model.d_model * (1 if model.tied_embeddings else 2) + halves * model.d_model
     forward = sum(block.forward for block in blocks) + head_forward(model, vocab_size=vocab_size)
-    held, trained = ahead_size(model, experts, router, vocab_size=vocab_size)
+    held, trained = multi_token_size(model, experts, router, vocab_size=vocab_size)
     total, active = (sum(sizes) + ends + held for sizes in zip(*((b.total, b.active) for b in blocks), strict=True))
     return Size(total, active, forward, 3.0 * (forward + trained))
 
 
-def ahead_size(model: sections.Model, experts: sections.Experts, router: sections.Router, *, vocab_size: int) -> tuple[int, float]:
+def multi_token_size(model: sections.Model, experts: sections.Experts, router: sections.Router, *, vocab_size: int) -> tuple[int, float]:
     """Parameters and forward FLOPs per token of multi-token prediction: for each depth a dense block, a product, norms and the head."""
     block = block_size(model, experts, router, layer=model.num_layers)
     join = 2 * model.d_model**2
@@ -97,11 +97,11 @@ def rows_of_token(router: sections.Router, num_experts: int) -> float:
 
     Experts that choose tokens fill their slots. Minimum and rounding of a small group's capacity are left out.
     """
-    spec, places = router, places_of_token(router)
-    return min(min(spec.num_choices, places) if method_of(spec).tokens_choose else places, num_experts)
+    spec, slots = router, slots_of_token(router)
+    return min(min(spec.num_choices, slots) if method_of(spec).tokens_choose else slots, num_experts)
 
 
-def places_of_token(router: sections.Router) -> float:
+def slots_of_token(router: sections.Router) -> float:
     """Slots of all experts together, filled or not, per token; infinite if dropless."""
     spec = router
     return inf if spec.capacity_factor is None else spec.capacity_factor * (spec.num_choices if spec.capacity_counts == "choices" else 1)
@@ -152,10 +152,10 @@ def core_work(model: sections.Model, *, layer: int) -> float:
     length, window = model.max_length, model.window_of(layer)
     if window is None or window >= length:
         return 1.0
-    return (window**2 + 4 * window**2 * (-(-length // window) - 1)) / length**2 if in_runs(model, layer=layer) else 2.0
+    return (window**2 + 4 * window**2 * (-(-length // window) - 1)) / length**2 if in_chunks(model, layer=layer) else 2.0
 
 
-def in_runs(model: sections.Model, *, layer: int) -> bool:
+def in_chunks(model: sections.Model, *, layer: int) -> bool:
     """Return whether a layer's sliding window is computed in chunks of its length."""
     window = model.window_of(layer)
     return window is not None and 2 * window <= model.max_length and model.positions != "t5" and not model.document_mask
@@ -213,7 +213,7 @@ def stage_flops(run: sections.Run, layers: Sequence[range]) -> tuple[float, ...]
 def end_flops(run: sections.Run) -> float:
     """Forward FLOPs per token of the vocabulary's projection and of multi-token prediction, which training runs."""
     head = head_forward(run.model, vocab_size=run.vocab_size)
-    return head + ahead_size(run.model, run.experts, run.router, vocab_size=run.vocab_size)[1]
+    return head + multi_token_size(run.model, run.experts, run.router, vocab_size=run.vocab_size)[1]
 
 
 def _ffn(d_model: int, d_ff: int, ffn: str) -> int:

@@ -64,7 +64,7 @@ class Experts:
     gated: bool = False
     shared_hidden: int = 0
     rows: float | None = None
-    places: float | None = None
+    slots: float | None = None
     exchange: Dispatcher | None = None
     biases: bool = False
     router: Router = Router()

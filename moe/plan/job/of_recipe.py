@@ -8,7 +8,7 @@ from functools import lru_cache
 from moe.experts.dispatch.catalog import dispatcher_of
 from moe.kernels.products import PRODUCTS
 from moe.plan.job.cut import cut
-from moe.plan.job.flops import core_work, in_runs, layer_flops, places_of_token, rows_of_token
+from moe.plan.job.flops import core_work, in_chunks, layer_flops, rows_of_token, slots_of_token
 from moe.plan.job.network import Adapters, Experts, Latent, Network, Plan, Router
 from moe.plan.job.optimizer import optimizer_bytes
 from moe.plan.job.states import BF16, FP32, FP32_AND_COPY, MIXED, MIXED_FP32_GRADIENTS, Storage
@@ -74,7 +74,7 @@ def _decoder(run: Run) -> Network:
         dropout=m.dropout > 0,
         ahead=m.ahead,
         core_work=sum(core_work(m, layer=layer) for layer in range(m.num_layers)) / m.num_layers,
-        windows_in_runs=sum(in_runs(m, layer=layer) for layer in range(m.num_layers)) / m.num_layers,
+        windows_in_runs=sum(in_chunks(m, layer=layer) for layer in range(m.num_layers)) / m.num_layers,
         experts=_experts(run),
         latent=_latent(m),
         adapters=Adapters(run.lora.rank, run.lora.targets) if run.lora.rank else None,
@@ -118,7 +118,7 @@ def _experts(run: Run) -> Experts | None:
             kept=method_of(spec).kept_bytes(num_choices=choices, num_experts=count + e.free),
         ),
         rows=None if spec.capacity_factor is None else rows_of_token(run.router, count) / choices,
-        places=None if spec.capacity_factor is None else min(places_of_token(run.router), count) / choices,
+        slots=None if spec.capacity_factor is None else min(slots_of_token(run.router), count) / choices,
         exchange=dispatcher_of(run.dispatch),
     )
 
@@ -138,7 +138,7 @@ def plan_of(run: Run) -> Plan:
         tensor="sliced" if run.tensor.sequence_parallel and run.tensor.kind == "1d" else run.tensor.kind,
         depth=d.tp_depth,
         sequence=run.sequence.kind,
-        order=run.sequence.places,
+        order=run.sequence.position_order,
         schedule=run.pipeline.schedule,
         chunks=_chunks(run),
         stage_layers=run.pipeline.layers or stage_layers(run),

@@ -178,8 +178,8 @@ def traffic_of(network: Network, plan: Plan, tokens: float, rows: float, number_
     """Messages of one layer's exchange over ep, for `tokens` tokens of which `rows` rows are kept."""
     e = network.experts
     assert e is not None
-    places = None if e.places is None else tokens * e.choices * e.places
-    load = Load(tokens, e.choices, rows, places, network.width, network.width * number_bytes, e.count, plan.ep)
+    slots = None if e.slots is None else tokens * e.choices * e.slots
+    load = Load(tokens, e.choices, rows, slots, network.width, network.width * number_bytes, e.count, plan.ep)
     if e.exchange is not None:
         return e.exchange.traffic(load)
     return Traffic.there_and_back(rows=(Message("ep", "all_to_all", rows * load.row_bytes, plan.ep),))

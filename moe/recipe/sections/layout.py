@@ -92,7 +92,7 @@ class Sequence(Section, alters="cost"):
         return sequences.SEQUENCES[self.kind]
 
     @property
-    def places(self) -> Places:
+    def position_order(self) -> Places:
         """The order of positions; chosen by the kind if the recipe gives none."""
         return self.order or self.named.orders[0]
 

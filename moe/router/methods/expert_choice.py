@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from moe.recipe.router_spec import RouterSpec
-from moe.router.methods.method import Asked, Chosen, Method
+from moe.router.methods.method import Chosen, Method, RoutingRequest
 from parallel.errors import BadInput
 from parallel.fixes import Fix, Set
 
@@ -30,7 +30,7 @@ class ExpertChoice(Method):
     tokens_choose = False
     uses_bias = False
     needs_whole_groups = True
-    looks_ahead = "an expert chooses its tokens among those of the whole group"
+    looks_ahead = "an expert chooses its tokens from the whole group"
     is_balanced = "every expert takes equally many tokens"
 
     def check(self, spec: RouterSpec, num_experts: int) -> None:
@@ -58,9 +58,9 @@ class ExpertChoice(Method):
             found["num_choices"] = ("select expert_choice and capacity_counts tokens", reason, Set("router.capacity_counts", "choices"))
         return found
 
-    def choose(self, asked: Asked) -> Chosen:
-        assert asked.slots is not None, "`check` refuses expert choice without a capacity"
-        return expert_choice(asked.preferred_TE, slots=asked.slots, num_groups=asked.num_groups, valid_T=asked.context.valid_T)
+    def choose(self, request: RoutingRequest) -> Chosen:
+        assert request.slots is not None, "`check` refuses expert choice without a capacity"
+        return expert_choice(request.preferred_TE, slots=request.slots, num_groups=request.num_groups, valid_T=request.context.valid_T)
 
 
 def expert_choice(scores_TE: Tensor, *, slots: int, num_groups: int, valid_T: Tensor | None) -> Chosen:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from moe.recipe.router_spec import RouterSpec
-from moe.router.methods.method import Asked, Method
+from moe.router.methods.method import Method, RoutingRequest
 from parallel.errors import BadInput
 from parallel.fixes import Fix, Set
 
@@ -65,10 +65,10 @@ class GroupLimited(Method):
     def experts_needed(self, spec: RouterSpec) -> int:
         return -(-spec.num_choices // spec.top_groups) * spec.expert_groups
 
-    def select(self, asked: Asked) -> Tensor:
-        spec = asked.spec
+    def select(self, request: RoutingRequest) -> Tensor:
+        spec = request.spec
         groups = {"expert_groups": spec.expert_groups, "top_groups": spec.top_groups, "best": 1 if spec.group_score == "best" else 2}
-        return group_limited(asked.preferred_TE, spec.num_choices, **groups, kernels=asked.kernels)
+        return group_limited(request.preferred_TE, spec.num_choices, **groups, kernels=request.kernels)
 
 
 def group_limited(scores_TE: Tensor, k: int, *, expert_groups: int, top_groups: int, best: int, kernels: ModuleType) -> Tensor:

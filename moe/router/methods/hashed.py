@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from moe.router.methods.method import Asked, Method
+from moe.router.methods.method import Method, RoutingRequest
 from parallel.errors import BadInput
 
 if TYPE_CHECKING:
@@ -29,16 +29,16 @@ class Hash(Method):
     noises = ("none",)
     is_balanced = "a hash chooses, and no loss moves it"
 
-    def select(self, asked: Asked) -> Tensor:
-        tokens_T = asked.context.tokens_T
+    def select(self, request: RoutingRequest) -> Tensor:
+        tokens_T = request.context.tokens_T
         if tokens_T is None:
             raise BadInput("router.select", got="hash without token ids", needed="tokens_T", fix="make the context by Context.of")
-        if asked.table_VK is not None:
-            return asked.table_VK[tokens_T.long()]
-        if asked.spec.hash_table is not None:
+        if request.table_VK is not None:
+            return request.table_VK[tokens_T.long()]
+        if request.spec.hash_table is not None:
             fix = "make the model by moe.parallelize.build, which reads it"
-            raise BadInput("router.hash_table", got=f"{asked.spec.hash_table}, not read", needed="its table in the router", fix=fix)
-        return hashed(tokens_T, asked.spec.num_choices, num_experts=asked.num_experts, name=asked.name, kernels=asked.kernels)
+            raise BadInput("router.hash_table", got=f"{request.spec.hash_table}, not read", needed="its table in the router", fix=fix)
+        return hashed(tokens_T, request.spec.num_choices, num_experts=request.num_experts, name=request.name, kernels=request.kernels)
 
 
 def hashed(tokens_T: Tensor, k: int, *, num_experts: int, name: str, kernels: ModuleType) -> Tensor:

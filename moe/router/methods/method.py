@@ -1,7 +1,7 @@
 """How a router selects experts: one object a method, each in a file of its own; catalog.py lists them.
 
-    router      logits, noise, scores, bias                 -> Asked
-    method      choose(Asked)                               -> Chosen: the experts of each token
+    router      logits, noise, scores, bias                 -> RoutingRequest
+    method      choose(RoutingRequest)                               -> Chosen: the experts of each token
     router      slots, drops, then gates from the scores    -> Routing          (a method may have gates of its own)
 
 Everything that other code must know of a method is asked of its object: checks, groups, the planner, text generation and `moe verify`
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Asked:
+class RoutingRequest:
     """One layer's question: which experts does each token get? All tensors are without gradient.
 
     `preferred_TE` fp32: scores with noise and bias, of which the highest are preferred. `scores_TE` and `logits_TE` fp32: without bias.
@@ -102,15 +102,15 @@ class Method:
         """Bytes that the method keeps for the backward pass, for each token, in addition to the scores."""
         return 0
 
-    def select(self, asked: Asked) -> Tensor:
+    def select(self, request: RoutingRequest) -> Tensor:
         """Return the experts [T, K] int64, different ones for each token."""
         raise NotImplementedError
 
-    def choose(self, asked: Asked) -> Chosen:
+    def choose(self, request: RoutingRequest) -> Chosen:
         """Return the experts of `select`, or of a record if it names some."""
-        expert_TK = self.select(asked)
-        if asked.given_TK is not None:
-            expert_TK = expert_TK.where(asked.given_TK < 0, asked.given_TK)
+        expert_TK = self.select(request)
+        if request.given_TK is not None:
+            expert_TK = expert_TK.where(request.given_TK < 0, request.given_TK)
         return Chosen(expert_TK)
 
     def gates(self, logits_TE: Tensor, chosen: Chosen) -> Tensor | None:

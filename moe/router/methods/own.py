@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from moe.recipe.plugin import loaded
-from moe.router.methods.method import Asked, Method
+from moe.router.methods.method import Method, RoutingRequest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,8 +16,8 @@ class Own(Method):
 
     name = "module:name"
 
-    def select(self, asked: Asked) -> Tensor:
-        return own_choices(asked.preferred_TE, asked.spec.num_choices, asked.spec.select)
+    def select(self, request: RoutingRequest) -> Tensor:
+        return own_choices(request.preferred_TE, request.spec.num_choices, request.spec.select)
 
 
 def own_choices(preferred_TE: Tensor, k: int, name: str) -> Tensor:

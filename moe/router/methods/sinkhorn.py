@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from moe.router.methods.method import Asked, Method
+from moe.router.methods.method import Method, RoutingRequest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,11 +28,11 @@ class Sinkhorn(Method):
     looks_ahead = "the balanced plan is made over all tokens of the group"
     is_balanced = "the plan already gives every expert its share, and the loss would pull against it"
 
-    def select(self, asked: Asked) -> Tensor:
-        preferred_TE = asked.preferred_TE
-        if asked.training:
-            preferred_TE = balanced_plan(asked.logits_TE, num_groups=asked.num_groups, valid_T=asked.context.valid_T)
-        expert_TK: Tensor = asked.kernels.top_k(preferred_TE, asked.spec.num_choices)
+    def select(self, request: RoutingRequest) -> Tensor:
+        preferred_TE = request.preferred_TE
+        if request.training:
+            preferred_TE = balanced_plan(request.logits_TE, num_groups=request.num_groups, valid_T=request.context.valid_T)
+        expert_TK: Tensor = request.kernels.top_k(preferred_TE, request.spec.num_choices)
         return expert_TK
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moe.recipe.router_spec import RouterSpec
-from moe.router.methods.method import Asked, Chosen, Method
+from moe.router.methods.method import Chosen, Method, RoutingRequest
 from parallel.errors import BadInput
 from parallel.fixes import Set
 
@@ -64,15 +64,15 @@ class SparseMixer(Method):
     def kept_bytes(self, *, num_choices: int, num_experts: int) -> int:
         return 5 * num_choices * num_experts  # open_TKE, and the logits of each choice in fp32
 
-    def choose(self, asked: Asked) -> Mixed:
-        k, margin = asked.spec.num_choices, asked.spec.mixer_margin
+    def choose(self, request: RoutingRequest) -> Mixed:
+        k, margin = request.spec.num_choices, request.spec.mixer_margin
 
         def draw(choice: int) -> Tensor:
-            return asked.uniform(f"mixer.{choice}", asked.num_experts)
+            return request.uniform(f"mixer.{choice}", request.num_experts)
 
-        uniform = draw if asked.training else None
-        expert_TK, best_TK, open_TKE = one_by_one(asked.logits_TE, k, margin=margin, uniform=uniform, given_TK=asked.given_TK)
-        share_TK = shares(best_TK, asked.uniform("midpoint", k)) if asked.training else None
+        uniform = draw if request.training else None
+        expert_TK, best_TK, open_TKE = one_by_one(request.logits_TE, k, margin=margin, uniform=uniform, given_TK=request.given_TK)
+        share_TK = shares(best_TK, request.uniform("midpoint", k)) if request.training else None
         return Mixed(expert_TK, open_TKE=open_TKE, share_TK=share_TK)
 
     def gates(self, logits_TE: Tensor, chosen: Chosen) -> Tensor:

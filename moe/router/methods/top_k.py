@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from moe.router.methods.method import Asked, Method
+from moe.router.methods.method import Method, RoutingRequest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,6 +16,6 @@ class TopK(Method):
     name = "top_k"
     is_top_k = True
 
-    def select(self, asked: Asked) -> Tensor:
-        expert_TK: Tensor = asked.kernels.top_k(asked.preferred_TE, asked.spec.num_choices)
+    def select(self, request: RoutingRequest) -> Tensor:
+        expert_TK: Tensor = request.kernels.top_k(request.preferred_TE, request.spec.num_choices)
         return expert_TK

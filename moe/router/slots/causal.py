@@ -52,6 +52,6 @@ def check_causal(spec: RouterSpec, *, allowed: bool) -> None:
     raise BadInput(
         "router.allow_noncausal",
         got=f"false with {found}",
-        needed=f"true: {reason}, so the model would train on what it cannot know when it generates",
+        needed=f"true: {reason}, so the model would train on tokens that it cannot see when it generates",
         fix=other | Set("router.allow_noncausal", True),
     )

@@ -29,17 +29,17 @@ Made = TypeVar("Made", bound=Any)  # a dataclass of tensors with one row a token
 
 
 @dataclass(frozen=True)
-class Slices:
-    """Shards of sequences over `axis`. `places`: for each rank of the axis, the positions of its tokens in a sequence, ascending."""
+class SequenceShards:
+    """Shards of sequences over `axis`. `positions`: for each rank of the axis, the positions of its tokens in a sequence, ascending."""
 
     axis: Axis
-    places: Sequence[Sequence[int]]
+    positions: Sequence[Sequence[int]]
 
     def whole(self, x_T: Tensor) -> Tensor:
         """Gather this rank's tokens [T, ...] into all ranks' tokens [G, ...], sequence after sequence. Backward: sum over ranks, own
         tokens only.
         """
-        x_BL = rearrange(x_T, "(b l) ... -> b l ...", l=len(self.places[self.axis.index]))
+        x_BL = rearrange(x_T, "(b l) ... -> b l ...", l=len(self.positions[self.axis.index]))
         return rearrange(self.whole_sequences(x_BL), "b s ... -> (b s) ...")
 
     def whole_sequences(self, x_BL: Tensor) -> Tensor:
@@ -77,9 +77,9 @@ class Slices:
     @cached_property
     def _held(self) -> Tensor:
         """Positions of this rank's tokens in a sequence."""
-        return torch.tensor(self.places[self.axis.index])
+        return torch.tensor(self.positions[self.axis.index])
 
     @cached_property
     def _sorted(self) -> Tensor:
         """Indices that sort the gathered tokens by position."""
-        return torch.tensor([place for held in self.places for place in held]).argsort()
+        return torch.tensor([position for held in self.positions for position in held]).argsort()

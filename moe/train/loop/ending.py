@@ -29,7 +29,7 @@ def finish(job: Job) -> dict[str, Any]:
     before = None if figures.seconds else read_summary(job.out)
     if before is not None and before.get("steps") == job.counters.step:
         if job.counters.step == run.train.steps:  # else a callback stopped this process before its first step
-            output.note(f"train.steps {job.counters.step} was reached before: raise train.steps to go on, or start over with --fresh")
+            output.note(f"train.steps {job.counters.step} was reached before: raise train.steps to continue, or start over with --fresh")
         output.progress.close(before)
         return before
     if not figures.evaluated:  # an earlier process made the last step, then died before the summary

@@ -111,9 +111,9 @@ def _refuse_bad_weights(job: Job) -> None:
     skipped, saver = job.counters.in_a_row, job.saves.saver
     there = [step for step, _ in numbered(saver.folder)]
     after = f", so that {skipped} step{'s were' if skipped > 1 else ' was'} skipped"
-    goes_on = f"the run goes on from step-{max(there)}" if there else "the run begins again"
+    goes_on = f"the run continues from step-{max(there)}" if there else "the run begins again"
     if (step := saver.under_way) is not None and step not in there:
-        goes_on += f", or goes on from step-{step} once that is saved"
+        goes_on += f", or continues from step-{step} once that is saved"
     raise BadInput(
         f"step {job.counters.step}",
         got=f"values that are not finite in the {bad} on rank {job.world.rank}{after}",

@@ -30,7 +30,7 @@ from moe.train.parts.energy_clocks import planned_clocks
 from moe.train.parts.profile import Recording, first_of_its_stage
 from moe.train.start import state
 from moe.train.start.job import Job
-from moe.train.start.opening import Asked, open_job
+from moe.train.start.opening import RunArguments, open_job
 from moe.train.start.own import Own
 from moe.train.start.place import asked_to_stop, check_precision, settle_precision
 from moe.train.start.prediction import Measured, foretell
@@ -92,25 +92,25 @@ def train(
     run = settle_precision(run, world)
     slow = check_precision(run, world)
     out = out or Path("runs") / name
-    told = Asked(name, out, world, origins or {}, fresh, from_step, allow_changes, display, init_from, restart, own, code)
+    arguments = RunArguments(name, out, world, origins or {}, fresh, from_step, allow_changes, display, init_from, restart, own, code)
     if slow is not None:
-        told.say(slow)
-    predicted = foretell(run, asked, world, cluster=cluster, force=force, say=told.say)
+        arguments.say(slow)
+    predicted = foretell(run, asked, world, cluster=cluster, force=force, say=arguments.say)
     with deterministic(run.train.deterministic), contextlib.ExitStack() as held:
         of_all(lambda: None if world.rank else held.enter_context(alone_in(out)), process.everyone(world), what="--out")
-        return _train(run, told, predicted, profile)
+        return _train(run, arguments, predicted, profile)
 
 
-def _train(run: Run, told: Asked, predicted: Prediction | None, profile: bool) -> dict[str, Any]:
+def _train(run: Run, arguments: RunArguments, predicted: Prediction | None, profile: bool) -> dict[str, Any]:
     watchdog.enter("preparing", patience=watchdog.FIRST)
-    job = open_job(run, told)
+    job = open_job(run, arguments)
     figures, output = job.figures, job.output
-    figures.predicted, figures.measured = predicted, Measured(told.world)
+    figures.predicted, figures.measured = predicted, Measured(arguments.world)
     if profile and first_of_its_stage(job.mesh):
-        figures.recording = Recording(told.out / "profile", f"rank-{told.world.rank}", note=output.note)
+        figures.recording = Recording(arguments.out / "profile", f"rank-{arguments.world.rank}", note=output.note)
     with asked_to_stop() as asked:
         try:
-            with planned_clocks(run, job.training.executor, job.mesh, told.world, note=output.note):
+            with planned_clocks(run, job.training.executor, job.mesh, arguments.world, note=output.note):
                 _loop(job, asked)
             summary = finish(job)
             job.tell("on_train_end", summary)
@@ -153,7 +153,7 @@ def _loop(job: Job, asked: Callable[[], bool]) -> None:
             job.tell("on_evaluate", evaluate(job))
         if flags and not last:
             job.output.event("stopped", step=counters.step)
-            job.output.note(f"stopped by a signal at step {counters.step}; the same command goes on from here")
+            job.output.note(f"stopped by a signal at step {counters.step}; the same command continues from here")
             raise Stopped
     if job.stopped is not None and counters.step < run.train.steps:
         _end_early(job)
@@ -169,7 +169,7 @@ def _end_early(job: Job) -> None:
     if job.figures.evaluated_at != step:
         evaluate(job, record=not was_evaluated(job))
     job.output.event("stopped", step=step, by=job.stopped)
-    job.output.note(f"stopped at step {step} by {job.stopped}; started again, the run goes on from here")
+    job.output.note(f"stopped at step {step} by {job.stopped}; started again, the run continues from here")
 
 
 def _save(job: Job, *, wait: bool) -> None:

@@ -164,7 +164,7 @@ class Auditor:
 
     def _otherwise(self) -> str:
         steps = [number for number, _ in numbered(self.checkpoints)]
-        return f"without --fresh the run goes on from {self.checkpoints / f'step-{max(steps)}'}" if steps else "start over with --fresh"
+        return f"without --fresh the run continues from {self.checkpoints / f'step-{max(steps)}'}" if steps else "start over with --fresh"
 
 
 def _few(found: Sequence[str]) -> str:

@@ -108,7 +108,9 @@ class Callbacks:
             if outcome.failure is not None:
                 failure = outcome.failure
                 on = f" on rank {failure.rank}" if self.world.size > 1 else ""
-                line = f"{name} raised {failure.line}{on} at step {now.step}; the run goes on from its newest checkpoint when it is mended"
+                line = (
+                    f"{name} raised {failure.line}{on} at step {now.step}; the run continues from its newest checkpoint when it is mended"
+                )
                 raise Ended(line, prints=failure.rank == self.world.index) from failure.error
             if largest(float(bool(now.asked)), self.world):
                 reason = "; ".join(filter(None, now.asked))

@@ -22,7 +22,7 @@ from parallel.mesh.mesh import Mesh
 from parallel.pipeline.energy.nvml import Gpus, NoControl, Pace, connect
 from parallel.process.process import World
 
-AT_FULL_CLOCK = "training goes on at the clocks there are"
+AT_FULL_CLOCK = "training continues at the current clocks"
 
 
 @contextmanager

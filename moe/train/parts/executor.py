@@ -193,7 +193,7 @@ class _Stages:
 def logits_of(executor: Executor, shard: TokenShard) -> Callable[[Tensor], Output]:
     """Return a function: tokens [B, length of the shard] -> Output with logits on every rank, for any sharding of model and sequences.
     Collective."""
-    model, places, (_, sp) = executor.model, shard.places, shard.axes
+    model, places, (_, sp) = executor.model, shard.position_array, shard.axes
 
     def run(tokens_BL: Tensor) -> Output:
         found = torch.zeros(*tokens_BL.shape, model.vocab_size, device=tokens_BL.device)
@@ -203,7 +203,7 @@ def logits_of(executor: Executor, shard: TokenShard) -> Callable[[Tensor], Outpu
                 found[:, places] = output.logits_BLV
 
         mine_BL = tokens_BL[:, places]
-        executor.forward([Pass(mine_BL, None, Context.of(mine_BL, places=places, length=shard.length), 1.0)], each)
+        executor.forward([Pass(mine_BL, None, Context.of(mine_BL, positions=places, length=shard.length), 1.0)], each)
         return Output(sum_over_all(found, (sp, executor.pp_axis)), torch.empty(0), ())  # zeros from the other sequence shards and stages
 
     return run

@@ -79,7 +79,7 @@ def passes_of(
             first_sequence=first_sequence,
             auxiliary_scale=share * loss_scale,
             valid_BL=valid_BL,
-            places=shard.places,
+            positions=shard.position_array,
             length=shard.length,
             source=shard.source,
         )

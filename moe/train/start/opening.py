@@ -15,7 +15,7 @@ from typing import Literal
 from moe.checks.sequence import without_effect
 from moe.checks.verdict import not_recommended
 from moe.data import Dataset, open_data
-from moe.data.remarks import LISTING, list_in, told
+from moe.data.remarks import LISTING, list_in, remark_lines
 from moe.data.tokenizer import check_separator
 from moe.parallelize.build import build, whole_layouts
 from moe.parallelize.engines import prepare
@@ -56,7 +56,7 @@ from parallel.watch.outcome import of_all
 
 
 @dataclass(frozen=True)
-class Asked:
+class RunArguments:
     """Arguments of a run other than its recipe; the fields are the arguments of `train` (moe/train/loop/trainer.py)."""
 
     name: str
@@ -90,25 +90,25 @@ class Start:
     writes: bool
 
 
-def open_job(run: Run, asked: Asked) -> Job:
+def open_job(run: Run, arguments: RunArguments) -> Job:
     """Return this rank's job, restored from the newest checkpoint. Collective. Raises BadInput."""
-    out, world = asked.out, asked.world
+    out, world = arguments.out, arguments.world
     mesh = process.connect(run.mesh_degrees(), world)
-    callbacks = Callbacks(asked.own.callbacks, mesh.axis("world"))
-    start = _start_of(run, asked, mesh)
-    data = _read_data(run, asked, mesh, start.resumed)
-    prepare(run, asked.say)
-    executor = start_model(run, mesh, world, rule=asked.own.rule(run, mesh), table=start.resumed.table)
-    if asked.fresh:
+    callbacks = Callbacks(arguments.own.callbacks, mesh.axis("world"))
+    start = _start_of(run, arguments, mesh)
+    data = _read_data(run, arguments, mesh, start.resumed)
+    prepare(run, arguments.say)
+    executor = start_model(run, mesh, world, rule=arguments.own.rule(run, mesh), table=start.resumed.table)
+    if arguments.fresh:
         for folder in (out / "checkpoints", out / KEPT):
             set_aside(folder, world)
     training = Training(executor, LossScale.of(run.precision.loss_scale), Rebalancer(run, executor.engine, mesh))
-    _restore(run, asked, mesh, training, data, start)
-    aside = None if asked.from_step is None else set_aside(out / "checkpoints", world, after=asked.from_step)
+    _restore(run, arguments, mesh, training, data, start)
+    aside = None if arguments.from_step is None else set_aside(out / "checkpoints", world, after=arguments.from_step)
     if start.writes:
-        _write_folder(run, asked, data, start)
-    output = _open_output(run, asked, start, training.counters.step, callbacks)
-    for line in (*_remarks(run, asked, start), *_of_start(run, asked, start, training.counters.step, aside)):
+        _write_folder(run, arguments, data, start)
+    output = _open_output(run, arguments, start, training.counters.step, callbacks)
+    for line in (*_remarks(run, arguments, start), *_of_start(run, arguments, start, training.counters.step, aside)):
         output.note(line)
     shard = shard_of(run, mesh, run.train.global_batch)
     saver = Saver(out / "checkpoints", mesh.axis("world"), keep=run.train.keep)
@@ -118,34 +118,34 @@ def open_job(run: Run, asked: Asked) -> Job:
     base = described(start.base) if start.base is not None and run.lora.rank else None
     return Job(
         run,
-        asked.name,
+        arguments.name,
         out,
         world,
         mesh,
         training=replace(training, auditor=auditor),
         batches=Batches(data, shard, mesh.axis("world") if run.data.is_own else None),
         output=output,
-        saves=Saves(saver, asked.code, base, start.resumed.table, begun=None if start.found is None else training.counters.step),
+        saves=Saves(saver, arguments.code, base, start.resumed.table, begun=None if start.found is None else training.counters.step),
     )
 
 
-def _start_of(run: Run, asked: Asked, mesh: Mesh) -> Start:
+def _start_of(run: Run, arguments: RunArguments, mesh: Mesh) -> Start:
     """Find the checkpoints from which the run starts, and check that its model fits them. Makes the run's folder. Collective."""
-    found = None if asked.fresh else state.find(asked.out / "checkpoints", mesh, log=asked.say, step=asked.from_step)
-    done = _is_done(run, found, asked.out, mesh)
+    found = None if arguments.fresh else state.find(arguments.out / "checkpoints", mesh, log=arguments.say, step=arguments.from_step)
+    done = _is_done(run, found, arguments.out, mesh)
     if not done:
-        make_writable(asked.out, asked.world)
+        make_writable(arguments.out, arguments.world)
     source = None
-    if asked.init_from is not None and found is None:
-        begins = state.source(asked.init_from, mesh, log=asked.say)
+    if arguments.init_from is not None and found is None:
+        begins = state.source(arguments.init_from, mesh, log=arguments.say)
         source = of_all(lambda: whole_model(begins), mesh.axis("world"), what="--init_from")
     check_base(run.lora.rank, source=source, found=found)
-    base = source if found is None else base_of(found, _moved(asked)) if run.lora.rank else None
-    resumed = Resumed.of(found, run, asked.allow_changes) if source is None else Resumed.begun(source, run, asked.allow_changes)
-    return Start(found, source, base, resumed, writes=asked.world.rank == 0 and not done)
+    base = source if found is None else base_of(found, _moved(arguments)) if run.lora.rank else None
+    resumed = Resumed.of(found, run, arguments.allow_changes) if source is None else Resumed.begun(source, run, arguments.allow_changes)
+    return Start(found, source, base, resumed, writes=arguments.world.rank == 0 and not done)
 
 
-def _read_data(run: Run, asked: Asked, mesh: Mesh, resumed: Resumed) -> Dataset:
+def _read_data(run: Run, arguments: RunArguments, mesh: Mesh, resumed: Resumed) -> Dataset:
     """Open the run's data, with the tokenizer that it resumes with. Collective with a user's own data."""
     read = partial(
         open_data,
@@ -154,18 +154,18 @@ def _read_data(run: Run, asked: Asked, mesh: Mesh, resumed: Resumed) -> Dataset:
         vocab_size=run.vocab_size,
         seed=run.train.seed,
         tokenizer=resumed.tokenizer,
-        log=asked.say,
-        given=asked.own.data,
+        log=arguments.say,
+        given=arguments.own.data,
     )
     data = the_same(read, mesh.axis("world")) if run.data.is_own else read()
-    for line in told(data.index, asked.out / LISTING):
-        asked.say(line)
+    for line in remark_lines(data.index, arguments.out / LISTING):
+        arguments.say(line)
     if run.model.document_mask:
         check_separator(data.tokenizer, run.model.document_separator)
     return data
 
 
-def _restore(run: Run, asked: Asked, mesh: Mesh, training: Training, data: Dataset, start: Start) -> None:
+def _restore(run: Run, arguments: RunArguments, mesh: Mesh, training: Training, data: Dataset, start: Start) -> None:
     """Load the model, and the training state of a resumed run. Collective."""
     whole = whole_layouts(run) if run.degrees.pp > 1 else None
     engine, found = training.executor.engine, start.found
@@ -173,7 +173,7 @@ def _restore(run: Run, asked: Asked, mesh: Mesh, training: Training, data: Datas
         training.rebalancer.resume(found.state.get(state.PLACED), where=f"checkpoint {found.path.name}")
     with during(RESUMING):
         if start.base is not None:  # before `resume`, which sets the counters
-            state.begin(start.base, engine, mesh, log=asked.say, whole=whole)
+            state.begin(start.base, engine, mesh, log=arguments.say, whole=whole)
         state.resume(
             found,
             engine,
@@ -182,33 +182,33 @@ def _restore(run: Run, asked: Asked, mesh: Mesh, training: Training, data: Datas
             scale=training.scale,
             data=data.key,
             recipe=run.model_dump(mode="json"),
-            log=asked.say,
+            log=arguments.say,
             whole=whole,
         )
 
 
-def _write_folder(run: Run, asked: Asked, data: Dataset, start: Start) -> None:
+def _write_folder(run: Run, arguments: RunArguments, data: Dataset, start: Start) -> None:
     """Write the files of the run's folder other than records and checkpoints."""
-    (asked.out / "recipe.yaml").write_text(resolved_yaml(run, asked.origins))
-    list_in(asked.out, data.index)
+    (arguments.out / "recipe.yaml").write_text(resolved_yaml(run, arguments.origins))
+    list_in(arguments.out, data.index)
     if start.source is not None:
-        pass_on(start.source.path, asked.out)
+        pass_on(start.source.path, arguments.out)
     if start.resumed.table is not None:
-        (asked.out / f"{hash_table.STATE}.json").write_text(json.dumps(start.resumed.table))
+        (arguments.out / f"{hash_table.STATE}.json").write_text(json.dumps(start.resumed.table))
 
 
-def _open_output(run: Run, asked: Asked, start: Start, step: int, callbacks: Callbacks) -> Output:
+def _open_output(run: Run, arguments: RunArguments, start: Start, step: int, callbacks: Callbacks) -> Output:
     """Open records, trackers and display, and record how the run starts at this step."""
-    out, world, first, resumed = asked.out, asked.world, asked.world.rank == 0, start.resumed
-    goes_on = start.found is not None or (asked.restart is not None and not asked.fresh and asked.restart.has_records(out))
-    again = going_on(out, step, asked.restart) if goes_on and first else {}
+    out, world, first, resumed = arguments.out, arguments.world, arguments.world.rank == 0, start.resumed
+    goes_on = start.found is not None or (arguments.restart is not None and not arguments.fresh and arguments.restart.has_records(out))
+    again = going_on(out, step, arguments.restart) if goes_on and first else {}
     config = {key: value for key, value in flat(run).items() if not isinstance(value, list | dict)}
     trackers = {
-        str(name): partial(open_tracker, name, out, recipe=asked.name, config=config, goes_on=goes_on) for name in run.train.trackers
+        str(name): partial(open_tracker, name, out, recipe=arguments.name, config=config, goes_on=goes_on) for name in run.train.trackers
     }
-    records = Records(out if start.writes else None, resume_step=step if goes_on else None, say=asked.say, trackers=trackers)
-    kind: Literal["auto", "none"] = "auto" if first and asked.display else "none"
-    progress = open_progress(run.train.steps, recipe=asked.name, world=world.size, lines=title(run, world), out=out, kind=kind)
+    records = Records(out if start.writes else None, resume_step=step if goes_on else None, say=arguments.say, trackers=trackers)
+    kind: Literal["auto", "none"] = "auto" if first and arguments.display else "none"
+    progress = open_progress(run.train.steps, recipe=arguments.name, world=world.size, lines=title(run, world), out=out, kind=kind)
     output = Output(records, progress, callbacks)
     if goes_on:
         about = resumed.recorded() if start.source is None else {}
@@ -219,30 +219,30 @@ def _open_output(run: Run, asked: Asked, start: Start, step: int, callbacks: Cal
     return output
 
 
-def _remarks(run: Run, asked: Asked, start: Start) -> Iterator[str]:
+def _remarks(run: Run, arguments: RunArguments, start: Start) -> Iterator[str]:
     """Yield lines on keys without effect, code that has changed, and combinations that are not recommended."""
     if why := nothing_to_move(run):
         yield f"experts.rebalance_every {run.experts.rebalance_every} has no effect: {why}"
     before = {} if start.found is None else start.found.state.get("code", {})
-    for key, digest in asked.code.items():
+    for key, digest in arguments.code.items():
         if before.get(key, digest) != digest:
             yield f"changed since the checkpoint: the code of {key} {run.plugins()[key]}"
     yield from without_effect(run)
     for reason in not_recommended(run):
         yield f"not recommended: {reason}"
-    yield from start.resumed.unused(asked.allow_changes)
+    yield from start.resumed.unused(arguments.allow_changes)
 
 
-def _of_start(run: Run, asked: Asked, start: Start, step: int, aside: Path | None) -> Iterator[str]:
+def _of_start(run: Run, arguments: RunArguments, start: Start, step: int, aside: Path | None) -> Iterator[str]:
     """Yield lines on the checkpoints from which the run starts. `aside`: the folder of later ones."""
     if start.found is not None:
-        yield f"resumed from {asked.out / 'checkpoints'} at step {step} (--fresh starts over)"
+        yield f"resumed from {arguments.out / 'checkpoints'} at step {step} (--fresh starts over)"
     if aside is not None:
         yield f"later checkpoints are set aside, in {aside}"
     if start.source is not None:
         yield f"begins with the weights and the tokenizer of {start.source.path}"
-    elif asked.init_from is not None and not (run.lora.rank and _moved(asked)):
-        yield f"--init_from {asked.init_from} has no effect: the run goes on from its own checkpoint (--fresh starts over)"
+    elif arguments.init_from is not None and not (run.lora.rank and _moved(arguments)):
+        yield f"--init_from {arguments.init_from} has no effect: the run continues from its own checkpoint (--fresh starts over)"
 
 
 def _is_done(run: Run, found: Reader | None, out: Path, mesh: Mesh) -> bool:
@@ -258,9 +258,9 @@ def _is_done(run: Run, found: Reader | None, out: Path, mesh: Mesh) -> bool:
     return bool(largest(float(of_all(look, world, what=SUMMARY)), world))
 
 
-def _moved(asked: Asked) -> Path | None:
+def _moved(arguments: RunArguments) -> Path | None:
     """Return the given present place of an adapter run's base: a checkpoint's folder, or None."""
-    given = asked.init_from
+    given = arguments.init_from
     return given if given is not None and (given / "manifest.json").is_file() else None
 
 

@@ -66,7 +66,7 @@ def foretell(run: Run, asked: Run, world: World, *, cluster: str | None, force: 
     if large := _too_large_evaluation(run, host):
         if not force:
             raise large
-        say(f"going on all the same (--force): {large.what}: got {large.got}")
+        say(f"starting nevertheless (--force): {large.what}: got {large.got}")
     if found is None:
         return None
     found = replace(found, place=replace(found.place, limit_bytes=whole, own_bytes=own))  # the minima over ranks, so that all decide alike
@@ -75,7 +75,7 @@ def foretell(run: Run, asked: Run, world: World, *, cluster: str | None, force: 
         refused = prediction.refusal(found, asked.model_copy(update={"precision": run.precision}), world.size, checked=check_run)
         if not force:
             raise refused
-        say(f"going on all the same (--force): {refused.got}")
+        say(f"starting nevertheless (--force): {refused.got}")
     elif warned := prediction.warning(found):
         say(warned)
     return found

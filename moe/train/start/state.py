@@ -16,7 +16,7 @@ from moe.model.names import global_name
 from moe.model.transformer import extra_state, moe_layers
 from moe.nn.lora import parts as adapters_of
 from moe.recipe import hash_table
-from moe.recipe.changes import told
+from moe.recipe.changes import change_lines
 from moe.recipe.hash_table import Table
 from moe.recipe.load import build_run
 from parallel.data.engine import Engine
@@ -166,7 +166,7 @@ def resume(
         check_same_parameters(found, global_layouts(layouts), (kind,))
     if begun and found.state["data"] != data:
         log("the training text is not the one this run was started with: samples may come twice or not at all")
-    for line in told(build_run(found.state["recipe"]), build_run(recipe), begun=begun):
+    for line in change_lines(build_run(found.state["recipe"]), build_run(recipe), begun=begun):
         log(line)
 
     rank = mesh.axis("world").index
@@ -295,7 +295,7 @@ def load_factors(reader: Reader, kfac: Kfac, mesh: Mesh, *, updates: int, log: C
         return found
 
     if not kfac.load(stored, updates=updates):
-        log("the checkpoint has not all of K-FAC's factors: what is missing is taken at the next refresh")
+        log("the checkpoint lacks some of K-FAC's factors: they are computed at the next refresh")
 
 
 def load_extra(reader: Reader, model: nn.Module, *, log: Callable[[str], None], staged: bool = False) -> None:

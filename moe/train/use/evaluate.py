@@ -21,7 +21,7 @@ from torch import Tensor
 from moe.data import CorruptedTrain, CorruptedValidation, Dataset, MixedTrain, MixedValidation, ValidationSet, open_data
 from moe.data.given import GivenValidation, Stream
 from moe.data.order import Windows
-from moe.data.remarks import told
+from moe.data.remarks import remark_lines
 from moe.data.token_shard import TokenShard
 from moe.data.tokenizer import check_separator
 from moe.model.transformer import Transformer
@@ -119,7 +119,7 @@ def main(
         tokenizer=state["tokenizer"],
         log=_note,
     )
-    for line in told(data.index):
+    for line in remark_lines(data.index):
         _note(line)
     if run.model.document_mask:
         check_separator(data.tokenizer, run.model.document_separator)

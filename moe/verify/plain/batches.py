@@ -7,15 +7,16 @@ from torch import Tensor
 
 from moe.verify.cases import BATCH, LENGTH
 
-PADDING = -100  # in place of a token
+PADDING = -100  # takes the place of a missing token
 
 
 def batch(step: int, *, padded: bool = False, length: int = LENGTH, size: int = BATCH) -> Tensor:
-    """The sequences of one step, int64 [size, length + 1]; tokens are uneven, so that experts are too.
+    """The sequences of one step, int64 [size, length + 1]. Tokens are unevenly distributed, so that experts are unevenly loaded.
 
-    The first two differ: attention over equal tokens gives equal states, and a router that ranks tokens would order them by rounding.
-    `padded`: two of three sequences end early, the later ones earlier, and the last one has no token at all, so that ranks and
-    micro-batches have different numbers of tokens. Every fourth token is then read and not predicted: -101 - id is in its place.
+    The first two tokens differ. Attention over equal tokens gives equal states, and a router that ranks tokens would then order them by
+    rounding errors.
+    `padded`: two of three sequences end early, later ones earlier, and the last has no token at all, so that ranks and micro-batches have
+    different numbers of tokens. Every fourth token is then an input but not a target; it is stored as -101 - id.
     """
     generator = torch.Generator().manual_seed(step)
     tokens = (torch.rand(size, length + 1, generator=generator) ** 2 * 256).long()
@@ -31,10 +32,10 @@ def batch(step: int, *, padded: bool = False, length: int = LENGTH, size: int = 
 
 
 def ids(tokens: Tensor) -> Tensor:
-    """The ids of tokens, also of those that are not predicted; 0 for PADDING."""
+    """The ids of tokens, also of tokens that are not targets; 0 for PADDING."""
     return tokens.clone().apply_(lambda token: 0 if token == PADDING else token if token >= 0 else -101 - token)
 
 
 def predicted(tokens: Tensor) -> Tensor:
-    """The ids of tokens that are predicted, and PADDING for the others."""
+    """The ids of tokens that are targets, and PADDING for all others."""
     return tokens.clone().apply_(lambda token: token if token >= 0 else PADDING)

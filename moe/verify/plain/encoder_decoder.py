@@ -1,11 +1,11 @@
 """The encoder-decoder as plain functions of a table of whole tensors: T5 (arXiv 1910.10683) with Switch's experts (arXiv 2101.03961).
 
-    s = embedding[first tokens] ; s = s + attention(norm s) ; s = s + ffn-or-experts(norm s) ; ... ; s = norm s
-    y = embedding[the others]   ; y = y + attention(norm y) ; y = y + across(norm y, s) ; y = y + ffn-or-experts(norm y) ; ...
+    s = embedding[source tokens] ; s = s + attention(norm s) ; s = s + ffn-or-experts(norm s) ; ... ; s = norm s
+    y = embedding[target tokens] ; y = y + attention(norm y) ; y = y + cross(norm y, s) ; y = y + ffn-or-experts(norm y) ; ...
     logits = embedding (norm y) / sqrt(D), or head (norm y)
 
-The rest is moe/verify/plain/model.py's. Attention is written out token by token's row, with the bias of the half's first layer, and
-logits are not divided by anything.
+moe/verify/plain/model.py has the other parts. Attention is written row by row, with the bias of the half's first layer. Its scores are not
+divided by anything.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from moe.verify.plain.router import Tokens, wide
 
 
 def forward(run: Run, weights: Weights, batch: Tensor, *, step: int, cast: Rounding, note: Note) -> Passed:
-    """All rows of a step (int64 [B, read + 1]) through the model, in training; the first columns are what the encoder reads."""
+    """Run all sequences of a step (int64 [B, read + 1]) through the model, in training. The encoder reads the first columns."""
     model = run.model
     read, total = model.max_length, model.read_length
     layers: dict[str, Layer] = {}
     places = torch.arange(len(batch) * total).view(-1, total)
 
     def half(columns: slice, numbers: range, source: Tensor | None) -> tuple[Tensor, Tokens]:
-        """The tokens of these columns through these layers."""
+        """(the output for these columns after these layers, their tokens)."""
         ids, at = batch[:, :-1][:, columns].flatten(), places[:, columns].flatten()
         tokens = Tokens(ids.tolist(), at, [True] * len(ids), len(ids) // len(batch), run.train.seed, step)
 
@@ -79,6 +79,7 @@ def forward(run: Run, weights: Weights, batch: Tensor, *, step: int, cast: Round
 
 
 def dropped(run: Run, x: Tensor, name: str, tokens: Tokens, cast: Rounding) -> Tensor:
+    """x with the model's dropout. The random numbers depend on the token's index and on `name`."""
     p = run.model.dropout
     return cast(x * cast((tokens.draw(f"{name}.dropout", x.shape[1]) >= p).float() / (1 - p))) if p else x
 
@@ -86,7 +87,9 @@ def dropped(run: Run, x: Tensor, name: str, tokens: Tokens, cast: Rounding) -> T
 def attention(
     x: Tensor, source: Tensor, weights: Weights, name: str, run: Run, sequences: int, bias: Tensor | None, causal: bool, cast: Rounding
 ) -> Tensor:
-    """x [T, D] takes from the source [T', D] of the same sequence; `bias` [buckets, H] by the place of a key against the query's."""
+    """Attention of x [T, D] to the source [T', D] of the same sequence. `bias` [buckets, H]: by the position of a key relative to the
+    query.
+    """
     model = run.model
     heads, groups = model.num_heads, model.num_kv_heads or model.num_heads
     size = model.head_size or model.d_model // model.num_heads
@@ -112,7 +115,9 @@ def attention(
 
 
 def bucket(ahead: int, *, both_ways: bool) -> int:
-    """T5's bucket, of 32, of a key so many places after the query. In an encoder 16 are for keys after it, and 16 for the others."""
+    """T5's bucket, of 32, for a key at `ahead` positions after the query. In an encoder 16 buckets are for later keys, and 16 for the
+    others.
+    """
     buckets, first = (16, 16 if ahead > 0 else 0) if both_ways else (32, 0)
     distance, exact = abs(ahead) if both_ways else max(0, -ahead), buckets // 2
     if distance < exact:

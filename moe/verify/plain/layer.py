@@ -25,14 +25,15 @@ from moe.verify.plain.router import Tokens, admit, ask, best, choose, gates_of, 
 
 # T tokens, D model, E experts, F hidden
 
-Cast = Callable[[Tensor], Tensor]  # to the dtype that the model computes in
-Weights = dict[str, Tensor]  # by the names that checkpoints use
+Cast = Callable[[Tensor], Tensor]  # casts to the dtype that the model computes in
+Weights = dict[str, Tensor]  # name in checkpoints -> tensor
 
 
 @dataclass(frozen=True)
 class Layer:
-    """What the layer computed. `gates` [T, E], 0 where a token has no slot; `counts`: choices of each expert before dropping; `kept`
-    choices; the losses before their weights, with gradient, over the tokens given."""
+    """The layer's results. `gates` [T, E]: 0 for tokens without a slot; `counts`: choices of each expert before dropping; `kept`: number of
+    choices with a slot. Losses are unweighted, with gradient, over the given tokens.
+    """
 
     y: Tensor
     gates: Tensor
@@ -54,21 +55,21 @@ class Layer:
 
 @dataclass(frozen=True)
 class Kind:
-    """Of the layer: its router's words, and its networks."""
+    """The settings of a layer: its router and its networks."""
 
     spec: RouterSpec
-    num_experts: int  # those of the router; the last ones may be free
+    num_experts: int  # number of experts of the router; the last `skip` and `zero` ones compute nothing
     ffn: str
     dropout: float
     swiglu: tuple[float, float | None, float] = (1.0, None, 0.0)  # alpha, limit, offset
-    skip: int = 0  # that give a token back
-    zero: int = 0  # that give nothing
-    norm_eps: float | None = None  # of the router's norm
-    products: str = "plain"  # of the experts
+    skip: int = 0  # experts that return the token
+    zero: int = 0  # experts that return zero
+    norm_eps: float | None = None  # eps of the router's norm
+    products: str = "plain"  # how the experts' products round
 
 
 def moe_layer(x: Tensor, weights: Weights, name: str, tokens: Tokens, kind: Kind, cast: Cast) -> Layer:
-    """x [T, D] through the layer called `name` (layers.3), in training."""
+    """Run x [T, D] through the layer called `name` (such as layers.3), in training."""
     spec, num_experts = kind.spec, kind.num_experts
     seen = wide(x)
     if spec.jitter:
@@ -132,7 +133,7 @@ def _experts(
     *,
     of_inputs: bool,
 ) -> Tensor:
-    """Expert after expert: its tokens through its network, added up with their gates, in fp32 at least; or gates times tokens go in."""
+    """The sum of gate times expert output, in fp32 at least, expert after expert. `of_inputs`: gates multiply the inputs instead."""
     y = gates.new_zeros(x.shape)
     scale = None
     if kind.dropout:
@@ -175,7 +176,7 @@ def network(
 ) -> Tensor:
     """relu(x w1) w2, gelu(x w1) w2, (gelu(x w1) * x w3) w2 or (silu(x w1) * x w3) w2; matrices [in, out].
 
-    `biases`: behind x w1 and x w3. `swiglu` alpha, limit and offset: h sigmoid(alpha h) (g + offset), h at most limit, |g| too.
+    `biases` are added to x w1 and x w3. `swiglu` (alpha, limit, offset): h sigmoid(alpha h) (g + offset), with h and |g| at most limit.
     """
     assert w1 is not None and w2 is not None
     hidden, up = (None if w is None else cast(multiply(x, cast(w))) for w in (w1, w3))
@@ -197,7 +198,7 @@ def network(
 
 
 def _counted(chosen: list[list[int]], scores: Tensor, tokens: Tokens, spec: RouterSpec) -> list[list[int]]:
-    """What is load: all choices, each token's first, or its best experts without bias and groups; padding's never."""
+    """The choices that count as load: all, each token's first, or its best experts without bias and groups. Padding never counts."""
     if spec.balance_counts == "unbiased":
         chosen = [best(row, spec.num_choices) for row in scores.tolist()]
     most = 1 if spec.balance_counts == "first" else None
@@ -213,13 +214,13 @@ def _balance(probs: Tensor, counted: list[list[int]], rows: list[int], num_exper
 
 
 def _uneven(gates: Tensor) -> Tensor:
-    """Squared coefficient of variation."""
+    """The squared coefficient of variation."""
     mean = gates.mean()
     return ((gates - mean) ** 2).mean() / mean.square().clamp(min=1e-20)
 
 
 def _chances(logits: Tensor, noisy: Tensor, sizes: Tensor, choices: int) -> Tensor:
-    """Of one token [E]: how likely each expert is chosen if only its own noise is drawn again, the others' staying as they are."""
+    """[E] of one token: the probability that each expert is chosen if only its own noise is drawn again."""
     found = []
     for expert in range(len(logits)):
         others = [noisy[e] for e in range(len(logits)) if e != expert]
@@ -229,7 +230,7 @@ def _chances(logits: Tensor, noisy: Tensor, sizes: Tensor, choices: int) -> Tens
 
 
 def _mean_over(groups: list[range], valid: list[bool], loss: Callable[[list[int]], Tensor]) -> Tensor:
-    """The mean of a loss of each group, over its tokens that are no padding, by how many they are."""
+    """The mean of each group's loss, weighted by the number of its tokens without padding."""
     there = [[t for t in group if valid[t]] for group in groups]
     parts = [len(rows) * loss(rows) for rows in there if rows]
     return torch.stack(parts).sum() / sum(map(len, there)) if parts else torch.zeros(())

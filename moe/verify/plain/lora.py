@@ -1,8 +1,7 @@
-"""Adapters as plain lines: the weights that a model computes with, from frozen ones and two narrow matrices beside each (LoRA, arXiv
-2106.09685): W + alpha / r B A.
+"""LoRA adapters (arXiv 2106.09685) as plain functions: weights W + alpha / r B A from frozen weights W and two narrow matrices B and A.
 
-Nothing here is taken from moe/nn/lora.py. Dense matrices are [out, in], so B [out, r] stands left of A [r, in]; experts' are [in, out],
-so theirs are turned: w1_a [in, r], w1_b [r, out].
+Takes nothing from moe/nn/lora.py. Dense matrices are [out, in], so B is [out, r] and A is [r, in]. Experts' matrices are [in, out], so
+theirs are transposed: w1_a [in, r], w1_b [r, out].
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ _EXPERT = ("w1", "w2", "w3")
 
 
 def adapters(names: list[str]) -> list[str]:
-    """Those of a checkpoint's names that are adapters."""
+    """The names of adapters among the names of a checkpoint."""
     found = [name for name in names if name.endswith((".lora_a", ".lora_b"))]
     return found + [name for name in names if name.endswith(tuple(f".{w}_{half}" for w in _EXPERT for half in "ab"))]
 
 
 def effective(weights: dict[str, Tensor], lora: Lora) -> dict[str, Tensor]:
-    """The weights by their own names, with what their adapters add."""
+    """The weights with their adapters added, by the names of the weights."""
     found = {name: w for name, w in weights.items() if name not in adapters(list(weights))}
     for name in weights:
         if name.endswith(".lora_a"):

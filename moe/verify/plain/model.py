@@ -1,11 +1,11 @@
-"""The rest of the Transformer as plain functions of a table of whole tensors, by the names that checkpoints use: embedding, norms,
-attention, feed-forward networks, what stands beside the experts, loss. No module, no kernel and no autograd function of the model's.
+"""The Transformer around the MoE layers as plain functions of a table of whole tensors, by the names of checkpoints: embedding, norms,
+attention, feed-forward networks, shared experts, loss. Uses no module, kernel or autograd function of the model.
 
     x = embedding[tokens] ; x = x + attention(norm x) ; x = x + ffn-or-experts(norm x) ; ... ; logits = head(norm x) ; loss
 
-What is shared with the model is the recipe and the hash of keyed random numbers (moe/verify/plain/layer.py). `Rounding` says what is
-done with every number that a 16-bit run would round: nothing in fp32 and float64; round it; or, to learn what rounding can do, disturb
-it by as much (moe/verify/expected.py).
+It shares with the model the recipe and the hash of keyed random numbers (moe/verify/plain/layer.py). `Rounding` handles every number
+that a 16-bit run would round. In fp32 and float64 it does nothing. Otherwise it rounds, or disturbs the number at random by as much, to
+measure the effect of rounding (moe/verify/expected.py).
 Sources: GQA (arXiv 2305.13245), rotary (2104.09864), T5 (1910.10683), RMSNorm (1910.07467), DeepSeekMoE (2401.06066), PR-MoE
 (2201.05596).
 """
@@ -29,13 +29,14 @@ from moe.verify.plain.router import Tokens, wide
 
 # B batch, L length, D model, H heads, C channels of a head, T = B*L tokens
 
-Note = Callable[[str, Tensor], None]  # told of each part's output [T, ...] in order of depth
+Note = Callable[[str, Tensor], None]  # called with each part's name and output [T, ...], in order of depth
 
 
 @dataclass
 class Rounding:
-    """`dtype`: what products run in. `unit`: with fp32, every number is disturbed by up to this share of itself, forward and backward,
-    as rounding to a format with this unit roundoff would; 0: not at all."""
+    """`dtype`: dtype of products. `unit`: with fp32, every number is disturbed at random by up to this share of its value, forward and
+    backward, as rounding to a format with this unit roundoff would do; 0: not at all.
+    """
 
     dtype: torch.dtype = torch.float32
     unit: float = 0.0
@@ -68,15 +69,15 @@ class _Disturb(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Passed:
-    """`loss`: cross-entropy summed over the predicted tokens; `layers` with experts by name."""
+    """`loss`: cross-entropy summed over the predicted tokens; `layers`: results of MoE layers by name."""
 
     loss: Tensor
     layers: dict[str, Layer]
-    ahead: Tensor | None = None  # the summed cross-entropy of further tokens, mean over depths
+    ahead: Tensor | None = None  # multi-token prediction: summed cross-entropy, mean over depths
 
 
 def forward(run: Run, weights: Weights, batch: Tensor, *, step: int, cast: Rounding, note: Note) -> Passed:
-    """All sequences of a step (int64 [B, L + 1]) through the model, in training."""
+    """Run all sequences of a step (int64 [B, L + 1]) through the model, in training."""
     model = run.model
     inputs, targets = batch[:, :-1], batch[:, 1:]
     valid = inputs != PADDING
@@ -111,7 +112,7 @@ def forward(run: Run, weights: Weights, batch: Tensor, *, step: int, cast: Round
     note("norm", x)
     x = times(x, 1 / model.scales.head, cast)
     logits = wide(cast(x @ cast(table).t()))
-    if model.logit_cap is not None:  # tanh by its exponentials
+    if model.logit_cap is not None:  # tanh, written with exponentials
         logits = model.logit_cap * (1 - 2 / (torch.exp(2 * logits / model.logit_cap) + 1))
     return Passed(F.cross_entropy(logits, predicted(targets).flatten(), reduction="sum", ignore_index=PADDING), layers, further)
 
@@ -126,7 +127,7 @@ def _further(
     cast: Rounding,
     table: Tensor,
 ) -> Tensor:
-    """Depth after depth: token i is given the embedding of what depth k predicted, t_i+1+k, and predicts the one after it."""
+    """The loss of multi-token prediction. At depth k, token i gets the embedding of token i+1+k, and predicts the token after it."""
     model, length = run.model, targets.shape[1]
     gating = (model.swiglu.alpha, model.swiglu.limit, model.swiglu.offset)
     total = wide(x).new_zeros(())
@@ -151,14 +152,14 @@ def _further(
 
 
 def times(x: Tensor, factor: float, cast: Rounding) -> Tensor:
-    """A number more to round, where there is a factor."""
+    """x times factor. A factor of 1 adds no rounding."""
     return x if factor == 1 else cast(x * factor)
 
 
 def dense_or_experts(
     seen: Tensor, weights: Weights, number: int, run: Run, tokens: Tokens, cast: Rounding, note: Note, layers: dict[str, Layer]
 ) -> Tensor:
-    """Block `number`'s dense network, or its experts with what every token passes beside them; what these did goes into `layers`."""
+    """The output of block `number`: its dense network, or its experts and shared experts. Adds an MoE layer's results to `layers`."""
     model, experts, name = run.model, run.experts, f"layers.{number}"
     gating = (model.swiglu.alpha, model.swiglu.limit, model.swiglu.offset)
     if number not in model.layers_with_experts():
@@ -171,13 +172,13 @@ def dense_or_experts(
     kind = Kind(run.router, count, experts.ffn or model.ffn, experts.dropout, gating, *free, model.norm_eps, experts.products)
     layers[name] = layer = moe_layer(seen, weights, name, tokens, kind, cast)
     note(f"{name}.router", layer.gates)
-    out = beside(seen, layer.y, weights, name, kind, cast)
+    out = with_shared(seen, layer.y, weights, name, kind, cast)
     note(f"{name}.moe", out)
     return out
 
 
 def norm(x: Tensor, gain: Tensor, model: Model, *, kind: str | None = None) -> Tensor:
-    """Of the last dim, fp32 at least; `kind`: not the model's."""
+    """RMSNorm or LayerNorm of the last dim, in fp32 at least. `kind`: instead of the model's kind."""
     x = wide(x)
     if (kind or model.norm) == "layernorm":
         x = x - x.mean(-1, keepdim=True)
@@ -186,7 +187,9 @@ def norm(x: Tensor, gain: Tensor, model: Model, *, kind: str | None = None) -> T
 
 
 def attention(x: Tensor, weights: Weights, name: str, run: Run, length: int, begins: list[list[bool]] | None, cast: Rounding) -> Tensor:
-    """x [T, D] of whole sequences; head after head, each with the key and value head of its group. `begins`: whether a document does."""
+    """Attention of x [T, D], whole sequences, head after head, each with the key-value head of its group. `begins`: where documents
+    begin.
+    """
     model = run.model
     heads, groups = model.num_heads, model.num_kv_heads or model.num_heads
     size = model.head_size or model.d_model // heads
@@ -214,7 +217,7 @@ def attention(x: Tensor, weights: Weights, name: str, run: Run, length: int, beg
 
 
 def latent_heads(x: Tensor, weights: Weights, name: str, model: Model, length: int, cast: Rounding) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values [H, B, L, C] of latent attention, head after head as arXiv 2405.04434 has them (eq. 37 to 47)."""
+    """Queries, keys and values [H, B, L, C] of latent attention, head after head, as in arXiv 2405.04434 (equations 37 to 47)."""
     content = model.head_size or model.d_model // model.num_heads
     rotary, value = model.latent.rotary_size or content // 2, model.latent.value_size or content
 
@@ -247,7 +250,7 @@ def latent_heads(x: Tensor, weights: Weights, name: str, model: Model, length: i
 def mixed(
     q: Tensor, k: Tensor, v: Tensor, weights: Weights, name: str, model: Model, begins: list[list[bool]] | None, cast: Rounding
 ) -> Tensor:
-    """Queries [H, B, L, C] with the keys that each may see, and out: [T, D]."""
+    """The output [T, D] of attention, from queries [H, B, L, C] and the keys that each may see."""
     heads, groups, length, size = len(q), len(k), q.shape[2], q.shape[3]
     place = torch.arange(length)
     past = (place.unsqueeze(1) >= place).repeat(q.shape[1], 1, 1)
@@ -274,13 +277,13 @@ def mixed(
 
 
 def _some_turned(x: Tensor, rope: Rope, cast: Rounding) -> Tensor:
-    """A head whose first channels alone turn, as if they were a head of their own."""
+    """Rotary positions for the first channels of a head only, as if they were a head of their own."""
     first = math.floor(x.shape[-1] * rope.fraction)
     return torch.cat((_turned(x[..., :first], rope, cast), x[..., first:]), -1)
 
 
 def _turned(x: Tensor, rope: Rope, cast: Rounding) -> Tensor:
-    """Rotary positions: the pair of channels (i, i + C/2) as a complex number, times exp(i place rate)."""
+    """Rotary positions: the pair of channels (i, i + C/2) as a complex number, times exp(i position rate)."""
     half = x.shape[-1] // 2
     rate = torch.tensor([_rate(rope, pair, half, x.shape[-2]) for pair in range(half)], dtype=torch.float64)
     angle = torch.arange(x.shape[-2], dtype=torch.float64).unsqueeze(1) * rate
@@ -296,9 +299,9 @@ def _turned(x: Tensor, rope: Rope, cast: Rounding) -> Tensor:
 
 
 def _rate(rope: Rope, pair: int, half: int, length: int) -> float:
-    """Radians a place: 1 / base^(2i/C), or 1 / factor of that, or between the two (Llama 3.1; YaRN, arXiv 2309.00071)."""
+    """Radians for each position: 1 / base^(2i/C), that over `factor`, or between the two (Llama 3.1; YaRN, arXiv 2309.00071)."""
     rate = math.pow(rope.base, -pair / half)
-    if rope.scaling in ("ntk", "dynamic"):  # the slowest of several pairs is slowed by the factor, others by a power of it
+    if rope.scaling in ("ntk", "dynamic"):  # the slowest pair is slowed by the factor, the others by a power of it
         factor = rope.factor
         if rope.scaling == "dynamic":
             assert rope.trained_length is not None
@@ -310,7 +313,7 @@ def _rate(rope: Rope, pair: int, half: int, length: int) -> float:
     most = rope.high or (4 if rope.scaling == "llama3" else 32)
     if rope.scaling == "llama3":
         share = (rope.trained_length * rate / (2 * math.pi) - rope.low) / (most - rope.low)
-    else:  # in the number of the pair, between those that turn most and least, as whole numbers
+    else:  # a ramp over the pairs' indices, between the pairs that turn fast and slowly
         fast, slow = (half * math.log(rope.trained_length / (2 * math.pi * turns), rope.base) for turns in (most, rope.low))
         if rope.whole_pairs:
             fast, slow = math.floor(fast), math.ceil(slow)
@@ -321,7 +324,7 @@ def _rate(rope: Rope, pair: int, half: int, length: int) -> float:
 
 
 def _buckets(length: int) -> Tensor:
-    """T5's bucket of each distance back, [L, L]: 16 exact ones, then 16 that grow up to a distance of 128."""
+    """T5's bucket of each distance, [L, L]: 16 exact buckets, then 16 that grow up to a distance of 128."""
 
     def bucket(distance: int) -> int:
         if distance < 16:
@@ -332,13 +335,13 @@ def _buckets(length: int) -> Tensor:
 
 
 def dense(x: Tensor, weights: Weights, name: str, ffn: str, cast: Rounding, gating: tuple[float, float | None, float]) -> Tensor:
-    """A dense network; its matrices are stored [out, in]."""
+    """A dense network. Its matrices are stored as [out, in]."""
     matrices = [weights.get(f"{name}.{matrix}.weight") for matrix in ("w1", "w2", "w3")]
     return network(x, *(None if w is None else w.t() for w in matrices), ffn=ffn, cast=cast, swiglu=gating)
 
 
-def beside(x: Tensor, y: Tensor, weights: Weights, name: str, kind: Kind, cast: Rounding) -> Tensor:
-    """The experts' result with what every token passes besides."""
+def with_shared(x: Tensor, y: Tensor, weights: Weights, name: str, kind: Kind, cast: Rounding) -> Tensor:
+    """The experts' output plus the networks that every token passes: shared experts, or a residual network (PR-MoE)."""
     if f"{name}.coefficient.weight" in weights:
         share = cast((wide(x) @ wide(weights[f"{name}.coefficient.weight"]).t()).softmax(1))
         return cast(cast(share[:, :1] * y) + cast(share[:, 1:] * dense(x, weights, f"{name}.residual", kind.ffn, cast, kind.swiglu)))

@@ -25,7 +25,7 @@ from parallel.numerics.random import key_of, uniform
 
 @dataclass(frozen=True)
 class Tokens:
-    """Some whole sequences of one step: ids and places in the step, which are padding, and what their random numbers are keyed by."""
+    """Some whole sequences of one step: ids, indices in the step, whether each is a token (not padding), and the keys of random numbers."""
 
     ids: list[int]
     places: Tensor
@@ -35,17 +35,17 @@ class Tokens:
     step: int
 
     def draw(self, name: str, width: int) -> Tensor:
-        """Uniform numbers [T, width], the same for a token whoever draws them."""
+        """Uniform numbers [T, width], which depend only on a token's index in the step, not on the rank."""
         return uniform(key_of(self.seed, self.step, name), self.places, width)
 
 
 def wide(x: Tensor) -> Tensor:
-    """In fp32; in float64 what is that already."""
+    """x in fp32, or unchanged if it is float64."""
     return x if x.dtype is torch.float64 else x.float()
 
 
 def score(logits: Tensor, spec: RouterSpec) -> Tensor:
-    """[T, E]: what experts are weighed by."""
+    """Scores [T, E], by which experts are chosen and weighted."""
     if spec.score == "softmax":
         powers = (logits - logits.amax(1, keepdim=True)).exp()
         return powers / powers.sum(1, keepdim=True)
@@ -55,7 +55,7 @@ def score(logits: Tensor, spec: RouterSpec) -> Tensor:
 
 
 def gates_of(scores: Tensor, logits: Tensor, chosen: list[list[int]], kept: list[list[int]], spec: RouterSpec) -> Tensor:
-    """[T, E]: each chosen expert's gate, 0 elsewhere; where they are to sum to 1, over what the spec says."""
+    """Gates [T, E] of the chosen experts, 0 elsewhere. The spec says over which choices they are normalised."""
     experts = scores.shape[1]
     gates = _raw_gates(scores, logits, chosen, spec)
     if spec.gates == "after_drop":
@@ -67,18 +67,18 @@ def gates_of(scores: Tensor, logits: Tensor, chosen: list[list[int]], kept: list
 
 
 def _raw_gates(scores: Tensor, logits: Tensor, chosen: list[list[int]], spec: RouterSpec) -> Tensor:
-    """[T, E]: each chosen expert's probability, or its share where the softmax is over the chosen; 0 elsewhere."""
+    """[T, E]: the probability of each chosen expert, or its share of a softmax over the chosen ones; 0 elsewhere."""
     mask = mask_of(chosen, scores.shape[1])
     return logits.masked_fill(~mask, -math.inf).softmax(1) if spec.softmax_over == "chosen" else scores * mask
 
 
 def normal(numbers: Tensor) -> Tensor:
-    """Uniform to normal numbers, by the inverse of the distribution function; 0 and 1, where it is infinite, are left out."""
+    """Uniform to normal numbers, by the inverse distribution function. Clamped, because it is infinite at 0 and 1."""
     return math.sqrt(2) * torch.erfinv(2 * numbers.clamp(2.0**-24, 1 - 2.0**-24) - 1)
 
 
 def choose(scores: Tensor, logits: Tensor, bias: Tensor | None, name: str, tokens: Tokens, spec: RouterSpec) -> list[list[int]]:
-    """The experts of each token, best first; where experts choose, in order of their numbers."""
+    """The experts of each token, best first; for expert choice, in order of their numbers."""
     liked = logits if spec.softmax_over == "chosen" else scores
     if spec.noise == "gumbel":
         drawn = logits + _gumbel(tokens.draw(f"{name}.router.gumbel", scores.shape[1]))
@@ -127,7 +127,7 @@ CHOOSE: dict[str, Callable[[Tensor, Tensor, str, Tokens, RouterSpec], list[list[
     "expert_choice": _experts_choose,
     "hash": _hash,
     "sinkhorn": _sinkhorn,
-}  # by router.select; sparsemixer, which makes gates too, is `_mixed`
+}  # router.select -> function; sparsemixer, which also makes gates, is `_mixed`
 
 
 def mixed_choices(logits: Tensor, name: str, tokens: Tokens, spec: RouterSpec) -> tuple[list[list[int]], Tensor]:
@@ -155,17 +155,19 @@ def mixed_choices(logits: Tensor, name: str, tokens: Tokens, spec: RouterSpec) -
 
 
 def _gumbel(numbers: Tensor) -> Tensor:
-    """Uniform to Gumbel numbers; 0 and 1, where they are infinite, are left out."""
+    """Uniform to Gumbel numbers. Clamped, because they are infinite at 0 and 1."""
     return -(-numbers.clamp(2.0**-24, 1 - 2.0**-24).log()).log()
 
 
 def best(row: list[float], count: int) -> list[int]:
-    """Places of the highest values, of equal ones the first."""
+    """Indices of the highest values; equal values in order of their index."""
     return sorted(range(len(row)), key=lambda e: (-row[e], e))[:count]
 
 
 def _limited(row: list[float], spec: RouterSpec) -> list[float]:
-    """Only experts of the best runs stay; a run is as good as its two best experts together, or as its best one."""
+    """Scores of the experts in the best groups, -inf for all others. A group counts by its two best experts together, or by its best
+    one.
+    """
     size = len(row) // spec.expert_groups
     runs = [row[i * size : (i + 1) * size] for i in range(spec.expert_groups)]
     counted = 2 if spec.group_score == "two_best" else 1
@@ -175,7 +177,9 @@ def _limited(row: list[float], spec: RouterSpec) -> list[float]:
 
 
 def _even_plan(logits: Tensor, valid: list[bool]) -> Tensor:
-    """Logits of a group plus what makes every expert's share of its tokens the same: rows and columns scaled in turn, 20 times."""
+    """Sinkhorn: logits of a group plus a correction that gives each expert the same share of the tokens. Rows and columns are scaled in
+    turn, 20 times.
+    """
     powers = logits.double().exp() * torch.tensor(valid).unsqueeze(1)
     column = torch.ones(1, logits.shape[1], dtype=torch.float64)
     for _ in range(20):
@@ -185,7 +189,9 @@ def _even_plan(logits: Tensor, valid: list[bool]) -> Tensor:
 
 
 def ask(chosen: list[list[int]], scores: Tensor, name: str, tokens: Tokens, spec: RouterSpec) -> list[list[bool]]:
-    """Whether each choice asks for a slot: not padding's, nor a second one that was declined (GShard: kept with probability 2 g_2)."""
+    """Whether each choice needs a slot. Padding does not, nor a second choice that was declined (GShard keeps it with probability 2
+    g_2).
+    """
     asks = [[tokens.valid[t]] * len(experts) for t, experts in enumerate(chosen)]
     if spec.second == "random":
         lots = tokens.draw(f"{name}.router.second", 1)[:, 0].tolist()
@@ -196,7 +202,7 @@ def ask(chosen: list[list[int]], scores: Tensor, name: str, tokens: Tokens, spec
 
 
 def slots_of(spec: RouterSpec, group_tokens: int, num_experts: int) -> int | None:
-    """Of one expert in one group; None: as many as are asked for."""
+    """The number of slots of one expert in one group; None: no limit."""
     if spec.capacity_factor is None:
         return None
     choices = spec.num_choices if spec.capacity_counts == "choices" else 1
@@ -211,7 +217,7 @@ def slots_of(spec: RouterSpec, group_tokens: int, num_experts: int) -> int | Non
 def admit(
     chosen: list[list[int]], asks: list[list[bool]], scores: Tensor, logits: Tensor, name: str, tokens: Tokens, spec: RouterSpec
 ) -> list[list[int]]:
-    """The experts of each token that have a slot for it: choices come to their expert's window one after another."""
+    """The experts of each token that have a slot for it. Choices are served one after another."""
     kept: list[list[int]] = [[] for _ in chosen]
     num_experts = scores.shape[1]
     for group in groups_of(tokens, spec):
@@ -228,7 +234,7 @@ def admit(
 def _queue(
     group: list[int], chosen: list[list[int]], scores: Tensor, logits: Tensor, name: str, tokens: Tokens, spec: RouterSpec
 ) -> list[tuple[int, int]]:
-    """A group's choices (token, k) in the order in which they are served."""
+    """A group's choices (token, k) in the order in which they get slots."""
     most = max(map(len, chosen))
     if spec.queue == "choices_first":
         order = [(t, k) for k in range(most) for t in group if k < len(chosen[t])]
@@ -241,10 +247,10 @@ def _queue(
     else:
         gates = _raw_gates(scores, logits, chosen, spec)
         first = [[gates[t, e].item() for e in experts] for t, experts in enumerate(chosen)]
-        if spec.queue == "choices_first":  # a token is served by its highest gate, whichever of its choices it is
+        if spec.queue == "choices_first":  # a token is ranked by its highest gate, for all its choices
             first = [[max(row)] * len(row) for row in first]
     if spec.queue == "choices_first":
-        return sorted(order, key=lambda choice: (choice[1], -first[choice[0]][choice[1]]))  # sorting keeps the order of equals
+        return sorted(order, key=lambda choice: (choice[1], -first[choice[0]][choice[1]]))  # sorting is stable
     return sorted(order, key=lambda choice: -first[choice[0]][choice[1]])
 
 

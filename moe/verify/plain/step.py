@@ -1,9 +1,9 @@
-"""The update written out: which parameters decay, the gradient's norm, clipping, AdamW, the routers' biases.
+"""The update in plain code: which parameters decay, the gradient norm, clipping, AdamW, and the routers' biases.
 
     p <- p - lr wd p - lr m' / (sqrt(v') + eps)        m', v': moments, each divided by 1 - beta^t          arXiv 1711.05101
     b_e <- b_e + rate * sign(mean load - load_e)                                                            arXiv 2408.15664
 
-Nothing is taken from torch.optim, parallel/numerics/clip.py or moe/router/losses/bias.py.
+Takes nothing from torch.optim, parallel/numerics/clip.py or moe/router/losses/bias.py.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ _NO_DECAY = (
     "output_bias",
     "b1",
     "b3",
-)  # the part of a name that holds the parameter
+)  # parameters whose name has one of these parts do not decay
 FAMILIES = ("dense", "router", "expert")
 
 
 def decayed(name: str) -> bool:
-    """Matrices of the networks, attention, embedding and head; not norms' gains, positions' biases, or anything of a router."""
+    """Return whether weight decay applies: to matrices of networks, attention, embedding and head, but not to norms, biases and routers."""
     parts = name.split(".")
     return not (set(parts) & set(_NO_DECAY) or parts[-2:] == ["bias", "weight"])
 
 
 def family(name: str) -> str:
-    """dense, router or expert: the parts that a norm is broken down by."""
+    """The family of a parameter: dense, router or expert. Gradient norms are reported by family."""
     parts = name.split(".")
     return "expert" if "experts" in parts else "router" if "router" in parts else "dense"
 
 
 def norms(gradients: Weights) -> dict[str, float]:
-    """The 2-norm of each family, and of all."""
+    """The 2-norm of each family, and of all parameters as "total"."""
     squares = dict.fromkeys(FAMILIES, 0.0)
     for name, gradient in gradients.items():
         squares[family(name)] += gradient.double().square().sum().item()
@@ -62,7 +62,7 @@ def norms(gradients: Weights) -> dict[str, float]:
 
 
 class PlainAdamW:
-    """Moments and steps of named tensors, which it changes in place."""
+    """AdamW with moments by parameter name. Changes the parameters in place."""
 
     def __init__(self, settings: sections.Optimizer) -> None:
         self.settings, self.steps = settings, 0
@@ -71,7 +71,7 @@ class PlainAdamW:
 
     @torch.no_grad()
     def step(self, parameters: Weights, gradients: Weights) -> None:
-        """With the gradients clipped to the recipe's norm."""
+        """Clip the gradients to the recipe's norm and update the parameters."""
         s = self.settings
         self.steps += 1
         total = norms(gradients)["total"]
@@ -88,6 +88,6 @@ class PlainAdamW:
 
 
 def moved_bias(bias: Tensor, load: list[int], rate: float) -> Tensor:
-    """A router's selection bias after a step in which its experts were chosen so often."""
+    """A router's selection bias after a step. `load`: the number of choices of each expert in that step."""
     mean = sum(load) / len(load)
     return bias + rate * torch.tensor([float((mean > n) - (mean < n)) for n in load])

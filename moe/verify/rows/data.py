@@ -11,18 +11,20 @@ from parallel.mesh.mesh import divisors
 
 
 def all_data_cases(nproc: int) -> list[Case]:
+    """All cases of `--kinds data`."""
     found = data_cases(nproc) + sharded_cases(nproc) + tiled_cases(nproc)
     return found + replica_cases() + batch_cases(nproc) + copied_cases(nproc) + halves_cases(nproc) + options_cases(nproc)
 
 
 def data_cases(nproc: int) -> list[Case]:
-    """Recompute with DDP in fp32 alone: it knows neither engine nor precision."""
+    """DDP and ZeRO stage 1. Recompute is tested only with DDP in fp32, because it does not depend on engine and precision."""
     return _with_engines(nproc, [name for name in planned() if ENGINES[name].stage < 2], least=1, models=MODELS, recomputed=(PLAIN,))
 
 
 def sharded_cases(nproc: int) -> list[Case]:
-    """Engines that shard gradients, and states on the host; on one rank nothing is cut. Recompute's second forward pass runs while weights
-    come and go."""
+    """Engines that shard gradients, and offload, on at least two ranks. Recompute is tested too, because its second forward pass gathers
+    parameters again.
+    """
     sharding = [name for name in planned() if ENGINES[name].stage >= 2]
     recomputed = [name for name in sharding if ENGINES[name].stage == 3]
     return _with_engines(nproc, [*sharding, *on_host()], least=2, models=("dense", "gshard", "deepseek"), recomputed=recomputed)
@@ -52,10 +54,10 @@ def _with_engines(nproc: int, kinds: Iterable[str], *, least: int, models: Itera
 
 
 def tiled_cases(nproc: int) -> list[Case]:
-    """Tiles and chunks that divide nothing evenly, with each engine, and within experts that are split.
+    """Tiles and chunks that divide nothing evenly, with each engine and with split experts.
 
-    In 16 bits those of the head and the loss alone: tiles of a network round its partial results, which no reordering that
-    `moe verify` measures does (tests/parallel/data/test_tiling.py compares them with the exact result).
+    In 16 bits only the head and the loss are tiled. Tiles of a network round its partial results, and no reordering that `moe verify`
+    measures does that (tests/parallel/data/test_tiling.py compares them with the exact result).
     """
     return [
         Case(
@@ -86,7 +88,7 @@ def tiled_cases(nproc: int) -> list[Case]:
 
 
 def replica_cases() -> list[Case]:
-    """DP, which is one process whatever nproc is."""
+    """Threaded data parallelism (kind dp), which is one process for every nproc."""
     return [
         Case(model, "dp", 1, 1, microbatches, precision, "full" if model == "deepseek" else "none", replicas=2)
         for model in ("dense", "gshard", "deepseek")
@@ -96,8 +98,9 @@ def replica_cases() -> list[Case]:
 
 
 def batch_cases(nproc: int) -> list[Case]:
-    """Batches in which ranks and micro-batches have different numbers of tokens, and a step that is skipped because one rank's
-    gradient overflows; in fp32, where what is counted and who skips does not differ."""
+    """Batches in which ranks and micro-batches have different numbers of tokens, and a step that is skipped because one rank's gradient
+    overflows. Only in fp32, because counting and skipping do not depend on the precision.
+    """
     return [
         Case(model, kind, world, ep, microbatches, "fp32", padded=padded, overflow=not padded)
         for world in range(1, nproc + 1)
@@ -113,8 +116,9 @@ def batch_cases(nproc: int) -> list[Case]:
 
 
 def copied_cases(nproc: int) -> list[Case]:
-    """Weights that tp holds in copies, and whose ranks see the same tokens outside of MoE layers: what is summed, counted or sharded over
-    too many ranks or too few shows here. With stages DDP, and from 8 processes on what shards over replicas of stages.
+    """Weights that tp ranks hold as copies (tensor.kind copied). Sums, counts or shards over too many or too few ranks fail here.
+
+    Pipelines are tested with DDP, and from 8 processes on also with engines that shard over replicas of stages.
     """
     found = []
     for world, tp in ((2, 2), (4, 2), (4, 4)):
@@ -133,7 +137,7 @@ def copied_cases(nproc: int) -> list[Case]:
 
 
 def halves_cases(nproc: int) -> list[Case]:
-    """Encoder-decoders with every engine, experts split, micro-batches and recompute; of 16 bits bf16, for what is between the halves."""
+    """Encoder-decoders with every engine, split experts, micro-batches and recompute. bf16 tests the tensors between the two halves."""
     found = [
         Case(model, kind, world, ep, microbatches, "fp32", recompute)
         for world in (1, 2, 4)
@@ -150,8 +154,11 @@ def halves_cases(nproc: int) -> list[Case]:
 
 
 def options_cases(nproc: int) -> list[Case]:
-    """Options of published models with two engines, micro-batches and recompute, and drawn experts in bf16; with rows that travel
-    otherwise: all_expert_cases; with slices of sequences: sequence_cases; with tp and pp: tensor_cases and pipeline_cases."""
+    """Options of published models with two engines, micro-batches and recompute; experts drawn at random in bf16.
+
+    all_expert_cases tests them with other dispatchers, sequence_cases with sequence parallelism, tensor_cases and pipeline_cases with tp,
+    pp.
+    """
     engines = {"gpt_oss": ("ddp", "zero3"), "latent": ("ddp", "fsdp"), "free": ("fsdp", "zero1"), "mixer": ("ddp", "fsdp")}
     found = [
         Case(model, kind, 2, 1 + number, 3 - 2 * number, "fp32", "full" if number else "none")

@@ -10,10 +10,10 @@ from parallel.mesh.mesh import divisors
 
 
 def expert_cases(nproc: int) -> list[Case]:
-    """Where one rank holds all experts nothing travels, so there is one way; two steps need ep of at least 4.
+    """Every router with every dispatcher. With ep 1 no rows are sent, so one dispatcher is tested; hierarchical needs an ep of at least 4.
 
-    Each kind of recompute goes with one number of micro-batches, and with the other for every second router: so each way that
-    rows travel meets all four pairs, at half the cases.
+    Each kind of recompute is combined with one number of micro-batches, and for every second router with the other number. Each dispatcher
+    thus meets all four pairs with half the cases.
     """
     sparse = [model for model in MODELS | ROUTERS if model != "dense"]
     return [
@@ -32,7 +32,7 @@ def expert_cases(nproc: int) -> list[Case]:
 
 
 def all_expert_cases(nproc: int) -> list[Case]:
-    """And options of published models."""
+    """The cases of `expert_cases`, and options of published models."""
     ways = zip(OPTIONS, cycle(rows_for(2)[1:]), strict=False)
     options = [Case(model, "ddp", 2, 2, 1, "fp32", rows=rows, experts=EXPERTS) for model, rows in ways]
     return expert_cases(nproc) + (options if nproc >= 2 else [])

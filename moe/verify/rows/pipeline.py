@@ -9,13 +9,14 @@ from parallel.mesh.mesh import divisors
 from parallel.pipeline.schedules.catalog import SCHEDULES
 from parallel.pipeline.schedules.kind import DEFAULT_CHUNKS, Size
 
-LAYERS = {2: (3, 5), 4: (5, 9)}  # pp -> with one stage a rank, with two: unequal stages
+LAYERS = {2: (3, 5), 4: (5, 9)}  # number of layers with one stage a rank and with two; stages are unequal
 
 
 def pipeline_cases(nproc: int) -> list[Case]:
-    """Recompute with each precision for two models; engines that shard over replicas of the pipeline beside DDP.
+    """Every schedule: recompute with each precision for two models, and engines that shard over replicas of the pipeline in addition to
+    DDP.
 
-    Tied embeddings lie on two stages, or on one rank twice; layers with experts on some stages alone.
+    Tied embeddings are on two stages, or twice on one rank. Some stages have layers with experts, others have none.
     """
     found = []
     for world, pp in ((2, 2), (4, 4), (4, 2)):
@@ -26,13 +27,13 @@ def pipeline_cases(nproc: int) -> list[Case]:
                 for model in ("dense", "gshard", "deepseek"):
                     found += [_staged(model, engine, world, pp, name, precision) for engine in ("ddp", *shards)]
                     found += [_staged(model, "ddp", world, pp, name, precision, "full")] if model != "deepseek" else []
-    for world, pp, microbatches in ((2, 2, 3), (4, 4, 6), (4, 2, 3)):  # that pp does not divide
+    for world, pp, microbatches in ((2, 2, 3), (4, 4, 6), (4, 2, 3)):  # micro-batches that pp does not divide
         for model in ("dense", "gshard", "deepseek") if world <= nproc else ():
             found += [replace(_staged(model, "ddp", world, pp, "interleaved", "fp32"), microbatches=microbatches)]
     for model in ("dense", "gshard", "deepseek"):  # optimizers on the host
         found += [_staged(model, "zero1+cpu", 2, 2, "1f1b", "fp32")] if nproc >= 2 else []
         found += [_staged(model, "zero1+cpu", 4, 2, schedule, "bf16") for schedule in ("1f1b", "zb_v", "chimera")] if nproc >= 4 else []
-    if nproc >= 2:  # the last stage looks tokens up, too
+    if nproc >= 2:  # with multi-token prediction, the last stage needs the embedding too
         found += [_staged("ahead", "ddp", 2, 2, schedule, "fp32") for schedule in ("1f1b", "interleaved", "zb_v", "chimera")]
     if nproc >= 4:
         found += [_staged("ahead", "zero1", 4, 2, "zb_h1", "fp32"), _staged("ahead", "ddp", 4, 4, "1f1b", "bf16", "full")]
@@ -42,7 +43,9 @@ def pipeline_cases(nproc: int) -> list[Case]:
 
 
 def _empty_stage_cases(nproc: int) -> list[Case]:
-    """The head in a stage of its own, the embedding in one, both, and a stage in the middle through which activations only go."""
+    """Stages without layers: the head or the embedding alone in a stage, both alone, and a stage in the middle that only passes
+    activations on.
+    """
 
     def one(
         model: str, engine: str, world: int, schedule: str, stages: tuple[int, ...], precision: str = "fp32", recompute: str = "none"
@@ -77,7 +80,7 @@ def _staged(model: str, engine: str, world: int, pp: int, schedule: str, precisi
     dp = world // pp
     kind = SCHEDULES[schedule]
     layers = LAYERS[pp][int(kind.chunks != 1)]
-    least = 2 * pp - 1 if schedule == "zb_h2" else 4  # with fewer, zb_h2 puts no weight gradient into a bubble
+    least = 2 * pp - 1 if schedule == "zb_h2" else 4  # with fewer micro-batches zb_h2 puts no weight gradient into a bubble
     fit = (m for m in divisors(BATCH // dp) if m >= least and m % pp == 0 and kind.refusal(Size(pp, m)) is None)
     microbatches = kind.update_every or next(fit)
     ep = dp if model != "dense" else 1

@@ -12,11 +12,11 @@ from parallel.sequence.kinds.catalog import SEQUENCES
 
 
 def sequence_cases(nproc: int) -> list[Case]:
-    """Every way of attending on 2, 3 and 4 ranks with models of rotary and of T5 positions; every router, whose groups are cut; engines,
-    data parallelism, experts that fold over sp, recompute (attention's output kept, with lightseq) and 16 bits with some of the ways.
+    """Every method of sequence parallelism on 2, 3 and 4 ranks with rotary and T5 positions. Every router, whose groups are then cut. Some
+    methods with engines, data parallelism, experts that fold over sp, recompute (lightseq keeps attention's output) and 16 bits.
 
-    Pipelines have another length: gshard with five layers and 24 tokens brings a token so near a tie in the ninth step that attention
-    in slices on one process sends it elsewhere too (docs/inside/log.md).
+    Pipelines have another length. With gshard, five layers and 24 tokens, one token is nearly tied in the ninth step, and sliced
+    attention on one process also routes it differently (docs/inside/log.md).
     """
     found = []
     for sp in range(2, nproc + 1):

@@ -12,10 +12,10 @@ from parallel.mesh.grids import SMALLEST
 
 
 def tensor_cases(nproc: int) -> list[Case]:
-    """Heads, hidden units and vocabulary over tp. With tp 4 the two key-value heads lie on two ranks each; the vocabulary's 256 rows are
-    cut evenly, 250 by 4 are not (tests/parallel/tensor/test_vocabulary.py).
+    """Heads, hidden units and vocabulary split over tp. With tp 4, each of the two key-value heads is held by two ranks.
 
-    gshard has T5's bias, tied embeddings, dropout and what stands beside experts; ep folds over tp, and etp in one row of each world.
+    gshard has T5's bias, tied embeddings, dropout and shared experts. ep folds over tp, and etp in one row of each world. The vocabulary's
+    256 rows split evenly; tests/parallel/tensor/test_vocabulary.py splits 250 by 4.
     """
     found = []
     for world, tp in [(world, tp) for world, tp in ((2, 2), (4, 2), (4, 4)) if world <= nproc]:
@@ -40,7 +40,9 @@ def tensor_cases(nproc: int) -> list[Case]:
 
 
 def _halves_tensor_cases(nproc: int) -> list[Case]:
-    """Cross attention and a bias that the layers of a half share, by heads; in bf16 also where parameters come and go, and in fp16."""
+    """Encoder-decoders: cross attention and the bias shared by the layers of a half, split by heads. In bf16 also with FSDP, and in
+    fp16.
+    """
     one = partial(Case, kind="ddp", microbatches=1, precision="fp32", tensor="1d")
     two, four = partial(one, world=2, tp=2), partial(one, world=4, tp=2)
     found = [two("t5", ep=2), two("t5_untied", ep=1, recompute="full")]
@@ -52,8 +54,10 @@ def _halves_tensor_cases(nproc: int) -> list[Case]:
 
 
 def _grid_cases(nproc: int) -> list[Case]:
-    """Weights and activations in blocks, tiles of what a rank holds. A batch of 24: eight ranks route an equal part each. The vocabulary's
-    256 rows are cut evenly; tests/parallel/tensor/test_grids.py has 11. Of one key-value head each line of a grid holds copies.
+    """Tensor parallelism in 2D, 2.5D and 3D: weights and activations in blocks. A batch of 24, so that eight ranks route equal shares.
+
+    The vocabulary's 256 rows split evenly; tests/parallel/tensor/test_grids.py has 11. A single key-value head is copied along each line
+    of a grid.
     """
     found = []
     for tensor, tp in SMALLEST.items():
@@ -84,7 +88,9 @@ def _grid_cases(nproc: int) -> list[Case]:
 
 
 def _sliced_cases(nproc: int) -> list[Case]:
-    """Slices of the sequences between layers, whole ones in MoE layers; tp 4 does not divide the 10 tokens of a sequence."""
+    """tensor.sequence_parallel: slices of the sequences between layers, whole sequences in MoE layers. tp 4 does not divide the 10 tokens
+    of a sequence.
+    """
     found = []
     for world in (world for world in (2, 4) if world <= nproc):
         one = partial(Case, world=world, tp=2, tensor="sliced", microbatches=1)
@@ -96,13 +102,13 @@ def _sliced_cases(nproc: int) -> list[Case]:
             found += [plain("dense", ep=1, tiles=5, head_tiles=3, chunks=7), plain("deepseek", ep=2, padded=True)]
             found += [one(model, "ddp", ep=ep, precision="bf16") for model, ep in (("dense", 1), ("gshard", 2))]
     two = partial(Case, kind="ddp", world=2, microbatches=1, precision="fp32", tp=2)
-    if nproc >= 2:  # between ranks travel latents: with slices only those of a slice are made
+    if nproc >= 2:  # latent attention exchanges latents; with slices, each rank computes those of its slice only
         found += [two("latent", ep=2, tensor="1d", recompute="full"), two("latent", ep=1, tensor="sliced", kind="zero3")]
         found += [two("latent", ep=2, tensor=tensor, precision="bf16") for tensor in ("1d", "sliced")]
         found += [two("ahead", ep=2, tensor="1d", kind="fsdp"), two("ahead", ep=1, tensor="sliced", recompute="selective", padded=True)]
     staged = [_staged(model, "ddp", 4, 2, "1f1b", "fp32") for model in ("dense", "gshard", "ahead")]
     staged = [replace(case, microbatches=6, ep=1 if case.model == "dense" else 2, tp=2, tensor="sliced") for case in staged]
-    both = [  # slices over sp, and of those over tp
+    both = [  # slices over sp, and of these slices over tp
         Case(model, "ddp", 4, ep, 1, "fp32", tp=2, tensor=tensor, sp=2, length=24, attention="zigzag")
         for model, ep in (("dense", 1), ("gshard", 2), ("deepseek", 2), ("latent", 2), ("ahead", 2))
         for tensor in ("1d", "sliced")
@@ -111,8 +117,9 @@ def _sliced_cases(nproc: int) -> list[Case]:
 
 
 def _overlapped_cases(nproc: int) -> list[Case]:
-    """Runs of tokens that differ in length, with and without slices: engines, recompute, 16 bits, put-off gradients; with tp 4 key-value
-    heads on two ranks each, and slices over sp as well."""
+    """Tensor parallelism with overlapped chunks of different lengths, with and without slices: engines, recompute, 16 bits, delayed weight
+    gradients. Also with tp 4, where two ranks share each key-value head, and with slices over sp.
+    """
     if nproc < 2:
         return []
     one = partial(Case, world=2, tp=2, microbatches=1, precision="fp32")
@@ -127,7 +134,9 @@ def _overlapped_cases(nproc: int) -> list[Case]:
 
 
 def _dtensor_cases(nproc: int) -> list[Case]:
-    """The parts of 1d, so fewer rows: what torch does within layers with each engine, recompute, tiles, slices, sp, stages and bf16."""
+    """tensor.kind dtensor, which shards as 1d does, so fewer rows. They test torch's own collectives within layers, with each engine,
+    recompute, tiles, slices, sp, stages and bf16.
+    """
     found = []
     for world in (world for world in (2, 4) if world <= nproc):
         one = partial(Case, world=world, tp=2, tensor="dtensor", microbatches=1)
@@ -145,7 +154,9 @@ def _dtensor_cases(nproc: int) -> list[Case]:
 
 
 def _staged_tensor_cases(nproc: int) -> list[Case]:
-    """Stages hand whole activations on; I and W apart, and a tied embedding on two stages or twice on one rank."""
+    """Tensor parallelism in pipelines: stages send whole activations, backward passes are split, and a tied embedding is on two stages or
+    twice on one rank.
+    """
     schedules = {"ddp": ("1f1b", "interleaved", "zb_h1", "chimera"), "zero1": ("1f1b",), "fsdp": ("1f1b",)}
     return [
         replace(_staged(model, kind, 4, 2, schedule, "fp32"), world=world, microbatches=6 if world == 4 else 3, ep=ep, tp=2, tensor="1d")

@@ -25,9 +25,9 @@ def load() -> None:
 
 
 def cut(model: nn.Module, setup: Setup, device: torch.device, fill: Fill) -> None:
-    from parallel.data.zero3 import Birth
+    from parallel.data.zero3 import ShardedInit
 
-    Birth(setup.layouts, setup.mesh, device=device, fill=fill, offload=setup.offload)(model)
+    ShardedInit(setup.layouts, setup.mesh, device=device, fill=fill, offload=setup.offload)(model)
 
 
 def _start(stage: int, model: nn.Module, setup: Setup, optimizer: Rule) -> Engine:
@@ -73,7 +73,9 @@ ZERO_1 = _zero(
     {"kind": "zero", "stage": 1},
     stage=1,
     offloads=_TO_HOST,
-    stands_in=StandIn({"kind": "ddp", "stage": 0}, f"{_WHY}: DDP stands for ZeRO-1; of optimizer a rank would hold 1/N alone"),
+    stands_in=StandIn(
+        {"kind": "ddp", "stage": 0}, f"{_WHY}: DDP is used instead of ZeRO-1; a rank would hold only 1/N of optimizer states"
+    ),
 )
 ZERO_2 = _zero(
     "zero2",
@@ -83,7 +85,7 @@ ZERO_2 = _zero(
     offloads=_TO_HOST,
     with_stages="fsdp",
     stands_in=StandIn(
-        {"kind": "ddp", "stage": 0}, f"{_WHY}: DDP stands for ZeRO-2; of optimizer and gradients a rank would hold 1/N alone"
+        {"kind": "ddp", "stage": 0}, f"{_WHY}: DDP is used instead of ZeRO-2; a rank would hold only 1/N of optimizer states and gradients"
     ),
 )
 ZERO_3 = _zero(
@@ -95,7 +97,7 @@ ZERO_3 = _zero(
     frees_weights=True,
     offloads=frozenset((states, place) for states in ("optimizer", "parameters") for place in ("cpu", "nvme")),
     with_stages="fsdp",
-    stands_in=StandIn({"engine": "fsdp"}, f"{_WHY}: torch's FSDP stands for ZeRO-3, which shards the same"),
+    stands_in=StandIn({"engine": "fsdp"}, f"{_WHY}: torch's FSDP is used instead of ZeRO-3, and shards in the same way"),
     gradients="buffer",
     bucket="always",
     gathered=gathered,

@@ -59,7 +59,7 @@ class Cost:
     kept: int
 
 
-class Asked(NamedTuple):
+class SequenceSizes(NamedTuple):
     """A model on the ranks of sp. `heads`: of a rank of tp."""
 
     ranks: int
@@ -71,7 +71,7 @@ class Asked(NamedTuple):
     windows: bool
 
 
-def any_model(asked: Asked) -> BadInput | None:
+def any_model(sizes: SequenceSizes) -> BadInput | None:
     """Refuse nothing."""
 
 
@@ -108,6 +108,6 @@ class SequenceKind:
     keeps_scores: bool = False
     overlaps: bool = True
     uneven: Callable[[Places, int], float] = even
-    refuses: Callable[[Asked], BadInput | None] = any_model
+    refuses: Callable[[SequenceSizes], BadInput | None] = any_model
     advice: Callable[[Places, int], str | None] = no_advice
     tried: Mapping[str, Mapping[str, str]] | None = None

@@ -1,4 +1,4 @@
-"""`moe energy`: plans from a file, a power model or a recipe; GPUs' clocks are set only when asked (a fake NVML here) and given back."""
+"""`moe energy`: plans from a file, a power model or a recipe; GPUs' clocks are set only when asked (a fake NVML here) then restored."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_a_plan_is_carried_out_in_its_order_and_every_clock_is_given_back() -> N
 
     with connect(2, nvml) as gpus:
         tried = len(nvml.set)
-        assert nvml.set == [(0, 1530), (1, 1530)] and not nvml.locked  # whether it may, tried and given back
+        assert nvml.set == [(0, 1530), (1, 1530)] and not nvml.locked  # whether it may, tried then restored
         done = rehearse(plan, gpus, steps=2, sleep=sleep, now=lambda: clock.now)
     assert not nvml.locked and not nvml.open
     assert done.changes == len(nvml.set) - tried and done.latest_s == 0 and done.joules == (done.changes,) * 2
@@ -228,7 +228,7 @@ def test_only_apply_touches_clocks(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     fast = ["energy", "--stages", "2", "--forward-time", "1e-4", "--backward-time", "2e-4"]
     assert cli.main(fast) == 0 and not nvml.set
     assert cli.main([*fast, "--apply", "--steps", "2"]) == 0
-    assert nvml.set and not nvml.locked and "and given back" in capsys.readouterr().out
+    assert nvml.set and not nvml.locked and "then restored" in capsys.readouterr().out
     monkeypatch.setitem(sys.modules, "pynvml", None)  # type: ignore[arg-type]
     assert cli.main([*fast, "--apply"]) == 0
     assert "planned only: no NVML here: pip install nvidia-ml-py" in capsys.readouterr().out

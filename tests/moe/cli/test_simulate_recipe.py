@@ -35,7 +35,7 @@ def test_pictures_say_what_their_times_are(tmp_path: Path, monkeypatch: pytest.M
     out = ["--stages", "2", "--microbatches", "4", "--out", str(tmp_path / "x.png")]
     for words in (["simulate", "1f1b"], ["simulate", "1f1b", "--recipe", "dense_tiny"], ["energy", "1f1b"]):
         assert cli.main([*words, *out]) == 0
-    assert units[0].startswith("1: a forward pass") and units[1:] == ["s", "s"]
+    assert units[0].startswith("1 = forward pass") and units[1:] == ["s", "s"]
 
 
 def test_a_recipes_model_decides_times_and_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -209,6 +209,6 @@ def test_a_pipeline_that_takes_long_to_fill_is_refused_with_sizes_that_do_not(
     ):
         assert simulated(**sizes) == 2
         said = capsys.readouterr().err.rstrip()
-        assert "fill a pipeline that never drains" in said
+        assert "this continuous pipeline needs to fill" in said
         assert said.endswith("fix: " + " ".join(f"--{flag} {n}" for flag, n in fix.items()))
         assert simulated(**(sizes | fix)) == 0

@@ -256,10 +256,10 @@ def test_what_is_not_covered_or_broken_is_one_line_and_leaves_nothing(tmp_path: 
     up, gain = "model.layers.1.mlp.up_proj.weight", "model.norm.weight"
     cases: list[tuple[dict[str, Any], dict[str, Tensor | None], str]] = [
         ({"model_type": "gemma3"}, {}, r"config.json: model_type: got gemma3 \(MistralForCausalLM\), needed one of llama, mistral"),
-        ({"attention_bias": True}, {}, "config.json: attention_bias: got True, needed a key that is known"),
+        ({"attention_bias": True}, {}, "config.json: attention_bias: got True, needed a supported key"),
         ({"hidden_act": "gelu"}, {}, "config.json: hidden_act: got gelu, needed silu"),
         ({"layer_types": ["sliding_attention"] * 2}, {}, "config.json: layer_types: got .*needed full_attention for all"),
-        ({"logit_softcap": 30.0}, {}, "config.json: logit_softcap: got 30.0, needed a key that is known"),
+        ({"logit_softcap": 30.0}, {}, "config.json: logit_softcap: got 30.0, needed a supported key"),
         (
             {"rope_parameters": {"rope_type": "longrope", "factor": 2.0}},
             {},
@@ -324,7 +324,11 @@ def test_broken_values_of_a_config_are_one_line() -> None:
             {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
             "rope_type: got dynamic, needed default, linear, llama3",
         ),
-        ("DeepseekV2", {"topk_group": None}, "config.json: topk_group: got nothing, needed how many of 4 groups a token may use"),
+        (
+            "DeepseekV2",
+            {"topk_group": None},
+            "config.json: topk_group: got nothing, needed the number of the 4 groups that a token may use",
+        ),
     ]
     for family, values, said in cases:
         with pytest.raises(BadInput, match=said):

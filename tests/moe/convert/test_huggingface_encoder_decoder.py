@@ -103,7 +103,7 @@ def test_a_tokenizer_leaves_ids_for_the_sentinels_or_is_not_used(ids: int, lengt
     library.save(str(tmp_path / "theirs" / "tokenizer.json"))
     said = to_run(tmp_path / "theirs", tmp_path / "run", overrides={"model.max_length": str(length)})
     assert any("tokenizer.json is not used" in line for line in said) != used
-    assert any("<extra_id_0> is 257 to the tokenizer and 289, the vocabulary's last id, here" in line for line in said) == used
+    assert any("<extra_id_0> is 257 in the tokenizer and 289, the vocabulary's last id, in the run" in line for line in said) == used
     assert load_model(tmp_path / "run")[1].vocab_size == (ids if used else 256)
 
 

@@ -69,7 +69,7 @@ def test_what_came_goes_back_after_several_generations(came: Path) -> None:
     ).keys()
     before, after = files(came / "a"), files(came / "b")
     assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
-    assert any("rounded to bfloat16, in which the model came: --dtype fp32" in line for line in said)
+    assert any("rounded to bfloat16, the model's original dtype: --dtype fp32" in line for line in said)
     theirs, again = (transformers.AutoModelForCausalLM.from_pretrained(came / name).eval() for name in "ab")
     assert again.dtype == torch.bfloat16 and torch.equal(logits(again), logits(theirs))
     assert again.generation_config.temperature == 0.7 and again.config.max_position_embeddings == 48 and again.config.pad_token_id == 3
@@ -100,7 +100,7 @@ def test_numbers_that_a_dtype_cannot_hold_are_refused_and_nothing_is_written(tmp
     held["model.norm.weight"][0] = 1e5
     save_file(held, tmp_path / "a/model.safetensors")
     to_run(tmp_path / "a", tmp_path / "run", overrides={})
-    with pytest.raises(BadInput, match="--dtype: got norm.weight, of which float16 cannot hold every number, .* --dtype bf16"):
+    with pytest.raises(BadInput, match="--dtype: got norm.weight, with numbers that float16 cannot represent, .* --dtype bf16"):
         from_run(tmp_path / "run", tmp_path / "b", dtype="fp16")
     assert not (tmp_path / "b").exists()
 

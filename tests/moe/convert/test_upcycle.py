@@ -232,7 +232,7 @@ def test_merging_copies_to_fewer_keeps_the_output(
     torch.testing.assert_close(got, rows.view(4, 2, 16).mean(1))
     assert "otherwise" not in capsys.readouterr().out
     converted(fewer.model_copy(update={"router": fewer.router.model_copy(update={"gate_scale": 2.0})}), there, tmp_path / "scaled")
-    assert "  the weights now compute what the new recipe says: router.gate_scale: 1.0 -> 2.0" in capsys.readouterr().out
+    assert "  the new recipe changes what the weights compute: router.gate_scale: 1.0 -> 2.0" in capsys.readouterr().out
 
 
 def test_pruning_experts_that_no_token_chose_keeps_the_output(home: Path, source: Callable[..., Path], tmp_path: Path) -> None:
@@ -516,11 +516,11 @@ def test_the_verb_says_what_it_did_and_how_to_go_on(
     assert said[0].startswith("copy: ") and "layers 1, 3" in said[1]
     assert "dense -> 6 experts, copies of the dense network; router new, seed 0" in said[3]
     assert "output: the source's, up to rounding" in said[5]
-    assert said[6] == f"go on with: moe train {tmp_path}/new/recipe.yaml --out {tmp_path}/new"
+    assert said[6] == f"continue with: moe train {tmp_path}/new/recipe.yaml --out {tmp_path}/new"
     assert float(said[7].split("at most ")[1].split()[0]) < 1e-4
     done = json.loads((tmp_path / "done.json").read_text())
     assert (done["verb"], done["method"], done["to"], done["failed"]) == ("convert", "copy", str(tmp_path / "new"), 0)
-    assert [row["part"] for row in done["rows"]] == ["as they are", "layer 1", "layer 3", "moments"] and done["output"] == said[5][8:]
+    assert [row["part"] for row in done["rows"]] == ["unchanged", "layer 1", "layer 3", "moments"] and done["output"] == said[5][8:]
     assert 0 < done["check"]["largest_difference"] < 1e-4 < done["check"]["largest_logit"]
     assert cli.main(["convert", *words]) == 2
     assert "TO_RUN: got" in capsys.readouterr().err
@@ -537,4 +537,4 @@ def test_a_converted_model_has_seen_no_sample_so_another_order_of_them_is_no_new
     trainer.train(longer, out=tmp_path / "fresh", world=World(), display=True)
     assert "order of samples" not in capsys.readouterr().out
     converted(run, source(), tmp_path / "copy", moments="copy")
-    assert "samples      in another order than the source's: train.global_batch: 8 -> 4, train.seed: 0 -> 3" in capsys.readouterr().out
+    assert "samples    in another order than the source's: train.global_batch: 8 -> 4, train.seed: 0 -> 3" in capsys.readouterr().out

@@ -257,7 +257,7 @@ def test_a_given_description_that_cannot_be_used_is_bad_input() -> None:
             load({"kind": "given", "model": model, "separator": separator})
     model = json.loads(json.dumps(model))
     model["model"]["vocab"]["\u96ea"] = 400
-    with pytest.raises(BadInput, match="stands for no byte"):
+    with pytest.raises(BadInput, match="represents no byte"):
         load({"kind": "given", "model": model, "separator": 0})
 
 

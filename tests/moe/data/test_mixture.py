@@ -46,10 +46,10 @@ def test_each_block_holds_the_shares_and_each_source_its_own_order() -> None:
     """Over whole blocks: source i gives exactly its first n sequences, each once, whatever lies between them."""
     data = mixed((7.0, 2.0, 1.0), (911, 5000, 37))
     for blocks in (1, 3):
-        found, places = data.places(range(blocks * BLOCK))
+        found, places = data.located(range(blocks * BLOCK))
         for i, share in enumerate((7000, 2000, 1000)):
             assert sorted(places[found == i].tolist()) == list(range(blocks * share))
-    first, second = (data.places(range(b * BLOCK, (b + 1) * BLOCK))[0] for b in (0, 1))
+    first, second = (data.located(range(b * BLOCK, (b + 1) * BLOCK))[0] for b in (0, 1))
     assert (first != second).any() and Counter(first.tolist()) == Counter(second.tolist())
     runs = np.diff(np.flatnonzero(np.diff(first)))
     assert runs.max() < 100, "sources alternate, they do not come one after another"
@@ -68,7 +68,7 @@ def test_ranks_and_resumes_read_the_same_sequences(ranks: int) -> None:
 
 def test_a_sequence_is_the_sources_own() -> None:
     data = mixed((3.0, 1.0), (40, 11))
-    found, places = data.places(range(500))
+    found, places = data.located(range(500))
     for i, part in enumerate(data.parts):
         assert np.array_equal(data.sequences(range(500))[found == i], part.sequences(places[found == i]))
 

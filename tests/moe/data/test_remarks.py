@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from moe.data import Dataset, corpus, open_data
-from moe.data.remarks import LISTING, list_in, told
+from moe.data.remarks import LISTING, list_in, remark_lines
 from moe.recipe.load import load
 from moe.recipe.sections import Data
 from moe.train.loop import trainer
@@ -56,13 +56,13 @@ def test_every_file_that_is_skipped_or_read_raw_is_named_with_its_reason(folder:
     }
     wanted = {f"data: {line.replace(' ', f' {folder}/', 1)}" for line in said}
     for _ in range(2):
-        assert set(told(opened(tmp_path, path=str(folder)).index)) == wanted
-    assert set(told(opened(tmp_path, sources=[{"path": str(folder), "weight": 1}]).index)) == wanted
+        assert set(remark_lines(opened(tmp_path, path=str(folder)).index)) == wanted
+    assert set(remark_lines(opened(tmp_path, sources=[{"path": str(folder), "weight": 1}]).index)) == wanted
     alone = opened(tmp_path, path=str(folder / "table.csv"))
-    assert told(alone.index) == [
+    assert remark_lines(alone.index) == [
         f"data: read {folder}/table.csv as plain text: its separators become text, too; JSONL or Parquet has a column for the text"
     ]
-    assert told(opened(tmp_path, path=str(folder / "a.txt")).index) == [] == told(opened(tmp_path).index)
+    assert remark_lines(opened(tmp_path, path=str(folder / "a.txt")).index) == [] == remark_lines(opened(tmp_path).index)
 
 
 def test_a_run_says_ten_lines_at_most_and_lists_all_in_its_folder(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,7 +98,7 @@ def test_a_file_that_may_not_be_read_is_refused_only_if_it_is_named_or_alone(
     monkeypatch.setattr(Path, "open", locked)
     for share in (0.3, 0.4):  # with the token files of the same text, and with new ones
         found = opened(tmp_path, path=str(folder), validation_share=share)
-        assert told(found.index) == [f"data: skipped {folder}/locked.txt: this user may not read it"]
+        assert remark_lines(found.index) == [f"data: skipped {folder}/locked.txt: this user may not read it"]
         assert share == 0.4 or found.key == before.key
     with pytest.raises(BadInput, match=r"locked\.txt: got Permission denied, needed a readable file"):
         opened(tmp_path, path=str(folder / "locked.txt"))
@@ -120,7 +120,7 @@ def test_a_folder_that_may_not_be_read_is_left_out_and_said(folder: Path, tmp_pa
                 yield here, folders, files
 
     monkeypatch.setattr(corpus.os, "walk", locked)
-    assert told(opened(tmp_path, path=str(folder)).index) == [f"data: skipped {folder}/below/: this user may not read it"]
+    assert remark_lines(opened(tmp_path, path=str(folder)).index) == [f"data: skipped {folder}/below/: this user may not read it"]
 
 
 def test_each_source_has_a_text_key_of_its_own_tables_too(tmp_path: Path) -> None:

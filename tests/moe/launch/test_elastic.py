@@ -146,8 +146,8 @@ def test_fewer_go_on_where_restarts_do_not_help(tmp_path: Path, capsys: pytest.C
     assert lives.after(killed()) == 1
     lines = capsys.readouterr().err.splitlines()
     assert "rank 2 leaves for good: 2 restarts in a row (--restarts 2) brought no new checkpoint" in lines
-    assert "restart 3: the run goes on from its beginning on 3 processes" in lines
-    assert "restart 4: the run goes on from step-4 on 3 processes" in lines
+    assert "restart 3: the run continues from its beginning on 3 processes" in lines
+    assert "restart 4: the run continues from step-4 on 3 processes" in lines
     assert lines[-1].endswith("brought no new checkpoint, and --elastic allows no fewer processes")
 
 

@@ -98,9 +98,9 @@ def test_a_new_checkpoint_begins_the_count_and_the_waits_again(
     assert waits == [0, 1, 2, 0, 1, 2, 4, 8, 16, 32, 60]
     assert die() == 1
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "restart 1, 1 of 8 in a row without a new checkpoint: the run goes on from its beginning"
-    assert lines[3] == "restart 4: the run goes on from step-40"
-    assert lines[5] == "restart 6, 3 of 8 in a row without a new checkpoint: the run goes on from step-40 in 2 s"
+    assert lines[0] == "restart 1, 1 of 8 in a row without a new checkpoint: the run continues from its beginning"
+    assert lines[3] == "restart 4: the run continues from step-40"
+    assert lines[5] == "restart 6, 3 of 8 in a row without a new checkpoint: the run continues from step-40 in 2 s"
     assert lines[-1] == "not started again: 8 restarts in a row (--restarts 8) brought no new checkpoint"
     assert len(lines) == 12
     assert Restart.of(lives.variables()) == Restart(11, "rank 1 ended with signal SIGKILL")

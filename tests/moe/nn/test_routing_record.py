@@ -154,7 +154,7 @@ def test_slices_of_sequences_find_their_rows() -> None:
     route(router, x_BLD.flatten(0, 1), record_routing=record)
     parts = []
     for rows, places in ((slice(0, 2), [0, 3, 4, 11]), (slice(0, 2), [1, 2, 5, 6, 7, 8, 9, 10, 12, 13]), (slice(2, 3), list(range(L)))):
-        here, sizes = {"first_sequence": rows.start, "places": places, "length": L}, {"sequence_tokens": len(places)}
+        here, sizes = {"first_sequence": rows.start, "positions": places, "length": L}, {"sequence_tokens": len(places)}
         mine, x_TD = RoutingRecord(B, L), x_BLD[rows][:, places].flatten(0, 1)
         router(x_TD, **sizes, context=Context.of(ids()[rows][:, places], record_routing=mine, **here))
         parts.append(mine.experts)

@@ -75,7 +75,7 @@ def test_parts_by_name_train_as_those_built_in(home: Path, tmp_path: Path) -> No
         ({"optimizer": {"kind": "nowhere:lion"}}, "optimizer.kind: got nowhere:lion, needed a module nowhere that can be imported here"),
         ({"optimizer": {"kind": "twins:adam"}}, "needed a name that twins has; fix: did you mean twins:adamw?"),
         ({"optimizer": {"kind": "twins:number"}}, "got twins:number, a int, needed a function or a class"),
-        ({"optimizer": {"kind": "twins:three"}}, "got twins:three(a, b, c), needed what can be called with 1 argument"),
+        ({"optimizer": {"kind": "twins:three"}}, "got twins:three(a, b, c), needed a function that can be called with 1 argument"),
         ({"optimizer": {"kind": "twins:fails"}}, "optimizer.kind: got ZeroDivisionError: division by zero"),
         ({"optimizer": {"kind": "twins:adamw"}, "sharding": {"kind": "zero"}}, "got twins:adamw with sharding.kind=zero and stage 1"),
         (

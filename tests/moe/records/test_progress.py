@@ -312,7 +312,7 @@ def test_a_broken_stream_costs_the_display_and_no_more(
     monkeypatch.setattr(Console, "on_broken_pipe", leave)  # rich's own also replaces this process's stdout
     console = Console(file=Failing(error, after), force_terminal=kind == "live", width=80, height=30, _environ={})
     run_through(open_progress(3, recipe="r", kind=kind, console=console))
-    assert 1 <= capsys.readouterr().err.count("training goes on") <= 2
+    assert 1 <= capsys.readouterr().err.count("training continues") <= 2
 
 
 def test_a_live_panel_that_cannot_be_drawn_says_so_in_its_place() -> None:
@@ -329,7 +329,7 @@ def test_bad_lines_do_not_stop_plain_output(capsys: pytest.CaptureFixture[str]) 
     progress.step(step_line(1))
     progress.step({"step": "two", "time": 1.0})
     run_through(progress)
-    assert capsys.readouterr().err.count("training goes on") == 1
+    assert capsys.readouterr().err.count("training continues") == 1
 
 
 def test_a_terminal_gets_a_panel_and_its_cursor_back() -> None:

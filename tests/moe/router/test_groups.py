@@ -9,7 +9,7 @@ from moe.nn.context import Context
 from moe.recipe.router_spec import RouterSpec
 from moe.router.router import Router, Routing
 from moe.router.slots.groups import check_groups, needs_group
-from moe.router.slots.slices import Slices
+from moe.router.slots.slices import SequenceShards
 from parallel.errors import BadInput
 from parallel.mesh.mesh import Degrees
 from parallel.process import process
@@ -66,7 +66,7 @@ def test_slices_decide_as_the_whole_and_the_gradient_is_its_own(kind: str) -> No
     weight_BLE = torch.randn(B, L, E, generator=torch.Generator().manual_seed(2))
 
     def routed(router: Router, places: list[int]) -> tuple[Routing, torch.Tensor]:
-        context = Context.of(valid_BL[:, places].long(), valid_BL=valid_BL[:, places], places=places, length=L)
+        context = Context.of(valid_BL[:, places].long(), valid_BL=valid_BL[:, places], positions=places, length=L)
         routing = router(x_BLD[:, places].reshape(-1, D), sequence_tokens=len(places), context=context)
         whole = routing if router.slices is None else router.slices.each_whole(routing)
         router.zero_grad()
@@ -78,8 +78,8 @@ def test_slices_decide_as_the_whole_and_the_gradient_is_its_own(kind: str) -> No
         axis, order, found = process.connect(Degrees(sp=3), World(rank, 3)).axis("sp"), Order(kind, 3, L), []
         for what in TOGETHER:
             router = router_of(what)
-            router.slices = Slices(axis, [order.places(other) for other in range(3)])
-            routing, grad = routed(router, list(order.places(rank)))
+            router.slices = SequenceShards(axis, [order.positions(other) for other in range(3)])
+            routing, grad = routed(router, list(order.positions(rank)))
             found.append((routing.expert_TK, routing.kept_TK, grad))
         return found
 
@@ -87,7 +87,7 @@ def test_slices_decide_as_the_whole_and_the_gradient_is_its_own(kind: str) -> No
     for number, what in enumerate(TOGETHER):
         routing, grad = routed(router_of(what), list(range(L)))
         for rank in range(3):
-            places = list(Order(kind, 3, L).places(rank))
+            places = list(Order(kind, 3, L).positions(rank))
             for got, want in zip(ranks[rank][number], (routing.expert_TK, routing.kept_TK), strict=False):
                 assert torch.equal(got.view(B, len(places), -1), want.view(B, L, -1)[:, places]), what
         torch.testing.assert_close(

@@ -45,7 +45,7 @@ def test_a_table_of_more_layouts_is_not_cut_down(tmp_path: Path) -> None:
         table.add(case, row_of(case))
     table.write()
     with pytest.raises(
-        BadInput, match=f"--go_on: got .*, in which {len(every) - 3} more rows passed than are asked for now, needed the words"
+        BadInput, match=f"--go_on: got .* with {len(every) - 3} passed rows that are not part of this run, needed the flags"
     ):
         Table(every[:3], file, go_on=True)
     assert len(json.loads(Path(file).read_text())["rows"]) == len(every)
@@ -68,7 +68,9 @@ def test_what_passed_is_kept_and_the_rest_is_left(tmp_path: Path, monkeypatch: p
     again = Table(every, file, go_on=True)
     left = [case for world in worlds for case in again.left(world)]
     assert again.kept == 4 and failed in left and len(left) == len(every) - 4 and every[0] in left  # its second row is still to be made
-    assert again.begins("abc").startswith(f"4 rows kept from {file}; ") and "made at abc, which say nothing" in again.begins("def")
+    assert again.begins("abc").startswith(f"4 rows kept from {file}; ") and "made at abc: they do not test later changes" in again.begins(
+        "def"
+    )
     for case in left:
         again.add(case, row_of(case))
     assert all(again.left(world) == [] for world in worlds)

@@ -33,7 +33,7 @@ from moe.router.router import Router
 from moe.verify import layouts, verify
 from moe.verify.cases import MODELS, ROUTERS, SLICED, Case, attentions
 from moe.verify.compare import NUMBERS, compare
-from moe.verify.expected import Expected, alone, made_beside, own_order, reorderings, twin_of
+from moe.verify.expected import Expected, alone, computed_in_background, own_order, reorderings, twin_of
 from moe.verify.in_parts import in_parts
 from moe.verify.kinds import cases
 from moe.verify.layouts import compute
@@ -180,7 +180,7 @@ def test_a_row_that_is_off_may_be_its_own_order_of_the_sums_and_nothing_else(mon
 def test_what_a_process_beside_the_rows_expects_is_what_this_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moe.verify.expected.CUTS", (3,))
     twins = [Case("dense", "ddp", 1, 1, 1, precision, batch=3) for precision in ("fp32", "fp16")]
-    for twin, got in zip(twins, made_beside(twins), strict=True):
+    for twin, got in zip(twins, computed_in_background(twins), strict=True):
         want = Expected.of(twin)
         assert got.twin == twin and got.tolerance == want.tolerance and max(compare(got.result, want.result).values()) == 0
         assert (got.bound is None) == (want.bound is None)
@@ -349,7 +349,7 @@ def test_ranks_that_die_or_hang_cost_one_row(tmp_path: Path, monkeypatch: pytest
     code, rows, said = judged(tmp_path, "")
     assert code == 1 and [(r["layout"], r["kind"], r["passed"]) for r in rows] == [(c.layout, c.kind, c is not THREE[1]) for c in THREE]
     assert ("rank 1 was still running" if end is None else "rank 1 gave no result") in rows[1]["error"]
-    assert rows[1]["error"] in said and "first off in dense dp2 ep1 m3 ddp fp32: its ranks failed" in said
+    assert rows[1]["error"] in said and "first deviation in dense dp2 ep1 m3 ddp fp32: its ranks failed" in said
 
 
 # --- comparing ------------------------------------------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ def engine_of(stage: int, rank: int, *, dtype: torch.dtype, offload: Offload | N
     if stage < 3:
         return Zero(model, layouts=layouts, mesh=mesh, optimizer=optimizer, stage=stage, offload=offload, working=lambda name: dtype)
     layer.recast = True
-    zero3.Birth(layouts, mesh, device=torch.device("cpu"), fill=lambda _, out, box: out.fill_(1.0), offload=offload)(model)
+    zero3.ShardedInit(layouts, mesh, device=torch.device("cpu"), fill=lambda _, out, box: out.fill_(1.0), offload=offload)(model)
     return zero3.Zero3(model, layouts=layouts, mesh=mesh, optimizer=optimizer, offload=offload, working=lambda name: dtype)
 
 
@@ -112,19 +112,19 @@ def test_the_model_is_cut_as_it_is_born() -> None:
 
     def work(rank: int, patch: pytest.MonkeyPatch) -> list[Any]:
         drawn: dict[str, int] = {}
-        fill, make = FirstValues.fill, zero3.Birth._make
+        fill, make = FirstValues.fill, zero3.ShardedInit._make
         held: list[int] = []
 
         def noted(self: FirstValues, name: str, out: Tensor, *box: Box) -> None:
             drawn[name] = drawn.get(name, 0) + out.numel()
             fill(self, name, out, *box)
 
-        def made(self: zero3.Birth, full: str, module: nn.Module, *cut: Any) -> None:
+        def made(self: zero3.ShardedInit, full: str, module: nn.Module, *cut: Any) -> None:
             make(self, full, module, *cut)
             held.append(module.get_parameter(full.rpartition(".")[2]).numel())
 
         patch.setattr(FirstValues, "fill", noted)
-        patch.setattr(zero3.Birth, "_make", made)
+        patch.setattr(zero3.ShardedInit, "_make", made)
         tiny = start(SPARSE, rank)
         parts = {name: p.ds_numel // 2 + (p.ds_numel % 2 if rank == 0 else 0) for name, p in tiny.model.named_parameters()}
         patch.undo()

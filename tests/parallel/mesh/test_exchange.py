@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from parallel.mesh.collectives import all_to_all
-from parallel.mesh.exchange import by_bin, collect, exchange_counts, runs, spread
+from parallel.mesh.exchange import by_bin, collect, consecutive_indices, exchange_counts, spread
 from parallel.mesh.mesh import Axis, Degrees
 from parallel.process import process
 from parallel.process.fork import run_on_ranks
@@ -79,8 +79,8 @@ def test_counts_cost_their_bytes_and_one_rank_asks_nobody() -> None:
 
 
 def test_runs_are_the_indices_bin_after_bin() -> None:
-    assert runs(torch.tensor([2, 0, 3]), torch.tensor([10, 5, 1])).tolist() == [10, 11, 1, 2, 3]
-    assert runs(torch.zeros(4, dtype=torch.int64), torch.arange(4)).tolist() == []
+    assert consecutive_indices(torch.tensor([2, 0, 3]), torch.tensor([10, 5, 1])).tolist() == [10, 11, 1, 2, 3]
+    assert consecutive_indices(torch.zeros(4, dtype=torch.int64), torch.arange(4)).tolist() == []
 
 
 @pytest.mark.parametrize("stride", [None, 9])

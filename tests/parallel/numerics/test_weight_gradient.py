@@ -23,7 +23,7 @@ from moe.nn.vocabulary import summed_loss
 from moe.parallelize.memory import save_memory
 from moe.recipe import sections
 from parallel.mesh.mesh import Axis
-from parallel.numerics.weight_gradient import Owed, gradient_or_later, linear, owed_for, put_off, splittable
+from parallel.numerics.weight_gradient import PendingGradients, defer_gradients, gradient_or_later, linear, pending_for, splittable
 from tests.moe.train.loop.test_recompute import Alive
 
 # B sequences, L length, D model, V vocabulary, R rows, F hidden
@@ -81,10 +81,10 @@ class Pass:
         torch.autograd.backward(self.loss)
         self.loss = None
 
-    def inputs_alone(self) -> Owed:
-        with put_off() as owed:
+    def inputs_alone(self) -> PendingGradients:
+        with defer_gradients() as pending:
             self.backward()
-        return owed
+        return pending
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -106,10 +106,10 @@ def halves_are_the_whole(**values: Any) -> None:
         splittable(model)
     b, i = Pass(whole), Pass(halves)
     b.backward()
-    owed = i.inputs_alone()
+    pending = i.inputs_alone()
     assert b.x.grad is not None and i.x.grad is not None and torch.equal(b.x.grad, i.x.grad) and b.x.grad.any()
     assert gradients(halves).keys() == small(halves)
-    owed.pay()
+    pending.compute()
     assert equal(gradients(halves), gradients(whole))
     unused = set() if whole.head is None else {"embedding"}  # tokens are not looked up here
     assert {name for name, grad in gradients(halves).items() if grad.any()} == {name for name, _ in whole.named_parameters()} - unused
@@ -148,9 +148,9 @@ def test_so_they_are_in_the_thread_of_a_gpu(case: str, compute: str) -> None:
 def test_a_loss_in_chunks_has_its_gradient_in_the_first_half() -> None:
     model = model_of("glam", chunks=3)
     splittable(model)
-    owed = Pass(model).inputs_alone()
+    pending = Pass(model).inputs_alone()
     assert gradients(model).keys() == small(model) | {"head.weight"}
-    owed.pay()
+    pending.compute()
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -162,8 +162,8 @@ def test_the_second_halves_come_in_any_order(case: str) -> None:
         b.backward()
     passes = [Pass(halves, 0), Pass(halves, 1)]
     first, second = (i.inputs_alone() for i in passes)
-    second.pay()
-    first.pay()
+    second.compute()
+    first.compute()
     assert equal(gradients(halves), gradients(whole))  # a sum of two has one order
 
 
@@ -183,11 +183,11 @@ def test_the_products_that_can_put_off_are_the_plain_ones(case: str) -> None:
 def test_without_being_asked_products_are_torchs_own() -> None:
     model = model_of("shared")
     assert not any(getattr(module, "recast", False) for module in model.modules())
-    owed = Pass(model).inputs_alone()
+    pending = Pass(model).inputs_alone()
     left = {name for name, _ in model.named_parameters()} - gradients(model).keys()
     beside = (".experts.w1", ".experts.w2", ".router.weight", ".shared_gate.weight", ".coefficient.weight")
     assert left and all(name.endswith(beside) for name in left)  # only what has its own backward pass anyway
-    owed.pay()
+    pending.compute()
     assert gradients(model).keys() == {name for name, _ in model.named_parameters()}
 
 
@@ -205,7 +205,7 @@ def experts_of(kernels: str, *, ffn: str = "swiglu", tiles: int = 1) -> Experts:
 
 def runs(experts: Experts, x: Tensor) -> Tensor:
     """The experts in two runs, each of which sees a view of the matrices."""
-    parts = zip(x.split([3, 9]), experts.runs(2, x.dtype), [COUNTS[:2], COUNTS[2:]], strict=True)
+    parts = zip(x.split([3, 9]), experts.chunks(2, x.dtype), [COUNTS[:2], COUNTS[2:]], strict=True)
     return torch.cat([experts(rows, counts=counts, weights=weights) for rows, weights, counts in parts])
 
 
@@ -239,10 +239,10 @@ def test_every_kind_of_kernels_puts_off(kernels: str, way: str, ffn: str) -> Non
         experts, x = experts_of(kernels, ffn=ffn), random(12, D, seed=8).requires_grad_()
         y = WAYS[way](experts, x).square().sum()
         if split:
-            with put_off() as owed:
+            with defer_gradients() as pending:
                 torch.autograd.backward(y)
             assert not gradients(experts)
-            owed.pay()
+            pending.compute()
         else:
             torch.autograd.backward(y)
         assert x.grad is not None
@@ -264,10 +264,10 @@ def test_so_do_experts_whose_rows_travel_in_runs(tiles: int) -> None:
         if not halves:
             torch.autograd.backward(y.square().sum())
             return gradients(layer)
-        with put_off() as owed:
+        with defer_gradients() as pending:
             torch.autograd.backward(y.square().sum())
         assert not gradients(layer)
-        owed.pay()
+        pending.compute()
         return gradients(layer)
 
     assert equal(passed(True), passed(False))
@@ -282,12 +282,12 @@ def alive_between(network: Callable[[Tensor], Tensor], weights: nn.Module, rows:
     y_gradient = random(rows, D, seed=2)
     with Alive() as alive:
         y = network(x)
-        with put_off() as owed:
+        with defer_gradients() as pending:
             torch.autograd.backward(y, y_gradient)
         del y
         others = [x, y_gradient, x.grad, *weights.parameters()]
         after_i = alive.bytes(but=others)  # type: ignore[arg-type]
-        owed.pay()
+        pending.compute()
         after_w = alive.bytes(but=[*others, *gradients(weights).values()])  # type: ignore[list-item]
     return after_i, after_w
 
@@ -316,10 +316,10 @@ def test_a_paid_debt_leaves_nothing(case: str, recompute: str) -> None:
     splittable(model)
     with Alive() as alive:
         i = Pass(model)
-        owed = i.inputs_alone()
+        pending = i.inputs_alone()
         ours = [*model.parameters(), i.x, i.x.grad]
         some = alive.bytes(but=[*ours, *gradients(model).values()])  # type: ignore[list-item]
-        owed.pay()
+        pending.compute()
         rest = alive.bytes(but=[*ours, *gradients(model).values()])  # type: ignore[list-item]
     assert rest == 0 < some
 
@@ -357,22 +357,22 @@ def layer_of(*shape: int, dtype: torch.dtype = torch.float32) -> tuple[nn.Parame
 
 def test_a_debt_is_paid_after_the_first_half_and_once() -> None:
     weight, x = layer_of(4, 3)
-    with put_off() as owed:
+    with defer_gradients() as pending:
         torch.autograd.backward(linear(x, weight).sum())
         with pytest.raises(RuntimeError, match="after the backward pass"):
-            owed.pay()
+            pending.compute()
     assert weight.grad is None
-    owed.pay()
+    pending.compute()
     want = x.detach().sum(0).expand(4, 3)
     torch.testing.assert_close(weight.grad, want)
-    owed.pay()
+    pending.compute()
     torch.testing.assert_close(weight.grad, want)
 
 
 def test_there_is_one_first_half_at_a_time_and_a_failed_one_leaves_none() -> None:
-    with pytest.raises(RuntimeError, match="one backward pass at a time"), put_off(), put_off():
+    with pytest.raises(RuntimeError, match="one backward pass at a time"), defer_gradients(), defer_gradients():
         pass
-    with pytest.raises(ZeroDivisionError), put_off():
+    with pytest.raises(ZeroDivisionError), defer_gradients():
         _ = 1 // 0
     weight, x = layer_of(4, 3)
     torch.autograd.backward(linear(x, weight).sum())
@@ -384,9 +384,9 @@ def test_a_16_bit_weight_with_a_wider_gradient_is_paid_in_that() -> None:
     weight, _ = layer_of(4, 3, dtype=torch.bfloat16)
     weight.grad_dtype = torch.float32
     for value in (2048.0, 1.0):
-        with put_off() as owed:
+        with defer_gradients() as pending:
             torch.autograd.backward(linear(torch.full((1, 3), value, dtype=torch.bfloat16).requires_grad_(), weight).float().sum())
-        owed.pay()
+        pending.compute()
     assert weight.grad is not None and weight.grad.dtype == torch.float32 and weight.grad.unique().tolist() == [2049.0]
 
 
@@ -394,31 +394,35 @@ def test_hooks_on_a_weight_see_its_gradient_with_the_second_half() -> None:
     weight, x = layer_of(4, 3)
     seen: list[Tensor] = []
     weight.register_hook(seen.append)
-    with put_off() as owed:
+    with defer_gradients() as pending:
         torch.autograd.backward(linear(x, weight).sum())
     assert not [grad for grad in seen if grad is not None]
-    owed.pay()
+    pending.compute()
     assert weight.grad is not None and torch.equal(seen[-1], weight.grad)
 
 
 def test_a_weight_that_is_computed_has_its_gradient_at_once() -> None:
     """Its own graph would have to live as long."""
     weight, x = layer_of(4, 3)
-    with put_off() as owed:
-        assert owed_for(weight) is owed is owed_for(weight[1:]) and owed_for(weight * 2) is None and owed_for(x.detach()) is None
+    with defer_gradients() as pending:
+        assert (
+            pending_for(weight) is pending is pending_for(weight[1:])
+            and pending_for(weight * 2) is None
+            and pending_for(x.detach()) is None
+        )
         assert gradient_or_later(weight * 2, lambda: torch.ones(1)) is not None
         torch.autograd.backward(linear(x, weight.exp()).sum())
     assert weight.grad is not None
     before = weight.grad.clone()
-    owed.pay()
-    assert torch.equal(weight.grad, before) and owed_for(weight) is None
+    pending.compute()
+    assert torch.equal(weight.grad, before) and pending_for(weight) is None
 
 
 def test_a_frozen_weight_owes_nothing() -> None:
     weight, x = layer_of(4, 3)
     weight.requires_grad_(False)
-    with put_off() as owed:
+    with defer_gradients() as pending:
         torch.autograd.backward(linear(x, weight).sum())
-    owed.pay()
+    pending.compute()
     torch.testing.assert_close(x.grad, weight.sum(0).expand(5, 3))
     assert weight.grad is None

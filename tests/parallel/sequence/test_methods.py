@@ -87,7 +87,7 @@ def work(rank: int, size: int) -> list[dict[str, Tensor]]:
     found = []
     for name, biased, documents, sinks, window in CASES:
         method = METHODS[name](axis, size * EACH, window)
-        places = list(order_of(name, size).places(rank))
+        places = list(order_of(name, size).positions(rank))
         leaf = {n: g[n][:, :, places].clone().requires_grad_() for n in "qkv"} | {
             n: g[n].clone().requires_grad_() for n in ("table", "sinks")
         }
@@ -118,7 +118,7 @@ def test_each_method_is_plain_attention(size: int) -> None:
     for number, (name, biased, documents, sinks, window) in enumerate(CASES):
         expected, got = plain(size, biased, documents, sinks, window), [rank[number] for rank in ranks]
         for rank, found in enumerate(got):
-            places = list(order_of(name, size).places(rank))
+            places = list(order_of(name, size).positions(rank))
             for tensor in ("out", "q", "k", "v"):
                 close(found[tensor], expected[tensor][:, :, places], f"{name}, window {window}, {tensor}")
         if sinks:
@@ -146,7 +146,7 @@ def test_bytes_are_those_of_the_formulas(size: int) -> None:
 def test_tokens_are_those_of_the_places_and_so_is_a_part_of_them(kind: str) -> None:
     order, document_BS = Order(kind, 3, 3 * EACH), given(3)["documents"]
     for rank in range(3):
-        tokens, places = Known(order, None, document_BS).tokens(rank, document_BS), list(order.places(rank))
+        tokens, places = Known(order, None, document_BS).tokens(rank, document_BS), list(order.positions(rank))
         for part in (slice(None), slice(1, None), slice(None, -1), slice(3, 7)):
             assert tokens[part].place_L.tolist() == places[part]
             assert torch.equal(tokens[part].document_BL, document_BS[:, places[part]])
@@ -178,7 +178,7 @@ def test_a_pass_that_is_computed_again_attends_once_where_its_output_is_kept(kin
     def passes(rank: int) -> list[tuple[int, Tensor]]:
         axis, g = process.connect(Degrees(sp=3), World(rank, 3)).axis("sp"), given(3)
         method = (Balanced if kind == "lightseq" else Ring)(axis, Order("contiguous", 3, 3 * EACH))
-        places, replay, found = list(method.order.places(rank)), Replay(), []
+        places, replay, found = list(method.order.positions(rank)), Replay(), []
         for _ in range(2):
             axis.communicator.reset_counts()
             q, k, v = (g[name][:, :, places].clone().requires_grad_() for name in "qkv")

@@ -16,7 +16,7 @@ from parallel.sequence.order import ORDERS, Order, cut
 @pytest.mark.parametrize(("size", "inner", "each"), [(1, 1, 6), (1, 1, 7), (2, 1, 4), (3, 1, 8), (5, 2, 4), (2, 3, 12)])
 def test_every_place_is_held_once_and_blocks_are_the_causal_pairs(kind: str, size: int, inner: int, each: int) -> None:
     order = Order(kind, size, size * each * inner, inner)
-    places = [order.places(rank) for rank in range(size * inner)]
+    places = [order.positions(rank) for rank in range(size * inner)]
     assert Counter(place for held in places for place in held) == Counter(range(order.length))
     assert all(list(held) == sorted(held) for held in places)
     outer = [[place for part in range(inner) for place in places[rank * inner + part]] for rank in range(size)]
@@ -38,8 +38,8 @@ def test_every_place_is_held_once_and_blocks_are_the_causal_pairs(kind: str, siz
 def test_a_part_of_runs_is_that_part_of_their_places(kind: str, part: slice) -> None:
     order = Order(kind, 3, 36)
     for rank in range(3):
-        cut_out = cut(order.runs(rank), part)
-        assert [place for run in cut_out for place in run] == list(order.places(rank))[part] and all(cut_out)
+        cut_out = cut(order.ranges(rank), part)
+        assert [place for run in cut_out for place in run] == list(order.positions(rank))[part] and all(cut_out)
 
 
 @pytest.mark.parametrize("size", [2, 4, 7, 64])

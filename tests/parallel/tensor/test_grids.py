@@ -22,7 +22,7 @@ from parallel.mesh.grids import GRIDS as GRIDS_OF
 from parallel.mesh.grids import grid_of
 from parallel.mesh.layout import Layout
 from parallel.mesh.mesh import Degrees, Mesh
-from parallel.numerics.weight_gradient import put_off
+from parallel.numerics.weight_gradient import defer_gradients
 from parallel.process import process
 from parallel.process.process import World
 from parallel.tensor.exchanged import Exchanged
@@ -155,11 +155,11 @@ def test_a_model_on_a_grid_is_the_whole_one(kind: str, gates: int, chunks: int, 
         model, layouts = held(kind, mesh, gates)
         sequences, channels = part_of(mesh)
         x, loss = model(TOKENS[sequences], TARGETS[sequences], chunks)
-        with put_off() if waits else nullcontext() as owed:
+        with defer_gradients() if waits else nullcontext() as pending:
             ((x * weights[sequences, :, channels]).sum() + loss).backward()
-        if owed is not None:
+        if pending is not None:
             assert model.network.one.weight.grad is None and model.network.gate.weight.grad is None
-            owed.pay()
+            pending.compute()
         grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         sum_gradients(grads, layouts, mesh)
         boxes = {name: [(run.start, run.stop) for run in layouts[name].region(mesh)] for name in grads}

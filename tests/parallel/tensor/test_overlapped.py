@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from parallel.mesh.collectives import Started, all_gather, all_reduce, reduce_backward, reduce_scatter
 from parallel.mesh.mesh import Axis, Degrees, Mesh
-from parallel.numerics.weight_gradient import linear, put_off
+from parallel.numerics.weight_gradient import defer_gradients, linear
 from parallel.process import process
 from parallel.process.process import World
 from parallel.tensor import overlapped
@@ -45,10 +45,10 @@ def both_ways(axis: Axis, *, chunks: int | None, sliced: bool, waits: bool = Fal
 def backward(outputs: Sequence[Tensor], grads: list[Tensor], x: Tensor, weights: list[nn.Parameter], *, waits: bool) -> list[Tensor]:
     """The gradients of input and weights."""
     if waits:
-        with put_off() as owed:
+        with defer_gradients() as pending:
             torch.autograd.backward(outputs, grads)
         assert all(weight.grad is None for weight in weights)
-        owed.pay()
+        pending.compute()
     else:
         torch.autograd.backward(outputs, grads)
     found = [x.grad, *(weight.grad for weight in weights)]

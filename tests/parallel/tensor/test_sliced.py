@@ -12,7 +12,7 @@ from parallel.mesh.mesh import Degrees, Mesh
 from parallel.process import process
 from parallel.process.process import World
 from parallel.tensor.exchanged import Exchanged
-from parallel.tensor.sliced import Sliced, SlicePlaces
+from parallel.tensor.sliced import SliceColumns, SlicedNorm
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny import start
 
@@ -41,12 +41,12 @@ def test_noise_of_a_slice_is_that_of_its_places() -> None:
     context = Context.of(torch.zeros(B, L, dtype=torch.long), seed=3, first_sequence=8)
     whole = context.uniform("dropout", D).view(B, L, D)
     for rank in range(3):
-        places = SlicePlaces(Mesh.of(Degrees(tp=3), rank).axis("tp"))(L)
+        places = SliceColumns(Mesh.of(Degrees(tp=3), rank).axis("tp"))(L)
         assert torch.equal(context.of_columns(places).uniform("dropout", D).view(B, -1, D), whole[:, places])
 
 
 def test_a_norms_gradient_is_summed_over_tp() -> None:
-    assert Sliced().layout("layers.0.ffn_norm.weight", (D,)).summed_over() == ("dp", "sp", "tp")
+    assert SlicedNorm().layout("layers.0.ffn_norm.weight", (D,)).summed_over() == ("dp", "sp", "tp")
 
 
 @pytest.mark.parametrize("microbatches", [1, 3])

@@ -63,7 +63,7 @@ def test_a_bad_weight_ends_the_run_is_not_saved_and_the_next_start_is_the_undist
     first, second = trained.train(run, out, ranks=2, before=spoil(kind, rank=1))
     assert isinstance(first, str) and first == second and "\n" not in first
     assert "values that are not finite in the weight of" in first and "on rank 1" in first
-    assert "goes on from step-4" in first  # or will, once that is saved
+    assert "continues from step-4" in first  # or will, once that is saved
     assert trained.checkpoints(out) == [2, 4]
     assert all(isinstance(summary, dict) for summary in trained.train(run, out, ranks=2))
     if sharding == "ddp":

@@ -101,7 +101,7 @@ def test_a_run_that_cannot_be_mended_ends_and_the_same_command_goes_on(home: Pat
 
     ended = trained.train(recipe, home / "out", ranks=2, before=spoil)
     line = f"step 5: silent corruption, before the step: weight of embedding on ranks 0, 1; no copy is known to be intact; \
-without --fresh the run goes on from {home / 'out' / 'checkpoints' / 'step-3'}"
+without --fresh the run continues from {home / 'out' / 'checkpoints' / 'step-3'}"
     assert ended == [line, line]
     trained.train(recipe, home / "out", ranks=2)
     trained.train(recipe, home / "undisturbed", ranks=2)

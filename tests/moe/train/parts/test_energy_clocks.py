@@ -252,7 +252,7 @@ def test_without_control_of_the_clocks_a_run_says_so_and_is_the_same(
     trained.train(staged(home, planned(tmp_path)), tmp_path / "run", ranks=2, before=watched(tmp_path, allowed=allowed))
     assert trained.losses(tmp_path / "run") == trained.losses(plain) and len(trained.losses(plain)) == STEPS
     said = [line for line in (tmp_path / "notes-0").read_text().splitlines() if line.startswith("energy plan")]
-    assert said == [f"energy plan: not applied: {why}; training goes on at the clocks there are"]
+    assert said == [f"energy plan: not applied: {why}; training continues at the current clocks"]
     for rank, may in enumerate(allowed or ()):
         assert told(tmp_path, rank) == ["1530", "free"] if may else not (tmp_path / f"told-{rank}").exists()
 

@@ -249,7 +249,7 @@ class Broken(list[list[int]]):
         (iter([[1, 2]]), 'fix: give {"train": it, "validation": a list of samples}'),
         ({"train": iter([[1, 2]] * 9), "validation": [[1, 2]]}, "got an iterator that ended after 9 samples"),
         ({"trian": [[1, 2]]}, "got a dict of trian, needed train, and validation"),
-        ("text.txt", "needed samples: len() and [], or what can be iterated"),
+        ("text.txt", "needed samples: an object with len() and [], or an iterable"),
         ([], "got no samples"),
         ([{"input_ids": [1, 2], "text": "a", "idx": 3}] * 8, "got a row with text, idx, needed input_ids, attention_mask, labels and no"),
         ([{"input_ids": [1, 2, 3], "labels": [1, 2]}] * 8, "of train, labels: got 2 numbers, needed 3, one for each id"),
@@ -416,7 +416,7 @@ def test_an_optimizer_that_couples_parameters_is_refused_where_ranks_hold_differ
     for factory, refused in ((OfAll, True), (torch.optim.RMSprop, False)):
         rule = given_of(run.optimizer, factory)
         check_given(rule, run, whole_layouts(run), Mesh.of(Degrees()))
-        with pytest.raises(BadInput, match="depend on the others beside it") if refused else nullcontext():
+        with pytest.raises(BadInput, match="depends on other parameters") if refused else nullcontext():
             check_given(rule, staged, whole_layouts(run), Mesh.of(Degrees(pp=2)))
 
 

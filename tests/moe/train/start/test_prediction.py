@@ -66,7 +66,7 @@ def test_an_evaluation_that_no_memory_holds_is_refused_before_the_first_step(
     with pytest.raises(BadInput, match="needed fewer: .*, or --force tries all the same"):
         go(run, tmp_path / "out")
     assert go(run, tmp_path / "out", force=True)["steps"] == 6
-    assert f"going on all the same (--force): train.eval_sequences: got {run.train.eval_sequences}" in capsys.readouterr().out
+    assert f"starting nevertheless (--force): train.eval_sequences: got {run.train.eval_sequences}" in capsys.readouterr().out
 
 
 def test_the_smallest_rank_decides_for_all(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +93,7 @@ for kind, limit in ((resource.RLIMIT_AS, 2**34), (resource.RLIMIT_DATA, 2**33)):
     ).stdout.split()
     assert free == "None" and 0 < float(data) < float(addresses) < 2**32
     monkeypatch.setattr(prediction, "own_limit_bytes", lambda: 1024.0)
-    with pytest.raises(BadInput, match=r"on the fullest rank, beside what ulimit lets its process have, .* needed at most 1 KiB"):
+    with pytest.raises(BadInput, match=r"on the fullest rank, under the ulimit of its process, .* needed at most 1 KiB"):
         go(trained.recipe(home), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
