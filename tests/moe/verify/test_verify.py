@@ -186,7 +186,7 @@ def test_what_a_process_beside_the_rows_expects_is_what_this_one_does(monkeypatc
 
 
 def test_kinds_there_are_not_are_refused() -> None:
-    with pytest.raises(BadInput, match="--kinds: got pipelines, needed of data, expert, tensor"):
+    with pytest.raises(BadInput, match="--kinds: got pipelines, needed comma-separated kinds: data, expert, tensor"):
         cases(2, kinds=("data", "pipelines"))
 
 
