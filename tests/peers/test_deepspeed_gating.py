@@ -21,7 +21,7 @@ from moe.nn.context import Context
 from moe.recipe import sections
 from moe.router.losses.balance import balance_loss
 from moe.router.router import Router, Routing
-from moe.router.slots import capacity
+from moe.router.slots.slots import capacity
 
 # T tokens, E experts, C slots
 T, E = 100, 8
