@@ -68,7 +68,7 @@ class Preemptions:
         self.reference: dict[str, object] = {}
 
     def once(self, moment: str, number: int) -> tuple[str, float]:
-        """Preempt one run at this moment; `number` decides which signal is sent. Return ("" or the problem, seconds until all ranks end)."""
+        """Preempt one run at this moment; `number` decides which signal comes. Return ("" or the problem, seconds until all ranks end)."""
         if not self.reference:
             if problem := whole(self.home, self.home / "whole", {}):
                 return problem, 0.0
