@@ -111,8 +111,8 @@ def own_order(case: Case) -> Case:
 class Expected:
     """The expected numbers of a case. twin: the reference, the same model and precision on one process, not cut. result: its numbers.
 
-    tolerance: by number, how far a case may deviate from `result`. bound: if numbers are rounded to 16 bits, also how far it may deviate from
-    the reference in fp64.
+    tolerance: by number, how far a case may deviate from `result`. bound: if numbers are rounded to 16 bits, also how far it may deviate
+    from the reference in fp64.
     """
 
     twin: Case

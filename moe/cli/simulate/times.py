@@ -80,7 +80,7 @@ def check_filled(*, stages: int, microbatches: int, batches: int, filled: int) -
     """Raise BadInput if a continuous pipeline is too long to simulate. `filled`: batches until its time for a batch is constant."""
     if stages * microbatches * filled <= MOST_ACTIONS:
         return
-    most = MOST_ACTIONS // max(3, batches)  # a pipeline of the fix is full after two batches; a third gives the time of a batch
+    most = MOST_ACTIONS // max(3, batches)  # the sizes of the fix fill the pipeline in two batches; a third gives the time of one
     fewer = 2 ** (isqrt(most).bit_length() - 1)
     fix = f"--microbatches {most // stages // stages * stages}" if stages**2 <= most else f"--stages {fewer} --microbatches {fewer}"
     got = f"{microbatches} on {stages} stages, in {filled} batches, which this continuous pipeline needs to fill"

@@ -74,7 +74,7 @@ def parts(
     """Return the content of a checkpoint of this step: `step`, `held` and `state` of parallel/store/checkpoint.py. Iterating `held` is
     collective.
 
-    `data`: description of the text. `code`: of the user's plug-ins. `base`: entry for the base model in checkpoints of adapters
+    `data`: key of the tokenized text. `code`: of the user's plug-ins. `base`: entry for the base model in checkpoints of adapters
     (moe/train/start/adapters.py). `table`: token id -> experts, of hash routers that were given one.
     `placed`: placement of experts that move between ranks (moe/train/parts/rebalance.py).
     """
