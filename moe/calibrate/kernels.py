@@ -41,7 +41,7 @@ def timed(call: Callable[[], Any], device: torch.device, *, seconds: float = SEC
 
 
 def products(device: torch.device, dtype: torch.dtype) -> dict[float, float]:
-    """Return TFLOP/s of a product by its floating-point operations."""
+    """Return the rate of matrix products of several sizes: number of floating-point operations -> TFLOP/s."""
     rates = {}
     for m, n, k in PRODUCTS + (LARGE_PRODUCTS if device.type == "cuda" else ()):
         a, b = torch.randn(m, k, device=device).to(dtype), torch.randn(k, n, device=device).to(dtype)
@@ -52,10 +52,11 @@ def products(device: torch.device, dtype: torch.dtype) -> dict[float, float]:
 
 
 def attention(device: torch.device, dtype: torch.dtype) -> list[float]:
-    """Return picoseconds of an operation of causal attention and of a (query, key) pair: forward, then backward.
+    """Fit the time of causal attention, a * floating-point operations + b * (query, key) pairs. Return [a, b] of the forward pass, then [a,
+    b] of the backward pass, in picoseconds.
 
-    Two head sizes give both: a part of a pair's time does not grow with its channels. Half of all pairs are computed, and the backward pass
-    has 2.5 times the operations, as moe/plan counts.
+    Measuring two head sizes separates a from b: operations grow with the head size, pairs do not. The mask leaves half of all pairs. The
+    backward pass has 2.5 times the operations, as moe/plan counts.
     """
     sequences, heads, length = ATTENTION
     pairs = sequences * heads * length**2 / 2
@@ -100,7 +101,7 @@ def launch_us(device: torch.device) -> float:
 
 
 def measure(device: torch.device, dtypes: dict[str, torch.dtype]) -> dict[str, Any]:
-    """Return all measurements: `rates` and `attention` by kind, `memory_gb_s`, `launch_us`."""
+    """Return all measurements: `rates` (see `products`) and `attention` by the names in `dtypes`, `memory_gb_s`, `launch_us`."""
     return {
         "rates": {kind: products(device, dtype) for kind, dtype in dtypes.items()},
         "attention": {kind: attention(device, dtype) for kind, dtype in dtypes.items()},

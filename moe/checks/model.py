@@ -94,7 +94,9 @@ def _check_latent(m: Model) -> None:
 
 
 def _check_windows(m: Model) -> None:
-    """Refuse sliding layers that do not exist or have no window, and keys that an encoder-decoder lacks."""
+    """Refuse `sliding_layers` that are no layers of the model or repeat. Also refuse settings that an encoder-decoder does not have
+    (scales, windows, sinks, caps, output biases), and a scale of attention with latent attention.
+    """
     scaled = next((key for key, value in m.scales if value != getattr(Scales(), key)), None)
     if scaled is not None and m.kind == "encoder_decoder":
         got = f"{getattr(m.scales, scaled):g} with model.kind=encoder_decoder"

@@ -39,7 +39,9 @@ _BLOCK_BYTES = 3 * 2**20  # fp32 scratch per thread: fits into a core's cache, a
 
 @dataclass(frozen=True)
 class Block:
-    """Experts [first, last), each padded to `each` rows. The padded rows begin at `start`; the real rows are [begin, end) of R."""
+    """Experts [first, last), which one batched product computes. Their real rows are [begin, end) of the input's R rows. In the padded
+    buffer of Q rows, each expert has `each` rows, and the block's rows begin at row `start`.
+    """
 
     first: int
     last: int

@@ -210,7 +210,8 @@ def _heard_at_once(stop: _TooEarly) -> Iterator[None]:
     os.set_blocking(told, False)
     hears = [told]
 
-    def hear(fd: int) -> None:  # else signals of a forked child would be handled as this process's
+    # Makes Python write each signal's number to fd (-1: nowhere). A fork needs -1: a child's signals would reach this process by the pipe.
+    def hear(fd: int) -> None:
         if hears:
             with contextlib.suppress(ValueError):  # another thread than the main one forks
                 signal.set_wakeup_fd(fd, warn_on_full_buffer=False)

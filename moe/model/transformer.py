@@ -166,7 +166,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.config, self.compute, self.vocab_size = model or sections.Model(), compute, vocab_size
         experts, router, width = experts or sections.Experts(), router or sections.Router(), self.config.d_model
-        self.loss_chunks, self.recast = 1, False  # recast: for the head, as in Linear
+        self.loss_chunks, self.recast = 1, False  # recast: the head casts its weight again in the backward pass and keeps no copy
         self.cross_entropy: CrossEntropy = cross_entropy  # of all logits in one piece; can be replaced by a compiled function
         self.embedding: nn.Parameter | Rows | TiledRows | None = nn.Parameter(torch.empty(vocab_size, width))
         self.layers = nn.ModuleList(Block(self.config, experts, router, i) for i in range(self.config.num_layers))

@@ -181,7 +181,7 @@ class _Embedded16(torch.autograd.Function):
 
 
 def project(x: Tensor, matrix: Matrix, *, recast: bool = False) -> Tensor:
-    """Return logits [..., V] in x's dtype. `recast`: as in Linear."""
+    """Return logits [..., V] in x's dtype. recast: cast the weight again in the backward pass instead of keeping the cast one."""
     others = _others(matrix)
     x = x if others is None else others.enter(x)
     parts = _each(matrix, x, lambda x, _, weight: _product(x, weight, others, recast=recast))
@@ -221,8 +221,9 @@ def summed_loss(
 ) -> Tensor:
     """Project x and return the cross-entropy summed over tokens, fp32 or wider. PADDING targets do not count.
 
-    With one chunk, no tiles and whole rows this is `whole` of all logits. `recast` (as in Linear) needs one chunk and no tiles:
-    otherwise the matrix's gradient is never deferred, because it needs logits, which are freed.
+    With one chunk, no tiles and whole rows this is `whole` of all logits. `recast` (cast the weight again in the
+    backward pass instead of keeping the cast one) needs one chunk and no tiles: otherwise the matrix's
+    gradient is never deferred, because it needs logits, which are freed.
     """
     others, one_piece = _others(matrix), chunks == 1 and not isinstance(matrix, Tiled)
     if one_piece and others is None:
@@ -250,7 +251,9 @@ def summed_loss(
 def _recomputed_scores(
     x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, first: int, chunks: int, product: Product, cap: float | None
 ) -> Tensor:
-    """Return scores [2, N] like _Scores, if the product needs several ranks. All of them compute the same chunks."""
+    """Return scores [2, N], as `_kept_scores`, but compute the logits again in the backward pass, chunk by chunk. For products that need
+    several ranks, all of which compute the same chunks.
+    """
 
     def scores(x_ND: Tensor, targets_N: Tensor) -> Tensor:
         return _kept_scores(product(x_ND, weight_VD), *_local(targets_N, first, weight_VD), cap)
@@ -259,7 +262,11 @@ def _recomputed_scores(
 
 
 def _kept_scores(logits_NV: Tensor, row_N: Tensor, here_N: Tensor, cap: float | None) -> Tensor:
-    """Return scores [2, N] like _Scores. The logits stay in memory until the backward pass."""
+    """Return scores [2, N]: each row's log-sum-exp of logits, and its target's logit (0 if another tile has it). The logits stay in memory
+    until the backward pass.
+
+    row_N: index of the target among these logits. here_N: whether it is one of them. cap: of `capped`.
+    """
     logits_NV = capped(logits_NV.to(sum_dtype(logits_NV.dtype)), cap)
     return torch.stack((logits_NV.logsumexp(1), logits_NV.gather(1, row_N.unsqueeze(1)).squeeze(1) * here_N))
 

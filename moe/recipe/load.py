@@ -89,7 +89,8 @@ def recipe_path(name: str) -> Path:
         raise BadInput("recipe", got=f"{name}, the folder of a run", needed="a YAML file", fix=f"{given / 'recipe.yaml'}")
     if given.exists() and not given.is_dir():
         raise BadInput("recipe", got=f"{name}, which is no regular file", needed="a YAML file", fix="see: moe recipes")
-    published = {each.removeprefix(f"{PUBLISHED}/"): each for each in published_names()}  # by their bare names, or all would look alike
+    # compared without the folder's name, which would make all published names similar to each other
+    published = {each.removeprefix(f"{PUBLISHED}/"): each for each in published_names()}
     near = did_you_mean(name, [*recipe_names(), *published_names()]) or published.get(did_you_mean(name, published) or "")
     raise BadInput(
         "recipe",

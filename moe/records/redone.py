@@ -58,7 +58,7 @@ class Restart:
 def _parent_began() -> float:
     try:
         return psutil.Process(os.getppid()).create_time()
-    except psutil.Error:  # it has just ended, and this process will
+    except psutil.Error:  # the parent has just ended, and this process will end soon
         return 0.0
 
 

@@ -46,7 +46,11 @@ def table(ranks: Sequence[Memory], *, context: bool = True) -> str:
 
 
 def bars(ranks: Sequence[Memory], theme: Theme, *, capacity: float | None = None, context: bool = True) -> Figure:
-    """Draw the bars. `capacity`: bytes of the device. Call it inside `drawn_in`, or through `save` of moe/report/style.py."""
+    """Draw the predicted peak memory of each pipeline rank as a bar stacked of its parts, in GiB. Return the figure.
+
+    capacity: bytes of the device, drawn as a line. context: add the allocator's blocks and CUDA's context. theme: colours; they take effect
+    only inside `drawn_in` or `save` of moe/report/style.py.
+    """
     names = parts_of(ranks)
     fig = figure(width=max(6.4, 3.0 + 0.7 * len(ranks)), height=4.2)
     ax = fig.subplots()
@@ -70,6 +74,6 @@ def bars(ranks: Sequence[Memory], theme: Theme, *, capacity: float | None = None
 
 
 def draw(ranks: Sequence[Memory], path: Path, *, capacity: float | None = None, context: bool = True) -> Path:
-    """Write the bars as a PNG."""
+    """Write the figure of `bars` as a PNG to `path`. Return the path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     return save(lambda theme: bars(ranks, theme, capacity=capacity, context=context), path)

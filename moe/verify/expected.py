@@ -109,7 +109,11 @@ def own_order(case: Case) -> Case:
 
 @dataclass
 class Expected:
-    """The expected `result` of one twin, the tolerance of each number, and in 16 bits the bound to the exact twin."""
+    """The expected numbers of a case. twin: the reference, the same model and precision on one process, not cut. result: its numbers.
+
+    tolerance: by number, how far a case may deviate from `result`. bound: if numbers are rounded to 16 bits, also how far it may deviate
+    from the reference in fp64.
+    """
 
     twin: Case
     result: Result
@@ -127,12 +131,14 @@ class Expected:
         return Expected(twin, result, {n: max(FP32_TOLERANCE, 2 * s) for n, s in spread(twin, result).items()}, Bound(twin))
 
     def in_the_order_of(self, case: Case) -> Expected:
-        """These tolerances around the result of the row's own order of sums."""
+        """Return these tolerances, but around the result of one process that sums in the same order as the ranks of `case`."""
         return replace(self, result=compute(own_order(case), delayed_as=self.twin))
 
 
 def computed_in_background(twins: list[Case]) -> Iterator[Expected]:
-    """The expected result of each twin, in order. A separate process computes them one after another, ahead of the rows that need them."""
+    """Yield the expected result of each reference run in `twins`, in order. A separate process computes them ahead of the rows that need
+    them.
+    """
     for (plain,) in each_on_ranks(_each_plain, 1, twins, timeout_s=LIMIT_S):
         twin, bound = Case(**plain["twin"]), None
         if plain["bound"] is not None:
@@ -153,7 +159,9 @@ def _each_plain(rank: int, twins: list[Case]) -> Iterator[dict[str, Any]]:
 
 
 def spread(twin: Case, baseline: Result) -> dict[str, float]:
-    """The effect of rounding alone in this precision: the largest deviation from `baseline` in any other order of the same sums."""
+    """Return the effect of rounding alone in this precision, by number: the largest deviation from `baseline` in any other order of the
+    same sums.
+    """
     found = [compare(compute(case, kernels=kernels, delayed_as=twin), baseline) for case, kernels in reorderings(twin)]
     return {number: max(f[number] for f in found) for number in NUMBERS}
 

@@ -24,7 +24,7 @@ from parallel.sequence.softmax import Gradients, Partial, Tokens, attend, attend
 
 
 def in_slices(model: Transformer, case: Case) -> None:
-    """Replace the core of every attention: it attends as `case.slices` ranks with `case.attention` do.
+    """Replace the core of every attention. The new one rounds as `case.slices` sequence-parallel ranks with the method `case.attention` do.
 
     With one slice, a Colossal ring computes whole scores.
     """
@@ -39,7 +39,10 @@ def in_slices(model: Transformer, case: Case) -> None:
 
 
 class _InSlices(Method):
-    """The computation of all ranks of a ring, one after another. `order` has as many ranks as slices."""
+    """Ring attention on one process, which computes the shares of all ranks one after another.
+
+    `order` says which positions of the sequence each rank would hold: its slice.
+    """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, known: Known) -> tuple[Tensor, ...]:
         out, lse = torch.empty_like(q), nothing(q).lse_BHL
@@ -79,7 +82,7 @@ class _InSlices(Method):
 
 
 class _ColossalInSlices(Method):
-    """The computation of all ranks of a Colossal ring, one after another, with gradients summed over ranks."""
+    """Colossal-AI's ring attention on one process, which computes the shares of all ranks one after another and sums their gradients."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, known: Known) -> tuple[Tensor, ...]:
         ranks = [_Rank(self._axis(rank), self.order, self.window, [k, v]) for rank in range(self.order.size)]

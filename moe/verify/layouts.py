@@ -255,7 +255,7 @@ def _few_meshes(cases: Iterable[Case]) -> list[Case]:
 
 
 def _ranks(rank: int, chosen: list[Case], taped: bool, inside: Inside) -> Iterator[dict[str, Any]]:
-    meshes: dict[Degrees, Mesh] = {}  # groups are never closed, and each has its own threads
+    meshes: dict[Degrees, Mesh] = {}  # reused by later cases: process groups are never closed, and each keeps its threads
     for case in chosen:
         tape = Tape.of(case) if taped else None
         with inside():

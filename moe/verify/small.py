@@ -32,7 +32,12 @@ _OF_OPTIMIZER = ("kind", "beta1", "beta2", "weight_decay", "kfac", "muon", "adaf
 
 
 def small(path: str, *, ep: int = 1) -> dict[str, dict[str, Any]]:
-    """The recipe's choices as changes of a case's values. Raises BadInput for a recipe that only the user's program can run."""
+    """Return the choices of the recipe at `path` (section -> key -> value) without its sizes. A case of `moe verify`, one model on one
+    layout of ranks, puts these values over its own.
+
+    ep: number of expert-parallel ranks; the dispatcher is included above 1. Raises BadInput for a recipe that only the user's program can
+    run.
+    """
     run, _ = load(path)
     if run.optimizer.kind == "given":
         needed = "an optimizer by its name, so that ranks can import it"

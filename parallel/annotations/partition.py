@@ -3,6 +3,7 @@
     tensor --enter--> sharded as the operator reads it --its part--> result, perhaps partial sums --leave--> tensor      forward
     gradient <--sum-- partial sums <--gradients of the part-- <--gather--                    <-- gradient                backward
 
+A factor is a letter of an operator's einsum rule: one dimension, in all tensors that have the letter (graph.py).
 An operator with a cut of a factor that its output lacks gives partial sums. A gradient is a partial sum if a factor is cut that the input
 lacks: the batch for a weight (data parallelism), hidden units for a network's input (Megatron-LM's f). resharding.py finds the steps:
 partial sums become an all-reduce, or a reduce-scatter if the tensor is cut anyway. A tensor that several operators read with the same
@@ -25,12 +26,14 @@ from typing import Literal, NamedTuple
 from parallel.annotations.graph import Graph, Operator
 from parallel.annotations.resharding import Axes, Sharding, Sizes, Step, num_parts, reshard, sent_by
 
-Cuts = Mapping[str, Axes]  # for one operator: letter of a factor -> axes that cut it, major first
+Cuts = Mapping[str, Axes]  # for one operator: letter of a factor (a dimension in its einsum rule) -> axes that cut it, major first
 STATISTIC_BYTES = 8  # bytes of a statistic for one position: two numbers in fp32
 
 
 class Conflict(NamedTuple):
-    """Two choices that exclude each other at a tensor or operator, and the bytes that a rank sends in a step with each."""
+    """Two shardings or cuts that exclude each other at `where`, a tensor or an operator: the one `kept`, the one that was possible
+    `instead`, and the bytes that a rank sends in a step with each.
+    """
 
     where: str
     kept: str
@@ -55,7 +58,9 @@ class Work:
 
 
 class Move(NamedTuple):
-    """A step of communication. why: the tensor enters or leaves an operator, or the operator needs a statistic over a whole factor."""
+    """A step of communication in the forward or backward pass. why: the tensor enters or leaves an operator, or the operator needs a
+    statistic (such as a norm's mean square) over a dimension that is cut.
+    """
 
     direction: Literal["forward", "backward"]
     tensor: str

@@ -143,7 +143,7 @@ def dim_to_cut(shape: tuple[int, ...], ranks: int) -> int:
 def _look_ahead(units: list[Unit], cut: dict[str, FSDPModule], prefetch: int) -> None:
     """Set for each unit the units to prefetch when it has been gathered. torch's own order fails with recomputed forward passes."""
     for module in cut.values():
-        module.set_modules_to_backward_prefetch([module])  # itself: already gathered; with an empty list torch would choose one
+        module.set_modules_to_backward_prefetch([module])  # no prefetch: it is gathered already; for an empty list torch would choose
     groups: list[list[Unit]] = []  # an outermost unit and the units inside it
     for unit in units:
         if groups and unit.path.startswith(f"{groups[-1][0].path}."):

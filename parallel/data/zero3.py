@@ -177,7 +177,9 @@ class Zero3(DeepSpeed):
         return ((group.family, part) for group, _, part in self._gradients() if group.owned)
 
     def tensors(self) -> Iterator[Held]:
-        """Yield partitions of master weights with optimizer states, and of working weights. No rank has copies. Disks are not read."""
+        """Yield this rank's partitions of master weights with their optimizer states, and of working weights. Each element is on one rank
+        only. Partitions on a disk are left out.
+        """
         zero = self.zero
         for number, master in enumerate(zero.fp32_partitioned_groups_flat):
             if not zero._swappable_optimizer_subgroup(number):

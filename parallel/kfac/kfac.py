@@ -96,7 +96,8 @@ class KfacUnit(NamedTuple):
 
 @dataclass
 class Factor:
-    """One factor of one linear, [E, W, W] each; matrices that have had no row yet are zero.
+    """One Kronecker factor of one linear, for each of its E experts a matrix [W, W] (W: the input's or output's width). Matrices of experts
+    that have had no row yet are zero.
 
     running: running mean, scaled to a mean eigenvalue of 1. sums: sums of the current step. inverse: the inverse in use. next: the
     inverse that will replace it.
@@ -198,7 +199,7 @@ class Kfac:
         if self.at_once:
             self.run(item)
 
-    # --- work ---------------------------------------------------------------------------------------------------------
+    # --- units of work: done as they become ready, or deferred to times when the rank waits ---------------------------
 
     @property
     def kept_bytes(self) -> int:

@@ -35,7 +35,7 @@ from parallel.mesh.mesh import DENSE, EXPERT, Mesh
 if TYPE_CHECKING:  # the planner reads layouts without torch
     from torch import Tensor
 
-Box = tuple[slice, ...]  # a box of a tensor: a slice for each dim
+Box = tuple[slice, ...]  # a rectangular region of a tensor: a slice for each dim
 
 
 @dataclass(frozen=True)
@@ -99,11 +99,13 @@ class Layout:
         return tuple(axis for named in axes for axis in ((named,) if isinstance(named, str) else named))
 
     def copies(self) -> tuple[str, ...]:
-        """Return the axes along which ranks hold the same elements. Stages in `holders` hold them too."""
+        """Return the axes along which ranks hold the same elements. Pipeline stages in `holders` hold them too, but "pp" is left out."""
         return tuple(a for a in self.view if a != "pp" and a not in self.cut_by())
 
     def summed_over(self) -> tuple[str, ...]:
-        """Return the axes over which gradients are summed: axes of `copies` without `alike`. Stages in `holders` are summed too."""
+        """Return the axes over which gradients are summed: axes of `copies` without `alike`. Gradients are also summed over the pipeline
+        stages in `holders`, but "pp" is not returned.
+        """
         return tuple(a for a in self.copies() if a not in self.alike)
 
     def local_shape(self, mesh: Mesh) -> tuple[int, ...]:

@@ -17,7 +17,10 @@ from parallel.mesh.mesh import Mesh
 
 
 class StageReplicas:
-    """Sums this rank's shared parameters. `parameters` and `layouts` are by name; `of_stage`: stage -> names of its parameters."""
+    """Sums the gradients of those parameters of this rank that other pipeline ranks hold too (`holders` of their layout).
+
+    parameters, layouts: of this rank, by name. of_stage: stage -> names of its parameters.
+    """
 
     def __init__(
         self, parameters: dict[str, nn.Parameter], layouts: dict[str, Layout], mesh: Mesh, *, of_stage: dict[int, list[str]]

@@ -61,7 +61,7 @@ Damage = Callable[[Path, random.Random], object]
 
 @dataclass(frozen=True)
 class Saved:
-    """A run's folder with two saves, and their values by step."""
+    """A run's folder with two saves. values, states: by step, the tensors and the trainer's state that were saved."""
 
     folder: Path
     run: Run
@@ -93,13 +93,17 @@ def _engine(run: Run, mesh: Mesh) -> Engine:
 
 
 def _numbers(engine: Engine, step: int, name: str, kind: str, box: Box) -> torch.Tensor:
-    """The model's initial values plus a change that depends on the step; moments that are not negative."""
+    """Return values that differ in each save for one slice of a parameter's state, as `load_state` asks for them.
+
+    name: of the parameter. kind: "weight" (the initial weight plus the step), or an optimizer moment (the absolute initial weight times the
+    step, because a mean of squares is never negative). box: a slice for each dim.
+    """
     first = dict(engine.module.named_parameters())[name].detach()[box]
     return first + step if kind == "weight" else first.abs() * step
 
 
 def held_by(engine: Engine) -> Values:
-    """All values of an engine and its model: weights, moments, routers' biases."""
+    """Return copies of all values of an engine and its model by (name, kind): weights, optimizer moments, routers' biases."""
     found = {(name, kind): tensor.clone() for name in engine.layouts for kind, tensor in engine.state(name).items()}
     return found | {(name, EXTRA): bias.clone() for name, bias in extra_state(engine.module).items()}
 

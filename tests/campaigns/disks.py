@@ -147,7 +147,9 @@ def _cache_fills(place: Path, share: float) -> tuple[str, float]:
 
 
 def _cache_unwritable(place: Path, share: float) -> tuple[str, float]:
-    """The cache is on a read-only disk, is a file, or is a link to nowhere."""
+    """Train with a token cache on a read-only disk, or that is a file, or a link to nowhere: one line must say so. `share`: which of the
+    three. Returns ("" or the problem, seconds of the run).
+    """
     cache = place / "cache"
     with contextlib.ExitStack() as stack:
         if share < 1 / 3:
@@ -165,8 +167,11 @@ def _rename(run: Path, **_: bool) -> None:
 
 
 def _second(place: Path, share: float) -> tuple[str, float]:
-    """A second run starts in the same folder, at any moment after the first run's lock. It is refused, also a third time, and the first
-    run ends well.
+    """Start a second run, then a third, in the folder of a running one: both must be refused or find it complete, and the first must end
+    well.
+
+    place: folder of this try. share: from 0 to 1, four times the seconds between the first run's lock and the second start. Returns ("" or
+    the problem, seconds of the first run).
     """
     ends: list[tuple[int | None, str, float]] = []
     first = threading.Thread(target=lambda: ends.append(_train(place, "--out", "run", "--train.steps", "40")))
@@ -185,7 +190,7 @@ def _second(place: Path, share: float) -> tuple[str, float]:
 
 
 def _beside(place: Path, name: str) -> Path:
-    """A folder for the output of another start."""
+    """Make the folder `name` in `place` with a link to the text, as the working folder of another start. Return it."""
     folder = place / name
     folder.mkdir()
     (folder / "text.txt").symlink_to(place / "text.txt")
@@ -193,7 +198,9 @@ def _beside(place: Path, name: str) -> Path:
 
 
 def _goes(place: Path, share: float, *, how: Callable[..., None]) -> tuple[str, float]:
-    """The folder is deleted after the run has begun, a little later each time, and nothing with its name remains."""
+    """Remove or rename a run's folder while it trains: nothing with its name may remain. share: seconds between its first records and the
+    removal. how: the function that removes it. Returns ("" or the problem, seconds).
+    """
     run = place / "run"
     gone: list[float] = []
 

@@ -29,7 +29,7 @@ def nothing(number: int, mark: Path) -> None:
 
 
 def noted(number: int, mark: Path) -> None:
-    """Only note the time; the fault comes from outside."""
+    """Write the time to `mark` and do nothing else; the campaign itself makes the fault."""
     _at_a_collective(number, mark, lambda: None)
 
 
@@ -49,7 +49,7 @@ def holding_python(number: int, mark: Path) -> None:
 
 
 def busy(phase: str) -> Install:
-    """Compute forever."""
+    """Return a fault: the rank enters an endless computation in this phase of the step."""
 
     def spin() -> None:
         while True:
@@ -59,7 +59,7 @@ def busy(phase: str) -> Install:
 
 
 def slow(share: float) -> Install:
-    """Be late once, by a share of the limit."""
+    """Return a fault: the rank sleeps once in the forward pass, for this share of the watchdog's time limit."""
 
     def sleep() -> None:
         watching = watchdog.current()
@@ -70,7 +70,7 @@ def slow(share: float) -> Install:
 
 
 def raising(phase: str) -> Install:
-    """Raise an exception in a phase of the step."""
+    """Return a fault: the rank raises an exception in this phase of the step."""
 
     def fail() -> None:
         raise ValueError("boom")
@@ -95,7 +95,7 @@ def lost_message(number: int, mark: Path) -> None:
 
 
 def another(how: str) -> Install:
-    """Make one sum of the third step twice, leave it out, or change its shape or dtype."""
+    """Return a fault: the rank makes one sum of the third step twice, leaves it out, or changes its shape or dtype, as `how` says."""
 
     def install(number: int, mark: Path) -> None:
         real, made = collectives._reduce, [0]

@@ -32,7 +32,7 @@ from tests.campaigns.hangs import warm_up
 from tests.campaigns.lives import Attempt, Before, differ, left_behind, whole
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-MANY = 15  # tries of each moment: 105 in all
+MANY = 15  # tries for each of the 7 moments at which the signal comes: 105 in all
 LIMIT_S = 60.0
 EARLY = ("starting", "tokenising")
 MOMENTS = {
@@ -68,7 +68,7 @@ class Preemptions:
         self.reference: dict[str, object] = {}
 
     def once(self, moment: str, number: int) -> tuple[str, float]:
-        """One signal, which follows from its number: (what went wrong, seconds from the signal to the end of all ranks)."""
+        """Preempt one run at this moment; `number` decides which signal comes. Return ("" or the problem, seconds until all ranks end)."""
         if not self.reference:
             if problem := whole(self.home, self.home / "whole", {}):
                 return problem, 0.0

@@ -91,7 +91,7 @@ def measure(rank: int, ranks: int, kind: ShardedKind, sparse: bool, precision: s
 
 
 def together(layouts: dict[str, Layout], *, apart: bool) -> int:
-    """The most elements gathered together without tiles: a module's if modules are gathered `apart`, else a layer's."""
+    """Return the most elements that are gathered together without tiles: a module's if modules are gathered `apart`, else a layer's."""
     sizes: Counter[str] = Counter()
     for name, layout in whole_layouts(layouts).items():
         if found := _WIDE.search(name):
@@ -100,7 +100,7 @@ def together(layouts: dict[str, Layout], *, apart: bool) -> int:
 
 
 def whole_layouts(layouts: dict[str, Layout]) -> dict[str, Layout]:
-    """One layout for each tensor that is cut into tiles. All tiles' layouts give the whole shape."""
+    """Return one layout for each tensor, by its name without the tile's number. Any tile's layout will do: each states the whole shape."""
     return {re.sub(r"\.tiles\.\d+", "", name): layout for name, layout in layouts.items()}
 
 

@@ -25,7 +25,11 @@ from tests.planner.time import Errors, Predicted, errors, predictions
 
 @dataclass(frozen=True)
 class Ranking:
-    """`first`: the share of groups in which the plan ranked first is the fastest. `mean`, `largest`: the regret of choosing it."""
+    """Quality of choosing, in each group of comparable runs, the plan with the shortest predicted time.
+
+    groups: their number. first: share of groups in which the chosen plan is the fastest. mean, largest: the regret over groups. A regret is
+    the chosen plan's measured time over the fastest plan's, minus 1.
+    """
 
     groups: int
     first: float
@@ -40,7 +44,12 @@ def group_key(row: Row) -> tuple[Any, ...]:
 
 
 def ranking(made: Sequence[Predicted], key: Callable[[Row], Any] = group_key) -> Ranking | None:
-    """The ranking over all groups with at least two plans; None without such a group."""
+    """Return how well the plan with the shortest predicted time is chosen, over all groups with at least two plans; None without such a
+    group.
+
+    made: measured rows with their predictions. key: rows with the same key form a group, by default runs of the same model on the same
+    GPUs.
+    """
     groups = defaultdict(list)
     for one in made:
         groups[key(one.row)].append(one)
@@ -56,7 +65,7 @@ def ranking(made: Sequence[Predicted], key: Callable[[Row], Any] = group_key) ->
 
 
 def in_order(made: Sequence[Predicted]) -> bool:
-    """Whether for any two rows, the one measured slower is also predicted slower."""
+    """Return whether of any two rows, the one that was measured slower is also predicted slower."""
     return all(
         a.time.step < b.time.step
         for a in made

@@ -30,14 +30,14 @@ ZERO_COLUMNS = ("ddp_GB(16P)", "zero1_Pos_GB(4P+12P/N)", "zero2_Posg_GB(2P+14P/N
 
 @dataclass(frozen=True)
 class Predicted:
-    """The prediction for one row's fullest rank."""
+    """A measured row and the predicted memory of the rank that needs the most."""
 
     row: Row
     needed: Memory
 
     @property
     def bytes(self) -> float:
-        """The predicted bytes, counted as the row counts."""
+        """Predicted bytes by the row's own measure: `reserved` by the allocator, used by `nvidia-smi`, else allocated."""
         return {"reserved": self.needed.reserved, "nvidia-smi": self.needed.used}.get(self.row.memory_kind, self.needed.allocated)
 
     @property
@@ -60,7 +60,9 @@ def comparable(row: Row) -> bool:
 
 
 def capacity_of(gpu: str) -> float | None:
-    """Bytes of a GPU by its description: stated in GB, or a name with only one size."""
+    """Return the usable bytes of the GPU that `gpu` describes: 99 % of the GB in the text, or of the memory of a model sold with one size
+    only. None if neither is known.
+    """
     name = gpu.lower()
     stated = re.search(r"(\d+)\s*gb(?![/\w])", name)
     size = int(stated[1]) if stated else next((CAPACITY_GB[key] for key in sorted(CAPACITY_GB, key=len, reverse=True) if key in name), None)

@@ -24,7 +24,10 @@ HEAD = f"{'stages':>6}{'cases':>7}{'slower':>8}{'equal':>7}{'faster':>8}{'mean g
 
 
 class Case(NamedTuple):
-    """Integer times by rank. `memory`: the largest number of micro-batches that a rank keeps from F to W."""
+    """One random pipeline to order. forward, inputs, weights: integer times of the actions F, I and W on each rank.
+
+    sent: time of a message. memory: the largest number of micro-batches that a rank keeps from F to W.
+    """
 
     forward: tuple[int, ...]
     inputs: tuple[int, ...]
@@ -53,7 +56,7 @@ def drawn(draw: random.Random) -> Case:
 
 
 def compared(case: Case, *, rounds: int = ROUNDS) -> Times:
-    """The times of both orders of a case by the plain clock. Raises AssertionError for an order that exceeds the memory."""
+    """Return the times of a case in both orders by the plain clock. Raises AssertionError for an order that exceeds the memory."""
     f, i, w, m, sent, memory = case
     length = {Op.F: f, Op.I: i, Op.W: w, Op.B: tuple(a + b for a, b in zip(i, w, strict=True))}
 
@@ -73,7 +76,7 @@ def plain_orders(schedule: Schedule) -> list[Order]:
 
 
 def clock(orders: Sequence[Order], forward: Sequence[int], inputs: Sequence[int], weights: Sequence[int], sent: int) -> float:
-    """The last end, if every rank runs its actions in order, each as soon as its inputs have arrived."""
+    """Return the time at which the last action ends, if every rank runs its actions in order, each as soon as its inputs have arrived."""
     p, at, now = len(orders), [0] * len(orders), [0] * len(orders)
     down: dict[tuple[int, int], int] = {}  # (rank, micro-batch): end of its forward pass
     up: dict[tuple[int, int], int] = {}
@@ -107,7 +110,9 @@ def most_kept(orders: Sequence[Order]) -> int:
 
 
 def rows(cases: int = CASES) -> list[dict[str, Any]]:
-    """Print and return a row for each number of stages, and one for all."""
+    """Compare both orders on `cases` random cases. Print and return a row of counts and gains (see `row_of`) for each number of stages,
+    then one for all cases.
+    """
     print(HEAD)
     draw, found = random.Random(SEED), []
     for _ in range(cases):
@@ -118,7 +123,10 @@ def rows(cases: int = CASES) -> list[dict[str, Any]]:
 
 
 def row_of(stages: int | None, times: Sequence[Times]) -> dict[str, Any]:
-    """Print and return the row of cases with `stages` stages, or of all cases if None."""
+    """Print and return one row: how often the searched order was slower, equal or faster than the rival, and its mean and largest gain.
+
+    stages: number of stages of these cases; None: the row covers all cases. `times`: the two times of each case. Returns {} without cases.
+    """
     if not times:
         return {}
     slower = sum(one.searched > one.rival for one in times)

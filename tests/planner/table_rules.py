@@ -167,7 +167,7 @@ def _sparse_every(cells: Cells) -> int:
 
 
 def software_of(cells: Cells) -> Stack:
-    """The software by the words of the row. Selective recomputation drops the parts that the row's text names."""
+    """Return the memory model of the software that the row's text names. Selective recomputation drops the parts that the text names."""
     said = " ".join(cells.text(name) for name in ("source", "source_ref", "seen", "model", "notes")).lower()
     by_word = {
         "torchtitan": stacks.TORCHTITAN,
@@ -180,7 +180,7 @@ def software_of(cells: Cells) -> Stack:
     }
     chosen = next((stack for word, stack in by_word.items() if word in said), stacks.MEGATRON)
     if chosen is stacks.MEGATRON and cells.text("zero") == "3":
-        return stacks.DEEPSPEED  # only DeepSpeed had it when Megatron-LM was compared with it
+        return stacks.DEEPSPEED  # ZeRO-3 in a text that names Megatron-LM: it compares DeepSpeed with it, which had no ZeRO-3
     if "flash attention" in said or "flashattention" in said:
         return replace(chosen, core="fused", lse=4, selective=_selective(cells.text("recompute").lower(), chosen))
     before_flash = ("sc21", "korthikanti", "vtrain", "bigscience", "mt-nlg", "readme 2020", "readme jan 2021", "alpa", "aceso", "no flash")

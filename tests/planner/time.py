@@ -96,7 +96,7 @@ def _nodes(name: str, nodes: int) -> Cluster:
 
 
 def program_of(row: Row) -> Program:
-    """The program of a row's source, adjusted for its precision, plan and notes."""
+    """Return the time model of the software that the row's source used, adjusted for the row's precision, plan and notes."""
     said = f"{row.cells['source']} {row.cells['source_ref']} {row.cells['seen']}".lower()
     name = next((name for word, name in PROGRAM_OF if word in said), "megatron-core")
     notes, precision = row.cells["notes"].lower(), row.precision.lower()
@@ -121,9 +121,10 @@ def program_of(row: Row) -> Program:
 
 
 def plan_of(row: Row) -> Plan:
-    """The row's plan with settings that affect only time: orders of positions, and shards that stay gathered."""
+    """Return the row's plan with settings that affect only time: the order of positions, whether weights stay gathered, ZeRO-1."""
     plan, said = row.plan, f"{row.cells['source']} {row.cells['notes']}".lower()
-    if "torchtitan" in said:  # contiguous ring order, inferred from its times; with stages no gathers for each micro-batch
+    # torchtitan: contiguous positions (inferred from its times). With pipeline stages, weights stay gathered for all micro-batches.
+    if "torchtitan" in said:
         plan = replace(plan, order="contiguous", reshard=plan.pp == 1)
     if "overlap on" in said and plan.stage == 0:  # the distributed optimizer gathers parameters during the forward pass
         plan = replace(plan, engine="zero1")

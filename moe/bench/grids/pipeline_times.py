@@ -27,7 +27,12 @@ WITHIN = 0.10
 
 
 def timed(rank: int, ranks: int, names: list[str], microbatches: int, steps: int, scale: float) -> list[dict[str, Any]]:
-    """One rank's times for each schedule, without the first step of each."""
+    """Run `steps` steps of each schedule in `names` on this rank, after one more step as a warm-up. Return a dict for each schedule.
+
+    It has `steps`: start and end in seconds, and `actions`, the mean seconds of each kind of action and stage ("F0"); `transfer`: seconds
+    of a message; `sum`: seconds of a sum of gradients. microbatches: in a step. scale: factor of SECONDS, the time for which a stage
+    sleeps.
+    """
     mesh = connect(rank, ranks)
     return [_timed(mesh, schedule_for(name, ranks, microbatches), steps, scale) for name in names]
 

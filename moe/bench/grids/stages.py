@@ -157,7 +157,7 @@ def _head(model: Transformer) -> Iterator[nn.Parameter]:
 
 
 def layers(config: Model, schedule: Schedule, tokens_BL: Tensor) -> tuple[Transformer, dict[int, nn.Module]]:
-    """A model with the same weights on every rank, and its stages with equally many layers."""
+    """Return (the model, with the same weights on every rank; its stages by number, with equally many layers each)."""
     model, stages = Transformer(config), schedule.num_stages
     each = config.num_layers // stages
     parts = [StageLayers(range(s * each, (s + 1) * each), begins=s == 0, ends=s == stages - 1) for s in range(stages)]
@@ -165,7 +165,7 @@ def layers(config: Model, schedule: Schedule, tokens_BL: Tensor) -> tuple[Transf
 
 
 def batch(microbatches: int, size: int, length: int) -> tuple[list[Tensor], list[Tensor]]:
-    """The tokens and the targets of each micro-batch, [size, length] each."""
+    """Return (tokens, targets): lists with a random tensor [size, length] for each micro-batch."""
     tokens = torch.randint(0, 256, (microbatches * size, length + 1), generator=torch.Generator().manual_seed(1))
     return list(tokens[:, :-1].contiguous().split(size)), list(tokens[:, 1:].contiguous().split(size))
 
@@ -174,7 +174,7 @@ def batch(microbatches: int, size: int, length: int) -> tuple[list[Tensor], list
 
 
 def schedule_for(name: str, ranks: int, microbatches: int, *, batches: int = 2) -> Schedule:
-    """The schedule of one step; for a schedule that does not drain, of `batches` steps."""
+    """Return the schedule `name` for one step, or for `batches` steps if its pipeline does not drain between steps."""
     kind = SCHEDULES[name]
     if not kind.continuous:
         return make_schedule(name, ranks=ranks, microbatches=microbatches)
@@ -183,12 +183,14 @@ def schedule_for(name: str, ranks: int, microbatches: int, *, batches: int = 2) 
 
 
 def connect(rank: int, ranks: int) -> Mesh:
-    """The mesh of a pipeline with one rank a stage. Collective."""
+    """Return the mesh of a pipeline over all ranks (pp = `ranks`). Collective."""
     return process.connect(Degrees(pp=ranks), World(rank, ranks))
 
 
 def runtime_for(schedule: Schedule, mesh: Mesh, stages: Mapping[int, nn.Module]) -> Runtime:
-    """This rank's runtime. Collective, because it makes groups. `stages`: all stages, of which this rank uses its own."""
+    """Return the object that runs the schedule on this rank. `stages`: all stages by number; this rank uses its own. Collective, because it
+    makes process groups.
+    """
     axis = mesh.axis("pp")
     for homes in sorted({homes for homes in schedule.homes if len(homes) > 1}):
         mesh.part("pp", homes, label="replicas")

@@ -45,7 +45,7 @@ class Times:
         return makespan(schedule, self.cost(schedule), transfer_time=self.transfer_time, overlap=self.overlap == "on")
 
     def period(self, schedule: Schedule, batches: int) -> float:
-        """The time of one further batch. The schedule has one batch and drains."""
+        """Return the time that one more batch takes once `batches` have run. The schedule has one batch and drains."""
         cost, overlap = self.cost(schedule), self.overlap == "on"
         return drained_period(schedule, cost, transfer_time=self.transfer_time, overlap=overlap, batches=batches)
 
@@ -56,7 +56,11 @@ MOST_ACTIONS = 2**20  # actions of a pipeline step; this many take about a minut
 def check_size(
     *, stages: int, microbatches: int, chunks: int | None = None, batches: int | None = None, most_actions: int | None = None
 ) -> None:
-    """Raise BadInput for an order that takes too long to simulate. The fix proposes sizes that every schedule accepts."""
+    """Raise BadInput if a pipeline of these sizes has too many passes to simulate in reasonable time. The fix proposes sizes that every
+    schedule accepts.
+
+    microbatches: in a batch. chunks: stages on each rank. batches: number of batches simulated. most_actions: limit, default MOST_ACTIONS.
+    """
     allowed = most_actions or MOST_ACTIONS
     most = allowed // ((chunks or 1) * (batches or 1))
     if stages * microbatches <= most:
@@ -73,14 +77,14 @@ def check_size(
 
 
 def check_filled(*, stages: int, microbatches: int, batches: int, filled: int) -> None:
-    """Raise BadInput if a continuous pipeline is too long to simulate. `filled`: the number of batches after which its period is known."""
+    """Raise BadInput if a continuous pipeline is too long to simulate. `filled`: batches until its time for a batch is constant."""
     if stages * microbatches * filled <= MOST_ACTIONS:
         return
-    most = MOST_ACTIONS // max(3, batches)  # two batches of as many micro-batches as stages fill it, and the third gives its period
+    most = MOST_ACTIONS // max(3, batches)  # the sizes of the fix fill the pipeline in two batches; a third gives the time of one
     fewer = 2 ** (isqrt(most).bit_length() - 1)
     fix = f"--microbatches {most // stages // stages * stages}" if stages**2 <= most else f"--stages {fewer} --microbatches {fewer}"
     got = f"{microbatches} on {stages} stages, in {filled} batches, which this continuous pipeline needs to fill"
-    raise BadInput("--microbatches", got=got, needed=f"at most {MOST_ACTIONS:,} passes in all", fix=fix)
+    raise BadInput("--microbatches", got=got, needed=f"at most {MOST_ACTIONS:,} for micro-batches x stages x batches", fix=fix)
 
 
 def times_of(given: dict[str, Any]) -> Times:

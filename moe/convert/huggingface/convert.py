@@ -170,7 +170,12 @@ def _config(source: Path) -> dict[str, Any]:
 
 
 def _recipe(path: Path, values: dict[str, dict[str, Any]], overrides: Mapping[str, str]) -> tuple[Run, dict[str, str]]:
-    """The recipe with these values and the command line's keys of training. The values' origin is the name of this file."""
+    """Return (the recipe of `values` and the command line's training keys, key -> its origin). Raises BadInput for other keys on the
+    command line.
+
+    path: a temporary file through which the values are read; its name is their origin. values: section -> key -> value, from config.json.
+    overrides: the command line's keys.
+    """
     fixed = [key for key in overrides if key in (*keys_of("shape"), *keys_of("function"), *keys_of("name"))]
     if fixed:
         raise BadInput(f"--{fixed[0]}", got="a key that config.json decides", needed="recipe keys of training", fix=f"remove --{fixed[0]}")

@@ -72,7 +72,9 @@ class Dispatcher(ABC):
 
     @abstractmethod
     def traffic(self, load: Load) -> Traffic:
-        """Return the messages of one layer, without dropout inside the experts."""
+        """Return the messages that this dispatcher sends in one layer for `load`, one rank's tokens and rows. Messages that only dropout
+        inside the experts needs are left out.
+        """
 
     @abstractmethod
     def open(self, mesh: Mesh, sizes: Sizes) -> Exchange:

@@ -45,7 +45,9 @@ def compute(
     position_R: Tensor | None = None,
     dropout: Dropout | None = None,
 ) -> Tensor:
-    """Compute rows [R, D] sorted by expert, `counts` of each, with all held experts or the chunk `weights`.
+    """Apply the experts to rows_RD, which are sorted by expert with counts[e] rows for expert e. Return [R, D] in the same order and dtype.
+
+    weights: the chunk of experts to apply; None: all experts of this rank. etp: the axis over which each expert's matrices are sharded.
 
     `position_R`: index in the step of each row's token, needed only for dropout.
     """

@@ -195,7 +195,11 @@ def product(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Compute out = a w [+ a_too w_too]: a is [R, inner], w is [E, inner, columns], or [E, columns, inner] if TURNED."""
+    """Multiply each row by its expert's matrix: out[r] = a[r] w[e] [+ a_too[r] w_too[e]], out [R, columns], where e is the expert of row r.
+
+    a is [R, inner], its rows sorted by expert. w is [E, inner, columns], or [E, columns, inner] if TURNED. tiles: (expert, first row, end)
+    of each row tile; a negative expert marks a tile without rows.
+    """
     column, expert, begin, end = _tile(tiles, num_tiles, tl.cdiv(columns, BLOCK_N), GROUP)
     if expert < 0:
         return

@@ -110,7 +110,7 @@ def torch_multiplies(rows_RI: Tensor, w: Tensor) -> bool:
 
 
 def product(a: Tensor, w: Tensor, rows: Rows, *, turned: bool, a_too: Tensor | None = None, w_too: Tensor | None = None) -> Tensor:
-    """Return a w [+ a_too w_too]: [R, O] in a's dtype. w is [E, I, O], or [E, O, I] if `turned`."""
+    """Multiply each row by its expert's matrix: a w [+ a_too w_too], [R, O] in a's dtype. w is [E, I, O], or [E, O, I] if `turned`."""
     if a_too is None and torch_multiplies(a, w):
         return torch._grouped_mm(a, w.transpose(1, 2) if turned else w, offs=rows.ends_E)
     inner, columns = a.shape[1], w.shape[1] if turned else w.shape[2]
@@ -172,7 +172,11 @@ def weight_gradients(
 
 
 def bias_gradients(grad_h: Tensor, grad_g: Tensor | None, like: Tensor | None, rows: Rows) -> tuple[Tensor | None, Tensor | None]:
-    """Sum each expert's rows, as a product with a column of ones. `like`: the biases of H; None if there are none."""
+    """Return the gradients of the experts' biases [E, F], of H and of G: sums of grad_h and grad_g over each expert's rows, as a product
+    with ones.
+
+    like: the biases of H, whose dtype the result has. Both results are None if it is None; the second is None without grad_g.
+    """
     if like is None:
         return None, None
     ones = grad_h.new_ones(rows.number, 1)

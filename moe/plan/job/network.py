@@ -195,14 +195,16 @@ class Plan:
     """Settings of parallel training.
 
     dp, tp, sp, pp, ep, etp: degrees of parallelism. engine: the data-parallel engine.
-    tensor: kind of tensor parallelism: `1d` is Megatron-LM's, `sliced` adds Megatron's sequence parallelism between layers. depth: of 2.5d.
-    sequence: attention method over sp. order: the positions that a rank holds (with contiguous ones, ranks with early tokens wait).
-    schedule, chunks, stage_layers: the pipeline schedule, its stages a rank, and the layers of each stage (None: an even cut).
-    microbatch: sequences of a replica's micro-batch. microbatches: number of a replica's micro-batches in a step.
-    recompute_every: every n-th layer is recomputed. loss_chunks: parts in which the loss is computed.
+    tensor: kind of tensor parallelism: `1d` is Megatron-LM's, `sliced` adds Megatron's sequence parallelism between layers.
+    depth: number of grids in the 2.5d kind, each with its own tokens.
+    sequence: method of attention over the sp ranks. order: which positions of a sequence each of them holds. Under a causal mask, ranks
+    with early contiguous positions have less work than the others, so they wait.
+    schedule: the pipeline schedule. chunks: stages on each rank. stage_layers: number of layers of each stage (None: an even cut).
+    microbatch: number of sequences in a replica's micro-batch. microbatches: number of a replica's micro-batches in a step.
+    recompute_every: every n-th layer is recomputed. loss_chunks: number of parts in which the loss is computed, one after another.
     storage: bytes of a parameter and its states. compute_bytes: bytes of an element of activations.
     offload_activations: fraction of layers' activations on the host; found in tables of other software, not in recipes.
-    tiles: parts into which large matrices are tiled. reshard: FSDP frees gathered weights after the forward pass.
+    tiles: number of parts into which each large matrix is cut. reshard: FSDP frees gathered weights after the forward pass.
     """
 
     dp: int = 1

@@ -62,7 +62,10 @@ class States:
 
 
 def model_states(num_parameters: float, *, stage: int, copies: int, storage: Storage = MIXED) -> States:
-    """Bytes of the states of parameters that `copies` ranks share. For MIXED: DP 16 P; stages 4 P + 12 P/N, 2 P + 14 P/N, 16 P/N."""
+    """Bytes of the model states on one rank, for P parameters held or sharded by N = `copies` ranks. stage: ZeRO stage, 0 to 3.
+
+    For MIXED: 16 P in stage 0; 4 P + 12 P/N, 2 P + 14 P/N and 16 P/N in stages 1, 2 and 3.
+    """
     _check(stage, copies)
     return States(
         num_parameters * storage.parameters / (copies if stage >= 3 else 1),
@@ -72,7 +75,12 @@ def model_states(num_parameters: float, *, stage: int, copies: int, storage: Sto
 
 
 def sparse_model_states(*, dense: float, expert: float, stage: int, dp: int, ep: int = 1, etp: int = 1, storage: Storage = MIXED) -> States:
-    """`model_states` for a model with experts: a rank holds 1 / (ep etp) of the `expert` parameters, with copies on its edp axis."""
+    """Bytes of the model states on one rank of a model with experts.
+
+    dense, expert: total parameters outside and inside the experts. stage: ZeRO stage, 0 to 3. The dp ranks hold copies of the dense
+    parameters, which ZeRO shards. A rank holds 1 / (ep etp) of the experts' parameters, and dp / (ep etp) ranks hold copies of these (the
+    edp axis).
+    """
     apart = ep * etp
     assert dp % apart == 0, "ep * etp must divide dp"
     held = model_states(expert / apart, stage=stage, copies=dp // apart, storage=storage.expert)

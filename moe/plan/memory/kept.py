@@ -43,7 +43,7 @@ def tokens_of(network: Network, plan: Plan, stack: Stack) -> Tokens:
 
 
 def layer_parts(network: Network, plan: Plan, stack: Stack, index: int) -> dict[Part, float]:
-    """Bytes of each part of one layer when nothing is recomputed."""
+    """Bytes that each part of layer `index` keeps for the backward pass when nothing is recomputed."""
     n, c, at = network, plan.compute_bytes, tokens_of(network, plan, stack)
     norms = 2 * norm_kept(n, plan, stack) * n.width
     parts: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
@@ -80,8 +80,9 @@ def layer_parts(network: Network, plan: Plan, stack: Stack, index: int) -> dict[
 
 
 def _norm_outputs(n: Network, index: int) -> tuple[bool, bool]:
-    """(True if attention's input is kept, True if the network's is). An input is not kept if all of its readers are frozen. A router always
-    keeps its input."""
+    """Return (whether attention's normed input is kept for the backward pass, whether the normed input of the feed-forward network or
+    experts is). An input is not kept if all weights that multiply it are frozen. A router always keeps its input.
+    """
     return n.trains("attention"), n.trains("dense") or (n.experts is not None and index in n.sparse_layers)
 
 

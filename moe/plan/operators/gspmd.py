@@ -210,13 +210,18 @@ def _same_start(a: Axes, b: Axes) -> bool:
 
 
 def _uncontended(agreed: Mapping[str, Axes], heard: Sequence[Mapping[str, Axes]]) -> dict[str, Axes]:
-    """Axes of each factor, up to the first axis that another factor of the operator has in some tensor."""
+    """Return the mesh axes that each factor of an operator may take without dispute. A factor is a letter of its einsum rule: one
+    dimension.
+
+    agreed: factor -> axes on which the operator's tensors agree; cut before the first axis that shards another factor in some tensor.
+    heard: factor -> axes, for each tensor.
+    """
     asked = _askers(heard)
     return {f: next((axes[:n] for n, axis in enumerate(axes) if asked.get(axis, set()) - {f}), axes) for f, axes in agreed.items()}
 
 
 def _askers(heard: Iterable[Mapping[str, Axes]]) -> dict[str, set[str]]:
-    """Axis -> factors that it cuts in some tensor."""
+    """Return axis -> factors (dimensions of the operator) that it shards in some tensor."""
     found: dict[str, set[str]] = {}
     for of in heard:
         for factor, axes in of.items():

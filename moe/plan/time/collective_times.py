@@ -50,7 +50,11 @@ def network(cluster: Cluster, group: Group) -> float:
 
 
 def _measured(table: dict[int, dict[int, float]], ranks: int, num_bytes: float) -> float | None:
-    """Seconds from a table, interpolated linearly; beyond the last entry in proportion to the bytes, below the first its time."""
+    """Return the seconds of a collective, from measured microseconds table[ranks][bytes]. None if the table has no entry for `ranks`.
+
+    Interpolated linearly between two sizes. A message below the smallest size takes that size's time; above the largest, the time grows in
+    proportion to the bytes.
+    """
     row = table.get(ranks)
     if row is None:
         return None
@@ -65,7 +69,7 @@ def _measured(table: dict[int, dict[int, float]], ranks: int, num_bytes: float) 
 
 
 def _ring(cluster: Cluster, group: Group, *, sums: bool = False) -> tuple[float, float]:
-    """(bytes per second of a ring, latency in seconds of one round)."""
+    """Return (bytes per second of a ring, latency in seconds of one round). sums: the collective also adds numbers."""
     bus = cluster.inside.bus(group.inside, sums=sums and group.nodes == 1) if group.inside > 1 else math.inf
     if group.nodes == 1:
         return bus, (group.inside - 1) * cluster.inside.hop_us * 1e-6
@@ -74,7 +78,9 @@ def _ring(cluster: Cluster, group: Group, *, sums: bool = False) -> tuple[float,
 
 
 def _turns(cluster: Cluster, group: Group) -> float:
-    """Factor of a collective's time if ranks are processes of a host, because other groups send on the same cores. 1 otherwise."""
+    """Return the number by which a collective's time is multiplied if ranks are processes of a host: other groups use the same cores. Else
+    1.
+    """
     if not cluster.cores:
         return 1.0
     return max(1.0, group.sharing * min(group.inside, cluster.cores) / cluster.cores)

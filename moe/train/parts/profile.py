@@ -100,10 +100,10 @@ def first_of_its_stage(mesh: Mesh) -> bool:
 
 
 def spent(events: Iterable[Any], *, steps: Sequence[int]) -> list[Spent]:
-    """Return time by region, longest first, for the quickest region `step` in a profiler's events
-    (torch.autograd.profiler_util.FunctionEvent).
+    """Return the milliseconds a training step that each region of the code took, longest first.
 
-    `steps`: the number of steps in each of these regions. The quickest was least disturbed by other work on the machine.
+    events: FunctionEvents of a torch profiler. Some of them are regions named `step`; the i-th of these covers steps[i] training steps.
+    Only the one with the least time a step counts, because other work on the machine disturbed it least.
     """
     number, end = -1, 0.0  # of the current region `step`
     host: dict[int, dict[tuple[str, Phase], float]] = defaultdict(lambda: defaultdict(float))  # by the number of the region `step`

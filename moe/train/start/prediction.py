@@ -110,12 +110,12 @@ class Measured:
         return len(self.seconds) < STEPS_OF_MEMORY
 
     def gradients(self, engine: Engine) -> None:
-        """Measure gradients before an update."""
+        """Measure the bytes of gradients in the first steps. Call it before the optimizer's update."""
         if self.looks:
             self.states.before_step(engine)
 
     def step(self, seconds: float, engine: Engine) -> None:
-        """Measure memory and seconds after a step."""
+        """Record the `seconds` that this step took. In the first steps also measure the peak memory, to compare it with the prediction."""
         if self.looks:
             self.peak_bytes = own_peak_bytes()
             self.states.after_step(engine)

@@ -50,7 +50,10 @@ class Counters:
 
 
 def save(folder: Path, engine: Engine, mesh: Mesh, *, keep: int, **described: Any) -> Path:
-    """Commit a checkpoint of this step; `described`: see `parts`. Collective."""
+    """Write a checkpoint of this step into `folder` and remove all but the newest `keep`. Return the checkpoint's own folder. Collective.
+
+    described: keyword arguments of `parts` that are saved with the tensors: counters, loss scale, recipe, tokenizer and others.
+    """
     return checkpoint.save(folder, world=mesh.axis("world"), keep=keep, **parts(engine, mesh, **described))
 
 
@@ -71,7 +74,8 @@ def parts(
     """Return the content of a checkpoint of this step: `step`, `held` and `state` of parallel/store/checkpoint.py. Iterating `held` is
     collective.
 
-    `base`: entry for the base in checkpoints of adapters (moe/train/start/adapters.py). `table`: of hash routers that were given one.
+    `data`: key of the tokenized text. `code`: of the user's plug-ins. `base`: entry for the base model in checkpoints of adapters
+    (moe/train/start/adapters.py). `table`: token id -> experts, of hash routers that were given one.
     `placed`: placement of experts that move between ranks (moe/train/parts/rebalance.py).
     """
     state: dict[str, Any] = {

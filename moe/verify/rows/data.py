@@ -11,7 +11,7 @@ from parallel.mesh.mesh import divisors
 
 
 def all_data_cases(nproc: int) -> list[Case]:
-    """All cases of `--kinds data`."""
+    """Return all cases of `moe verify --kinds data`. A case is one model on one layout of ranks."""
     found = data_cases(nproc) + sharded_cases(nproc) + tiled_cases(nproc)
     return found + replica_cases() + batch_cases(nproc) + copied_cases(nproc) + halves_cases(nproc) + options_cases(nproc)
 
@@ -36,7 +36,11 @@ def on_host() -> list[str]:
 
 
 def _with_engines(nproc: int, kinds: Iterable[str], *, least: int, models: Iterable[str], recomputed: Collection[str]) -> list[Case]:
-    """Return all layouts of these engines from `least` processes on. `recomputed`: engines that also recompute, in fp32."""
+    """Return a case for each model, engine, number of processes from `least` to `nproc`, precision, and split of experts and micro-batches
+    that fits.
+
+    kinds: the engines. recomputed: engines for which recomputed activations are also tested, in fp32.
+    """
     return [
         Case(model, kind, world, ep, microbatches, precision, recompute)
         for world in range(least, nproc + 1)

@@ -13,11 +13,11 @@ from parallel.pipeline.schedules.kind import PassTimes
 
 
 def naive(ranks: int, microbatches: int) -> Schedule:
-    """Build the naive schedule, the baseline for the others."""
+    """Build the schedule in which each micro-batch passes through all stages and back before the next begins. One rank works at a time."""
     orders = [[Action(op, rank, j) for j in range(microbatches) for op in (Op.F, Op.B)] for rank in range(ranks)]
     return flushed("naive", one_stage_a_rank(ranks), microbatches, orders)
 
 
 def naive_seconds(passes: PassTimes) -> float:
-    """m sum t, where t is a rank's time for one micro-batch."""
+    """Return the seconds of a step: number of micro-batches times the sum over ranks of a rank's time for one micro-batch."""
     return passes.microbatches * sum(passes.total)

@@ -126,7 +126,8 @@ def simulate(
 ) -> Timeline:
     """Compute the start and end of every action and message. Raises BadInput for a deadlock, and for negative times.
 
-    cost: default `costs()`. transfer_time, message_bytes: of a message, a number or a function of the message. overlap: top of this file.
+    cost: time of an action on a rank, default `costs()`. transfer_time, message_bytes: of a message, a number or a function of the message.
+    overlap: messages and sums of replicas' gradients run while ranks compute; if False, ranks wait for them.
     """
     run = _Run(steps(schedule, sums_block=not overlap), transfer_time, overlap)
     run.all(cost or costs())
@@ -134,7 +135,7 @@ def simulate(
 
 
 def makespan(schedule: Schedule, cost: Cost | None = None, *, transfer_time: float | OfMessage = 0, overlap: bool = True) -> float:
-    """`simulate(...).makespan`, but faster, because no Timeline is built."""
+    """Return the time from the first start to the last end: `simulate(...).makespan`, but faster, because no Timeline is built."""
     run = _Run(steps(schedule, sums_block=not overlap), transfer_time, overlap)
     end = run.all(cost or costs())
     return end - min(run.first_starts())

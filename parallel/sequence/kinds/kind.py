@@ -52,7 +52,7 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True)
 class Cost:
-    """Bytes. forward, backward: sent by all ranks together. kept: kept by each rank from its forward to its backward pass."""
+    """Bytes of one attention layer. forward, backward: sent by all ranks together in each pass. kept: kept by each rank between them."""
 
     forward: int
     backward: int
@@ -60,7 +60,11 @@ class Cost:
 
 
 class SequenceSizes(NamedTuple):
-    """A model on the ranks of sp. `heads`: of a rank of tp."""
+    """Sizes and features of a model, by which a method of sequence parallelism accepts or refuses it.
+
+    ranks: number of sequence-parallel ranks. heads, kv_heads: on one tensor-parallel rank. length: tokens of a sequence. bias: attention
+    logits have T5's bias by distance. sinks: softmax has attention sinks. windows: some layers attend to a sliding window.
+    """
 
     ranks: int
     heads: int
@@ -72,7 +76,7 @@ class SequenceSizes(NamedTuple):
 
 
 def any_model(sizes: SequenceSizes) -> BadInput | None:
-    """Refuse nothing."""
+    """Return None: the method refuses no model."""
 
 
 def even(order: Places, ranks: int) -> float:
@@ -81,7 +85,7 @@ def even(order: Places, ranks: int) -> float:
 
 
 def no_advice(order: Places, ranks: int) -> str | None:
-    """Return no reason against the method."""
+    """Return None: there is no reason to advise against the method."""
 
 
 @dataclass(frozen=True)
