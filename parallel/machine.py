@@ -17,8 +17,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-import psutil
-
 # processor flag -> the matrix product that it offers; Linux, x86 and Arm
 MATRIX_INSTRUCTIONS: dict[str, Literal["bf16", "fp16"]] = {
     "amx_bf16": "bf16",
@@ -54,6 +52,8 @@ def usable_cores() -> int:
 
 def memory_limit_bytes() -> int:
     """Return the bytes that all processes of this machine or container together may use."""
+    import psutil
+
     limit = int(psutil.virtual_memory().total)
     for path in _MEMORY_LIMITS:
         try:
@@ -65,6 +65,8 @@ def memory_limit_bytes() -> int:
 
 def own_limit_bytes() -> float | None:
     """Return the bytes of data (RLIMIT_DATA) or addresses (RLIMIT_AS) left to this process, the smaller of both; None without limits."""
+    import psutil
+
     held = psutil.Process().memory_info()
     taken = {resource.RLIMIT_DATA: getattr(held, "data", held.rss), resource.RLIMIT_AS: held.vms}
     limits = {kind: resource.getrlimit(kind)[0] for kind in taken}
@@ -74,6 +76,8 @@ def own_limit_bytes() -> float | None:
 
 def resident_bytes() -> int:
     """Return the resident bytes of this process."""
+    import psutil
+
     return int(psutil.Process().memory_info().rss)
 
 

@@ -25,8 +25,6 @@ from parallel.tensor.linear_1d import Column, Row
 from parallel.tensor.linear_2d import Block
 from parallel.tensor.linear_3d import Cube
 from parallel.tensor.sliced import SliceColumns
-from tests.counted.tensor import PAPER, forms_of
-from parallel.tensor.sliced import SlicePlaces
 from tests.counted.tensor import PAPER
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"

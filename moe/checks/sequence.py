@@ -48,7 +48,14 @@ def without_effect(run: Run) -> list[str]:
 
 def _check_idle(run: Run) -> None:
     """Refuse keys of `sequence` that change nothing under the other values."""
-    sequence = run.sequence
+    sequence, recompute = run.sequence, run.recompute.kind
+    if sequence.keep_attention and recompute != "full":
+        raise BadInput(
+            "sequence.keep_attention",
+            got=f"true with recompute.kind={recompute}",
+            needed="recompute.kind full: otherwise attention is computed once anyway",
+            fix=Set("sequence.keep_attention", False) | Set("recompute.kind", "full"),
+        )
     if sequence.named.trades_heads and sequence.heads != 1:
         raise BadInput(
             "sequence.heads",

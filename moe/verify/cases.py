@@ -223,7 +223,7 @@ class Case:
             "sequence": self._sequence() if self.sp > 1 else {},
             "tensor": FORMS.get(self.tensor, {"kind": self.tensor}),
             "dispatch": examples()[self.rows] if self.ep > 1 else {},
-            "sharding": sharding_of(self.kind) | {"replicas": self.replicas, "allow_slow": self.pp > 1},
+            "sharding": sharding_of(self.kind) | ({"replicas": self.replicas} if self.engine.threads else {}) | {"allow_slow": self.pp > 1},
             "pipeline": {"microbatches": self.microbatches, "schedule": self.schedule, "layers": self.stages},
             "tiling": {"ffn": self.tiles, "head": self.head_tiles},
             "recompute": {"kind": self.recompute, "loss_chunks": self.chunks},

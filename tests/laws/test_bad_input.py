@@ -388,7 +388,7 @@ CASES: list[tuple[str, str, str]] = [
     (
         T + "--nproc 2 --degrees.sp 2 --sequence.keep_attention true --recompute.kind selective",
         "sequence.keep_attention: got true with recompute.kind=selective, needed recompute.kind full",
-        "set recompute.kind to full, or remove sequence.keep_attention",
+        "set sequence.keep_attention to false, or recompute.kind to full",
     ),
     (
         T + "--nproc 2 --degrees.sp 2 --sequence.kind ulysses --sequence.heads 2",

@@ -129,9 +129,8 @@ def ours(case: LayerCase, ffn: str, *, master: torch.dtype | None = None, kernel
         free=0,
         products="plain",
     )
-    settings: Any = SimpleNamespace(spec=spec)
     with case.device:
-        layer = MoELayer(cast(Any, experts), settings, d_model=s.width, d_ff=s.hidden, ffn=ffn, layer=1)
+        layer = MoELayer(cast(Any, experts), cast(Any, spec), d_model=s.width, d_ff=s.hidden, ffn=ffn, layer=1)
     layer.experts.to(master or case.dtype)
     layer.router.weight.data.copy_(case.router())
     for parameter, weight in zip((layer.experts.w1, layer.experts.w2, layer.experts.w3), stack(case, ffn), strict=True):

@@ -80,7 +80,7 @@ class Sequence(Section, alters="cost"):
     kind: sequences.Named = key("ring", sequences.described())
     order: Places | None = key(None, "positions that a rank holds; null: zigzag for ring, which gives ranks equal work, else contiguous")
     heads: int = key(1, "number of neighbours on sp that trade heads for tokens inside the ring; ulysses: all", gt=0)
-    keep_attention: bool = key(False, "keep attention's output, so that keys are not sent a second time", of="recompute.kind=full")
+    keep_attention: bool = key(False, "of recompute.kind full: keep attention's output, so that keys are not sent a second time")
 
     def heads_of(self, sp: int) -> int:
         """Number of neighbours on the sp axis that trade heads for tokens."""

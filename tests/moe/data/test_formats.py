@@ -177,7 +177,7 @@ def test_a_saved_dataset_is_read_by_the_files_that_its_state_names(tmp_path: Pat
     saved.mkdir(parents=True)
     (saved / "dataset_info.json").write_text("{}")
     (saved / "cache-1.arrow").write_bytes(b"of an earlier step")
-    with pytest.raises(BadInput, match="which holds saved datasets, needed one; fix: --data.path .*train"):
+    with pytest.raises(BadInput, match="which holds saved datasets, needed one; fix: add --data.path .*train"):
         (saved / "state.json").write_text("{}")
         read(tmp_path / "saved")
     with pytest.raises(BadInput, match="without a list of files in it"):

@@ -242,8 +242,8 @@ def test_auto_ep_divides_every_layers_experts(world: int, ep: int) -> None:
             "experts.num_experts: got [4, 3, 8], needed a multiple of degrees.ep=2; fix: set degrees.ep to 1",
         ),
         ({"num_experts": [2, 2, 1]}, "experts.num_experts: got [2, 2, 1], needed"),
-        ({"shared_gate": True}, "experts.shared_gate: got true without shared experts"),
-        ({"shared_d_ff": 7}, "experts.shared_d_ff: got 7 without shared experts"),
+        ({"shared_gate": True}, "experts.shared_gate: got true with experts.shared=0"),
+        ({"shared_d_ff": 7}, "experts.shared_d_ff: got 7 with experts.shared=0"),
         ({"shared": 2, "residual": True}, "experts.residual: got true with experts.shared=2"),
     ],
 )

@@ -93,8 +93,8 @@ def test_only_eight_processes_have_them(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(
     ("values", "reason"),
     [
-        ({"dispatch": "padded", "experts": "whole"}, "nothing travels"),
-        ({"dispatch": "none", "experts": "ep2"}, "a way for rows"),
+        ({"dispatch": "padded", "experts": "whole"}, "one rank holds every expert"),
+        ({"dispatch": "none", "experts": "ep2"}, "needed a dispatcher"),
         ({"dispatch": "hierarchical", "experts": "ep2"}, "one of the two steps"),
     ],
 )
@@ -106,7 +106,7 @@ def test_what_changes_nothing_is_no_row(values: Choice, reason: str) -> None:
 
 def test_what_needs_more_processes_says_how_many() -> None:
     plain = {factor: values[0] for factor, values in FACTORS.items()}
-    with pytest.raises(BadInput, match="16 processes at least"):
+    with pytest.raises(BadInput, match="at least 16 processes"):
         case_of(plain | {"tensor": "3d", "schedule": "1f1b"}, world=WORLD)
     assert case_of(plain | {"tensor": "3d", "schedule": "1f1b"}, world=None).world == 32  # two data-parallel ranks
 

@@ -31,7 +31,7 @@ from moe.model.transformer import Transformer
 from moe.nn.context import Context
 from moe.router.router import Router
 from moe.verify import layouts, verify
-from moe.verify.cases import MODELS, ROUTERS, SLICED, Case, attentions
+from moe.verify.cases import LINES, MODELS, ROUTERS, SLICED, Case, attentions
 from moe.verify.compare import NUMBERS, compare
 from moe.verify.expected import Expected, alone, computed_in_background, own_order, reorderings, twin_of
 from moe.verify.in_parts import in_parts
@@ -47,7 +47,7 @@ from parallel.data.ddp import DDP
 from parallel.data.zero import Zero
 from parallel.errors import BadInput
 from parallel.mesh.collectives import Started, sum_over
-from parallel.mesh.grids import GRIDS, LINES
+from parallel.mesh.grids import GRIDS
 from parallel.mesh.layout import Layout
 from parallel.mesh.mesh import Mesh
 from parallel.numerics.clip import GradientNorm

@@ -195,7 +195,7 @@ def test_a_base_that_is_not_there_or_another_is_refused(home: Path, base: Path, 
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"lora": {"alpha": 4.0}}, "lora.alpha: got 4.0 with lora.rank=0"),
+        ({"lora": {"alpha": 4.0}}, "lora.alpha: got 4 with lora.rank=0"),
         ({"lora": {"rank": 4, "targets": []}}, "lora.targets: got .., needed some of"),
         ({"lora": {"rank": 4, "targets": ["experts"]}}, "lora.targets: got experts in a dense model"),
         ({"lora": {"rank": 4}, "degrees": {"dp": 1, "tp": 2}}, "degrees.tp: got 2 with lora.rank=4"),
