@@ -33,6 +33,9 @@ pytest_plugins = ["tests.support.times", "tests.support.alone"]
 torch.set_num_threads(1)
 torch.set_num_interop_threads(1)
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts `pytest &` so, and forked ranks would not hear Ctrl-C
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 # A shared machine makes any single example slow, and no suite should fail by the luck of a draw: `MOE_SEARCH=1 pytest` draws anew.
 settings.register_profile("here", deadline=None, derandomize="MOE_SEARCH" not in os.environ)
 settings.load_profile("here")
