@@ -95,7 +95,7 @@ def open_job(run: Run, arguments: RunArguments) -> Job:
     out, world = arguments.out, arguments.world
     mesh = process.connect(run.mesh_degrees(), world)
     callbacks = Callbacks(arguments.own.callbacks, mesh.axis("world"))
-    start = _start_of(run, arguments, mesh)
+    start = _find_start(run, arguments, mesh)
     data = _read_data(run, arguments, mesh, start.resumed)
     prepare(run, arguments.say)
     executor = start_model(run, mesh, world, rule=arguments.own.rule(run, mesh), table=start.resumed.table)
@@ -108,7 +108,7 @@ def open_job(run: Run, arguments: RunArguments) -> Job:
     if start.writes:
         _write_folder(run, arguments, data, start)
     output = _open_output(run, arguments, start, training.counters.step, callbacks)
-    for line in (*_remarks(run, arguments, start), *_of_start(run, arguments, start, training.counters.step, aside)):
+    for line in (*_recipe_lines(run, arguments, start), *_start_lines(run, arguments, start, training.counters.step, aside)):
         output.note(line)
     shard = shard_of(run, mesh, run.train.global_batch)
     saver = Saver(out / "checkpoints", mesh.axis("world"), keep=run.train.keep)
@@ -129,7 +129,7 @@ def open_job(run: Run, arguments: RunArguments) -> Job:
     )
 
 
-def _start_of(run: Run, arguments: RunArguments, mesh: Mesh) -> Start:
+def _find_start(run: Run, arguments: RunArguments, mesh: Mesh) -> Start:
     """Find the checkpoints from which the run starts, and check that its model fits them. Makes the run's folder. Collective."""
     found = None if arguments.fresh else state.find(arguments.out / "checkpoints", mesh, log=arguments.say, step=arguments.from_step)
     done = _is_done(run, found, arguments.out, mesh)
@@ -219,7 +219,7 @@ def _open_output(run: Run, arguments: RunArguments, start: Start, step: int, cal
     return output
 
 
-def _remarks(run: Run, arguments: RunArguments, start: Start) -> Iterator[str]:
+def _recipe_lines(run: Run, arguments: RunArguments, start: Start) -> Iterator[str]:
     """Yield lines on keys without effect, code that has changed, and combinations that are not recommended."""
     if why := nothing_to_move(run):
         yield f"experts.rebalance_every {run.experts.rebalance_every} has no effect: {why}"
@@ -233,7 +233,7 @@ def _remarks(run: Run, arguments: RunArguments, start: Start) -> Iterator[str]:
     yield from start.resumed.unused(arguments.allow_changes)
 
 
-def _of_start(run: Run, arguments: RunArguments, start: Start, step: int, aside: Path | None) -> Iterator[str]:
+def _start_lines(run: Run, arguments: RunArguments, start: Start, step: int, aside: Path | None) -> Iterator[str]:
     """Yield lines on the checkpoints from which the run starts. `aside`: the folder of later ones."""
     if start.found is not None:
         yield f"resumed from {arguments.out / 'checkpoints'} at step {step} (--fresh starts over)"
