@@ -27,7 +27,6 @@ from moe.experts.dispatch.network import Dropout
 from moe.experts.experts import Experts
 from moe.nn.context import Context
 from moe.nn.linear import FeedForward, Linear, linear_fp32
-from moe.recipe.router_spec import RouterSpec
 from moe.router.losses.balance import (
     balance_loss,
     count_choices,
@@ -40,6 +39,9 @@ from moe.router.losses.balance import (
     z_loss,
 )
 from moe.router.router import Router, Routing
+
+if TYPE_CHECKING:
+    from moe.recipe.router_spec import RouterSpec
 
 if TYPE_CHECKING:  # the layer runs without the packages that read recipes
     from moe.recipe import sections

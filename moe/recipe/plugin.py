@@ -24,8 +24,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field
-
 from parallel.errors import BadInput, did_you_mean, where
 
 _PATTERN = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"
@@ -39,7 +37,16 @@ GROUPS = {  # groups of entry points, by key
 }
 
 
-Plugin = Annotated[str, Field(pattern=_PATTERN, max_length=200)]
+class _Spelled:
+    """Pydantic's check of such a name. The import is in the method, because a router in a program of its own needs no pydantic."""
+
+    def __get_pydantic_core_schema__(self, *_: Any) -> Any:
+        from pydantic_core import core_schema
+
+        return core_schema.str_schema(pattern=_PATTERN, max_length=200)
+
+
+Plugin = Annotated[str, _Spelled()]
 WORDS = "module:name of a part of your own"
 
 

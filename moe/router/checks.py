@@ -7,14 +7,16 @@ loss for a selection that is not learned; a router that sees future tokens in a 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from moe.recipe.router_spec import RouterSpec
 from moe.router.methods.catalog import METHODS, method_of
 from moe.router.slots.causal import drops
 from moe.router.slots.slots import slots_of
 from parallel.errors import BadInput
 from parallel.fixes import Fix, Set, written
+
+if TYPE_CHECKING:
+    from moe.recipe.router_spec import RouterSpec
 
 _LEAST_FACTOR = 0.001  # of a capacity: below it rounding decides, and each expert has one slot, or none
 
@@ -32,6 +34,8 @@ def check_read(spec: RouterSpec, own: Mapping[str, Any]) -> None:
     Values of a preset are not refused, so that one choice can be replaced without removing the others. Nor are values equal
     to RouterSpec's defaults, which ask for nothing.
     """
+    from moe.recipe.router_spec import RouterSpec  # with pydantic, which a router in a program of its own does not need
+
     idle = {key: field.default for key, field in RouterSpec.model_fields.items()}
     for key, (beside, reason, instead) in unread(spec).items():
         if key not in own or own[key] == idle[key]:

@@ -8,13 +8,17 @@ Each token's result may depend on that token alone. Then it does not change with
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from moe.recipe.plugin import is_plugin, load_plugin, loaded
-from moe.recipe.router_spec import RouterSpec
 from moe.router.methods.own import own_choices
 from parallel.errors import BadInput, where
+
+if TYPE_CHECKING:
+    from moe.recipe.router_spec import RouterSpec
 
 # T tokens, E experts, K choices
 

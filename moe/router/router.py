@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,6 @@ from torch import Tensor, nn
 from moe.kernels import choose
 from moe.nn.context import Context
 from moe.nn.linear import Norm, linear_fp32
-from moe.recipe.router_spec import RouterSpec
 from moe.router.checks import check_spec
 from moe.router.methods.catalog import method_of
 from moe.router.methods.method import Chosen, Method, RoutingRequest
@@ -36,6 +36,9 @@ from parallel.fixes import Set
 from parallel.mesh.regions import in_region
 from parallel.numerics.precision import sum_dtype
 from parallel.numerics.supposed import supposed
+
+if TYPE_CHECKING:
+    from moe.recipe.router_spec import RouterSpec
 
 # T tokens, D model, E experts, K choices
 

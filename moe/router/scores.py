@@ -13,13 +13,17 @@ A gate made to sum to 1 over one expert is always 1: such a router gets no gradi
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from moe.recipe.plugin import is_plugin
-from moe.recipe.router_spec import RouterSpec
 from moe.router.own import own_scores
+
+if TYPE_CHECKING:
+    from moe.recipe.router_spec import RouterSpec
 
 # T tokens, E experts, K choices
 

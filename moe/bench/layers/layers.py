@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from moe.experts.layer import MoELayer
 from moe.kernels.activation import activate
 from moe.nn.context import Context
-from moe.recipe.presets import PRESETS
 from parallel.errors import BadInput
 
 # T tokens, D width, F hidden, E experts, K choices, R = T * K rows
@@ -111,10 +110,28 @@ class Pass:
         return y
 
 
+def router_settings(k: int) -> dict[str, Any]:
+    """Return the settings of a dropless router of k choices: preset switch (1), glam (2) or mixtral, without the packages of recipes."""
+    plain: dict[str, Any] = dict(
+        num_choices=k, input_norm="none", logits="linear", logit_cap=None, score="softmax", softmax_over="all", jitter=0.0, noise="none",
+        select="top_k", hash_table=None, mixer_margin=0.01, expert_groups=1, top_groups=1, group_score="two_best", second="always",
+        bias_rate=None, gates="as_is", gate_scale=1.0, expert_scale="none", gate_on="output", group="sequence", capacity_factor=None,
+        eval_capacity_factor=None, min_capacity=0, capacity_counts="choices", capacity_rounding="ceil", capacity_multiple=1,
+        drop="position", queue="choices_first", balance_weight=0.0, balance_counts="all", balance_scope="sequence",
+        importance_weight=0.0, load_weight=0.0, z_weight=0.0,
+    )  # fmt: skip
+    if k == 1:
+        return plain | {"min_capacity": 4, "balance_weight": 0.01}
+    if k == 2:
+        return plain | {"gates": "before_drop", "min_capacity": 4, "balance_weight": 0.01, "balance_counts": "first"}
+    return plain | {"softmax_over": "chosen", "balance_weight": 0.001, "balance_scope": "micro_batch"}
+
+
 def ours(case: LayerCase, ffn: str, *, master: torch.dtype | None = None, kernels: str = "auto") -> Pass:
     """Our layer as a model trains it: dropless, with its report and its balance loss. `master`: the dtype in which weights are stored."""
     s = case.shape
-    spec = PRESETS[{1: "switch", 2: "glam"}.get(s.k, "mixtral")].model_copy(update={"num_choices": s.k, "capacity_factor": None})
+    settings = router_settings(s.k)
+    spec = SimpleNamespace(**settings, vectors=0, random_second=False, asks_balance=True)  # as RouterSpec derives them
     # the recipe fields that the layer reads, without the packages that read recipes, which a GPU machine may lack
     experts = SimpleNamespace(
         of_layer=lambda nth: s.experts,

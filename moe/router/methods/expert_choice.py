@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from moe.recipe.router_spec import RouterSpec
 from moe.router.methods.method import Chosen, Method, RoutingRequest
 from parallel.errors import BadInput
 from parallel.fixes import Fix, Set
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from moe.recipe.router_spec import RouterSpec
 
 # T tokens, E experts, K choices, G groups, S tokens of a group, C slots
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from moe.recipe.router_spec import RouterSpec
 from moe.router.methods.method import Method, RoutingRequest
 from parallel.errors import BadInput
 from parallel.fixes import Fix, Set
@@ -21,6 +20,8 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from torch import Tensor
+
+    from moe.recipe.router_spec import RouterSpec
 
 # T tokens, E experts, K choices, N groups of experts
 

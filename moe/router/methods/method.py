@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from moe.recipe.router_spec import RouterSpec
 from parallel.fixes import Fix
 
 if TYPE_CHECKING:
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moe.nn.context import Context
+    from moe.recipe.router_spec import RouterSpec
 
 # T tokens, E experts, K choices, V token ids
 

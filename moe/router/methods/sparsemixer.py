@@ -16,13 +16,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from moe.recipe.router_spec import RouterSpec
 from moe.router.methods.method import Chosen, Method, RoutingRequest
 from parallel.errors import BadInput
 from parallel.fixes import Set
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from moe.recipe.router_spec import RouterSpec
 
 # T tokens, E experts, K choices
 

@@ -6,10 +6,14 @@ a queue for slots in which a later choice comes before an earlier one.
 
 from __future__ import annotations
 
-from moe.recipe.router_spec import RouterSpec
+from typing import TYPE_CHECKING
+
 from moe.router.methods.catalog import method_of
 from parallel.errors import BadInput
 from parallel.fixes import Set
+
+if TYPE_CHECKING:
+    from moe.recipe.router_spec import RouterSpec
 
 _SECOND_CHOICES = "a later token's first choice takes the slot of an earlier one's second choice"
 

@@ -9,12 +9,16 @@ Ranks that hold shards of one group exchange scores before they decide (moe/rout
 
 from __future__ import annotations
 
-from moe.recipe.router_spec import RouterSpec
+from typing import TYPE_CHECKING
+
 from moe.router.methods.catalog import method_of
 from moe.router.slots.causal import drops
 from parallel.errors import BadInput
 from parallel.fixes import Set
 from parallel.mesh.mesh import Degrees
+
+if TYPE_CHECKING:
+    from moe.recipe.router_spec import RouterSpec
 
 
 def needs_group(spec: RouterSpec) -> str | None:

@@ -9,9 +9,10 @@ dropped on any number of ranks. Systems round differently: docs/moe/moe.md has t
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from moe.recipe.router_spec import RouterSpec
+if TYPE_CHECKING:
+    from moe.recipe.router_spec import RouterSpec
 
 
 def capacity(

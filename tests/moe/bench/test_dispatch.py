@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from moe.bench.layers import dispatch
-from moe.bench.layers.layers import LayerCase, Shape
+from moe.bench.layers.layers import LayerCase, Shape, router_settings
 from moe.bench.timing import in_turn, peak_bytes, ratio
+from moe.recipe.presets import PRESETS
 from parallel.errors import BadInput
 
 SHAPES = (Shape(96, 24, 40, 8, 1), Shape(64, 32, 16, 16, 4))
@@ -91,12 +92,17 @@ def test_peak_memory_counts_what_was_held_at_once() -> None:
     assert 4_000_000 <= peak_bytes(work, torch.device("cpu")) < 5_000_000
 
 
-def test_kernels_layer_and_bench_need_no_package_that_reads_files_or_peers(tmp_path: Path) -> None:
-    """A machine with torch, pydantic (the router's settings) and a GPU, and nothing else, can measure."""
-    without = "import sys; sys.modules.update(dict.fromkeys(['tyro', 'deepspeed', 'transformers', 'yaml', 'psutil']))\n"
+def test_kernels_layer_and_bench_need_no_package_that_reads_recipes(tmp_path: Path) -> None:
+    """A machine with torch and a GPU, and nothing else, can measure."""
+    without = "import sys; sys.modules.update(dict.fromkeys(['pydantic', 'tyro', 'deepspeed', 'transformers', 'yaml', 'psutil']))\n"
     code = without + SETUP + "sys.exit(dispatch.main(peers='all', only='E8', rounds=1, json=sys.argv[1]))"
     got = subprocess.run([sys.executable, "-c", code, str(tmp_path / "rows.json")], capture_output=True, text=True, timeout=120)
     assert got.returncode == 0, got.stderr
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     absent = {row["implementation"] for row in rows if "not_run" in row}
     assert {"deepspeed", "transformers-switch"} <= absent and "grouped_mm" in {row["implementation"] for row in rows} - absent
+
+
+@pytest.mark.parametrize(("k", "preset"), [(1, "switch"), (2, "glam"), (4, "mixtral")])
+def test_the_layers_router_is_the_preset_without_a_capacity(k: int, preset: str) -> None:
+    assert router_settings(k) == PRESETS[preset].model_dump() | {"num_choices": k, "capacity_factor": None}
