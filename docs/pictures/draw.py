@@ -32,8 +32,7 @@ from moe.cli.simulate.simulate import simulated  # noqa: E402
 from moe.cli.simulate.text import summary_line  # noqa: E402
 from moe.kernels import reference  # noqa: E402
 from moe.recipe.sections import Optimizer  # noqa: E402
-from moe.router.slots import capacity  # noqa: E402
-from moe.router.slots.capacity import kept_choices  # noqa: E402
+from moe.router.capacity import capacity, kept_choices  # noqa: E402
 from moe.train.parts.learning_rate import learning_rate  # noqa: E402
 from parallel.kfac.fisher import check_rules, works  # noqa: E402
 from parallel.mesh.mesh import Degrees  # noqa: E402

@@ -27,7 +27,7 @@ from moe.experts.dispatch.network import Dropout
 from moe.experts.experts import Experts
 from moe.nn.context import Context
 from moe.nn.linear import FeedForward, Linear, linear_fp32
-from moe.router.losses.balance import (
+from moe.router.losses import (
     balance_loss,
     count_choices,
     importance_loss,

@@ -32,7 +32,7 @@ from moe.nn.linear import FeedForward, Norm, drop, scaled
 from moe.nn.vocabulary import CrossEntropy, Rows, TiledRows, as_targets, capped, cross_entropy, look_up, project, summed_loss
 from moe.recipe import sections
 from moe.recipe.shapes import SEPARATOR
-from moe.router.losses.balance import join
+from moe.router.losses import join
 from parallel.data.tiling import Tiled
 from parallel.mesh.regions import in_region
 from parallel.numerics.precision import sum_dtype

@@ -17,8 +17,8 @@ from moe.model.transformer import Block, Transformer, moe_layers
 from moe.nn.context import Context
 from moe.nn.core import Bias
 from moe.recipe.sections import Run
-from moe.router.slots.groups import needs_group
-from moe.router.slots.slices import SequenceShards
+from moe.router.checks import needs_group
+from moe.router.slices import SequenceShards
 from parallel.mesh.mesh import Mesh
 from parallel.sequence.method import Method
 from parallel.sequence.order import Order

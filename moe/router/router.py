@@ -22,15 +22,13 @@ from torch import Tensor, nn
 from moe.kernels import choose
 from moe.nn.context import Context
 from moe.nn.linear import Norm, linear_fp32
+from moe.router.capacity import kept_choices, slots_of
 from moe.router.checks import check_spec
 from moe.router.methods.catalog import method_of
 from moe.router.methods.method import Chosen, Method, RoutingRequest
 from moe.router.noise import chance_of_choice, gumbel, jittered, noise_size, noisy_logits
-from moe.router.rehearsed import balanced_logits
 from moe.router.scores import chosen_gates, chosen_scores, probabilities, scores_of
-from moe.router.slots.capacity import kept_choices
-from moe.router.slots.slices import SequenceShards
-from moe.router.slots.slots import slots_of
+from moe.router.slices import SequenceShards
 from parallel.errors import BadInput, counted
 from parallel.fixes import Set
 from parallel.mesh.regions import in_region
@@ -41,6 +39,8 @@ if TYPE_CHECKING:
     from moe.recipe.router_spec import RouterSpec
 
 # T tokens, D model, E experts, K choices
+
+_CHOSEN = 20.0  # logit in a rehearsal, far above the size of noise; experts that are not chosen get -_CHOSEN
 
 
 @dataclass(frozen=True)
@@ -283,3 +283,13 @@ class Router(nn.Module):
                 fix=Set("router.group", "sequence"),
             )
         return 1  # evaluation and generation may have fewer sequences than a training group
+
+
+def balanced_logits(tokens: int, *, num_experts: int, num_choices: int) -> Tensor:
+    """Return logits [T, E], fp32 on the CPU, by which every expert is chosen equally often: for a rehearsal, which computes no values.
+
+    Token t chooses K experts in a row from expert t K (modulo E), the first with the highest logit. For E = 6 and K = 2: 0 1, 2 3, 4 5.
+    """
+    choice_K = torch.arange(num_choices)
+    expert_TK = (torch.arange(tokens).unsqueeze(1) * num_choices + choice_K) % num_experts
+    return torch.full((tokens, num_experts), -_CHOSEN).scatter_(1, expert_TK, (_CHOSEN - choice_K / num_choices).expand(tokens, -1))

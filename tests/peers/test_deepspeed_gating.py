@@ -19,9 +19,9 @@ from torch import Tensor
 
 from moe.nn.context import Context
 from moe.recipe import sections
-from moe.router.losses.balance import balance_loss
+from moe.router.capacity import capacity
+from moe.router.losses import balance_loss
 from moe.router.router import Router, Routing
-from moe.router.slots.slots import capacity
 
 # T tokens, E experts, C slots
 T, E = 100, 8

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moe.kernels import cpu, reference
-from moe.router.slots.capacity import kept_choices
-from moe.router.slots.slots import capacity
+from moe.router.capacity import capacity, kept_choices
 from parallel.errors import BadInput
 
 KERNELS = pytest.mark.parametrize("kernels", [cpu, reference], ids=["cpu", "reference"])

@@ -1,29 +1,68 @@
-"""Capacity: the choices that are kept if an expert takes C tokens from one group (C: moe/router/slots/slots.py).
+"""Capacity: the number C of slots, which are tokens that an expert takes from one group, and the choices that get a slot.
 
-A choice is kept if its position in the expert's queue is below C.
+    C = max(min_capacity, rounded(factor * group_tokens * k / num_experts))     (top-2 with factor 1 equals top-1 with factor 2)
 
-    queue    choices_first    all first choices of the group, then all second ones          GShard (arXiv 2006.16668)
+Capacity is counted per group of tokens (GShard, arXiv 2006.16668). The recipe defines the group, not the layout, so the same tokens are
+dropped on any number of ranks. Systems round differently: docs/moe/moe.md has the table. A choice is kept if its position in the
+expert's queue, a cumulative count, is below C:
+
+    queue    choices_first    all first choices of the group, then all second ones          GShard
              tokens_first     token after token                                             Megatron-LM, MegaBlocks
     drop     position         first come, first served
              lowest_gate      highest gate first                                            V-MoE (arXiv 2106.05974, section 4)
-             random           by lot                                                        DeepSpeed's random token selection
+             random           in random order                                               DeepSpeed's random token selection
 
-The position is a cumulative count, never a top-k over ties.
+Recipes are checked by the numbers before torch is loaded, so functions import it.
 """
 
 from __future__ import annotations
 
-from types import ModuleType
-from typing import Literal
-
-import torch
-from einops import rearrange
-from torch import Tensor
+import math
+from typing import TYPE_CHECKING, Literal
 
 from parallel.errors import BadInput, counted
 from parallel.fixes import Set
 
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from torch import Tensor
+
+    from moe.recipe.router_spec import RouterSpec
+
 # T tokens, K choices, G groups, S tokens of a group, N = T * K
+
+
+def capacity(
+    group_tokens: int,
+    *,
+    num_experts: int,
+    num_choices: int,
+    factor: float | None,
+    minimum: int,
+    rounding: Literal["ceil", "floor", "round"] = "ceil",
+    multiple: int = 1,
+) -> int | None:
+    """Return the slots per expert and group; None if dropless. Never more than the group's tokens: a token chooses an expert only once."""
+    if factor is None:
+        return None
+    # round in decimal first: 200 * 1.1 / 4 is 55, and binary error must not make it 56
+    exact = round(group_tokens * num_choices * factor / num_experts, 9)
+    slots = math.ceil(exact) if rounding == "ceil" else math.floor(exact) if rounding == "floor" else round(exact)
+    return min(group_tokens, max(minimum, -(-slots // multiple) * multiple))
+
+
+def slots_of(spec: RouterSpec, group_tokens: int, *, num_experts: int, training: bool) -> int | None:
+    """Return the slots per expert and group that `spec` sets for training or evaluation."""
+    return capacity(
+        group_tokens,
+        num_experts=num_experts,
+        num_choices=spec.num_choices if spec.capacity_counts == "choices" else 1,
+        factor=spec.capacity_factor if training else spec.eval_capacity_factor,
+        minimum=spec.min_capacity,
+        rounding=spec.capacity_rounding,
+        multiple=spec.capacity_multiple,
+    )
 
 
 def kept_choices(
@@ -42,6 +81,8 @@ def kept_choices(
     `priority_TK` fp32: higher values are served first, equal ones in queue order. None: queue order alone. Raises BadInput if the tokens
     do not divide into groups.
     """
+    import torch
+
     if expert_TK.shape[0] % num_groups:
         raise BadInput(
             "router.group",
@@ -64,6 +105,9 @@ def kept_choices(
 
 def _service_order(expert_TK: Tensor, num_groups: int, queue: str, priority_TK: Tensor | None) -> Tensor:
     """Flat choices t*K + k, group after group, in the order of service: int64 [T * K]."""
+    import torch
+    from einops import rearrange
+
     tokens, choices = expert_TK.shape
     order_TK = torch.arange(tokens * choices, device=expert_TK.device).view(tokens, choices)
     pattern = "(g s) k -> g k s" if queue == "choices_first" else "(g s) k -> g 1 (s k)"

@@ -11,6 +11,8 @@ each capacity group (a mean over groups, weighted by their tokens), one rank's m
 do not add up over the micro-batches and ranks of a step, so each of them must know the sums of the whole step. Given these sums, its
 loss has its share of the gradient of the step's loss, and the mean over all is the step's value. Losses are summed over layers.
 `join` adds a loss to the backward pass in the layer that computes it: no global list is needed, and it works across pipeline stages.
+
+The selection bias balances without a loss (arXiv 2408.15664, DeepSeek-V3): `updated_bias` moves it against the load, once a step.
 """
 
 from __future__ import annotations
@@ -187,3 +189,11 @@ def join(x: Tensor, loss: Tensor, *, scale: float) -> Tensor:
     """Return x unchanged; backward adds the gradient of scale * loss, as if this term were part of the final loss."""
     out: Tensor = _Join.apply(x, loss, scale)
     return out
+
+
+# --- the selection bias -------------------------------------------------------------------------------------------------
+
+
+def updated_bias(bias_E: Tensor, load_E: Tensor, rate: float) -> Tensor:
+    """Return bias + rate * sign(mean load - load), [E], for experts chosen load_E times (integers) in the global batch, before dropping."""
+    return bias_E + rate * (load_E.sum() - load_E * len(load_E)).sign().to(bias_E.dtype)
