@@ -24,10 +24,12 @@ class Products:
     """One way to compute products. The attributes are facts that other code asks for; a policy overrides the ones that differ."""
 
     name: ClassVar[str]
-    fused: ClassVar[bool] = False  # kernels compute these products inside their own operations, and keep less for the backward pass
-    rounds: ClassVar[bool] = True  # operands are rounded to fewer bits than the compute dtype's, so orders of sums show in more than 1e-5
-    kind: ClassVar[str | None] = None  # of the device's rates (moe/plan/machine/device.py), such as fp8; None: the compute dtype's
-    whole_rows: ClassVar[str | None] = None  # why a rank or tile cannot hold a shard of the hidden units; None: it can
+    fused: ClassVar[bool] = False  # True: kernels compute these products inside fused operations, and keep less for the backward pass
+    rounds: ClassVar[bool] = (
+        True  # True: operands are rounded to fewer bits than the compute dtype, so layouts may differ by more than 1e-5
+    )
+    kind: ClassVar[str | None] = None  # dtype whose rate the planner takes (moe/plan/machine/device.py), as fp8; None: the compute dtype
+    whole_rows: ClassVar[str | None] = None  # reason why a rank or tile cannot hold a shard of the hidden units; None: it can
 
     def product(self, rows_RI: Tensor, weight_EIO: Tensor, counts: list[int]) -> Tensor:
         """Multiply rows sorted by expert, `counts` of each, by their expert's matrix: [R, O] in the rows' dtype, with gradients."""

@@ -76,7 +76,7 @@ def kept_choices(
     queue: Literal["choices_first", "tokens_first"] = "choices_first",
     priority_TK: Tensor | None = None,
 ) -> Tensor:
-    """Return the choices that get a slot: bool [T, K]. Choices with `active_TK` False were declined by the router and take no slot.
+    """Return the choices that get a slot: bool [T, K]. Choices with `active_TK` False ask for none.
 
     `priority_TK` fp32: higher values are served first, equal ones in queue order. None: queue order alone. Raises BadInput if the tokens
     do not divide into groups.
@@ -84,15 +84,11 @@ def kept_choices(
     import torch
 
     if expert_TK.shape[0] % num_groups:
-        raise BadInput(
-            "router.group",
-            got=counted(num_groups, "group"),
-            needed=f"a divisor of {expert_TK.shape[0]} tokens",
-            fix=Set("router.group", "sequence"),
-        )
+        needed, fix = f"a divisor of {expert_TK.shape[0]} tokens", Set("router.group", "sequence")
+        raise BadInput("router.group", got=counted(num_groups, "group"), needed=needed, fix=fix)
     if slots_each is None:
         return active_TK
-    if priority_TK is None and (queue == "choices_first" or expert_TK.shape[1] == 1):  # the order in which the kernels count
+    if priority_TK is None and (queue == "choices_first" or expert_TK.shape[1] == 1):  # kernels.slots counts in this order
         slot_TK: Tensor = kernels.slots(expert_TK, active_TK, num_groups=num_groups, num_experts=num_experts)
         return active_TK & (slot_TK < slots_each)
     order_N = _service_order(expert_TK, num_groups, queue, priority_TK)
@@ -104,7 +100,7 @@ def kept_choices(
 
 
 def _service_order(expert_TK: Tensor, num_groups: int, queue: str, priority_TK: Tensor | None) -> Tensor:
-    """Flat choices t*K + k, group after group, in the order of service: int64 [T * K]."""
+    """Return the flat choices t*K + k, group after group, in the order in which they get slots: int64 [T * K]."""
     import torch
     from einops import rearrange
 

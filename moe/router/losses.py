@@ -99,10 +99,9 @@ def step_means(
     chance_TE: Tensor | None = None,
     whole: Callable[[Tensor], Tensor],
 ) -> StepMeans:
-    """Return the step's means. `whole` sums a float64 tensor [2 E + 1], or [3 E + 1] with chances, over all ranks and micro-batches of
-    the step.
+    """Return the step's means, given this rank's and micro-batch's choices, gates (None: gate_E is 0) and chances.
 
-    Without gates, `gate_E` is 0.
+    `whole` sums a float64 tensor [2 E + 1], or [3 E + 1] with chances, over all ranks and micro-batches of the step.
     """
     count_GE = count_choices(expert_TK, num_groups=1, num_experts=num_experts, valid_T=valid_T, counted_TK=counted_TK)
     count_E = count_GE[0].double()
@@ -117,16 +116,14 @@ def step_means(
 
 
 def size_of_sums(num_experts: int, *, chances: bool = False) -> int:
-    """Number of elements that `whole` sums for one layer: choices and gates of each expert, the number of tokens, and chances."""
+    """Return the number of elements that `whole` sums for one layer: for each expert choices, gates and chances, and the tokens."""
     return (3 if chances else 2) * num_experts + 1
 
 
 def count_choices(
     expert_TK: Tensor, *, num_groups: int, num_experts: int, valid_T: Tensor | None = None, counted_TK: Tensor | None = None
 ) -> Tensor:
-    """Count the choices of each expert in each group, before dropping: int64 [G, E]. Skips padding tokens and choices that are not
-    counted.
-    """
+    """Count the choices of each expert in each group, before dropping: int64 [G, E], only those with valid_T and counted_TK True."""
     group_T = torch.arange(expert_TK.shape[0], device=expert_TK.device) // (expert_TK.shape[0] // num_groups)
     key_TK = group_T.unsqueeze(1) * num_experts + expert_TK
     bins = num_groups * num_experts
@@ -142,7 +139,7 @@ def spread_gates(gate_TK: Tensor, expert_TK: Tensor, *, num_experts: int) -> Ten
 
 
 def group_means(x_TE: Tensor, *, num_groups: int, valid_T: Tensor | None = None) -> Tensor:
-    """Means over the valid tokens of each group: fp32 [G, E]. A group without valid tokens has mean 0."""
+    """Return the means over the valid tokens of each group: fp32 [G, E]. A group without valid tokens has mean 0."""
     x_GSE = rearrange(_masked(x_TE.float(), valid_T), "(g s) e -> g s e", g=num_groups)
     if valid_T is None:
         return x_GSE.mean(1)
@@ -150,17 +147,17 @@ def group_means(x_TE: Tensor, *, num_groups: int, valid_T: Tensor | None = None)
 
 
 def mean_over_tokens(x_T: Tensor, *, valid_T: Tensor | None = None) -> Tensor:
-    """Mean over valid tokens, a scalar; 0 without valid tokens."""
+    """Return the mean over valid tokens, a scalar; 0 without valid tokens."""
     return group_means(x_T.unsqueeze(1), num_groups=1, valid_T=valid_T)[0, 0]
 
 
 def cv_squared(x: Tensor) -> Tensor:
-    """Squared coefficient of variation along the last dim: population variance / mean^2. Rows of zeros give 0."""
+    """Return the squared coefficient of variation along the last dim: population variance / mean^2. Rows of zeros give 0."""
     return x.var(-1, correction=0) / x.mean(-1).square().clamp(min=1e-20)
 
 
 def _weighted(x_G: Tensor, valid_T: Tensor | None) -> Tensor:
-    """Mean over groups, each weighted by its share of the valid tokens."""
+    """Return the mean over groups, each weighted by its share of the valid tokens."""
     if valid_T is None:
         return x_G.mean()
     tokens_G = valid_T.view(len(x_G), -1).sum(1)

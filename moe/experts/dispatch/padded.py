@@ -39,7 +39,7 @@ class Padded(Dispatcher):
 
 
 def blocks(exchange: Exchange, routing: Routing) -> Route:
-    """Plan the exchange of equal blocks."""
+    """Plan one step over ep that exchanges equal blocks of slots."""
     from moe.experts.dispatch.placement import plan_rows
     from moe.experts.dispatch.steps import Route, Step
     from parallel.mesh.collectives import max_over

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Hash(Method):
-    """Experts by the token's id."""
+    """Selection by the token's id alone."""
 
     name = "hash"
     example = {"preset": "switch", "select": "hash", "balance_weight": 0.0}

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moe.experts.dispatch.chunked import Chunked
+from moe.experts.dispatch.all_to_all import Chunked
 from moe.experts.experts import Experts, Routed
 from moe.experts.layer import MoELayer
 from moe.model.transformer import Transformer
