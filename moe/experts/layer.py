@@ -133,7 +133,7 @@ class MoELayer(nn.Module):
             return self._add_unrouted(x_BLD, y_TD.unflatten(0, x_BLD.shape[:2])), NO_REPORT
         losses = _losses(self.layer, self.router.spec, self._of_groups(routing), context)
         if self.training:
-            y_TD = join(y_TD, losses.weighted(self.router.spec), scale=context.auxiliary_scale)
+            y_TD = join(y_TD, _weighted(losses, self.router.spec), scale=context.auxiliary_scale)
         y_BLD = y_TD.unflatten(0, x_BLD.shape[:2])
         return self._add_unrouted(x_BLD, y_BLD), _report(self.layer, routing, losses)
 
@@ -204,24 +204,11 @@ def _run_on_scaled_inputs(dispatcher: Exchange, x_TD: Tensor, routing: Routing, 
     return y_ND if choices == 1 else rearrange(y_ND.float(), "(t k) d -> t k d", k=choices).sum(1).to(x_TD.dtype)
 
 
-@dataclass(frozen=True)
-class _Losses:
-    """The layer's auxiliary losses: fp32 scalars, not yet weighted."""
+def _losses(layer: int, s: RouterSpec, routing: Routing, context: Context) -> dict[str, Tensor]:
+    """Return the losses balance, importance, load and z by name: fp32 scalars over the spec's balance_scope, not yet weighted.
 
-    balance: Tensor
-    importance: Tensor
-    load: Tensor
-    z: Tensor
-
-    def weighted(self, s: RouterSpec) -> Tensor:
-        """Return the weighted sum. A loss of weight 0 is left out of the backward pass."""
-        balance = ((s.balance_weight, self.balance), (s.importance_weight, self.importance), (s.load_weight, self.load))
-        terms = (*balance, (s.z_weight, self.z))
-        return sum((weight * loss for weight, loss in terms if weight), start=self.z.new_zeros(()))
-
-
-def _losses(layer: int, s: RouterSpec, routing: Routing, context: Context) -> _Losses:
-    """Compute the losses over the tokens of the spec's balance_scope. A global batch is the micro-batch if context.whole_step is None."""
+    Without context.whole_step, the micro-batch is the global batch. A loss that is not computed is 0.
+    """
     probs_TE, valid_T, num_experts = routing.probs_TE, routing.valid_T, routing.probs_TE.shape[1]
     choices = 1 if s.balance_counts == "first" else routing.expert_TK.shape[1]
     expert_TK = (routing.expert_TK if routing.load_TK is None else routing.load_TK)[:, :choices]
@@ -232,20 +219,27 @@ def _losses(layer: int, s: RouterSpec, routing: Routing, context: Context) -> _L
     if s.balance_scope == "global_batch" and whole is not None:
         masks = {"valid_T": valid_T, "counted_TK": counted_TK}
         step = step_means(expert_TK, gate_TE, num_experts=num_experts, **masks, chance_TE=chance_TE, whole=partial(whole, layer))
-    return _Losses(
-        balance_loss(probs_TE, expert_TK, num_groups=num_groups, valid_T=valid_T, counted_TK=counted_TK, step=step),
-        probs_TE.new_zeros(()) if gate_TE is None else importance_loss(gate_TE, num_groups=num_groups, valid_T=valid_T, step=step),
-        probs_TE.new_zeros(()) if chance_TE is None else load_loss(chance_TE, num_groups=num_groups, valid_T=valid_T, step=step),
-        z_loss(routing.logits_TE, valid_T=valid_T),
-    )
+    scope = {"num_groups": num_groups, "valid_T": valid_T, "step": step}
+    zero = probs_TE.new_zeros(())
+    return {
+        "balance": balance_loss(probs_TE, expert_TK, counted_TK=counted_TK, **scope),
+        "importance": zero if gate_TE is None else importance_loss(gate_TE, **scope),
+        "load": zero if chance_TE is None else load_loss(chance_TE, **scope),
+        "z": z_loss(routing.logits_TE, valid_T=valid_T),
+    }
 
 
-def _report(layer: int, routing: Routing, losses: _Losses) -> LayerReport:
+def _weighted(losses: dict[str, Tensor], s: RouterSpec) -> Tensor:
+    """Return the weighted sum. A loss of weight 0 is left out of the backward pass."""
+    weights = {"balance": s.balance_weight, "importance": s.importance_weight, "load": s.load_weight, "z": s.z_weight}
+    return sum((weight * losses[name] for name, weight in weights.items() if weight), start=losses["z"].new_zeros(()))
+
+
+def _report(layer: int, routing: Routing, losses: dict[str, Tensor]) -> LayerReport:
     valid_T, num_experts = routing.valid_T, routing.probs_TE.shape[1]
     load_GE = count_choices(routing.expert_TK, num_groups=1, num_experts=num_experts, valid_T=valid_T, counted_TK=routing.counted_TK)
     kept = routing.kept_TK.sum()
     probs_TE = routing.probs_TE.detach()
     log_probs_TE = probs_TE.clamp(min=torch.finfo(probs_TE.dtype).tiny).log()  # a third of the time that torch.special.entr takes
     entropy = mean_over_tokens((probs_TE * log_probs_TE).sum(-1).neg(), valid_T=valid_T)
-    means = (losses.balance.detach(), losses.importance.detach(), losses.load.detach(), losses.z.detach(), entropy)
-    return LayerReport(layer, load_GE[0], kept, load_GE.sum() - kept, *means)
+    return LayerReport(layer, load_GE[0], kept, load_GE.sum() - kept, *(loss.detach() for loss in losses.values()), entropy)

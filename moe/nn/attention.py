@@ -51,7 +51,7 @@ class RelativeBias(nn.Module):
         self.weight = nn.Parameter(torch.empty(self.buckets, num_heads))
 
     def forward(self) -> Bias:
-        """Return the bias. Its table is a copy: an engine may free the weight after this call."""
+        """Return the bias. Its table is a copy, because an engine may free the weight after this call."""
         return Bias(self.weight.to(torch.float32, copy=True), self.bucket)
 
     def bucket(self, query_L: Tensor, key_S: Tensor) -> Tensor:
@@ -76,18 +76,18 @@ class Sinks(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_heads))
 
     def forward(self) -> Tensor:
-        """Return a copy, fp32 [H]: an engine may free the weight after this call."""
+        """Return the logits, fp32 [H], as a copy, because an engine may free the weight after this call."""
         return self.weight.to(torch.float32, copy=True)
 
 
-Half = Literal["decoder", "encoder", "cross"]  # tokens that a layer sees: earlier ones, all, all of the encoder
+Half = Literal["decoder", "encoder", "cross"]  # tokens that a layer's queries see: earlier ones, all, all of the encoder's output
 
 
 class Attention(nn.Module):
     """Attention with as many heads as its weights have.
 
     Weights: q [H C, D], k and v [K C, D], out [D, H C], T5's bias [buckets, H], norms of q and k [C], or with qk_norm `whole` [H C] and
-    [K C]; biases of q, k, v and out; sinks [H]. `of`: see Half. `biased`: this layer has its own T5 bias, else forward gets one.
+    [K C]; biases of q, k, v and out; sinks [H]. `of`: the kind of layer (Half). `biased`: it has its own T5 bias, else forward gets one.
     `window`: number of tokens that a query sees, itself included (None: all earlier ones).
     """
 
@@ -109,8 +109,10 @@ class Attention(nn.Module):
         self.bias = RelativeBias(heads, both_ways=of == "encoder") if model.positions == "t5" and biased else None
         self.rope = model.rope if model.positions == "rotary" else None
         self.window = window
-        self.scale = 1.0 if model.scales.attention is None else model.scales.attention * self.head_size**0.5  # cores divide by the root
-        self.core_scale = 1.0 if model.kind == "encoder_decoder" else None  # the core's factor of logits
+        self.scale = (
+            1.0 if model.scales.attention is None else model.scales.attention * self.head_size**0.5
+        )  # of queries; the core divides logits by the root
+        self.core_scale = 1.0 if model.kind == "encoder_decoder" else None  # by which the core multiplies logits; None: 1 / sqrt(C)
         self.core: Core = partial(softmax_core, window=window)
         if model.kind == "encoder_decoder":
             self.core = partial(softmax_core if of == "decoder" else open_core, scale=self.core_scale)
@@ -124,7 +126,7 @@ class Attention(nn.Module):
 
     @in_region("attention")
     def forward(self, x_BLD: Tensor, context: Context, *, shared: Bias | None = None, source_BSD: Tensor | None = None) -> Tensor:
-        """Return [B, L, D] in x's dtype. `shared`: the bias of another layer. `source_BSD`: input of keys and values in cross attention."""
+        """Return [B, L, D] in x's dtype. `shared`: another layer's bias. `source_BSD`: input of keys and values in cross attention."""
         if source_BSD is None:
             products = self.products(self.enter(x_BLD), [self.q, self.k, self.v])
         else:

@@ -33,7 +33,7 @@ class RoutingRecord:
     def __init__(self, sequences: int, length: int) -> None:
         self.sequences, self.length = sequences, length
         self._chosen: dict[str, Tensor] = {}  # int32 [B L, K] by the router's name
-        self._largest: dict[str, int] = {}  # largest index by name, kept so that only the first pass waits for the GPU
+        self._largest: dict[str, int] = {}  # largest expert index by the router's name, kept because reading it waits for the GPU
 
     @staticmethod
     def of(*parts: Experts) -> RoutingRecord:
@@ -77,7 +77,7 @@ class RoutingRecord:
         self._largest.pop(name, None)
 
     def take(self, name: str, position_T: Tensor, *, num_choices: int, num_experts: int) -> Tensor:
-        """Return the experts int64 [T, K] for router `name`; it chooses those in rows of -1. Raise BadInput for another router's record."""
+        """Return the experts int64 [T, K] for router `name`, -1 where it shall choose. Raise BadInput for the record of another router."""
         if name not in self._chosen:
             got = f"a record of layers {', '.join(map(str, self.experts)) or '(none)'}"
             raise _refused(got, f"one of every layer with experts, such as {name.split('.')[1]}", "record with a model of the same layers")

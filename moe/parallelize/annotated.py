@@ -30,9 +30,7 @@ from parallel.fixes import Remove, Set
 
 
 def compute_of(run: Run) -> Compute:
-    """Return the function that computes one operator on one rank's shards. Raises BadInput for a model that its graph does not describe
-    fully.
-    """
+    """Return the function that computes one operator on one rank's shards. Raises BadInput for a model that a graph cannot describe."""
     m = run.model
     refused = {
         "model.moe_every": ("MoE layers", bool(m.layers_with_experts()), Set("it", 0) | "use a layout that is a kind of the project"),
@@ -56,7 +54,7 @@ def compute_of(run: Run) -> Compute:
     }
     for key, (got, wrong, fix) in refused.items():
         if wrong:
-            raise BadInput(key, got=got, needed="a model that its graph tells whole: dense, rotary, without dropout", fix=fix)
+            raise BadInput(key, got=got, needed="a model that its graph describes fully: dense, rotary, without dropout", fix=fix)
 
     def compute(op: Operator, inputs: Sequence[Tensor], rank: Rank) -> Tensor:
         if op.kind == "product":
@@ -88,7 +86,7 @@ def values_of(model: nn.Module, graph: Graph) -> dict[str, Tensor]:
 
 
 def _norm(op: Operator, x: Tensor, gain: Tensor, rank: Rank, *, kind: str, eps: float) -> Tensor:
-    """RMSNorm or LayerNorm. If channels are sharded, the statistics are summed over ranks."""
+    """Apply RMSNorm or LayerNorm. If channels are sharded, the statistics are summed over ranks."""
     letter = op.statistics
     width = rank.factors[letter]
     if kind == "layernorm":
@@ -110,7 +108,7 @@ def _look_up(op: Operator, tokens: Tensor, table: Tensor, rank: Rank) -> Tensor:
 
 
 def _attention(op: Operator, q_BLKGC: Tensor, k_BSKC: Tensor, v_BSKC: Tensor, rank: Rank, *, rope: Rope) -> Tensor:
-    """Causal attention with rotary positions. The queries may be a shard of the sequence's."""
+    """Compute causal attention with rotary positions. The queries may be a shard of the sequence."""
     places = rank.region(op.output[1])
     query_L = torch.arange(places.start, places.stop)
     key_S = torch.arange(k_BSKC.shape[1])
@@ -124,7 +122,7 @@ def _attention(op: Operator, q_BLKGC: Tensor, k_BSKC: Tensor, v_BSKC: Tensor, ra
 
 
 def _loss(op: Operator, logits_BLV: Tensor, targets_BL: Tensor, rank: Rank) -> Tensor:
-    """Cross-entropy of each token. With a sharded vocabulary, maximum logit, sum of exponentials and target logit come from all ranks."""
+    """Return each token's cross-entropy. Ranks with shards of the vocabulary exchange maximum, sum of exponentials and target logit."""
     letter = op.statistics
     rows, here = _here(targets_BL, letter, rank)
     target = rank.total(logits_BLV.gather(-1, rows.unsqueeze(-1)).squeeze(-1) * here, letter, read="in copies")

@@ -28,7 +28,7 @@ from moe.nn.vocabulary import cross_entropy
 from parallel.errors import BadInput
 from parallel.fixes import Set
 
-_SIZES = 64  # most sizes and dtypes that are compiled of one function; torch itself stops at 8
+_SIZES = 64  # most combinations of sizes and dtypes for which a function is compiled; torch's default is 8
 
 
 class Compiled:
@@ -54,7 +54,7 @@ class Compiled:
 
     def _prepared(self) -> Callable[..., Tensor]:
         torch._dynamo.config.recompile_limit = max(_SIZES, torch._dynamo.config.recompile_limit)
-        # compile in this process: a pool of compiler processes takes more memory and time than these few kernels
+        # compile in this process, because a pool of compiler processes would take more memory and time for these few kernels
         self._fast = torch.compile(self.plain, dynamic=False, fullgraph=True, options={"compile_threads": 1})
         return self._fast
 

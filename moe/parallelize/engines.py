@@ -41,7 +41,7 @@ def prepare(run: Run, say: Callable[[str], None]) -> None:
         from parallel.data.deepspeed import compile_async_io
 
         compile_async_io(say)
-        give_freed_memory_back()  # memory is scarce then, and the disk limits the speed anyway
+        give_freed_memory_back()  # slower, but states are on a disk because memory is scarce, and the disk limits the speed anyway
 
 
 def offload_of(settings: sections.Offload) -> Offload:
@@ -49,7 +49,7 @@ def offload_of(settings: sections.Offload) -> Offload:
 
 
 def setup_of(run: Run, model: Transformer, layouts: dict[str, Layout], mesh: Mesh) -> Setup:
-    """Return what the recipe and the model say to an engine."""
+    """Return the engine's settings, from the recipe and the model."""
     s, wide, compute, kept = run.sharding, DTYPES[run.precision.master], model.compute, read_in_fp32(model)
     return Setup(
         layouts,
@@ -74,7 +74,7 @@ def start_engine(run: Run, model: Transformer, layouts: dict[str, Layout], mesh:
     setup, k = setup_of(run, model, layouts, mesh), run.optimizer.kfac
     for module in model.modules() if kind.frees_weights else ():
         if isinstance(module, Linear):
-            module.recast = True  # a plain product would keep its weight until the backward pass
+            module.recast = True  # otherwise a product keeps its gathered weight until the backward pass
     if run.optimizer.kind != "kfac":
         return kind.start(model, setup, optimizer)
     assert isinstance(optimizer, AdamW)
@@ -102,18 +102,17 @@ def given_of(settings: sections.Optimizer, factory: Factory) -> Given:
 
 
 def check_given(rule: Given, run: Run, layouts: dict[str, Layout], mesh: Mesh) -> None:
-    """Refuse an optimizer that does not work on shards: no checkpoint can hold its state, or a step depends on the shard or on other
-    parameters.
+    """Refuse an optimizer if no checkpoint can hold its state, or a parameter's step depends on its shard or on other parameters.
 
     `layouts`: layouts of the whole model, so that every rank finds the same mistake. Raises BadInput for the first parameter.
     """
     kind = run.sharding.carrier(pp=run.degrees.pp)
-    unlike = mesh.axis("pp").size > 1  # ranks hold different parameters, or different shards
+    unlike = mesh.axis("pp").size > 1  # whether ranks hold different parameters or different shards
     for name, layout in layouts.items():
         num_dims = len(layout.shape)
         rule.kept(name, num_dims)
         apart = {dim for dim in range(num_dims) if any(mesh.axis(axis).size > 1 for axis in layout.cut_by(dim))}
-        stacked = {0} if num_dims > 2 else set()  # experts, each stepped by itself on any rank
+        stacked = {0} if num_dims > 2 else set()  # dim of stacked experts, each of which must be stepped by itself
         if kind.steps == "shards" or layout.tile is not None:
             apart |= set(range(num_dims))
         unlike = unlike or bool(apart)
@@ -122,24 +121,18 @@ def check_given(rule: Given, run: Run, layouts: dict[str, Layout], mesh: Mesh) -
             what = "experts of a layer are stacked" if experts else f"ranks hold parts of it, cut along dim {mixed[-1]}"
             whole = {"sharding.kind": "ddp", "degrees.tp": 1, "degrees.etp": 1, "tiling.ffn": 1, "tiling.head": 1}
             fix = Words("step each expert by itself") if experts else all_of(whole)
-            raise BadInput(
-                rule.key,
-                got=f"an optimizer whose steps of a part of {name} differ from the whole parameter's",
-                needed=f"the same: {what}",
-                fix=fix | "leave that parameter to an optimizer that goes by elements",
-            )
+            got = f"an optimizer whose steps of a part of {name} differ from the whole parameter's"
+            fixes = fix | "leave that parameter to an optimizer that goes by elements"
+            raise BadInput(rule.key, got=got, needed=f"the same: {what}", fix=fixes)
     if unlike and rule.coupled({name: len(layout.shape) for name, layout in layouts.items()}):
-        raise BadInput(
-            rule.key,
-            got="an optimizer whose update of a parameter depends on other parameters",
-            needed="each parameter by itself: ranks hold different ones",
-            fix=all_of({"sharding.kind": "ddp", "degrees.pp": 1, "degrees.tp": 1, "degrees.ep": 1, "degrees.etp": 1})
-            | "leave the norm of all to optimizer.clip_norm",
-        )
+        got = "an optimizer whose update of a parameter depends on other parameters"
+        whole = {"sharding.kind": "ddp", "degrees.pp": 1, "degrees.tp": 1, "degrees.ep": 1, "degrees.etp": 1}
+        fixes = all_of(whole) | "leave the norm of all to optimizer.clip_norm"
+        raise BadInput(rule.key, got=got, needed="each parameter by itself: ranks hold different ones", fix=fixes)
 
 
 _TABLES = ("embedding", "head")
-_GATES = (".router.", ".shared_gate.", ".coefficient.")  # with few outputs a token
+_GATES = (".router.", ".shared_gate.", ".coefficient.")  # matrices with few outputs a token, which Muon leaves to AdamW
 
 
 def matrix(name: str, num_dims: int) -> Orientation | None:

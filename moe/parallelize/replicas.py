@@ -35,7 +35,7 @@ def scatter(args: tuple[Any, ...], devices: Sequence[torch.device], together: Se
 
 
 def _shares(args: tuple[Any, ...], count: int) -> list[float]:
-    """Share of the micro-batch's valid tokens on each replica."""
+    """Return each replica's share of the micro-batch's valid tokens."""
     inputs_BL, context, _ = args
     valid_BL = torch.ones_like(inputs_BL) if context.valid_T is None else context.valid_T.view(inputs_BL.shape)
     held = [int(valid_BL[Tile(0, i, count).run(len(inputs_BL))].sum()) for i in range(count)]

@@ -33,36 +33,18 @@ if TYPE_CHECKING:
 # T tokens, K choices, G groups, S tokens of a group, N = T * K
 
 
-def capacity(
-    group_tokens: int,
-    *,
-    num_experts: int,
-    num_choices: int,
-    factor: float | None,
-    minimum: int,
-    rounding: Literal["ceil", "floor", "round"] = "ceil",
-    multiple: int = 1,
-) -> int | None:
-    """Return the slots per expert and group; None if dropless. Never more than the group's tokens: a token chooses an expert only once."""
+def slots_of(spec: RouterSpec, group_tokens: int, *, num_experts: int, training: bool) -> int | None:
+    """Return the slots per expert and group that `spec` sets for training or evaluation; None if dropless.
+
+    There are never more slots than tokens in the group, because a token chooses an expert only once.
+    """
+    factor, choices = spec.capacity_factor if training else spec.eval_capacity_factor, spec.num_choices
     if factor is None:
         return None
     # round in decimal first: 200 * 1.1 / 4 is 55, and binary error must not make it 56
-    exact = round(group_tokens * num_choices * factor / num_experts, 9)
-    slots = math.ceil(exact) if rounding == "ceil" else math.floor(exact) if rounding == "floor" else round(exact)
-    return min(group_tokens, max(minimum, -(-slots // multiple) * multiple))
-
-
-def slots_of(spec: RouterSpec, group_tokens: int, *, num_experts: int, training: bool) -> int | None:
-    """Return the slots per expert and group that `spec` sets for training or evaluation."""
-    return capacity(
-        group_tokens,
-        num_experts=num_experts,
-        num_choices=spec.num_choices if spec.capacity_counts == "choices" else 1,
-        factor=spec.capacity_factor if training else spec.eval_capacity_factor,
-        minimum=spec.min_capacity,
-        rounding=spec.capacity_rounding,
-        multiple=spec.capacity_multiple,
-    )
+    exact = round(group_tokens * (choices if spec.capacity_counts == "choices" else 1) * factor / num_experts, 9)
+    slots = {"ceil": math.ceil, "floor": math.floor, "round": round}[spec.capacity_rounding](exact)
+    return min(group_tokens, max(spec.min_capacity, -(-slots // spec.capacity_multiple) * spec.capacity_multiple))
 
 
 def kept_choices(

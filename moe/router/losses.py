@@ -27,14 +27,16 @@ from torch import Tensor
 
 # T tokens, K choices, E experts, G groups, S tokens of a group
 
+Mask = Tensor | None  # bool, True for the tokens or choices that count; None: all do
+
 
 def balance_loss(
     probs_TE: Tensor,
     expert_TK: Tensor,
     *,
     num_groups: int = 1,
-    valid_T: Tensor | None = None,
-    counted_TK: Tensor | None = None,
+    valid_T: Mask = None,
+    counted_TK: Mask = None,
     step: StepMeans | None = None,
 ) -> Tensor:
     """Return the balance loss, scalar fp32. The gradient flows through `probs_TE` only.
@@ -50,7 +52,7 @@ def balance_loss(
     return num_experts * _weighted((f_GE * p_GE).sum(1), valid_T)
 
 
-def importance_loss(gate_TE: Tensor, *, num_groups: int = 1, valid_T: Tensor | None = None, step: StepMeans | None = None) -> Tensor:
+def importance_loss(gate_TE: Tensor, *, num_groups: int = 1, valid_T: Mask = None, step: StepMeans | None = None) -> Tensor:
     """Return the importance loss, scalar fp32, of the gates [T, E], which are 0 at experts that a token did not choose (`spread_gates`).
 
     With `step`, the value is the whole step's, and the gradient is this rank's and micro-batch's share of it.
@@ -61,14 +63,14 @@ def importance_loss(gate_TE: Tensor, *, num_groups: int = 1, valid_T: Tensor | N
     return cv_squared(step.gate_E + (mean_E - mean_E.detach()))
 
 
-def load_loss(chance_TE: Tensor, *, num_groups: int = 1, valid_T: Tensor | None = None, step: StepMeans | None = None) -> Tensor:
+def load_loss(chance_TE: Tensor, *, num_groups: int = 1, valid_T: Mask = None, step: StepMeans | None = None) -> Tensor:
     """Return the load loss, scalar fp32, of each expert's probability of being chosen [T, E]. `step` works as in `importance_loss`."""
     if step is None or step.chance_E is None:
         return importance_loss(chance_TE, num_groups=num_groups, valid_T=valid_T)
     return importance_loss(chance_TE, valid_T=valid_T, step=replace(step, gate_E=step.chance_E))
 
 
-def z_loss(logits_TE: Tensor, *, valid_T: Tensor | None = None) -> Tensor:
+def z_loss(logits_TE: Tensor, *, valid_T: Mask = None) -> Tensor:
     """Return the router z-loss, scalar fp32, of the logits [T, E]."""
     return mean_over_tokens(torch.logsumexp(logits_TE.float(), dim=-1).square(), valid_T=valid_T)
 
@@ -94,8 +96,8 @@ def step_means(
     gate_TE: Tensor | None,
     *,
     num_experts: int,
-    valid_T: Tensor | None = None,
-    counted_TK: Tensor | None = None,
+    valid_T: Mask = None,
+    counted_TK: Mask = None,
     chance_TE: Tensor | None = None,
     whole: Callable[[Tensor], Tensor],
 ) -> StepMeans:
@@ -120,9 +122,7 @@ def size_of_sums(num_experts: int, *, chances: bool = False) -> int:
     return (3 if chances else 2) * num_experts + 1
 
 
-def count_choices(
-    expert_TK: Tensor, *, num_groups: int, num_experts: int, valid_T: Tensor | None = None, counted_TK: Tensor | None = None
-) -> Tensor:
+def count_choices(expert_TK: Tensor, *, num_groups: int, num_experts: int, valid_T: Mask = None, counted_TK: Mask = None) -> Tensor:
     """Count the choices of each expert in each group, before dropping: int64 [G, E], only those with valid_T and counted_TK True."""
     group_T = torch.arange(expert_TK.shape[0], device=expert_TK.device) // (expert_TK.shape[0] // num_groups)
     key_TK = group_T.unsqueeze(1) * num_experts + expert_TK
@@ -138,7 +138,7 @@ def spread_gates(gate_TK: Tensor, expert_TK: Tensor, *, num_experts: int) -> Ten
     return gate_TK.new_zeros((len(gate_TK), num_experts), dtype=torch.float32).scatter(1, expert_TK, gate_TK.float())
 
 
-def group_means(x_TE: Tensor, *, num_groups: int, valid_T: Tensor | None = None) -> Tensor:
+def group_means(x_TE: Tensor, *, num_groups: int, valid_T: Mask = None) -> Tensor:
     """Return the means over the valid tokens of each group: fp32 [G, E]. A group without valid tokens has mean 0."""
     x_GSE = rearrange(_masked(x_TE.float(), valid_T), "(g s) e -> g s e", g=num_groups)
     if valid_T is None:
@@ -146,7 +146,7 @@ def group_means(x_TE: Tensor, *, num_groups: int, valid_T: Tensor | None = None)
     return x_GSE.sum(1) / valid_T.view(num_groups, -1, 1).sum(1).clamp(min=1)
 
 
-def mean_over_tokens(x_T: Tensor, *, valid_T: Tensor | None = None) -> Tensor:
+def mean_over_tokens(x_T: Tensor, *, valid_T: Mask = None) -> Tensor:
     """Return the mean over valid tokens, a scalar; 0 without valid tokens."""
     return group_means(x_T.unsqueeze(1), num_groups=1, valid_T=valid_T)[0, 0]
 
@@ -156,7 +156,7 @@ def cv_squared(x: Tensor) -> Tensor:
     return x.var(-1, correction=0) / x.mean(-1).square().clamp(min=1e-20)
 
 
-def _weighted(x_G: Tensor, valid_T: Tensor | None) -> Tensor:
+def _weighted(x_G: Tensor, valid_T: Mask) -> Tensor:
     """Return the mean over groups, each weighted by its share of the valid tokens."""
     if valid_T is None:
         return x_G.mean()
@@ -164,7 +164,7 @@ def _weighted(x_G: Tensor, valid_T: Tensor | None) -> Tensor:
     return (x_G * tokens_G).sum() / tokens_G.sum().clamp(min=1)
 
 
-def _masked(x_TE: Tensor, valid_T: Tensor | None) -> Tensor:
+def _masked(x_TE: Tensor, valid_T: Mask) -> Tensor:
     return x_TE if valid_T is None else x_TE.masked_fill(~valid_T.unsqueeze(1), 0.0)
 
 

@@ -74,8 +74,9 @@ def _grid(rows: Rows, t: Tile, columns: int) -> tuple[int]:
     return (len(rows.tiles) * triton.cdiv(columns, t.n),)
 
 
-def _even(t: Tile, inner: int, columns: int) -> bool:
-    return inner % t.k == 0 and columns % t.n == 0
+def _launch(t: Tile, inner: int, columns: int) -> dict[str, Any]:
+    """Return the kernels' compile-time sizes, for products [M, inner] times [inner, columns]."""
+    return {"EVEN": inner % t.k == 0 and columns % t.n == 0, "GROUP": t.group, **t.launch}
 
 
 def _constants(activation: Activation) -> dict[str, Any]:
@@ -97,9 +98,7 @@ def up(x: Tensor, network: Network, scale_RF: Tensor | None, rows: Rows, *, keep
         gemm.up[_grid(rows, t, hidden)](
             *(x, w1, w3, b1, b3, scale_RF, h, g, a, rows.choice_R, rows.tiles, len(rows.tiles), rows.choices, width, hidden),
             **_constants(network.activation),
-            EVEN=_even(t, width, hidden),
-            GROUP=t.group,
-            **t.launch,
+            **_launch(t, width, hidden),
         )
     return h, g, a
 
@@ -119,11 +118,7 @@ def product(a: Tensor, w: Tensor, rows: Rows, *, turned: bool, a_too: Tensor | N
     out = a.new_empty(rows.number, columns)
     with on(a):
         gemm.product[_grid(rows, t, columns)](
-            *(a, w, a_too, w_too, out, rows.tiles, len(rows.tiles), inner, columns),
-            TURNED=turned,
-            EVEN=_even(t, inner, columns),
-            GROUP=t.group,
-            **t.launch,
+            *(a, w, a_too, w_too, out, rows.tiles, len(rows.tiles), inner, columns), TURNED=turned, **_launch(t, inner, columns)
         )
     return out
 
@@ -141,9 +136,7 @@ def back(
             *(grad, w2, gate_TK, scale_RF, h, g, grad_h, grad_g, a_gated, parts),
             *(rows.choice_R, rows.tiles, len(rows.tiles), rows.choices, width, hidden),
             **_constants(form),
-            EVEN=_even(t, width, hidden),
-            GROUP=t.group,
-            **t.launch,
+            **_launch(t, width, hidden),
         )
     if gate_TK is None or parts is None or rows.plan is None:
         return grad_h, grad_g, a_gated, None

@@ -20,7 +20,7 @@ from moe.model.transformer import Transformer
 from moe.nn.context import Context
 from moe.nn.linear import FeedForward, Linear, Norm
 from moe.nn.vocabulary import summed_loss
-from moe.parallelize.memory import save_memory
+from moe.parallelize.build import save_memory
 from moe.recipe import sections
 from parallel.mesh.mesh import Axis
 from parallel.numerics.weight_gradient import PendingGradients, defer_gradients, gradient_or_later, linear, pending_for, splittable
