@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from einops import rearrange
@@ -219,7 +219,7 @@ def _losses(layer: int, s: RouterSpec, routing: Routing, context: Context) -> di
     if s.balance_scope == "global_batch" and whole is not None:
         masks = {"valid_T": valid_T, "counted_TK": counted_TK}
         step = step_means(expert_TK, gate_TE, num_experts=num_experts, **masks, chance_TE=chance_TE, whole=partial(whole, layer))
-    scope = {"num_groups": num_groups, "valid_T": valid_T, "step": step}
+    scope: dict[str, Any] = {"num_groups": num_groups, "valid_T": valid_T, "step": step}
     zero = probs_TE.new_zeros(())
     return {
         "balance": balance_loss(probs_TE, expert_TK, counted_TK=counted_TK, **scope),

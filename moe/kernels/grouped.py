@@ -212,7 +212,7 @@ class _Network(torch.autograd.Function):
         deferrable, deferred = tuple(w for w in weights if w is not None), list[Factors]()
         pending = pending_for(*deferrable)
         trained = [w if needed else None for w, needed in zip(weights, ctx.needs_input_grad[5:8], strict=True)]
-        grads = [None] * 3 if pending is not None else _gradients(trained, rows)
+        grads: list[Tensor | None] = [None] * 3 if pending is not None else _gradients(trained, rows)
         for b in rows.blocks:
             h, g = h_QF[b.padded], None if g_QF is None else g_QF[b.padded]
             mask = None if mask_QF is None else mask_QF[b.padded]
@@ -252,9 +252,9 @@ def _deferred_gradients(
 ) -> list[Tensor | None]:
     """Compute the weights' gradients after the backward pass (zero-bubble schedules). Rows are gathered again."""
     grads = _gradients(weights, rows)
-    for b, *factors in deferred:
+    for b, a, grad_h, grad_g in deferred:
         gate = None if gate_Q is None else gate_Q[b.padded]
-        _weight_gradients(grads, *factors, _gather(grad_out, rows, b), _gather(x_ND, rows, b), gate, b)
+        _weight_gradients(grads, a, grad_h, grad_g, _gather(grad_out, rows, b), _gather(x_ND, rows, b), gate, b)
     return grads[:2] if weights[2] is None else grads
 
 
@@ -379,10 +379,7 @@ def _run(x_ND: Tensor, gate_R: Tensor | None, mask_RF: Tensor | None, rows: Rows
 
 
 def grouped_ffn(rows_RD: Tensor, network: Network, *, counts: list[int], dropped_RF: Tensor | None = None) -> Tensor:
-    """Compute `activation(rows w1 [+ b1]) [* (rows w3 [+ b3])] w2` with the network of each row's expert: [R, D] to [R, D].
-
-    Arguments as in moe.kernels.reference.grouped_ffn.
-    """
+    """Apply the network of each row's expert, as moe.kernels.reference.grouped_ffn: [R, D] to [R, D]."""
     rows = arrange(torch.arange(len(rows_RD), device=rows_RD.device), counts, network, rows_RD.dtype)
     return _run(rows_RD, None, dropped_RF, rows, network, keep=network.recorded(rows_RD))
 

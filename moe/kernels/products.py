@@ -3,11 +3,10 @@
     plain          operands in the compute dtype, inside the kernels' fused operations
     any other      its own `product`, one after another, between the kernels' permute and combine (moe/kernels/network.py, ByProduct)
 
-A policy decides everything about a product: which operands are quantised, in which of the three products of forward and backward, with
-which scales. Checks, the planner and `moe verify` ask the object. A new policy is a file here, a line in PRODUCTS, a name in the recipe
-(moe/recipe/sections.py, Experts.products), and a plain function in the twin (moe/verify/plain/layer.py, PRODUCTS).
-
-Recipes are checked before torch is loaded, so these files import it inside the functions that compute.
+A policy decides which operands are quantised, in which of the three products of forward and backward, with which scales. Checks, the
+planner and `moe verify` ask the object. A new policy is a file here, a line in PRODUCTS, a name in the recipe (moe/recipe/sections,
+Experts.products), and a plain function in moe/verify/plain/layer.py (PRODUCTS). Recipes are checked before torch is loaded, so these
+files import it inside the functions that compute.
 """
 
 from __future__ import annotations

@@ -40,18 +40,20 @@ from parallel.numerics.recompute import recomputed
 
 # B batch, L length, D model, V vocabulary
 
+Reports = tuple[LayerReport, ...]  # one for each MoE layer, in order
+
 
 class Output(NamedTuple):
     """Result of a forward pass.
 
     Without targets, `logits_BLV` fp32, and `loss` has no elements. With targets, `loss`, the cross-entropy summed over tokens, fp32 [], and
-    `logits_BLV` has no elements. `layers`: one report for each MoE layer, in order. A part that does not end the model returns only
+    `logits_BLV` has no elements. `layers`: reports of the MoE layers. A part that does not end the model returns only
     `hidden_BLD`, in the compute dtype, and reports. It is a tuple, because engines that hook the backward pass find tensors in tuples.
     """
 
     logits_BLV: Tensor
     loss: Tensor
-    layers: tuple[LayerReport, ...]
+    layers: Reports
     hidden_BLD: Tensor | None = None
 
 
@@ -203,41 +205,38 @@ class Transformer(nn.Module):
             separator = SEPARATOR if self.config.document_separator is None else self.config.document_separator
             context = context.with_documents(separator, lambda x_BL: self.inner_sequences(self.whole_sequences(x_BL)))
         x_BLD = self._look_up(tokens_BL) if part.begins else tokens_BL
-        reports: list[LayerReport] = []
-        if self.encoder_norm is None:
-            x_BLD = _through(blocks, x_BLD, context, reports)
-        else:
-            x_BLD = self._encode_and_decode(blocks, x_BLD, context, reports)
-        none = torch.empty(0, device=x_BLD.device)
+        through = _through if self.encoder_norm is None else self._encode_and_decode
+        x_BLD, reports = through(blocks, x_BLD, context)
         if not part.ends:
-            return Output(none, none, tuple(reports), x_BLD)
+            none = torch.empty(0, device=x_BLD.device)
+            return Output(none, none, reports, x_BLD)
         last = context if self.encoder_norm is None else context.halves()[1]
-        return self._end(x_BLD, targets_BL, none, last)._replace(layers=tuple(reports))
+        return self._end(x_BLD, targets_BL, last, reports)
 
     def encoded(self, tokens_BS: Tensor) -> Tensor:
         """Return the encoder's output for whole texts: [B, S, D], the `source_BSD` of `written`."""
         blocks = list(self.layers[: self.config.decoder_begins])
-        return self._encode(blocks, self._look_up(tokens_BS), Context.of(tokens_BS), [])
+        return self._encode(blocks, self._look_up(tokens_BS), Context.of(tokens_BS))[0]
 
     def written(self, tokens_BN: Tensor, context: Context, source_BSD: Tensor) -> Output:
         """Return an Output with the logits of the decoder's tokens, given the encoder's output. `context`: of the decoder's tokens."""
-        reports: list[LayerReport] = []
         blocks = list(self.layers[self.config.decoder_begins :])
-        y_BND = _through(blocks, self._look_up(tokens_BN), context, reports, _bias(blocks), source_BSD)
-        return self._end(y_BND, None, torch.empty(0, device=y_BND.device), context)._replace(layers=tuple(reports))
+        y_BND, reports = _through(blocks, self._look_up(tokens_BN), context, _bias(blocks), source_BSD)
+        return self._end(y_BND, None, context, reports)
 
-    def _encode_and_decode(self, blocks: Sequence[nn.Module], x_BLD: Tensor, context: Context, reports: list[LayerReport]) -> Tensor:
-        """Return the decoder's hidden states, given the embeddings of all tokens."""
+    def _encode_and_decode(self, blocks: Sequence[nn.Module], x_BLD: Tensor, context: Context) -> tuple[Tensor, Reports]:
+        """Return the decoder's hidden states and all layers' reports, given the embeddings of all tokens."""
         read, written = context.halves()
         x_BSD, y_BLD = self._drop(x_BLD, "embedding", context).tensor_split([context.source], dim=1)
-        x_BSD = self._encode(blocks[: self.config.decoder_begins], x_BSD, read, reports)
+        x_BSD, of_encoder = self._encode(blocks[: self.config.decoder_begins], x_BSD, read)
         second = blocks[self.config.decoder_begins :]
-        return _through(second, y_BLD, written, reports, _bias(second), x_BSD)
+        y_BLD, of_decoder = _through(second, y_BLD, written, _bias(second), x_BSD)
+        return y_BLD, of_encoder + of_decoder
 
-    def _encode(self, blocks: Sequence[nn.Module], x_BSD: Tensor, context: Context, reports: list[LayerReport]) -> Tensor:
+    def _encode(self, blocks: Sequence[nn.Module], x_BSD: Tensor, context: Context) -> tuple[Tensor, Reports]:
         assert self.encoder_norm is not None
-        x_BSD = self.encoder_norm(_through(blocks, x_BSD, context, reports, _bias(blocks)))
-        return self._drop(x_BSD, "encoder", context)
+        x_BSD, reports = _through(blocks, x_BSD, context, _bias(blocks))
+        return self._drop(self.encoder_norm(x_BSD), "encoder", context), reports
 
     def _drop(self, x_BLD: Tensor, place: str, context: Context) -> Tensor:
         if not (self.training and self.config.dropout):
@@ -250,8 +249,8 @@ class Transformer(nn.Module):
         return scaled(look_up(tokens_BL, self.embedding, dtype=self.compute), self.config.scales.embedding)
 
     @in_region("head")
-    def _end(self, x_BLD: Tensor, targets_BL: Tensor | None, none: Tensor, context: Context) -> Output:
-        matrix = self.embedding if self.head is None else self.head
+    def _end(self, x_BLD: Tensor, targets_BL: Tensor | None, context: Context, reports: Reports) -> Output:
+        matrix, none = self.embedding if self.head is None else self.head, torch.empty(0, device=x_BLD.device)
         assert self.norm is not None and matrix is not None
         if self.training and targets_BL is not None and len(self.ahead):
             x_BLD = self._join_ahead(x_BLD, targets_BL, matrix, context)
@@ -262,8 +261,8 @@ class Transformer(nn.Module):
         x_BLD = scaled(x_BLD, 1 / self.config.scales.head)
         if targets_BL is None:
             logits_BLV = project(x_BLD, matrix, recast=self.recast)
-            return Output(capped(logits_BLV.to(sum_dtype(logits_BLV.dtype)), self.config.logit_cap), none, ())
-        return Output(none, self._summed_loss(x_BLD, targets_BL, matrix), ())
+            return Output(capped(logits_BLV.to(sum_dtype(logits_BLV.dtype)), self.config.logit_cap), none, reports)
+        return Output(none, self._summed_loss(x_BLD, targets_BL, matrix), reports)
 
     def _join_ahead(self, x_BLD: Tensor, targets_BL: Tensor, matrix: Tensor | Rows | TiledRows, context: Context) -> Tensor:
         """Return x unchanged; its backward pass adds the gradient of the loss of multi-token prediction."""
@@ -279,19 +278,14 @@ class Transformer(nn.Module):
 
 
 def _through(
-    blocks: Sequence[nn.Module],
-    x_BLD: Tensor,
-    context: Context,
-    reports: list[LayerReport],
-    bias: Bias | None = None,
-    source_BSD: Tensor | None = None,
-) -> Tensor:
-    """Compute one block after another. Append each MoE layer's report to `reports`."""
+    blocks: Sequence[nn.Module], x_BLD: Tensor, context: Context, bias: Bias | None = None, source_BSD: Tensor | None = None
+) -> tuple[Tensor, Reports]:
+    """Compute one block after another. Return the last one's output, and the MoE layers' reports."""
+    reports = []
     for block in blocks:
         x_BLD, report = block(x_BLD, context, bias, source_BSD)
-        if report is not None:
-            reports.append(report)
-    return x_BLD
+        reports += [] if report is None else [report]
+    return x_BLD, tuple(reports)
 
 
 def _bias(blocks: Sequence[nn.Module]) -> Bias | None:

@@ -3,17 +3,13 @@
     x -> enter -> q, k, v, cut into heads -> norms of q and k -> clip -> rotary positions -> core(q, k, v) -> out -> leave
 
 Optional norms of q and k keep logits small: over each head's channels, with one gain for all heads (arXiv 2302.05442; Qwen3), or over
-the channels of all heads (OLMoE). So does a bound on each channel of q, k and v (OLMo, arXiv 2402.00838; DBRX).
+the channels of all heads (OLMoE). So does a bound on each channel of q, k and v (OLMo, arXiv 2402.00838; DBRX). Logits are divided by
+sqrt(C), except in an encoder-decoder (T5). Rotary angles and the softmax are fp32.
 
-`core` (moe/nn/core.py) is the only place where a token sees others. Sequence parallelism replaces it, to exchange keys between ranks. It
-gets key-value heads before their repetition, so less is sent; the context; and T5's bias as a table and a function of positions.
-
-Tensor parallelism gives each rank some heads; the module then returns a partial sum of the output. It replaces `enter` and `leave`,
-through which input and output pass once for all heads, or `products`, which can overlap communication with the products of q, k and v.
-With sequence parallelism between layers, `enter` gets a shard of the sequences; q, k and v are of whole sequences.
-
-A token sees itself and earlier tokens. In an encoder-decoder, `of` says more: in an encoder layer it sees all tokens, in a cross layer
-the encoder's output `source_BSD`. Logits are divided by sqrt(C), except in an encoder-decoder (T5). Rotary angles and the softmax are fp32.
+`core` (moe/nn/core.py) is the only place where a token sees others. Sequence parallelism replaces it, to exchange keys between ranks; key
+and value heads are repeated after the exchange. Tensor parallelism gives each rank some heads; the module then returns a partial sum of
+the output. It replaces `enter` and `leave`, through which input and output pass once for all heads, or `products`, which can overlap
+communication with the products of q, k and v. With sequence parallelism between layers, `enter` gathers whole sequences from shards.
 """
 
 from __future__ import annotations

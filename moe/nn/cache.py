@@ -4,11 +4,9 @@
     read(1 token)    core: q k v of position 4        keeps k v [4:5]    q against k v [0:5]
 
 In latent attention, the cached latents serve as keys and values of all heads (moe/nn/latent.py). In cross attention, keys and values of
-the encoder's output are computed for the first token and reused.
-
-The cache replaces attention's `core`, cross attention's `products`, and the function that gathers document starts. All other
-operations of a layer treat each token separately, so the model can read a sequence piece by piece. For a MoE layer this is true only if
-tokens choose their experts and none is dropped.
+the encoder's output are computed for the first token and reused. The cache replaces attention's `core`, cross attention's `products`, and
+the function that gathers document starts. All other operations treat each token separately, so the model can read a sequence piece by
+piece; a MoE layer only if tokens choose their experts and none is dropped.
 """
 
 from __future__ import annotations

@@ -10,9 +10,8 @@ concatenated. So ranks exchange latents, not x. With shards of the sequences, ea
 
 Text generation never makes keys and values (`compressed`, section 2.1.2). For one head, kv_up is U for keys and W for values:
 q (U c) = (U^T q) c, and sum p (W c) = W sum p c. So queries become U^T q, the latents serve as keys and values of all heads, and the
-cache holds [ c | r ]: key_rank + rotary_size numbers for each token and layer, for any number of heads.
-
-Values are padded to the keys' size, because fused kernels and exchanges between ranks need equal sizes.
+cache holds [ c | r ]: key_rank + rotary_size numbers for each token and layer, for any number of heads. Otherwise values are padded to
+the keys' size, because fused kernels and exchanges between ranks need equal sizes.
 """
 
 from __future__ import annotations

@@ -4,11 +4,7 @@
 
 W' is made when the weight is read, so kernels, exchanges and splits do not change. Stacks of experts have a B and an A for each
 expert. With B = 0, W' equals W to the bit. W is first cast to the compute dtype; the sum is fp32 or wider. A linear layer never makes
-the gradient of W': dB = s dy^T (x A^T) and dA = s (dy B)^T x are narrow.
-
-    product       x W'^T; saves only x for the backward pass, and makes W' again
-    adapt         adds adapters to a model's modules; `freeze` freezes all other parameters
-    trained       names of the parameters that are trained
+the gradient of W': dB = s dy^T (x A^T) and dA = s (dy B)^T x are narrow. It saves only x for the backward pass, and makes W' again.
 """
 
 from __future__ import annotations

@@ -55,11 +55,10 @@ class RoutingRecord:
 
     @property
     def experts(self) -> dict[int, npt.NDArray[np.int32]]:
-        """The recorded experts on the host: layer -> int32 [B, L, K]."""
+        """Return the recorded experts on the host: layer -> int32 [B, L, K]."""
         shape = (self.sequences, self.length, -1)
-        return {
-            int(name.split(".")[1]): chosen.cpu().numpy().reshape(shape) for name, chosen in sorted(self._chosen.items(), key=_by_number)
-        }
+        by_layer = {int(name.split(".")[1]): chosen for name, chosen in self._chosen.items()}
+        return {layer: chosen.cpu().numpy().reshape(shape) for layer, chosen in sorted(by_layer.items())}
 
     def check_positions(self, sequences: range, last_place: int, length: int) -> None:
         """Raise BadInput if a forward pass has tokens outside the record's sequences and length."""
@@ -95,10 +94,6 @@ class RoutingRecord:
         if old.shape != new.shape or ((old >= 0) & (new >= 0) & (old != new)).any():
             raise _refused(f"parts with different experts of the same token in layer {layer}", "one choice", "give each token once")
         self._chosen[name] = torch.maximum(old, new)
-
-
-def _by_number(item: tuple[str, Tensor]) -> int:
-    return int(item[0].split(".")[1])
 
 
 def _checked(layer: int, given: Any) -> npt.NDArray[np.int32]:

@@ -5,12 +5,9 @@
 
 Each underlined function reads its tensors once and writes its result once, also in the backward pass. Uncompiled it is several kernels,
 each of which reads and writes memory. Products and attention, in brackets, are libraries' kernels either way. Collectives, gathered
-weights, engines' hooks and deferred weight gradients are attached to them. So the compiled functions contain nothing of a layout, and
-every layout can be compiled. Not compiled: rotary positions, which moe/nn/rotary.py applies in place; experts, which have other sizes
-in each step and kernels in moe/kernels/; norms of channels that are sharded (tensor parallelism in 2D to 3D); a loss in tiles,
-in chunks, or of a vocabulary that ranks share.
-
-Without gradients (evaluation, generation) lengths change, and the plain functions run.
+weights, engines' hooks and deferred weight gradients are attached to them, so every layout can be compiled. Not compiled: rotary
+positions, which moe/nn/rotary.py applies in place; experts, which have kernels in moe/kernels/; norms of channels that are sharded (tensor
+parallelism in 2D to 3D); a loss in tiles, in chunks, or of a vocabulary that ranks share; passes without gradients, whose lengths change.
 """
 
 from __future__ import annotations

@@ -18,14 +18,13 @@ Recipes are checked by the numbers before torch is loaded, so functions import i
 from __future__ import annotations
 
 import math
+from types import ModuleType
 from typing import TYPE_CHECKING, Literal
 
 from parallel.errors import BadInput, counted
 from parallel.fixes import Set
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
     from torch import Tensor
 
     from moe.recipe.router_spec import RouterSpec

@@ -133,9 +133,6 @@ def _check_losses(s: RouterSpec, num_experts: int) -> None:
             raise BadInput(f"router.{key}", got=got, needed=needed, fix=Set(f"router.{key}", 0))
 
 
-# --- tokens that a token's experts depend on ----------------------------------------------------------------------------
-
-
 def drops(spec: RouterSpec) -> bool:
     """Return whether a choice may get no slot, in training or in evaluation."""
     return method_of(spec).tokens_choose and (spec.capacity_factor is not None or spec.eval_capacity_factor is not None)

@@ -75,9 +75,6 @@ def z_loss(logits_TE: Tensor, *, valid_T: Mask = None) -> Tensor:
     return mean_over_tokens(torch.logsumexp(logits_TE.float(), dim=-1).square(), valid_T=valid_T)
 
 
-# --- the statistics that the losses are made of -------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class StepMeans:
     """One layer's means over the whole step, fp32 [E].
@@ -168,9 +165,6 @@ def _masked(x_TE: Tensor, valid_T: Mask) -> Tensor:
     return x_TE if valid_T is None else x_TE.masked_fill(~valid_T.unsqueeze(1), 0.0)
 
 
-# --- adding a loss to the backward pass ---------------------------------------------------------------------------------
-
-
 class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor, scale: float) -> Tensor:
@@ -186,9 +180,6 @@ def join(x: Tensor, loss: Tensor, *, scale: float) -> Tensor:
     """Return x unchanged; backward adds the gradient of scale * loss, as if this term were part of the final loss."""
     out: Tensor = _Join.apply(x, loss, scale)
     return out
-
-
-# --- the selection bias -------------------------------------------------------------------------------------------------
 
 
 def updated_bias(bias_E: Tensor, load_E: Tensor, rate: float) -> Tensor:

@@ -2,11 +2,10 @@
 
     forward = scores (with gradient) -> decide (no gradient: experts of each token, slots) -> gates (with gradient)
 
-A Decision is a small value of integers and bools, and is made once. Recomputation reuses the Decision of the first forward pass, so
-that differences in rounding cannot change the choices. Everything inside is fp32. Training noise is keyed by a token's position in the
-step; evaluation has no noise. The settings are data (moe/recipe/router_spec.py, moe/recipe/presets.py). How experts are selected is a
-method, an object of its own (moe/router/methods/); a record of routing replaces its choices (moe/nn/routing_record.py). Scores, noise
-and slots are in scores.py, noise.py and capacity.py.
+A Decision is a small value of integers and bools. Recomputation reuses the Decision of the first forward pass, so that differences in
+rounding cannot change the choices. Everything inside is fp32. Training noise is keyed by a token's position in the step; evaluation has
+no noise. The settings are data (moe/recipe/router_spec.py, moe/recipe/presets.py). Experts are selected by a method, an object of its own
+(moe/router/methods/), or taken from a record of routing (moe/nn/routing_record.py).
 Sources: Switch (arXiv 2101.03961, eq. 1-2), GShard (arXiv 2006.16668, algorithm 1).
 """
 

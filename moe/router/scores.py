@@ -5,10 +5,8 @@
     sqrt_softplus      sqrt(log(1 + exp(l_e)))        grows without bound, slowly     Megatron-LM's sqrtsoftplus
 
 Gates that sum to 1 are exp(a_i) / sum exp(a_j) over a token's choices, where a is the logarithm of a score. Nothing is divided by a sum
-of scores, so gates sum to 1 even if fp32 cannot add up such small scores.
-
-A gate made to sum to 1 over one expert is always 1: such a router gets no gradient from the model's loss
-(moe/router/checks.py refuses it).
+of scores, so gates sum to 1 even if fp32 cannot add up such small scores. A single gate made to sum to 1 would always be 1, and the
+router would get no gradient from the model's loss: moe/router/checks.py refuses it.
 """
 
 from __future__ import annotations

@@ -6,10 +6,9 @@
 
 All give the same results. Memory is proportional to routed rows (tokens * choices * width). Source: GShard (arXiv 2006.16668).
 
-Everything that other code must know of a dispatcher is asked of its object: checks, planner, `moe verify` and benches have no list of
-names. A new dispatcher is a file here, a line in catalog.py, and its name and keys in moe/recipe/sections.py. Collectives of other
-libraries are counted and announced by `count` of parallel/mesh/collectives.py. Recipes are checked before torch is loaded, so these files
-import it inside functions.
+Checks, planner, `moe verify` and benches ask the object, and have no list of names. A new dispatcher is a file here, a line in catalog.py,
+and its name and keys in moe/recipe/sections. It counts the collectives of other libraries by `count` of parallel/mesh/collectives.py.
+Recipes are checked before torch is loaded, so these files import it inside functions.
 """
 
 from __future__ import annotations
@@ -17,14 +16,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 from parallel.mesh.mesh import Axis, Mesh
 from parallel.mesh.traffic import Load, Traffic
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
     from torch import Tensor
 
     from moe.experts.dispatch.network import Dropout

@@ -10,6 +10,7 @@ Sources: DeepSeek-V3 (arXiv 2412.19437, section 2.1.2), DeepSeek-V2 (arXiv 2405.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from moe.router.methods.method import Method, RoutingRequest
@@ -18,8 +19,6 @@ from parallel.fixes import Fix, Set
 from parallel.mesh.mesh import divisors
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
     from torch import Tensor
 
     from moe.recipe.router_spec import RouterSpec

@@ -5,14 +5,13 @@ The map is a random hash, another one in each layer, or a table that the recipe 
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from moe.router.methods.method import Method, RoutingRequest
 from parallel.errors import BadInput
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
     from torch import Tensor
 
 # T tokens, K choices

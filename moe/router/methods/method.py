@@ -4,23 +4,21 @@
     method      choose(RoutingRequest)                      -> Chosen: the experts of each token
     router      slots, drops, then gates from the scores    -> Routing          (a method may compute the gates itself)
 
-Everything that other code must know of a method is asked of its object: checks, groups, the planner, text generation and `moe verify`
-have no list of names. A new method is a file here, a line in catalog.py, and its name and keys in moe/recipe/router_spec.py.
-
-Recipes are checked before torch is loaded, so these files import it inside the functions that compute.
+Checks, the planner, text generation and `moe verify` ask the object, and have no list of names. A new method is a file here, a line in
+catalog.py, and its name and keys in moe/recipe/router_spec.py. Recipes are checked before torch is loaded, so these files import it
+inside the functions that compute.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from parallel.fixes import Fix
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
     from torch import Tensor
 
     from moe.nn.context import Context
