@@ -92,7 +92,7 @@ class Copies:
             name = f"layers.{layer}.sums of copies"
             return context.once(name, lambda: sum_over(mine.clone(), replace(self.axis, label=f"layers.{layer}.balance")))
 
-        return self.exchange.cut(x_BLD), context.of_run(tokens, share=share, together=together), share
+        return self.exchange.cut(x_BLD), context.of_tokens(tokens, share=share, together=together), share
 
     def join(self, y_BLD: Tensor) -> Tensor:
         """Return the layer's output for all sequences, given the output for this rank's."""

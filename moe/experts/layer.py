@@ -220,11 +220,10 @@ def _losses(layer: int, s: RouterSpec, routing: Routing, context: Context) -> di
         masks = {"valid_T": valid_T, "counted_TK": counted_TK}
         step = step_means(expert_TK, gate_TE, num_experts=num_experts, **masks, chance_TE=chance_TE, whole=partial(whole, layer))
     scope: dict[str, Any] = {"num_groups": num_groups, "valid_T": valid_T, "step": step}
-    zero = probs_TE.new_zeros(())
     return {
         "balance": balance_loss(probs_TE, expert_TK, counted_TK=counted_TK, **scope),
-        "importance": zero if gate_TE is None else importance_loss(gate_TE, **scope),
-        "load": zero if chance_TE is None else load_loss(chance_TE, **scope),
+        "importance": probs_TE.new_zeros(()) if gate_TE is None else importance_loss(gate_TE, **scope),
+        "load": probs_TE.new_zeros(()) if chance_TE is None else load_loss(chance_TE, **scope),
         "z": z_loss(routing.logits_TE, valid_T=valid_T),
     }
 
@@ -242,4 +241,5 @@ def _report(layer: int, routing: Routing, losses: dict[str, Tensor]) -> LayerRep
     probs_TE = routing.probs_TE.detach()
     log_probs_TE = probs_TE.clamp(min=torch.finfo(probs_TE.dtype).tiny).log()  # a third of the time that torch.special.entr takes
     entropy = mean_over_tokens((probs_TE * log_probs_TE).sum(-1).neg(), valid_T=valid_T)
-    return LayerReport(layer, load_GE[0], kept, load_GE.sum() - kept, *(loss.detach() for loss in losses.values()), entropy)
+    means = [*(loss.detach() for loss in losses.values()), entropy]
+    return LayerReport(layer, load_GE[0], kept, load_GE.sum() - kept, *means)

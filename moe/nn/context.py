@@ -133,7 +133,7 @@ class Context:
 
         return half(slice(0, self.source)), half(slice(self.source, length))
 
-    def of_run(self, tokens: slice, *, share: float, together: Callable[[int, Tensor], Tensor]) -> Context:
+    def of_tokens(self, tokens: slice, *, share: float, together: Callable[[int, Tensor], Tensor]) -> Context:
         """Return the context of consecutive tokens of this pass, which have `share` of its valid ones. Other ranks have the other tokens.
 
         `together(layer, sums)` returns a layer's sums over the tokens of all these ranks, given the sums over `tokens`.

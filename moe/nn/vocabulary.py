@@ -136,15 +136,12 @@ def _look_up_here(tokens: Tensor, matrix: Matrix, others: Others | None) -> Tens
     """Return the tokens' rows in the matrix's dtype, zeros for rows of other ranks."""
 
     def use(tokens: Tensor, first: int, weight: Tensor) -> Tensor:
+        if others is None and not isinstance(matrix, Tiled):
+            return _embedded(tokens, weight)
         weight = weight if others is None else others.columns(weight)
         row, here = _local(tokens, first, weight)
         return _embedded(row, weight) * here.unsqueeze(-1)
 
-    if isinstance(matrix, Tensor):
-        return _embedded(tokens, matrix)
-    if isinstance(matrix, Rows) and others is None:
-        rows: Tensor = matrix(tokens, lambda tokens, _, weight: _embedded(tokens, weight))
-        return rows
     found = _each(matrix, tokens, use)
     return torch.stack(found).sum(0) if len(found) > 1 else found[0]
 
