@@ -13,6 +13,7 @@ parallelism in 2D to 3D); a loss in tiles, in chunks, or of a vocabulary that ra
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -36,24 +37,22 @@ class Compiled:
 
     def __init__(self, function: Callable[..., Tensor]) -> None:
         self.plain = function
-        self._fast: Callable[..., Tensor] | None = None
 
     def __call__(self, *args: Any, **settings: Any) -> Tensor:
         if not torch.is_grad_enabled():
             return self.plain(*args, **settings)
-        fast = self._fast or self._prepared()
         try:
-            return fast(*args, **settings)
+            return self._fast(*args, **settings)
         except torch._dynamo.exc.TorchDynamoException as error:
             why = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
             needed = "a C++ compiler with Python's headers on a CPU, triton on a GPU, and a folder for temporary files"
             raise BadInput("train.compile", got=f"true, but: {why}", needed=needed, fix=Set("train.compile", False)) from error
 
-    def _prepared(self) -> Callable[..., Tensor]:
+    @cached_property
+    def _fast(self) -> Callable[..., Tensor]:
         torch._dynamo.config.recompile_limit = max(_SIZES, torch._dynamo.config.recompile_limit)
         # compile in this process, because a pool of compiler processes would take more memory and time for these few kernels
-        self._fast = torch.compile(self.plain, dynamic=False, fullgraph=True, options={"compile_threads": 1})
-        return self._fast
+        return torch.compile(self.plain, dynamic=False, fullgraph=True, options={"compile_threads": 1})
 
 
 def compile_between_products(model: Transformer) -> None:

@@ -34,19 +34,14 @@ def hold(run: Run, model: Transformer, layouts: dict[str, Layout], mesh: Mesh) -
     """Keep only this rank's stages of a model on the meta device. Return the kept parameters' layouts, with all pp ranks that hold them."""
     schedule = schedule_of(run)
     parts = parts_of(run, schedule)
-    homes = {name: _homes(model, name, parts, schedule) for name in layouts}
-    rank = mesh.axis("pp").index
-    model.hold({stage: parts[stage] for stage in schedule.stages_of(rank)})
+    here = mesh.axis("pp").index
+    model.hold({stage: parts[stage] for stage in schedule.stages_of(here)})
     held = {}
     for name, layout in layouts.items():
-        if rank in homes[name]:
-            several = homes[name] if len(homes[name]) > 1 else ()
-            held[name] = replace(layout, holders=several)
+        ranks = sorted({rank for stage in stages_with(model, name, parts) for rank in schedule.homes[stage]})
+        if here in ranks:
+            held[name] = replace(layout, holders=tuple(ranks) if len(ranks) > 1 else ())
     return held
-
-
-def _homes(model: Transformer, name: str, parts: tuple[StageLayers, ...], schedule: Schedule) -> tuple[int, ...]:
-    return tuple(sorted({rank for stage in stages_with(model, name, parts) for rank in schedule.homes[stage]}))
 
 
 def stages_with(model: Transformer, name: str, parts: Iterable[StageLayers]) -> list[int]:

@@ -42,9 +42,8 @@ def slots_of(spec: RouterSpec, group_tokens: int, *, num_experts: int, training:
         return None
     # round in decimal first: 200 * 1.1 / 4 is 55, and binary error must not make it 56
     exact = round(group_tokens * (choices if spec.capacity_counts == "choices" else 1) * factor / num_experts, 9)
-    slots = (
-        math.ceil(exact) if spec.capacity_rounding == "ceil" else math.floor(exact) if spec.capacity_rounding == "floor" else round(exact)
-    )
+    rounding = spec.capacity_rounding
+    slots = math.ceil(exact) if rounding == "ceil" else math.floor(exact) if rounding == "floor" else round(exact)
     return min(group_tokens, max(spec.min_capacity, -(-slots // spec.capacity_multiple) * spec.capacity_multiple))
 
 
