@@ -84,24 +84,17 @@ NORMS = ("layers.*.attention_norm.weight", "layers.*.ffn_norm.weight", "norm.wei
 OF_HEADS = Copied(alike=())  # norms of queries and keys: ranks have different heads, so the gradients of the copies differ and are summed
 
 
-def _one_dimension(*, sliced: bool) -> tuple[tuple[str, Style], ...]:
-    """Styles of 1D. Keys and values are sharded over tp_row_heads, which is tp unless there are fewer key-value heads than ranks."""
-    column, keys, table = Column(sliced=sliced), Column("tp_row_heads", sliced=sliced), Column(dim=1, sliced=sliced)
-    return _line(column, keys, table, Row(sliced=sliced), sliced=sliced, key_heads="tp_row_heads")
+def _line(
+    columns: type[Column | DTensorColumn], rows: type[Row | DTensorRow], *, sliced: bool, key_heads: str = "tp"
+) -> tuple[tuple[str, Style], ...]:
+    """Styles of one axis of ranks, whose products are split by `columns` or `rows`. `sliced`: with sequence parallelism.
 
-
-def _by_dtensor(*, sliced: bool) -> tuple[tuple[str, Style], ...]:
-    """Styles of 1D with the same shards, and torch's collectives within layers."""
-    column, table = DTensorColumn(sliced=sliced), DTensorColumn(dim=1, sliced=sliced)
-    return _line(column, column, table, DTensorRow(sliced=sliced), sliced=sliced, key_heads="tp")
-
-
-def _line(column: Style, keys: Style, table: Style, row: Style, *, sliced: bool, key_heads: str) -> tuple[tuple[str, Style], ...]:
-    """Styles of one axis of ranks. `key_heads`: the axis over which keys and values are sharded. `sliced`: with sequence parallelism.
-
+    `key_heads`: the axis over which keys and values are sharded; tp_row_heads is tp unless there are fewer key-value heads than ranks.
     Parameters applied after the sum over tp, to latents, or to the joined input of multi-token prediction are copied. Each rank applies
     them to the tokens that it holds: to all, or to its slice.
     """
+    column, table, row = columns(sliced=sliced), columns(dim=1, sliced=sliced), rows(sliced=sliced)
+    keys = column if key_heads == "tp" else Column(key_heads, sliced=sliced)
     of_tokens = Copied(alike=() if sliced else ("tp",))
     of_attention = (
         ("q_bias.weight", Channels("tp")),
@@ -157,10 +150,10 @@ def _grid(first: Style, keys: Style, second: Style, vocabulary: Style, *, heads:
 # tensor.kind -> its styles, by patterns of parameters; "sliced": with tensor.sequence_parallel
 TENSOR: dict[str, tuple[tuple[str, Style], ...]] = {
     "copied": (),
-    "1d": _one_dimension(sliced=False),
-    "1d sliced": _one_dimension(sliced=True),
-    "dtensor": _by_dtensor(sliced=False),
-    "dtensor sliced": _by_dtensor(sliced=True),
+    "1d": _line(Column, Row, sliced=False, key_heads="tp_row_heads"),
+    "1d sliced": _line(Column, Row, sliced=True, key_heads="tp_row_heads"),
+    "dtensor": _line(DTensorColumn, DTensorRow, sliced=False),
+    "dtensor sliced": _line(DTensorColumn, DTensorRow, sliced=True),
     "2d": _grid(Block(), Block("tp_col_heads"), Block(), VocabularyBlock(), heads="tp_col"),
     "2.5d": _grid(Block(), Block("tp_col_heads"), Block(), VocabularyBlock(), heads="tp_col"),
     "3d": _grid(Cube("first"), Cube("first", copied=True), Cube("second"), VocabularyCube(), heads="tp_row"),
