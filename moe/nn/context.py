@@ -120,16 +120,16 @@ class Context:
 
         Raise BadInput unless `source` is from 1 to L - 1.
         """
-        assert self.place_L is not None
-        length = len(self.place_L)
+        place_L = self.place_L
+        assert place_L is not None
+        length = len(place_L)
         if not 0 < self.source < length:
             needed = f"1 to {length - 1}: the encoder reads the first `source` of a sequence's {length} tokens, the decoder the others"
             raise BadInput("source", got=self.source, needed=needed, fix="make the context by Context.of(tokens, source=...)")
 
         def half(columns: slice) -> Context:
-            assert self.place_L is not None
             tokens = self._changed(lambda x_T: x_T.view(-1, length)[:, columns].flatten())
-            return replace(self, **tokens, place_L=self.place_L[columns] - columns.start, source=0, _kept=[])
+            return replace(self, **tokens, place_L=place_L[columns] - columns.start, source=0, _kept=[])
 
         return half(slice(0, self.source)), half(slice(self.source, length))
 

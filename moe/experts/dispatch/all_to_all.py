@@ -80,8 +80,7 @@ class Chunked(Exchange):
         positions: list[Tensor | None] = [None] * self.chunks
         if dropout is not None:
             positions = [step.there(keys) for step, keys in zip(steps, dropout.position_T[plan.token_R].split(sizes), strict=True)]
-        backs = []
-        following = steps[0].start(rows[0])
+        backs, following = [], steps[0].start(rows[0])
         for j, (step, weights) in enumerate(zip(steps, experts.chunks(self.chunks, x_TD.dtype), strict=True)):
             current = following
             if j + 1 < self.chunks:

@@ -1,7 +1,6 @@
-"""From choices to rows, in integers. Each element has one writer, so results are exact and equal in every run.
+"""From choices to rows by the counting sort of moves.py, in integers, so results are exact.
 
-A choice's queue position is the number of earlier choices of the same expert. `count` counts them in each block of choices,
-torch.cumsum sums over the blocks, and `rank` adds the earlier choices inside the block. A plan is made the same way, with choices
+A choice's queue position is the number of earlier choices of the same expert. A plan's rows are counted in the same way, with choices
 in token order, expert after expert.
 """
 
@@ -46,10 +45,7 @@ def _counts(expert_TK: Tensor, active_TK: Tensor, *, num_groups: int, num_expert
 
 
 def _rank(expert_TK: Tensor, active_TK: Tensor, before_GBE: Tensor, out_TK: Tensor, choice_N: Tensor | None) -> None:
-    """Write each choice's position into out_TK: the expert's choices in earlier blocks, `before_GBE`, plus its earlier ones in the block.
-
-    `choice_N`: for a plan, in which choices are in token order, gets the inverse, the choice at each position.
-    """
+    """Write each choice's position into out_TK and, for a plan (choices in token order), the choice at each position into choice_N."""
     groups, blocks, num_experts = before_GBE.shape
     tokens, choices = expert_TK.shape[0] // groups, expert_TK.shape[1]
     with on(expert_TK):
