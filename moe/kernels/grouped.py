@@ -151,7 +151,7 @@ def arrange(source_R: Tensor, counts: list[int], network: Network, dtype: torch.
 
 
 class _Kept(NamedTuple):
-    """Tensors of padded rows that the backward pass needs in addition to the inputs. `h_QF`: relu's output, else its input."""
+    """Tensors of padded rows that the backward pass needs in addition to the inputs. `h_QF`: pre-activations, but for relu its output."""
 
     gate_Q: Tensor | None
     mask_QF: Tensor | None

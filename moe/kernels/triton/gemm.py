@@ -27,7 +27,7 @@ def _dot(a_MK, b_KN, sum_MN):
 
 @triton.jit
 def _tile(tiles, num_tiles, num_columns, GROUP: tl.constexpr):
-    """Return this program's column tile, and its row tile's expert, first row and end. Programs of GROUP row tiles follow each other."""
+    """Return this program's column tile, and its row tile's expert, first row and end. GROUP row tiles share columns in the L2 cache."""
     program = tl.program_id(0)
     group = program // (GROUP * num_columns)
     size = tl.minimum(num_tiles - group * GROUP, GROUP)
