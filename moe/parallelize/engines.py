@@ -1,22 +1,29 @@
-"""From a recipe's sharding and optimizer to the engine that carries them out, around a model that is built."""
+"""From a recipe's sharding and optimizer to the engine that carries them out, around a model that is built.
+
+The replicas of DP (parallel/data/dp.py) share the sequences of a micro-batch. Tokens keep their own indices in the step, so noise, capacity
+groups and losses equal those on one device. Auxiliary losses are weighted by a replica's share of the tokens.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
+import torch
 from torch import Tensor
 
+from moe.experts.layer import LayerReport
 from moe.model.names import is_bias
-from moe.model.transformer import Transformer
+from moe.model.transformer import Output, Transformer
 from moe.nn.linear import Linear
 from moe.parallelize.curvature import watched
-from moe.parallelize.replicas import gather, scatter
 from moe.parallelize.units import read_in_fp32, units_of
 from moe.recipe import sections
 from moe.recipe.plugin import is_plugin, load_plugin
 from moe.recipe.sections import Run
+from parallel.data.dp import Together
 from parallel.data.engine import AdamW, Engine, Rule
 from parallel.data.kinds.kind import Setup
 from parallel.data.offload import Offload
@@ -25,7 +32,7 @@ from parallel.fixes import Words, all_of
 from parallel.kfac.grafted import Grafted, KfacEngine
 from parallel.kfac.kfac import Settings
 from parallel.mesh.gradients import data_axis
-from parallel.mesh.layout import Layout
+from parallel.mesh.layout import Layout, Tile
 from parallel.mesh.mesh import Mesh
 from parallel.numerics.precision import DTYPES
 from parallel.optim.adafactor import Adafactor
@@ -63,6 +70,42 @@ def setup_of(run: Run, model: Transformer, layouts: dict[str, Layout], mesh: Mes
         scatter=scatter,
         gather=gather,
     )
+
+
+def scatter(args: tuple[Any, ...], devices: Sequence[torch.device], together: Sequence[Together]) -> list[tuple[Any, ...]]:
+    """Return each replica's arguments on its device. `args`: input ids [B, L], their context, and target ids [B, L]."""
+    inputs_BL, context, targets_BL = args
+    shares = _shares(args, len(devices))
+    parts: list[tuple[Any, ...]] = []
+    for i, device in enumerate(devices):
+        run = Tile(0, i, len(devices)).run(len(inputs_BL))
+        tokens = slice(run.start * inputs_BL.shape[1], run.stop * inputs_BL.shape[1])
+        mine = context.of_tokens(tokens, share=shares[i], together=together[i]).to(device)
+        parts.append((inputs_BL[run].to(device), mine, targets_BL[run].to(device)))
+    return parts
+
+
+def _shares(args: tuple[Any, ...], count: int) -> list[float]:
+    """Return each replica's share of the micro-batch's valid tokens."""
+    inputs_BL, context, _ = args
+    valid_BL = torch.ones_like(inputs_BL) if context.valid_T is None else context.valid_T.view(inputs_BL.shape)
+    held = [int(valid_BL[Tile(0, i, count).run(len(inputs_BL))].sum()) for i in range(count)]
+    return [n / max(1, sum(held)) for n in held]
+
+
+def gather(args: tuple[Any, ...], outputs: Sequence[Output], device: torch.device) -> Output:
+    """Join outputs on `device`: losses are summed, and layer reports combined as if one replica had run the micro-batch."""
+    shares = _shares(args, len(outputs))
+    layers = []
+    for reports in zip(*(output.layers for output in outputs), strict=True):
+        counts = {name: sum(getattr(r, name).to(device) for r in reports) for name in ("load_E", "kept", "dropped")}
+        means = {
+            name: sum(getattr(r, name).to(device) * share for r, share in zip(reports, shares, strict=True))
+            for name in ("balance_loss", "importance_loss", "load_loss", "z_loss", "entropy")
+        }
+        layers.append(LayerReport(reports[0].layer, **counts, **means))
+    loss = torch.stack([output.loss.to(device) for output in outputs]).sum()
+    return Output(torch.cat([output.logits_BLV.to(device) for output in outputs]), loss, tuple(layers))
 
 
 def start_engine(run: Run, model: Transformer, layouts: dict[str, Layout], mesh: Mesh, *, rule: Rule | None = None) -> Engine:
