@@ -34,7 +34,7 @@ from parallel.mesh.regions import in_region
 
 
 class RelativeBias(nn.Module):
-    """T5's bias for each head and bucket of distance: 32 buckets, half exact, half logarithmic up to 128. `weight` [buckets, H].
+    """T5's bias, `weight` [buckets, H]: of 32 buckets of distances, half have one distance each, half are logarithmic up to 128.
 
     `both_ways` (encoder): the first half of the buckets is for keys before the query, the second for keys after it.
     """
