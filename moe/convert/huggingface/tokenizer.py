@@ -31,7 +31,7 @@ def read_tokenizer(source: Path, config: dict[str, Any], run: Run) -> tuple[dict
         content = _without_sentinels(content, run)
         if _is_bytes(content, _ends(source, config)):
             return Bytes().describe(), []
-        made = Given.read(content, _ends(source, config))
+        made = Given(content, _ends(source, config))
         if made.vocab_size > room:
             raise BadInput("tokenizer.json", got=f"{made.vocab_size} ids for {held}", needed="", fix="")
         return made.describe(), _other_sentinels(content, run)
