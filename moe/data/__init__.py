@@ -27,8 +27,7 @@ from moe.data.tokenizer import Bytes, Ids, Tokenizer, load
 from moe.data.tokens import cache_folder, open_or_build
 from moe.recipe.plugin import is_plugin, load_plugin
 from moe.recipe.sections import Data
-from moe.recipe.shapes import START
-from moe.recipe.spans import inputs_within, spans_of
+from moe.recipe.shapes import START, inputs_within, spans_of
 from parallel.errors import BadInput, where
 from parallel.fixes import Set
 

@@ -5,7 +5,7 @@
     targets    X c d Y h .                  each sentinel, and the tokens it hides
     a row      inputs | START | targets     the encoder reads inputs, the decoder START and the targets but the last; it writes the targets
 
-The number of spans and the lengths of inputs and targets follow from the text's length alone (moe/recipe/spans.py). The spans' places are
+The number of spans and the lengths of inputs and targets follow from the text's length alone (moe/recipe/shapes.py). The spans' places are
 drawn anew for every sequence read. Hidden tokens are cut into spans, and visible tokens into runs before and between them; every way of
 cutting is equally likely. The draw is a function of the seed and of the sequence's place in the order, so a resumed run and any number of
 ranks see the same. Sentinels are the vocabulary's last ids, the last one first. As text they are spelled as T5's tokenizer spells them:
@@ -26,8 +26,7 @@ from moe.data.mixture import MixedTrain, MixedValidation
 from moe.data.order import Held, Sequences, TrainSet, ValidationSet, permutation
 from moe.data.token_shard import Ints, TokenShard
 from moe.data.tokenizer import Tokenizer
-from moe.recipe.shapes import START
-from moe.recipe.spans import Spans
+from moe.recipe.shapes import START, Spans
 
 _TRAIN, _VALIDATION = 0, 1
 _SPELLED = re.compile(r"<extra_id_([0-9]{1,9})>")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from moe.recipe.section import Section, key
-from moe.recipe.spans import Spans, spans_of
+from moe.recipe.shapes import Spans, spans_of
 
 
 class Rope(Section, alters="function", of="model.positions=rotary"):

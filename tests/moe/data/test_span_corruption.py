@@ -18,7 +18,7 @@ from moe.data.span_corruption import CorruptedTrain, CorruptedValidation, SpanCo
 from moe.data.token_shard import TokenShard
 from moe.data.tokenizer import Bytes
 from moe.recipe.sections import Data
-from moe.recipe.spans import inputs_within, spans_of
+from moe.recipe.shapes import inputs_within, spans_of
 from parallel.errors import BadInput
 from parallel.mesh.mesh import Degrees, Mesh
 
