@@ -25,7 +25,7 @@ import yaml
 from torch import Tensor
 
 from moe.checks.together import check_together
-from moe.convert.convert import find
+from moe.convert.convert import by_global_name, find
 from moe.convert.huggingface.config import config_of, family_of, recipe_values
 from moe.convert.huggingface.encoder_decoder import of_kind
 from moe.convert.huggingface.families import FAMILIES
@@ -33,7 +33,6 @@ from moe.convert.huggingface.tensors import Source, by_key, write, written
 from moe.convert.huggingface.tokenizer import loaded, read_tokenizer, write_tokenizer
 from moe.data.tokenizer import Bytes
 from moe.launch import exit_codes
-from moe.model.names import global_name
 from moe.model.transformer import Transformer
 from moe.parallelize.plan import lay_out
 from moe.recipe.changes import Change, function_changes
@@ -60,16 +59,10 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def shapes_of(run: Run) -> Shapes:
-    """Shapes of all parameters in a checkpoint of the run, by their names there."""
+    """Return the shapes of all parameters in a checkpoint of the run, by their names there."""
     with torch.device("meta"):
-        layouts = lay_out(Transformer(run.model, run.experts, run.router, vocab_size=run.vocab_size))
-    found: Shapes = {}
-    for name, layout in layouts.items():
-        if layout.unstack is None:
-            found[global_name(name)] = layout.shape
-        else:
-            found |= {layout.unstack.format(i): layout.shape[1:] for i in range(layout.shape[0])}
-    return found
+        model = Transformer(run.model, run.experts, run.router, vocab_size=run.vocab_size)
+    return {name: tuple(tensor.shape) for name, tensor in by_global_name(model, lay_out(model)).items()}
 
 
 def biases_of(run: Run) -> Shapes:
