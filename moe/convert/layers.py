@@ -160,7 +160,7 @@ class Conversion:
             what = change(self.before, self.run, layer)
             if what is not None:
                 out |= self.grown(layer) if what == "grow" else self.shrunk(layer)
-        for name in self.source.keys() - self.used:
+        for name in sorted(self.source.keys() - self.used):
             _refuse(name, self.source[name], None)
         for name, value in out.items():
             if tuple(value.shape) != self.shapes.get(name):

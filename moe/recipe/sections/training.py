@@ -27,24 +27,24 @@ class Data(Section, alters="training"):
     text_key: str = key("text", "the field of a JSONL line, or the column of a table, that holds the text")
     tokenizer: Literal["bytes", "bpe", "ids"] = key("bytes", "ids: the data are token ids, not text", alters="function")
     vocab_size: int = key(4096, "above 256 with bpe", gt=0, alters="function", off_without="data.tokenizer=bpe|ids")
-    validation_share: float = key(0.05, "of the files", gt=0, lt=1)
+    validation_share: float = key(0.05, "share of the files that is held out", gt=0, lt=1)
     objective: Literal["next_token", "span_corruption"] = key(
         "next_token", "span_corruption: an encoder reads a text with hidden spans, a decoder writes the hidden tokens (T5)"
     )
 
     @property
     def is_own(self) -> bool:
-        """True if a user's program gives the samples."""
+        """Whether a user's program or plugin gives the samples."""
         return self.source == "given" or is_plugin(self.source)
 
     @property
     def name(self) -> str:
-        """Name of the text, for reports: its path, its sources' paths, or its source."""
+        """Name of the text in reports: its path, its sources' paths, or data.source."""
         return self.path or ", ".join(source.path for source in self.sources) or self.source
 
 
 class Kfac(Section, alters="training", of="optimizer.kind=kfac"):
-    """Settings of K-FAC: how its factors are estimated and damped."""
+    """Settings of K-FAC: how its factors (covariances of inputs and of gradients) are estimated and damped."""
 
     damping: float = key(0.3, "its square root is added to each factor, scaled to mean eigenvalue 1", gt=0, le=1e6)
     ema: float = key(0.5, "share of the old factors that is kept at a refresh", ge=0, lt=1)
@@ -61,12 +61,10 @@ class Muon(Section, alters="training", of="optimizer.kind=muon", gone={"nesterov
     lr_factor: float = key(1.0, "factor on optimizer.lr for matrices", gt=0, le=1e6)
 
 
-class Adafactor(
-    Section,
-    alters="training",
-    of="optimizer.kind=adafactor",
-    gone={"decay_rate": 0.8, "clip": 1.0, "floor": 1e-3, "eps": 1e-30},
-):
+_GONE_OF_ADAFACTOR = {"decay_rate": 0.8, "clip": 1.0, "floor": 1e-3, "eps": 1e-30}
+
+
+class Adafactor(Section, alters="training", of="optimizer.kind=adafactor", gone=_GONE_OF_ADAFACTOR):
     """Settings of Adafactor."""
 
     step: Literal["relative", "absolute"] = key("relative", "relative: times the root mean square of the weights")
@@ -101,7 +99,7 @@ class Optimizer(Section, alters="training"):
 
     @property
     def is_own(self) -> bool:
-        """True if a user's program gives the optimizer."""
+        """Whether a user's program or plugin gives the optimizer."""
         return self.kind == "given" or is_plugin(self.kind)
 
 
