@@ -204,17 +204,17 @@ def _check_shrunk(before: Run, run: Run, settings: Settings, layers: list[int]) 
     for layer in layers:
         count, into = experts_of(before, layer), experts_of(run, layer)
         if into > count:
-            got, needed = f"{into} in layer {layer}", f"at most the source's {count}"
-            raise BadInput("experts.num_experts", got=got, needed=needed, fix="upcycle a dense model instead")
+            here, needed = f"{into} in layer {layer}", f"at most the source's {count}"
+            raise BadInput("experts.num_experts", got=here, needed=needed, fix="upcycle a dense model instead")
         if settings.method == "merge" and into and count % into:
             raise BadInput("experts.num_experts", got=into, needed=f"a divisor of the source's {count}", fix=Set("it", *divisors(count)))
     for layer_is_dense in {layer in dense for layer in layers}:
         wanted = _units(before) + (old.shared * (old.shared_d_ff or _units(before)) if layer_is_dense else 0)
-        key, got = ("model.d_ff", run.model.d_ff) if layer_is_dense else ("experts.d_ff", _units(run))
+        key, units = ("model.d_ff", run.model.d_ff) if layer_is_dense else ("experts.d_ff", _units(run))
         activation = run.model.ffn if layer_is_dense else _activation(run)
-        if got != wanted:
+        if units != wanted:
             shared = " with its shared experts" if layer_is_dense and old.shared else ""
-            raise BadInput(key, got=got, needed=f"{wanted}, the width of an expert of the source{shared}", fix=f"--{key} {wanted}")
+            raise BadInput(key, got=units, needed=f"{wanted}, the width of an expert of the source{shared}", fix=f"--{key} {wanted}")
         if activation != _activation(before):
             needed, fix = f"the source's {_activation(before)}", "use the source's activation"
             raise BadInput(key.replace("d_ff", "ffn"), got=activation, needed=needed, fix=fix)

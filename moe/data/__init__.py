@@ -92,8 +92,8 @@ def open_data(
             text_key, named = source.text_key or data_config.text_key, f"text_key of {source.path} in data.sources"
             one = data_config.model_copy(update={"path": source.path, "sources": (), "text_key": text_key})
             tokenizer = each[0].tokenizer.describe() if each else tokenizer
-            sizes = {"max_length": max_length, "vocab_size": vocab_size}
-            each.append(opened(one, **sizes, tokenizer=tokenizer, as_key=as_key, text_key_set_by=named))
+            sized = partial(opened, one, max_length=max_length, vocab_size=vocab_size)
+            each.append(sized(tokenizer=tokenizer, as_key=as_key, text_key_set_by=named))
         return _mixed(each, tuple(source.weight for source in data_config.sources), seed)
     if data_config.tokenizer == "ids":
         files = open_ids(data_config, cache=cache, log=log)

@@ -96,8 +96,8 @@ def find_corpus(data: Data, *, text_key_set_by: str = "data.text_key") -> Corpus
         return _python_stdlib(text_key)
     path = user_path(data.path, what="data.path")
     if not path.exists():
-        fix = "check the spelling and the folder you are in"
-        raise BadInput("data.path", got=data.path, needed="a file or folder that exists", fix=fix)
+        spelling = "check the spelling and the folder you are in"
+        raise BadInput("data.path", got=data.path, needed="a file or folder that exists", fix=spelling)
     of_ids = path.suffix in (".bin", ".idx") if path.is_file() else (path / "train.bin").is_file()
     if of_ids and data.source == "python_stdlib":
         got = f"{path}, token ids by {'its name' if path.is_file() else 'train.bin in it'}"

@@ -239,8 +239,8 @@ def _unknown_key(path: tuple[Any, ...], value: Any = None, *, typed: bool = Fals
     elsewhere = [k for k in known_keys() if k.rpartition(".")[2] == last]
     outer = next(path[:n] for n in range(len(path) - 1, -1, -1) if n == 0 or field_at(path[:n]) is not None)
     if field_at(path) is not None:
-        fix = f"for example --{next(k for k in known_keys() if k.startswith(dotted + '.'))} VALUE"
-        return BadInput(dotted, got="a section without a key", needed=f"{dotted}.KEY", fix=fix)
+        example = next(key for key in known_keys() if key.startswith(f"{dotted}."))
+        return BadInput(dotted, got="a section without a key", needed=f"{dotted}.KEY", fix=f"for example --{example} VALUE")
     where, section = ".".join(map(str, outer)), section_of(field_at(outer)) if outer else Run
     if section is None:
         return BadInput(dotted, got=f"a key inside a value: {where} is no section", needed=f"{where}: VALUE", fix=f"set {where} alone")

@@ -41,9 +41,7 @@ class RouterSpec(Section, alters="function", off_without="model.moe_every or mod
         "method that selects experts; group_limited: from the best groups of experts; expert_choice: experts choose tokens; hash: by token "
         "id; sinkhorn: from a balanced assignment, train only; sparsemixer: one by one, drawn in training (Phi-3.5-MoE)",
     )
-    hash_table: str | None = key(
-        None, "of hash: a JSON file with each token id's experts (moe hash-table makes one); null: a hash of id and layer"
-    )
+    hash_table: str | None = key(None, "of hash: JSON file of each id's experts (by moe hash-table); null: a hash of id and layer")
     mixer_margin: float = key(
         0.01, "of sparsemixer: an expert may be drawn if its logit is below the best by at most twice this share of it", gt=0
     )

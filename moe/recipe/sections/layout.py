@@ -26,24 +26,18 @@ class Parallel(Section, alters="cost"):
 class Offload(Section, alters="cost"):
     """Where states are stored that do not stay on the device."""
 
-    optimizer: Literal["none", "cpu", "nvme"] = key(
-        "none", "of zero: optimizer states, which are master weights and moments; nvme: stage 3"
-    )
+    optimizer: Literal["none", "cpu", "nvme"] = key("none", "of zero: optimizer states (master weights, moments); nvme: stage 3")
     parameters: Literal["none", "cpu", "nvme"] = key("none", "of zero stage 3: a rank's shard of the working weights")
     path: str | None = key(None, "a folder on the disk", of="sharding.offload.optimizer=nvme or sharding.offload.parameters=nvme")
 
 
 class Sharding(Section, alters="cost"):
     kind: Named = "ddp"
-    replicas: int = key(
-        2, "copies of the model in the one process, each on a GPU of its own if there are enough", gt=1, of="sharding.kind=dp"
-    )
+    replicas: int = key(2, "copies of the model in the process, each on a GPU of its own if there are enough", gt=1, of="sharding.kind=dp")
     stage: Literal[0, 1, 2, 3] = key(1, "0 shards nothing, 1 optimizer states, 2 gradients too, 3 weights too", of="sharding.kind=zero")
     engine: Literal["auto", "deepspeed", "fsdp"] = key("auto", "engine that carries the stage out", of="sharding.kind=zero")
     offload: Offload = Offload()
-    reshard: bool = key(
-        True, "free gathered weights after the forward pass, and gather them again", of="sharding.kind=fsdp or sharding.engine=fsdp"
-    )
+    reshard: bool = key(True, "free weights after the forward pass, and gather them again", of="sharding.kind=fsdp or sharding.engine=fsdp")
     prefetch: int = key(1, "number of blocks gathered ahead of the running one", ge=0, of="sharding.kind=fsdp or sharding.engine=fsdp")
     allow_slow: bool = key(False, "of fsdp and zero 2, 3 with degrees.pp above 1: run it, as FSDP without reshard")
 
@@ -67,7 +61,7 @@ class Tensor(Section, alters="cost"):
     )
     depth: int | None = key(None, "number of grids of q x q ranks; null: the smallest above 1", gt=0, of="tensor.kind=2.5d")
     sequence_parallel: bool = key(
-        False, "of 1d and dtensor: between layers, in norms and dropout too, each rank of tp has a shard of every sequence"
+        False, "of 1d and dtensor: in norms, dropout and between layers, a rank of tp has a shard of every sequence"
     )
     overlap_chunks: int = key(1, "of 1d: chunks of tokens in a layer's products; one is computed while another is summed or gathered", gt=0)
 

@@ -22,9 +22,7 @@ class Rope(Section, alters="function", of="model.positions=rotary"):
     factor: float = key(1.0, "factor by which sequences are longer", ge=1, of="model.rope.scaling")
     trained_length: int | None = key(None, "sequence length before the scaling", gt=0, of="model.rope.scaling=dynamic|llama3|yarn")
     low: float = key(1.0, "a pair with fewer turns in trained_length is slowed by factor", gt=0, of="model.rope.scaling=llama3|yarn")
-    high: float | None = key(
-        None, "a pair with more turns stays unchanged; null: 4 for llama3, 32 for yarn", gt=0, of="model.rope.scaling=llama3|yarn"
-    )
+    high: float | None = key(None, "a pair with more turns stays; null: 4 (llama3), 32 (yarn)", gt=0, of="model.rope.scaling=llama3|yarn")
     whole_pairs: bool = key(True, "both limits are rounded outwards to whole pairs; GPT-OSS: false", of="model.rope.scaling=yarn")
     mscale: float = key(
         1.0, "cos and sin times (0.1 mscale ln(factor) + 1) / (0.1 mscale_all ln(factor) + 1)", ge=0, of="model.rope.scaling=yarn"
@@ -84,11 +82,9 @@ class Latent(Section, alters="shape"):
     """Multi-head latent attention (DeepSeek-V2): keys and values of all heads are computed from one small vector for each token."""
 
     key_rank: int | None = key(None, "channels of the latent vector; null: attention without latents", gt=0)
-    query_rank: int | None = key(
-        None, "channels of a second latent, for queries; null: queries come from the token itself", gt=0, of="model.latent.key_rank"
-    )
+    query_rank: int | None = key(None, "channels of a latent for queries; null: queries without one", gt=0, of="model.latent.key_rank")
     rotary_size: int | None = key(
-        None, "channels of a head that turn, in addition to head_size; null: half of head_size", gt=0, of="model.latent.key_rank"
+        None, "a head's additional channels, which turn; null: half of head_size", gt=0, of="model.latent.key_rank"
     )
     value_size: int | None = key(None, "channels of a head's values; null: head_size", gt=0, of="model.latent.key_rank")
 
@@ -122,45 +118,31 @@ class Model(Section, alters="shape"):
     ffn: Literal["relu", "gelu", "geglu", "swiglu"] = key("gelu", alters="function")
     swiglu: Swiglu = Swiglu()
     norm: Literal["rmsnorm", "layernorm"] = key("rmsnorm", alters="function")
-    norm_eps: float | None = key(
-        None, "added to the mean square; null: 1e-6 for rmsnorm, 1e-5 for layernorm", gt=0, le=1, alters="function"
-    )
+    norm_eps: float | None = key(None, "added to the mean square; null: 1e-6 (rmsnorm), 1e-5 (layernorm)", gt=0, le=1, alters="function")
     qk_norm: Literal["none", "heads", "whole"] = key(
         "none", "RMSNorm of queries and of keys: of each head (Qwen3), or of all heads' channels together (OLMoE)"
     )
     qkv_bias: bool = key(False, "a bias after the products for queries, keys and values (Qwen2)")
-    clip_qkv: float | None = key(
-        None, "queries, keys and values are kept within +-this (OLMo, DBRX); null: as they are", ge=1e-3, alters="function"
-    )
+    clip_qkv: float | None = key(None, "limit of queries, keys and values, +-this (OLMo, DBRX); null: none", ge=1e-3, alters="function")
     out_bias: bool = key(False, "a bias after attention's last product (GPT-OSS)")
     attention_sinks: bool = key(False, "a learned logit a head, which takes a share of the softmax and adds no value (GPT-OSS)")
-    sliding_window: int | None = key(
-        None, "number of tokens that a token sees, itself the last (Mistral); null: all before it", gt=0, alters="function"
-    )
-    sliding_layers: tuple[int, ...] | None = key(
-        None, "layers with sliding_window by number; null: all", alters="function", of="model.sliding_window"
-    )
+    sliding_window: int | None = key(None, "tokens that a token sees, with itself (Mistral); null: all before it", gt=0, alters="function")
+    sliding_layers: tuple[int, ...] | None = key(None, "its layers by number; null: all", alters="function", of="model.sliding_window")
     positions: Literal["rotary", "t5"] = key("rotary", "t5: relative position bias, 32 buckets", alters="function")
     rope: Rope = Rope()
     latent: Latent = Latent()
     scales: Scales = Scales()
     logit_cap: float | None = key(
-        None, "c of c tanh(l / c), which bounds the vocabulary's logits (Gemma 2); null: none", ge=1e-3, le=1e6, alters="function"
+        None, "c of c tanh(l / c), of the vocabulary's logits (Gemma 2); null: none", ge=1e-3, le=1e6, alters="function"
     )
     document_mask: bool = key(False, "attention sees only tokens of the same document, if a sequence packs several", alters="function")
-    document_separator: int | None = key(
-        None, "the id that begins a document for document_mask; null: 0", ge=0, alters="function", of="model.document_mask"
-    )
-    max_length: int = key(
-        256, "tokens in one sequence; of encoder_decoder: tokens that the encoder reads", gt=0, le=2**30, alters="training"
-    )
+    document_separator: int | None = key(None, "the id before each document; null: 0", ge=0, alters="function", of="model.document_mask")
+    max_length: int = key(256, "tokens in a sequence; of encoder_decoder: tokens that the encoder reads", gt=0, le=2**30, alters="training")
     moe_every: int = key(0, "every n-th layer, of each half, has experts (2: layers 1, 3, ...); 0: dense", ge=0)
     moe_layers: tuple[int, ...] | None = key(None, "layers with experts by number, instead of moe_every")
     tied_embeddings: bool = True
     ahead: int = key(0, "multi-token prediction in training: tokens predicted after the next one (DeepSeek-V3: 1)", ge=0, le=16)
-    ahead_weight: float = key(
-        0.3, "weight of the multi-token prediction loss; DeepSeek-V3: 0.3, later 0.1", ge=0, le=1e6, alters="training", of="model.ahead"
-    )
+    ahead_weight: float = key(0.3, "weight of its loss; DeepSeek-V3: 0.3, later 0.1", ge=0, le=1e6, alters="training", of="model.ahead")
     dropout: float = key(0.0, ge=0, lt=1, alters="training")
     init_scale: float = key(1.0, "s of sigma = sqrt(s / fan_in), truncated normal; Switch: 0.1", ge=1e-12, le=1e6, alters="training")
 

@@ -126,13 +126,9 @@ class Train(Section, alters="cost"):
     keep: int = key(2, "newest checkpoints kept", gt=0)
     save_mode: Literal["sync", "async"] = key("sync", "async: steps continue while a copy in host memory is written")
     grace_s: float = key(600.0, "seconds that ranks have after a signal to end their step and save", ge=1, le=86_400)
-    timeout_s: float | None = key(
-        None, "seconds that a rank waits for others before the run ends on all ranks; null: gloo 120, NCCL 600", ge=1, le=86_400
-    )
+    timeout_s: float | None = key(None, "seconds of waiting for other ranks before the run ends; null: gloo 120, NCCL 600", ge=1, le=86_400)
     seed: int = key(0, ge=0, alters="training")
-    audit_every: int = key(
-        0, "steps between audits, which compute a step twice and compare copies, to find silent corruption; 0: never", ge=0
-    )
+    audit_every: int = key(0, "steps between audits for silent corruption: a step is computed twice, copies are compared; 0: never", ge=0)
     compile: bool = key(False, "torch's compiler makes kernels for norms, activations and the loss in the first step")
     deterministic: bool = key(False, "the same run twice gives the same bits, or says what cannot")
     on_nan: Literal["skip", "stop"] = key("skip", "reaction to a gradient that is not finite", alters="training")
