@@ -242,14 +242,14 @@ def survey(corpus: Corpus, validation_share: float) -> Survey:
             else:
                 sides[side_of(key, validation_share)] += 1
         read = sides.total() > before
-        kinds.add(name, _size(corpus.root / name), read=read)
+        kinds.add(name, _stat(corpus.root / name).st_size, read=read)
         if not read:
             remarks.append(Remark(name, SKIPPED, why))
         elif (beside := raw(formats.unpacked_name(name))) and not corpus.by_lines(name) and not corpus.by_rows(name):
             remarks.append(Remark(name, AS_TEXT, beside))
     for name, _, why in corpus.left_out:
         if why != UNREADABLE:
-            kinds.add(name, 0 if name.endswith(LINK) else _size(corpus.root / name), read=False)
+            kinds.add(name, 0 if name.endswith(LINK) else _stat(corpus.root / name).st_size, read=False)
     if not sides:
         raise _without_text(corpus, skipped, kinds, remarks)
     if corpus.source == "python_stdlib":
@@ -270,9 +270,9 @@ def _without_text(corpus: Corpus, skipped: int, kinds: Kinds, remarks: list[Rema
     return BadInput("data.path", got=got, needed="text in UTF-8, or *.jsonl", fix=fix)
 
 
-def _size(path: Path) -> int:
+def _stat(path: Path) -> os.stat_result:
     try:
-        return path.stat().st_size
+        return path.stat()
     except OSError as error:
         raise unreadable(path, error) from None
 
@@ -328,10 +328,7 @@ def stamp(corpus: Corpus) -> Stamp:
     whole, size_bytes, changed_ns = hashlib.sha256(os.fsencode(corpus.root.resolve())), 0, 0
     for name in corpus.names:
         path = corpus.root / name
-        try:
-            found = path.stat()
-        except OSError as error:
-            raise unreadable(path, error) from None
+        found = _stat(path)
         if not stat.S_ISREG(found.st_mode):
             raise BadInput(f"data file {path}", got="no regular file any more", needed="a file that stays", fix="start again")
         size_bytes += found.st_size

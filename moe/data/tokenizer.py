@@ -292,18 +292,18 @@ def train_bpe(texts: Iterable[str], *, vocab_size: int) -> Bpe:
 
 def load(description: Any) -> Tokenizer:
     """Return the tokenizer of a `describe` result. Raises BadInput for anything else."""
-    kind = description.get("kind") if isinstance(description, dict) else description
+    held = description if isinstance(description, dict) else {"kind": description}
+    kind, size, separator, model = (held.get(name) for name in ("kind", "vocab_size", "separator", "model"))
     if kind == Bytes.name:
         return Bytes()
-    if kind == Ids.name and isinstance(description.get("vocab_size"), int) and 0 < description["vocab_size"] < 2**31:
-        return Ids(description["vocab_size"])
-    if kind == Bpe.name and isinstance(description.get("model"), dict):
-        return Bpe(description["model"])
-    if kind == Given.name and isinstance(description.get("model"), dict):
-        separator = description.get("separator")
+    if kind == Ids.name and isinstance(size, int) and 0 < size < 2**31:
+        return Ids(size)
+    if kind == Bpe.name and isinstance(model, dict):
+        return Bpe(model)
+    if kind == Given.name and isinstance(model, dict):
         if not isinstance(separator, int):
             raise _bad_description(f"separator {separator!r}")
-        return Given(description["model"], separator)
+        return Given(model, separator)
     raise _bad_description(f"kind {kind!r}")
 
 

@@ -23,6 +23,7 @@ from parallel.store.files import read_text, user_path
 
 STATE = "hash_table"  # the table's key in a checkpoint's state, and the name of the copy in a run's folder
 KEY = "router.hash_table"
+_FIX = "make one for this recipe: moe hash-table RECIPE FILE.json"
 Table = list[Any] | dict[str, list[Any]]  # entries by token id: for all layers, or by layer
 
 
@@ -55,27 +56,25 @@ def of_layer(table: Table, layer: int) -> list[Any]:
 
 def check(table: Any, run: Run, *, where: str) -> None:
     """Raise BadInput for the first mistake in a table, such as an id or a layer without experts. `where` names the table."""
-    fix = "make one for this recipe: moe hash-table RECIPE FILE.json"
     layers = run.model.layers_with_experts()
     if not isinstance(table, list | dict) or (isinstance(table, dict) and table.keys() != {str(layer) for layer in layers}):
         got = f"layers {', '.join(map(str, table)) or 'none'}" if isinstance(table, dict) else f"a {type(table).__name__}"
         needed = f"a list, or lists for layers {', '.join(map(str, layers))}"
-        raise BadInput(KEY, got=f"{got} in {where}", needed=needed, fix=fix)
+        raise BadInput(KEY, got=f"{got} in {where}", needed=needed, fix=_FIX)
     for nth, layer in enumerate(layers if isinstance(table, dict) else layers[:1]):
         here = run.experts.of_layer(nth) if isinstance(table, dict) else min(run.experts.counts)
         _check_one(of_layer(table, layer), run, here + run.experts.free, where=f"{where}, layer {layer}" if len(layers) > 1 else where)
 
 
 def _check_one(rows: Any, run: Run, num_experts: int, *, where: str) -> None:
-    choices, fix = run.router.num_choices, "make one for this recipe: moe hash-table RECIPE FILE.json"
+    choices = run.router.num_choices
     if not isinstance(rows, list) or len(rows) != run.vocab_size:
         got = f"{len(rows)} ids" if isinstance(rows, list) else f"a {type(rows).__name__}"
-        raise BadInput(KEY, got=f"{got} in {where}", needed=f"one entry for each of the vocabulary's {run.vocab_size}", fix=fix)
-    for token, row in enumerate(rows):
-        experts = row if isinstance(row, list) else [row]
+        raise BadInput(KEY, got=f"{got} in {where}", needed=f"one entry for each of the vocabulary's {run.vocab_size}", fix=_FIX)
+    for token, (row, experts) in enumerate(zip(rows, _rows(rows), strict=True)):
         if len(experts) != choices or any(type(e) is not int or not 0 <= e < num_experts for e in experts) or len(set(experts)) != choices:
             needed = f"{choices} different experts from 0 to {num_experts - 1}" if choices > 1 else f"an expert from 0 to {num_experts - 1}"
-            raise BadInput(KEY, got=f"{json.dumps(row)[:60]} for id {token} in {where}", needed=needed, fix=fix)
+            raise BadInput(KEY, got=f"{json.dumps(row)[:60]} for id {token} in {where}", needed=needed, fix=_FIX)
 
 
 def same(one: Table, other: Table) -> bool:

@@ -19,6 +19,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
@@ -81,14 +82,10 @@ def by_name(key: str, name: str) -> str:
 def check_there(key: str, value: str) -> None:
     """Raise BadInput for a plugin whose module cannot be found. Nothing is imported."""
     top = value.partition(":")[0].partition(".")[0]
-    if top in sys.modules or _in_folder(top):
-        return
-    try:
-        found = find_spec(top) is not None
-    except (ImportError, ValueError):
-        found = False
-    if not found:
-        raise _missing(key, value, top)
+    with suppress(ImportError, ValueError):
+        if top in sys.modules or _in_folder(top) or find_spec(top) is not None:
+            return
+    raise _missing(key, value, top)
 
 
 def load_plugin(key: str, value: str, *, arguments: int | None) -> Any:
@@ -106,11 +103,21 @@ def load_plugin(key: str, value: str, *, arguments: int | None) -> Any:
     part = getattr(found, name)
     if not callable(part):
         raise BadInput(key, got=f"{value}, a {type(part).__name__}", needed="a function or a class", fix=f"make {name} one")
-    if arguments is not None and not _takes(part, arguments):
-        got = f"{value}{_signature(part)}"
-        needed = f"a function that can be called with {arguments} argument{'s' * (arguments != 1)}"
-        raise BadInput(key, got=got, needed=needed, fix="see: docs/use/plugins.md")
+    if arguments is not None:
+        _check_arguments(key, value, part, arguments)
     return part
+
+
+def _check_arguments(key: str, value: str, part: Callable[..., Any], arguments: int) -> None:
+    try:
+        signature = inspect.signature(part)
+    except ValueError:  # a function in C without a signature: it is called with them nevertheless
+        return
+    try:
+        signature.bind(*range(arguments))
+    except TypeError:
+        needed = f"a function that can be called with {arguments} argument{'s' * (arguments != 1)}"
+        raise BadInput(key, got=f"{value}{signature}", needed=needed, fix="see: docs/use/plugins.md") from None
 
 
 def loaded(key: str, value: str, *, arguments: int | None) -> Any:
@@ -169,20 +176,3 @@ def _missing(key: str, value: str, name: str) -> BadInput:
 
 def _raised(key: str, value: str, error: BaseException) -> BadInput:
     return BadInput(key, got=f"{value}, which raised {where(error)} as it was imported", needed="a module that loads", fix="mend it")
-
-
-def _takes(part: Callable[..., Any], arguments: int) -> bool:
-    try:
-        inspect.signature(part).bind(*range(arguments))
-    except ValueError:  # a function in C without a signature: assume that it takes them
-        return True
-    except TypeError:
-        return False
-    return True
-
-
-def _signature(part: Callable[..., Any]) -> str:
-    try:
-        return str(inspect.signature(part))
-    except ValueError:
-        return "(...)"
