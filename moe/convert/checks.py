@@ -105,7 +105,7 @@ def gate_sum(router: Router) -> float | None:
 
 
 def even_gate_sum(router: Router, num_experts: int) -> float:
-    """Return the sum of a token's gates for a router whose logits are all 0, if the sum is not constant."""
+    """Return the sum of a token's gates; if it depends on the token, the sum for a router whose logits are all equal."""
     score = {"softmax": 1 / num_experts, "sigmoid": 0.5, "sqrt_softplus": math.sqrt(math.log(2))}[router.score]
     return gate_sum(router) or router.gate_scale * router.num_choices * score
 

@@ -136,7 +136,7 @@ class Conversion:
         return (upcycle.most_used(weights, into) if prune else upcycle.neighbours(count, into)), weights
 
     def bias(self, name: str, new_E: Tensor) -> Tensor:
-        """Return a router's selection bias: the source's, merged if experts are merged; zero for a new router."""
+        """Return the router's selection bias `name`: the source's, merged as its experts are; zeros like `new_E` for a new router."""
         layer = int(name.split(".")[1])
         if name not in self.reader.names(EXTRA):
             return torch.zeros_like(new_E)

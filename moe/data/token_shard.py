@@ -71,7 +71,7 @@ class TokenShard:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the whole batch."""
+        """Number of tokens of the whole batch."""
         return self.num_sequences * self.length
 
     def places(self, step: int) -> Ints:

@@ -1,4 +1,4 @@
-"""The effect of changed keys when a run is resumed, as each key's field says (`alters`: moe/recipe/section.py)."""
+"""The effect of changed keys when a run is resumed, which each key's field states (`alters`: moe/recipe/section.py)."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ def _merge(fields: dict[str, Any], into: dict[str, Any], origins: dict[str, str]
 
 
 def _section_in(values: dict[str, Any], section: str) -> dict[str, Any]:
-    """Return a copy of the section's values, put in place of them; an empty one if they are no section."""
+    """Replace a section in `values` by a copy, an empty one if its value is no section, and return the copy."""
     held = values.get(section)
     values[section] = dict(held) if isinstance(held, dict) else {}
     return values[section]  # type: ignore[no-any-return]

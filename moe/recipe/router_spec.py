@@ -87,5 +87,5 @@ class RouterSpec(Section, alters="function", off_without="model.moe_every or mod
 
     @property
     def asks_balance(self) -> bool:
-        """Return whether a loss has a weight that is taken over the tokens of `balance_scope`."""
+        """Whether a loss over the tokens of `balance_scope` has a weight."""
         return bool(self.balance_weight or self.importance_weight or self.load_weight)
