@@ -2,7 +2,7 @@
 
     beta1: float = key(0.9, "of momentum", ge=0, lt=1, alters="training", of="optimizer.kind=adamw|kfac|muon")
 
-The field of a key has everything that is known about it: type, default, meaning, bounds, what a change alters in a resumed run, and the
+The field of a key has all of its properties: type, default, meaning, bounds, what a change alters in a resumed run, and the
 setting without which nothing reads it. A section may state the last two for all of its keys.
 """
 
@@ -36,7 +36,7 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True)
 class Key:
-    """What is known about a key in addition to its type, bounds and description.
+    """Properties of a key in addition to its type, bounds and description.
 
     `alters`: what a change alters if a run is resumed; None: as its section says. "Function" is the model's output for a text in
     evaluation, so a training capacity is training, and an evaluation capacity function.
