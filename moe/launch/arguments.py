@@ -1,4 +1,4 @@
-"""Command line of a rank: written by the parent, parsed by the rank, from one table of flags.
+"""The command line of a rank, written by the parent process and parsed by the rank.
 
 Arguments(...).words()  ->  switch_tiny --degrees.ep=2 --out runs/a --fresh  ->  parse(words) == Arguments(...)
 """
@@ -17,7 +17,7 @@ USAGE = (
     "RECIPE [--section.key VALUE ...] [--out DIR] [--fresh] [--from-step STEP] [--allow-change KEY ...] [--init-from RUN] "
     "[--cluster NAME] [--force] [--profile] [--debug-collectives] [--elastic MIN]"
 )
-# flags with a value: (needed, an example); other flags have none
+# flags with a value: (the kind of value that an error message asks for, an example)
 _VALUES = {
     "--out": ("a folder", "--out runs/NAME"),
     "--from-step": ("the step of a checkpoint", "--from-step 400"),
@@ -26,12 +26,13 @@ _VALUES = {
     "--cluster": ("a cluster's name or file", "--cluster a100-80-8"),
     "--elastic": ("the least number of processes", "--elastic 1"),
 }
+# flags without a value
 _ALONE = ("--fresh", "--force", "--profile", "--debug-collectives")
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """Parsed command line of a rank."""
+    """What a rank is to train, and how; the flags of `moe train` that concern ranks (moe/cli/verbs.py explains them)."""
 
     recipe: str
     overrides: Mapping[str, str] = field(default_factory=dict)
@@ -51,20 +52,17 @@ class Arguments:
             needed, fix = _VALUES["--from-step"]
             raise BadInput("--from_step", got=self.from_step, needed=needed, fix=fix)
         if self.fresh and self.from_step is not None:
-            fix = "leave one of them out"
-            raise BadInput("--from_step", got=f"{self.from_step} with --fresh", needed="a beginning or a checkpoint", fix=fix)
+            needed, fix = "only one of them: start over, or resume from a checkpoint", "leave one of them out"
+            raise BadInput("--from_step", got=f"{self.from_step} with --fresh", needed=needed, fix=fix)
 
     def words(self) -> list[str]:
-        """Return the command line as a list of words."""
-        values = (("from-step", self.from_step), ("init-from", self.init_from), ("cluster", self.cluster), ("elastic", self.elastic))
+        """Return the words of the command line that `parse` turns into these arguments."""
         words = [self.recipe, *(f"--{key}={value}" for key, value in self.overrides.items())]
         words += ["--out", str(self.out)] if self.out else []
-        words += [
-            *(f"--allow-change={key}" for key in self.allow_changes),
-            *(f"--{name}={value}" for name, value in values if value is not None),
-        ]
-        alone = (("fresh", self.fresh), ("force", self.force), ("profile", self.profile), ("debug-collectives", self.debug_collectives))
-        return words + [f"--{name}" for name, asked in alone if asked]
+        words += [f"--allow-change={key}" for key in self.allow_changes]
+        values = {name: getattr(self, name) for name in ("from_step", "init_from", "cluster", "elastic")}
+        words += [f"--{name.replace('_', '-')}={value}" for name, value in values.items() if value is not None]
+        return words + [flag for flag in _ALONE if getattr(self, flag[2:].replace("-", "_"))]
 
 
 def parse(argv: Sequence[str]) -> Arguments:
@@ -87,7 +85,7 @@ def parse(argv: Sequence[str]) -> Arguments:
             alone.add(name)
         elif name == "--restarts":
             fix = "moe train --restarts N, torchrun --max-restarts N, or a batch system that queues the job again"
-            raise BadInput(name, got="it on a rank", needed="it on what starts the ranks", fix=fix)
+            raise BadInput(name, got="it on a rank", needed="it on the command that starts the ranks", fix=fix)
         elif name == "--local-rank":
             if not equals:
                 next(rest, None)

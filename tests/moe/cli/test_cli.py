@@ -281,7 +281,7 @@ def test_one_process_trains_here_and_several_through_a_launcher(monkeypatch: pyt
     here: list[list[str]] = []
     launched: list[tuple[Any, ...]] = []
     monkeypatch.setattr(launch, "main", lambda words: here.append(list(words)) or 75)
-    monkeypatch.setattr(start, "start", lambda recipe, overrides, **flags: launched.append((recipe, overrides, flags)) or 1)
+    monkeypatch.setattr(start, "start", lambda given, **flags: launched.append((given, flags)) or 1)
     for name in ("RANK", "SLURM_NTASKS", "OMPI_COMM_WORLD_RANK"):
         monkeypatch.delenv(name, raising=False)
 
@@ -296,29 +296,12 @@ def test_one_process_trains_here_and_several_through_a_launcher(monkeypatch: pyt
     assert here.pop() == ["switch_tiny", *(f"--allow-change={key}" for key in allowed)]
     assert list(parse(["switch_tiny", *words]).allow_changes) == allowed
     assert cli.main(["train", "switch_tiny", "--nproc", "2", *words]) == 1
-    assert launched.pop()[2]["allow_changes"] == allowed
-    flags = {
-        "nproc": 2,
-        "launcher": "deepspeed",
-        "out": None,
-        "fresh": False,
-        "from_step": None,
-        "hostfile": None,
-        "debug_collectives": False,
-        "cluster": None,
-        "init_from": None,
-        "force": False,
-        "profile": False,
-        "grace_s": 600.0,
-        "restarts": 0,
-        "elastic": None,
-        "smaller": [],
-    }
-    flags |= {"allow_changes": []}
-    assert launched.pop() == ("switch_tiny", {}, flags | {"debug_collectives": True})
+    assert list(launched.pop()[0].allow_changes) == allowed
+    flags = {"nproc": 2, "launcher": "deepspeed", "hostfile": None, "grace_s": 600.0, "restarts": 0, "smaller": []}
     assert launched == [
-        ("switch_tiny", {"degrees.ep": "2"}, flags),
-        ("switch_tiny", {}, flags | {"nproc": None, "launcher": "torchrun"}),
+        (Arguments("switch_tiny", {"degrees.ep": "2"}), flags),
+        (Arguments("switch_tiny"), flags | {"nproc": None, "launcher": "torchrun"}),
+        (Arguments("switch_tiny", debug_collectives=True), flags),
     ]
 
 
@@ -450,7 +433,7 @@ def test_doctor_fails_where_something_needed_is_missing(monkeypatch: pytest.Monk
     for check in ("_deepspeed", "_exchange", "_speed"):  # slow, and tried above
         monkeypatch.setattr(doctor, check, lambda: [])
     monkeypatch.setattr(doctor, "PACKAGES", {"torch": ("999", True), "no-such-package": ("1", True), "nor-this": ("1", False)})
-    assert doctor.main() == 1
+    assert doctor.main(verbs.Doctor(), {}) == 1
     said = capsys.readouterr().out
     assert "pip install 'torch>=999'" in said and "pip install no-such-package" in said and "2 of" in said
 
@@ -476,7 +459,7 @@ def test_a_check_that_breaks_is_a_row_not_a_traceback(monkeypatch: pytest.Monkey
         raise OSError("no network at all")
 
     monkeypatch.setattr(doctor, "_port", _port)
-    assert doctor.main() == 1
+    assert doctor.main(verbs.Doctor(), {}) == 1
     assert "OSError: no network at all" in capsys.readouterr().out
 
 
