@@ -14,8 +14,6 @@ from parallel.pipeline.schedules.catalog import ADVISED, SCHEDULES, fewer_ranks,
 def check_pipeline(run: Run) -> None:
     """Refuse combinations that the pipeline cannot run, or would run wrongly. Raises BadInput."""
     pp, layers = run.degrees.pp, run.model.num_layers
-    if pp < 1:
-        raise BadInput("degrees.pp", got=pp, needed="a whole number of at least 1", fix=Set("degrees.pp", 1))
     if pp == 1:
         _check_without_stages(run)
         return
@@ -47,8 +45,6 @@ def _check_without_stages(run: Run) -> None:
 
 def _check_sharding(run: Run, schedule: Schedule) -> None:
     s, pp = run.sharding, run.degrees.pp
-    if s.named.threads:
-        raise clash(run, "sharding.kind", "degrees.pp", "ddp", needed="ddp, or zero of stage 1: dp is one process")
     slow = slow_sharding(run)
     if slow is not None and not s.allow_slow:
         raise slow

@@ -15,12 +15,8 @@ from parallel.sequence.order import Order
 def check_sequence(run: Run) -> None:
     """Refuse positions, heads and routing groups that the ranks of sp cannot share out. Raises BadInput."""
     sp, sequence = run.degrees.sp, run.sequence
-    if sp < 1:
-        raise BadInput("degrees.sp", got=sp, needed="a whole number of at least 1", fix=Set("degrees.sp", 1))
     if sp == 1:
         return
-    if run.sharding.named.threads:
-        raise clash(run, "sharding.kind", "degrees.sp", "ddp", needed="ddp, fsdp or zero: dp is one process")
     _check_idle(run)
     heads = sequence.heads_of(sp)
     if sp % heads:

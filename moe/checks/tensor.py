@@ -15,8 +15,6 @@ from parallel.mesh.mesh import divisors
 def check_tensor(run: Run) -> None:
     """Refuse sizes that the ranks of tp cannot share out, and methods that need whole matrices. Raises BadInput."""
     tp, kind, m = run.degrees.tp, run.tensor.kind, run.model
-    if tp < 1:
-        raise BadInput("degrees.tp", got=tp, needed="a whole number of at least 1", fix=Set("degrees.tp", 1))
     if run.tensor.sequence_parallel:
         _check_sequence_parallel(run)
     if run.tensor.overlap_chunks > 1:
@@ -39,8 +37,6 @@ def check_tensor(run: Run) -> None:
     if kind in GRIDS and (m.qkv_bias or m.out_bias):
         got, needed = f"{kind} with model.{'qkv_bias' if m.qkv_bias else 'out_bias'}", f"{' or '.join(LINES)}: no grid cuts biases"
         raise BadInput("tensor.kind", got=got, needed=needed, fix=Set("tensor.kind", "1d"))
-    if run.sharding.named.threads:
-        raise clash(run, "sharding.kind", "degrees.tp", "ddp", needed="ddp, fsdp or zero: dp is one process")
     _check_sequences(run)
 
 

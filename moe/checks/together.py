@@ -19,6 +19,7 @@ from moe.experts.dispatch.catalog import check_dispatch
 from moe.kernels.products import PRODUCTS
 from moe.plan.pipeline import continuous
 from moe.recipe.idle import check_settings
+from moe.recipe.keys import value_of
 from moe.recipe.plugin import check_there
 from moe.recipe.sections import Data, Run
 from moe.router.checks import check_read, check_slots, check_spec
@@ -45,6 +46,12 @@ def check_together(run: Run) -> None:
     """Refuse a resolved run that cannot work. Raises BadInput for the first reason found."""
     for key, value in run.plugins().items():
         check_there(key, value)
+    for key in ("degrees.pp", "degrees.tp", "degrees.sp"):
+        if (degree := value_of(run, key)) < 1:
+            raise BadInput(key, got=degree, needed="a whole number of at least 1", fix=Set(key, 1))
+        if degree > 1 and run.sharding.named.threads:
+            needed = f"ddp, {'or zero of stage 1' if key == 'degrees.pp' else 'fsdp or zero'}: dp is one process"
+            raise clash(run, "sharding.kind", key, "ddp", needed=needed)
     check_model(run)
     check_encoder_decoder(run)
     check_settings(run)

@@ -10,6 +10,7 @@ from itertools import combinations
 from typing import Literal
 
 from moe.checks.verdict import verdict
+from moe.cli.run import write_rows
 from moe.cli.verbs import Combinations
 from moe.launch import exit_codes
 from moe.verify.hybrid import FACTORS, Idle, case_of, completed
@@ -94,10 +95,7 @@ def main(flags: Combinations, _: dict[str, str]) -> int:
         print(text, end="")
     else:
         write_text(flags.out, text, what="--out")
-    if flags.json is not None:
-        from moe.records.results import write_json
-
-        write_json(flags.json, verb="combinations", rows=_rows(table))
+    write_rows(flags.json, "combinations", _rows(table))
     return exit_codes.DONE
 
 

@@ -19,6 +19,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from moe.cli.run import write_rows
 from moe.cli.verbs import Doctor
 from moe.launch import exit_codes
 from moe.launch.environment import free_port
@@ -30,20 +31,10 @@ from parallel.store.files import user_path
 if TYPE_CHECKING:
     from parallel.watch.flight_recorder import Diagnosis
 
-# package -> (oldest supported version, whether training needs it)
-PACKAGES = {
-    "torch": ("2.10", True),
-    "deepspeed": ("0.18", True),
-    "pydantic": ("2", True),
-    "safetensors": ("0", True),
-    "numpy": ("1", True),
-    "rich": ("0", True),
-    "matplotlib": ("0", True),
-    "tensorboard": ("0", True),
-    "tokenizers": ("0", False),
-    "transformers": ("0", False),
-    "triton": ("0", False),
-}
+# oldest supported versions of the packages that training needs
+NEEDED = {"torch": "2.10", "deepspeed": "0.18", "pydantic": "2", "safetensors": "0", "numpy": "1"}
+NEEDED |= {"rich": "0", "matplotlib": "0", "tensorboard": "0"}
+OPTIONAL = ("tokenizers", "transformers", "triton")
 LITTLE_DISK_BYTES = 2e9
 EXCHANGE_TIMEOUT_S = 60.0
 
@@ -74,10 +65,7 @@ def main(flags: Doctor, _: dict[str, str]) -> int:
         except Exception as error:  # a broken installation must not hide the other checks
             rows.append(Row(check.__name__.strip("_"), f"{type(error).__name__}: {error}".splitlines()[0], "FAIL", "see the message"))
     _print(rows)
-    if flags.json is not None:
-        from moe.records.results import write_json
-
-        write_json(flags.json, verb="doctor", rows=[asdict(row) | {"passed": row.state != "FAIL"} for row in rows])
+    write_rows(flags.json, "doctor", [asdict(row) | {"passed": row.state != "FAIL"} for row in rows])
     return exit_codes.of(all(row.state != "FAIL" for row in rows))
 
 
@@ -103,11 +91,12 @@ def _python() -> list[Row]:
 
 def _packages() -> list[Row]:
     rows = []
-    for package, (oldest, needed) in PACKAGES.items():
+    for package, oldest in (NEEDED | dict.fromkeys(OPTIONAL, "0")).items():
         try:
             version = metadata.version(package)
         except metadata.PackageNotFoundError:
-            rows.append(Row(package, "not installed", "FAIL" if needed else "note", f"pip install {package}" if needed else "optional"))
+            fix = "optional" if package in OPTIONAL else f"pip install {package}"
+            rows.append(Row(package, "not installed", "note" if package in OPTIONAL else "FAIL", fix))
             continue
         rows.append(Row.of(package, version, _numbers(version) >= _numbers(oldest), "FAIL", f"pip install '{package}>={oldest}'"))
     return rows
@@ -118,7 +107,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _deepspeed() -> list[Row]:
-    """Import DeepSpeed in a separate process: a missing compiler or CUDA toolkit shows up at its import."""
+    """Check that DeepSpeed can be imported, in a separate process: without a compiler or CUDA toolkit the import may fail."""
     command = [sys.executable, "-c", "import deepspeed; print(deepspeed.accelerator.get_accelerator()._name)"]
     started = time.perf_counter()
     got = subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -240,7 +229,6 @@ def _nvme() -> list[Row]:
 
 def _trace(folder: Path, json: Path | None) -> int:
     """Print a line with the ranks that a hung run waited for, then a row for each waiting rank. json: also write the rows to a file."""
-    from moe.records.results import write_json
     from parallel.watch.flight_recorder import diagnose, read_folder
 
     traces = read_folder(user_path(folder, what="--trace"))
@@ -253,9 +241,8 @@ def _trace(folder: Path, json: Path | None) -> int:
         print(f"{'rank':>5}  {'waits at':<44} {'over':<40} for")
     for row in rows:
         print(f"{row['rank']:>5}  {row['collective'][:44]:<44} {row['group'][:40]:<40} {row['waits_for']}")
-    if json is not None:
-        about = {"culprits": list(found.culprits), "line": line, "traces": len(traces), "silent": list(found.silent)}
-        write_json(json, verb="doctor", rows=[row | {"passed": True} for row in rows], **about)
+    about = {"culprits": list(found.culprits), "line": line, "traces": len(traces), "silent": list(found.silent)}
+    write_rows(json, "doctor", [row | {"passed": True} for row in rows], **about)
     return exit_codes.DONE
 
 

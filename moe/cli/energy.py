@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from moe.cli.run import write_rows
 from moe.cli.simulate_text import duration
 from moe.cli.simulate_times import Costs, check_size, needs_recipe, of_recipe, refuse_with_file, times_of
 from moe.cli.verbs import Energy
@@ -61,10 +62,7 @@ def main(flags: Energy, overrides: dict[str, str]) -> int:
     _print(row, plan)
     if flags.out is not None:
         _write(plan, flags.out)
-    if flags.json is not None:
-        from moe.records.results import write_json
-
-        write_json(flags.json, verb="energy", rows=[row])
+    write_rows(flags.json, "energy", [row])
     if flags.apply:
         _apply(plan, flags.steps or 1)
     return exit_codes.DONE

@@ -18,6 +18,7 @@ import yaml
 
 from moe.checks.together import check_run
 from moe.cli import verbs
+from moe.cli.run import write_rows
 from moe.launch import exit_codes
 from moe.plan.choose.choose import Ranked, Ranking, described
 from moe.plan.choose.legal import advice
@@ -73,7 +74,10 @@ def main(flags: verbs.Plan, overrides: dict[str, str]) -> int:
     if flags.pictures is not None:
         print(f"wrote {' and '.join(map(str, _draw(made, flags.pictures)))}")
     if flags.json is not None:
-        _write(flags.json, flags.recipe, flags.cluster, made, seconds)
+        found, rows = made.found, [_row(made, one) for one in made.found.ranked]
+        refused = [{"reason": each.reason, "count": each.count, "example": described(each.example)} for each in found.refused]
+        about = {"recipe": flags.recipe, "cluster": flags.cluster, "tried": found.tried, "fitting": found.fitting}
+        write_rows(flags.json, "plan", [], chosen=rows[0], ranked=rows, refused=refused, **about, seconds_to_plan=seconds)
     return exit_codes.DONE
 
 
@@ -220,15 +224,6 @@ def _recipe(name: str, run: Run, made: Planned, cluster: str) -> str:
             put(tree, key, value)
     head = f"# {name} as moe plan --cluster {cluster} chose it: {best.seconds:.4g} s a step and {gib(best.held_bytes)} GiB predicted"
     return f"{head}\n{yaml.safe_dump(tree, sort_keys=False)}"
-
-
-def _write(path: Path, recipe: str, cluster: str, made: Planned, seconds: float) -> None:
-    from moe.records.results import write_json
-
-    ranked = [_row(made, one) for one in made.found.ranked]
-    refused = [{"reason": one.reason, "count": one.count, "example": described(one.example)} for one in made.found.refused]
-    about = {"recipe": recipe, "cluster": cluster, "tried": made.found.tried, "fitting": made.found.fitting, "seconds_to_plan": seconds}
-    write_json(path, verb="plan", rows=[], chosen=ranked[0], ranked=ranked, refused=refused, **about)
 
 
 def _row(made: Planned, one: Ranked) -> dict[str, Any]:

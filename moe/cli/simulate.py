@@ -16,6 +16,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+from moe.cli.run import write_rows
 from moe.cli.simulate_text import print_all, print_one, summary_line
 from moe.cli.simulate_times import (
     MOST_ACTIONS,
@@ -41,10 +42,10 @@ from parallel.pipeline.simulator.timeline import text, write_trace
 from parallel.store.files import write_text
 
 KINDS = {".png": "a picture", ".csv": "the actions", ".txt": "the rows as text", ".json": "a trace"}
-OPTIONS = ("vertical_sync", "pipelines")  # flags that only one schedule has
+OPTIONS = ("vertical_sync", "pipelines")  # flags of one schedule each
 RANKS, MICROBATCHES = 4, 8
 SEARCH = "search"  # the name that stands for a searched order
-SEARCHED = 16  # a search takes about as long as simulating this number of orders
+SEARCHED = 16  # a search takes as long as about 16 simulations, so its pipeline may have that much fewer passes
 UNIT = "1 = forward pass of one micro-batch through a rank's layers, unless times were given"
 TIMES = ("forward_time", "backward_time", "weight_share", "transfer_time", "overlap", "tflops", "link_gb_s")
 
@@ -87,7 +88,8 @@ def main(flags: Simulate, overrides: dict[str, str]) -> int:
     if out is not None:
         _write(timeline, out, title=summary_line(row), seconds=recipe is not None)
         print(f"{KINDS[out.suffix]}: {out}")
-    return _finish([row], [], flags.json)
+    write_rows(flags.json, "simulate", [row], refused=[])
+    return exit_codes.DONE
 
 
 def simulated(name: str, *, stages: int, microbatches: int, **times: Any) -> tuple[dict[str, Any], Timeline]:
@@ -173,7 +175,8 @@ def _all(size: dict[str, Any], costs: Costs, json: Path | None) -> int:
     if of_flags and not rows:  # no schedule accepts a flag, so the command is refused
         raise of_flags[0]
     print_all(rows, refused)
-    return _finish(rows, refused, json)
+    write_rows(json, "simulate", rows, refused=refused)
+    return exit_codes.DONE
 
 
 def _write(timeline: Timeline, out: Path, *, title: str, seconds: bool) -> None:
@@ -187,11 +190,3 @@ def _write(timeline: Timeline, out: Path, *, title: str, seconds: bool) -> None:
         write_trace(timeline, out, microseconds=1e6 if seconds else 1000)
     else:
         write_text(out, text(timeline) + "\n", what="--out")
-
-
-def _finish(rows: list[dict[str, Any]], refused: list[dict[str, str]], json: Path | None) -> int:
-    if json is not None:
-        from moe.records.results import write_json
-
-        write_json(json, verb="simulate", rows=rows, refused=refused)
-    return exit_codes.DONE

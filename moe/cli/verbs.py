@@ -6,6 +6,7 @@ A field made by `_word` is a word after the verb, one made by `_word_or_none` an
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -308,21 +309,7 @@ class Doctor:
     json: Path | None = _flag("also write the table as JSON")
 
 
+_KINDS = (Train, Verify, Generate, Eval, Report, Bench, Plan, Simulate, Energy, Convert, HashTable, Show, Combinations, Rehearse, Recipes)
 VERBS: dict[str, type] = {
-    "train": Train,
-    "verify": Verify,
-    "generate": Generate,
-    "eval": Eval,
-    "report": Report,
-    "bench": Bench,
-    "plan": Plan,
-    "simulate": Simulate,
-    "energy": Energy,
-    "convert": Convert,
-    "hash-table": HashTable,
-    "show": Show,
-    "combinations": Combinations,
-    "rehearse": Rehearse,
-    "recipes": Recipes,
-    "doctor": Doctor,
-}
+    re.sub("(?<=[a-z])(?=[A-Z])", "-", kind.__name__).lower(): kind for kind in (*_KINDS, Doctor)
+}  # "hash-table", ...

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from moe.checks.together import check_run
 from moe.recipe.sections import Run
 from moe.router.slots.groups import needs_group
-from parallel.errors import BadInput
+from parallel.errors import BadInput, counted
 from parallel.mesh.mesh import divisors
 
 ORIGIN = "--elastic"  # the origin, in recipe.yaml, of the values changed here
@@ -74,8 +74,7 @@ def check_smaller(run: Run, *, below: int, least: int) -> list[int]:
     works = smaller(run, below=below, least=1)
     needed = f"at most {works[0]}, as {listed(works)} can train it" if works else "a smaller number that can train it, and there is none"
     fix = f"--elastic {works[0]}" if works else "leave --elastic out"
-    got = f"{least} of {below} process{'es' if below > 1 else ''}"
-    raise BadInput("--elastic", got=got, needed=f"{needed}: {_why(run)}", fix=fix)
+    raise BadInput("--elastic", got=f"{least} of {counted(below, 'process')}", needed=f"{needed}: {_why(run)}", fix=fix)
 
 
 def layout(run: Run) -> str:
@@ -83,7 +82,7 @@ def layout(run: Run) -> str:
     d, m = run.degrees, run.pipeline.microbatches
     ep = f" ep {d.ep}" if run.model.layers_with_experts() else ""
     held = run.train.global_batch // (int(d.dp) * m)
-    return f"dp {d.dp}{ep}, {m} micro-batch{'es' if m > 1 else ''} of {held} sequence{'s' if held > 1 else ''}"
+    return f"dp {d.dp}{ep}, {counted(m, 'micro-batch')} of {counted(held, 'sequence')}"
 
 
 def _fitted(run: Run, world: int) -> Run | None:

@@ -22,7 +22,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from moe.checks.advice import check_for_user
 from moe.checks.sharding import check_installed
@@ -279,21 +279,9 @@ def _train(run: Run, origins: dict[str, str], name: str, out: Path, given: Argum
 
         process.share_cores(world)
         process.start(world, timeout_s=run.train.timeout_s, end=_before_watchdog_ends(place, world.rank))
-        train(
-            run,
-            name=name,
-            out=out,
-            origins=origins,
-            fresh=given.fresh,
-            from_step=given.from_step,
-            allow_changes=given.allow_changes,
-            world=world,
-            cluster=given.cluster,
-            init_from=given.init_from,
-            force=given.force,
-            restart=Restart.of(os.environ),
-            profile=given.profile,
-        )
+        same = ("fresh", "from_step", "allow_changes", "cluster", "init_from", "force", "profile")
+        flags: dict[str, Any] = {name: getattr(given, name) for name in same}
+        train(run, name=name, out=out, origins=origins, world=world, restart=Restart.of(os.environ), **flags)
 
     return _carried_out(work)
 

@@ -27,6 +27,7 @@ from typing import Any
 from moe.launch import status
 from moe.launch.exit_codes import FAILED, STOPPED
 from moe.records.redone import Restart
+from parallel.errors import counted
 from parallel.store.files import step_of
 
 _LONGEST_S = 60.0
@@ -113,8 +114,7 @@ class Restarts:
             reason = f"the same error came again before a new checkpoint: {said[0]}"
             fewer, self._left_for = said != self._left_for, said
         elif not saved and self._in_a_row >= self._limit:
-            times = f"{self._limit} restart{'s' if self._limit > 1 else ''} in a row"
-            reason = f"{times} (--restarts {self._limit}) brought no new checkpoint"
+            reason = f"{counted(self._limit, 'restart')} in a row (--restarts {self._limit}) brought no new checkpoint"
             fewer = True
         self.gone = None
         if fewer and self._smaller:
@@ -129,7 +129,7 @@ class Restarts:
         where = "its beginning" if newest is None or self.fresh() else newest[0]
         after = f" in {self._wait_s:g} s" if self._wait_s else ""
         row = f", {self._in_a_row} of {self._limit} in a row without a new checkpoint" if not saved and self._in_a_row else ""
-        on = "" if self.processes is None else f" on {self.processes} process{'es' if self.processes > 1 else ''}"
+        on = "" if self.processes is None else f" on {counted(self.processes, 'process')}"
         _say(f"restart {self._count}{row}: the run continues from {where}{on}{after}")
         return None
 

@@ -132,20 +132,7 @@ def _lived(launch: Launch, token: str, folder: Path) -> End:
         if not hosts.check(folder, no_more=lambda: bool(caught)):
             return _end(launch, [], DONE, how="early")
         env[STDIN] = "1"
-    visible = devices(launch.environment, nproc or 1) if launch.launcher == "deepspeed" and here else None
-    if visible:
-        del env["CUDA_VISIBLE_DEVICES"]  # DeepSpeed's launcher sets it again, from the GPUs in its arguments
-    port = port_from(launch.environment, local=here)
-    ranks: list[Rank] = []
-    process: subprocess.Popen[bytes] | Forked
-    if (forked := _from_ready(launch, env, visible, port)) is not None:
-        process, ranks = forked, forked.ranks
-    else:
-        command = _command(launch.launcher, nproc, launch.hostfile, visible, port=port, module=launch.module, words_of_ranks=folder)
-        print(f"waiting for {launch.launcher} to start {_processes(world)}: it loads torch first, and so does each of them", flush=True)
-        # remote ranks notice the death of this process by the end of this pipe, to which nothing is written
-        stdin = subprocess.DEVNULL if here else subprocess.PIPE
-        process = subprocess.Popen(command + launch.words, env=env, stdin=stdin, start_new_session=True)
+    process, ranks = _started(launch, env, folder)
     left: set[int] = set()  # ranks that run when this process kills all
     also: list[str] = []
     try:
@@ -172,17 +159,25 @@ def _lived(launch: Launch, token: str, folder: Path) -> End:
     return _end(launch, ranks, code, how=how, ended_here=left, also=also, uncertain=uncertain)
 
 
-def _from_ready(launch: Launch, environment: Mapping[str, str], visible: str | None, port: int) -> Forked | None:
-    """Fork the ranks of this attempt from the warm process. Returns None if there is none, or if the launcher must start them.
-
-    visible: value of CUDA_VISIBLE_DEVICES, or None. port: for the ranks' meeting.
-    """
-    if launch.ready is None:
-        return None
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}", "WORLD_SIZE": f"{launch.world}", "LOCAL_WORLD_SIZE": f"{launch.world}"}
-    devices = {"CUDA_VISIBLE_DEVICES": visible} if visible else {}
-    told = {**environment, **place, **devices}
-    return launch.ready.begin(launch.words, told, launch.world, no_more=lambda: bool(launch.caught))
+def _started(launch: Launch, env: dict[str, str], folder: Path) -> tuple[subprocess.Popen[bytes] | Forked, list[Rank]]:
+    """Start the ranks as forks of the warm process, or else by the launcher. Returns (the process to wait for, the ranks known by then)."""
+    world, nproc, here = launch.world, launch.nproc, launch.hostfile is None
+    visible = devices(launch.environment, nproc or 1) if launch.launcher == "deepspeed" and here else None
+    if visible:
+        del env["CUDA_VISIBLE_DEVICES"]  # DeepSpeed's launcher sets it again, from the GPUs in its arguments
+    port = port_from(launch.environment, local=here)
+    if launch.ready is not None:
+        own = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}", "WORLD_SIZE": f"{world}", "LOCAL_WORLD_SIZE": f"{world}"}
+        own |= {"CUDA_VISIBLE_DEVICES": visible} if visible else {}
+        forked = launch.ready.begin(launch.words, env | own, world, no_more=lambda: bool(launch.caught))
+        if forked is not None:
+            return forked, forked.ranks
+    command = _command(launch.launcher, nproc, launch.hostfile, visible, port=port, module=launch.module, words_of_ranks=folder)
+    processes = counted(world, "process")
+    print(f"waiting for {launch.launcher} to start {processes}: it loads torch first, and so does each of them", flush=True)
+    # remote ranks notice the death of this process by the end of this pipe, to which nothing is written
+    stdin = subprocess.DEVNULL if here else subprocess.PIPE
+    return subprocess.Popen(command + launch.words, env=env, stdin=stdin, start_new_session=True), []
 
 
 def _end(
@@ -271,7 +266,7 @@ def _watch(
             _add(ranks, find_ranks(process.pid))
             looked = now
             if len(ranks) == world:
-                print(f"{_processes(world)} started after {now - began:.0f} s: waiting for the first to speak", flush=True)
+                print(f"{counted(world, 'process')} started after {now - began:.0f} s: waiting for the first to speak", flush=True)
         if asked_first:
             passed_at = now
             if not _pass_on(launch, ranks, folder, hosts):
@@ -328,10 +323,6 @@ def _leave_s(word: Mapping[str, Any], code: int | None = None) -> float:
 def _asked_again(caught: Sequence[tuple[int, float]]) -> bool:
     """Return whether a second signal has come, after which all ranks are killed."""
     return any(at - caught[0][1] > _SAME_SIGNAL_S for _, at in caught)
-
-
-def _processes(world: int) -> str:
-    return f"{world} process{'es' if world > 1 else ''}"
 
 
 def _add(ranks: list[Rank], found: list[Rank]) -> None:

@@ -19,10 +19,11 @@ _LIKELY: dict[int, str] = {
     signal.SIGBUS: " (a mapped file was cut, such as train.bin of the data or of the token cache, or its disk failed, or /dev/shm is full)",
 }
 Watched = Literal["ended", "killed", "early"]
+Statuses = Mapping[int, Mapping[str, Any]]  # by rank, as moe/launch/status.py writes and reads them
 
 
 def verdict(
-    left: Mapping[int, Mapping[str, Any]],
+    left: Statuses,
     ranks: list[Rank],
     world: int,
     launcher_code: int,
@@ -94,7 +95,7 @@ def _was_bad_input(left: Mapping[str, Any] | None, seen: Rank | None, launcher_c
     return seen is not None and (launcher_code if seen.code is None else seen.code) == BAD_INPUT
 
 
-def first_to_fail(left: Mapping[int, Mapping[str, Any]], ranks: list[Rank], *, ended_here: Collection[int]) -> int | None:
+def first_to_fail(left: Statuses, ranks: list[Rank], *, ended_here: Collection[int]) -> int | None:
     """Return the rank that failed first by itself. If none did, return the killed rank that reported nothing, for which the others waited.
 
     None if both are unknown.
@@ -106,32 +107,23 @@ def first_to_fail(left: Mapping[int, Mapping[str, Any]], ranks: list[Rank], *, e
     return None if found is None else found.rank
 
 
-def _too_early(
-    left: Mapping[int, Mapping[str, Any]], ranks: list[Rank], world: int, launcher_code: int, asked: int | None, how: Watched
-) -> bool:
+def _too_early(left: Statuses, ranks: list[Rank], world: int, launcher_code: int, asked: int | None, how: Watched) -> bool:
     """Return whether a signal ended the run before its first step: some ranks by the signal, the others only because these were missing."""
-    early = {rank for rank in range(world) if _came_too_early(left.get(rank), rank, ranks, launcher_code, asked, how)}
+    seen = {rank.rank: rank for rank in ranks}
+
+    def by_signal(rank: int) -> bool:
+        if rank in left:
+            return left[rank].get("error") == status.TOO_EARLY or (asked is not None and left[rank].get("exit") == -asked)
+        if asked is None or how == "early" or rank not in seen:
+            return asked is not None and how == "early"
+        if not seen[
+            rank
+        ].pid:  # on another machine, whose launcher returns the code of its first rank; pdsh returns the largest code of all
+            return how == "ended" and launcher_code == 256 - asked
+        return seen[rank].code in (-asked, STOPPED)
+
+    early = set(filter(by_signal, range(world)))
     return bool(early) and all(left.get(rank, {}).get("of_all") for rank in range(world) if rank not in early)
-
-
-def _came_too_early(
-    left: Mapping[str, Any] | None, rank: int, ranks: list[Rank], launcher_code: int, asked: int | None, how: Watched
-) -> bool:
-    """Return whether a rank ended by the signal before training: by its status file, because it had not started, or by its exit code."""
-    if left is not None and left.get("error") == status.TOO_EARLY:
-        return True
-    if asked is None:
-        return False
-    if left is not None:
-        return left.get("exit") == -asked
-    if how == "early":
-        return True
-    seen = next((r for r in ranks if r.rank == rank), None)
-    if seen is None:
-        return False
-    if not seen.pid:  # on another machine, whose launcher returns the code of its first rank; pdsh returns the largest code of all machines
-        return how == "ended" and launcher_code == 256 - asked
-    return seen.code in (-asked, STOPPED)
 
 
 def in_words(code: int | None) -> str:

@@ -6,7 +6,7 @@ Here: what several of these functions call.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,14 @@ def call(module: str, *words: Any, **flags: Any) -> int:
     """Call module.main(*words, **flags) with paths in `flags` as text, and return its exit code. None counts as 0."""
     texts = {name: str(value) if isinstance(value, Path) else value for name, value in flags.items()}
     return int(importlib.import_module(module).main(*words, **texts) or 0)
+
+
+def write_rows(path: Path | None, verb: str, rows: Sequence[dict[str, Any]], **more: Any) -> None:
+    """Write the rows, and `more` values by name, as JSON to the file of --json, if this flag was given. Raises BadInput if it cannot."""
+    if path is not None:
+        from moe.records.results import write_json
+
+        write_json(path, verb=verb, rows=rows, **more)
 
 
 def refuse_any(flags: Any, names: Iterable[str], *, got: str, needed: str) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 import importlib
 from typing import TYPE_CHECKING
 
-from moe.cli.run import call, refuse_any
+from moe.cli.run import call, refuse_any, write_rows
 from moe.cli.verbs import Plan, Recipes, Show
 from moe.launch import exit_codes
 from parallel.errors import BadInput
@@ -37,12 +37,9 @@ def show(flags: Show, overrides: dict[str, str]) -> int:
     counted = size(run.model, run.experts, run.router, vocab_size=run.vocab_size)
     print(f"# {count(counted.total)} parameters, {count(counted.active)} active for a token")
     print(resolved_yaml(run, origins), end="")
-    if flags.json is not None:
-        from moe.records.results import write_json
-
-        rows = [{"key": key, "value": value, "origin": origins[key]} for key, value in flat(run).items()]
-        sizes = {"parameters_total": counted.total, "parameters_active": counted.active}
-        write_json(flags.json, verb="show", rows=rows, recipe=flags.recipe, **sizes)
+    rows = [{"key": key, "value": value, "origin": origins[key]} for key, value in flat(run).items()]
+    sizes = {"parameters_total": counted.total, "parameters_active": counted.active}
+    write_rows(flags.json, "show", rows, recipe=flags.recipe, **sizes)
     return exit_codes.DONE
 
 

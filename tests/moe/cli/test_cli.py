@@ -384,6 +384,15 @@ def test_a_flag_that_a_measurement_does_not_take_is_refused_by_name(
     assert "How it is timed." in said and re.search(r"\n  --steps  .*\(default: 3\)\n  --json   [^(]*\n$", said) and "--seeds" not in said
 
 
+def test_a_measurement_that_moved_to_a_checkout_is_there() -> None:
+    """The fix for its former name is a command of the tests, so that its name must be that of a module or folder there."""
+    for module, names in bench.MOVED.items():
+        for name in names.split():
+            place = RECIPES.parent / module.replace(".", "/") / name.replace("-", "_")
+            assert place.with_suffix(".py").exists() or place.is_dir(), f"{module} {name}"
+            assert name not in bench.bench_names()
+
+
 def test_a_run_folder_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs/switch_tiny/checkpoints").mkdir(parents=True)
@@ -432,7 +441,8 @@ def test_doctor_tries_what_training_needs(tmp_path: Path) -> None:
 def test_doctor_fails_where_something_needed_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for check in ("_deepspeed", "_exchange", "_speed"):  # slow, and tried above
         monkeypatch.setattr(doctor, check, lambda: [])
-    monkeypatch.setattr(doctor, "PACKAGES", {"torch": ("999", True), "no-such-package": ("1", True), "nor-this": ("1", False)})
+    monkeypatch.setattr(doctor, "NEEDED", {"torch": "999", "no-such-package": "1"})
+    monkeypatch.setattr(doctor, "OPTIONAL", ("nor-this",))
     assert doctor.main(verbs.Doctor(), {}) == 1
     said = capsys.readouterr().out
     assert "pip install 'torch>=999'" in said and "pip install no-such-package" in said and "2 of" in said
