@@ -36,14 +36,10 @@ class Train:
 
     recipe: str = _word("a name (see: moe recipes) or a YAML file")
     nproc: int | None = _flag("number of processes on this machine, 1 by default; with --hostfile: on each host, by default its slots")
-    launcher: Literal["deepspeed", "torchrun"] | None = _flag(
-        "program that starts the processes, deepspeed by default; one process needs none"
-    )
+    launcher: Literal["deepspeed", "torchrun"] | None = _flag("program that starts processes, deepspeed by default; one process needs none")
     out: Path | None = _flag("run folder; runs/RECIPE by default")
     fresh: bool = _flag("set earlier checkpoints aside and start over", False)
-    from_step: int | None = _flag(
-        "resume from the checkpoint of this step instead of the newest; later checkpoints are set aside, not deleted"
-    )
+    from_step: int | None = _flag("resume from the checkpoint of this step instead of the newest; later ones are set aside, not deleted")
     allow_change: tuple[str, ...] = _flag(
         "a recipe key, such as model.num_heads, that may differ from the checkpoint's although it changes results; repeatable", ()
     )
@@ -52,13 +48,9 @@ class Train:
     restarts: int | None = _flag(
         "if ranks die, restart from the newest checkpoint; gives up after N restarts in a row without a new checkpoint; 0 by default"
     )
-    elastic: int | None = _flag(
-        "with --restarts: if restarts do not help, continue with fewer processes, at least N, at the same global batch"
-    )
+    elastic: int | None = _flag("with --restarts: if they do not help, continue with fewer processes, at least N, at the same global batch")
     dry_run: bool = _flag("print the predicted memory, FLOPs and seconds a step; start nothing and write nothing", False)
-    cluster: str | None = _flag(
-        "cluster for which memory and time are predicted, as in moe plan; with --dry_run the run uses all its devices"
-    )
+    cluster: str | None = _flag("cluster for which memory and time are predicted, as in moe plan; a --dry_run uses all its devices")
     force: bool = _flag("start even if the prediction says that memory is too small", False)
     profile: bool = _flag("record three steps: a trace for ui.perfetto.dev, and a table of the time by operation", False)
     debug_collectives: bool = _flag("before each collective, compare its arguments over the ranks: an error instead of a hang", False)
@@ -146,9 +138,7 @@ class Plan:
     """Choose how to train a recipe on a cluster by predicted memory and time, and say why other plans were not chosen. Needs no device."""
 
     recipe: str | None = _word_or_none("a name (see: moe recipes) or a YAML file; required without --calibrate")
-    calibrate: bool = _flag(
-        "measure this machine instead, and write the result as a cluster file: --out F.yaml, or the user's machine.yaml", False
-    )
+    calibrate: bool = _flag("measure this machine instead, and write a cluster file: --out F.yaml, or the user's machine.yaml", False)
     nproc: int | None = _flag("with --calibrate: measure collectives of up to N processes, by default the number of cores")
     cluster: str | None = _flag("a shipped cluster, such as h100-8, or h100-8x4 for 4 nodes, or a YAML file; required")
     top: int = _flag("number of plans to print", 10)
@@ -158,9 +148,7 @@ class Plan:
         "enumerate: try all plans; others: search on the graph of the recipe's operators, as in the paper of that name", "enumerate"
     )
     explain: bool = _flag("first print the rules that lead to a strategy, with this recipe's numbers", False)
-    order: Path | None = _flag(
-        "also search an order of pipeline actions for the best plan; written to this *.csv if it is faster than its schedule"
-    )
+    order: Path | None = _flag("also search an order of pipeline actions for the best plan; written to this *.csv if it is faster")
     out: Path | None = _flag("also write the best plan as a recipe, *.yaml")
     pictures: Path | None = _flag("also draw the best plan into this folder: the pipeline's timeline, and the memory of each rank")
     json: Path | None = _flag("also write the chosen, ranked and refused plans as JSON")
@@ -176,25 +164,19 @@ class Simulate:
     microbatches: int | None = _flag("number of micro-batches in a batch; 8 by default, or the recipe's")
     chunks: int | None = _flag("stages on each rank, if the schedule allows a choice; 2 by default")
     batches: int | None = _flag("number of batches in a row; 1 by default, 2 for two_bw")
-    vertical_sync: Literal["on", "off"] | None = _flag(
-        "for pipedream: every stage uses the weight version of the first stage; off by default"
-    )
+    vertical_sync: Literal["on", "off"] | None = _flag("for pipedream: every stage uses the first stage's weight version; off by default")
     pipelines: int | None = _flag("for chimera: number of pipelines, half down and half up; 2 by default")
     placement: Literal["line", "loop", "v"] | None = _flag(
         "for search: one stage a rank (line, the default), as interleaved places them (loop, with --chunks), or as zb_v (v)"
     )
-    memory: float | None = _flag(
-        "for search: most activations that a rank may keep, in micro-batches of all its layers; no limit by default"
-    )
+    memory: float | None = _flag("for search: most activations that a rank keeps, in micro-batches of all its layers; no limit by default")
     tflops: float | None = _flag("with --recipe: TFLOP/s of a rank; 140 by default, an A100 in 16 bits")
     link_gb_s: float | None = _flag("with --recipe: GB/s between two ranks, each way; 25 by default (200 Gbit/s)")
     forward_time: str | None = _flag(
-        "forward time of one micro-batch through all layers of a rank, 1 by default; or one for each stage, comma-separated"
+        "forward time of a micro-batch through a rank's layers, 1 by default; or one for each stage, comma-separated"
     )
     backward_time: str | None = _flag("backward time, likewise; 2 by default")
-    weight_share: float | None = _flag(
-        "share of the backward time for weight gradients, if the schedule splits the backward pass; 0.5 by default"
-    )
+    weight_share: float | None = _flag("share of the backward time for weight gradients, if the schedule splits it; 0.5 by default")
     transfer_time: float | None = _flag("time of a message from a rank to the next; 0 by default")
     overlap: Literal["on", "off"] | None = _flag("whether ranks compute while they send; on by default")
     out: Path | None = _flag("also write .png, .csv (the actions), .txt, or .json (a trace for chrome://tracing or Perfetto)")

@@ -14,10 +14,6 @@ from moe.recipe.overrides import take_overrides
 from parallel.errors import BadInput
 from parallel.store.files import user_path
 
-USAGE = (
-    "RECIPE [--section.key VALUE ...] [--out DIR] [--fresh] [--from-step STEP] [--allow-change KEY ...] [--init-from RUN] "
-    "[--cluster NAME] [--force] [--profile] [--debug-collectives] [--elastic MIN]"
-)
 # flags with a value: (the kind of value that an error message asks for, an example)
 _VALUES = {
     "--out": ("a folder", "--out runs/NAME"),
@@ -29,6 +25,10 @@ _VALUES = {
 }
 # flags without a value
 _ALONE = ("--fresh", "--force", "--profile", "--debug-collectives")
+USAGE = (
+    "RECIPE [--section.key VALUE ...] [--out DIR] [--fresh] [--from-step STEP] [--allow-change KEY ...] [--init-from RUN] "
+    "[--cluster NAME] [--force] [--profile] [--debug-collectives] [--elastic MIN]"
+)
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,9 @@ Here: what several of these functions call.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,11 @@ def write_rows(path: Path | None, verb: str, rows: Sequence[dict[str, Any]], **m
         write_json(path, verb=verb, rows=rows, **more)
 
 
-def refuse_any(flags: Any, names: Iterable[str], *, got: str, needed: str) -> None:
-    """Raise BadInput for the first of these flags of a verb's dataclass whose value is not its default."""
-    for name in names:
-        if getattr(flags, name) != type(flags).__dataclass_fields__[name].default:
-            shown = f"--{name}" if name != "recipe" else "RECIPE"
+def refuse_others(flags: Any, allowed: Collection[str], *, got: str, needed: str) -> None:
+    """Raise BadInput for the first field of a verb's dataclass that was given (is not its default), except the `allowed` ones."""
+    for field in dataclasses.fields(flags):
+        if field.name not in allowed and getattr(flags, field.name) != field.default:
+            shown = "RECIPE" if field.name == "recipe" else f"--{field.name}"
             raise BadInput(shown, got=got, needed=needed, fix=f"remove {shown}")
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 from typing import TYPE_CHECKING
 
-from moe.cli.run import call, refuse_any, write_rows
+from moe.cli.run import call, refuse_others, write_rows
 from moe.cli.verbs import Plan, Recipes, Show
 from moe.launch import exit_codes
 from parallel.errors import BadInput
@@ -23,7 +22,7 @@ def show(flags: Show, overrides: dict[str, str]) -> int:
     from moe.records.summary import count
 
     if flags.keys is not None:
-        refuse_any(flags, ("plan", "nproc", "rank", "json"), got="it with --keys", needed="--keys alone, or with RECIPE")
+        refuse_others(flags, ("recipe", "keys"), got="it with --keys", needed="--keys alone, or with RECIPE")
         print("\n".join(keys_of_section(flags.keys, load(flags.recipe, overrides)[0] if flags.recipe is not None else None)))
         return exit_codes.DONE
     if flags.recipe is None:
@@ -86,8 +85,7 @@ def plan(flags: Plan, overrides: dict[str, str]) -> int:
 
 
 def _calibrate(flags: Plan, overrides: dict[str, str]) -> int:
-    names = [field.name for field in dataclasses.fields(flags) if field.name not in ("calibrate", "nproc", "out")]
-    refuse_any(flags, names, got="it with --calibrate", needed="no flags but --out and --nproc")
+    refuse_others(flags, ("calibrate", "nproc", "out"), got="it with --calibrate", needed="no flags but --out and --nproc")
     if overrides:
         key = next(iter(overrides))
         raise BadInput(f"--{key}", got="it with --calibrate", needed="no recipe values: calibration reads no recipe", fix="remove it")

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from moe.cli.run import call, refuse_any, run_dir
+from moe.cli.run import call, refuse_others, run_dir
 from moe.cli.verbs import Convert, Eval, Generate, Report, Verify
 from moe.launch import exit_codes
 from parallel.errors import BadInput
@@ -90,10 +90,9 @@ def _convert_huggingface(flags: Convert, overrides: dict[str, str]) -> int:
     into = flags.to_run.startswith("hf:")
     if into and flags.from_run.startswith("hf:"):
         raise BadInput("FROM_RUN", got="hf: on both sides", needed="a run on one", fix="moe convert hf:PATH runs/NAME")
-    allowed = {"from_run", "to_run", "json"} | ({"dtype"} if into else set())
-    names = [field.name for field in dataclasses.fields(flags) if field.name not in allowed]
     needed = "no flags but --json and --dtype" if into else "no flags but --json, and recipe keys of training"
-    refuse_any(flags, names, got=f"it with {'RUN hf:PATH' if into else 'hf:PATH RUN'}", needed=needed)
+    allowed = ("from_run", "to_run", "json", *(("dtype",) if into else ()))
+    refuse_others(flags, allowed, got=f"it with {'RUN hf:PATH' if into else 'hf:PATH RUN'}", needed=needed)
     if into and overrides:
         key, needed = next(iter(overrides)), "no recipe values: the run's own recipe is used"
         raise BadInput(f"--{key}", got="it with RUN hf:PATH", needed=needed, fix=f"remove --{key}")
