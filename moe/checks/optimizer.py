@@ -65,5 +65,6 @@ def _check_kfac(run: Run) -> None:
     if o.kfac.experts and run.model.layers_with_experts():
         whole, dense_only = "K-FAC needs an expert's whole matrices, on one rank", Set("optimizer.kfac.experts", False)
         check_others(run, "optimizer.kind", {"degrees.etp": (1, whole), "experts.rebalance_every": (0, whole)}, dense_only)
-        if dispatcher_of(run.dispatch).chunks != 1:
-            raise clash(run, "dispatch.overlap_chunks", "optimizer.kind", 1, whole, dense_only)
+        if (chunks := dispatcher_of(run.dispatch).chunks) != 1:  # asked of the dispatcher, because a user's own may have other keys
+            fix = Set("dispatch.overlap_chunks", 1) | dense_only
+            raise BadInput("dispatch.overlap_chunks", got=f"{chunks} with optimizer.kind=kfac", needed=f"1: {whole}", fix=fix)
