@@ -50,13 +50,11 @@ _HOME = {
     "load": "moe.recipe.load",
     "script": "moe.launch.launch",
 }
-_CALLED = ("train", "verify")  # packages that can be called: `from moe import train; train(run)`
+_CALLED = ("train", "verify")  # packages that can be called like functions: `from moe import train; train(run)`
 
 
 def _own_parallel() -> None:
-    """Import `parallel` from the folder next to this one. Otherwise a `parallel.py` in the user's working folder would be imported
-    instead.
-    """
+    """Import `parallel` from the folder next to this one: a `parallel.py` in the user's working folder would be found before it."""
     root = Path(__file__).resolve().parents[1]
     if "parallel" not in sys.modules:
         spec = PathFinder.find_spec("parallel", [str(root)])

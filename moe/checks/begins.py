@@ -1,4 +1,4 @@
-"""Checks of a run's first weights (random ones, or another run's). Refused in one line, before torch is imported and ranks are started."""
+"""Checks of the weights with which a new run begins, before torch is imported and ranks are started."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def has_checkpoint(folder: Path) -> bool:
 
 
 def check_begins(run: Run, out: Path, *, fresh: bool, source: Path | None) -> None:
-    """Refuse a new run with a `source` (`--init_from`) without a checkpoint, or with adapters and no source. Raises BadInput."""
-    if not fresh and has_checkpoint(out):  # the run resumes from it
+    """Refuse a new run in folder `out` if `source` (--init_from) has no checkpoint, or if it trains adapters and there is no source."""
+    if not fresh and has_checkpoint(out):  # the run resumes, so it needs no other weights
         return
     if source is None and run.lora.rank:
         raise no_base(run.lora.rank)
@@ -24,13 +24,12 @@ def check_begins(run: Run, out: Path, *, fresh: bool, source: Path | None) -> No
 
 
 def no_base(rank: int) -> BadInput:
-    """Return the refusal of adapters without base weights."""
+    """Return the refusal of adapters of this rank without frozen weights to adapt."""
     needed = "--init_from, the run or checkpoint whose weights are frozen"
     return BadInput("lora.rank", got=f"{rank} without weights to begin with", needed=needed, fix="--init_from runs/NAME")
 
 
 def no_checkpoint(source: Path) -> BadInput:
-    """Return the refusal of a folder from which no run can begin."""
-    fix = "--init_from runs/NAME, or runs/NAME/checkpoints/step-N"
-    needed = "a run that saved one, or a checkpoint's folder"
+    """Return the refusal of a --init_from folder without a checkpoint."""
+    needed, fix = "a run that saved one, or a checkpoint's folder", "--init_from runs/NAME, or runs/NAME/checkpoints/step-N"
     return BadInput("--init_from", got=f"{source}, which has no checkpoint", needed=needed, fix=fix)

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
+from moe.checks.clash import clash
 from moe.plan.pipeline import continuous, energy_plan, layers_of, schedule_of, splits_backward
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
-from parallel.fixes import Set, all_of, written
+from parallel.fixes import Set, all_of
 from parallel.pipeline.schedule import Schedule
 from parallel.pipeline.schedules.catalog import ADVISED, SCHEDULES, fewer_ranks, kind_of
 
 
 def check_pipeline(run: Run) -> None:
     """Refuse combinations that the pipeline cannot run, or would run wrongly. Raises BadInput."""
-    pp = run.degrees.pp
-    if pp < 1:
-        raise BadInput("degrees.pp", got=pp, needed="a whole number of at least 1", fix=Set("degrees.pp", 1))
+    pp, layers = run.degrees.pp, run.model.num_layers
     if pp == 1:
         _check_without_stages(run)
         return
-    if pp > run.model.num_layers + (0 if run.pipeline.layers is None else 2):  # before a schedule for `pp` ranks is made
-        fewer = fewer_ranks(run.pipeline.schedule, run.model.num_layers)
-        raise BadInput(
-            "degrees.pp",
-            got=pp,
-            needed=f"at most one stage a layer: model.num_layers={run.model.num_layers}",
-            fix=Set("degrees.pp", *range(fewer, max(0, fewer - 16), -1), said=f"{fewer} or less") | "add layers",
-        )
+    if pp > layers + (0 if run.pipeline.layers is None else 2):  # checked first: the schedule of thousands of ranks takes long to make
+        fewer = fewer_ranks(run.pipeline.schedule, layers)
+        fix = Set("degrees.pp", *range(fewer, max(0, fewer - 16), -1), said=f"{fewer} or less") | "add layers"
+        raise BadInput("degrees.pp", got=pp, needed=f"at most one stage a layer: model.num_layers={layers}", fix=fix)
     schedule = schedule_of(run)
     layers_of(run, schedule)
     _check_sharding(run, schedule)
@@ -34,7 +29,7 @@ def check_pipeline(run: Run) -> None:
 
 
 def _check_without_stages(run: Run) -> None:
-    """Check the pipeline's keys on one stage: a recipe for stages runs there too, but its schedule and layers must be valid."""
+    """Refuse an unknown schedule or wrong layers with degrees.pp 1: a recipe made for stages also runs without them, if it is valid."""
     p, layers = run.pipeline, run.model.num_layers
     if not p.schedule.endswith(".csv"):
         try:
@@ -42,119 +37,68 @@ def _check_without_stages(run: Run) -> None:
         except BadInput as unknown:
             raise BadInput("pipeline.schedule", got=unknown.got, needed=unknown.needed, fix=unknown.fix) from None
     if p.layers is not None and (sum(p.layers) != layers or min(p.layers, default=-1) < 0):
-        raise BadInput(
-            "pipeline.layers",
-            got=list(p.layers),
-            needed=f"numbers from 0 that add up to model.num_layers={layers}",
-            fix=Set("it", None, said="null, for a cut by FLOPs"),
-        )
+        needed, fix = f"numbers from 0 that add up to model.num_layers={layers}", Set("it", None, said="null, for a cut by FLOPs")
+        raise BadInput("pipeline.layers", got=list(p.layers), needed=needed, fix=fix)
     if p.energy_plan is not None:
         energy_plan(run)
 
 
 def _check_sharding(run: Run, schedule: Schedule) -> None:
-    s, name = run.sharding, run.pipeline.schedule
-    pp = run.degrees.pp
-    if s.named.threads:
-        raise BadInput(
-            "sharding.kind",
-            got=f"dp with degrees.pp={pp}",
-            needed="ddp, or zero of stage 1: dp is one process",
-            fix=Set("sharding.kind", "ddp"),
-        )
+    s, pp = run.sharding, run.degrees.pp
     slow = slow_sharding(run)
     if slow is not None and not s.allow_slow:
         raise slow
     if s.carrier(pp=pp).stage >= 2 and splits_backward(schedule):
-        raise BadInput(
-            "pipeline.schedule",
-            got=f"{name} with weights that FSDP shards",
-            needed="a schedule whose backward is whole: weight gradients that are put off would come after FSDP has summed",
-            fix=Set("pipeline.schedule", ADVISED) | Set("sharding.kind", "ddp"),
-        )
+        needed = "a schedule whose backward is whole: weight gradients that are put off would come after FSDP has summed"
+        raise clash(run, "pipeline.schedule", "weights that FSDP shards", ADVISED, "", Set("sharding.kind", "ddp"), needed=needed)
     for key, place in (("optimizer", s.offload.optimizer), ("parameters", s.offload.parameters)):
         if place != "none" and "offload" in s.named.keys and (key, place) not in s.carrier(pp=pp).offloads:
-            raise BadInput(
-                f"sharding.offload.{key}",
-                got=f"{place} with sharding.stage={s.stage} and degrees.pp={pp}",
-                needed="with stages the optimizer on cpu with stage 1: FSDP carries out stages 2 and 3 there, and it does not offload",
-                fix=all_of({"sharding.offload.optimizer": "cpu", "sharding.offload.parameters": "none", "sharding.stage": 1})
-                | Set("degrees.pp", 1),
-            )
+            got = f"{place} with sharding.stage={s.stage} and degrees.pp={pp}"
+            needed = "with stages the optimizer on cpu with stage 1: FSDP carries out stages 2 and 3 there, and it does not offload"
+            works = {"sharding.offload.optimizer": "cpu", "sharding.offload.parameters": "none", "sharding.stage": 1}
+            raise BadInput(f"sharding.offload.{key}", got=got, needed=needed, fix=all_of(works) | Set("degrees.pp", 1))
 
 
 def slow_sharding(run: Run) -> BadInput | None:
-    """Return why the recipe's sharding is slow with stages; None if it is not. Slow sharding is refused unless sharding.allow_slow is
-    true.
-    """
+    """Return why the recipe's sharding is slow with stages, or None. The recipe is refused for it unless sharding.allow_slow is true."""
     s = run.sharding
     if run.degrees.pp == 1 or s.named.stage < 2:
         return None
     kind = f"zero stage {s.stage}" if "stage" in s.named.sharding else s.kind
-    return BadInput(
-        "sharding.kind",
-        got=f"{kind} with degrees.pp={run.degrees.pp}",
-        needed="ddp, or zero of stage 1: gradients (and weights) would be scattered and gathered for every micro-batch",
-        fix=Set("sharding.kind", "zero") & Set("sharding.stage", 1)
-        | Set("sharding.allow_slow", True, said="true (FSDP that keeps weights gathered)"),
-    )
+    needed = "ddp, or zero of stage 1: gradients (and weights) would be scattered and gathered for every micro-batch"
+    allow = Set("sharding.allow_slow", True, said="true (FSDP that keeps weights gathered)")
+    fix = Set("sharding.kind", "zero") & Set("sharding.stage", 1) | allow
+    return BadInput("sharding.kind", got=f"{kind} with degrees.pp={run.degrees.pp}", needed=needed, fix=fix)
 
 
 def _check_continuous(run: Run) -> None:
     """Refuse methods that need all stages before an update: in a continuous pipeline, stages update at different times."""
     p, name = run.pipeline, run.pipeline.schedule
-    own = f"{name}, whose stages update without waiting for each other"
+    by, other = f"{name}, whose stages update without waiting for each other", Set("pipeline.schedule", ADVISED)
     every = kind_of(name).update_every or p.microbatches
     if p.microbatches != every:
         of_any = [other for other, kind in SCHEDULES.items() if kind.continuous and kind.update_every is None]
-        raise BadInput(
-            "pipeline.microbatches",
-            got=f"{p.microbatches} with {name}",
-            needed=f"{every}: an update of {name} sums {every}, and a step is one update",
-            fix=Set("it", every) | Set("pipeline.schedule", *of_any),
-        )
+        needed = f"{every}: an update of {name} sums {every}, and a step is one update"
+        fix = Set("it", every) | Set("pipeline.schedule", *of_any)
+        raise BadInput("pipeline.microbatches", got=f"{p.microbatches} with {name}", needed=needed, fix=fix)
     if not run.sharding.named.steps_by_stage:
-        raise BadInput(
-            "sharding.kind",
-            got=f"{run.sharding.kind} with {own}",
-            needed="ddp: the other engines step once for all",
-            fix=Set("sharding.kind", "ddp"),
-        )
+        got, needed = f"{run.sharding.kind} with {by}", "ddp: the other engines step once for all"
+        raise BadInput("sharding.kind", got=got, needed=needed, fix=Set("sharding.kind", "ddp"))
     if run.precision.compute == "fp16":
-        raise BadInput(
-            "precision.compute",
-            got=f"fp16 with {own}",
-            needed="no loss scale: an overflow on one stage could not undo the updates of the others",
-            fix=Set("precision.compute", "bf16") & Set("precision.loss_scale", "none"),
-        )
+        needed = "no loss scale: an overflow on one stage could not undo the updates of the others"
+        fix = Set("precision.compute", "bf16") & Set("precision.loss_scale", "none")
+        raise BadInput("precision.compute", got=f"fp16 with {by}", needed=needed, fix=fix)
     if run.optimizer.clip_norm is not None:
-        raise BadInput(
-            "optimizer.clip_norm",
-            got=f"{run.optimizer.clip_norm} with {own}",
-            needed="null: there is no gradient norm of the whole model before an update",
-            fix=Set("it", None) | Set("pipeline.schedule", ADVISED),
-        )
+        why = "there is no gradient norm of the whole model before an update"
+        raise clash(run, "optimizer.clip_norm", by, None, why, other)
     if run.model.ends_read_embedding:
-        key, plain = ("tied_embeddings", False) if run.model.tied_embeddings else ("ahead", 0)
-        raise BadInput(
-            f"model.{key}",
-            got=f"{written(getattr(run.model, key))} with {own}",
-            needed=f"{written(plain)}: the first and the last stage would hold different versions of one table",
-            fix=Set("it", plain) | Set("pipeline.schedule", ADVISED),
-        )
+        key, works = ("tied_embeddings", False) if run.model.tied_embeddings else ("ahead", 0)
+        why = "the first and the last stage would hold different versions of one table"
+        raise clash(run, f"model.{key}", by, works, why, other)
     if run.model.layers_with_experts():
-        spec = run.router
-        if p.microbatches > 1 and spec.balance_scope == "global_batch" and spec.asks_balance:
-            raise BadInput(
-                "router.balance_scope",
-                got=f"global_batch with {own}",
-                needed="a scope within a micro-batch: the whole batch would have to be counted first",
-                fix=Set("it", "sequence", "micro_batch"),
-            )
+        if p.microbatches > 1 and run.router.balance_scope == "global_batch" and run.router.asks_balance:
+            needed = "a scope within a micro-batch: the whole batch would have to be counted first"
+            fix = Set("it", "sequence", "micro_batch")
+            raise BadInput("router.balance_scope", got=f"global_batch with {by}", needed=needed, fix=fix)
         if run.experts.rebalance_every:
-            raise BadInput(
-                "experts.rebalance_every",
-                got=f"{run.experts.rebalance_every} with {own}",
-                needed="0: experts move between steps, and steps overlap",
-                fix=Set("it", 0) | Set("pipeline.schedule", ADVISED),
-            )
+            raise clash(run, "experts.rebalance_every", by, 0, "experts move between steps, and steps overlap", other)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from moe.checks.clash import clash
 from moe.recipe.sections import Run
 from moe.router.checks import check_groups
 from parallel.errors import BadInput
@@ -14,14 +15,8 @@ from parallel.sequence.order import Order
 def check_sequence(run: Run) -> None:
     """Refuse positions, heads and routing groups that the ranks of sp cannot share out. Raises BadInput."""
     sp, sequence = run.degrees.sp, run.sequence
-    if sp < 1:
-        raise BadInput("degrees.sp", got=sp, needed="a whole number of at least 1", fix=Set("degrees.sp", 1))
     if sp == 1:
         return
-    if run.sharding.named.threads:
-        raise BadInput(
-            "sharding.kind", got=f"dp with degrees.sp={sp}", needed="ddp, fsdp or zero: dp is one process", fix=Set("sharding.kind", "ddp")
-        )
     _check_idle(run)
     heads = sequence.heads_of(sp)
     if sp % heads:
@@ -38,7 +33,7 @@ def check_sequence(run: Run) -> None:
 
 
 def without_effect(run: Run) -> list[str]:
-    """Return a line for each key of section `sequence` that has no effect because degrees.sp is 1: a recipe for many ranks, on fewer."""
+    """Return a line for each key of section `sequence` that has no effect because degrees.sp is 1."""
     if run.degrees.sp > 1:
         return []
     fields = type(run.sequence).model_fields.items()
@@ -47,47 +42,31 @@ def without_effect(run: Run) -> list[str]:
 
 
 def _check_idle(run: Run) -> None:
-    """Refuse keys of `sequence` that change nothing under the other values."""
-    sequence, recompute = run.sequence, run.recompute.kind
-    if sequence.keep_attention and recompute != "full":
-        raise BadInput(
-            "sequence.keep_attention",
-            got=f"true with recompute.kind={recompute}",
-            needed="recompute.kind full: otherwise attention is computed once anyway",
-            fix=Set("sequence.keep_attention", False) | Set("recompute.kind", "full"),
-        )
-    if sequence.named.trades_heads and sequence.heads != 1:
-        raise BadInput(
-            "sequence.heads",
-            got=f"{sequence.heads} with sequence.kind={sequence.kind}",
-            needed="1: there all ranks of sp trade heads",
-            fix=Set("sequence.heads", 1) | Set("sequence.kind", "ring"),
-        )
+    """Refuse keys of `sequence` that have no effect together with the recipe's other values."""
+    if run.sequence.keep_attention and run.recompute.kind != "full":
+        full, needed = Set("recompute.kind", "full"), "recompute.kind full: otherwise attention is computed once anyway"
+        raise clash(run, "sequence.keep_attention", "recompute.kind", False, "", full, needed=needed)
+    if run.sequence.named.trades_heads and run.sequence.heads != 1:
+        why = "there all ranks of sp trade heads for tokens"
+        raise clash(run, "sequence.heads", "sequence.kind", 1, why, Set("sequence.kind", "ring"))
 
 
 def _check_order(run: Run) -> None:
     sp, sequence = run.degrees.sp, run.sequence
     if sequence.position_order not in sequence.named.orders:
-        raise BadInput(
-            "sequence.order",
-            got=f"{sequence.order} with sequence.kind={sequence.kind}",
-            needed="contiguous: other orders are a ring's",
-            fix=Set("sequence.order", None) | Set("sequence.kind", "ring"),
-        )
+        ring, needed = Set("sequence.kind", "ring"), "contiguous: only sequence.kind ring has other orders"
+        raise clash(run, "sequence.order", "sequence.kind", None, "", ring, needed=needed)
     heads = sequence.heads_of(sp)
     Order(sequence.position_order, sp // heads, run.model.max_length, inner=heads)
 
 
 def _check_heads(run: Run, degree: int) -> None:
-    """Refuse heads that do not divide: the heads of a tp rank are shared out over the ranks that trade heads for tokens."""
+    """Refuse heads that do not divide. degree: number of ranks that trade heads for tokens (Ulysses); they share a tp rank's heads."""
     held = run.model.num_heads // run.tp_grid().units
     if held % degree:
         what = "degrees.sp" if run.sequence.named.trades_heads else "sequence.heads"
         heads = Set("sequence.heads", *(d for d in divisors(held) if run.degrees.sp % d == 0))
         of_rank = f"{held} of model.num_heads={run.model.num_heads}" if run.degrees.tp > 1 else f"model.num_heads={held}"
-        raise BadInput(
-            what,
-            got=f"{degree} ranks that trade heads for tokens, with {of_rank}",
-            needed="a divisor of the heads",
-            fix=heads & Set("sequence.kind", "ring") if what == "degrees.sp" else heads,
-        )
+        got = f"{degree} ranks that trade heads for tokens, with {of_rank}"
+        fix = heads & Set("sequence.kind", "ring") if what == "degrees.sp" else heads
+        raise BadInput(what, got=got, needed="a divisor of the heads", fix=fix)

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import tempfile
 
-from moe.recipe.sections import Offload, Run, Sharding
+from moe.checks.clash import clash
+from moe.recipe.sections import Offload, Run
 from parallel.data.kinds.catalog import offloading
 from parallel.errors import BadInput, did_you_mean
 from parallel.fixes import Set, all_of, guess
@@ -24,112 +25,75 @@ def check_sharding(run: Run) -> None:
     if "engine" in run.sharding.named.keys:
         _check_zero(run)
     else:
-        _check_not_zero(run.sharding)
+        _check_not_zero(run)
     _check_disk(run.sharding.offload)
     if run.train.save_mode == "async" and "nvme" in (run.sharding.offload.optimizer, run.sharding.offload.parameters):
-        raise BadInput(
-            "train.save_mode",
-            got="async with states on nvme",
-            needed="sync: asynchronous saving copies all states to host memory at once",
-            fix=Set("train.save_mode", "sync"),
-        )
+        why = "asynchronous saving copies all states to host memory at once"
+        raise clash(run, "train.save_mode", "states on nvme", "sync", why)
 
 
-def _check_not_zero(s: Sharding) -> None:
-    """Refuse offloading with another kind: it would have no effect."""
-    for key in ("optimizer", "parameters"):
-        place = getattr(s.offload, key)
+def _check_not_zero(run: Run) -> None:
+    """Refuse offloading with a kind of sharding other than zero: it would have no effect."""
+    for key, place in _places(run.sharding.offload).items():
         if place != "none":
-            raise BadInput(
-                f"sharding.offload.{key}",
-                got=f"{place} with sharding.kind={s.kind}",
-                needed="sharding.kind zero: others keep their states on the device",
-                fix=Set("sharding.kind", "zero") & Set("sharding.stage", offloading(key, place).stage),
-            )
+            got, needed = f"{place} with sharding.kind={run.sharding.kind}", "sharding.kind zero: others keep their states on the device"
+            fix = Set("sharding.kind", "zero") & Set("sharding.stage", offloading(key, place).stage)
+            raise BadInput(f"sharding.offload.{key}", got=got, needed=needed, fix=fix)
 
 
 def _check_zero(run: Run) -> None:
-    s, o = run.sharding, run.sharding.offload
+    s = run.sharding
     if s.carrier().stage != s.named.stage:
-        raise BadInput(
-            "sharding.engine", got=f"fsdp with sharding.stage={s.stage}", needed="stage 3, which is what FSDP does", fix=Set("it", "auto")
-        )
+        raise clash(run, "sharding.engine", "sharding.stage", "auto", needed="stage 3, which is what FSDP does")
     if s.engine == "deepspeed" and s.named.stage == 0:
-        raise BadInput(
-            "sharding.engine",
-            got="deepspeed with sharding.stage=0",
-            needed="auto: stage 0 shards nothing, which is data parallelism as torch's DDP does it",
-            fix=Set("sharding.engine", "auto") | Set("sharding.stage", 1, 2, 3),
-        )
+        why = "stage 0 shards nothing, which is data parallelism as torch's DDP does it"
+        raise clash(run, "sharding.engine", "sharding.stage", "auto", why, Set("sharding.stage", 1, 2, 3))
     if run.precision.master != "fp32" and s.named.stage > 0:
-        raise BadInput(
-            "precision.master",
-            got=f"{run.precision.master} with sharding.kind=zero",
-            needed="fp32: its engine keeps fp32 master weights in the partitions, in addition to working weights in precision.compute",
-            fix=Set("precision.master", "fp32") | Set("sharding.kind", "ddp"),
-        )
-    for key in ("optimizer", "parameters"):
-        place = getattr(o, key)
+        why = "its engine keeps fp32 master weights in the partitions, in addition to working weights in precision.compute"
+        raise clash(run, "precision.master", "sharding.kind", "fp32", why, Set("sharding.kind", "ddp"))
+    for key, place in _places(s.offload).items():
         if place == "none":
             continue
         if s.carrier() is not s.named:
-            raise BadInput(
-                f"sharding.offload.{key}",
-                got=f"{place} with sharding.engine=fsdp",
-                needed="DeepSpeed, which is what offloads here",
-                fix=Set("sharding.engine", "auto"),
-            )
+            got, needed = f"{place} with sharding.engine=fsdp", "DeepSpeed, the only engine here that offloads"
+            raise BadInput(f"sharding.offload.{key}", got=got, needed=needed, fix=Set("sharding.engine", "auto"))
         if (key, place) not in s.named.offloads:
-            lowest = offloading(key, place).stage
-            raise BadInput(
-                f"sharding.offload.{key}",
-                got=f"{place} with sharding.stage={s.stage}",
-                needed=f"stage {'1, 2 or 3' if lowest == 1 else '3'}",
-                fix=Set("sharding.stage", lowest) | Set(f"sharding.offload.{key}", "cpu" if key == "optimizer" and s.stage else "none"),
-            )
+            lowest, got = offloading(key, place).stage, f"{place} with sharding.stage={s.stage}"
+            fix = Set("sharding.stage", lowest) | Set(f"sharding.offload.{key}", "cpu" if key == "optimizer" and s.stage else "none")
+            raise BadInput(f"sharding.offload.{key}", got=got, needed=f"stage {'1, 2 or 3' if lowest == 1 else '3'}", fix=fix)
+
+
+def _places(offload: Offload) -> dict[str, str]:
+    return {"optimizer": offload.optimizer, "parameters": offload.parameters}
 
 
 def _check_disk(o: Offload) -> None:
     """Check the folder for states offloaded to disk: it must be named, exist and be writable. Raises BadInput."""
-    if "nvme" not in (o.optimizer, o.parameters):
+    if "nvme" not in _places(o).values():
         return
+    what = "sharding.offload.path"
     if o.path is None:
-        raise BadInput(
-            "sharding.offload.path", got="null", needed="a folder on the disk that states go to", fix="add --sharding.offload.path FOLDER"
-        )
-    path = user_path(o.path, what="sharding.offload.path")
+        raise BadInput(what, got="null", needed="a folder on the disk to which states are offloaded", fix=f"add --{what} FOLDER")
+    path = user_path(o.path, what=what)
     if not path.is_dir():
-        beside = [p.name for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
-        near = did_you_mean(path.name, beside)
-        raise BadInput(
-            "sharding.offload.path",
-            got=f"{o.path}, which is {'a file' if path.exists() else 'not there'}",
-            needed="a folder that exists",
-            fix=guess(str(path.parent / near)) if near else f"mkdir -p {o.path}" if not path.exists() else "name a folder",
-        )
+        near = did_you_mean(path.name, [p.name for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else [])
+        fix = guess(str(path.parent / near)) if near else f"mkdir -p {o.path}" if not path.exists() else "name a folder"
+        raise BadInput(what, got=f"{o.path}, which is {'a file' if path.exists() else 'not there'}", needed="a folder that exists", fix=fix)
     try:
         tempfile.TemporaryFile(dir=path).close()
     except OSError as error:
-        raise BadInput(
-            "sharding.offload.path",
-            got=f"{o.path}, where nothing can be written ({error.strerror})",
-            needed="a folder to write in",
-            fix="name a folder of yours, with room for 12 bytes a parameter and 4 more where parameters go there too",
-        ) from error
+        fix = "name a folder of yours, with room for 12 bytes a parameter, 16 if parameters are offloaded too"
+        got = f"{o.path}, where nothing can be written ({error.strerror})"
+        raise BadInput(what, got=got, needed="a folder to write in", fix=fix) from error
 
 
 def check_installed(run: Run) -> None:
-    """Refuse to train with states on a disk if this machine lacks a package that DeepSpeed's async_io is compiled with. Raises BadInput.
+    """Refuse to train with states on a disk if this machine lacks a package with which DeepSpeed's async_io is compiled. Raises BadInput.
 
-    Not part of `check_run`: a recipe is right or wrong on any machine, and `moe plan` and `moe rehearse` read it for another machine.
+    Not part of `check_run`, because `moe plan` and `moe rehearse` check a recipe for another machine.
     """
-    places = {f"sharding.offload.{key}": getattr(run.sharding.offload, key) for key in ("optimizer", "parameters")}
-    if "nvme" not in places.values():
-        return
-    if missing := missing_for_nvme():
-        raise BadInput(
-            "sharding.offload",
-            got=f"nvme without {' and '.join(missing)}",
-            needed="the packages that DeepSpeed's async_io is compiled with, once",
-            fix=f"apt-get install {' '.join(missing)}" | all_of({key: "cpu" for key, place in places.items() if place == "nvme"}),
-        )
+    on_disk = [f"sharding.offload.{key}" for key, place in _places(run.sharding.offload).items() if place == "nvme"]
+    if on_disk and (missing := missing_for_nvme()):
+        got, needed = f"nvme without {' and '.join(missing)}", "the packages with which DeepSpeed's async_io is compiled at its first use"
+        fix = f"apt-get install {' '.join(missing)}" | all_of(dict.fromkeys(on_disk, "cpu"))
+        raise BadInput("sharding.offload", got=got, needed=needed, fix=fix)

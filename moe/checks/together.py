@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 
-from moe.checks.audit import check_audit
+from moe.checks.clash import check_others, clash
 from moe.checks.encoder_decoder import check_encoder_decoder
 from moe.checks.lora import check_lora
 from moe.checks.model import check_model
@@ -17,7 +17,9 @@ from moe.checks.tensor import check_tensor
 from moe.checks.tiling import check_tiling
 from moe.experts.dispatch.catalog import check_dispatch
 from moe.kernels.products import PRODUCTS
+from moe.plan.pipeline import continuous
 from moe.recipe.idle import check_settings
+from moe.recipe.keys import value_of
 from moe.recipe.plugin import check_there
 from moe.recipe.sections import Data, Run
 from moe.router.checks import check_causal, check_read, check_slots, check_spec
@@ -29,12 +31,10 @@ from parallel.store.files import user_path
 
 
 def check_run(run: Run, world_size: int) -> Run:
-    """Return the run with its `auto` degrees resolved for `world_size` processes. Raises BadInput for the first combination that cannot
-    work.
-    """
+    """Return the run with its `auto` degrees resolved for `world_size` processes. Raises BadInput for the first reason against it."""
     run = run.resolve(world_size)
     d = run.degrees
-    if isinstance(d.dp, int) and min(d.dp, d.pp, d.tp, d.sp) > 0:  # otherwise the check of the wrong degree comes first
+    if isinstance(d.dp, int) and min(d.dp, d.pp, d.tp, d.sp) > 0:  # a wrong degree is refused by its own check, below
         check_world(Degrees(dp=d.dp, pp=d.pp, tp=d.tp, sp=d.sp), world_size)
     check_together(run)
     check_world(run.mesh_degrees(), world_size)
@@ -45,6 +45,12 @@ def check_together(run: Run) -> None:
     """Refuse a resolved run that cannot work. Raises BadInput for the first reason found."""
     for key, value in run.plugins().items():
         check_there(key, value)
+    for key in ("degrees.pp", "degrees.tp", "degrees.sp"):
+        if (degree := value_of(run, key)) < 1:
+            raise BadInput(key, got=degree, needed="a whole number of at least 1", fix=Set(key, 1))
+        if degree > 1 and run.sharding.named.threads:
+            needed = f"ddp, {'or zero of stage 1' if key == 'degrees.pp' else 'fsdp or zero'}: dp is one process"
+            raise clash(run, "sharding.kind", key, "ddp", needed=needed)
     check_model(run)
     check_encoder_decoder(run)
     check_settings(run)
@@ -59,20 +65,15 @@ def check_together(run: Run) -> None:
     check_tiling(run)
     check_sharding(run)
     check_optimizer(run)
-    check_audit(run)
+    _check_audit(run)
     check_lora(run)
 
 
 def _check_experts(run: Run) -> None:
     if not run.model.layers_with_experts():
-        if run.degrees.ep not in ("auto", 1):
-            raise BadInput(
-                "degrees.ep", got=run.degrees.ep, needed="1 for a dense model", fix=Set("degrees.ep", 1) | Set("model.moe_every", 2)
-            )
-        if run.degrees.etp != 1:
-            raise BadInput(
-                "degrees.etp", got=run.degrees.etp, needed="1 for a dense model", fix=Set("degrees.etp", 1) | Set("model.moe_every", 2)
-            )
+        for key, degree in (("degrees.ep", 1 if run.degrees.ep == "auto" else run.degrees.ep), ("degrees.etp", run.degrees.etp)):
+            if degree != 1:
+                raise BadInput(key, got=degree, needed="1 for a dense model", fix=Set(key, 1) | Set("model.moe_every", 2))
         return
     _check_networks(run)
     counts, ep = run.experts.counts, run.degrees.ep
@@ -89,49 +90,35 @@ def _check_experts(run: Run) -> None:
 
 
 def _check_free(run: Run) -> None:
-    """Check choices that cost nothing (zero, skip): tokens must choose experts, and experts must stay on their rank."""
-    x = run.experts
-    key = "skip" if x.skip else "zero"
-    reasons: dict[str, tuple[bool, object, object, str]] = {
-        "router.select": (not method_of(run.router).tokens_choose, run.router.select, "top_k", "tokens choose to cost nothing"),
-        "experts.rebalance_every": (bool(x.rebalance_every), x.rebalance_every, 0, "loads are of what costs something"),
-    }
-    for what, (refused, got, plain, why) in reasons.items() if x.free else ():
-        if refused:
-            fix = Set(what, plain) | Set(f"experts.{key}", 0)
-            raise BadInput(what, got=f"{got} with experts.{key}={getattr(x, key)}", needed=f"{plain}: {why}", fix=fix)
+    """Check experts that compute nothing (experts.zero, experts.skip): tokens must choose experts, and experts must stay on their rank."""
+    if not run.experts.free:
+        return
+    key = "experts.skip" if run.experts.skip else "experts.zero"
+    if not method_of(run.router).tokens_choose:
+        raise clash(run, "router.select", key, "top_k", "a token must be able to choose no computation", Set(key, 0))
+    check_others(run, key, {"experts.rebalance_every": (0, "loads count only experts that compute")}, Set(key, 0))
 
 
 def _check_networks(run: Run) -> None:
     """Check the number of experts of each layer, and the dense networks next to them."""
     x, layers = run.experts, run.model.layers_with_experts()
     if isinstance(x.num_experts, tuple) and len(x.num_experts) != len(layers):
-        raise BadInput(
-            "experts.num_experts",
-            got=counted(len(x.num_experts), "number"),
-            needed=f"one for each of the {len(layers)} layers with experts ({', '.join(map(str, layers))}), or one number for all",
-            fix=f"list {counted(len(layers), 'number')}, or change model.moe_every",
-        )
+        needed = f"one for each of the {len(layers)} layers with experts ({', '.join(map(str, layers))}), or one number for all"
+        fix = f"list {counted(len(layers), 'number')}, or change model.moe_every"
+        raise BadInput("experts.num_experts", got=counted(len(x.num_experts), "number"), needed=needed, fix=fix)
     if x.residual and x.shared:
-        raise BadInput(
-            "experts.residual",
-            got=f"true with experts.shared={x.shared}",
-            needed="one network that every token passes",
-            fix=Set("experts.shared", 0) | Set("experts.residual", False),
-        )
+        got, fix_shared = f"true with experts.shared={x.shared}", Set("experts.shared", 0) | Set("experts.residual", False)
+        raise BadInput("experts.residual", got=got, needed="one network that every token passes", fix=fix_shared)
 
 
 def _check_dispatch(run: Run) -> None:
-    """Check how rows travel between ranks, and how each expert's matrices are split."""
+    """Check the exchange of rows between ranks, and the shards of each expert's matrices."""
     ep, etp, sparse = run.degrees.ep, run.degrees.etp, run.model.layers_with_experts()
     units = run.experts.d_ff or run.model.d_ff
     if sparse and etp > 0 and units % etp:
-        raise BadInput(
-            "degrees.etp",
-            got=etp,
-            needed=f"a divisor of the experts' d_ff={units}: each of its ranks holds an equal part of the hidden units",
-            fix=Set("degrees.etp", *divisors(math.gcd(units, run.degrees.dp if isinstance(run.degrees.dp, int) else units))),
-        )
+        needed = f"a divisor of the experts' d_ff={units}: each of its ranks holds an equal part of the hidden units"
+        fitting = divisors(math.gcd(units, run.degrees.dp if isinstance(run.degrees.dp, int) else units))
+        raise BadInput("degrees.etp", got=etp, needed=needed, fix=Set("degrees.etp", *fitting))
     products = PRODUCTS[run.experts.products]
     for key, shards in (("degrees.etp", etp), ("tiling.ffn", run.tiling.ffn)):
         if products.whole_rows is not None and shards != 1:
@@ -142,25 +129,13 @@ def _check_dispatch(run: Run) -> None:
 
 
 def _check_precision(run: Run) -> None:
-    p = run.precision
+    p, by = run.precision, f"compute {run.precision.compute}"
     if p.master == "bf16" and p.compute != "bf16":
-        raise BadInput(
-            "precision.master", got=f"bf16 with compute {p.compute}", needed="fp32 master weights", fix=Set("precision.master", "fp32")
-        )
+        raise clash(run, "precision.master", by, "fp32", needed="fp32 master weights")
     if p.compute == "fp16" and p.loss_scale == "none":
-        raise BadInput(
-            "precision.loss_scale",
-            got="none with compute fp16",
-            needed="a loss scale: gradients below 6e-8 vanish in fp16",
-            fix=Set("precision.loss_scale", "dynamic"),
-        )
+        raise clash(run, "precision.loss_scale", by, "dynamic", needed="a loss scale: gradients below 6e-8 vanish in fp16")
     if p.compute != "fp16" and p.loss_scale != "none":
-        raise BadInput(
-            "precision.loss_scale",
-            got=f"{p.loss_scale} with compute {p.compute}",
-            needed=f"none: {p.compute} has the range of fp32",
-            fix=Set("precision.loss_scale", "none"),
-        )
+        raise clash(run, "precision.loss_scale", by, "none", f"{p.compute} has the range of fp32")
     if isinstance(p.loss_scale, float) and p.loss_scale <= 0:
         raise BadInput("precision.loss_scale", got=p.loss_scale, needed="above 0", fix=Set("precision.loss_scale", "dynamic"))
 
@@ -171,7 +146,7 @@ def _check_data(run: Run) -> None:
         fix = Set("data.sources", [], said="[] to take the path alone") | Set("data.path", None)
         raise BadInput("data.path", got=f"{d.path}, and data.sources as well", needed="one of the two", fix=fix)
     if d.tokenizer != "ids" and d.vocab_size <= 256:
-        needed = "greater than 256: each byte has an id, and what separates documents"
+        needed = "greater than 256: one id for each byte, and one that separates documents"
         raise BadInput("data.vocab_size", got=d.vocab_size, needed=needed, fix=Set("data.vocab_size", 257, said="257 or more"))
     if d.tokenizer == "ids" and run.model.document_mask and run.model.document_separator is None:
         needed = "model.document_separator with it: ids do not show which one separates documents"
@@ -195,33 +170,24 @@ def _check_data(run: Run) -> None:
 
 
 def _check_given(d: Data) -> None:
-    """Check keys for samples that a user's program gives: they are token ids, and the only source. A recipe's own part interprets its
-    path.
-    """
+    """Check keys for samples from a user's program: they are token ids, and the only source. Only a plug-in may have a data.path."""
     if d.tokenizer == "bpe":
-        needed = "ids, which the samples are, or bytes"
-        raise BadInput(
-            "data.tokenizer", got=f"bpe with data.source={d.source}", needed=needed, fix=Set("it", "ids", said="ids, and data.vocab_size")
-        )
+        needed, fix = "ids, which the samples are, or bytes", Set("it", "ids", said="ids, and data.vocab_size")
+        raise BadInput("data.tokenizer", got=f"bpe with data.source={d.source}", needed=needed, fix=fix)
     for key, value in (("path", d.path if d.source == "given" else None), ("sources", d.sources)):
         if value:
             raise BadInput(f"data.{key}", got=f"it with data.source={d.source}", needed="one of the two", fix=Remove(f"data.{key}"))
     if d.objective != "next_token":
-        fix = Set("data.objective", "next_token")
-        raise BadInput("data.objective", got=f"{d.objective} with data.source={d.source}", needed="next_token", fix=fix)
+        got, fix = f"{d.objective} with data.source={d.source}", Set("data.objective", "next_token")
+        raise BadInput("data.objective", got=got, needed="next_token", fix=fix)
 
 
 def _check_path(key: str, given: str) -> None:
     path = user_path(given, what=key)
     if not path.exists():
-        beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-        near = did_you_mean(path.name, beside)
-        raise BadInput(
-            key,
-            got=given,
-            needed="a file or folder that exists",
-            fix=guess(str(path.parent / near)) if near else "check the spelling and the folder you are in",
-        )
+        near = did_you_mean(path.name, [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else [])
+        advice = guess(str(path.parent / near)) if near else "check the spelling and the folder you are in"
+        raise BadInput(key, got=given, needed="a file or folder that exists", fix=advice)
     if not os.access(path, os.R_OK | (os.X_OK if path.is_dir() else 0)):
         needed, fix = "a file or folder that can be read", f"chmod -R u+rX {given}, or ask its owner"
         raise BadInput(key, got=f"{given}: Permission denied", needed=needed, fix=fix)
@@ -231,27 +197,21 @@ def _check_path(key: str, given: str) -> None:
 
 
 def _check_replicas(run: Run, sequences: int) -> None:
-    """Check that the replicas of dp can share one process and each of its micro-batches."""
+    """Check sharding.kind dp, whose replicas are threads: they need one process, and must share its micro-batch of `sequences` equally."""
     if not run.sharding.named.threads:
         return
     if run.degrees.dp != 1:
-        raise BadInput(
-            "sharding.kind",
-            got=f"dp with {run.degrees.dp} processes",
-            needed="one process, which has all replicas",
-            fix=Nproc(1) & Set("sharding.replicas", run.degrees.dp) | Set("sharding.kind", "ddp"),
-        )
+        fix = Nproc(1) & Set("sharding.replicas", run.degrees.dp) | Set("sharding.kind", "ddp")
+        got = f"dp with {run.degrees.dp} processes"
+        raise BadInput("sharding.kind", got=got, needed="one process, which has all replicas", fix=fix)
     group = run.router.group if run.model.layers_with_experts() else 1
     unit = group if isinstance(group, int) else 1
     if sequences % (run.sharding.replicas * unit):
-        held = counted(sequences, "sequence")
-        got = f"{run.sharding.replicas} for {held} of a micro-batch" + (f" in groups of {unit}" if unit > 1 else "")
-        raise BadInput(
-            "sharding.replicas",
-            got=got,
-            needed=f"a divisor of {sequences // unit}" if sequences % unit == 0 else f"groups that divide {sequences}",
-            fix="change sharding.replicas, train.global_batch or pipeline.microbatches",
-        )
+        groups = f" in groups of {unit}" if unit > 1 else ""
+        got = f"{run.sharding.replicas} for {counted(sequences, 'sequence')} of a micro-batch{groups}"
+        needed = f"a divisor of {sequences // unit}" if sequences % unit == 0 else f"groups that divide {sequences}"
+        change = "change sharding.replicas, train.global_batch or pipeline.microbatches"
+        raise BadInput("sharding.replicas", got=got, needed=needed, fix=change)
 
 
 def _check_batch(run: Run) -> None:
@@ -259,32 +219,38 @@ def _check_batch(run: Run) -> None:
     if not isinstance(dp, int) or dp < 1:
         raise BadInput("degrees.dp", got=dp, needed="a whole number of at least 1", fix=Set("degrees.dp", "auto"))
     if batch % (dp * m):
-        raise BadInput(
-            "train.global_batch",
-            got=batch,
-            needed=f"a multiple of degrees.dp * pipeline.microbatches = {dp} * {m}",
-            fix=Set("it", max(1, round(batch / (dp * m))) * dp * m),
-        )
-    _check_replicas(run, batch // (dp * m))
-    group, held = run.router.group, batch // (dp * m)
-    if run.model.layers_with_experts() and isinstance(group, int) and held % group:
-        raise BadInput(
-            "router.group",
-            got=counted(group, "sequence"),
-            needed=f"a divisor of the {held} sequences in one rank's micro-batch",
-            fix=Set("router.group", *divisors(held)),
-        )
-    if run.model.layers_with_experts():
+        needed, fix = f"a multiple of degrees.dp * pipeline.microbatches = {dp} * {m}", Set("it", max(1, round(batch / (dp * m))) * dp * m)
+        raise BadInput("train.global_batch", got=batch, needed=needed, fix=fix)
+    group, held, sparse = run.router.group, batch // (dp * m), bool(run.model.layers_with_experts())
+    _check_replicas(run, held)
+    if sparse and isinstance(group, int) and held % group:
+        needed, fix = f"a divisor of the {held} sequences in one rank's micro-batch", Set("router.group", *divisors(held))
+        raise BadInput("router.group", got=counted(group, "sequence"), needed=needed, fix=fix)
+    if sparse:
         sequences = group if isinstance(group, int) else held if group == "rank" else 1
-        length = min(run.model.max_length, run.model.target_length or run.model.max_length)  # of the shorter half
+        length = min(run.model.max_length, run.model.target_length or run.model.max_length)  # the shorter of encoder and decoder
         check_slots(run.router, group_tokens=sequences * length, num_experts=max(run.experts.counts))
-    # if evaluation has a capacity, every rank needs whole groups, or the loss would depend on the layout
-    grouped = run.model.layers_with_experts() and run.router.eval_capacity_factor is not None and isinstance(group, int)
-    unit = dp * group if grouped and isinstance(group, int) else dp
-    if run.train.eval_sequences % unit:
-        raise BadInput(
-            "train.eval_sequences",
-            got=run.train.eval_sequences,
-            needed=f"a multiple of degrees.dp * router.group = {dp} * {group}" if grouped else f"a multiple of degrees.dp={dp}",
-            fix=Set("it", max(1, round(run.train.eval_sequences / unit)) * unit),
-        )
+    unit, words = dp, f"degrees.dp={dp}"
+    if sparse and run.router.eval_capacity_factor is not None and isinstance(group, int):
+        # every rank evaluates whole groups: otherwise the capacity of a group, and with it the loss, would depend on the layout
+        unit, words = dp * group, f"degrees.dp * router.group = {dp} * {group}"
+    if (sequences := run.train.eval_sequences) % unit:
+        fix = Set("it", max(1, round(sequences / unit)) * unit)
+        raise BadInput("train.eval_sequences", got=sequences, needed=f"a multiple of {words}", fix=fix)
+
+
+def _check_audit(run: Run) -> None:
+    """Refuse train.audit_every if a step cannot be computed twice with equal bits, and train.deterministic if sums have no fixed order."""
+    threads = "one order of sums: replicas' gradients are added as their threads end"
+    if run.train.deterministic and run.sharding.named.threads:
+        raise clash(run, "train.deterministic", "sharding.kind", False, "", Set("sharding.kind", "ddp"), needed=threads)
+    offload = run.sharding.offload
+    reasons = {
+        "pipeline.schedule": (continuous(run), "a step that ends before its update, to be computed twice"),
+        "sharding.kind": (run.sharding.named.threads, f"{threads} (sharding.kind ddp has one)"),
+        "optimizer.kind": (run.optimizer.kind == "kfac", "passes that leave only gradients: K-FAC's factors would count a batch twice"),
+        "states on nvme": ("nvme" in (offload.optimizer, offload.parameters), "states in memory, which can be compared"),
+    }
+    for other, (refused, needed) in reasons.items() if run.train.audit_every else ():
+        if refused:
+            raise clash(run, "train.audit_every", other, 0, needed=needed)

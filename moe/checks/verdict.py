@@ -9,7 +9,6 @@ The table of all pairs is docs/parallel/combinations.md, made from these verdict
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,7 +23,7 @@ Status = Literal["runs", "not recommended", "refused"]
 
 @dataclass(frozen=True)
 class Verdict:
-    """`advice`: reasons why the recipe is not recommended, one a line; `refused`: the reason why it cannot run."""
+    """advice: reasons why the recipe is not recommended, one a line. refused: the reason why it cannot run."""
 
     status: Status
     advice: tuple[str, ...] = ()
@@ -43,30 +42,16 @@ def verdict(run: Run, world_size: int) -> Verdict:
 
 def not_recommended(run: Run) -> list[str]:
     """Return reasons against a resolved run that the checks accept, each with a better choice."""
-    return [*_pipeline(run), *_sequence(run), *_tensor(run)]
-
-
-def _pipeline(run: Run) -> Iterator[str]:
-    if run.degrees.pp == 1:
-        return
-    slow = slow_sharding(run)
-    if slow is not None:
-        yield f"{slow.what} with degrees.pp: {slow.needed.partition(': ')[2]}; better: zero of stage 1"
+    found, d, sequence = [], run.degrees, run.sequence
+    if (slow := slow_sharding(run)) is not None:
+        found.append(f"{slow.what} with degrees.pp: {slow.needed.partition(': ')[2]}; better: zero of stage 1")
     kind = SCHEDULES.get(run.pipeline.schedule)
-    if kind is not None and kind.advice is not None:
-        yield f"pipeline.schedule {run.pipeline.schedule}: {kind.advice}"
-
-
-def _sequence(run: Run) -> Iterator[str]:
-    sequence = run.sequence
-    if run.degrees.sp == 1:
-        return
-    if (advice := sequence.named.advice(sequence.position_order, run.degrees.sp // sequence.heads_of(run.degrees.sp))) is not None:
-        yield advice
-    if run.recompute.kind == "full" and not sequence.keep_attention:
-        yield "recompute.kind full with degrees.sp: keys are sent a second time; better: also sequence.keep_attention true"
-
-
-def _tensor(run: Run) -> Iterator[str]:
-    if run.degrees.tp > 1 and run.tensor.kind == "copied":
-        yield "tensor.kind copied: every rank of tp does the same work, which only checks engines; better: 1d"
+    if d.pp > 1 and kind is not None and kind.advice is not None:
+        found.append(f"pipeline.schedule {run.pipeline.schedule}: {kind.advice}")
+    if d.sp > 1 and (advice := sequence.named.advice(sequence.position_order, d.sp // sequence.heads_of(d.sp))) is not None:
+        found.append(advice)
+    if d.sp > 1 and run.recompute.kind == "full" and not sequence.keep_attention:
+        found.append("recompute.kind full with degrees.sp: keys are sent a second time; better: also sequence.keep_attention true")
+    if d.tp > 1 and run.tensor.kind == "copied":
+        found.append("tensor.kind copied: every rank of tp does the same work, which only checks engines; better: 1d")
+    return found

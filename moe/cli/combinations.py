@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import combinations
-from pathlib import Path
+from typing import Literal
 
-from moe.checks.backends import RULES, Rule
 from moe.checks.verdict import verdict
+from moe.cli.run import write_rows
+from moe.cli.verbs import Combinations
 from moe.launch import exit_codes
 from moe.verify.hybrid import FACTORS, Idle, case_of, completed
 from moe.verify.pairwise import Pair, every_pair, together
@@ -48,31 +49,58 @@ before it runs (`moe/checks/`). In each pair, all other values are the simplest,
 
 @dataclass(frozen=True)
 class Judged:
-    """The status of a value or of a pair (a key of `MARKS`). `reasons` of a pair leaves out the reasons that one of the values has
-    alone.
+    """The status of a value or of a pair (a key of `MARKS`), and the reasons for it. A reason against one value alone is not repeated for
+    its pairs.
     """
 
     status: str
     reasons: tuple[str, ...] = ()
 
 
-def main(*, out: str | None = None, json: str | None = None) -> int:
-    """Print the page, or write it to the file `out`. `json`: also write one row for each pair to this file."""
+@dataclass(frozen=True)
+class Rule:
+    """DeepSpeed, Megatron-Core or torchtitan accepts or refuses pairs of values, according to its source code (the file `source`).
+
+    one, other: two factors of moe/verify/hybrid.py, each with the values for which the rule holds. Conditions on sizes are left out.
+    """
+
+    system: str
+    one: tuple[str, tuple[str, ...]]
+    other: tuple[str, tuple[str, ...]]
+    status: Literal["runs", "refused"]
+    reason: str
+    source: str
+
+
+_STAGES, _FSDP = ("schedule", ("gpipe", "1f1b", "interleaved")), ("data", ("fsdp",))
+_SPARSE, _EP, _MEGATRON = ("model", ("switch", "gshard", "deepseek")), ("experts", ("ep2", "ep4")), "training/arguments.py"
+_GATHERED, _OWN_LAYER = "weights stay gathered over the micro-batches by default", "of its own MoE layer; its automatic ep runs without tp"
+_STAGE_1 = "its pipeline engine asserts stage 0 or 1"
+RULES = (
+    Rule("DeepSpeed", _STAGES, ("data", ("zero2", "zero3")), "refused", _STAGE_1, "runtime/pipe/engine.py"),
+    Rule("Megatron-Core", _STAGES, _FSDP, "refused", "with torch's FSDP2; its own Megatron-FSDP runs", _MEGATRON),
+    Rule("torchtitan", _STAGES, _FSDP, "runs", _GATHERED, "distributed/fsdp.py"),
+    Rule("DeepSpeed", ("data", ("zero3",)), _SPARSE, "refused", _OWN_LAYER, "runtime/engine.py"),
+    Rule("Megatron-Core", _FSDP, _EP, "refused", "with torch's FSDP2", _MEGATRON),
+    Rule("torchtitan", _FSDP, _EP, "runs", "where ep divides dp_shard * cp * tp", "distributed/parallel_dims.py"),
+    Rule("Megatron-Core", _FSDP, ("precision", ("fp16",)), "refused", "with torch's FSDP2", _MEGATRON),
+)
+
+
+def main(flags: Combinations, _: dict[str, str]) -> int:
+    """Print the page or write it to --out, and write one row for each pair to --json."""
     table = judge_pairs()
     text = page(table)
-    if out is None:
+    if flags.out is None:
         print(text, end="")
     else:
-        write_text(Path(out), text, what="--out")
-    if json is not None:
-        from moe.records.results import write_json
-
-        write_json(json, verb="combinations", rows=_rows(table))
+        write_text(flags.out, text, what="--out")
+    write_rows(flags.json, "combinations", _rows(table))
     return exit_codes.DONE
 
 
 def judge_pairs() -> dict[Pair, Judged]:
-    """The judgement of every pair of values of two factors."""
+    """Return status and reasons of every pair of values from two factors (FACTORS: kinds of parallelism, model, precision)."""
     alone = {value: judge(value) for factor, values in FACTORS.items() for value in ((factor, v) for v in values)}
     found = {}
     for pair in every_pair(FACTORS):
@@ -84,7 +112,7 @@ def judge_pairs() -> dict[Pair, Judged]:
 
 
 def judge(*values: tuple[str, str]) -> Judged:
-    """The judgement of some values together; all other factors have their simplest value. Uses as many processes as the values need."""
+    """Judge some (factor, value) together, on as many processes as they need. All other factors have their simplest value."""
     try:
         case = case_of(completed(dict(values)), world=None)
     except Idle as idle:
@@ -94,12 +122,12 @@ def judge(*values: tuple[str, str]) -> Judged:
 
 
 def _without_got(refused: BadInput) -> str:
-    """The reason without the value that was found, because that value differs from pair to pair."""
+    """Return a refusal without its "got", so that pairs refused for the same reason have equal texts."""
     return f"`{refused.what}`: needed {refused.needed}; fix: {refused.fix}"
 
 
 def page(table: dict[Pair, Judged]) -> str:
-    """The whole page as Markdown."""
+    """Return the page, in Markdown, for the judgement of every pair."""
     parts = [PAGE, _alone()]
     for one, other in combinations(FACTORS, 2):
         cells = {(a[1], b[1]): judged for (a, b), judged in table.items() if (a[0], b[0]) == (one, other)}
@@ -121,7 +149,7 @@ def _alone() -> str:
 
 
 def _matrix(one: str, other: str, cells: dict[tuple[str, str], Judged]) -> str:
-    """A table of two factors. Rows with equal cells are joined. The factor with more values labels the rows."""
+    """Return a table of two factors: a row for each value of the factor with more values. Values with equal cells share a row."""
     down, across = (one, other) if len(FACTORS[one]) >= len(FACTORS[other]) else (other, one)
     numbers: dict[str, int] = {}
 
@@ -140,7 +168,7 @@ def _matrix(one: str, other: str, cells: dict[tuple[str, str], Judged]) -> str:
 
 
 def _systems(table: dict[Pair, Judged]) -> str:
-    """A table of the answers that the code of other systems gives for some of these pairs."""
+    """Return a table of the pairs in `RULES`: whether they run in the other system, and whether they run here."""
     rows = [
         f"| {together(_pairs(rule))[0]} | {rule.system} | {rule.status}: {rule.reason} | `{rule.source}` | {_here(rule, table)} |"
         for rule in RULES

@@ -1,6 +1,8 @@
 """`moe doctor`: checks what this machine has for training. Prints one table; the exit code is 1 if a needed check fails.
 
 A row is (check, value, state, fix). States: "ok", "note" (works, but with a limit) and "FAIL" (training cannot work).
+
+`moe doctor --trace FOLDER` instead finds the ranks that a hung run waited for, from the traces of torch's flight recorder.
 """
 
 from __future__ import annotations
@@ -15,43 +17,47 @@ import time
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from moe.cli.run import write_rows
+from moe.cli.verbs import Doctor
 from moe.launch import exit_codes
 from moe.launch.environment import free_port
+from parallel.errors import plain
 from parallel.machine import MATRIX_INSTRUCTIONS, matrix_instructions, processor, usable_cores
 from parallel.process.extensions import extensions_dir, missing_for_nvme
+from parallel.store.files import user_path
 
-# package -> (oldest supported version, whether training needs it)
-PACKAGES = {
-    "torch": ("2.10", True),
-    "deepspeed": ("0.18", True),
-    "pydantic": ("2", True),
-    "safetensors": ("0", True),
-    "numpy": ("1", True),
-    "rich": ("0", True),
-    "matplotlib": ("0", True),
-    "tensorboard": ("0", True),
-    "tokenizers": ("0", False),
-    "transformers": ("0", False),
-    "triton": ("0", False),
-}
+if TYPE_CHECKING:
+    from parallel.watch.flight_recorder import Diagnosis
+
+# oldest supported versions of the packages that training needs
+NEEDED = {"torch": "2.10", "deepspeed": "0.18", "pydantic": "2", "safetensors": "0", "numpy": "1"}
+NEEDED |= {"rich": "0", "matplotlib": "0", "tensorboard": "0"}
+OPTIONAL = ("tokenizers", "transformers", "triton")
 LITTLE_DISK_BYTES = 2e9
 EXCHANGE_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
 class Row:
-    """One check of the table. `fix`: what to do if the state is not "ok"."""
+    """One line of the table."""
 
     check: str
     value: str
     state: Literal["ok", "note", "FAIL"] = "ok"
     fix: str = ""
 
+    @staticmethod
+    def of(check: str, value: str, right: bool, otherwise: Literal["note", "FAIL"], fix: str = "") -> Row:
+        """Return a row with state "ok" if `right`, otherwise with the state `otherwise` and the fix."""
+        return Row(check, value) if right else Row(check, value, otherwise, fix)
 
-def main(*, json: str | None = None) -> int:
-    """Print the table; `json`: also write it to this file. Returns 1 if a needed check fails."""
+
+def main(flags: Doctor, _: dict[str, str]) -> int:
+    """Print the table, and write it to --json. Returns 1 if a needed check fails."""
+    if flags.trace is not None:
+        return _trace(flags.trace, flags.json)
     rows: list[Row] = []
     for check in (_python, _packages, _deepspeed, _exchange, _devices, _speed, _port, _disk, _extensions, _nvme):
         try:
@@ -59,10 +65,7 @@ def main(*, json: str | None = None) -> int:
         except Exception as error:  # a broken installation must not hide the other checks
             rows.append(Row(check.__name__.strip("_"), f"{type(error).__name__}: {error}".splitlines()[0], "FAIL", "see the message"))
     _print(rows)
-    if json is not None:
-        from moe.records.results import write_json
-
-        write_json(json, verb="doctor", rows=[asdict(row) | {"passed": row.state != "FAIL"} for row in rows])
+    write_rows(flags.json, "doctor", [asdict(row) | {"passed": row.state != "FAIL"} for row in rows])
     return exit_codes.of(all(row.state != "FAIL" for row in rows))
 
 
@@ -77,35 +80,25 @@ def _print(rows: list[Row]) -> None:
         table.add_row(Text(row.state, style=colours[row.state]), row.check, Text(row.value), Text(row.fix))
     Console(width=None if sys.stdout.isatty() else 160).print(table)
     failed = sum(row.state == "FAIL" for row in rows)
-    print(
-        f"{failed} of {len(rows)} checks failed"
-        if failed
-        else f"all {len(rows)} checks passed. A first run: moe train switch_tiny --nproc 2"
-    )
+    passed = f"all {len(rows)} checks passed. A first run: moe train switch_tiny --nproc 2"
+    print(f"{failed} of {len(rows)} checks failed" if failed else passed)
 
 
 def _python() -> list[Row]:
-    right = sys.version_info >= (3, 11)
-    return [
-        Row(
-            "python",
-            f"{platform.python_version()} {sys.executable}",
-            "ok" if right else "FAIL",
-            "" if right else "install Python 3.11 or newer",
-        )
-    ]
+    found = f"{platform.python_version()} {sys.executable}"
+    return [Row.of("python", found, sys.version_info >= (3, 11), "FAIL", "install Python 3.11 or newer")]
 
 
 def _packages() -> list[Row]:
     rows = []
-    for package, (oldest, needed) in PACKAGES.items():
+    for package, oldest in (NEEDED | dict.fromkeys(OPTIONAL, "0")).items():
         try:
             version = metadata.version(package)
         except metadata.PackageNotFoundError:
-            rows.append(Row(package, "not installed", "FAIL" if needed else "note", f"pip install {package}" if needed else "optional"))
+            fix = "optional" if package in OPTIONAL else f"pip install {package}"
+            rows.append(Row(package, "not installed", "note" if package in OPTIONAL else "FAIL", fix))
             continue
-        old = _numbers(version) < _numbers(oldest)
-        rows.append(Row(package, version, "FAIL" if old else "ok", f"pip install '{package}>={oldest}'" if old else ""))
+        rows.append(Row.of(package, version, _numbers(version) >= _numbers(oldest), "FAIL", f"pip install '{package}>={oldest}'"))
     return rows
 
 
@@ -114,7 +107,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _deepspeed() -> list[Row]:
-    """Import DeepSpeed in a separate process: a missing compiler or CUDA toolkit shows up at its import."""
+    """Check that DeepSpeed can be imported, in a separate process: without a compiler or CUDA toolkit the import may fail."""
     command = [sys.executable, "-c", "import deepspeed; print(deepspeed.accelerator.get_accelerator()._name)"]
     started = time.perf_counter()
     got = subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -125,7 +118,7 @@ def _deepspeed() -> list[Row]:
 
 
 def exchange_rows(rank: int) -> list[float]:
-    """The values that `rank` receives in an uneven all-to-all between two ranks, in which rank 1 sends itself no rows."""
+    """Return the values that `rank` receives in an uneven all-to-all between two ranks, in which rank 1 sends itself no rows."""
     import torch
     import torch.distributed as dist
 
@@ -159,32 +152,22 @@ def _exchange() -> list[Row]:
 def _devices() -> list[Row]:
     import torch
 
-    cores = usable_cores()
-    rows = [Row("processor", f"{processor()}, {cores} of {os.cpu_count()} cores usable, {_memory()}")]
     flags = matrix_instructions()
     found = sorted({MATRIX_INSTRUCTIONS[flag] for flag in flags})
-    rows.append(
-        Row(
-            "16-bit instructions",
-            f"{' and '.join(found)} ({', '.join(flags)})" if found else "none: 16-bit products are emulated",
-            "ok" if found else "note",
-        )
-    )
+    products = f"{' and '.join(found)} ({', '.join(flags)})" if found else "none: 16-bit products are emulated"
+    rows = [
+        Row("processor", f"{processor()}, {usable_cores()} of {os.cpu_count()} cores usable, {_memory()}"),
+        Row.of("16-bit instructions", products, bool(found), "note"),
+    ]
     if not torch.cuda.is_available():
         built = torch.version.cuda or torch.version.hip
-        return [
-            *rows,
-            Row("GPU", f"none; torch is built for {built or 'CPU'}", "note" if built else "ok", "" if not built else "check nvidia-smi"),
-        ]
+        return [*rows, Row.of("GPU", f"none; torch is built for {built or 'CPU'}", not built, "note", "check nvidia-smi")]
     for index in range(torch.cuda.device_count()):
         p = torch.cuda.get_device_properties(index)
         bf16 = "bf16" if torch.cuda.is_bf16_supported() else "no bf16: use precision.compute fp16"
         rows.append(Row(f"GPU {index}", f"{p.name}, {p.total_memory / 2**30:.0f} GiB, sm_{p.major}{p.minor}, {bf16}"))
     nccl = torch.distributed.is_nccl_available()
-    return [
-        *rows,
-        Row("backend", "nccl" if nccl else "no nccl in this torch", "ok" if nccl else "FAIL", "" if nccl else "install torch with CUDA"),
-    ]
+    return [*rows, Row.of("backend", "nccl" if nccl else "no nccl in this torch", nccl, "FAIL", "install torch with CUDA")]
 
 
 def _memory() -> str:
@@ -195,7 +178,7 @@ def _memory() -> str:
 
 
 def _speed() -> list[Row]:
-    """Speed of square matrix products in fp32 and bf16, on all usable cores or the first GPU."""
+    """Measure square matrix products in fp32 and bf16, on all usable cores or the first GPU."""
     import torch
 
     from moe.records.speed import matmul_flops
@@ -205,8 +188,7 @@ def _speed() -> list[Row]:
     speed = {dtype: matmul_flops(dtype, device) / 1e9 for dtype in (torch.float32, torch.bfloat16)}
     fp32, bf16 = speed[torch.float32], speed[torch.bfloat16]
     value = f"fp32 {fp32:,.0f} GFLOP/s, bf16 {bf16:,.0f} GFLOP/s ({bf16 / fp32:.1f} times)"
-    slow = bf16 < fp32
-    return [Row("matrix products", value, "note" if slow else "ok", "--precision.compute fp32 is faster here" if slow else "")]
+    return [Row.of("matrix products", value, bf16 >= fp32, "note", "--precision.compute fp32 is faster here")]
 
 
 def _port() -> list[Row]:
@@ -215,7 +197,7 @@ def _port() -> list[Row]:
 
 
 def _disk() -> list[Row]:
-    """Free space in the folder for runs: ./runs, or its nearest existing parent."""
+    """Check the folder for runs (./runs, or its nearest existing parent): whether it can be written, and its free space."""
     folder = next(p for p in (Path("runs").absolute(), *Path("runs").absolute().parents) if p.exists())
     free = shutil.disk_usage(folder).free
     try:
@@ -223,25 +205,53 @@ def _disk() -> list[Row]:
             pass
     except OSError as error:
         return [Row("runs/", f"{folder}: {error.strerror}", "FAIL", "train with --out FOLDER, in a folder that can be written")]
-    little = free < LITTLE_DISK_BYTES
-    return [Row("runs/", f"{folder}, {free / 1e9:.0f} GB free", "note" if little else "ok", "free some disk space" if little else "")]
+    return [Row.of("runs/", f"{folder}, {free / 1e9:.0f} GB free", free >= LITTLE_DISK_BYTES, "note", "free some disk space")]
 
 
 def _extensions() -> list[Row]:
-    """The folder of DeepSpeed's compiled ops. Training on a CPU compiles none."""
+    """Check the folder for DeepSpeed's compiled ops. Only a note if it cannot be written, because training on a CPU compiles none."""
     folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or extensions_dir())
     nearest = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
-    right = os.access(nearest, os.W_OK)
-    fix = "" if right else "set XDG_CACHE_HOME to a folder that can be written"
-    return [Row("TORCH_EXTENSIONS_DIR", str(folder), "ok" if right else "note", fix)]
+    fix = "set XDG_CACHE_HOME to a folder that can be written"
+    return [Row.of("TORCH_EXTENSIONS_DIR", str(folder), os.access(nearest, os.W_OK), "note", fix)]
 
 
 def _nvme() -> list[Row]:
-    """Requirements of offload to disk: DeepSpeed's async_io, compiled once. Offload to host memory needs nothing."""
+    """Check what compiling DeepSpeed's async_io needs, for offload to a disk. Offload to host memory needs nothing."""
     missing = missing_for_nvme()
     if missing:
         fix = f"only for sharding.offload to nvme: apt-get install {' '.join(missing)}"
         return [Row("offload to nvme", f"no {' or '.join(missing)} found", "note", fix)]
     folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or extensions_dir())
     there = (folder / "async_io" / "async_io.so").exists()
-    return [Row("offload to nvme", "ready" if there else "async_io is compiled with the first run, in a minute or two", "ok", "")]
+    return [Row("offload to nvme", "ready" if there else "async_io is compiled with the first run, in a minute or two")]
+
+
+def _trace(folder: Path, json: Path | None) -> int:
+    """Print a line with the ranks that a hung run waited for, then a row for each waiting rank. json: also write the rows to a file."""
+    from parallel.watch.flight_recorder import diagnose, read_folder
+
+    traces = read_folder(user_path(folder, what="--trace"))
+    found = diagnose(traces)
+    culprits = f"rank{'s' if len(found.culprits) > 1 else ''} {' '.join(map(str, found.culprits))}"
+    line = plain(f"{culprits if found.culprits else 'no culprit'}: {found.said}")
+    print(line)
+    rows = _waiting(found)
+    if rows:
+        print(f"{'rank':>5}  {'waits at':<44} {'over':<40} for")
+    for row in rows:
+        print(f"{row['rank']:>5}  {row['collective'][:44]:<44} {row['group'][:40]:<40} {row['waits_for']}")
+    about = {"culprits": list(found.culprits), "line": line, "traces": len(traces), "silent": list(found.silent)}
+    write_rows(json, "doctor", [row | {"passed": True} for row in rows], **about)
+    return exit_codes.DONE
+
+
+def _waiting(found: Diagnosis) -> list[dict[str, Any]]:
+    """Return a row for each waiting rank: the first collective in which it waits for a culprit, or its first if it waits for none."""
+    rows = []
+    for rank in sorted({wait.rank for wait in found.waits if wait.behind}):
+        waits = [wait for wait in found.waits if wait.rank == rank and wait.behind]
+        wait = next((w for w in waits if set(w.behind) & set(found.culprits)), waits[0])
+        call, group = plain(f"{wait.call.kind} {wait.call.number}"), plain(wait.group[1] or wait.group[0])
+        rows.append({"rank": rank, "collective": call, "group": group, "waits_for": " ".join(map(str, wait.behind))})
+    return rows

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from moe.checks.advice import check_for_user
 from moe.checks.together import check_run
+from moe.cli.plan import shares
 from moe.launch import exit_codes
 from moe.plan.choose.choose import described
 from moe.plan.choose.predicted import Place, Prediction, predict, settled
@@ -23,7 +24,10 @@ from moe.records.summary import count, size
 
 
 def main(run: Run, *, world: int | None, cluster: str | None, force: bool = False) -> int:
-    """Print the table. `world` None: all devices of the cluster, or one process. Raises BadInput if memory is too small, unless `force`."""
+    """Print what a run on `world` processes needs; None: all devices of the cluster, or one process on this machine.
+
+    Raises BadInput if memory is too small, unless `force`.
+    """
     machines = None if cluster is None else load_cluster(cluster)
     world = world or (machines.world if machines else 1)
     run, place = _here(run, world) if machines is None else (settled(run, machines), Place.of(machines, world))
@@ -43,7 +47,7 @@ def main(run: Run, *, world: int | None, cluster: str | None, force: bool = Fals
 
 
 def _here(run: Run, world: int) -> tuple[Run, Place]:
-    """The run, and the place of a run of `world` processes on this machine."""
+    """Return (the run with its precision settled, the Place: what the prediction needs to know of `world` processes on this machine)."""
     from moe.train.start.place import settle_precision
     from moe.train.start.prediction import here
     from parallel.process.process import World
@@ -82,6 +86,4 @@ def _memory(found: Prediction) -> str:
 def _time(found: Prediction) -> str:
     if found.time is None:
         return f"not predicted: {prediction.CALIBRATE} measures this machine, or name a cluster (--cluster)"
-    step = found.time.step
-    large = sorted(((name, s) for name, s in found.time.parts.items() if s >= 0.005 * step), key=lambda part: -part[1])
-    return f"{prediction.seconds(step)}: " + ", ".join(f"{name} {s / step:.0%}" for name, s in large)
+    return f"{prediction.seconds(found.time.step)}: {shares(found.time.parts, found.time.step)}"

@@ -13,8 +13,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from moe.cli.simulate.text import duration
-from moe.cli.simulate.times import OfRecipe, Times, check_size, of_recipe, times_of
+from moe.cli.run import write_rows
+from moe.cli.simulate_text import duration
+from moe.cli.simulate_times import Costs, check_size, needs_recipe, of_recipe, refuse_with_file, times_of
+from moe.cli.verbs import Energy
 from moe.launch import exit_codes
 from parallel.errors import BadInput, counted
 from parallel.pipeline.energy.clocks import Clock, Measured, PowerModel, Profile, read_profile
@@ -27,85 +29,61 @@ from parallel.pipeline.simulator.held import peak_activations
 
 KINDS = {".json": "the plan", ".png": "a picture"}
 FORWARD_S, BACKWARD_S, STAGES, MICROBATCHES = "0.01", "0.02", 4, 8
-MOST_ACTIONS = 2**11  # actions of a step; the planner compares each one's clock with all others, so larger plans take minutes
+TIMES = ("forward_time", "backward_time", "transfer_time", "tflops", "link_gb_s")
+MOST_ACTIONS = 2**11  # forward passes of a step; the planner compares each action with all others, so larger plans take minutes
 
 
-def main(
-    name: str | None = None,
-    *,
-    profile: Path | None = None,
-    recipe: str | None = None,
-    overrides: dict[str, str] | None = None,
-    stages: int | None = None,
-    microbatches: int | None = None,
-    chunks: int | None = None,
-    slowdown: float = 0.0,
-    ahead: int | None = None,
-    apply: bool = False,
-    steps: int | None = None,
-    out: Path | None = None,
-    json: Path | None = None,
-    **times: Any,
-) -> int:
-    """Plan, print and write; with `apply`, run the plan on this machine's GPUs. Raises BadInput, one line, for impossible input."""
-    name = name or "1f1b"
-    size: dict[str, Any] = {"stages": stages, "microbatches": microbatches, "chunks": chunks}
-    _check(name, size, slowdown, ahead, apply, steps, out)
-    if overrides and recipe is None:
-        flag = next(iter(overrides))
-        raise BadInput(
-            f"--{flag}", got="it without a recipe", needed="--recipe RECIPE, because it is a recipe's key", fix="--recipe dense_tiny"
-        )
+def main(flags: Energy, overrides: dict[str, str]) -> int:
+    """Plan, print and write; with --apply, run the plan on this machine's GPUs. Raises BadInput, one line, for impossible input."""
+    name, slowdown, recipe = flags.name or "1f1b", flags.slowdown or 0.0, flags.recipe
+    size: dict[str, Any] = {"stages": flags.stages, "microbatches": flags.microbatches, "chunks": flags.chunks}
+    _check(flags, name, size, slowdown)
+    needs_recipe(overrides, recipe)
     from_file = read_order(name) if name.endswith(".csv") else None
-    measured = None if profile is None else _read(profile, recipe, times)
-    costs = None
-    if measured is None:
-        times = times if recipe else {"forward_time": FORWARD_S, "backward_time": BACKWARD_S} | times
-        costs = of_recipe(recipe, overrides or {}, times, size, from_file) if recipe else times_of(times)
+    times = {flag: value for flag in TIMES if (value := getattr(flags, flag)) is not None}
+    measured: Measured | None = None
+    costs: Costs | None = None
+    if flags.profile is not None:
+        if recipe or times:
+            flag, needed = "recipe" if recipe else next(iter(times)), "one of the two: the profile already has times"
+            raise BadInput(f"--{flag}", got="it with --profile", needed=needed, fix=f"remove --{flag}")
+        measured = read_profile(flags.profile)
+    elif recipe:
+        costs = of_recipe(recipe, overrides, times, size, from_file)
+    else:
+        costs = times_of({"forward_time": FORWARD_S, "backward_time": BACKWARD_S} | times)
     schedule = from_file or _schedule(name, size, measured)
     if measured is not None and len(measured.stages) != schedule.num_stages:
         got = counted(len(measured.stages), "stage")
         raise BadInput("--profile", got=got, needed=f"{schedule.num_stages}, as {name} has", fix="--stages, or another profile")
     of_actions, idle_w, transfer = _profile(schedule, measured, costs)
-    plan, uniform = _plan(name, schedule, of_actions, idle_w, transfer, slowdown, ahead)
+    plan, uniform = _plan(name, schedule, of_actions, idle_w, transfer, slowdown, flags.ahead)
     row = _row(plan, uniform, slowdown, "measured" if measured is not None else "power model")
     _print(row, plan)
-    if out is not None:
-        _write(plan, out)
-    if json is not None:
-        from moe.records.results import write_json
-
-        write_json(json, verb="energy", rows=[row])
-    if apply:
-        _apply(plan, steps or 1)
+    if flags.out is not None:
+        _write(plan, flags.out)
+    write_rows(flags.json, "energy", [row])
+    if flags.apply:
+        _apply(plan, flags.steps or 1)
     return exit_codes.DONE
 
 
-def _check(name: str, size: dict[str, Any], slowdown: float, ahead: int | None, apply: bool, steps: int | None, out: Path | None) -> None:
+def _check(flags: Energy, name: str, size: dict[str, Any], slowdown: float) -> None:
     for flag, given in size.items():
         if given is not None and given < 1:
             raise BadInput(f"--{flag}", got=given, needed="at least 1", fix=f"--{flag} 1")
-        if given is not None and name.endswith(".csv"):
-            raise BadInput(f"--{flag}", got=f"it with {name}", needed="the file alone, which sets it", fix=f"remove --{flag}")
+    if name.endswith(".csv"):
+        refuse_with_file(name, size)
     if not 0 <= slowdown <= 10:
         raise BadInput("--slowdown", got=slowdown, needed="a share from 0 to 10", fix="--slowdown 0.01")
-    if ahead is not None and (ahead < 0 or name != "1f1b"):
+    if (ahead := flags.ahead) is not None and (ahead < 0 or name != "1f1b"):
         got, fix = (ahead, "--ahead 0") if ahead < 0 else (f"it for {name}", "remove --ahead")
-        raise BadInput("--ahead", got=got, needed="at least 0, for 1f1b, whose forwards can be pulled ahead", fix=fix)
-    if steps is not None and (steps < 1 or not apply):
-        raise BadInput("--steps", got=steps, needed="at least 1, with --apply", fix="--apply --steps 1")
-    if out is not None and out.suffix not in KINDS:
+        raise BadInput("--ahead", got=got, needed="at least 0, for 1f1b, whose forward passes can move earlier", fix=fix)
+    if flags.steps is not None and (flags.steps < 1 or not flags.apply):
+        raise BadInput("--steps", got=flags.steps, needed="at least 1, with --apply", fix="--apply --steps 1")
+    if (out := flags.out) is not None and out.suffix not in KINDS:
         fix = f"--out {out.stem.lstrip('.') or 'plan'}.json"
         raise BadInput("--out", got=str(out), needed=", ".join(f"*{k} ({v})" for k, v in KINDS.items()), fix=fix)
-
-
-def _read(profile: Path, recipe: str | None, times: dict[str, Any]) -> Measured:
-    other = "recipe" if recipe else next(iter(times), None)
-    if other:
-        raise BadInput(
-            f"--{other}", got="it with --profile", needed="one of the two: the profile already has times", fix=f"remove --{other}"
-        )
-    return read_profile(profile)
 
 
 def _schedule(name: str, size: dict[str, Any], measured: Measured | None) -> Schedule:
@@ -116,8 +94,11 @@ def _schedule(name: str, size: dict[str, Any], measured: Measured | None) -> Sch
     return make_schedule(name, ranks=ranks, microbatches=microbatches, chunks=size["chunks"])
 
 
-def _profile(schedule: Schedule, measured: Measured | None, costs: Times | OfRecipe | None) -> tuple[Profile, float, float]:
-    """(seconds and joules of each action at each clock, watts of a waiting rank, seconds of a message)."""
+def _profile(schedule: Schedule, measured: Measured | None, costs: Costs | None) -> tuple[Profile, float, float]:
+    """Return (seconds and joules of each action at each clock, watts of a waiting rank, seconds of a message).
+
+    They come from the user's profile (`measured`), or else from `costs`, the seconds at full clock, and the power model.
+    """
     if measured is not None:
         return measured, measured.idle_w, 0.0
     assert costs is not None
@@ -137,7 +118,7 @@ def _profile(schedule: Schedule, measured: Measured | None, costs: Times | OfRec
 def _plan(
     name: str, schedule: Schedule, profile: Profile, idle_w: float, transfer: float, slowdown: float, ahead: int | None
 ) -> tuple[EnergyPlan, EnergyPlan]:
-    """(the plan, for comparison a plan that runs every action at its clock of least energy)."""
+    """Return (the plan, a plan for comparison in which every action runs at the clock at which it needs the fewest joules)."""
     uniform = plan_clocks(schedule, profile, idle_power=idle_w, transfer_time=transfer, rule="uniform")
     if name == "1f1b":
         ranks, microbatches = schedule.num_ranks, schedule.microbatches
@@ -207,7 +188,7 @@ def _write(plan: EnergyPlan, out: Path) -> None:
 
 
 def _apply(plan: EnergyPlan, steps: int) -> None:
-    """Run the plan on this machine's GPUs. If that is impossible, print the reason in one line."""
+    """Run `steps` steps with the plan's clocks on this machine's GPUs. If that is impossible, print the reason in one line."""
     from parallel.pipeline.energy.nvml import NoControl, connect, rehearse
 
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(exit_codes.TERMINATED))  # exit normally, so that the clocks are restored

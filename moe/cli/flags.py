@@ -23,12 +23,13 @@ from parallel.errors import BadInput, did_you_mean, some
 from parallel.fixes import Fix
 
 _NEEDED = {int: "a whole number", float: "a number", Path: "a path", str: "text"}
-_GRAVE = ("--fresh", "--force")  # never proposed as a fix: they discard or overrule something
+_GRAVE = ("--fresh", "--force")  # never proposed as a fix: --fresh sets checkpoints aside, --force overrules a refusal
+_MOVED = {("verify", "--mutations"): "in a checkout of moe-parallel: python -m tests.mutations"}  # former flags
 _EXAMPLE = {int: "2", float: "0.8", Path: "PATH", str: "TEXT"}
 
 
 def check_words(verb: str, kind: type, words: Sequence[str]) -> list[str]:
-    """The words of `verb` in one spelling (each value as --flag=value), checked against the verb's dataclass `kind`.
+    """Return the words of `verb` in one spelling (each value as --flag=value), checked against the verb's dataclass `kind`.
 
     Raises BadInput for a flag that is unknown, repeated, without a value or of the wrong type, and for too few or too many words.
     """
@@ -70,24 +71,19 @@ def check_words(verb: str, kind: type, words: Sequence[str]) -> list[str]:
             checked[name] = f"{name}={value}"
     if len(given) < len(needed):
         missing = needed[len(given)]
-        raise BadInput(
-            f"moe {verb}", got=f"no {missing.upper()}", needed=" ".join(["moe", verb, *map(str.upper, wanted)]), fix=_hint(missing, verb)
-        )
+        needed_words = " ".join(["moe", verb, *map(str.upper, wanted)])
+        raise BadInput(f"moe {verb}", got=f"no {missing.upper()}", needed=needed_words, fix=_hint(missing, verb))
     if len(given) > len(wanted):
-        extra = given[len(wanted)]
-        fix = (
-            f"did you mean --{extra}?"
-            if "." in extra and "=" in extra
-            else "remove it; a value needs its flag before it, see: moe " + verb + " --help"
-        )
-        raise BadInput(
-            f"moe {verb}", got=f"{extra!r} as one word too many", needed=" ".join(map(str.upper, wanted)) or "flags only", fix=fix
-        )
+        extra, needed_words = given[len(wanted)], " ".join(map(str.upper, wanted)) or "flags only"
+        fix = f"remove it; a value needs its flag before it, see: moe {verb} --help"
+        if "." in extra and "=" in extra:
+            fix = f"did you mean --{extra}?"
+        raise BadInput(f"moe {verb}", got=f"{extra!r} as one word too many", needed=needed_words, fix=fix)
     return [*given, *checked.values(), *several]
 
 
 def _plain(hint: Any) -> Any:
-    """The type of one value: `int | None` and `tuple[int, ...]` become int; other hints are returned unchanged."""
+    """Return the type of a flag's value: int for the type hints `int`, `int | None` and `tuple[int, ...]`."""
     if get_origin(hint) is tuple:
         return get_args(hint)[0]
     if get_origin(hint) in (Union, types.UnionType):
@@ -96,9 +92,11 @@ def _plain(hint: Any) -> Any:
 
 
 def _refuse_flag(verb: str, name: str, value: str | None, flags: dict[str, Any]) -> None:
-    """Raise BadInput for an unknown flag, which was given with `value`. The fix never proposes a flag of `_GRAVE`."""
-    if "." in name:
-        fix: Fix | str = f"recipe values go with {', '.join(f'moe {v}' for v in RECIPE_VERBS)}"
+    """Raise BadInput for an unknown flag. value: the text after it, if there is one. flags: the verb's flags, with their types."""
+    if (verb, name) in _MOVED:
+        fix: Fix | str = _MOVED[verb, name]
+    elif "." in name:
+        fix = f"recipe values go with {', '.join(f'moe {v}' for v in RECIPE_VERBS)}"
     elif (named := _by_name(verb, name, value, flags)) is not None:
         fix = named
     elif near := did_you_mean(name, [flag for flag in flags if flag not in _GRAVE]):
@@ -111,7 +109,7 @@ def _refuse_flag(verb: str, name: str, value: str | None, flags: dict[str, Any])
 
 
 def _by_name(verb: str, name: str, value: str | None, flags: dict[str, Any]) -> Fix | str | None:
-    """The fix for a flag of another tool, or for a recipe's key without its section (`--lr`); None for any other name."""
+    """Return the fix for a flag of another tool, or for a recipe's key without its section (`--lr`); None for any other name."""
     from moe.recipe.keys import choices, known_keys
     from moe.recipe.other_tools import Meant, in_our_words, meant_by
     from moe.recipe.sections import Run
@@ -133,23 +131,21 @@ def _by_name(verb: str, name: str, value: str | None, flags: dict[str, Any]) -> 
 
 
 def _checked(name: str, kind: Any, value: str) -> str:
-    """The value as text, a whole number in plain digits (2e3 -> 2000). Raises BadInput if it is not of type `kind`."""
+    """Return the value, a whole number in plain digits (2e3 becomes 2000). Raises BadInput if it is not of type `kind`."""
+    right, fix = True, f"{name} {_example(kind)}"
     if get_origin(kind) is Literal:
-        if value not in get_args(kind):
-            near = did_you_mean(value, get_args(kind))
-            raise BadInput(
-                name, got=value, needed=_needed(kind), fix=f"did you mean {name} {near}?" if near else f"{name} {_example(kind)}"
-            )
+        right, near = value in get_args(kind), did_you_mean(value, get_args(kind))
+        fix = f"did you mean {name} {near}?" if near else fix
     elif kind in (int, float):
         value = str(whole(value)) if kind is int else value
         try:
             right = math.isfinite(kind(value))
         except (ValueError, OverflowError):
             right = False
-        if not right:
-            raise BadInput(name, got=value, needed=_needed(kind), fix=f"{name} {_example(kind)}")
-    elif kind is Path and not value:
-        raise BadInput(name, got="nothing", needed=_needed(kind), fix=f"{name} {_example(kind)}")
+    elif kind is Path:
+        right = bool(value)
+    if not right:
+        raise BadInput(name, got=value or "nothing", needed=_needed(kind), fix=fix)
     return value
 
 

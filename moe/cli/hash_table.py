@@ -1,42 +1,45 @@
-"""`moe hash-table RECIPE FILE.json`: writes a balanced table for `router.select: hash` from the counts of each token id in the recipe's
-training text (moe/recipe/hash_table.py).
+"""`moe hash-table RECIPE FILE.json`: writes a table for `router.select: hash` with equal loads of experts on the recipe's training text.
+
+The table is made from the number of times that each token id occurs (moe/recipe/hash_table.py).
 """
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from moe.checks.together import check_together
+from moe.cli.verbs import HashTable
 from moe.data import CorruptedTrain, MixedTrain, TrainSet, open_data
 from moe.data.order import Windows
 from moe.data.remarks import remark_lines
 from moe.launch import exit_codes
 from moe.recipe.hash_table import Table, balanced
-from moe.recipe.sections import Run
+from moe.recipe.load import load
 from parallel.errors import BadInput
 from parallel.fixes import Set
 from parallel.store.files import user_path, write_text
 
 _BATCH_TOKENS = 2**24  # tokens counted at a time
-_MIXTURE_TOKENS = 2**40  # sum of the counts of a mixture
+_MIXTURE_TOKENS = 2**40  # total count of all ids in a mixture of sources, in place of the real one
 
 
-def main(run: Run, *, recipe: str, out: Path) -> int:
+def main(flags: HashTable, overrides: dict[str, str]) -> int:
     """Count token ids, write the table, and print how even it is. Raises BadInput before anything is written."""
-    path = user_path(out, what="OUT")
+    run, _ = load(flags.recipe, overrides)
+    path = user_path(flags.out, what="OUT")
     if path.suffix != ".json" or path.exists():
         got = f"{path}, which already exists" if path.exists() else str(path)
         raise BadInput("OUT", got=got, needed="a new file, *.json", fix=f"name another: {path.with_name(path.stem + '-new.json')}")
-    run = run.model_copy(update={"router": run.router.model_copy(update={"hash_table": None})})  # it may name the file that is made here
+    # without its table, which may be the file that is made here and would be refused as missing
+    run = run.model_copy(update={"router": run.router.model_copy(update={"hash_table": None})})
     check_together(run.resolve(1))
     layers, choices = run.model.layers_with_experts(), run.router.num_choices
     if not layers:
-        raise BadInput("RECIPE", got=f"{recipe}, a dense model", needed="one with experts", fix=Set("model.moe_every", 2))
+        raise BadInput("RECIPE", got=f"{flags.recipe}, a dense model", needed="one with experts", fix=Set("model.moe_every", 2))
     data = open_data(run.data, max_length=run.model.max_length, vocab_size=run.vocab_size, seed=run.train.seed)
     for line in remark_lines(data.index):
         print(line)
@@ -55,9 +58,9 @@ def main(run: Run, *, recipe: str, out: Path) -> int:
 
 
 def counts(train: Any, vocab_size: int) -> npt.NDArray[np.int64]:
-    """The number of occurrences of each token id in the training text, int64 [vocabulary]; sources of a mixture count by their weights.
+    """Return how often each token id occurs in the training text, int64 [vocabulary]. Raises BadInput for samples of a user's program.
 
-    Raises BadInput for samples that a user's program makes.
+    In a mixture of sources, each source's share of the total is its weight's share.
     """
     if isinstance(train, CorruptedTrain):
         return counts(train.inner, vocab_size)

@@ -1,8 +1,8 @@
 """The `moe` command: its entry.
 
-    argv -> recipe overrides taken out -> words checked (flags.py) -> tyro -> the verb's dataclass (verbs.py) -> its function (run/)
+    argv -> recipe overrides taken out -> words checked (flags.py) -> tyro -> the verb's dataclass (verbs.py) -> its function
 
-Anything wrong is one line on stderr and exit code 2, said before anything heavy is imported. Exit codes stand in moe/launch/exit_codes.py.
+Wrong input is one line on stderr and exit code 2, before anything heavy is imported. All exit codes: moe/launch/exit_codes.py.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ import io
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from moe.cli import parse, verbs
 from moe.cli.flags import check_words
+from moe.cli.run import call
 from moe.cli.run.bench import about_bench, arguments_of_main, bench, bench_file, bench_names
-from moe.cli.run.convert import convert
-from moe.cli.run.recipes import combinations, energy, hash_table, plan, recipes, show, simulate
-from moe.cli.run.runs import doctor, evaluate, generate, report, verify
+from moe.cli.run.recipes import plan, recipes, show
+from moe.cli.run.runs import convert, evaluate, generate, report, verify
 from moe.cli.run.train import rehearse, train
 from moe.launch import exit_codes
 from moe.launch.environment import set_before_torch
@@ -34,15 +35,15 @@ FUNCTIONS: dict[str, Callable[[Any, dict[str, str]], int]] = {
     "report": report,
     "bench": bench,
     "plan": plan,
-    "simulate": simulate,
-    "energy": energy,
+    "simulate": partial(call, "moe.cli.simulate"),
+    "energy": partial(call, "moe.cli.energy"),
     "convert": convert,
-    "hash-table": hash_table,
+    "hash-table": partial(call, "moe.cli.hash_table"),
     "show": show,
-    "combinations": combinations,
+    "combinations": partial(call, "moe.cli.combinations"),
     "rehearse": rehearse,
     "recipes": recipes,
-    "doctor": doctor,
+    "doctor": partial(call, "moe.cli.doctor"),
 }
 
 
@@ -58,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return exit_codes.BAD_INPUT
     except KeyboardInterrupt:
         return exit_codes.INTERRUPTED
-    except BrokenPipeError:  # `moe show switch_tiny | head`
+    except BrokenPipeError:  # the reader has all it wants: `moe show switch_tiny | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return exit_codes.DONE
 

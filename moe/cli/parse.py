@@ -1,7 +1,13 @@
-"""The command line as a verb's dataclass, its help and shell completion, by tyro."""
+"""The command line as a verb's dataclass, its help and shell completion, by tyro.
+
+tyro's completion script has a table of words, COMPLETION_SPEC = {...}, which is corrected here, so that a shell offers only words that the
+command line accepts. tyro does not complete words after a verb, gives each boolean a switch (`--model.no_tied_embeddings`), and writes null
+as None.
+"""
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dataclasses
 import io
@@ -14,6 +20,12 @@ from moe.cli.verbs import RECIPE_VERBS, VERBS, Bench, is_word
 from parallel.errors import BadInput
 
 SHELLS = ("bash", "zsh", "fish")
+_TABLE = "COMPLETION_SPEC = "
+_FISH = (
+    ("\\", "\\\\"),
+    ('"', '\\"'),
+    ("$", "\\$"),
+)  # characters of the table in fish's script, where it is in double quotes: (plain, escaped)
 _ABOUT = "Dense and Mixture-of-Experts Transformers, trained in parallel from one recipe. More on a verb: moe VERB --help"
 _OVERRIDES = (
     "Any value of the recipe can be set by --section.key VALUE, anywhere after the recipe's name: --degrees.ep 2 --model.d_ff=512 "
@@ -22,9 +34,7 @@ _OVERRIDES = (
 
 
 def parse(verb: str, words: list[str], *, benches: list[str]) -> Any:
-    """The verb's dataclass, from words that `moe.cli.flags.check_words` accepted. Raises BadInput, one line, if tyro refuses them
-    nevertheless.
-    """
+    """Return the verb's dataclass for words that `moe.cli.flags.check_words` accepted. Raises BadInput, one line, if tyro refuses them."""
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
@@ -67,26 +77,67 @@ def print_completion(words: list[str], *, benches: list[str]) -> None:
 
     It completes verbs, flags, dotted keys and choices. Raises BadInput for an unknown shell.
     """
+    from moe.recipe.load import published_names, recipe_names
+
     least = 3 if "write" in words[0] else 2
     if len(words) < least or words[1] not in SHELLS:
         got = " ".join(words[1:]) or "no shell"
         raise BadInput(words[0], got=got, needed=" or ".join(SHELLS), fix=f"{words[0]} bash{' FILE' if least == 3 else ''}")
-    from moe.cli.completion import mended
-    from moe.recipe.load import published_names, recipe_names
-
     script = io.StringIO()
     with contextlib.suppress(SystemExit), contextlib.redirect_stdout(script):
         _tyro(["--tyro-print-completion", words[1]], benches=benches, complete=True)
     names = [*recipe_names(), *published_names()]
-    named = {verb: names for verb in ("train", "show", "plan", "rehearse")}
-    text = mended(script.getvalue(), shell=words[1], words={**named, "bench": benches})
+    text = _corrected(script.getvalue(), words[1], dict.fromkeys(("train", "show", "plan", "rehearse"), names) | {"bench": benches})
     if least == 2:
         print(text, end="")
     else:
         Path(words[2]).write_text(text)
 
 
+def _corrected(script: str, shell: str, words: dict[str, list[str]]) -> str:
+    """Return tyro's script with the corrected table. words: for each verb, the words other than flags that may follow it."""
+    escapes = _FISH if shell == "fish" else ()
+    lines = script.split("\n")
+    for at, line in enumerate(lines):
+        start = line.find(_TABLE)
+        if start < 0 or "{" not in line:
+            continue
+        text = line[start + len(_TABLE) :]
+        for plain, escaped in reversed(escapes):
+            text = text.replace(escaped, plain)
+        table = ast.literal_eval(text)
+        for verb, spec in table["subcommands"].items():
+            more = {"type": "flag", "cascade": False, "nargs": None}
+            added = [{"flags": [word], "description": word, **more} for word in words.get(verb, [])]
+            spec["options"] = [_option(option) for option in spec["options"]] + added
+        text = repr(table)
+        for plain, escaped in escapes:
+            text = text.replace(plain, escaped)
+        lines[at] = line[:start] + _TABLE + text
+    return "\n".join(lines)
+
+
+def _option(option: dict[str, Any]) -> dict[str, Any]:
+    """Return a flag's entry of the table with the values that the command line accepts."""
+    from moe.recipe.keys import known_keys, names_beside_plugins
+    from moe.recipe.load import recipe_names
+
+    flag, choices = option["flags"][-1], option.get("choices")
+    if flag in ("--recipe", "--to"):
+        return option | {"type": "choice", "choices": recipe_names()}
+    if "." not in flag:
+        return option | ({"choices": [c for c in choices if c != "None"]} if choices else {})
+    if names := [name for name in names_beside_plugins(flag[2:]) if name != "given"]:
+        return option | {"type": "choice", "choices": names}
+    if option["type"] == "flag":
+        section, _, key = flag[2:].rpartition(".")
+        key = key if f"{section}.{key}" in known_keys() else key.removeprefix("no_")
+        return option | {"flags": [f"--{section}.{key}"], "type": "choice", "nargs": 1, "choices": ["true", "false"]}
+    return option | ({"choices": ["null" if c == "None" else c for c in choices]} if choices else {})
+
+
 def about(kind: type, benches: list[str]) -> str:
+    """Return what a verb does; for bench with the names of the measurements."""
     there = f" Measurements: {', '.join(benches) or 'none in this version'}. More on one: moe bench NAME --help"
     return " ".join((kind.__doc__ or "").split()) + (there if kind is Bench else "")
 
@@ -104,7 +155,10 @@ def _tyro(words: list[str], *, benches: list[str], complete: bool = False) -> An
 
 
 def _for_tyro(verb: str, kind: type, complete: bool) -> type:
-    """The verb's dataclass as tyro needs it: help, metavars and defaults as annotations."""
+    """Return the verb's dataclass for tyro, which reads help, names of words and defaults from annotations.
+
+    complete: for the completion script, a verb that takes recipe values also has every section of a recipe as a field.
+    """
     from tyro.conf import Positional, arg
 
     hints = get_type_hints(kind)

@@ -1,12 +1,12 @@
 """The verbs of `moe`: one frozen dataclass each, from which tyro makes values, help and shell completion.
 
-A field without a default is a word after the verb; a field marked as a word is an optional word; the others are flags. For completion,
-`train` and `show` also get every section of a recipe as a field, so that a shell knows each dotted key and its choices.
+A field made by `_word` is a word after the verb, one made by `_word_or_none` an optional word, and one made by `_flag` a flag.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,11 +22,11 @@ def _word_or_none(help: str) -> Any:
 
 
 def is_word(field: dataclasses.Field[Any]) -> bool:
-    """Whether the field is a positional word of its verb, not a flag."""
+    """Return whether the field is a positional word of its verb, not a flag."""
     return field.default is dataclasses.MISSING or bool(field.metadata.get("word"))
 
 
-def _flag(default: Any, help: str) -> Any:
+def _flag(help: str, default: Any = None) -> Any:
     return dataclasses.field(default=default, metadata={"help": help})
 
 
@@ -35,57 +35,43 @@ class Train:
     """Train a recipe; continues from the newest checkpoint in its run folder."""
 
     recipe: str = _word("a name (see: moe recipes) or a YAML file")
-    nproc: int | None = _flag(
-        None, "number of processes on this machine, 1 by default; with --hostfile: on each host, by default its slots"
-    )
-    launcher: Literal["deepspeed", "torchrun"] | None = _flag(
-        None, "program that starts the processes, deepspeed by default; one process needs none"
-    )
-    out: Path | None = _flag(None, "run folder; runs/RECIPE by default")
-    fresh: bool = _flag(False, "set earlier checkpoints aside and start over")
-    from_step: int | None = _flag(
-        None, "resume from the checkpoint of this step instead of the newest; later checkpoints are set aside, not deleted"
-    )
+    nproc: int | None = _flag("number of processes on this machine, 1 by default; with --hostfile: on each host, by default its slots")
+    launcher: Literal["deepspeed", "torchrun"] | None = _flag("program that starts processes, deepspeed by default; one process needs none")
+    out: Path | None = _flag("run folder; runs/RECIPE by default")
+    fresh: bool = _flag("set earlier checkpoints aside and start over", False)
+    from_step: int | None = _flag("resume from the checkpoint of this step instead of the newest; later ones are set aside, not deleted")
     allow_change: tuple[str, ...] = _flag(
-        (), "a recipe key, such as model.num_heads, that may differ from the checkpoint's although it changes results; repeatable"
+        "a recipe key, such as model.num_heads, that may differ from the checkpoint's although it changes results; repeatable", ()
     )
-    init_from: Path | None = _flag(None, "begin a new run with the weights and the tokenizer of this run, checkpoint or hf:PATH")
-    hostfile: Path | None = _flag(None, "file that lists the machines, one `host slots=N` a line")
+    init_from: Path | None = _flag("begin a new run with the weights and the tokenizer of this run, checkpoint or hf:PATH")
+    hostfile: Path | None = _flag("file that lists the machines, one `host slots=N` a line")
     restarts: int | None = _flag(
-        None, "if ranks die, restart from the newest checkpoint; gives up after N restarts in a row without a new checkpoint; 0 by default"
+        "if ranks die, restart from the newest checkpoint; gives up after N restarts in a row without a new checkpoint; 0 by default"
     )
-    elastic: int | None = _flag(
-        None, "with --restarts: if restarts do not help, continue with fewer processes, at least N, at the same global batch"
-    )
-    dry_run: bool = _flag(False, "print the predicted memory, FLOPs and seconds a step; start nothing and write nothing")
-    cluster: str | None = _flag(
-        None, "cluster for which memory and time are predicted, as in moe plan; with --dry_run the run uses all its devices"
-    )
-    force: bool = _flag(False, "start even if the prediction says that memory is too small")
-    profile: bool = _flag(False, "record three steps: a trace for ui.perfetto.dev, and a table of the time by operation")
-    debug_collectives: bool = _flag(False, "before each collective, compare its arguments over the ranks: an error instead of a hang")
+    elastic: int | None = _flag("with --restarts: if they do not help, continue with fewer processes, at least N, at the same global batch")
+    dry_run: bool = _flag("print the predicted memory, FLOPs and seconds a step; start nothing and write nothing", False)
+    cluster: str | None = _flag("cluster for which memory and time are predicted, as in moe plan; a --dry_run uses all its devices")
+    force: bool = _flag("start even if the prediction says that memory is too small", False)
+    profile: bool = _flag("record three steps: a trace for ui.perfetto.dev, and a table of the time by operation", False)
+    debug_collectives: bool = _flag("before each collective, compare its arguments over the ranks: an error instead of a hang", False)
 
 
 @dataclasses.dataclass(frozen=True)
 class Verify:
     """Compare every legal layout of a tiny model with one process: losses, gradients, weights; exit code 1 if one differs."""
 
-    nproc: int = _flag(2, "test layouts of up to N processes")
-    json: Path | None = _flag(None, "also write the table as JSON")
+    nproc: int = _flag("test layouts of up to N processes", 2)
+    json: Path | None = _flag("also write the table as JSON")
     kinds: str = _flag(
-        "data,expert,tensor,sequence,pipeline,hybrid",
         "data: engines, precisions; expert: routers, dispatchers; tensor: tp; sequence: sp; pipeline: schedules; "
         "hybrid: all together, with --nproc 8",
+        "data,expert,tensor,sequence,pipeline,hybrid",
     )
-    only: str | None = _flag(None, "only layouts with this text in their name")
-    recipe: str | None = _flag(
-        None, "test your own recipe instead, at a small size, with the parts and plug-ins that it names; runs their code"
-    )
-    timeout_s: float | None = _flag(
-        None, "time limit in seconds for a layout of up to 4 processes, 120 by default; a busy machine needs more"
-    )
-    go_on: bool = _flag(False, "continue an interrupted run: keep the rows of the --json file that passed, and run the others")
-    debug_collectives: bool = _flag(False, "before each collective, compare its arguments over the ranks: an error instead of a hang")
+    only: str | None = _flag("only layouts with this text in their name")
+    recipe: str | None = _flag("test your own recipe instead, at a small size, with the parts and plug-ins that it names; runs their code")
+    timeout_s: float | None = _flag("time limit in seconds for a layout of up to 4 processes, 120 by default; a busy machine needs more")
+    go_on: bool = _flag("continue an interrupted run: keep the rows of the --json file that passed, and run the others", False)
+    debug_collectives: bool = _flag("before each collective, compare its arguments over the ranks: an error instead of a hang", False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,16 +79,16 @@ class Generate:
     """Continue a text with a trained model."""
 
     run_dir: str = _word("a run's folder, such as runs/switch_tiny")
-    prompt: str | None = _flag(None, "the text to continue")
-    prompt_file: Path | None = _flag(None, 'file of prompts, one a line; in a .jsonl file one {"prompt": TEXT} a line')
-    tokens: int | None = _flag(None, "maximum number of tokens to add; a separator token ends a text earlier")
-    samples: int | None = _flag(None, "number of continuations of each prompt")
-    temperature: float | None = _flag(None, "divides the logits before sampling; 0 always takes the most likely token")
-    top_k: int | None = _flag(None, "sample from the K most likely tokens only")
-    top_p: float | None = _flag(None, "sample from the fewest most likely tokens whose probabilities sum to P")
-    seed: int | None = _flag(None, "seed of the sampling")
-    step: int | None = _flag(None, "of the checkpoint; the newest if not given")
-    json: Path | None = _flag(None, "also write the texts as JSON")
+    prompt: str | None = _flag("the text to continue")
+    prompt_file: Path | None = _flag('file of prompts, one a line; in a .jsonl file one {"prompt": TEXT} a line')
+    tokens: int | None = _flag("maximum number of tokens to add; a separator token ends a text earlier")
+    samples: int | None = _flag("number of continuations of each prompt")
+    temperature: float | None = _flag("divides the logits before sampling; 0 always takes the most likely token")
+    top_k: int | None = _flag("sample from the K most likely tokens only")
+    top_p: float | None = _flag("sample from the fewest most likely tokens whose probabilities sum to P")
+    seed: int | None = _flag("seed of the sampling")
+    step: int | None = _flag("step of the checkpoint; the newest if not given")
+    json: Path | None = _flag("also write the texts as JSON")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,9 +98,9 @@ class Eval:
     """
 
     run_dir: str = _word("a run's folder, such as runs/switch_tiny")
-    sequences: int | None = _flag(None, "number of sequences, spread evenly over the text, 512 by default; 0: all")
-    step: int | None = _flag(None, "of the checkpoint; the newest if not given")
-    json: Path | None = _flag(None, "also write the figures as JSON")
+    sequences: int | None = _flag("number of sequences, spread evenly over the text, 512 by default; 0: all")
+    step: int | None = _flag("step of the checkpoint; the newest if not given")
+    json: Path | None = _flag("also write the figures as JSON")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +111,7 @@ class Report:
 
     run_dir: str = _word("a run's folder, such as runs/switch_tiny")
     other: str | None = _word_or_none("another run's folder, to compare the two")
-    json: Path | None = _flag(None, "also write the list of files as JSON")
+    json: Path | None = _flag("also write the list of files as JSON")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,21 +119,18 @@ class Bench:
     """Run a measurement."""
 
     name: str = _word("name of the measurement")
-    steps: int | None = _flag(None, "number of training steps, for measurements that train")
-    seeds: int | None = _flag(None, "number of repetitions, each with another seed")
-    out: Path | None = _flag(None, "folder for the runs of measurements that train")
-    nproc: int | None = _flag(None, "number of processes, for measurements that run on several")
-    peers: str | None = _flag(None, "other systems to compare with: all, none, or comma-separated names")
-    only: str | None = _flag(None, "only rows with this text, such as bf16 or E64; or only the named parts of the measurement")
+    steps: int | None = _flag("number of training steps, for measurements that train")
+    seeds: int | None = _flag("number of repetitions, each with another seed")
+    out: Path | None = _flag("folder for the runs of measurements that train")
+    nproc: int | None = _flag("number of processes, for measurements that run on several")
+    peers: str | None = _flag("other systems to compare with: all, none, or comma-separated names")
+    only: str | None = _flag("only rows with this text, such as bf16 or E64; or only the named parts of the measurement")
     kinds: str | None = _flag(
-        None,
-        "comma-separated kinds of data parallelism: ddp, zero1, zero2+cpu, ...; for comm and memory also sequence, tensor; "
-        "for pipeline and kfac: schedules",
+        "comma-separated kinds of data parallelism: ddp, zero1, zero2+cpu, ...; memory: also sequence, tensor; pipeline: schedules"
     )
-    full: bool = _flag(False, "the full measurement, as docs/benchmarks report it; by default each case runs once")
-    rounds: int | None = _flag(None, "how often each case is timed or tried; timed cases take turns")
-    tables: Path | None = _flag(None, "for planner: a folder of measured runs")
-    json: Path | None = _flag(None, "also write the table as JSON")
+    full: bool = _flag("the full measurement, as docs/benchmarks report it; by default each case runs once", False)
+    rounds: int | None = _flag("how often each case is timed or tried; timed cases take turns")
+    json: Path | None = _flag("also write the table as JSON")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,24 +138,20 @@ class Plan:
     """Choose how to train a recipe on a cluster by predicted memory and time, and say why other plans were not chosen. Needs no device."""
 
     recipe: str | None = _word_or_none("a name (see: moe recipes) or a YAML file; required without --calibrate")
-    calibrate: bool = _flag(
-        False, "measure this machine instead, and write the result as a cluster file: --out F.yaml, or the user's machine.yaml"
-    )
-    nproc: int | None = _flag(None, "with --calibrate: measure collectives of up to N processes, by default the number of cores")
-    cluster: str | None = _flag(None, "a shipped cluster, such as h100-8, or h100-8x4 for 4 nodes, or a YAML file; required")
-    top: int = _flag(10, "number of plans to print")
-    exhaustive: bool = _flag(False, "try every engine, schedule and recomputation with all degrees, not only with the fastest degrees")
-    as_is: bool = _flag(False, "predict only the recipe's own plan, also if it does not fit")
+    calibrate: bool = _flag("measure this machine instead, and write a cluster file: --out F.yaml, or the user's machine.yaml", False)
+    nproc: int | None = _flag("with --calibrate: measure collectives of up to N processes, by default the number of cores")
+    cluster: str | None = _flag("a shipped cluster, such as h100-8, or h100-8x4 for 4 nodes, or a YAML file; required")
+    top: int = _flag("number of plans to print", 10)
+    exhaustive: bool = _flag("try every engine, schedule and recomputation with all degrees, not only with the fastest degrees", False)
+    as_is: bool = _flag("predict only the recipe's own plan, also if it does not fit", False)
     search: Literal["enumerate", "alpa", "flexflow", "mesh-tf", "gspmd"] = _flag(
-        "enumerate", "enumerate: try all plans; others: search on the graph of the recipe's operators, as in the paper of that name"
+        "enumerate: try all plans; others: search on the graph of the recipe's operators, as in the paper of that name", "enumerate"
     )
-    explain: bool = _flag(False, "first print the rules that lead to a strategy, with this recipe's numbers")
-    order: Path | None = _flag(
-        None, "also search an order of pipeline actions for the best plan; written to this *.csv if it is faster than its schedule"
-    )
-    out: Path | None = _flag(None, "also write the best plan as a recipe, *.yaml")
-    pictures: Path | None = _flag(None, "also draw the best plan into this folder: the pipeline's timeline, and the memory of each rank")
-    json: Path | None = _flag(None, "also write the chosen, ranked and refused plans as JSON")
+    explain: bool = _flag("first print the rules that lead to a strategy, with this recipe's numbers", False)
+    order: Path | None = _flag("also search an order of pipeline actions for the best plan; written to this *.csv if it is faster")
+    out: Path | None = _flag("also write the best plan as a recipe, *.yaml")
+    pictures: Path | None = _flag("also draw the best plan into this folder: the pipeline's timeline, and the memory of each rank")
+    json: Path | None = _flag("also write the chosen, ranked and refused plans as JSON")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,34 +159,28 @@ class Simulate:
     """Draw a pipeline schedule and count its bubbles, activations and weight versions. Without a name, print a table of all schedules."""
 
     name: str | None = _word_or_none("a schedule, such as 1f1b or chimera, or a CSV file of actions")
-    recipe: str | None = _flag(None, "a name (see: moe recipes) or a YAML file; times and memory are then computed from its model")
-    stages: int | None = _flag(None, "number of pipeline ranks; 4 by default, or the recipe's degrees.pp")
-    microbatches: int | None = _flag(None, "number of micro-batches in a batch; 8 by default, or the recipe's")
-    chunks: int | None = _flag(None, "stages on each rank, if the schedule allows a choice; 2 by default")
-    batches: int | None = _flag(None, "number of batches in a row; 1 by default, 2 for two_bw")
-    vertical_sync: Literal["on", "off"] | None = _flag(
-        None, "for pipedream: every stage uses the weight version of the first stage; off by default"
-    )
-    pipelines: int | None = _flag(None, "for chimera: number of pipelines, half down and half up; 2 by default")
+    recipe: str | None = _flag("a name (see: moe recipes) or a YAML file; times and memory are then computed from its model")
+    stages: int | None = _flag("number of pipeline ranks; 4 by default, or the recipe's degrees.pp")
+    microbatches: int | None = _flag("number of micro-batches in a batch; 8 by default, or the recipe's")
+    chunks: int | None = _flag("stages on each rank, if the schedule allows a choice; 2 by default")
+    batches: int | None = _flag("number of batches in a row; 1 by default, 2 for two_bw")
+    vertical_sync: Literal["on", "off"] | None = _flag("for pipedream: every stage uses the first stage's weight version; off by default")
+    pipelines: int | None = _flag("for chimera: number of pipelines, half down and half up; 2 by default")
     placement: Literal["line", "loop", "v"] | None = _flag(
-        None, "for search: one stage a rank (line, the default), as interleaved places them (loop, with --chunks), or as zb_v (v)"
+        "for search: one stage a rank (line, the default), as interleaved places them (loop, with --chunks), or as zb_v (v)"
     )
-    memory: float | None = _flag(
-        None, "for search: most activations that a rank may keep, in micro-batches of all its layers; no limit by default"
-    )
-    tflops: float | None = _flag(None, "with --recipe: TFLOP/s of a rank; 140 by default, an A100 in 16 bits")
-    link_gb_s: float | None = _flag(None, "with --recipe: GB/s between two ranks, each way; 25 by default (200 Gbit/s)")
+    memory: float | None = _flag("for search: most activations that a rank keeps, in micro-batches of all its layers; no limit by default")
+    tflops: float | None = _flag("with --recipe: TFLOP/s of a rank; 140 by default, an A100 in 16 bits")
+    link_gb_s: float | None = _flag("with --recipe: GB/s between two ranks, each way; 25 by default (200 Gbit/s)")
     forward_time: str | None = _flag(
-        None, "forward time of one micro-batch through all layers of a rank, 1 by default; or one for each stage, comma-separated"
+        "forward time of a micro-batch through a rank's layers, 1 by default; or one for each stage, comma-separated"
     )
-    backward_time: str | None = _flag(None, "backward time, likewise; 2 by default")
-    weight_share: float | None = _flag(
-        None, "share of the backward time for weight gradients, if the schedule splits the backward pass; 0.5 by default"
-    )
-    transfer_time: float | None = _flag(None, "time of a message from a rank to the next; 0 by default")
-    overlap: Literal["on", "off"] | None = _flag(None, "whether ranks compute while they send; on by default")
-    out: Path | None = _flag(None, "also write .png, .csv (the actions), .txt, or .json (a trace for chrome://tracing or Perfetto)")
-    json: Path | None = _flag(None, "also write the table as JSON")
+    backward_time: str | None = _flag("backward time, likewise; 2 by default")
+    weight_share: float | None = _flag("share of the backward time for weight gradients, if the schedule splits it; 0.5 by default")
+    transfer_time: float | None = _flag("time of a message from a rank to the next; 0 by default")
+    overlap: Literal["on", "off"] | None = _flag("whether ranks compute while they send; on by default")
+    out: Path | None = _flag("also write .png, .csv (the actions), .txt, or .json (a trace for chrome://tracing or Perfetto)")
+    json: Path | None = _flag("also write the table as JSON")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,26 +190,22 @@ class Energy:
     """
 
     name: str | None = _word_or_none("a schedule or a CSV file of actions; 1f1b by default, with forward passes moved earlier")
-    profile: Path | None = _flag(
-        None, "JSON file: seconds and joules of each stage's F and B at each clock; a power model is assumed without it"
-    )
-    recipe: str | None = _flag(None, "a name (see: moe recipes) or a YAML file; times are then computed from its model")
-    stages: int | None = _flag(None, "number of pipeline ranks; 4 by default, or the recipe's or the profile's")
-    microbatches: int | None = _flag(None, "number of micro-batches in a batch; 8 by default, or the recipe's")
-    chunks: int | None = _flag(None, "stages on each rank, if the schedule allows a choice; 2 by default")
-    slowdown: float | None = _flag(None, "share by which the step may take longer, such as 0.01; 0 by default")
-    ahead: int | None = _flag(
-        None, "for 1f1b: most forward passes that a rank may move earlier (each needs memory); as many as help by default"
-    )
-    forward_time: str | None = _flag(None, "forward seconds at full clock, 0.01 by default; or one for each stage, comma-separated")
-    backward_time: str | None = _flag(None, "backward seconds, likewise; 0.02 by default")
-    transfer_time: float | None = _flag(None, "seconds of a message from a rank to the next; 0 by default")
-    tflops: float | None = _flag(None, "with --recipe: TFLOP/s of a rank at full clock; 140 by default")
-    link_gb_s: float | None = _flag(None, "with --recipe: GB/s between two ranks, each way; 25 by default")
-    apply: bool = _flag(False, "run the plan's clocks on this machine's GPUs, one a rank, for --steps steps, then restore them; needs root")
-    steps: int | None = _flag(None, "with --apply: number of steps; 1 by default")
-    out: Path | None = _flag(None, "also write the plan as .json, or a picture as .png")
-    json: Path | None = _flag(None, "also write the table as JSON")
+    profile: Path | None = _flag("JSON file: seconds and joules of each stage's F and B at each clock; a power model is assumed without it")
+    recipe: str | None = _flag("a name (see: moe recipes) or a YAML file; times are then computed from its model")
+    stages: int | None = _flag("number of pipeline ranks; 4 by default, or the recipe's or the profile's")
+    microbatches: int | None = _flag("number of micro-batches in a batch; 8 by default, or the recipe's")
+    chunks: int | None = _flag("stages on each rank, if the schedule allows a choice; 2 by default")
+    slowdown: float | None = _flag("share by which the step may take longer, such as 0.01; 0 by default")
+    ahead: int | None = _flag("for 1f1b: most forward passes that a rank may move earlier (each needs memory); as many as help by default")
+    forward_time: str | None = _flag("forward seconds at full clock, 0.01 by default; or one for each stage, comma-separated")
+    backward_time: str | None = _flag("backward seconds, likewise; 0.02 by default")
+    transfer_time: float | None = _flag("seconds of a message from a rank to the next; 0 by default")
+    tflops: float | None = _flag("with --recipe: TFLOP/s of a rank at full clock; 140 by default")
+    link_gb_s: float | None = _flag("with --recipe: GB/s between two ranks, each way; 25 by default")
+    apply: bool = _flag("run the plan's clocks on this machine's GPUs, one a rank, for --steps steps, then restore them; needs root", False)
+    steps: int | None = _flag("with --apply: number of steps; 1 by default")
+    out: Path | None = _flag("also write the plan as .json, or a picture as .png")
+    json: Path | None = _flag("also write the table as JSON")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,25 +216,23 @@ class Convert:
 
     from_run: str = _word("a run's folder, or one checkpoint in it; or hf:PATH, a folder with config.json and *.safetensors")
     to_run: str = _word("a new run's folder, which moe train continues; or hf:PATH, a new folder for transformers")
-    to: str | None = _flag(None, "recipe of the new model: a name (see: moe recipes) or a YAML file; required without hf:PATH")
+    to: str | None = _flag("recipe of the new model: a name (see: moe recipes) or a YAML file; required without hf:PATH")
     method: Literal["copy", "granular", "noise", "drop", "merge", "prune"] | None = _flag(
-        None, "dense to experts: copy (default), granular, noise, drop; to fewer experts: merge, prune"
+        "dense to experts: copy (default), granular, noise, drop; to fewer experts: merge, prune"
     )
-    share: float | None = _flag(None, "for noise: share of the weights; for drop: share of the hidden units; 0.5 by default")
-    scale: float | None = _flag(None, "for noise: its size in standard deviations of each matrix; 0.01 by default")
-    weights: Literal["uniform", "load"] | None = _flag(None, "for merge: how experts are weighted in the average; uniform by default")
+    share: float | None = _flag("for noise: share of the weights; for drop: share of the hidden units; 0.5 by default")
+    scale: float | None = _flag("for noise: its size in standard deviations of each matrix; 0.01 by default")
+    weights: Literal["uniform", "load"] | None = _flag("for merge: how experts are weighted in the average; uniform by default")
     load: Path | None = _flag(
-        None, "for prune, or merge by load: expert loads from a run's folder, its metrics.jsonl or a JSON file; the source's by default"
+        "for prune, or merge by load: expert loads from a run's folder, its metrics.jsonl or a JSON file; the source's by default"
     )
-    moments: Literal["fresh", "copy"] | None = _flag(
-        None, "copy: also convert the optimizer states; fresh (the default): start with new ones"
-    )
-    approximate: bool = _flag(False, "accept routers whose gates do not sum to a constant, although outputs then differ from the source's")
-    check: bool = _flag(False, "run both models on random tokens and print the largest difference")
+    moments: Literal["fresh", "copy"] | None = _flag("copy: also convert the optimizer states; fresh (the default): start with new ones")
+    approximate: bool = _flag("accept routers whose gates do not sum to a constant, although outputs then differ from the source's", False)
+    check: bool = _flag("run both models on random tokens and print the largest difference", False)
     dtype: Literal["fp32", "bf16", "fp16"] | None = _flag(
-        None, "for RUN hf:PATH: dtype of the written weights; by default the dtype of the original files, or the run's"
+        "for RUN hf:PATH: dtype of the written weights; by default the dtype of the original files, or the run's"
     )
-    json: Path | None = _flag(None, "also write the report as JSON")
+    json: Path | None = _flag("also write the report as JSON")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -281,19 +248,19 @@ class Show:
     """Print a recipe merged with its parents, each value with its origin. Or print its plan: the shard of each parameter on a rank."""
 
     recipe: str | None = _word_or_none("a name (see: moe recipes) or a YAML file; required without --keys")
-    keys: str | None = _flag(None, "print the keys of a section instead (model, model.rope, ... or all), each with its choices and meaning")
-    plan: bool = _flag(False, "print each parameter instead: path, style, full shape, and the shape and bytes of its shard")
-    nproc: int | None = _flag(None, "with --plan: number of processes, 1 by default")
-    rank: int | None = _flag(None, "with --plan: rank whose shards are printed, 0 by default")
-    json: Path | None = _flag(None, "also write keys, values and origins, or the plan's rows, as JSON")
+    keys: str | None = _flag("print the keys of a section instead (model, model.rope, ... or all), each with its choices and meaning")
+    plan: bool = _flag("print each parameter instead: path, style, full shape, and the shape and bytes of its shard", False)
+    nproc: int | None = _flag("with --plan: number of processes, 1 by default")
+    rank: int | None = _flag("with --plan: rank whose shards are printed, 0 by default")
+    json: Path | None = _flag("also write keys, values and origins, or the plan's rows, as JSON")
 
 
 @dataclasses.dataclass(frozen=True)
 class Combinations:
     """Print which methods work together, which are not recommended and which are refused, each with its reason."""
 
-    out: Path | None = _flag(None, "write the page (Markdown) to this file instead")
-    json: Path | None = _flag(None, "also write one row for each pair as JSON")
+    out: Path | None = _flag("write the page (Markdown) to this file instead")
+    json: Path | None = _flag("also write one row for each pair as JSON")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -303,10 +270,10 @@ class Rehearse:
     """
 
     recipe: str = _word("a name (see: moe recipes) or a YAML file")
-    world: int | None = _flag(None, "number of ranks of the run; required")
-    rank: int | None = _flag(None, "rank to rehearse; 0 by default")
-    device: str | None = _flag(None, "cpu (default), or cuda: rehearse the GPU code without a GPU")
-    json: Path | None = _flag(None, "also write the table as JSON")
+    world: int | None = _flag("number of ranks of the run; required")
+    rank: int | None = _flag("rank to rehearse; 0 by default")
+    device: str | None = _flag("cpu (default), or cuda: rehearse the GPU code without a GPU")
+    json: Path | None = _flag("also write the table as JSON")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -320,27 +287,11 @@ class Doctor:
     (--trace).
     """
 
-    trace: Path | None = _flag(
-        None, "read a folder of torch's flight recorder traces instead, and name the ranks that the others waited for"
-    )
-    json: Path | None = _flag(None, "also write the table as JSON")
+    trace: Path | None = _flag("read a folder of torch's flight recorder traces instead, and name the ranks that the others waited for")
+    json: Path | None = _flag("also write the table as JSON")
 
 
+_KINDS = (Train, Verify, Generate, Eval, Report, Bench, Plan, Simulate, Energy, Convert, HashTable, Show, Combinations, Rehearse, Recipes)
 VERBS: dict[str, type] = {
-    "train": Train,
-    "verify": Verify,
-    "generate": Generate,
-    "eval": Eval,
-    "report": Report,
-    "bench": Bench,
-    "plan": Plan,
-    "simulate": Simulate,
-    "energy": Energy,
-    "convert": Convert,
-    "hash-table": HashTable,
-    "show": Show,
-    "combinations": Combinations,
-    "rehearse": Rehearse,
-    "recipes": Recipes,
-    "doctor": Doctor,
-}
+    re.sub("(?<=[a-z])(?=[A-Z])", "-", kind.__name__).lower(): kind for kind in (*_KINDS, Doctor)
+}  # "hash-table", ...

@@ -1,4 +1,4 @@
-"""Command line of a rank: written by the parent, parsed by the rank, from one table of flags.
+"""The command line of a rank, written by the parent process and parsed by the rank.
 
 Arguments(...).words()  ->  switch_tiny --degrees.ep=2 --out runs/a --fresh  ->  parse(words) == Arguments(...)
 """
@@ -8,16 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
 from moe.recipe.overrides import take_overrides
 from parallel.errors import BadInput
 from parallel.store.files import user_path
 
-USAGE = (
-    "RECIPE [--section.key VALUE ...] [--out DIR] [--fresh] [--from-step STEP] [--allow-change KEY ...] [--init-from RUN] "
-    "[--cluster NAME] [--force] [--profile] [--debug-collectives] [--elastic MIN]"
-)
-# flags with a value: (needed, an example); other flags have none
+# flags with a value: (the kind of value that an error message asks for, an example)
 _VALUES = {
     "--out": ("a folder", "--out runs/NAME"),
     "--from-step": ("the step of a checkpoint", "--from-step 400"),
@@ -26,12 +23,17 @@ _VALUES = {
     "--cluster": ("a cluster's name or file", "--cluster a100-80-8"),
     "--elastic": ("the least number of processes", "--elastic 1"),
 }
+# flags without a value
 _ALONE = ("--fresh", "--force", "--profile", "--debug-collectives")
+USAGE = (
+    "RECIPE [--section.key VALUE ...] [--out DIR] [--fresh] [--from-step STEP] [--allow-change KEY ...] [--init-from RUN] "
+    "[--cluster NAME] [--force] [--profile] [--debug-collectives] [--elastic MIN]"
+)
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """Parsed command line of a rank."""
+    """What a rank is to train, and how; the flags of `moe train` that concern ranks (moe/cli/verbs.py explains them)."""
 
     recipe: str
     overrides: Mapping[str, str] = field(default_factory=dict)
@@ -48,31 +50,26 @@ class Arguments:
 
     def __post_init__(self) -> None:
         if self.from_step is not None and self.from_step < 0:
-            needed, fix = _VALUES["--from-step"]
-            raise BadInput("--from_step", got=self.from_step, needed=needed, fix=fix)
+            _refuse("--from-step", self.from_step)
         if self.fresh and self.from_step is not None:
-            fix = "leave one of them out"
-            raise BadInput("--from_step", got=f"{self.from_step} with --fresh", needed="a beginning or a checkpoint", fix=fix)
+            needed, fix = "only one of them: start over, or resume from a checkpoint", "leave one of them out"
+            raise BadInput("--from_step", got=f"{self.from_step} with --fresh", needed=needed, fix=fix)
 
     def words(self) -> list[str]:
-        """Return the command line as a list of words."""
-        values = (("from-step", self.from_step), ("init-from", self.init_from), ("cluster", self.cluster), ("elastic", self.elastic))
+        """Return the words of the command line that `parse` turns into these arguments."""
         words = [self.recipe, *(f"--{key}={value}" for key, value in self.overrides.items())]
         words += ["--out", str(self.out)] if self.out else []
-        words += [
-            *(f"--allow-change={key}" for key in self.allow_changes),
-            *(f"--{name}={value}" for name, value in values if value is not None),
-        ]
-        alone = (("fresh", self.fresh), ("force", self.force), ("profile", self.profile), ("debug-collectives", self.debug_collectives))
-        return words + [f"--{name}" for name, asked in alone if asked]
+        words += [f"--allow-change={key}" for key in self.allow_changes]
+        values = {name: getattr(self, name) for name in ("from_step", "init_from", "cluster", "elastic")}
+        words += [f"--{name.replace('_', '-')}={value}" for name, value in values.items() if value is not None]
+        return words + [flag for flag in _ALONE if getattr(self, flag[2:].replace("-", "_"))]
 
 
 def parse(argv: Sequence[str]) -> Arguments:
-    """Parse the arguments of a rank. Accepts and ignores `--local_rank`, which DeepSpeed's launcher adds. Raises BadInput."""
+    """Parse the arguments of a rank. Ignores `--local_rank N`, which DeepSpeed's launcher adds. Raises BadInput."""
     words, overrides = take_overrides(list(argv))
     recipe: str | None = None
-    given: dict[str, list[str]] = {name: [] for name in _VALUES}
-    alone: set[str] = set()
+    given: dict[str, list[str]] = {}
     rest = iter(words)
     for word in rest:
         name, equals, value = word.partition("=")
@@ -80,14 +77,13 @@ def parse(argv: Sequence[str]) -> Arguments:
         if name in _VALUES:
             value = value if equals else next(rest, "")
             if not value:
-                needed, fix = _VALUES[name]
-                raise BadInput(name, got="nothing", needed=needed, fix=fix)
-            given[name].append(value)
+                _refuse(name, "nothing")
+            given.setdefault(name, []).append(value)
         elif name in _ALONE and not equals:
-            alone.add(name)
+            given[name] = []
         elif name == "--restarts":
             fix = "moe train --restarts N, torchrun --max-restarts N, or a batch system that queues the job again"
-            raise BadInput(name, got="it on a rank", needed="it on what starts the ranks", fix=fix)
+            raise BadInput(name, got="it on a rank", needed="it on the command that starts the ranks", fix=fix)
         elif name == "--local-rank":
             if not equals:
                 next(rest, None)
@@ -97,30 +93,28 @@ def parse(argv: Sequence[str]) -> Arguments:
             recipe = word
     if recipe is None:
         raise BadInput("recipe", got="nothing", needed=USAGE, fix="name one: switch_tiny")
-    last = {name: values[-1] if values else None for name, values in given.items()}
+    last = {name: values[-1] for name, values in given.items() if values}
+    paths = {name: user_path(last[name], what=name) for name in ("--out", "--init-from") if name in last}
     return Arguments(
         recipe,
         overrides,
-        out=_path(last, "--out"),
-        fresh="--fresh" in alone,
+        out=paths.get("--out"),
         from_step=_whole(last, "--from-step", least=0),
-        allow_changes=tuple(key.replace("-", "_") for key in given["--allow-change"]),
-        init_from=_path(last, "--init-from"),
-        cluster=last["--cluster"],
-        force="--force" in alone,
-        profile="--profile" in alone,
-        debug_collectives="--debug-collectives" in alone,
+        allow_changes=tuple(key.replace("-", "_") for key in given.get("--allow-change", ())),
+        init_from=paths.get("--init-from"),
+        cluster=last.get("--cluster"),
         elastic=_whole(last, "--elastic", least=1),
+        **{flag[2:].replace("-", "_"): flag in given for flag in _ALONE},  # type: ignore[arg-type]
     )
 
 
-def _whole(given: Mapping[str, str | None], name: str, *, least: int) -> int | None:
-    text = given[name]
+def _whole(last: Mapping[str, str], name: str, *, least: int) -> int | None:
+    text = last.get(name)
     if text is not None and not (text.isascii() and text.isdecimal() and least <= int(text) < 2**31):
-        raise BadInput(name, got=text, needed=_VALUES[name][0], fix=_VALUES[name][1])
+        _refuse(name, text)
     return None if text is None else int(text)
 
 
-def _path(given: Mapping[str, str | None], name: str) -> Path | None:
-    text = given[name]
-    return None if text is None else user_path(text, what=name)
+def _refuse(name: str, got: object) -> NoReturn:
+    needed, fix = _VALUES[name]
+    raise BadInput("--" + name[2:].replace("-", "_"), got=got, needed=needed, fix=fix)

@@ -3,9 +3,9 @@
     4 processes    dp 4  ep 4    1 micro-batch of 2 sequences          lost: 2 ranks
     2 processes    dp 2  ep 2    2 micro-batches of 2 sequences        the same 8 sequences a step, in the same order
 
-A micro-batch never holds more sequences than planned, so activations still fit. tp, pp, sp and etp stay; ep is the recipe's, or its largest
-divisor that divides the remaining ranks. Losses are a function of the global batch, so they do not change, except by rounding. If a
-router's decisions depend on the micro-batch, only numbers of processes with micro-batches of the same size are allowed.
+A micro-batch never holds more sequences than planned, so activations still fit. tp, pp, sp and etp do not change. ep becomes the largest
+divisor of the recipe's ep that divides the remaining ranks. Losses depend only on the global batch, so they do not change, except by
+rounding. If a router's decisions depend on the micro-batch, only numbers of processes with micro-batches of the same size are allowed.
 """
 
 from __future__ import annotations
@@ -16,15 +16,18 @@ from collections.abc import Iterator
 from moe.checks.together import check_run
 from moe.recipe.sections import Run
 from moe.router.checks import needs_group
-from parallel.errors import BadInput
+from parallel.errors import BadInput, counted
 from parallel.mesh.mesh import divisors
 
-ORIGIN = "--elastic"  # origin of the values changed here
-_TRIES = 8  # numbers of micro-batches tried for one number of processes, fewest first
+ORIGIN = "--elastic"  # the origin, in recipe.yaml, of the values changed here
+_TRIES = 8  # how many values of pipeline.microbatches are tried for each number of processes, beginning with the smallest
 
 
 def whole(run: Run, processes: int | None) -> Run:
-    """Return the recipe for all its processes. If `degrees.dp` is auto, `processes` sets it. Raises BadInput if that is None."""
+    """Return the planned run: the recipe with degrees.dp as a number. If it is auto, it becomes that of `processes` processes.
+
+    Raises BadInput if both are unknown.
+    """
     if run.degrees.dp != "auto":
         return run
     if processes is None:
@@ -34,14 +37,13 @@ def whole(run: Run, processes: int | None) -> Run:
 
 
 def size(run: Run) -> int:
-    """Return the planned number of processes of a run. Its `degrees.dp` must be a number."""
+    """Return the number of processes of a run whose degrees.dp is a number."""
     assert isinstance(run.degrees.dp, int)
     return run.degrees.dp * _ranks_each(run)
 
 
 def for_world(run: Run, world: int, *, least: int) -> Run:
-    """Return the run for `world` processes. `run` must be legal for all processes (see `whole`). Raises BadInput if `world` does not divide
-    it."""
+    """Return the planned `run` changed for `world` processes. Raises BadInput if they are fewer than `least` or cannot train it."""
     found = None if world < least else run if world == size(run) else _fitted(run, world)
     if found is not None:
         return found
@@ -58,35 +60,33 @@ def _advice(works: list[int], world: int, least: int) -> str:
 
 
 def smaller(run: Run, *, below: int, least: int) -> list[int]:
-    """Return numbers of processes under `below` and at least `least` on which `run`, made for all processes, can continue; largest
-    first."""
+    """Return the numbers of processes, from `least` to `below` - 1, on which the planned `run` can continue, largest first."""
     each = _ranks_each(run)
     worlds = range((below - 1) // each * each, max(least, each) - 1, -each)
     return [world for world in worlds if world == size(run) or _fitted(run, world) is not None]
 
 
 def check_smaller(run: Run, *, below: int, least: int) -> list[int]:
-    """Return `smaller` for a start on `below` processes. Raises BadInput if it is empty, and names possible numbers below `least`."""
+    """Return `smaller(run, ...)`. If it is empty, raise BadInput with the numbers of processes below `least` that would work."""
     found = smaller(run, below=below, least=least)
     if found:
         return found
     works = smaller(run, below=below, least=1)
     needed = f"at most {works[0]}, as {listed(works)} can train it" if works else "a smaller number that can train it, and there is none"
     fix = f"--elastic {works[0]}" if works else "leave --elastic out"
-    got = f"{least} of {below} process{'es' if below > 1 else ''}"
-    raise BadInput("--elastic", got=got, needed=f"{needed}: {_why(run)}", fix=fix)
+    raise BadInput("--elastic", got=f"{least} of {counted(below, 'process')}", needed=f"{needed}: {_why(run)}", fix=fix)
 
 
 def layout(run: Run) -> str:
-    """Describe the settings that change with the number of processes, in a few words, for a resolved run."""
+    """Return "dp 2 ep 2, 2 micro-batches of 2 sequences": what changes with the number of processes, for a resolved run."""
     d, m = run.degrees, run.pipeline.microbatches
     ep = f" ep {d.ep}" if run.model.layers_with_experts() else ""
     held = run.train.global_batch // (int(d.dp) * m)
-    return f"dp {d.dp}{ep}, {m} micro-batch{'es' if m > 1 else ''} of {held} sequence{'s' if held > 1 else ''}"
+    return f"dp {d.dp}{ep}, {counted(m, 'micro-batch')} of {counted(held, 'sequence')}"
 
 
 def _fitted(run: Run, world: int) -> Run | None:
-    """Return the legal run on `world` processes with the fewest micro-batches no larger than planned, or None."""
+    """Return the planned `run` on `world` processes, with the fewest legal micro-batches that are no larger than planned; or None."""
     each = _ranks_each(run)
     if world < each or world % each or run.train.global_batch % (world // each):
         return None
@@ -109,7 +109,7 @@ def _candidates(run: Run, dp: int) -> Iterator[Run]:
 
 
 def _expert_degrees(run: Run, dp: int) -> list[int | str]:
-    """Return the recipe's ep; if it no longer divides the ranks that hold experts, its divisors that do, largest first."""
+    """Return possible values of degrees.ep, best first: the divisors of the recipe's ep that divide the ranks which share experts."""
     ep, d = run.degrees.ep, run.degrees
     if ep == "auto":
         return ["auto"]
@@ -117,7 +117,7 @@ def _expert_degrees(run: Run, dp: int) -> list[int | str]:
 
 
 def _same_size(run: Run) -> bool:
-    """Return whether the router decides or balances within a rank's micro-batch. Then that must keep its number of sequences."""
+    """Return whether the router decides or balances within a rank's micro-batch, so that its number of sequences must not change."""
     spec = run.router
     if not run.model.layers_with_experts():
         return False
@@ -126,13 +126,13 @@ def _same_size(run: Run) -> bool:
 
 
 def _held(run: Run) -> int:
-    """Return sequences in a rank's micro-batch, for the run of all processes."""
+    """Return the number of sequences in a rank's micro-batch in the planned run."""
     assert isinstance(run.degrees.dp, int)
     return max(1, run.train.global_batch // (run.degrees.dp * run.pipeline.microbatches))
 
 
 def _ranks_each(run: Run) -> int:
-    """Return the number of ranks for each index on dp."""
+    """Return the number of ranks that one unit of degrees.dp needs."""
     d = run.degrees
     return max(1, d.pp * d.tp * d.sp)
 
@@ -149,5 +149,5 @@ def _why(run: Run) -> str:
 
 
 def listed(worlds: list[int]) -> str:
-    """Format numbers of processes, 16 at most."""
+    """Return numbers of processes as text: the first 16, then how many more there are."""
     return " ".join(map(str, worlds[:16])) + (f" and {len(worlds) - 16} fewer" if len(worlds) > 16 else "") if worlds else "none"

@@ -17,49 +17,35 @@ from parallel.errors import BadInput, counted
 from parallel.machine import usable_cores
 from parallel.process.extensions import extensions_dir, remove_stale_locks, version_of
 
-# Variables of an outer job's launcher are removed: a rank must take its rank number from its own launcher.
-_OF_A_LAUNCHER = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "CROSS_RANK",
-    "CROSS_SIZE",
-    STDIN,
-)
+# Variables of an outer job's launcher. They are removed, because a rank must take its number from its own launcher.
+_RANK_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_OF_A_LAUNCHER = (*_RANK_NAMES, "CROSS_RANK", "CROSS_SIZE", STDIN)
 
 # Variables that torch's libraries read when loaded. The values for speed were measured: `python -m tests.measured environment`.
 BEFORE_TORCH = {
-    # Two caches hold compiled products for 1,024 shapes each, and an expert's number of rows is a new shape at nearly every step.
+    # By default two caches keep compiled matrix products of 1,024 shapes each. They would grow for hundreds of steps, because an expert's
+    # number of rows, and so the shape, is new at nearly every step.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32",
     "LRU_CACHE_CAPACITY": "32",
-    # A waiting thread spins for a moment, then sleeps. GNU's 300,000 turns block a core that the awaited thread may need, as soon as other
-    # work runs too. Sleeping immediately costs the time of waking on an idle machine.
+    # An OpenMP thread that waits spins this many times, then sleeps. On a busy machine GNU's default of 300,000 is too long: the thread
+    # blocks the core that the awaited thread needs. 0 is slower on an idle machine, where every thread would have to be woken.
     "GOMP_SPINCOUNT": "10000",
-    # Torch's profiler prints a line of its own when it starts and stops (`moe train --profile`).
+    # Keeps torch's profiler (`moe train --profile`) from printing a line when it starts and stops.
     "KINETO_LOG_LEVEL": "9",
 }
 
-# Open files of a rank: libraries, and groups with a connection to each member; rank 0 also has the store's. Measured: 33 with 2, 63 with 4.
+# Limit of open files: for a rank's libraries, and for each other rank its connections. Measured in use: 33 files of 2 ranks, 63 of 4.
 _OPEN_FILES, _OPEN_FILES_EACH = 128, 3
 
 
 def child_environment(environment: Mapping[str, str], nproc: int | None) -> dict[str, str]:
     """Return the launcher's environment: cores divided among `nproc` ranks, DeepSpeed's device, and the folder of compiled extensions.
 
-    `nproc` None means that ranks start on other machines. Then nothing measured on this machine is set, except that its torch is assumed
-    there too.
+    nproc None: ranks start on other machines, whose cores and devices are unknown here. They are assumed to have the same build of torch.
     """
-    env = {
-        name: value
-        for name, value in environment.items()
-        if name not in _OF_A_LAUNCHER and not name.startswith(("TORCHELASTIC_", "GROUP_"))
-    }
-    env[PARENT] = str(os.getpid())
-    env |= import_path(environment)
+    outer = [name for name in environment if name in _OF_A_LAUNCHER or name.startswith(("TORCHELASTIC_", "GROUP_"))]
+    env = {name: value for name, value in environment.items() if name not in outer}
+    env |= {PARENT: str(os.getpid())} | import_path(environment)
     if nproc is None:
         if version_of("torch").endswith("+cpu"):
             env.setdefault("DS_ACCELERATOR", "cpu")
@@ -69,20 +55,20 @@ def child_environment(environment: Mapping[str, str], nproc: int | None) -> dict
     env.setdefault("TORCH_EXTENSIONS_DIR", str(extensions_dir(environment)))
     if not has_gpu(environment):
         env.setdefault("DS_ACCELERATOR", "cpu")
-        env.pop("CUDA_VISIBLE_DEVICES", None)  # else DeepSpeed's launcher would print that it ignores it
+        env.pop("CUDA_VISIBLE_DEVICES", None)  # otherwise DeepSpeed's launcher prints that it ignores this variable
     remove_stale_locks(Path(env["TORCH_EXTENSIONS_DIR"]))
     return env
 
 
 def set_before_torch(environment: MutableMapping[str, str]) -> None:
-    """Set the variables of BEFORE_TORCH, unless the user has. Each process calls it, in case our launcher did not start it."""
+    """Set the variables of BEFORE_TORCH that the user has not set. Ranks call it too, because `moe train` may not be their parent."""
     for name, value in BEFORE_TORCH.items():
-        if name != "GOMP_SPINCOUNT" or "OMP_WAIT_POLICY" not in environment:  # else the number of turns would overrule it
+        if name != "GOMP_SPINCOUNT" or "OMP_WAIT_POLICY" not in environment:  # otherwise GOMP_SPINCOUNT would override OMP_WAIT_POLICY
             environment.setdefault(name, value)
 
 
 def allow_open_files(world: int) -> None:
-    """Raise the limit of open files of this process and its children to the need of one of `world` ranks. Raises BadInput."""
+    """Raise the limit of open files, of this process and its children, to what a rank needs in a run of `world` ranks. Raises BadInput."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = _OPEN_FILES + _OPEN_FILES_EACH * world
     if world == 1 or soft == resource.RLIM_INFINITY or soft >= needed:
@@ -96,8 +82,8 @@ def allow_open_files(world: int) -> None:
 def import_path(environment: Mapping[str, str]) -> dict[str, str]:
     """Return variables for ranks' module search, without the working folder: a `parallel.py` or `moe.py` there would hide this project's.
 
-    A checkout that is not installed is added to the path. An installed one is not: its folder holds other packages, and would come before
-    the standard library.
+    They add the folder of a checkout that is not installed. The folder of an installed package is not added, because PYTHONPATH comes
+    before the standard library, and the other packages there could hide its modules.
     """
     safe = {"PYTHONSAFEPATH": "1"}
     here = Path(__file__).resolve().parents[2]
@@ -111,9 +97,8 @@ def has_gpu(environment: Mapping[str, str]) -> bool:
     """Return whether torch will find a GPU. If that is uncertain, True, so that nothing is forced to the CPU."""
     if version_of("torch").endswith("+cpu") or environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return False
-    return (
-        any(Path(p).exists() for p in ("/dev/nvidiactl", "/proc/driver/nvidia/version", "/dev/kfd", "/dev/dxg")) or sys.platform == "win32"
-    )
+    drivers = ("/dev/nvidiactl", "/proc/driver/nvidia/version", "/dev/kfd", "/dev/dxg")
+    return any(Path(p).exists() for p in drivers) or sys.platform == "win32"
 
 
 def devices(environment: Mapping[str, str], nproc: int) -> str | None:
@@ -123,19 +108,15 @@ def devices(environment: Mapping[str, str], nproc: int) -> str | None:
         return None
     ids = [part.strip() for part in visible.split(",") if part.strip()]
     if len(ids) < nproc:
-        raise BadInput(
-            "--nproc",
-            got=nproc,
-            needed=f"at most the {counted(len(ids), 'GPU')} of CUDA_VISIBLE_DEVICES={visible}",
-            fix=f"--nproc {len(ids)}",
-        )
+        needed = f"at most the {counted(len(ids), 'GPU')} of CUDA_VISIBLE_DEVICES={visible}"
+        raise BadInput("--nproc", got=nproc, needed=needed, fix=f"--nproc {len(ids)}")
     if not all(part.isdecimal() for part in ids):
         raise BadInput("CUDA_VISIBLE_DEVICES", got=visible, needed="numbers, for DeepSpeed's launcher", fix="--launcher torchrun")
     return ",".join(ids[:nproc])
 
 
 def devices_without(gone: int | None, environment: Mapping[str, str], nproc: int) -> dict[str, str]:
-    """Return CUDA_VISIBLE_DEVICES without the GPU of rank `gone`, for a run on fewer than `nproc` GPUs; empty without GPUs."""
+    """Return CUDA_VISIBLE_DEVICES (nproc GPUs) without the GPU of rank `gone`, as {name: value}; {} without such a rank or GPUs."""
     if gone is None or not has_gpu(environment):
         return {}
     visible = environment.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(nproc)))
@@ -151,13 +132,16 @@ def free_port() -> int:
 
 
 def port_from(environment: Mapping[str, str], *, local: bool = True) -> int:
-    """Return MASTER_PORT if it is set and free, else any free port (and print one line). Raises BadInput."""
+    """Return MASTER_PORT if it is set, otherwise a free port. If MASTER_PORT is in use, print that and return a free port.
+
+    local: rank 0 is on this machine; on another one, MASTER_PORT is not checked. Raises BadInput for a value that is no port.
+    """
     asked = environment.get("MASTER_PORT")
     if asked is None:
         return free_port()
     if not asked.isdecimal() or not 0 < int(asked) < 65536:
         raise BadInput("MASTER_PORT", got=asked, needed="a port from 1 to 65535", fix="unset MASTER_PORT to have one chosen")
-    if not local:  # the port is on another host, so it cannot be checked here
+    if not local:
         return int(asked)
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

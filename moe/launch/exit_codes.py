@@ -7,12 +7,12 @@ from __future__ import annotations
 
 DONE = 0
 FAILED = 1  # an error, or a layout or measurement that failed its check
-BAD_INPUT = 2  # one line said what to change
+BAD_INPUT = 2  # wrong input; an error message of one line says what to change
 STOPPED = 75  # a signal came, and the checkpoint is saved: the same command resumes
 INTERRUPTED = 130  # Ctrl-C with nothing saved
-TERMINATED = 143  # SIGTERM, likewise
+TERMINATED = 143  # SIGTERM with nothing saved
 
 
 def of(passed: bool) -> int:
-    """Return the exit code of a verb that checks something."""
+    """Return the exit code of a verb that checks something: DONE if it passed, otherwise FAILED."""
     return DONE if passed else FAILED

@@ -2,13 +2,14 @@
 
     moe train -> pdsh -> ssh worker-1 -> python -m moe.launch.hosts send TOKEN 15      on all machines in parallel
 
-DeepSpeed's launcher ends remote processes by program name, which all runs of a user share. It ends ranks one after another, and kills ranks
-that save for longer than half a minute. So it is never asked to: ranks are found by the token of their launch.
+DeepSpeed's launcher would end remote processes by their program's name, which all runs of a user share, one rank after another, and kill
+ranks that save for longer than half a minute. So ranks are ended from here. They are found by the token of their launch.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -25,9 +26,42 @@ from moe.launch.exit_codes import BAD_INPUT, DONE
 from moe.launch.processes import kill_all, ranks_of, send
 from moe.launch.status import STARTED
 from parallel.errors import BadInput
+from parallel.store.files import read_text
 
 _LIMIT_S = 60  # limit of a remote command, including the start of Python
 _POLL_S = 0.05
+
+
+_SLOTS = re.compile(r"[1-9][0-9]{0,4}")
+# names without characters that a shell, ssh or pdsh would read as a command, an option, a list of hosts or another protocol
+_HOST = re.compile(r"\w[\w.@-]*", re.ASCII)
+
+
+def read_hostfile(path: Path) -> dict[str, int]:
+    """Read {host: slots} from DeepSpeed's hostfile, which has one `host slots=N` per line and # for comments. Raises BadInput."""
+    try:
+        lines = read_text(path).splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        got, fix = f"{path}: {getattr(error, 'strerror', None) or error}", "write one line for each host: worker-0 slots=8"
+        raise BadInput("--hostfile", got=got, needed="a text file", fix=fix) from None
+    hosts: dict[str, int] = {}
+    for number, line in enumerate(lines, 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        slots = words[1].removeprefix("slots=") if len(words) == 2 and words[1].startswith("slots=") else ""
+        if ":" in words[0]:
+            got, needed = words[0], "a name, or an IPv4 address: pdsh takes the text before a colon as the way to reach a host"
+            fix = "give an IPv6 address a name in ~/.ssh/config (Host worker-0, and below it HostName ADDRESS), and write: worker-0 slots=8"
+            raise BadInput(f"{path}, line {number}", got=got, needed=needed, fix=fix)
+        if not _SLOTS.fullmatch(slots) or not _HOST.fullmatch(words[0]) or words[0] in hosts:
+            got = f"{words[0]} twice" if words[0] in hosts else line.strip()
+            needed = "NAME slots=N (or its IPv4 address), each host once"
+            raise BadInput(f"{path}, line {number}", got=got, needed=needed, fix="for example: worker-0 slots=8")
+        hosts[words[0]] = int(slots)
+    if not hosts:
+        raise BadInput("--hostfile", got=f"{path} without a host", needed="HOST slots=N lines", fix="for example: worker-0 slots=8")
+    return hosts
 
 
 @dataclass(frozen=True)
@@ -39,14 +73,14 @@ class Hosts:
     slots: tuple[int, ...]
 
     def ranks_on(self, number: int) -> range:
-        """Return the ranks of one machine. Ranks are numbered through the machines in order."""
+        """Return the ranks on machine `number`. The first machine has the lowest ranks, the next machine the next ones, and so on."""
         before = sum(self.slots[:number])
         return range(before, before + self.slots[number])
 
     def check(self, folder: Path, *, no_more: Callable[[], bool]) -> bool:
-        """Refuse machines that ssh does not reach, that lack this program, or that do not see this run's `folder`. Raises BadInput.
+        """Refuse machines that ssh does not reach, without moe-parallel, or that do not see this run's `folder`. Raises BadInput.
 
-        Returns False if `no_more` returned True, which aborts the check.
+        Returns False if the check was aborted, because no_more() became True.
         """
         for program in ("pdsh", "ssh"):
             if shutil.which(program) is None:
@@ -66,28 +100,29 @@ class Hosts:
                 raise BadInput("--hostfile", got=f"{name}: {answers[name]}", needed="a run's folder that every machine sees", fix=fix)
         return True
 
-    def send(self, number: int, *, no_more: Callable[[], bool]) -> tuple[set[int], list[str]]:
-        """Send a signal to all ranks of the launch in parallel. Returns the ranks that got it, and the machines that did not answer."""
-        answers, _ = self._all("send", self.token, str(number), no_more=no_more)
+    def send(self, signum: int, *, no_more: Callable[[], bool]) -> tuple[set[int], list[str]]:
+        """Send a signal to all ranks of the launch. Returns (the ranks that got it, the machines that did not answer)."""
+        answers, _ = self._all("send", self.token, str(signum), no_more=no_more)
         got = {int(rank) for answer in answers.values() for rank in answer.split() if rank.isdecimal()}
         return got, [name for name in self.names if name not in answers]
 
     def end(self) -> list[str]:
-        """SIGKILL every process of the launch. Returns a line for each machine that did not confirm it."""
+        """Kill every process of the launch on all machines. Returns a line of text for each machine that did not confirm it."""
         answers, errors = self._all("end", self.token)
         wrong = {name: answers.get(name) or errors[name] for name in self.names if answers.get(name) != "none"}
         return [f"whether all processes on {name} have ended is not known: {why}" for name, why in wrong.items()]
 
     def _all(self, *words: str, no_more: Callable[[], bool] = lambda: False) -> tuple[dict[str, str], dict[str, str]]:
-        """Return each machine's answer to `python -m moe.launch.hosts WORDS`, and each machine's error.
+        """Run `python -m moe.launch.hosts WORDS` on all machines. Returns ({machine: answer}, {machine: error message}).
 
-        `no_more` is polled, and aborts the command when it returns True.
+        The command is aborted when no_more() becomes True.
         """
         paths = [f"{name}={quoted(value)}" for name, value in import_path(os.environ).items()]
         command = ["pdsh", "-R", "ssh", "-f", "1024", "-u", str(_LIMIT_S), "-w", ",".join(self.names), "env", *paths]
         command += [quoted(sys.executable), "-m", "moe.launch.hosts", "%n", *map(quoted, words)]
         said: list[str] = []
-        with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as problems:  # a surviving ssh would hold a pipe open
+        # files, not pipes: an ssh process that survives pdsh would keep a pipe open, and reading it would not end
+        with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as problems:
             try:
                 process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=problems, start_new_session=True)
             except OSError as error:
@@ -105,13 +140,15 @@ class Hosts:
 
 
 def quoted(word: str) -> str:
-    """Quote a word for pdsh, which replaces %h and %n, and for the remote shell."""
+    """Quote a word for the remote shell, and for pdsh, which would replace %h by the host and %n by its number."""
     return shlex.quote(word).replace("%", "%%")
 
 
 def answered(names: Sequence[str], text: str) -> dict[str, str]:
-    """Parse pdsh's lines `worker-1: 1 here` as {machine: answer}. The number identifies a machine, since pdsh cuts names at the first
-    dot."""
+    """Return {machine: answer} from pdsh's lines, such as `worker-1: 1 here`: label, index into `names`, answer.
+
+    The label is not used, because pdsh cuts names at the first dot.
+    """
     found: dict[str, str] = {}
     for line in text.splitlines():
         number, _, said = line.partition(": ")[2].partition(" ")
@@ -121,7 +158,7 @@ def answered(names: Sequence[str], text: str) -> dict[str, str]:
 
 
 def _error(name: str, text: str) -> str:
-    """Return the last line about a machine."""
+    """Return pdsh's last error message about a machine."""
     host = name.rpartition("@")[2]
     lines = [line.partition(": ") for line in text.splitlines()]
     said = [rest.strip() for label, _, rest in lines if rest and (host == label or host.startswith(f"{label}."))]
@@ -129,7 +166,7 @@ def _error(name: str, text: str) -> str:
 
 
 def main(words: Sequence[str]) -> int:
-    """Run a command on each machine. The first word is the machine's number."""
+    """Carry out a command on this machine, and print the machine's number and the answer. words: the number, the command, its arguments."""
     match words[1:]:
         case ["check", folder, word]:
             try:

@@ -22,7 +22,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from moe.checks.advice import check_for_user
 from moe.checks.sharding import check_installed
@@ -41,13 +41,16 @@ from parallel.process.extensions import use_extensions_dir
 from parallel.store.lock import is_held
 
 _LAUNCHERS = ("TORCHELASTIC_RUN_ID", "CROSS_RANK", "OMPI_COMM_WORLD_RANK")  # set by torchrun, DeepSpeed's launcher and Open MPI's
-_SAID = ".moe-said-"  # prefix of files in the system's temporary folder, one for each line that a rank of a launch has printed
-_KEPT_S = 600.0
+_SAID = ".moe-said-"  # prefix of files in the system's temporary folder, one for each error message that a rank of a launch has printed
+_KEPT_S = 600.0  # after which these files are removed
 
 
 @dataclass
 class RankRun:
-    """Facts about a rank's run so far. `place`: its folder, once known, if a parent reads the rank's status there. `run`: its recipe."""
+    """Recipe and folder of a rank's run, for error messages. place: [its folder] if a parent reads status files there.
+
+    Both are empty until the recipe has been read.
+    """
 
     place: list[Path] = field(default_factory=list)
     run: Run | None = None
@@ -59,22 +62,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def script(work: Callable[[], object]) -> NoReturn:
-    """Run a script's own code around `train`, and exit Python as `moe train` does. Errors that the user can fix are one line, printed once.
-    Exit codes are those in moe/launch/exit_codes.py, and ranks leave together.
+    """Run a script's own code around `train`, and exit Python as `moe train` does.
 
         script(lambda: train(run, callbacks=[Best()]))
+
+    Errors that the user can fix are one line, printed once. All ranks exit together, with the codes in moe/launch/exit_codes.py.
     """
     sys.exit(run_as_rank(lambda rank_run: _carried_out(work)))
 
 
 def run_as_rank(work: Callable[[RankRun], int]) -> int:
-    """Run `work` as one rank, and return its exit code. An exception is printed, noted for the parent, and converted to an exit code."""
+    """Run `work` as one rank, and return its exit code. An exception is printed, and its message goes to the parent in the status file."""
     die_with_parent()
     use_extensions_dir()
     set_before_torch(os.environ)
     outlive_readers()
     number = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
-    rank = int(number) if number.isdecimal() else 0  # anything else is refused below, in one line
+    rank = int(number) if number.isdecimal() else 0  # other values are refused when process.read_environment reads them
     rank_run = RankRun()
     with _early_signals(rank_run.place, rank):
         return _ended(work, rank_run, rank)
@@ -87,7 +91,7 @@ def _from_words(argv: Sequence[str] | None, rank_run: RankRun) -> int:
         os.environ.setdefault(DEBUG, f"{TIMEOUT_S:g}")
     run, origins = load(given.recipe, given.overrides)
     if given.elastic is not None:
-        run, origins = _for_those_left(run, origins, given.elastic)
+        run, origins = _for_present_world(run, origins, given.elastic)
     name = run_name(given.recipe)
     out = given.out or Path("runs") / name
     rank_run.run = run
@@ -96,22 +100,22 @@ def _from_words(argv: Sequence[str] | None, rank_run: RankRun) -> int:
 
 
 def _ended(work: Callable[[RankRun], int], rank_run: RankRun, rank: int) -> int:
-    """Return the exit code of `work`. Prints how it ended, and writes it to the status in the run's folder for the parent."""
+    """Return the exit code of `work`. Prints its error, and writes both to the rank's status file."""
     error: str | None = None
     code, of_all, repeats = FAILED, False, False
     try:
         code = work(rank_run)
     except BadInput as bad:
         code, error = BAD_INPUT, str(bad)
-        if _is_to_say(bad, rank):
+        if _prints(bad, rank):
             print(f"error: {error}", file=sys.stderr, flush=True)
     except Ended as ended:  # the message names rank and collective, so a stack trace adds nothing
         error, of_all = str(ended), True
-        if ended.prints and TOKEN not in os.environ:  # else the parent prints it once for all
+        if ended.prints and TOKEN not in os.environ:  # with our parent process, the parent prints it
             print(f"error on rank {rank}: {error}", file=sys.stderr, flush=True)
-    except KeyboardInterrupt:  # before training began; during it, a signal saves and stops
+    except KeyboardInterrupt:  # before training; later Ctrl-C makes the trainer save and stop
         code, error = INTERRUPTED, "interrupted"
-    except BaseException as failure:  # the other ranks and the parent must learn of any exception
+    except BaseException as failure:  # any exception must be in the status file for the parent
         error = None if rank_run.run is None else _did_not_fit(failure, rank_run.run)
         if error is None:
             error = f"{type(failure).__name__}: {failure}".splitlines()[0]
@@ -124,19 +128,19 @@ def _ended(work: Callable[[RankRun], int], rank_run: RankRun, rank: int) -> int:
     return code
 
 
-def _is_to_say(bad: BadInput, rank: int) -> bool:
-    """Return whether this rank prints a BadInput, so that an error of one rank or of all is printed once."""
-    if TOKEN in os.environ:  # the parent has all ranks' status, and prints errors that rank 0 does not
+def _prints(bad: BadInput, rank: int) -> bool:
+    """Return whether this rank prints a BadInput. Each message is printed once, whether one rank or all ranks raise it."""
+    if TOKEN in os.environ:  # the parent prints messages of the other ranks that rank 0 does not have
         return rank == 0
     if bad.prints is not None:
         return bad.prints
-    task = os.environ.get("SLURM_NTASKS", "1") != "1"
-    return not (task or any(name in os.environ for name in _LAUNCHERS)) or _first_here(str(bad))  # by hand, each has its own terminal
+    launched = os.environ.get("SLURM_NTASKS", "1") != "1" or any(name in os.environ for name in _LAUNCHERS)
+    return not launched or _first_here(str(bad))  # a rank that was started by hand has a terminal of its own, so it always prints
 
 
 def _first_here(line: str) -> bool:
-    """Return whether no other child of this process's launcher has printed this line. The first one creates an empty file named by its
-    hash."""
+    """Return whether no other rank of the launcher on this machine has printed this line. The first one creates an empty file, named by a
+    hash of the line and the launcher."""
     began = Path(f"/proc/{os.getppid()}/stat")
     with contextlib.suppress(OSError):
         parent = f"{os.getppid()} {began.read_text().rpartition(')')[2].split()[19]}"
@@ -155,9 +159,10 @@ def _first_here(line: str) -> bool:
 
 @dataclass(frozen=True)
 class _TooEarly:
-    """Signal handler for the time before training, which does not restore it afterwards (moe/train/start/place.py).
+    """Signal handler until training begins: ends rank `rank` in process `process`, with a message that nothing is lost.
 
-    It acts for one process: a forked child ends by the signal's default and prints nothing for the rank.
+    In a forked child, which inherits it, the signal has its default effect. `place`: see RankRun. `before_training`: the trainer does not
+    restore this handler afterwards (moe/train/start/place.py).
     """
 
     place: list[Path]
@@ -166,8 +171,8 @@ class _TooEarly:
     before_training = True
 
     def __call__(self, number: int, _: object) -> None:
-        if number == signal.SIGINT or os.getpid() != self.process:  # ends by the signal's default
-            ctypes.CDLL(None).signal(number, 0)  # the default; Python would allow it in the main thread alone
+        if number == signal.SIGINT or os.getpid() != self.process:
+            ctypes.CDLL(None).signal(number, 0)  # 0: the signal's default effect. In C, because Python's function needs the main thread
             os.kill(os.getpid(), number)
         if self.place:
             status.leave(self.place[0], self.rank, STOPPED, status.TOO_EARLY)
@@ -178,16 +183,13 @@ class _TooEarly:
 
 @contextlib.contextmanager
 def _early_signals(place: list[Path], rank: int) -> Iterator[None]:
-    """End this process on SIGTERM, SIGUSR1 and SIGHUP before training catches them, with the message that nothing is lost. Ctrl-C in a rank
-    also ends it, without a message.
+    """Let `_TooEarly` handle SIGTERM, SIGUSR1, SIGHUP and Ctrl-C until training catches them. `place`: see RankRun.
 
-    No exception is raised, because it could interrupt an import, after which some libraries do not work. `place`: the run's folder, once
-    known.
+    The process ends without an exception, which could interrupt an import and leave a library that does not work.
     """
-
     stop = _TooEarly(place, rank, os.getpid())
     heard = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
-    with contextlib.suppress(ValueError):  # not the main thread: a library caller keeps its own handlers
+    with contextlib.suppress(ValueError):  # raised outside of the main thread: then a program that calls this keeps its own handlers
         for number in heard:
             if signal.getsignal(number) is signal.SIG_DFL:
                 signal.signal(number, stop)
@@ -202,7 +204,10 @@ def _early_signals(place: list[Path], rank: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _heard_at_once(stop: _TooEarly) -> Iterator[None]:
-    """Let a thread call the handler too. Python's own call waits while the main thread is in C code, such as waiting for missing ranks."""
+    """Call the handler from a second thread too, because Python calls it only when the main thread returns from C code.
+
+    The main thread may be in C code for minutes, waiting for ranks that are missing.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -210,10 +215,11 @@ def _heard_at_once(stop: _TooEarly) -> Iterator[None]:
     os.set_blocking(told, False)
     hears = [told]
 
-    # Makes Python write each signal's number to fd (-1: nowhere). A fork needs -1: a child's signals would reach this process by the pipe.
+    # Makes Python write each signal's number to the pipe `fd`, or nowhere (-1). A forked child needs -1, because it inherits the pipe: its
+    # own signals would end this process.
     def hear(fd: int) -> None:
         if hears:
-            with contextlib.suppress(ValueError):  # another thread than the main one forks
+            with contextlib.suppress(ValueError):  # raised if another thread than the main one forks
                 signal.set_wakeup_fd(fd, warn_on_full_buffer=False)
 
     os.register_at_fork(before=lambda: hear(-1), after_in_parent=lambda: hear(told), after_in_child=lambda: hear(-1))
@@ -236,8 +242,7 @@ def _heard_at_once(stop: _TooEarly) -> Iterator[None]:
 
 
 def _refuse_fresh_again(given: Arguments, environment: Mapping[str, str]) -> None:
-    """Refuse --fresh and --from_step under torchrun's restarts. It repeats the same arguments, which would set newer checkpoints aside.
-    Raises BadInput."""
+    """Refuse --fresh and --from_step with torchrun's restarts, which repeat the arguments and would set newer checkpoints aside."""
     restarts = environment.get("TORCHELASTIC_MAX_RESTARTS", "0")
     flag = "--fresh" if given.fresh else "--from_step" if given.from_step is not None else None
     if flag and restarts.isdecimal() and int(restarts) > 0:
@@ -246,8 +251,8 @@ def _refuse_fresh_again(given: Arguments, environment: Mapping[str, str]) -> Non
         raise BadInput(flag, got=f"it with torchrun --max-restarts {restarts}", needed="a start that may be repeated", fix=fix)
 
 
-def _for_those_left(run: Run, origins: dict[str, str], least: int) -> tuple[Run, dict[str, str]]:
-    """Return the recipe for the present number of processes, and the origins of its values. Raises BadInput."""
+def _for_present_world(run: Run, origins: dict[str, str], least: int) -> tuple[Run, dict[str, str]]:
+    """Return (the recipe for the present number of processes, the origin of each value). Raises BadInput below `least` processes."""
     from parallel.process import process
 
     world = process.read_environment()
@@ -262,7 +267,7 @@ def _for_those_left(run: Run, origins: dict[str, str], least: int) -> tuple[Run,
 
 
 def _train(run: Run, origins: dict[str, str], name: str, out: Path, given: Arguments, place: list[Path]) -> int:
-    from parallel.process import process  # it imports torch, so only after the recipe has been read
+    from parallel.process import process  # here, because it imports torch, and a wrong recipe is refused before
 
     world = process.read_environment()
     check_for_user(run, world.size, origins)
@@ -273,29 +278,17 @@ def _train(run: Run, origins: dict[str, str], name: str, out: Path, given: Argum
         from moe.train.loop.trainer import train
 
         process.share_cores(world)
-        process.start(world, timeout_s=run.train.timeout_s, end=_last_word(place, world.rank))
-        train(
-            run,
-            name=name,
-            out=out,
-            origins=origins,
-            fresh=given.fresh,
-            from_step=given.from_step,
-            allow_changes=given.allow_changes,
-            world=world,
-            cluster=given.cluster,
-            init_from=given.init_from,
-            force=given.force,
-            restart=Restart.of(os.environ),
-            profile=given.profile,
-        )
+        process.start(world, timeout_s=run.train.timeout_s, end=_before_watchdog_ends(place, world.rank))
+        same = ("fresh", "from_step", "allow_changes", "cluster", "init_from", "force", "profile")
+        flags: dict[str, Any] = {name: getattr(given, name) for name in same}
+        train(run, name=name, out=out, origins=origins, world=world, restart=Restart.of(os.environ), **flags)
 
     return _carried_out(work)
 
 
 def _carried_out(work: Callable[[], object]) -> int:
-    """Do the training `work`, stop the process groups, and return the exit code. If another rank caused this rank's error, its error is
-    raised instead."""
+    """Do the training `work`, stop the process groups, and return the exit code. If another rank caused this rank's error, that rank's
+    error is raised instead."""
     from moe.train.loop.trainer import Stopped
     from parallel.process import process
     from parallel.watch import watchdog
@@ -305,7 +298,7 @@ def _carried_out(work: Callable[[], object]) -> int:
     except Stopped:
         return STOPPED
     except Exception as failure:
-        _ignore_signals()  # torchrun sends one as soon as a rank has died: that is no signal before training
+        _ignore_signals()  # torchrun sends SIGTERM as soon as a rank has died; `_TooEarly` must not take it for a signal of the user
         ended = watchdog.ended_by(failure)
         if ended is not None:
             raise ended from None
@@ -313,7 +306,7 @@ def _carried_out(work: Callable[[], object]) -> int:
             failure.prints = watchdog.prints_line()
         raise
     finally:
-        # launchers end the other ranks when the first has left: a rank that is still leaving must be able to report how it ended
+        # launchers send SIGTERM to all ranks when the first has ended; the others must still be able to write their status files
         _ignore_signals()
         process.stop()
     return DONE
@@ -324,8 +317,8 @@ def _ignore_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def _last_word(place: list[Path], rank: int) -> Callable[[str, bool], None]:
-    """Return the function that the watchdog calls before it ends this process. The main thread is stuck then."""
+def _before_watchdog_ends(place: list[Path], rank: int) -> Callable[[str, bool], None]:
+    """Return the function that the watchdog calls, with its message and whether this rank prints it, before it ends the stuck process."""
 
     def end(line: str, prints: bool) -> None:
         for out in place:
@@ -333,13 +326,13 @@ def _last_word(place: list[Path], rank: int) -> Callable[[str, bool], None]:
         if prints and TOKEN not in os.environ:
             os.write(2, f"error on rank {rank}: {line}\n".encode())
         if sys.stdout.isatty():
-            os.write(1, b"\x1b[?25h")  # a live display hides the cursor
+            os.write(1, b"\x1b[?25h")  # shows the cursor, which a live display hides
 
     return end
 
 
 def _did_not_fit(failure: BaseException, run: Run) -> str | None:
-    """Return the line for a run out of memory, with the next thing to try; None for any other failure."""
+    """Return the error message if memory ran out, with the next thing to try; None for any other failure."""
     from moe.train.start.out_of_memory import did_not_fit
     from parallel.process import process
 

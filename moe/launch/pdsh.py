@@ -4,9 +4,9 @@
 
 python -m moe.launch.pdsh FOLDER [the runner's arguments]
 
-DeepSpeed joins its arguments to a shell command for the other machines; here each word is quoted. DeepSpeed puts the working folder before
-all modules, and its log before the run's output; here it does not. Variables that ranks need are passed on. Each machine writes to FOLDER
-how its launcher ended (moe/launch/status.py), because pdsh reports only when all have ended.
+Corrected: each word of the remote shell command is quoted; the working folder is not searched for modules; DeepSpeed's log does not precede
+the run's output; variables that ranks need are passed on. Each machine writes the exit code of its launcher to FOLDER
+(moe/launch/status.py), because pdsh reports only when all machines have ended.
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ from moe.launch.processes import PARENT, STDIN, TOKEN, die_with_input
 from moe.launch.status import machine
 from parallel.errors import BadInput
 
-PASSED = ("MOE_", "PYTHON", "OMP_", "GLOO_", "NCCL_", "UCX_", "TORCH_", "DS_ACCELERATOR")  # prefixes of the variables passed on
+# variables whose names begin like this are passed on to ranks on other machines
+PASSED = ("MOE_", "PYTHON", "OMP_", "GLOO_", "NCCL_", "UCX_", "TORCH_", "DS_ACCELERATOR")
 
 
 def passed(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables for ranks on other machines, without PARENT, a process id of this machine."""
+    """Return the variables for ranks on other machines. PARENT is left out, because it is a process id of this machine."""
     return {name: value for name, value in environment.items() if name.startswith(PASSED) and name != PARENT}
 
 
 def of_file(path: Path) -> dict[str, str]:
-    """Read a file of NAME=VALUE lines, as DeepSpeed's, as {name: its value for the command line}. `$HOME` is expanded on the other machine.
+    """Read NAME=VALUE lines, as in DeepSpeed's .deepspeed_env, as {name: value, quoted for the remote shell}. Raises BadInput.
 
-    A value may be in quotes, with their meaning in a shell. Raises BadInput.
+    A value may be in the shell's quotes. `$HOME` and other variables are expanded on the other machine.
     """
     found: dict[str, str] = {}
     for number, line in enumerate(path.read_text(errors="surrogateescape").splitlines(), 1):
@@ -51,7 +52,7 @@ def of_file(path: Path) -> dict[str, str]:
 
 
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
-_OBEYED = re.compile(r"""\\[$`"\\]|["`\\]|\$(?=\()""")  # in double quotes: characters already escaped, and characters to escape
+_OBEYED = re.compile(r"""\\[$`"\\]|["`\\]|\$(?=\()""")  # within double quotes: an escaped character, or one that must be escaped
 
 
 def _worded(value: str) -> str:
@@ -59,7 +60,7 @@ def _worded(value: str) -> str:
         try:
             if value[-1] == value[0] and len(shlex.split(value)) == 1:
                 return value
-        except ValueError:  # a quote that is not closed
+        except ValueError:  # a quote is not closed, so the value is quoted below
             pass
     escaped = _OBEYED.sub(lambda found: found[0] if len(found[0]) > 1 else f"\\{found[0]}", value)
     return f'"{escaped}"'
@@ -72,7 +73,7 @@ def main() -> int:
     folder, given = Path(sys.argv[1]), sys.argv[2:]
     own = passed(os.environ)
     files = [Path(place) / runner.DEEPSPEED_ENVIRONMENT_NAME for place in runner.DEEPSPEED_ENVIRONMENT_PATHS]
-    runner.DEEPSPEED_ENVIRONMENT_PATHS = []  # read here
+    runner.DEEPSPEED_ENVIRONMENT_PATHS = []  # the runner must not read them again
     try:
         of_files = {name: value for file in files if file.is_file() for name, value in of_file(file).items()}
     except BadInput as bad:
@@ -86,7 +87,7 @@ def main() -> int:
             return [quoted(word) for word in self.args.user_args]
 
         def add_export(self, key: str, var: str) -> None:
-            if key != "PYTHONPATH":  # the runner puts the working folder before it; the user's is in `own`
+            if key != "PYTHONPATH":  # the runner's value begins with the working folder; `own` has the right one
                 self.exports[key] = quoted(var)
 
         def get_cmd(self, environment: dict[str, str], active_resources: Mapping[str, Any]) -> Any:
@@ -101,7 +102,7 @@ def main() -> int:
             return command, kill, environment
 
     runner.PDSHRunner = Hosts
-    if STDIN in os.environ:  # pdsh does not notice the end of its input; its remote processes do
+    if STDIN in os.environ:  # `moe train` holds the other end of the input. If it dies, pdsh would not notice and must be killed
         die_with_input(lambda: os.killpg(os.getpgrp(), signal.SIGKILL))
     runner.main(given)
     return DONE

@@ -25,21 +25,21 @@ from parallel.process.parent import die_with
 
 TOKEN = "MOE_LAUNCH"
 PARENT = "MOE_LAUNCH_PARENT"
-STDIN = "MOE_LAUNCH_STDIN"  # set if this process's input ends with `moe train`, on any machine
+STDIN = "MOE_LAUNCH_STDIN"  # set if `moe train` holds the other end of this process's input, also from another machine
 _NAMED = "moe rank "
-_LAUNCHERS = (TOKEN, "TORCHELASTIC_RUN_ID", "CROSS_RANK")  # set only by our parent, torchrun or DeepSpeed's launcher
+_LAUNCHERS = (TOKEN, "TORCHELASTIC_RUN_ID", "CROSS_RANK")  # set by `moe train`, torchrun and DeepSpeed's launcher
 
 
 def own_launch() -> str:
-    """Return the token of this process's launch; empty if there is none."""
+    """Return the token of the launch that started this process; "" if it was not started by one."""
     return os.environ.get(TOKEN, "")
 
 
 def die_with_parent() -> None:
-    """Have this rank killed when its launcher dies, or the `moe train` process above it (Linux).
+    """Have this rank killed when its launcher or the `moe train` process above it dies (on Linux).
 
-    An early Ctrl-C also ends it, without a traceback, until training catches signals. Does nothing in a process without a launcher: its
-    parent is a shell, and the run may outlive that (nohup).
+    Until training catches signals, Ctrl-C also ends it, without a traceback. Does nothing in a process without a launcher, because a run
+    may outlive the shell that started it (nohup).
     """
     if not any(name in os.environ for name in _LAUNCHERS):
         return
@@ -56,20 +56,20 @@ def die_with_parent() -> None:
 
 
 def _die_with(pid: int) -> None:
-    """Wait in the kernel until `pid` has ended, then end this process. Launchers between the two do not pass a death on."""
+    """Kill this process when `pid` ends. Needed for `moe train`, because its death does not end the launchers between it and a rank."""
     try:
         handle = os.pidfd_open(pid)
     except ProcessLookupError:
         os.kill(os.getpid(), signal.SIGKILL)
         return
-    except OSError:  # an older kernel without pidfd
+    except OSError:  # a kernel before 5.3, without pidfd
         return
     select.select([handle], [], [])
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def die_with_input(end: Callable[[], None]) -> None:
-    """Call `end` at end of file on this process's input: `moe train`, or the connection to it, is gone. No process writes to that input."""
+    """Call `end` when this process's input ends: then `moe train` has died, or the connection to it. Nothing is ever written to it."""
 
     def wait() -> None:
         with contextlib.suppress(OSError):
@@ -82,9 +82,10 @@ def die_with_input(end: Callable[[], None]) -> None:
 
 @dataclass
 class Rank:
-    """One rank as seen by its ancestor. `code`: its exit code (negative: a signal), if it was read before the process was reaped.
+    """The process of one rank, as `moe train` observes it.
 
-    `pid` is 0 for a rank on another machine, which cannot be observed here.
+    pid: 0 for a rank on another machine, which cannot be observed. ended_at: the time (time.monotonic) at which its end was noticed. code:
+    its exit code (negative: a signal); None if it runs, or if its launcher collected the code first. handle: the process's pidfd.
     """
 
     rank: int
@@ -94,7 +95,7 @@ class Rank:
     handle: int | None = None
 
     def look(self) -> None:
-        """Notice the end of this process, and read its exit code while it waits to be reaped."""
+        """Set `ended_at` and `code` if the process has ended."""
         if self.ended_at is not None or not self.pid:
             return
         state, code = _state(self.pid)
@@ -107,10 +108,10 @@ class Rank:
 
 
 def wait(ranks: list[Rank], wait_s: float) -> None:
-    """Sleep, but wake when a rank ends: its exit code can be read only until its launcher reaps it."""
+    """Wait `wait_s` seconds, or until a rank ends: its exit code can be read only until its launcher collects it."""
     for rank in ranks:
         if rank.pid and rank.handle is None and rank.ended_at is None and hasattr(os, "pidfd_open"):
-            with contextlib.suppress(OSError):  # the rank has ended, or the kernel is older
+            with contextlib.suppress(OSError):  # the rank has ended, or the kernel has no pidfd
                 rank.handle = os.pidfd_open(rank.pid)
     select.select([rank.handle for rank in ranks if rank.handle is not None], [], [], wait_s)
     for rank in ranks:
@@ -131,7 +132,7 @@ def ranks_of(token: str) -> list[Rank]:
 
 
 def name_rank(rank: int) -> None:
-    """Name the process of a forked rank. The system still shows its environment as its parent's."""
+    """Give a forked rank's process a name with its number. Its RANK is not visible outside: /proc shows its parent's variables."""
     with contextlib.suppress(OSError):  # not Linux
         Path("/proc/self/comm").write_text(f"{_NAMED}{rank}")
 
@@ -144,7 +145,7 @@ def _named(process: psutil.Process) -> dict[str, str]:
 
 
 def _ranks(family: Mapping[int, Mapping[str, str]]) -> list[Rank]:
-    """Return the ranks: processes with a RANK and parents without one."""
+    """Return the ranks among processes, {pid: environment}: those with a RANK whose parent has none."""
     found = []
     for pid, environment in family.items():
         rank = environment.get("RANK", "")
@@ -155,7 +156,7 @@ def _ranks(family: Mapping[int, Mapping[str, str]]) -> list[Rank]:
 
 
 def send(ranks: list[Rank], number: int) -> int:
-    """Send the signal to all living ranks. Returns the number that got it."""
+    """Send the signal `number` to all living ranks. Returns how many got it."""
     sent = 0
     for rank in ranks:
         rank.look()
@@ -167,9 +168,9 @@ def send(ranks: list[Rank], number: int) -> int:
 
 
 def kill_all(session: int | None, *tokens: str, spared: int | None = None, wait_s: float = 10.0) -> list[int]:
-    """SIGKILL every process of a launch until none is left. Returns the ids still alive after `wait_s` (stuck in the kernel).
+    """Send SIGKILL to all processes with one of these `tokens` or in the launcher's `session`, except process `spared`, until none is left.
 
-    `session`: the launcher's session, if it runs on this machine. `spared`: a process that stays.
+    Returns the ids of processes that are alive after `wait_s` seconds, because they are stuck in the kernel.
     """
     until = time.monotonic() + wait_s
     while True:
@@ -186,7 +187,7 @@ def kill_all(session: int | None, *tokens: str, spared: int | None = None, wait_
 
 
 def _members(session: int | None, tokens: Collection[str], spared: int | None) -> list[int]:
-    """Return living processes in the launcher's session, or with one of the launch's tokens."""
+    """Return the ids of living processes in this session or with one of these tokens, except `spared`."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, ProcessLookupError, PermissionError):
@@ -205,7 +206,10 @@ def _environment(process: psutil.Process) -> dict[str, str]:
 
 
 def _state(pid: int) -> tuple[str, int | None]:
-    """Return ('R', None) for a living process, ('Z', exit code) for one that waits to be reaped, ('X', None) for one that is gone."""
+    """Return (state, exit code) of a process. "Z": it has ended and its parent has not collected the code yet. "X": there is none any more.
+
+    Any other state is that of a living process, and the code is None, as for "X".
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (ProcessLookupError, FileNotFoundError):

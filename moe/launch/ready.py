@@ -1,12 +1,12 @@
-"""Spare ranks for a restart: a warm process that has imported the ranks' modules, and forks ranks when they are needed.
+"""Quick restarts: a warm process that has imported the ranks' modules, and forks ranks when they are needed.
 
-    moe train --restarts N -> launcher -> ranks            the first attempt
-                           -> this                         from its first checkpoint on; loads torch and the trainer, once
-                           -> this -> leader -> ranks      every later attempt, in a tenth of a second instead of ten
+    moe train --restarts N -> launcher -> ranks                    the first attempt
+                           -> warm process                         from the first checkpoint on; loads torch and the trainer, once
+                           -> warm process -> leader -> ranks      every later attempt, in a tenth of a second instead of ten
 
-A fork has its parent's memory and none of its threads, so this process has no thread, process group or GPU of its own. If imports have
-taken a GPU, the launcher starts the next attempt. The leader replaces the launcher: ranks die with it, it ends when all have, and they
-share its session. Messages are lines of JSON: a request to start, the process ids in answer, and later how the leader ended.
+A fork has its parent's memory but not its threads, so the warm process has no thread, process group or GPU of its own. If imports have
+taken a GPU, the launcher starts the next attempt instead. The leader replaces the launcher: ranks die with it, it ends when all ranks have
+ended, and they share its session. Messages are lines of JSON: a request to start, then the process ids, later the exit codes.
 """
 
 from __future__ import annotations
@@ -33,12 +33,15 @@ from moe.recipe.load import load
 from parallel.process.parent import die_with
 
 _FORK_S, _LEAVE_S, _LOOK_S = 10.0, 10.0, 0.1
-# imported late in a rank: torch's optimizers need the compiler, rank 0 TensorBoard
+# modules that a rank imports only when training begins: torch's optimizers need the compiler, rank 0 needs TensorBoard
 _LATER = ("torch._dynamo", "torch.utils.tensorboard")
 
 
 class Forked:
-    """The leader of an attempt, with the interface of `subprocess.Popen`, and its ranks."""
+    """The leader of an attempt, used like a `subprocess.Popen` (pid, returncode, poll, wait), and its ranks.
+
+    pids: of the leader, then of the ranks. hear: see `Ready._hear`.
+    """
 
     def __init__(self, pids: Sequence[int], hear: Callable[[float], dict[str, Any] | None]) -> None:
         self.pid, self.ranks = pids[0], [Rank(number, pid) for number, pid in enumerate(pids[1:])]
@@ -48,7 +51,7 @@ class Forked:
     def poll(self, wait_s: float = 0.0) -> int | None:
         while self.returncode is None and (word := self._hear(wait_s)) is not None:
             for rank, code in zip(self.ranks, word.get("codes", ()), strict=False):
-                rank.code = code  # for exit codes not read in time
+                rank.code = code  # the leader knows the codes that `Rank.look` came too late to read
             if "codes" not in word:
                 self.returncode = int(word.get("ended", FAILED))
         return self.returncode
@@ -59,7 +62,10 @@ class Forked:
 
 
 class Ready:
-    """Handle of the warm process, started once `wanted()` is True and kept until `close`. `words`, `environment`, `nproc`: of the ranks."""
+    """The parent's side of the warm process, which is started once `wanted()` is True, and runs until `close`.
+
+    words, environment, nproc: arguments, variables and number of the ranks.
+    """
 
     def __init__(self, words: Sequence[str], environment: Mapping[str, str], nproc: int, *, wanted: Callable[[], bool]) -> None:
         self._words, self._environment, self._nproc, self._wanted = list(words), environment, nproc, wanted
@@ -68,7 +74,7 @@ class Ready:
         self._token, self._loaded, self._unread = secrets.token_hex(8), False, b""
 
     def look(self) -> None:
-        """Start the process if it is wanted. Called now and then during an attempt."""
+        """Start the warm process if it is wanted and does not run yet. To be called repeatedly during an attempt."""
         if self._process is not None or not self._wanted():
             return
         self._channel, theirs = socket.socketpair()
@@ -78,9 +84,9 @@ class Ready:
         theirs.close()
 
     def begin(self, words: Sequence[str], environment: Mapping[str, str], world: int, *, no_more: Callable[[], bool]) -> Forked | None:
-        """Fork ranks with these arguments and variables. None if the launcher must start them.
+        """Fork `world` ranks with these arguments and variables. Returns None if the launcher must start them instead.
 
-        If the process is still importing, this waits, unless `no_more` returns True: any other start would take longer.
+        While the warm process imports, this waits, because the launcher would take longer. It stops waiting when no_more() becomes True.
         """
         while self._channel is not None and not self._loaded and not no_more():
             self._loaded = self._hear(_LOOK_S) == {"loaded": True}
@@ -97,7 +103,7 @@ class Ready:
         return None
 
     def end(self, leader: Forked, token: str) -> list[int]:
-        """End all processes of an attempt except the warm process. Returns processes that could not be ended."""
+        """Kill all processes of an attempt, except the warm process. Returns the ids of those that are still alive."""
         assert self._process is not None
         return kill_all(leader.pid, token, self._token, spared=self._process.pid)
 
@@ -106,7 +112,7 @@ class Ready:
             self._channel.close()
             kill_all(self._process.pid, self._token)
             self._process.wait()
-        self._channel = None  # it is not started again
+        self._channel = None  # `look` does not start it again, because _process is set
 
     def _hear(self, wait_s: float) -> dict[str, Any] | None:
         """Return the next message of the warm process, {} if it has ended, or None after `wait_s` seconds."""
@@ -126,7 +132,7 @@ class Ready:
 
 
 def main() -> int:
-    """Import modules, then fork an attempt for each line received. In a forked rank, returns the rank's exit code."""
+    """Run the warm process: import modules, then fork an attempt for each line received. Also returns in each forked process."""
     die_with(int(os.environ[PARENT]))
     channel = socket.socket(fileno=int(sys.argv[1]))
     with _silent():
@@ -151,14 +157,14 @@ def _load(words: list[str]) -> None:
         importlib.import_module(name)
     run.sharding.carrier(pp=run.degrees.pp).load()
     gc.collect()
-    gc.freeze()  # a collection in a fork would copy every page that holds an object
+    gc.freeze()  # otherwise the garbage collector of a forked rank writes to all objects, and their shared memory is copied
 
 
 def _lead(channel: socket.socket, *, words: list[str], environment: dict[str, str], world: int) -> int:
-    """Fork the ranks, wait until all have ended, and return the code of the first that failed; in a rank, its exit code."""
+    """Fork the ranks and wait until all have ended. Returns the exit code of the first that failed; in a rank, the rank's own."""
     import torch
 
-    if torch.cuda._is_in_bad_fork():  # imports have taken a GPU, which a fork cannot use
+    if torch.cuda._is_in_bad_fork():  # imports have opened a GPU, which a forked process cannot use
         _say(channel, pids=[])
         return FAILED
     os.environ.clear()
@@ -172,7 +178,7 @@ def _lead(channel: socket.socket, *, words: list[str], environment: dict[str, st
         pids.append(pid)
     _say(channel, pids=[os.getpid(), *pids])
     for pid in pids:
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # the parent can read the exit code until the rank is waited for
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # without collecting the exit code yet, so that `moe train` can read it
     codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
     _say(channel, codes=codes)
     return next((code if code > 0 else 128 - code for code in codes if code), DONE)
@@ -202,7 +208,7 @@ def _silent() -> Iterator[None]:
 
 
 def _say(channel: socket.socket, **word: Any) -> None:
-    with contextlib.suppress(OSError):  # no reader any more: this process is about to be killed
+    with contextlib.suppress(OSError):  # `moe train` does not read any more, and is about to kill this process
         channel.sendall(json.dumps(word).encode() + b"\n")
 
 

@@ -3,15 +3,15 @@
     ranks die -> the others are ended -> wait -> all start again, resume -> ...
 
 A run gives up after N restarts in a row without a new checkpoint. Each new checkpoint resets the count, so a long run survives any number
-of faults, and a run that never saves ends soon. (torchrun counts all restarts of a run.) The first restart after a new checkpoint is
-immediate, the next ones wait 1, 2, 4, ... seconds, a minute at most.
+of faults, and a run that never saves ends soon. (torchrun, in contrast, counts all restarts of a run.) The first restart after a new
+checkpoint is immediate, the next ones wait 1, 2, 4, ... seconds, a minute at most.
 
 Only failures that may be temporary are retried. Not retried: bad input (exit code 2), the user's signals, memory that ran out, a launcher
 that starts no rank, and a Python error that recurs with the same message before a new checkpoint.
 
 With `--elastic MIN` a run that would give up, because of restarts in a row or a recurring error, continues with fewer processes: 4, 3, 2
-... (moe/launch/elastic.py says which numbers are possible). The count then begins again. The rank that died first in most of these attempts
-is left out: on a GPU, its device.
+... (moe/launch/elastic.py says which numbers are possible). The count then begins again. The GPU of the rank that died first in most of
+these attempts is not used any more.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from typing import Any
 from moe.launch import status
 from moe.launch.exit_codes import FAILED, STOPPED
 from moe.records.redone import Restart
+from parallel.errors import counted
 from parallel.store.files import step_of
 
 _LONGEST_S = 60.0
@@ -35,9 +36,10 @@ _POLL_S = 0.1
 
 @dataclass(frozen=True)
 class End:
-    """End of one attempt of a run: exit code, printed lines, each rank's status, whether any rank had started, and whether one is stuck.
+    """How one attempt of a run ended.
 
-    `first`: the rank that died first, or that the others waited for; None if unknown.
+    code: exit code. lines: what was printed about it. left: each rank's status (moe/launch/status.py). began: a rank had started. stuck: a
+    process could not be killed. first: the rank that died first, or for which the others waited; None if unknown.
     """
 
     code: int
@@ -49,15 +51,16 @@ class End:
 
 
 class Restarts:
-    """Restarts of one run in `out`. `limit`: restarts in a row without a new checkpoint; 0: none at all. `fresh`, `from_step`: see train.
+    """Decides after each attempt of the run in folder `out` whether, from where and on how many processes it starts again.
 
-    `smaller`: numbers of processes with which the run may continue, largest first. `processes`: the next attempt's number, None for all.
-    `gone`: the rank left out of it, by its number in the previous attempt, if the number of processes has just changed.
+    limit: N of --restarts; 0: never. fresh, from_step: flags of the run. smaller: numbers of processes for --elastic, largest first.
+    processes: number of processes of the next attempt, None for all. gone: if that number has just changed, the rank that is left out, by
+    its number in the attempt before.
     """
 
     def __init__(self, out: Path, *, limit: int, fresh: bool, from_step: int | None = None, smaller: Sequence[int] = ()) -> None:
         self._checkpoints, self._limit = out / "checkpoints", limit
-        self._old = _inode(self._checkpoints) if fresh else None  # to be set aside
+        self._old = _inode(self._checkpoints) if fresh else None  # the folder of earlier checkpoints, until an attempt renames it
         self._fresh, self._from_step = fresh, from_step
         self._newest = self._first_newest = _newest(self._checkpoints)
         self._count = self._in_a_row = 0
@@ -66,21 +69,21 @@ class Restarts:
         self._wait_s = 0.0
         self._why = ""
         self._smaller = list(smaller)
-        self._left_for: tuple[str, ...] = ()  # the error for which a rank was left out: if it recurs, that did not help
+        self._left_for: tuple[str, ...] = ()  # errors for which a rank was left out; if they recur, no other rank is left out for them
         self._first: Counter[int] = Counter()  # how often each rank died first since the last checkpoint
         self.processes: int | None = None
         self.gone: int | None = None
 
     def fresh(self) -> bool:
-        """Return whether the next attempt must still set earlier checkpoints aside. Checkpoints of this run's own attempts stay."""
+        """Return --fresh for the next attempt: False once an attempt has set the earlier checkpoints aside, so that its own are kept."""
         return self._fresh and (self._count == 0 or (self._old is not None and _inode(self._checkpoints) == self._old))
 
     def from_step(self) -> int | None:
-        """Return the step to resume from in the next attempt; None once an attempt has set later checkpoints aside and saved."""
+        """Return --from_step for the next attempt: None once an attempt has saved, so that its own checkpoints are used."""
         return self._from_step if self._count == 0 or _newest(self._checkpoints) == self._first_newest else None
 
     def variables(self) -> dict[str, str]:
-        """Return environment variables that tell the ranks of the next attempt about the restart."""
+        """Return environment variables with which the ranks of the next attempt record the restart."""
         return Restart(self._count, self._why, self._since).variables() if self._count else {}
 
     def saved(self) -> bool:
@@ -89,8 +92,7 @@ class Restarts:
         return newest is not None and newest != self._newest
 
     def after(self, end: End) -> int | None:
-        """Return the exit code if the run is over, None if it restarts. Prints one line with the decision and reason, if restarts are
-        enabled."""
+        """Return the exit code if the run is over, None if it restarts. With --restarts, prints the decision and its reason."""
         if end.code != FAILED or not self._limit:
             return end.code
         newest, saved = _newest(self._checkpoints), self.saved()
@@ -112,12 +114,11 @@ class Restarts:
             reason = f"the same error came again before a new checkpoint: {said[0]}"
             fewer, self._left_for = said != self._left_for, said
         elif not saved and self._in_a_row >= self._limit:
-            times = f"{self._limit} restart{'s' if self._limit > 1 else ''} in a row"
-            reason = f"{times} (--restarts {self._limit}) brought no new checkpoint"
+            reason = f"{counted(self._limit, 'restart')} in a row (--restarts {self._limit}) brought no new checkpoint"
             fewer = True
         self.gone = None
         if fewer and self._smaller:
-            self._leave(str(reason))
+            self._shrink(str(reason))
         elif reason is not None:
             _say(f"not started again: {reason}" + (", and --elastic allows no fewer processes" if fewer and self.processes else ""))
             return end.code
@@ -128,12 +129,12 @@ class Restarts:
         where = "its beginning" if newest is None or self.fresh() else newest[0]
         after = f" in {self._wait_s:g} s" if self._wait_s else ""
         row = f", {self._in_a_row} of {self._limit} in a row without a new checkpoint" if not saved and self._in_a_row else ""
-        on = "" if self.processes is None else f" on {self.processes} process{'es' if self.processes > 1 else ''}"
+        on = "" if self.processes is None else f" on {counted(self.processes, 'process')}"
         _say(f"restart {self._count}{row}: the run continues from {where}{on}{after}")
         return None
 
-    def _leave(self, reason: str) -> None:
-        """Set a smaller number of processes for the next attempt; restarts are counted from it."""
+    def _shrink(self, reason: str) -> None:
+        """Continue with the next smaller number of processes, and count restarts anew."""
         self.processes, self._in_a_row = self._smaller.pop(0), -1
         self.gone = max(self._first, key=self._first.__getitem__, default=None)
         self._first.clear()
@@ -141,7 +142,7 @@ class Restarts:
         _say(f"{who} leaves for good: {reason}")
 
     def wait(self, caught: Sequence[object]) -> bool:
-        """Wait before the next attempt. Returns False, and prints a line, if a signal came meanwhile."""
+        """Wait before the next attempt. Prints a line and returns False if a signal comes, which is then in `caught`."""
         until = time.monotonic() + self._wait_s
         while not caught and time.monotonic() < until:
             time.sleep(_POLL_S)
@@ -151,7 +152,7 @@ class Restarts:
 
 
 def _newest(checkpoints: Path) -> tuple[str, int] | None:
-    """Return (name, inode) of the newest complete checkpoint. The inode differs if it was written again."""
+    """Return (name, inode) of the newest complete checkpoint, or None. A checkpoint that is written again has another inode."""
     try:
         found = [(step, path) for path in checkpoints.iterdir() if (step := step_of(path.name)) is not None and path.is_dir()]
         _, newest = max(found, default=(None, None))

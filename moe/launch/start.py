@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import secrets
 import signal
 import subprocess
@@ -29,7 +28,7 @@ from moe.launch import status
 from moe.launch.arguments import Arguments
 from moe.launch.environment import allow_open_files, child_environment, devices, devices_without, port_from
 from moe.launch.exit_codes import DONE, FAILED, INTERRUPTED, STOPPED
-from moe.launch.hosts import Hosts
+from moe.launch.hosts import Hosts, read_hostfile
 from moe.launch.processes import STDIN, TOKEN, Rank, find_ranks, kill_all, send, wait
 from moe.launch.ready import Forked, Ready
 from moe.launch.restarts import End, Restarts
@@ -37,24 +36,24 @@ from moe.launch.streams import outlive_readers
 from moe.launch.verdict import Watched, first_to_fail, in_words, verdict
 from moe.recipe.load import run_name
 from parallel.errors import BadInput, counted
-from parallel.store.files import read_text
 from parallel.store.lock import HELD, alone_in
 
 Launcher = Literal["deepspeed", "torchrun"]
 _POLL_S = 0.1
 _FIND_S = 0.5
-_LEAVE_S = 5.0  # time for the other ranks' reports after a failure; then they are ended: launchers wait half a minute for each
+_LEAVE_S = 5.0  # time for the other ranks to report after a failure. Then all are killed; a launcher would take half a minute for each
 _KILLED = [-number for number in (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)]
-_WORDS_S = 5.0  # until status from other machines is visible here; the second if all have ended: NFS looks once a minute
-_ALL_WORDS_S = 65.0
-_SAME_SIGNAL_S = 1.0  # `timeout` and shells may deliver one request twice
+_STATUS_S, _ALL_STATUS_S = 5.0, 65.0  # time until status files from other machines are visible; the longer one if all ranks have succeeded
+_SAME_SIGNAL_S = 1.0  # signals within this time are one request, because `timeout` and shells may send it twice
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One attempt of a run: `words` for its `world` ranks and the `environment` of the command, `nproc` of them here or on each host.
+    """One attempt of a run.
 
-    `caught`: the signals received so far, each with its time. `module`: the program of a rank. `ready`: warm process for its ranks.
+    words: arguments of each of its `world` ranks. environment: the user's variables. nproc: ranks on this machine, or on each machine of
+    `hostfile` (None: its slots). module: the program of a rank. grace_s: see `start`. caught: signals received so far, each with its time
+    (time.monotonic). ready: the warm process for quick restarts.
     """
 
     words: list[str]
@@ -71,70 +70,45 @@ class Launch:
 
 
 def start(
-    recipe: str,
-    overrides: Mapping[str, str],
+    given: Arguments,
     *,
     nproc: int | None,
     launcher: Launcher = "deepspeed",
-    out: Path | None = None,
-    fresh: bool = False,
-    from_step: int | None = None,
-    allow_changes: Sequence[str] = (),
-    debug_collectives: bool = False,
-    cluster: str | None = None,
-    init_from: Path | None = None,
-    force: bool = False,
-    profile: bool = False,
     hostfile: Path | None = None,
     module: str = "moe.launch.launch",
     grace_s: float = 60.0,
     restarts: int = 0,
-    elastic: int | None = None,
     smaller: Sequence[int] = (),
 ) -> int:
-    """Run `module` on `nproc` processes (with a hostfile: on each of its hosts). Returns this command's exit code.
+    """Run `module` with the arguments `given` on `nproc` processes, with a hostfile on each of its hosts. Returns the exit code.
 
-    After a signal the ranks have `grace_s` to save; then, or at a second signal, all are killed. `restarts`: number of restarts in a row
-    without a new checkpoint after ranks died. `smaller`: numbers of processes to continue on after that, largest first. `elastic`: their
-    minimum, for the ranks. Raises BadInput before anything starts. Call it from the main thread, which receives the signals.
+    After a signal the ranks have `grace_s` to save. Then, or at a second signal, all are killed. restarts: number of restarts in a row
+    without a new checkpoint after ranks died. smaller: numbers of processes with which to continue if restarts do not help, largest first.
+    Raises BadInput before anything starts. Call it from the main thread, which receives the signals.
     """
     world = world_size(nproc, launcher=launcher, hostfile=hostfile)
     allow_open_files(world)
-    out = out or Path("runs") / run_name(recipe)
+    out = given.out or Path("runs") / run_name(given.recipe)
+    given = replace(given, out=out)
     outlive_readers()
-    given = Arguments(
-        recipe,
-        overrides,
-        out=out,
-        fresh=fresh,
-        from_step=from_step,
-        allow_changes=tuple(allow_changes),
-        init_from=init_from,
-        cluster=cluster,
-        force=force,
-        profile=profile,
-        debug_collectives=debug_collectives,
-        elastic=elastic,
-    )
-    again, environment = Restarts(out, limit=restarts, fresh=fresh, from_step=from_step, smaller=smaller), dict(os.environ)
-    may_be_forked = restarts and hostfile is None and module == "moe.launch.launch" and sys.platform.startswith("linux")
+    again = Restarts(out, limit=restarts, fresh=given.fresh, from_step=given.from_step, smaller=smaller)
+    environment = dict(os.environ)
+    may_fork = restarts and hostfile is None and module == "moe.launch.launch" and sys.platform.startswith("linux")
     with alone_in(out), _caught_signals() as caught, contextlib.ExitStack() as left:
-        ready = left.enter_context(closing(Ready(given.words(), environment, world, wanted=again.saved))) if may_be_forked else None
+        ready = left.enter_context(closing(Ready(given.words(), environment, world, wanted=again.saved))) if may_fork else None
         while True:
-            words, told = replace(given, fresh=again.fresh(), from_step=again.from_step()).words(), environment | again.variables()
-            end = _run(Launch(words, told, world, nproc, launcher, out, hostfile, module, grace_s, caught, ready))
+            words, variables = replace(given, fresh=again.fresh(), from_step=again.from_step()).words(), environment | again.variables()
+            end = _run(Launch(words, variables, world, nproc, launcher, out, hostfile, module, grace_s, caught, ready))
             code = end.code if caught else again.after(end)
             if code is not None:
-                break
+                return code
             if again.processes not in (None, nproc):
                 environment |= devices_without(again.gone, environment, world)
                 world = nproc = again.processes or world
-                if ready is not None:  # the warm process was set up for the old number of ranks: other cores and devices
+                if ready is not None:  # it has the cores and devices of the old number of ranks, so it cannot be used any more
                     ready.close()
             if not again.wait(caught):
-                code = INTERRUPTED if caught[0][0] == signal.SIGINT else STOPPED
-                break
-    return code
+                return INTERRUPTED if caught[0][0] == signal.SIGINT else STOPPED
 
 
 def _run(launch: Launch) -> End:
@@ -148,7 +122,7 @@ def _run(launch: Launch) -> End:
 
 
 def _lived(launch: Launch, token: str, folder: Path) -> End:
-    """Start the launcher, wait, end remaining processes, and print how it went."""
+    """Start the launcher, wait for its end, kill the rest of its processes, and print how the ranks ended. folder: of status files."""
     world, nproc, caught, here = launch.world, launch.nproc, launch.caught, launch.hostfile is None
     env = child_environment(launch.environment, (nproc or 1) if here else None) | {TOKEN: token, HELD: str(launch.out.resolve())}
     hosts = None
@@ -158,27 +132,14 @@ def _lived(launch: Launch, token: str, folder: Path) -> End:
         if not hosts.check(folder, no_more=lambda: bool(caught)):
             return _end(launch, [], DONE, how="early")
         env[STDIN] = "1"
-    visible = devices(launch.environment, nproc or 1) if launch.launcher == "deepspeed" and here else None
-    if visible:
-        del env["CUDA_VISIBLE_DEVICES"]  # DeepSpeed's launcher sets it again, from its own arguments
-    port = port_from(launch.environment, local=here)
-    ranks: list[Rank] = []
-    process: subprocess.Popen[bytes] | Forked
-    if (forked := _from_ready(launch, env, visible, port)) is not None:
-        process, ranks = forked, forked.ranks
-    else:
-        command = _command(launch.launcher, nproc, launch.hostfile, visible, port=port, module=launch.module, words_of_ranks=folder)
-        print(f"waiting for {launch.launcher} to start {_processes(world)}: it loads torch first, and so does each of them", flush=True)
-        # for ranks on other machines a pipe without data, which ends with this process
-        stdin = subprocess.DEVNULL if here else subprocess.PIPE
-        process = subprocess.Popen(command + launch.words, env=env, stdin=stdin, start_new_session=True)
-    left: set[int] = set()  # ranks that this process ends
+    process, ranks = _started(launch, env, folder)
+    left: set[int] = set()  # ranks that run when this process kills all
     also: list[str] = []
     try:
         how = _watch(launch, process, ranks, folder, hosts=hosts)
         if hosts is not None:
             before = len(caught)
-            status.wait_for(folder, world, _words_s(how, process.returncode), no_more=lambda: len(caught) > before)
+            status.wait_for(folder, world, _status_s(how, process.returncode), no_more=lambda: len(caught) > before)
             words, broken = status.read(folder), status.machines(folder, token)
             gone = {rank for number in broken for rank in hosts.ranks_on(number)}
             left = set(range(world)) - words.keys() - gone if how == "killed" and not caught else set()
@@ -198,14 +159,25 @@ def _lived(launch: Launch, token: str, folder: Path) -> End:
     return _end(launch, ranks, code, how=how, ended_here=left, also=also, uncertain=uncertain)
 
 
-def _from_ready(launch: Launch, environment: Mapping[str, str], visible: str | None, port: int) -> Forked | None:
-    """Return the ranks of this attempt as forks of the warm process; None without one."""
-    if launch.ready is None:
-        return None
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}", "WORLD_SIZE": f"{launch.world}", "LOCAL_WORLD_SIZE": f"{launch.world}"}
-    devices = {"CUDA_VISIBLE_DEVICES": visible} if visible else {}
-    told = {**environment, **place, **devices}
-    return launch.ready.begin(launch.words, told, launch.world, no_more=lambda: bool(launch.caught))
+def _started(launch: Launch, env: dict[str, str], folder: Path) -> tuple[subprocess.Popen[bytes] | Forked, list[Rank]]:
+    """Start the ranks as forks of the warm process, or else by the launcher. Returns (the process to wait for, the ranks known by then)."""
+    world, nproc, here = launch.world, launch.nproc, launch.hostfile is None
+    visible = devices(launch.environment, nproc or 1) if launch.launcher == "deepspeed" and here else None
+    if visible:
+        del env["CUDA_VISIBLE_DEVICES"]  # DeepSpeed's launcher sets it again, from the GPUs in its arguments
+    port = port_from(launch.environment, local=here)
+    if launch.ready is not None:
+        own = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}", "WORLD_SIZE": f"{world}", "LOCAL_WORLD_SIZE": f"{world}"}
+        own |= {"CUDA_VISIBLE_DEVICES": visible} if visible else {}
+        forked = launch.ready.begin(launch.words, env | own, world, no_more=lambda: bool(launch.caught))
+        if forked is not None:
+            return forked, forked.ranks
+    command = _command(launch.launcher, nproc, launch.hostfile, visible, port=port, module=launch.module, words_of_ranks=folder)
+    processes = counted(world, "process")
+    print(f"waiting for {launch.launcher} to start {processes}: it loads torch first, and so does each of them", flush=True)
+    # remote ranks notice the death of this process by the end of this pipe, to which nothing is written
+    stdin = subprocess.DEVNULL if here else subprocess.PIPE
+    return subprocess.Popen(command + launch.words, env=env, stdin=stdin, start_new_session=True), []
 
 
 def _end(
@@ -218,7 +190,10 @@ def _end(
     also: Sequence[str] = (),
     uncertain: Sequence[str] = (),
 ) -> End:
-    """Judge the end and print it. `also`: lines printed if it failed. `uncertain`: lines about processes that may be left."""
+    """Judge how the attempt ended, and print it. ended_here, how: see `verdict`.
+
+    also: lines to print if the run failed. uncertain: lines about processes that may still run.
+    """
     for rank in ranks:
         rank.look()
     number = launch.caught[0][0] if launch.caught else None
@@ -231,11 +206,11 @@ def _end(
     return End(code, lines, words_left, began=bool(ranks or words_left), stuck=bool(uncertain), first=first)
 
 
-def _words_s(how: Watched, launcher_code: int | None) -> float:
-    """Return the time limit for status from ranks on other machines."""
+def _status_s(how: Watched, launcher_code: int | None) -> float:
+    """Return the seconds to wait for status files from other machines: long if all succeeded, because NFS may show them after a minute."""
     if how == "early":
         return 0.0
-    return _ALL_WORDS_S if how == "ended" and launcher_code in (DONE, STOPPED) else _WORDS_S
+    return _ALL_STATUS_S if how == "ended" and launcher_code in (DONE, STOPPED) else _STATUS_S
 
 
 def world_size(nproc: int | None, *, launcher: Launcher = "deepspeed", hostfile: Path | None = None) -> int:
@@ -245,12 +220,8 @@ def world_size(nproc: int | None, *, launcher: Launcher = "deepspeed", hostfile:
     if hostfile is None:
         return nproc or 1
     if launcher == "torchrun":
-        raise BadInput(
-            "--hostfile",
-            got="--launcher torchrun",
-            needed="--launcher deepspeed",
-            fix="start torchrun on every host: docs/use/launching.md",
-        )
+        fix = "start torchrun on every host: docs/use/launching.md"
+        raise BadInput("--hostfile", got="--launcher torchrun", needed="--launcher deepspeed", fix=fix)
     hosts = read_hostfile(hostfile)
     return len(hosts) * nproc if nproc else sum(hosts.values())
 
@@ -258,29 +229,30 @@ def world_size(nproc: int | None, *, launcher: Launcher = "deepspeed", hostfile:
 def _command(
     launcher: Launcher, nproc: int | None, hostfile: Path | None, visible: str | None, *, port: int, module: str, words_of_ranks: Path
 ) -> list[str]:
-    """Return the launcher's command line, up to the arguments for the ranks."""
+    """Return the launcher's command line, up to the arguments for the ranks. visible: GPUs to use. words_of_ranks: the status folder."""
     if launcher == "torchrun":
         codes = str(words_of_ranks / "launcher.json")
         where = ["--nproc_per_node", str(nproc or 1), "--master_addr", "127.0.0.1", "--master_port", str(port)]
         return [sys.executable, "-m", "moe.launch.torchrun", codes, *where, "-m", module]
-    # "-q" still shows the launcher's own errors, which duplicate messages of the ranks and this process
+    # --log_level critical, because "-q" still shows the launcher's errors, which repeat messages of the ranks and of this process
     runner = ["deepspeed.launcher.runner"] if hostfile is None else ["moe.launch.pdsh", str(words_of_ranks)]
     command = [sys.executable, "-m", *runner, "--log_level", "critical", "--master_port", str(port), "--no_local_rank"]
-    if hostfile is not None:  # a single host is another machine, too; -N: no name of the host before each line
+    if hostfile is not None:  # --force_multi: a single host is another machine, too; -N: no name of the host before each line
         command += ["--hostfile", str(hostfile), "--force_multi", "--launcher_args=-N"]
         command += ["--num_accelerators", str(nproc)] if nproc else []
     else:
         command += ["--include", f"localhost:{visible}"] if visible else ["--num_accelerators", str(nproc or 1)]
-        command += ["--hostfile", os.devnull + "/none"]  # else /job/hostfile would decide, if a cluster has one
+        command += ["--hostfile", os.devnull + "/none"]  # a file that does not exist; by default DeepSpeed would read /job/hostfile
     return [*command, "--module", module]
 
 
 def _watch(
     launch: Launch, process: subprocess.Popen[bytes] | Forked, ranks: list[Rank], folder: Path, *, hosts: Hosts | None = None
 ) -> Watched:
-    """Wait until the launcher ends; meanwhile find ranks, note their ends, pass signals on. Returns whether it ended, or is to be killed.
+    """Wait until the launcher ends; meanwhile find ranks, notice their ends and pass signals on.
 
-    `ranks` is filled as they are found; ranks on other machines are added when a signal is passed on to them.
+    Ranks are added to `ranks` when they are found; those on other machines when they get a signal. Returns "ended"; "killed" if all
+    processes are to be killed; "early" if a signal came before all ranks had started.
     """
     world, caught = launch.world, launch.caught
     looked = passed_at = -1.0
@@ -288,13 +260,13 @@ def _watch(
     seen: dict[object, float] = {}
     while process.poll() is None:
         now = time.monotonic()
-        asked = tuple(caught)  # a signal can come at any line of this round: it is for the next one
+        asked = tuple(caught)  # a copy: a signal that comes during this round is treated in the next one
         asked_first = bool(asked) and passed_at < 0
         if hosts is None and len(ranks) < world and (asked_first or now - looked > _FIND_S):
             _add(ranks, find_ranks(process.pid))
             looked = now
             if len(ranks) == world:
-                print(f"{_processes(world)} started after {now - began:.0f} s: waiting for the first to speak", flush=True)
+                print(f"{counted(world, 'process')} started after {now - began:.0f} s: waiting for the first to speak", flush=True)
         if asked_first:
             passed_at = now
             if not _pass_on(launch, ranks, folder, hosts):
@@ -315,8 +287,7 @@ def _watch(
 
 
 def _failed_before(ranks: list[Rank], folder: Path, now: float) -> bool:
-    """Return whether a rank failed and the time for other ranks' reports is over: immediately, if its error message stands for all
-    ranks."""
+    """Return whether a rank failed so long ago (`_leave_s`) that the others need not be waited for. now: time.monotonic()."""
     ended = [rank for rank in ranks if rank.ended_at is not None]
     left = status.read(folder) if ended else {}
     for rank in ended:
@@ -329,8 +300,10 @@ def _failed_before(ranks: list[Rank], folder: Path, now: float) -> bool:
 
 
 def _failed_elsewhere(folder: Path, token: str, seen: dict[object, float], now: float) -> bool:
-    """Do as `_failed_before` for ranks on other machines, from status files of ranks and launchers. `seen`: when each became visible
-    here."""
+    """Return the same as `_failed_before` for ranks on other machines, from status files of ranks and launchers.
+
+    seen: the time at which each of these files was first seen here; it is filled.
+    """
     codes: dict[object, tuple[int, float]] = {
         rank: (word.get("exit", FAILED), _leave_s(word)) for rank, word in status.read(folder).items()
     }
@@ -340,17 +313,16 @@ def _failed_elsewhere(folder: Path, token: str, seen: dict[object, float], now: 
 
 
 def _leave_s(word: Mapping[str, Any], code: int | None = None) -> float:
-    """Return the time for reports of other ranks. It is short if they would only repeat a common error, or a kill."""
+    """Return the seconds for other ranks to report after a rank failed with this status and exit code.
+
+    They are few if the others can only report the same error, or that a rank was killed.
+    """
     return _LEAVE_S / 10 if word.get("of_all") or (not word and code in _KILLED) else _LEAVE_S
 
 
 def _asked_again(caught: Sequence[tuple[int, float]]) -> bool:
-    """Return whether a second signal has come, which ends all ranks immediately."""
+    """Return whether a second signal has come, after which all ranks are killed."""
     return any(at - caught[0][1] > _SAME_SIGNAL_S for _, at in caught)
-
-
-def _processes(world: int) -> str:
-    return f"{world} process{'es' if world > 1 else ''}"
 
 
 def _add(ranks: list[Rank], found: list[Rank]) -> None:
@@ -359,65 +331,26 @@ def _add(ranks: list[Rank], found: list[Rank]) -> None:
 
 
 def _sent(number: int) -> int:
-    """Return the signal to send to ranks: a closed terminal is a request to stop."""
+    """Return the signal that ranks get for a signal `number` here: SIGTERM for SIGHUP, because a closed terminal also asks to stop."""
     return signal.SIGTERM if number == signal.SIGHUP else number
 
 
 def _pass_on(launch: Launch, ranks: list[Rank], folder: Path, hosts: Hosts | None) -> bool:
-    """Send the first signal to all ranks. Returns False if not all of them have started, so that none needs to be waited for."""
+    """Send the first signal to all ranks. Returns False if not all had started: then nothing can be saved, and there is no need to wait."""
     number = launch.caught[0][0]
     name, silent = signal.Signals(number).name, list[str]()
     if hosts is not None:
         found, silent = hosts.send(_sent(number), no_more=lambda: _asked_again(launch.caught))
-        ranks.extend(Rank(rank, 0) for rank in sorted(found | status.read(folder).keys()))  # a rank that has ended had started
+        ranks.extend(Rank(rank, 0) for rank in sorted(found | status.read(folder).keys()))  # with ranks that have ended already
         for host in silent:
             print(f"stopping: {name} did not reach {host}, which does not answer", file=sys.stderr, flush=True)
     if len(ranks) < launch.world and not silent:
         print(f"stopping: {name} came before all ranks had started", file=sys.stderr, flush=True)
         return False
     count = send(ranks, _sent(number)) if hosts is None else len(found)
-    print(
-        f"stopping: {name} passed to {counted(count, 'rank')}, to save at the next step (once more: end at once)",
-        file=sys.stderr,
-        flush=True,
-    )
+    line = f"stopping: {name} passed to {counted(count, 'rank')}, to save at the next step (once more: end at once)"
+    print(line, file=sys.stderr, flush=True)
     return True
-
-
-_SLOTS = re.compile(r"[1-9][0-9]{0,4}")
-# safe for ssh, a shell and pdsh: no command, no list of hosts, no other way to reach them
-_HOST = re.compile(r"\w[\w.@-]*", re.ASCII)
-
-
-def read_hostfile(path: Path) -> dict[str, int]:
-    """Read {host: slots} from DeepSpeed's hostfile, which has one `host slots=N` per line and # for comments. Raises BadInput."""
-    try:
-        lines = read_text(path).splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadInput(
-            "--hostfile",
-            got=f"{path}: {getattr(error, 'strerror', None) or error}",
-            needed="a text file",
-            fix="write one line for each host: worker-0 slots=8",
-        ) from None
-    hosts: dict[str, int] = {}
-    for number, line in enumerate(lines, 1):
-        words = line.partition("#")[0].split()
-        if not words:
-            continue
-        slots = words[1].removeprefix("slots=") if len(words) == 2 and words[1].startswith("slots=") else ""
-        if ":" in words[0]:
-            got, needed = words[0], "a name, or an IPv4 address: pdsh takes the text before a colon as the way to reach a host"
-            fix = "give an IPv6 address a name in ~/.ssh/config (Host worker-0, and below it HostName ADDRESS), and write: worker-0 slots=8"
-            raise BadInput(f"{path}, line {number}", got=got, needed=needed, fix=fix)
-        if not _SLOTS.fullmatch(slots) or not _HOST.fullmatch(words[0]) or words[0] in hosts:
-            got = f"{words[0]} twice" if words[0] in hosts else line.strip()
-            needed = "NAME slots=N (or its IPv4 address), each host once"
-            raise BadInput(f"{path}, line {number}", got=got, needed=needed, fix="for example: worker-0 slots=8")
-        hosts[words[0]] = int(slots)
-    if not hosts:
-        raise BadInput("--hostfile", got=f"{path} without a host", needed="HOST slots=N lines", fix="for example: worker-0 slots=8")
-    return hosts
 
 
 @contextlib.contextmanager

@@ -1,10 +1,12 @@
-"""The folder in which ranks write their status at the end, for the parent that started them: launchers lose exit codes.
+"""The folder in which ranks write how they ended, for `moe train`, their parent: launchers lose exit codes.
 
-    <run folder>/.status/<rank>.json                {"exit", "pid", "error", "of_all", "repeats"}
-    <run folder>/.status/started                    the token of the launch: machines of a hostfile that see it see this folder
+    <run folder>/.status/<rank>.json                {"exit": code, "pid", "error": message or null, "of_all", "repeats"}
+    <run folder>/.status/started                    the token of the launch, by which machines of a hostfile check that they see this folder
+    <run folder>/.status/launcher.json              exit codes by rank from torchrun, for ranks that could not write
     <run folder>/.status/machine-<token>-<n>.json   the exit code of the launcher on the n-th of these machines, if not 0
 
-The parent makes it when it holds the run's folder, and removes it at the end of each launch. Ranks of other launchers write nothing.
+The parent makes the folder when it has locked the run's folder, and removes it at the end of each launch. Without this parent, ranks write
+nothing.
 """
 
 from __future__ import annotations
@@ -23,13 +25,15 @@ from parallel.errors import BadInput
 
 NAME, STARTED = ".status", "started"
 NOTHING_LOST = "nothing is lost: start it again"
-TOO_EARLY = "a signal before training"  # the error of a rank that had nothing to save
+TOO_EARLY = "a signal before training"  # the error of a rank that ended by a signal before training
 _POLL_S = 0.1
 
 
 def leave(out: Path, rank: int, code: int, error: str | None, *, of_all: bool = False, repeats: bool = False) -> None:
-    """Write this rank's status, as its last action. `of_all`: the error ended all ranks, with the same line on each. `repeats`: another
-    start would fail too. If the run's folder was renamed or removed, a new one is made, which the parent removes after reading."""
+    """Write this rank's status file, as its last action. of_all: the same error ended all ranks. repeats: it would recur after a restart.
+
+    If the run's folder was renamed or removed, a new one is made, which the parent removes after reading.
+    """
     folder = out / NAME
     word = {"exit": code, "pid": os.getpid(), "error": error, "of_all": of_all, "repeats": repeats}
     with contextlib.suppress(OSError):
@@ -39,7 +43,7 @@ def leave(out: Path, rank: int, code: int, error: str | None, *, of_all: bool = 
 
 
 def empty(out: Path, token: str = "") -> Path:
-    """Make the folder for the ranks' status, without files of an earlier run. `token`: of the launch. Raises BadInput."""
+    """Make the status folder of the launch `token`, without files of earlier launches, and return it. Raises BadInput."""
     folder = out / NAME
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -47,20 +51,19 @@ def empty(out: Path, token: str = "") -> Path:
             path.unlink()
         (folder / STARTED).write_text(f"{token}\n")
     except OSError as error:
-        raise BadInput(
-            "--out", got=f"{out}: {error.strerror}", needed="a folder that can be written", fix="choose another --out, or free disk space"
-        ) from None
+        fix = "choose another --out, or free disk space"
+        raise BadInput("--out", got=f"{out}: {error.strerror}", needed="a folder that can be written", fix=fix) from None
     return folder
 
 
 def delete(folder: Path, token: str) -> None:
-    """Remove the status of a finished launch, but not of another launch, for which this run's folder was renamed."""
+    """Remove the status folder of the launch `token`. A folder of another launch, which was renamed to this path, is kept."""
     if _is_of(folder, token):
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _is_of(folder: Path, token: str) -> bool:
-    """Return whether the folder belongs to this launch, or names none."""
+    """Return whether the status folder belongs to the launch `token`. True also for a folder that names no launch."""
     try:
         return (folder / STARTED).read_text().strip() in ("", token)
     except (OSError, ValueError):
@@ -68,7 +71,7 @@ def _is_of(folder: Path, token: str) -> bool:
 
 
 def read(folder: Path) -> dict[int, dict[str, Any]]:
-    """Return each rank's status; for ranks without one, the exit codes from torchrun."""
+    """Return {rank: status}. For a rank that has written none, {"exit": code} from torchrun, if torchrun was the launcher."""
     status: dict[int, dict[str, Any]] = {}
     with contextlib.suppress(OSError, ValueError):
         status = {int(rank): {"exit": code} for rank, code in json.loads((folder / "launcher.json").read_text()).items()}
@@ -80,21 +83,21 @@ def read(folder: Path) -> dict[int, dict[str, Any]]:
 
 
 def machine(token: str, number: object) -> str:
-    """Return the name of a machine's file. A machine of an earlier launch, which may end after this one begins, has another token."""
+    """Return the name of the n-th machine's file. It has the launch's token, because launchers of an earlier launch may still write."""
     return f"machine-{token}-{number}.json"
 
 
 def machines(folder: Path, token: str) -> dict[int, int]:
-    """Return nonzero exit codes of the launchers on other machines."""
+    """Return {machine's number: exit code} of launchers on other machines that failed."""
     codes: dict[int, int] = {}
     for path in folder.glob(machine(token, "*")):
-        with contextlib.suppress(OSError, ValueError):  # or it is being written
+        with contextlib.suppress(OSError, ValueError):  # the file is being written or has just been removed
             codes[int(path.stem.rpartition("-")[2])] = int(path.read_text())
     return codes
 
 
 def wait_for(folder: Path, world: int, wait_s: float, *, no_more: Callable[[], bool]) -> None:
-    """Wait until every rank's status is visible: files from other machines may appear late. `no_more` returns True to abort."""
+    """Wait for the status files of all ranks, which may appear late from other machines; at most `wait_s`, or until no_more() is True."""
     until = time.monotonic() + wait_s
     while time.monotonic() < until and not no_more() and sum(path.stem.isdecimal() for path in folder.glob("*.json")) < world:
         time.sleep(_POLL_S)

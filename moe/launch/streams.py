@@ -1,6 +1,6 @@
-"""Output that outlives its reader: `moe train ... | tee log` and Ctrl-C ends tee first, and a closed terminal ends both streams.
+"""Output that outlives its reader: in `moe train ... | tee log` Ctrl-C ends tee first, and a closed terminal ends both streams.
 
-Output that cannot be written is dropped, and the run continues and saves: its records are in its folder.
+Output that cannot be written is dropped. The run continues and saves, and its records are in its folder.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Lasting:
 
 
 def outlive_readers() -> None:
-    """Make this process's output lasting. Calling it again changes nothing."""
+    """Replace this process's stdout and stderr by streams on which writing never fails. Calling it again changes nothing."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, Lasting):

@@ -19,8 +19,7 @@ from parallel.errors import BadInput
 
 
 def main() -> int:
-    """Return exit code 0; BAD_INPUT if a rank ended with it; else 1. Writes {"rank": exit code} to CODES.json (negative: a signal), unless
-    the disk is full."""
+    """Run torchrun. Returns 0, BAD_INPUT if a rank ended with it, otherwise 1. CODES.json gets {"rank": exit code} (negative: a signal)."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 

@@ -19,10 +19,11 @@ _LIKELY: dict[int, str] = {
     signal.SIGBUS: " (a mapped file was cut, such as train.bin of the data or of the token cache, or its disk failed, or /dev/shm is full)",
 }
 Watched = Literal["ended", "killed", "early"]
+Statuses = Mapping[int, Mapping[str, Any]]  # by rank, as moe/launch/status.py writes and reads them
 
 
 def verdict(
-    left: Mapping[int, Mapping[str, Any]],
+    left: Statuses,
     ranks: list[Rank],
     world: int,
     launcher_code: int,
@@ -31,10 +32,10 @@ def verdict(
     how: Watched = "ended",
     ended_here: Collection[int] = (),
 ) -> tuple[int, list[str]]:
-    """Return (exit code, one line for each rank that failed, the first to die first). A rank without a status has not finished.
+    """Return (exit code, lines of text: one for each group of ranks that failed in the same way, the first to die first).
 
-    `asked`: the signal that was passed on. `how`: the launcher ended by itself, or was killed; "early": a signal came before all ranks had
-    started. `ended_here`: ranks that this process killed because others had ended.
+    left: each rank's status file; a rank without one has not finished. asked: the signal that was passed on to ranks. how: the launcher
+    "ended" by itself or was "killed"; "early": a signal came before all ranks had started. ended_here: ranks that this process killed.
     """
     killed = how != "ended"
     exits = [left.get(rank, {}).get("exit") for rank in range(world)]
@@ -50,20 +51,19 @@ def verdict(
         code = INTERRUPTED if asked == signal.SIGINT else STOPPED
         name = "a signal" if asked is None else signal.Signals(asked).name
         return code, [f"exit code {code}: {name} came before training began, and {status.NOTHING_LOST}"]
-    if not left and not ranks and (asked is not None or not killed):  # else a rank on another machine started, and ended without a status
-        return FAILED, [
-            "no rank had started"
-            if killed
-            else f"no rank started: the launcher ended with {in_words(launcher_code)}; its own message is above"
-        ]
+    # killed without a signal: a rank on another machine had started, and ended without a status file
+    if not left and not ranks and (asked is not None or not killed):
+        alone = f"no rank started: the launcher ended with {in_words(launcher_code)}; its own message is above"
+        return FAILED, ["no rank had started" if killed else alone]
     failed = [rank for rank in range(world) if exits[rank] not in (DONE, STOPPED)]
     seen = {rank.rank: rank for rank in ranks}
     bad = [rank for rank in failed if _was_bad_input(left.get(rank), seen.get(rank), launcher_code)]
-    if bad:  # rank 0 prints its own
+    if bad:  # printed here unless it is rank 0, which has printed it
         silent = f"rank {bad[0]} ended with {in_words(BAD_INPUT)}, and could not note why: is the disk full?"
         error = left.get(bad[0], {}).get("error") or silent
         return BAD_INPUT, [] if bad[0] == 0 else [f"error: {error}"]
-    late = {rank: float("inf" if rank in ended_here else 0) for rank in failed}  # never seen: it died too fast
+    # for ranks whose process was never found: those not killed here died too soon to be found
+    late = {rank: float("inf" if rank in ended_here else 0) for rank in failed}
     ended_at = {rank: seen[rank].ended_at or float("inf") if rank in seen else late[rank] for rank in failed}
     groups: list[tuple[str, list[int]]] = []
     for rank in sorted(failed, key=ended_at.__getitem__):
@@ -89,15 +89,17 @@ def verdict(
 
 
 def _was_bad_input(left: Mapping[str, Any] | None, seen: Rank | None, launcher_code: int) -> bool:
-    """Return whether a rank ended with BAD_INPUT. Without a status, its exit code decides, or the launcher's, which is the first failed
-    rank's."""
+    """Return whether a rank ended with BAD_INPUT: by its status file, its exit code, or the launcher's, which is that of a failed rank."""
     if left is not None:
         return left.get("exit") == BAD_INPUT
     return seen is not None and (launcher_code if seen.code is None else seen.code) == BAD_INPUT
 
 
-def first_to_fail(left: Mapping[int, Mapping[str, Any]], ranks: list[Rank], *, ended_here: Collection[int]) -> int | None:
-    """Return the rank that failed first on its own, or the rank that the others waited for; None if unknown."""
+def first_to_fail(left: Statuses, ranks: list[Rank], *, ended_here: Collection[int]) -> int | None:
+    """Return the rank that failed first by itself. If none did, return the killed rank that reported nothing, for which the others waited.
+
+    None if both are unknown.
+    """
     own = [rank for rank in ranks if not left.get(rank.rank, {}).get("of_all") and rank.ended_at is not None]
     failed = [rank for rank in own if rank.rank not in ended_here and left.get(rank.rank, {}).get("exit") not in (DONE, STOPPED)]
     waited_for = [rank for rank in own if rank.rank in ended_here and "pid" not in left.get(rank.rank, {})]
@@ -105,38 +107,27 @@ def first_to_fail(left: Mapping[int, Mapping[str, Any]], ranks: list[Rank], *, e
     return None if found is None else found.rank
 
 
-def _too_early(
-    left: Mapping[int, Mapping[str, Any]], ranks: list[Rank], world: int, launcher_code: int, asked: int | None, how: Watched
-) -> bool:
-    """Return whether a signal ended the run before its first step. Then some ranks left before training, and all others failed only because
-    they waited for them."""
-    early = {rank for rank in range(world) if _came_too_early(left.get(rank), rank, ranks, launcher_code, asked, how)}
+def _too_early(left: Statuses, ranks: list[Rank], world: int, launcher_code: int, asked: int | None, how: Watched) -> bool:
+    """Return whether a signal ended the run before its first step: some ranks by the signal, the others only because these were missing."""
+    seen = {rank.rank: rank for rank in ranks}
+
+    def by_signal(rank: int) -> bool:
+        if rank in left:
+            return left[rank].get("error") == status.TOO_EARLY or (asked is not None and left[rank].get("exit") == -asked)
+        if asked is None or how == "early" or rank not in seen:
+            return asked is not None and how == "early"
+        if not seen[
+            rank
+        ].pid:  # on another machine, whose launcher returns the code of its first rank; pdsh returns the largest code of all
+            return how == "ended" and launcher_code == 256 - asked
+        return seen[rank].code in (-asked, STOPPED)
+
+    early = set(filter(by_signal, range(world)))
     return bool(early) and all(left.get(rank, {}).get("of_all") for rank in range(world) if rank not in early)
 
 
-def _came_too_early(
-    left: Mapping[str, Any] | None, rank: int, ranks: list[Rank], launcher_code: int, asked: int | None, how: Watched
-) -> bool:
-    """Return whether a rank ended by the signal before training: its status says so, it had not started, or it did not catch signals
-    yet."""
-    if left is not None and left.get("error") == status.TOO_EARLY:
-        return True
-    if asked is None:
-        return False
-    if left is not None:
-        return left.get("exit") == -asked
-    if how == "early":
-        return True
-    seen = next((r for r in ranks if r.rank == rank), None)
-    if seen is None:
-        return False
-    if not seen.pid:  # on another machine: its launcher returns the first rank's code, and pdsh the largest of these
-        return how == "ended" and launcher_code == 256 - asked
-    return seen.code in (-asked, STOPPED)
-
-
 def in_words(code: int | None) -> str:
-    """Describe the end of a process by its exit code. Launchers give a signal as -9, 137 or (DeepSpeed) 247."""
+    """Return "exit code 1" or "signal SIGKILL (its likely cause)". Launchers give a signal as -9, 137 or (DeepSpeed) 247."""
     if code is None:
         return "no word: its exit code is not known"
     number = -code if code < 0 else 256 - code if code > 192 else code - 128 if code > 128 else 0

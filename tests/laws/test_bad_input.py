@@ -135,6 +135,8 @@ CASES: list[tuple[str, str, str]] = [
     ("report no_such_run", "RUN_DIR: got no_such_run", "moe train switch_tiny"),
     ("verify --nproc 0", "--nproc: got 0", "--nproc 2"),
     ("bench no-such-bench", "NAME: got no-such-bench, needed a measurement: ", "moe bench NAME"),
+    ("bench kills", "NAME: got kills, needed a measurement: ", "python -m tests.campaigns kills"),
+    ("verify --mutations", "--mutations: got a flag that moe verify does not have, needed", "python -m tests.mutations"),
     ("bench sparse-vs-dence", "NAME: got sparse-vs-dence", "did you mean sparse-vs-dense?"),
     ("bench dispatch --seeds 2", "--seeds: got it for dispatch", "remove --seeds"),
     ("bench sparse-vs-dense --steps 0", "--steps: got 0", "--steps 1"),

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from moe.checks.backends import RULES
 from moe.checks.verdict import verdict
 from moe.cli import combinations
-from moe.cli.combinations import Judged, judge_pairs, main, page
+from moe.cli.combinations import RULES, Judged, judge_pairs, main, page
+from moe.cli.verbs import Combinations
 from moe.recipe.load import build_run
 from moe.verify.hybrid import FACTORS
 from moe.verify.pairwise import Pair, every_pair
@@ -93,11 +93,11 @@ def test_rules_of_other_systems_name_pairs_there_are() -> None:
 
 def test_rows_and_page_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(combinations, "judge_pairs", table)
-    assert main(out=str(tmp_path / "page.md"), json=str(tmp_path / "rows.json")) == 0
+    assert main(Combinations(tmp_path / "page.md", tmp_path / "rows.json"), {}) == 0
     assert (tmp_path / "page.md").read_text() == page(table()) and capsys.readouterr().out == ""
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     ours = [row for row in rows if row["system"] == "moe-parallel"]
     assert len(ours) == len(table()) and {row["status"] for row in ours} == {judged.status for judged in table().values()}
     assert len(rows) - len(ours) == sum(len(rule.one[1]) * len(rule.other[1]) for rule in RULES)
     with pytest.raises(BadInput, match=re.escape("--out: got")):
-        main(out=str(tmp_path / "page.md" / "page.md"))
+        main(Combinations(tmp_path / "page.md" / "page.md"), {})

@@ -134,7 +134,7 @@ def test_two_ranks_train_as_one_process_does(five_steps: None) -> None:
 
 MAY_NAME = {
     "moe/checks/together.py": "experts.zero, another key",
-    "moe/checks/backends.py": "what other systems accept",
+    "moe/cli/combinations.py": "what other systems accept",
     "moe/plan/choose/planned.py": "presets of what a planner tries",
     "moe/plan/choose/candidates.py": "presets of what a planner tries",
     "moe/plan/search/runnable.py": "presets of what a planner tries",

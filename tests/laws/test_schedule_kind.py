@@ -14,7 +14,8 @@ import pytest
 
 from moe.checks.together import check_run
 from moe.checks.verdict import verdict
-from moe.cli.simulate import simulate as simulate_verb
+from moe.cli.simulate import main as simulate_verb
+from moe.cli.verbs import Simulate
 from moe.plan.choose.candidates import Space, candidates
 from moe.plan.choose.legal import refusal
 from moe.plan.job.in_flight import in_flight
@@ -120,10 +121,11 @@ def test_checks_and_planner_know_that_its_updates_do_not_wait(listed: None) -> N
 
 
 def test_the_simulator_lists_it(listed: None, capsys: pytest.CaptureFixture[str]) -> None:
-    assert simulate_verb.main(stages=3, microbatches=6) == simulate_verb.main(EAGER, stages=3, microbatches=6) == 0
+    sizes = {"stages": 3, "microbatches": 6}
+    assert simulate_verb(Simulate(**sizes), {}) == simulate_verb(Simulate(EAGER, **sizes), {}) == 0
     out = capsys.readouterr().out
     assert re.search(rf"{EAGER} +\d.* 4 3 2 .*1F1B, one more forward ahead", out) and f"{EAGER}: 3 ranks, 6 micro-batches" in out
-    simulate_verb.main(stages=3, microbatches=3)
+    simulate_verb(Simulate(stages=3, microbatches=3), {})
     assert f"{EAGER}: microbatches: got 3, needed a multiple of 6" in capsys.readouterr().out
 
 
@@ -197,7 +199,7 @@ MAY_NAME = {
     "moe/cli/energy.py": "EnvPipe is made for 1F1B",
     "parallel/pipeline/energy/plan_file.py": "the example of a file",
     "moe/recipe/other_tools.py": "flags of other systems, with their keys here",
-    "moe/checks/backends.py": "what other systems accept",
+    "moe/cli/combinations.py": "what other systems accept",
     "moe/verify/cases.py": "the default",
     "moe/verify/rows/data.py": "rows",
     "moe/verify/rows/pipeline.py": "rows",

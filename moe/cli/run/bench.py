@@ -1,26 +1,35 @@
-"""moe bench: measurements, found by their file names in moe/bench. Their sources are read instead of imported, because importing one
-imports torch."""
+"""moe bench: measurements, which are the modules of moe/bench that have a main function.
+
+Their sources are read instead of imported, because importing one imports torch.
+"""
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 from pathlib import Path
 
-from moe.cli.run.call import call, text
+from moe.cli.run import call
 from moe.cli.verbs import Bench
 from parallel.errors import BadInput, did_you_mean, some
 
 BENCHES = Path(__file__).resolve().parents[2] / "bench"
+# former measurements, by the module of a checkout that now has them
+MOVED = {
+    "tests.campaigns": "faults corruption damage disks elastic hangs hostile kills machines preemption recipes restarts",
+    "tests.counted": "comm initial resume tiling",
+    "tests.measured": "delay deterministic environment fit kfac long-context losses muon saving small-costs",
+    "tests.planner": "planner tables published speed orders best",
+}
 
 
 def bench(flags: Bench, _: dict[str, str]) -> int:
     if flags.name not in bench_names():
-        near = did_you_mean(flags.name, bench_names())
         names = some(bench_names(), rest="moe bench --help") or "none in this version"
-        raise BadInput("NAME", got=flags.name, needed=f"a measurement: {names}", fix=f"did you mean {near}?" if near else "moe bench NAME")
+        raise BadInput("NAME", got=flags.name, needed=f"a measurement: {names}", fix=_instead(flags.name))
     module = bench_file(flags.name)
-    said = {f.name: getattr(flags, f.name) for f in dataclasses.fields(flags) if f.name != "name"}
-    given = {name: value for name, value in said.items() if value is not None and value is not False}  # 0 was given
+    asked = {f.name: getattr(flags, f.name) for f in dataclasses.fields(flags) if f.name != "name"}
+    given = {name: value for name, value in asked.items() if value is not None and value is not False}  # keeps 0, to refuse it below
     takes = arguments_of_main(module)
     for name, value in given.items():
         if name not in takes:
@@ -28,27 +37,26 @@ def bench(flags: Bench, _: dict[str, str]) -> int:
             raise BadInput(f"--{name}", got=f"it for {flags.name}", needed=f"a flag of {flags.name}: {flags_there}", fix=f"remove --{name}")
         if isinstance(value, int) and value < 1:
             raise BadInput(f"--{name}", got=value, needed="at least 1", fix=f"--{name} 1")
-    return call(
-        f"moe.bench.{module.parent.name}.{module.stem}",
-        **{name: text(value) if isinstance(value, Path) else value for name, value in given.items()},
-    )
+    return call(f"moe.bench.{module.parent.name}.{module.stem}", **given)
+
+
+def _instead(name: str) -> str:
+    """Return the fix for an unknown measurement: the command that now has it, or a similar name."""
+    for module, names in MOVED.items():
+        if name.replace("_", "-") in names.split():
+            part = "" if name in ("faults", "planner") else f" {name.replace('_', '-')}"
+            return f"in a checkout of moe-parallel: python -m {module}{part}"
+    near = did_you_mean(name, bench_names())
+    return f"did you mean {near}?" if near else "moe bench NAME"
 
 
 def bench_names() -> list[str]:
-    """Names of the available measurements: modules in the rooms of moe/bench with a main function.
-
-    Searches the source text, which is faster than importing.
-    """
+    """Return the names of the measurements. Searches for the text of a main function, which is faster than parsing."""
     return sorted(path.stem.replace("_", "-") for path in BENCHES.glob("*/*.py") if "\ndef main(" in path.read_text(encoding="utf-8"))
 
 
 def arguments_of_main(module: Path) -> dict[str, str]:
-    """The arguments of a module's main function, each with its default if that is a plain number or string, else "".
-
-    Read from the source, because importing a measurement would import torch.
-    """
-    import ast
-
+    """Return the arguments of a measurement's main function, each with its default as text: "" for None, False and computed defaults."""
     for node in ast.parse(module.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.FunctionDef) and node.name == "main":
             pairs = zip((*node.args.args, *node.args.kwonlyargs), (*node.args.defaults, *node.args.kw_defaults), strict=True)
@@ -58,11 +66,10 @@ def arguments_of_main(module: Path) -> dict[str, str]:
 
 
 def about_bench(name: str) -> str:
-    """The module docstring of a measurement, read without importing it."""
-    import ast
-
+    """Return the docstring of a measurement's module."""
     return ast.get_docstring(ast.parse(bench_file(name).read_text(encoding="utf-8"))) or ""
 
 
 def bench_file(name: str) -> Path:
+    """Return the file of a measurement."""
     return next(BENCHES.glob(f"*/{name.replace('-', '_')}.py"))

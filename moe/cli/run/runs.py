@@ -1,4 +1,4 @@
-"""Verbs on a run that exists, and on this toolkit: verify, generate, eval, report, doctor."""
+"""Verbs on a run that exists, and on this toolkit: verify, generate, eval, report, convert."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import dataclasses
 import importlib
 import os
 from pathlib import Path
+from typing import Any
 
-from moe.cli.run.call import call, run_dir, text
-from moe.cli.verbs import Doctor, Eval, Generate, Report, Verify
+from moe.cli.run import call, refuse_others, run_dir
+from moe.cli.verbs import Convert, Eval, Generate, Report, Verify
 from moe.launch import exit_codes
 from parallel.errors import BadInput
 
@@ -18,41 +19,35 @@ def verify(flags: Verify, _: dict[str, str]) -> int:
         raise BadInput("--nproc", got=flags.nproc, needed="at least 1 process", fix="--nproc 2")
     if flags.timeout_s is not None and not 0 < flags.timeout_s < float("inf"):
         raise BadInput("--timeout_s", got=flags.timeout_s, needed="seconds, more than 0", fix="--timeout_s 600")
-    if flags.debug_collectives:
+    if flags.recipe is not None and flags.kinds != Verify.kinds:
+        needed = "no --kinds: the recipe decides which methods run"
+        raise BadInput("--kinds", got=f"{flags.kinds} with --recipe", needed=needed, fix="remove --kinds")
+    given = dataclasses.asdict(flags)
+    if given.pop("debug_collectives"):
         from parallel.mesh.debug_collectives import DEBUG
 
         os.environ[DEBUG] = "20"  # seconds; ranks are forked from this process, so they inherit it
-    if flags.recipe is not None and flags.kinds != Verify.kinds:
-        raise BadInput(
-            "--kinds", got=f"{flags.kinds} with --recipe", needed="no --kinds: the recipe decides which methods run", fix="remove --kinds"
-        )
-    return call(
-        "moe.verify.verify",
-        nproc=flags.nproc,
-        json=text(flags.json),
-        only=flags.only,
-        kinds=flags.kinds,
-        timeout_s=flags.timeout_s,
-        go_on=flags.go_on,
-        recipe=flags.recipe,
-    )
+    return call("moe.verify.verify", **given)
 
 
 def generate(flags: Generate, _: dict[str, str]) -> int:
-    given = {name: value for name, value in dataclasses.asdict(flags).items() if value is not None}
-    given |= {name: str(given[name]) for name in ("prompt_file", "json") if name in given}
-    for name, low in (("tokens", 1), ("samples", 1), ("temperature", 0), ("top_k", 1), ("seed", 0), ("step", 0)):
-        if name in given and given[name] < low:
-            raise BadInput(f"--{name}", got=given[name], needed=f"at least {low}", fix=f"--{name} {low}")
+    least = {"tokens": 1, "samples": 1, "temperature": 0, "top_k": 1, "seed": 0, "step": 0}
+    given = _given(flags, least)
     return call("moe.train.use.generate", run_dir(given.pop("run_dir"), "checkpoints"), **given)
 
 
 def evaluate(flags: Eval, overrides: dict[str, str]) -> int:
-    given = {name: value for name in ("sequences", "step") if (value := getattr(flags, name)) is not None}
-    for name, value in given.items():
-        if value < 0:
-            raise BadInput(f"--{name}", got=value, needed="at least 0", fix=f"--{name} 0")
-    return call("moe.train.use.evaluate", run_dir(flags.run_dir, "checkpoints"), overrides=overrides, json=text(flags.json), **given)
+    given = _given(flags, {"sequences": 0, "step": 0})
+    return call("moe.train.use.evaluate", run_dir(given.pop("run_dir"), "checkpoints"), overrides=overrides, **given)
+
+
+def _given(flags: Any, least: dict[str, int]) -> dict[str, Any]:
+    """Return the flags that were given, by name. Raises BadInput for a number below its minimum in `least`."""
+    given = {name: value for name, value in dataclasses.asdict(flags).items() if value is not None}
+    for name, low in least.items():
+        if name in given and given[name] < low:
+            raise BadInput(f"--{name}", got=given[name], needed=f"at least {low}", fix=f"--{name} {low}")
+    return given
 
 
 def report(flags: Report, _: dict[str, str]) -> int:
@@ -62,12 +57,44 @@ def report(flags: Report, _: dict[str, str]) -> int:
         first, second = (Path(run_dir(folder, "metrics.jsonl")) for folder in (flags.run_dir, flags.other))
         print(f"picture: {importlib.import_module('moe.report.beside').beside(first, second)}")
         return exit_codes.DONE
-    page = importlib.import_module("moe.report").main(run_dir(flags.run_dir, "metrics.jsonl"), json=text(flags.json))
-    print(f"report: {page}")
+    json = None if flags.json is None else str(flags.json)
+    print(f"report: {importlib.import_module('moe.report').main(run_dir(flags.run_dir, 'metrics.jsonl'), json=json)}")
     return exit_codes.DONE
 
 
-def doctor(flags: Doctor, _: dict[str, str]) -> int:
-    if flags.trace is not None:
-        return call("moe.cli.trace", str(flags.trace), json=text(flags.json))
-    return call("moe.cli.doctor", json=text(flags.json))
+def convert(flags: Convert, overrides: dict[str, str]) -> int:
+    from moe.convert.checks import settings_of
+    from moe.recipe.load import ON_HUB, download_of, of_transformers, recipe_names, recipe_path
+
+    if (hub := download_of(flags.from_run)) is not None:
+        fix = f"{hub[0]}, then moe convert {hub[1]} {flags.to_run}"
+        raise BadInput("FROM_RUN", got=f"{flags.from_run}{ON_HUB}", needed="a folder of this machine", fix=fix)
+    if any(word.startswith("hf:") for word in (flags.from_run, flags.to_run)):
+        return _convert_huggingface(flags, overrides)
+    if of_transformers(Path(flags.from_run)):
+        got, needed = f"{flags.from_run}, a model of transformers", f"hf:{flags.from_run}"
+        raise BadInput("FROM_RUN", got=got, needed=needed, fix=f"moe convert {needed} {flags.to_run}")
+    if flags.dtype is not None:
+        raise BadInput("--dtype", got=f"{flags.dtype} without hf:", needed="it only with RUN hf:PATH", fix="remove --dtype")
+    if flags.to is None:
+        raise BadInput("--to", got="nothing", needed="the recipe of the new model", fix=f"--to {recipe_names()[-1]}")
+    recipe_path(flags.to)
+    source = run_dir(flags.from_run, "checkpoints", also="manifest.json", what="FROM_RUN")
+    given = {name: getattr(flags, name) for name in ("method", "share", "scale", "weights", "moments") if getattr(flags, name) is not None}
+    settings, more = settings_of(given, approximate=flags.approximate), {"load": flags.load, "check": flags.check, "json": flags.json}
+    return call("moe.convert.convert", source, flags.to_run, recipe=flags.to, overrides=overrides, settings=settings, **more)
+
+
+def _convert_huggingface(flags: Convert, overrides: dict[str, str]) -> int:
+    """Convert a folder of transformers into a run (hf:PATH RUN), or a run into such a folder (RUN hf:PATH)."""
+    into = flags.to_run.startswith("hf:")
+    if into and flags.from_run.startswith("hf:"):
+        raise BadInput("FROM_RUN", got="hf: on both sides", needed="a run on one", fix="moe convert hf:PATH runs/NAME")
+    needed = "no flags but --json and --dtype" if into else "no flags but --json, and recipe keys of training"
+    allowed = ("from_run", "to_run", "json", *(("dtype",) if into else ()))
+    refuse_others(flags, allowed, got=f"it with {'RUN hf:PATH' if into else 'hf:PATH RUN'}", needed=needed)
+    if into and overrides:
+        key, needed = next(iter(overrides)), "no recipe values: the run's own recipe is used"
+        raise BadInput(f"--{key}", got="it with RUN hf:PATH", needed=needed, fix=f"remove --{key}")
+    source = run_dir(flags.from_run, "checkpoints", also="manifest.json", what="FROM_RUN") if into else flags.from_run
+    return call("moe.convert.huggingface.convert", source, flags.to_run, overrides=overrides, dtype=flags.dtype, json=flags.json)

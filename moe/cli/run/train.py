@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe.cli.run.call import call, text
+from moe.cli.run import call
 from moe.cli.verbs import Rehearse, Train
 from parallel.errors import BadInput
 from parallel.store.files import user_path
@@ -20,7 +20,8 @@ def train(flags: Train, overrides: dict[str, str]) -> int:
     from moe.checks.advice import check_for_user
     from moe.checks.begins import check_begins
     from moe.checks.sharding import check_installed
-    from moe.launch import start
+    from moe.launch import launch, start
+    from moe.launch.arguments import Arguments
     from moe.recipe.changes import check_allowed
     from moe.recipe.load import load
     from moe.records.tracker import check_trackers
@@ -45,62 +46,25 @@ def train(flags: Train, overrides: dict[str, str]) -> int:
         run, smaller, dp = _elastic(flags, run, world, origins)
         overrides = overrides | {"degrees.dp": str(dp)}
     alone = world == 1 and flags.launcher is None and flags.hostfile is None and not flags.restarts
-    if not (alone and _is_rank(os.environ)):  # a rank that another launcher started checks against that launcher's world size
+    if not (alone and _is_rank(os.environ)):  # otherwise this is a rank, which checks with its launcher's world size
         check_for_user(run, world, origins)
         check_installed(run)
         check_begins(run, _out(flags), fresh=flags.fresh, source=source)
         if flags.hostfile is None:
             check_trackers(run.train.trackers)
-    if not alone:
-        return start.start(
-            flags.recipe,
-            overrides,
-            nproc=flags.nproc,
-            launcher=launcher,
-            out=out,
-            fresh=flags.fresh,
-            from_step=flags.from_step,
-            allow_changes=allowed,
-            hostfile=flags.hostfile,
-            debug_collectives=flags.debug_collectives,
-            cluster=flags.cluster,
-            init_from=source,
-            force=flags.force,
-            profile=flags.profile,
-            grace_s=run.train.grace_s,
-            restarts=flags.restarts or 0,
-            elastic=flags.elastic,
-            smaller=smaller,
-        )
-    return _as_one_process(flags, overrides, out=out, allowed=allowed, source=source)
-
-
-def _as_one_process(flags: Train, overrides: dict[str, str], *, out: Path | None, allowed: list[str], source: Path | None) -> int:
-    """Train in this process, without a launcher."""
-    from moe.launch import launch
-    from moe.launch.arguments import Arguments
-
-    given = Arguments(
-        flags.recipe,
-        overrides,
-        out=out,
-        fresh=flags.fresh,
-        from_step=flags.from_step,
-        allow_changes=tuple(allowed),
-        init_from=source,
-        cluster=flags.cluster,
-        force=flags.force,
-        profile=flags.profile,
-        debug_collectives=flags.debug_collectives,
-        elastic=flags.elastic,
-    )
-    return launch.main(given.words())
+    same = ("recipe", "fresh", "from_step", "cluster", "force", "profile", "debug_collectives", "elastic")
+    changed: dict[str, Any] = {"overrides": overrides, "out": out, "allow_changes": tuple(allowed), "init_from": source}
+    given = Arguments(**{name: getattr(flags, name) for name in same}, **changed)
+    if alone:
+        return launch.main(given.words())
+    how: dict[str, Any] = {"nproc": flags.nproc, "launcher": launcher, "hostfile": flags.hostfile, "grace_s": run.train.grace_s}
+    return start.start(given, restarts=flags.restarts or 0, smaller=smaller, **how)
 
 
 def _begins_with(flags: Train, overrides: dict[str, str]) -> Path | None:
-    """The folder of weights that --init_from names, or None.
+    """Return the folder with the weights of --init_from, or None without this flag.
 
-    For hf:PATH this is RUN/base, a run that is converted from PATH here. It is not converted again if the run already has a checkpoint.
+    For hf:PATH it is RUN/base, into which PATH is converted here, unless the run already has a checkpoint.
     """
     from moe.checks.begins import has_checkpoint
     from moe.recipe.load import ON_HUB, download_of, of_transformers
@@ -142,9 +106,7 @@ def _out(flags: Train) -> Path:
 
 
 def _check_restarts(flags: Train) -> None:
-    """Raise BadInput for --restarts if another launcher started this rank, or if ranks run on other machines and cannot be killed from
-    here.
-    """
+    """Refuse --restarts if another launcher started this rank, or if ranks run on other machines. Raises BadInput."""
     if not flags.restarts:
         return
     if flags.restarts < 0:
@@ -160,9 +122,9 @@ def _check_restarts(flags: Train) -> None:
 
 
 def _elastic(flags: Train, run: Run, world: int, origins: dict[str, str]) -> tuple[Run, list[int], object]:
-    """The recipe for the number of processes available now, the smaller numbers it can fall back to, and dp of the whole recipe.
+    """Return (the recipe for `world` processes, the smaller numbers with which it can continue, degrees.dp of the planned run).
 
-    Raises BadInput if --elastic is below 1, comes without --restarts, or leaves no legal layout.
+    Raises BadInput if --elastic is below 1 or comes without --restarts, or if no smaller number is possible.
     """
     from moe.checks.advice import check_for_user
     from moe.launch import elastic
@@ -178,10 +140,8 @@ def _elastic(flags: Train, run: Run, world: int, origins: dict[str, str]) -> tup
     find = elastic.check_smaller if world == elastic.size(whole) else elastic.smaller
     smaller = find(whole, below=world, least=flags.elastic)
     left = elastic.for_world(whole, world, least=flags.elastic)
-    print(
-        f"--elastic {flags.elastic}: if restarts do not help, the run continues with {elastic.listed(smaller)} of {world} processes",
-        flush=True,
-    )
+    numbers = f"{elastic.listed(smaller)} of {world} processes"
+    print(f"--elastic {flags.elastic}: if restarts do not help, the run continues with {numbers}", flush=True)
     return left, smaller, whole.degrees.dp
 
 
@@ -195,15 +155,11 @@ def rehearse(flags: Rehearse, overrides: dict[str, str]) -> int:
 
     run, origins = load(flags.recipe, overrides)
     if flags.world is None or flags.world < 1:
-        raise BadInput(
-            "--world",
-            got="nothing" if flags.world is None else flags.world,
-            needed="the number of ranks that the run would have",
-            fix="--world 8",
-        )
+        got = "nothing" if flags.world is None else flags.world
+        raise BadInput("--world", got=got, needed="the number of ranks that the run would have", fix="--world 8")
     try:
         check_for_user(run, flags.world, origins)
     except BadInput as bad:
         raise BadInput(bad.what, got=bad.got, needed=bad.needed, fix=str(bad.fix).replace("--nproc", "--world")) from None
     given: dict[str, Any] = {name: value for name in ("rank", "device") if (value := getattr(flags, name)) is not None}
-    return call("moe.rehearse.rehearse", run, recipe=flags.recipe, world=flags.world, json=text(flags.json), **given)
+    return call("moe.rehearse.rehearse", run, recipe=flags.recipe, world=flags.world, json=flags.json, **given)

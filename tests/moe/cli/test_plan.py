@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from moe.checks.together import check_run
+from moe.cli import plan_search
 from moe.cli.main import main
-from moe.cli.plan import search as plan_search
 from moe.plan.choose.choose import described
 from moe.plan.choose.predicted import Place, predict, settled
 from moe.plan.job.of_recipe import network_of, plan_of

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from moe.cli import main as cli
-from moe.cli.simulate import simulate
-from moe.cli.simulate import times as simulate_times
+from moe.cli import simulate, simulate_times
 from moe.plan.job.flops import size
 from moe.plan.job.network import Plan
 from moe.plan.job.of_recipe import network_of
@@ -166,8 +165,7 @@ def test_a_searched_order_is_written_and_read_and_has_flags_of_its_own(tmp_path:
         assert said in capsys.readouterr().err
 
 
-def test_an_order_that_takes_too_long_is_refused_with_sizes_that_every_schedule_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(simulate_times, "MOST_ACTIONS", 128)
+def test_an_order_that_takes_too_long_is_refused_with_sizes_that_every_schedule_takes() -> None:
     for stages, microbatches, batches, fix in (
         (16, 32, None, "--stages 8 --microbatches 16"),
         (16, 32, 4, "--stages 4 --microbatches 8"),
@@ -175,7 +173,7 @@ def test_an_order_that_takes_too_long_is_refused_with_sizes_that_every_schedule_
         (6, 1000, None, "--microbatches 12"),
     ):
         with pytest.raises(BadInput) as refused:
-            simulate_times.check_size(stages=stages, microbatches=microbatches, batches=batches)
+            simulate_times.check_size(stages=stages, microbatches=microbatches, batches=batches, most_actions=128)
         assert str(refused.value.fix) == fix
         words = dict(zip(fix.split()[::2], map(int, fix.split()[1::2]), strict=True))
         for name in SCHEDULES:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from moe.cli.main import main as command
 from moe.launch import environment, start
+from moe.launch.arguments import Arguments
 from moe.launch.elastic import for_world, size, smaller, whole
 from moe.launch.launch import main as rank_main
 from moe.launch.processes import Rank
@@ -198,7 +199,7 @@ def test_the_command_goes_on_with_fewer(tmp_path: Path, monkeypatch: pytest.Monk
         return [sys.executable, "-S", "-c", LAUNCHER, str(nproc), str(words_of_ranks)]
 
     monkeypatch.setattr(start, "_command", line)
-    code = start.start("recipe", {}, nproc=4, out=tmp_path / "run", restarts=1, elastic=1, smaller=[3, 2, 1])
+    code = start.start(Arguments("recipe", out=tmp_path / "run", elastic=1), nproc=4, restarts=1, smaller=[3, 2, 1])
     lives = [json.loads(life) for life in (tmp_path / "run" / "lives").read_text().splitlines()]
     assert code == 0 and lives == [[world, ["--elastic=1"]] for world in (4, 4, 3, 3, 2)]
 

@@ -17,6 +17,7 @@ import pytest
 
 from moe.cli.main import main as command
 from moe.launch import launch, ready, restarts, start, status
+from moe.launch.arguments import Arguments
 from moe.launch.launch import main as rank_main
 from moe.launch.processes import Rank, find_ranks, wait
 from moe.launch.restarts import End, Restarts
@@ -170,7 +171,7 @@ def run(out: Path, monkeypatch: pytest.MonkeyPatch, *, deaths: int, limit: int) 
         return [sys.executable, "-S", "-c", RANK.replace("DEATHS", str(deaths)), str(words_of_ranks)]
 
     monkeypatch.setattr(start, "_command", line)
-    code = start.start("recipe", {}, nproc=1, out=out, fresh=True, restarts=limit)
+    code = start.start(Arguments("recipe", out=out, fresh=True), nproc=1, restarts=limit)
     return code, [json.loads(life) for life in (out / "lives").read_text().splitlines()]
 
 

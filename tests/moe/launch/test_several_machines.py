@@ -19,6 +19,7 @@ import pytest
 
 from moe.launch import hosts as remote
 from moe.launch import pdsh, start, status
+from moe.launch.arguments import Arguments
 from moe.launch.exit_codes import STOPPED
 from moe.launch.processes import TOKEN, Rank
 from moe.launch.verdict import verdict
@@ -148,8 +149,8 @@ def launched(program: str, hostfile: Path, monkeypatch: pytest.MonkeyPatch) -> i
     """`moe train` with a launcher that is a few lines."""
     monkeypatch.setattr(start, "_command", lambda *_, words_of_ranks, **__: [sys.executable, "-S", "-c", program, str(words_of_ranks)])
     monkeypatch.setattr(start, "_LEAVE_S", 0.3)
-    monkeypatch.setattr(start, "_WORDS_S", 0.1)
-    return start.start("recipe", {}, nproc=None, hostfile=hostfile, out=hostfile.parent / "run")
+    monkeypatch.setattr(start, "_STATUS_S", 0.1)
+    return start.start(Arguments("recipe", out=hostfile.parent / "run"), nproc=None, hostfile=hostfile)
 
 
 @pytest.mark.timeout(60)
@@ -205,7 +206,7 @@ def test_a_machine_shares_the_folder_if_it_sees_the_token_of_the_launch(tmp_path
 def test_a_host_is_one_and_pdsh_takes_it_for_nothing_else(host: str, needed: str, tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text(f"{host} slots=1\n")
     with pytest.raises(BadInput, match=f"line 1: got .*, needed {needed}"):
-        start.read_hostfile(tmp_path / "hosts")
+        remote.read_hostfile(tmp_path / "hosts")
 
 
 def test_a_signal_that_ends_a_rank_on_another_machine_before_it_trains_asks_for_another_go() -> None:
@@ -246,5 +247,5 @@ def test_a_machine_without_pdsh_says_so(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "hosts.txt").write_text("worker-0 slots=1\n")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(BadInput, match="--hostfile: got no pdsh here.*apt install pdsh"):
-        start.start("switch_tiny", {}, nproc=None, hostfile=tmp_path / "hosts.txt", out=tmp_path / "run")
+        start.start(Arguments("switch_tiny", out=tmp_path / "run"), nproc=None, hostfile=tmp_path / "hosts.txt")
     assert not (tmp_path / "run").exists()

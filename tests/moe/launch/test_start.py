@@ -26,7 +26,8 @@ import psutil
 import pytest
 
 from moe.cli import main as cli
-from moe.launch import environment, start, status, torchrun
+from moe.launch import environment, hosts, start, status, torchrun
+from moe.launch.arguments import Arguments
 from moe.launch.launch import _early_signals
 from moe.launch.launch import main as rank_main
 from moe.launch.processes import STDIN, TOKEN, Rank
@@ -121,6 +122,7 @@ DRIVER = """
 import signal, sys
 from pathlib import Path
 from moe.launch import start
+from moe.launch.arguments import Arguments
 
 def add(ranks, more):
     known(ranks, more)
@@ -132,7 +134,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and t
 if sys.argv[2] == "faulty":
     start._command = lambda *_, module, **__: [sys.executable, sys.argv[3] + "/faulty.py", "2", module]
 mode, launcher, out = *sys.argv[1:3], Path(sys.argv[3])
-sys.exit(start.start(mode, {"train.seed": "-1"}, nproc=2, launcher=launcher, out=out, module="rank_program", grace_s=2.0))
+sys.exit(start.start(Arguments(mode, {"train.seed": "-1"}, out=out), nproc=2, launcher=launcher, module="rank_program", grace_s=2.0))
 """
 
 
@@ -527,7 +529,7 @@ def test_a_start_that_came_to_nothing_leaves_no_trace(
             return [sys.executable, "-S", "-c", rank, str(words_of_ranks), str(code)]
 
         monkeypatch.setattr(start, "_command", command)
-        assert start.start("recipe", {}, nproc=1, out=out) == code
+        assert start.start(Arguments("recipe", out=out), nproc=1) == code
     said = "waiting for deepspeed to start 1 process: it loads torch first, and so does each of them"
     assert capsys.readouterr().out.splitlines() == [said] * 3
     assert sorted(tmp_path.rglob("*")) == [earlier, earlier / "metrics.jsonl", users]
@@ -541,7 +543,7 @@ def test_a_run_whose_folder_is_renamed_ends_in_its_words_and_leaves_nothing_at_t
     rank = "import os, sys; from pathlib import Path; from moe.launch import status; os.rename(*sys.argv[1:3]); "
     rank += "status.leave(Path(sys.argv[1]), 0, 2, 'said')"
     monkeypatch.setattr(start, "_command", lambda *_, **__: [sys.executable, "-c", rank, str(out), str(moved)])
-    assert start.start("recipe", {}, nproc=1, out=out) == 2
+    assert start.start(Arguments("recipe", out=out), nproc=1) == 2
     assert not out.exists() and moved.is_dir()
 
 
@@ -659,7 +661,7 @@ def test_deepspeed_gets_the_gpus_that_are_visible(monkeypatch: pytest.MonkeyPatc
 def test_hostfile_counts_the_world(tmp_path: Path) -> None:
     path = tmp_path / "hosts"
     path.write_text("# two machines\nworker-0 slots=4\n\nworker-1 slots=2  # smaller\n")
-    assert start.read_hostfile(path) == {"worker-0": 4, "worker-1": 2}
+    assert hosts.read_hostfile(path) == {"worker-0": 4, "worker-1": 2}
     assert start.world_size(None, hostfile=path) == 6 and start.world_size(2, hostfile=path) == 4
     command = start._command("deepspeed", None, path, None, port=5, module="m", words_of_ranks=tmp_path)
     assert command[command.index("--hostfile") + 1] == str(path) and "--num_accelerators" not in command

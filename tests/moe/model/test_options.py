@@ -194,7 +194,7 @@ def test_with_a_cache_of_keys_every_token_is_as_without() -> None:
         ({"model": {"clip_qkv": 8.0, "kind": "encoder_decoder", "positions": "t5"}}, "model.clip_qkv: got 8.0 with model.kind=enc"),
         ({"model": {"logit_cap": 30.0, "kind": "encoder_decoder", "positions": "t5"}}, "model.logit_cap: got 30.0 with model.kind=enc"),
         ({"model": {"logit_cap": 30.0, "ahead": 1}}, "model.logit_cap: got 30.0 with model.ahead=1, needed null"),
-        ({"model": {"scales": {"head": 2.0}, "kind": "encoder_decoder", "positions": "t5"}}, "model.scales.head: got 2 with model.kind="),
+        ({"model": {"scales": {"head": 2.0}, "kind": "encoder_decoder", "positions": "t5"}}, "model.scales.head: got 2.0 with model.kind="),
         (
             {"model": {"scales": {"attention": 0.2}, "latent": {"key_rank": 8}}},
             "model.scales.attention: got 0.2 with model.latent.key_rank=8",

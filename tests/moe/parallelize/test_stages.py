@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from moe.checks.advice import applied
 from moe.checks.pipeline import check_pipeline
+from moe.checks.together import check_together
 from moe.model.transformer import Transformer
 from moe.parallelize import stages
 from moe.parallelize.build import whole_layouts
@@ -169,7 +170,7 @@ REFUSED: dict[str, tuple[dict[str, dict[str, Any]], str, str]] = {
 def test_what_a_pipeline_cannot_do_is_one_line(case: str) -> None:
     sections, what, fix = REFUSED[case]
     with pytest.raises(BadInput) as refused:
-        check_pipeline(recipe(**sections))
+        check_together(recipe(**sections))
     assert refused.value.what == what and fix in str(refused.value.fix) and "\n" not in str(refused.value)
 
 

@@ -179,5 +179,5 @@ def test_what_cannot_be_computed_twice_is_refused() -> None:
         ),
     ):
         run = corruption.build_run({"train": {"audit_every": 4}} | sections)
-        with pytest.raises(BadInput, match=r"train.audit_every: got it with .*; fix: set train.audit_every to 0"):
+        with pytest.raises(BadInput, match=r"train.audit_every: got 4 with .*; fix: set train.audit_every to 0"):
             check_run(run, ranks)

@@ -1,10 +1,11 @@
 """`moe simulate`: draws a pipeline schedule and counts its costs without starting a process, or compares all schedules in a table.
 
     moe simulate chimera --stages 4 --microbatches 8 --out chimera.png
-    moe simulate search --stages 4 --memory 4 --out o.csv    searches an order (moe/cli/simulate/search.py)
+    moe simulate search --stages 4 --memory 4 --out o.csv    searches an order of actions for these times and this memory
     moe simulate 1f1b --stages 4 --recipe switch_base        stages cut from the recipe's model, seconds and GB
 
-A training run executes the same schedules of parallel/pipeline that are drawn here. Times: moe/cli/simulate/times.py.
+A training run executes the same schedules of parallel/pipeline that are drawn here, and with pipeline.schedule=o.csv the searched order.
+Times: moe/cli/simulate_times.py.
 """
 
 from __future__ import annotations
@@ -15,99 +16,109 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from moe.cli.simulate.search import NAME, SEARCHED, refuse_elsewhere, searched
-from moe.cli.simulate.text import print_all, print_one, summary_line
-from moe.cli.simulate.times import MOST_ACTIONS, OfRecipe, Times, check_filled, check_size, of_recipe, times_of
+from moe.cli.run import write_rows
+from moe.cli.simulate_text import print_all, print_one, summary_line
+from moe.cli.simulate_times import (
+    MOST_ACTIONS,
+    Costs,
+    OfRecipe,
+    check_filled,
+    check_size,
+    needs_recipe,
+    of_recipe,
+    refuse_with_file,
+    times_of,
+)
+from moe.cli.verbs import Simulate
 from moe.launch import exit_codes
 from parallel.errors import BadInput
 from parallel.pipeline.order_file import read_order, write_order
-from parallel.pipeline.schedule import Schedule
+from parallel.pipeline.schedule import Schedule, flushed
 from parallel.pipeline.schedules.catalog import SCHEDULES, kind_of, make_schedule
+from parallel.pipeline.schedules.search import homes_of, search
 from parallel.pipeline.simulator.held import peak_activations, peak_held, weight_versions
 from parallel.pipeline.simulator.simulate import Timeline, period
 from parallel.pipeline.simulator.timeline import text, write_trace
 from parallel.store.files import write_text
 
 KINDS = {".png": "a picture", ".csv": "the actions", ".txt": "the rows as text", ".json": "a trace"}
-OPTIONS = ("vertical_sync", "pipelines")  # options that only one schedule has
+OPTIONS = ("vertical_sync", "pipelines")  # flags of one schedule each
 RANKS, MICROBATCHES = 4, 8
+SEARCH = "search"  # the name that stands for a searched order
+SEARCHED = 16  # a search takes as long as about 16 simulations, so its pipeline may have that much fewer passes
+UNIT = "1 = forward pass of one micro-batch through a rank's layers, unless times were given"
+TIMES = ("forward_time", "backward_time", "weight_share", "transfer_time", "overlap", "tflops", "link_gb_s")
 
 
-def main(
-    name: str | None = None,
-    *,
-    recipe: str | None = None,
-    overrides: dict[str, str] | None = None,
-    stages: int | None = None,
-    microbatches: int | None = None,
-    chunks: int | None = None,
-    batches: int | None = None,
-    vertical_sync: str | None = None,
-    pipelines: int | None = None,
-    placement: str | None = None,
-    memory: float | None = None,
-    out: Path | None = None,
-    json: Path | None = None,
-    **times: Any,
-) -> int:
+def main(flags: Simulate, overrides: dict[str, str]) -> int:
     """Draw one schedule, or print a table of all. Raises BadInput, one line, for impossible input."""
+    name, out, recipe = flags.name, flags.out, flags.recipe
     if out is not None and out.suffix not in KINDS:
         raise BadInput("--out", got=str(out), needed=", ".join(f"*{k} ({v})" for k, v in KINDS.items()), fix=f"--out {out.stem}.png")
     if name is None and out is not None:
         raise BadInput("--out", got=str(out), needed="one schedule to draw", fix=f"moe simulate 1f1b --out {out}")
-    size = {"stages": stages, "microbatches": microbatches, "chunks": chunks, "batches": batches, "pipelines": pipelines}
-    _at_least_1(size)
-    refuse_elsewhere(name, placement=placement, memory=memory)
-    if overrides and recipe is None:
-        flag = next(iter(overrides))
-        raise BadInput(
-            f"--{flag}", got="it without a recipe", needed="--recipe RECIPE, because it is a recipe's key", fix="--recipe dense_tiny"
-        )
-    size["vertical_sync"] = None if vertical_sync is None else vertical_sync == "on"
-    from_file = read_order(name) if name is not None and name.endswith(".csv") else None
-    if recipe is None:
-        costs: Times | OfRecipe = times_of(times)
-    else:
-        costs = of_recipe(recipe, overrides or {}, times, size, from_file)
-    ranks, cut = size["stages"] or RANKS, size["microbatches"] or MICROBATCHES
-    orders = len(SCHEDULES) if name is None else SEARCHED if name == NAME else 1
-    check_size(stages=ranks, microbatches=cut, chunks=size["chunks"], batches=size["batches"], most_actions=MOST_ACTIONS // orders)
-    size["stages"], size["microbatches"] = ranks, cut
+    size: dict[str, Any] = {flag: getattr(flags, flag) for flag in ("stages", "microbatches", "chunks", "batches", "pipelines")}
+    for flag, given in size.items():
+        if given is not None and given < 1:
+            raise BadInput(f"--{flag}", got=given, needed="at least 1", fix=f"--{flag} {2 if flag == 'pipelines' else 1}")
+    for flag in ("placement", "memory"):
+        if getattr(flags, flag) is not None and name != SEARCH:
+            needed = f"moe simulate {SEARCH}: only it has this flag"
+            raise BadInput(f"--{flag}", got=f"it with {name or 'all schedules'}", needed=needed, fix=f"remove --{flag}")
+    needs_recipe(overrides, recipe)
+    size["vertical_sync"] = None if flags.vertical_sync is None else flags.vertical_sync == "on"
+    order = read_order(name) if name is not None and name.endswith(".csv") else None
+    if name is not None and order is not None:
+        refuse_with_file(name, {flag: size[flag] for flag in ("stages", "microbatches", "chunks", *OPTIONS)})
+    times = {flag: value for flag in TIMES if (value := getattr(flags, flag)) is not None}
+    costs: Costs = times_of(times) if recipe is None else of_recipe(recipe, overrides, times, size, order)
+    size |= {"stages": size["stages"] or RANKS, "microbatches": size["microbatches"] or MICROBATCHES}
+    most = MOST_ACTIONS // (len(SCHEDULES) if name is None else SEARCHED if name == SEARCH else 1)
+    check_size(**{flag: size[flag] for flag in ("stages", "microbatches", "chunks", "batches")}, most_actions=most)
     if name is None:
-        return _all(size, costs, json)
-    if from_file is not None:
-        _refuse_with_file(name, {"stages": stages, "microbatches": microbatches, "chunks": chunks} | {o: size[o] for o in OPTIONS})
-    if name == NAME:
-        from_file = searched(size, costs, placement=placement, memory=memory)
-    if from_file is not None:
-        row, timeline = _row(from_file.repeated, batches or 1, costs, drains=True)
+        return _all(size, costs, flags.json)
+    if name == SEARCH:
+        order = _searched(size, costs, flags)
+    if order is not None:
+        row, timeline = _row(order.repeated, flags.batches or 1, costs, drains=True)
     else:
         kind = kind_of(name)
-        row, timeline = _row(_from_catalog(name, size), batches or kind.batches, costs, drains=not kind.continuous)
+        row, timeline = _row(_from_catalog(name, size), flags.batches or kind.batches, costs, drains=not kind.continuous)
     print_one(row, timeline)
     if out is not None:
         _write(timeline, out, title=summary_line(row), seconds=recipe is not None)
         print(f"{KINDS[out.suffix]}: {out}")
-    return _finish([row], [], json)
+    write_rows(flags.json, "simulate", [row], refused=[])
+    return exit_codes.DONE
 
 
 def simulated(name: str, *, stages: int, microbatches: int, **times: Any) -> tuple[dict[str, Any], Timeline]:
-    """(the row that `moe simulate` prints for this schedule of the catalog, its timeline)."""
+    """Return (the row of numbers that `moe simulate` prints and --json writes for this schedule of the catalog, its timeline)."""
     size = {"stages": stages, "microbatches": microbatches, "chunks": None} | dict.fromkeys(OPTIONS)
     kind = kind_of(name)
     return _row(_from_catalog(name, size), kind.batches, times_of(times), drains=not kind.continuous)
 
 
-def _at_least_1(size: dict[str, int | None]) -> None:
-    for flag, given in size.items():
-        if given is not None and given < 1:
-            raise BadInput(f"--{flag}", got=given, needed="at least 1", fix=f"--{flag} {2 if flag == 'pipelines' else 1}")
-
-
-def _refuse_with_file(path: str, size: dict[str, int | None]) -> None:
-    for flag, given in size.items():
-        if given is not None:
-            raise BadInput(f"--{flag}", got=f"it with {path}", needed="the file alone, which sets it", fix=f"remove --{flag}")
+def _searched(size: dict[str, Any], costs: Costs, flags: Simulate) -> Schedule:
+    """Return the order found. Raises BadInput for flags of other schedules, and if --memory is too small for any order."""
+    placement, memory = flags.placement or "line", flags.memory
+    for flag in OPTIONS:
+        if size[flag] is not None:
+            raise BadInput(f"--{flag}", got="it with search", needed="the flags of search", fix=f"remove --{flag}")
+    if memory is not None and memory < 1:
+        raise BadInput("--memory", got=memory, needed="at least 1, a micro-batch of all layers of a rank", fix="--memory 1")
+    if size["chunks"] is not None and placement != "loop":
+        raise BadInput("--chunks", got=f"it with --placement {placement}", needed="--placement loop, which has a choice", fix="remove it")
+    ranks, microbatches, chunks = size["stages"], size["microbatches"], size["chunks"] or 2
+    # costs are asked of a schedule: this one has the stages, and no actions yet
+    empty = flushed(SEARCH, homes_of(placement, ranks, chunks), microbatches, [()] * ranks)
+    limits: dict[str, Any] = {
+        "chunks": chunks,
+        "transfer_time": costs.transfer_of(empty),
+        "memory": memory,
+        "overlap": costs.overlap == "on",
+    }
+    return search(placement, ranks, microbatches, costs.cost(empty), **limits)
 
 
 def _from_catalog(name: str, size: dict[str, Any]) -> Callable[[int], Schedule]:
@@ -117,7 +128,8 @@ def _from_catalog(name: str, size: dict[str, Any]) -> Callable[[int], Schedule]:
     )
 
 
-def _row(of_batches: Callable[[int], Schedule], batches: int, costs: Times | OfRecipe, *, drains: bool) -> tuple[dict[str, Any], Timeline]:
+def _row(of_batches: Callable[[int], Schedule], batches: int, costs: Costs, *, drains: bool) -> tuple[dict[str, Any], Timeline]:
+    """Return (the row of numbers, the timeline). of_batches(n): the schedule of n batches. drains: the pipeline empties after a batch."""
     schedule = of_batches(batches)
     microbatches = schedule.microbatches // batches
     fill = max(2, ceil(2 * schedule.num_ranks / microbatches))  # number of batches after which a continuous pipeline is in its steady state
@@ -150,7 +162,7 @@ def _row(of_batches: Callable[[int], Schedule], batches: int, costs: Times | OfR
     return row | (costs.of_memory(timeline, batches, time_per_batch) if isinstance(costs, OfRecipe) else {}), timeline
 
 
-def _all(size: dict[str, Any], costs: Times | OfRecipe, json: Path | None) -> int:
+def _all(size: dict[str, Any], costs: Costs, json: Path | None) -> int:
     rows, refused, of_flags = [], [], []
     for name, kind in SCHEDULES.items():
         own = size | {option: None for option in OPTIONS if kind_of(name).option != option}
@@ -160,13 +172,11 @@ def _all(size: dict[str, Any], costs: Times | OfRecipe, json: Path | None) -> in
         except BadInput as bad:
             refused.append({"schedule": name, "reason": str(bad)})
             of_flags += [bad] * bad.what.startswith("--")
-    if of_flags and not rows:  # a flag that every schedule refuses
+    if of_flags and not rows:  # no schedule accepts a flag, so the command is refused
         raise of_flags[0]
     print_all(rows, refused)
-    return _finish(rows, refused, json)
-
-
-UNIT = "1 = forward pass of one micro-batch through a rank's layers, unless times were given"
+    write_rows(json, "simulate", rows, refused=refused)
+    return exit_codes.DONE
 
 
 def _write(timeline: Timeline, out: Path, *, title: str, seconds: bool) -> None:
@@ -180,11 +190,3 @@ def _write(timeline: Timeline, out: Path, *, title: str, seconds: bool) -> None:
         write_trace(timeline, out, microseconds=1e6 if seconds else 1000)
     else:
         write_text(out, text(timeline) + "\n", what="--out")
-
-
-def _finish(rows: list[dict[str, Any]], refused: list[dict[str, str]], json: Path | None) -> int:
-    if json is not None:
-        from moe.records.results import write_json
-
-        write_json(json, verb="simulate", rows=rows, refused=refused)
-    return exit_codes.DONE

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isqrt
 from typing import Any
@@ -16,12 +18,47 @@ from parallel.pipeline.simulator.held import peak_held, weight_versions
 from parallel.pipeline.simulator.simulate import Cost, Timeline, costs, drained_period, makespan, simulate
 
 WITHOUT_RECIPE = ("forward_time", "backward_time", "weight_share", "transfer_time")
-WITH_RECIPE = {"tflops": 140.0, "link_gb_s": 25.0}  # Megatron-LM on an A100 in 16 bits (SC21, table 1); one 200 Gbit/s card per rank
+# speeds if no flag gives them: Megatron-LM's on an A100 in 16 bits (SC21, table 1), and a network card of 200 Gbit/s for each rank
+WITH_RECIPE = {"tflops": 140.0, "link_gb_s": 25.0}
+MOST_ACTIONS = 2**20  # actions of a pipeline step; this many take about a minute
+
+
+class Costs(ABC):
+    """Times of a schedule's actions and messages, in one unit."""
+
+    overlap: str  # "on": ranks compute while they send
+
+    @abstractmethod
+    def cost(self, schedule: Schedule) -> Cost:
+        """Return the function that gives the time of each action."""
+
+    @abstractmethod
+    def transfer_of(self, schedule: Schedule) -> float:
+        """Return the time of one message."""
+
+    def message_bytes(self, schedule: Schedule) -> float:
+        """Return the bytes of one message, 0 if they are unknown."""
+        return 0
+
+    def run(self, schedule: Schedule) -> Timeline:
+        """Return when each action runs."""
+        return simulate(schedule, self.cost(schedule), message_bytes=self.message_bytes(schedule), **self._messages(schedule))
+
+    def makespan(self, schedule: Schedule) -> float:
+        """Return the time from the first action's start to the last one's end."""
+        return makespan(schedule, self.cost(schedule), **self._messages(schedule))
+
+    def period(self, schedule: Schedule, batches: int) -> float:
+        """Return the time that one more batch adds after `batches`. `schedule` must be of one batch, after which the pipeline is empty."""
+        return drained_period(schedule, self.cost(schedule), batches=batches, **self._messages(schedule))
+
+    def _messages(self, schedule: Schedule) -> dict[str, Any]:
+        return {"transfer_time": self.transfer_of(schedule), "overlap": self.overlap == "on"}
 
 
 @dataclass(frozen=True)
-class Times:
-    """Times from flags: one number for all layers of a rank, shared by its chunks, or a comma-separated number for each stage."""
+class Times(Costs):
+    """Times from flags, in any unit. Each is one number for all layers of a rank, divided among its stages, or a number for each stage."""
 
     forward_time: str = "1"
     backward_time: str = "2"
@@ -35,60 +72,56 @@ class Times:
         return costs(forward, backward, weight_share=self.weight_share)
 
     def transfer_of(self, schedule: Schedule) -> float:
-        """The time of one message."""
         return self.transfer_time
 
-    def run(self, schedule: Schedule) -> Timeline:
-        return simulate(schedule, self.cost(schedule), transfer_time=self.transfer_time, overlap=self.overlap == "on")
 
-    def makespan(self, schedule: Schedule) -> float:
-        return makespan(schedule, self.cost(schedule), transfer_time=self.transfer_time, overlap=self.overlap == "on")
+def check_size(*, stages: int, microbatches: int, chunks: int | None = None, batches: int | None = None, most_actions: int) -> None:
+    """Raise BadInput if a pipeline has too many forward passes to simulate in reasonable time. Its fix has sizes for every schedule.
 
-    def period(self, schedule: Schedule, batches: int) -> float:
-        """Return the time that one more batch takes once `batches` have run. The schedule has one batch and drains."""
-        cost, overlap = self.cost(schedule), self.overlap == "on"
-        return drained_period(schedule, cost, transfer_time=self.transfer_time, overlap=overlap, batches=batches)
-
-
-MOST_ACTIONS = 2**20  # actions of a pipeline step; this many take about a minute
-
-
-def check_size(
-    *, stages: int, microbatches: int, chunks: int | None = None, batches: int | None = None, most_actions: int | None = None
-) -> None:
-    """Raise BadInput if a pipeline of these sizes has too many passes to simulate in reasonable time. The fix proposes sizes that every
-    schedule accepts.
-
-    microbatches: in a batch. chunks: stages on each rank. batches: number of batches simulated. most_actions: limit, default MOST_ACTIONS.
+    microbatches: in a batch. chunks: stages on each rank. batches: number of batches. most_actions: most forward passes in all.
     """
-    allowed = most_actions or MOST_ACTIONS
-    most = allowed // ((chunks or 1) * (batches or 1))
+    most = most_actions // ((chunks or 1) * (batches or 1))
     if stages * microbatches <= most:
         return
     times = stages * (chunks or 1) * (batches or 1)
     got = f"{microbatches} on {times} stages" + (f" of {batches} batches" if batches and batches > 1 else "")
-    # DualPipe needs two micro-batches a rank
+    # a multiple of two micro-batches for each rank, because DualPipe needs one
     fits, fewer = most // stages // (2 * stages) * 2 * stages, 2 ** (isqrt(most // 2).bit_length() - 1)
     if fits:
         fix = f"--microbatches {fits}"
     else:
         fix = f"--stages {fewer} --microbatches {2 * fewer}" if fewer > 1 else "fewer --chunks or --batches"
-    raise BadInput("--microbatches", got=got, needed=f"at most {allowed:,} passes in all", fix=fix)
+    raise BadInput("--microbatches", got=got, needed=f"at most {most_actions:,} passes in all", fix=fix)
 
 
 def check_filled(*, stages: int, microbatches: int, batches: int, filled: int) -> None:
-    """Raise BadInput if a continuous pipeline is too long to simulate. `filled`: batches until its time for a batch is constant."""
+    """Raise BadInput if a continuous pipeline is too long to simulate. filled: number of batches until each takes the same time."""
     if stages * microbatches * filled <= MOST_ACTIONS:
         return
-    most = MOST_ACTIONS // max(3, batches)  # the sizes of the fix fill the pipeline in two batches; a third gives the time of one
+    # in the fix, a batch has as many micro-batches as stages: two batches fill the pipeline, and a third one is timed
+    most = MOST_ACTIONS // max(3, batches)
     fewer = 2 ** (isqrt(most).bit_length() - 1)
     fix = f"--microbatches {most // stages // stages * stages}" if stages**2 <= most else f"--stages {fewer} --microbatches {fewer}"
     got = f"{microbatches} on {stages} stages, in {filled} batches, which this continuous pipeline needs to fill"
     raise BadInput("--microbatches", got=got, needed=f"at most {MOST_ACTIONS:,} for micro-batches x stages x batches", fix=fix)
 
 
+def needs_recipe(overrides: Mapping[str, str], recipe: str | None) -> None:
+    """Raise BadInput for a recipe's key on the command line without --recipe."""
+    if overrides and recipe is None:
+        flag, needed = next(iter(overrides)), "--recipe RECIPE, because it is a recipe's key"
+        raise BadInput(f"--{flag}", got="it without a recipe", needed=needed, fix="--recipe dense_tiny")
+
+
+def refuse_with_file(path: str, sizes: Mapping[str, object]) -> None:
+    """Raise BadInput for a size, by the name of its flag, that was given although the file of a schedule sets it."""
+    for flag, given in sizes.items():
+        if given is not None:
+            raise BadInput(f"--{flag}", got=f"it with {path}", needed="the file alone, which sets it", fix=f"remove --{flag}")
+
+
 def times_of(given: dict[str, Any]) -> Times:
-    """Times from flags. Raises BadInput for flags that need a recipe, and for impossible numbers."""
+    """Return the times from flags. Raises BadInput for flags that need a recipe, and for impossible numbers."""
     for flag in WITH_RECIPE:
         if flag in given:
             raise BadInput(f"--{flag}", got="it without a recipe", needed="--recipe RECIPE, which gives the FLOPs and bytes", fix="add it")
@@ -114,8 +147,11 @@ def _numbers(flag: str, value: str, schedule: Schedule) -> float | list[float]:
 
 
 @dataclass(frozen=True)
-class OfRecipe:
-    """Times of a recipe's model, cut into a schedule's stages, for micro-batches of `sequences` sequences. Each rank is one Device."""
+class OfRecipe(Costs):
+    """Seconds of a recipe's model, cut into a schedule's stages, for micro-batches of `sequences` sequences.
+
+    device: the speed of every rank. of_file: the schedule is a user's file, so that no fix proposes fewer ranks.
+    """
 
     recipe: Run
     sequences: int
@@ -129,7 +165,7 @@ class OfRecipe:
         most = fewer_ranks(schedule.name, layers // chunks)
         has_fewer = chunks <= layers and not self.of_file and (most > 1 or len(schedule.homes[0]) == 1)
         smaller = (f"--stages {most} or " if has_fewer else "") + f"--model.num_layers {stages}"
-        if stages > layers and self.recipe.pipeline.layers is None:  # pipeline.layers may leave stages without layers
+        if stages > layers and self.recipe.pipeline.layers is None:  # not checked with pipeline.layers, which may give a stage no layer
             got = f"{schedule.num_ranks}, {stages} stages" if chunks > 1 else schedule.num_ranks
             raise BadInput("stages", got=got, needed=f"at most one a layer: {layers}", fix=smaller)
         return stages_of(self.recipe, layers_of(self.recipe, schedule, smaller=smaller), sequences=self.sequences)
@@ -138,24 +174,13 @@ class OfRecipe:
         return self.device.cost(self.stages(schedule), replicas=len(schedule.homes[0]))
 
     def transfer_of(self, schedule: Schedule) -> float:
-        """The time of one message in seconds: every stage boundary is as wide as the model."""
-        return self.stages(schedule)[0].crossing / (self.device.link_gb_s * 1e9)
+        return self.message_bytes(schedule) / (self.device.link_gb_s * 1e9)
 
-    def run(self, schedule: Schedule) -> Timeline:
-        crossing, overlap = self.stages(schedule)[0].crossing, self.overlap == "on"
-        transfer = self.transfer_of(schedule)
-        return simulate(schedule, self.cost(schedule), transfer_time=transfer, message_bytes=crossing, overlap=overlap)
-
-    def makespan(self, schedule: Schedule) -> float:
-        return makespan(schedule, self.cost(schedule), transfer_time=self.transfer_of(schedule), overlap=self.overlap == "on")
-
-    def period(self, schedule: Schedule, batches: int) -> float:
-        """The time of one further batch in seconds. The schedule has one batch and drains."""
-        cost, transfer, overlap = self.cost(schedule), self.transfer_of(schedule), self.overlap == "on"
-        return drained_period(schedule, cost, transfer_time=transfer, overlap=overlap, batches=batches)
+    def message_bytes(self, schedule: Schedule) -> float:
+        return self.stages(schedule)[0].crossing
 
     def of_memory(self, timeline: Timeline, batches: int, time_per_batch: float) -> dict[str, Any]:
-        """Further values of a table row with a recipe: layers, bytes of each rank, speed."""
+        """Return what a recipe adds to a row of the table: layers and FLOPs of each stage, bytes of each rank, tokens a second."""
         schedule, stages = timeline.schedule, self.stages(timeline.schedule)
         ranks = range(schedule.num_ranks)
         parameters = [sum(stages[stage].parameters for stage in schedule.stages_of(rank)) for rank in ranks]
@@ -181,13 +206,17 @@ class OfRecipe:
 
 
 def not_counted(run: Run) -> list[str]:
-    """Settings of a recipe that these costs leave out, because each stage is counted as one device that holds it whole."""
+    """Return the settings of a recipe that its times leave out, because each rank is counted as a single device that holds its stages."""
     found = [f"degrees.{axis} {getattr(run.degrees, axis)}" for axis in ("tp", "sp", "etp") if getattr(run.degrees, axis) != 1]
     return found + ([f"sharding.kind {run.sharding.kind}"] if run.sharding.named.stage else [])
 
 
 def of_recipe(recipe: str, overrides: dict[str, str], given: dict[str, Any], size: dict[str, Any], file: Schedule | None) -> OfRecipe:
-    """The costs of a recipe. Adds the recipe's stages and micro-batches to `size` if the flags give none. Raises BadInput."""
+    """Return the times of a recipe. Raises BadInput for flags that contradict it.
+
+    given: the flags of times, by name. size: stages and micro-batches from flags; the recipe's are added if they are None. file: the
+    schedule of a user's file, which has its own sizes.
+    """
     from moe.recipe.load import load
 
     for flag in WITHOUT_RECIPE:

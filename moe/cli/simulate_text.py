@@ -15,7 +15,7 @@ _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
 
 def duration(time: float, row: dict[str, Any]) -> str:
-    """The time as a plain number, or with its unit if the row's times are in seconds."""
+    """Return a time as text: in s, ms or µs if the row's times are in seconds, otherwise as a plain number."""
     if row.get("time_unit") != "s":
         return f"{time:g}"
     scale, unit = next(((scale, unit) for scale, unit in _UNITS if abs(time) >= scale), _UNITS[-1])
@@ -57,9 +57,9 @@ def _gb(size: float) -> str:
 
 
 def summary_line(row: dict[str, Any]) -> str:
-    """One line: a schedule's sizes, time and bubble.
+    """Return one line: a schedule's sizes, time and bubble (idle time over ideal time).
 
-    The bubble is the idle time over the ideal time of one further batch. If it differs, the bubble of the whole run with its ramps follows.
+    The bubble is that of one further batch. If the bubble of all batches, with filling and draining the pipeline, differs, it follows.
     """
     size = f"{counted(row['stages'], 'rank')}, {counted(row['microbatches'], 'micro-batch')}"
     size += f", {row['batches']} batches" if row["batches"] > 1 else ""

@@ -1,0 +1,234 @@
+"""`moe plan RECIPE --cluster NAME`: chooses degrees, engine, schedule, micro-batch and recomputation by predicted memory and time.
+
+moe plan glam_8b_64e --cluster h100-8x4 --top 5 --out plan.yaml        then: moe train plan.yaml
+moe plan dense_8b --cluster a100-80-8 --explain                        the rules that lead to a strategy, with this recipe's numbers
+moe plan published/bloom_176b --cluster jeanzayx48 --as-is             the recipe's own plan, also if it does not fit
+moe plan dense_8b --cluster h100-8 --pictures FOLDER                   timeline.png of the pipeline, memory.png of its ranks
+
+--search and --order: moe/cli/plan_search.py.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from moe.checks.together import check_run
+from moe.cli import verbs
+from moe.cli.run import write_rows
+from moe.launch import exit_codes
+from moe.plan.choose.choose import Ranked, Ranking, described
+from moe.plan.choose.legal import advice
+from moe.plan.choose.planned import WAYS, Planned, gib, guided, planned
+from moe.plan.choose.predicted import held_bytes, settled, stack_on
+from moe.plan.job.network import Plan
+from moe.plan.job.of_recipe import network_of, plan_of
+from moe.plan.machine.cluster import Cluster, load_cluster
+from moe.plan.memory.memory import memory
+from moe.plan.time.cost import step_time
+from moe.plan.time.timeline import pictured, timeline
+from moe.recipe.keys import flat
+from moe.recipe.load import RECIPES, load
+from moe.recipe.sections import Run
+from parallel.errors import BadInput, counted
+from parallel.fixes import put
+from parallel.store.files import check_writable, write_text
+
+
+def main(flags: verbs.Plan, overrides: dict[str, str]) -> int:
+    """Print the ranking, the parts of the best plan and why it is first; write its recipe. Raises BadInput if no plan fits."""
+    _check(flags)
+    assert flags.recipe is not None and flags.cluster is not None
+    asked, _ = load(flags.recipe, overrides)
+    machines = load_cluster(flags.cluster)
+    run = settled(asked, machines)
+    print(_about(run, machines))
+    if flags.explain:
+        print(*guided(run, machines), "", sep="\n")
+    began = time.perf_counter()
+    if flags.as_is:
+        made = _as_is(run, machines)
+        lines = _lines_as_is(made)
+    elif flags.search != "enumerate":
+        from moe.cli.plan_search import searched
+
+        ranked, chosen, said = searched(run, machines, flags.search)
+        made = Planned(network_of(chosen), machines, Ranking(1, 1, (ranked,), ()), (chosen,))
+        lines = [said, f"{ranked.seconds:.4g} s a step, {gib(ranked.held_bytes)} GiB: {described(ranked.plan)}"]
+    else:
+        made = planned(run, machines, checked=check_run, top=flags.top, ways=None if flags.exhaustive else WAYS)
+        lines = _lines(made, run, time.perf_counter() - began)
+    seconds = time.perf_counter() - began
+    print(*lines, sep="\n")
+    if flags.order is not None:
+        from moe.cli.plan_search import with_order
+
+        made, said = with_order(made, flags.order)
+        print(said)
+    if (out := flags.out) is not None:
+        write_text(out, _recipe(flags.recipe, asked, made, flags.cluster), what="--out")
+        print(f"wrote {out}: moe train {out}" + (f" --nproc {machines.world}" if machines.nodes == 1 else ", started on every node"))
+    if flags.pictures is not None:
+        print(f"wrote {' and '.join(map(str, _draw(made, flags.pictures)))}")
+    if flags.json is not None:
+        found, rows = made.found, [_row(made, one) for one in made.found.ranked]
+        refused = [{"reason": each.reason, "count": each.count, "example": described(each.example)} for each in found.refused]
+        about = {"recipe": flags.recipe, "cluster": flags.cluster, "tried": found.tried, "fitting": found.fitting}
+        write_rows(flags.json, "plan", [], chosen=rows[0], ranked=rows, refused=refused, **about, seconds_to_plan=seconds)
+    return exit_codes.DONE
+
+
+def _check(flags: verbs.Plan) -> None:
+    out, order = flags.out, flags.order
+    if flags.top < 1:
+        raise BadInput("--top", got=flags.top, needed="at least 1", fix="--top 10")
+    if out is not None and out.suffix not in (".yaml", ".yml"):
+        raise BadInput("--out", got=str(out), needed="a recipe, *.yaml", fix=f"--out {out.stem or 'plan'}.yaml")
+    if order is not None and order.suffix != ".csv":
+        raise BadInput("--order", got=str(order), needed="a file of actions, *.csv", fix=f"--order {order.stem or 'order'}.csv")
+    for what, path in (("--out", out), ("--order", order)):
+        if path is not None:
+            check_writable(path, what=what)
+    if flags.search != "enumerate" and (flags.as_is or flags.exhaustive):
+        flag = "--as-is" if flags.as_is else "--exhaustive"
+        raise BadInput(flag, got=f"it with --search {flags.search}", needed="one of the two", fix=f"remove {flag}")
+
+
+def _as_is(run: Run, cluster: Cluster) -> Planned:
+    """Return the recipe's own plan, on all devices of the cluster. Raises BadInput if the recipe's checks refuse it there."""
+    made = check_run(run, cluster.world)
+    network, plan = network_of(made), plan_of(made)
+    held, not_recommended = held_bytes(network, plan, cluster), advice(network, plan, devices_per_node=cluster.devices_per_node)
+    ranked = Ranked(plan, step_time(network, plan, cluster).step, held, not_recommended)
+    return Planned(network, cluster, Ranking(1, int(held <= cluster.memory_bytes()), (ranked,), ()), (made,))
+
+
+def _lines_as_is(made: Planned) -> list[str]:
+    """Return lines of text: the plan, its speed, whether it fits, and its bytes on every rank of the pipeline."""
+    from moe.report.planned import table
+
+    (ranked,), cluster, speed = made.found.ranked, made.cluster, made.speed(made.found.ranked[0])
+    fits = "fits" if made.found.fitting else f"does not fit {cluster.memory_bytes() / 2**30:.4g} GiB"
+    fits += ", but tight: it uses the last tenth" if made.found.fitting and made.tight(ranked) else ""
+    share = "" if speed.mfu is None else f" ({speed.mfu:.1%} of the peak)"
+    text = [
+        f"the recipe's own plan: {described(ranked.plan)}",
+        f"{ranked.seconds:.4g} s a step, {speed.tokens_per_s:,.0f} tokens/s, {speed.tflops:.4g} TFLOP/s a device{share}; "
+        f"{gib(ranked.held_bytes)} GiB on the fullest rank: {fits}",
+    ]
+    text += [f"not recommended: {ranked.advice}"] if ranked.advice else []
+    text.append(f"time: {shares(made.time(ranked.plan).parts, ranked.seconds)}")
+    return [*text, "", table(memory(made.network, ranked.plan, stack_on(cluster)), context=not cluster.cores)]
+
+
+def _draw(made: Planned, folder: Path) -> tuple[Path, Path]:
+    """Draw the best plan's pipeline over time, and the memory of each rank at its peak. Returns the paths of both pictures."""
+    from moe.report import planned as bars
+    from parallel.pipeline.simulator import draw as pipeline
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInput("--pictures", got=f"{folder}: {error.strerror}", needed="a folder", fix="choose another path") from None
+    best, network, cluster = made.found.ranked[0], made.network, made.cluster
+    plan, shown, times = best.plan, pictured(best.plan), folder / "timeline.png"
+    title = f"{described(plan)}: {best.seconds:.4g} s a step" + (f"; here {shown} of them" if shown < plan.microbatches else "")
+    pipeline.draw(timeline(network, plan, cluster, microbatches=shown), times, unit="s", title=title)
+    ranks = memory(network, plan, stack_on(cluster))
+    return times, bars.draw(ranks, folder / "memory.png", capacity=cluster.memory_bytes(), context=not cluster.cores)
+
+
+def _about(run: Run, cluster: Cluster) -> str:
+    nodes = f"{cluster.nodes} node{'s' if cluster.nodes > 1 else ''} of {cluster.devices_per_node}"
+    memory = f"{cluster.device.memory_gib:.0f} GiB " + ("for all" if cluster.cores else "each")
+    written = f" read and {run.model.target_length} written" if run.model.target_length else ""
+    batch = f"{counted(run.train.global_batch, 'sequence')} of {counted(run.model.max_length, 'token')}{written} a step"
+    return f"{cluster.world} x {cluster.device.name}, {memory} ({nodes}); {batch}"
+
+
+def _lines(made: Planned, run: Run, seconds: float) -> list[str]:
+    found = made.found
+    lines = [f"{counted(found.tried, 'plan')} tried in {seconds:.1f} s: {found.fitting} run and fit", ""]
+    lines.append(f"{'':>3} {'s a step':>9} {'tokens/s':>11} {'TFLOP/s':>8} {'MFU':>6} {'GiB':>6}  plan")
+    for place, ranked in enumerate(found.ranked, 1):
+        note = "   (the recipe's own)" if ranked.plan == made.own else ""
+        note += "   tight: it uses the last tenth of the memory" if made.tight(ranked) else ""
+        note += f"   not recommended: {ranked.advice}" if ranked.advice else ""
+        speed = made.speed(ranked)
+        rates = f"{speed.tokens_per_s:>11,.0f} {speed.tflops:>8.3g} {'' if speed.mfu is None else f'{speed.mfu:.1%}':>6}"
+        lines.append(f"{place:>3} {ranked.seconds:>9.4g} {rates} {gib(ranked.held_bytes):>6}  {described(ranked.plan)}{note}")
+    best = found.ranked[0]
+    lines += ["", f"time of the best: {shares(made.time(best.plan).parts, best.seconds)}"]
+    lines.append(f"memory of its fullest rank: {_bytes(made.memory(best.plan).parts)}")
+    lines += _why(made, best)
+    lines.append(_own_plan(run, made.cluster))
+    lines += ["", "refused plans, counted by their first reason:" if found.refused else "no plan was refused"]
+    lines += [f"{one.count:>8}  {one.reason}" for one in found.refused[:8]]
+    if len(found.refused) > 8:
+        lines.append(f"{sum(one.count for one in found.refused[8:]):>8}  for {len(found.refused) - 8} other reasons (--json lists them)")
+    return lines
+
+
+def shares(parts: dict[str, float], whole: float) -> str:
+    """Return "compute 80%, bubble 20%" for the seconds of each part of a step, largest first; parts below 0.5 % are left out."""
+    large = sorted(((name, s) for name, s in parts.items() if s >= 0.005 * whole), key=lambda part: -part[1])
+    return ", ".join(f"{name} {s / whole:.0%}" for name, s in large)
+
+
+def _bytes(parts: dict[str, float]) -> str:
+    large = sorted(((name, b) for name, b in parts.items() if b >= 0.01 * sum(parts.values())), key=lambda p: -p[1])
+    return ", ".join(f"{name} {b / 2**30:.2g} GiB" for name, b in large)
+
+
+def _why(made: Planned, best: Ranked) -> list[str]:
+    """Return a line that compares the best plan with the fastest plan of other degrees; plans that are not recommended do not count."""
+    other = next((r for r in made.found.ranked[1:] if _way(r.plan) != _way(best.plan) and r.advice == best.advice), None)
+    if other is None:
+        return ["why: all plans listed have the same degrees (--top lists more)"] if len(made.found.ranked) < made.found.fitting else []
+    mine, theirs = made.time(best.plan).parts, made.time(other.plan).parts
+    more = {name: theirs[name] - mine[name] for name in mine}
+    costs = max(more, key=lambda name: more[name])
+    slower = other.seconds / best.seconds - 1
+    return [
+        f"why: the next plan of other degrees, {described(other.plan)}, is {slower:.1%} slower, mostly by {costs} (+{more[costs]:.3g} s)"
+    ]
+
+
+def _way(plan: Plan) -> tuple[Any, ...]:
+    return plan.pp, plan.tp, plan.sp, plan.dp, plan.ep, plan.etp
+
+
+def _own_plan(run: Run, cluster: Cluster) -> str:
+    """Return a line on the recipe's own plan: its time and memory, or why it does not run on this number of devices."""
+    try:
+        resolved = check_run(run, cluster.world)
+    except BadInput as bad:
+        return f"the recipe's own plan does not run here: {bad.what} is {bad.got}, needed {bad.needed}"
+    network, plan = network_of(resolved), plan_of(resolved)
+    held = held_bytes(network, plan, cluster)
+    fits = "fits" if held <= cluster.memory_bytes() else "does not fit"
+    return f"the recipe's own plan: {step_time(network, plan, cluster).step:.4g} s, {gib(held)} GiB ({fits}): {described(plan)}"
+
+
+def _recipe(name: str, run: Run, made: Planned, cluster: str) -> str:
+    """Return the text of a recipe for the best plan. It extends the shipped recipe `name`; for a user's file it has all keys instead."""
+    best, chosen = made.found.ranked[0], made.runs[0].model_copy(update={"precision": run.precision})
+    shipped = (RECIPES / f"{name}.yaml").is_file()
+    before, after = flat(load(name)[0]) if shipped else {}, flat(chosen)  # the file alone: the new recipe must also have the overrides
+    tree: dict[str, Any] = {"extends": name} if shipped else {}
+    for key, value in after.items():
+        if not shipped or value != before[key]:
+            put(tree, key, value)
+    head = f"# {name} as moe plan --cluster {cluster} chose it: {best.seconds:.4g} s a step and {gib(best.held_bytes)} GiB predicted"
+    return f"{head}\n{yaml.safe_dump(tree, sort_keys=False)}"
+
+
+def _row(made: Planned, one: Ranked) -> dict[str, Any]:
+    plan = {name: getattr(one.plan, name) for name in ("dp", "tp", "sp", "pp", "ep", "etp", "engine", "tensor", "depth", "sequence")}
+    plan |= {name: getattr(one.plan, name) for name in ("schedule", "chunks", "stage_layers", "microbatch", "microbatches", "recompute")}
+    parts = {"time": made.time(one.plan).parts, "memory": made.memory(one.plan).parts}
+    about = {"seconds": one.seconds, "held_bytes": one.held_bytes, "advice": one.advice, "tight": made.tight(one)}
+    return {"plan": described(one.plan), **plan, **about, **made.speed(one)._asdict(), **parts}
