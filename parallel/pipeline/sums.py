@@ -11,25 +11,21 @@ actions decides when a sum starts, so all ranks that take part start it at the s
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
-from parallel.pipeline.schedule import Action, Op, Schedule
-
-if TYPE_CHECKING:
-    from parallel.pipeline.runtime import TimedAction  # which needs torch
+from parallel.pipeline.schedule import Action, Op, Schedule, Span, Watcher
 
 
 def whole_at(order: Sequence[Action]) -> dict[int, int]:
-    """Index in a rank's order -> the stage whose gradients of the batch are complete after that action."""
+    """Return (index in a rank's order) -> (stage whose gradients of the batch are complete after that action)."""
     last = {action.stage: at for at, action in enumerate(order) if action.op in (Op.B, Op.W)}
     return {at: stage for stage, at in last.items()}
 
 
-class OverlappedSums:
+class OverlappedSums(Watcher):
     """Watcher that starts each stage's sum.
 
-    names: stage -> names of the parameters that no other stage holds. start: called after each action with the names whose sum may
-    start now; with no names, it only stores the results of sums that have ended.
+    names: stage -> names of the parameters that no other stage holds. start: called after each action with the names of the parameters
+    whose gradients are now complete (often none): it starts their sums, and stores the results of sums that have ended.
     """
 
     def __init__(
@@ -37,9 +33,5 @@ class OverlappedSums:
     ) -> None:
         self.stage_at, self.names, self.start = whole_at(schedule.orders[rank]), names, start
 
-    def begin(self) -> None: ...
-
-    def before(self, action: Action) -> None: ...
-
-    def after(self, at: int, took: TimedAction) -> None:
+    def after(self, at: int, took: Span) -> None:
         self.start(self.names.get(self.stage_at[at], ()) if at in self.stage_at else ())

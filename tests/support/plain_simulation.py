@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from parallel.pipeline.schedule import Message, Node, Op, Schedule
-from parallel.pipeline.simulator.simulate import Cost, OfMessage, Span, Transfer
+from collections.abc import Callable
+from typing import Literal
+
+from parallel.pipeline.schedule import Message, Node, Op, Schedule, Span
+from parallel.pipeline.simulator.simulate import Cost, OfMessage, Timeline, Transfer
+from parallel.pipeline.sums import whole_at
 
 
 def plain_order(schedule: Schedule, *, sums_block: bool) -> tuple[list[Node], list[str]]:
@@ -72,3 +76,20 @@ def plain_simulate(
             transfers.append(Transfer(message, begin, link[way], 0))
             free[node.rank] = free[node.rank] if overlap else max(free[node.rank], link[way])
     return tuple(tuple(spans[Node(rank, i)] for i in range(len(order))) for rank, order in enumerate(schedule.orders)), tuple(transfers)
+
+
+def exposed(timeline: Timeline, seconds: Callable[[int, int], float], *, begin: Literal["stage", "rank"] = "stage") -> float:
+    """Return the time from the end of a timeline's last action to the end of the last data-parallel sum.
+
+    Each rank's sums run one after another. Sums use a link but no compute, so they do not slow actions down.
+
+    seconds: (rank, stage) -> time of the stage's sum. begin: a sum starts as soon as its stage's gradients are complete ("stage"), or
+    after all of the rank's actions ("rank").
+    """
+    end = last = max(span.end for spans in timeline.spans for span in spans)
+    for rank, spans in enumerate(timeline.spans):
+        free = max((span.end for span in spans), default=0.0) if begin == "rank" else 0.0
+        for at, stage in sorted(whole_at(timeline.schedule.orders[rank]).items()):
+            free = max(free, spans[at].end) + seconds(rank, stage)
+        last = max(last, free)
+    return last - end

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from parallel.errors import BadInput
-from parallel.pipeline.schedule import Action, Op, Schedule
+from parallel.pipeline.schedule import Action, Op
 from parallel.pipeline.simulator.simulate import Timeline
 
 _MOST_STEPS = 1000
@@ -163,34 +163,3 @@ def _check(timeline: Timeline, works: Sequence[BubbleWork], holes: Sequence[Bubb
                 needed=f"at most {room:g}, the longest bubble of rank {work.rank}",
                 fix="cut it into parts, layer by layer, or take fewer micro-batches",
             )
-
-
-def curvature_works(schedule: Schedule, *, curvature: float, inversion: float, blocks: int = 1, synchronise: float = 0) -> list[BubbleWork]:
-    """K-FAC's work for all stages of a schedule of one batch, in PipeFisher's order of priority.
-
-    curvature: time of both factors for one micro-batch and stage. Half is factor A (of inputs, after F), half factor B (of output
-    gradients, after B or W).
-    inversion: time of both factors of one stage, half each, after all curvature of the factor. Replicas take its blocks in turn.
-    blocks: number of layers of a stage; each layer's work is placed separately.
-    synchronise: time to sum one factor of a stage over its replicas, between curvature and inversion.
-    """
-    curvatures, sums, inversions = [], [], []
-    for stage, homes in enumerate(schedule.homes):
-        for half, factor in enumerate("AB"):
-            ops = (Op.F,) if factor == "A" else (Op.B, Op.W)
-            made = [
-                BubbleWork(f"curvature {factor} stage {stage} micro-batch {a.microbatch} part {part}", rank, curvature / 2 / blocks, (a,))
-                for rank in homes
-                for a in schedule.orders[rank]
-                if a.stage == stage and a.op in ops
-                for part in range(blocks)
-            ]
-            before = tuple(work.name for work in made)
-            if len(homes) > 1:
-                sums += [BubbleWork(f"sum {factor} stage {stage} rank {rank}", rank, synchronise, needs=before) for rank in homes]
-                before = tuple(f"sum {factor} stage {stage} rank {rank}" for rank in homes)
-            curvatures += made
-            for part in range(blocks):
-                rank = homes[(half * blocks + part) % len(homes)]
-                inversions.append(BubbleWork(f"inversion {factor} stage {stage} part {part}", rank, inversion / 2 / blocks, needs=before))
-    return curvatures + sums + inversions

@@ -12,12 +12,11 @@ from torch import Tensor
 
 from moe.train.parts.executor import Pipelined
 from moe.verify.cases import Case
-from parallel.pipeline.runtime import TimedAction
-from parallel.pipeline.schedule import Action, Op
+from parallel.pipeline.schedule import Action, Op, Span, Watcher
 from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
 from parallel.pipeline.simulator.simulate import Timeline, costs, simulate
-from parallel.pipeline.simulator.sums import exposed
 from parallel.pipeline.sums import whole_at
+from tests.support.plain_simulation import exposed
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny import start
 
@@ -94,13 +93,11 @@ def _gradients(rank: int, case: Case) -> tuple[bool, list[str], dict[int, int]]:
             log.extend(["sum"] if names else [])
             inner(names)
 
-        class Recorded:
-            def begin(self) -> None: ...
-
+        class Recorded(Watcher):
             def before(self, action: Action) -> None:
                 log.append("action")
 
-            def after(self, at: int, took: TimedAction, keeper: Late = keeper) -> None:
+            def after(self, at: int, took: Span, keeper: Late = keeper) -> None:
                 keeper.after(at)
 
         sums.start = keeper.kept.append if late else noted  # type: ignore[attr-defined]
