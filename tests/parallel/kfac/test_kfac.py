@@ -447,10 +447,10 @@ def _inverted(rank: int, ranks: int, degrees: dict[str, int]) -> tuple[set[tuple
     small, done = Small(values, rank=rank, ranks=ranks), set()
     plain = small.kfac.do
 
-    def do(item: KfacUnit) -> None:
-        if item.kind == "inversion":
-            done.add((item.factor, item.name))
-        plain(item)
+    def do(unit: KfacUnit) -> None:
+        if unit.kind == "inversion":
+            done.add((unit.factor, unit.name))
+        plain(unit)
 
     small.kfac.do = do  # type: ignore[method-assign]
     small.step(0)
