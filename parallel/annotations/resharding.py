@@ -40,11 +40,6 @@ class Sharding:
     dims: tuple[Axes, ...]
     partial: Axes = ()
 
-    @staticmethod
-    def whole(num_dims: int) -> Sharding:
-        """Return the sharding of a tensor that every rank holds whole."""
-        return Sharding(((),) * num_dims)
-
     @property
     def axes(self) -> frozenset[str]:
         """Return all axes that the sharding uses."""

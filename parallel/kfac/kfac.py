@@ -281,13 +281,10 @@ class Kfac:
             return
         self._unsummed = False
         self._work_off()
-        for factor in self.factors.values():
-            factor.sums = torch.zeros_like(factor.running) if factor.sums is None else factor.sums
-        self._total({key: factor.sums for key, factor in self.factors.items() if factor.sums is not None})
+        sums = {key: torch.zeros_like(factor.running) if factor.sums is None else factor.sums for key, factor in self.factors.items()}
+        self._total(sums)
         for key, factor in self.factors.items():
-            assert factor.sums is not None
-            factor.running = averaged(factor.running, factor.sums, ema=self.settings.ema)
-            factor.sums = None
+            factor.running, factor.sums = averaged(factor.running, sums[key], ema=self.settings.ema), None
             if key in self.inverts:
                 self._queue.append(KfacUnit("inversion", *key))
         self._unshared = True

@@ -11,6 +11,7 @@ work so far. Many matrices are sent together, in rounds. A round's results are g
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -104,7 +105,8 @@ class _Held:
 def _in_rounds(stacks: list[Stack], part: Callable[[int], Tensor], work: Work, cost: Cost) -> Iterator[tuple[int, Tensor]]:
     sizes = [axis.size for axis in stacks[0].axes]
     ranks = math.prod(sizes)
-    places = iter([_place(owner, sizes) for owner in assigned([cost(s.matrix) for s in stacks for _ in range(s.count)], ranks)])
+    indices = list(itertools.product(*map(range, sizes)))  # of each rank, on each axis
+    places = iter([indices[owner] for owner in assigned([cost(s.matrix) for s in stacks for _ in range(s.count)], ranks)])
     before: Iterator[tuple[int, Tensor]] = iter(())
     for some in _rounds(stacks, ranks):
         batch = [_Held(stack, part(stack.number), [next(places) for _ in range(stack.count)]) for stack in some]
@@ -131,15 +133,6 @@ def _rounds(stacks: list[Stack], ranks: int) -> Iterator[list[Stack]]:
             some, matrices, elements = [], 0, 0
     if some:
         yield some
-
-
-def _place(owner: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return the index on each axis of rank number `owner` of all. sizes: of the axes; the last one varies fastest."""
-    places = []
-    for size in reversed(sizes):
-        owner, place = divmod(owner, size)
-        places.append(place)
-    return tuple(reversed(places))
 
 
 def _through(level: int, batch: list[_Held], work: Work) -> Arrive:

@@ -48,7 +48,12 @@ def action_graph(schedule: Schedule, *, sums_block: bool = False) -> ActionGraph
 
 
 class ActionGraph:
-    """A schedule's actions, numbered rank after rank, and the actions that each needs, as `Schedule.needs` and `receives` define them.
+    """A schedule's actions, numbered rank after rank, and the actions that each needs in addition to the previous action of its rank:
+
+    F: F of the previous stage. B and I: F of the same stage, and the input gradient of the next stage. W: I of the same stage.
+    S: all gradients of the batch for that stage on this rank. U: the same gradients, or S on all replicas if the stage has any.
+    F, B and I that read a version above 0 also need the update that made it. Needs that no rank executes are left out; `check` refuses
+    such a schedule.
 
     The lists have an entry for each action; NONE: there is no such action or rank.
 

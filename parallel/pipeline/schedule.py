@@ -3,9 +3,9 @@
     rank 0   0F0 0F1 0B0 0B1 0U@1          Action(op, stage, microbatch, version), written stage-op-micro-batch@version
     rank 1   1F0 1B0 1F1 1B1 1U@1
 
-The order within a rank is the schedule's choice. The actions that an action waits for follow from one rule, `Schedule.needs`. From it
-the simulator gives each action a time, the runtime derives receives and sends, and check.py refuses orders with a deadlock before any
-process starts.
+The order within a rank is the schedule's choice. The actions that an action waits for follow from one rule (ActionGraph in check.py). From
+it the simulator gives each action a time, and check.py refuses orders with a deadlock before any process starts. `receives` and `sends`
+are the messages between ranks that the rule needs.
 """
 
 from __future__ import annotations
@@ -139,15 +139,6 @@ class Schedule:
     def _of_batch(self) -> dict[tuple[Op, int, int, int], Node]:
         return {(a.op, a.stage, a.version, node.rank): node for node, a in self.nodes() if a.op not in COMPUTE}
 
-    @cached_property
-    def _last_gradients(self) -> dict[tuple[int, int, int], list[Node]]:
-        """(rank, stage, version) -> B and W nodes that compute the gradients from which U makes this version."""
-        found: dict[tuple[int, int, int], list[Node]] = defaultdict(list)
-        for node, a in self.nodes():
-            if a.op in (Op.B, Op.W):
-                found[node.rank, a.stage, a.microbatch // self.microbatches_per_update + 1].append(node)
-        return found
-
     def find(self, op: Op, stage: int, microbatch: int) -> Node | None:
         """Return the node of a micro-batch's F, B, I or W on a stage; None if no rank executes it."""
         return self._compute.get((op, stage, microbatch))
@@ -156,35 +147,7 @@ class Schedule:
         """Return the node that computes a stage's input gradient: its B or its I."""
         return self.find(Op.B, stage, microbatch) or self.find(Op.I, stage, microbatch)
 
-    def needs(self, node: Node) -> tuple[Node, ...]:
-        """Return the nodes that must end before this one starts, in addition to the previous action of its rank.
-
-        F: F of the previous stage. B and I: F of the same stage, and the input gradient of the next stage. W: I of the same stage.
-        S: all gradients of the batch for that stage on this rank. U: the same gradients, or S on all replicas if the stage has any.
-        F, B and I that read a version above 0 also need the update that made it. Actions that no rank executes are left out;
-        `check` refuses such a schedule.
-        """
-        needs = self._own_needs(node)
-        if node in self.pairs:
-            needs += tuple(need for need in self._own_needs(_after(node)) if need != node)
-        return tuple(_after(need) if need in self.pairs and need.rank != node.rank else need for need in needs)
-
-    def _own_needs(self, node: Node) -> tuple[Node, ...]:
-        op, stage, microbatch, version = self.action(node)
-        if op is Op.S or (op is Op.U and len(self.homes[stage]) == 1):
-            return tuple(self._last_gradients[node.rank, stage, version])
-        if op is Op.U:
-            return self.replicas(node)
-        found = [self._input_maker(node)]
-        if op is Op.W:
-            found.append(self.find(Op.I, stage, microbatch))
-        elif op is not Op.F:
-            found.append(self.find(Op.F, stage, microbatch))
-        if version and op is not Op.W:
-            found.append(self._of_batch.get((Op.U, stage, version, node.rank)))
-        return tuple(n for n in found if n is not None)
-
-    def _input_maker(self, node: Node) -> Node | None:
+    def input_maker(self, node: Node) -> Node | None:
         """Return the node whose result F, B or I takes from another stage; None for the first F, the last B or I, and other actions."""
         op, stage, microbatch, _ = self.action(node)
         if op is Op.F:
@@ -209,7 +172,7 @@ class Schedule:
         if Node(node.rank, node.at - 1) in self.pairs:
             return ()
         block = (node, _after(node)) if node in self.pairs else (node,)
-        sources = map(self._input_maker, block)
+        sources = map(self.input_maker, block)
         return tuple(message for source in sources if source is not None and source.rank != node.rank for message in self._message(source))
 
     def _message(self, node: Node) -> tuple[Message, ...]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from importlib import import_module
 from typing import Any
 from unittest import mock
@@ -46,10 +46,13 @@ def rehearsal(world: World) -> Iterator[Pretended]:
         pretended.ledger.resized(storage)
         return found
 
+    def making() -> AbstractContextManager[Any]:  # DDP's reducer makes buckets
+        return mock.patch.object(pretended, "of_reducer", True)
+
     patches: list[tuple[Any, str, Any]] = [
         (torch.UntypedStorage, "resize_", resized),
-        (dist.Reducer, "_rebuild_buckets", _making(pretended, dist.Reducer._rebuild_buckets)),
-        (dist, "Reducer", _making(pretended, dist.Reducer)),
+        (dist.Reducer, "_rebuild_buckets", _within(making, dist.Reducer._rebuild_buckets)),
+        (dist, "Reducer", _within(making, dist.Reducer)),
     ]
     gpu = _Gpu() if world.device.type == "cuda" else None
     if gpu is not None:
@@ -57,7 +60,7 @@ def rehearsal(world: World) -> Iterator[Pretended]:
             *((module, "_get_device_handle", lambda _: _Handle(world.device.index)) for module in map(import_module, _FSDP_MODULES)),
             (torch.cuda, "is_bf16_supported", lambda **_: True),  # GPUs since 2020 do
             (torch.cuda, "synchronize", lambda *_: None),
-            (torch.autograd, "_engine_run_backward", _within(gpu, torch.autograd._engine_run_backward)),
+            (torch.autograd, "_engine_run_backward", _within(_Gpu, torch.autograd._engine_run_backward)),  # backward() leaves the mode
         ]
     try:
         with ExitStack() as stack:
@@ -86,24 +89,11 @@ class _Handle:
         return getattr(torch.cpu, name)
 
 
-def _making(pretended: Pretended, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of DDP's reducer that makes buckets, changed so that `of_reducer` is True while it runs."""
-
-    def made(*args: Any, **kwargs: Any) -> Any:
-        pretended.of_reducer = True
-        try:
-            return function(*args, **kwargs)
-        finally:
-            pretended.of_reducer = False
-
-    return made
-
-
-def _within(mode: TorchFunctionMode, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return autograd's function that runs a backward pass, changed so that it runs in `mode`, which torch leaves in backward()."""
+def _within(context: Callable[[], AbstractContextManager[Any]], function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function changed so that each of its calls runs in a new context."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with mode:
+        with context():
             return function(*args, **kwargs)
 
     return run

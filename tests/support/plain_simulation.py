@@ -1,4 +1,5 @@
-"""A plain second implementation of the simulator: one action after another, by Schedule.needs, receives and sends, with tables by node."""
+"""A plain second implementation of needs and of the simulator: one action after another, by `needs`, receives and sends, with tables by
+node."""
 
 from __future__ import annotations
 
@@ -10,12 +11,44 @@ from parallel.pipeline.simulator.simulate import Cost, OfMessage, Timeline, Tran
 from parallel.pipeline.sums import whole_at
 
 
+def needs_of(schedule: Schedule, node: Node) -> tuple[Node, ...]:
+    """Return the nodes that must end before this one starts, in addition to the previous action of its rank (ActionGraph's rule)."""
+    needs = own_needs(schedule, node)
+    if node in schedule.pairs:
+        needs += tuple(need for need in own_needs(schedule, _after(node)) if need != node)
+    return tuple(_after(need) if need in schedule.pairs and need.rank != node.rank else need for need in needs)
+
+
+def own_needs(schedule: Schedule, node: Node) -> tuple[Node, ...]:
+    """Return the needs of one action, without those of the other action of its pair."""
+    op, stage, microbatch, version = schedule.action(node)
+    each = schedule.microbatches_per_update
+    if op is Op.S or (op is Op.U and len(schedule.homes[stage]) == 1):
+        batch = range((version - 1) * each, version * each)
+        made = (schedule.find(kind, stage, j) for j in batch for kind in (Op.B, Op.W))
+        return tuple(sorted(n for n in made if n is not None and n.rank == node.rank))
+    if op is Op.U:
+        return schedule.replicas(node)
+    found = [schedule.input_maker(node)]
+    if op is Op.W:
+        found.append(schedule.find(Op.I, stage, microbatch))
+    elif op is not Op.F:
+        found.append(schedule.find(Op.F, stage, microbatch))
+    if version and op is not Op.W:
+        found.append(schedule._of_batch.get((Op.U, stage, version, node.rank)))
+    return tuple(n for n in found if n is not None)
+
+
+def _after(node: Node) -> Node:
+    return Node(node.rank, node.at + 1)
+
+
 def plain_order(schedule: Schedule, *, sums_block: bool) -> tuple[list[Node], list[str]]:
     """(all actions that can run, in order; for each rank the action that it waits for at the end, "" if all ran)."""
 
     def needs(node: Node) -> tuple[Node, ...]:
         held = sums_block and node.at and schedule.orders[node.rank][node.at - 1].op is Op.S
-        return schedule.needs(node) + (schedule.replicas(Node(node.rank, node.at - 1)) if held else ())
+        return needs_of(schedule, node) + (schedule.replicas(Node(node.rank, node.at - 1)) if held else ())
 
     done: set[Node] = set()
     order: list[Node] = []
@@ -50,7 +83,7 @@ def plain_simulate(
     for node in plain_order(schedule, sums_block=not overlap)[0]:
         action = schedule.action(node)
         start = free[node.rank]
-        for need in schedule.needs(node):
+        for need in needs_of(schedule, node):
             if need.rank == node.rank or action.op is Op.U:
                 start = max(start, spans[need].end)
         start = max([start, *(arrived[message] for message in schedule.receives(node))])

@@ -7,7 +7,7 @@
                   gradient; and the time of one micro-batch through all stages. It takes microseconds, so that the planner need not
                   simulate plans that it rules out
 
-The bound holds for every order of actions, because it uses only `Schedule.needs`.
+The bound holds for every order of actions, because it uses only what actions wait for.
 """
 
 from __future__ import annotations

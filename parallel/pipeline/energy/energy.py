@@ -117,13 +117,7 @@ def envpipe(
 
 
 def plan_clocks(
-    schedule: Schedule,
-    profile: Profile,
-    *,
-    idle_power: float,
-    limit: float | None = None,
-    transfer_time: float = 0,
-    rule: str = "envelope",
+    schedule: Schedule, profile: Profile, *, idle_power: float, limit: float | None = None, transfer_time: float = 0, rule: str = "envelope"
 ) -> EnergyPlan:
     """Choose a clock for each action of any schedule, such that its makespan is at most `limit` seconds (default: that at full clock).
 
@@ -232,8 +226,8 @@ class Graph:
             if action.op is Op.S:
                 self._sum(schedule, node, last)
                 continue
-            needs = [need for need in schedule.needs(node) if need.rank == node.rank or action.op is Op.U]
-            before = {*(self.place[need] for need in needs), *(arrives[message] for message in schedule.receives(node))}
+            sums = schedule.replicas(node) if action.op is Op.U else ()
+            before = {*(self.place[s] for s in sums), *(arrives[message] for message in schedule.receives(node))}
             self.place[node] = last[here] = self._vertex(before | ({last[here]} if here in last else set()))
             for message in schedule.sends(node):
                 link = ("link", message.source, message.target)

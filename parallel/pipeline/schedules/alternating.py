@@ -52,7 +52,8 @@ class Alternating:
         self._warm_up()
         for _ in range(1, self.microbatches):
             for rank in self._ranks_with_forward():
-                self._make_room(rank)
+                while self.counts[Op.F][rank] - self.counts[Op.W][rank] >= self.memory:
+                    self._do(Op.W, rank)
                 self._fill(rank, self._arrival(Op.F, rank))
                 self._do(Op.F, rank)
             for rank in reversed(self.ranks):
@@ -120,10 +121,6 @@ class Alternating:
         full = max(0, begun[rank] - self.counts[Op.W][rank] + 1 - self.memory)  # number of W that must free memory first
         took = self.times[rank][Op.F] + full * self.times[rank][Op.W]
         return gap < took and gap <= max(self.waited) - self.waited[rank]
-
-    def _make_room(self, rank: int) -> None:
-        while self.counts[Op.F][rank] - self.counts[Op.W][rank] + 1 > self.memory:
-            self._do(Op.W, rank)
 
     def _fill(self, rank: int, arrival: float) -> None:
         """Fill a rank's wait until time `arrival` with W."""

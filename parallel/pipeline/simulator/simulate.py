@@ -1,4 +1,4 @@
-"""Simulates a Schedule: computes a Timeline from the cost of each action and the rule `Schedule.needs`.
+"""Simulates a Schedule: computes a Timeline from the cost of each action and the needs of its ActionGraph.
 
     simulate(schedule, costs(forward=1, backward=2)).makespan      # 33 units of time, for 1F1B with 4 ranks and 8 micro-batches
 

@@ -26,6 +26,7 @@ from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
 from parallel.pipeline.schedules.one_f_one_b import one_f_one_b
 from parallel.pipeline.schedules.pipedream import pipedream
 from parallel.pipeline.simulator.held import peak_activations, weight_versions
+from tests.support.plain_simulation import needs_of, own_needs
 
 CHUNKS = {name: (1, 2, 4) if kind.chunks is None else (kind.chunks,) for name, kind in SCHEDULES.items()}
 SIZES = [(name, p, factor * p, v) for name in SCHEDULES for p in (2, 3, 4, 8) for factor in (1, 2, 4) for v in CHUNKS[name]]
@@ -334,7 +335,7 @@ def test_pairs_start_and_send_together(tmp_path: Path) -> None:
         second = Node(first.rank, first.at + 1)
         assert schedule.action(first).op is Op.F and schedule.action(second).op is Op.B
         assert not schedule.sends(first) and not schedule.receives(second)
-        assert set(schedule._own_needs(second)) - {first} <= {n for n in schedule.needs(first)} | set(schedule.needs(second))
+        assert set(own_needs(schedule, second)) - {first} <= {*needs_of(schedule, first), *needs_of(schedule, second)}
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
 from parallel.pipeline.schedules.one_f_one_b import one_f_one_b
 from parallel.pipeline.simulator.held import peak_activations
 from parallel.pipeline.simulator.simulate import costs, simulate
+from tests.support.plain_simulation import needs_of
 
 IDLE_W = 40.0
 UNIT_S = 5e-4  # times are whole multiples, as the frontier's solver counts in units
@@ -260,7 +261,7 @@ def frontier(schedule: Schedule, profile: Profile, limit: float) -> float:
             op = Operation(OperationSpec(CandidateExecutionOptions(options), cost))
         graph.add_node(nodes[node], op=op)
         graph.add_edge(nodes[Node(node.rank, node.at - 1)] if node.at else 0, nodes[node])
-        graph.add_edges_from((nodes[need], nodes[node]) for need in schedule.needs(node))
+        graph.add_edges_from((nodes[need], nodes[node]) for need in needs_of(schedule, node))
     graph.add_edges_from((nodes[Node(rank, len(order) - 1)], ends[1]) for rank, order in enumerate(schedule.orders))
     graph.graph.update(source_node=0, sink_node=ends[1])
     return min(point.cost for point in PhillipsDessouky(graph).run() if point.real_time <= limit + UNIT_S / 2) / 1e4

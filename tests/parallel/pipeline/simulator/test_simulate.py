@@ -19,6 +19,7 @@ from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
 from parallel.pipeline.schedules.dualpipe import dualpipe, dualpipe_v
 from parallel.pipeline.simulator.held import peak_activations, peak_held, peak_kept
 from parallel.pipeline.simulator.simulate import Timeline, costs, makespan, period, simulate
+from tests.support.plain_simulation import needs_of
 
 SIZES = [(p, factor * p) for p in (2, 3, 4, 8) for factor in (1, 2, 4)]
 RATIOS = [(1, 1), (1, 2), (3, 5)]
@@ -391,7 +392,7 @@ def test_any_timeline_keeps_to_needs_and_to_one_thing_at_a_time(
     timeline = simulate(schedule, costs(forward, backward, summation=2, update=1), transfer_time=transfer, overlap=overlap)
     for node, action in schedule.nodes():
         span = timeline.spans[node.rank][node.at]
-        for need in schedule.needs(node):
+        for need in needs_of(schedule, node):
             made = timeline.spans[need.rank][need.at]
             crossed = transfer if need.rank != node.rank and schedule.action(need).op is not Op.S else 0
             assert made.end + crossed <= span.start
