@@ -13,7 +13,7 @@ at which its backward pass begins; its output is freed once it is sent.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,7 +31,7 @@ from parallel.mesh.layout import Layout
 from parallel.mesh.mesh import Axis, Mesh
 from parallel.numerics.weight_gradient import PendingGradients, defer_gradients
 from parallel.pipeline.links import Links, Traffic
-from parallel.pipeline.schedule import COMPUTE, Action, Message, Node, Op, Schedule, Span, Watcher
+from parallel.pipeline.schedule import COMPUTE, Action, Message, Node, Op, Schedule, Span, Watcher, stage_complete_at
 
 
 class Work(Protocol):
@@ -112,6 +112,28 @@ class StageReplicas:
             parameter.grad = torch.zeros_like(parameter)
         local: Tensor = parameter.grad.to_local() if hasattr(parameter.grad, "to_local") else parameter.grad  # this rank's shard with FSDP
         return local
+
+
+class OverlappedSums(Watcher):
+    """Watcher that starts the data-parallel sum of a stage's gradients as soon as they are complete, while other actions still run.
+
+    rank 0 of interleaved, two chunks    ... 4B2 4B3 | 0B0 0B1 0B2 0B3 |
+                                                     ^ the sum of stage 4 starts here, the sum of stage 0 at the end
+
+    Parameters that several stages hold are first summed over these stages, so their sum starts after the last action. Only the order of
+    actions decides when a sum starts, so all ranks that take part start it at the same point.
+
+    names: stage -> names of the parameters that no other stage holds. start: called after each action with the names of the parameters
+    whose gradients are now complete (often none): it starts their sums, and stores the results of sums that have ended.
+    """
+
+    def __init__(
+        self, schedule: Schedule, rank: int, names: Mapping[int, Sequence[str]], *, start: Callable[[Sequence[str]], None]
+    ) -> None:
+        self.stage_at, self.names, self.start = stage_complete_at(schedule.orders[rank]), names, start
+
+    def after(self, at: int, took: Span) -> None:
+        self.start(self.names.get(self.stage_at[at], ()) if at in self.stage_at else ())
 
 
 class _Plan:

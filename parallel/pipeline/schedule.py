@@ -219,8 +219,13 @@ def flushed(name: str, homes: Sequence[Sequence[int]], microbatches: int, orders
 
 def updates(order: Sequence[Action]) -> list[Action]:
     """Return a U for each stage of a rank, in the order in which the stages' gradients are complete."""
-    stages = dict.fromkeys(action.stage for action in reversed(order) if action.op in (Op.B, Op.W))
-    return [Action(Op.U, stage, version=1) for stage in reversed(stages)]
+    return [Action(Op.U, stage, version=1) for _, stage in sorted(stage_complete_at(order).items())]
+
+
+def stage_complete_at(order: Sequence[Action]) -> dict[int, int]:
+    """Return (index in a rank's order) -> (stage whose gradients of the batch are complete after that action)."""
+    last = {action.stage: at for at, action in enumerate(order) if action.op in (Op.B, Op.W)}
+    return {at: stage for stage, at in last.items()}
 
 
 def one_stage_a_rank(ranks: int) -> list[tuple[int]]:

@@ -6,9 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
-from parallel.pipeline.schedule import Message, Node, Op, Schedule, Span
+from parallel.pipeline.schedule import Message, Node, Op, Schedule, Span, stage_complete_at
 from parallel.pipeline.simulator.simulate import Cost, OfMessage, Timeline, Transfer
-from parallel.pipeline.sums import whole_at
 
 
 def needs_of(schedule: Schedule, node: Node) -> tuple[Node, ...]:
@@ -122,7 +121,7 @@ def exposed(timeline: Timeline, seconds: Callable[[int, int], float], *, begin: 
     end = last = max(span.end for spans in timeline.spans for span in spans)
     for rank, spans in enumerate(timeline.spans):
         free = max((span.end for span in spans), default=0.0) if begin == "rank" else 0.0
-        for at, stage in sorted(whole_at(timeline.schedule.orders[rank]).items()):
+        for at, stage in sorted(stage_complete_at(timeline.schedule.orders[rank]).items()):
             free = max(free, spans[at].end) + seconds(rank, stage)
         last = max(last, free)
     return last - end

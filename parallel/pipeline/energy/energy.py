@@ -126,7 +126,7 @@ def plan_clocks(
     """
     graph = Graph(schedule, transfer_time)
     options = {node: useful(profile(node.rank, action), idle_power, action) for node, action in schedule.nodes()}
-    options |= {node: clocks[:1] for node, clocks in options.items() if schedule.action(node).op is Op.S}  # the network has no clock
+    options |= {node: clocks[:1] for node, clocks in options.items() if schedule.action(node).op is Op.S}  # S is no work of a GPU
     fast = {node: clocks[0] for node, clocks in options.items()}
     full = ClockedGraph(graph, fast).makespan
     limit = full if limit is None else limit

@@ -24,7 +24,7 @@ from heapq import heapify, heappop, heappush
 
 from parallel.errors import BadInput
 from parallel.fixes import Set
-from parallel.pipeline.schedule import Action, Op, Schedule, flushed
+from parallel.pipeline.schedule import Action, Op, Schedule, flushed, stage_complete_at
 from parallel.pipeline.schedules.kind import Size
 
 
@@ -82,8 +82,8 @@ def _order(rank: int, ranks: int, microbatches: int, pipelines: int) -> list[Act
 
 def _with_sums(order: list[Action]) -> list[Action]:
     """Return the order with S of each stage right after its last B."""
-    last = {action.stage: at for at, action in enumerate(order) if action.op is Op.B}
-    return [a for at, b in enumerate(order) for a in ((b, Action(Op.S, b.stage, version=1)) if last[b.stage] == at else (b,))]
+    complete = stage_complete_at(order)
+    return [a for at, b in enumerate(order) for a in ((b, Action(Op.S, b.stage, version=1)) if at in complete else (b,))]
 
 
 class _Filled:

@@ -22,7 +22,7 @@ from dataclasses import replace
 
 from parallel.errors import BadInput
 from parallel.fixes import Set
-from parallel.pipeline.schedule import Action, Node, Op, Schedule, flushed, folded
+from parallel.pipeline.schedule import Action, Node, Op, Schedule, flushed, folded, stage_complete_at
 from parallel.pipeline.schedules.kind import Size
 from parallel.pipeline.schedules.zero_bubble import NumberedOrder
 
@@ -109,12 +109,11 @@ def _order(side: tuple[Action, ...], rank: int, ranks: int, each: int) -> list[A
     The pipeline down has the first `each` micro-batches, the pipeline up the rest. S of each stage follows its last gradient, which comes
     after all pairs.
     """
-    first_half, found = 2 * rank < ranks, []
-    last = {action.stage: at for at, action in enumerate(side) if action.op in (Op.B, Op.W)}
+    first_half, complete, found = 2 * rank < ranks, stage_complete_at(side), []
     for at, (op, stage, microbatch, _) in enumerate(side):
         if op is Op.U:
             continue
         down = (2 * stage < ranks) == first_half
         found.append(Action(op, stage, microbatch if down else each + microbatch))
-        found += [Action(Op.S, stage, version=1)] * (last[stage] == at)
+        found += [Action(Op.S, stage, version=1)] * (at in complete)
     return found
