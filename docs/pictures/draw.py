@@ -35,12 +35,13 @@ from moe.recipe.router_spec import RouterSpec  # noqa: E402
 from moe.recipe.sections import Optimizer  # noqa: E402
 from moe.router.capacity import kept_choices, slots_of  # noqa: E402
 from moe.train.parts.learning_rate import learning_rate  # noqa: E402
-from parallel.kfac.fisher import check_rules, works  # noqa: E402
+from parallel.kfac.fisher import works  # noqa: E402
 from parallel.mesh.mesh import Degrees  # noqa: E402
+from parallel.pipeline.schedule import Span  # noqa: E402
 from parallel.pipeline.schedules.catalog import make_schedule  # noqa: E402
 from parallel.pipeline.simulator.bubbles import Packing, pack  # noqa: E402
 from parallel.pipeline.simulator.draw import add_legend, draw_on  # noqa: E402
-from parallel.pipeline.simulator.simulate import Span, costs, simulate  # noqa: E402
+from parallel.pipeline.simulator.simulate import costs, simulate  # noqa: E402
 
 # --- the pictures -----------------------------------------------------------------------------------------------------
 
@@ -310,15 +311,14 @@ WORK = {"curvature": "#d9b8e8", "sum": "#e0457b", "inversion": "#f2c230"}  # of 
 
 
 def kfac() -> Axes:
-    """K-FAC's work in the waits of 1F1B and Chimera, packed and checked: two linears a stage, backward twice as long as forward."""
+    """K-FAC's work in the waits of 1F1B and Chimera: two linears a stage, backward twice as long as forward."""
     factors = {stage: [(factor, f"{stage}.{linear}") for factor in "AG" for linear in ("up", "down")] for stage in range(4)}
     seconds = {"curvature": 0.25, "sum": 0.06, "inversion": 0.7}
     packings = []
     for name in ("1f1b", "chimera"):
         schedule = make_schedule(name, ranks=4, microbatches=4)
         timeline = simulate(schedule, costs(1, 2, summation=0.4))
-        packings.append(pack(timeline, works(schedule, factors, lambda unit: seconds[unit.kind])))
-        check_rules(packings[-1], factors)
+        packings.append(pack(timeline, works(schedule, factors, seconds)))
     figure, rows = plt.subplots(4, 1, figsize=(14, 8.6), layout="constrained")
     for axes, (packing, filled) in zip(rows, [(packing, filled) for packing in packings for filled in (False, True)], strict=True):
         _packed(axes, packing, filled=filled)

@@ -36,9 +36,9 @@ from parallel.pipeline.order_file import read_order, write_order
 from parallel.pipeline.schedule import Schedule, flushed
 from parallel.pipeline.schedules.catalog import SCHEDULES, kind_of, make_schedule
 from parallel.pipeline.schedules.search import homes_of, search
+from parallel.pipeline.simulator.draw import text, write_trace
 from parallel.pipeline.simulator.held import peak_activations, peak_held, weight_versions
 from parallel.pipeline.simulator.simulate import Timeline, period
-from parallel.pipeline.simulator.timeline import text, write_trace
 from parallel.store.files import write_text
 
 KINDS = {".png": "a picture", ".csv": "the actions", ".txt": "the rows as text", ".json": "a trace"}

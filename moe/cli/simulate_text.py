@@ -8,8 +8,8 @@ from typing import Any
 
 from parallel.errors import counted
 from parallel.pipeline.schedules.catalog import SCHEDULES
+from parallel.pipeline.simulator.draw import text
 from parallel.pipeline.simulator.simulate import Timeline
-from parallel.pipeline.simulator.timeline import text
 
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 

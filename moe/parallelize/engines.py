@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -122,7 +122,7 @@ def start_engine(run: Run, model: Transformer, layouts: dict[str, Layout], mesh:
         return kind.start(model, setup, optimizer)
     assert isinstance(optimizer, AdamW)
     kfac = watched(model, layouts, mesh, settings=Settings(k.damping, k.ema, k.refresh_every, k.delay), experts=k.experts)
-    return KfacEngine(kind.start(model, setup, replace(optimizer, make=partial(Grafted, kfac=kfac))), kfac)
+    return cast(Engine, KfacEngine(kind.start(model, setup, replace(optimizer, make=partial(Grafted, kfac=kfac))), kfac))
 
 
 def optimizer_of(settings: sections.Optimizer) -> Rule:

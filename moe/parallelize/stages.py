@@ -18,10 +18,8 @@ from parallel.mesh.layout import Layout
 from parallel.mesh.mesh import Mesh
 from parallel.numerics.weight_gradient import splittable
 from parallel.pipeline.links import Links
-from parallel.pipeline.replicas import StageReplicas
-from parallel.pipeline.runtime import Runtime
+from parallel.pipeline.runtime import OverlappedSums, Runtime, StageReplicas
 from parallel.pipeline.schedule import Schedule
-from parallel.pipeline.sums import OverlappedSums
 
 
 def parts_of(run: Run, schedule: Schedule) -> tuple[StageLayers, ...]:

@@ -2,13 +2,13 @@
 
     value --redistribute--> as the operator needs it --to_local--> shard --compute--> output --from_local, redistribute--> value
 
-Each operator works on plain local tensors. Placements say which inputs it needs and which output it makes: Shard(dim) for each axis that
-cuts a dim, Partial for an axis over which ranks have partial sums. The gradient of a local input has placements too: Partial over every
-axis that cuts a factor which the input lacks. So DTensor derives every sum, gather and exchange, forward and backward. DTensor cuts a
-dim by mesh axes only in the mesh's order; a sharding with another order is refused.
+Each operator works on plain local tensors, this rank's shards. DTensor's placements say how its inputs and its output are sharded:
+Shard(dim) for each mesh axis that cuts a dim, Partial for an axis over which ranks have partial sums. The gradient of an input is Partial
+over every axis that cuts a factor (a letter of the operator's rule) which the input lacks. So DTensor derives every sum, gather and
+exchange, forward and backward. DTensor cuts a dim by mesh axes only in the mesh's order; a sharding with another order is refused.
 
-`compute(op, inputs, rank)` computes an operator; `product`, for einsums, is the default. `rank.region` gives this rank's shard of a cut
-factor, and `rank.total` sums a statistic over it, for norms. Sources: GSPMD (arXiv 2105.04663), section 4; torch.distributed.tensor.
+A function `compute(op, local inputs, rank) -> local output` computes an operator; the default is `product`, an einsum. Sources: GSPMD
+(arXiv 2105.04663), section 4; torch.distributed.tensor.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from parallel.annotations.graph import Operator
 from parallel.annotations.partition import Program, Work, shape
-from parallel.annotations.resharding import Axes, Sharding, Sizes, num_parts
+from parallel.annotations.resharding import Sharding, Sizes, num_parts
 from parallel.errors import BadInput
 
 if TYPE_CHECKING:
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
 
 def device_mesh(sizes: Sizes, *, device: str = "cpu") -> DeviceMesh:
-    """Make a DeviceMesh of the running ranks; the last axis varies fastest."""
+    """Make a DeviceMesh of the running ranks. sizes: axis -> its size; the last axis varies fastest from rank to rank."""
     return init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank's position in an operator's work."""
+    """This rank, for a function that computes an operator. work: the operator and its cuts. factors: letter -> size in the whole model."""
 
     mesh: DeviceMesh
     sizes: Sizes
@@ -46,7 +46,7 @@ class Rank:
     factors: Mapping[str, int]
 
     def region(self, letter: str) -> slice:
-        """Return this rank's slice of a factor."""
+        """Return the slice of a factor (0 to its whole size) that this rank has in the operator."""
         axes = self.work.cuts.get(letter, ())
         place = 0
         for axis in axes:
@@ -55,15 +55,15 @@ class Rank:
         return slice(place * part, (place + 1) * part)
 
     def total(self, local: Tensor, letters: str, *, read: Literal["in parts", "in copies"]) -> Tensor:
-        """Sum `local` over all shards of these factors.
+        """Return the sum of the ranks' tensors `local` over the axes that cut these factors, as for the mean square of a norm.
 
-        `read`: how later operators use the sum. "in parts": their output is cut by these factors too (a norm), so the gradient is summed
-        over ranks. "in copies": every rank computes the same (a loss), so each already has the whole gradient.
+        read: what ranks compute from the sum. "in parts": other parts of an output on each rank (a norm), so the sum's gradients are added
+        over ranks. "in copies": the same on every rank (a loss), so each already has the whole gradient.
         """
         return self._over(local, letters, "sum", read)
 
     def largest(self, local: Tensor, letters: str) -> Tensor:
-        """Return the maximum over all shards, without gradient."""
+        """Return the elementwise maximum of the ranks' tensors `local` over the axes that cut these factors, without gradient."""
         return self._over(local.detach(), letters, "max", "in copies")
 
     def _over(self, local: Tensor, letters: str, how: str, read: str) -> Tensor:
@@ -88,7 +88,10 @@ def product(op: Operator, inputs: Sequence[Tensor], rank: Rank) -> Tensor:
 
 
 class Annotated:
-    """A program on the running ranks; `mesh` has its axes, in its order. Raises BadInput if a dim is cut by axes in another order."""
+    """Runs a program on the running ranks. mesh: has the program's axes, in its order. compute: computes an operator on local tensors.
+
+    Raises BadInput if the program cuts a dim by axes in another order than the mesh's.
+    """
 
     def __init__(self, program: Program, mesh: DeviceMesh, compute: Compute = product) -> None:
         self.program, self.mesh, self.compute = program, mesh, compute
@@ -100,7 +103,7 @@ class Annotated:
                 self.placements(sharding, work.operator.name)
 
     def placed(self, name: str, whole: Tensor) -> DTensor:
-        """Shard an input or a parameter that every rank has whole. Return a leaf DTensor, with requires_grad for floating-point dtypes."""
+        """Return an input or a parameter, of which every rank has `whole`, as a sharded leaf DTensor; floating-point ones require grad."""
         from torch.distributed.tensor import DTensor
 
         sharding = self.program.shardings[name]
@@ -113,7 +116,7 @@ class Annotated:
         return made
 
     def __call__(self, values: Mapping[str, DTensor]) -> dict[str, DTensor]:
-        """Run the program. `values`: inputs and parameters made by `placed`. Return every operator's output."""
+        """Run the program. values: all inputs and parameters, made by `placed`. Returns operator -> output."""
         from torch.distributed.tensor import DTensor
 
         held, sizes = dict(values), {letter: dim.size for letter, dim in self.program.graph.dims.items()}
@@ -132,22 +135,14 @@ class Annotated:
         return {op.name: held[op.name] for op in self.program.graph.operators}
 
     def placements(self, sharding: Sharding, tensor: str) -> list[Placement]:
-        """Return a sharding as placements, one for each mesh axis."""
+        """Return the sharding of `tensor` as placements, one for each mesh axis."""
         from torch.distributed.tensor import Partial, Replicate, Shard
 
         order = list(self.program.mesh)
         for axes in sharding.dims:
-            _in_order(axes, order, tensor)
+            wanted = sorted(axes, key=order.index)
+            if list(axes) != wanted:
+                needed = f"the order of the mesh's axes, {', '.join(order)}, in which DTensor cuts a dim"
+                raise BadInput(f"sharding of {tensor}", got="+".join(axes), needed=needed, fix=f"annotate {'+'.join(wanted)}")
         of = {axis: dim for dim, axes in enumerate(sharding.dims) for axis in axes}
         return [Shard(of[axis]) if axis in of else Partial() if axis in sharding.partial else Replicate() for axis in order]
-
-
-def _in_order(axes: Axes, order: list[str], tensor: str) -> None:
-    wanted = sorted(axes, key=order.index)
-    if list(axes) != wanted:
-        raise BadInput(
-            f"sharding of {tensor}",
-            got="+".join(axes),
-            needed=f"the order of the mesh's axes, {', '.join(order)}, in which DTensor cuts a dim",
-            fix=f"annotate {'+'.join(wanted)}",
-        )

@@ -1,6 +1,6 @@
 """Graph of the operators of one forward pass, which the planner's searches cut over devices. Needs no torch.
 
-    bld --norm--> bld --ffn.w1 "bld,df->blf"--> blf --act--> blf --ffn.w2 "blf,fd->bld"--> bld
+    bld --norm--> bld --ffn.w1 "bld,df->blf"--> blf --activation--> blf --ffn.w2 "blf,fd->bld"--> bld
 
 Each operator has a rule in einsum notation. A letter is a factor: it has one role and one size in the whole graph (`dims`). A cut of a
 factor cuts every tensor of the operator that has its letter: a cut of `b` is data parallelism, a cut of `f` is Megatron's column-parallel,
@@ -9,7 +9,8 @@ Tensors are matched by position: attention reads as `bskc` the tensor that the k
 queries (l) and of keys (s) may be cut differently.
 
     b batch  l length  s length (of keys)  d width  v vocab  k heads (of keys)  g queries (heads of queries for each of keys)
-    c channels (of a head)  f hidden  e experts  u slots (rows of one expert from one sequence)  m expert_hidden  n shared_hidden
+    c channels (of a head)  f hidden  e experts  u slots (an expert's places for tokens of one sequence)  m expert_hidden
+    n shared_hidden
 
 Capital letters are used for roles with several sizes, as in a model with layers of different numbers of experts.
 The notation is GShard's (arXiv 2006.16668, section 3.2) and GSPMD's (arXiv 2105.04663, section 3.5).
@@ -28,7 +29,7 @@ Kind = Literal["product", "pointwise", "norm", "lookup", "attention", "dispatch"
 
 @dataclass(frozen=True)
 class Dim:
-    """Role of a factor, such as `hidden`, and its size in the whole model."""
+    """A factor: its role, such as `hidden`, and its size in the whole model."""
 
     name: str
     size: int
@@ -38,9 +39,10 @@ class Dim:
 class Operator:
     """An operator. Its output has the operator's name.
 
-    rule: letters of each input, in the order of `inputs`, and of the output. flops: of the whole forward product; 0 if it is no product.
-    whole: factors that cannot be cut. statistics: factors that norms and the loss reduce to one or two numbers; a cut of these leaves only
-    small partial results. layer: number of its block; -1: before the first block; the number of layers: after the last.
+    rule: letters of each input, in the order of `inputs`, and of the output. flops: operations of the whole product in a forward pass; 0
+    if it is no product. whole: factors that cannot be cut. statistics: factors over which norms and the loss compute one or two numbers
+    for each position; if these are cut, ranks exchange only these numbers. layer: number of its block; -1: before the first block; the
+    number of layers: after the last.
     """
 
     name: str
@@ -54,22 +56,22 @@ class Operator:
 
     @cached_property
     def terms(self) -> tuple[str, ...]:
-        """Letters of each input."""
+        """Return the letters of each input."""
         return tuple(self.rule.partition("->")[0].split(","))
 
     @cached_property
     def output(self) -> str:
-        """Letters of the output."""
+        """Return the letters of the output."""
         return self.rule.partition("->")[2]
 
     @cached_property
     def factors(self) -> str:
-        """All letters, each once, first the output's."""
+        """Return all letters, each once, first the output's."""
         return "".join(dict.fromkeys(self.output + "".join(self.terms)))
 
     @cached_property
     def summed(self) -> str:
-        """Factors that the output does not have."""
+        """Return the letters that the output does not have."""
         return "".join(letter for letter in self.factors if letter not in self.output)
 
 
@@ -83,10 +85,10 @@ class Edge(NamedTuple):
 
 @dataclass(frozen=True)
 class Graph:
-    """A forward pass.
+    """The operators of a forward pass, in the order in which they run.
 
     dims: letter -> role and size. inputs (tokens, targets), parameters: name -> letters. Several operators may read a parameter (tied
-    embeddings). operators: in the order in which they run. itemsize: bytes of an element of activations.
+    embeddings). itemsize: bytes of an element of activations.
     """
 
     dims: Mapping[str, Dim]
@@ -109,26 +111,26 @@ class Graph:
 
     @cached_property
     def named(self) -> dict[str, Operator]:
-        """Operators by name."""
+        """Return name -> operator."""
         return {op.name: op for op in self.operators}
 
     def letters(self, value: str) -> str:
-        """Letters of an input, a parameter or an operator's output."""
+        """Return the letters of an input, a parameter or an operator's output."""
         made = self.__dict__.get("named") or {op.name: op for op in self.operators}
         return self.inputs.get(value) or self.parameters.get(value) or made[value].output
 
     def size(self, letters: str) -> int:
-        """Elements of a tensor with these letters."""
+        """Return the number of elements of a tensor with these letters."""
         return prod(self.dims[letter].size for letter in letters)
 
     @cached_property
     def edges(self) -> tuple[Edge, ...]:
-        """Edges between operators, in the readers' order."""
+        """Return the edges between operators, in the readers' order."""
         return tuple(Edge(name, op.name, i) for op in self.operators for i, name in enumerate(op.inputs) if name in self.named)
 
     @cached_property
     def readers(self) -> dict[str, tuple[Edge, ...]]:
-        """Operator -> edges to the operators that read its output."""
+        """Return (name of an operator) -> edges to the operators that read its output."""
         return {op.name: tuple(edge for edge in self.edges if edge.writer == op.name) for op in self.operators}
 
     @cached_property
@@ -137,16 +139,16 @@ class Graph:
 
     @cached_property
     def flops(self) -> float:
-        """Floating-point operations of one forward pass."""
+        """Return the floating-point operations of one forward pass."""
         return sum(op.flops for op in self.operators)
 
     @cached_property
     def layers(self) -> tuple[int, ...]:
-        """Numbers of the layers, in order, with both ends: -1, and one more than the last block's number."""
+        """Return the operators' layer numbers, in order: usually -1, each block's, and one more than the last block's."""
         return tuple(sorted({op.layer for op in self.operators}))
 
     def part(self, layers: range) -> Graph:
-        """Graph of some layers. Outputs of other layers that they read become inputs."""
+        """Return the graph of the operators of some layers. Outputs of other layers that they read become inputs."""
         kept = tuple(op for op in self.operators if op.layer in layers)
         there, read = {op.name for op in kept}, {name for op in kept for name in op.inputs}
         given = {name: self.letters(name) for name in sorted(read - there) if name not in self.parameters}

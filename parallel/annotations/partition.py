@@ -1,16 +1,17 @@
 """The program of all ranks: each rank's computation and communication, given the sharding of every tensor and the cuts of every operator.
 
-    tensor --enter--> sharded as the operator reads it --its part--> result, perhaps partial sums --leave--> tensor      forward
-    gradient <--sum-- partial sums <--gradients of the part-- <--gather--                    <-- gradient                backward
+    forward     tensor --enter--> sharded as the operator reads it --compute--> result, perhaps partial sums --leave--> tensor
+    backward    gradient <--enter-- partial sums <--compute-- whole gradient of the result <--leave-- gradient of the tensor
 
-A factor is a letter of an operator's einsum rule: one dimension, in all tensors that have the letter (graph.py).
-An operator with a cut of a factor that its output lacks gives partial sums. A gradient is a partial sum if a factor is cut that the input
-lacks: the batch for a weight (data parallelism), hidden units for a network's input (Megatron-LM's f). resharding.py finds the steps:
-partial sums become an all-reduce, or a reduce-scatter if the tensor is cut anyway. A tensor that several operators read with the same
-sharding is communicated once, and their partial gradients are added before they are sent.
+"enter" and "leave" are communication: the steps from the sharding of the tensor between operators to that in the operator, or back.
+A factor is a letter of an operator's einsum rule: one dimension, in all tensors that have the letter (graph.py). A cut of a factor that
+the output lacks makes the result partial sums. A cut of a factor that an input lacks makes this input's gradient partial sums: the batch
+for a weight (data parallelism), hidden units for a network's input (Megatron-LM's f). resharding.py finds the steps: partial sums become an
+all-reduce, or a reduce-scatter if the tensor is cut anyway. A tensor that several operators read with the same sharding is communicated
+once, and their partial gradients are added before they are sent.
 
-    seconds    3 FLOPs of the part / rate (1 forward, 2 backward)  +  for each step its latency and bytes / the axis's bandwidth
-    bytes      weights with their states  +  the most activations and gradients at any moment of forward and backward pass
+    seconds    3 FLOPs of a rank / rate (1 forward, 2 backward)  +  for each step its latency and bytes / the axis's bandwidth
+    bytes      weights with their states  +  the most activations and gradients at any time in forward and backward pass
 
 Sources: GSPMD (arXiv 2105.04663), section 4; Mesh-TensorFlow (arXiv 1811.02084), section 4.
 """
@@ -26,13 +27,15 @@ from typing import Literal, NamedTuple
 from parallel.annotations.graph import Graph, Operator
 from parallel.annotations.resharding import Axes, Sharding, Sizes, Step, num_parts, reshard, sent_by
 
-Cuts = Mapping[str, Axes]  # for one operator: letter of a factor (a dimension in its einsum rule) -> axes that cut it, major first
-STATISTIC_BYTES = 8  # bytes of a statistic for one position: two numbers in fp32
+Cuts = Mapping[str, Axes]  # for one operator: letter of a factor -> mesh axes that cut it, major first
+STATISTIC_BYTES = 8  # bytes of a norm's or a loss's statistics for one position: two numbers in fp32
 
 
 class Conflict(NamedTuple):
-    """Two shardings or cuts that exclude each other at `where`, a tensor or an operator: the one `kept`, the one that was possible
-    `instead`, and the bytes that a rank sends in a step with each.
+    """A decision between two shardings of a tensor, or two cuts of an operator, that exclude each other.
+
+    where: name of the tensor or operator. kept, instead: the chosen one and the rejected one. kept_bytes, instead_bytes: bytes that a rank
+    sends in a training step with each.
     """
 
     where: str
@@ -47,8 +50,9 @@ class Conflict(NamedTuple):
 
 @dataclass(frozen=True)
 class Work:
-    """A rank's part of an operator. needs: sharding in which it reads each input. made: sharding of its result. gives: sharding of the
-    gradient of each input; None: it has no gradient."""
+    """How ranks share an operator. cuts: of its factors. needs: sharding in which it reads each input. made: sharding of its result.
+    gives: sharding of each input's gradient; None: the input has no gradient.
+    """
 
     operator: Operator
     cuts: Cuts
@@ -58,8 +62,9 @@ class Work:
 
 
 class Move(NamedTuple):
-    """A step of communication in the forward or backward pass. why: the tensor enters or leaves an operator, or the operator needs a
-    statistic (such as a norm's mean square) over a dimension that is cut.
+    """A step of communication. why: "enter" or "leave" (top of this file), or a "statistic" of a cut dimension, as a norm's mean square.
+
+    tensor: the one that changes its sharding; for a statistic, the operator.
     """
 
     direction: Literal["forward", "backward"]
@@ -73,7 +78,10 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True)
 class Machine:
-    """Rates of a machine. flops: operations a second of a rank. bandwidth: bytes a second that a rank sends, by axis or for all axes."""
+    """Rates of a machine. flops: operations a second of a rank. bandwidth: bytes a second that a rank sends, by axis or for all axes.
+
+    latency_s: seconds that each collective takes in addition to its bytes.
+    """
 
     flops: float = 1e14
     bandwidth: Mapping[str, float] | float = 1e11
@@ -88,7 +96,9 @@ class Machine:
 
 @dataclass(frozen=True)
 class Program:
-    """The program of all ranks. shardings: of every tensor between operators. conflicts: choices that were made, with the rejected ones."""
+    """The program of all ranks. mesh: axis -> size. shardings: of every tensor between operators. work: of every operator, in order.
+    conflicts: decisions by which the shardings were found.
+    """
 
     graph: Graph
     mesh: Sizes
@@ -98,26 +108,26 @@ class Program:
 
     @cached_property
     def moves(self) -> tuple[Move, ...]:
-        """All changes of sharding between operators, in order: forward, then backward. Slices are included, though they send nothing."""
+        """Return all steps of communication in order: forward, then backward. Slices are included, though they send nothing."""
         return (*self._forward(), *self._backward())
 
     @property
     def collectives(self) -> tuple[Move, ...]:
-        """Moves that send bytes."""
+        """Return the moves that send bytes."""
         return tuple(move for move in self.moves if move.step.sent)
 
     @property
     def sent(self) -> float:
-        """Bytes that a rank sends in a step."""
+        """Return the bytes that a rank sends in a training step."""
         return float(sum(move.step.sent for move in self.moves))
 
     def seconds(self, machine: Machine) -> float:
-        """Seconds of a step without any overlap."""
+        """Return the seconds of a training step without any overlap."""
         computed = sum(flops(work, self.mesh) for work in self.work) / machine.flops
         return computed + sum(machine.seconds(move.step) for move in self.moves)
 
     def bytes(self, *, of_weight: float = 16) -> float:
-        """Most bytes of a rank in a step. of_weight: bytes of a weight's element with its gradient and optimizer states."""
+        """Return a rank's peak memory in bytes. of_weight: bytes of a weight's element with its gradient and optimizer states."""
         graph = self.graph
         held = {name: size(graph, name, self.shardings[name], self.mesh) for name in self.shardings}
         weights = of_weight * sum(held[name] for name in graph.parameters)
@@ -143,7 +153,7 @@ class Program:
             op, whole = work.operator, Sharding(work.made.dims)
             yield from self._summed(op.name, gives)
             yield from (Move("backward", op.name, "leave", step) for step in self._steps(self.shardings[op.name], whole, op.name))
-            if set(op.statistics) <= set(op.output):  # otherwise all ranks have the statistic's gradient, as for a loss
+            if set(op.statistics) <= set(op.output):  # a norm; after a loss, all ranks have the statistic's gradient
                 yield from (Move("backward", op.name, "statistic", step) for step in statistics(self.graph, work, self.mesh))
             for name, given in zip(op.inputs, work.gives, strict=True):
                 if given is not None:
@@ -163,33 +173,33 @@ def shape(graph: Graph, tensor: str) -> tuple[int, ...]:
 
 
 def size(graph: Graph, tensor: str, sharding: Sharding, mesh: Sizes) -> int:
-    """Number of the tensor's elements on a rank."""
+    """Return the number of the tensor's elements on a rank."""
     return prod(sharding.local(shape(graph, tensor), mesh))
 
 
 def tensors(graph: Graph) -> tuple[str, ...]:
-    """Names of all inputs, parameters and operators' outputs."""
+    """Return the names of all inputs, parameters and operators' outputs."""
     return (*graph.inputs, *graph.parameters, *graph.named)
 
 
 def indices(graph: Graph) -> frozenset[str]:
-    """Inputs that are indices of rows or classes, and so have no gradient."""
+    """Return the inputs that are indices of rows or classes, and so have no gradient."""
     places = {"lookup": 0, "loss": 1}
     return frozenset(op.inputs[places[op.kind]] for op in graph.operators if op.kind in places) & frozenset(graph.inputs)
 
 
 def needed(cuts: Cuts, letters: str) -> tuple[Axes, ...]:
-    """Axes of each dim of a tensor with these letters, as an operator with these cuts reads or makes it."""
+    """Return, for each dim of a tensor with these letters, the axes that cut it inside an operator with these cuts."""
     return tuple(cuts.get(letter, ()) for letter in letters)
 
 
 def shares(cuts: Cuts, letters: str, *, but: str = "") -> Axes:
-    """Axes that cut factors which a tensor with these letters lacks: ranks along them have partial sums. but: factors that do not count."""
+    """Return the axes along which a tensor with these letters is partial sums: those that cut factors neither in it nor in `but`."""
     return tuple(sorted(axis for letter, axes in cuts.items() if letter not in letters + but for axis in axes))
 
 
 def work_of(op: Operator, cuts: Cuts, constant: frozenset[str]) -> Work:
-    """A rank's part of an operator with these cuts. constant: tensors without gradients."""
+    """Return the Work of an operator with these cuts. constant: names of tensors without gradients."""
     return Work(
         op,
         cuts,
@@ -203,7 +213,7 @@ def work_of(op: Operator, cuts: Cuts, constant: frozenset[str]) -> Work:
 
 
 def statistics(graph: Graph, work: Work, mesh: Sizes) -> Iterator[Step]:
-    """Small all-reduces of an operator that needs a statistic over a cut factor, as a norm does."""
+    """Yield the all-reduces of an operator's statistics, one for each axis that cuts a factor which they cover."""
     op, cuts = work.operator, work.cuts
     places = prod(graph.dims[f].size // num_parts(cuts.get(f, ()), mesh) for f in op.factors if f not in op.statistics)
     for axis in (axis for f in op.statistics for axis in cuts.get(f, ())):
@@ -211,12 +221,12 @@ def statistics(graph: Graph, work: Work, mesh: Sizes) -> Iterator[Step]:
 
 
 def flops(work: Work, mesh: Sizes) -> float:
-    """Operations of a rank, forward and backward. The gradients of a product are two products."""
+    """Return a rank's floating-point operations, forward and backward. The gradients of a product are two products."""
     return 3 * work.operator.flops / num_parts(tuple(axis for axes in work.cuts.values() for axis in axes), mesh)
 
 
 def peak(graph: Graph, held: Mapping[str, float]) -> float:
-    """Largest sum of all live tensors in a forward and backward pass. held: size of each tensor except parameters.
+    """Return the largest sum of all live tensors in a forward and backward pass. held: name -> size of each tensor except parameters.
 
     An activation lives until the backward pass of the first operator that reads it, or of its own operator if that is later. Its gradient
     lives from the backward pass of the last reader to its own operator's.

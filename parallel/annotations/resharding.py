@@ -3,14 +3,14 @@
     Sharding((("rows",), ()))            dim 0 over rows, dim 1 whole; the axes of a dim from the major one to the minor one
     Sharding(((), ()), ("columns",))     whole, but each rank along columns has a partial sum
 
-    step             effect on an axis                                bytes that a rank sends; n ranks, S bytes held before the step
+    step             effect on a mesh axis                            bytes that a rank sends; n ranks, S bytes held before the step
     slice            cuts a dim by it                                 0
     all_gather       removes it from a dim                            (n - 1) S
     all_to_all       moves it from one dim to another                 (n - 1) / n S
     reduce_scatter   adds partial sums, and cuts a dim by it          (n - 1) / n S
     all_reduce       adds partial sums                                2 (n - 1) / n S
 
-Each step handles one axis. Only the minor axis of a dim can be added or removed, because the parts of other axes are not contiguous. A
+Each step handles one axis. Only the minor (last) axis of a dim can be added or removed, because the parts of others are not contiguous. A
 tensor has few shardings, so Dijkstra's algorithm finds the steps with the fewest bytes; of equal ones, the fewest steps. Sources: GSPMD
 (arXiv 2105.04663), sections 3.5 and 4.5; bytes are counted for ring collectives (Thakur et al. 2005).
 """
@@ -35,23 +35,18 @@ _OF_HELD = {"slice": 0, "all_gather": 1, "all_to_all": 1, "reduce_scatter": 1, "
 
 @dataclass(frozen=True)
 class Sharding:
-    """Sharding of a tensor. dims: axes that cut each dim, major first. partial: axes along which ranks have partial sums."""
+    """Sharding of a tensor. dims: for each dim the axes that cut it, major first. partial: axes along which ranks have partial sums."""
 
     dims: tuple[Axes, ...]
     partial: Axes = ()
 
-    @staticmethod
-    def whole(rank: int) -> Sharding:
-        """Sharding of a tensor with `rank` dims that every rank holds whole."""
-        return Sharding(((),) * rank)
-
     @property
     def axes(self) -> frozenset[str]:
-        """All axes that it uses."""
+        """Return all axes that the sharding uses."""
         return frozenset(axis for axes in self.dims for axis in axes) | frozenset(self.partial)
 
     def local(self, shape: tuple[int, ...], mesh: Sizes) -> tuple[int, ...]:
-        """Shape of a rank's part of a tensor with this shape."""
+        """Return the shape of a rank's part of a tensor with this shape."""
         return tuple(size // num_parts(axes, mesh) for size, axes in zip(shape, self.dims, strict=True))
 
     def __str__(self) -> str:
@@ -61,7 +56,10 @@ class Sharding:
 
 @dataclass(frozen=True)
 class Step:
-    """One collective or slice over one axis. source, target: dims that lose and gain the axis. sent: bytes that a rank sends."""
+    """One collective or slice over one axis. sent: bytes that a rank sends.
+
+    source: dim that the axis cuts only before the step; None if there is none. target: dim that it cuts only after the step, or None.
+    """
 
     kind: Kind
     axis: str
@@ -75,7 +73,7 @@ class Step:
 
 
 def num_parts(axes: Axes, mesh: Sizes) -> int:
-    """Number of parts into which the axes cut."""
+    """Return the number of parts into which the axes cut a dim."""
     return prod(mesh[axis] for axis in axes)
 
 
@@ -88,24 +86,26 @@ def check_axes(axes: Iterable[str], mesh: Sizes, *, what: str) -> None:
         if axis not in mesh:
             near = did_you_mean(axis, mesh) or next(iter(mesh), None)
             there = f"an axis of the mesh: {', '.join(mesh)}" if mesh else "no axis: the mesh has none"
-            raise BadInput(
-                what, got=f"axis {axis!r}", needed=there, fix=f"use {near}" if near else f"leave {axis} out, or give the mesh one"
-            )
+            fix = f"use {near}" if near else f"leave {axis} out, or give the mesh one"
+            raise BadInput(what, got=f"axis {axis!r}", needed=there, fix=fix)
 
 
-def sent_by(kind: Kind, ways: int, held: float) -> float:
-    """Bytes that a rank sends in a collective. held: bytes that it holds before."""
-    return held * (ways - 1) * _OF_HELD[kind] / (1 if kind == "all_gather" else ways)
+def sent_by(kind: Kind, ranks: int, held: float) -> float:
+    """Return the bytes that a rank sends in a step over an axis of `ranks` ranks. held: bytes that it holds before."""
+    return held * (ranks - 1) * _OF_HELD[kind] / (1 if kind == "all_gather" else ranks)
 
 
 def reshard(held: Sharding, wanted: Sharding, shape: tuple[int, ...], mesh: Sizes, *, itemsize: int = 4) -> tuple[Step, ...]:
-    """Steps from `held` to `wanted` with the fewest bytes. Partial axes of `wanted` must be partial in `held` too."""
+    """Return the steps with the fewest bytes by which a tensor of `shape` goes from one sharding to another.
+
+    An axis that is partial in `wanted` must be partial in `held` too, because no step makes partial sums. itemsize: bytes of an element.
+    """
     assert set(wanted.partial) <= set(held.partial), f"{wanted} has shares that {held} has not"
     return _cheapest(held, wanted, shape, tuple(mesh.items()), itemsize)
 
 
 def sent(steps: tuple[Step, ...]) -> float:
-    """Bytes that a rank sends in all steps."""
+    """Return the bytes that a rank sends in all steps."""
     return sum(step.sent for step in steps)
 
 
@@ -133,7 +133,7 @@ def _cheapest(
 
 
 def _moves(now: Sharding, shape: tuple[int, ...], mesh: Sizes, keep: frozenset[str], itemsize: int) -> Iterator[tuple[Step, Sharding]]:
-    """All steps from a sharding that use an axis in `keep`, with the shardings after them."""
+    """Yield each possible next step from a sharding, with the sharding after it. keep: axes that may cut a dim after it."""
     bytes_held = prod(now.local(shape, mesh)) * itemsize
 
     def step(kind: Kind, axis: str, source: int | None, target: int | None) -> tuple[Step, Sharding]:

@@ -9,7 +9,8 @@ pi^2 = (tr A / I) / (tr G / O). Here lambda is relative: `damping` times the mea
 Then t = sqrt(damping) tr A / I and s = sqrt(damping) tr G / O. So the scale of a factor does not matter, and it is stored with a mean
 eigenvalue of 1: the loss's divisor, the loss scale of fp16 and the number of tokens all cancel. All matrices are fp32.
 
-An expert's rows are the tokens routed to it. Their number only scales its G, so it cancels too.
+An expert's rows are the tokens routed to it. Their number only scales its G, so it cancels too. "0 without rows" below: a matrix is zero
+until its linear has received a token.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from parallel.numerics.supposed import supposed
 
 
 def summed_products(rows_RW: Tensor, counts: Sequence[int] | None = None) -> Tensor:
-    """Sum of r r^T over all rows r, fp32 [1, W, W]. counts: rows of each expert, in expert order; the result is then [E, W, W]."""
+    """Return the sum of r r^T over all rows r, fp32 [1, W, W]. counts: number of rows of each expert, in order; the result is [E, W, W]."""
     wide_RW = rows_RW.float()
     if counts is None:
         return (wide_RW.t() @ wide_RW).unsqueeze(0)
@@ -38,14 +39,15 @@ def summed_products(rows_RW: Tensor, counts: Sequence[int] | None = None) -> Ten
 
 
 def mean_eigenvalue(factor_EWW: Tensor) -> Tensor:
-    """Mean eigenvalue of each matrix, [E, 1, 1]; 0 if it has had no row yet."""
+    """Return the mean eigenvalue of each matrix, [E, 1, 1]; 0 without rows."""
     return factor_EWW.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
 
 
 def averaged(running_EWW: Tensor, sums_EWW: Tensor, *, ema: float) -> Tensor:
-    """New running factor: the exponential mean of the factors, each scaled to mean eigenvalue 1.
+    """Return the new running factor: the exponential mean of all factors so far, each scaled to mean eigenvalue 1.
 
-    The first factor has full weight. Without new rows (an expert without tokens) the old factor stays. ema: weight of the old factor.
+    sums_EWW: sums of r r^T over the new rows, which are the new factor. The first factor has full weight. Without new rows (an expert
+    without tokens) the old factor stays. ema: weight of the old factor.
     """
     scale_E11 = mean_eigenvalue(sums_EWW)
     came, had = scale_E11 > 0, mean_eigenvalue(running_EWW) > 0
@@ -55,7 +57,7 @@ def averaged(running_EWW: Tensor, sums_EWW: Tensor, *, ema: float) -> Tensor:
 
 
 def damped_inverse(factor_EWW: Tensor, *, damping: float) -> Tensor:
-    """(F + sqrt(damping) I)^-1 by Cholesky, for F of mean eigenvalue 1; 0 for matrices that have had no row yet.
+    """Return (F + sqrt(damping) I)^-1 by Cholesky, for factors F of mean eigenvalue 1; 0 without rows.
 
     At least fp32's rounding error for a matrix of this width is added, even if `damping` is smaller. If the matrix is still not positive
     definite, the addition is multiplied by ten until it is. This ends, because no eigenvalue is larger than the width.
@@ -74,13 +76,13 @@ def damped_inverse(factor_EWW: Tensor, *, damping: float) -> Tensor:
 
 
 def _cholesky(matrix_EWW: Tensor) -> tuple[Tensor, Tensor]:
-    """Lower triangles, and a number above 0 for each matrix that is not positive definite. A rehearsal assumes that all are."""
+    """Return the lower triangles, and for each matrix 0 or, if it is not positive definite, a positive number. A rehearsal assumes 0."""
     lower_EWW, failed_E = torch.linalg.cholesky_ex(matrix_EWW)
     return lower_EWW, supposed(failed_E, lambda: torch.zeros(len(failed_E)))
 
 
 def direction(gradient: Tensor, a_inverse_EII: Tensor, g_inverse_EOO: Tensor) -> Tensor:
-    """G^-1 M A^-1 in fp32, for M [O, I] or for a stack of transposed matrices [E, I, O]."""
+    """Return G^-1 M A^-1 in fp32, for a gradient M [O, I], or A^-1 M G^-1 for a stack of transposed matrices M [E, I, O]."""
     if gradient.ndim == 2:
         return g_inverse_EOO[0] @ gradient.float() @ a_inverse_EII[0]
     return a_inverse_EII @ gradient.float() @ g_inverse_EOO

@@ -11,19 +11,16 @@ checkpoints. Parameters outside K-FAC, and linears that have no inverses yet, ta
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
 
 from parallel.data.engine import Engine, Load
 from parallel.kfac.factors import direction
 from parallel.kfac.kfac import Kfac
-from parallel.mesh.layout import Layout
 from parallel.optim.step import AdamWExcept, decay_and_subtract
-from parallel.watch.audit import Held
 
 Group = dict[str, Any]
 
@@ -54,7 +51,7 @@ class Grafted(AdamWExcept):
         return True
 
     def _state_of(self, weight: nn.Parameter) -> dict[str, Tensor]:
-        """AdamW's states of the weight, created as AdamW would create them."""
+        """Return AdamW's states of the weight, created as AdamW would create them."""
         state: dict[str, Tensor] = self.state[weight]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=weight.device)
@@ -70,44 +67,20 @@ def grafted(direction: Tensor, length: Tensor) -> Tensor:
 
 
 class KfacEngine:
-    """Engine around an engine with a `Grafted` optimizer: records forward passes, and finishes K-FAC's work before each update."""
+    """An engine with a `Grafted` optimizer. It also records forward passes, and finishes K-FAC's work before each update.
+
+    All other methods and attributes are those of `engine`.
+    """
 
     def __init__(self, engine: Engine, kfac: Kfac) -> None:
         self.engine, self.kfac = engine, kfac
-        self.module: nn.Module = engine.module
-        self.layouts: dict[str, Layout] = engine.layouts
-        self.rule = engine.rule
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
 
     def forward(self, *args: Any, last: bool) -> Any:
         with self.kfac.recording():
             return self.engine.forward(*args, last=last)
-
-    def backward(self, loss: Tensor, *, last: bool) -> None:
-        self.engine.backward(loss, last=last)
-
-    def backward_from(self, output: GradientEdge, gradient: Tensor | None) -> None:
-        self.engine.backward_from(output, gradient)
-
-    def start_sums(self, names: Sequence[str]) -> None:
-        self.engine.start_sums(names)
-
-    def reduce(self) -> None:
-        self.engine.reduce()
-
-    def owned_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        return self.engine.owned_gradients()
-
-    def tensors(self) -> Iterator[Held]:
-        return self.engine.tensors()
-
-    def summed_gradients(self) -> Iterator[Held]:
-        return self.engine.summed_gradients()
-
-    def copy_again(self) -> bool:
-        return self.engine.copy_again()
-
-    def scale_gradients(self, factor: float) -> None:
-        self.engine.scale_gradients(factor)
 
     def step(self, lr: float) -> None:
         self.kfac.finish()
@@ -116,12 +89,6 @@ class KfacEngine:
     def drop_gradients(self) -> None:
         self.kfac.forget()
         self.engine.drop_gradients()
-
-    def gradient(self, name: str) -> Tensor:
-        return self.engine.gradient(name)
-
-    def state(self, name: str) -> dict[str, Tensor]:
-        return self.engine.state(name)
 
     def load_state(self, names: Iterable[str], load: Load, *, steps: int) -> None:
         self.engine.load_state(names, load, steps=steps)

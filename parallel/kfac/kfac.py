@@ -1,19 +1,19 @@
 """K-FAC as units of work that can run at any time before a deadline: PipeFisher (arXiv 2211.14133) puts them into a pipeline's bubbles.
 
-    step t, a multiple of n         forward    A of micro-batch i may start: sum of a a^T
-                                    backward   G of micro-batch i may start: sum of g g^T
+A refresh computes all factors and inverses anew. It begins every n steps (`refresh_every`) and takes d further steps (`delay`):
+
+    step t, a multiple of n         forward    A of micro-batch i may start: sum of a a^T     a: input rows of a linear
+                                    backward   G of micro-batch i may start: sum of g g^T     g: gradients of its output rows
     the end of step t + d // 2      sums over the ranks that hold copies, then the running mean
     from then to the end of t + d   an inversion of each A and G, on one of the ranks that hold it
     the end of step t + d           the inverses go to the other ranks, and all new inverses replace the old ones
 
-n is `refresh_every`, d is `delay`. The inverses are stale in between; the direction (parallel/kfac/factors.py) is computed in every step.
-Work that is due at the end of a step and found no bubble is done there. Numbers never depend on when the work was done, and one process
-with the same n and d gives the same numbers as any pipeline. Sums and the exchange of inverses are collective, so they always run at the
-end of their step.
+The inverses are stale in between; the direction (parallel/kfac/factors.py) is computed in every step. Work that is due at the end of a
+step and found no bubble is done there. Numbers never depend on when the work was done, and one process with the same n and d gives the same
+numbers as any pipeline. Sums and the exchange of inverses are collective, so they always run at the end of their step.
 
 The Fisher information is the empirical one, from the gradients that the step computes anyway, as in the paper's code. Rows are kept in
-memory until the work on them is done (`kept_bytes`). In fp16, a step with a gradient that is not finite is discarded, and the next step
-takes its place.
+memory until the work on them is done. In fp16, a step with a gradient that is not finite is discarded, and the next step takes its place.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from parallel.mesh.layout import Layout
 class Settings:
     """Settings of K-FAC.
 
-    damping: relative to the mean eigenvalue of G (x) A. ema: weight of the old factor at a refresh. refresh_every: number of updates
-    between refreshes. delay: number of updates from a refresh to the use of its inverses.
+    damping: number added to all eigenvalues of G (x) A, relative to their mean. ema: weight of the old factor at a refresh.
+    refresh_every: number of updates between refreshes. delay: number of updates from a refresh to the use of its inverses.
     """
 
     damping: float
@@ -53,7 +53,7 @@ class Settings:
 class Linear:
     """One linear layer, with a weight [O, I], or a stack of them, [E, I, O].
 
-    name: name of the weight. inputs: name of the linear that reports the input rows; linears with the same inputs share one factor A.
+    name: name of the weight. inputs: name of the linear whose input rows give factor A. Linears that read the same rows share it.
     """
 
     name: str
@@ -62,17 +62,17 @@ class Linear:
     inputs: str
 
     @property
-    def stack(self) -> int:
+    def num_matrices(self) -> int:
         return len(self.weight) if self.weight.ndim == 3 else 1
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Widths of the factors A and G."""
+        """Return the widths of the factors "A" and "G"."""
         inputs, outputs = self.weight.shape[-2:] if self.weight.ndim == 3 else reversed(self.weight.shape)
         return {"A": inputs, "G": outputs}
 
     def layout_of(self, factor: str) -> Layout:
-        """Layout of a factor on the mesh: split over experts as the stack is, otherwise whole."""
+        """Return the layout of a factor on the mesh: split over experts as the stack is, otherwise whole."""
         width = self.sizes[factor]
         stacked = {dim: axis for dim, axis in self.layout.split.items() if dim == 0 and self.weight.ndim == 3}
         return replace(self.layout, shape=(*(self.layout.shape[:-2] or (1,)), width, width), split=stacked)
@@ -96,11 +96,12 @@ class KfacUnit(NamedTuple):
 
 @dataclass
 class Factor:
-    """One Kronecker factor of one linear, for each of its E experts a matrix [W, W] (W: the input's or output's width). Matrices of experts
-    that have had no row yet are zero.
+    """One Kronecker factor of one linear: a matrix [W, W] for each of the linear's E matrices (W: width of its input or output).
 
-    running: running mean, scaled to a mean eigenvalue of 1. sums: sums of the current step. inverse: the inverse in use. next: the
-    inverse that will replace it.
+    The matrices of an expert that has never received a token are zero.
+
+    running: running mean, scaled to a mean eigenvalue of 1. inverse: the inverse in use. sums: sums of r r^T over the current step's rows
+    r; None: no rows yet. next: the inverse that will replace `inverse`; None: not computed yet.
     """
 
     layout: Layout
@@ -114,20 +115,14 @@ class Factor:
 
 
 @dataclass
-class Rows:
-    rows: Tensor
-    counts: Sequence[int] | None
-
-
-@dataclass
 class Kfac:
     """K-FAC for all linears of a rank. The caller runs forward passes within `recording`, and calls `finish` before each update, or
     `forget` if there is no update.
 
-    total: (sums, layouts) -> None; sums tensors in place over the ranks that hold copies, which the layouts name.
-    place: layout -> (this rank's index among these ranks, their number).
-    at_once: True: work is done as soon as possible; False: it waits for `do_next`, `run` or the end of the step (see `defer`).
-    updates: number of updates so far.
+    linears: by name. total: (tensors by name, their layouts by name) -> None; sums them in place over the ranks that hold copies, which
+    the layouts name. place: layout -> (this rank's index among the ranks that hold copies, their number).
+    at_once: True: work is done as soon as possible; False: it waits for `run`, `do_next` or the end of the step.
+    updates: number of updates so far. factors: ("A" or "G", name of a linear) -> factor.
     """
 
     linears: dict[str, Linear]
@@ -139,23 +134,23 @@ class Kfac:
     factors: dict[tuple[str, str], Factor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._seconds: dict[tuple[str, str, str], list[float]] | None = None  # times of each unit; None: not measured
+        self._seconds: dict[tuple[str, str, str], list[float]] | None = None  # times by (kind, factor, linear); None: not measured
         self._open = False
-        self._passes: Counter[str] = Counter()
+        self._passes: Counter[str] = Counter()  # forward passes of each linear in this step
         self._unsummed = False  # True if a step was recorded and not yet summed over ranks
         self._unshared = False  # True if new inverses are only on the ranks that made them
-        self._kept: dict[KfacUnit, Rows] = {}
+        self._rows: dict[KfacUnit, tuple[Tensor, Sequence[int] | None]] = {}  # (rows [R, W], rows of each expert) of curvature to do
         self._queue: deque[KfacUnit] = deque()
         for linear in self.linears.values():
             for factor, name in (("A", linear.inputs), ("G", linear.name)):
                 if (factor, name) not in self.factors:
                     width = linear.sizes[factor]
-                    zeros = torch.zeros(linear.stack, width, width, device=linear.weight.device)
+                    zeros = torch.zeros(linear.num_matrices, width, width, device=linear.weight.device)
                     self.factors[factor, name] = Factor(linear.layout_of(factor), zeros, zeros.clone())
         self.inverts = self._own_inversions()
 
     def _own_inversions(self) -> frozenset[tuple[str, str]]:
-        """Factors that this rank inverts. Factors held by the same ranks are distributed to them in turn, the largest first."""
+        """Return the factors that this rank inverts. The ranks that hold the same factors take turns, the largest factors first."""
         alike: dict[tuple[tuple[str, ...], tuple[int, ...]], list[tuple[str, str]]] = defaultdict(list)
         for key, factor in self.factors.items():
             alike[factor.layout.summed_over(), factor.layout.holders].append(key)
@@ -169,12 +164,12 @@ class Kfac:
 
     @property
     def records(self) -> bool:
-        """True if the current step computes new factors."""
+        """Return True if a refresh begins in the current step, so that its rows are recorded."""
         return self.updates % self.settings.refresh_every == 0
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Context for one forward pass in training. Forward passes that are recomputed in the backward pass run outside of it."""
+        """Return a context for one forward pass in training. Forward passes that are recomputed in the backward pass run outside of it."""
         self._open = self.records
         self._unsummed |= self.records
         try:
@@ -183,43 +178,38 @@ class Kfac:
             self._open = False
 
     def watch(self, name: str, x: Tensor, y: Tensor, counts: Sequence[int] | None = None) -> None:
-        """Record the input x and the output y of the linear `name`, both [..., width], one row a token. counts: rows of each expert."""
+        """Record the input x and the output y of the linear `name`, both [..., width], one row a token. counts: for a stack, the number
+        of rows of each expert, in expert order."""
         if not (self._open and y.requires_grad):
             return
         microbatch = self._passes[name]
         self._passes[name] += 1
         if self.linears[name].inputs == name:
             self._ready(KfacUnit("curvature", "A", name, microbatch), x.detach(), counts)
-        item = KfacUnit("curvature", "G", name, microbatch)
-        y.register_hook(lambda grad: self._ready(item, grad.detach(), counts))
+        unit = KfacUnit("curvature", "G", name, microbatch)
+        y.register_hook(lambda grad: self._ready(unit, grad.detach(), counts))
 
-    def _ready(self, item: KfacUnit, rows: Tensor, counts: Sequence[int] | None) -> None:
-        self._kept[item] = Rows(rows.flatten(0, -2), counts)
-        self._queue.append(item)
+    def _ready(self, unit: KfacUnit, rows: Tensor, counts: Sequence[int] | None) -> None:
+        self._rows[unit] = rows.flatten(0, -2), counts
+        self._queue.append(unit)
         if self.at_once:
-            self.run(item)
+            self.run(unit)
 
     # --- units of work: done as they become ready, or deferred to times when the rank waits ---------------------------
 
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes of all rows that are kept for later work. The backward pass may keep some of these rows anyway."""
-        storages = {rows.rows.untyped_storage().data_ptr(): rows.rows.untyped_storage().nbytes() for rows in self._kept.values()}
-        return sum(storages.values())
-
     def defer(self, *, timed: bool) -> None:
-        """From now on, let work wait until `do_next` or `run`, or the end of the step. timed: measure each unit until `times` is called."""
+        """Let work wait for `run`, `do_next` or the end of the step from now on. timed: measure each unit until `times` is called."""
         self.at_once, self._seconds = False, {} if timed else None
 
     def times(self) -> dict[tuple[str, str, str], float]:
-        """Median seconds of each unit since `defer`, by (kind, factor, linear). Ends the measurement."""
+        """End the measurement, and return (kind, factor, name of the linear) -> median seconds of its units since `defer`."""
         assert self._seconds is not None
         found, self._seconds = {key: median(times) for key, times in self._seconds.items()}, None
         return found
 
     @property
     def waiting(self) -> tuple[KfacUnit, ...]:
-        """Units of work that can be done now, in the order in which they became ready."""
+        """Return the units of work that can be done now, in the order in which they became ready."""
         return tuple(self._queue)
 
     def do_next(self) -> bool:
@@ -229,33 +219,25 @@ class Kfac:
             return True
         return False
 
-    def fill(self, until: Callable[[], bool]) -> int:
-        """Do units of work until `until()` is true or none is left. Returns the number done. For a rank that waits for a message."""
-        done = 0
-        while not until() and self.do_next():
-            done += 1
-        return done
-
-    def run(self, item: KfacUnit) -> None:
+    def run(self, unit: KfacUnit) -> None:
         """Take a unit of work from the queue and do it."""
-        self._queue.remove(item)
+        self._queue.remove(unit)
         if self._seconds is None:
-            self.do(item)
+            self.do(unit)
             return
-        device = self.linears[item.name].weight.device
+        device = self.linears[unit.name].weight.device
         started = _now(device)
-        self.do(item)
-        self._seconds.setdefault((item.kind, item.factor, item.name), []).append(_now(device) - started)
+        self.do(unit)
+        self._seconds.setdefault((unit.kind, unit.factor, unit.name), []).append(_now(device) - started)
 
     @torch.no_grad()
-    def do(self, item: KfacUnit) -> None:
-        """Do a unit of work without taking it from the queue."""
-        factor = self.factors[item.factor, item.name]
-        if item.kind == "inversion":
+    def do(self, unit: KfacUnit) -> None:
+        """Do a unit of work, without taking it from the queue."""
+        factor = self.factors[unit.factor, unit.name]
+        if unit.kind == "inversion":
             factor.next = damped_inverse(factor.running, damping=self.settings.damping)
             return
-        kept = self._kept.pop(item)
-        products = summed_products(kept.rows, kept.counts)
+        products = summed_products(*self._rows.pop(unit))
         factor.sums = products if factor.sums is None else factor.sums.add_(products)
 
     # --- ends of steps ------------------------------------------------------------------------------------------------
@@ -278,7 +260,7 @@ class Kfac:
         self._passes.clear()
         if self.records:
             self._unsummed = False
-            self._kept.clear()
+            self._rows.clear()
             self._queue.clear()
             for factor in self.factors.values():
                 factor.sums = None
@@ -294,25 +276,22 @@ class Kfac:
 
     @torch.no_grad()
     def _sum(self) -> None:
-        """Once for each recorded step: finish its curvature, sum it over copies, update the running mean, and queue the inversions."""
+        """If a recorded step is not summed yet, finish its curvature, sum it over copies, update running means, queue inversions."""
         if not self._unsummed:
             return
         self._unsummed = False
         self._work_off()
-        for factor in self.factors.values():
-            factor.sums = torch.zeros_like(factor.running) if factor.sums is None else factor.sums
-        self._total({key: factor.sums for key, factor in self.factors.items() if factor.sums is not None})
+        sums = {key: torch.zeros_like(factor.running) if factor.sums is None else factor.sums for key, factor in self.factors.items()}
+        self._total(sums)
         for key, factor in self.factors.items():
-            assert factor.sums is not None
-            factor.running = averaged(factor.running, factor.sums, ema=self.settings.ema)
-            factor.sums = None
+            factor.running, factor.sums = averaged(factor.running, sums[key], ema=self.settings.ema), None
             if key in self.inverts:
                 self._queue.append(KfacUnit("inversion", *key))
         self._unshared = True
 
     @torch.no_grad()
     def _share(self) -> None:
-        """Finish all waiting work, then send each new inverse to all ranks that hold the factor, by a sum to which they add zeros."""
+        """Finish all waiting work, then send each new inverse to all ranks that hold the factor, by a sum to which the others add zeros."""
         self._work_off()
         if not self._unshared:
             return
@@ -329,25 +308,28 @@ class Kfac:
     # --- for the update -----------------------------------------------------------------------------------------------
 
     def inverses(self, linear: Linear) -> tuple[Tensor, Tensor]:
-        """A^-1 [E, I, I] and G^-1 [E, O, O] in use; zeros for matrices that have had no row yet."""
+        """Return A^-1 [E, I, I] and G^-1 [E, O, O] in use; zeros for an expert that has never received a token."""
         return self.factors["A", linear.inputs].inverse, self.factors["G", linear.name].inverse
 
     @property
     def has_inverses(self) -> bool:
-        """True if the first refresh is complete. Valid after `finish`."""
+        """Return True if the first refresh is complete. Valid after `finish`."""
         return self.updates > self.settings.delay
 
     # --- state --------------------------------------------------------------------------------------------------------
 
     def state(self) -> Iterator[tuple[str, str, Layout, Tensor]]:
-        """Yield (kind, parameter, layout, this rank's part) of all tensors that resuming needs, in addition to `updates`. Collective."""
+        """Yield (kind, linear, layout, this rank's part) of all tensors that resuming needs, in addition to `updates`. Collective.
+
+        kind: factor and suffix, such as "A", "A_inverse" or "G_next".
+        """
         self.settle()
         for (factor, name), held in self.factors.items():
             for kind, tensor in held.tensors().items():
                 yield factor + kind, name, held.layout, tensor
 
     def load(self, stored: Callable[[str, str, Layout], Tensor | None], *, updates: int) -> bool:
-        """Resume from the tensors of `state`. stored: (kind, parameter, layout) -> tensor, or None. Returns False if any is missing."""
+        """Resume after `updates` updates. stored: (kind, linear, layout) of `state` -> tensor, or None. Returns False if any is missing."""
         self.updates, whole = updates, True
         pending = 0 < updates % self.settings.refresh_every <= self.settings.delay
         for (factor, name), held in self.factors.items():
@@ -363,7 +345,7 @@ class Kfac:
 
 
 def _now(device: torch.device) -> float:
-    """Current time in seconds, after the device has executed its queue."""
+    """Return the current time in seconds, after the device has executed its queue."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

@@ -1,4 +1,4 @@
-"""Adafactor: keeps only the means of rows and columns of a matrix's squared gradients, n + m numbers instead of AdamW's 2 n m.
+"""Adafactor: keeps only the means over rows and columns of an n x m matrix's squared gradients: n + m numbers, where AdamW keeps 2 n m.
 
     R  <-  b R + (1 - b) mean of (G^2 + eps) over columns        C: over rows        b = 1 - t^-0.8
     V = R C^T / mean(R)        U = G / sqrt(V)        U  <-  U / max(1, rms(U))
@@ -13,24 +13,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from parallel.data.engine import Rule, StateDims
 from parallel.data.whole import Whole
-from parallel.optim.step import decay_and_subtract
+from parallel.optim.step import Group, PerWeight, decay_and_subtract
 
-ROW, COLUMN, SQUARE = "exp_avg_sq_row", "exp_avg_sq_column", "exp_avg_sq"
-DECAY = 0.8  # squares are averaged with the weight t^-DECAY of the newest
+ROW, COLUMN, SQUARE = "exp_avg_sq_row", "exp_avg_sq_column", "exp_avg_sq"  # the optimizer states' names
+DECAY = 0.8  # in the means of squares, the newest square has the weight t^-DECAY in step t
 EPS = 1e-30  # added to squares, which may all be 0
-FLOOR = 1e-3  # of the weights' root mean square, to which steps are relative
+FLOOR = 1e-3  # smallest root mean square of the weights that relative steps are multiplied by
 
 
 @dataclass(frozen=True)
 class Adafactor(Rule):
-    """Facts and settings of Adafactor. step: relative to the root mean square (rms) of the weights, or absolute."""
+    """Settings of Adafactor, as a Rule. step: relative to the root mean square (rms) of the weights, or absolute."""
 
     step: Literal["relative", "absolute"]
     weight_decay: float
@@ -39,30 +39,13 @@ class Adafactor(Rule):
     def kept(self, name: str, num_dims: int) -> StateDims:
         return {ROW: -1, COLUMN: -2} if num_dims > 1 else {SQUARE: None}
 
-    def build(self, groups: list[dict[str, Any]], wholes: Mapping[int, Whole] | None = None) -> torch.optim.Optimizer:
+    def build(self, groups: list[Group], wholes: Mapping[int, Whole] | None = None) -> torch.optim.Optimizer:
         assert not any(whole.cuts for whole in (wholes or {}).values()), "means are of whole matrices"
-        return AdafactorOptimizer(groups, rule=self)
+        return PerWeight(groups, self._update)
 
-
-class AdafactorOptimizer(torch.optim.Optimizer):
-    """Adafactor as a torch.optim.Optimizer."""
-
-    def __init__(self, groups: list[dict[str, Any]], *, rule: Adafactor) -> None:
-        super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0})
-        self.rule = rule
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        assert closure is None
-        for group in self.param_groups:
-            for weight in group["params"]:
-                if weight.grad is not None:
-                    self._move(weight, group)
-
-    def _move(self, weight: Tensor, group: dict[str, Any]) -> None:
-        rule, state, grad = self.rule, self.state[weight], weight.grad
-        assert grad is not None
-        grad = grad.float()
+    def _update(self, weight: Tensor, state: dict[str, Tensor], group: Group) -> None:
+        assert weight.grad is not None
+        grad = weight.grad.float()
         square, dims = grad.square().add_(EPS), tuple(range(max(-2, -weight.ndim), 0))
         means = {ROW: square.mean(-1), COLUMN: square.mean(-2)} if weight.ndim > 1 else {SQUARE: square}
         if not state:
@@ -74,19 +57,19 @@ class AdafactorOptimizer(torch.optim.Optimizer):
             state[kind].copy_(torch.lerp(state[kind].float(), mean, new))
         update = grad * _inverse_root({kind: state[kind].float() for kind in means})
         update /= _rms(update, dims).clamp_min(1.0)
-        if rule.step == "relative":
+        if self.step == "relative":
             update *= _rms(weight.float(), dims).clamp_min(FLOOR)
         decay_and_subtract(weight, update.mul_(group["lr"]), lr=group["lr"], decay=group["weight_decay"])
 
 
-def _inverse_root(held: dict[str, Tensor]) -> Tensor:
-    """1 / sqrt(V), from the means of rows and columns or from the squares."""
-    if SQUARE in held:
-        return held[SQUARE].rsqrt()
-    rows, columns = held[ROW], held[COLUMN]
+def _inverse_root(means: dict[str, Tensor]) -> Tensor:
+    """Return 1 / sqrt(V), from the means over rows and columns, or from the squares of a vector."""
+    if SQUARE in means:
+        return means[SQUARE].rsqrt()
+    rows, columns = means[ROW], means[COLUMN]
     return (rows / rows.mean(-1, keepdim=True)).rsqrt()[..., :, None] * columns.rsqrt()[..., None, :]
 
 
 def _rms(x: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """Root mean square of a vector or of each matrix; reduced dims have size 1."""
+    """Return the root mean square of a vector or of each matrix; reduced dims have size 1."""
     return x.square().mean(dims, keepdim=True).sqrt()

@@ -1,12 +1,12 @@
-"""Optimizer from a user's function. Its properties are found by trying it on small parameters with the same names.
+"""Optimizer from a user's function. Its properties are found by stepping small parameters with the model's names.
 
     factory([{"params": [...], "names": [...], "weight_decay": 0.1, "lr": 0.001}, ...])  ->  a torch.optim.Optimizer
 
-    if these give equal steps                                                     the optimizer supports
-    three steps, and two steps, a new optimizer with the old states, one step     checkpoints
-    a stack of experts together, and each expert alone                            experts on any ranks
-    a whole matrix, and its upper and lower part alone                            parts of a matrix on different ranks (fsdp, tp, etp)
-    all parameters together, and each alone                                       other parameters on other ranks (pp, ep, ...)
+    if both ways give equal parameters                                            the optimizer supports
+    three steps; or two steps, a new optimizer with the old states, one step      checkpoints
+    a stack of experts together; or each expert alone                             experts on any ranks
+    a whole matrix; or its upper and lower part alone                             parts of a matrix on different ranks (fsdp, tp, etp)
+    all parameters together; or each alone                                        other parameters on other ranks (pp, ep, ...)
 
 Optimizer states must have the shape of their parameter, because checkpoints cut and join them like the parameter for any layout. The
 learning rate is set before each step, as for all optimizers.
@@ -30,12 +30,12 @@ from parallel.errors import BadInput
 Groups = list[dict[str, Any]]
 Factory = Callable[[Groups], torch.optim.Optimizer]
 _SIZES = (2, 3, 5)  # shape of the small parameters; unequal, so that a state of another shape is noticed
-_STEPS, _CLOSE = 3, 1e-5
+_STEPS = 3
 
 
 @dataclass
 class Given(Rule):
-    """Facts of an optimizer that a user's function makes.
+    """The Rule of an optimizer that a user's function makes.
 
     factory: the function. key: name of the recipe's key, for errors. lr: the recipe's learning rate. decays: (name, parameter) -> True
     if weight decay applies.
@@ -67,47 +67,41 @@ class Given(Rule):
             raise self._refused(f"a {type(made).__name__}")
         held = [id(p) for group in made.param_groups for p in group["params"]]
         if sorted(held) != sorted(asked):
-            raise self._refused(
-                f"an optimizer of {len(held)} parameters, not of the {len(asked)} given", "an optimizer that has every parameter once"
-            )
-        if any(rate not in rates for rate in (group["lr"] for group in made.param_groups)):
-            fix = "set optimizer.lr, and leave lr out of the groups"
-            raise BadInput(
-                self.key,
-                got="a parameter group with its own learning rate",
-                needed="the recipe's learning rate, which is set before each step",
-                fix=fix,
-            )
+            got = f"an optimizer of {len(held)} parameters, not of the {len(asked)} given"
+            raise self._refused(got, "an optimizer that has every parameter once")
+        if any(group["lr"] not in rates for group in made.param_groups):
+            got, needed = "a parameter group with its own learning rate", "the recipe's learning rate, which is set before each step"
+            raise BadInput(self.key, got=got, needed=needed, fix="set optimizer.lr, and leave lr out of the groups")
         return made
 
     def kept(self, name: str, num_dims: int) -> StateDims:
-        """Optimizer states of a parameter of this name, found by trying. Raises BadInput if checkpoints cannot store or restore them."""
+        """Return the optimizer states of a parameter, as a Rule does. Raises BadInput if checkpoints cannot store or restore them."""
         at = name, num_dims
         if at not in self._kept:
             self._kept[at] = self._tried(name, num_dims)
         return self._kept[at]
 
     def cuts(self, name: str, num_dims: int) -> frozenset[int]:
-        """Dims along which the parameter may be cut: parts that are stepped alone get the same steps as the whole parameter."""
+        """Return the dims along which the parameter may be cut: parts that are stepped alone get the same steps as the whole."""
         at = name, num_dims
         if at not in self._cuts:
             whole = _small(num_dims)
             stepped = self._stepped(name, whole)[0]
-            self._cuts[at] = frozenset(
-                dim
-                for dim in range(num_dims)
-                if _equal(torch.cat([self._stepped(name, whole, dim, part)[0] for part in _parts(whole.shape[dim])], dim), stepped)
-            )
+
+            def of_parts(dim: int) -> Tensor:
+                return torch.cat([self._stepped(name, whole, dim, part)[0] for part in (slice(0, 1), slice(1, None))], dim)
+
+            self._cuts[at] = frozenset(dim for dim in range(num_dims) if _equal(of_parts(dim), stepped))
         return self._cuts[at]
 
     def coupled(self, num_dims: Mapping[str, int]) -> bool:
-        """True if the steps of a parameter depend on the other parameters of the optimizer. num_dims: name -> number of dims."""
+        """Return True if a parameter's steps depend on the other parameters. num_dims: name of a parameter -> number of its dims."""
         small = {name: torch.cos(_small(dims) + number) for number, (name, dims) in enumerate(num_dims.items())}
         together = self._together(small)
         return not all(_equal(self._together({name: value})[name], together[name]) for name, value in small.items())
 
     def _together(self, small: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Small parameters after a few steps of one optimizer for all of them."""
+        """Return the values of small parameters after a few steps of one optimizer for all of them. small: name -> initial value."""
         parameters = {name: nn.Parameter(value.clone()) for name, value in small.items()}
         optimizer = self.build(self.groups(parameters.items()))
         for step in range(_STEPS):
@@ -124,17 +118,10 @@ class Given(Rule):
             if kind == "step" or value is None:
                 continue
             if not isinstance(value, Tensor) or value.shape != parameter.shape or not value.is_floating_point():
-                got = (
-                    f"{kind}, a tensor {list(value.shape)} of {value.dtype}"
-                    if isinstance(value, Tensor)
-                    else f"{kind}, a {type(value).__name__}"
-                )
-                needed = (
-                    f"floating-point tensors of the parameter's shape {list(parameter.shape)}, which checkpoints can cut for any layout"
-                )
-                raise BadInput(
-                    self.key, got=f"an optimizer that keeps {got}, for {name}", needed=needed, fix="keep tensors of that shape, and `step`"
-                )
+                held = f"tensor {list(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+                got, shape = f"an optimizer that keeps {kind}, a {held}, for {name}", list(parameter.shape)
+                needed = f"floating-point tensors of the parameter's shape {shape}, which checkpoints can cut for any layout"
+                raise BadInput(self.key, got=got, needed=needed, fix="keep tensors of that shape, and `step`")
             kept[kind] = None
         if not _equal(self._stepped(name, whole, again=kept)[0], through):
             needed = "all of its states in optimizer.state: tensors of the parameter's shape, and `step`"
@@ -145,9 +132,10 @@ class Given(Rule):
     def _stepped(
         self, name: str, whole: Tensor, dim: int = 0, part: slice = slice(None), *, again: StateDims | None = None
     ) -> tuple[Tensor, torch.optim.Optimizer, nn.Parameter]:
-        """Step a part of a small parameter a few times. Returns (its values, the optimizer, the parameter).
+        """Step a part of a small parameter a few times, and return (its values, the optimizer, the parameter).
 
-        again: states that are moved into a new optimizer before the last step; None: one optimizer does all steps.
+        whole: initial value of the parameter, of which dim `dim` is cut to `part`. again: if given, a new optimizer, into which these
+        states are loaded as from a checkpoint, does the last step.
         """
         at = (slice(None),) * dim + (part,)
         parameter = nn.Parameter(whole[at].clone())
@@ -181,9 +169,5 @@ def _small(num_dims: int) -> Tensor:
     return torch.cos(torch.arange(float(torch.Size(sizes).numel())) + 1).reshape(sizes)
 
 
-def _parts(size: int) -> list[slice]:
-    return [slice(0, 1), slice(1, size)]
-
-
 def _equal(a: Tensor, b: Tensor) -> bool:
-    return torch.allclose(a, b, rtol=_CLOSE, atol=_CLOSE)
+    return torch.allclose(a, b, rtol=1e-5, atol=1e-5)

@@ -2,7 +2,7 @@
 
     M  <-  mu M + G                                   U = G + mu M (Nesterov's form)
     X0 = U / |U|        X  <-  a X + b (X X^T) X + c (X X^T)^2 X, some times        about the orthogonal matrix nearest to U
-    W  <-  W - lr s X - lr decay W                    s: see `scale`
+    W  <-  W - lr s X - lr decay W                    s: a factor that depends on the matrix's shape (`scale`)
 
 The Newton-Schulz iteration needs only products of matrices. a, b and c are Jordan's: singular values reach 0.7 to 1.2 in a few iterations,
 which is close enough to 1. Experts are stacked, each a matrix of its own. If several ranks hold copies or parts of a matrix (data
@@ -25,7 +25,7 @@ from parallel.data.engine import MOMENTS, Rule, StateDims
 from parallel.data.whole import Whole
 from parallel.optim.sgd import MOMENTUM, updated_momentum
 from parallel.optim.shared import Stack, shared
-from parallel.optim.step import AdamWExcept, decay_and_subtract
+from parallel.optim.step import AdamWExcept, Group, decay_and_subtract
 
 A, B, C = 3.4445, -4.7750, 2.0315
 ITERATIONS = 5
@@ -35,10 +35,10 @@ Orientation = Literal["out_in", "in_out"]  # which of a matrix's two dims are it
 
 @dataclass(frozen=True)
 class Muon(Rule):
-    """Facts and settings of Muon.
+    """Settings of Muon, as a Rule.
 
-    matrix: (name, number of dims) -> orientation of the parameter's matrices; None: it takes AdamW's step. lr_factor: the matrices'
-    learning rate, as a multiple of the others'.
+    matrix: (name, number of dims) -> orientation of the parameter's matrices, or None if it takes AdamW's step. lr_factor: learning rate
+    of the matrices, as a multiple of the other parameters'. betas, eps: of AdamW.
     """
 
     momentum: float
@@ -51,31 +51,31 @@ class Muon(Rule):
     matrix: Callable[[str, int], Orientation | None]
 
     def flops(self, shape: tuple[int, int]) -> float:
-        """Floating-point operations of the iterations on one matrix."""
+        """Return the floating-point operations of the iterations on one matrix."""
         m, n = sorted(shape)
         return ITERATIONS * (4.0 * n * m**2 + 2.0 * m**3)
 
     def kept(self, name: str, num_dims: int) -> StateDims:
         return {MOMENTUM: None} if self.matrix(name, num_dims) else dict.fromkeys(MOMENTS)
 
-    def groups(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
+    def groups(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> list[Group]:
         parts: dict[Orientation | None, list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in parameters:
             parts.setdefault(self.matrix(name, parameter.ndim), []).append((name, parameter))
         return [group | {"matrix": kind} for kind, held in parts.items() for group in super(Muon, self).groups(held)]
 
-    def build(self, groups: list[dict[str, Any]], wholes: Mapping[int, Whole] | None = None) -> torch.optim.Optimizer:
+    def build(self, groups: list[Group], wholes: Mapping[int, Whole] | None = None) -> torch.optim.Optimizer:
         return MuonOptimizer(groups, rule=self, wholes=wholes or {})
 
 
 class MuonOptimizer(AdamWExcept):
-    """AdamW in which parameter groups with a `matrix` take Muon's step."""
+    """AdamW in which parameter groups with an orientation under "matrix" take Muon's step. wholes: id of a weight -> its whole matrices."""
 
-    def __init__(self, groups: list[dict[str, Any]], *, rule: Muon, wholes: Mapping[int, Whole]) -> None:
+    def __init__(self, groups: list[Group], *, rule: Muon, wholes: Mapping[int, Whole]) -> None:
         super().__init__(groups, lr=0.0, betas=rule.betas, eps=rule.eps, fused=True)
         self.rule, self.wholes = rule, wholes
 
-    def update_itself(self, weight: nn.Parameter, group: dict[str, Any]) -> bool:
+    def update_itself(self, weight: nn.Parameter, group: Group) -> bool:
         return bool(group["matrix"])  # `step` updates all of them together
 
     @torch.no_grad()
@@ -83,7 +83,10 @@ class MuonOptimizer(AdamWExcept):
         super().step(closure)
         rule = self.rule
         held = [(p, group) for group in self.param_groups if group["matrix"] for p in group["params"] if p.grad is not None]
-        stacks = [_stack(number, weight, self.wholes.get(id(weight), Whole(()))) for number, (weight, _) in enumerate(held)]
+        stacks = [
+            Stack(number, math.prod(w.shape[:-2]), (w.shape[-2], w.shape[-1]), w.dtype, self.wholes.get(id(w), Whole(())))
+            for number, (w, _) in enumerate(held)
+        ]
 
         def part(number: int) -> Tensor:
             weight, _ = held[number]
@@ -104,13 +107,8 @@ class MuonOptimizer(AdamWExcept):
             decay_and_subtract(weight, found.view(weight.shape), lr=lr, decay=group["weight_decay"])
 
 
-def _stack(number: int, weight: Tensor, whole: Whole) -> Stack:
-    rows, columns = weight.shape[-2:]
-    return Stack(number, math.prod(weight.shape[:-2]), (rows, columns), weight.dtype, whole)
-
-
 def orthogonal(matrices: Tensor) -> Tensor:
-    """Approximate U V^T of each matrix [..., rows, columns] with singular value decomposition U S V^T; fp32. Zero stays zero."""
+    """Return an approximation of U V^T, in fp32, for each matrix [..., rows, columns] = U S V^T (singular values S). Zero stays zero."""
     x: Tensor = matrices.float()
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x  # so that x x^T is the smaller square
@@ -122,7 +120,7 @@ def orthogonal(matrices: Tensor) -> Tensor:
 
 
 def scale(kind: Scale, shape: tuple[int, ...], orientation: Orientation) -> float:
-    """Factor of an orthogonal step.
+    """Return the factor s of an orthogonal step for a matrix of this shape [..., rows, columns].
 
     rms: 0.2 sqrt(max(rows, columns)), which gives steps of AdamW's size (Liu et al., eq. 4), so that both can have one learning rate.
     spectral: sqrt(max(1, out / in)), Jordan's, which needs a learning rate of its own.

@@ -11,6 +11,7 @@ work so far. Many matrices are sent together, in rounds. A round's results are g
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -25,16 +26,16 @@ from parallel.mesh.mesh import Axis
 # K matrices of one parameter, R rows, C columns
 
 _ROUND_ELEMENTS = 32 * 2**20  # elements of a round, all ranks together: 128 MiB of fp32
-Work = Callable[[int, Tensor], Tensor]  # (number of a parameter, whole matrices [K, R, C]) -> results [K, R, C]
+Work = Callable[[int, Tensor], Tensor]  # (number of a Stack, whole matrices [K, R, C]) -> results [K, R, C]
 Cost = Callable[[tuple[int, int]], float]  # shape of a matrix -> cost of the work on it, in any unit
-Arrive = Callable[[], list[Tensor]]
+Arrive = Callable[[], list[Tensor]]  # waits for the results, and returns this rank's part for each stack of a batch
 
 
 @dataclass(frozen=True)
 class Stack:
-    """This rank's part of a parameter's matrices: `count` (K) of them, each of `shape` [R, C].
+    """A parameter: a stack of `count` (K) matrices, of each of which this rank has a part of `shape` [R, C], perhaps the whole.
 
-    number: the parameter's number. dtype: dtype of the results. whole: how the parts form whole matrices.
+    number: chosen by the caller, one for each parameter. dtype: of the results. whole: which ranks have copies or the other parts.
     """
 
     number: int
@@ -45,22 +46,23 @@ class Stack:
 
     @property
     def matrix(self) -> tuple[int, int]:
-        """Shape of a whole matrix."""
+        """Return the shape of a whole matrix."""
         sizes = {-2: self.shape[0], -1: self.shape[1]} | {cut.dim: cut.size for cut in self.whole.cuts}
         return sizes[-2], sizes[-1]
 
     @property
     def axes(self) -> tuple[Axis, ...]:
-        """Axes over which the matrices are distributed: the axis of ranks with copies, if any, then the axes of ranks with parts."""
+        """Return the axis of the ranks with copies, if any, then the axes over which the matrices are cut."""
         return *((self.whole.copies,) if self.whole.copies else ()), *(cut.axis for cut in self.whole.cuts)
 
 
 def shared(stacks: Iterable[Stack], part: Callable[[int], Tensor], work: Work, *, cost: Cost) -> Iterator[tuple[int, Tensor]]:
     """Yield (number, this rank's part [K, R, C] of the results) for each stack, in any order. Collective: stacks are equal on all ranks.
 
-    part: number -> this rank's part of the matrices, [K, R, C], in the dtype that `work` takes; called once. work, cost: see above.
+    part: number -> this rank's part of the matrices, [K, R, C], in the dtype that `work` takes; called once for each stack. work: computes
+    the results of whole matrices, on their owner. cost: of this work.
     """
-    alike: dict[tuple[object, ...], list[Stack]] = {}  # stacks that are distributed over the same ranks
+    alike: dict[tuple[object, ...], list[Stack]] = {}  # stacks with copies or parts on the same ranks
     for stack in stacks:
         key = stack.dtype, stack.whole.copies is None, *((axis.name, axis.ranks) for axis in stack.axes)
         alike.setdefault(key, []).append(stack)
@@ -69,7 +71,7 @@ def shared(stacks: Iterable[Stack], part: Callable[[int], Tensor], work: Work, *
 
 
 def assigned(costs: Sequence[float], ranks: int) -> list[int]:
-    """Rank of each piece of work: in the given order (decreasing cost), each goes to the rank with the least work so far."""
+    """Return the rank for each piece of work: in the given order (decreasing cost), each goes to the rank with the least work so far."""
     loads = [(0.0, rank) for rank in range(ranks)]
     owners = []
     for cost in costs:
@@ -81,25 +83,30 @@ def assigned(costs: Sequence[float], ranks: int) -> list[int]:
 
 @dataclass(frozen=True)
 class _Held:
-    """Matrices on the way to their owners. places: for each of the K matrices, the owner's index on each axis that is still to cross."""
+    """Matrices on the way to their owners: they are sent over one axis after the other.
+
+    tensor: this rank's part of them, [K, R, C]. places: for each of the K matrices, the owner's indices on the axes over which it has not
+    been sent yet.
+    """
 
     stack: Stack
     tensor: Tensor
     places: list[tuple[int, ...]]
 
     def of(self, place: int) -> list[int]:
-        """Numbers k of the matrices with an owner at index `place` of the next axis."""
+        """Return the numbers k of the matrices whose owner has index `place` on the next axis."""
         return [k for k, places in enumerate(self.places) if places[0] == place]
 
     def there(self, place: int, tensor: Tensor) -> _Held:
-        """The matrices with an owner at index `place`, after they crossed the next axis; `tensor`: their values."""
+        """Return those of the matrices whose owner has index `place`, after they are sent over the next axis: `tensor`."""
         return replace(self, tensor=tensor, places=[self.places[k][1:] for k in self.of(place)])
 
 
 def _in_rounds(stacks: list[Stack], part: Callable[[int], Tensor], work: Work, cost: Cost) -> Iterator[tuple[int, Tensor]]:
     sizes = [axis.size for axis in stacks[0].axes]
     ranks = math.prod(sizes)
-    places = iter([_place(owner, sizes) for owner in assigned([cost(s.matrix) for s in stacks for _ in range(s.count)], ranks)])
+    indices = list(itertools.product(*map(range, sizes)))  # of each rank, on each axis
+    places = iter([indices[owner] for owner in assigned([cost(s.matrix) for s in stacks for _ in range(s.count)], ranks)])
     before: Iterator[tuple[int, Tensor]] = iter(())
     for some in _rounds(stacks, ranks):
         batch = [_Held(stack, part(stack.number), [next(places) for _ in range(stack.count)]) for stack in some]
@@ -110,12 +117,11 @@ def _in_rounds(stacks: list[Stack], part: Callable[[int], Tensor], work: Work, c
 
 
 def _arrived(stacks: list[Stack], arrive: Arrive) -> Iterator[tuple[int, Tensor]]:
-    for stack, found in zip(stacks, arrive(), strict=True):
-        yield stack.number, found
+    yield from zip((stack.number for stack in stacks), arrive(), strict=True)
 
 
 def _rounds(stacks: list[Stack], ranks: int) -> Iterator[list[Stack]]:
-    """Divide the stacks into rounds. A round has at least one matrix for each rank, and many if they are small."""
+    """Yield the stacks in rounds. A round has at least one matrix for each rank (except the last round), and many if they are small."""
     some: list[Stack] = []
     matrices = elements = 0
     for stack in stacks:
@@ -129,17 +135,8 @@ def _rounds(stacks: list[Stack], ranks: int) -> Iterator[list[Stack]]:
         yield some
 
 
-def _place(owner: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Index of a rank on each axis, from its number."""
-    places = []
-    for size in reversed(sizes):
-        owner, place = divmod(owner, size)
-        places.append(place)
-    return tuple(reversed(places))
-
-
 def _through(level: int, batch: list[_Held], work: Work) -> Arrive:
-    """Send a batch over the axes from number `level` on, to its owners and back. Returns a function that gives this rank's results."""
+    """Send a batch, with one entry for each stack of a round, over the stacks' axes from number `level` on, to its owners and back."""
     stack = batch[0].stack
     if level == len(stack.axes):
         done = [work(h.stack.number, h.tensor) if len(h.tensor) else h.tensor.to(h.stack.dtype) for h in batch]
@@ -168,8 +165,8 @@ def _by_parts(level: int, batch: list[_Held], work: Work) -> Arrive:
     whole, axis = batch[0].stack.whole, batch[0].stack.axes[level]
     nth, places = level - (whole.copies is not None), range(axis.size)
     cuts = [held.stack.whole.cuts[nth] for held in batch]
-    go = [[(len(held.of(place)), *held.tensor.shape[1:]) for held in batch] for place in places]  # shapes of my parts of others' matrices
-    come = [  # shapes of the others' parts of my matrices
+    go = [[(len(held.of(place)), *held.tensor.shape[1:]) for held in batch] for place in places]  # shapes of the parts for each rank
+    come = [  # shapes of the parts from each rank, of the matrices that this rank joins
         [cut.part_shape((len(held.of(axis.index)), *held.tensor.shape[1:]), place) for held, cut in zip(batch, cuts, strict=True)]
         for place in places
     ]
@@ -182,7 +179,7 @@ def _by_parts(level: int, batch: list[_Held], work: Work) -> Arrive:
 
 
 def _exchanged(sent: list[list[Tensor]], come: list[list[tuple[int, ...]]], axis: Axis) -> list[list[Tensor]]:
-    """Exchange tensors over the axis. sent: for each rank, the tensors for it. Returns, for each rank, its tensors of the shapes `come`."""
+    """Exchange tensors over the axis. sent: for each rank, the tensors for it. Returns, for each rank, those from it, of shapes `come`."""
     flats = [torch.cat([tensor.flatten() for tensor in row]) for row in sent]
     receive = [sum(map(math.prod, row)) for row in come]
     arrived = all_to_all(torch.cat(flats), axis, send=[len(flat) for flat in flats], receive=receive)
@@ -196,7 +193,7 @@ def _cut(flat: Tensor, shapes: list[tuple[int, ...]]) -> list[Tensor]:
 
 
 def _joined(batch: list[_Held], of_places: list[list[Tensor]]) -> list[Tensor]:
-    """Join the tensors that came from each rank, in the order of the matrices."""
+    """Return one tensor for each stack of a batch, with its matrices in order. of_places: for each rank, its tensors of these stacks."""
     joined = []
     for n, held in enumerate(batch):
         out = of_places[0][n].new_empty(held.tensor.shape)

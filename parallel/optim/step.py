@@ -1,32 +1,51 @@
-"""Base class and last operation of the project's optimizers: AdamW with exceptions, and the update of a weight."""
+"""What the project's optimizers share: the update of each weight by itself, AdamW with exceptions, and the last operation of an update."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+Group = dict[str, Any]  # a parameter group of torch.optim
+
+
+class PerWeight(torch.optim.Optimizer):
+    """Optimizer that updates each weight by itself. update: (weight with its gradient, its states, its group) -> None, in place."""
+
+    def __init__(self, groups: list[Group], update: Callable[[Tensor, dict[str, Tensor], Group], None]) -> None:
+        super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0})
+        self.update = update
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    self.update(weight, self.state[weight], group)
+
 
 class AdamWExcept(torch.optim.AdamW):
     """torch's AdamW for all weights but those that `update_itself` updates."""
 
-    def update_itself(self, weight: nn.Parameter, group: dict[str, Any]) -> bool:
+    def update_itself(self, weight: nn.Parameter, group: Group) -> bool:
         """Update the weight and return True, or return False to let AdamW update it."""
         raise NotImplementedError
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         assert closure is None
-        moved: list[tuple[nn.Parameter, Tensor]] = []
+        updated: list[tuple[nn.Parameter, Tensor]] = []
         for group in self.param_groups:
             for weight in group["params"]:
                 grad = weight.grad
                 if grad is not None and self.update_itself(weight, group):
-                    moved.append((weight, grad))
+                    updated.append((weight, grad))
                     weight.grad = None  # so that AdamW skips it
         super().step()
-        for weight, grad in moved:
+        for weight, grad in updated:
             weight.grad = grad
 
 

@@ -21,17 +21,16 @@ from parallel.mesh.mesh import Axis
 from parallel.mesh.regions import region
 from parallel.pipeline.schedule import Message, Schedule
 
-Empty = Callable[[Message], Tensor]  # allocates the tensor into which a message is received
+Empty = Callable[[Message], Tensor]  # message -> a new tensor, without values, into which it is received
 
 
 @dataclass(frozen=True)
 class Traffic:
     """Messages of a schedule, arranged for one rank.
 
-    expected: messages to this rank by source rank, in order of arrival.
-    taken_at: message -> index of the action, in the receiver's order, that uses it.
-    sent_at: message -> index of the action, in the sender's order, that sends it.
-    channels: each ordered pair (source, target) of ranks with its first message.
+    expected: source rank -> its messages to this rank, in order of arrival.
+    taken_at, sent_at: any message -> index of the action that uses it, in the receiver's order; that sends it, in the sender's order.
+    channels: ((source, target), first message) of each channel between any ranks, sorted.
     """
 
     expected: dict[int, tuple[Message, ...]]
@@ -59,7 +58,7 @@ class Links:
         self.sent: dict[int, deque[tuple[int, dist.Work, Tensor]]] = defaultdict(deque)
 
     def begin(self, traffic: Traffic, empty: Empty) -> None:
-        """Post the receive for the first message of every channel to this rank."""
+        """Prepare a run of a schedule: post the receive for the first message of every channel to this rank. empty: makes its tensor."""
         self._connect(traffic, empty)
         self._empty, self._traffic = empty, traffic
         self._expected = {source: deque(messages) for source, messages in traffic.expected.items()}
@@ -69,7 +68,7 @@ class Links:
             self._post(source)
 
     def _connect(self, traffic: Traffic, empty: Empty) -> None:
-        """Connect each new channel by a message of one element, pair after pair: NCCL's first message blocks until both ranks are there."""
+        """Connect each new channel by a message of one element, one by one: NCCL's first message blocks until both ranks join."""
         for pair, message in traffic.channels:
             if pair not in self._connected:
                 self._connected.add(pair)
@@ -112,13 +111,13 @@ class Links:
         self.sent[message.target].append((self._traffic.taken_at[message], work, tensor))
 
     def _announce(self, message: Message) -> None:
-        """Record the message for the watchdog, which compares the messages sent and awaited on each channel."""
+        """Record that the message is sent or awaited, for the watchdog, which compares both on each channel."""
         ranks, record = self.up.ranks, self.up.communicator.record
         if record is not None:
             record.message(ranks[message.source], ranks[message.target], str(message))
 
     def _release(self, message: Message) -> None:
-        """Release the tensors that the sender of `message` received before it sent it: waiting for those sends takes no time."""
+        """Release the tensors that this rank sent to the sender of `message`, which it had received before: waiting takes no time."""
         sent_at, sent = self._traffic.sent_at[message], self.sent[message.source]
         while sent and sent[0][0] <= sent_at:
             sent.popleft()[1].wait()

@@ -1,7 +1,7 @@
 """Reads and writes schedules as CSV files: a line for each rank, a cell for each action, written stage-op-micro-batch@version.
 
     0F0,0F1,0B0,0B1,0U@1            0U@1: update of stage 0 that makes version 1; @0 is not written
-    1F0,1B0,1F1,1B1,1U@1            (0F4;7B1)OVERLAP_F_B: a pair, which runs as one block
+    1F0,1B0,1F1,1B1,1U@1            (0F4;7B1)OVERLAP_F_B: a pair of F and B, which runs as one block
 
 A rank holds the stages that its line names. Files without S and U get them added at the end of each line. Without versions, this is the
 compute-only format of torch.distributed.pipelining, so its files can be read. Its empty cells (waits) are ignored here.
@@ -57,25 +57,19 @@ def read_order(path: str | Path) -> Schedule:
                 pairs.add(Node(rank, len(orders[-1])))
             orders[-1] += [_action(text.strip(), where) for text in (pair.groups() if pair else (cell,)) if text.strip()]
         if not orders[-1]:
-            raise BadInput(
-                f"{path} line {rank + 1}", got="no action", needed="a stage on every rank", fix="add actions, or remove the line"
-            )
+            fix = "add actions, or remove the line"
+            raise BadInput(f"{path} line {rank + 1}", got="no action", needed="a stage on every rank", fix=fix)
     if not any(action.op is Op.F for order in orders for action in order):
-        raise BadInput(
-            "schedule", got=f"{path} without a forward", needed="a line of actions for each rank, such as 0F0,0B0", fix="add them"
-        )
+        needed = "a line of actions for each rank, such as 0F0,0B0"
+        raise BadInput("schedule", got=f"{path} without a forward", needed=needed, fix="add them")
     return check(_schedule(Path(path).stem, orders, frozenset(pairs)))
 
 
 def _action(text: str, where: str) -> Action:
     found = _ACTION.fullmatch(text)
     if found is None or (not found[3]) != (found[2] in "SU") or (found[2] in "SU" and found[4] and not int(found[4])):
-        raise BadInput(
-            where,
-            got=repr(text),
-            needed="stage, then F, B, I or W, then micro-batch (2F0), or stage, then S or U, then version from 1 (2U@1)",
-            fix="correct or remove the cell",
-        )
+        needed = "stage, then F, B, I or W, then micro-batch (2F0), or stage, then S or U, then version from 1 (2U@1)"
+        raise BadInput(where, got=repr(text), needed=needed, fix="correct or remove the cell")
     op = Op(found[2])
     version = int(found[4] or (op in (Op.S, Op.U)))
     return Action(op, int(found[1]), int(found[3]) if found[3] else OF_A_BATCH, version)
@@ -87,12 +81,8 @@ def _schedule(name: str, orders: Sequence[list[Action]], pairs: frozenset[Node])
     there = {a.stage for order in orders for a in order}
     missing = next((stage for stage in range(num_stages) if stage not in there), None)
     if missing is not None:
-        raise BadInput(
-            f"schedule {name}",
-            got=f"stages up to {num_stages - 1} without stage {missing}",
-            needed="all stages from 0",
-            fix=f"add stage {missing} to a rank, or renumber",
-        )
+        got, fix = f"stages up to {num_stages - 1} without stage {missing}", f"add stage {missing} to a rank, or renumber"
+        raise BadInput(f"schedule {name}", got=got, needed="all stages from 0", fix=fix)
     homes = [tuple(r for r, order in enumerate(orders) if any(a.stage == stage for a in order)) for stage in range(num_stages)]
     if not any(action.op in (Op.S, Op.U) for order in orders for action in order):
         for rank, order in enumerate(orders):
@@ -101,10 +91,6 @@ def _schedule(name: str, orders: Sequence[list[Action]], pairs: frozenset[Node])
             order += updates(order)
     num_updates = max((action.version for order in orders for action in order if action.op is Op.U), default=1)
     if microbatches % num_updates:
-        raise BadInput(
-            f"schedule {name}",
-            got=f"{microbatches} micro-batches and {num_updates} updates",
-            needed="the same number of micro-batches for each update",
-            fix="add or remove updates",
-        )
+        got, needed = f"{microbatches} micro-batches and {num_updates} updates", "the same number of micro-batches for each update"
+        raise BadInput(f"schedule {name}", got=got, needed=needed, fix="add or remove updates")
     return Schedule(name, tuple(homes), microbatches, microbatches // num_updates, tuple(tuple(order) for order in orders), pairs)

@@ -3,9 +3,9 @@
     rank 0   0F0 0F1 0B0 0B1 0U@1          Action(op, stage, microbatch, version), written stage-op-micro-batch@version
     rank 1   1F0 1B0 1F1 1B1 1U@1
 
-The order within a rank is the schedule's choice. The actions that an action waits for follow from one rule, `Schedule.needs`. From it
-the simulator gives each action a time, the runtime derives receives and sends, and `check` executes the orders without times, so that
-an order with a deadlock is refused before any process starts.
+The order within a rank is the schedule's choice. The actions that an action waits for follow from one rule (ActionGraph in check.py). From
+it the simulator gives each action a time, and check.py refuses orders with a deadlock before any process starts. `receives` and `sends`
+are the messages between ranks that the rule needs.
 """
 
 from __future__ import annotations
@@ -17,9 +17,6 @@ from enum import StrEnum
 from functools import cached_property
 from typing import NamedTuple
 
-from parallel.errors import BadInput
-from parallel.fixes import Set
-
 
 class Op(StrEnum):
     F = "F"  # forward pass
@@ -29,18 +26,15 @@ class Op(StrEnum):
     S = "S"  # sum of a stage's gradients over the ranks that hold a replica of it
     U = "U"  # update of a stage's weights
 
-    __hash__ = str.__hash__  # faster than Enum.__hash__, which is written in Python: dictionaries of actions are read often
+    __hash__ = str.__hash__  # written in C, so faster than Enum.__hash__: dictionaries of actions are read often
 
 
 COMPUTE = (Op.F, Op.B, Op.I, Op.W)
-OF_A_BATCH = -1  # the micro-batch number of S and U, which belong to a whole batch
+OF_A_BATCH = -1  # micro-batch number of S and U, which belong to a whole batch
 
 
 class Action(NamedTuple):
-    """One action of a rank.
-
-    `version` counts updates of the weights. F, B, I and W read that version (0: the initial weights); S and U make it.
-    """
+    """One action of a rank. version: of the weights, which F, B, I and W read (0: initial weights) and which S and U make (from 1)."""
 
     op: Op
     stage: int
@@ -69,14 +63,38 @@ class Message(NamedTuple):
     target: int
 
 
+class Span(NamedTuple):
+    """An action with its start and end: in seconds of time.perf_counter if measured, in any unit if simulated.
+
+    A simulated S that overlaps with other actions has the times of its messages.
+    """
+
+    action: Action
+    start: float
+    end: float
+
+
+class Watcher:
+    """Callbacks around a rank's actions in training, which do nothing here. Work in `begin` and `after` fills the waits for messages."""
+
+    def begin(self) -> None:
+        """Called once, before the rank waits for the first action's messages."""
+
+    def before(self, action: Action) -> None:
+        """Called before the rank waits for the action's messages."""
+
+    def after(self, at: int, took: Span) -> None:
+        """Called after action number `at` of the rank and its sends, before the rank waits for the next action's messages."""
+
+
 @dataclass(frozen=True)
 class Schedule:
     """Orders of actions, one for each rank, and the ranks of each stage.
 
     homes: for each stage the ranks that hold it: one rank, or several if it has replicas that train different micro-batches.
     microbatches: number of micro-batches in the whole schedule; an update sums the gradients of `microbatches_per_update` of them.
-    pairs: positions of an F that runs as one block with the B after it: the block starts when both can start, and both results are
-    sent at its end.
+    pairs: nodes of each F that runs as one block with the next action, a B. The block starts when both can start, and sends both
+    results at its end.
     """
 
     name: str
@@ -99,15 +117,11 @@ class Schedule:
         return self.microbatches // self.microbatches_per_update
 
     @cached_property
-    def _held(self) -> dict[int, tuple[int, ...]]:
-        held: dict[int, tuple[int, ...]] = defaultdict(tuple)
-        for stage, homes in enumerate(self.homes):
-            for rank in homes:
-                held[rank] += (stage,)
-        return held
+    def _stages(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(s for s, homes in enumerate(self.homes) if rank in homes) for rank in range(self.num_ranks))
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        return self._held.get(rank, ())
+        return self._stages[rank]
 
     def nodes(self) -> Iterator[tuple[Node, Action]]:
         for rank, order in enumerate(self.orders):
@@ -125,95 +139,52 @@ class Schedule:
     def _of_batch(self) -> dict[tuple[Op, int, int, int], Node]:
         return {(a.op, a.stage, a.version, node.rank): node for node, a in self.nodes() if a.op not in COMPUTE}
 
-    @cached_property
-    def _last_gradients(self) -> dict[tuple[int, int, int], list[Node]]:
-        """(rank, stage, version) -> the B and W nodes that compute the gradients of the update to that version."""
-        found: dict[tuple[int, int, int], list[Node]] = defaultdict(list)
-        for node, a in self.nodes():
-            if a.op in (Op.B, Op.W):
-                found[node.rank, a.stage, a.microbatch // self.microbatches_per_update + 1].append(node)
-        return found
-
     def find(self, op: Op, stage: int, microbatch: int) -> Node | None:
-        """Node of a micro-batch's F, B, I or W on a stage; None if no rank executes it."""
+        """Return the node of a micro-batch's F, B, I or W on a stage; None if no rank executes it."""
         return self._compute.get((op, stage, microbatch))
 
     def backward(self, stage: int, microbatch: int) -> Node | None:
-        """Node that computes a stage's input gradient: its B or its I."""
+        """Return the node that computes a stage's input gradient: its B or its I."""
         return self.find(Op.B, stage, microbatch) or self.find(Op.I, stage, microbatch)
 
-    def needs(self, node: Node) -> tuple[Node, ...]:
-        """Nodes that must end before this one starts, in addition to the previous action of its rank.
-
-        F: F of the previous stage. B and I: F of the same stage, and the input gradient of the next stage. W: I of the same stage.
-        S: all gradients of the batch for that stage on this rank. U: the same gradients, or S on all replicas if the stage has any.
-        F, B and I that read a version above 0 also need the update that made it. Actions that no rank executes are left out;
-        `check` refuses such a schedule.
-        """
-        needs = self._own_needs(node)
-        if node in self.pairs:
-            needs += tuple(need for need in self._own_needs(_after(node)) if need != node)
-        return tuple(_after(need) if need in self.pairs and need.rank != node.rank else need for need in needs)
-
-    def _own_needs(self, node: Node) -> tuple[Node, ...]:
-        op, stage, microbatch, version = self.action(node)
-        if op is Op.S or (op is Op.U and len(self.homes[stage]) == 1):
-            return tuple(self._last_gradients[node.rank, stage, version])
-        if op is Op.U:
-            return self.replicas(node)
-        found = list(self._made_by(node))
-        if op is Op.W:
-            found.append(self.find(Op.I, stage, microbatch))
-        elif op is not Op.F:
-            found.append(self.find(Op.F, stage, microbatch))
-        if version and op is not Op.W:
-            found.append(self._of_batch.get((Op.U, stage, version, node.rank)))
-        return tuple(n for n in found if n is not None)
-
-    def _made_by(self, node: Node) -> tuple[Node | None, ...]:
-        """Node that computes the input that F, B or I takes from another stage, in a tuple; empty if there is none."""
+    def input_maker(self, node: Node) -> Node | None:
+        """Return the node whose result F, B or I takes from another stage; None for the first F, the last B or I, and other actions."""
         op, stage, microbatch, _ = self.action(node)
-        if op is Op.F and stage > 0:
-            return (self.find(Op.F, stage - 1, microbatch),)
-        if op in (Op.B, Op.I) and stage + 1 < self.num_stages:
-            return (self.backward(stage + 1, microbatch),)
-        return ()
+        if op is Op.F:
+            return self.find(Op.F, stage - 1, microbatch)
+        return self.backward(stage + 1, microbatch) if op in (Op.B, Op.I) else None
 
     def replicas(self, node: Node) -> tuple[Node, ...]:
-        """S nodes of the same stage and batch as this S or U, one for each rank that holds the stage."""
+        """Return the S nodes of the same stage and batch as this S or U, one for each rank that holds the stage."""
         _, stage, _, version = self.action(node)
         found = (self._of_batch.get((Op.S, stage, version, home)) for home in self.homes[stage])
         return tuple(n for n in found if n is not None)
 
     def sends(self, node: Node) -> tuple[Message, ...]:
-        """Messages sent when the action ends: its result, if another rank needs it. A pair sends both of its results at its end."""
+        """Return the messages sent when the action ends: its result, if another rank needs it; both results at the end of a pair."""
         if node in self.pairs:
             return ()
         block = (Node(node.rank, node.at - 1), node)
         return tuple(message for n in (block if block[0] in self.pairs else block[1:]) for message in self._message(n))
 
     def receives(self, node: Node) -> tuple[Message, ...]:
-        """Messages that must arrive before the action starts."""
+        """Return the messages that must arrive before the action starts."""
         if Node(node.rank, node.at - 1) in self.pairs:
             return ()
         block = (node, _after(node)) if node in self.pairs else (node,)
-        sources = (source for n in block for source in self._made_by(n) if source is not None and source.rank != node.rank)
-        return tuple(message for source in sources for message in self._message(source))
+        sources = map(self.input_maker, block)
+        return tuple(message for source in sources if source is not None and source.rank != node.rank for message in self._message(source))
 
     def _message(self, node: Node) -> tuple[Message, ...]:
         op, stage, microbatch, _ = self.action(node)
-        if op is Op.F and stage + 1 < self.num_stages:
+        if op is Op.F:
             reader = self.find(Op.F, stage + 1, microbatch)
-        elif op in (Op.B, Op.I) and stage > 0:
-            reader = self.backward(stage - 1, microbatch)
         else:
-            return ()
-        if reader is None or reader.rank == node.rank:
-            return ()
-        return (Message(op, stage, microbatch, node.rank, reader.rank),)
+            reader = self.backward(stage - 1, microbatch) if op in (Op.B, Op.I) else None
+        return () if reader is None or reader.rank == node.rank else (Message(op, stage, microbatch, node.rank, reader.rank),)
 
     def messages(self) -> dict[tuple[int, int], tuple[Message, ...]]:
-        """(source, target) -> messages, in the order in which the source rank sends them."""
+        """Return the messages of each pair of ranks (source, target), in the order in which the source sends them."""
         found: dict[tuple[int, int], list[Message]] = defaultdict(list)
         for node, _ in self.nodes():
             for message in self.sends(node):
@@ -221,7 +192,7 @@ class Schedule:
         return {pair: tuple(messages) for pair, messages in found.items()}
 
     def repeated(self, batches: int) -> Schedule:
-        """Repeat the orders `batches` times without a drain in between. Micro-batch and version numbers continue from batch to batch."""
+        """Return the schedule with its orders `batches` times in a row; numbers of micro-batches and versions count on."""
         if batches == 1:
             return self
         orders = tuple(
@@ -241,15 +212,20 @@ def _shifted(action: Action, microbatches: int, versions: int) -> Action:
 
 
 def flushed(name: str, homes: Sequence[Sequence[int]], microbatches: int, orders: Sequence[Sequence[Action]]) -> Schedule:
-    """Schedule of one batch from its compute actions. Each rank ends with an update of each of its stages."""
+    """Make the schedule of one batch from each rank's other actions: an update of each of the rank's stages is added at the end."""
     placed = tuple(tuple(ranks) for ranks in homes)
     return Schedule(name, placed, microbatches, microbatches, tuple((*order, *updates(order)) for order in orders))
 
 
 def updates(order: Sequence[Action]) -> list[Action]:
-    """U actions for all stages of a rank, in the order in which the stages' gradients are complete."""
-    stages = dict.fromkeys(action.stage for action in reversed(order) if action.op in (Op.B, Op.W))
-    return [Action(Op.U, stage, version=1) for stage in reversed(stages)]
+    """Return a U for each stage of a rank, in the order in which the stages' gradients are complete."""
+    return [Action(Op.U, stage, version=1) for _, stage in sorted(stage_complete_at(order).items())]
+
+
+def stage_complete_at(order: Sequence[Action]) -> dict[int, int]:
+    """Return (index in a rank's order) -> (stage whose gradients of the batch are complete after that action)."""
+    last = {action.stage: at for at, action in enumerate(order) if action.op in (Op.B, Op.W)}
+    return {at: stage for stage, at in last.items()}
 
 
 def one_stage_a_rank(ranks: int) -> list[tuple[int]]:
@@ -257,15 +233,10 @@ def one_stage_a_rank(ranks: int) -> list[tuple[int]]:
 
 
 def looped(ranks: int, chunks: int) -> list[tuple[int]]:
-    """Homes of stages placed in a loop: rank r holds stages r, r + ranks, r + 2 ranks, ..."""
+    """Return the homes of stages placed in a loop: rank r holds stages r, r + ranks, r + 2 ranks, ..."""
     return [(stage % ranks,) for stage in range(ranks * chunks)]
 
 
 def folded(ranks: int) -> list[tuple[int]]:
-    """Homes of stages placed as a V: rank r holds stages r and 2 ranks - 1 - r."""
+    """Return the homes of stages placed as a V: rank r holds stages r and 2 ranks - 1 - r."""
     return [(min(stage, 2 * ranks - 1 - stage),) for stage in range(2 * ranks)]
-
-
-def at_least(what: str, got: int, needed: int, why: str = "") -> None:
-    if got < needed:
-        raise BadInput(what, got=got, needed=f"at least {needed}{why}", fix=Set("it", needed))

@@ -1,6 +1,6 @@
 """Keeps old versions of a stage's weights, for schedules whose updates do not wait for the pipeline to drain (PipeDream, 2BW).
 
-    0F0 0F1 ... 0B0 0U@1 0F2@1 0B1 ...        0B1 reads version 0, as its forward did, though version 1 exists
+    0F0 0F1 ... 0B0 0U@1 0F2@1 0B1 ...        0B1 reads version 0, as 0F1 did, though 0U@1 made version 1
 
 An update keeps the old values if a later action still reads them, and changes a copy. Before an action, the parameters are set to the
 version that it reads. The order says which version each action reads, so no version is kept longer than needed.
@@ -21,7 +21,8 @@ from parallel.pipeline.schedule import Action, Op
 class Versions:
     """Weight versions of one stage on this rank.
 
-    parameters: all tensors that updates change; their values are now version 0. order: this rank's actions.
+    parameters: all tensors that updates change; their values are now version 0. order: this rank's actions, which read the versions.
+    kept: version -> its values, if it is not the newest and a later action reads it. to_come: version -> number of its later readers.
     """
 
     def __init__(self, parameters: Sequence[Tensor], order: Sequence[Action], stage: int) -> None:
@@ -32,6 +33,7 @@ class Versions:
 
     @contextmanager
     def reading(self, version: int) -> Iterator[None]:
+        """Return a context for one F, B or I in which the parameters have the values of this version."""
         if version == self.newest:
             yield
         else:
@@ -54,13 +56,13 @@ class Versions:
         """Make `version` by calling `step`, which changes the parameters in place. Autograd graphs of older versions keep their values."""
         if self.to_come.get(self.newest):
             self.kept[self.newest] = self._replace([p.data.clone() for p in self.parameters])
-        # Autograd refuses a backward pass if weights changed in place since the forward pass. Here the backward pass gets the old values
-        # back (`reading`), so the change is hidden from that check.
+        # Autograd refuses a backward pass if weights changed in place since the forward pass. In a backward pass, `reading` restores the
+        # old values, so this change is hidden from autograd's check.
         with torch.autograd._unsafe_preserve_version_counter(self.parameters):
             step()
         self.newest = version
 
     @property
     def count(self) -> int:
-        """Number of versions in memory now."""
+        """Return the number of versions in memory now."""
         return 1 + len(self.kept)

@@ -1,7 +1,8 @@
-"""Counts the bytes of all pretended tensors, and their purpose (parameters, gradients, ...) at the moment of the peak.
+"""Counts the bytes of all pretended tensors, and their purpose (parameters, gradients, ...) at the peak.
 
-Each storage counts once, from the operator that makes it until it is freed or resized to nothing. Its purpose is named later: parameters
-after the model is built, gradients and optimizer states after they exist. So the peak is found by replaying the events.
+Each storage counts once, from the operator that makes it until it is freed or resized to nothing. The caller names its purpose only
+afterwards: parameters after the model is built, gradients and optimizer states after they exist. So all allocations are recorded, and the
+peak is computed from them at the end.
 """
 
 from __future__ import annotations
@@ -9,29 +10,33 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Iterable
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
-OTHER = "activations"  # and all storages without a named purpose: buffers of collectives, scratch
+OTHER = "activations"  # purpose of all storages that have no other name: also buffers of collectives, scratch
 
 
 class Ledger:
-    """Bytes of tensors over time. device: tensors on other devices do not count."""
+    """Bytes of tensors over time. device: tensors on other devices do not count. now: bytes now. most: most bytes since `begin`.
+
+    Storages are numbered in the order in which they are made. kinds: number of a storage -> its purpose.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.now = self.most = 0
-        self.kinds: dict[int, str] = {}  # by number of a storage
-        self._events: list[tuple[int, int]] = []  # (number of a storage, bytes more or fewer)
+        self.kinds: dict[int, str] = {}
+        self._events: list[tuple[int, int]] = []  # (number of a storage, bytes by which it grew or shrank)
         self._numbers: dict[int, int] = {}  # address of a live storage -> its number
-        self._sizes: dict[int, int] = {}  # by number
-        self._spoiled: set[int] = set()
-        self._made = self._first = 0
+        self._sizes: dict[int, int] = {}  # number of a live storage that counts -> its bytes
+        self._spoiled: set[int] = set()  # numbers of storages with unknown values
+        self._made = self._first = 0  # number of storages made; number of events before `begin`
 
     def see(self, tensor: Any, *, counts: bool = True) -> None:
-        """Record an operator's result. counts: False if no real device would allocate it."""
+        """Record an operator's result. counts: False if a real device would not allocate it, as inside a fused kernel."""
         storage = tensor.untyped_storage()
         where = storage._cdata
         if where not in self._numbers:
@@ -60,50 +65,38 @@ class Ledger:
             self._change(number, -self._sizes.pop(number))
 
     def spoil(self, tensor: Tensor) -> None:
-        """Mark the values of the tensor's storage, with all of its views, as unknown."""
+        """Mark the values in the tensor's storage as unknown, and so those of all its views."""
         self._spoiled.add(self._numbers.get(tensor.untyped_storage()._cdata, -1))
 
     def is_spoiled(self, tensor: Tensor) -> bool:
         return bool(self._spoiled) and self._numbers.get(tensor.untyped_storage()._cdata) in self._spoiled
 
     def name(self, kind: str, tensors: Iterable[Tensor]) -> None:
-        """Name the purpose of these tensors' storages. A storage that has a name keeps it."""
+        """Name the purpose of these tensors' storages. A storage that already has a name keeps it."""
         for tensor in tensors:
             number = self._numbers.get(tensor.untyped_storage()._cdata)
             if number is not None:
                 self.kinds.setdefault(number, kind)
 
     def mark(self) -> int:
-        """Current point in time, for `name_alive`."""
+        """Return the number of storages made so far, a point in time for `name_alive`."""
         return self._made
 
     def name_alive(self, kind: str, *, since: int = 0, before: int | None = None) -> None:
-        """Name the purpose of all live storages that were made between two marks and have no name yet."""
+        """Name the purpose of all live storages that were made between two marks and have no name yet. before: None: until now."""
         for number in self._sizes:
             if since <= number < (self._made if before is None else before):
                 self.kinds.setdefault(number, kind)
 
     def begin(self) -> None:
-        """Start the time in which `at_peak` looks for the peak."""
+        """Start the time in which `most` and `at_peak` find the peak."""
         self.most, self._first = self.now, len(self._events)
 
     def at_peak(self) -> dict[str, int]:
-        """Bytes by purpose at the moment of most bytes since `begin`."""
-        held: Counter[int] = Counter()
-        peak: Counter[int] = Counter()
-        now = most = 0
-        for place, (_, more) in enumerate(self._events):
-            now += more
-            if place >= self._first:
-                most = max(most, now)
-        now = 0
-        for place, (number, more) in enumerate(self._events):
-            held[number] += more
-            now += more
-            if place >= self._first and now == most:
-                peak = held
-                break
+        """Return purpose -> bytes at the peak since `begin`."""
+        totals = list(accumulate(more for _, more in self._events))
+        last = max(range(self._first, len(totals)), key=totals.__getitem__, default=len(totals) - 1)
         found: Counter[str] = Counter()
-        for number, size in (peak or held).items():
-            found[self.kinds.get(number, OTHER)] += size
+        for number, more in self._events[: last + 1]:
+            found[self.kinds.get(number, OTHER)] += more
         return {kind: size for kind, size in found.items() if size}

@@ -1,9 +1,9 @@
 """Pretended tensors: a shape, a dtype and a device without values. Values exist only for small tensors computed from known ones.
 
     weight [4096, 16384] on cuda:0      a fake tensor of torch: no memory, any device; every operator checks shapes, dtypes and devices
-    tokens, counts, routing             fake tensors with known values, kept on the CPU: an operator on known values only is computed,
+    tokens, counts, routing             fake tensors with known values, kept on the CPU: an operator whose inputs are all known is computed,
                                         so that `.tolist()`, uneven splits and capacities are as in a real run
-    a sum of losses                     unknown: reading it as a number gives 0
+    a sum of losses                     a fake tensor with unknown values: reading it as a number gives 0
 
 Collectives send nothing. All ranks are assumed to be equal to this one: a sum is this rank's value times the number of ranks, a gather
 repeats this rank's value, and in an exchange each rank sends what this rank would send to itself. With balanced routing, a real run
@@ -28,14 +28,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from parallel.rehearse.ledger import Ledger
 
-MADE_ELEMENTS = 512  # largest float tensor from zeros() or empty() with known values: includes counters and biases, but not weights
-KNOWN_ELEMENTS = 2**24  # largest tensor, computed from known values, with known values
+MADE_ELEMENTS = 512  # float tensors of zeros() or empty() have known values up to this size: counters and biases, but not weights
+KNOWN_ELEMENTS = 2**24  # tensors computed from known values have known values up to this size
 
 _SUM = int(dist.ReduceOp.SUM)  # type: ignore[call-overload]
 _PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
-_READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}  # tags of operators that read values
-_ENGINE = ("torch/autograd/graph.py", "torch/autograd/__init__.py")  # innermost Python file while autograd's C++ makes tensors
-_BETWEEN = (
+_READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}  # tags of operators whose result's number or shape needs values
+_ENGINE = ("torch/autograd/graph.py", "torch/autograd/__init__.py")  # files that call autograd's C++, which makes tensors by itself
+_BETWEEN = (  # files between an operator and its caller
     "rehearse/pretended.py",
     "rehearse/stage.py",
     "torch/_ops.py",
@@ -48,25 +48,25 @@ _TORCH, _HERE = str(Path(torch.__file__).parent), str(Path(__file__).parent)
 
 
 class RehearsalError(RuntimeError):
-    """Error that a rehearsal finds in a run. The message is one line that names file and line."""
+    """Raised for an error that a rehearsal finds in a run. The message is one line that names file and line."""
 
 
 class Pretended(FakeTensorMode):
     """Mode in which all of torch's operators give pretended tensors. `ledger` counts their bytes.
 
-    device: the only device from which collectives accept tensors.
+    device: the rank's device; collectives accept tensors from no other.
     """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.device, self.ledger = device, Ledger(device)
-        self._within = 0  # depth of operators within operators; results of inner ones do not count, as a device has one fused kernel
-        self.of_reducer = False  # True while DDP's reducer makes its buckets: its C++ needs real integer tensors
+        self._within = 0  # number of operators that run now, each called by the one before; a device would run one fused kernel for them
+        self.of_reducer = False  # True while DDP's reducer makes its buckets: then its C++ gets the real integer tensors that it needs
 
     # --- values -------------------------------------------------------------------------------------------------------
 
     def suppose(self, tensor: Tensor, values: Callable[[], Tensor]) -> Tensor:
-        """Give the tensor known values of its shape. values: computes them on the CPU."""
+        """Give the tensor known values, and return it. values: computes them, in its shape, on the CPU."""
         with _disable_current_modes():
             real = values().to(tensor.dtype)
         assert tensor.shape == real.shape, (tensor.shape, real.shape)
@@ -74,7 +74,7 @@ class Pretended(FakeTensorMode):
         return tensor
 
     def known(self, tensor: Tensor) -> Tensor | None:
-        """Values of the tensor on the CPU; None if they are unknown."""
+        """Return the values of the tensor on the CPU; None if they are unknown."""
         if not isinstance(tensor, FakeTensor):
             return None if tensor.is_meta else tensor  # a real tensor
         values: Tensor | None = getattr(tensor, "_known", None)
@@ -89,7 +89,7 @@ class Pretended(FakeTensorMode):
             return super().dispatch(func, types, args, kwargs)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if not all(type(tensor) in _PLAIN for tensor in tensors):
-            return NotImplemented  # a DTensor, which then calls the operator on its local tensors
+            return NotImplemented  # for a DTensor, torch then calls the operator on its local tensors
         if func.namespace == "c10d":
             return self._collective(func, args, tensors)
         if self.of_reducer and not any(isinstance(tensor, FakeTensor) for tensor in tensors):
@@ -98,13 +98,13 @@ class Pretended(FakeTensorMode):
                     return func(*args, **kwargs)
             kwargs = kwargs | {"device": self.device}
         if _is_of_meta(tensors, kwargs):
-            with _disable_current_modes():  # as in a real run, a model is built on the meta device before it has values
+            with _disable_current_modes():  # tensors on the meta device stay as they are, because a real run builds its model there too
                 return func(*args, **kwargs)
         if self.device.type != "cpu" and kwargs.get("device") is not None and _asked_by().endswith(_ENGINE):
-            kwargs = kwargs | {"device": self.device}  # autograd makes zeros for missing gradients, casts, and the first gradient of 1
+            kwargs = kwargs | {"device": self.device}  # autograd takes the CPU for the device (_device_in_cpp)
         values = [self.known(tensor) for tensor in tensors]
         everything = all(v is not None and v.numel() <= KNOWN_ELEMENTS for v in values)
-        if func is torch.ops.aten.index.Tensor:  # only masks decide the number of rows, so the indexed tensor may be unknown
+        if func is torch.ops.aten.index.Tensor:  # only the masks' values must be known: they decide the result's number of rows
             args = (args[0], self._places(args[1]))
         elif _READS & set(func.tags):
             return self._read(func, args, kwargs, tensors, everything)
@@ -118,16 +118,18 @@ class Pretended(FakeTensorMode):
         made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, FakeTensor)]
         for tensor in made:
             self.ledger.see(tensor, counts=not self._within)
-        if everything and _is_small(
-            made, of_nothing=not tensors or func._opname.startswith(("new_", "empty_like", "zeros_like", "ones_like"))
-        ):
+        from_nothing = not tensors or func._opname.startswith(("new_", "empty_like", "zeros_like", "ones_like"))
+        if everything and all(t.numel() <= (MADE_ELEMENTS if from_nothing and t.is_floating_point() else KNOWN_ELEMENTS) for t in made):
             self._compute(func, args, kwargs, made)
         else:
             self._forget_written(func, args, kwargs)
         return out
 
     def _read(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor], everything: bool) -> Any:
-        """Run an operator that reads values: its result is a number, or a tensor with a number of rows that depends on values."""
+        """Run an operator whose result is a number, or a tensor with a number of rows that depends on values.
+
+        everything: True if all values that it reads are known. Otherwise a floating-point number is 0, and any other result an error.
+        """
         if everything:
             with _disable_current_modes():
                 real = func(*self._real(args), **self._real(kwargs))
@@ -137,7 +139,7 @@ class Pretended(FakeTensorMode):
         raise RehearsalError(f"{where()}: {func._opname} of values that a rehearsal cannot know")
 
     def _places(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Replace masks with known values among `indices` by the indices at which they are true."""
+        """Return the indices of `index()` with each mask, whose values must be known, replaced by the indices at which it is true."""
         found: list[Tensor | None] = []
         for index in indices:
             if index is None or index.dtype not in (torch.bool, torch.uint8):
@@ -165,7 +167,7 @@ class Pretended(FakeTensorMode):
         return tree_map(one, value)
 
     def _compute(self, func: Any, args: Any, kwargs: Any, made: Sequence[Tensor]) -> None:
-        """Compute the operator's known values too. In-place operators change the known values of all views."""
+        """Compute the known values of an operator's results, `made`. An in-place operator so changes the known values of all views."""
         with _disable_current_modes():
             real = func(*self._real(args), **self._real(kwargs))
         for tensor, values in zip(made, (leaf for leaf in tree_leaves(real) if isinstance(leaf, Tensor)), strict=True):
@@ -178,7 +180,7 @@ class Pretended(FakeTensorMode):
                 self.forget(leaf for leaf in tree_leaves(given) if isinstance(leaf, FakeTensor))
 
     def forget(self, tensors: Iterable[Tensor]) -> None:
-        """Mark the tensors' values as unknown, because unknown values were written into them."""
+        """Mark the values of tensors into which unknown values were written as unknown."""
         for tensor in tensors:
             if hasattr(tensor, "_known"):
                 self.ledger.spoil(tensor)
@@ -186,17 +188,15 @@ class Pretended(FakeTensorMode):
     # --- collectives --------------------------------------------------------------------------------------------------
 
     def _collective(self, func: Any, args: Any, tensors: Sequence[Tensor]) -> Any:
-        """Pretend a collective. The received values are known if all sent values are."""
+        """Return the results of a collective without communication. The received values are known if all sent values are."""
         name = func._opname
         for tensor in tensors if name != "barrier" and not self.of_reducer else ():
             if tensor.device.type != self.device.type:
-                raise RehearsalError(
-                    f"{where()}: {name.strip('_')} of a tensor on {tensor.device}; ranks send only from {self.device.type}"
-                )
+                said = f"{name.strip('_')} of a tensor on {tensor.device}; ranks send only from {self.device.type}"
+                raise RehearsalError(f"{where()}: {said}")
         work = FakeWork().boxed()
-        group = next(
-            (dist.ProcessGroup.unbox(a) for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type())), None
-        )
+        scripted = (a for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type()))
+        group = next(map(dist.ProcessGroup.unbox, scripted), None)
         with _disable_current_modes():
             came = self._coming(name, args, group)
         if name not in ("send", "barrier"):
@@ -204,7 +204,7 @@ class Pretended(FakeTensorMode):
         return work if len(func._schema.returns) == 1 else (args[0], work)
 
     def _coming(self, name: str, args: Any, group: Any) -> Tensor | None:
-        """Values received from ranks that are equal to this one; None if they are unknown."""
+        """Return the values that this rank receives if all ranks send what it sends; None if they are unknown."""
         if name == "allreduce_" and len(args[0]) == 1 and (values := self.known(args[0][0])) is not None:
             return values * group.size() if int(args[2].op()) == _SUM else values
         if name not in ("_allgather_base_", "alltoall_base_") or (values := self.known(args[1])) is None:
@@ -226,7 +226,7 @@ class Pretended(FakeTensorMode):
 
 
 def where() -> str:
-    """File, line and function of the innermost caller that belongs neither to torch nor to the rehearsal."""
+    """Return file, line and function of the innermost caller that belongs neither to torch nor to the rehearsal."""
     for frame in reversed(traceback.extract_stack()):
         if not frame.filename.startswith((_TORCH, _HERE, "<")):
             return f"{frame.filename}:{frame.lineno} in {frame.name}"
@@ -234,7 +234,7 @@ def where() -> str:
 
 
 def _asked_by() -> str:
-    """Python file that called the operator, directly or through C++."""
+    """Return the Python file that called the operator, directly or through C++."""
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_code.co_filename.endswith(_BETWEEN):
         frame = frame.f_back
@@ -242,22 +242,21 @@ def _asked_by() -> str:
 
 
 def _device_in_cpp(tensor: Any) -> torch.device:
-    """Device that torch's C++ code sees: the CPU instead of an accelerator, which need not exist. Python code sees `tensor.device`."""
+    """Return the device that torch's C++ code sees: the CPU instead of an accelerator, which need not exist.
+
+    Python code sees `tensor.device`.
+    """
     if tensor.fake_mode.in_kernel_invocation or tensor.fake_device.type == "meta":
         return torch.device("meta")
     return torch.device("cpu")
 
 
 def _is_of_meta(tensors: Sequence[Tensor], kwargs: Any) -> bool:
-    """True if an operator reads and makes only tensors on torch's meta device."""
+    """Return True if an operator reads and makes only tensors on torch's meta device."""
     device = kwargs.get("device")
     if not tensors or device is not None:
         return device is not None and torch.device(device).type == "meta"
     return all(not isinstance(tensor, FakeTensor) and tensor.is_meta for tensor in tensors)
-
-
-def _is_small(tensors: Sequence[Tensor], *, of_nothing: bool) -> bool:
-    return all(t.numel() <= (MADE_ELEMENTS if of_nothing and t.is_floating_point() else KNOWN_ELEMENTS) for t in tensors)
 
 
 def _first_line(error: BaseException) -> str:

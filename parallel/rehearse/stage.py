@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from importlib import import_module
 from typing import Any
 from unittest import mock
 
@@ -26,13 +27,15 @@ from torch.testing._internal.distributed import fake_pg
 from parallel.process.process import World
 from parallel.rehearse.pretended import Pretended
 
-_FSDP = "torch.distributed.fsdp._fully_shard"
-_HANDLES = [f"{_FSDP}.{name}._get_device_handle" for name in ("_fsdp_collectives", "_fsdp_init", "_fsdp_param_group", "_fsdp_state")]
+_FSDP_MODULES = [f"torch.distributed.fsdp._fully_shard._fsdp_{name}" for name in ("collectives", "init", "param_group", "state")]
 
 
 @contextmanager
 def rehearsal(world: World) -> Iterator[Pretended]:
-    """Context in which torch computes nothing and this process is rank `world.rank` of a fake process group. It must have no other."""
+    """Return a context in which torch computes nothing, and this process is rank `world.rank` of a fake process group.
+
+    The process must have no other process group.
+    """
     assert not dist.is_initialized(), "a rehearsal needs a process without a process group"
     dist.init_process_group("fake", rank=world.rank, world_size=world.size, store=fake_pg.FakeStore())
     pretended = Pretended(world.device)
@@ -43,20 +46,29 @@ def rehearsal(world: World) -> Iterator[Pretended]:
         pretended.ledger.resized(storage)
         return found
 
+    def making() -> AbstractContextManager[Any]:  # DDP's reducer makes buckets
+        return mock.patch.object(pretended, "of_reducer", True)
+
+    patches: list[tuple[Any, str, Any]] = [
+        (torch.UntypedStorage, "resize_", resized),
+        (dist.Reducer, "_rebuild_buckets", _within(making, dist.Reducer._rebuild_buckets)),
+        (dist, "Reducer", _within(making, dist.Reducer)),
+    ]
+    gpu = _Gpu() if world.device.type == "cuda" else None
+    if gpu is not None:
+        patches += [
+            *((module, "_get_device_handle", lambda _: _Handle(world.device.index)) for module in map(import_module, _FSDP_MODULES)),
+            (torch.cuda, "is_bf16_supported", lambda **_: True),  # GPUs since 2020 do
+            (torch.cuda, "synchronize", lambda *_: None),
+            (torch.autograd, "_engine_run_backward", _within(_Gpu, torch.autograd._engine_run_backward)),  # backward() leaves the mode
+        ]
     try:
         with ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
-            stack.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", resized))
-            stack.enter_context(mock.patch.object(dist.Reducer, "_rebuild_buckets", _making(pretended, dist.Reducer._rebuild_buckets)))
-            stack.enter_context(mock.patch.object(dist, "Reducer", _making(pretended, dist.Reducer)))
-            if world.device.type == "cuda":
-                for handle in _HANDLES:
-                    stack.enter_context(mock.patch(handle, lambda _: _Handle(world.device.index)))
-                stack.enter_context(mock.patch.object(torch.cuda, "is_bf16_supported", lambda **_: True))  # true of GPUs since 2020
-                stack.enter_context(mock.patch.object(torch.cuda, "synchronize", lambda *_: None))
-                gpu, backward = _Gpu(), torch.autograd._engine_run_backward
-                stack.enter_context(mock.patch.object(torch.autograd, "_engine_run_backward", _within(gpu, backward)))
+            for target, name, value in patches:
+                stack.enter_context(mock.patch.object(target, name, value))
+            if gpu is not None:
                 stack.enter_context(gpu)
             stack.enter_context(pretended)
             yield pretended
@@ -65,7 +77,7 @@ def rehearsal(world: World) -> Iterator[Pretended]:
 
 
 class _Handle:
-    """Replaces torch.cuda in FSDP. Its streams are torch.cpu's, which do nothing."""
+    """Replaces the module torch.cuda in FSDP. index: of the device. Its streams are torch.cpu's, which do nothing."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -77,24 +89,11 @@ class _Handle:
         return getattr(torch.cpu, name)
 
 
-def _making(pretended: Pretended, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function of DDP's reducer that makes buckets: `of_reducer` is True while it runs."""
-
-    def made(*args: Any, **kwargs: Any) -> Any:
-        pretended.of_reducer = True
-        try:
-            return function(*args, **kwargs)
-        finally:
-            pretended.of_reducer = False
-
-    return made
-
-
-def _within(mode: TorchFunctionMode, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap autograd's function that runs a backward pass, so that it runs in `mode`, which torch leaves when it handles backward()."""
+def _within(context: Callable[[], AbstractContextManager[Any]], function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function changed so that each of its calls runs in a new context."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with mode:
+        with context():
             return function(*args, **kwargs)
 
     return run
@@ -151,7 +150,7 @@ class _FusedRmsNorm(torch.autograd.Function):
 
 
 class _FusedSilu(torch.autograd.Function):
-    """SiLU with the memory of the GPU's fused kernels. Without one for the backward pass, torch would run six operators."""
+    """SiLU with the memory of the GPU's fused kernels. On the CPU, torch would run six operators in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -169,8 +168,8 @@ def _attention(
 ) -> Tensor:
     """Attention with the memory of the kernel that a GPU would use if the mask needs a gradient, as T5's bias does.
 
-    The GPU's memory-efficient kernel computes this gradient if mask and heads are aligned to 16 bytes; the CPU's fused kernel does not.
-    In all other cases torch chooses alike on both.
+    The GPU's memory-efficient kernel computes this gradient if mask and heads are aligned to 16 bytes; the CPU's fused kernel never does.
+    In all other cases the CPU's kernel keeps the same memory, so it is taken.
     """
     words = all(x.shape[-1] * x.element_size() % 16 == 0 for x in (query, value)) and query.shape[-1] == key.shape[-1]
     if attn_mask is None or not attn_mask.requires_grad or attn_mask.stride(-1) != 1 or not words:

@@ -18,8 +18,7 @@ from moe.recipe.sections import Model
 from moe.records.results import write_json
 from parallel.mesh.mesh import Mesh
 from parallel.numerics.weight_gradient import defer_gradients, splittable
-from parallel.pipeline.runtime import TimedAction
-from parallel.pipeline.schedule import Action, Op, Schedule
+from parallel.pipeline.schedule import Op, Schedule, Span, Watcher
 from parallel.pipeline.schedules.catalog import SCHEDULES, kind_of
 from parallel.pipeline.simulator.held import peak_kept, weight_versions
 from parallel.process.fork import run_on_ranks
@@ -68,7 +67,7 @@ def _weighed(mesh: Mesh, schedule: Schedule, config: Model, size: int) -> dict[s
     return {"held": look.held, "peak": peak, "versions": max(1, look.versions), "kept": kept, "after_i": after_i}
 
 
-class _Look:
+class _Look(Watcher):
     """A Watcher that measures the bytes held between actions, minus those held `before`."""
 
     def __init__(self, work: Stages, alive: Alive, before: int) -> None:
@@ -78,9 +77,7 @@ class _Look:
     def begin(self) -> None:
         self._weigh()
 
-    def before(self, action: Action) -> None: ...
-
-    def after(self, at: int, took: TimedAction) -> None:
+    def after(self, at: int, took: Span) -> None:
         self._weigh()
 
     def _weigh(self) -> None:

@@ -70,7 +70,9 @@ def synced(size: Size) -> Schedule:
 
 
 ROWS = {
-    EAGER: ScheduleKind(lambda s: s.one_after_the_other(eager), "1F1B, one more forward ahead", refusal=eager_refusal),
+    EAGER: ScheduleKind(
+        lambda s: eager(s.ranks, s.microbatches).repeated(s.batches), "1F1B, one more forward ahead", refusal=eager_refusal
+    ),
     SYNCED: ScheduleKind(synced, "one age of weights", age=lambda size, stage: size.ranks - 1, advice="weights are older; better: zb_h1"),
 }
 

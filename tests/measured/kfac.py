@@ -143,9 +143,9 @@ def _sleeping(model: nn.Module) -> None:
 def _slow(kfac: Kfac) -> None:
     plain = kfac.do
 
-    def do(item: KfacUnit) -> None:
-        time.sleep(UNIT_S[item.kind])
-        plain(item)
+    def do(unit: KfacUnit) -> None:
+        time.sleep(UNIT_S[unit.kind])
+        plain(unit)
 
     kfac.do = do  # type: ignore[method-assign]
 

@@ -109,7 +109,7 @@ MUTATIONS = (
         "NVIDIA/Megatron-LM#844",
         "pipeline",
         _case("gshard", "1f1b"),
-        (Edit("parallel.pipeline.replicas:StageReplicas._start", _embedding_left_out),),
+        (Edit("parallel.pipeline.runtime:StageReplicas._start", _embedding_left_out),),
     ),
     Mutation(
         "norm_of_one_stage",

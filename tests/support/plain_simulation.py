@@ -1,9 +1,45 @@
-"""A plain second implementation of the simulator: one action after another, by Schedule.needs, receives and sends, with tables by node."""
+"""A plain second implementation of needs and of the simulator: one action after another, by `needs`, receives and sends, with tables by
+node."""
 
 from __future__ import annotations
 
-from parallel.pipeline.schedule import Message, Node, Op, Schedule
-from parallel.pipeline.simulator.simulate import Cost, OfMessage, Span, Transfer
+from collections.abc import Callable
+from typing import Literal
+
+from parallel.pipeline.schedule import Message, Node, Op, Schedule, Span, stage_complete_at
+from parallel.pipeline.simulator.simulate import Cost, OfMessage, Timeline, Transfer
+
+
+def needs_of(schedule: Schedule, node: Node) -> tuple[Node, ...]:
+    """Return the nodes that must end before this one starts, in addition to the previous action of its rank (ActionGraph's rule)."""
+    needs = own_needs(schedule, node)
+    if node in schedule.pairs:
+        needs += tuple(need for need in own_needs(schedule, _after(node)) if need != node)
+    return tuple(_after(need) if need in schedule.pairs and need.rank != node.rank else need for need in needs)
+
+
+def own_needs(schedule: Schedule, node: Node) -> tuple[Node, ...]:
+    """Return the needs of one action, without those of the other action of its pair."""
+    op, stage, microbatch, version = schedule.action(node)
+    each = schedule.microbatches_per_update
+    if op is Op.S or (op is Op.U and len(schedule.homes[stage]) == 1):
+        batch = range((version - 1) * each, version * each)
+        made = (schedule.find(kind, stage, j) for j in batch for kind in (Op.B, Op.W))
+        return tuple(sorted(n for n in made if n is not None and n.rank == node.rank))
+    if op is Op.U:
+        return schedule.replicas(node)
+    found = [schedule.input_maker(node)]
+    if op is Op.W:
+        found.append(schedule.find(Op.I, stage, microbatch))
+    elif op is not Op.F:
+        found.append(schedule.find(Op.F, stage, microbatch))
+    if version and op is not Op.W:
+        found.append(schedule._of_batch.get((Op.U, stage, version, node.rank)))
+    return tuple(n for n in found if n is not None)
+
+
+def _after(node: Node) -> Node:
+    return Node(node.rank, node.at + 1)
 
 
 def plain_order(schedule: Schedule, *, sums_block: bool) -> tuple[list[Node], list[str]]:
@@ -11,7 +47,7 @@ def plain_order(schedule: Schedule, *, sums_block: bool) -> tuple[list[Node], li
 
     def needs(node: Node) -> tuple[Node, ...]:
         held = sums_block and node.at and schedule.orders[node.rank][node.at - 1].op is Op.S
-        return schedule.needs(node) + (schedule.replicas(Node(node.rank, node.at - 1)) if held else ())
+        return needs_of(schedule, node) + (schedule.replicas(Node(node.rank, node.at - 1)) if held else ())
 
     done: set[Node] = set()
     order: list[Node] = []
@@ -46,7 +82,7 @@ def plain_simulate(
     for node in plain_order(schedule, sums_block=not overlap)[0]:
         action = schedule.action(node)
         start = free[node.rank]
-        for need in schedule.needs(node):
+        for need in needs_of(schedule, node):
             if need.rank == node.rank or action.op is Op.U:
                 start = max(start, spans[need].end)
         start = max([start, *(arrived[message] for message in schedule.receives(node))])
@@ -72,3 +108,20 @@ def plain_simulate(
             transfers.append(Transfer(message, begin, link[way], 0))
             free[node.rank] = free[node.rank] if overlap else max(free[node.rank], link[way])
     return tuple(tuple(spans[Node(rank, i)] for i in range(len(order))) for rank, order in enumerate(schedule.orders)), tuple(transfers)
+
+
+def exposed(timeline: Timeline, seconds: Callable[[int, int], float], *, begin: Literal["stage", "rank"] = "stage") -> float:
+    """Return the time from the end of a timeline's last action to the end of the last data-parallel sum.
+
+    Each rank's sums run one after another. Sums use a link but no compute, so they do not slow actions down.
+
+    seconds: (rank, stage) -> time of the stage's sum. begin: a sum starts as soon as its stage's gradients are complete ("stage"), or
+    after all of the rank's actions ("rank").
+    """
+    end = last = max(span.end for spans in timeline.spans for span in spans)
+    for rank, spans in enumerate(timeline.spans):
+        free = max((span.end for span in spans), default=0.0) if begin == "rank" else 0.0
+        for at, stage in sorted(stage_complete_at(timeline.schedule.orders[rank]).items()):
+            free = max(free, spans[at].end) + seconds(rank, stage)
+        last = max(last, free)
+    return last - end

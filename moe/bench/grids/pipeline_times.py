@@ -16,8 +16,8 @@ from torch import nn
 
 from moe.bench.grids.stages import Asleep, Seconds, Stages, barrier, connect, descend, runtime_for, schedule_for
 from parallel.mesh.mesh import Axis, Mesh
-from parallel.pipeline.runtime import Recorder, TimedAction
-from parallel.pipeline.schedule import Action, Op, Schedule
+from parallel.pipeline.runtime import Recorder
+from parallel.pipeline.schedule import Action, Op, Schedule, Span
 from parallel.pipeline.simulator.simulate import Timeline, simulate
 from parallel.process.fork import run_on_ranks
 
@@ -68,7 +68,7 @@ def _timed(mesh: Mesh, schedule: Schedule, steps: int, scale: float) -> dict[str
     return {"steps": found[1:], "transfer": _transfer_seconds(axis), "sum": _sum_seconds(axis)}
 
 
-def _means(record: list[TimedAction]) -> dict[str, float]:
+def _means(record: list[Span]) -> dict[str, float]:
     found: dict[str, list[float]] = {}
     for took in record:
         found.setdefault(_key(took.action), []).append(took.end - took.start)

@@ -23,8 +23,7 @@ from parallel.mesh.layout import Layout
 from parallel.mesh.mesh import Degrees, Mesh
 from parallel.numerics.weight_gradient import gradient_or_later
 from parallel.pipeline.links import Links
-from parallel.pipeline.replicas import StageReplicas
-from parallel.pipeline.runtime import Runtime
+from parallel.pipeline.runtime import Runtime, StageReplicas
 from parallel.pipeline.schedule import Schedule
 from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
 from parallel.pipeline.weights import Versions

@@ -44,7 +44,7 @@ def possible(schedule: str, ranks: int, microbatches: int) -> bool:
 
 @lru_cache(maxsize=4)
 def made(schedule: str, ranks: int, microbatches: int, chunks: int) -> Schedule:
-    """The schedule, cached with its steps (pipeline/steps.py)."""
+    """The schedule, cached with its order (pipeline/check.py)."""
     own = chunks if kind_of(schedule).chunks is None else None
     return make_schedule(schedule, ranks=ranks, microbatches=microbatches, chunks=own)
 

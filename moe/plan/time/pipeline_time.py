@@ -7,7 +7,7 @@
                   gradient; and the time of one micro-batch through all stages. It takes microseconds, so that the planner need not
                   simulate plans that it rules out
 
-The bound holds for every order of actions, because it uses only `Schedule.needs`.
+The bound holds for every order of actions, because it uses only what actions wait for.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ from typing import Literal, NamedTuple
 
 from moe.plan.job.in_flight import made, possible, steady
 from moe.plan.job.network import Plan
-from parallel.pipeline.schedule import COMPUTE, Action, Op, folded
+from parallel.pipeline.schedule import COMPUTE, Action, Op, folded, stage_complete_at
 from parallel.pipeline.schedules.catalog import closed_form, kind_of, placed
 from parallel.pipeline.schedules.kind import PassTimes, Placed
 from parallel.pipeline.simulator.simulate import costs, makespan
-from parallel.pipeline.sums import whole_at
 
 MOST_WEIGHTS = 0.99  # largest fraction of a backward pass that weight gradients take
 How = Literal["simulated", "least", "alone"]  # `least`: lower bound if there is no closed form; `alone`: also without sums (step_time)
@@ -163,5 +162,5 @@ def _tails(schedule: str, ranks: int, microbatches: int, chunks: int) -> tuple[T
     found = []
     for order in made(schedule, ranks, microbatches, chunks).orders:
         last = max(at for at, action in enumerate(order) if action.op in (Op.B, Op.I))
-        found.append(Tail(tuple(after(order, at) for at in sorted(whole_at(order))), after(order, last)))
+        found.append(Tail(tuple(after(order, at) for at in sorted(stage_complete_at(order))), after(order, last)))
     return tuple(found)

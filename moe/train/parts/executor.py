@@ -33,8 +33,8 @@ from parallel.kfac.grafted import KfacEngine
 from parallel.mesh.collectives import sum_over_all
 from parallel.mesh.layout import Layout
 from parallel.mesh.mesh import Axis, Mesh
-from parallel.pipeline.runtime import Runtime, Watcher
-from parallel.pipeline.schedule import Schedule
+from parallel.pipeline.runtime import Runtime
+from parallel.pipeline.schedule import Schedule, Watcher
 from parallel.pipeline.weights import Versions
 from parallel.watch import watchdog
 

@@ -1,9 +1,9 @@
-"""Time and energy of an action at each clock, measured (read from a file) or computed by an assumed power model.
+"""Profiles: time and energy of an action at each clock, measured (read from a file) or computed by an assumed power model.
 
-    {"idle_w": 40, "stages": [{"F": {"1530": {"s": 0.010, "j": 3.0}, "1080": {...}}, "B": {...}}, ...]}
+    {"idle_w": 40, "stages": [{"F": {"1530": {"s": 0.010, "j": 3.0}, "1080": {...}}, "B": {...}}, ...]}      s: seconds, j: joules
 
-A file has F and B of each stage. If it has no I and W, each counts as half of B. The cost of an action is the energy that it adds to the
-idle energy of the same time.
+A file has F and B of each stage at each clock (MHz). If it has no I and W, each counts as half of B. Below a certain clock, the valley,
+an action saves no more energy, because it takes longer. What counts is the energy above that of waiting (idle) for the same time.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from parallel.store.files import read_text
 
 
 class Clock(NamedTuple):
-    """One action at one clock (MHz): seconds and joules."""
+    """One action at one clock: its time in seconds and its energy in joules."""
 
     mhz: float
     time: float
     energy: float
 
 
-Profile = Callable[[int, Action], Sequence[Clock]]  # (rank, action) -> its possible clocks; a single one if it cannot be slowed
+Profile = Callable[[int, Action], Sequence[Clock]]  # (rank, action) -> the action at each possible clock; a single one if it has no choice
 
 
 @dataclass(frozen=True)
 class PowerModel:
-    """Power and time at clock f, with full clock F: P = static + dynamic (f / F) (V / V_F)^2, t = t_F (memory + (1 - memory) F / f).
+    """Assumed power and time at clock f, with full clock F and share m: P = static + dynamic (f / F) V^2, t = t_F (m + (1 - m) F / f).
 
-    V falls linearly from the full clock to the lowest. `memory_share` is the fraction of the time that does not depend on the clock. The
-    defaults are assumptions for a GPU like the V100, not measured. EnvPipe (USENIX ATC 2023) sets the V100's clock between 800 and
-    1530 MHz.
+    V, the voltage relative to that at full clock, falls linearly to `lowest_voltage` at the lowest clock. m (`memory_share`) is the
+    fraction of the time that does not depend on the clock. The defaults are for a GPU like the V100, not measured. EnvPipe (USENIX ATC
+    2023) sets the V100's clock between 800 and 1530 MHz.
     """
 
     static_w: float = 50
@@ -49,7 +49,7 @@ class PowerModel:
     memory_share: float = 0.2
 
     def clocks(self, seconds: float) -> list[Clock]:
-        """Time and energy, at each clock, of an action that takes `seconds` at full clock."""
+        """Return, for each clock, time and energy of an action that takes `seconds` at full clock."""
         found = []
         for mhz in range(self.lowest_mhz, self.full_mhz + 1, self.step_mhz):
             voltage = self.lowest_voltage + (1 - self.lowest_voltage) * (mhz - self.lowest_mhz) / (self.full_mhz - self.lowest_mhz)
@@ -59,20 +59,23 @@ class PowerModel:
 
 
 def fastest(clocks: Sequence[Clock]) -> Clock:
+    """Return the clock of least time."""
     return min(clocks, key=lambda clock: (clock.time, clock.energy))
 
 
 def valley(clocks: Sequence[Clock], idle_power: float) -> Clock:
+    """Return the clock of least energy above idle. idle_power: watts of a rank that waits."""
     return min(clocks, key=lambda clock: (above_idle(clock, idle_power), clock.time))
 
 
 def above_idle(clock: Clock, idle_power: float) -> float:
-    """Energy of an action in joules, less the energy of waiting for the same time."""
+    """Return the joules of an action at a clock, less those of waiting for the same time."""
     return clock.energy - idle_power * clock.time
 
 
 def useful(clocks: Sequence[Clock], idle_power: float, action: Action) -> list[Clock]:
-    """Clocks from the fastest to the valley (the one of least energy), without clocks that are slower but save nothing."""
+    """Return the clocks from the fastest to the valley, without those that are slower but save nothing. Raises BadInput, which names
+    `action`, if there is no clock."""
     if not clocks:
         raise BadInput("profile", got=f"no clock for {action}", needed="at least one clock", fix="measure it, or give it one clock")
     kept: list[Clock] = []
@@ -84,7 +87,7 @@ def useful(clocks: Sequence[Clock], idle_power: float, action: Action) -> list[C
 
 @dataclass(frozen=True)
 class Measured:
-    """Measured profile by stage and operation, equal on all ranks that hold the stage. S and U take no time."""
+    """A measured Profile, equal on all ranks that hold a stage. stages: for each stage, F, B, I or W -> clocks. S and U take no time."""
 
     stages: tuple[Mapping[Op, Sequence[Clock]], ...]
     idle_w: float
@@ -99,7 +102,7 @@ class Measured:
 
 
 def read_profile(path: str | Path) -> Measured:
-    """Read a profile file (format: top of this file). Raises BadInput if it is none."""
+    """Read a profile file (format: top of this file). Raises BadInput if the file is no profile."""
     needed = '{"idle_w": 40, "stages": [{"F": {"1530": {"s": 0.01, "j": 3.0}}, "B": {...}}]}'
 
     def wrong(got: str) -> BadInput:
@@ -127,15 +130,11 @@ def read_profile(path: str | Path) -> Measured:
 
 
 def _clocks(value: Any) -> list[Clock]:
-    """Clocks in `value`, by ascending position; an empty list if any entry is wrong."""
+    """Return the clocks of one operation in a profile file, in the file's order; an empty list if any entry is wrong."""
     clocks = []
     for mhz, cost in value.items() if isinstance(value, dict) else ():
-        if (
-            not isinstance(cost, dict)
-            or not mhz.isdecimal()
-            or not 0 < float(mhz) < 1e12
-            or not all(_number(cost.get(key), above=0) for key in "sj")
-        ):
+        known = isinstance(cost, dict) and mhz.isdecimal() and 0 < float(mhz) < 1e12
+        if not known or not all(_number(cost.get(key), above=0) for key in "sj"):
             return []
         clocks.append(Clock(float(mhz), float(cost["s"]), float(cost["j"])))
     return clocks

@@ -14,16 +14,13 @@ from __future__ import annotations
 import importlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from parallel.errors import counted
 from parallel.pipeline.energy.energy import EnergyPlan
-from parallel.pipeline.schedule import Action, Op
-
-if TYPE_CHECKING:  # runtime imports torch, which making a plan does not need
-    from parallel.pipeline.runtime import TimedAction
+from parallel.pipeline.schedule import Action, Op, Watcher
 
 
 class NoControl(RuntimeError):
@@ -32,14 +29,14 @@ class NoControl(RuntimeError):
 
 @dataclass
 class Gpus:
-    """One GPU for each rank, as an NVML handle. `locked`: locked clock of each GPU in MHz; 0: not locked."""
+    """The GPU of each rank. nvml: the module `pynvml`. handles: the GPUs in NVML. locked: locked clock of each in MHz; 0: not locked."""
 
     nvml: Any
     handles: list[Any]
     locked: list[float]
 
     def lock(self, rank: int, mhz: float) -> bool:
-        """Lock the rank's GPU to this clock. Returns False if it was locked to it already, or if `mhz` is 0."""
+        """Lock the rank's GPU to this clock, and return True. Do nothing and return False if it is locked to it, or if `mhz` is 0."""
         if mhz in (0, self.locked[rank]):
             return False
         self.locked[rank] = mhz  # recorded before the call, so that `release` also undoes a call that fails half way
@@ -53,24 +50,19 @@ class Gpus:
             self.locked[rank] = 0
 
     def release(self) -> None:
-        """Unlock all GPUs, even if unlocking one fails; then raise the first error."""
-        failed = None
-        for rank in range(len(self.handles)):
-            try:
-                self.free(rank)
-            except self.nvml.NVMLError as error:
-                failed = failed or error
-        if failed is not None:
-            raise failed
+        """Unlock all GPUs, even if unlocking one fails; then raise the last error."""
+        with ExitStack() as stack:
+            for rank in reversed(range(len(self.handles))):
+                stack.callback(self.free, rank)
 
     def joules(self) -> list[float]:
-        """Energy that each GPU has used since its driver was loaded."""
+        """Return the joules that each GPU has used since its driver was loaded."""
         return [self.nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1000 for handle in self.handles]
 
 
 @contextmanager
 def connect(which: int | Sequence[str], nvml: Any = None) -> Iterator[Gpus]:
-    """Context with the first `which` GPUs, or with the GPUs of these UUIDs. Unlocks them at its end.
+    """Return a context with GPUs, the first `which` or those of these UUIDs, and unlock them at its end. nvml: default: `pynvml`.
 
     Raises NoControl if they do not exist or their clocks may not be set, which is tested by setting the highest clock.
     """
@@ -112,12 +104,12 @@ def _open(nvml: Any, which: int | Sequence[str]) -> Gpus:
 
 
 @dataclass
-class Pace:
+class Pace(Watcher):
     """Watcher that sets a rank's GPU, the only one in `gpus`, to the planned clock before each action of training.
 
     mhz: planned clock of each action. An action without one keeps the previous clock. From an update to the next step, the driver
     chooses the clock. settle: waits until the GPU has executed its queue, because kernels are queued and clock changes are not. lost:
-    called once, with the reason, if the driver refuses a clock; training then continues at the driver's clocks.
+    called once, with the reason, if the driver refuses a clock; training then continues at the driver's clocks. on: False after that.
     """
 
     gpus: Gpus
@@ -125,10 +117,6 @@ class Pace:
     settle: Callable[[], None]
     lost: Callable[[str], None]
     on: bool = True
-
-    def begin(self) -> None: ...
-
-    def after(self, at: int, took: TimedAction) -> None: ...
 
     def before(self, action: Action) -> None:
         locked, mhz = self.gpus.locked[0], self.mhz.get(action, 0.0)
@@ -150,7 +138,7 @@ class Pace:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """Result of `rehearse`. changes: number of clock changes. latest_s: largest delay of one. joules: energy of each GPU meanwhile."""
+    """Result of `rehearse`. changes: number of clock changes. latest_s: largest delay of a change. joules: energy that each GPU used."""
 
     changes: int
     latest_s: float
@@ -165,7 +153,10 @@ def rehearse(
     sleep: Callable[[float], None] = time.sleep,
     now: Callable[[], float] = time.perf_counter,
 ) -> Rehearsal:
-    """Set each action's clock at its planned start, for `steps` steps without computation, and measure the driver's delay."""
+    """Set each action's clock at its planned start, for `steps` steps without computation, and measure the delays.
+
+    sleep, now: clock in seconds, for tests.
+    """
     begins = sorted(
         (span.start, rank, clock.mhz)
         for rank, spans in enumerate(plan.timeline.spans)

@@ -26,7 +26,7 @@ _MOST_MHZ = 1e5
 
 @dataclass(frozen=True)
 class ClockedSchedule:
-    """Schedule in its plan's order, and for each rank the clock of each action in MHz."""
+    """A schedule in the order of its energy plan. mhz: for each rank, action -> its clock."""
 
     schedule: Schedule
     mhz: tuple[Mapping[Action, float], ...]
@@ -78,12 +78,12 @@ def read_plan(path: str | Path, schedule: Schedule, *, what: str, fix: Fix | str
         orders.append(tuple(known[name] for name in names))
         clocks.append({known[name]: mhz for name, mhz in planned})
     if schedule.pairs and tuple(orders) != schedule.orders:
-        raise wrong("another order")  # schedule.pairs are positions in the order, so they would be wrong
+        raise wrong("another order")  # schedule.pairs are positions in its own order
     return ClockedSchedule(check(replace(schedule, orders=tuple(orders))), tuple(clocks))
 
 
 def _ranks(value: Any) -> list[list[tuple[str, float]]] | None:
-    """(action, MHz) in order, for each rank; None if any entry is wrong."""
+    """Return (action, MHz) of each rank's actions, in order, from a plan file's contents; None if any entry is wrong."""
     if not isinstance(value, dict) or not isinstance(value.get("schedule"), str) or not isinstance(value.get("ranks"), list):
         return None
     found: list[list[tuple[str, float]]] = []

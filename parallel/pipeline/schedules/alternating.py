@@ -1,10 +1,11 @@
 """Makes zero-bubble orders for stages of unequal times, by the rules of the paper [2401.10241, section 3.1]. `search` starts from them.
 
-    warm-up    as many F as memory allows until the first I arrives
-                   late: one more F, which delays that I            waiting: count the waits of F for the previous rank
-    steady     one F and one I in turn. W fills waits that are long enough, and is done first if memory is full
-                   always: W fills shorter waits too. If False, only if this rank's total wait would else become the longest of all
-    skip       skip: a rank that is two F ahead of the next rank leaves out an F if that does not raise the longest total wait
+    warm-up    as many F as memory allows and as end before the first I's input arrives
+                   late: one more F, even if it delays that I
+                   waiting: the time of F includes its wait for the previous rank's result
+    steady     one F and one I in turn. W fills waits that are long enough, and comes before F if memory is full
+                   always: W also fills shorter waits. If False, only those that would make this rank's total wait the longest of all
+                   skip: a rank that is two F ahead of the next rank leaves out an F if that does not raise the longest total wait
     end        the remaining W; on rank 0 they begin as soon as all F are done, because no rank waits for its I
 
 Each rank has one stage. The four options give sixteen orders, of which `search` takes the best.
@@ -21,7 +22,7 @@ from parallel.pipeline.schedule import Action, Op
 class Alternating:
     """Builds one order. The options late, waiting, skip and always are explained at the top of this file.
 
-    times: duration of F, I and W on each rank. sent: duration of a message. memory: most micro-batches that a rank may keep until
+    times: for each rank, F, I or W -> its duration. sent: duration of a message. memory: most micro-batches that a rank may keep until
     their W; None: no limit.
     """
 
@@ -47,11 +48,12 @@ class Alternating:
         self.ended: dict[Action, float] = {}
 
     def orders(self) -> list[list[Action]]:
-        """Orders of all ranks, without updates."""
+        """Return the orders of all ranks, without updates."""
         self._warm_up()
         for _ in range(1, self.microbatches):
             for rank in self._ranks_with_forward():
-                self._make_room(rank)
+                while self.counts[Op.F][rank] - self.counts[Op.W][rank] >= self.memory:
+                    self._do(Op.W, rank)
                 self._fill(rank, self._arrival(Op.F, rank))
                 self._do(Op.F, rank)
             for rank in reversed(self.ranks):
@@ -85,7 +87,10 @@ class Alternating:
             self._do(Op.I, rank)
 
     def _forward_ends(self) -> list[list[float]]:
-        """Ends of each rank's first F, as many as memory holds, one right after the other; with `waiting`, after their inputs arrive."""
+        """Return for each rank the ends of its first F, as many as memory holds, if they follow one another directly.
+
+        With `waiting`, each of them starts after its input arrives.
+        """
         ends: list[list[float]] = []
         for rank in self.ranks:
             now, of = self.free[rank], [self.free[rank]]
@@ -97,7 +102,7 @@ class Alternating:
         return ends
 
     def _ranks_with_forward(self) -> list[int]:
-        """Ranks that do their next F now. If a rank skips its F, all ranks before it skip theirs too."""
+        """Return the ranks that do their next F now. If a rank skips its F, all ranks before it skip theirs too."""
         found: list[int] = []
         for rank in reversed(self.ranks):
             begun = self.counts[Op.F]
@@ -113,16 +118,12 @@ class Alternating:
             return False
         following = self.times[rank + 1]
         gap = self.free[rank + 1] + following[Op.F] + following[Op.I] + self.sent - self.free[rank]
-        full = max(0, begun[rank] - self.counts[Op.W][rank] + 1 - self.memory)  # number of W needed first to free memory
+        full = max(0, begun[rank] - self.counts[Op.W][rank] + 1 - self.memory)  # number of W that must free memory first
         took = self.times[rank][Op.F] + full * self.times[rank][Op.W]
         return gap < took and gap <= max(self.waited) - self.waited[rank]
 
-    def _make_room(self, rank: int) -> None:
-        while self.counts[Op.F][rank] - self.counts[Op.W][rank] + 1 > self.memory:
-            self._do(Op.W, rank)
-
     def _fill(self, rank: int, arrival: float) -> None:
-        """Fill the wait until `arrival` with W."""
+        """Fill a rank's wait until time `arrival` with W."""
         took = self.times[rank][Op.W]
         while self._has_pending(rank) and self.free[rank] + took <= arrival:
             self._do(Op.W, rank)
@@ -134,7 +135,7 @@ class Alternating:
         return self.counts[Op.W][rank] < self.counts[Op.I][rank]
 
     def _arrival(self, op: Op, rank: int) -> float:
-        """Time at which the input of the rank's next F or I arrives from another rank; 0 if it needs none."""
+        """Return the time at which the input of the rank's next F or I arrives from another rank; 0 if it needs none."""
         before = rank - 1 if op is Op.F else rank + 1
         if not 0 <= before <= self.last:
             return 0.0

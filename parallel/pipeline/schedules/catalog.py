@@ -1,7 +1,7 @@
-"""Lists the schedules by name. A new schedule is one file and one row here.
+"""Lists the schedules by name. A new schedule is one function and one row here.
 
 Letters in the schedules' files: p ranks, m micro-batches, v chunks (stages a rank), r a rank, s a stage, t a time; F, B, I and W are
-also their times. Bubble: idle time divided by ideal time.
+also their times. Bubble: idle time divided by ideal time. In flight: between its forward and its backward pass.
 
 Example: make_schedule("interleaved", ranks=4, microbatches=8, chunks=2)
 """
@@ -12,10 +12,9 @@ from collections.abc import Callable
 
 from parallel.errors import BadInput, did_you_mean, some
 from parallel.fixes import Remove, Set, guess
-from parallel.pipeline.schedule import Schedule, at_least
+from parallel.pipeline.schedule import Schedule
 from parallel.pipeline.schedules.chimera import chimera, chimera_refusal
-from parallel.pipeline.schedules.dualpipe import dualpipe, dualpipe_refusal
-from parallel.pipeline.schedules.dualpipe_v import dualpipe_v, dualpipe_v_refusal
+from parallel.pipeline.schedules.dualpipe import dualpipe, dualpipe_refusal, dualpipe_v, dualpipe_v_refusal
 from parallel.pipeline.schedules.gpipe import all_at_once, gpipe, gpipe_seconds
 from parallel.pipeline.schedules.interleaved import interleaved, interleaved_held, interleaved_seconds
 from parallel.pipeline.schedules.kind import DEFAULT_CHUNKS, PassTimes, Placed, ScheduleKind, Size
@@ -25,23 +24,22 @@ from parallel.pipeline.schedules.one_f_one_b import one_f_one_b, one_f_one_b_sec
 from parallel.pipeline.schedules.pipedream import pipedream, pipedream_age
 from parallel.pipeline.schedules.two_bw import two_bw, two_bw_age, two_bw_refusal
 from parallel.pipeline.schedules.v_memory import v_half, v_min
-from parallel.pipeline.schedules.zb_v import zb_v
-from parallel.pipeline.schedules.zero_bubble import zb_h1, zb_h2
+from parallel.pipeline.schedules.zero_bubble import zb_h1, zb_h2, zb_v
 
-ADVISED = "1f1b"  # proposed in place of a schedule that does not work: the backward is whole, and a step drains the pipeline
+ADVISED = "1f1b"  # proposed in place of a schedule that a recipe cannot have: whole backward passes, and a step drains the pipeline
 _OLDER = "gradients are computed with older weights, so losses differ from one process; better: zb_h1"
+
+
+def _batches(build: Callable[[int, int], Schedule]) -> Callable[[Size], Schedule]:
+    """Return a function that makes the schedule of a size from a function of (ranks, micro-batches) that makes one batch."""
+    return lambda size: build(size.ranks, size.microbatches).repeated(size.batches)
+
 
 SCHEDULES: dict[str, ScheduleKind] = {
     "naive": ScheduleKind(
-        lambda s: s.one_after_the_other(naive),
-        "one rank works at a time",
-        seconds=naive_seconds,
-        rounds=1,
-        advice="one rank works at a time; better: 1f1b",
+        _batches(naive), "one rank works at a time", seconds=naive_seconds, rounds=1, advice="one rank works at a time; better: 1f1b"
     ),
-    "gpipe": ScheduleKind(
-        lambda s: s.one_after_the_other(gpipe), "all forwards, then all backwards", seconds=gpipe_seconds, held=all_at_once
-    ),
+    "gpipe": ScheduleKind(_batches(gpipe), "all forwards, then all backwards", seconds=gpipe_seconds, held=all_at_once),
     "pipedream": ScheduleKind(
         lambda s: pipedream(s.ranks, s.microbatches, batches=s.batches, vertical_sync=s.vertical_sync),
         "an update a micro-batch, stashed weights",
@@ -61,12 +59,7 @@ SCHEDULES: dict[str, ScheduleKind] = {
         age=two_bw_age,
         advice=_OLDER,
     ),
-    "1f1b": ScheduleKind(
-        lambda s: s.one_after_the_other(one_f_one_b),
-        "PipeDream-Flush: forward and backward in turn",
-        seconds=one_f_one_b_seconds,
-        rounds=1,
-    ),
+    "1f1b": ScheduleKind(_batches(one_f_one_b), "PipeDream-Flush: forward and backward in turn", seconds=one_f_one_b_seconds, rounds=1),
     "interleaved": ScheduleKind(
         lambda s: interleaved(s.ranks, s.microbatches, s.chunks).repeated(s.batches),
         "1F1B over several chunks a rank",
@@ -81,24 +74,16 @@ SCHEDULES: dict[str, ScheduleKind] = {
         placed="both_ways",
         refusal=chimera_refusal,
     ),
-    "zb_h1": ScheduleKind(lambda s: s.one_after_the_other(zb_h1), "weight gradients fill bubbles, memory as 1F1B", rounds=1),
-    "zb_h2": ScheduleKind(lambda s: s.one_after_the_other(zb_h2), "weight gradients fill bubbles, twice the memory", rounds=2),
-    "zb_v": ScheduleKind(lambda s: s.one_after_the_other(zb_v), "zero bubble on stages laid out as a V", chunks=2, placed="v", rounds=2),
-    "v_half": ScheduleKind(lambda s: s.one_after_the_other(v_half), "half of 1F1B's memory, on a V", chunks=2, placed="v", steady=False),
-    "v_min": ScheduleKind(lambda s: s.one_after_the_other(v_min), "a third of 1F1B's memory, on a V", chunks=2, placed="v", rounds=2),
+    "zb_h1": ScheduleKind(_batches(zb_h1), "weight gradients fill bubbles, memory as 1F1B", rounds=1),
+    "zb_h2": ScheduleKind(_batches(zb_h2), "weight gradients fill bubbles, twice the memory", rounds=2),
+    "zb_v": ScheduleKind(_batches(zb_v), "zero bubble on stages laid out as a V", chunks=2, placed="v", rounds=2),
+    "v_half": ScheduleKind(_batches(v_half), "half of 1F1B's memory, on a V", chunks=2, placed="v", steady=False),
+    "v_min": ScheduleKind(_batches(v_min), "a third of 1F1B's memory, on a V", chunks=2, placed="v", rounds=2),
     "dualpipe_v": ScheduleKind(
-        lambda s: s.one_after_the_other(dualpipe_v),
-        "forward beside backward on a V",
-        chunks=2,
-        placed="v",
-        refusal=dualpipe_v_refusal,
-        rounds=2,
+        _batches(dualpipe_v), "forward beside backward on a V", chunks=2, placed="v", refusal=dualpipe_v_refusal, rounds=2
     ),
     "dualpipe": ScheduleKind(
-        lambda s: s.one_after_the_other(dualpipe),
-        "the same in two directions, replicas of each stage",
-        placed="both_ways",
-        refusal=dualpipe_refusal,
+        _batches(dualpipe), "the same in two directions, replicas of each stage", placed="both_ways", refusal=dualpipe_refusal
     ),
     "looped_bfs": ScheduleKind(
         lambda s: looped_bfs(s.ranks, s.microbatches, s.chunks).repeated(s.batches),
@@ -121,37 +106,26 @@ def make_schedule(
 ) -> Schedule:
     """Make the schedule `name` for `ranks` pipeline ranks. Raises BadInput for impossible sizes, with the nearest possible one.
 
-    chunks: number of stages a rank, for schedules that leave the choice; 2 by default. batches: number of batches, one after the
-    other, of `microbatches` each; 1 by default, and 2 for two_bw, because its first batch looks like 1F1B's. vertical_sync: only for
-    pipedream, False by default. pipelines: only for chimera, 2 by default.
+    microbatches: number of micro-batches in a batch. chunks: number of stages a rank, for schedules that leave the choice; 2 by default.
+    batches: number of batches, one after the other; 1 by default, and 2 for two_bw, whose first batch alone looks like 1F1B's.
+    vertical_sync: only for pipedream, False by default. pipelines: only for chimera, 2 by default.
     """
     kind = kind_of(name)
     own = {"vertical_sync": vertical_sync, "pipelines": pipelines}
     for option, value in own.items():
         if value not in (None, False) and kind.option != option:
             owner = next(n for n, k in SCHEDULES.items() if k.option == option)
-            raise BadInput(
-                option,
-                got=f"schedule {name}",
-                needed=f"schedule {owner}, the only one with this option",
-                fix=Remove("it") | f"take {owner}",
-            )
-    at_least("stages", ranks, 1)
-    at_least("microbatches", microbatches, 1)
-    if chunks is not None:
-        at_least("chunks", chunks, 1)
-        if kind.chunks is not None and chunks != kind.chunks:
-            several = ", ".join(n for n, k in SCHEDULES.items() if k.chunks is None)
-            raise BadInput(
-                "chunks",
-                got=chunks,
-                needed=f"{kind.chunks} for {name}",
-                fix=Set("it", kind.chunks) | f"take a schedule with a choice: {several}",
-            )
-    if batches is not None:
-        at_least("batches", batches, 1)
-    given = {option: value for option, value in own.items() if value is not None}
-    size = Size(ranks, microbatches, kind.chunks or chunks or DEFAULT_CHUNKS, batches or kind.batches, **given)  # type: ignore[arg-type]
+            needed = f"schedule {owner}, the only one with this option"
+            raise BadInput(option, got=f"schedule {name}", needed=needed, fix=Remove("it") | f"take {owner}")
+    for what, given in (("stages", ranks), ("microbatches", microbatches), ("chunks", chunks), ("batches", batches)):
+        if given is not None and given < 1:
+            raise BadInput(what, got=given, needed="at least 1", fix=Set("it", 1))
+    if kind.chunks is not None and chunks not in (None, kind.chunks):
+        several = ", ".join(n for n, k in SCHEDULES.items() if k.chunks is None)
+        fix = Set("it", kind.chunks) | f"take a schedule with a choice: {several}"
+        raise BadInput("chunks", got=chunks, needed=f"{kind.chunks} for {name}", fix=fix)
+    options = {option: value for option, value in own.items() if value is not None}
+    size = Size(ranks, microbatches, kind.chunks or chunks or DEFAULT_CHUNKS, batches or kind.batches, **options)  # type: ignore[arg-type]
     refused = kind.refusal(size)
     if refused is not None:
         raise refused
@@ -159,19 +133,19 @@ def make_schedule(
 
 
 def placed(name: str) -> Placed:
-    """Placement of a schedule's stages; `line` for orders from a file, which are not in the catalog."""
+    """Return the placement of a schedule's stages; `line` for orders from a file, which are not in the catalog."""
     kind = SCHEDULES.get(name)
     return "line" if kind is None else kind.placed
 
 
 def closed_form(name: str) -> Callable[[PassTimes], float] | None:
-    """Closed form of a schedule's time; None if it must be simulated, as orders from a file must be."""
+    """Return the closed form of a schedule's time; None if it must be simulated, as orders from a file must be."""
     kind = SCHEDULES.get(name)
     return None if kind is None else kind.seconds
 
 
 def fewer_ranks(name: str, most: int) -> int:
-    """Largest number of ranks, at most `most`, for which the schedule exists; 1 (no pipeline) if there is none."""
+    """Return the largest number of ranks, at most `most`, for which the schedule exists; 1 (no pipeline) if there is none."""
     kind = SCHEDULES.get(name)
     if kind is None:
         return max(1, most)
@@ -180,7 +154,7 @@ def fewer_ranks(name: str, most: int) -> int:
 
 
 def kind_of(name: str) -> ScheduleKind:
-    """Row of the catalog for a schedule's name. Raises BadInput for an unknown name."""
+    """Return the catalog's row for a schedule's name. Raises BadInput for an unknown name."""
     if name not in SCHEDULES:
         near = did_you_mean(name, SCHEDULES)
         fix = guess(near) if near else "choose one of them"

@@ -24,7 +24,7 @@ from heapq import heapify, heappop, heappush
 
 from parallel.errors import BadInput
 from parallel.fixes import Set
-from parallel.pipeline.schedule import Action, Op, Schedule, flushed
+from parallel.pipeline.schedule import Action, Op, Schedule, flushed, stage_complete_at
 from parallel.pipeline.schedules.kind import Size
 
 
@@ -57,13 +57,13 @@ def chimera_refusal(size: Size) -> BadInput | None:
 
 
 def _rank(stage: int, pipeline: int, ranks: int, pipelines: int) -> int:
-    """Rank of a pipeline's stage. The first half of the pipelines run down, each shifted by 2 p / n ranks; the others run up."""
+    """Return the rank of a pipeline's stage. The first half of the pipelines run down, each 2 p / n ranks further; the others run up."""
     way, shift = divmod(pipeline, pipelines // 2)
     return ((ranks - 1 - stage if way else stage) + shift * 2 * ranks // pipelines) % ranks
 
 
 def _order(rank: int, ranks: int, microbatches: int, pipelines: int) -> list[Action]:
-    """Order of one rank, by slots of equal length: each pipeline has F of micro-batch j at slot s + 2j, and B at 2p - 1 - s + 2j.
+    """Return the order of one rank, by slots of equal length: F of a pipeline's micro-batch j is at slot s + 2j, B at 2p - 1 - s + 2j.
 
     A block of p micro-batches takes 2p slots. No slot is used twice: a rank's stages of the pipelines down have slots of one parity,
     its stages of the pipelines up the other, and the backward passes of one direction begin when the forward passes of the other end.
@@ -81,22 +81,22 @@ def _order(rank: int, ranks: int, microbatches: int, pipelines: int) -> list[Act
 
 
 def _with_sums(order: list[Action]) -> list[Action]:
-    """Insert S of each stage right after its last B."""
-    last = {action.stage: at for at, action in enumerate(order) if action.op is Op.B}
-    return [a for at, b in enumerate(order) for a in ((b, Action(Op.S, b.stage, version=1)) if last[b.stage] == at else (b,))]
+    """Return the order with S of each stage right after its last B."""
+    complete = stage_complete_at(order)
+    return [a for at, b in enumerate(order) for a in ((b, Action(Op.S, b.stage, version=1)) if at in complete else (b,))]
 
 
 class _Filled:
     """Finds orders of two pipelines for m > p, with F = 1 and B = 2: each rank takes the action that can start first.
 
     If several can start at the same time, F goes before B, and earlier micro-batches go first. At most p micro-batches are in flight
-    on a rank.
+    on a rank. Directions of the pipelines: 0 down, 1 up; each numbers its own micro-batches.
     """
 
     def __init__(self, ranks: int, microbatches: int) -> None:
         self.ranks, self.each = ranks, microbatches // 2
         self.free, self.flying = [0] * ranks, [0] * ranks
-        self.next: Counter[tuple[Op, int, int]] = Counter()  # operation, direction, stage -> micro-batches of that direction
+        self.next: Counter[tuple[Op, int, int]] = Counter()  # (operation, direction, stage) -> number of them so far
         self.arrived = {(Op.F, way, 0, n): 0 for way in (0, 1) for n in range(self.each)}
         self.done: list[list[Action]] = [[] for _ in range(ranks)]
 
@@ -107,7 +107,7 @@ class _Filled:
         while heap:
             choice = heappop(heap)
             rank = choice[4]
-            if choice != chosen[rank]:  # the rank has found a better choice since
+            if choice != chosen[rank]:  # outdated: the rank has found a better choice since
                 continue
             for changed in {rank, self._do(choice)}:
                 new = chosen[changed] = self._choice(changed)
@@ -116,7 +116,7 @@ class _Filled:
         return self.done
 
     def _choice(self, rank: int) -> tuple[int, int, int, int, int, int] | None:
-        """Next action of a rank as (start, 0 for F and 1 for B, number, -stage, rank, direction); None if it must wait."""
+        """Return a rank's next action as (start, 0 for F or 1 for B, micro-batch, -stage, rank, direction); None if the rank must wait."""
         found = []
         for way, stage in ((0, rank), (1, self.ranks - 1 - rank)):
             for turn, op in enumerate((Op.F, Op.B)):

@@ -1,12 +1,19 @@
-"""DualPipe [2412.19437, section 3.2.1]: two pipelines in opposite directions; F of one direction and B of the other form pairs.
+"""DualPipe and DualPipe-V [2412.19437, section 3.2.1]: a rank runs F of one of its stages together with B of the other, as one block.
 
-    rank 0   stage 0 of the pipeline down, stage p - 1 of the pipeline up       each with half of the micro-batches
+In the steady state F and B form pairs: the communication of one overlaps with the compute of the other. F&B is the time of a pair.
+
+DualPipe-V: two chunks a rank, placed as a V (as ZB-V in zero_bubble.py). 2 p + 1 chunks are in flight. If F = I, the idle time is
+(p - 1) (F&B + B - 3 W), where times are for one chunk and B = I + W. With `paired=False`, F and B run one after the other and each result
+is sent at once: the idle time is then (p - 1) (F + I - W) if I is not longer than F. That is less, unless the overlap saves more.
+
+DualPipe: two pipelines in opposite directions, each with half of the micro-batches.
+
+    rank 0   stage 0 of the pipeline down, stage p - 1 of the pipeline up
     rank r   stages r and p - 1 - r; rank p - 1 - r holds the same two
 
 A rank of the first half has the order of a DualPipe-V rank, with two directions instead of two chunks. The second half is its mirror
-image. So each stage has two replicas, as in Chimera, and S sums their gradients. p + 1 micro-batches are in flight on every rank. If
-F = I, the idle time is (p / 2 - 1) (F&B + B - 3 W), where F&B is the time of a pair: the idle time of DualPipe-V on half the ranks with
-twice the layers each. With `paired=False`, each result of a pair is sent at once, and the idle time is (p / 2 - 1) (F + I - W).
+image. So each stage has two replicas, as in Chimera, and S sums their gradients. p + 1 micro-batches are in flight on every rank. The idle
+time is that of DualPipe-V on half the ranks with twice the layers each: (p / 2 - 1) (F&B + B - 3 W), or (p / 2 - 1) (F + I - W).
 """
 
 from __future__ import annotations
@@ -15,9 +22,25 @@ from dataclasses import replace
 
 from parallel.errors import BadInput
 from parallel.fixes import Set
-from parallel.pipeline.schedule import Action, Node, Op, Schedule, flushed
-from parallel.pipeline.schedules.dualpipe_v import dualpipe_v
+from parallel.pipeline.schedule import Action, Node, Op, Schedule, flushed, folded, stage_complete_at
 from parallel.pipeline.schedules.kind import Size
+from parallel.pipeline.schedules.zero_bubble import NumberedOrder
+
+
+def dualpipe_v(ranks: int, microbatches: int, *, paired: bool = True) -> Schedule:
+    """Build DualPipe-V, with at least two micro-batches a rank. paired: F and B run as one block."""
+    pairs: set[Node] = set()
+    orders = [_v_order(rank, ranks, microbatches, pairs) for rank in range(ranks)]
+    return replace(flushed("dualpipe_v", folded(ranks), microbatches, orders), pairs=frozenset(pairs if paired else ()))
+
+
+def dualpipe_v_refusal(size: Size) -> BadInput | None:
+    """Refuse fewer than two micro-batches a rank."""
+    least = 2 * size.ranks
+    if size.microbatches >= least:
+        return None
+    needed = f"at least {least}, two a rank, for dualpipe_v"
+    return BadInput("microbatches", got=size.microbatches, needed=needed, fix=Set("it", least))
 
 
 def dualpipe(ranks: int, microbatches: int, *, paired: bool = True) -> Schedule:
@@ -42,17 +65,55 @@ def dualpipe_refusal(size: Size) -> BadInput | None:
     return None
 
 
-def _order(side: tuple[Action, ...], rank: int, ranks: int, each: int) -> list[Action]:
-    """Order of a rank, made from a DualPipe-V order. The pipeline down has the first `each` micro-batches, the pipeline up the rest.
+def _v_order(rank: int, ranks: int, microbatches: int, pairs: set[Node]) -> list[Action]:
+    """Return the order of a rank of DualPipe-V, and add its pairs to `pairs`."""
+    down, up, after = rank, 2 * ranks - 1 - rank, ranks - 1 - rank  # stages of the chunks down and up; number of ranks after this one
+    to = NumberedOrder()
 
-    S of each stage follows its last gradient, which comes after all pairs.
+    def pair(forward: int, backward: int) -> None:
+        pairs.add(Node(rank, len(to.order)))
+        to.forward(forward)
+        to.backward(backward)
+
+    for _ in range(2 * after):
+        to.forward(down)
+    for _ in range(rank + 1):
+        to.forward(down)
+        to.forward(up)
+    for _ in range(after):  # the warm-up is over: W right after its I delays no other rank here
+        to.input(up)
+        to.weights()
+        to.forward(up)
+    for _ in range(microbatches - 2 * ranks + rank + 1):
+        pair(down, up)
+        pair(up, down)
+    if not after:  # on the last rank, the first F and B are no pair, so that F's result is sent sooner
+        pairs.discard(Node(rank, 2 * (rank + 1)))
+    for _ in range(after):
+        to.backward(up)
+        pair(up, down)
+    for n in range(2 * (rank + 1)):  # the last backward passes: half of them as B, half as I with W that fill later waits
+        stage = up if n % 2 == 0 else down
+        (to.input if n > rank else to.backward)(stage)
+    for _ in range(after):
+        to.weights()
+        to.input(down)
+    for _ in range(rank + 1):
+        to.weights()
+    return to.order
+
+
+def _order(side: tuple[Action, ...], rank: int, ranks: int, each: int) -> list[Action]:
+    """Return the order of a rank of DualPipe, made from that of a DualPipe-V rank, `side`.
+
+    The pipeline down has the first `each` micro-batches, the pipeline up the rest. S of each stage follows its last gradient, which comes
+    after all pairs.
     """
-    first_half, found = 2 * rank < ranks, []
-    last = {action.stage: at for at, action in enumerate(side) if action.op in (Op.B, Op.W)}
+    first_half, complete, found = 2 * rank < ranks, stage_complete_at(side), []
     for at, (op, stage, microbatch, _) in enumerate(side):
         if op is Op.U:
             continue
         down = (2 * stage < ranks) == first_half
         found.append(Action(op, stage, microbatch if down else each + microbatch))
-        found += [Action(Op.S, stage, version=1)] * (last[stage] == at)
+        found += [Action(Op.S, stage, version=1)] * (at in complete)
     return found

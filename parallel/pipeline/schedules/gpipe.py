@@ -20,12 +20,12 @@ def gpipe(ranks: int, microbatches: int) -> Schedule:
 
 
 def gpipe_seconds(passes: PassTimes) -> float:
-    """Time of all forward passes plus time of all backward passes, each sum t + (m - 1) max t over the ranks' times t."""
+    """Return the time of all forward passes plus that of all backward passes, each sum t + (m - 1) max t over the ranks' times t."""
     ways = ([x + passes.waits / 2 for x in way] for way in (passes.forward, passes.backward))
     return sum(sum(way) + (passes.microbatches - 1) * max(way) for way in ways)
 
 
 def all_at_once(size: Size) -> tuple[RankPeaks, ...]:
-    """Activations for schedules in which every rank keeps all micro-batches of each of its stages."""
+    """Return the peak activations of schedules in which every rank keeps all micro-batches of each of its stages."""
     p, v = size.ranks, size.chunks
     return tuple(RankPeaks(tuple(range(r, p * v, p)), ((size.microbatches,) * v,)) for r in range(p))

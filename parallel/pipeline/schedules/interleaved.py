@@ -38,14 +38,14 @@ def interleaved(ranks: int, microbatches: int, chunks: int) -> Schedule:
 
 
 def groups(ranks: int, microbatches: int) -> list[int]:
-    """Sizes of the groups of micro-batches: at least `ranks` each, as equal as possible, the larger first. Fewer are one group."""
+    """Return the sizes of the groups of micro-batches: at least `ranks` each, as equal as possible, the larger first; one if m < ranks."""
     count = max(1, microbatches // ranks)
     each, more = divmod(microbatches, count)
     return [each + 1] * more + [each] * (count - more)
 
 
 def interleaved_seconds(passes: PassTimes) -> float:
-    """m max t + (sum t - max t) / v, where t is a rank's time for one micro-batch; sum t + (m - 1) max t / v if m < p."""
+    """Return m max t + (sum t - max t) / v, where t is a rank's time for one micro-batch; sum t + (m - 1) max t / v if m < p."""
     total, m, v = passes.total, passes.microbatches, passes.chunks
     if m < len(total):
         return sum(total) + (m - 1) * max(total) / v
@@ -53,9 +53,9 @@ def interleaved_seconds(passes: PassTimes) -> float:
 
 
 def interleaved_held(size: Size) -> tuple[RankPeaks, ...]:
-    """Peak activations of each rank, from as few micro-batches as show the peak.
+    """Return the peak activations of each rank, counted with the fewest micro-batches that reach these peaks.
 
-    That is two groups if all have p micro-batches. With larger groups it is p + 1, because the ranks then reach their peaks in
+    Two groups are enough if all have p micro-batches. If some are larger, it takes p + 1, because ranks then reach their peaks in
     different groups.
     """
     p, more = size.ranks, size.microbatches % size.ranks
@@ -64,9 +64,9 @@ def interleaved_held(size: Size) -> tuple[RankPeaks, ...]:
 
 @cache
 def _held(ranks: int, microbatches: int, chunks: int) -> tuple[RankPeaks, ...]:
-    """Peaks, counted without building a schedule: after the warm-up, forward and backward passes alternate.
+    """Return each rank's peaks, counted without building a schedule: after the warm-up, forward and backward passes alternate.
 
-    The number of micro-batches kept of each chunk is one digit, in base microbatches + 1, of a single number.
+    The numbers of micro-batches kept of all chunks are the digits of one number in base microbatches + 1.
     """
     sizes, base = groups(ranks, microbatches), microbatches + 1
     passes = [chunk for size in sizes for chunk in range(chunks) for _ in range(size)]

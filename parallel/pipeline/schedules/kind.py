@@ -1,6 +1,6 @@
 """Facts about a schedule, for checks, simulator, planner and verify: one ScheduleKind for each schedule, listed in catalog.py.
 
-    make       sizes -> Schedule                              refusal    error for impossible sizes, with the nearest possible one
+    make       size -> Schedule                               refusal    error for impossible sizes, with the nearest possible one
     seconds    closed form of its time; None: simulated       held       closed form of the kept activations; None: counted
 
 Facts that can be read from an order of actions are properties, not fields: `splits_backward` and `update_every`.
@@ -24,7 +24,10 @@ DEFAULT_CHUNKS = 2  # number of stages a rank if the schedule leaves the choice 
 
 @dataclass(frozen=True)
 class Size:
-    """Parameters of a schedule: `batches` of `microbatches` each, `chunks` stages a rank. The last two: see make_schedule."""
+    """Parameters of a schedule: `batches` of `microbatches` each, `chunks` stages a rank.
+
+    vertical_sync: all stages read the first stage's weight version (PipeDream). pipelines: number of pipelines (Chimera).
+    """
 
     ranks: int
     microbatches: int
@@ -33,13 +36,13 @@ class Size:
     vertical_sync: bool = False
     pipelines: int = 2
 
-    def one_after_the_other(self, schedule: Callable[[int, int], Schedule]) -> Schedule:
-        """Schedule of one batch, repeated `batches` times. For schedules that drain after each batch."""
-        return schedule(self.ranks, self.microbatches).repeated(self.batches)
-
 
 class PassTimes(NamedTuple):
-    """Seconds of one micro-batch on each rank. `waits`: seconds that a rank waits for its messages, both directions together."""
+    """Times from which a closed form computes a schedule's time.
+
+    forward, backward: seconds of one micro-batch on each rank, all of its stages together. waits: seconds that a rank waits for one
+    micro-batch's messages, both directions together.
+    """
 
     forward: Sequence[float]
     backward: Sequence[float]
@@ -49,12 +52,8 @@ class PassTimes(NamedTuple):
 
     @property
     def total(self) -> list[float]:
-        """Seconds of forward pass, backward pass and messages on each rank."""
+        """Return the seconds of one micro-batch on each rank: forward pass, backward pass and waits."""
         return [f + b + self.waits for f, b in zip(self.forward, self.backward, strict=True)]
-
-
-def any_size(size: Size) -> None:
-    """Refuse no size."""
 
 
 @dataclass(frozen=True)
@@ -63,14 +62,15 @@ class ScheduleKind:
 
     make: builds the schedule of a size. about: one line for help texts.
     chunks: the only possible number of stages a rank; None if it is a choice.
-    batches: number of batches in a drawing if none is given.
-    option: the Size field that only this schedule uses.
+    batches: number of batches if none is given.
+    option: name of the Size field that only this schedule uses.
     placed: `line`: stage s on rank s modulo ranks; `v`: down the ranks and up again; `both_ways`: replicas in both directions.
-    refusal: error that names an impossible `stages`, `pipelines` or `microbatches` and the nearest possible value; None if possible.
-    seconds: time from the first forward to the last backward pass; None: it is simulated.
-    held: activations that each rank keeps; None: they are counted in an order of `rounds` micro-batches a rank.
-    rounds: micro-batches a rank after which the peak no longer grows; None: three rounds and the remainder are counted.
-    steady: after three rounds, each further round takes equally long, even if stages differ; if False, whole steps are simulated.
+    refusal: size -> error that names an impossible `stages`, `pipelines` or `microbatches` and the nearest possible value, or None.
+    seconds: times -> seconds from the first forward to the last backward pass; None: they are simulated.
+    held: size -> peak activations of each rank; None: they are counted in an order of rounds * ranks micro-batches.
+    rounds: multiple of the ranks' number; with more micro-batches the peak activations stay the same. None: three rounds and the
+        remainder are counted.
+    steady: True if, after three rounds, each further round takes equally long, even if stages differ; False: whole steps are simulated.
     age: (size, stage) -> number of updates between the weights that gradients were computed with and those they change; None: 0.
     advice: why the schedule is not recommended, and which is better.
     """
@@ -81,7 +81,7 @@ class ScheduleKind:
     batches: int = 1
     option: str | None = None
     placed: Placed = "line"
-    refusal: Callable[[Size], BadInput | None] = any_size
+    refusal: Callable[[Size], BadInput | None] = lambda size: None
     seconds: Callable[[PassTimes], float] | None = None
     held: Callable[[Size], tuple[RankPeaks, ...]] | None = None
     rounds: int | None = None
@@ -96,7 +96,7 @@ class ScheduleKind:
 
     @cached_property
     def _example(self) -> Schedule:
-        """Schedule of the smallest possible size."""
+        """Return the schedule of the smallest possible size."""
         sizes = (Size(ranks, m, self.chunks or DEFAULT_CHUNKS) for ranks, m in product(range(2, 9), range(2, 33)))
         return self.make(next(size for size in sizes if self.refusal(size) is None))
 

@@ -28,7 +28,7 @@ def pipedream(ranks: int, microbatches: int, *, batches: int = 1, vertical_sync:
 
 
 def with_updates(order: list[Action], *, every: int) -> list[Action]:
-    """Insert an update after the backward pass of each `every`-th micro-batch."""
+    """Return the order with an update after the backward pass of each `every`-th micro-batch."""
     updated = []
     for action in order:
         updated.append(action)
@@ -38,5 +38,5 @@ def with_updates(order: list[Action], *, every: int) -> list[Action]:
 
 
 def pipedream_age(size: Size, stage: int) -> int:
-    """Delay in updates: p - 1 - s on stage s; with vertical sync p - 1 on all stages."""
+    """Return the delay in updates: p - 1 - s on stage s; with vertical sync p - 1 on all stages."""
     return size.ranks - 1 - (0 if size.vertical_sync else stage)

@@ -28,17 +28,16 @@ from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
 from parallel.pipeline.simulator.held import peak_held
 from parallel.pipeline.simulator.simulate import Cost, OfMessage, makespan
 
-PLACEMENTS = ("line", "loop", "v")
-MOVED = 2**21  # limit of (orders tried) * (actions in an order): at most half a minute
+MOVED = 2**21  # limit of (orders tried) * (actions in an order), which takes at most half a minute
 
 
 def homes_of(placement: str, ranks: int, chunks: int) -> Sequence[tuple[int]]:
-    """Rank of each stage, as a tuple of one. chunks: number of stages a rank for `loop`."""
+    """Return the rank of each stage, as a tuple of one. placement: see above. chunks: number of stages a rank, for `loop`."""
     return {"line": one_stage_a_rank(ranks), "loop": looped(ranks, chunks), "v": folded(ranks)}[placement]
 
 
 class Problem(NamedTuple):
-    """Inputs of a search. memory: most micro-batches, of all of a rank's layers, that it may keep until W; None: no limit."""
+    """Inputs of `search`, which explains them. homes: ranks of each stage."""
 
     placement: str
     ranks: int
@@ -48,10 +47,7 @@ class Problem(NamedTuple):
     transfer_time: float | OfMessage
     memory: float | None
     overlap: bool
-
-    @property
-    def homes(self) -> Sequence[tuple[int]]:
-        return homes_of(self.placement, self.ranks, self.chunks)
+    homes: Sequence[tuple[int]]
 
     def fits(self, schedule: Schedule) -> bool:
         return self.memory is None or max(peak_held(schedule)) <= self.memory * self.chunks + 1e-9
@@ -72,15 +68,16 @@ def search(
     overlap: bool = True,
     rounds: int = 300,
 ) -> Schedule:
-    """Fastest order found on a placement, from the first start to the last end.
+    """Return the schedule with the shortest makespan that is found on a placement. Raises BadInput if none fits into `memory`.
 
-    cost: as for `simulate`; times must not depend on the micro-batch. chunks: number of stages a rank for `loop`. memory: most
-    micro-batches, of all of a rank's layers, that it may keep until W. rounds: number of moves that are tried; fewer if orders are long
-    (MOVED). Raises BadInput if no order fits into `memory`.
+    cost, transfer_time, overlap: as for `simulate`; times must not depend on the micro-batch. chunks: number of stages a rank, for `loop`.
+    memory: most micro-batches, each through all layers of the rank, that it may keep until W; None: no limit. rounds: number of moves
+    that are tried; fewer if orders are long (MOVED).
     """
     chunks = {"line": 1, "loop": chunks, "v": 2}[placement]
-    problem = Problem(placement, ranks, microbatches, chunks, cost, transfer_time, memory, overlap)
-    found = [schedule for schedule in (*_of_catalog(problem), *_greedy_orders(problem)) if problem.fits(schedule)]
+    homes = homes_of(placement, ranks, chunks)
+    problem = Problem(placement, ranks, microbatches, chunks, cost, transfer_time, memory, overlap, homes)
+    found = [schedule for schedule in (*_of_catalog(problem), *_built(problem)) if problem.fits(schedule)]
     if not found:
         raise BadInput("memory", got=memory, needed="at least 1 (one micro-batch of a rank's layers)", fix=Set("it", 1))
     best = min(found, key=problem.time)
@@ -88,7 +85,7 @@ def search(
 
 
 def _of_catalog(problem: Problem) -> Iterator[Schedule]:
-    """Schedules of the catalog, for one batch, with the same placement of stages."""
+    """Yield the schedules of the catalog, for one batch, with the same placement of stages."""
     for name, kind in SCHEDULES.items():
         if not kind.continuous and kind.chunks in (None, problem.chunks):
             try:
@@ -99,29 +96,31 @@ def _of_catalog(problem: Problem) -> Iterator[Schedule]:
                 yield made
 
 
-def _greedy_orders(problem: Problem) -> Iterator[Schedule]:
+def _built(problem: Problem) -> Iterator[Schedule]:
+    """Yield the schedules of greedy orders, and with one stage a rank of alternating.py's, each once."""
     seen: list[list[list[Action]]] = []
-    for first, filled, ahead in product((Op.I, Op.F), (0.01, 0.5, 1.0), (1, 2, problem.microbatches)):
-        orders = _Greedy(problem, first, filled, ahead).orders()
+    for orders in _orders(problem):
         if orders is not None and orders not in seen:
             seen.append(orders)
             yield flushed("search", problem.homes, problem.microbatches, orders)
+
+
+def _orders(problem: Problem) -> Iterator[list[list[Action]] | None]:
+    for first, filled, ahead in product((Op.I, Op.F), (0.01, 0.5, 1.0), (1, 2, problem.microbatches)):
+        yield _Greedy(problem, first, filled, ahead).orders()
     if problem.placement == "line":
         times = [{op: problem.cost(r, Action(op, r, 0)) for op in (Op.F, Op.I, Op.W)} for r in range(problem.ranks)]
         sent = 0 if callable(problem.transfer_time) else problem.transfer_time
         for late, waiting, skip, always in product((False, True), repeat=4):
             how = {"late": late, "waiting": waiting, "skip": skip, "always": always}
-            orders = Alternating(times, problem.microbatches, sent=sent, memory=problem.memory, **how).orders()
-            if orders not in seen:
-                seen.append(orders)
-                yield flushed("search", problem.homes, problem.microbatches, orders)
+            yield Alternating(times, problem.microbatches, sent=sent, memory=problem.memory, **how).orders()
 
 
 class _Greedy:
     """Builds one greedy order.
 
-    first: F or I, which goes first if both can start at the same time. filled: W fills a wait of at least this fraction of its time.
-    ahead: at most this multiple of 1F1B's forward passes are in flight.
+    first: F or I, whichever comes first if both can start at the same time. filled: W fills a wait of at least this fraction of W's time.
+    ahead: a stage has at most this multiple of the micro-batches in flight that it has in 1F1B.
     """
 
     def __init__(self, problem: Problem, first: Op, filled: float, ahead: int) -> None:
@@ -137,7 +136,7 @@ class _Greedy:
         self.done: list[list[Action]] = [[] for _ in range(problem.ranks)]
 
     def orders(self) -> list[list[Action]] | None:
-        """Orders of all ranks; None if memory is full and no action can free any."""
+        """Return the orders of all ranks; None if memory is full and no action can free any."""
         choices = {rank: self._choice(rank) for rank in range(self.problem.ranks)}
         queue = [(choice, rank) for rank, choice in choices.items() if choice is not None]  # old choices stay in it until popped
         heapify(queue)
@@ -154,7 +153,7 @@ class _Greedy:
         return self.done
 
     def _choice(self, rank: int) -> tuple[float, int, Action] | None:
-        """Next action of a rank as (start, priority, action), lower priorities first; None if it must wait."""
+        """Return a rank's next action as (start, priority, action), where 0 is the first priority; None if the rank must wait."""
         free, found = self.free[rank], []
         for stage in self.held_by[rank]:
             for op in (Op.F, Op.I):
@@ -175,7 +174,7 @@ class _Greedy:
         flying = self.next[Op.F][stage] - self.next[Op.I][stage]
         if flying >= self.ahead * (len(self.rank) - stage):
             return False
-        later = sum(s > stage for s in self.held_by[rank])  # later stages of this micro-batch on the same rank need memory too
+        later = sum(s > stage for s in self.held_by[rank])  # number of stages for which the micro-batch needs memory here later
         return limit is None or self.kept[rank] + 1 + later <= limit * chunks
 
     def _do(self, start: float, action: Action) -> set[int]:
@@ -203,7 +202,7 @@ class _Greedy:
 
 
 def _improved(schedule: Schedule, problem: Problem, rounds: int) -> Schedule:
-    """Move one action at a time by a few places. Keep each new schedule that fits and is not slower."""
+    """Return the schedule after `rounds` moves of one action by a few places, each undone if the order does not fit or is slower."""
     if schedule.pairs:
         return schedule
     draw, best, time = random.Random(0), schedule, problem.time(schedule)
@@ -224,7 +223,10 @@ def _improved(schedule: Schedule, problem: Problem, rounds: int) -> Schedule:
 
 
 def _moved(schedule: Schedule, draw: random.Random) -> Schedule | None:
-    """Move a random action (not U) some places within its rank's order. None if it would come before an action that it needs."""
+    """Return the schedule with a random action (not U) moved some places within its rank's order.
+
+    None if this leaves the order, or puts the passes of a micro-batch through a stage in a wrong order.
+    """
     rank = draw.randrange(schedule.num_ranks)
     order = [a for a in schedule.orders[rank] if a.op in COMPUTE]
     at = draw.randrange(len(order))

@@ -42,7 +42,7 @@ def v_min(ranks: int, microbatches: int) -> Schedule:
 
 
 class _Block(NamedTuple):
-    """Slots of micro-batch 0 on one rank: of F and of I, each for the chunk down and the chunk up."""
+    """Slots of micro-batch 0 on one rank. forward, input: those of F and of I, each (of chunk 0, down; of chunk 1, up)."""
 
     forward: tuple[int, int]
     input: tuple[int, int]
@@ -51,7 +51,7 @@ class _Block(NamedTuple):
         return (self.forward if op is Op.F else self.input)[chunk] + EVERY * microbatch
 
     def kept_before(self, slot: int, microbatches: int) -> int:
-        """Number of F less number of I before a slot: chunks kept at that time if all W are done."""
+        """Return the number of F less that of I before a slot: the number of chunks kept then, if all their W are done."""
         begun, ended = (sum(min(microbatches, max(0, -((first - slot) // EVERY))) for first in way) for way in self)
         return begun - ended
 
@@ -63,7 +63,7 @@ def _squeezed(name: str, blocks: list[_Block], microbatches: int, *, kept: int) 
 
 
 class _Rank:
-    """Progress of one rank. next: next micro-batch, by operation and chunk (0 down, 1 up). pending: W to do. kept: chunks in memory."""
+    """Progress of one rank. next: F or I -> next micro-batch of chunks 0 and 1. pending: W to do. kept: number of chunks in memory."""
 
     def __init__(self, stages: tuple[int, int], block: _Block) -> None:
         self.stages, self.block = stages, block
@@ -73,7 +73,8 @@ class _Rank:
 
 
 class _Clock:
-    """Makes the orders, one tick for each action. kept: most chunks in a rank's memory. ahead: F may overtake others in waits."""
+    """Makes all orders tick by tick: in a tick, a rank does one action or waits. kept: most chunks in a rank's memory. ahead: F may leave
+    the block's order during waits."""
 
     def __init__(self, blocks: list[_Block], microbatches: int, kept: int, *, ahead: bool) -> None:
         self.microbatches, self.limit, self.ahead = microbatches, kept, ahead
@@ -95,7 +96,7 @@ class _Clock:
         return tick
 
     def _chosen(self, rank: _Rank, tick: int) -> Action | None:
-        """Action of a rank in this tick, recorded as done; None if it must wait.
+        """Return a rank's action in this tick, and record it as done; None if the rank must wait.
 
         The ranks never all wait: the remaining action with the earliest slot of all is ready, and fits once its rank's W are done.
         """
@@ -126,7 +127,7 @@ class _Clock:
         return self.ended.get(after, tick + 1) <= tick
 
     def _room(self, rank: _Rank, chunk: int, microbatch: int) -> bool:
-        """True if a forward pass fits into memory, together with the forward passes of the other chunk that it overtakes."""
+        """Return True if a forward pass may run now: it fits into memory, and so will those of the other chunk that have earlier slots."""
         if rank.kept >= self.limit:
             return False
         slot, other = rank.block.slot(Op.F, chunk, microbatch), 1 - chunk

@@ -2,9 +2,9 @@
 
     rank 1 | .. F0 F1 A0 A1 F2 ...     A0: work on micro-batch 0, possible after F0, done while the rank would wait
 
-A rank's bubbles are filled in time order. Each takes the work that is ready and fits, with a margin, in the given order of priority. The
-remaining work goes into the bubbles of the next steps, which have the same timeline. The number of steps until all work is done is the
-refresh interval. The pipeline's own actions never move. Data of the first step's micro-batches is kept until the work on it is done.
+Bubbles are filled in time order. Each takes the work that is ready and fits, with a margin, in the given order of priority. All work is on
+the first step's micro-batches; what is left goes into the bubbles of the next steps, which have the same timeline. The pipeline's own
+actions never move.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from parallel.errors import BadInput
-from parallel.pipeline.schedule import Action, Op, Schedule
+from parallel.pipeline.schedule import Action, Op
 from parallel.pipeline.simulator.simulate import Timeline
 
 _MOST_STEPS = 1000
 
 
 class BubbleWork(NamedTuple):
-    """Work that a rank can do in a bubble. Each has its own name.
+    """Work that a rank can do in a bubble. No two have the same name.
 
-    after: actions of this rank in the first step that must have ended. needs: names of other work, on any rank, that must have ended.
+    time: its duration, in the timeline's unit. after: actions of this rank in the first step that must have ended. needs: names of other
+    work, on any rank, that must have ended.
     """
 
     name: str
@@ -34,7 +35,7 @@ class BubbleWork(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """Work with its step, and its start and end counted from the start of the first step."""
+    """Work with the number of the step in which it is done, and its start and end, counted from the start of the first step."""
 
     work: BubbleWork
     step: int
@@ -44,7 +45,10 @@ class Placed(NamedTuple):
 
 @dataclass(frozen=True)
 class Packing:
-    """Placed work. utilisation_before, utilisation: fraction of all ranks' time that is not a wait, without and with the work."""
+    """All work with its places, by start. steps: number of steps until all work is done.
+
+    utilisation_before, utilisation: fraction of all ranks' time that is not a wait, without and with the work.
+    """
 
     timeline: Timeline
     placed: tuple[Placed, ...]
@@ -54,6 +58,8 @@ class Packing:
 
 
 class Bubble(NamedTuple):
+    """A wait of a rank, with its times in one step."""
+
     rank: int
     start: float
     end: float
@@ -61,7 +67,7 @@ class Bubble(NamedTuple):
 
 
 def bubbles(timeline: Timeline) -> list[Bubble]:
-    """Waits of all ranks between the first start and the last end of one step. Sums of replicas (S) do not occupy a rank."""
+    """Return the waits of all ranks between the first start and the last end of one step, by start. S does not occupy a rank."""
     found = []
     for rank, spans in enumerate(timeline.spans):
         at = 0.0
@@ -99,16 +105,12 @@ def pack(timeline: Timeline, works: Sequence[BubbleWork], *, margin: float = 1.0
         if len(done) == len(works):
             return _packing(timeline, done, step + 1)
     left = next(work for queue in waiting.values() for work in queue)
-    raise BadInput(
-        "needs",
-        got=f"{left.name}, which waits for {', '.join(left.needs)}",
-        needed="needs that form no circle",
-        fix="remove one of the needs",
-    )
+    got = f"{left.name}, which waits for {', '.join(left.needs)}"
+    raise BadInput("needs", got=got, needed="needs that form no circle", fix="remove one of the needs")
 
 
 def _of_steps(timeline: Timeline) -> list[Bubble]:
-    """Bubbles of a step that others follow: the wait at its end and the wait at the start of the next step form one bubble."""
+    """Return the bubbles of a step that others follow: a rank's wait at its end and that at the start of the next step form one bubble."""
     found = bubbles(timeline)
     heads = {hole.rank: hole for hole in found if hole.start == 0}
     tails = {hole.rank: hole for hole in found if hole.end == timeline.makespan}
@@ -123,7 +125,10 @@ def _of_steps(timeline: Timeline) -> list[Bubble]:
 def _earliest(
     queue: Sequence[BubbleWork], at: float, ends: dict[tuple[int, Action], float], done: dict[str, Placed], margin: float, end: float
 ) -> tuple[float, BubbleWork] | None:
-    """(start, work) that can start first and ends before `end`; of several, the first in the queue. None if none fits."""
+    """Return (start, work) of the work in the queue that can start first in a bubble from `at` to `end`; None if none fits.
+
+    ends: (rank, action) -> its end in the first step. done: name -> work that has a place. margin: as for `pack`.
+    """
     best: tuple[float, BubbleWork] | None = None
     for work in queue:
         if all(need in done for need in work.needs):
@@ -157,40 +162,6 @@ def _check(timeline: Timeline, works: Sequence[BubbleWork], holes: Sequence[Bubb
             raise BadInput(work.name, got=f"after {wanted}", needed=f"actions of rank {work.rank}", fix="name actions of its own rank")
         room = max((hole.end - hole.start for hole in holes if hole.rank == work.rank), default=0.0)
         if margin * work.time > room * (1 + 1e-9):
-            raise BadInput(
-                work.name,
-                got=f"{work.time:g} long, {margin * work.time:g} with its margin",
-                needed=f"at most {room:g}, the longest bubble of rank {work.rank}",
-                fix="cut it into parts, layer by layer, or take fewer micro-batches",
-            )
-
-
-def curvature_works(schedule: Schedule, *, curvature: float, inversion: float, blocks: int = 1, synchronise: float = 0) -> list[BubbleWork]:
-    """K-FAC's work for all stages of a schedule of one batch, in PipeFisher's order of priority.
-
-    curvature: time of both factors for one micro-batch and stage. Half is factor A (of inputs, after F), half factor B (of output
-    gradients, after B or W).
-    inversion: time of both factors of one stage, half each, after all curvature of the factor. Replicas take its blocks in turn.
-    blocks: number of layers of a stage; each layer's work is placed separately.
-    synchronise: time to sum one factor of a stage over its replicas, between curvature and inversion.
-    """
-    curvatures, sums, inversions = [], [], []
-    for stage, homes in enumerate(schedule.homes):
-        for half, factor in enumerate("AB"):
-            ops = (Op.F,) if factor == "A" else (Op.B, Op.W)
-            made = [
-                BubbleWork(f"curvature {factor} stage {stage} micro-batch {a.microbatch} part {part}", rank, curvature / 2 / blocks, (a,))
-                for rank in homes
-                for a in schedule.orders[rank]
-                if a.stage == stage and a.op in ops
-                for part in range(blocks)
-            ]
-            before = tuple(work.name for work in made)
-            if len(homes) > 1:
-                sums += [BubbleWork(f"sum {factor} stage {stage} rank {rank}", rank, synchronise, needs=before) for rank in homes]
-                before = tuple(f"sum {factor} stage {stage} rank {rank}" for rank in homes)
-            curvatures += made
-            for part in range(blocks):
-                rank = homes[(half * blocks + part) % len(homes)]
-                inversions.append(BubbleWork(f"inversion {factor} stage {stage} part {part}", rank, inversion / 2 / blocks, needs=before))
-    return curvatures + sums + inversions
+            got = f"{work.time:g} long, {margin * work.time:g} with its margin"
+            needed = f"at most {room:g}, the longest bubble of rank {work.rank}"
+            raise BadInput(work.name, got=got, needed=needed, fix="cut it into parts, layer by layer, or take fewer micro-batches")

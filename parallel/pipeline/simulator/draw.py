@@ -1,20 +1,24 @@
-"""Draws a Timeline as a picture: a row for each rank, time to the right, waits white. Matplotlib is imported only when drawing.
+"""Shows a Timeline: as text, as a trace for chrome://tracing or ui.perfetto.dev, or as a picture by Matplotlib (imported when drawing).
 
-Forward passes are blue, backward passes green, input gradients light green, weight gradients orange; later stages of a rank are darker.
-The sum of replicas' gradients is a thin line below its rank, because it overlaps with the rank's computation.
+    rank 0 | F0 F1 .. .. B0 B0 F2 B1 B1 .. B2 B2     a column is one unit of time, .. is a wait
+    rank 1 | .. F0 B0 B0 F1 B1 B1 F2 B2 B2 .. ..
+
+Pictures have a row for each rank, time to the right, waits white. Forward passes are blue, backward passes green, input gradients light
+green, weight gradients orange; later stages of a rank are darker. The sum of replicas' gradients is a thin line below its rank, because it
+overlaps with the rank's computation.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parallel.errors import counted
-from parallel.pipeline.schedule import Op
-from parallel.pipeline.simulator.simulate import Span, Timeline
-from parallel.pipeline.simulator.timeline import label
-from parallel.store.files import writing
+from parallel.pipeline.schedule import Action, Op, Schedule, Span
+from parallel.pipeline.simulator.simulate import Timeline
+from parallel.store.files import write_text, writing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,30 +30,99 @@ _NAMES = {Op.F: "forward", Op.B: "backward", Op.I: "input gradient", Op.W: "weig
 _INK, _SOFT = "#1f2933", "#52606d"
 
 
+def label(schedule: Schedule, action: Action) -> str:
+    """Return the short name of an action: F3, or 5F3 with its stage if any rank has several stages."""
+    named = str(action._replace(version=0))
+    return named if sum(map(len, schedule.homes)) > schedule.num_ranks else named[len(str(action.stage)) :]
+
+
+def text(timeline: Timeline, *, width: int | None = None) -> str:
+    """Return text with a row for each rank and a column for each unit of time. Actions without a duration are not shown.
+
+    The unit is the largest that divides all durations, or else the shortest duration. width: longer rows are cut, and end in ` ...`.
+    """
+    seen = [[span for span in spans if span.end > span.start and span.action.op is not Op.S] for spans in timeline.spans]
+    unit = _unit([end - start for spans in seen for _, start, end in spans])
+    schedule = timeline.schedule
+    longest = {(a.op, a.stage): Action(a.op, a.stage, schedule.microbatches - 1) for spans in seen for a, _, _ in spans}
+    size = 1 + max(len(label(schedule, action)) for action in longest.values())
+    columns = max(round(spans[-1].end / unit) for spans in seen if spans)
+    head = len(f"rank {schedule.num_ranks - 1}") + 3
+    shown = columns if width is None else min(columns, max(1, (width - head - 4) // size))
+    rows = []
+    for rank, mine in enumerate(seen):
+        cells = ["." * (size - 1)] * shown
+        for action, start, end in mine:
+            first, last = round(start / unit), min(shown, round(end / unit))
+            if first >= shown:
+                break
+            cells[first:last] = [label(schedule, action)] * (last - first)
+        row = " ".join(cell.ljust(size - 1) for cell in cells)
+        rows.append(f"{f'rank {rank}':<{head - 3}} | {row}{' ...' if shown < columns else ''}".rstrip())
+    return "\n".join(rows)
+
+
+def _unit(durations: list[float]) -> float:
+    """Return the largest unit that divides all durations; the shortest duration if that unit is below a twelfth of it."""
+    shortest = min(durations)
+    unit = shortest
+    for duration in dict.fromkeys(durations):
+        a, b = unit, duration
+        while b > 1e-6 * shortest:
+            a, b = b, a % b
+            b = 0.0 if a - b < 1e-6 * shortest else b
+        unit = a
+    return unit if unit > shortest / 12 else shortest
+
+
+def trace(timeline: Timeline, *, microseconds: float = 1000) -> dict[str, Any]:
+    """Return the timeline in Chrome's trace format. Each rank has a track for compute and one for sends and sums.
+
+    microseconds: length of one unit of time.
+    """
+    events: list[dict[str, Any]] = []
+    for rank, spans in enumerate(timeline.spans):
+        for track, name in ((2 * rank, f"rank {rank}"), (2 * rank + 1, f"rank {rank} network")):
+            events.append({"ph": "M", "name": "thread_name", "pid": 0, "tid": track, "args": {"name": name}})
+            events.append({"ph": "M", "name": "thread_sort_index", "pid": 0, "tid": track, "args": {"sort_index": track}})
+        for span in spans:
+            track = 2 * rank + (span.action.op is Op.S)
+            args = {"stage": span.action.stage, "microbatch": span.action.microbatch, "version": span.action.version}
+            events.append(_event(str(span.action), span.action.op.value, track, span, microseconds) | {"args": args})
+    for transfer in timeline.transfers:
+        message = transfer.message
+        name = f"{message.stage}{message.op}{message.microbatch} to rank {message.target}"
+        span = Span(Action(message.op, message.stage, message.microbatch), transfer.start, transfer.end)
+        events.append(_event(name, "send", 2 * message.source + 1, span, microseconds) | {"args": {"bytes": transfer.num_bytes}})
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _event(name: str, category: str, track: int, span: Span, microseconds: float) -> dict[str, Any]:
+    times = {"ts": span.start * microseconds, "dur": (span.end - span.start) * microseconds}
+    return {"ph": "X", "name": name, "cat": category, "pid": 0, "tid": track, **times}
+
+
+def write_trace(timeline: Timeline, path: str | Path, *, microseconds: float = 1000) -> None:
+    """Write the trace as JSON. Raises BadInput if the file cannot be written."""
+    write_text(Path(path), json.dumps(trace(timeline, microseconds=microseconds)) + "\n", what="--out")
+
+
 def draw(timeline: Timeline, path: str | Path, *, unit: str, title: str | None = None) -> None:
     """Write the picture as a PNG file. unit: name of the unit of time, for the axis. Raises BadInput if it cannot be written."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    ranks = timeline.schedule.num_ranks
-    figure = Figure(figsize=(12, 1.3 + 0.42 * ranks), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = _figure(timeline)
     draw_on(figure.add_subplot(), timeline, title=title, unit=unit)
     _save(figure, path)
 
 
 def draw_clocks(timeline: Timeline, clocks_mhz: Sequence[Sequence[float]], path: str | Path, *, title: str, unit: str) -> None:
     """Write a PNG file with each action in the colour of its clock (0 MHz: not drawn). Raises BadInput if it cannot be written."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import LinearSegmentedColormap, Normalize
-    from matplotlib.figure import Figure
 
     known = [mhz for row in clocks_mhz for mhz in row if mhz]
     low, high = min(known), max(*known, min(known) + 1)
     colors = LinearSegmentedColormap.from_list("clocks", ["#fff5d6", "#e58a5c"])
-    figure = Figure(figsize=(12, 1.3 + 0.42 * timeline.schedule.num_ranks), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = _figure(timeline)
     axes = figure.add_subplot()
     for rank, spans in enumerate(timeline.spans):
         for span, mhz in zip(spans, clocks_mhz[rank], strict=True):
@@ -65,8 +138,8 @@ def draw_on(
 ) -> None:
     """Draw the rows of a timeline on given axes.
 
-    title: default: schedule, time and idle time, which includes warm-up and drain. unit: name of the unit of time; None: no axis label.
-    until: end of the time axis; default: end of the timeline.
+    title: None: schedule, time and idle time, which includes warm-up and drain. unit: name of the unit of time; None: no axis label.
+    until: end of the time axis; None: end of the timeline.
     """
     schedule = timeline.schedule
     until = until or timeline.makespan
@@ -97,6 +170,15 @@ def _frame(axes: Axes, timeline: Timeline, title: str, unit: str | None, *, unti
         axes.set_xlabel(f"time ({unit})", fontsize=9, color=_SOFT)
 
 
+def _figure(timeline: Timeline) -> Figure:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 1.3 + 0.42 * timeline.schedule.num_ranks), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
 def _save(figure: Figure, path: str | Path) -> None:
     with writing(Path(path), what="--out"):
         figure.savefig(path, format="png")
@@ -111,8 +193,8 @@ def _bar(axes: Axes, timeline: Timeline, rank: int, span: Span, *, color: Any, u
     name = label(timeline.schedule, span.action)
     figure = axes.get_figure(root=True)
     assert figure is not None
-    inches = figure.get_figwidth()
-    size = min(8.5, inches * 72 * 0.9 * length / until / (0.8 * len(name)))  # font size in points at which the name fits into the bar
+    bar_points = figure.get_figwidth() * 72 * 0.9 * length / until  # width of the bar; the axes take about 0.9 of the figure's width
+    size = min(8.5, bar_points / (0.8 * len(name)))  # font size in points at which the name fits into the bar
     if size >= 5:
         axes.text(span.start + length / 2, rank, name, ha="center", va="center", fontsize=size, color=_INK)
 

@@ -1,6 +1,6 @@
-"""Simulates a Schedule: computes a Timeline from the cost of each action and the rule `Schedule.needs`.
+"""Simulates a Schedule: computes a Timeline from the cost of each action and the needs of its ActionGraph.
 
-    simulate(schedule, costs(forward=1, backward=2)).makespan      # 33, for 1F1B with 4 ranks and 8 micro-batches
+    simulate(schedule, costs(forward=1, backward=2)).makespan      # 33 units of time, for 1F1B with 4 ranks and 8 micro-batches
 
 An action starts when its rank is free and its needs are met. A message arrives one transfer time after the action that made it ended.
 With overlap, a link works in parallel with the ranks, one message at a time in each direction; without, the sending rank waits.
@@ -12,24 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
 from parallel.errors import BadInput
-from parallel.pipeline.schedule import Action, Message, Op, Schedule
-from parallel.pipeline.steps import Steps, steps
+from parallel.pipeline.check import action_graph
+from parallel.pipeline.schedule import Action, Message, Op, Schedule, Span
 
 Cost = Callable[[int, Action], float]  # (rank, action) -> time
 OfMessage = Callable[[Message], float]
-
-
-class Span(NamedTuple):
-    """An action with its start and end. For S with overlap, this is time on the network, not time of its rank."""
-
-    action: Action
-    start: float
-    end: float
 
 
 class Transfer(NamedTuple):
@@ -41,7 +33,7 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """Times of all actions. spans: for each rank, in its order. overlap: True if S and transfers ran in parallel with compute."""
+    """Times of all actions and messages. spans: for each rank, in its order. overlap: True if S and messages ran while ranks computed."""
 
     schedule: Schedule
     spans: tuple[tuple[Span, ...], ...]
@@ -50,7 +42,7 @@ class Timeline:
 
     @cached_property
     def makespan(self) -> float:
-        """Time from the first start to the last end."""
+        """Return the time from the first start to the last end."""
         return max(span.end for spans in self.spans for span in spans) - min(spans[0].start for spans in self.spans)
 
     @cached_property
@@ -58,23 +50,23 @@ class Timeline:
         return tuple(sum(end - start for action, start, end in spans if action.op is not Op.S) for spans in self.spans)
 
     def busy(self, rank: int) -> float:
-        """Time that a rank spends in F, B, I, W and U (its ideal time)."""
+        """Return the time that a rank spends in F, B, I, W and U (its ideal time)."""
         return self._busy[rank]
 
     def idle(self, rank: int) -> float:
         return self.makespan - self.busy(rank)
 
     def bubbles(self) -> tuple[float, ...]:
-        """Idle time divided by ideal time, for each rank, from the first start to the last end of all ranks."""
+        """Return each rank's idle time, from the first start to the last end of all ranks, divided by its ideal time."""
         return tuple(self.idle(rank) / self.busy(rank) if self.busy(rank) else 0.0 for rank in range(self.schedule.num_ranks))
 
     def bubble(self) -> float:
-        """Idle time divided by ideal time, of all ranks together."""
+        """Return the idle time of all ranks together, divided by their ideal time."""
         ideal = sum(self.busy(rank) for rank in range(self.schedule.num_ranks))
         return (self.schedule.num_ranks * self.makespan - ideal) / ideal if ideal else 0.0
 
     def sent_bytes(self) -> tuple[float, ...]:
-        """Bytes that each rank sends to other ranks between stages."""
+        """Return the bytes that each rank sends to other ranks."""
         sent: list[float] = [0] * self.schedule.num_ranks
         for transfer in self.transfers:
             sent[transfer.message.source] += transfer.num_bytes
@@ -94,26 +86,13 @@ def costs(
     B takes `backward`; W takes the fraction `weight_share` of that, and I the rest. update: time of U. summation: time of S.
     """
 
-    def of(times: float | Sequence[float], stage: int) -> float:
-        return times[stage] if isinstance(times, Sequence) else times
+    def time_of(op: Op, stage: int) -> float:
+        of_stage = [times[stage] if isinstance(times, Sequence) else times for times in (forward, backward)]
+        split = {Op.I: of_stage[1] * (1 - weight_share), Op.W: of_stage[1] * weight_share}
+        return {Op.F: of_stage[0], Op.B: of_stage[1], **split, Op.U: update, Op.S: summation}[op]
 
-    def first(op: Op, stage: int) -> float:
-        if op is Op.F:
-            return of(forward, stage)
-        if op is Op.U or op is Op.S:
-            return update if op is Op.U else summation
-        whole = of(backward, stage)
-        return {Op.B: whole, Op.I: whole * (1 - weight_share), Op.W: whole * weight_share}[op]
-
-    found: dict[tuple[Op, int], float] = {}  # cache: the planner calls this millions of times
-
-    def cost(rank: int, action: Action) -> float:
-        key = action[:2]
-        if key not in found:
-            found[key] = first(*key)
-        return found[key]
-
-    return cost
+    known = cache(time_of)  # the planner asks millions of times
+    return lambda rank, action: known(action.op, action.stage)
 
 
 def simulate(
@@ -129,24 +108,24 @@ def simulate(
     cost: time of an action on a rank, default `costs()`. transfer_time, message_bytes: of a message, a number or a function of the message.
     overlap: messages and sums of replicas' gradients run while ranks compute; if False, ranks wait for them.
     """
-    run = _Run(steps(schedule, sums_block=not overlap), transfer_time, overlap)
+    run = _Run(schedule, transfer_time, overlap)
     run.all(cost or costs())
     return run.timeline(message_bytes)
 
 
 def makespan(schedule: Schedule, cost: Cost | None = None, *, transfer_time: float | OfMessage = 0, overlap: bool = True) -> float:
     """Return the time from the first start to the last end: `simulate(...).makespan`, but faster, because no Timeline is built."""
-    run = _Run(steps(schedule, sums_block=not overlap), transfer_time, overlap)
+    run = _Run(schedule, transfer_time, overlap)
     end = run.all(cost or costs())
-    return end - min(run.first_starts())
+    return end - min(run.starts[n] for n in run.graph.first[:-1])
 
 
 def period(build: Callable[[int], Schedule], time: Callable[[Schedule], float] = makespan, *, batches: int = 2) -> float:
-    """Time of one more batch when the pipeline is full.
+    """Return the period: the time that one more batch adds when the pipeline is full, in which a rank begins a batch after its own update.
 
-    build: n -> the schedule of n batches. batches: number of batches after which the pipeline is full. A rank begins its next batch right
-    after its own update. If rank 0 waits until the last end, the period equals the makespan. It is shorter for schedules that do not
-    drain, and if ranks end as staggered as they began.
+    build: n -> the schedule of n batches. time: its makespan. batches: number of batches after which the pipeline is full. The period
+    equals one batch's makespan if rank 0 waits until the last end. It is shorter for schedules that do not drain, and for those whose
+    ranks end one after another as they began.
     """
     return time(build(batches + 1)) - time(build(batches))
 
@@ -154,27 +133,29 @@ def period(build: Callable[[int], Schedule], time: Callable[[Schedule], float] =
 def drained_period(
     schedule: Schedule, cost: Cost | None = None, *, transfer_time: float | OfMessage = 0, overlap: bool = True, batches: int = 2
 ) -> float:
-    """`period` of a schedule of one batch that drains, without building `schedule.repeated(n)`: each batch starts at the last one's clocks.
+    """Return the `period` of a schedule of one batch that drains: simulates this batch again and again, without a longer schedule.
 
-    Costs must not depend on the micro-batch. Once a batch has moved all clocks by the same time, every later batch does so too.
+    Costs must not depend on the micro-batch. Each batch starts when the last one's ranks, links and sums are free. Once a batch has moved
+    all of these times equally, every later batch does so too.
     """
-    run, cost = _Run(steps(schedule, sums_block=not overlap), transfer_time, overlap), cost or costs()
-    end, clocks = run.all(cost), run.clocks()
+    run, cost = _Run(schedule, transfer_time, overlap), cost or costs()
+    end, free = run.all(cost), run.free_times()
     for _ in range(batches):
-        last, end, before, clocks = end, run.all(cost), clocks, run.clocks()
-        moved = [now - then for then, now in zip(before, clocks, strict=True)]
+        last, end, before, free = end, run.all(cost), free, run.free_times()
+        moved = [now - then for then, now in zip(before, free, strict=True)]
         if max(moved) - min(moved) <= 1e-12 * end:
             return moved[0]
     return end - last
 
 
 class _Run:
-    """Clocks of a simulation: of ranks, of links in each direction, and of each rank's sums."""
+    """A simulation: start and end of each action, and the times at which ranks, links (one for each direction) and sums are free."""
 
-    def __init__(self, steps: Steps, transfer_time: float | OfMessage, overlap: bool) -> None:
-        self.steps, self.transfer_time, self.overlap = steps, transfer_time, overlap
-        actions, ranks = len(steps.actions), steps.schedule.num_ranks
-        self._starts: list[float] = [0] * actions
+    def __init__(self, schedule: Schedule, transfer_time: float | OfMessage, overlap: bool) -> None:
+        self.graph = action_graph(schedule, sums_block=not overlap)
+        self.transfer_time, self.overlap = transfer_time, overlap
+        actions, ranks = len(self.graph.actions), schedule.num_ranks
+        self.starts: list[float] = [0] * actions
         self._ends: list[float] = [0] * actions
         self._ready: list[float] = [0] * actions  # time at which an action's message or sum has reached the ranks that need it
         self._free: list[float] = [0] * ranks
@@ -183,11 +164,11 @@ class _Run:
         self._at_sum: dict[tuple[int, int], dict[int, float]] = {}
 
     def all(self, cost: Cost) -> float:
-        """Compute all times of a batch, and return the last end. A second call computes the next batch."""
+        """Compute all times of a batch, and return the last end. A second call computes the next batch, which follows directly."""
         self._sent: list[tuple[int, float]] = []
-        s, starts, ends, ready, free = self.steps, self._starts, self._ends, self._ready, self._free
-        actions, ranks, source, target, more, pairs = s.actions, s.ranks, s.source, s.target, s.more, s.pairs
-        for n in s.order:
+        graph, starts, ends, ready, free = self.graph, self.starts, self._ends, self._ready, self._free
+        actions, ranks, source, target, more, pairs = graph.actions, graph.ranks, graph.source, graph.target, graph.more, graph.pairs
+        for n in graph.order:
             rank, action = ranks[n], actions[n]
             start = free[rank]
             if source[n] >= 0 and ready[source[n]] > start:
@@ -210,17 +191,13 @@ class _Run:
                 free[rank] = max(free[rank], self._send(n, ends[n]))
         return max(ends)
 
-    def clocks(self) -> list[float]:
-        """Times at which ranks, links and sums are free: the state with which the next batch starts."""
+    def free_times(self) -> list[float]:
+        """Return the times at which ranks, links and sums are free: the state in which the next batch starts."""
         return [*self._free, *self._link.values(), *filter(None, self._summing)]
 
-    def first_starts(self) -> list[float]:
-        """Start of each rank's first action."""
-        return [self._starts[n] for n in self.steps.first[:-1]]
-
     def _send(self, maker: int, end: float) -> float:
-        """Send an action's result at time `end`. Returns the time at which the sending rank is free."""
-        took, link = self.transfer_time, (self.steps.ranks[maker], self.steps.target[maker])
+        """Send the result of action `maker` at time `end`. Returns the time at which the sending rank is free."""
+        took, link = self.transfer_time, (self.graph.ranks[maker], self.graph.target[maker])
         start = max(end, self._link.get(link, 0))
         arrival = start + (took(self._message(maker)) if callable(took) else took)
         self._link[link] = self._ready[maker] = arrival
@@ -228,29 +205,29 @@ class _Run:
         return end if self.overlap else arrival
 
     def _message(self, maker: int) -> Message:
-        op, stage, microbatch, _ = self.steps.actions[maker]
-        return Message(op, stage, microbatch, self.steps.ranks[maker], self.steps.target[maker])
+        op, stage, microbatch, _ = self.graph.actions[maker]
+        return Message(op, stage, microbatch, self.graph.ranks[maker], self.graph.target[maker])
 
     def _sum(self, n: int, ready: float, length: float) -> None:
-        """Handle S: when the last replica reaches it, compute its time on all replicas."""
-        _, stage, _, version = self.steps.actions[n]
+        """Record that a replica reached its S, action n, at time `ready`. If it is the last one, compute the times of S on all replicas."""
+        _, stage, _, version = self.graph.actions[n]
         here = self._at_sum.setdefault((stage, version), {})
         here[n] = ready
-        ranks = self.steps.schedule.homes[stage]
+        ranks = self.graph.schedule.homes[stage]
         if len(here) < len(ranks):
             return
         del self._at_sum[stage, version]
         start = max([*here.values(), *(self._summing[rank] for rank in ranks)])
         for m in here:
-            rank = self.steps.ranks[m]
-            self._starts[m], self._ends[m] = start, start + length
+            rank = self.graph.ranks[m]
+            self.starts[m], self._ends[m] = start, start + length
             self._summing[rank] = self._ready[m] = start + length
             if not self.overlap:
                 self._free[rank] = start + length
 
     def timeline(self, message_bytes: float | OfMessage) -> Timeline:
-        actions, first = self.steps.actions, self.steps.first
-        spans = tuple(tuple(map(Span, actions[a:b], self._starts[a:b], self._ends[a:b])) for a, b in pairwise(first))
+        actions, first = self.graph.actions, self.graph.first
+        spans = tuple(tuple(map(Span, actions[a:b], self.starts[a:b], self._ends[a:b])) for a, b in pairwise(first))
         sent = ((self._message(maker), start, self._ready[maker]) for maker, start in self._sent)
         transfers = tuple(Transfer(m, start, end, message_bytes(m) if callable(message_bytes) else message_bytes) for m, start, end in sent)
-        return Timeline(self.steps.schedule, spans, transfers, self.overlap)
+        return Timeline(self.graph.schedule, spans, transfers, self.overlap)

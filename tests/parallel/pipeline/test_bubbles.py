@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parallel.errors import BadInput
-from parallel.pipeline.schedule import Action, Op
+from parallel.kfac.fisher import works as kfac_works
+from parallel.pipeline.schedule import Action, Op, Schedule
 from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
-from parallel.pipeline.simulator.bubbles import BubbleWork, Packing, bubbles, curvature_works, pack
+from parallel.pipeline.simulator.bubbles import BubbleWork, Packing, bubbles, pack
 from parallel.pipeline.simulator.simulate import costs, simulate
 
 # Milliseconds of one block and micro-batch of 32 (of 16 on V100): forward, backward, curvature, inversion; a stage of the pipeline here.
@@ -22,6 +23,12 @@ PROFILES = {
     "bert-large P100": (16.100359, 26.952887, 43.499517, 126.700854),
     "bert-large V100": (5.437803, 8.603144, 14.805532, 80.795622),
 }
+
+
+def works_of(schedule: Schedule, curvature: float, inversion: float, blocks: int, summation: float = 0) -> list[BubbleWork]:
+    """K-FAC's work on a schedule whose stages have `blocks` linears. curvature, inversion: times of both factors of a whole stage."""
+    factors = {stage: [(f, f"{stage}.{block}") for f in "AG" for block in range(blocks)] for stage in range(schedule.num_stages)}
+    return kfac_works(schedule, factors, {"curvature": curvature / 2 / blocks, "inversion": inversion / 2 / blocks, "sum": summation})
 
 
 def check_packing(packing: Packing, works: list[BubbleWork], margin: float = 1.0) -> None:
@@ -56,7 +63,7 @@ def test_k_fac_fits_into_the_bubbles_of_few_steps(name: str, profile: str) -> No
     assert timeline.makespan == pytest.approx(F * forward + B * backward)
     bubble = timeline.makespan - p * (forward + backward)
     assert [timeline.idle(rank) for rank in range(p)] == pytest.approx([bubble] * p)
-    works = curvature_works(timeline.schedule, curvature=curvature, inversion=inversion, blocks=8)
+    works = works_of(timeline.schedule, curvature, inversion, 8)
     packing = pack(timeline, works)
     check_packing(packing, works)
     least = ceil((p * curvature + inversion) / bubble)
@@ -87,7 +94,7 @@ def test_utilisation_of_the_papers_example() -> None:
 )
 def test_any_packing_keeps_the_rules(name: str, size: tuple[int, int], curvature: float, inversion: float, blocks: int) -> None:
     timeline = simulate(make_schedule(name, ranks=size[0], microbatches=size[1]), costs(1, 2, summation=0.5))
-    works = curvature_works(timeline.schedule, curvature=curvature, inversion=inversion, blocks=blocks, synchronise=0.1)
+    works = works_of(timeline.schedule, curvature, inversion, blocks, 0.1)
     holes = bubbles(timeline)
     if any(all(1.05 * work.time > hole.end - hole.start for hole in holes if hole.rank == work.rank) for work in works):
         return  # a schedule with no bubble on some rank
@@ -102,15 +109,12 @@ def test_bubbles_are_the_idle_time_of_each_rank() -> None:
 
 
 def test_the_sum_over_replicas_comes_between_curvature_and_inversion() -> None:
-    works = {
-        work.name: work
-        for work in curvature_works(make_schedule("chimera", ranks=2, microbatches=2), curvature=2, inversion=4, synchronise=1)
-    }
-    assert works["sum A stage 0 rank 1"].needs == ("curvature A stage 0 micro-batch 0 part 0", "curvature A stage 0 micro-batch 1 part 0")
-    inverted = [work for name, work in works.items() if name.startswith("inversion A stage 0")]
-    assert [work.needs for work in inverted] == [("sum A stage 0 rank 0", "sum A stage 0 rank 1")]
-    assert {w.rank for n, w in works.items() if n.startswith("inversion") and "stage 0" in n} == {0, 1}  # one factor on each replica
-    assert works["curvature B stage 1 micro-batch 1 part 0"].after == (Action(Op.B, 1, 1),)
+    works = {work.name: work for work in works_of(make_schedule("chimera", ranks=2, microbatches=2), 2, 4, 1, 1)}
+    assert set(works["sum A 0.0 rank 1"].needs) == {"curvature A 0.0 micro-batch 0 rank 0", "curvature A 0.0 micro-batch 1 rank 1"}
+    inverted = [work for name, work in works.items() if name.startswith("inversion A 0.0")]
+    assert [work.needs for work in inverted] == [("sum A 0.0 rank 0",)]
+    assert {w.rank for n, w in works.items() if n.startswith("inversion") and " 0.0 " in n} == {0, 1}  # one factor on each replica
+    assert works["curvature G 1.0 micro-batch 1 rank 0"].after == (Action(Op.B, 1, 1),)
 
 
 def test_priority_decides_among_what_is_ready_and_the_margin_keeps_a_gap_free() -> None:

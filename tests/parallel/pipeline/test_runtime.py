@@ -19,9 +19,8 @@ from parallel.mesh.mesh import Degrees, Mesh
 from parallel.numerics.weight_gradient import linear
 from parallel.pipeline.check import check
 from parallel.pipeline.links import Links
-from parallel.pipeline.replicas import StageReplicas
-from parallel.pipeline.runtime import Recorder, Runtime, TimedAction, forwards
-from parallel.pipeline.schedule import Action, Op, Schedule, flushed
+from parallel.pipeline.runtime import Recorder, Runtime, StageReplicas, forwards
+from parallel.pipeline.schedule import Action, Op, Schedule, Span, Watcher, flushed
 from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
 from parallel.pipeline.schedules.chimera import chimera
 from parallel.process import process
@@ -248,7 +247,7 @@ def test_a_rank_that_fails_does_not_leave_the_others_waiting() -> None:
         run_on_ranks(work, 2, timeout_s=30)
 
 
-class _Noted:
+class _Noted(Watcher):
     """The Watcher that writes down what it is told."""
 
     def __init__(self) -> None:
@@ -260,7 +259,7 @@ class _Noted:
     def before(self, action: Action) -> None:
         self.told.append(f"before {action}")
 
-    def after(self, at: int, took: TimedAction) -> None:
+    def after(self, at: int, took: Span) -> None:
         self.told.append(f"after {at} {took.action}")
 
 

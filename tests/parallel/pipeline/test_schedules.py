@@ -19,13 +19,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel.errors import BadInput
-from parallel.pipeline.check import check, linear
+from parallel.pipeline.check import check, ordered_nodes
 from parallel.pipeline.order_file import read_order, write_order
 from parallel.pipeline.schedule import COMPUTE, Action, Node, Op, Schedule
 from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
 from parallel.pipeline.schedules.one_f_one_b import one_f_one_b
 from parallel.pipeline.schedules.pipedream import pipedream
 from parallel.pipeline.simulator.held import peak_activations, weight_versions
+from tests.support.plain_simulation import needs_of, own_needs
 
 CHUNKS = {name: (1, 2, 4) if kind.chunks is None else (kind.chunks,) for name, kind in SCHEDULES.items()}
 SIZES = [(name, p, factor * p, v) for name in SCHEDULES for p in (2, 3, 4, 8) for factor in (1, 2, 4) for v in CHUNKS[name]]
@@ -43,7 +44,7 @@ def test_every_schedule_is_whole_and_ends_batch_after_batch(name: str, p: int, m
     schedule = check(make_schedule(name, ranks=p, microbatches=m, chunks=v, batches=2))
     assert schedule.num_ranks == p and schedule.microbatches == 2 * m
     assert schedule.num_stages == p * (1 if name in TWO_WAYS else v)
-    assert len(linear(schedule, sums_block=True)) == sum(map(len, schedule.orders))
+    assert len(ordered_nodes(schedule, sums_block=True)) == sum(map(len, schedule.orders))
 
 
 @given(name=st.sampled_from(sorted(SCHEDULES)), p=st.integers(1, 6), m=st.integers(1, 14), v=st.integers(1, 3))
@@ -334,7 +335,7 @@ def test_pairs_start_and_send_together(tmp_path: Path) -> None:
         second = Node(first.rank, first.at + 1)
         assert schedule.action(first).op is Op.F and schedule.action(second).op is Op.B
         assert not schedule.sends(first) and not schedule.receives(second)
-        assert set(schedule._own_needs(second)) - {first} <= {n for n in schedule.needs(first)} | set(schedule.needs(second))
+        assert set(own_needs(schedule, second)) - {first} <= {*needs_of(schedule, first), *needs_of(schedule, second)}
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from parallel.pipeline.schedule import Op, Schedule, flushed, one_stage_a_rank
 from parallel.pipeline.schedules import search as search_file
 from parallel.pipeline.schedules.alternating import Alternating
 from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
-from parallel.pipeline.schedules.search import PLACEMENTS, search
+from parallel.pipeline.schedules.search import search
 from parallel.pipeline.simulator.held import peak_held
 from parallel.pipeline.simulator.simulate import costs, simulate
 from tests.support.plain_simulation import plain_simulate
@@ -33,7 +33,7 @@ def test_never_slower_than_the_catalog_at_equal_memory() -> None:
     draw = random.Random(11)
     compared = faster = 0
     for _ in range(300):
-        placement = draw.choice(PLACEMENTS)
+        placement = draw.choice(("line", "loop", "v"))
         p, m = draw.randint(2, 3 if placement != "line" else 4), draw.randint(1, 5)
         rivals = []
         for name in ON[placement]:

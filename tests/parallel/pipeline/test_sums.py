@@ -12,12 +12,10 @@ from torch import Tensor
 
 from moe.train.parts.executor import Pipelined
 from moe.verify.cases import Case
-from parallel.pipeline.runtime import TimedAction
-from parallel.pipeline.schedule import Action, Op
+from parallel.pipeline.schedule import Action, Op, Span, Watcher, stage_complete_at
 from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
 from parallel.pipeline.simulator.simulate import Timeline, costs, simulate
-from parallel.pipeline.simulator.sums import exposed
-from parallel.pipeline.sums import whole_at
+from tests.support.plain_simulation import exposed
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny import start
 
@@ -28,7 +26,7 @@ DRAINED = [name for name, kind in SCHEDULES.items() if not kind.continuous]
 def test_gradients_are_whole_when_no_action_adds_to_them(name: str) -> None:
     made = make_schedule(name, ranks=4, microbatches=8)
     for rank, order in enumerate(made.orders):
-        places = whole_at(order)
+        places = stage_complete_at(order)
         assert sorted(places.values()) == sorted(made.stages_of(rank))
         for at, stage in places.items():
             adds = [a.microbatch for a in order[: at + 1] if a.stage == stage and a.op in (Op.B, Op.W)]
@@ -94,13 +92,11 @@ def _gradients(rank: int, case: Case) -> tuple[bool, list[str], dict[int, int]]:
             log.extend(["sum"] if names else [])
             inner(names)
 
-        class Recorded:
-            def begin(self) -> None: ...
-
+        class Recorded(Watcher):
             def before(self, action: Action) -> None:
                 log.append("action")
 
-            def after(self, at: int, took: TimedAction, keeper: Late = keeper) -> None:
+            def after(self, at: int, took: Span, keeper: Late = keeper) -> None:
                 keeper.after(at)
 
         sums.start = keeper.kept.append if late else noted  # type: ignore[attr-defined]
@@ -108,7 +104,7 @@ def _gradients(rank: int, case: Case) -> tuple[bool, list[str], dict[int, int]]:
             tiny.accumulate(0)
         found.append({name: tiny.engine.gradient(name).clone() for name in tiny.engine.layouts})
     equal = all(torch.equal(found[0][name], found[1][name]) for name in found[0])
-    return equal, log[: len(order) + len(whole_at(order))], whole_at(order)
+    return equal, log[: len(order) + len(stage_complete_at(order))], stage_complete_at(order)
 
 
 @pytest.mark.parametrize(("schedule", "layers"), [("interleaved", 5), ("zb_v", 5)])

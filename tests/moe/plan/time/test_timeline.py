@@ -14,7 +14,7 @@ from moe.plan.machine.cluster import load_cluster
 from moe.plan.time.cost import step_time
 from moe.plan.time.timeline import MOST_ACTIONS, pictured, timeline
 from parallel.pipeline.schedule import Op
-from parallel.pipeline.simulator.sums import exposed
+from tests.support.plain_simulation import exposed
 
 NETWORK = Network(layers=24, width=1024, heads=16, hidden=4096, vocab=51200, length=1024)
 CLUSTER = load_cluster("a100-80-8")

@@ -14,14 +14,14 @@ import pytest
 
 from parallel.errors import BadInput
 from parallel.pipeline.energy.clocks import Clock, PowerModel, Profile
-from parallel.pipeline.energy.energy import EnergyPlan, envelope, envpipe, extra_warmup, plan_clocks
+from parallel.pipeline.energy.energy import ClockedGraph, EnergyPlan, Graph, envelope, envpipe, extra_warmup, plan_clocks
 from parallel.pipeline.energy.plan_file import write_plan
-from parallel.pipeline.energy.slack import ClockedGraph, Graph
 from parallel.pipeline.schedule import Action, Node, Op, Schedule
 from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
 from parallel.pipeline.schedules.one_f_one_b import one_f_one_b
 from parallel.pipeline.simulator.held import peak_activations
 from parallel.pipeline.simulator.simulate import costs, simulate
+from tests.support.plain_simulation import needs_of
 
 IDLE_W = 40.0
 UNIT_S = 5e-4  # times are whole multiples, as the frontier's solver counts in units
@@ -54,7 +54,7 @@ PROFILES = {"equal": EQUAL, "heavy head": HEAVY_HEAD, "uneven": UNEVEN, "heavy f
 
 def slack_of(schedule: Schedule, F: float, B: float) -> dict[Node, float]:
     clocks = {node: one_clock(F, B)(node.rank, action)[0] for node, action in schedule.nodes()}
-    return {node: spare for node, spare in Graph(schedule).slack(clocks).items() if schedule.action(node).op is not Op.U}
+    return {node: spare for node, spare in ClockedGraph(Graph(schedule), clocks).slack().items() if schedule.action(node).op is not Op.U}
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_clocks_that_change_one_at_a_time_give_the_slack_of_all_at_once(name: st
         node = draw.choice(at)
         chosen[node] = Clock(1, draw.choice([0.1, 0.7, 1, 2, 3.3]), 0)
         changing.change(node, chosen[node])
-        assert changing.makespan == graph.makespan(chosen) and changing.slack() == graph.slack(chosen)
+        assert changing.makespan == ClockedGraph(graph, chosen).makespan and changing.slack() == ClockedGraph(graph, chosen).slack()
 
 
 def test_plain_1f1b_has_more_than_its_envelope_critical() -> None:
@@ -157,11 +157,11 @@ def check_plan(plan: EnergyPlan, profile: Profile, limit: float) -> None:
     """The plan keeps its limit, uses only slack that is there, and leaves none that a slower clock alone could use."""
     schedule, clocks = plan.schedule, {Node(r, i): c for r, row in enumerate(plan.clocks) for i, c in enumerate(row)}
     graph = Graph(schedule)
-    assert plan.timeline.makespan == pytest.approx(graph.makespan(clocks)) and plan.timeline.makespan <= limit * (1 + 1e-6)
+    assert plan.timeline.makespan == pytest.approx(ClockedGraph(graph, clocks).makespan) and plan.timeline.makespan <= limit * (1 + 1e-6)
     for (node, action), row in zip(schedule.nodes(), itertools.chain(*plan.timeline.spans), strict=True):
         options = profile(node.rank, action)
         assert clocks[node] in options and row.end - row.start == pytest.approx(clocks[node].time)
-    spare = {node: s + limit - plan.timeline.makespan for node, s in graph.slack(clocks).items()}
+    spare = {node: s + limit - plan.timeline.makespan for node, s in ClockedGraph(graph, clocks).slack().items()}
     assert min(spare.values()) > -1e-9
     for node, action in schedule.nodes():
         cheaper = [
@@ -198,7 +198,7 @@ def test_any_schedule_can_be_planned(name: str) -> None:
     """Also those whose backward is cut in two and those with replicas; links cost time as well."""
     schedule = make_schedule(name, ranks=2, microbatches=4)
     third = {Op.F: v100(0.01), Op.B: v100(0.02), Op.I: v100(0.01), Op.W: v100(0.01), Op.S: [Clock(0, 0.002, 0.1)], Op.U: [Clock(0, 0, 0)]}
-    assert Graph(schedule, 0.001).makespan({node: third[a.op][0] for node, a in schedule.nodes()}) == pytest.approx(
+    assert ClockedGraph(Graph(schedule, 0.001), {node: third[a.op][0] for node, a in schedule.nodes()}).makespan == pytest.approx(
         simulate(schedule, lambda r, a: third[a.op][0].time, transfer_time=0.001).makespan
     )
     full = plan_clocks(schedule, lambda r, a: third[a.op][-1:], idle_power=IDLE_W, transfer_time=0.001)
@@ -211,7 +211,7 @@ def least_by_trying_all(schedule: Schedule, profile: Profile, limit: float) -> f
     graph, nodes = Graph(schedule), [node for node, _ in schedule.nodes()]
     best = float("inf")
     for clocks in itertools.product(*(profile(node.rank, schedule.action(node)) for node in nodes)):
-        if graph.makespan(dict(zip(nodes, clocks, strict=True))) <= limit * (1 + 1e-9):
+        if ClockedGraph(graph, dict(zip(nodes, clocks, strict=True))).makespan <= limit * (1 + 1e-9):
             best = min(best, sum(c.energy - IDLE_W * c.time for c in clocks))
     return best + IDLE_W * schedule.num_ranks * limit
 
@@ -261,7 +261,7 @@ def frontier(schedule: Schedule, profile: Profile, limit: float) -> float:
             op = Operation(OperationSpec(CandidateExecutionOptions(options), cost))
         graph.add_node(nodes[node], op=op)
         graph.add_edge(nodes[Node(node.rank, node.at - 1)] if node.at else 0, nodes[node])
-        graph.add_edges_from((nodes[need], nodes[node]) for need in schedule.needs(node))
+        graph.add_edges_from((nodes[need], nodes[node]) for need in needs_of(schedule, node))
     graph.add_edges_from((nodes[Node(rank, len(order) - 1)], ends[1]) for rank, order in enumerate(schedule.orders))
     graph.graph.update(source_node=0, sink_node=ends[1])
     return min(point.cost for point in PhillipsDessouky(graph).run() if point.real_time <= limit + UNIT_S / 2) / 1e4

@@ -16,10 +16,10 @@ from parallel.errors import BadInput
 from parallel.pipeline.check import check
 from parallel.pipeline.schedule import Action, Message, Op, Schedule
 from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
-from parallel.pipeline.schedules.dualpipe import dualpipe
-from parallel.pipeline.schedules.dualpipe_v import dualpipe_v
-from parallel.pipeline.simulator.held import peak_activations, peak_held, peak_pending
+from parallel.pipeline.schedules.dualpipe import dualpipe, dualpipe_v
+from parallel.pipeline.simulator.held import peak_activations, peak_held, peak_kept
 from parallel.pipeline.simulator.simulate import Timeline, costs, makespan, period, simulate
+from tests.support.plain_simulation import needs_of
 
 SIZES = [(p, factor * p) for p in (2, 3, 4, 8) for factor in (1, 2, 4)]
 RATIOS = [(1, 1), (1, 2), (3, 5)]
@@ -185,7 +185,9 @@ def test_micro_batches_in_flight(p: int, m: int) -> None:
     assert peak_activations(kept("gpipe")) == (m,) * p
     assert peak_activations(kept("1f1b")) == tuple(min(m, p - r) for r in ranks)
     assert peak_activations(kept("zb_h1")) == tuple(min(m, p - r) for r in ranks)
-    assert peak_held(kept("zb_h1")) == (min(m, p),) * p and peak_pending(kept("zb_h1")) == tuple(min(m, r + 1) for r in ranks)
+    assert peak_held(kept("zb_h1")) == (min(m, p),) * p and peak_kept(kept("zb_h1"), lambda stage: 0, lambda stage: 1) == tuple(
+        min(m, r + 1) for r in ranks
+    )
     assert peak_held(kept("zb_h2")) == (min(m, 2 * p - 1),) * p
 
 
@@ -196,7 +198,7 @@ def test_chunks_in_flight_of_interleaved(p: int, m: int, v: int) -> None:
     schedule = make_schedule("interleaved", ranks=p, microbatches=m, chunks=v)
     assert peak_activations(schedule) == tuple(min(m * v, 2 * (p - 1 - r) + (v - 1) * p + 1) for r in range(p))
     if m > p:
-        layers = Fraction(int(peak_activations(schedule, size=lambda stage: 1)[0]), v * p)  # of all layers, in micro-batches
+        layers = Fraction(int(peak_activations(schedule)[0]), v * p)  # of all layers, in micro-batches
         assert layers == 1 + Fraction(p - 1, p * v)
     assert peak_activations(make_schedule("looped_bfs", ranks=p, microbatches=m, chunks=v)) == (m * v,) * p
 
@@ -390,7 +392,7 @@ def test_any_timeline_keeps_to_needs_and_to_one_thing_at_a_time(
     timeline = simulate(schedule, costs(forward, backward, summation=2, update=1), transfer_time=transfer, overlap=overlap)
     for node, action in schedule.nodes():
         span = timeline.spans[node.rank][node.at]
-        for need in schedule.needs(node):
+        for need in needs_of(schedule, node):
             made = timeline.spans[need.rank][need.at]
             crossed = transfer if need.rank != node.rank and schedule.action(need).op is not Op.S else 0
             assert made.end + crossed <= span.start

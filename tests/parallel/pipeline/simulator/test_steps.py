@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from parallel.errors import BadInput
-from parallel.pipeline.check import linear
+from parallel.pipeline.check import ordered_nodes
 from parallel.pipeline.schedule import Action, Message, Schedule
 from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
 from parallel.pipeline.schedules.chimera import chimera
@@ -57,7 +57,7 @@ def test_times_are_the_twins_to_the_bit(overlap: bool) -> None:
         order, waits = plain_order(schedule, sums_block=not overlap)
         if any(waits):
             continue
-        assert linear(schedule, sums_block=not overlap) == order
+        assert ordered_nodes(schedule, sums_block=not overlap) == order
         for _ in range(2):  # the second time, the steps are there
             timeline = simulate(schedule, cost, transfer_time=took, overlap=overlap)
             assert (timeline.spans, timeline.transfers) == plain_simulate(schedule, cost, took, overlap)
@@ -73,11 +73,11 @@ def test_deadlocks_are_the_twins() -> None:
         for block in (False, True):
             order, waits = plain_order(schedule, sums_block=block)
             if not any(waits):
-                assert linear(schedule, sums_block=block) == order
+                assert ordered_nodes(schedule, sums_block=block) == order
                 continue
             found += 1
             with pytest.raises(BadInput) as bad:
-                linear(schedule, sums_block=block)
+                ordered_nodes(schedule, sums_block=block)
             assert f"a deadlock after {len(order)} of {sum(map(len, schedule.orders))} actions" in str(bad.value)
             for rank, wait in enumerate(waits):
                 said = str(bad.value).split(f"rank {rank} waits at ")

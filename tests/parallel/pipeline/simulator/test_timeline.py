@@ -15,9 +15,8 @@ from moe.cli import main as cli
 from parallel.pipeline.order_file import read_order
 from parallel.pipeline.schedule import Op
 from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
-from parallel.pipeline.simulator.draw import draw
+from parallel.pipeline.simulator.draw import draw, text, trace, write_trace
 from parallel.pipeline.simulator.simulate import costs, simulate
-from parallel.pipeline.simulator.timeline import text, trace, write_trace
 
 
 @pytest.mark.parametrize(
