@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.mesh.collectives import count
 from parallel.mesh.mesh import Axis
 
 
@@ -26,7 +25,7 @@ def exchange_counts(counts_RB: Tensor, axis: Axis) -> Tensor:
     """Exchange counts, int64 [ranks, bins]: rows to send to bin b of rank r become rows to receive from rank r for bin b here."""
     if axis.size == 1:
         return counts_RB
-    count(axis, "counts", counts_RB)
+    axis.count("counts", counts_RB)
     out = counts_RB.new_empty(counts_RB.shape)
     dist.all_to_all_single(out, counts_RB.contiguous(), group=axis.group)
     return out
@@ -51,35 +50,30 @@ def by_bin(counts_RB: Tensor, *, stride: int | None = None) -> Tensor:
     return consecutive_indices(counts_RB.t().flatten(), start_RB.t().flatten())
 
 
-class _Spread(torch.autograd.Function):
+class _Moved(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, slot_R: Tensor, slots: int) -> Tensor:
-        ctx.slot_R = slot_R
-        return rows.new_zeros(slots, *rows.shape[1:]).index_copy_(0, slot_R, rows)
+    def forward(ctx: Any, rows: Tensor, slot_R: Tensor, slots: int | None) -> Tensor:
+        ctx.slot_R, ctx.slots = slot_R, len(rows) if slots is None else None
+        return _moved(rows, slot_R, slots)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad.index_select(0, ctx.slot_R), None, None
+        return _moved(grad, ctx.slot_R, ctx.slots), None, None
 
 
-class _Collect(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, table: Tensor, slot_R: Tensor) -> Tensor:
-        ctx.slot_R, ctx.slots = slot_R, len(table)
-        return table.index_select(0, slot_R)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.new_zeros(ctx.slots, *grad.shape[1:]).index_copy_(0, ctx.slot_R, grad), None
+def _moved(rows: Tensor, slot_R: Tensor, slots: int | None) -> Tensor:
+    if slots is None:
+        return rows.index_select(0, slot_R)
+    return rows.new_zeros(slots, *rows.shape[1:]).index_copy_(0, slot_R, rows)
 
 
 def spread(rows: Tensor, slot_R: Tensor, *, slots: int) -> Tensor:
     """Put row i into slot slot_R[i] of `slots` slots, each used at most once. Empty slots are zero. Backward: `collect`."""
-    out: Tensor = _Spread.apply(rows, slot_R, slots)
+    out: Tensor = _Moved.apply(rows, slot_R, slots)
     return out
 
 
 def collect(table: Tensor, slot_R: Tensor) -> Tensor:
-    """Return the rows in slots slot_R, each slot at most once. Backward: `spread`."""
-    out: Tensor = _Collect.apply(table, slot_R)
+    """Return the rows in the slots slot_R of `table`, each slot at most once. Backward: `spread`."""
+    out: Tensor = _Moved.apply(table, slot_R, None)
     return out

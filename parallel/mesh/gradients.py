@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.mesh.collectives import count
 from parallel.mesh.layout import Layout
 from parallel.mesh.mesh import Axis, Mesh
 
@@ -84,7 +83,7 @@ def start_sum(grads: Sequence[Tensor], axis: Axis, *, first: str) -> Started:
 
 def start_flat(flat: Tensor, axis: Axis, *, first: str) -> dist.Work:
     """Start to sum a contiguous buffer of gradients in place, in its dtype."""
-    count(replace(axis, label=f"the gradients from {first} on"), "all_reduce", flat)
+    replace(axis, label=f"the gradients from {first} on").count("all_reduce", flat)
     work: dist.Work = dist.all_reduce(flat, group=axis.group, async_op=True)
     return work
 

@@ -23,11 +23,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from parallel.errors import BadInput, counted
 from parallel.fixes import Nproc, Set, any_of
-from parallel.mesh.communicator import Communicator
+from parallel.mesh.traffic import Communicator, leaving
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FACTORS = {
     "sp": ("sp_ring", "sp_heads"),
@@ -197,6 +200,29 @@ class Axis:
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    def backward(self) -> Axis:
+        """Return the axis with a label by which error messages tell a collective of the backward pass from its forward one."""
+        return replace(self, label=f"{self.label} backward".lstrip())
+
+    def count(self, name: str, tensor: Tensor, *, send: list[int] | None = None, receive: list[int] | None = None) -> None:
+        """Count one call of the collective `name`, and write it into this rank's record. Call it before the collective, also before
+        one that torch or an engine starts.
+
+        In debug mode, first compare the call with the other ranks' calls, and raise Disagreement if they differ. `send[i]`,
+        `receive[i]`: rows to and from the axis's i-th rank, if these can differ. The name "send" means a message between two ranks,
+        which is only counted.
+        """
+        agreement, record = (None, None) if name == "send" else (self.communicator.agreement, self.communicator.record)
+        if agreement is not None:
+            shape, dtype = list(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+            agreement.check(self.ranks, name, axis=self.name, label=self.label, shape=shape, dtype=dtype, send=send, receive=receive)
+        if record is not None:
+            record.announce(self.name, self.ranks, self.index, name=name, label=self.label, tensor=tensor, send=send, receive=receive)
+        sent = leaving(name, tensor.nbytes, self.size)
+        if send is not None:
+            sent = (sum(send) - send[self.index]) * (tensor.nbytes // len(tensor) if len(tensor) else 0)
+        self.communicator.add(self.name, name, handed=tensor.nbytes, sent=sent)
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 _MODULUS, MOST_RANKS = 1 << 40, 1 << 13  # sums of MOST_RANKS tokens are exact in float64
 _KEPT = 512  # number of the last collectives that a lane keeps, to find the first in which ranks differ
-_OWN = (f"parallel{os.sep}watchdog.py", f"parallel{os.sep}record.py", "threading.py")
 _MAYBE = os.path.join("torch", "autograd", "graph.py")  # backward pass in C++: it computes, or waits in DDP's reducer
 # files in which Python is while it waits for other ranks
 _WAITS = (f"torch{os.sep}distributed{os.sep}", f"deepspeed{os.sep}comm{os.sep}") + tuple(
@@ -161,12 +160,11 @@ def standing(main: int | None) -> tuple[str, str]:
     """(file:line function that Python is in, outside torch if possible; "yes", "no" or "maybe": does it wait for other ranks there)."""
     frames = sys._current_frames()
     frame: Any = frames.get(main or 0)
-    others = [found for ident, found in frames.items() if ident != main and not found.f_code.co_filename.endswith(_OWN)]
     torch = sys.modules.get("torch")
     waits = "maybe" if torch is not None and torch.cuda.is_initialized() else "no"  # Python can wait for GPU kernels anywhere
-    for top in [found for found in (frame, *others) if found is not None]:  # on a GPU, autograd has threads of its own
+    for top in frames.values():  # on a GPU, autograd has threads of its own
         name = top.f_code.co_filename
-        if any(part in name for part in _WAITS) and top.f_code.co_name not in ("count", "announce"):
+        if any(part in name for part in _WAITS):
             waits = "yes"
         elif waits == "no" and name.endswith(_MAYBE):
             waits = "maybe"

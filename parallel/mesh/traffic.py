@@ -1,13 +1,19 @@
-"""Collectives of an exchange as numbers, stated before anything is sent.
+"""Collectives as numbers: stated before anything is sent, and counted when they are called.
 
-    Load      rows that one rank has for the ranks of an axis       ->      Traffic     its collectives, one Message for each kind
+    stated      Load, the rows that one rank has for the ranks of an axis   ->   Traffic, the Messages of one layer's exchange
+    counted     every axis of a mesh reports each call to the mesh's Communicator   ->   counts(), a Count for each axis and collective
 
-The planner times messages. Tests and `moe bench exchange` compare them with the collectives counted by the mesh's communicator.
+The planner times Messages. Tests and `moe bench exchange` compare them with the counts. Each mesh has its own Communicator, so two
+meshes of one process count separately.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
+
+from parallel.mesh.debug_collectives import Agreement
+from parallel.mesh.record import Record
 
 
 def leaving(name: str, handed: int, ranks: int) -> int:
@@ -75,3 +81,40 @@ class Traffic(NamedTuple):
     @property
     def every(self) -> tuple[Message, ...]:
         return self.agreed + self.forward + self.backward
+
+
+@dataclass(frozen=True)
+class Count:
+    """The number of calls of one collective on one axis, and bytes of all calls together.
+
+    `bytes`: given to the collective. `sent`: sent to other ranks; for all_reduce, all_gather and reduce_scatter as in a ring, which is
+    the minimum of all algorithms.
+    """
+
+    calls: int = 0
+    bytes: int = 0
+    sent: int = 0
+
+
+class Communicator:
+    """Counts a mesh's collectives.
+
+    `agreement`: in debug mode, compares every collective between its ranks before it runs (parallel/mesh/debug_collectives.py).
+    `record`: this process's record, which the watchdog reads.
+    """
+
+    def __init__(self, agreement: Agreement | None = None, record: Record | None = None) -> None:
+        self.agreement, self.record = agreement, record
+        self._counts: dict[tuple[str, str], Count] = {}
+
+    def add(self, axis: str, name: str, *, handed: int, sent: int) -> None:
+        """Count one call of the collective `name`. `handed`: bytes given to it. `sent`: bytes that leave this rank."""
+        so_far = self._counts.get((axis, name), Count())
+        self._counts[axis, name] = Count(so_far.calls + 1, so_far.bytes + handed, so_far.sent + sent)
+
+    def counts(self) -> dict[tuple[str, str], Count]:
+        """Return the counts since the last `reset_counts`, by (axis, collective)."""
+        return dict(self._counts)
+
+    def reset_counts(self) -> None:
+        self._counts.clear()

@@ -19,10 +19,9 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from parallel.mesh.collectives import gathered, max_over, start_broadcast
+from parallel.mesh.collectives import device_of, gathered, max_over, start_broadcast
 from parallel.mesh.gradients import on_stages
 from parallel.mesh.layout import Layout
 from parallel.mesh.mesh import Axis, Mesh
@@ -160,12 +159,7 @@ def _together(held: Sequence[Held], mesh: Mesh) -> Iterator[tuple[Axis, list[int
 
 def _of_all(mine: Tensor, axis: Axis) -> Tensor:
     """Values of all ranks, [ranks, values], on the CPU."""
-    there = mine.to("cuda") if _by_nccl(axis) else mine
-    return gathered(there.unsqueeze(0), axis).cpu()
-
-
-def _by_nccl(axis: Axis) -> bool:
-    return axis.size > 1 and dist.get_backend(axis.group) == "nccl"
+    return gathered(mine.to(device_of(axis)).unsqueeze(0), axis).cpu()
 
 
 # --- what follows ------------------------------------------------------------------------------------------------------------
@@ -177,8 +171,7 @@ def mend(finding: Finding) -> None:
     assert finding.source is not None
     tensor = finding.held.tensor
     bits = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    there = bits.to("cuda") if _by_nccl(finding.axis) else bits
-    came = start_broadcast(there, finding.axis, root=finding.source).wait()
+    came = start_broadcast(bits.to(device_of(finding.axis)), finding.axis, root=finding.source).wait()
     if finding.axis.index != finding.source:
         tensor.copy_(came.to(tensor.device).view(tensor.dtype).view(tensor.shape))
 
@@ -186,7 +179,7 @@ def mend(finding: Finding) -> None:
 def lines_of_all(lines: Sequence[str], world: Axis) -> list[str]:
     """Lines of all ranks in rank order, without repetitions; equal on every rank. Collective."""
     own = "\n".join(lines).encode()
-    device = "cuda" if _by_nccl(world) else "cpu"
+    device = device_of(world)
     longest = int(max_over(torch.tensor(len(own), device=device), world))
     if longest == 0:
         return []

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar, cast
 
 import torch
-import torch.distributed as dist
 
 from parallel.errors import BadInput, cut, where
-from parallel.mesh.collectives import largest, sum_over
+from parallel.mesh.collectives import device_of, largest, sum_over
 from parallel.mesh.mesh import Axis
 
 T = TypeVar("T")
@@ -75,8 +74,7 @@ def of_all(work: Callable[[], T], world: Axis, *, what: str) -> T:
 
 def _to_all(line: str, world: Axis) -> str:
     """Return the line on every rank. It must be empty on all ranks but one. Collective."""
-    nccl = world.size > 1 and dist.get_backend(world.group) == "nccl"
     text = line.encode(errors="backslashreplace")[:_LONGEST]  # a lone surrogate has no encoding
-    sent = torch.zeros(_LONGEST, dtype=torch.int32, device="cuda" if nccl else "cpu")
+    sent = torch.zeros(_LONGEST, dtype=torch.int32, device=device_of(world))
     sent[: len(text)] = torch.tensor(list(text), dtype=torch.int32)
     return bytes(sum_over(sent, world).tolist()).rstrip(b"\0").decode(errors="replace")

@@ -22,7 +22,7 @@ from moe.experts.dispatch.steps import Step, inverse
 from moe.experts.experts import Experts
 from moe.kernels import Plan
 from moe.router.router import Routing
-from parallel.mesh.collectives import Flight, finish_all_to_all, start_all_to_all
+from parallel.mesh.collectives import StartedRows, finish_all_to_all, start_all_to_all
 from parallel.mesh.exchange import exchange_counts
 
 # T tokens, D model, R rows, N chunks, P ranks of the ep axis, E experts of a chunk
@@ -66,5 +66,5 @@ class Chunked(Exchange):
         return plan, steps, [receive.sum(0).tolist() for receive in receive_NPE]
 
 
-def _start(rows: Tensor, step: Step) -> Flight:
+def _start(rows: Tensor, step: Step) -> StartedRows:
     return start_all_to_all(rows, step.axis, send=step.send, receive=step.receive)

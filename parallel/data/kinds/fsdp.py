@@ -22,16 +22,7 @@ def cut(model: nn.Module, setup: Setup, device: torch.device, fill: Fill) -> Non
     from parallel.data.fsdp import shard
 
     reshard = setup.reshard and setup.mesh.axis("pp").size == 1
-    shard(
-        model,
-        setup.units(),
-        layouts=setup.layouts,
-        mesh=setup.mesh,
-        device=device,
-        reshard=reshard,
-        prefetch=setup.prefetch,
-        fill=fill,
-    )
+    shard(model, setup.units(), layouts=setup.layouts, mesh=setup.mesh, device=device, reshard=reshard, prefetch=setup.prefetch, fill=fill)
 
 
 def start(model: nn.Module, setup: Setup, optimizer: Rule) -> Engine:
