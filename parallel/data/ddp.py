@@ -21,7 +21,7 @@ from parallel.data.engine import Rule
 from parallel.data.stepped import Stepped
 from parallel.data.whole import Whole
 from parallel.mesh.gradients import Started, data_axis, start_flat, start_sums, sum_gradients
-from parallel.mesh.layout import Layout, dense
+from parallel.mesh.layout import Layout
 from parallel.mesh.mesh import Axis, Mesh
 
 
@@ -90,7 +90,7 @@ def dense_axis(layouts: Mapping[str, Layout], mesh: Mesh) -> Axis:
         axis = data_axis(layout, mesh)
         axes[axis.ranks] = axis
         elements[axis.ranks] += math.prod(layout.shape)
-    return axes[elements.most_common(1)[0][0]] if elements else data_axis(dense(()), mesh)
+    return axes[elements.most_common(1)[0][0]] if elements else data_axis(Layout(()), mesh)
 
 
 @dataclass

@@ -25,7 +25,7 @@ from torch import nn
 from parallel.errors import BadInput
 from parallel.fixes import Set
 from parallel.mesh.gradients import data_axis
-from parallel.mesh.layout import Layout, dense
+from parallel.mesh.layout import Layout
 from parallel.mesh.mesh import Axis, Mesh
 from parallel.store.files import replace_file
 
@@ -166,7 +166,7 @@ def tell_groups(mesh: Mesh, layouts: Iterable[Layout]) -> Any:
 
 def dense_axis(mesh: Mesh) -> Axis:
     """Return the axis over which gradients of dense weights are summed."""
-    return data_axis(dense(()), mesh)
+    return data_axis(Layout(()), mesh)
 
 
 @dataclass(frozen=True)

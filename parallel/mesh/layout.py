@@ -25,12 +25,12 @@ are summed over depth. Sources: Megatron-LM (arXiv 1909.08053), its sequence par
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from parallel.errors import BadInput
-from parallel.mesh.mesh import DENSE, EXPERT, Mesh
+from parallel.mesh.mesh import DENSE, Mesh
 
 if TYPE_CHECKING:  # the planner reads layouts without torch
     from torch import Tensor
@@ -152,13 +152,29 @@ class Layout:
         return not self.holders or self.holders[0] == stage
 
 
-def dense(shape: tuple[int, ...], family: str = "dense", *, alike: tuple[str, ...] = ("tp",), holders: tuple[int, ...] = ()) -> Layout:
-    """Return the layout of a parameter that every rank of a stage holds whole. `alike`: axes along which ranks see the same tokens."""
-    return Layout(shape, {}, DENSE, family, holders=holders, alike=alike)
+class Stored(NamedTuple):
+    """A named tensor of a checkpoint, as it is related to a rank's shard of a parameter.
+
+    `name`, `shape`: of the whole tensor. `region`: the part of it that belongs to the shard. `index`: the shard's entry along dim 0 that is
+    this part, if the parameter is a stack; None: the whole shard.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    region: Box
+    index: int | None
 
 
-def stacked_over(
-    axis: str, shape: tuple[int, ...], *, unstack: str, family: str = "expert", also: Mapping[int, str | tuple[str, ...]] | None = None
-) -> Layout:
-    """Return the layout of a stack of tensors cut along dim 0, in the expert view. `also`: further dims and the axes that cut them."""
-    return Layout(shape, {0: axis, **(also or {})}, EXPERT, family, unstack)
+def stored(name: str, layout: Layout, mesh: Mesh, box: Box | None = None) -> Iterator[Stored]:
+    """Yield the named tensors in which checkpoints store this rank's shard of the parameter `name`: one, or one for each entry of a stack.
+
+    `box`: only this box of the shard; `region` and `index` are then of the box.
+    """
+    region = layout.region(mesh)
+    box = box or tuple(slice(0, part.stop - part.start) for part in region)
+    wanted = tuple(slice(of.start + part.start, of.start + part.stop) for of, part in zip(region, box, strict=True))
+    if layout.unstack is None:
+        yield Stored(name, layout.shape, wanted, None)
+        return
+    for index, number in enumerate(layout.stacked(mesh)[box[0]]):
+        yield Stored(layout.unstack.format(number), layout.shape[1:], wanted[1:], index)

@@ -11,16 +11,14 @@ only additions, products and one division, which IEEE 754 rounds exactly, so eve
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from parallel.mesh.layout import Box, Layout
-from parallel.mesh.mesh import Mesh
+from parallel.mesh.layout import Box
 from parallel.numerics.supposed import pretended
 
 # R rows (all dims but the last), C columns (the last dim)
@@ -35,27 +33,6 @@ _STRIDE, _MIX, _MIX_2 = (np.uint64(c) for c in (0x9E3779B97F4A7C15, 0xBF58476D1C
 _P = (54.2423591, 74.4911718, 24.256414, 1.99999986)
 _Q = (55.2540454, 52.4260359, 13.8380257, 1.0)
 _P_TOP, _Q_TOP = 4.38453206, 10.7060532
-
-
-class Stored(NamedTuple):
-    """A named tensor of a checkpoint, the region of it that this rank holds, and its place in the parameter."""
-
-    name: str
-    shape: tuple[int, ...]
-    region: Box
-    place: int | None  # index along dim 0 of a stack; None: the parameter is no stack
-
-
-def stored(name: str, layout: Layout, mesh: Mesh, within: Box | None = None) -> Iterator[Stored]:
-    """Yield the named tensors that this rank's shard of a parameter consists of. `within`: only of this box of the shard."""
-    region = layout.region(mesh)
-    within = within or tuple(slice(0, r.stop - r.start) for r in region)
-    wanted = tuple(slice(r.start + w.start, r.start + w.stop) for r, w in zip(region, within, strict=True))
-    if layout.unstack is None:
-        yield Stored(name, layout.shape, wanted, None)
-        return
-    for place, number in enumerate(layout.stacked(mesh)[within[0]]):
-        yield Stored(layout.unstack.format(number), layout.shape[1:], wanted[1:], place)
 
 
 def key_of_tensor(seed: int, name: str) -> int:

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from parallel.errors import BadInput, plain
 from parallel.mesh.collectives import largest
-from parallel.mesh.layout import Layout
+from parallel.mesh.layout import Layout, stored
 from parallel.mesh.mesh import Axis, Mesh
 from parallel.store.files import MOST_BYTES, of_contents, read_text, replace_file, step_of, sync, usual_mode, write_synced
 from parallel.store.stored import Reader, Unreadable, check_finite, check_pieces, damaged, finite, reading, unreadable
@@ -56,12 +56,8 @@ class Piece:
 
 def pieces(name: str, layout: Layout, mesh: Mesh, local: Tensor) -> Iterator[Piece]:
     """Pieces of a parameter that this rank holds, by global names. A stack (of experts) becomes one tensor for each element."""
-    region = layout.region(mesh)
-    if layout.unstack is None:
-        yield Piece(name, layout.shape, tuple(s.start for s in region), local)
-        return
-    for i, number in enumerate(layout.stacked(mesh)):
-        yield Piece(layout.unstack.format(number), layout.shape[1:], tuple(s.start for s in region[1:]), local[i])
+    for part in stored(name, layout, mesh):
+        yield Piece(part.name, part.shape, tuple(s.start for s in part.region), local if part.index is None else local[part.index])
 
 
 # --- saving -----------------------------------------------------------------------------------------------------------

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from parallel.errors import BadInput
-from parallel.mesh.layout import Box, Layout
-from parallel.mesh.mesh import Mesh
+from parallel.mesh.layout import Box, Layout, stored
+from parallel.mesh.mesh import Degrees, Mesh
 from parallel.store.files import of_contents
 
 CHECKED_BYTES = 2**20  # bytes that are read at a time to check for finite values, few enough for a core's cache
@@ -219,13 +219,9 @@ class Reader:
 
     def load(self, name: str, kind: str, layout: Layout, mesh: Mesh, box: Box | None = None) -> Tensor:
         """Read this rank's part of a parameter, by its layout. box: read only this box of the part."""
-        region = layout.region(mesh)
-        if box is not None:
-            region = tuple(slice(of.start + part.start, of.start + part.stop) for of, part in zip(region, box, strict=True))
+        parts = [self.region(part.name, kind, part.region) for part in stored(name, layout, mesh, box)]
         if layout.unstack is None:
-            return self.region(name, kind, region)
-        numbers = layout.stacked(mesh)[slice(None) if box is None else box[0]]
-        parts = [self.region(layout.unstack.format(number), kind, region[1:]) for number in numbers]
+            return parts[0]
         if len({part.dtype for part in parts}) > 1:  # torch.stack would convert them to one dtype silently
             raise damaged(self.path, "manifest.json")
         return torch.stack(parts)
@@ -285,19 +281,15 @@ def check_same_parameters(
     fix: str = "resume with the recipe the run was started with, choose another --out, or start over with --fresh",
 ) -> None:
     """Raise BadInput if the checkpoint belongs to another model. It names the first parameter that differs."""
-    wanted: dict[str, tuple[int, ...]] = {}
-    for name, layout in layouts.items():
-        if layout.unstack is None:
-            wanted[name] = layout.shape
-        else:
-            wanted |= {layout.unstack.format(i): layout.shape[1:] for i in range(layout.shape[0])}
+    alone = Mesh.of(Degrees())
+    wanted = {part.name: part.shape for name, layout in layouts.items() for part in stored(name, layout, alone)}
     for kind in kinds:
-        stored = reader.names(kind)
-        for name in sorted(wanted.keys() | stored.keys()):
-            if wanted.get(name) != stored.get(name):
+        held = reader.names(kind)
+        for name in sorted(wanted.keys() | held.keys()):
+            if wanted.get(name) != held.get(name):
                 raise BadInput(
                     f"parameter {name}" if kind == "weight" else f"{kind} of parameter {name}",
-                    got=f"shape {list(stored[name])} in {reader.path.name}" if name in stored else f"nothing in {reader.path.name}",
+                    got=f"shape {list(held[name])} in {reader.path.name}" if name in held else f"nothing in {reader.path.name}",
                     needed=f"shape {list(wanted[name])}" if name in wanted else "no such parameter: this model has none",
                     fix=fix,
                 )

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from parallel.mesh.layout import Layout, dense
+from parallel.mesh.layout import Layout
 from parallel.mesh.mesh import Axis, Mesh
 from parallel.tensor.style import Shape
 
@@ -30,7 +30,7 @@ class SlicedNorm:
     family: str = "dense"
 
     def layout(self, name: str, shape: Shape) -> Layout:
-        return dense(shape, self.family, alike=())
+        return Layout(shape, family=self.family, alike=())
 
     def fill(self, model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh) -> None:
         for name in layouts:

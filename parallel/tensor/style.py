@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 from parallel.data.tiling import tile_of, without_tiles
-from parallel.mesh.layout import Layout, dense, stacked_over
-from parallel.mesh.mesh import Mesh
+from parallel.mesh.layout import Layout
+from parallel.mesh.mesh import EXPERT, Mesh
 
 Shape = tuple[int, ...]
 
@@ -43,7 +43,7 @@ class Copied:
     alike: tuple[str, ...] = ("tp",)
 
     def layout(self, name: str, shape: Shape) -> Layout:
-        return dense(shape, self.family, alike=self.alike)
+        return Layout(shape, family=self.family, alike=self.alike)
 
     def fill(self, model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh) -> None:
         pass
@@ -66,7 +66,7 @@ class Stacked:
     def layout(self, name: str, shape: Shape) -> Layout:
         dim = self._dim(name)
         also: dict[int, str | tuple[str, ...]] = {} if dim is None else {dim: self.hidden}
-        return stacked_over(self.axis, shape, unstack=self.name_of(name), family=self.family, also=also)
+        return Layout(shape, {0: self.axis, **also}, EXPERT, self.family, self.name_of(name))
 
     def fill(self, model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh) -> None:
         for path, (name, layout) in self.modules(layouts).items():

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe.verify.cases import Case
 from parallel.mesh.collectives import Started, reduce_backward
-from parallel.mesh.layout import Layout, dense
+from parallel.mesh.layout import Layout
 from parallel.mesh.mesh import Axis
 from tests.mutations.mutation import Edit, Mutation
 
@@ -36,11 +36,11 @@ def _summed_both_ways(real: Any) -> Any:
 
 def _slices_alike(real: Any) -> Any:
     """Copies whose ranks saw different slices are treated as copies that saw the same tokens."""
-    return lambda self, name, shape: dense(shape, self.family)
+    return lambda self, name, shape: Layout(shape, family=self.family)
 
 
 def _summed_over_tp(real: Any) -> Any:
-    return lambda self, name, shape: dense(shape, self.family, alike=())
+    return lambda self, name, shape: Layout(shape, family=self.family, alike=())
 
 
 def _copies_of_heads_alike(real: Any) -> Any:

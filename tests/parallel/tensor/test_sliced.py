@@ -7,8 +7,8 @@ import torch
 
 from moe.nn.context import Context
 from moe.verify.cases import BATCH, LENGTH, Case
-from parallel.mesh.traffic import Count
 from parallel.mesh.mesh import Degrees, Mesh
+from parallel.mesh.traffic import Count
 from parallel.process import process
 from parallel.process.process import World
 from parallel.tensor.exchanged import Exchanged
