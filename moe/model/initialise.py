@@ -29,7 +29,7 @@ class FirstValues:
 
     def fill(self, name: str, out: Tensor, within: Box | None = None) -> None:
         for tensor in stored(global_name(name), self.layouts[name], self.mesh, within):
-            shard = out if tensor.index is None else out[tensor.index]
+            shard = out if tensor.entry is None else out[tensor.entry]
             sigma = sigma_of(tensor.name, tensor.shape, self.model)
             if not sigma:
                 shard.fill_(1.0 if sigma is None else 0.0)

@@ -24,15 +24,13 @@ from parallel.mesh.layout import Layout
 from parallel.mesh.mesh import Axis, Mesh
 from parallel.tensor import style
 from parallel.tensor.dtensor import DTensorColumn, DTensorRow
-from parallel.tensor.exchanged import Exchanged
 from parallel.tensor.grid import Channels, ChannelsNorm
 from parallel.tensor.linear_1d import Column, Row
 from parallel.tensor.linear_2d import Block
 from parallel.tensor.linear_3d import Cube
-from parallel.tensor.sliced import SlicedNorm
+from parallel.tensor.sliced import Exchanged, SlicedNorm
 from parallel.tensor.style import Copied, Plan, Stacked, Style
-from parallel.tensor.vocabulary import VocabularyRows
-from parallel.tensor.vocabulary_grid import VocabularyBlock, VocabularyCube
+from parallel.tensor.vocabulary import VocabularyBlock, VocabularyCube, VocabularyRows
 
 FAMILIES = ("dense", "router", "expert")
 

@@ -75,7 +75,7 @@ def _applied(replicas: Sequence[nn.Module], parts: Sequence[tuple[Any, ...]], me
                 outputs[i] = replicas[i](*parts[i])
         except BaseException as error:
             errors[i] = error
-            meeting.leave()
+            meeting.barrier.abort()
 
     threads = [threading.Thread(target=one, args=(i,)) for i in range(len(replicas))]
     for thread in threads:
@@ -113,6 +113,3 @@ class _Meeting:
             return known[name]
 
         return together
-
-    def leave(self) -> None:
-        self.barrier.abort()

@@ -76,63 +76,51 @@ class Engine(Protocol):
 
     def forward(self, *args: Any, last: bool) -> Any:
         """Run the model's forward pass in training. `last`: the batch's last micro-batch. Evaluation calls `module` directly."""
-        ...
 
     def backward(self, loss: Tensor, *, last: bool) -> None: ...
 
     def backward_from(self, output: GradientEdge, gradient: Tensor | None) -> None:
         """Run the backward pass of one stage and micro-batch. `gradient`: of the stage's output; None if the output is the loss."""
-        ...
 
     def start_sums(self, names: Sequence[str]) -> None:
         """Start the sums of `reduce` for these parameters, and store the sums that have finished. Their gradients must be complete.
 
         An engine may do nothing here and leave all sums to `reduce`. Collective.
         """
-        ...
 
     def reduce(self) -> None:
         """Sum the accumulated gradients over all copies. Call it once a batch, after the last `backward_from`."""
-        ...
 
     def owned_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (family, summed gradient) of all elements that this rank owns. Each element has one owner in the world."""
-        ...
 
     def tensors(self) -> Iterator[Held]:
         """Yield this rank's weights and optimizer states, with the axes that hold copies of the same bits. States on a disk are left out.
 
         Ranks that hold copies must yield in the same order.
         """
-        ...
 
     def summed_gradients(self) -> Iterator[Held]:
         """Yield the summed gradients in the same form, before a step."""
-        ...
 
     def copy_again(self) -> bool:
         """Copy the optimizer's master weights to the model's weights again; return False if both are the same tensors. Collective."""
-        ...
 
     def scale_gradients(self, factor: float) -> None: ...
 
     def step(self, lr: float) -> None:
         """Make one optimizer step and drop the gradients."""
-        ...
 
     def drop_gradients(self) -> None: ...
 
     def gradient(self, name: str) -> Tensor:
         """Return this rank's shard, by the layout, of a parameter's summed gradient. Every rank must call it."""
-        ...
 
     def state(self, name: str) -> dict[str, Tensor]:
         """Return this rank's shard, by the layout, of a parameter's master weight ("weight") and optimizer states. Collective."""
-        ...
 
     def load_state(self, names: Iterable[str], load: Load, *, steps: int) -> None:
         """Load weights and optimizer states of these parameters, and set the optimizer's step counter. Every rank must call it.
 
         `load` is called for one box after another of the elements that this rank keeps (parallel/data/load.py).
         """
-        ...

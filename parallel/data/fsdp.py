@@ -31,7 +31,7 @@ from parallel.data.stepped import Stepped
 from parallel.data.whole import Cut, Whole
 from parallel.mesh.collectives import gather_into, scatter_sum_into
 from parallel.mesh.gradients import data_axis, sum_gradients
-from parallel.mesh.layout import Box, Layout
+from parallel.mesh.layout import Layout
 from parallel.mesh.mesh import Axis, Mesh
 from parallel.numerics.first_values import Fill
 from parallel.numerics.precision import sum_dtype
@@ -89,16 +89,17 @@ def shard(
         if not isinstance(parameter, DTensor):
             fill(name, parameter.data)
         elif (held := parameter.to_local().detach()).numel():
-            fill(name, held, _box(parameter, data_axis(layouts[name], mesh)))
+            cut_here = _cut_of(parameter, data_axis(layouts[name], mesh))
+            start, length = cut_here.run(cut_here.axis.index)
+            box = [slice(0, size) for size in parameter.shape]
+            box[cut_here.dim] = slice(start, start + length)
+            fill(name, held, tuple(box))
 
 
-def _box(parameter: DTensor, axis: Axis) -> Box:
-    """Return this rank's shard of a cut parameter, as a box of the tensor that the ranks of the axis hold together."""
-    dim = parameter.placements[0].dim  # type: ignore[attr-defined]
-    size = parameter.shape[dim]
-    each = -(-size // axis.size)
-    start = min(axis.index * each, size)
-    return tuple(slice(start, min(start + each, size)) if d == dim else slice(0, n) for d, n in enumerate(parameter.shape))
+def _cut_of(parameter: DTensor, axis: Axis) -> Cut:
+    """Return the cut by which the ranks of the axis hold a parameter together. The last ranks may have fewer elements."""
+    dim: int = parameter.placements[0].dim  # type: ignore[attr-defined]
+    return Cut(dim - parameter.ndim, -(-parameter.shape[dim] // axis.size), parameter.shape[dim], axis)
 
 
 def _cut(model: nn.Module, unit: Unit, axis: Axis, on: DeviceMesh, *, reshard: bool) -> FSDPModule:
@@ -263,17 +264,13 @@ class FSDP(Stepped):
         start = [0] * self.parameters[name].ndim
         if name in self.cut:
             cut = self._cut_of(name)
-            start[cut.dim] = cut.axis.index * cut.each
+            start[cut.dim], _ = cut.run(cut.axis.index)
         return start
 
     def _gathered(self, name: str, part: Tensor) -> Tensor:
         """Gather a parameter's shard by its layout from the shards of this engine. Collective."""
-        if name not in self.cut:
-            return part
-        return Whole((self._cut_of(name),)).gathered(part)
+        return Whole((self._cut_of(name),)).gathered(part) if name in self.cut else part
 
     def _cut_of(self, name: str) -> Cut:
-        """Return this engine's cut of a parameter's shard by its layout. The last ranks may have fewer elements."""
-        axis, shape = data_axis(self.layouts[name], self.mesh), self.cut[name].shape
-        dim: int = self.cut[name].placements[0].dim  # type: ignore[attr-defined]
-        return Cut(dim - len(shape), -(-shape[dim] // axis.size), shape[dim], replace(axis, label=name))
+        """Return this engine's cut of a parameter's shard by its layout."""
+        return _cut_of(self.cut[name], replace(data_axis(self.layouts[name], self.mesh), label=name))

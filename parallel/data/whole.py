@@ -8,7 +8,6 @@ Stacks of experts are never gathered along the stack, because each expert is a s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -68,13 +67,11 @@ class Whole:
         return part
 
 
-def _cuts_of_dim(layout: Layout, dim: int, mesh: Mesh) -> Iterator[Cut]:
-    """Yield the cuts of a dim, the last one (with the smallest shards) first."""
-    axes = [axis for axis in map(mesh.axis, layout.cut_by(dim)) if axis.size > 1]
-    size = layout.shape[dim]
-    sizes = []
-    for axis in axes:
-        sizes.append(size)
-        size //= axis.size
-    for axis, held in reversed(list(zip(axes, sizes, strict=True))):
-        yield Cut(dim - len(layout.shape), held // axis.size, held, axis)
+def _cuts_of_dim(layout: Layout, dim: int, mesh: Mesh) -> list[Cut]:
+    """Return the cuts of a dim, the last one (with the smallest shards) first."""
+    size, cuts = layout.shape[dim], list[Cut]()
+    for axis in map(mesh.axis, layout.cut_by(dim)):
+        if axis.size > 1:
+            cuts.append(Cut(dim - len(layout.shape), size // axis.size, size, axis))
+            size //= axis.size
+    return cuts[::-1]

@@ -27,7 +27,7 @@ from torch.autograd.graph import GradientEdge
 from parallel.data.deepspeed import dense_axis, marked, start_deepspeed, tell_groups
 from parallel.data.engine import MOMENTS, AdamW, Load, Rule
 from parallel.data.load import fill, fill_run, held_of
-from parallel.data.offload import Offload
+from parallel.data.offload import NO_OFFLOAD, Offload
 from parallel.mesh.gradients import data_axis
 from parallel.mesh.layout import Layout
 from parallel.mesh.mesh import Mesh
@@ -86,12 +86,12 @@ class Zero(DeepSpeed):
         mesh: Mesh,
         optimizer: AdamW,
         stage: int = 1,
-        offload: Offload | None = None,
+        offload: Offload = NO_OFFLOAD,
         working: Working | None = None,
     ) -> None:
         deepspeed = start_deepspeed()
         self.rule = optimizer
-        self.module, self.layouts, self.mesh, offload = model, layouts, mesh, offload or Offload()
+        self.module, self.layouts, self.mesh = model, layouts, mesh
         self.parameters = dict(model.named_parameters())
         made = group_parameters(self.parameters, layouts, optimizer, working=working, mesh=mesh, told=True)
         groups, self.groups = [group.settings for group in made], made

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from typing import Any
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 from parallel.data.deepspeed import group_of, start_deepspeed, tell_groups
 from parallel.data.engine import MOMENTS, AdamW, Load
 from parallel.data.load import boxes, fill_run
-from parallel.data.offload import Offload
+from parallel.data.offload import NO_OFFLOAD, Offload
 from parallel.data.zero import BUCKET_ELEMENTS, DeepSpeed, Group, Working, group_parameters, in_partition, settings
 from parallel.mesh.gradients import data_axis
 from parallel.mesh.layout import Layout
@@ -40,9 +41,9 @@ class ShardedInit:
     `fill` writes the first values of this rank's 1/N. While DeepSpeed cuts a weight, the rest of it is allocated but never written.
     """
 
-    def __init__(self, layouts: dict[str, Layout], mesh: Mesh, *, device: torch.device, fill: Fill, offload: Offload | None = None) -> None:
+    def __init__(self, layouts: dict[str, Layout], mesh: Mesh, *, device: torch.device, fill: Fill, offload: Offload = NO_OFFLOAD) -> None:
         self.deepspeed = start_deepspeed()
-        self.layouts, self.device, self.fill, offload = layouts, device, fill, offload or Offload()
+        self.layouts, self.device, self.fill = layouts, device, fill
         self.mpu = tell_groups(mesh, layouts.values())
         self.folder, self.mesh = offload.folder(), mesh
         largest = max(math.ceil(math.prod(layout.local_shape(mesh)) / data_axis(layout, mesh).size) for layout in layouts.values())
@@ -107,13 +108,13 @@ class Zero3(DeepSpeed):
         layouts: dict[str, Layout],
         mesh: Mesh,
         optimizer: AdamW,
-        offload: Offload | None = None,
+        offload: Offload = NO_OFFLOAD,
         working: Working | None = None,
     ) -> None:
         self.rule = optimizer
         self.module, self.layouts, self.mesh = model, layouts, mesh
         self.sharded_init: ShardedInit = next(model.parameters()).sharded_init  # type: ignore[attr-defined]
-        self.offload = offload or Offload()
+        self.offload = offload
         self.parameters = dict(model.named_parameters())
         groups = group_parameters(self.parameters, layouts, optimizer, working=working, mesh=mesh, told=False)
         self.engine, _, _, _ = self.sharded_init.deepspeed.initialize(
@@ -142,8 +143,20 @@ class Zero3(DeepSpeed):
         if not torch.is_grad_enabled():
             self.zero._partition_all_parameters()
 
-    def _swapped_in(self, number: int, *, write: bool) -> _SwappedIn:
-        return _SwappedIn(self.zero, number, write=write)
+    @contextmanager
+    def _swapped_in(self, number: int, *, write: bool) -> Iterator[None]:
+        """Return a context in which the optimizer states of group `number` are in memory, if they are on a disk. `write`: write them back
+        at its end.
+        """
+        zero = self.zero
+        swapped = zero._swappable_optimizer_subgroup(number)
+        if swapped:
+            zero._optimizer_states_and_gradient_swap_in(number)
+        try:
+            yield
+        finally:
+            if swapped:
+                (zero._optimizer_states_and_gradient_swap_out if write else zero._release_swap_buffers)(number)
 
     def _narrow(self, dtypes: list[torch.dtype]) -> None:
         """Replace flat groups of working weights by copies in these dtypes. Weights on a disk do not change."""
@@ -282,19 +295,3 @@ def _hook_dataclass(module: Any, _: Any, output: Any) -> Any:
         return output
     tensors = {f.name: value for f in fields(output) if isinstance(value := getattr(output, f.name), Tensor) and value.requires_grad}
     return replace(output, **{name: module.pre_bwd_fn.apply(tensor) for name, tensor in tensors.items()})
-
-
-class _SwappedIn:
-    """Context in which a group's optimizer states on a disk are in memory. `write`: changes are written back."""
-
-    def __init__(self, zero: Any, number: int, *, write: bool) -> None:
-        self.zero, self.number, self.write = zero, number, write
-        self.swapped = zero._swappable_optimizer_subgroup(number)
-
-    def __enter__(self) -> None:
-        if self.swapped:
-            self.zero._optimizer_states_and_gradient_swap_in(self.number)
-
-    def __exit__(self, *_: object) -> None:
-        if self.swapped:
-            (self.zero._optimizer_states_and_gradient_swap_out if self.write else self.zero._release_swap_buffers)(self.number)

@@ -155,20 +155,20 @@ class Layout:
 class Stored(NamedTuple):
     """A named tensor of a checkpoint, as it is related to a rank's shard of a parameter.
 
-    `name`, `shape`: of the whole tensor. `region`: the part of it that belongs to the shard. `index`: the shard's entry along dim 0 that is
-    this part, if the parameter is a stack; None: the whole shard.
+    `name`, `shape`: of the whole tensor. `region`: the part of it that belongs to the shard. `entry`: index along dim 0 of the shard, of the entry
+    that is this part, if the parameter is a stack; None: the whole shard.
     """
 
     name: str
     shape: tuple[int, ...]
     region: Box
-    index: int | None
+    entry: int | None
 
 
 def stored(name: str, layout: Layout, mesh: Mesh, box: Box | None = None) -> Iterator[Stored]:
     """Yield the named tensors in which checkpoints store this rank's shard of the parameter `name`: one, or one for each entry of a stack.
 
-    `box`: only this box of the shard; `region` and `index` are then of the box.
+    `box`: only this box of the shard; `region` and `entry` are then of the box.
     """
     region = layout.region(mesh)
     box = box or tuple(slice(0, part.stop - part.start) for part in region)
@@ -176,5 +176,5 @@ def stored(name: str, layout: Layout, mesh: Mesh, box: Box | None = None) -> Ite
     if layout.unstack is None:
         yield Stored(name, layout.shape, wanted, None)
         return
-    for index, number in enumerate(layout.stacked(mesh)[box[0]]):
-        yield Stored(layout.unstack.format(number), layout.shape[1:], wanted[1:], index)
+    for entry, number in enumerate(layout.stacked(mesh)[box[0]]):
+        yield Stored(layout.unstack.format(number), layout.shape[1:], wanted[1:], entry)

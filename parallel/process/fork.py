@@ -28,8 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parallel.process.malloc import keep_freed_memory
-from parallel.process.parent import die_with
+from parallel.process.libc import die_with, keep_freed_memory
 
 _GRACE_S = 3.0  # seconds to wait for the other ranks' errors, which often help, after one rank has failed
 

@@ -27,7 +27,7 @@ from parallel.mesh.debug_collectives import DEBUG, TIMEOUT_S, Agreement
 from parallel.mesh.mesh import Axis, Degrees, Mesh
 from parallel.mesh.record import Record
 from parallel.mesh.traffic import Communicator
-from parallel.process.malloc import keep_freed_memory
+from parallel.process.libc import keep_freed_memory
 from parallel.watch import watchdog
 from parallel.watch.meet import NotMet, meet
 

@@ -26,6 +26,7 @@ import torch
 from einops import rearrange, reduce
 from torch import Tensor
 
+from parallel.numerics.precision import sum_dtype
 from parallel.sequence.order import cut
 
 # B batch, L queries, S keys, H heads of queries, K heads of keys and values, C channels of a head, U rows of the bias table
@@ -100,7 +101,7 @@ class Gradients(NamedTuple):
     @staticmethod
     def zeros(q_BHLC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, bias: Bias | None) -> Gradients:
         """Return zeros to which gradients of blocks are added, in fp32 or wider."""
-        dq, dk, dv = (torch.zeros_like(x, dtype=wide_dtype(x)) for x in (q_BHLC, k_BKSC, v_BKSC))
+        dq, dk, dv = (torch.zeros_like(x, dtype=sum_dtype(x.dtype)) for x in (q_BHLC, k_BKSC, v_BKSC))
         return Gradients(dq, dk, dv, None if bias is None else torch.zeros_like(bias.table_UH))
 
     def of_other_keys(self) -> Gradients:
@@ -120,7 +121,7 @@ class Gradients(NamedTuple):
 
 def nothing(q_BHLC: Tensor, sink_H: Tensor | None = None) -> Partial:
     """Return the partial result without keys, or with only the heads' sinks, whose values are 0: the start of a merge. fp32 or wider."""
-    wide = wide_dtype(q_BHLC)
+    wide = sum_dtype(q_BHLC.dtype)
     lse_BHL = q_BHLC.new_full(q_BHLC.shape[:-1], -math.inf, dtype=wide)
     if sink_H is not None:
         lse_BHL.copy_(sink_H.view(-1, 1).expand_as(lse_BHL))
@@ -136,11 +137,6 @@ def merge(into: Partial, part: Partial, queries: slice = slice(None)) -> None:
     lse.copy_(both)
 
 
-def wide_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of sums: fp64 for fp64, else fp32."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
 def attend(
     q_BHLC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, *, triangle: bool, queries: Tokens, keys: Tokens, bias: Bias | None = None
 ) -> Partial:
@@ -154,7 +150,7 @@ def attend(
     if _flash(q_BHLC, queries, keys, bias):
         found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q_BHLC, k_BHSC, v_BHSC, 0.0, triangle)
         return Partial(*found)
-    out_BHLC, lse_BHL = torch.empty_like(q_BHLC), q_BHLC.new_empty(q_BHLC.shape[:-1], dtype=wide_dtype(q_BHLC))
+    out_BHLC, lse_BHL = torch.empty_like(q_BHLC), q_BHLC.new_empty(q_BHLC.shape[:-1], dtype=sum_dtype(q_BHLC.dtype))
     for chunk in _query_chunks(q_BHLC.shape[2]):
         score = scores(q_BHLC[:, :, chunk], k_BHSC, queries=queries[chunk], keys=keys, bias=bias)
         score = _masked(score, triangle=triangle, first=chunk.start)
@@ -188,7 +184,7 @@ def attend_backward(
             grad_BHLC, q_BHLC, k_BHSC, v_BHSC, whole.out_BHLC, lse_BHL, 0.0, triangle
         )
         return Gradients(dq, summed(dk, kv_heads), summed(dv, kv_heads), None)
-    wide, scale = wide_dtype(q_BHLC), q_BHLC.shape[-1] ** -0.5
+    wide, scale = sum_dtype(q_BHLC.dtype), q_BHLC.shape[-1] ** -0.5
     delta_BHL = (grad_BHLC.to(wide) * whole.out_BHLC.to(wide)).sum(-1)
     dq = torch.empty_like(q_BHLC)
     dk, dv = torch.zeros_like(k_BHSC, dtype=wide), torch.zeros_like(v_BHSC, dtype=wide)
@@ -217,7 +213,7 @@ def _query_chunks(size: int) -> Iterator[slice]:
 
 def scores(q_BHLC: Tensor, k_BHSC: Tensor, *, queries: Tokens, keys: Tokens, bias: Bias | None) -> Tensor:
     """Return scores [B, H, L, S], fp32 or wider, with -inf for pairs of different documents or outside the window."""
-    score: Tensor = (q_BHLC @ k_BHSC.mT).to(wide_dtype(q_BHLC)) * q_BHLC.shape[-1] ** -0.5
+    score: Tensor = (q_BHLC @ k_BHSC.mT).to(sum_dtype(q_BHLC.dtype)) * q_BHLC.shape[-1] ** -0.5
     if bias is not None:
         score += rearrange(bias.table_UH[bias.bucket(queries.place_L, keys.place_L)], "l s h -> h l s")
     if queries.document_BL is not None:

@@ -57,7 +57,7 @@ class Piece:
 def pieces(name: str, layout: Layout, mesh: Mesh, local: Tensor) -> Iterator[Piece]:
     """Pieces of a parameter that this rank holds, by global names. A stack (of experts) becomes one tensor for each element."""
     for part in stored(name, layout, mesh):
-        yield Piece(part.name, part.shape, tuple(s.start for s in part.region), local if part.index is None else local[part.index])
+        yield Piece(part.name, part.shape, tuple(s.start for s in part.region), local if part.entry is None else local[part.entry])
 
 
 # --- saving -----------------------------------------------------------------------------------------------------------

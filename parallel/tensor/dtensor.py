@@ -28,14 +28,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel.mesh.layout import Layout
 from parallel.mesh.mesh import Axis, Mesh
 from parallel.tensor.linear_1d import Column, Row, layers_of
-from parallel.tensor.style import Shape
+from parallel.tensor.style import Shape, Style
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
 
 
 @dataclass(frozen=True)
-class DTensorColumn:
+class DTensorColumn(Style):
     """Splits a product's outputs over tp: Shard(0) of a weight [out, in]. Fills `product` of the module, and `enter` of its layer.
 
     `dim` 1: a table by heads, which is in no product, so only `enter` is filled.
@@ -56,7 +56,7 @@ class DTensorColumn:
 
 
 @dataclass(frozen=True)
-class DTensorRow:
+class DTensorRow(Style):
     """Splits a product's inputs over tp: Shard(1) of a weight [out, in]. Fills `product` of the module, and `leave` of its layer."""
 
     sliced: bool = False

@@ -3,7 +3,7 @@
     x [B, L, D / q]     sequences over tp_depth and tp_row (moe/data/token_shard.py); channels over tp_col
 
     norm          needs all channels: two numbers a token are exchanged along tp_col
-    MoE layer     needs whole tokens: shards of channels are exchanged for whole sequences (parallel/tensor/exchanged.py)
+    MoE layer     needs whole tokens: shards of channels are exchanged for whole sequences (parallel/tensor/sliced.py)
     3D inside     inside a layer a rank has other sequences (parallel/tensor/linear_3d.py): `Turn` moves data about them accordingly
 
 Sources: Optimus (arXiv 2104.05343), section 3; 3D parallelism (arXiv 2105.14450), section 3.2.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from parallel.data.tiling import without_tiles
-from parallel.mesh.collectives import Messages, gathered, sum_over
+from parallel.mesh.collectives import Messages, gathered, paired, sum_over
 from parallel.mesh.layout import Layout
 from parallel.mesh.mesh import Axis, Mesh, view_of
 from parallel.numerics.precision import sum_dtype
-from parallel.tensor.style import Shape
+from parallel.tensor.style import Shape, Style
 
 # B sequences, L length, D channels here, N tokens here
 
@@ -67,7 +67,7 @@ def apart(y: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
 
 
 @dataclass(frozen=True)
-class Channels:
+class Channels(Style):
     """A parameter whose dim `dim`, channels or heads, is split over `axis`. The other axes of tp hold copies."""
 
     axis: str = "tp_col"
@@ -76,12 +76,9 @@ class Channels:
     def layout(self, name: str, shape: Shape) -> Layout:
         return Layout(shape, {self.dim: self.axis}, view_of(self.axis), alike=())
 
-    def fill(self, model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh) -> None:
-        pass
-
 
 @dataclass(frozen=True)
-class ChannelsNorm:
+class ChannelsNorm(Style):
     """A norm between layers. Fills its slot `normed`, and `first_channel` of its block, if it is in a block."""
 
     def layout(self, name: str, shape: Shape) -> Layout:
@@ -90,11 +87,9 @@ class ChannelsNorm:
     def fill(self, model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh) -> None:
         for name, layout in layouts.items():
             path = name.rpartition(".")[0]
-            axis = replace(mesh.axis("tp_col"), label=path)
-            model.get_submodule(path).normed = partial(normed, axis=axis)  # type: ignore[assignment]
-            block = model.get_submodule(path.rpartition(".")[0]) if "." in path else None
-            if block is not None:
-                block.first_channel = layout.region(mesh)[0].start  # type: ignore[assignment]
+            model.get_submodule(path).normed = partial(normed, axis=mesh.axis("tp_col", label=path))  # type: ignore[assignment]
+            if "." in path:
+                model.get_submodule(path.rpartition(".")[0]).first_channel = layout.region(mesh)[0].start  # type: ignore[assignment]
 
 
 def normed(x: Tensor, gain_D: Tensor, *, centred: bool, eps: float, axis: Axis) -> Tensor:
@@ -123,7 +118,7 @@ class _Normed(torch.autograd.Function):
         unit, wide_grad = (x.to(scale.dtype) - mean) * scale, grad.to(scale.dtype)
         inner = wide_grad * gain_D
         parts = [inner * unit, inner] if ctx.centred else [inner * unit]
-        means = _means(parts, replace(ctx.axis, label=f"{ctx.axis.label} backward"))
+        means = _means(parts, ctx.axis.backward())
         grad_x = inner - unit * means[0] - (means[1] if ctx.centred else 0)
         return (grad_x * scale).to(x.dtype), (wide_grad * unit).flatten(0, -2).sum(0), None, None, None
 
@@ -151,40 +146,23 @@ class Turn:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Gather dim 0 over `held`, and keep this rank's shard over `other`."""
-        turned: Tensor = _Turned.apply(x, self.held, self.other)
-        return turned
+        return paired(x, self.held, _turned, _turned_back, other=self.other)
 
     def back(self, x: Tensor) -> Tensor:
         return Turn(self.other, self.held)(x)
 
 
-class _Turned(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, held: Axis, other: Axis) -> Tensor:
-        ctx.axes = held, other
-        return gathered(x, held).chunk(other.size)[other.index].contiguous()
+def _turned(x: Tensor, held: Axis, *, other: Axis) -> Tensor:
+    return gathered(x, held).chunk(other.size)[other.index].contiguous()
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        held, other = ctx.axes
-        return gathered(grad, other).chunk(held.size)[held.index].contiguous(), None, None
+
+def _turned_back(grad: Tensor, held: Axis, *, other: Axis) -> Tensor:
+    return _turned(grad, other, other=held)
 
 
 def transposed(x: Tensor, grid: Axis) -> Tensor:
     """Send the tensor of rank (row, column) to rank (column, row), forward and backward. `grid`: the q x q ranks, row by row."""
-    y: Tensor = _Transposed.apply(x, grid)
-    return y
-
-
-class _Transposed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, grid: Axis) -> Tensor:
-        ctx.grid = grid
-        return _across(x, grid)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _across(grad, replace(ctx.grid, label=f"{ctx.grid.label} backward")), None
+    return paired(x, grid, _across, _across)
 
 
 def _across(x: Tensor, grid: Axis) -> Tensor:

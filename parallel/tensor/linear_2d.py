@@ -17,7 +17,7 @@ tokens; the loss is summed over rows. Sources: SUMMA (van de Geijn and Watts, 19
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -31,13 +31,13 @@ from parallel.mesh.mesh import Axis, Mesh, view_of
 from parallel.numerics.precision import gradient_dtype, sum_dtype
 from parallel.numerics.weight_gradient import gradients_or_later
 from parallel.tensor.grid import apart, fill_products, together
-from parallel.tensor.style import Shape
+from parallel.tensor.style import Shape, Style
 
 # N tokens of this rank's row, I inputs and O outputs of this rank's block
 
 
 @dataclass(frozen=True)
-class Block:
+class Block(Style):
     """A weight [out, in] in blocks: outputs over tp_col, inputs over tp_row. Fills `product` of its module and `products` of its layer.
 
     `outputs` tp_col_heads: with fewer key-value heads than columns, neighbours in a row hold the same block. Products do not change.
@@ -55,7 +55,7 @@ class Block:
 
 def products_of(mesh: Mesh, label: str) -> partial[Sequence[Tensor]]:
     """Return `products` with this rank's row and column of the grid."""
-    row, column = (replace(mesh.axis(axis), label=label) for axis in ("tp_col", "tp_row"))  # ranks of a row differ in their column
+    row, column = (mesh.axis(axis, label=label) for axis in ("tp_col", "tp_row"))  # ranks of a row differ in their column
     return partial(products, row=row, column=column)
 
 
@@ -83,7 +83,7 @@ class _Summa(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights_OI = ctx.saved_tensors
-        row, column = (replace(axis, label=f"{axis.label} backward") for axis in (ctx.row, ctx.column))
+        row, column = ctx.row.backward(), ctx.column.backward()
         dtype, grad = gradient_dtype(ctx.weights[0]), together(grads, dim=-1)
         grad_x = summed((grad @ matrix_OI for matrix_OI in blocks(together(weights_OI, dtype=grad.dtype), column)), row)
         sizes = [len(weight) for weight in weights_OI]

@@ -18,7 +18,7 @@ shard is 1/q^3 of the tensor, so a rank sends less than in 2D on equally many ra
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -32,7 +32,7 @@ from parallel.mesh.mesh import Axis, Mesh, view_of
 from parallel.numerics.precision import gradient_dtype
 from parallel.numerics.weight_gradient import gradients_or_later
 from parallel.tensor.grid import apart, fill_products, together
-from parallel.tensor.style import Shape
+from parallel.tensor.style import Shape, Style
 
 # i, j, k are indices on tp_depth, tp_row and tp_col; I inputs, O outputs of a gathered weight
 
@@ -41,7 +41,7 @@ FACES = {"first": ("tp_row", "tp_col", 1), "second": ("tp_col", "tp_row", 0)}
 
 
 @dataclass(frozen=True)
-class Cube:
+class Cube(Style):
     """A weight [out, in] split over the whole cube. `place`: a first or the second of the products between two norms.
 
     Fills `product` of its module, and for a first product `products` of its layer. `copied`: with fewer key-value heads than rows,
@@ -65,7 +65,7 @@ class Cube:
 def products_of(mesh: Mesh, place: str, label: str) -> partial[Sequence[Tensor]]:
     """Return `products` with this rank's axes of the cube."""
     *faces, deep = FACES[place]
-    into, out, depth = (replace(mesh.axis(str(axis)), label=label) for axis in (*faces, "tp_depth"))
+    into, out, depth = (mesh.axis(str(axis), label=label) for axis in (*faces, "tp_depth"))
     return partial(products, into=into, out=out, depth=depth, deep=deep)
 
 
@@ -91,7 +91,7 @@ class _Products(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights_OI = ctx.saved_tensors
-        into, out, depth = (replace(axis, label=f"{axis.label} backward") for axis in ctx.axes)
+        into, out, depth = (axis.backward() for axis in ctx.axes)
         dtype, deep, whole_grad = gradient_dtype(ctx.weights[0]), ctx.deep, gathered(together(grads, dim=-1), out)
         grad_x = scattered_sum(whole_grad @ gathered(together(weights_OI, dtype=grads[0].dtype), depth, dim=deep), into)
         sizes = [len(weight) for weight in weights_OI]

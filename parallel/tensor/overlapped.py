@@ -22,7 +22,6 @@ computation via decomposition (ASPLOS 2023); Megatron-LM (arXiv 1909.08053), whi
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -62,10 +61,6 @@ def _chunks(count: int, chunks: int) -> Iterator[slice]:
     return (chunk for i in range(chunks) if (chunk := Tile(0, i, chunks).run(count)).stop > chunk.start)
 
 
-def _backward(axis: Axis) -> Axis:
-    return replace(axis, label=f"{axis.label} backward".lstrip())
-
-
 # --- the second product -------------------------------------------------------------------------------------------------------
 
 
@@ -102,7 +97,7 @@ class _SlicedRow(torch.autograd.Function):
         h_BLI, weight_OI = ctx.saved_tensors
         matrix = weight_OI.to(grad_BlO.dtype)
         grads, shares = [], []
-        for grad_RBnO in _gathered(grad_BlO, _backward(ctx.axis), ctx.chunks):
+        for grad_RBnO in _gathered(grad_BlO, ctx.axis.backward(), ctx.chunks):
             grads.append(grad_RBnO)
             shares.append(grad_RBnO @ matrix)
         return _joined(shares), *_weight_gradients((ctx.weight,), [_joined(grads)], h_BLI), None, None
@@ -122,7 +117,7 @@ class _Columns(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_BLI, *saved = ctx.saved_tensors
-        axis, matrices = _backward(ctx.axis), [weight.to(grads[0].dtype) for weight in saved]
+        axis, matrices = ctx.axis.backward(), [weight.to(grads[0].dtype) for weight in saved]
         grads_TO, share_TI = [grad.flatten(0, -2) for grad in grads], torch.empty_like(x_BLI).flatten(0, -2)
         sums = []
         for chunk in _chunks(len(share_TI), ctx.chunks):
@@ -149,7 +144,7 @@ class _SlicedColumns(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_BLI, *saved = ctx.saved_tensors
-        axis, matrices = _backward(ctx.axis), [weight.to(grads[0].dtype) for weight in saved]
+        axis, matrices = ctx.axis.backward(), [weight.to(grads[0].dtype) for weight in saved]
         wide = sum_dtype(grads[0].dtype)
         grads_BRlO = [rearrange(grad, "b (r l) o -> b r l o", r=axis.size) for grad in grads]
         sums = []

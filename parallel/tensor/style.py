@@ -28,15 +28,19 @@ Shape = tuple[int, ...]
 
 
 class Style(Protocol):
-    """A style. `layout` returns a parameter's layout, given its whole shape. `fill` fills the slots of the layers with these parameters."""
+    """How the parameters of one kind are split over ranks, and how their layers then compute."""
 
-    def layout(self, name: str, shape: Shape) -> Layout: ...
+    def layout(self, name: str, shape: Shape) -> Layout:
+        """Return the layout of the parameter at path `name`, given the shape of the whole tensor."""
+        ...
 
-    def fill(self, model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh) -> None: ...
+    def fill(self, model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh) -> None:
+        """Fill the slots of the layers that hold these parameters, given by path. Default: none, the layers compute as on one rank."""
+        return None
 
 
 @dataclass(frozen=True)
-class Copied:
+class Copied(Style):
     """Every rank of a stage holds the whole parameter, and its layer computes as on one rank. `alike`: axes with equal tokens."""
 
     family: str = "dense"
@@ -45,12 +49,9 @@ class Copied:
     def layout(self, name: str, shape: Shape) -> Layout:
         return Layout(shape, family=self.family, alike=self.alike)
 
-    def fill(self, model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh) -> None:
-        pass
-
 
 @dataclass(frozen=True)
-class Stacked:
+class Stacked(Style):
     """A stack of networks, split along dim 0 over `axis`, and along its hidden units over the axis `hidden`.
 
     `hidden_dim`: the dim of hidden units, by the last word of a parameter's path. `name_of`: the names of a stack's tensors in
@@ -61,12 +62,11 @@ class Stacked:
     hidden: str
     hidden_dim: Mapping[str, int]
     name_of: Callable[[str], str] = field(repr=False)
-    family: str = "expert"
 
     def layout(self, name: str, shape: Shape) -> Layout:
         dim = self._dim(name)
         also: dict[int, str | tuple[str, ...]] = {} if dim is None else {dim: self.hidden}
-        return Layout(shape, {0: self.axis, **also}, EXPERT, self.family, self.name_of(name))
+        return Layout(shape, {0: self.axis, **also}, EXPERT, "expert", self.name_of(name))
 
     def fill(self, model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh) -> None:
         for path, (name, layout) in self.modules(layouts).items():

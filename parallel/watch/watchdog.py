@@ -72,7 +72,8 @@ class Watchdog:
         self._noted_at = -1.0
         self._on_abort = _HANDLER(lambda _: self._aborted())  # kept alive here: C holds only its address
         self._threads = [threading.Thread(target=work, daemon=True, name="watchdog") for work in (self._watch, self._listen)]
-        self._asking, self._pending = threading.RLock(), _no_thread()
+        self._asking = threading.RLock()
+        self._pending: threading.Thread | None = None
 
     def start(self) -> Watchdog:
         for thread in self._threads:
@@ -315,10 +316,6 @@ def is_echo(error: BaseException) -> bool:
     if isinstance(error, (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)):
         return True
     return isinstance(error, RuntimeError) and any(part in str(error).lower() for part in _ECHOES)
-
-
-def _no_thread() -> threading.Thread | None:
-    return None
 
 
 def _read_json(store: Any, key: str, wait_s: float) -> Any:

@@ -9,7 +9,7 @@ These functions import the engine's file when they are called, so that checks an
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
@@ -80,10 +80,6 @@ class StandIn(NamedTuple):
     why: str
 
 
-def nothing() -> None:
-    """Import nothing more."""
-
-
 @dataclass(frozen=True)
 class EngineKind:
     """One row of the catalog.
@@ -115,7 +111,7 @@ class EngineKind:
     keys: tuple[str, ...] = ()
     stage: int = 0
     cut: Callable[[nn.Module, Setup, torch.device, Fill], None] | None = None
-    load: Callable[[], None] = nothing
+    load: Callable[[], None] = lambda: None
     by_module: bool = False
     frees_weights: bool = False
     steps: Literal["matrices", "shards", "elements"] = "matrices"
@@ -130,4 +126,4 @@ class EngineKind:
     gradients: Literal["freed", "buckets", "buffer"] = "freed"
     bucket: Literal["none", "passes", "always"] = "none"
     gathered: Callable[[At, Whole], float] | None = None
-    moments: tuple[At, ...] = field(default=())
+    moments: tuple[At, ...] = ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from parallel.data.kinds import ddp
 from parallel.data.kinds.kind import At, EngineKind, Setup, StandIn, Whole
@@ -64,35 +64,21 @@ def gathered(at: At, w: Whole) -> float:
     return w.compute_bytes * (live + (bucket if at == "forward" or (at == "work" and live < w.held) else 0.0))
 
 
-_zero = partial(EngineKind, keys=("engine", "offload"), load=load, steps="elements", master_copy=True, bucket="passes")
-_TO_HOST = frozenset({("optimizer", "cpu")})
+def _zero(stage: int, **facts: Any) -> EngineKind:
+    fixed: dict[str, Any] = {"keys": ("engine", "offload"), "load": load, "steps": "elements", "master_copy": True, "bucket": "passes"}
+    return EngineKind(f"zero{stage}", partial(_start, stage), {"kind": "zero", "stage": stage}, stage=stage, **(fixed | facts))
 
-ZERO_1 = _zero(
-    "zero1",
-    partial(_start, 1),
-    {"kind": "zero", "stage": 1},
-    stage=1,
-    offloads=_TO_HOST,
-    stands_in=StandIn(
-        {"kind": "ddp", "stage": 0}, f"{_WHY}: DDP is used instead of ZeRO-1; a rank would hold only 1/N of optimizer states"
-    ),
-)
-ZERO_2 = _zero(
-    "zero2",
-    partial(_start, 2),
-    {"kind": "zero", "stage": 2},
-    stage=2,
-    offloads=_TO_HOST,
-    with_stages="fsdp",
-    stands_in=StandIn(
-        {"kind": "ddp", "stage": 0}, f"{_WHY}: DDP is used instead of ZeRO-2; a rank would hold only 1/N of optimizer states and gradients"
-    ),
-)
+
+def _instead(stage: int, sharded: str) -> StandIn:
+    why = f"{_WHY}: DDP is used instead of ZeRO-{stage}; a rank would hold only 1/N of {sharded}"
+    return StandIn({"kind": "ddp", "stage": 0}, why)
+
+
+_TO_HOST = frozenset({("optimizer", "cpu")})
+ZERO_1 = _zero(1, offloads=_TO_HOST, stands_in=_instead(1, "optimizer states"))
+ZERO_2 = _zero(2, offloads=_TO_HOST, with_stages="fsdp", stands_in=_instead(2, "optimizer states and gradients"))
 ZERO_3 = _zero(
-    "zero3",
-    partial(_start, 3),
-    {"kind": "zero", "stage": 3},
-    stage=3,
+    3,
     cut=cut,
     frees_weights=True,
     offloads=frozenset((states, place) for states in ("optimizer", "parameters") for place in ("cpu", "nvme")),

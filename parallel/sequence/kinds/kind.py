@@ -75,19 +75,6 @@ class SequenceSizes(NamedTuple):
     windows: bool
 
 
-def any_model(sizes: SequenceSizes) -> BadInput | None:
-    """Return None: the method refuses no model."""
-
-
-def even(order: Places, ranks: int) -> float:
-    """Return 1: all ranks have equal work."""
-    return 1.0
-
-
-def no_advice(order: Places, ranks: int) -> str | None:
-    """Return None: there is no reason to advise against the method."""
-
-
 @dataclass(frozen=True)
 class SequenceKind:
     """One row of the catalog.
@@ -111,7 +98,7 @@ class SequenceKind:
     trades_heads: bool = False
     keeps_scores: bool = False
     overlaps: bool = True
-    uneven: Callable[[Places, int], float] = even
-    refuses: Callable[[SequenceSizes], BadInput | None] = any_model
-    advice: Callable[[Places, int], str | None] = no_advice
+    uneven: Callable[[Places, int], float] = lambda order, ranks: 1.0
+    refuses: Callable[[SequenceSizes], BadInput | None] = lambda sizes: None
+    advice: Callable[[Places, int], str | None] = lambda order, ranks: None
     tried: Mapping[str, Mapping[str, str]] | None = None

@@ -98,7 +98,7 @@ def test_every_rank_draws_its_region_of_the_tensors_of_one_process(layout: Layou
         for box in (None, within):
             found = list(stored("x", layout, mesh, box))
             sizes = [part.stop - part.start for part in box] if box else list(local)
-            assert [t.index for t in found] == (list(range(sizes[0])) if layout.unstack else [None])
+            assert [t.entry for t in found] == (list(range(sizes[0])) if layout.unstack else [None])
             for tensor in found:
                 part = of(tensor.name, tensor.shape, tensor.region)
                 assert list(part.shape) == (sizes[1:] if layout.unstack else sizes)
