@@ -5,7 +5,7 @@ print(plan_of(run.dispatch, tensor="1d"))      the whole of it, as a table
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import cast
@@ -64,7 +64,7 @@ class Spread:
     def layout(self, name: str, shape: tuple[int, ...]) -> Layout:
         return self.experts.layout(name, shape)
 
-    def fill(self, model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh) -> None:
+    def fill(self, model: nn.Module, layouts: dict[str, Layout], mesh: Mesh) -> None:
         self.experts.fill(model, layouts, mesh)
         name, exchange = SHARED[self.held]
         shared = mesh.axis(name)

@@ -8,7 +8,7 @@ Source: PyTorch Distributed (arXiv 2006.15704).
 
 import math
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from parallel.data.engine import Rule
 from parallel.data.stepped import Stepped
 from parallel.data.whole import Whole
 from parallel.mesh.gradients import Started, data_axis, start_flat, start_sums, sum_gradients
-from parallel.mesh.layout import Layout
+from parallel.mesh.layout import Layout, Layouts
 from parallel.mesh.mesh import Axis, Mesh
 
 
@@ -32,9 +32,7 @@ class DDP(Stepped):
     buckets are not used: sums start in `start_sums`, or else in `reduce`.
     """
 
-    def __init__(
-        self, model: nn.Module, *, layouts: dict[str, Layout], mesh: Mesh, optimizer: Rule, forward: nn.Module | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, *, layouts: Layouts, mesh: Mesh, optimizer: Rule, forward: nn.Module | None = None) -> None:
         super().__init__(model, layouts=layouts, mesh=mesh)
         self.parameters = dict(model.named_parameters())
         wholes = {id(p): whole for n, p in self.parameters.items() if (whole := Whole.of(layouts[n], mesh)) is not None}
@@ -82,7 +80,7 @@ class DDP(Stepped):
                 parameter.grad.zero_()
 
 
-def dense_axis(layouts: Mapping[str, Layout], mesh: Mesh) -> Axis:
+def dense_axis(layouts: Layouts, mesh: Mesh) -> Axis:
     """Return the axis over which the gradients of most dense elements are summed."""
     axes: dict[tuple[int, ...], Axis] = {}
     elements: Counter[tuple[int, ...]] = Counter()

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from parallel.data.whole import Whole
-from parallel.mesh.layout import Box, Layout
+from parallel.mesh.layout import Box, Layouts
 from parallel.watch.audit import Held
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's
@@ -71,7 +71,7 @@ class Engine(Protocol):
     """
 
     module: nn.Module
-    layouts: dict[str, Layout]
+    layouts: Layouts
     rule: Rule
 
     def forward(self, *args: Any, last: bool) -> Any:

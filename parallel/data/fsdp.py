@@ -31,7 +31,7 @@ from parallel.data.stepped import Stepped
 from parallel.data.whole import Cut, Whole
 from parallel.mesh.collectives import gather_into, scatter_sum_into
 from parallel.mesh.gradients import data_axis, sum_gradients
-from parallel.mesh.layout import Layout
+from parallel.mesh.layout import Layouts
 from parallel.mesh.mesh import Axis, Mesh
 from parallel.numerics.first_values import Fill
 from parallel.numerics.precision import sum_dtype
@@ -54,15 +54,7 @@ class Unit:
 
 
 def shard(
-    model: nn.Module,
-    units: Sequence[Unit],
-    *,
-    layouts: dict[str, Layout],
-    mesh: Mesh,
-    device: torch.device,
-    reshard: bool,
-    prefetch: int,
-    fill: Fill,
+    model: nn.Module, units: Sequence[Unit], *, layouts: Layouts, mesh: Mesh, device: torch.device, reshard: bool, prefetch: int, fill: Fill
 ) -> None:
     """Cut a model on the meta device, then allocate this rank's shards on `device` and set their first values.
 
@@ -187,7 +179,7 @@ class _ScatterSum(_OnAxis, ReduceScatter):
 class FSDP(Stepped):
     """The engine of FSDP, for a model that `shard` has cut, or that has nothing to cut. `layouts` by module parameter name."""
 
-    def __init__(self, model: nn.Module, *, layouts: dict[str, Layout], mesh: Mesh, optimizer: Rule) -> None:
+    def __init__(self, model: nn.Module, *, layouts: Layouts, mesh: Mesh, optimizer: Rule) -> None:
         super().__init__(model, layouts=layouts, mesh=mesh)
         named = dict(model.named_parameters())
         self.cut = {name: p for name, p in named.items() if isinstance(p, DTensor)}

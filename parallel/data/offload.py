@@ -91,6 +91,3 @@ class Offload:
         if self.optimizer == "nvme":  # elements read together for a step, in four buffers: weights, gradients, two moments
             found["sub_group_size"] = max(largest, GROUP_ELEMENTS)
         return found
-
-
-NO_OFFLOAD = Offload()

@@ -16,7 +16,7 @@ from torch.autograd.graph import GradientEdge
 
 from parallel.data.engine import Load, Rule
 from parallel.data.load import fill_stepped, held_of, kept_of
-from parallel.mesh.layout import Layout
+from parallel.mesh.layout import Layouts
 from parallel.mesh.mesh import Mesh
 from parallel.watch.audit import Held, copies_of
 
@@ -28,7 +28,7 @@ class Stepped(ABC):
     optimizer: torch.optim.Optimizer
     parameters: Mapping[str, nn.Parameter]
 
-    def __init__(self, module: nn.Module, *, layouts: dict[str, Layout], mesh: Mesh) -> None:
+    def __init__(self, module: nn.Module, *, layouts: Layouts, mesh: Mesh) -> None:
         self.module, self.layouts, self.mesh = module, layouts, mesh
 
     def forward(self, *args: Any, last: bool) -> Any:

@@ -27,9 +27,9 @@ from torch.autograd.graph import GradientEdge
 from parallel.data.deepspeed import dense_axis, marked, start_deepspeed, tell_groups
 from parallel.data.engine import MOMENTS, AdamW, Load, Rule
 from parallel.data.load import fill, fill_run, held_of
-from parallel.data.offload import NO_OFFLOAD, Offload
+from parallel.data.offload import Offload
 from parallel.mesh.gradients import data_axis
-from parallel.mesh.layout import Layout
+from parallel.mesh.layout import Layouts
 from parallel.mesh.mesh import Mesh
 from parallel.watch.audit import Held, copies_of
 
@@ -79,15 +79,7 @@ class Zero(DeepSpeed):
     """The engine of stages 1 and 2. Takes a model in the master dtype and casts its weights to the dtypes `working` (None: no cast)."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        *,
-        layouts: dict[str, Layout],
-        mesh: Mesh,
-        optimizer: AdamW,
-        stage: int = 1,
-        offload: Offload = NO_OFFLOAD,
-        working: Working | None = None,
+        self, model: nn.Module, stage: int, *, layouts: Layouts, mesh: Mesh, optimizer: AdamW, offload: Offload, working: Working | None
     ) -> None:
         deepspeed = start_deepspeed()
         self.rule = optimizer
@@ -263,7 +255,7 @@ class Group(NamedTuple):
 
 
 def group_parameters(
-    parameters: dict[str, nn.Parameter], layouts: dict[str, Layout], optimizer: AdamW, *, working: Working | None, mesh: Mesh, told: bool
+    parameters: dict[str, nn.Parameter], layouts: Layouts, optimizer: AdamW, *, working: Working | None, mesh: Mesh, told: bool
 ) -> list[Group]:
     """Return the optimizer's groups. Parameters of a group share family, dtype, weight decay, summation axis and ownership.
 

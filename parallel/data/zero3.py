@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from parallel.data.deepspeed import group_of, start_deepspeed, tell_groups
 from parallel.data.engine import MOMENTS, AdamW, Load
 from parallel.data.load import boxes, fill_run
-from parallel.data.offload import NO_OFFLOAD, Offload
+from parallel.data.offload import Offload
 from parallel.data.zero import BUCKET_ELEMENTS, DeepSpeed, Group, Working, group_parameters, in_partition, settings
 from parallel.mesh.gradients import data_axis
-from parallel.mesh.layout import Layout
+from parallel.mesh.layout import Layouts
 from parallel.mesh.mesh import Mesh
 from parallel.numerics.first_values import Fill
 from parallel.watch.audit import Held
@@ -41,7 +41,7 @@ class ShardedInit:
     `fill` writes the first values of this rank's 1/N. While DeepSpeed cuts a weight, the rest of it is allocated but never written.
     """
 
-    def __init__(self, layouts: dict[str, Layout], mesh: Mesh, *, device: torch.device, fill: Fill, offload: Offload = NO_OFFLOAD) -> None:
+    def __init__(self, layouts: Layouts, mesh: Mesh, *, device: torch.device, fill: Fill, offload: Offload) -> None:
         self.deepspeed = start_deepspeed()
         self.layouts, self.device, self.fill = layouts, device, fill
         self.mpu = tell_groups(mesh, layouts.values())
@@ -102,14 +102,7 @@ class Zero3(DeepSpeed):
     """The engine of stage 3, for a model made by ShardedInit."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        *,
-        layouts: dict[str, Layout],
-        mesh: Mesh,
-        optimizer: AdamW,
-        offload: Offload = NO_OFFLOAD,
-        working: Working | None = None,
+        self, model: nn.Module, *, layouts: Layouts, mesh: Mesh, optimizer: AdamW, offload: Offload, working: Working | None
     ) -> None:
         self.rule = optimizer
         self.module, self.layouts, self.mesh = model, layouts, mesh

@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.mesh.layout import Layout
+from parallel.mesh.layout import Layout, Layouts
 from parallel.mesh.mesh import Axis, Mesh
 
 _BUCKET_ELEMENTS = 8 * 2**20  # 32 MiB of fp32: large enough for the link, small compared with the gradients
 
 
-def sum_gradients(grads: Mapping[str, Tensor], layouts: Mapping[str, Layout], mesh: Mesh) -> None:
+def sum_gradients(grads: Mapping[str, Tensor], layouts: Layouts, mesh: Mesh) -> None:
     """Sum gradients in place over each layout's summed_over(). Collective: all ranks must pass the same names.
 
     Example: `sum_gradients({name: p.grad for name, p in model.named_parameters()}, layouts, mesh)`.
@@ -31,12 +31,12 @@ def sum_gradients(grads: Mapping[str, Tensor], layouts: Mapping[str, Layout], me
     _sum(grads, lambda name: data_axis(layouts[name], mesh))
 
 
-def start_sums(grads: Mapping[str, Tensor], layouts: Mapping[str, Layout], mesh: Mesh) -> list[Started]:
+def start_sums(grads: Mapping[str, Tensor], layouts: Layouts, mesh: Mesh) -> list[Started]:
     """Start all sums of `sum_gradients`. Until each is finished, its gradients are in memory twice. Collective."""
     return list(_started(grads, lambda name: data_axis(layouts[name], mesh)))
 
 
-def sum_over_holders(grads: Mapping[str, Tensor], layouts: Mapping[str, Layout], mesh: Mesh) -> None:
+def sum_over_holders(grads: Mapping[str, Tensor], layouts: Layouts, mesh: Mesh) -> None:
     """Sum the gradients of parameters on several pipeline stages, in place, over these stages. Collective, in the same order on all."""
     shared = sorted((name for name in grads if layouts[name].holders), key=lambda name: layouts[name].holders)
     _sum({name: grads[name] for name in shared}, lambda name: holders(layouts[name], mesh))

@@ -152,11 +152,14 @@ class Layout:
         return not self.holders or self.holders[0] == stage
 
 
+Layouts = dict[str, Layout]  # the layouts of parameters, by their names
+
+
 class Stored(NamedTuple):
     """A named tensor of a checkpoint, as it is related to a rank's shard of a parameter.
 
-    `name`, `shape`: of the whole tensor. `region`: the part of it that belongs to the shard. `entry`: index along dim 0 of the shard, of the entry
-    that is this part, if the parameter is a stack; None: the whole shard.
+    `name`, `shape`: of the whole tensor. `region`: the part of it that belongs to the shard. `entry`: if the parameter is a stack, the
+    index of this part along dim 0 of the shard; None: the part is the whole shard.
     """
 
     name: str

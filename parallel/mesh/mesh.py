@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from parallel.errors import BadInput, counted
 from parallel.fixes import Nproc, Set, any_of
+from parallel.mesh.debug_collectives import Call
 from parallel.mesh.traffic import Communicator, leaving
 
 if TYPE_CHECKING:
@@ -215,8 +216,8 @@ class Axis:
         """
         agreement, record = (None, None) if name == "send" else (self.communicator.agreement, self.communicator.record)
         if agreement is not None:
-            shape, dtype = list(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-            agreement.check(self.ranks, name, axis=self.name, label=self.label, shape=shape, dtype=dtype, send=send, receive=receive)
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            agreement.check(self.ranks, Call(name, self.name, self.label, list(tensor.shape), dtype, send, receive))
         if record is not None:
             record.announce(self.name, self.ranks, self.index, name=name, label=self.label, tensor=tensor, send=send, receive=receive)
         sent = leaving(name, tensor.nbytes, self.size)

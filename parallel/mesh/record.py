@@ -36,6 +36,8 @@ _WAITS = (f"torch{os.sep}distributed{os.sep}", f"deepspeed{os.sep}comm{os.sep}")
     os.sep + name for name in (f"pipeline{os.sep}links.py", "collectives.py", "exchange.py", "gradients.py")
 )
 
+Splits = list[int] | None  # rows to, or from, each rank of a group; None: as many for all
+
 
 class Lane:
     """This rank's collectives in one group of ranks.
@@ -80,18 +82,11 @@ class Record:
         self.patience = self.patience if patience is None else patience
 
     def announce(
-        self,
-        axis_name: str,
-        ranks: tuple[int, ...],
-        index: int,
-        *,
-        name: str,
-        label: str,
-        tensor: Tensor,
-        send: list[int] | None,
-        receive: list[int] | None,
+        self, axis_name: str, ranks: tuple[int, ...], index: int, *, name: str, label: str, tensor: Tensor, send: Splits, receive: Splits
     ) -> None:
-        """Record a collective before it starts. With splits, only the width of rows must agree between ranks, and each pair's splits."""
+        """Record a collective before it starts. `send`, `receive`: rows to and from each rank; then ranks must agree on the width of a row,
+        and each pair of ranks on the number of rows between them.
+        """
         lane = self._lane_of.get((axis_name, id(ranks))) or self._lane(axis_name, ranks, index)
         shape, words = tensor.shape, self._words
         same = shape if send is None else shape[1:]

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from parallel.errors import BadInput
-from parallel.mesh.layout import Box, Layout, stored
+from parallel.mesh.layout import Box, Layout, Layouts, stored
 from parallel.mesh.mesh import Degrees, Mesh
 from parallel.store.files import of_contents
 
@@ -275,7 +275,7 @@ def check_finite(reader: Reader) -> None:
 
 def check_same_parameters(
     reader: Reader,
-    layouts: dict[str, Layout],
+    layouts: Layouts,
     kinds: tuple[str, ...] = ("weight",),
     *,
     fix: str = "resume with the recipe the run was started with, choose another --out, or start over with --fresh",

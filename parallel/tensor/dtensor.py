@@ -16,7 +16,6 @@ Sources: torch.distributed.tensor; Megatron-LM (arXiv 1909.08053), section 3; Ko
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -25,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel.mesh.layout import Layout
+from parallel.mesh.layout import Layout, Layouts
 from parallel.mesh.mesh import Axis, Mesh
 from parallel.tensor.linear_1d import Column, Row, layers_of
 from parallel.tensor.style import Shape, Style
@@ -47,7 +46,7 @@ class DTensorColumn(Style):
     def layout(self, name: str, shape: Shape) -> Layout:
         return Column(dim=self.dim).layout(name, shape)
 
-    def fill(self, model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh) -> None:
+    def fill(self, model: nn.Module, layouts: Layouts, mesh: Mesh) -> None:
         ranks = Ranks(mesh.axis("tp"))
         for path in layers_of(layouts):
             model.get_submodule(path).enter = partial(enter, ranks=ranks, sliced=self.sliced)  # type: ignore[assignment]
@@ -64,7 +63,7 @@ class DTensorRow(Style):
     def layout(self, name: str, shape: Shape) -> Layout:
         return Row().layout(name, shape)
 
-    def fill(self, model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh) -> None:
+    def fill(self, model: nn.Module, layouts: Layouts, mesh: Mesh) -> None:
         ranks = Ranks(mesh.axis("tp"))
         for path in layers_of(layouts):
             model.get_submodule(path).leave = partial(leave, sliced=self.sliced)  # type: ignore[assignment]

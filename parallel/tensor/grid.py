@@ -12,7 +12,7 @@ Sources: Optimus (arXiv 2104.05343), section 3; 3D parallelism (arXiv 2105.14450
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from parallel.data.tiling import without_tiles
 from parallel.mesh.collectives import Messages, gathered, paired, sum_over
-from parallel.mesh.layout import Layout
+from parallel.mesh.layout import Layout, Layouts
 from parallel.mesh.mesh import Axis, Mesh, view_of
 from parallel.numerics.precision import sum_dtype
 from parallel.tensor.style import Shape, Style
@@ -84,7 +84,7 @@ class ChannelsNorm(Style):
     def layout(self, name: str, shape: Shape) -> Layout:
         return Channels().layout(name, shape)
 
-    def fill(self, model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh) -> None:
+    def fill(self, model: nn.Module, layouts: Layouts, mesh: Mesh) -> None:
         for name, layout in layouts.items():
             path = name.rpartition(".")[0]
             model.get_submodule(path).normed = partial(normed, axis=mesh.axis("tp_col", label=path))  # type: ignore[assignment]

@@ -20,7 +20,7 @@ Source: Megatron-LM (arXiv 1909.08053), section 3.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from parallel.data.tiling import without_tiles
 from parallel.mesh.collectives import all_gather, all_reduce, reduce_backward, reduce_scatter
-from parallel.mesh.layout import Layout
+from parallel.mesh.layout import Layout, Layouts
 from parallel.mesh.mesh import Axis, Mesh, view_of
 from parallel.tensor.overlapped import column_products, row_product
 from parallel.tensor.style import Shape, Style
@@ -51,7 +51,7 @@ class Column(Style):
     def layout(self, name: str, shape: Shape) -> Layout:
         return Layout(shape, {self.dim: self.axis}, view_of(self.axis), alike=())
 
-    def fill(self, model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh) -> None:
+    def fill(self, model: nn.Module, layouts: Layouts, mesh: Mesh) -> None:
         for path in layers_of(layouts):
             axis, layer = mesh.axis("tp", label=path), model.get_submodule(path)
             if hasattr(layer, "products"):
@@ -75,7 +75,7 @@ class Row(Style):
     def layout(self, name: str, shape: Shape) -> Layout:
         return Layout(shape, {1: "tp"}, alike=())
 
-    def fill(self, model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh) -> None:
+    def fill(self, model: nn.Module, layouts: Layouts, mesh: Mesh) -> None:
         if self.chunks > 1:
             return self._overlap(model, layouts, mesh)
         for path in layers_of(layouts):
@@ -83,7 +83,7 @@ class Row(Style):
             leave = partial(reduce_scatter, axis=axis, dim=1) if self.sliced else partial(all_reduce, axis=axis)
             model.get_submodule(path).leave = leave  # type: ignore[assignment]
 
-    def _overlap(self, model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh) -> None:
+    def _overlap(self, model: nn.Module, layouts: Layouts, mesh: Mesh) -> None:
         for name in layouts:
             assert without_tiles(name) == name, f"{name} is a tile: only the sum of all tiles is summed over ranks"
             axis = mesh.axis("tp", label=name.rsplit(".", 2)[0])
@@ -96,6 +96,6 @@ def _products_of(x: Tensor, modules: Sequence[Any], *, axis: Axis, chunks: int, 
     return column_products(x, weights, axis=axis, chunks=chunks, sliced=sliced, recast=modules[0].recast)
 
 
-def layers_of(layouts: Mapping[str, Layout]) -> list[str]:
+def layers_of(layouts: Layouts) -> list[str]:
     """Return the paths of the layers that hold these weights: `layers.0.ffn` for `layers.0.ffn.tiles.1.w1.weight`."""
     return list(dict.fromkeys(without_tiles(name).rsplit(".", 2)[0] for name in layouts))

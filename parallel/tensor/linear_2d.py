@@ -16,7 +16,7 @@ tokens; the loss is summed over rows. Sources: SUMMA (van de Geijn and Watts, 19
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallel.mesh.collectives import start_broadcast, start_sum_to
-from parallel.mesh.layout import Layout
+from parallel.mesh.layout import Layout, Layouts
 from parallel.mesh.mesh import Axis, Mesh, view_of
 from parallel.numerics.precision import gradient_dtype, sum_dtype
 from parallel.numerics.weight_gradient import gradients_or_later
@@ -48,7 +48,7 @@ class Block(Style):
     def layout(self, name: str, shape: Shape) -> Layout:
         return Layout(shape, {0: self.outputs, 1: "tp_row"}, view_of(self.outputs, "tp_row"), alike=())
 
-    def fill(self, model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh) -> None:
+    def fill(self, model: nn.Module, layouts: Layouts, mesh: Mesh) -> None:
         for name in layouts:
             fill_products(model, name.rpartition(".")[0], partial(products_of, mesh))
 

@@ -17,7 +17,7 @@ shard is 1/q^3 of the tensor, so a rank sends less than in 2D on equally many ra
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallel.mesh.collectives import gathered, scattered_sum
-from parallel.mesh.layout import Layout
+from parallel.mesh.layout import Layout, Layouts
 from parallel.mesh.mesh import Axis, Mesh, view_of
 from parallel.numerics.precision import gradient_dtype
 from parallel.numerics.weight_gradient import gradients_or_later
@@ -57,7 +57,7 @@ class Cube(Style):
         split: dict[int, str | tuple[str, ...]] = {0: outputs, 1: inputs}
         return Layout(shape, split | {deep: ((outputs, inputs)[deep], "tp_depth")}, view_of(outputs, inputs), alike=())
 
-    def fill(self, model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh) -> None:
+    def fill(self, model: nn.Module, layouts: Layouts, mesh: Mesh) -> None:
         for name in layouts:
             fill_products(model, name.rpartition(".")[0], partial(products_of, mesh, self.place), of_layer=self.place == "first")
 

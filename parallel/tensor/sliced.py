@@ -20,7 +20,6 @@ Source: Korthikanti et al. (arXiv 2205.05198), section 4.2.2.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -28,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel.mesh.collectives import all_gather, all_to_all
-from parallel.mesh.layout import Layout
+from parallel.mesh.layout import Layout, Layouts
 from parallel.mesh.mesh import Axis, Mesh
 from parallel.tensor.style import Shape, Style
 
@@ -42,7 +41,7 @@ class SlicedNorm(Style):
     def layout(self, name: str, shape: Shape) -> Layout:
         return Layout(shape, alike=())
 
-    def fill(self, model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh) -> None:
+    def fill(self, model: nn.Module, layouts: Layouts, mesh: Mesh) -> None:
         for name in layouts:
             if name.count(".") > 1:
                 columns = partial(own_columns, axis=mesh.axis("tp"))

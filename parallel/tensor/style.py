@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from parallel.data.tiling import tile_of, without_tiles
-from parallel.mesh.layout import Layout
+from parallel.mesh.layout import Layout, Layouts
 from parallel.mesh.mesh import EXPERT, Mesh
 
 Shape = tuple[int, ...]
@@ -34,7 +34,7 @@ class Style(Protocol):
         """Return the layout of the parameter at path `name`, given the shape of the whole tensor."""
         ...
 
-    def fill(self, model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh) -> None:
+    def fill(self, model: nn.Module, layouts: Layouts, mesh: Mesh) -> None:
         """Fill the slots of the layers that hold these parameters, given by path. Default: none, the layers compute as on one rank."""
         return None
 
@@ -68,7 +68,7 @@ class Stacked(Style):
         also: dict[int, str | tuple[str, ...]] = {} if dim is None else {dim: self.hidden}
         return Layout(shape, {0: self.axis, **also}, EXPERT, "expert", self.name_of(name))
 
-    def fill(self, model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh) -> None:
+    def fill(self, model: nn.Module, layouts: Layouts, mesh: Mesh) -> None:
         for path, (name, layout) in self.modules(layouts).items():
             whole, dim = replace(layout, tile=None), self._dim(name)
             assert dim is not None
@@ -78,7 +78,7 @@ class Stacked(Style):
         """Return the dim of hidden units, or None if the parameter has none and is not split over `hidden`."""
         return self.hidden_dim.get(name.rpartition(".")[2])
 
-    def modules(self, layouts: Mapping[str, Layout]) -> dict[str, tuple[str, Layout]]:
+    def modules(self, layouts: Layouts) -> dict[str, tuple[str, Layout]]:
         """Return each stack's path, with the name and layout of one of its parameters that have hidden units."""
         held = ((name, layout) for name, layout in layouts.items() if self._dim(name) is not None)
         return {without_tiles(name).rpartition(".")[0]: (name, layout) for name, layout in held}
@@ -130,7 +130,7 @@ def lay_out(model: nn.Module, plan: Plan, *, tiled_dim: Callable[[str], int]) ->
     return layouts
 
 
-def apply(model: nn.Module, plan: Plan, layouts: Mapping[str, Layout], mesh: Mesh) -> None:
+def apply(model: nn.Module, plan: Plan, layouts: Layouts, mesh: Mesh) -> None:
     """Fill the layers' slots, and cut a model on the meta device to this rank's shards."""
     for style, mine in plan.by_style(layouts):
         style.fill(model, mine, mesh)

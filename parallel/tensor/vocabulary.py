@@ -25,7 +25,7 @@ Sources: Megatron-LM (arXiv 1909.08053), section 3; Optimus (arXiv 2104.05343); 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -45,7 +45,7 @@ from parallel.mesh.collectives import (
     reduce_scatter,
     sum_over,
 )
-from parallel.mesh.layout import Layout, Tile
+from parallel.mesh.layout import Layout, Layouts, Tile
 from parallel.mesh.mesh import GRID, Axis, Mesh
 from parallel.tensor import linear_2d, linear_3d
 from parallel.tensor.grid import Turn, of_one, transposed
@@ -57,7 +57,7 @@ from parallel.tensor.style import Shape, Style
 class _Vocabulary(Style):
     """A vocabulary matrix [V, D]. Fills its module's slot `others`, and `first`: the first row of the module, or of each of its tiles."""
 
-    def fill(self, model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh) -> None:
+    def fill(self, model: nn.Module, layouts: Layouts, mesh: Mesh) -> None:
         for name, layout in layouts.items():
             path = without_tiles(name).rpartition(".")[0]
             model.get_submodule(path).others = self.others(mesh, layout.shape[0], path)  # type: ignore[assignment]

@@ -80,7 +80,7 @@ def _latest(answer: Mapping[str, Any]) -> Call | None:
 
 def _call(lane: Mapping[str, Any], call: list[Any]) -> Call:
     number, name, label, shape, dtype, send, receive, _ = call
-    return Call(name, lane["axis"], label, number, shape, dtype, send, receive)
+    return Call(name, lane["axis"], label, shape, dtype, send, receive, number)
 
 
 def _named(answer: Mapping[str, Any]) -> str:

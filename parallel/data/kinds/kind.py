@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from parallel.data.engine import Engine, Rule
     from parallel.data.fsdp import Unit
     from parallel.data.offload import Offload
-    from parallel.mesh.layout import Layout
+    from parallel.mesh.layout import Layouts
     from parallel.mesh.mesh import Mesh
     from parallel.numerics.first_values import Fill
 
@@ -36,7 +36,7 @@ class Setup:
     scatter, gather: split a micro-batch over the replicas of one process, and join their outputs (parallel/data/dp.py).
     """
 
-    layouts: dict[str, Layout]
+    layouts: Layouts
     mesh: Mesh
     offload: Offload
     reshard: bool

@@ -37,14 +37,14 @@ def _start(stage: int, model: nn.Module, setup: Setup, optimizer: Rule) -> Engin
     from parallel.data.engine import AdamW
 
     assert isinstance(optimizer, AdamW)
-    layouts, mesh, offload, working = setup.layouts, setup.mesh, setup.offload, setup.working
+    given: dict[str, Any] = {name: getattr(setup, name) for name in ("layouts", "mesh", "offload", "working")}
     if stage == 3:
         from parallel.data.zero3 import Zero3
 
-        return Zero3(model, layouts=layouts, mesh=mesh, optimizer=optimizer, offload=offload, working=working)
+        return Zero3(model, optimizer=optimizer, **given)
     from parallel.data.zero import Zero
 
-    return Zero(model, layouts=layouts, mesh=mesh, optimizer=optimizer, stage=stage, offload=offload, working=working)
+    return Zero(model, stage, optimizer=optimizer, **given)
 
 
 def gathered(at: At, w: Whole) -> float:

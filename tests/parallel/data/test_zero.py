@@ -52,7 +52,7 @@ def loaded() -> None:
 # --- what gradients are summed in ------------------------------------------------------------------------------------------
 
 
-def engine_of(stage: int, rank: int, *, dtype: torch.dtype, offload: Offload | None = None) -> DeepSpeed:
+def engine_of(stage: int, rank: int, *, dtype: torch.dtype, offload: Offload) -> DeepSpeed:
     """Two ranks' engine around a matrix of ones that is read in `dtype`."""
     mesh = process.connect(Degrees(dp=2), World(rank, 2))
     layer = Linear(3, 4)
@@ -60,7 +60,7 @@ def engine_of(stage: int, rank: int, *, dtype: torch.dtype, offload: Offload | N
     model, layouts = nn.Sequential(layer), {"0.weight": Layout((4, 3))}
     optimizer = AdamW((0.8, 0.9), 1e-6, 0.0, lambda name, p: False)
     if stage < 3:
-        return Zero(model, layouts=layouts, mesh=mesh, optimizer=optimizer, stage=stage, offload=offload, working=lambda name: dtype)
+        return Zero(model, stage, layouts=layouts, mesh=mesh, optimizer=optimizer, offload=offload, working=lambda name: dtype)
     layer.recast = True
     zero3.ShardedInit(layouts, mesh, device=torch.device("cpu"), fill=lambda _, out, box: out.fill_(1.0), offload=offload)(model)
     return zero3.Zero3(model, layouts=layouts, mesh=mesh, optimizer=optimizer, offload=offload, working=lambda name: dtype)
