@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from parallel.data.engine import Rule
 from parallel.data.stepped import Stepped
 from parallel.data.whole import Whole
-from parallel.mesh.gradients import Started, data_axis, start_flat, start_sums, sum_gradients
+from parallel.mesh.gradients import StartedSum, data_axis, start_flat, start_sums, sum_gradients
 from parallel.mesh.layout import Layout, Layouts
 from parallel.mesh.mesh import Axis, Mesh
 
@@ -38,7 +38,7 @@ class DDP(Stepped):
         wholes = {id(p): whole for n, p in self.parameters.items() if (whole := Whole.of(layouts[n], mesh)) is not None}
         self.rule, self.optimizer = optimizer, optimizer.build(optimizer.groups(self.parameters.items()), wholes)
         self.model = forward or model
-        self.flying: deque[Started] = deque()  # sums started during a pipeline's actions, oldest first
+        self.flying: deque[StartedSum] = deque()  # sums started during a pipeline's actions, oldest first
         self.started: set[str] = set()  # parameters with a started sum in this batch
         dp, staged = dense_axis(layouts, mesh), mesh.axis("pp").size > 1
         self.apart = [name for name, layout in layouts.items() if staged or data_axis(layout, mesh).ranks != dp.ranks]

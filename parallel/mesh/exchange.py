@@ -1,4 +1,4 @@
-"""Exchange of rows with the ranks that own them: their counts and their order.
+"""Exchange of rows with other ranks: counts of rows, and the order of received ones. A bin is a destination on a rank, such as an expert.
 
     counts [ranks, bins]  ->  all_to_all of counts  ->  all_to_all of rows
     rank 0: 3 rows for rank 0, 2 for rank 1        rank 0 gets 3 + 1 rows
@@ -22,7 +22,7 @@ from parallel.mesh.mesh import Axis
 
 
 def exchange_counts(counts_RB: Tensor, axis: Axis) -> Tensor:
-    """Exchange counts, int64 [ranks, bins]: rows to send to bin b of rank r become rows to receive from rank r for bin b here."""
+    """Send counts_RB[r, b], the number of rows for bin b of rank r, to rank r. Return [r, b]: rows that come from rank r for bin b."""
     if axis.size == 1:
         return counts_RB
     axis.count("counts", counts_RB)
@@ -32,15 +32,15 @@ def exchange_counts(counts_RB: Tensor, axis: Axis) -> Tensor:
 
 
 def consecutive_indices(counts_N: Tensor, start_N: Tensor) -> Tensor:
-    """Return counts_n indices start_n, start_n + 1, ... of each bin, bin after bin: int64 [sum(counts)]."""
+    """Return the counts_N[n] indices start_N[n], start_N[n] + 1, ... of each bin n, bin after bin: int64 [sum(counts_N)]."""
     before_N = counts_N.cumsum(0) - counts_N
     return torch.repeat_interleave(start_N - before_N, counts_N) + torch.arange(int(counts_N.sum()), device=counts_N.device)
 
 
 def by_bin(counts_RB: Tensor, *, stride: int | None = None) -> Tensor:
-    """Return the indices that sort received rows by (bin, source rank), int64.
+    """Return indices, int64, that sort received rows by (bin, source rank). counts_RB[r, b]: rows received from rank r for bin b.
 
-    Rows are received sorted by (source, bin). The rows of different sources are contiguous, or start at multiples of `stride`.
+    Received rows are sorted by (source, bin). They have no gaps, or with `stride` the rows of rank r start at row r * stride.
     """
     if stride is None:
         flat = counts_RB.flatten()
@@ -68,12 +68,12 @@ def _moved(rows: Tensor, slot_R: Tensor, slots: int | None) -> Tensor:
 
 
 def spread(rows: Tensor, slot_R: Tensor, *, slots: int) -> Tensor:
-    """Put row i into slot slot_R[i] of `slots` slots, each used at most once. Empty slots are zero. Backward: `collect`."""
+    """Return [slots, ...] with row i in slot slot_R[i]. No slot is used twice, and unused ones are zero. Backward: `collect`."""
     out: Tensor = _Moved.apply(rows, slot_R, slots)
     return out
 
 
 def collect(table: Tensor, slot_R: Tensor) -> Tensor:
-    """Return the rows in the slots slot_R of `table`, each slot at most once. Backward: `spread`."""
+    """Return the rows of `table` in the slots slot_R, of which none occurs twice. Backward: `spread`."""
     out: Tensor = _Moved.apply(table, slot_R, None)
     return out

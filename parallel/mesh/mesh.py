@@ -7,8 +7,8 @@
     EXPERT   pp x edp x ep x etp                     (the dp*sp*tp ranks of a stage, arranged for experts)
     NODES    pp x edp x ep_outer x ep_inner x etp            ep between nodes and within a node, for exchanges in two steps
 
-With sp = tp = etp = 1, the expert view cuts dp into edp groups of ep neighbours. With larger sp and tp, ep folds over them too. The
-coordinate that differs between its ranks names an axis: the ranks of one `tp_row` axis have different rows, so they form one column
+With sp = tp = etp = 1, the expert view cuts dp into edp groups of ep neighbours. With larger sp and tp, ep folds over them too. An axis
+has the name of the coordinate in which its ranks differ: the ranks of one `tp_row` axis have different rows, so they form one column
 of the grid. Axes of one view can be joined: `mesh.axis("dp", "sp")` has the ranks over which the gradient of a dense weight is summed.
 
 A rank computes its own groups from its own coordinates and helps to make only these. Nothing lists the whole world, so a hundred
@@ -39,7 +39,7 @@ FACTORS = {
     "ep": ("ep_outer", "ep_inner"),
     "tp_row": ("tp_row_heads", "tp_row_copies"),
     "tp_col": ("tp_col_heads", "tp_col_copies"),
-}  # an axis -> its factors
+}  # an axis -> the axes into which other views cut it
 
 
 def _factored(view: tuple[str, ...], *axes: str) -> tuple[str, ...]:
@@ -128,7 +128,7 @@ class Degrees:
 
     @property
     def ep_outer(self) -> int:
-        """Number of nodes that share one set of experts."""
+        """Number of nodes over which one set of experts is spread."""
         return self.ep // self.ep_inner
 
     @property
@@ -239,8 +239,8 @@ class Mesh:
     rank: int = 0
     axes: dict[str, Axis] = field(default_factory=dict)
     new_group: Callable[[tuple[int, ...]], Any] | None = None
-    made: dict[tuple[int, ...], Any] = field(default_factory=dict, compare=False)  # groups made so far, by their ranks
-    more: dict[tuple[str, tuple[int, ...]], Axis | None] = field(default_factory=dict, compare=False)  # made by `part`
+    made: dict[tuple[int, ...], Any] = field(default_factory=dict, compare=False)  # process groups, by their ranks
+    more: dict[tuple[str, tuple[int, ...]], Axis | None] = field(default_factory=dict, compare=False)  # results of `part`
     communicator: Communicator = field(default_factory=Communicator, compare=False, repr=False)
 
     @staticmethod
@@ -278,7 +278,7 @@ class Mesh:
         return self.made[ranks]
 
     def alone(self) -> Any:
-        """Return a group of this rank only, for libraries that need a group for an axis of size 1. Every rank must call this."""
+        """Return a process group of this rank only, for libraries that need one for an axis of size 1. Every rank must call this."""
         if (self.rank,) not in self.made and self.new_group is not None:
             self.made[self.rank,] = self.new_group((self.rank,))
         return self.made[self.rank,]
@@ -295,16 +295,18 @@ class Mesh:
         return found
 
     def part(self, name: str, places: tuple[int, ...], *, label: str) -> Axis | None:
-        """Return the sub-axis of an axis at these indices, with its own group; None if this rank is not in it.
+        """Return the sub-axis of the axis `name` at these indices, with its own group; None if this rank is not in it.
 
-        Every rank must ask for the same sub-axes in the same order. A second call returns the first one's result.
+        Every rank must ask for the same sub-axes in the same order. A second call with this label returns the result of the first.
         """
         if (label, places) not in self.more:
             ranks = tuple(self.axes[name].ranks[place] for place in places)
             held = self.rank in ranks
             group = None
             if self.new_group is not None and len(ranks) > 1:
-                group = self.new_group(ranks if held else (self.rank,))  # other ranks make a group of one: equally many on all ranks
+                group = self.new_group(
+                    ranks if held else (self.rank,)
+                )  # the others make a group of themselves, so that all make equally many
             found = Axis(name, ranks, ranks.index(self.rank), group, label, self.communicator) if held else None
             self.more[label, places] = found
         return self.more[label, places]

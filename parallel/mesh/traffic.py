@@ -26,10 +26,10 @@ def leaving(name: str, handed: int, ranks: int) -> int:
 
 
 class Load(NamedTuple):
-    """The work of one rank in one exchange over `ranks` ranks, if every bin gets equally many rows.
+    """The work of one rank in one exchange over `ranks` ranks, if each of the `bins` gets equally many rows.
 
-    `tokens` with `choices` bins each; `rows` that are sent, dropped ones left out; `slots`: rows and empty slots, None if slots are not
-    limited. A row has `width` numbers in `row_bytes`.
+    tokens: of the rank; each chooses `choices` bins. rows: sent ones, without dropped ones. slots: number of rows and empty slots; None:
+    slots are not limited. width, row_bytes: numbers in a row, and their bytes.
     """
 
     tokens: float
@@ -43,9 +43,10 @@ class Load(NamedTuple):
 
 
 class Message(NamedTuple):
-    """A collective by its name in the communicator's counts, over `ranks` ranks of `axis`, `stride` ranks apart in the exchange's axis.
+    """Equal calls of one collective. `axis`, `name`: as in the communicator's counts.
 
-    `handed`: bytes that a rank gives to it, in `calls` equal calls together.
+    handed: bytes that a rank gives to all `calls` calls. ranks, stride: number of ranks of `axis`, and their distance on the axis of the
+    whole exchange.
     """
 
     axis: str
@@ -62,12 +63,12 @@ class Message(NamedTuple):
 
     @property
     def held(self) -> float:
-        """Bytes of its input and its result on one rank."""
+        """Bytes of all inputs and results on one rank."""
         return self.handed * (1 + {"all_gather": self.ranks, "reduce_scatter": 1 / self.ranks}.get(self.name, 1))
 
 
 class Traffic(NamedTuple):
-    """Messages of one layer. `agreed`: small ones before the rows, such as counts. `forward` and `backward` carry rows or results."""
+    """The messages of one layer's exchange. agreed: small ones before the rows, such as counts. forward, backward: of rows and results."""
 
     agreed: tuple[Message, ...]
     forward: tuple[Message, ...]
