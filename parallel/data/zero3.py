@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallel.data.deepspeed import group_of, start_deepspeed, tell_groups
+from parallel.data.deepspeed import group_of, set_groups, start_deepspeed
 from parallel.data.engine import MOMENTS, AdamW, Load
 from parallel.data.load import boxes, fill_run
 from parallel.data.offload import Offload
@@ -36,15 +36,15 @@ from parallel.watch.audit import Held
 
 
 class ShardedInit:
-    """Turns a model on the meta device into sharded weights on `device`, module by module. Sends nothing.
+    """Replaces the weights of a model on the meta device by this rank's shards on `device`, module by module. Sends nothing.
 
-    `fill` writes the first values of this rank's 1/N. While DeepSpeed cuts a weight, the rest of it is allocated but never written.
+    `fill` writes the shard's first values. While DeepSpeed cuts a weight, the rest of the weight is allocated but never written.
     """
 
     def __init__(self, layouts: Layouts, mesh: Mesh, *, device: torch.device, fill: Fill, offload: Offload) -> None:
         self.deepspeed = start_deepspeed()
         self.layouts, self.device, self.fill = layouts, device, fill
-        self.mpu = tell_groups(mesh, layouts.values())
+        self.mpu = set_groups(mesh, layouts.values())
         self.folder, self.mesh = offload.folder(), mesh
         largest = max(math.ceil(math.prod(layout.local_shape(mesh)) / data_axis(layout, mesh).size) for layout in layouts.values())
         sections = offload.sections(None if self.folder is None else self.folder.name, largest=largest)
@@ -92,7 +92,7 @@ class ShardedInit:
 
 _LIMITS = {
     "stage3_param_persistence_threshold": 0,  # no weight stays gathered, however small
-    "stage3_max_reuse_distance": 0,  # even if it will be used again soon
+    "stage3_max_reuse_distance": 0,  # also not if it is used again soon
     "stage3_prefetch_bucket_size": BUCKET_ELEMENTS,
     "stage3_max_live_parameters": 2 * BUCKET_ELEMENTS,  # gathered together, unless one layer is larger: each module prefetches a bucket
 }
@@ -109,7 +109,7 @@ class Zero3(DeepSpeed):
         self.sharded_init: ShardedInit = next(model.parameters()).sharded_init  # type: ignore[attr-defined]
         self.offload = offload
         self.parameters = dict(model.named_parameters())
-        groups = group_parameters(self.parameters, layouts, optimizer, working=working, mesh=mesh, told=False)
+        groups = group_parameters(self.parameters, layouts, optimizer, working=working, mesh=mesh, marked=False)
         self.engine, _, _, _ = self.sharded_init.deepspeed.initialize(
             model=model,
             optimizer=optimizer.build([group.settings for group in groups]),
@@ -152,7 +152,7 @@ class Zero3(DeepSpeed):
                 (zero._optimizer_states_and_gradient_swap_out if write else zero._release_swap_buffers)(number)
 
     def _narrow(self, dtypes: list[torch.dtype]) -> None:
-        """Replace flat groups of working weights by copies in these dtypes. Weights on a disk do not change."""
+        """Replace the flat groups of working weights by copies, each in its dtype. Weights on a disk do not change."""
         zero = self.zero
         masters = {flat.data_ptr() for flat in zero.fp32_partitioned_groups_flat}
         for number, dtype in enumerate(dtypes):
@@ -171,7 +171,7 @@ class Zero3(DeepSpeed):
             zero.param_groups_fp16_flat_cpu_memory = []
 
     def _gradients(self) -> Iterator[tuple[Group, nn.Parameter, Tensor]]:
-        """Yield (group, parameter, this rank's shard of its summed gradient), in the order of their common buffer."""
+        """Yield (group, parameter, this rank's shard of its summed gradient), in the order in which one buffer has all shards."""
         zero, at = self.zero, 0
         for number, params in enumerate(zero.fp16_groups):
             for parameter in params:
@@ -183,8 +183,8 @@ class Zero3(DeepSpeed):
         return ((group.family, part) for group, _, part in self._gradients() if group.owned)
 
     def tensors(self) -> Iterator[Held]:
-        """Yield this rank's partitions of master weights with their optimizer states, and of working weights. Each element is on one rank
-        only. Partitions on a disk are left out.
+        """Yield this rank's partitions of master weights with their optimizer states, and of working weights, without those on a disk. No
+        other rank has copies.
         """
         zero = self.zero
         for number, master in enumerate(zero.fp32_partitioned_groups_flat):
@@ -210,7 +210,7 @@ class Zero3(DeepSpeed):
         for number, master in enumerate(zero.fp32_partitioned_groups_flat):  # the optimizer's gradients on the host
             if not zero._swappable_optimizer_subgroup(number):
                 master.grad.mul_(factor)
-        if zero.swap_optimizer:  # gradients on a disk are scaled when the step reads them
+        if zero.swap_optimizer:  # the step scales gradients on a disk when it reads them
             zero.override_loss_scale((zero.external_loss_scale or 1.0) / factor)
 
     def step(self, lr: float) -> None:
@@ -273,7 +273,7 @@ class Zero3(DeepSpeed):
 
 
 def _read_each_once(swapper: Any) -> None:
-    """Remove duplicates from DeepSpeed's prefetches: it would read a weight that is soon used twice two times, and fail."""
+    """Remove duplicates from DeepSpeed's prefetches, which have a weight twice that is used twice: the second read would fail."""
     read = swapper.swap_in
 
     def swap_in(params: list[nn.Parameter], **options: Any) -> None:

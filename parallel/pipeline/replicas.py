@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from parallel.mesh.gradients import Started, holders, start_sum
+from parallel.mesh.gradients import StartedSum, holders, start_sum
 from parallel.mesh.layout import Layout
 from parallel.mesh.mesh import Mesh
 
@@ -27,7 +27,7 @@ class StageReplicas:
     ) -> None:
         self.shared = {name: parameter for name, parameter in parameters.items() if layouts[name].holders}
         self.layouts, self.mesh, self.of_stage = layouts, mesh, of_stage
-        self.flying: list[Started] = []
+        self.flying: list[StartedSum] = []
         self.started: set[str] = set()
 
     def start(self, stage: int) -> None:

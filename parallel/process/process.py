@@ -136,14 +136,14 @@ def _not_connected(error: RuntimeError, world: World) -> Exception:
         lines = [line.rpartition("] ")[2] for line in lines[:1]]  # without gloo's source line and stack frames
         if over := os.environ.get("GLOO_SOCKET_IFNAME"):
             where = f" over {over} (GLOO_SOCKET_IFNAME: it must be an interface that connects the ranks)"
-    said = cut("; ".join(lines)) or type(error).__name__  # NCCL's last lines have the reason
+    said = cut("; ".join(lines)) or type(error).__name__  # all lines of NCCL's error, because the last ones have the reason
     here = f"rank {world.rank} on {socket.gethostname()}"
     own = ConnectionError(f"{here} reached the store but cannot connect to the other ranks{where}: {said}")
     return watchdog.ended_by(own) or NotMet(str(own))
 
 
 def wrong_interface(environment: Mapping[str, str]) -> str:
-    """Return one line if GLOO_SOCKET_IFNAME names an interface that this machine does not have, else "". gloo's own error does not help."""
+    """Return an error in one line if GLOO_SOCKET_IFNAME names an interface that this machine does not have, else ""."""
     asked, here = environment.get("GLOO_SOCKET_IFNAME", ""), [name for _, name in socket.if_nameindex()]
     absent = [name for name in asked.split(",") if name and name not in here]
     if not absent:
@@ -179,7 +179,7 @@ def interface_to(host: str) -> str | None:
 
 
 def _with_address(address: ipaddress.IPv6Address) -> str | None:
-    """Return the interface with this address, from Linux's table. A row has the address in hexadecimal, four numbers, the name."""
+    """Return the interface with this address. A row of Linux's table has the address in hexadecimal, four numbers, and the name."""
     table = Path("/proc/net/if_inet6")
     rows = [line.split() for line in table.read_text().splitlines()] if table.exists() else []
     return next((row[5] for row in rows if ipaddress.IPv6Address(int(row[0], 16)) == address), None)
@@ -217,7 +217,7 @@ def connect(degrees: Degrees, world: World, *, timeout_s: float | None = None) -
     wait = timedelta(seconds=timeout_s or _last_resort_s())
 
     def new_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        """Make a group; only its members call this. With a hundred thousand ranks, no rank can help to make every group."""
+        """Make a process group. Only its members call this: of a hundred thousand ranks, none could help to make all groups."""
         made: dist.ProcessGroup = dist.new_group(list(ranks), timeout=wait, use_local_synchronization=True)
         return made
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from parallel.mesh.collectives import ring_round, scatter_sum_into
 from parallel.numerics.precision import sum_dtype
 from parallel.sequence.method import Known, Method, SavedTensors
-from parallel.sequence.softmax import Gradients, of_table, repeated, scores, summed
+from parallel.sequence.softmax import Gradients, repeated, scores, summed, table_gradient
 
 # N ranks; weight_NBHLS: probabilities of each rank's S = L / N keys
 
@@ -63,7 +63,7 @@ class ColossalRing(Method):
         for source, (k_there,) in ring_round([k], self.axis):
             dq += dscore_NBHLS[source] @ repeated(k_there, heads) * scale
             if known.bias is not None and dtable is not None:
-                dtable += of_table(known.bias, dscore_NBHLS[source].to(wide), queries=mine, keys=known.tokens(source, q))
+                dtable += table_gradient(known.bias, dscore_NBHLS[source].to(wide), queries=mine, keys=known.tokens(source, q))
         dk = torch.stack([summed((dscore.mT @ q).to(wide) * scale, kv_heads) for dscore in dscore_NBHLS])
         return Gradients(dq, self._own(dk), self._own(dv), dtable)
 
@@ -71,7 +71,7 @@ class ColossalRing(Method):
         return kept[2]
 
     def _own(self, parts_NBKSC: Tensor) -> Tensor:
-        """Sum all ranks' gradients of the keys or values, and return this rank's shard."""
+        """Sum all ranks' gradients of keys or values, [ranks, ...], and return the sum for this rank's."""
         if self.axis.size == 1:
             return parts_NBKSC[0]
         out = torch.empty_like(parts_NBKSC[:1])

@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DTensorColumn(Style):
-    """Splits a product's outputs over tp: Shard(0) of a weight [out, in]. Fills `product` of the module, and `enter` of its layer.
+    """Splits a product's outputs over tp: Shard(0) of a weight [out, in]. Fills the slots `product` of its module and `enter` of its layer.
 
-    `dim` 1: a table by heads, which is in no product, so only `enter` is filled.
+    dim: 1 for a bias table [.., heads], which is in no product, so only `enter` is filled.
     """
 
     dim: int = 0
@@ -56,7 +56,7 @@ class DTensorColumn(Style):
 
 @dataclass(frozen=True)
 class DTensorRow(Style):
-    """Splits a product's inputs over tp: Shard(1) of a weight [out, in]. Fills `product` of the module, and `leave` of its layer."""
+    """Splits a product's inputs over tp: Shard(1) of a weight [out, in]. Fills `product` of its module and `leave` of its layer."""
 
     sliced: bool = False
 
@@ -72,14 +72,14 @@ class DTensorRow(Style):
 
 
 class Ranks:
-    """An axis as torch's DeviceMesh. The DeviceMesh is made at the first use, because plans are made without process groups."""
+    """An axis as torch's DeviceMesh, made at the first use, because layers can be filled before process groups exist."""
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
         self._meshes: dict[str, DeviceMesh] = {}  # by device type
 
     def placed(self, local: Tensor, placement: Placement) -> DTensor:
-        """Return a DTensor made of each rank's local tensor. torch chooses the placement of its gradient."""
+        """Return the DTensor whose shards or copies are the ranks' local tensors. torch chooses the placement of its gradient."""
         from torch.distributed.tensor import DTensor  # here, because it takes a second to import
 
         return DTensor.from_local(local, self._device_mesh(local.device.type), [placement], run_check=False)

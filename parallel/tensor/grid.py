@@ -4,7 +4,7 @@
 
     norm          needs all channels: two numbers a token are exchanged along tp_col
     MoE layer     needs whole tokens: shards of channels are exchanged for whole sequences (parallel/tensor/sliced.py)
-    3D inside     inside a layer a rank has other sequences (parallel/tensor/linear_3d.py): `Turn` moves data about them accordingly
+    3D            inside a layer a rank has other sequences (parallel/tensor/linear_3d.py): `Turn` moves tensors to the rank that has theirs
 
 Sources: Optimus (arXiv 2104.05343), section 3; 3D parallelism (arXiv 2105.14450), section 3.2.
 """
@@ -34,9 +34,9 @@ Multiply = Callable[[Tensor, Sequence[Tensor]], Sequence[Tensor]]  # x, several 
 
 
 def fill_products(model: nn.Module, path: str, made: Callable[[str], Multiply], *, of_layer: bool = True) -> None:
-    """Fill the slot `product` of the module at `path`, and with `of_layer` the slot `products` of its layer, if the layer has one.
+    """Fill the slot `product` of the module at `path`, and with `of_layer` the slot `products` of its layer, if the layer has it.
 
-    `made(label)` returns the function that multiplies; `label` is for error messages.
+    `made(label)` returns the function that multiplies. `label`: the path that error messages show.
     """
     around = path.rpartition(".")[0]
     layer = model.get_submodule(around)
@@ -46,12 +46,12 @@ def fill_products(model: nn.Module, path: str, made: Callable[[str], Multiply], 
 
 
 def of_one(multiply: Multiply) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return the product of x with a single matrix."""
+    """Return `multiply` as a function of x and a single matrix."""
     return lambda x, weight: multiply(x, [weight])[0]
 
 
 def _of_modules(x: Tensor, modules: Sequence[Any], *, multiply: Multiply) -> Sequence[Tensor]:
-    """Multiply x with the modules' weights. They are read inside the layer, so ZeRO-3 learns to gather them with it."""
+    """Multiply x with the modules' weights. They are read here, inside the layer, so that ZeRO-3 gathers them with the layer."""
     return multiply(x, [module.weight for module in modules])
 
 
@@ -68,7 +68,7 @@ def apart(y: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
 
 @dataclass(frozen=True)
 class Channels(Style):
-    """A parameter whose dim `dim`, channels or heads, is split over `axis`. The other axes of tp hold copies."""
+    """A parameter with channels or heads along `dim`, split over `axis`. Ranks along the other axes of tp hold copies."""
 
     axis: str = "tp_col"
     dim: int = 0
@@ -79,7 +79,7 @@ class Channels(Style):
 
 @dataclass(frozen=True)
 class ChannelsNorm(Style):
-    """A norm between layers. Fills its slot `normed`, and `first_channel` of its block, if it is in a block."""
+    """A norm between layers. Fills its slot `normed`, and sets `first_channel` of its block, if it is in a block."""
 
     def layout(self, name: str, shape: Shape) -> Layout:
         return Channels().layout(name, shape)
@@ -124,12 +124,12 @@ class _Normed(torch.autograd.Function):
 
 
 def _means(parts: Sequence[Tensor], axis: Axis) -> Tensor:
-    """Return the mean of each tensor over all channels, [parts, ..., 1], with one sum over the axis."""
+    """Return the means of several tensors over all ranks' channels, [tensors, ..., 1], by one sum over the axis."""
     return sum_over(torch.stack([x.sum(-1, keepdim=True) for x in parts]), axis) / (parts[0].shape[-1] * axis.size)
 
 
 def _moments(x: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
-    """Return mean and variance over all channels, [..., 1], merged from each rank's (Chan et al., 1979), which does not lose digits."""
+    """Return (mean, variance) over all ranks' channels, [..., 1] each, by Chan et al. (1979), which does not lose digits."""
     mean = x.mean(-1, keepdim=True)
     both = gathered(torch.stack((mean, (x - mean).square().mean(-1, keepdim=True))).unsqueeze(0), axis)
     means, variances = both.unbind(1)
@@ -139,13 +139,13 @@ def _moments(x: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Turn:
-    """3D: moves sequences from `held` (copies over `other`) to `other` (copies over `held`). Backward moves gradients back."""
+    """3D: takes x, split by sequences over `held` with copies along `other`, to a split over `other` with copies along `held`."""
 
     held: Axis
     other: Axis
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Gather dim 0 over `held`, and keep this rank's shard over `other`."""
+        """Gather dim 0 over `held`, and keep this rank's shard over `other`. Backward does the reverse with the gradient."""
         return paired(x, self.held, _turned, _turned_back, other=self.other)
 
     def back(self, x: Tensor) -> Tensor:

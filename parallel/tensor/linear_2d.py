@@ -40,7 +40,7 @@ from parallel.tensor.style import Shape, Style
 class Block(Style):
     """A weight [out, in] in blocks: outputs over tp_col, inputs over tp_row. Fills `product` of its module and `products` of its layer.
 
-    `outputs` tp_col_heads: with fewer key-value heads than columns, neighbours in a row hold the same block. Products do not change.
+    outputs: tp_col_heads if there are fewer key-value heads than columns: then neighbours in a row hold the same block.
     """
 
     outputs: str = "tp_col"
@@ -55,7 +55,7 @@ class Block(Style):
 
 def products_of(mesh: Mesh, label: str) -> partial[Sequence[Tensor]]:
     """Return `products` with this rank's row and column of the grid."""
-    row, column = (mesh.axis(axis, label=label) for axis in ("tp_col", "tp_row"))  # ranks of a row differ in their column
+    row, column = (mesh.axis(axis, label=label) for axis in ("tp_col", "tp_row"))  # the ranks of a row differ in their column
     return partial(products, row=row, column=column)
 
 
@@ -97,7 +97,7 @@ class _Summa(torch.autograd.Function):
 
 
 def blocks(mine: Tensor, axis: Axis) -> Iterator[Tensor]:
-    """Yield the tensors of the axis's ranks in turn. The next one is sent while one is used."""
+    """Yield the tensor `mine` of each rank of the axis in turn. The next one is sent while one is used."""
     following = start_broadcast(mine, axis, root=0)
     for place in range(axis.size):
         block = following.wait()
@@ -107,7 +107,7 @@ def blocks(mine: Tensor, axis: Axis) -> Iterator[Tensor]:
 
 
 def summed(shares: Iterable[Tensor], axis: Axis) -> Tensor:
-    """Sum share i of all ranks on rank i, and return this rank's sum. Each sum overlaps with the computation of the next share."""
+    """Return the sum over ranks of share i on rank i. `shares`: computed one by one; each sum overlaps with the next computation."""
     mine = before = None
     for place, share in enumerate(shares):
         if before is not None:

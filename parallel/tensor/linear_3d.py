@@ -36,16 +36,16 @@ from parallel.tensor.style import Shape, Style
 
 # i, j, k are indices on tp_depth, tp_row and tp_col; I inputs, O outputs of a gathered weight
 
-# (axis over which x is gathered, axis over which y is scattered, dim of the weight that tp_depth cuts too)
+# by place: axis over which x is gathered, axis over which y is scattered, dim of the weight that tp_depth cuts too
 FACES = {"first": ("tp_row", "tp_col", 1), "second": ("tp_col", "tp_row", 0)}
 
 
 @dataclass(frozen=True)
 class Cube(Style):
-    """A weight [out, in] split over the whole cube. `place`: a first or the second of the products between two norms.
+    """A weight [out, in] split over the whole cube. place: "second" for the last product of a layer, else "first".
 
-    Fills `product` of its module, and for a first product `products` of its layer. `copied`: with fewer key-value heads than rows,
-    neighbours along tp_row hold the same outputs. Products do not change.
+    Fills the slot `product` of its module, and for a first product `products` of its layer. copied: there are fewer key-value heads than
+    rows, so neighbours along tp_row hold the same outputs.
     """
 
     place: Literal["first", "second"]

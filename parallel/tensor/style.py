@@ -1,4 +1,4 @@
-"""A plan: the parallel style of each parameter, as data that is applied to a model from outside.
+"""A plan: how each parameter is split over ranks (its style), as data that is applied to a model from outside.
 
     layers.*.moe.experts.*      Stacked("ep", hidden="etp", ...)       pattern of a parameter's path -> style; the first match counts
     layers.*.moe.router.**      Copied("router")
@@ -6,7 +6,7 @@
 
 A style returns a parameter's layout. It also fills the slots (replaceable functions) of the layers that hold its parameters, so that
 they compute with shards. `apply` then cuts all parameters on the meta device. In a pattern, `*` is one word between dots, and `**` any
-number of words. A tile (parallel/data/tiling.py) has the path of its whole.
+number of words. A tile (parallel/data/tiling.py) counts under the path of the whole parameter.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Style(Protocol):
 
 @dataclass(frozen=True)
 class Copied(Style):
-    """Every rank of a stage holds the whole parameter, and its layer computes as on one rank. `alike`: axes with equal tokens."""
+    """Every rank of a pipeline stage holds the whole parameter. alike: the axes along which ranks see the same tokens."""
 
     family: str = "dense"
     alike: tuple[str, ...] = ("tp",)
@@ -54,8 +54,8 @@ class Copied(Style):
 class Stacked(Style):
     """A stack of networks, split along dim 0 over `axis`, and along its hidden units over the axis `hidden`.
 
-    `hidden_dim`: the dim of hidden units, by the last word of a parameter's path. `name_of`: the names of a stack's tensors in
-    checkpoints, with `{}` for the index. Calls `module.hold(indices, hidden=units)` with this rank's networks and hidden units.
+    hidden_dim: last word of a parameter's path -> its dim of hidden units. name_of: parameter -> the names in checkpoints of the tensors
+    in the stack, with `{}` for the index. Tells the stack's module by `hold(indices, hidden=units)` this rank's networks and hidden units.
     """
 
     axis: str
@@ -79,7 +79,7 @@ class Stacked(Style):
         return self.hidden_dim.get(name.rpartition(".")[2])
 
     def modules(self, layouts: Layouts) -> dict[str, tuple[str, Layout]]:
-        """Return each stack's path, with the name and layout of one of its parameters that have hidden units."""
+        """Return, by the path of each stack, (name, layout) of one of its parameters that have hidden units."""
         held = ((name, layout) for name, layout in layouts.items() if self._dim(name) is not None)
         return {without_tiles(name).rpartition(".")[0]: (name, layout) for name, layout in held}
 
@@ -94,7 +94,7 @@ class Plan:
         return next(style for pattern, style in self._all() if fits(pattern, name))
 
     def by_style(self, layouts: Mapping[str, Layout]) -> Iterator[tuple[Style, dict[str, Layout]]]:
-        """Yield each style once, with the layouts of its parameters."""
+        """Yield each style once, with the layouts of its parameters by name."""
         for style in {id(style): style for _, style in self._all()}.values():
             mine = {name: layout for name, layout in layouts.items() if self.style_of(name) is style}
             if mine:
@@ -122,7 +122,7 @@ def _regex(pattern: str) -> re.Pattern[str]:
 
 
 def lay_out(model: nn.Module, plan: Plan, *, tiled_dim: Callable[[str], int]) -> dict[str, Layout]:
-    """Return every parameter's layout by its path, for a whole model. `tiled_dim`: path -> the dim that tiles cut."""
+    """Return the layout of every parameter of a whole model, by path. `tiled_dim`: path -> the dim that tiles cut."""
     layouts = {}
     for name, parameter in model.named_parameters():
         tile, shape = tile_of(model, name, dim=tiled_dim(name)) or (None, tuple(parameter.shape))
