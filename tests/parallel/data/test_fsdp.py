@@ -25,7 +25,7 @@ from parallel.data.ddp import DDP
 from parallel.data.engine import MOMENTS, AdamW
 from parallel.data.fsdp import FSDP, Unit, dim_to_cut, shard
 from parallel.data.load import given
-from parallel.mesh.debug_collectives import DEBUG, Agreement
+from parallel.mesh.debug_collectives import DEBUG, Agreement, Call
 from parallel.mesh.layout import Box, Layout
 from parallel.mesh.mesh import Degrees, Mesh
 from parallel.numerics.precision import DTYPES
@@ -318,9 +318,9 @@ def test_debug_mode_knows_each_unit_by_name() -> None:
         labels: set[str] = set()
         check = Agreement.check
 
-        def noted(self: Agreement, ranks: tuple[int, ...], name: str, *, label: str, **options: Any) -> None:
-            labels.add(f"{name} {label}")
-            check(self, ranks, name, label=label, **options)
+        def noted(self: Agreement, ranks: tuple[int, ...], call: Call) -> None:
+            labels.add(f"{call.name} {call.label}")
+            check(self, ranks, call)
 
         patch.setattr(Agreement, "check", noted)
         patch.setenv(DEBUG, "20")
