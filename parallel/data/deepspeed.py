@@ -11,10 +11,10 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
-from dataclasses import dataclass
 from importlib.util import module_from_spec, spec_from_file_location
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -159,7 +159,7 @@ def set_groups(mesh: Mesh, layouts: Iterable[Layout]) -> Any:
     axes = {axis.name: group_of(axis, mesh) for axis in (data_axis(layout, mesh) for layout in layouts)}
     groups._EXPERT_PARALLEL_GROUP = dict(axes)  # never used: DeepSpeed exchanges no tokens
     groups._EXPERT_DATA_PARALLEL_GROUP = dict(axes)
-    groups.mpu = _Mpu(mesh, dense_axis(mesh))
+    groups.mpu = _mpu(mesh, dense_axis(mesh))
     return groups.mpu
 
 
@@ -168,36 +168,18 @@ def dense_axis(mesh: Mesh) -> Axis:
     return data_axis(Layout(()), mesh)
 
 
-@dataclass(frozen=True)
-class _Mpu:
-    """The mesh with the interface of Megatron's `mpu`. DeepSpeed needs to know nothing of tensor parallelism, so its size is 1 here."""
-
-    mesh: Mesh
-    axis: Axis
-
-    def get_data_parallel_group(self) -> Any:
-        return group_of(self.axis, self.mesh)
-
-    def get_data_parallel_group_ranks(self) -> tuple[int, ...]:
-        return self.axis.ranks
-
-    def get_data_parallel_world_size(self) -> int:
-        return self.axis.size
-
-    def get_data_parallel_rank(self) -> int:
-        return self.axis.index
-
-    def get_model_parallel_group(self) -> Any:
-        return None
-
-    def get_model_parallel_world_size(self) -> int:
-        return 1
-
-    def get_model_parallel_rank(self) -> int:
-        return 0
-
-    def get_pipe_parallel_world_size(self) -> int:
-        return self.mesh.axis("pp").size
+def _mpu(mesh: Mesh, axis: Axis) -> SimpleNamespace:
+    """Return the interface of Megatron's `mpu`, by which DeepSpeed asks for groups. For tensor parallelism, it is told size 1."""
+    return SimpleNamespace(
+        get_data_parallel_group=lambda: group_of(axis, mesh),
+        get_data_parallel_group_ranks=lambda: axis.ranks,
+        get_data_parallel_world_size=lambda: axis.size,
+        get_data_parallel_rank=lambda: axis.index,
+        get_model_parallel_group=lambda: None,
+        get_model_parallel_world_size=lambda: 1,
+        get_model_parallel_rank=lambda: 0,
+        get_pipe_parallel_world_size=lambda: mesh.axis("pp").size,
+    )
 
 
 def with_mark(model: nn.Module) -> nn.Module:

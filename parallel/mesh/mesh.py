@@ -105,21 +105,13 @@ class Degrees:
                 needed=f"a divisor of dp * sp * tp = {stage}",
                 fix=fix,
             )
-        if self.ep % self.ep_inner:
-            raise BadInput("ep_inner", got=self.ep_inner, needed=f"a divisor of ep={self.ep}", fix=f"use one of {divisors(self.ep)}")
         if self.sp % self.sp_heads:
             raise BadInput("sequence.heads", got=self.sp_heads, needed=f"a divisor of sp={self.sp}", fix=Set("it", *divisors(self.sp)))
-        if self.tp % (self.tp_col * self.tp_depth):
-            raise BadInput(
-                "tp_col * tp_depth",
-                got=f"{self.tp_col} * {self.tp_depth}",
-                needed=f"a divisor of tp={self.tp}",
-                fix=f"use one of {divisors(self.tp)}",
-            )
-        for side in ("tp_row", "tp_col"):
-            copies, size = self.size(f"{side}_copies"), self.size(side)
-            if size % copies:
-                raise BadInput(f"{side}_copies", got=copies, needed=f"a divisor of {side}={size}", fix=f"use one of {divisors(size)}")
+        for whole, *parts in (("ep", "ep_inner"), ("tp", "tp_col", "tp_depth"), ("tp_row", "tp_row_copies"), ("tp_col", "tp_col_copies")):
+            size, sizes = self.size(whole), [self.size(part) for part in parts]
+            if size % math.prod(sizes):
+                got, needed = " * ".join(map(str, sizes)), f"a divisor of {whole}={size}"
+                raise BadInput(" * ".join(parts), got=got, needed=needed, fix=f"use one of {divisors(size)}")
 
     @property
     def edp(self) -> int:

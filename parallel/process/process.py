@@ -64,15 +64,16 @@ def read_environment(environment: Mapping[str, str] = os.environ) -> World:
     A SLURM job step counts only if it has several tasks, because an interactive shell is one process.
     """
     values = {what: next((environment[n] for n in names if n in environment), None) for what, names in _NAMES.items()}
-    if "RANK" not in environment and (alone := environment.get("WORLD_SIZE") or "1") != "1" and not _elsewhere(environment):
-        fix = "start with moe train --nproc N, or unset WORLD_SIZE"
-        raise BadInput("WORLD_SIZE", got=f"{alone} without RANK, so on rank 0 by default", needed="both variables, or neither", fix=fix)
-    if "RANK" not in environment and environment.get("SLURM_NTASKS", "1") == "1" and "OMPI_COMM_WORLD_RANK" not in environment:
+    by_other = environment.get("SLURM_NTASKS", "1") != "1" or "OMPI_COMM_WORLD_RANK" in environment  # SLURM or Open MPI sets the rank
+    if "RANK" not in environment and not by_other:
+        if (size := environment.get("WORLD_SIZE") or "1") != "1":
+            got, fix = f"{size} without RANK, so on rank 0 by default", "start with moe train --nproc N, or unset WORLD_SIZE"
+            raise BadInput("WORLD_SIZE", got=got, needed="both variables, or neither", fix=fix)
         return World()
     try:
-        size = int(values["size"] or 1)
+        ranks = int(values["size"] or 1)
         rank, local = (0 if values[what] is None else int(values[what] or "nothing") for what in ("rank", "local"))
-        world = World(rank, size, local, int(values["local_size"] or size))
+        world = World(rank, ranks, local, int(values["local_size"] or ranks))
         if not 0 <= world.rank < world.size or not 0 <= world.local_rank < world.local_size:
             raise ValueError("a rank beyond its world")
         return world
@@ -81,18 +82,6 @@ def read_environment(environment: Mapping[str, str] = os.environ) -> World:
         said = 0 if values["rank"] is None else values["rank"] or "nothing"
         what = f"RANK, WORLD_SIZE, LOCAL_RANK on rank {said}"
         raise BadInput(what, got=values, needed=needed, fix="start with moe train --nproc N") from None
-
-
-def _elsewhere(environment: Mapping[str, str]) -> bool:
-    """Return whether SLURM or Open MPI sets this process's rank."""
-    return environment.get("SLURM_NTASKS", "1") != "1" or "OMPI_COMM_WORLD_RANK" in environment
-
-
-def _check_port(world: World) -> None:
-    port = os.environ["MASTER_PORT"]
-    if not (port.isascii() and port.isdecimal() and 0 < int(port) < 65536):
-        what = f"MASTER_PORT on rank {world.rank}"
-        raise BadInput(what, got=port or "nothing", needed="a port from 1 to 65535, the same on all ranks", fix="set it to 29500")
 
 
 def start(world: World, *, timeout_s: float | None = None, end: watchdog.End | None = None) -> None:
@@ -107,8 +96,10 @@ def start(world: World, *, timeout_s: float | None = None, end: watchdog.End | N
         return
     if "MASTER_ADDR" not in os.environ:
         os.environ["MASTER_ADDR"] = _slurm_master() or "127.0.0.1"
-    os.environ.setdefault("MASTER_PORT", str(20000 + int(os.environ.get("SLURM_JOB_ID", "9500")) % 20000))
-    _check_port(world)
+    port = os.environ.setdefault("MASTER_PORT", str(20000 + int(os.environ.get("SLURM_JOB_ID", "9500")) % 20000))
+    if not (port.isascii() and port.isdecimal() and 0 < int(port) < 65536):
+        what, needed = f"MASTER_PORT on rank {world.rank}", "a port from 1 to 65535, the same on all ranks"
+        raise BadInput(what, got=port or "nothing", needed=needed, fix="set it to 29500")
     os.environ.update(RANK=str(world.rank), WORLD_SIZE=str(world.size), LOCAL_RANK=str(world.local_rank))
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
