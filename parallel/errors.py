@@ -18,8 +18,8 @@ _SOME = 5  # names in a line
 class BadInput(ValueError):
     """An error in the user's input. Its message is one line that says what to write instead.
 
-    The command line prints it and exits with 2; a library caller catches a ValueError. `prints`: True if this rank prints it,
-    decided by the watchdog of several ranks; None: not decided. Example: `BadInput("degrees.tp", got=3, needed="a divisor of 8",
+    The command line prints it and exits with 2; a library caller catches a ValueError. `prints`: whether this one of several ranks
+    prints it; None: not decided. Example: `BadInput("degrees.tp", got=3, needed="a divisor of 8",
     fix=Set("it", 1, 2, 4, 8))`.
     """
 
@@ -35,7 +35,7 @@ _PAGE = re.compile(r"\bdocs/([a-z]+/\w+\.md)\b")
 
 
 def _place_of(page: re.Match[str]) -> str:
-    """Return the path of a page of docs that exists here: in a checkout the page's own, in an installed package the installed file's."""
+    """Return the path at which a page of docs is here: its own in a checkout, that of the installed file in an installed package."""
     if not (Path(__file__).parents[1] / page[0]).exists():
         from importlib import metadata
 
@@ -50,7 +50,7 @@ def plain(text: str) -> str:
     return text if text.isprintable() else "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-_TURNS = frozenset("\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")  # change the direction of the text after them
+_TURNS = frozenset("\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")  # characters that change the direction of writing
 
 
 def harmless(text: str) -> bool:
@@ -65,7 +65,7 @@ def cut(shown: object) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """The number with its noun: "1 file", "2,000 files", "3 processes"."""
+    """Return a number with its noun: "1 file", "2,000 files", "3 processes"."""
     plural = f"{noun}es" if noun.endswith(("s", "ch")) else f"{noun}s"
     return f"{number:,} {noun if number == 1 else plural}"
 
@@ -78,7 +78,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str | None:
 
 
 def some(names: Iterable[str], *, rest: str = "") -> str:
-    """Return names for a line of text: at most five, then the number of the others. `rest`: the command that prints all."""
+    """Return names for a line of text: at most five, then the number of the others. `rest`: text about these, such as a command."""
     held = list(names)
     if len(held) <= _SOME:
         return ", ".join(held)
@@ -86,9 +86,9 @@ def some(names: Iterable[str], *, rest: str = "") -> str:
 
 
 class Ended(RuntimeError):
-    """The end of a run on several ranks, in one line that is equal on all of them and needs no stack trace.
+    """The end of a run on several ranks: one line, equal on all of them, without a stack trace.
 
-    `prints`: True if this rank prints it, in a run without a launcher that collects the messages of all ranks.
+    `prints`: whether this rank prints the line, if no launcher collects the messages of all ranks.
     """
 
     def __init__(self, line: str, *, prints: bool = True) -> None:

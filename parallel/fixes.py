@@ -1,11 +1,11 @@
-"""A fix of bad input, as a value: what to set, remove, rename or start. Its words are made from it, and it can be tried.
+"""The fix that an error message names, as a value: set, remove or rename a key, or start with other flags. It can be applied and tried.
 
     Set("degrees.tp", 1, 2) | Set("model.num_heads", 8)               set degrees.tp to one of [1, 2], or model.num_heads to 8
     Set("sharding.kind", "zero") & Set("sharding.stage", 1)           set sharding.kind to zero and sharding.stage to 1
     Set("it", None, said="null, for a cut by FLOPs") | Remove("it")   set it to null, for a cut by FLOPs, or remove it
     Nproc(2) | "add layers"                                           add --nproc 2, or add layers
 
-"it" is the key that the refusal is about. A text without a change ("check the spelling") is only read.
+"it" is the key that the error is about. A text ("check the spelling") changes nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ IT = "it"
 
 
 class Fix:
-    """A change of a recipe or of a command line, or several. `a | b` are alternatives, `a & b` need each other; str() gives the words."""
+    """A change of a recipe or of a command line, or several: `a | b` alternatives, `a & b` changes that need each other. str(): words."""
 
     @property
     def alternatives(self) -> tuple[Fix, ...]:
@@ -34,14 +34,13 @@ class Fix:
         return (self,)
 
     def ways(self, what: str) -> list[Fix]:
-        """Return the changes that can be tried, each with one value a key: two for `Set(key, 1, 2)`, none for a text.
-
-        `what`: the key that "it" stands for.
+        """Return the alternatives that can be tried, each with one value for a key: two for `Set(key, 1, 2)`, none for a text. `what`: the
+        key that is meant by "it".
         """
         return []
 
     def apply(self, values: dict[str, Any]) -> None:  # noqa: B027
-        """Apply a change that `ways` returned to a recipe's nested values, in place."""
+        """Apply a change, one of `ways`, to a recipe's nested values, in place."""
 
     def __or__(self, other: Fix | str) -> Fix:
         return Either((*self.alternatives, *fix_of(other).alternatives))
@@ -55,7 +54,7 @@ class Fix:
 
 @dataclass(init=False)
 class Set(Fix):
-    """Set a key to a value, or to any of several values. `said`: the words for the values, if they are not listed: "4 or less"."""
+    """Set a key to a value, or to any of several values. `said`: words for the values, such as "4 or less", instead of a list."""
 
     key: str
     values: tuple[Any, ...]
@@ -124,7 +123,7 @@ class Nproc(Fix):
 
 @dataclass(frozen=True)
 class Words(Fix):
-    """A text: of `change` in other words ("did you mean 1f1b?"), or without a change ("check the spelling")."""
+    """A text that describes `change` ("did you mean 1f1b?"), or that changes nothing ("check the spelling")."""
 
     text: str
     change: Fix | None = None
@@ -175,7 +174,7 @@ class Either(Fix):
 
 
 def fix_of(fix: Fix | str) -> Fix:
-    """Return a fix; a text becomes one that is only read."""
+    """Return the fix; a text becomes Words."""
     return Words(fix) if isinstance(fix, str) else fix
 
 
@@ -195,7 +194,7 @@ def typed(values: Mapping[str, Any]) -> Fix:
 
 
 def any_of(fixes: Iterable[Fix | str]) -> Fix:
-    """Return the fixes as alternatives; those that set the same key are one fix with several values."""
+    """Return the fixes as alternatives. Fixes that all set the same key become one Set with several values."""
     found = [fix_of(fix) for fix in fixes]
     sets = [fix for fix in found if isinstance(fix, Set)]
     if 1 < len(sets) == len(found) and len({fix.key for fix in sets}) == 1:
@@ -214,7 +213,7 @@ def put(values: dict[str, Any], key: str, value: Any) -> None:
 
 
 def take(values: dict[str, Any], key: str) -> Any:
-    """Remove a dotted key. Returns its value, or None if it does not exist."""
+    """Remove a dotted key. Return its value, or None if it does not exist."""
     *outer, last = key.split(".")
     for name in outer:
         values = values.get(name) or {}
@@ -222,7 +221,7 @@ def take(values: dict[str, Any], key: str) -> Any:
 
 
 def _joined(fixes: Sequence[Fix], word: str) -> str:
-    """Join the words of several fixes. After a fix that sets a key, "set" is not repeated, nor the key if it is the same."""
+    """Join the words of several fixes. After a fix that sets a key, the word "set" is not repeated, nor an equal key."""
     texts = [str(fixes[0])]
     for before, fix in pairwise(fixes):
         last, first, text = before.parts[-1], fix.parts[0], str(fix)

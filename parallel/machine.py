@@ -1,10 +1,6 @@
 """This machine: its processor, the cores and the memory that processes may use.
 
-    cores       the process's affinity, limited by a container's quota (cgroup v2)
-    memory      the smaller of the installed memory and the container's limit
-    own         bytes that one process may still allocate under the shell's limits (`ulimit -d`, `ulimit -v`)
-
-Needs no torch.
+Limits are the process's affinity, a container's (cgroup) and the shell's (`ulimit -d`, `ulimit -v`). Needs no torch.
 """
 
 from __future__ import annotations
@@ -31,12 +27,12 @@ _MEMORY_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.lim
 
 def processor() -> str:
     """Return the processor's name."""
-    return next(_told("model name"), "") or platform.processor() or platform.machine()
+    return next(_values_of("model name"), "") or platform.processor() or platform.machine()
 
 
 def matrix_instructions() -> tuple[str, ...]:
-    """Return the processor's flags of MATRIX_INSTRUCTIONS."""
-    flags = set(" ".join((*_told("flags"), *_told("Features"))).split())
+    """Return the flags of MATRIX_INSTRUCTIONS that the processor has."""
+    flags = set(" ".join((*_values_of("flags"), *_values_of("Features"))).split())
     return tuple(flag for flag in MATRIX_INSTRUCTIONS if flag in flags)
 
 
@@ -64,7 +60,7 @@ def memory_limit_bytes() -> int:
 
 
 def own_limit_bytes() -> float | None:
-    """Return the bytes of data (RLIMIT_DATA) or addresses (RLIMIT_AS) left to this process, the smaller of both; None without limits."""
+    """Return the bytes of data (RLIMIT_DATA) or addresses (RLIMIT_AS) left to this process, the smaller one; None without limits."""
     import psutil
 
     held = psutil.Process().memory_info()
@@ -81,7 +77,7 @@ def resident_bytes() -> int:
     return int(psutil.Process().memory_info().rss)
 
 
-def _told(field: str) -> Iterator[str]:
+def _values_of(field: str) -> Iterator[str]:
     """Yield the values of a field of /proc/cpuinfo, one for each core."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()

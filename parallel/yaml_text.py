@@ -19,7 +19,7 @@ _NOT_DECIMAL = re.compile(r"[-+]?(0[0-7_]+$|.*:)")  # octal 0755 is 493, and 1:3
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # libyaml's is ten times as fast
-    """PyYAML's safe loader, which makes no objects, without equal keys and without numbers that are not decimal."""
+    """PyYAML's safe loader, which makes no objects. It refuses repeated keys and numbers that are not decimal."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
@@ -41,16 +41,16 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 
 
 def load(text: str) -> Any:
-    """Values of a YAML text. Raises one of NOT_YAML if it is not YAML, has more than MOST_VALUES values, or nests deeper than DEEPEST."""
+    """Return the values of a YAML text. Raise one of NOT_YAML if it is no YAML, has more than MOST_VALUES values, or nests over DEEPEST."""
     _check_size(text)
     return yaml.load(text, _Loader)
 
 
 def _check_size(text: str) -> None:
-    """Refuse recursive aliases, too many values and too deep nesting."""
+    """Raise an error for recursive aliases, too many values or too deep nesting."""
     whole = 0
     sizes: dict[str, int] = {}  # anchor -> number of its values, written out
-    open_: list[tuple[str | None, int]] = []  # open collections: anchor, and number of values before it
+    open_: list[tuple[str | None, int]] = []  # (anchor, number of values before it) of each open collection
     for event in yaml.parse(text, _Loader):
         if isinstance(event, yaml.AliasEvent):
             if event.anchor in [anchor for anchor, _ in open_]:

@@ -24,7 +24,7 @@ from parallel.sequence.order import ORDERS, Order
 from parallel.tensor.linear_1d import Column, Row
 from parallel.tensor.linear_2d import Block
 from parallel.tensor.linear_3d import Cube
-from parallel.tensor.sliced import SliceColumns
+from parallel.tensor.sliced import own_columns
 from tests.counted.tensor import PAPER
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
@@ -74,7 +74,7 @@ def tensor_slices() -> Axes:
     for x, label in titles.items():
         note(axes, x, 43, label, bold=True, color=INK)
     for rank in range(size):
-        places, y, fill = SliceColumns(Axis("tp", tuple(range(size)), rank))(length), 26 - 17 * rank, EXPERTS[2 * rank + 1]
+        places, y, fill = own_columns(length, axis=Axis("tp", tuple(range(size)), rank)), 26 - 17 * rank, EXPERTS[2 * rank + 1]
         mine = range(length)[places]
         note(axes, 13, y + 7, f"rank {rank}: {len(mine)} of {length} tokens", color=INK)
         for i, place in enumerate(mine):

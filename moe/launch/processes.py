@@ -21,7 +21,7 @@ from pathlib import Path
 
 import psutil
 
-from parallel.process.parent import die_with
+from parallel.process.libc import die_with
 
 TOKEN = "MOE_LAUNCH"
 PARENT = "MOE_LAUNCH_PARENT"

@@ -30,7 +30,7 @@ from moe.launch.environment import child_environment
 from moe.launch.exit_codes import DONE, FAILED
 from moe.launch.processes import PARENT, TOKEN, Rank, kill_all, name_rank
 from moe.recipe.load import load
-from parallel.process.parent import die_with
+from parallel.process.libc import die_with
 
 _FORK_S, _LEAVE_S, _LOOK_S = 10.0, 10.0, 0.1
 # modules that a rank imports only when training begins: torch's optimizers need the compiler, rank 0 needs TensorBoard

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from moe.model.names import global_name, stack_of, tiled_dim
 from moe.recipe import sections
 from parallel.data.tiling import tile_of
-from parallel.mesh.layout import Box, Layout
+from parallel.mesh.layout import Box, Layout, stored
 from parallel.mesh.mesh import Degrees, Mesh
-from parallel.numerics.first_values import key_of_tensor, stored, truncated_normal
+from parallel.numerics.first_values import key_of_tensor, truncated_normal
 
 
 class FirstValues:
@@ -29,7 +29,7 @@ class FirstValues:
 
     def fill(self, name: str, out: Tensor, within: Box | None = None) -> None:
         for tensor in stored(global_name(name), self.layouts[name], self.mesh, within):
-            shard = out if tensor.place is None else out[tensor.place]
+            shard = out if tensor.entry is None else out[tensor.entry]
             sigma = sigma_of(tensor.name, tensor.shape, self.model)
             if not sigma:
                 shard.fill_(1.0 if sigma is None else 0.0)

@@ -39,7 +39,7 @@ from parallel.optim.adafactor import Adafactor
 from parallel.optim.given import Factory, Given
 from parallel.optim.muon import Muon, Orientation
 from parallel.optim.sgd import Sgd
-from parallel.process.malloc import give_freed_memory_back
+from parallel.process.libc import give_freed_memory_back
 
 
 def prepare(run: Run, say: Callable[[str], None]) -> None:

@@ -5,7 +5,7 @@ print(plan_of(run.dispatch, tensor="1d"))      the whole of it, as a table
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import cast
@@ -24,15 +24,13 @@ from parallel.mesh.layout import Layout
 from parallel.mesh.mesh import Axis, Mesh
 from parallel.tensor import style
 from parallel.tensor.dtensor import DTensorColumn, DTensorRow
-from parallel.tensor.exchanged import Exchanged
 from parallel.tensor.grid import Channels, ChannelsNorm
 from parallel.tensor.linear_1d import Column, Row
 from parallel.tensor.linear_2d import Block
 from parallel.tensor.linear_3d import Cube
-from parallel.tensor.sliced import SlicedNorm
+from parallel.tensor.sliced import Exchanged, SlicedNorm
 from parallel.tensor.style import Copied, Plan, Stacked, Style
-from parallel.tensor.vocabulary import VocabularyRows
-from parallel.tensor.vocabulary_grid import VocabularyBlock, VocabularyCube
+from parallel.tensor.vocabulary import VocabularyBlock, VocabularyCube, VocabularyRows
 
 FAMILIES = ("dense", "router", "expert")
 
@@ -66,7 +64,7 @@ class Spread:
     def layout(self, name: str, shape: tuple[int, ...]) -> Layout:
         return self.experts.layout(name, shape)
 
-    def fill(self, model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh) -> None:
+    def fill(self, model: nn.Module, layouts: dict[str, Layout], mesh: Mesh) -> None:
         self.experts.fill(model, layouts, mesh)
         name, exchange = SHARED[self.held]
         shared = mesh.axis(name)

@@ -35,7 +35,7 @@ from moe.train.start.job import Batches, Job, Output, Saves, Training
 from moe.train.start.opening import start_model
 from moe.train.start.place import check_precision, settle_precision
 from parallel.data.engine import Engine
-from parallel.mesh.communicator import Count
+from parallel.mesh.traffic import Count
 from parallel.numerics.precision import LossScale
 from parallel.process import process
 from parallel.process.process import World

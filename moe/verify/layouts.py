@@ -33,7 +33,7 @@ from moe.verify.plain.batches import batch
 from moe.verify.tape import TAPED, Step, Tape, listen, of_ranks, plain
 from moe.verify.twin import STEPS, Result
 from parallel.data.engine import Engine
-from parallel.data.kinds.kind import nothing
+from parallel.data.kinds.catalog import ENGINES, PLAIN
 from parallel.mesh.mesh import Degrees, Mesh
 from parallel.numerics.clip import GradientNorm
 from parallel.numerics.precision import LossScale
@@ -224,7 +224,7 @@ def run_world(
     If ranks fail, their errors are the result of the case that they were running, and the remaining cases run on new ranks. `timeout_s` is
     the limit for a case of up to four ranks, and doubles with their number beyond that; None: LIMIT_S.
     """
-    left, loaded = list(chosen), {nothing}
+    left, loaded = list(chosen), {ENGINES[PLAIN].load}
     limit = (LIMIT_S if timeout_s is None else timeout_s) * max(1, world // 4)
     while left:
         left[0].engine.load()  # once, before ranks are forked: DeepSpeed takes seconds, for which rows before it need not wait

@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,6 @@ from torch import Tensor, nn
 
 from moe.model.transformer import Block, Transformer
 from moe.verify.cases import BATCH, LENGTH, Case
-from parallel.tensor.sliced import SliceColumns
 
 TAPED = 3  # number of recorded steps: the second is the first with moments, the third the first after a skipped step
 AGAIN = " again"
@@ -103,7 +103,7 @@ def listen(model: nn.Module, tape: Tape) -> None:
     now = threading.local()  # replicas of DP run in threads
     held = next((block for block in model.layers if isinstance(block, Block)), None)
     columns, first = (None, 0) if held is None else (held.columns, held.first_channel)  # positions of the slice between layers
-    axis = columns.axis if isinstance(columns, SliceColumns) else None
+    axis = columns.keywords["axis"] if isinstance(columns, partial) else None
 
     def between(context: Any) -> Any:
         """The context of this rank's slice. Computed again here, because the model's own slicing may be the fault."""

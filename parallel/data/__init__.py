@@ -1,1 +1,1 @@
-"""Data parallelism: one engine a kind, all with the surface of `engine.Engine`."""
+"""Data parallelism: one engine for each kind, all with the interface `engine.Engine`."""

@@ -8,7 +8,7 @@ Source: PyTorch Distributed (arXiv 2006.15704).
 
 import math
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,32 +20,30 @@ from torch.nn.parallel import DistributedDataParallel
 from parallel.data.engine import Rule
 from parallel.data.stepped import Stepped
 from parallel.data.whole import Whole
-from parallel.mesh.gradients import Started, data_axis, start_flat, start_sums, sum_gradients
-from parallel.mesh.layout import Layout, dense
+from parallel.mesh.gradients import StartedSum, data_axis, start_flat, start_sums, sum_gradients
+from parallel.mesh.layout import Layout, Layouts
 from parallel.mesh.mesh import Axis, Mesh
 
 
 class DDP(Stepped):
-    """The engine of DDP. `layouts` by module parameter name. Every rank must run the same number of micro-batches.
+    """The engine of DDP. `layouts`: by the model's parameter names. Every rank must run the same number of micro-batches.
 
-    `forward`: replaces the model in the training forward pass of a single process (parallel/data/dp.py). With pipeline stages, torch's
-    buckets are not used: sums start in `start_sums`, or else in `reduce`.
+    `forward`: DP's replicas of the model, which run in training instead of it (parallel/data/dp.py). With pipeline stages, torch's buckets
+    are not used: sums start in `start_sums`, or else in `reduce`.
     """
 
-    def __init__(
-        self, model: nn.Module, *, layouts: dict[str, Layout], mesh: Mesh, optimizer: Rule, forward: nn.Module | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, *, layouts: Layouts, mesh: Mesh, optimizer: Rule, forward: nn.Module | None = None) -> None:
         super().__init__(model, layouts=layouts, mesh=mesh)
         self.parameters = dict(model.named_parameters())
         wholes = {id(p): whole for n, p in self.parameters.items() if (whole := Whole.of(layouts[n], mesh)) is not None}
         self.rule, self.optimizer = optimizer, optimizer.build(optimizer.groups(self.parameters.items()), wholes)
         self.model = forward or model
-        self.flying: deque[Started] = deque()  # sums started during a pipeline's actions, oldest first
+        self.flying: deque[StartedSum] = deque()  # sums started during a pipeline's actions, oldest first
         self.started: set[str] = set()  # parameters with a started sum in this batch
         dp, staged = dense_axis(layouts, mesh), mesh.axis("pp").size > 1
         self.apart = [name for name, layout in layouts.items() if staged or data_axis(layout, mesh).ranks != dp.ranks]
         if dp.size > 1 and not staged and any(p.requires_grad for name, p in self.parameters.items() if name not in self.apart):
-            buffers = [name for name, _ in model.named_buffers()]  # the trainer keeps them equal, without a broadcast
+            buffers = [name for name, _ in model.named_buffers()]  # not broadcast by DDP: the trainer keeps them equal
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [*self.apart, *buffers])
             self.model = DistributedDataParallel(model, process_group=dp.group, gradient_as_bucket_view=True, init_sync=False)
             sums = _Sums(dp, {id(p): name for name, p in self.parameters.items()})
@@ -73,7 +71,7 @@ class DDP(Stepped):
         sum_gradients({name: grad for name, grad in grads.items() if grad is not None}, self.layouts, self.mesh)
 
     def drop_gradients(self) -> None:
-        """Zero the gradients in DDP's buckets, which share their memory. Free all others, since zeroing them would cost memory traffic."""
+        """Zero the gradients in DDP's buckets, which are views of the buckets' memory. Free all others, which is cheaper."""
         freed = set(self.apart if isinstance(self.model, DistributedDataParallel) else self.parameters)
         for name, parameter in self.parameters.items():
             if name in freed:
@@ -82,7 +80,7 @@ class DDP(Stepped):
                 parameter.grad.zero_()
 
 
-def dense_axis(layouts: Mapping[str, Layout], mesh: Mesh) -> Axis:
+def dense_axis(layouts: Layouts, mesh: Mesh) -> Axis:
     """Return the axis over which the gradients of most dense elements are summed."""
     axes: dict[tuple[int, ...], Axis] = {}
     elements: Counter[tuple[int, ...]] = Counter()
@@ -90,12 +88,12 @@ def dense_axis(layouts: Mapping[str, Layout], mesh: Mesh) -> Axis:
         axis = data_axis(layout, mesh)
         axes[axis.ranks] = axis
         elements[axis.ranks] += math.prod(layout.shape)
-    return axes[elements.most_common(1)[0][0]] if elements else data_axis(dense(()), mesh)
+    return axes[elements.most_common(1)[0][0]] if elements else data_axis(Layout(()), mesh)
 
 
 @dataclass
 class _Sums:
-    """State of DDP's communication hook: the axis, and parameter names by id. `still`: send nothing."""
+    """State of DDP's communication hook. names: parameter id -> its name. still: send nothing."""
 
     axis: Axis
     names: dict[int, str]
@@ -121,7 +119,7 @@ def _settle_buckets(model: DistributedDataParallel, parameters: Sequence[nn.Para
 
 
 def _sum_bucket(sums: _Sums, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """Sum one bucket in fp32. DDP would average."""
+    """Sum one bucket of gradients in fp32: DDP's communication hook. DDP's own would average."""
     buffer = bucket.buffer()
     if sums.still:
         ready: torch.futures.Future[Tensor] = torch.futures.Future()

@@ -1,8 +1,7 @@
-"""Start of DeepSpeed: import without output, compilation of its ops, process groups of stages and experts.
+"""Starts DeepSpeed: imports it without output, compiles its ops, and gives it the process groups of this project's layouts.
 
-Layouts define over which ranks gradients are summed. DeepSpeed gets the axis of dense weights as its data-parallel group
-(`tell_groups`). Every other axis is a group of experts to it, named like the axis. It makes no groups itself. In `parallel`, only this
-file, zero.py and zero3.py import DeepSpeed.
+Layouts define the ranks over which gradients are summed. DeepSpeed gets the axis of dense weights as its data-parallel group, and every
+other axis as a group of experts with the axis's name (`set_groups`). So it makes no groups itself.
 """
 
 from __future__ import annotations
@@ -12,10 +11,10 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
-from dataclasses import dataclass
 from importlib.util import module_from_spec, spec_from_file_location
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from torch import nn
 from parallel.errors import BadInput
 from parallel.fixes import Set
 from parallel.mesh.gradients import data_axis
-from parallel.mesh.layout import Layout, dense
+from parallel.mesh.layout import Layout
 from parallel.mesh.mesh import Axis, Mesh
 from parallel.store.files import replace_file
 
@@ -73,7 +72,7 @@ def compile_async_io(say: Callable[[str], None]) -> None:
                 get_accelerator().create_op_builder("AsyncIOBuilder").load(verbose=False)
     except (RuntimeError, ImportError, OSError) as failed:
         lines = str(failed).splitlines()
-        why = next((line.strip() for line in lines if " error: " in line or "out of memory" in line), lines[0])  # the rest is commands
+        why = next((line.strip() for line in lines if " error: " in line or "out of memory" in line), lines[0])  # other lines are commands
         raise BadInput(
             "sharding.offload",
             got=f"nvme, whose async_io does not compile ({why})",
@@ -124,7 +123,7 @@ def _use_compiled(folder: Path) -> None:
     from deepspeed.ops.op_builder import PinMemoryBuilder
     from deepspeed.ops.op_builder.builder import OpBuilder
 
-    with suppress(ImportError, OSError):  # missing or incomplete: it is compiled later
+    with suppress(ImportError, OSError):  # without a complete one, DeepSpeed compiles it later
         for name in ("pin_memory", "async_io"):
             spec = spec_from_file_location(name, folder / name / f"{name}.so")
             assert spec is not None and spec.loader is not None
@@ -145,63 +144,45 @@ def start_deepspeed() -> Any:
 
 
 def group_of(axis: Axis, mesh: Mesh) -> Any:
-    """Return the axis's process group; on an axis of size 1, a group of this rank, because None means all ranks to DeepSpeed."""
+    """Return the axis's process group. On an axis of size 1 this is a group of this rank alone: DeepSpeed takes None for all ranks."""
     if axis.group is not None:
         return axis.group
     return mesh.alone() if dist.get_world_size() > 1 else dist.group.WORLD
 
 
-def tell_groups(mesh: Mesh, layouts: Iterable[Layout]) -> Any:
+def set_groups(mesh: Mesh, layouts: Iterable[Layout]) -> Any:
     """Make DeepSpeed use the layouts' groups instead of its own. Return the `mpu` object for its engine. Collective."""
     from deepspeed.utils import groups
 
     if dist.get_world_size() > 1:
-        mesh.alone()  # on every rank, even if it is not needed there: all ranks must make equally many groups
+        mesh.alone()  # also on ranks that need no such group: all ranks must make equally many groups
     axes = {axis.name: group_of(axis, mesh) for axis in (data_axis(layout, mesh) for layout in layouts)}
     groups._EXPERT_PARALLEL_GROUP = dict(axes)  # never used: DeepSpeed exchanges no tokens
     groups._EXPERT_DATA_PARALLEL_GROUP = dict(axes)
-    groups.mpu = _Mpu(mesh, dense_axis(mesh))
+    groups.mpu = _mpu(mesh, dense_axis(mesh))
     return groups.mpu
 
 
 def dense_axis(mesh: Mesh) -> Axis:
     """Return the axis over which gradients of dense weights are summed."""
-    return data_axis(dense(()), mesh)
+    return data_axis(Layout(()), mesh)
 
 
-@dataclass(frozen=True)
-class _Mpu:
-    """The mesh with the names of Megatron's `mpu`. DeepSpeed does not need to know about tensor parallelism, so its size is 1 here."""
-
-    mesh: Mesh
-    axis: Axis
-
-    def get_data_parallel_group(self) -> Any:
-        return group_of(self.axis, self.mesh)
-
-    def get_data_parallel_group_ranks(self) -> tuple[int, ...]:
-        return self.axis.ranks
-
-    def get_data_parallel_world_size(self) -> int:
-        return self.axis.size
-
-    def get_data_parallel_rank(self) -> int:
-        return self.axis.index
-
-    def get_model_parallel_group(self) -> Any:
-        return None
-
-    def get_model_parallel_world_size(self) -> int:
-        return 1
-
-    def get_model_parallel_rank(self) -> int:
-        return 0
-
-    def get_pipe_parallel_world_size(self) -> int:
-        return self.mesh.axis("pp").size
+def _mpu(mesh: Mesh, axis: Axis) -> SimpleNamespace:
+    """Return the interface of Megatron's `mpu`, by which DeepSpeed asks for groups. For tensor parallelism, it is told size 1."""
+    return SimpleNamespace(
+        get_data_parallel_group=lambda: group_of(axis, mesh),
+        get_data_parallel_group_ranks=lambda: axis.ranks,
+        get_data_parallel_world_size=lambda: axis.size,
+        get_data_parallel_rank=lambda: axis.index,
+        get_model_parallel_group=lambda: None,
+        get_model_parallel_world_size=lambda: 1,
+        get_model_parallel_rank=lambda: 0,
+        get_pipe_parallel_world_size=lambda: mesh.axis("pp").size,
+    )
 
 
-def marked(model: nn.Module) -> nn.Module:
+def with_mark(model: nn.Module) -> nn.Module:
     """Wrap the model together with an empty layer of DeepSpeed's MoE class, so that the engine looks for groups of experts."""
     from deepspeed.moe.layer import MoE
 
@@ -211,7 +192,7 @@ def marked(model: nn.Module) -> nn.Module:
             self.num_experts = 1
 
         def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
-            return None  # tell_groups has set the groups
+            return None  # set_groups has set the groups
 
     class Wrapped(nn.Module):
         def __init__(self) -> None:

@@ -19,16 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-Together = Callable[[Any, Tensor], Tensor]  # (name, a replica's tensor) -> its sum over all replicas of this forward pass
+Together = Callable[[Any, Tensor], Tensor]  # (name of a sum, this replica's tensor) -> sum over all replicas in this forward pass
 Scatter = Callable[[tuple[Any, ...], Sequence[torch.device], Sequence[Together]], list[tuple[Any, ...]]]
 Gather = Callable[[tuple[Any, ...], Sequence[Any], torch.device], Any]
 
 
 class Replicas(nn.Module):
-    """Replicas that replace `model` in the training forward pass.
+    """Replicas of `model`, which run its forward pass in training.
 
-    `scatter(args, devices, together)` returns each replica's arguments. `gather(args, outputs, device)` returns one output. `sent`:
-    bytes of "broadcast" and "reduce" so far.
+    `scatter(args, devices, sums)` returns each replica's arguments; sums[i]: the i-th replica's `Together`. `gather(args, outputs, device)`
+    joins the replicas' outputs. `sent`: bytes so far, by "broadcast" and "reduce".
     """
 
     def __init__(self, model: nn.Module, *, devices: Sequence[torch.device], scatter: Scatter, gather: Gather) -> None:
@@ -55,7 +55,7 @@ def _replica(module: nn.Module, device: torch.device, sent: Counter[str]) -> nn.
         sent["broadcast"] += copy.nbytes
         if copy.requires_grad:
             copy.register_hook(lambda grad: sent.update(reduce=grad.nbytes))
-        setattr(made, name, copy)  # a plain tensor, because it is no leaf
+        setattr(made, name, copy)  # as a plain tensor, not a parameter: gradients flow through it
     for name, buffer in module._buffers.items():
         made._buffers[name] = None if buffer is None else buffer.to(device)
     for name, child in module._modules.items():
@@ -67,7 +67,7 @@ def _applied(replicas: Sequence[nn.Module], parts: Sequence[tuple[Any, ...]], me
     """Run all replicas in threads. After all have ended, raise the error of the first replica that failed."""
     outputs: list[Any] = [None] * len(replicas)
     errors: list[BaseException | None] = [None] * len(replicas)
-    grad = torch.is_grad_enabled()  # a setting of each thread
+    grad = torch.is_grad_enabled()  # each thread has its own setting
 
     def one(i: int) -> None:
         try:
@@ -75,7 +75,7 @@ def _applied(replicas: Sequence[nn.Module], parts: Sequence[tuple[Any, ...]], me
                 outputs[i] = replicas[i](*parts[i])
         except BaseException as error:
             errors[i] = error
-            meeting.leave()
+            meeting.barrier.abort()
 
     threads = [threading.Thread(target=one, args=(i,)) for i in range(len(replicas))]
     for thread in threads:
@@ -89,7 +89,7 @@ def _applied(replicas: Sequence[nn.Module], parts: Sequence[tuple[Any, ...]], me
 
 
 class _Meeting:
-    """Sums over the replicas of one forward pass. A recomputed layer gets the stored result."""
+    """Sums tensors over the replicas of one forward pass. A recomputed layer gets the stored sum again."""
 
     def __init__(self, count: int) -> None:
         self.barrier = threading.Barrier(count)
@@ -113,6 +113,3 @@ class _Meeting:
             return known[name]
 
         return together
-
-    def leave(self) -> None:
-        self.barrier.abort()

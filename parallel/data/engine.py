@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from parallel.data.whole import Whole
-from parallel.mesh.layout import Box, Layout
+from parallel.mesh.layout import Box, Layouts
 from parallel.watch.audit import Held
 
-MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's
-Load = Callable[[str, str, Box], Tensor]  # (parameter, "weight" or an optimizer state, box of this rank's shard) -> that box
-StateDims = Mapping[str, int | None]  # a parameter's optimizer states by name. None: of its shape; a dim: a mean over that dim
+MOMENTS = ("exp_avg", "exp_avg_sq")  # optimizer states of AdamW
+Load = Callable[[str, str, Box], Tensor]  # (parameter, "weight" or an optimizer state, box of this rank's shard) -> its content
+StateDims = Mapping[str, int | None]  # optimizer state -> the dim over which it is a mean; None: it has the parameter's shape
 
 
 class Rule(ABC):
@@ -34,15 +34,15 @@ class Rule(ABC):
     decays: Callable[[str, Tensor], bool]
 
     def kept(self, name: str, num_dims: int) -> StateDims:
-        """Return the optimizer states of a parameter with `num_dims` dims, by their names in checkpoints."""
+        """Return the optimizer states that checkpoints store for the parameter `name`, with `num_dims` dims."""
         return dict.fromkeys(MOMENTS)
 
     @abstractmethod
     def build(self, groups: list[dict[str, Any]], wholes: Mapping[int, Whole] | None = None) -> torch.optim.Optimizer:
-        """Make torch's optimizer. `wholes`: parameter id -> how to gather its matrices, if ranks hold copies or shards of them."""
+        """Make torch's optimizer. `wholes`: parameter id -> how to gather its matrices, if other ranks hold copies or shards."""
 
     def groups(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
-        """Return torch's parameter groups, with and without decay, without empty groups and frozen parameters."""
+        """Return torch's parameter groups: one with weight decay, one without. Frozen parameters and empty groups are left out."""
         parts: dict[bool, list[nn.Parameter]] = {True: [], False: []}
         for name, parameter in (pair for pair in parameters if pair[1].requires_grad):
             parts[self.decays(name, parameter)].append(parameter)
@@ -66,73 +66,55 @@ class AdamW(Rule):
 class Engine(Protocol):
     """Data parallelism of one kind: DDP, DP, FSDP, ZeRO.
 
-    With pipeline stages, `backward_from` for each stage and micro-batch, followed by `reduce`, replaces `backward`. Between them
-    `start_sums` may be called once for each stage after its last micro-batch.
+    With pipeline stages, `backward_from` is called for each stage and micro-batch instead of `backward`, then `start_sums`, if at all, for
+    each stage after its last micro-batch, and at last `reduce`.
     """
 
     module: nn.Module
-    layouts: dict[str, Layout]
+    layouts: Layouts
     rule: Rule
 
     def forward(self, *args: Any, last: bool) -> Any:
         """Run the model's forward pass in training. `last`: the batch's last micro-batch. Evaluation calls `module` directly."""
-        ...
 
     def backward(self, loss: Tensor, *, last: bool) -> None: ...
 
     def backward_from(self, output: GradientEdge, gradient: Tensor | None) -> None:
         """Run the backward pass of one stage and micro-batch. `gradient`: of the stage's output; None if the output is the loss."""
-        ...
 
     def start_sums(self, names: Sequence[str]) -> None:
-        """Start the sums of `reduce` for these parameters, and store the sums that have finished. Their gradients must be complete.
-
-        An engine may do nothing here and leave all sums to `reduce`. Collective.
-        """
-        ...
+        """Start the sums of `reduce` for these parameters, if the engine can. Their gradients must be complete. Collective."""
 
     def reduce(self) -> None:
         """Sum the accumulated gradients over all copies. Call it once a batch, after the last `backward_from`."""
-        ...
 
     def owned_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (family, summed gradient) of all elements that this rank owns. Each element has one owner in the world."""
-        ...
 
     def tensors(self) -> Iterator[Held]:
-        """Yield this rank's weights and optimizer states, with the axes that hold copies of the same bits. States on a disk are left out.
-
-        Ranks that hold copies must yield in the same order.
-        """
-        ...
+        """Yield this rank's weights and optimizer states, without those on a disk. Ranks that hold copies must yield in the same order."""
 
     def summed_gradients(self) -> Iterator[Held]:
-        """Yield the summed gradients in the same form, before a step."""
-        ...
+        """Yield the summed gradients, before a step, in the same order on ranks that hold copies."""
 
     def copy_again(self) -> bool:
-        """Copy the optimizer's master weights to the model's weights again; return False if both are the same tensors. Collective."""
-        ...
+        """Copy the optimizer's master weights to the model's weights; return False if both are the same tensors. Collective."""
 
     def scale_gradients(self, factor: float) -> None: ...
 
     def step(self, lr: float) -> None:
         """Make one optimizer step and drop the gradients."""
-        ...
 
     def drop_gradients(self) -> None: ...
 
     def gradient(self, name: str) -> Tensor:
         """Return this rank's shard, by the layout, of a parameter's summed gradient. Every rank must call it."""
-        ...
 
     def state(self, name: str) -> dict[str, Tensor]:
         """Return this rank's shard, by the layout, of a parameter's master weight ("weight") and optimizer states. Collective."""
-        ...
 
     def load_state(self, names: Iterable[str], load: Load, *, steps: int) -> None:
         """Load weights and optimizer states of these parameters, and set the optimizer's step counter. Every rank must call it.
 
         `load` is called for one box after another of the elements that this rank keeps (parallel/data/load.py).
         """
-        ...

@@ -31,7 +31,7 @@ from parallel.data.stepped import Stepped
 from parallel.data.whole import Cut, Whole
 from parallel.mesh.collectives import gather_into, scatter_sum_into
 from parallel.mesh.gradients import data_axis, sum_gradients
-from parallel.mesh.layout import Box, Layout
+from parallel.mesh.layout import Layouts
 from parallel.mesh.mesh import Axis, Mesh
 from parallel.numerics.first_values import Fill
 from parallel.numerics.precision import sum_dtype
@@ -40,10 +40,10 @@ from parallel.watch.audit import Held, copies_of
 
 @dataclass(frozen=True)
 class Unit:
-    """Parameters (module names) that are gathered together, before the module `path` runs and before its backward pass.
+    """Parameters that are gathered together, before the module at `path` runs and before its backward pass.
 
-    `dtype`: of the gathered parameters; None: the parameters' own. `backward` False: the backward pass does not read them. `ahead`
-    False: never prefetched: a tile, which must not be in memory with its neighbours, or a unit that runs twice in a forward pass.
+    dtype: of the gathered parameters; None: the parameters' own. backward: whether the backward pass reads them. ahead: whether they may be
+    prefetched; not if the unit is a tile, which must not be in memory with its neighbours, or runs twice in a forward pass.
     """
 
     path: str
@@ -54,51 +54,44 @@ class Unit:
 
 
 def shard(
-    model: nn.Module,
-    units: Sequence[Unit],
-    *,
-    layouts: dict[str, Layout],
-    mesh: Mesh,
-    device: torch.device,
-    reshard: bool,
-    prefetch: int,
-    fill: Fill,
+    model: nn.Module, units: Sequence[Unit], *, layouts: Layouts, mesh: Mesh, device: torch.device, reshard: bool, prefetch: int, fill: Fill
 ) -> None:
     """Cut a model on the meta device, then allocate this rank's shards on `device` and set their first values.
 
-    `units` in the order in which they start to run; a unit inside another follows it. `prefetch`: number of outermost units to gather
-    ahead, with the units inside them.
+    `units`: in the order in which they start to run; a unit inside another one follows it. `prefetch`: number of outermost units that are
+    gathered ahead, together with the units inside them.
     """
     # torch warns about units that return a view, which must not be changed in place; this project never does that
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning)
     meshes: dict[str, DeviceMesh] = {}
     cut: dict[str, FSDPModule] = {}
-    for unit in reversed(units):  # inside first
+    for unit in reversed(units):  # units inside others first
         axis = data_axis(layouts[unit.parameters[0]], mesh)
         assert {data_axis(layouts[name], mesh).ranks for name in unit.parameters} == {axis.ranks}, f"{unit.path}: one unit, one axis"
         if axis.size > 1:
             if axis.name not in meshes:
                 meshes[axis.name] = DeviceMesh.from_group(axis.group, device.type, mesh_dim_names=(axis.name,))
             cut[unit.path] = _cut(model, unit, axis, meshes[axis.name], reshard=reshard)
-    if cut:  # the root has no parameters: it starts and ends the others' passes
+    if cut:  # the root unit has no parameters; it starts and ends the passes of the others
         whole = {p for p in model.parameters() if not isinstance(p, DTensor)}
         fully_shard(model, mesh=next(reversed(meshes.values())), ignored_params=whole)
         _look_ahead([u for u in units if u.path in cut], cut, prefetch)
-    model.to_empty(device=device)  # allocates shards only
+    model.to_empty(device=device)  # of the cut parameters, only the shards
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, DTensor):
             fill(name, parameter.data)
         elif (held := parameter.to_local().detach()).numel():
-            fill(name, held, _box(parameter, data_axis(layouts[name], mesh)))
+            cut_here = _cut_of(parameter, data_axis(layouts[name], mesh))
+            start, length = cut_here.run(cut_here.axis.index)
+            box = [slice(0, size) for size in parameter.shape]
+            box[cut_here.dim] = slice(start, start + length)
+            fill(name, held, tuple(box))
 
 
-def _box(parameter: DTensor, axis: Axis) -> Box:
-    """Return this rank's shard of a cut parameter, as a box of the tensor that the ranks of the axis hold together."""
-    dim = parameter.placements[0].dim  # type: ignore[attr-defined]
-    size = parameter.shape[dim]
-    each = -(-size // axis.size)
-    start = min(axis.index * each, size)
-    return tuple(slice(start, min(start + each, size)) if d == dim else slice(0, n) for d, n in enumerate(parameter.shape))
+def _cut_of(parameter: DTensor, axis: Axis) -> Cut:
+    """Return how fully_shard has cut a parameter over the ranks of the axis. The last ranks may have fewer elements."""
+    dim: int = parameter.placements[0].dim  # type: ignore[attr-defined]
+    return Cut(dim - parameter.ndim, -(-parameter.shape[dim] // axis.size), parameter.shape[dim], axis)
 
 
 def _cut(model: nn.Module, unit: Unit, axis: Axis, on: DeviceMesh, *, reshard: bool) -> FSDPModule:
@@ -114,7 +107,7 @@ def _cut(model: nn.Module, unit: Unit, axis: Axis, on: DeviceMesh, *, reshard: b
         ignored_params={p for p in module.parameters() if p not in mine},
     )
     assert isinstance(module, FSDPModule)
-    # losses are shares of the global mean: gradients are summed. With the factor only, torch would use an operation that gloo lacks
+    # gradients are summed, because losses are shares of the global mean; with the factor alone, torch would use an operation gloo lacks
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
     module.set_unshard_in_backward(unit.backward)
@@ -130,18 +123,18 @@ def _sum_uses_in(dtype: torch.dtype, model: nn.Module, unit: Unit) -> None:
     def when_gathered(module: nn.Module, _: Any) -> None:
         for name in unit.parameters:
             model.get_parameter(name).grad_dtype = dtype
-        first.remove()  # once is enough: the object of the whole parameter stays, only its memory is freed
+        first.remove()  # set once: the whole parameter's object stays, only its memory is freed
 
     first = model.get_submodule(unit.path).register_forward_pre_hook(when_gathered)
 
 
 def dim_to_cut(shape: tuple[int, ...], ranks: int) -> int:
-    """Return the first dim that `ranks` divides, else 0, with padding. A stack of experts can be shorter than the number of ranks."""
+    """Return the first dim that `ranks` divides; if there is none, 0, which is padded. (A stack of experts can be short.)"""
     return next((dim for dim, size in enumerate(shape) if size % ranks == 0), 0)
 
 
 def _look_ahead(units: list[Unit], cut: dict[str, FSDPModule], prefetch: int) -> None:
-    """Set for each unit the units to prefetch when it has been gathered. torch's own order fails with recomputed forward passes."""
+    """Set the units that each unit prefetches once it is gathered. torch's own choice fails with recomputed forward passes."""
     for module in cut.values():
         module.set_modules_to_backward_prefetch([module])  # no prefetch: it is gathered already; for an empty list torch would choose
     groups: list[list[Unit]] = []  # an outermost unit and the units inside it
@@ -158,7 +151,7 @@ def _look_ahead(units: list[Unit], cut: dict[str, FSDPModule], prefetch: int) ->
 
 
 class _OnAxis:
-    """A unit's collective by this project's functions, so that it is counted, and compared in debug mode."""
+    """Runs a unit's collective by this project's functions, which count it, and compare it in debug mode."""
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
@@ -184,9 +177,9 @@ class _ScatterSum(_OnAxis, ReduceScatter):
 
 
 class FSDP(Stepped):
-    """The engine of FSDP, for a model that `shard` has cut, or that has nothing to cut. `layouts` by module parameter name."""
+    """The engine of FSDP, for a model that `shard` has cut, or that has nothing to cut."""
 
-    def __init__(self, model: nn.Module, *, layouts: dict[str, Layout], mesh: Mesh, optimizer: Rule) -> None:
+    def __init__(self, model: nn.Module, *, layouts: Layouts, mesh: Mesh, optimizer: Rule) -> None:
         super().__init__(model, layouts=layouts, mesh=mesh)
         named = dict(model.named_parameters())
         self.cut = {name: p for name, p in named.items() if isinstance(p, DTensor)}
@@ -200,13 +193,13 @@ class FSDP(Stepped):
         self.rule, self.optimizer = optimizer, optimizer.build(optimizer.groups(stepped), wholes)
 
     def _whole(self, name: str) -> Whole | None:
-        """Return how to gather a parameter's matrices: undo this engine's cut, then the layout's. Equal on every rank."""
+        """Return how to gather a parameter's whole matrices: first over this engine's cut, then over the layout's. Equal on every rank."""
         whole = Whole.of(self.layouts[name], self.mesh)
         if name not in self.cut:
             return whole
         own = self._cut_of(name)
         cuts = (*((own,) if own.dim >= -2 and own.axis.size > 1 else ()), *(whole.cuts if whole else ()))
-        return Whole(cuts) if cuts else None  # no copies: the ranks that saw other tokens hold shards
+        return Whole(cuts) if cuts else None  # without copies: the ranks that would hold them hold shards
 
     def reduce(self) -> None:
         sum_gradients({n: p.grad for n, p in self.whole.items() if p.grad is not None}, self.layouts, self.mesh)
@@ -259,21 +252,17 @@ class FSDP(Stepped):
                 module.reshard()
 
     def start(self, name: str) -> list[int]:
-        """Return the index of this rank's first element in the result of `_gathered`."""
+        """Return the index of this rank's first element in the parameter's shard by its layout."""
         start = [0] * self.parameters[name].ndim
         if name in self.cut:
             cut = self._cut_of(name)
-            start[cut.dim] = cut.axis.index * cut.each
+            start[cut.dim], _ = cut.run(cut.axis.index)
         return start
 
     def _gathered(self, name: str, part: Tensor) -> Tensor:
-        """Gather a parameter's shard by its layout from the shards of this engine. Collective."""
-        if name not in self.cut:
-            return part
-        return Whole((self._cut_of(name),)).gathered(part)
+        """Gather a parameter's shard by its layout from the engine's shards, given this rank's `part`. Collective."""
+        return Whole((self._cut_of(name),)).gathered(part) if name in self.cut else part
 
     def _cut_of(self, name: str) -> Cut:
-        """Return this engine's cut of a parameter's shard by its layout. The last ranks may have fewer elements."""
-        axis, shape = data_axis(self.layouts[name], self.mesh), self.cut[name].shape
-        dim: int = self.cut[name].placements[0].dim  # type: ignore[attr-defined]
-        return Cut(dim - len(shape), -(-shape[dim] // axis.size), shape[dim], replace(axis, label=name))
+        """Return this engine's cut of a parameter's shard by its layout."""
+        return _cut_of(self.cut[name], replace(data_axis(self.layouts[name], self.mesh), label=name))

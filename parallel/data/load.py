@@ -1,8 +1,8 @@
 """Loading states into an engine, a few MiB at a time, so that resuming needs no more memory than training.
 
-load(name, kind, box)        returns a box of this rank's shard of a parameter, from a checkpoint or memory
-fill(into, ...)              fills a tensor box by box: a whole tensor (DDP), or a shard along a dim (FSDP)
-fill_run(into, ...)          fills consecutive elements, in row-major order: a shard in a flat partition (ZeRO)
+load(name, kind, box)        returns a box of this rank's shard of a parameter, or of one of its optimizer states
+fill(into, ...)              fills a tensor, one box after another: a whole tensor (DDP), or a shard along a dim (FSDP)
+fill_run(into, ...)          fills a flat tensor: consecutive elements, in row-major order, of a tensor (ZeRO's partitions)
 fill_stepped(parameter, ...) fills a parameter of a torch optimizer, and its optimizer states
 """
 
@@ -14,6 +14,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from parallel.data.engine import Load, StateDims
 from parallel.mesh.layout import Box
@@ -22,13 +23,13 @@ ELEMENTS_AT_ONCE = 2**22  # 16 MiB in fp32: larger reads are not faster on a dis
 
 
 def given(states: Mapping[str, Mapping[str, Tensor]]) -> Load:
-    """Return a Load that reads tensors in memory: states[name][kind]."""
+    """Return a Load that reads tensors in memory, states[parameter]["weight" or an optimizer state]."""
     return lambda name, kind, box: states[name][kind][box]
 
 
 @torch.no_grad()
 def fill(into: Tensor, load: Callable[[Box], Tensor], *, start: Sequence[int] = ()) -> None:
-    """Fill a tensor. `start`: index of its first element in the tensor that `load` reads (default: zeros)."""
+    """Fill a tensor with boxes of the tensor that `load` reads. `start`: index there of the first element of `into`; (): all zeros."""
     start = start or [0] * into.ndim
     for _, box in boxes(tuple(into.shape), 0, into.numel()):
         into[box].copy_(load(tuple(slice(at + part.start, at + part.stop) for at, part in zip(start, box, strict=True))))
@@ -36,14 +37,14 @@ def fill(into: Tensor, load: Callable[[Box], Tensor], *, start: Sequence[int] = 
 
 @torch.no_grad()
 def fill_run(into: Tensor, load: Callable[[Box], Tensor], *, shape: tuple[int, ...], first: int) -> None:
-    """Fill a flat tensor with elements first, first + 1, ... of a tensor of this shape."""
+    """Fill a flat tensor with elements first, first + 1, ... of the tensor, of this shape, that `load` reads."""
     for at, box in boxes(shape, first, first + into.numel()):
         part = load(box).reshape(-1)
         into.narrow(0, at - first, part.numel()).copy_(part)
 
 
-def held_of(parameter: Tensor, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
-    """Yield (kind, tensor) of a torch optimizer's parameter: the weight, and its optimizer states so far, step counters too."""
+def held_of(parameter: Tensor, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
+    """Yield ("weight", parameter), then (name, tensor) of each optimizer state that exists so far, step counters too."""
     yield "weight", parameter.detach()
     for kind, kept in sorted(optimizer.state.get(parameter, {}).items()):
         if isinstance(kept, Tensor):
@@ -51,15 +52,11 @@ def held_of(parameter: Tensor, optimizer: torch.optim.Optimizer) -> Iterator[tup
 
 
 def fill_stepped(
-    parameter: nn.Parameter,
-    optimizer: torch.optim.Optimizer,
-    load: Callable[[str, Box], Tensor],
-    *,
-    kept: StateDims,
-    steps: int,
-    start: Sequence[int] = (),
+    parameter: nn.Parameter, optimizer: Optimizer, load: Callable[[str, Box], Tensor], *, kept: StateDims, steps: int, start: Sequence[int]
 ) -> None:
-    """Fill a parameter and its optimizer states. `start`: as in `fill`."""
+    """Fill a parameter of a torch optimizer with load("weight", box), and its states `kept` with load(state, box). `start`: as in `fill`.
+    `steps`: the optimizer's step counter.
+    """
     fill(parameter.data, partial(load, "weight"), start=start)
     if not parameter.requires_grad:
         return  # frozen: it has no optimizer states
@@ -71,8 +68,8 @@ def fill_stepped(
     state["step"] = torch.tensor(float(steps), device=parameter.device)
 
 
-def kept_of(parameter: nn.Parameter, optimizer: torch.optim.Optimizer, kept: StateDims) -> dict[str, Tensor]:
-    """Return a parameter's optimizer states by name; zeros before the first step."""
+def kept_of(parameter: nn.Parameter, optimizer: Optimizer, kept: StateDims) -> dict[str, Tensor]:
+    """Return the optimizer states named in `kept`, by name; zeros before the first step."""
     state = optimizer.state.get(parameter, {})
     return {kind: state[kind] if kind in state else parameter.new_zeros(_shape(parameter, dim)) for kind, dim in kept.items()}
 
@@ -83,7 +80,9 @@ def _shape(parameter: nn.Parameter, dim: int | None) -> list[int]:
 
 
 def boxes(shape: tuple[int, ...], first: int, end: int, *, at_once: int | None = None) -> Iterator[tuple[int, Box]]:
-    """Cut elements [first, end) of a tensor, in row-major order, into boxes of at most `at_once` elements. Yield (first element, box)."""
+    """Cut elements [first, end) of a tensor, in row-major order, into boxes of at most `at_once` elements (None: ELEMENTS_AT_ONCE).
+    Yield (number of the box's first element, box).
+    """
     at_once = ELEMENTS_AT_ONCE if at_once is None else at_once
     if not shape and first < end:
         yield 0, ()

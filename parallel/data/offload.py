@@ -30,7 +30,7 @@ GROUP_ELEMENTS = 2**22  # 16 MiB of each state: larger reads are not faster on a
 
 
 class SwapFolder(tempfile.TemporaryDirectory[str]):
-    """A folder that is deleted with this object, and locked as long as its process lives: another container may not see its process id."""
+    """A folder that is deleted with this object, and locked while its process lives. (Other containers may not see the process id.)"""
 
     def __init__(self, path: Path, prefix: str) -> None:
         super().__init__(dir=path, prefix=prefix, ignore_cleanup_errors=True)
@@ -78,7 +78,7 @@ class Offload:
         return SwapFolder(Path(self.path or "."), f"{prefix}{os.getpid()}-")
 
     def sections(self, folder: str | None, *, largest: int) -> dict[str, Any]:
-        """Return DeepSpeed's settings, to be added to `zero_optimization`. `largest`: elements of the largest swapped shard."""
+        """Return the keys of DeepSpeed's `zero_optimization`. `folder`: of the disk. `largest`: most elements of a swapped shard."""
         pin = torch.cuda.is_available()  # page-locked memory speeds up copies to and from a GPU
         found: dict[str, Any] = {}
         if self.optimizer != "none":
@@ -88,6 +88,6 @@ class Offload:
         for section in found.values():
             if section["device"] == "nvme":
                 section["nvme_path"] = folder
-        if self.optimizer == "nvme":  # elements read together for a step, in four buffers: weights, gradients, two moments
+        if self.optimizer == "nvme":  # number of elements that a step reads together, in four buffers: weights, gradients, two moments
             found["sub_group_size"] = max(largest, GROUP_ELEMENTS)
         return found

@@ -1,7 +1,4 @@
-"""The common part of engines in which torch's optimizer steps this rank's parameters: whole ones (DDP), or shards as plain tensors (FSDP).
-
-An engine has to say how gradients are summed (`reduce`), and which of these methods it does in another way.
-"""
+"""The common part of engines in which torch's optimizer steps this rank's parameters: whole (DDP), or shards as plain tensors (FSDP)."""
 
 from __future__ import annotations
 
@@ -16,19 +13,19 @@ from torch.autograd.graph import GradientEdge
 
 from parallel.data.engine import Load, Rule
 from parallel.data.load import fill_stepped, held_of, kept_of
-from parallel.mesh.layout import Layout
+from parallel.mesh.layout import Layouts
 from parallel.mesh.mesh import Mesh
 from parallel.watch.audit import Held, copies_of
 
 
 class Stepped(ABC):
-    """An engine around `module`. `parameters`: what the optimizer steps, by module parameter name, as `layouts`."""
+    """An engine around `module`. A subclass defines `reduce`. parameters: the tensors that the optimizer steps, by parameter name."""
 
     rule: Rule
     optimizer: torch.optim.Optimizer
     parameters: Mapping[str, nn.Parameter]
 
-    def __init__(self, module: nn.Module, *, layouts: dict[str, Layout], mesh: Mesh) -> None:
+    def __init__(self, module: nn.Module, *, layouts: Layouts, mesh: Mesh) -> None:
         self.module, self.layouts, self.mesh = module, layouts, mesh
 
     def forward(self, *args: Any, last: bool) -> Any:
@@ -49,11 +46,11 @@ class Stepped(ABC):
     def reduce(self) -> None: ...
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, gradient of what the optimizer steps)."""
+        """Yield (name, gradient of the tensor that the optimizer steps)."""
         return ((name, p.grad) for name, p in self.parameters.items() if p.grad is not None)
 
     def held(self, name: str, kind: str, tensor: Tensor) -> Held:
-        """Return a tensor with the axes that hold copies of it."""
+        """Return the tensor with the axes along which ranks hold copies of it."""
         return copies_of(name, kind, tensor, self.layouts[name])
 
     def owned_gradients(self) -> Iterator[tuple[str, Tensor]]:
@@ -101,5 +98,5 @@ class Stepped(ABC):
                 fill_stepped(parameter, self.optimizer, partial(load, name), kept=kept, steps=steps, start=start)
 
     def start(self, name: str) -> Sequence[int]:
-        """Return the index of the first element here in this rank's shard by the layout. Default: zeros."""
+        """Return the index, in this rank's shard by the layout, of the first element that the optimizer steps here; (): all zeros."""
         return ()

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from parallel.mesh.layout import Tile
 from parallel.numerics.precision import sum_dtype
 
-Slot = Callable[[Tensor], Tensor]  # a replaceable function of a layer's input or output, for communication in tensor parallelism
-Products = Callable[[Tensor, Sequence[nn.Module]], Sequence[Tensor]]  # x times the matrices of several modules; can send x once for all
+Slot = Callable[[Tensor], Tensor]  # a replaceable function of a layer, by which tensor parallelism communicates its input or output
+Products = Callable[[Tensor, Sequence[nn.Module]], Sequence[Tensor]]  # (x, modules) -> x W^T of each module; can send x once for all
 
 _TILE = re.compile(r"(?:^|\.)tiles\.(\d+)(?=\.|$)")
 
@@ -64,7 +64,7 @@ def summed(tiles: Iterable[nn.Module], x: Tensor, apply: Callable[[Any, Tensor],
 
 
 def with_branches(tiles: Iterable[nn.Module], x: Tensor) -> Iterator[tuple[Any, Tensor]]:
-    """Yield each tile with its own copy of x in the graph. The copies' gradients are summed in fp32 or wider."""
+    """Yield (tile, x as a node of its own in the autograd graph). The nodes' gradients are summed in fp32 or wider."""
     wide = x.to(sum_dtype(x.dtype))
     for tile in tiles:
         branch, wide = _Branch.apply(wide, x.detach())
@@ -72,7 +72,7 @@ def with_branches(tiles: Iterable[nn.Module], x: Tensor) -> Iterator[tuple[Any, 
 
 
 class _Branch(torch.autograd.Function):
-    """Return x for one tile, and `wide` for the tiles after it. Backward: their wide gradient plus this tile's."""
+    """Return x for one tile, and `wide` for the tiles after it. The gradient of `wide` is theirs plus this tile's."""
 
     @staticmethod
     def forward(ctx: Any, wide: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -87,7 +87,7 @@ class _Branch(torch.autograd.Function):
 
 
 def take(tile: nn.Module, whole: nn.Module, cut: Callable[[str], Tile]) -> nn.Module:
-    """Set the tile's parameters to chunks of the whole's parameters, and return the tile. `cut(name)`: which chunk."""
+    """Set the tile's parameters to chunks of the whole's parameters, and return the tile. `cut`: parameter name -> its chunk."""
     for name, parameter in whole.named_parameters():
         module, _, last = name.rpartition(".")
         setattr(
@@ -97,7 +97,7 @@ def take(tile: nn.Module, whole: nn.Module, cut: Callable[[str], Tile]) -> nn.Mo
 
 
 def tiles_of(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield all tiles in the order in which they run. They are the units that an engine gathers and frees."""
+    """Yield all tiles in the order in which they run."""
     return (module for name, module in model.named_modules() if (found := _last(name)) is not None and found.end() == len(name))
 
 
@@ -107,7 +107,7 @@ def without_tiles(name: str) -> str:
 
 
 def tile_of(model: nn.Module, name: str, *, dim: int) -> tuple[Tile, tuple[int, ...]] | None:
-    """Return a parameter's tile and the shape of the whole tensor, which tiles cut along `dim`; None if it is not in a tile."""
+    """Return (tile that the parameter is, shape of the whole tensor, which tiles cut along `dim`); None if it is not in a tile."""
     found = _last(name)
     if found is None:
         return None

@@ -8,7 +8,6 @@ Stacks of experts are never gathered along the stack, because each expert is a s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +22,7 @@ from parallel.mesh.mesh import Axis, Mesh
 
 @dataclass(frozen=True)
 class Cut:
-    """A cut of a dim (negative, from the end) of `size` elements: each rank of the axis holds `each`, the last ones may hold less."""
+    """A dim (negative: from the end) of `size` elements, cut over an axis: each rank holds `each`, the last ranks may hold fewer."""
 
     dim: int
     each: int
@@ -36,22 +35,22 @@ class Cut:
         return first, min(self.each, self.size - first)
 
     def part_shape(self, shape: tuple[int, ...], place: int) -> tuple[int, ...]:
-        """Return a tensor's shape on the axis's rank `place`, given its shape on another rank."""
+        """Return the shape of the shard of the axis's rank `place`, given the shape of another rank's shard."""
         dim = self.dim % len(shape)
         return *shape[:dim], self.run(place)[1], *shape[dim + 1 :]
 
 
 @dataclass(frozen=True)
 class Whole:
-    """How to gather whole matrices. `cuts`: in the order in which to undo them. `copies`: axis of ranks with the same shards and the same
-    summed gradients, or None."""
+    """How to gather whole matrices. cuts: in the order in which they are undone. copies: the axis of the ranks that hold the same shards
+    and the same summed gradients, if there are several."""
 
     cuts: tuple[Cut, ...]
     copies: Axis | None = None
 
     @staticmethod
     def of(layout: Layout, mesh: Mesh) -> Whole | None:
-        """Return how to undo a layout's cuts; None for a parameter that is no matrix, or that only this rank holds, whole."""
+        """Return how to undo a layout's cuts; None if the parameter is no matrix, or no other rank holds a part or copy of it."""
         if len(layout.shape) < 2:
             return None
         cuts = tuple(cut for dim in range(len(layout.shape) - 2, len(layout.shape)) for cut in _cuts_of_dim(layout, dim, mesh))
@@ -68,13 +67,11 @@ class Whole:
         return part
 
 
-def _cuts_of_dim(layout: Layout, dim: int, mesh: Mesh) -> Iterator[Cut]:
-    """Yield the cuts of a dim, the last one (with the smallest shards) first."""
-    axes = [axis for axis in map(mesh.axis, layout.cut_by(dim)) if axis.size > 1]
-    size = layout.shape[dim]
-    sizes = []
-    for axis in axes:
-        sizes.append(size)
-        size //= axis.size
-    for axis, held in reversed(list(zip(axes, sizes, strict=True))):
-        yield Cut(dim - len(layout.shape), held // axis.size, held, axis)
+def _cuts_of_dim(layout: Layout, dim: int, mesh: Mesh) -> list[Cut]:
+    """Return the cuts of a dim, the last one (with the smallest shards) first."""
+    size, cuts = layout.shape[dim], list[Cut]()
+    for axis in map(mesh.axis, layout.cut_by(dim)):
+        if axis.size > 1:
+            cuts.append(Cut(dim - len(layout.shape), size // axis.size, size, axis))
+            size //= axis.size
+    return cuts[::-1]

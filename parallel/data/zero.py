@@ -24,12 +24,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from parallel.data.deepspeed import dense_axis, marked, start_deepspeed, tell_groups
+from parallel.data.deepspeed import dense_axis, set_groups, start_deepspeed, with_mark
 from parallel.data.engine import MOMENTS, AdamW, Load, Rule
 from parallel.data.load import fill, fill_run, held_of
 from parallel.data.offload import Offload
 from parallel.mesh.gradients import data_axis
-from parallel.mesh.layout import Layout
+from parallel.mesh.layout import Layouts
 from parallel.mesh.mesh import Mesh
 from parallel.watch.audit import Held, copies_of
 
@@ -38,7 +38,7 @@ BUCKET_ELEMENTS = 8 * 2**20  # gradients summed together, 32 MiB in fp32
 
 
 class DeepSpeed:
-    """The common part of the engines of all ZeRO stages. `layouts` by module parameter name."""
+    """The common part of the engines of all ZeRO stages."""
 
     module: nn.Module
     engine: Any
@@ -56,7 +56,7 @@ class DeepSpeed:
         self.engine.set_gradient_accumulation_boundary(last)
         self.engine.backward(loss)
         if not last:
-            self.engine.step()  # counts a micro-batch; steps only at the boundary
+            self.engine.step()  # only counts the micro-batch: DeepSpeed steps at the last one
 
     def backward_from(self, output: GradientEdge, gradient: Tensor | None) -> None:
         torch.autograd.backward(output, gradient)
@@ -76,35 +76,27 @@ class DeepSpeed:
 
 
 class Zero(DeepSpeed):
-    """The engine of stages 1 and 2. Takes a model in the master dtype and casts its weights to the dtypes `working` (None: no cast)."""
+    """The engine of stages 1 and 2, for a model in the master dtype. `working`: the dtypes to which its weights are cast; None: no cast."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        *,
-        layouts: dict[str, Layout],
-        mesh: Mesh,
-        optimizer: AdamW,
-        stage: int = 1,
-        offload: Offload | None = None,
-        working: Working | None = None,
+        self, model: nn.Module, stage: int, *, layouts: Layouts, mesh: Mesh, optimizer: AdamW, offload: Offload, working: Working | None
     ) -> None:
         deepspeed = start_deepspeed()
         self.rule = optimizer
-        self.module, self.layouts, self.mesh, offload = model, layouts, mesh, offload or Offload()
+        self.module, self.layouts, self.mesh = model, layouts, mesh
         self.parameters = dict(model.named_parameters())
-        made = group_parameters(self.parameters, layouts, optimizer, working=working, mesh=mesh, told=True)
+        made = group_parameters(self.parameters, layouts, optimizer, working=working, mesh=mesh, marked=True)
         groups, self.groups = [group.settings for group in made], made
         self.shards_gradients = stage == 2
         self.offloads = offload.optimizer != "none"
-        told, more = tell_groups(mesh, layouts.values()), offload.sections(None, largest=0)
+        mpu, more = set_groups(mesh, layouts.values()), offload.sections(None, largest=0)
         if mesh.axis("pp").size > 1:
             more["overlap_comm"] = False  # `reduce` sums after the last micro-batch of all stages
         self.engine, _, _, _ = deepspeed.initialize(
-            model=marked(model) if any("moe" in group for group in groups) else model,
+            model=with_mark(model) if any("moe" in group for group in groups) else model,
             optimizer=optimizer.build(groups),
             dist_init_required=False,
-            mpu=told,
+            mpu=mpu,
             config=settings(stage, more) | {"gradient_allreduce_op": "sum"},
         )
         self.zero = self.engine.optimizer
@@ -136,7 +128,7 @@ class Zero(DeepSpeed):
         for parameter in zero.bit16_groups[number]:
             parameter.grad_dtype = torch.float32
             fragment = parameter._hp_mapping
-            if fragment is not None:  # a view of the old flat group would keep all of it in memory
+            if fragment is not None:  # was a view of the old flat group, which would stay in memory as a whole
                 at = fragment.lp_fragment_address
                 fragment.lp_fragment = parameter.data.flatten().narrow(0, at.start, at.numel)
 
@@ -150,7 +142,7 @@ class Zero(DeepSpeed):
         if not self.shards_gradients or not last:
             return
         for number, parts in self.zero.averaged_gradients.items():
-            if parts:  # a view of a parameter that two ranks share would keep its whole gradient in memory
+            if parts:  # a gradient of a parameter that two ranks share is a view, which would keep the whole gradient in memory
                 self.zero.averaged_gradients[number] = [p.clone() if p.untyped_storage().nbytes() > p.nbytes else p for p in parts]
 
     def _add_accumulators(self) -> None:
@@ -176,7 +168,7 @@ class Zero(DeepSpeed):
         return ((self.groups[number].family, part) for number, part in self._partitions() if self.groups[number].owned)
 
     def tensors(self) -> Iterator[Held]:
-        """Yield weights and partitions. Only weights have copies on other ranks: partitions depend on a rank's parameter groups."""
+        """Yield weights, with the axes that hold copies, and partitions, without: a rank's partitions depend on its parameter groups."""
         for name, parameter in self.parameters.items():
             yield copies_of(name, "weight", parameter, self.layouts[name])
         for number, partition in enumerate(self.zero.single_partition_of_fp32_groups):
@@ -234,13 +226,13 @@ class Zero(DeepSpeed):
 
 
 def in_partition(number: int, master: Tensor, optimizer: torch.optim.Optimizer) -> Iterator[Held]:
-    """Yield a flat partition of master weights, and its optimizer states."""
+    """Yield partition `number`, a flat shard of master weights, and its optimizer states."""
     for kind, tensor in held_of(master, optimizer):
         yield Held(f"partition {number}", kind, tensor)
 
 
 def settings(stage: int, more: dict[str, Any]) -> dict[str, Any]:
-    """Return DeepSpeed's configuration: no clipping, no loss scale, any optimizer."""
+    """Return DeepSpeed's configuration: no clipping, no loss scale, any optimizer. `more`: further keys of `zero_optimization`."""
     sharded = {"stage": stage, "contiguous_gradients": True, "reduce_bucket_size": BUCKET_ELEMENTS}
     sharded["overlap_comm"] = torch.cuda.is_available()  # needs CUDA streams; without them it only costs a second buffer
     sharded["use_multi_rank_bucket_allreduce"] = False  # sums each gradient on its owner only: half the bytes of an all-reduce
@@ -254,7 +246,7 @@ def settings(stage: int, more: dict[str, Any]) -> dict[str, Any]:
 
 
 class Group(NamedTuple):
-    """Parameters that DeepSpeed flattens together. `owned`: this rank's shards count in norms, not their copies on other ranks."""
+    """Parameters that DeepSpeed flattens together. `dtype`: in which the model reads them. `owned`: this rank's shards count in norms."""
 
     settings: dict[str, Any]  # torch's parameter group, with DeepSpeed's marks for experts
     family: str
@@ -263,12 +255,12 @@ class Group(NamedTuple):
 
 
 def group_parameters(
-    parameters: dict[str, nn.Parameter], layouts: dict[str, Layout], optimizer: AdamW, *, working: Working | None, mesh: Mesh, told: bool
+    parameters: dict[str, nn.Parameter], layouts: Layouts, optimizer: AdamW, *, working: Working | None, mesh: Mesh, marked: bool
 ) -> list[Group]:
-    """Return the optimizer's groups. Parameters of a group share family, dtype, weight decay, summation axis and ownership.
+    """Return the optimizer's groups. Parameters of a group share family, dtype, weight decay, axis of summation, and `owned`.
 
-    `told`: mark parameters that are not summed over DeepSpeed's data-parallel group with `allreduce` False and the axis's name. Shapes
-    are read from layouts, because a sharded parameter has lost its shape.
+    `marked`: parameters that are not summed over DeepSpeed's data-parallel group get its marks, `allreduce` False and the axis's name.
+    Shapes are read from layouts, because a sharded parameter has lost its shape.
     """
     keyed: dict[tuple[str, torch.dtype, bool, bool, str], list[nn.Parameter]] = {}
     default = dense_axis(mesh)
@@ -281,10 +273,10 @@ def group_parameters(
         axis = data_axis(layout, mesh)
         other = axis.name if axis.ranks != default.ranks else ""
         keyed.setdefault((layout.family, dtype, decays, layout.shard_counts(mesh), other), []).append(parameter)
-        if other and told:
+        if other and marked:
             parameter.allreduce, parameter.group_name = False, other  # type: ignore[attr-defined]
     groups = []
     for (family, dtype, decays, owned, other), held in keyed.items():
         group: dict[str, Any] = {"params": held, "weight_decay": optimizer.weight_decay if decays else 0.0}
-        groups.append(Group(group | ({"moe": True, "name": other} if other and told else {}), family, dtype, owned))
+        groups.append(Group(group | ({"moe": True, "name": other} if other and marked else {}), family, dtype, owned))
     return groups

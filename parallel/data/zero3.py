@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from typing import Any
@@ -22,28 +23,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallel.data.deepspeed import group_of, start_deepspeed, tell_groups
+from parallel.data.deepspeed import group_of, set_groups, start_deepspeed
 from parallel.data.engine import MOMENTS, AdamW, Load
 from parallel.data.load import boxes, fill_run
 from parallel.data.offload import Offload
 from parallel.data.zero import BUCKET_ELEMENTS, DeepSpeed, Group, Working, group_parameters, in_partition, settings
 from parallel.mesh.gradients import data_axis
-from parallel.mesh.layout import Layout
+from parallel.mesh.layout import Layouts
 from parallel.mesh.mesh import Mesh
 from parallel.numerics.first_values import Fill
 from parallel.watch.audit import Held
 
 
 class ShardedInit:
-    """Turns a model on the meta device into sharded weights on `device`, module by module. Sends nothing.
+    """Replaces the weights of a model on the meta device by this rank's shards on `device`, module by module. Sends nothing.
 
-    `fill` writes the first values of this rank's 1/N. While DeepSpeed cuts a weight, the rest of it is allocated but never written.
+    `fill` writes the shard's first values. While DeepSpeed cuts a weight, the rest of the weight is allocated but never written.
     """
 
-    def __init__(self, layouts: dict[str, Layout], mesh: Mesh, *, device: torch.device, fill: Fill, offload: Offload | None = None) -> None:
+    def __init__(self, layouts: Layouts, mesh: Mesh, *, device: torch.device, fill: Fill, offload: Offload) -> None:
         self.deepspeed = start_deepspeed()
-        self.layouts, self.device, self.fill, offload = layouts, device, fill, offload or Offload()
-        self.mpu = tell_groups(mesh, layouts.values())
+        self.layouts, self.device, self.fill = layouts, device, fill
+        self.mpu = set_groups(mesh, layouts.values())
         self.folder, self.mesh = offload.folder(), mesh
         largest = max(math.ceil(math.prod(layout.local_shape(mesh)) / data_axis(layout, mesh).size) for layout in layouts.values())
         sections = offload.sections(None if self.folder is None else self.folder.name, largest=largest)
@@ -91,7 +92,7 @@ class ShardedInit:
 
 _LIMITS = {
     "stage3_param_persistence_threshold": 0,  # no weight stays gathered, however small
-    "stage3_max_reuse_distance": 0,  # even if it will be used again soon
+    "stage3_max_reuse_distance": 0,  # also not if it is used again soon
     "stage3_prefetch_bucket_size": BUCKET_ELEMENTS,
     "stage3_max_live_parameters": 2 * BUCKET_ELEMENTS,  # gathered together, unless one layer is larger: each module prefetches a bucket
 }
@@ -101,21 +102,14 @@ class Zero3(DeepSpeed):
     """The engine of stage 3, for a model made by ShardedInit."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        *,
-        layouts: dict[str, Layout],
-        mesh: Mesh,
-        optimizer: AdamW,
-        offload: Offload | None = None,
-        working: Working | None = None,
+        self, model: nn.Module, *, layouts: Layouts, mesh: Mesh, optimizer: AdamW, offload: Offload, working: Working | None
     ) -> None:
         self.rule = optimizer
         self.module, self.layouts, self.mesh = model, layouts, mesh
         self.sharded_init: ShardedInit = next(model.parameters()).sharded_init  # type: ignore[attr-defined]
-        self.offload = offload or Offload()
+        self.offload = offload
         self.parameters = dict(model.named_parameters())
-        groups = group_parameters(self.parameters, layouts, optimizer, working=working, mesh=mesh, told=False)
+        groups = group_parameters(self.parameters, layouts, optimizer, working=working, mesh=mesh, marked=False)
         self.engine, _, _, _ = self.sharded_init.deepspeed.initialize(
             model=model,
             optimizer=optimizer.build([group.settings for group in groups]),
@@ -142,11 +136,23 @@ class Zero3(DeepSpeed):
         if not torch.is_grad_enabled():
             self.zero._partition_all_parameters()
 
-    def _swapped_in(self, number: int, *, write: bool) -> _SwappedIn:
-        return _SwappedIn(self.zero, number, write=write)
+    @contextmanager
+    def _swapped_in(self, number: int, *, write: bool) -> Iterator[None]:
+        """Return a context in which the optimizer states of group `number` are in memory, if they are on a disk. `write`: write them back
+        at its end.
+        """
+        zero = self.zero
+        swapped = zero._swappable_optimizer_subgroup(number)
+        if swapped:
+            zero._optimizer_states_and_gradient_swap_in(number)
+        try:
+            yield
+        finally:
+            if swapped:
+                (zero._optimizer_states_and_gradient_swap_out if write else zero._release_swap_buffers)(number)
 
     def _narrow(self, dtypes: list[torch.dtype]) -> None:
-        """Replace flat groups of working weights by copies in these dtypes. Weights on a disk do not change."""
+        """Replace the flat groups of working weights by copies, each in its dtype. Weights on a disk do not change."""
         zero = self.zero
         masters = {flat.data_ptr() for flat in zero.fp32_partitioned_groups_flat}
         for number, dtype in enumerate(dtypes):
@@ -165,7 +171,7 @@ class Zero3(DeepSpeed):
             zero.param_groups_fp16_flat_cpu_memory = []
 
     def _gradients(self) -> Iterator[tuple[Group, nn.Parameter, Tensor]]:
-        """Yield (group, parameter, this rank's shard of its summed gradient), in the order of their common buffer."""
+        """Yield (group, parameter, this rank's shard of its summed gradient), in the order in which one buffer has all shards."""
         zero, at = self.zero, 0
         for number, params in enumerate(zero.fp16_groups):
             for parameter in params:
@@ -177,8 +183,8 @@ class Zero3(DeepSpeed):
         return ((group.family, part) for group, _, part in self._gradients() if group.owned)
 
     def tensors(self) -> Iterator[Held]:
-        """Yield this rank's partitions of master weights with their optimizer states, and of working weights. Each element is on one rank
-        only. Partitions on a disk are left out.
+        """Yield this rank's partitions of master weights with their optimizer states, and of working weights, without those on a disk. No
+        other rank has copies.
         """
         zero = self.zero
         for number, master in enumerate(zero.fp32_partitioned_groups_flat):
@@ -204,7 +210,7 @@ class Zero3(DeepSpeed):
         for number, master in enumerate(zero.fp32_partitioned_groups_flat):  # the optimizer's gradients on the host
             if not zero._swappable_optimizer_subgroup(number):
                 master.grad.mul_(factor)
-        if zero.swap_optimizer:  # gradients on a disk are scaled when the step reads them
+        if zero.swap_optimizer:  # the step scales gradients on a disk when it reads them
             zero.override_loss_scale((zero.external_loss_scale or 1.0) / factor)
 
     def step(self, lr: float) -> None:
@@ -267,7 +273,7 @@ class Zero3(DeepSpeed):
 
 
 def _read_each_once(swapper: Any) -> None:
-    """Remove duplicates from DeepSpeed's prefetches: it would read a weight that is soon used twice two times, and fail."""
+    """Remove duplicates from DeepSpeed's prefetches, which have a weight twice that is used twice: the second read would fail."""
     read = swapper.swap_in
 
     def swap_in(params: list[nn.Parameter], **options: Any) -> None:
@@ -282,19 +288,3 @@ def _hook_dataclass(module: Any, _: Any, output: Any) -> Any:
         return output
     tensors = {f.name: value for f in fields(output) if isinstance(value := getattr(output, f.name), Tensor) and value.requires_grad}
     return replace(output, **{name: module.pre_bwd_fn.apply(tensor) for name, tensor in tensors.items()})
-
-
-class _SwappedIn:
-    """Context in which a group's optimizer states on a disk are in memory. `write`: changes are written back."""
-
-    def __init__(self, zero: Any, number: int, *, write: bool) -> None:
-        self.zero, self.number, self.write = zero, number, write
-        self.swapped = zero._swappable_optimizer_subgroup(number)
-
-    def __enter__(self) -> None:
-        if self.swapped:
-            self.zero._optimizer_states_and_gradient_swap_in(self.number)
-
-    def __exit__(self, *_: object) -> None:
-        if self.swapped:
-            (self.zero._optimizer_states_and_gradient_swap_out if self.write else self.zero._release_swap_buffers)(self.number)

@@ -11,14 +11,13 @@
     shift            shift in the other direction
 
 On an axis of size 1 each is the identity and costs nothing. The reduce_scatter of a backward pass sums in fp32 or wider; all other
-sums are in the tensor's dtype. For each axis and collective, the axis's communicator counts calls, bytes given to the collective, and
-bytes that leave this rank (parallel/mesh/communicator.py). Bytes follow from sizes, not from measurements.
+sums are in the tensor's dtype. Each axis has a communicator (parallel/mesh/traffic.py). For each axis and collective, it counts calls,
+bytes given to the collective, and bytes that leave this rank. Bytes follow from sizes, not from measurements.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,34 +26,15 @@ from torch import Tensor
 
 from parallel.mesh.mesh import Axis
 from parallel.mesh.regions import region
-from parallel.mesh.traffic import leaving
 
 # torch 2.13 renamed these, and warns about the old names
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def count(axis: Axis, name: str, tensor: Tensor, *, send: list[int] | None = None, receive: list[int] | None = None) -> None:
-    """Count one collective with the axis's communicator, and write it into this rank's record. Call this before the collective.
-
-    Engines that call torch's collectives call this too. In debug mode, compare the call with the other ranks', and raise Disagreement
-    if it differs. `send`, `receive`: rows to and from each rank. The name "send" is a message between two ranks, which is not compared.
-    """
-    communicator = axis.communicator
-    if communicator.agreement is not None and name != "send":
-        shape, dtype = list(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-        communicator.agreement.check(
-            axis.ranks, name, axis=axis.name, label=axis.label, shape=shape, dtype=dtype, send=send, receive=receive
-        )
-    if communicator.record is not None and name != "send":
-        communicator.record.announce(
-            axis.name, axis.ranks, axis.index, name=name, label=axis.label, tensor=tensor, send=send, receive=receive
-        )
-    handed = tensor.numel() * tensor.element_size()
-    sent = leaving(name, handed, axis.size)
-    if send is not None:
-        sent = (sum(send) - send[axis.index]) * (handed // len(tensor) if len(tensor) else 0)
-    communicator.add(axis.name, name, handed=handed, sent=sent)
+def device_of(axis: Axis) -> str:
+    """Return the type of device from which the axis's process group sends small tensors: "cuda" if it is NCCL's, else "cpu"."""
+    return "cuda" if axis.size > 1 and dist.get_backend(axis.group) == "nccl" else "cpu"
 
 
 # --- without autograd -----------------------------------------------------------------------------------------------
@@ -78,14 +58,13 @@ def max_over(tensor: Tensor, axis: Axis) -> Tensor:
 
 
 def largest(value: float, axis: Axis) -> float:
-    """Return the maximum of `value` over the axis. It is sent as a CUDA tensor if the group is NCCL, which cannot send CPU tensors."""
-    nccl = axis.size > 1 and dist.get_backend(axis.group) == "nccl"
-    return float(max_over(torch.tensor(value, dtype=torch.float64, device="cuda" if nccl else "cpu"), axis).item())
+    """Return the maximum of `value` over the axis."""
+    return float(max_over(torch.tensor(value, dtype=torch.float64, device=device_of(axis)), axis).item())
 
 
 def _reduce(tensor: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType) -> Tensor:
     if axis.size > 1:
-        count(axis, "all_reduce", tensor)
+        axis.count("all_reduce", tensor)
         dense = tensor.contiguous()  # gloo sums in storage order: with other strides on another rank, sums would be wrong
         with region(f"all_reduce over {axis.name}"):
             dist.all_reduce(dense, op=op, group=axis.group)
@@ -95,41 +74,41 @@ def _reduce(tensor: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType) -> Tensor:
 
 
 def gather_into(out: Tensor, mine: Tensor, axis: Axis, *, wait: bool = True) -> dist.Work | None:
-    """Gather every rank's contiguous `mine` along dim 0 into `out`. With `wait=False`, return the work to wait for."""
-    count(axis, "all_gather", mine)
+    """Concatenate all ranks' contiguous `mine` along dim 0 in `out`. With `wait=False`, return torch's Work, to be waited for."""
+    axis.count("all_gather", mine)
     with region(f"all_gather over {axis.name}"):
         work: dist.Work | None = _all_gather(out, mine, group=axis.group, async_op=not wait)
     return work
 
 
 def scatter_sum_into(out: Tensor, parts: Tensor, axis: Axis, *, wait: bool = True) -> dist.Work | None:
-    """Sum the ranks' contiguous `parts`, and write this rank's shard along dim 0 into `out`. With `wait=False`, return the work."""
-    count(axis, "reduce_scatter", parts)
+    """Sum all ranks' contiguous `parts`, and write this rank's shard of the sum along dim 0 into `out`. `wait`: as in `gather_into`."""
+    axis.count("reduce_scatter", parts)
     with region(f"reduce_scatter over {axis.name}"):
         work: dist.Work | None = _reduce_scatter(out, parts, group=axis.group, async_op=not wait)
     return work
 
 
 class Started:
-    """The result of a started collective. Before `wait`, do not read it and do not change its input (`of`, kept alive here)."""
+    """A started collective. Before `wait`, which returns its result, change neither the result nor `given`, the input of the collective."""
 
-    def __init__(self, tensor: Tensor, work: dist.Work | None, of: Tensor | None = None) -> None:
-        self._tensor, self._work, self._of = tensor, work, of
+    def __init__(self, result: Tensor, work: dist.Work | None, given: Tensor | None = None) -> None:
+        self._result, self._work, self._given = result, work, given  # `given` only keeps the input in memory
 
     def wait(self) -> Tensor:
         if self._work is not None:
             with region("wait for a collective"):
                 self._work.wait()
-            self._work = self._of = None
-        return self._tensor
+            self._work = self._given = None
+        return self._result
 
 
-def start_broadcast(like: Tensor, axis: Axis, *, root: int) -> Started:
-    """Start to broadcast a tensor from the axis's root-th rank. `like`: that tensor on the root, elsewhere one of its shape and dtype."""
+def start_broadcast(mine: Tensor, axis: Axis, *, root: int) -> Started:
+    """Start to send the tensor of the axis's root-th rank to all ranks. On the other ranks, `mine` only gives its shape and dtype."""
     if axis.size == 1:
-        return Started(like, None)
-    tensor = like.contiguous() if axis.index == root else torch.empty_like(like, memory_format=torch.contiguous_format)
-    count(axis, "broadcast", tensor)
+        return Started(mine, None)
+    tensor = mine.contiguous() if axis.index == root else torch.empty_like(mine, memory_format=torch.contiguous_format)
+    axis.count("broadcast", tensor)
     return Started(tensor, dist.broadcast(tensor, src=axis.ranks[root], group=axis.group, async_op=True))
 
 
@@ -137,7 +116,7 @@ def start_sum_to(tensor: Tensor, axis: Axis, *, root: int) -> Started:
     """Start to sum the ranks' contiguous tensors, in place, on the root-th rank. On the others the content is then undefined."""
     if axis.size == 1:
         return Started(tensor, None)
-    count(axis, "reduce", tensor)
+    axis.count("reduce", tensor)
     return Started(tensor, dist.reduce(tensor, dst=axis.ranks[root], op=dist.ReduceOp.SUM, group=axis.group, async_op=True))
 
 
@@ -145,12 +124,12 @@ def start_sum(tensor: Tensor, axis: Axis) -> Started:
     """Start to sum the ranks' contiguous tensors, in place, on all ranks."""
     if axis.size == 1:
         return Started(tensor, None)
-    count(axis, "all_reduce", tensor)
+    axis.count("all_reduce", tensor)
     return Started(tensor, dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=axis.group, async_op=True))
 
 
 def start_gather(mine: Tensor, axis: Axis) -> Started:
-    """Start to gather the ranks' tensors along dim 0, on every rank."""
+    """Start to concatenate the ranks' tensors along dim 0, on every rank."""
     mine = mine.contiguous()
     if axis.size == 1:
         return Started(mine, None)
@@ -159,7 +138,7 @@ def start_gather(mine: Tensor, axis: Axis) -> Started:
 
 
 def start_scatter_sum(parts: Tensor, axis: Axis) -> Started:
-    """Start to sum the ranks' tensors; each rank gets its shard along dim 0."""
+    """Start to sum the ranks' tensors; each rank gets its shard of the sum along dim 0."""
     parts = parts.contiguous()
     if axis.size == 1:
         return Started(parts, None)
@@ -169,38 +148,22 @@ def start_scatter_sum(parts: Tensor, axis: Axis) -> Started:
 
 def gathered(tensor: Tensor, axis: Axis, *, dim: int = 0) -> Tensor:
     """Concatenate the ranks' tensors along dim, on every rank."""
-    return tensor if axis.size == 1 else _gather(tensor, axis, dim)
-
-
-def scattered_sum(tensor: Tensor, axis: Axis, *, dim: int = 0) -> Tensor:
-    """Sum the ranks' tensors, and return this rank's shard along dim."""
-    return tensor if axis.size == 1 else _scatter_sum(tensor, axis, dim)
-
-
-def _gather(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
+    if axis.size == 1:
+        return tensor
     first = tensor.movedim(dim, 0).contiguous()
     out = first.new_empty((axis.size * first.shape[0], *first.shape[1:]))
     gather_into(out, first, axis)
     return out.movedim(0, dim).contiguous()  # one copy here instead of one in each product that reads it
 
 
-def _scatter_sum(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
+def scattered_sum(tensor: Tensor, axis: Axis, *, dim: int = 0) -> Tensor:
+    """Sum the ranks' tensors, and return this rank's shard along dim."""
+    if axis.size == 1:
+        return tensor
     first = tensor.movedim(dim, 0).contiguous()
     out = first.new_empty((first.shape[0] // axis.size, *first.shape[1:]))
     scatter_sum_into(out, first, axis)
     return out.movedim(0, dim)
-
-
-def _exchange(rows: Tensor, send: list[int], receive: list[int], axis: Axis) -> Tensor:
-    count(axis, "all_to_all", rows, send=send, receive=receive)
-    out = rows.new_empty((sum(receive), *rows.shape[1:]))
-    with region(f"all_to_all over {axis.name}"):
-        dist.all_to_all_single(out, rows.contiguous(), receive, send, group=axis.group)
-    return out
-
-
-def _shift(tensor: Tensor, axis: Axis, steps: int) -> Tensor:
-    return start_shift([tensor], axis, steps=steps).wait()[0]
 
 
 class Messages:
@@ -209,20 +172,21 @@ class Messages:
     def __init__(
         self, axis: Axis, *, send: Sequence[tuple[Tensor, int]], receive: Sequence[tuple[Tensor, int]], name: str = "send"
     ) -> None:
-        """Start the messages. `send`: contiguous tensors with their destinations' indices on the axis. `receive`: buffers with sources.
+        """Start the messages. `send`: contiguous tensors, each with its destination's index on the axis. `receive`: tensors to be filled,
+        each with its source's index. `name`: under which the communicator counts the sent messages.
 
-        Messages between two ranks keep their order. Every rank of an exchange must start it.
+        Messages between two ranks keep their order. Every sender and receiver must call this.
         """
         self.sent, self.received = [tensor for tensor, _ in send], [tensor for tensor, _ in receive]
         for tensor in self.sent:
-            count(axis, name, tensor)
+            axis.count(name, tensor)
         ops = [dist.P2POp(dist.isend, tensor, axis.ranks[place % axis.size], axis.group) for tensor, place in send]
         ops += [dist.P2POp(dist.irecv, tensor, axis.ranks[place % axis.size], axis.group) for tensor, place in receive]
         self.requests = dist.batch_isend_irecv(ops) if ops else []
 
     @staticmethod
     def none(axis: Axis, received: Sequence[Tensor] = ()) -> Messages:
-        """Return a finished exchange; `wait` returns `received`."""
+        """Return messages of which none is sent; their `wait` returns `received`."""
         found = Messages(axis, send=[], receive=[])
         found.received = list(received)
         return found
@@ -237,7 +201,7 @@ class Messages:
 
 
 def start_shift(tensors: Sequence[Tensor], axis: Axis, *, steps: int = 1) -> Messages:
-    """Start to send tensors `steps` ranks further on the ring, and to receive from `steps` before. Shapes are equal on all ranks."""
+    """Start to send tensors `steps` ranks further on the ring, and to receive tensors of the same shapes from `steps` ranks before."""
     if steps % axis.size == 0:
         return Messages.none(axis, received=tensors)
     send = [(tensor.contiguous(), axis.index + steps) for tensor in tensors]
@@ -245,153 +209,78 @@ def start_shift(tensors: Sequence[Tensor], axis: Axis, *, steps: int = 1) -> Mes
     return Messages(axis, send=send, receive=receive, name="shift")
 
 
+def ring_round(tensors: Sequence[Tensor], axis: Axis) -> Iterator[tuple[int, list[Tensor]]]:
+    """Yield (index on the axis, tensors) of every rank: of this rank first, then of the ranks before it on the ring. The next tensors
+    are received while one rank's are used.
+    """
+    held = list(tensors)
+    for step in range(axis.size):
+        coming = start_shift(held, axis) if step + 1 < axis.size else None
+        yield (axis.index - step) % axis.size, held
+        held = held if coming is None else coming.wait()
+
+
 # --- with autograd ----------------------------------------------------------------------------------------------------
 
 
-def _backward(axis: Axis) -> Axis:
-    """Return the axis with a label that tells backward from forward in error messages."""
-    return replace(axis, label=f"{axis.label} backward".lstrip())
+def paired(tensor: Tensor, axis: Axis, forward: Callable[..., Tensor], backward: Callable[..., Tensor], **options: Any) -> Tensor:
+    """Return forward(tensor, axis, **options). Its gradient is backward(gradient of the result, axis, **options)."""
+    out: Tensor = _Paired.apply(tensor, axis, forward, backward, options)
+    return out
 
 
-class _AllReduce(torch.autograd.Function):
+class _Paired(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, axis: Axis) -> Tensor:
-        return sum_over(tensor.clone(), axis)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
-class _ReduceBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return tensor.view_as(tensor)
+    def forward(
+        ctx: Any, tensor: Tensor, axis: Axis, forward: Callable[..., Tensor], backward: Callable[..., Tensor], options: dict[str, Any]
+    ) -> Tensor:
+        ctx.axis, ctx.of_gradient, ctx.options = axis, backward, options
+        return forward(tensor, axis, **options)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return sum_over(grad.clone(), _backward(ctx.axis)), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.of_gradient(grad, ctx.axis.backward(), **ctx.options), None, None, None, None
 
 
-class _AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, axis: Axis, dim: int) -> Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return _gather(tensor, axis, dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return (
-            _scatter_sum(grad.to(torch.promote_types(grad.dtype, torch.float32)), _backward(ctx.axis), ctx.dim).to(grad.dtype),
-            None,
-            None,
-        )
+def _same(tensor: Tensor, axis: Axis) -> Tensor:
+    return tensor
 
 
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, axis: Axis, dim: int) -> Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return _scatter_sum(tensor, axis, dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _gather(grad, _backward(ctx.axis), ctx.dim), None, None
+def _new_sum(tensor: Tensor, axis: Axis) -> Tensor:
+    return sum_over(tensor.clone(), axis)
 
 
-class _CutCopies(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, axis: Axis, dim: int) -> Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return tensor.chunk(axis.size, dim)[axis.index].contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _gather(grad, _backward(ctx.axis), ctx.dim), None, None
+def _wide_scattered_sum(grad: Tensor, axis: Axis, *, dim: int) -> Tensor:
+    return scattered_sum(grad.to(torch.promote_types(grad.dtype, torch.float32)), axis, dim=dim).to(grad.dtype)
 
 
-class _JoinCopies(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, axis: Axis, dim: int) -> Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return _gather(tensor, axis, dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad.chunk(ctx.axis.size, ctx.dim)[ctx.axis.index].contiguous(), None, None
+def _own_shard(tensor: Tensor, axis: Axis, *, dim: int) -> Tensor:
+    return tensor.chunk(axis.size, dim)[axis.index].contiguous()
 
 
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, send: list[int], receive: list[int], axis: Axis) -> Tensor:
-        ctx.send, ctx.receive, ctx.axis = send, receive, axis
-        return _exchange(rows, send, receive, axis)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchange(grad, ctx.receive, ctx.send, _backward(ctx.axis)), None, None, None
+def _exchange(rows: Tensor, axis: Axis, *, send: list[int], receive: list[int]) -> Tensor:
+    out, work = _start_exchange(rows, axis, send=send, receive=receive)
+    with region(f"all_to_all over {axis.name}"):
+        work.wait()
+    return out
 
 
-class Flight:
-    """A started all_to_all, forward and later backward. Computation between start and finish overlaps with it.
-
-    `buffer`: the tensor to be received, not to be read before `finish_all_to_all`.
-    """
-
-    def __init__(self, axis: Axis, send: list[int], receive: list[int]) -> None:
-        self.axis, self.send, self.receive = axis, send, receive
-        self.buffer: Tensor | None = None
-        self.work: dist.Work | None = None
-
-    def leave(self, rows: Tensor, send: list[int], receive: list[int], axis: Axis) -> Tensor:
-        count(axis, "all_to_all", rows, send=send, receive=receive)
-        out = rows.new_empty((sum(receive), *rows.shape[1:]))
-        self.work = dist.all_to_all_single(out, rows.contiguous(), receive, send, group=self.axis.group, async_op=True)
-        return out
-
-    def land(self) -> None:
-        assert self.work is not None
-        with region(f"all_to_all over {self.axis.name}"):
-            self.work.wait()
-        self.work = None
+def _exchange_back(grad: Tensor, axis: Axis, *, send: list[int], receive: list[int]) -> Tensor:
+    return _exchange(grad, axis, send=receive, receive=send)
 
 
-class _Start(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, flight: Flight) -> Tensor:
-        ctx.flight = flight
-        return flight.leave(rows, flight.send, flight.receive, flight.axis)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
-        ctx.flight.land()  # `grad` is unused: the received gradients are in the buffer
-        back, ctx.flight.buffer = ctx.flight.buffer, None
-        return back, None
+def _start_exchange(rows: Tensor, axis: Axis, *, send: list[int], receive: list[int]) -> tuple[Tensor, dist.Work]:
+    axis.count("all_to_all", rows, send=send, receive=receive)
+    out = rows.new_empty((sum(receive), *rows.shape[1:]))
+    return out, dist.all_to_all_single(out, rows.contiguous(), receive, send, group=axis.group, async_op=True)
 
 
-class _Finish(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, buffer: Tensor, flight: Flight) -> Tensor:
-        ctx.flight = flight
-        flight.land()
-        return buffer.view_as(buffer)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.flight.buffer = ctx.flight.leave(grad, ctx.flight.receive, ctx.flight.send, _backward(ctx.flight.axis))
-        return grad, None
+def _shifted(tensor: Tensor, axis: Axis, *, steps: int) -> Tensor:
+    return start_shift([tensor], axis, steps=steps).wait()[0]
 
 
-class _Shift(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, axis: Axis, steps: int) -> Tensor:
-        ctx.axis, ctx.steps = axis, steps
-        return _shift(tensor, axis, steps)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _shift(grad, _backward(ctx.axis), -ctx.steps), None, None
+def _shifted_back(grad: Tensor, axis: Axis, *, steps: int) -> Tensor:
+    return _shifted(grad, axis, steps=-steps)
 
 
 def all_reduce(tensor: Tensor, axis: Axis) -> Tensor:
@@ -399,38 +288,32 @@ def all_reduce(tensor: Tensor, axis: Axis) -> Tensor:
 
     Example: `y = all_reduce(partial_y, mesh.axis("tp"))`.
     """
-    out: Tensor = tensor if axis.size == 1 else _AllReduce.apply(tensor, axis)
-    return out
+    return tensor if axis.size == 1 else paired(tensor, axis, _new_sum, _same)
 
 
 def reduce_backward(tensor: Tensor, axis: Axis) -> Tensor:
     """Identity forward, sum over the axis backward."""
-    out: Tensor = tensor if axis.size == 1 else _ReduceBackward.apply(tensor, axis)
-    return out
+    return tensor if axis.size == 1 else paired(tensor, axis, _same, _new_sum)
 
 
 def all_gather(tensor: Tensor, axis: Axis, *, dim: int = 0) -> Tensor:
     """Concatenate the ranks' tensors along dim forward, reduce_scatter backward."""
-    out: Tensor = tensor if axis.size == 1 else _AllGather.apply(tensor, axis, dim)
-    return out
+    return tensor if axis.size == 1 else paired(tensor, axis, gathered, _wide_scattered_sum, dim=dim)
 
 
 def reduce_scatter(tensor: Tensor, axis: Axis, *, dim: int = 0) -> Tensor:
     """Sum over the axis and keep this rank's shard of dim forward, all_gather backward. The axis must divide the dim."""
-    out: Tensor = tensor if axis.size == 1 else _ReduceScatter.apply(tensor, axis, dim)
-    return out
+    return tensor if axis.size == 1 else paired(tensor, axis, scattered_sum, gathered, dim=dim)
 
 
 def cut_copies(tensor: Tensor, axis: Axis, *, dim: int = 0) -> Tensor:
-    """Keep this rank's equal shard, along dim, of a tensor that all ranks have, forward; all_gather of the gradients backward."""
-    out: Tensor = tensor if axis.size == 1 else _CutCopies.apply(tensor, axis, dim)
-    return out
+    """Forward: keep this rank's shard, along dim, of a tensor that all ranks have. Backward: all_gather of the shards' gradients."""
+    return tensor if axis.size == 1 else paired(tensor, axis, _own_shard, gathered, dim=dim)
 
 
 def join_copies(tensor: Tensor, axis: Axis, *, dim: int = 0) -> Tensor:
-    """Concatenate the ranks' shards along dim forward; keep this rank's shard of the gradient, equal on all ranks, backward."""
-    out: Tensor = tensor if axis.size == 1 else _JoinCopies.apply(tensor, axis, dim)
-    return out
+    """Forward: concatenate the ranks' shards along dim. Backward: keep this rank's shard of the gradient, which all ranks have."""
+    return tensor if axis.size == 1 else paired(tensor, axis, gathered, _own_shard, dim=dim)
 
 
 def all_to_all(rows: Tensor, axis: Axis, *, send: list[int], receive: list[int]) -> Tensor:
@@ -439,26 +322,7 @@ def all_to_all(rows: Tensor, axis: Axis, *, send: list[int], receive: list[int])
     `send[i]` rows go to the axis's i-th rank, `receive[i]` rows come from it; zero is allowed. Both sides must agree, so exchange
     counts first (exchange.py). Example: `all_to_all(rows_RD, axis, send=[3, 2], receive=[3, 1])`.
     """
-    out: Tensor = rows if axis.size == 1 else _AllToAll.apply(rows, send, receive, axis)
-    return out
-
-
-def start_all_to_all(rows: Tensor, axis: Axis, *, send: list[int], receive: list[int]) -> Flight:
-    """Start an `all_to_all`. Backward, this waits for the rows' gradients.
-
-    All ranks must start and finish the same exchanges in the same order. Backward runs in reverse order.
-    """
-    flight = Flight(axis, send, receive)
-    flight.buffer = rows if axis.size == 1 else _Start.apply(rows, flight)
-    return flight
-
-
-def finish_all_to_all(flight: Flight) -> Tensor:
-    """Wait for the rows [sum(receive), ...] and return them. Backward, this starts to send their gradients. Call it once for each start."""
-    buffer, flight.buffer = flight.buffer, None  # a buffer kept here would keep its autograd graph alive
-    assert buffer is not None
-    out: Tensor = buffer if flight.axis.size == 1 else _Finish.apply(buffer, flight)
-    return out
+    return rows if axis.size == 1 else paired(rows, axis, _exchange, _exchange_back, send=send, receive=receive)
 
 
 def shift(tensor: Tensor, axis: Axis, *, steps: int = 1) -> Tensor:
@@ -466,5 +330,68 @@ def shift(tensor: Tensor, axis: Axis, *, steps: int = 1) -> Tensor:
 
     Shapes must be equal on all ranks. A multiple of the axis size returns the tensor itself.
     """
-    out: Tensor = tensor if steps % axis.size == 0 else _Shift.apply(tensor, axis, steps)
+    return tensor if steps % axis.size == 0 else paired(tensor, axis, _shifted, _shifted_back, steps=steps)
+
+
+class StartedRows:
+    """A started all_to_all, first of rows and, in the backward pass, of their gradients. Computation between start and finish overlaps.
+
+    `buffer`: the tensor that is being received, not to be read before `finish_all_to_all`.
+    """
+
+    def __init__(self, axis: Axis, send: list[int], receive: list[int]) -> None:
+        self.axis, self.send, self.receive = axis, send, receive
+        self.buffer: Tensor | None = None
+        self.work: dist.Work | None = None
+
+    def wait(self) -> None:
+        assert self.work is not None
+        with region(f"all_to_all over {self.axis.name}"):
+            self.work.wait()
+        self.work = None
+
+
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, started: StartedRows) -> Tensor:
+        ctx.started = started
+        out, started.work = _start_exchange(rows, started.axis, send=started.send, receive=started.receive)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
+        ctx.started.wait()  # `grad` is unused: the received gradients are in the buffer
+        received, ctx.started.buffer = ctx.started.buffer, None
+        return received, None
+
+
+class _Finish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, buffer: Tensor, started: StartedRows) -> Tensor:
+        ctx.started = started
+        started.wait()
+        return buffer.view_as(buffer)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        started = ctx.started
+        started.buffer, started.work = _start_exchange(grad, started.axis.backward(), send=started.receive, receive=started.send)
+        return grad, None
+
+
+def start_all_to_all(rows: Tensor, axis: Axis, *, send: list[int], receive: list[int]) -> StartedRows:
+    """Start an `all_to_all`. Backward, this waits for the rows' gradients.
+
+    All ranks must start and finish the same exchanges in the same order. Backward runs in reverse order.
+    """
+    started = StartedRows(axis, send, receive)
+    started.buffer = rows if axis.size == 1 else _Start.apply(rows, started)
+    return started
+
+
+def finish_all_to_all(started: StartedRows) -> Tensor:
+    """Wait for the rows [sum(receive), ...] and return them. Backward, this starts to send their gradients. Call it once for each start."""
+    buffer, started.buffer = started.buffer, None  # a buffer kept here would keep its autograd graph alive
+    assert buffer is not None
+    out: Tensor = buffer if started.axis.size == 1 else _Finish.apply(buffer, started)
     return out

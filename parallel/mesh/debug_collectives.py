@@ -14,7 +14,7 @@ import json
 import time
 from collections import Counter
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -31,16 +31,20 @@ class Disagreement(Ended):
 
 @dataclass(frozen=True)
 class Call:
-    """Collective that a rank is about to run. send, receive: rows to and from each rank of the axis, if these may differ; else None."""
+    """A collective that a rank is about to run.
+
+    `send`, `receive`: rows to and from each rank of the axis, if these can differ; else None. `number`: how many collectives the ranks of
+    the axis have run together, this one included; 0: not numbered yet.
+    """
 
     name: str
     axis: str
     label: str
-    number: int
     shape: list[int]
     dtype: str
     send: list[int] | None = None
     receive: list[int] | None = None
+    number: int = 0
 
     def text(self) -> str:
         splits = "" if self.send is None else f" sending {self.send} receiving {self.receive}"
@@ -48,9 +52,9 @@ class Call:
 
 
 class Agreement:
-    """Compares the collectives of one communicator's ranks. store: the process group's store (set, get, wait, check, add, delete_key).
+    """Compares the collectives of one mesh's ranks through the process group's store.
 
-    Every rank must create its Agreements in the same order, because their number, which the store counts, identifies them.
+    Every rank must create its Agreements in the same order: the store counts them, and the number identifies an Agreement on all ranks.
     """
 
     def __init__(self, store: Any, *, rank: int, timeout_s: float) -> None:
@@ -58,21 +62,10 @@ class Agreement:
         self.number = store.add(f"agree/made/{rank}", 1)
         self._numbers: Counter[tuple[int, ...]] = Counter()
 
-    def check(
-        self,
-        ranks: tuple[int, ...],
-        name: str,
-        *,
-        axis: str,
-        label: str,
-        shape: list[int],
-        dtype: str,
-        send: list[int] | None = None,
-        receive: list[int] | None = None,
-    ) -> None:
-        """Return when all of these ranks are about to run this collective. Raises Disagreement if one runs another or does not come."""
+    def check(self, ranks: tuple[int, ...], call: Call) -> None:
+        """Return when all of these ranks are about to run this collective. Raise Disagreement if one runs another or does not come."""
         self._numbers[ranks] += 1
-        mine = Call(name, axis, label, self._numbers[ranks], shape, dtype, send, receive)
+        mine = replace(call, number=self._numbers[ranks])
         key = f"agree/{self.number}/{'-'.join(map(str, ranks))}/{{}}/{{}}"
         self.store.set(key.format(mine.number, self.rank), json.dumps(asdict(mine)))
         self.store.set(f"agree/at/{self.rank}", f"collective {mine.number} of its axis, {mine.text()}")
@@ -84,7 +77,7 @@ class Agreement:
         problem = compare([calls[rank] for rank in ranks], ranks)
         if problem:
             self._fail(problem)
-        if mine.number > 2:  # all ranks that came here have read number - 1, so no rank reads number - 2 any more
+        if mine.number > 2:  # ranks that are here have read all lines of number - 1, so none reads lines of number - 2 any more
             with suppress(RuntimeError):
                 self.store.delete_key(key.format(mine.number - 2, self.rank))
 
@@ -107,7 +100,7 @@ class Agreement:
 
 
 def compare(calls: list[Call], ranks: tuple[int, ...]) -> str | None:
-    """Line that names the first two ranks that differ, with their collectives; None if all agree. calls: in the order of `ranks`."""
+    """Return a line that names the first two ranks that differ, with their collectives; None if all agree. `calls`: one for each rank."""
     first = calls[0]
     for rank, call in zip(ranks[1:], calls[1:], strict=True):
         if _same_for_all(call) != _same_for_all(first):
@@ -126,5 +119,5 @@ def compare(calls: list[Call], ranks: tuple[int, ...]) -> str | None:
 
 
 def _same_for_all(call: Call) -> tuple[Any, ...]:
-    """Facts that must be equal on all ranks. With splits, the number of rows may differ, but not their width."""
+    """Return what must be equal on all ranks. If the rows to and from each rank can differ, only the width of a row must be equal."""
     return call.name, call.axis, call.label, call.dtype, call.shape if call.send is None else call.shape[1:], call.send is None

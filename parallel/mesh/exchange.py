@@ -1,4 +1,4 @@
-"""Exchange of rows with the ranks that own them: their counts and their order.
+"""Exchange of rows with other ranks: counts of rows, and the order of received ones. A bin is a destination on a rank, such as an expert.
 
     counts [ranks, bins]  ->  all_to_all of counts  ->  all_to_all of rows
     rank 0: 3 rows for rank 0, 2 for rank 1        rank 0 gets 3 + 1 rows
@@ -18,30 +18,29 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.mesh.collectives import count
 from parallel.mesh.mesh import Axis
 
 
 def exchange_counts(counts_RB: Tensor, axis: Axis) -> Tensor:
-    """Exchange counts, int64 [ranks, bins]: rows to send to bin b of rank r become rows to receive from rank r for bin b here."""
+    """Send counts_RB[r, b], the number of rows for bin b of rank r, to rank r. Return [r, b]: rows that come from rank r for bin b."""
     if axis.size == 1:
         return counts_RB
-    count(axis, "counts", counts_RB)
+    axis.count("counts", counts_RB)
     out = counts_RB.new_empty(counts_RB.shape)
     dist.all_to_all_single(out, counts_RB.contiguous(), group=axis.group)
     return out
 
 
 def consecutive_indices(counts_N: Tensor, start_N: Tensor) -> Tensor:
-    """Return counts_n indices start_n, start_n + 1, ... of each bin, bin after bin: int64 [sum(counts)]."""
+    """Return the counts_N[n] indices start_N[n], start_N[n] + 1, ... of each bin n, bin after bin: int64 [sum(counts_N)]."""
     before_N = counts_N.cumsum(0) - counts_N
     return torch.repeat_interleave(start_N - before_N, counts_N) + torch.arange(int(counts_N.sum()), device=counts_N.device)
 
 
 def by_bin(counts_RB: Tensor, *, stride: int | None = None) -> Tensor:
-    """Return the indices that sort received rows by (bin, source rank), int64.
+    """Return indices, int64, that sort received rows by (bin, source rank). counts_RB[r, b]: rows received from rank r for bin b.
 
-    Rows are received sorted by (source, bin). The rows of different sources are contiguous, or start at multiples of `stride`.
+    Received rows are sorted by (source, bin). They have no gaps, or with `stride` the rows of rank r start at row r * stride.
     """
     if stride is None:
         flat = counts_RB.flatten()
@@ -51,35 +50,30 @@ def by_bin(counts_RB: Tensor, *, stride: int | None = None) -> Tensor:
     return consecutive_indices(counts_RB.t().flatten(), start_RB.t().flatten())
 
 
-class _Spread(torch.autograd.Function):
+class _Moved(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, slot_R: Tensor, slots: int) -> Tensor:
-        ctx.slot_R = slot_R
-        return rows.new_zeros(slots, *rows.shape[1:]).index_copy_(0, slot_R, rows)
+    def forward(ctx: Any, rows: Tensor, slot_R: Tensor, slots: int | None) -> Tensor:
+        ctx.slot_R, ctx.slots = slot_R, len(rows) if slots is None else None
+        return _moved(rows, slot_R, slots)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad.index_select(0, ctx.slot_R), None, None
+        return _moved(grad, ctx.slot_R, ctx.slots), None, None
 
 
-class _Collect(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, table: Tensor, slot_R: Tensor) -> Tensor:
-        ctx.slot_R, ctx.slots = slot_R, len(table)
-        return table.index_select(0, slot_R)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.new_zeros(ctx.slots, *grad.shape[1:]).index_copy_(0, ctx.slot_R, grad), None
+def _moved(rows: Tensor, slot_R: Tensor, slots: int | None) -> Tensor:
+    if slots is None:
+        return rows.index_select(0, slot_R)
+    return rows.new_zeros(slots, *rows.shape[1:]).index_copy_(0, slot_R, rows)
 
 
 def spread(rows: Tensor, slot_R: Tensor, *, slots: int) -> Tensor:
-    """Put row i into slot slot_R[i] of `slots` slots, each used at most once. Empty slots are zero. Backward: `collect`."""
-    out: Tensor = _Spread.apply(rows, slot_R, slots)
+    """Return [slots, ...] with row i in slot slot_R[i]. No slot is used twice, and unused ones are zero. Backward: `collect`."""
+    out: Tensor = _Moved.apply(rows, slot_R, slots)
     return out
 
 
 def collect(table: Tensor, slot_R: Tensor) -> Tensor:
-    """Return the rows in slots slot_R, each slot at most once. Backward: `spread`."""
-    out: Tensor = _Collect.apply(table, slot_R)
+    """Return the rows of `table` in the slots slot_R, of which none occurs twice. Backward: `spread`."""
+    out: Tensor = _Moved.apply(table, slot_R, None)
     return out

@@ -1,4 +1,4 @@
-"""Sums of gradients over the ranks that saw other tokens: in flat buckets of whole gradients, in fp32 or wider.
+"""Sums of gradients over the ranks that saw other tokens, in flat buckets of whole gradients, in fp32 or wider.
 
     sum_gradients(grads, layouts, mesh)     over each layout's summed_over()             after a backward pass
     sum_over_holders(...)                   over the stages that hold the parameter      for a parameter on several stages
@@ -17,14 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.mesh.collectives import count
-from parallel.mesh.layout import Layout
+from parallel.mesh.layout import Layout, Layouts
 from parallel.mesh.mesh import Axis, Mesh
 
 _BUCKET_ELEMENTS = 8 * 2**20  # 32 MiB of fp32: large enough for the link, small compared with the gradients
 
 
-def sum_gradients(grads: Mapping[str, Tensor], layouts: Mapping[str, Layout], mesh: Mesh) -> None:
+def sum_gradients(grads: Mapping[str, Tensor], layouts: Layouts, mesh: Mesh) -> None:
     """Sum gradients in place over each layout's summed_over(). Collective: all ranks must pass the same names.
 
     Example: `sum_gradients({name: p.grad for name, p in model.named_parameters()}, layouts, mesh)`.
@@ -32,24 +31,28 @@ def sum_gradients(grads: Mapping[str, Tensor], layouts: Mapping[str, Layout], me
     _sum(grads, lambda name: data_axis(layouts[name], mesh))
 
 
-def start_sums(grads: Mapping[str, Tensor], layouts: Mapping[str, Layout], mesh: Mesh) -> list[Started]:
+def start_sums(grads: Mapping[str, Tensor], layouts: Layouts, mesh: Mesh) -> list[StartedSum]:
     """Start all sums of `sum_gradients`. Until each is finished, its gradients are in memory twice. Collective."""
     return list(_started(grads, lambda name: data_axis(layouts[name], mesh)))
 
 
-def sum_over_holders(grads: Mapping[str, Tensor], layouts: Mapping[str, Layout], mesh: Mesh) -> None:
-    """Sum the gradients of parameters on several pipeline stages, in place, over these stages. Collective, in the same order on all."""
+def sum_over_holders(grads: Mapping[str, Tensor], layouts: Layouts, mesh: Mesh) -> None:
+    """Sum the gradients of parameters that several pipeline stages hold (Layout.holders), in place, over these stages. Collective: these
+    stages must pass the same parameters in the same order.
+    """
     shared = sorted((name for name in grads if layouts[name].holders), key=lambda name: layouts[name].holders)
     _sum({name: grads[name] for name in shared}, lambda name: holders(layouts[name], mesh))
 
 
 def holders(layout: Layout, mesh: Mesh) -> Axis:
-    """Return the stages that hold a parameter, at least two, as an axis."""
+    """Return the axis over the pipeline stages that hold a parameter, if there are several."""
     return on_stages(layout.holders, mesh)
 
 
 def on_stages(places: tuple[int, ...], mesh: Mesh) -> Axis:
-    """Return these stages, which include this rank's, as an axis. Every rank must ask for the same ones in the same order."""
+    """Return the axis over the pipeline stages with these indices, of which one is this rank's. Collective: all ranks of the mesh must ask
+    for the same stages in the same order.
+    """
     axis = mesh.part("pp", places, label="replicas")
     assert axis is not None, "asked by a rank that does not hold it"
     return axis
@@ -61,8 +64,8 @@ def data_axis(layout: Layout, mesh: Mesh) -> Axis:
 
 
 @dataclass(frozen=True)
-class Started:
-    """A started sum. `flat` holds the sum after `work` is done."""
+class StartedSum:
+    """A started sum of gradients. `flat` holds all sums, one after the other, when `work` is done."""
 
     work: dist.Work
     flat: Tensor
@@ -75,16 +78,16 @@ class Started:
             grad.copy_(part.view_as(grad))
 
 
-def start_sum(grads: Sequence[Tensor], axis: Axis, *, first: str) -> Started:
-    """Start one flat sum of these gradients over an axis longer than 1. `first`: the first one's name, for error messages."""
+def start_sum(grads: Sequence[Tensor], axis: Axis, *, first: str) -> StartedSum:
+    """Start one flat sum of these gradients over an axis longer than 1. `first`: the name of the first gradient, for error messages."""
     flat = torch.cat([grad.reshape(-1) for grad in grads])
     flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
-    return Started(start_flat(flat, axis, first=first), flat, grads)
+    return StartedSum(start_flat(flat, axis, first=first), flat, grads)
 
 
 def start_flat(flat: Tensor, axis: Axis, *, first: str) -> dist.Work:
-    """Start to sum a contiguous buffer of gradients in place, in its dtype."""
-    count(replace(axis, label=f"the gradients from {first} on"), "all_reduce", flat)
+    """Start to sum a contiguous buffer of gradients in place, in its dtype. `first`: as in `start_sum`."""
+    replace(axis, label=f"the gradients from {first} on").count("all_reduce", flat)
     work: dist.Work = dist.all_reduce(flat, group=axis.group, async_op=True)
     return work
 
@@ -94,8 +97,8 @@ def _sum(grads: Mapping[str, Tensor], axis_of: Callable[[str], Axis]) -> None:
         one.finish()
 
 
-def _started(grads: Mapping[str, Tensor], axis_of: Callable[[str], Axis]) -> Iterator[Started]:
-    """Group gradients by axis and cut them into buckets. Each sum starts when the iterator reaches it."""
+def _started(grads: Mapping[str, Tensor], axis_of: Callable[[str], Axis]) -> Iterator[StartedSum]:
+    """Group gradients by the axis of their sum and cut the groups into buckets. The sum of a bucket starts when the iterator reaches it."""
     names: dict[tuple[str, tuple[int, ...]], list[str]] = {}
     axes: dict[tuple[str, tuple[int, ...]], Axis] = {}
     for name in grads:

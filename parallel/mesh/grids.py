@@ -1,10 +1,10 @@
-"""The ranks of tp as a grid of depth x rows x columns, by kind of tensor parallelism: into how many shards they cut what.
+"""The ranks of tp as a grid of depth x rows x columns, and the number of shards into which each kind of tensor parallelism cuts tensors.
 
     1d, dtensor       one line: each rank has shards of heads, hidden units and vocabulary. `sliced` is 1d with sequence parallelism
     2d                q x q
     2.5d              d x q x q
     3d                q x q x q
-    copied            every rank has all
+    copied            no tensor is cut
 
 2.5D has d grids of q x q ranks. Each grid has all weights, in blocks, and its own shard of the sequences:
 
@@ -35,12 +35,12 @@ from parallel.mesh.mesh import divisors
 
 LINES = ("1d", "dtensor")  # ranks in one line, each with shards of heads, hidden units and vocabulary
 GRIDS = ("2d", "2.5d", "3d")
-SMALLEST = {"2d": 4, "2.5d": 8, "3d": 8}  # number of ranks
+SMALLEST = {"2d": 4, "2.5d": 8, "3d": 8}  # smallest number of ranks of each
 
 
 @dataclass(frozen=True)
 class Grid:
-    """`kind`: a tensor.kind, or `sliced`. A line has its ranks in `rows`."""
+    """The ranks of tp by `kind`: a value of tensor.kind, `sliced` or `copied`. Of kinds without a grid, all ranks are in `rows`."""
 
     kind: str
     depth: int
@@ -53,7 +53,7 @@ class Grid:
 
     @property
     def sequences(self) -> int:
-        """Number of shards into which tp cuts the sequences of a data-parallel rank: 1, or the rows of all grids."""
+        """Number of shards into which a grid cuts the sequences of a data-parallel rank: one for each row of each depth; else 1."""
         return self.depth * self.rows if self.kind in GRIDS else 1
 
     @property
@@ -63,12 +63,12 @@ class Grid:
 
     @property
     def channels(self) -> int:
-        """Number of shards of the model's channels that a weight's inputs have."""
+        """Number of shards of a weight's inputs, which are the model's channels."""
         return self.columns * (self.depth if self.kind == "3d" else 1)
 
     @property
     def copies(self) -> int:
-        """Number of ranks that hold the same shard of a matrix and see other tokens."""
+        """Number of ranks with different tokens that hold the same shard of a weight matrix."""
         return self.depth if self.kind == "2.5d" else 1
 
     @property
@@ -77,9 +77,10 @@ class Grid:
         return 1 if self.kind == "copied" else self.ranks // self.copies
 
     def cuts(self, *, width: int, heads: int, groups: int, hidden: int) -> Iterator[tuple[str, int, int]]:
-        """Yield (key, size, number of shards that must divide it). `groups`: key-value heads. `hidden`: 0 without dense networks.
+        """Yield (key of the recipe, its value, number of shards that must divide the value). `groups`: number of key-value heads. `hidden`:
+        d_ff, 0 without dense networks.
 
-        If the shards are a multiple of the key-value heads, each head is held in equally many copies, but not by DTensor.
+        The number of shards can also be a multiple of the key-value heads: then each head has equally many copies (not with DTensor).
         """
         yield "model.d_model", width, self.channels
         yield "model.num_heads", heads, self.units
@@ -93,7 +94,7 @@ class Grid:
 
 @lru_cache(maxsize=1_000)
 def grid(kind: str, tp: int, depth: int | None = None) -> Grid | None:
-    """Return the grid of tp ranks, or None if they make none. `depth` of 2.5d, None: the smallest above 1."""
+    """Return the grid of tp ranks; None if this number of ranks has no such grid. `depth`: of 2.5d; None: the smallest above 1."""
     if tp < 2 or kind not in GRIDS:
         return Grid(kind, 1, tp, 1)
     if kind == "2.5d":
@@ -105,9 +106,8 @@ def grid(kind: str, tp: int, depth: int | None = None) -> Grid | None:
 
 
 def grid_of(kind: str, tp: int, depth: int | None = None, *, sides: Sequence[int]) -> Grid:
-    """Return the grid of tp ranks. Raises BadInput if they make none.
-
-    `sides`: sides above 1 that the model allows, from which the error message suggests values of tp.
+    """Return the grid of tp ranks. Raise BadInput if this number of ranks has no such grid. `sides`: sides q above 1 that the model allows,
+    from which the error message suggests values of tp.
     """
     found = grid(kind, tp, depth)
     if found is not None:
@@ -129,6 +129,6 @@ def grid_of(kind: str, tp: int, depth: int | None = None, *, sides: Sequence[int
 
 
 def _root(n: int, power: int) -> int:
-    """Return the whole root of n, or 0 if there is none above 1."""
+    """Return the root of n if it is a whole number above 1, else 0."""
     side = round(n ** (1 / power))
     return side if side > 1 and side**power == n else 0

@@ -17,7 +17,7 @@ same elements are of two kinds:
     2D: few key-value heads      HEADS    {0: "tp_col_heads", 1: "tp_row"} dp, sp, tp_col_copies      dp, sp, tp_col_copies
     3D: a first product's        GRID     {0: "tp_row", 1: ("tp_col", "tp_depth")}  dp, sp            dp, sp
     experts                      EXPERT   {0: "ep", 2: "etp"}              edp                        edp
-    a tile                       its rank's shard, cut again: the same ranks hold all tiles, as separate parameters
+    a tile                       a part of the rank's shard: the ranks that hold a shard hold all of its tiles, as separate parameters
 
 2D's products already sum gradients over the grid. 2.5D's products do so for each of the d grids, which have different tokens, so gradients
 are summed over depth. Sources: Megatron-LM (arXiv 1909.08053), its sequence parallelism (arXiv 2205.05198); see parallel/mesh/mesh.py too.
@@ -25,12 +25,12 @@ are summed over depth. Sources: Megatron-LM (arXiv 1909.08053), its sequence par
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from parallel.errors import BadInput
-from parallel.mesh.mesh import DENSE, EXPERT, Mesh
+from parallel.mesh.mesh import DENSE, Mesh
 
 if TYPE_CHECKING:  # the planner reads layouts without torch
     from torch import Tensor
@@ -58,17 +58,17 @@ class Tile:
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout on the mesh of one parameter with whole shape `shape`.
+    """How one parameter is laid out on the mesh.
 
     Example: `Layout((4, 6), {1: "tp"}, alike=()).region(mesh)` is (slice(0, 4), slice(3, 6)) on rank 1 of `Mesh.of(Degrees(tp=2), 1)`.
 
-    `split`: tensor dim -> the axis that cuts it, or several axes, coarsest first. `view`: the axes to which the parameter belongs.
-    `family`: a label by which gradient norms are grouped. `unstack`: a name with `{}`, if checkpoints store the entries of dim 0 as
-    separate tensors (`layers.3.experts.{}.w1`), named by their global index. `placement`: the global index of each place along dim 0,
-    if they are not in order. `tile`: the parameter is this tile of the tensor (parallel/data/tiling.py). `holders`: the pipeline stages
-    that hold it, if there are several (a tied embedding, Chimera's replicas). `alike`: axes along which ranks see the same tokens, so
-    copies have equal gradients; axes of other views, and axes that cut the parameter, are ignored. `uneven`: dims with shards that may
-    differ by one.
+    shape: of the whole tensor. split: tensor dim -> the axis that cuts it, or several axes, coarsest first.
+    view: the axes of the mesh to which those of `split` and `copies` belong (mesh.py). uneven: dims with shards that may differ by one.
+    family: a label by which gradient norms are grouped. tile: the parameter is this tile of the tensor (parallel/data/tiling.py).
+    unstack: if the parameter is a stack, along dim 0, of tensors that checkpoints store separately: their names, with `{}` for the global
+    index (`layers.3.experts.{}.w1`). placement: the global index of each entry of the stack, if they are not in order.
+    holders: the pipeline stages that hold the parameter, if there are several (a tied embedding, Chimera's replicas).
+    alike: axes along which ranks see the same tokens, so that copies have equal gradients. Those that are no axes of `copies` are ignored.
     """
 
     shape: tuple[int, ...]
@@ -83,7 +83,7 @@ class Layout:
     uneven: tuple[int, ...] = ()
 
     def without(self, dim: int) -> Layout:
-        """Return the layout of a mean over `dim`, which every rank holds whole: one dim less. A negative dim counts from the end."""
+        """Return the layout of the parameter's mean over `dim`, which no axis may cut. A negative dim counts from the end."""
         dim %= len(self.shape)
         assert self.tile is None and (dim or self.unstack is None), "a mean over a dim that a rank does not hold whole"
         return replace(
@@ -99,13 +99,11 @@ class Layout:
         return tuple(axis for named in axes for axis in ((named,) if isinstance(named, str) else named))
 
     def copies(self) -> tuple[str, ...]:
-        """Return the axes along which ranks hold the same elements. Pipeline stages in `holders` hold them too, but "pp" is left out."""
+        """Return the axes along which ranks hold the same elements, without "pp", although stages in `holders` hold them too."""
         return tuple(a for a in self.view if a != "pp" and a not in self.cut_by())
 
     def summed_over(self) -> tuple[str, ...]:
-        """Return the axes over which gradients are summed: axes of `copies` without `alike`. Gradients are also summed over the pipeline
-        stages in `holders`, but "pp" is not returned.
-        """
+        """Return the axes over which gradients are summed: `copies` without `alike`. Gradients are also summed over `holders`."""
         return tuple(a for a in self.copies() if a not in self.alike)
 
     def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
@@ -134,7 +132,7 @@ class Layout:
         return tuple(shard)
 
     def stacked(self, mesh: Mesh) -> tuple[int, ...]:
-        """Return the global indices of this rank's entries along dim 0, in order."""
+        """Return the global indices of the entries along dim 0 that this rank holds, in its order."""
         places = self.region(mesh)[0]
         return tuple(range(self.shape[0]))[places] if self.placement is None else self.placement[places]
 
@@ -143,7 +141,7 @@ class Layout:
         return self.shard_counts(mesh) and all(mesh.axis(a).index == 0 for a in self.summed_over())
 
     def shard_counts(self, mesh: Mesh) -> bool:
-        """For engines that shard over `summed_over` (ZeRO, FSDP): return whether this rank's shard, not a copy of it, counts in norms."""
+        """Return whether an engine's shard here counts in norms. The engine (ZeRO, FSDP) has cut the parameter over `summed_over`."""
         alike = (a for a in self.copies() if a in self.alike)
         return self.counts_on(mesh.axis("pp").index) and all(mesh.axis(a).index == 0 for a in alike)
 
@@ -152,13 +150,32 @@ class Layout:
         return not self.holders or self.holders[0] == stage
 
 
-def dense(shape: tuple[int, ...], family: str = "dense", *, alike: tuple[str, ...] = ("tp",), holders: tuple[int, ...] = ()) -> Layout:
-    """Return the layout of a parameter that every rank of a stage holds whole. `alike`: axes along which ranks see the same tokens."""
-    return Layout(shape, {}, DENSE, family, holders=holders, alike=alike)
+Layouts = dict[str, Layout]  # the layouts of parameters, by their names
 
 
-def stacked_over(
-    axis: str, shape: tuple[int, ...], *, unstack: str, family: str = "expert", also: Mapping[int, str | tuple[str, ...]] | None = None
-) -> Layout:
-    """Return the layout of a stack of tensors cut along dim 0, in the expert view. `also`: further dims and the axes that cut them."""
-    return Layout(shape, {0: axis, **(also or {})}, EXPERT, family, unstack)
+class Stored(NamedTuple):
+    """A named tensor of a checkpoint, as it is related to a rank's shard of a parameter.
+
+    `name`, `shape`: of the whole tensor. `region`: the part of it that belongs to the shard. `entry`: if the parameter is a stack, the
+    index of this part along dim 0 of the shard; None: the part is the whole shard.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    region: Box
+    entry: int | None
+
+
+def stored(name: str, layout: Layout, mesh: Mesh, box: Box | None = None) -> Iterator[Stored]:
+    """Yield the named tensors in which checkpoints store this rank's shard of the parameter `name`: one, or one for each entry of a stack.
+
+    `box`: only this box of the shard; `region` and `entry` are then of the box.
+    """
+    region = layout.region(mesh)
+    box = box or tuple(slice(0, part.stop - part.start) for part in region)
+    wanted = tuple(slice(of.start + part.start, of.start + part.stop) for of, part in zip(region, box, strict=True))
+    if layout.unstack is None:
+        yield Stored(name, layout.shape, wanted, None)
+        return
+    for entry, number in enumerate(layout.stacked(mesh)[box[0]]):
+        yield Stored(layout.unstack.format(number), layout.shape[1:], wanted[1:], entry)

@@ -7,8 +7,8 @@
     EXPERT   pp x edp x ep x etp                     (the dp*sp*tp ranks of a stage, arranged for experts)
     NODES    pp x edp x ep_outer x ep_inner x etp            ep between nodes and within a node, for exchanges in two steps
 
-With sp = tp = etp = 1, the expert view cuts dp into edp groups of ep neighbours. With larger sp and tp, ep folds over them too. The
-coordinate that differs between its ranks names an axis: the ranks of one `tp_row` axis have different rows, so they form one column
+With sp = tp = etp = 1, the expert view cuts dp into edp groups of ep neighbours. With larger sp and tp, ep folds over them too. An axis
+has the name of the coordinate in which its ranks differ: the ranks of one `tp_row` axis have different rows, so they form one column
 of the grid. Axes of one view can be joined: `mesh.axis("dp", "sp")` has the ranks over which the gradient of a dense weight is summed.
 
 A rank computes its own groups from its own coordinates and helps to make only these. Nothing lists the whole world, so a hundred
@@ -23,11 +23,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from parallel.errors import BadInput, counted
 from parallel.fixes import Nproc, Set, any_of
-from parallel.mesh.communicator import Communicator
+from parallel.mesh.debug_collectives import Call
+from parallel.mesh.traffic import Communicator, leaving
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FACTORS = {
     "sp": ("sp_ring", "sp_heads"),
@@ -35,7 +39,7 @@ FACTORS = {
     "ep": ("ep_outer", "ep_inner"),
     "tp_row": ("tp_row_heads", "tp_row_copies"),
     "tp_col": ("tp_col_heads", "tp_col_copies"),
-}  # an axis -> its factors
+}  # an axis -> the axes into which other views cut it
 
 
 def _factored(view: tuple[str, ...], *axes: str) -> tuple[str, ...]:
@@ -101,21 +105,13 @@ class Degrees:
                 needed=f"a divisor of dp * sp * tp = {stage}",
                 fix=fix,
             )
-        if self.ep % self.ep_inner:
-            raise BadInput("ep_inner", got=self.ep_inner, needed=f"a divisor of ep={self.ep}", fix=f"use one of {divisors(self.ep)}")
         if self.sp % self.sp_heads:
             raise BadInput("sequence.heads", got=self.sp_heads, needed=f"a divisor of sp={self.sp}", fix=Set("it", *divisors(self.sp)))
-        if self.tp % (self.tp_col * self.tp_depth):
-            raise BadInput(
-                "tp_col * tp_depth",
-                got=f"{self.tp_col} * {self.tp_depth}",
-                needed=f"a divisor of tp={self.tp}",
-                fix=f"use one of {divisors(self.tp)}",
-            )
-        for side in ("tp_row", "tp_col"):
-            copies, size = self.size(f"{side}_copies"), self.size(side)
-            if size % copies:
-                raise BadInput(f"{side}_copies", got=copies, needed=f"a divisor of {side}={size}", fix=f"use one of {divisors(size)}")
+        for whole, *parts in (("ep", "ep_inner"), ("tp", "tp_col", "tp_depth"), ("tp_row", "tp_row_copies"), ("tp_col", "tp_col_copies")):
+            size, sizes = self.size(whole), [self.size(part) for part in parts]
+            if size % math.prod(sizes):
+                got, needed = " * ".join(map(str, sizes)), f"a divisor of {whole}={size}"
+                raise BadInput(" * ".join(parts), got=got, needed=needed, fix=f"use one of {divisors(size)}")
 
     @property
     def edp(self) -> int:
@@ -124,7 +120,7 @@ class Degrees:
 
     @property
     def ep_outer(self) -> int:
-        """Number of nodes that share one set of experts."""
+        """Number of nodes over which one set of experts is spread."""
         return self.ep // self.ep_inner
 
     @property
@@ -198,6 +194,29 @@ class Axis:
     def size(self) -> int:
         return len(self.ranks)
 
+    def backward(self) -> Axis:
+        """Return the axis with a label by which error messages tell a collective of the backward pass from its forward one."""
+        return replace(self, label=f"{self.label} backward".lstrip())
+
+    def count(self, name: str, tensor: Tensor, *, send: list[int] | None = None, receive: list[int] | None = None) -> None:
+        """Count one call of the collective `name`, and write it into this rank's record. Call it before the collective, also before
+        one that torch or an engine starts.
+
+        In debug mode, first compare the call with the other ranks' calls, and raise Disagreement if they differ. `send[i]`,
+        `receive[i]`: rows to and from the axis's i-th rank, if these can differ. The name "send" means a message between two ranks,
+        which is only counted.
+        """
+        agreement, record = (None, None) if name == "send" else (self.communicator.agreement, self.communicator.record)
+        if agreement is not None:
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            agreement.check(self.ranks, Call(name, self.name, self.label, list(tensor.shape), dtype, send, receive))
+        if record is not None:
+            record.announce(self.name, self.ranks, self.index, name=name, label=self.label, tensor=tensor, send=send, receive=receive)
+        sent = leaving(name, tensor.nbytes, self.size)
+        if send is not None:
+            sent = (sum(send) - send[self.index]) * (tensor.nbytes // len(tensor) if len(tensor) else 0)
+        self.communicator.add(self.name, name, handed=tensor.nbytes, sent=sent)
+
 
 @dataclass(frozen=True)
 class Mesh:
@@ -212,8 +231,8 @@ class Mesh:
     rank: int = 0
     axes: dict[str, Axis] = field(default_factory=dict)
     new_group: Callable[[tuple[int, ...]], Any] | None = None
-    made: dict[tuple[int, ...], Any] = field(default_factory=dict, compare=False)  # groups made so far, by their ranks
-    more: dict[tuple[str, tuple[int, ...]], Axis | None] = field(default_factory=dict, compare=False)  # made by `part`
+    made: dict[tuple[int, ...], Any] = field(default_factory=dict, compare=False)  # process groups, by their ranks
+    more: dict[tuple[str, tuple[int, ...]], Axis | None] = field(default_factory=dict, compare=False)  # results of `part`
     communicator: Communicator = field(default_factory=Communicator, compare=False, repr=False)
 
     @staticmethod
@@ -251,7 +270,7 @@ class Mesh:
         return self.made[ranks]
 
     def alone(self) -> Any:
-        """Return a group of this rank only, for libraries that need a group for an axis of size 1. Every rank must call this."""
+        """Return a process group of this rank only, for libraries that need one for an axis of size 1. Every rank must call this."""
         if (self.rank,) not in self.made and self.new_group is not None:
             self.made[self.rank,] = self.new_group((self.rank,))
         return self.made[self.rank,]
@@ -268,16 +287,18 @@ class Mesh:
         return found
 
     def part(self, name: str, places: tuple[int, ...], *, label: str) -> Axis | None:
-        """Return the sub-axis of an axis at these indices, with its own group; None if this rank is not in it.
+        """Return the sub-axis of the axis `name` at these indices, with its own group; None if this rank is not in it.
 
-        Every rank must ask for the same sub-axes in the same order. A second call returns the first one's result.
+        Every rank must ask for the same sub-axes in the same order. A second call with this label returns the result of the first.
         """
         if (label, places) not in self.more:
             ranks = tuple(self.axes[name].ranks[place] for place in places)
             held = self.rank in ranks
             group = None
             if self.new_group is not None and len(ranks) > 1:
-                group = self.new_group(ranks if held else (self.rank,))  # other ranks make a group of one: equally many on all ranks
+                group = self.new_group(
+                    ranks if held else (self.rank,)
+                )  # the others make a group of themselves, so that all make equally many
             found = Axis(name, ranks, ranks.index(self.rank), group, label, self.communicator) if held else None
             self.more[label, places] = found
         return self.more[label, places]

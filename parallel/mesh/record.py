@@ -7,9 +7,11 @@ Each group of ranks has a lane: the number of collectives that this rank has ann
 Ranks that run the same collectives have equal chains. So one more number in a sum that runs anyway shows whether any two ranks differ,
 even if nothing hangs (gloo gives wrong numbers if shapes or splits differ):
 
-    token of rank r = sum over its lanes of  (w_i - w_(i-1)) * chain + splits        in the sum over a group, the first part cancels to 0
-    splits = sum over j of  h_ij * sent to j - h_ji * received from j                in the sum over a group 0, if both sides agree
-    all modulo 2**40, so that sums of 8,192 ranks are exact in float64; a difference is missed once in 2**40
+    token of a rank = sum over its lanes of  (w_i - w_(i-1)) * chain + splits        w_i, h_ij: hashes; the rank is the i-th of the group
+    splits = sum over j of  h_ij * rows sent to rank j - h_ji * rows received from rank j
+
+In the sum over a group, equal chains cancel to 0, and so do splits if sender and receiver agree. All is modulo 2**40, so that sums of
+8,192 ranks are exact in float64; a difference is missed once in 2**40.
 """
 
 from __future__ import annotations
@@ -30,18 +32,19 @@ if TYPE_CHECKING:
 
 _MODULUS, MOST_RANKS = 1 << 40, 1 << 13  # sums of MOST_RANKS tokens are exact in float64
 _KEPT = 512  # number of the last collectives that a lane keeps, to find the first in which ranks differ
-_OWN = (f"parallel{os.sep}watchdog.py", f"parallel{os.sep}record.py", "threading.py")
 _MAYBE = os.path.join("torch", "autograd", "graph.py")  # backward pass in C++: it computes, or waits in DDP's reducer
 # files in which Python is while it waits for other ranks
 _WAITS = (f"torch{os.sep}distributed{os.sep}", f"deepspeed{os.sep}comm{os.sep}") + tuple(
     os.sep + name for name in (f"pipeline{os.sep}links.py", "collectives.py", "exchange.py", "gradients.py")
 )
 
+Splits = list[int] | None  # rows to, or from, each rank of a group; None: as many for all
+
 
 class Lane:
-    """This rank's collectives in one group of ranks.
+    """The collectives that this rank has announced in one group of ranks.
 
-    number: number of collectives so far. chain: hash chain of all. splits: sum of the split hashes. last: the last ones, newest at the end.
+    number: how many. chain: hash chain of all. splits: hash of all rows sent and received. last: the newest ones, the newest at the end.
     """
 
     def __init__(self, name: str, ranks: tuple[int, ...], index: int) -> None:
@@ -57,9 +60,9 @@ class Lane:
 class Record:
     """Progress of this rank.
 
-    phase, step: current part of the work. at: time (time.monotonic) of its last announcement. patience: multiplies the watchdog's time
-    limit. messages: (from, to) -> (number of messages sent or awaited here, label of the last). awaited: channel of the message that the
-    rank waits for, if its last announcement was one. failed: the error that ended this rank.
+    phase, step: current part of the work. at: time (time.monotonic) of the last announcement. patience: factor of the watchdog's limit.
+    messages: (sender, receiver) -> (number of messages that this rank has sent or waited for, label of the last one). awaited: (sender,
+    receiver) of the message that this rank waits for, if that was its last announcement. failed: the error that ended this rank.
     """
 
     def __init__(self, rank: int) -> None:
@@ -75,24 +78,17 @@ class Record:
         self._words: dict[Any, int] = {}
 
     def enter(self, phase: str, *, step: int | None = None, patience: float | None = None) -> None:
-        """Enter another phase. step: counts from 1. Step and patience stay unchanged if they are not given."""
+        """Enter another phase. `step` counts from 1. Step and patience stay unchanged if they are not given."""
         self.phase, self.awaited, self.at = phase, None, time.monotonic()
         self.step = self.step if step is None else step
         self.patience = self.patience if patience is None else patience
 
     def announce(
-        self,
-        axis_name: str,
-        ranks: tuple[int, ...],
-        index: int,
-        *,
-        name: str,
-        label: str,
-        tensor: Tensor,
-        send: list[int] | None,
-        receive: list[int] | None,
+        self, axis_name: str, ranks: tuple[int, ...], index: int, *, name: str, label: str, tensor: Tensor, send: Splits, receive: Splits
     ) -> None:
-        """Record a collective before it starts. With splits, only the width of rows must agree between ranks, and each pair's splits."""
+        """Record a collective before it starts. `send`, `receive`: rows to and from each rank; then ranks must agree on the width of a row,
+        and each pair of ranks on the number of rows between them.
+        """
         lane = self._lane_of.get((axis_name, id(ranks))) or self._lane(axis_name, ranks, index)
         shape, words = tensor.shape, self._words
         same = shape if send is None else shape[1:]
@@ -121,11 +117,11 @@ class Record:
         self.at = time.monotonic()
 
     def token(self) -> float:
-        """This rank's summand of a sum over all ranks that is 0 modulo 2**40 if the ranks of every group ran the same collectives."""
+        """Return this rank's summand. The sum over all ranks is 0 modulo 2**40 if the ranks of every group ran the same collectives."""
         return float(sum(lane.weight * lane.chain + lane.splits for lane in self.lanes.values()) % _MODULUS)
 
     def answer(self) -> dict[str, Any]:
-        """Progress of this rank as plain values (JSON). The watchdog's thread calls it, whether the main thread runs or hangs."""
+        """Return this rank's progress as plain values (JSON). The watchdog's thread calls it, also while the main thread hangs."""
         place, waits = standing(threading.main_thread().ident)
         latest, awaited = self.latest, self.awaited
         return {
@@ -146,27 +142,28 @@ class Record:
         }
 
     def text(self) -> str:
-        """Phrase that describes this rank's progress."""
+        """Return this rank's phase, step and last collective in words."""
         latest = self.latest
         last = f", after {latest.last[-1][1]} {latest.number} over {latest.name}" if latest is not None and latest.last else ""
         return f"{self.phase}{f' of step {self.step}' if self.step else ''}{last}"
 
 
 def balanced(total: float) -> bool:
-    """True if the sum of all ranks' tokens shows that they ran the same collectives."""
+    """Return whether the sum of all ranks' tokens shows that they ran the same collectives."""
     return total % _MODULUS == 0
 
 
 def standing(main: int | None) -> tuple[str, str]:
-    """(file:line function that Python is in, outside torch if possible; "yes", "no" or "maybe": does it wait for other ranks there)."""
+    """Return the place of the thread `main`, as "file:line function" outside torch if possible, and whether any thread waits for other
+    ranks: "yes", "no" or "maybe".
+    """
     frames = sys._current_frames()
     frame: Any = frames.get(main or 0)
-    others = [found for ident, found in frames.items() if ident != main and not found.f_code.co_filename.endswith(_OWN)]
     torch = sys.modules.get("torch")
     waits = "maybe" if torch is not None and torch.cuda.is_initialized() else "no"  # Python can wait for GPU kernels anywhere
-    for top in [found for found in (frame, *others) if found is not None]:  # on a GPU, autograd has threads of its own
+    for top in frames.values():  # on a GPU, autograd has threads of its own
         name = top.f_code.co_filename
-        if any(part in name for part in _WAITS) and top.f_code.co_name not in ("count", "announce"):
+        if any(part in name for part in _WAITS):
             waits = "yes"
         elif waits == "no" and name.endswith(_MAYBE):
             waits = "maybe"

@@ -34,9 +34,7 @@ def in_region(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @wraps(function)
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
-            if not _profiler_enabled():
-                return function(*args, **kwargs)
-            with record_function(PREFIX + name):
+            with region(name):
                 return function(*args, **kwargs)
 
         return run

@@ -1,13 +1,19 @@
-"""Collectives of an exchange as numbers, stated before anything is sent.
+"""Collectives as numbers: stated before anything is sent, and counted when they are called.
 
-    Load      rows that one rank has for the ranks of an axis       ->      Traffic     its collectives, one Message for each kind
+    stated      Load, the rows that one rank has for the ranks of an axis   ->   Traffic, the Messages of one layer's exchange
+    counted     every axis of a mesh reports each call to the mesh's Communicator   ->   counts(), a Count for each axis and collective
 
-The planner times messages. Tests and `moe bench exchange` compare them with the collectives counted by the mesh's communicator.
+The planner times Messages. Tests and `moe bench exchange` compare them with the counts. Each mesh has its own Communicator, so two
+meshes of one process count separately.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
+
+from parallel.mesh.debug_collectives import Agreement
+from parallel.mesh.record import Record
 
 
 def leaving(name: str, handed: int, ranks: int) -> int:
@@ -20,10 +26,10 @@ def leaving(name: str, handed: int, ranks: int) -> int:
 
 
 class Load(NamedTuple):
-    """The work of one rank in one exchange over `ranks` ranks, if every bin gets equally many rows.
+    """The work of one rank in one exchange over `ranks` ranks, if each of the `bins` gets equally many rows.
 
-    `tokens` with `choices` bins each; `rows` that are sent, dropped ones left out; `slots`: rows and empty slots, None if slots are not
-    limited. A row has `width` numbers in `row_bytes`.
+    tokens: of the rank; each chooses `choices` bins. rows: sent ones, without dropped ones. slots: number of rows and empty slots; None:
+    slots are not limited. width, row_bytes: numbers in a row, and their bytes.
     """
 
     tokens: float
@@ -37,9 +43,10 @@ class Load(NamedTuple):
 
 
 class Message(NamedTuple):
-    """A collective by its name in the communicator's counts, over `ranks` ranks of `axis`, `stride` ranks apart in the exchange's axis.
+    """Equal calls of one collective. `axis`, `name`: as in the communicator's counts.
 
-    `handed`: bytes that a rank gives to it, in `calls` equal calls together.
+    handed: bytes that a rank gives to all `calls` calls. ranks, stride: number of ranks of `axis`, and their distance on the axis of the
+    whole exchange.
     """
 
     axis: str
@@ -56,12 +63,12 @@ class Message(NamedTuple):
 
     @property
     def held(self) -> float:
-        """Bytes of its input and its result on one rank."""
+        """Bytes of all inputs and results on one rank."""
         return self.handed * (1 + {"all_gather": self.ranks, "reduce_scatter": 1 / self.ranks}.get(self.name, 1))
 
 
 class Traffic(NamedTuple):
-    """Messages of one layer. `agreed`: small ones before the rows, such as counts. `forward` and `backward` carry rows or results."""
+    """The messages of one layer's exchange. agreed: small ones before the rows, such as counts. forward, backward: of rows and results."""
 
     agreed: tuple[Message, ...]
     forward: tuple[Message, ...]
@@ -75,3 +82,40 @@ class Traffic(NamedTuple):
     @property
     def every(self) -> tuple[Message, ...]:
         return self.agreed + self.forward + self.backward
+
+
+@dataclass(frozen=True)
+class Count:
+    """The number of calls of one collective on one axis, and bytes of all calls together.
+
+    `bytes`: given to the collective. `sent`: sent to other ranks; for all_reduce, all_gather and reduce_scatter as in a ring, which is
+    the minimum of all algorithms.
+    """
+
+    calls: int = 0
+    bytes: int = 0
+    sent: int = 0
+
+
+class Communicator:
+    """Counts a mesh's collectives.
+
+    `agreement`: in debug mode, compares every collective between its ranks before it runs (parallel/mesh/debug_collectives.py).
+    `record`: this process's record, which the watchdog reads.
+    """
+
+    def __init__(self, agreement: Agreement | None = None, record: Record | None = None) -> None:
+        self.agreement, self.record = agreement, record
+        self._counts: dict[tuple[str, str], Count] = {}
+
+    def add(self, axis: str, name: str, *, handed: int, sent: int) -> None:
+        """Count one call of the collective `name`. `handed`: bytes given to it. `sent`: bytes that leave this rank."""
+        so_far = self._counts.get((axis, name), Count())
+        self._counts[axis, name] = Count(so_far.calls + 1, so_far.bytes + handed, so_far.sent + sent)
+
+    def counts(self) -> dict[tuple[str, str], Count]:
+        """Return the counts since the last `reset_counts`, by (axis, collective)."""
+        return dict(self._counts)
+
+    def reset_counts(self) -> None:
+        self._counts.clear()

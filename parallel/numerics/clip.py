@@ -36,12 +36,12 @@ class GradientNorm:
 
 
 def gradient_norm(owned: Iterable[tuple[str, Tensor]], *, families: tuple[str, ...], world: Axis, device: torch.device) -> GradientNorm:
-    """Return the norms, given the (family, gradient) shards that this rank owns. Collective."""
+    """Return the norms of all ranks' gradients. `owned`: (family, shard of a gradient) that this rank owns. Collective."""
     return norm_of(squares(owned, families=families, device=device), families=families, world=world)
 
 
 def squares(owned: Iterable[tuple[str, Tensor]], *, families: tuple[str, ...], device: torch.device) -> Tensor:
-    """Return the sums of squares by family, float64 [families]."""
+    """Return the sums of the squares of this rank's gradients, for each of the families: float64 [families]."""
     found = torch.zeros(len(families), dtype=torch.float64, device=device)
     for family, grad in owned:
         found[families.index(family)] += torch.linalg.vector_norm(grad, dtype=torch.float32).double() ** 2
@@ -49,7 +49,7 @@ def squares(owned: Iterable[tuple[str, Tensor]], *, families: tuple[str, ...], d
 
 
 def norm_of(squares: Tensor, *, families: tuple[str, ...], world: Axis) -> GradientNorm:
-    """Return the norms, given every rank's `squares`. Collective. Raise Disagreement on all ranks if earlier collectives differed."""
+    """Return the norms, given each rank's result of `squares`. Collective. Raise Disagreement on all ranks if collectives differed."""
     record, axis = world.communicator.record, replace(world, label="the gradient norm")
     record = record if 1 < world.size <= MOST_RANKS else None
     if record is not None:

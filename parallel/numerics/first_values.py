@@ -11,21 +11,19 @@ only additions, products and one division, which IEEE 754 rounds exactly, so eve
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from parallel.mesh.layout import Box, Layout
-from parallel.mesh.mesh import Mesh
+from parallel.mesh.layout import Box
 from parallel.numerics.supposed import pretended
 
 # R rows (all dims but the last), C columns (the last dim)
 
-Fill = Callable[..., None]  # fill(name, out, within=None): writes first values of this rank's shard, or of a box of it, into out
+Fill = Callable[..., None]  # fill(name, out, within=None) writes first values of this rank's shard of a parameter, or of its box `within`
 
 _CHUNK = 1 << 15  # numbers drawn at a time, so that scratch memory stays in the CPU's cache
 _STRIDE, _MIX, _MIX_2 = (np.uint64(c) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))  # SplitMix64's constants
@@ -37,27 +35,6 @@ _Q = (55.2540454, 52.4260359, 13.8380257, 1.0)
 _P_TOP, _Q_TOP = 4.38453206, 10.7060532
 
 
-class Stored(NamedTuple):
-    """A named tensor of a checkpoint, the region of it that this rank holds, and its place in the parameter."""
-
-    name: str
-    shape: tuple[int, ...]
-    region: Box
-    place: int | None  # index along dim 0 of a stack; None: the parameter is no stack
-
-
-def stored(name: str, layout: Layout, mesh: Mesh, within: Box | None = None) -> Iterator[Stored]:
-    """Yield the named tensors that this rank's shard of a parameter consists of. `within`: only of this box of the shard."""
-    region = layout.region(mesh)
-    within = within or tuple(slice(0, r.stop - r.start) for r in region)
-    wanted = tuple(slice(r.start + w.start, r.start + w.stop) for r, w in zip(region, within, strict=True))
-    if layout.unstack is None:
-        yield Stored(name, layout.shape, wanted, None)
-        return
-    for place, number in enumerate(layout.stacked(mesh)[within[0]]):
-        yield Stored(layout.unstack.format(number), layout.shape[1:], wanted[1:], place)
-
-
 def key_of_tensor(seed: int, name: str) -> int:
     """Return a 64-bit key. With 32 bits, two tensors of a large model could have the same key, and so the same values."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little")
@@ -65,7 +42,7 @@ def key_of_tensor(seed: int, name: str) -> int:
 
 @torch.no_grad()
 def truncated_normal(out: Tensor, *, key: int, shape: tuple[int, ...], region: Box, sigma: float) -> None:
-    """Fill `out`, of any dtype and device, with `region` of a tensor of `shape`: normal numbers with `sigma`, cut at 2 sigma."""
+    """Fill `out`, of any dtype and device, with the region of a whole tensor of `shape`: normal numbers with `sigma`, cut at 2 sigma."""
     assert tuple(out.shape) == tuple(r.stop - r.start for r in region), (out.shape, region)
     if not out.numel() or pretended(out):
         return
@@ -83,7 +60,7 @@ def truncated_normal(out: Tensor, *, key: int, shape: tuple[int, ...], region: B
 
 
 def _rows(shape: tuple[int, ...], region: Box) -> NDArray[np.uint64]:
-    """Return the generator's state for each row: the index of its first element in the whole tensor, times the stride."""
+    """Return the generator's state for each row: the index in the whole tensor of the row's first element, times _STRIDE."""
     row_R = np.zeros(1, np.uint64)
     for size, part in zip(shape[:-1], region[:-1], strict=True):
         row_R = np.add.outer(row_R * np.uint64(size), np.arange(part.start, part.stop, dtype=np.uint64)).ravel()
@@ -102,7 +79,7 @@ def _bits(row_R: NDArray[np.uint64], column_C: NDArray[np.uint64]) -> NDArray[np
 
 
 def _normal(bits: NDArray[np.int64], sigma: float) -> NDArray[np.float32]:
-    """Return normal numbers of the same shape, float32, within 2 sigma, symmetric about 0."""
+    """Return a normal number for each element of `bits`, float32, within 2 sigma, symmetric about 0."""
     u = bits.astype(np.float32)
     u *= np.float32(2.0**-63)
     s = np.float32(1.0) - u * u

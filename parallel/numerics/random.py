@@ -27,7 +27,7 @@ _CHUNK = 16384  # numbers hashed at a time, so that they fit into the CPU's cach
 
 
 def _mix(x: Tensor, spare: Tensor) -> Tensor:
-    """Scramble int32 in place. >> is an arithmetic shift on int32, so the sign bits are masked off."""
+    """Scramble int32 numbers in place. `spare`: memory of the same shape. >> copies the sign bit on int32, so these bits are masked off."""
     x.bitwise_xor_(torch.bitwise_right_shift(x, 16, out=spare).bitwise_and_(0xFFFF)).mul_(0x7FEB352D)
     return x.bitwise_xor_(torch.bitwise_right_shift(x, 15, out=spare).bitwise_and_(0x1FFFF)).mul_(-2073254261)  # 0x846CA68B as int32
 
@@ -38,7 +38,7 @@ def uniform(key: int, position_T: Tensor, width: int, *, first: int = 0) -> Tens
     row_T = _mix(row_T, torch.empty_like(row_T))
     column_D = torch.arange(first, first + width, dtype=torch.int32, device=position_T.device) * 668265263
     out_TD = torch.empty(len(row_T), width, dtype=torch.float32, device=position_T.device)
-    out_TD = supposed(out_TD, lambda: torch.empty(len(row_T), width))  # all of it is written here
+    out_TD = supposed(out_TD, lambda: torch.empty(len(row_T), width))  # all of its values are written below
     step = max(1, _CHUNK // max(width, 1)) if position_T.device.type == "cpu" else len(row_T)
     for start in range(0, len(row_T), step):
         bits = row_T[start : start + step].unsqueeze(1) + column_D

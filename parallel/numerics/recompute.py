@@ -40,9 +40,9 @@ def recomputed(part: Callable[..., Value], *args: Any) -> Value:
 
 
 class _Return(torch.autograd.Function):
-    """Identity on the part's result. Its backward reads its saved tensor, which triggers the second forward pass at this point.
+    """Identity on the part's result. Its backward pass reads a saved tensor, and so makes torch run the second forward pass then.
 
-    This must come before engines gather weights for the part's backward pass: they free weights after each forward pass.
+    This must be before engines gather weights for the part's backward pass, because they free weights after each forward pass.
     """
 
     @staticmethod
@@ -57,13 +57,13 @@ class _Return(torch.autograd.Function):
 
 
 class Replay:
-    """Decisions of one forward pass, by name. Use one object for one forward pass and its recomputation."""
+    """The decisions of one forward pass and its recomputation, by name."""
 
     def __init__(self) -> None:
         self._made: dict[str, Any] = {}
 
     def once(self, name: str, decide: Callable[[], Value]) -> Value:
-        """Return decide(), called only once for each name."""
+        """Return the decision of this name. The first call makes it by decide()."""
         if name not in self._made:
             self._made[name] = decide()
         value: Value = self._made[name]

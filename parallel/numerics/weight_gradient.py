@@ -27,15 +27,14 @@ Gradients = Callable[[], Sequence[Tensor | None]]  # computes the gradients of s
 
 
 class PendingGradients:
-    """The deferred weight gradients of one micro-batch of one stage. Made by defer_gradients()."""
+    """The deferred weight gradients of one backward pass."""
 
     def __init__(self) -> None:
         self._entries: list[tuple[tuple[Tensor, ...], Gradients]] = []
 
     def add(self, weights: tuple[Tensor, ...], compute: Gradients) -> None:
-        """Defer compute(), which returns the gradients of `weights`, the arguments of pending_for.
-
-        Its closure should hold only inputs and output gradients, no ctx, which would keep the graph in memory.
+        """Defer compute(), which returns the gradients of `weights`. It should refer to inputs and output gradients only, not to ctx,
+        which would keep the graph in memory.
         """
         self._entries.append((weights, compute))
 
@@ -50,9 +49,8 @@ class PendingGradients:
             torch.autograd.backward(passes)
 
 
-_open: list[
-    PendingGradients
-] = []  # at most one in a process, for all threads: autograd runs the backward pass of GPU tensors in another thread
+# at most one in a process, for all threads, because autograd runs the backward pass of GPU tensors in another thread
+_open: list[PendingGradients] = []
 
 
 @contextmanager
@@ -155,7 +153,7 @@ class _Product(torch.autograd.Function):
 
 
 def splittable(model: nn.Module) -> None:
-    """Make every module with the attribute `recast` multiply with the products of this file.
+    """Make every module that has the attribute `recast` multiply by `linear` or `product`, whose gradients can be deferred.
 
     torch's products compute both gradients together. Only for schedules with I and W, because small products are slower this way.
     """

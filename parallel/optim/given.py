@@ -146,7 +146,7 @@ class Given(Rule):
                 left = {"weight": parameter.detach().clone()} | {k: v for k, v in state.items() if v is not None}
                 parameter = nn.Parameter(parameter.detach().clone())
                 optimizer = self.build(self.groups([(name, parameter)]))
-                fill_stepped(parameter, optimizer, lambda kind, box: left[kind][box], kept=again, steps=step)  # noqa: B023
+                fill_stepped(parameter, optimizer, lambda kind, box: left[kind][box], kept=again, steps=step, start=())  # noqa: B023
             parameter.grad = torch.sin(whole * (step + 2))[at].clone()
             self._step(optimizer)
         return parameter.detach(), optimizer, parameter

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.mesh.collectives import count
 from parallel.mesh.mesh import Axis
 from parallel.mesh.regions import region
 from parallel.pipeline.schedule import Message, Schedule
@@ -104,7 +103,7 @@ class Links:
     def send(self, message: Message, tensor: Tensor) -> None:
         """Start sending `tensor`. It is kept until it is known to have arrived."""
         axis = self._axis_of(message)
-        count(replace(axis, label=str(message)), "send", tensor)
+        replace(axis, label=str(message)).count("send", tensor)
         self._announce(message)
         work = dist.isend(tensor, axis.ranks[message.target], group=axis.group)
         assert work is not None

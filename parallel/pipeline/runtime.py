@@ -26,7 +26,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from parallel.errors import BadInput
 from parallel.mesh.collectives import max_over
-from parallel.mesh.gradients import Started, holders, start_sum
+from parallel.mesh.gradients import StartedSum, holders, start_sum
 from parallel.mesh.layout import Layout
 from parallel.mesh.mesh import Axis, Mesh
 from parallel.numerics.weight_gradient import PendingGradients, defer_gradients
@@ -80,7 +80,7 @@ class StageReplicas:
     ) -> None:
         self.shared = {name: parameter for name, parameter in parameters.items() if layouts[name].holders}
         self.layouts, self.mesh, self.of_stage = layouts, mesh, of_stage
-        self.flying: list[Started] = []
+        self.flying: list[StartedSum] = []
         self.started: set[str] = set()
 
     def start(self, stage: int) -> None:

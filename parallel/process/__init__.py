@@ -1,1 +1,1 @@
-"""Processes of this machine: ranks, forks, memory, settings."""
+"""Processes of this machine: ranks, forks, freed memory, settings of the process."""

@@ -20,7 +20,7 @@ _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 @contextmanager
 def deterministic(asked: bool) -> Iterator[None]:
-    """Context in which torch is deterministic, if `asked` is True. It changes settings of the whole process, and restores them."""
+    """Return a context in which torch is deterministic, if `asked`. It changes settings of the whole process, and restores them."""
     if not asked:
         yield
         return
@@ -30,7 +30,7 @@ def deterministic(asked: bool) -> Iterator[None]:
     others = cudnn.deterministic, cudnn.benchmark, fill.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
     cudnn.deterministic, cudnn.benchmark = True, False
-    fill.fill_uninitialized_memory = False  # this code writes every element before it reads it, so filling only costs time
+    fill.fill_uninitialized_memory = False  # filling only costs time, because this project writes every element before it reads it
     try:
         yield
     finally:

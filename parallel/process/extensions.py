@@ -1,4 +1,4 @@
-"""Folder of the extensions that DeepSpeed compiles, and the packages that compiling needs. Does not import torch.
+"""The folder of the extensions that DeepSpeed compiles, and the packages that compiling needs. Does not import torch.
 
 Only files and package metadata are read, because importing torch takes two seconds.
 """
@@ -17,7 +17,7 @@ import psutil
 
 
 def extensions_dir(environment: Mapping[str, str] = os.environ) -> Path:
-    """Folder for compiled extensions in the user's cache, a different one for each version of torch, DeepSpeed and Python.
+    """Return the folder for compiled extensions in the user's cache, another one for each version of torch, DeepSpeed and Python.
 
     torch's default is one folder for all versions, so two environments that alternate would compile again each time.
     """
@@ -26,7 +26,7 @@ def extensions_dir(environment: Mapping[str, str] = os.environ) -> Path:
 
 
 def cache_dir(environment: Mapping[str, str] = os.environ) -> Path:
-    """This project's folder in the user's cache."""
+    """Return this project's folder in the user's cache."""
     return Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moe-parallel"
 
 
@@ -36,7 +36,7 @@ def use_extensions_dir() -> None:
 
 
 def missing_for_nvme(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """Packages to install before DeepSpeed's async_io can be compiled; empty if it can be, or is compiled already."""
+    """Return the packages that must be installed to compile DeepSpeed's async_io; [] if none is missing, or it is compiled already."""
     folder = Path(environment.get("TORCH_EXTENSIONS_DIR") or extensions_dir(environment))
     if (folder / "async_io" / "async_io.so").exists() and ctypes.util.find_library("aio"):
         return []
@@ -49,7 +49,7 @@ def missing_for_nvme(environment: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def version_of(package: str) -> str:
-    """Version of an installed package; "none" if it is not installed."""
+    """Return the version of a package; "none" if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -57,7 +57,7 @@ def version_of(package: str) -> str:
 
 
 def remove_stale_locks(folder: Path) -> list[Path]:
-    """Remove locks that a killed compilation left, for which torch would wait for ever. Locks that a process has open are in use."""
+    """Remove locks of killed compilations, for which torch would wait for ever, but not those in use. Return the removed ones."""
     locks = [path for path in folder.glob("*/lock") if path.is_file()]
     stale = [path for path in locks if not _is_open(path)]
     for path in stale:

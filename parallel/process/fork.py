@@ -1,7 +1,7 @@
 """Runs a function on N gloo ranks on this machine, each a fork of this process: 0.2 s to start, one thread per rank.
 
     run_on_ranks(function, 4)      calls function(rank) on 4 ranks, and returns their 4 results
-    each_on_ranks(function, 4)     function is a generator; yields the 4 results of each round while the ranks compute the next
+    each_on_ranks(function, 4)     function is a generator; yields lists of the 4 ranks' results while the ranks compute the next ones
 
 The caller must not have started threads of its own (set torch to one thread first): a forked process inherits locks, but not
 threads. A rank that raises, dies or hangs ends all ranks. Every rank's error is reported with its rank, and a deadlock with
@@ -28,14 +28,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parallel.process.malloc import keep_freed_memory
-from parallel.process.parent import die_with
+from parallel.process.libc import die_with, keep_freed_memory
 
 _GRACE_S = 3.0  # seconds to wait for the other ranks' errors, which often help, after one rank has failed
 
 
 def run_on_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
-    """Call function(rank, *args) on every rank, with torch.distributed initialised. Returns the ranks' results in order.
+    """Call function(rank, *args) on every rank, with torch.distributed initialised. Return the ranks' results in order.
 
     Results may be anything that torch.load(weights_only=True) reads: numbers, strings, lists, dicts, tensors. Raises
     RuntimeError with every failed rank's traceback, or with the stacks of the ranks that did not end within timeout_s.
@@ -49,7 +48,7 @@ def run_on_ranks(function: Callable[..., Any], world_size: int, *args: Any, time
 
 
 def each_on_ranks(function: Callable[..., Iterator[Any]], world_size: int, *args: Any, timeout_s: float = 120.0) -> Iterator[list[Any]]:
-    """Yield the results of the generator function(rank, *args): each time a list, in order of rank, when all ranks have yielded.
+    """Yield [result of each rank] whenever the generators function(rank, *args) of all ranks have yielded a result.
 
     All ranks must yield equally often, and wait for each other at each result. If ranks fail, earlier results are yielded first, and then
     the error is raised. timeout_s: time limit of each result. The ranks end when the caller stops reading.
@@ -105,11 +104,11 @@ def _child(
 
 
 def _wait(ranks: Sequence[BaseProcess], parts: Sequence[Path], timeout_s: float) -> list[int] | None:
-    """Wait until all `parts` exist, and return None. If ranks end or fail first, return []; at the time limit, the ranks still running."""
+    """Wait until all `parts` exist, and return None. If ranks end before, return []; at the time limit, the ranks that still run."""
     deadline = time.monotonic() + timeout_s
     failed_at: float | None = None
     while True:
-        running = any(p.is_alive() for p in ranks)  # checked before the files: a rank that has ended writes no more
+        running = any(p.is_alive() for p in ranks)  # before the files, because a rank can write its result and end in between
         if all(part.exists() for part in parts):
             return None
         now = time.monotonic()
@@ -123,7 +122,7 @@ def _wait(ranks: Sequence[BaseProcess], parts: Sequence[Path], timeout_s: float)
 
 
 def _parts(folder: Path, number: int, world_size: int) -> list[Path]:
-    """Paths of all ranks' results with this number."""
+    """Return the files of all ranks' results with this number."""
     return [folder / f"{number}.{rank}.result" for rank in range(world_size)]
 
 

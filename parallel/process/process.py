@@ -23,11 +23,11 @@ import torch.distributed as dist
 
 from parallel.errors import BadInput, cut
 from parallel.machine import usable_cores
-from parallel.mesh.communicator import Communicator
 from parallel.mesh.debug_collectives import DEBUG, TIMEOUT_S, Agreement
 from parallel.mesh.mesh import Axis, Degrees, Mesh
 from parallel.mesh.record import Record
-from parallel.process.malloc import keep_freed_memory
+from parallel.mesh.traffic import Communicator
+from parallel.process.libc import keep_freed_memory
 from parallel.watch import watchdog
 from parallel.watch.meet import NotMet, meet
 
@@ -64,15 +64,16 @@ def read_environment(environment: Mapping[str, str] = os.environ) -> World:
     A SLURM job step counts only if it has several tasks, because an interactive shell is one process.
     """
     values = {what: next((environment[n] for n in names if n in environment), None) for what, names in _NAMES.items()}
-    if "RANK" not in environment and (alone := environment.get("WORLD_SIZE") or "1") != "1" and not _elsewhere(environment):
-        fix = "start with moe train --nproc N, or unset WORLD_SIZE"
-        raise BadInput("WORLD_SIZE", got=f"{alone} without RANK, so on rank 0 by default", needed="both variables, or neither", fix=fix)
-    if "RANK" not in environment and environment.get("SLURM_NTASKS", "1") == "1" and "OMPI_COMM_WORLD_RANK" not in environment:
+    by_other = environment.get("SLURM_NTASKS", "1") != "1" or "OMPI_COMM_WORLD_RANK" in environment  # SLURM or Open MPI sets the rank
+    if "RANK" not in environment and not by_other:
+        if (size := environment.get("WORLD_SIZE") or "1") != "1":
+            got, fix = f"{size} without RANK, so on rank 0 by default", "start with moe train --nproc N, or unset WORLD_SIZE"
+            raise BadInput("WORLD_SIZE", got=got, needed="both variables, or neither", fix=fix)
         return World()
     try:
-        size = int(values["size"] or 1)
+        ranks = int(values["size"] or 1)
         rank, local = (0 if values[what] is None else int(values[what] or "nothing") for what in ("rank", "local"))
-        world = World(rank, size, local, int(values["local_size"] or size))
+        world = World(rank, ranks, local, int(values["local_size"] or ranks))
         if not 0 <= world.rank < world.size or not 0 <= world.local_rank < world.local_size:
             raise ValueError("a rank beyond its world")
         return world
@@ -81,18 +82,6 @@ def read_environment(environment: Mapping[str, str] = os.environ) -> World:
         said = 0 if values["rank"] is None else values["rank"] or "nothing"
         what = f"RANK, WORLD_SIZE, LOCAL_RANK on rank {said}"
         raise BadInput(what, got=values, needed=needed, fix="start with moe train --nproc N") from None
-
-
-def _elsewhere(environment: Mapping[str, str]) -> bool:
-    """Return whether SLURM or Open MPI sets this process's rank."""
-    return environment.get("SLURM_NTASKS", "1") != "1" or "OMPI_COMM_WORLD_RANK" in environment
-
-
-def _check_port(world: World) -> None:
-    port = os.environ["MASTER_PORT"]
-    if not (port.isascii() and port.isdecimal() and 0 < int(port) < 65536):
-        what = f"MASTER_PORT on rank {world.rank}"
-        raise BadInput(what, got=port or "nothing", needed="a port from 1 to 65535, the same on all ranks", fix="set it to 29500")
 
 
 def start(world: World, *, timeout_s: float | None = None, end: watchdog.End | None = None) -> None:
@@ -107,8 +96,10 @@ def start(world: World, *, timeout_s: float | None = None, end: watchdog.End | N
         return
     if "MASTER_ADDR" not in os.environ:
         os.environ["MASTER_ADDR"] = _slurm_master() or "127.0.0.1"
-    os.environ.setdefault("MASTER_PORT", str(20000 + int(os.environ.get("SLURM_JOB_ID", "9500")) % 20000))
-    _check_port(world)
+    port = os.environ.setdefault("MASTER_PORT", str(20000 + int(os.environ.get("SLURM_JOB_ID", "9500")) % 20000))
+    if not (port.isascii() and port.isdecimal() and 0 < int(port) < 65536):
+        what, needed = f"MASTER_PORT on rank {world.rank}", "a port from 1 to 65535, the same on all ranks"
+        raise BadInput(what, got=port or "nothing", needed=needed, fix="set it to 29500")
     os.environ.update(RANK=str(world.rank), WORLD_SIZE=str(world.size), LOCAL_RANK=str(world.local_rank))
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
@@ -136,14 +127,14 @@ def _not_connected(error: RuntimeError, world: World) -> Exception:
         lines = [line.rpartition("] ")[2] for line in lines[:1]]  # without gloo's source line and stack frames
         if over := os.environ.get("GLOO_SOCKET_IFNAME"):
             where = f" over {over} (GLOO_SOCKET_IFNAME: it must be an interface that connects the ranks)"
-    said = cut("; ".join(lines)) or type(error).__name__  # NCCL's last lines have the reason
+    said = cut("; ".join(lines)) or type(error).__name__  # all lines of NCCL's error, because the last ones have the reason
     here = f"rank {world.rank} on {socket.gethostname()}"
     own = ConnectionError(f"{here} reached the store but cannot connect to the other ranks{where}: {said}")
     return watchdog.ended_by(own) or NotMet(str(own))
 
 
 def wrong_interface(environment: Mapping[str, str]) -> str:
-    """Return one line if GLOO_SOCKET_IFNAME names an interface that this machine does not have, else "". gloo's own error does not help."""
+    """Return an error in one line if GLOO_SOCKET_IFNAME names an interface that this machine does not have, else ""."""
     asked, here = environment.get("GLOO_SOCKET_IFNAME", ""), [name for _, name in socket.if_nameindex()]
     absent = [name for name in asked.split(",") if name and name not in here]
     if not absent:
@@ -179,7 +170,7 @@ def interface_to(host: str) -> str | None:
 
 
 def _with_address(address: ipaddress.IPv6Address) -> str | None:
-    """Return the interface with this address, from Linux's table. A row has the address in hexadecimal, four numbers, the name."""
+    """Return the interface with this address. A row of Linux's table has the address in hexadecimal, four numbers, and the name."""
     table = Path("/proc/net/if_inet6")
     rows = [line.split() for line in table.read_text().splitlines()] if table.exists() else []
     return next((row[5] for row in rows if ipaddress.IPv6Address(int(row[0], 16)) == address), None)
@@ -217,7 +208,7 @@ def connect(degrees: Degrees, world: World, *, timeout_s: float | None = None) -
     wait = timedelta(seconds=timeout_s or _last_resort_s())
 
     def new_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        """Make a group; only its members call this. With a hundred thousand ranks, no rank can help to make every group."""
+        """Make a process group. Only its members call this: of a hundred thousand ranks, none could help to make all groups."""
         made: dist.ProcessGroup = dist.new_group(list(ranks), timeout=wait, use_local_synchronization=True)
         return made
 

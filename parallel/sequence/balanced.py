@@ -34,7 +34,7 @@ from parallel.sequence.softmax import Gradients, Partial, attend, attend_backwar
 
 @dataclass(frozen=True)
 class Task:
-    """A block: queries of one rank with keys of another. `own`: the computing rank holds the queries."""
+    """A block: the queries of one rank with the keys of another. own: the rank that computes it holds the queries."""
 
     queries: int
     keys: int
@@ -47,7 +47,7 @@ def steps(size: int) -> int:
 
 
 def task(rank: int, step: int, size: int) -> Task | None:
-    """Return a rank's task at a step; None: it waits."""
+    """Return a rank's task at a step; None if it has none."""
     if rank >= step:
         return Task(rank, rank - step, True)
     return None if 2 * step == size else Task(rank - step + size, rank, False)
@@ -98,14 +98,14 @@ class Balanced(Method):
         return total
 
     def _task(self, step: int, ahead: int = 0) -> Task | None:
-        """Return the task at a step of the rank `ahead` ranks after this one."""
+        """Return the task at a step of the rank `ahead` ranks further on the ring."""
         return task((self.axis.index + ahead) % self.axis.size, step, self.axis.size)
 
     def _known(self, job: Task, known: Known, like: Tensor) -> dict[str, Any]:
         return {"queries": known.tokens(job.queries, like), "keys": known.tokens(job.keys, like), "bias": known.bias}
 
     def _ask(self, step: int, *, keys: list[Tensor], queries: list[Tensor]) -> Messages:
-        """Start to send the inputs of a step's task to the rank `step` after this one, and to receive this rank's from `step` before."""
+        """Start to send the rank `step` further on the ring its inputs of this step, and to receive this rank's from `step` before."""
         if step >= steps(self.axis.size):
             return Messages.none(self.axis)
         theirs, mine = self._task(step, ahead=step), self._task(step)
@@ -114,9 +114,9 @@ class Balanced(Method):
         return self._messages(step, send, like)
 
     def _answer(self, step: int, results: list[Tensor], *, of_keys: list[Tensor], of_queries: list[Tensor]) -> Messages:
-        """Start to send results back to the rank of the keys or queries, and to receive this rank's.
+        """Start to send `results` of this step back, and to receive the results of the rank that used this rank's keys or queries.
 
-        `of_keys`, `of_queries`: tensors with the shapes of the results to be received.
+        `of_keys`, `of_queries`: tensors with the shapes of these results.
         """
         theirs = self._task(step, ahead=step) if step else None
         return self._messages(-step, results if step else [], [] if theirs is None else of_keys if theirs.own else of_queries)
@@ -131,7 +131,7 @@ def _pairs(received: list[Tensor]) -> list[Partial]:
 
 
 def _add(received: list[Tensor], dq: Tensor, dk: Tensor, dv: Tensor) -> None:
-    """Add gradients computed by another rank: [dq], or [dk, dv]."""
+    """Add gradients that another rank has computed, [dq] or [dk, dv], to this rank's."""
     totals = (dk, dv) if len(received) == 2 else (dq,)
     for total, more in zip(totals, received, strict=False):
         total += more

@@ -18,15 +18,14 @@ Source: Li et al., arXiv 2105.13120, section 3.2.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from einops import rearrange
 from torch import Tensor
 
-from parallel.mesh.collectives import scatter_sum_into, start_shift
+from parallel.mesh.collectives import ring_round, scatter_sum_into
+from parallel.numerics.precision import sum_dtype
 from parallel.sequence.method import Known, Method, SavedTensors
-from parallel.sequence.softmax import Gradients, of_table, repeated, scores, summed, wide_dtype
+from parallel.sequence.softmax import Gradients, repeated, scores, summed, table_gradient
 
 # N ranks; weight_NBHLS: probabilities of each rank's S = L / N keys
 
@@ -36,8 +35,8 @@ class ColossalRing(Method):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, known: Known) -> tuple[Tensor, ...]:
         mine, heads = known.tokens(self.axis.index, q), q.shape[1]
-        score_NBHLS = q.new_empty((self.axis.size, *q.shape[:3], k.shape[2]), dtype=wide_dtype(q))
-        for source, k_there in self._round(k):
+        score_NBHLS = q.new_empty((self.axis.size, *q.shape[:3], k.shape[2]), dtype=sum_dtype(q.dtype))
+        for source, (k_there,) in ring_round([k], self.axis):
             theirs = known.tokens(source, q)
             score = scores(q, repeated(k_there, heads), queries=mine, keys=theirs, bias=known.bias)
             score_NBHLS[source] = score.masked_fill_(theirs.place_L > mine.place_L.unsqueeze(1), -torch.inf)
@@ -46,25 +45,25 @@ class ColossalRing(Method):
             whole = torch.cat([whole, known.sink_H.to(whole.dtype).view(-1, 1, 1).expand(*whole.shape[:-1], 1)], dim=-1)
         whole, sinks = whole.softmax(-1).split([score_NBHLS.shape[-1] * self.axis.size, 0 if known.sink_H is None else 1], dim=-1)
         weight_NBHLS = rearrange(whole, "b h l (n s) -> n b h l s", n=self.axis.size).to(q.dtype)
-        out = torch.zeros_like(q, dtype=wide_dtype(q))
-        for source, v_there in self._round(v):
+        out = torch.zeros_like(q, dtype=sum_dtype(q.dtype))
+        for source, (v_there,) in ring_round([v], self.axis):
             out += weight_NBHLS[source] @ repeated(v_there, heads)
         return (out.to(q.dtype), weight_NBHLS, *([] if known.sink_H is None else [sinks.squeeze(-1).clone()]))
 
     def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: SavedTensors, known: Known) -> Gradients:
         out, weight_NBHLS, *_ = kept
-        mine, (heads, kv_heads), wide = known.tokens(self.axis.index, q), (q.shape[1], k.shape[1]), wide_dtype(q)
+        mine, (heads, kv_heads), wide = known.tokens(self.axis.index, q), (q.shape[1], k.shape[1]), sum_dtype(q.dtype)
         scale, delta_BHL1 = q.shape[-1] ** -0.5, (grad.to(wide) * out.to(wide)).sum(-1, keepdim=True)
         dv = torch.stack([summed((weight.mT @ grad).to(wide), kv_heads) for weight in weight_NBHLS])
         dscore_NBHLS = torch.empty_like(weight_NBHLS)
-        for source, v_there in self._round(v):
+        for source, (v_there,) in ring_round([v], self.axis):
             dweight = (grad @ repeated(v_there, heads).mT).to(wide)
             dscore_NBHLS[source] = weight_NBHLS[source].to(wide) * (dweight - delta_BHL1)
         dq, dtable = torch.zeros_like(q, dtype=wide), None if known.bias is None else torch.zeros_like(known.bias.table_UH)
-        for source, k_there in self._round(k):
+        for source, (k_there,) in ring_round([k], self.axis):
             dq += dscore_NBHLS[source] @ repeated(k_there, heads) * scale
             if known.bias is not None and dtable is not None:
-                dtable += of_table(known.bias, dscore_NBHLS[source].to(wide), queries=mine, keys=known.tokens(source, q))
+                dtable += table_gradient(known.bias, dscore_NBHLS[source].to(wide), queries=mine, keys=known.tokens(source, q))
         dk = torch.stack([summed((dscore.mT @ q).to(wide) * scale, kv_heads) for dscore in dscore_NBHLS])
         return Gradients(dq, self._own(dk), self._own(dv), dtable)
 
@@ -72,17 +71,9 @@ class ColossalRing(Method):
         return kept[2]
 
     def _own(self, parts_NBKSC: Tensor) -> Tensor:
-        """Sum all ranks' gradients of the keys or values, and return this rank's shard."""
+        """Sum all ranks' gradients of keys or values, [ranks, ...], and return the sum for this rank's."""
         if self.axis.size == 1:
             return parts_NBKSC[0]
         out = torch.empty_like(parts_NBKSC[:1])
         scatter_sum_into(out, parts_NBKSC.contiguous(), self.axis)
         return out[0]
-
-    def _round(self, mine: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yield (rank, tensor) for every rank, this one first. The next tensor is received while one is used."""
-        for step in range(self.axis.size):
-            coming = start_shift([mine], self.axis) if step + 1 < self.axis.size else None
-            yield (self.axis.index - step) % self.axis.size, mine
-            if coming is not None:
-                (mine,) = coming.wait()

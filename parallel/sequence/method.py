@@ -1,9 +1,4 @@
-"""The interface of sequence-parallel attention: a function of this rank's shard that communicates, forward and backward.
-
-method(q, k, v) -> out             q, k, v, out: the positions of this rank; method.order defines them
-    forward     returns out and the tensors to save for the backward pass
-    backward    returns gradients of q, k and v, and this rank's partial sum of the bias table's gradient
-"""
+"""The interface of sequence-parallel attention: method(q, k, v) -> out, each at the positions of this rank (method.order)."""
 
 from __future__ import annotations
 
@@ -29,8 +24,8 @@ Once = Callable[[Callable[[], tuple[Tensor, ...]]], tuple[Tensor, ...]]
 class Known:
     """Inputs of attention other than queries, keys and values.
 
-    `document_BS` int64: the document of each token of the whole sequences, or None. `window`: see Method. `sink_H`: the logit of each
-    head's attention sink, which takes a share of the softmax and adds nothing; fp32 or wider.
+    document_BS: the number of each token's document, for whole sequences, int64; None: one document a sequence. window: see Method.
+    sink_H: the logit of each head's attention sink, which takes a share of the softmax and adds nothing; fp32 or wider.
     """
 
     order: Order
@@ -62,10 +57,10 @@ class Method(ABC):
 
     @abstractmethod
     def backward(self, grad_BHLC: Tensor, q_BHLC: Tensor, k_BKLC: Tensor, v_BKLC: Tensor, kept: SavedTensors, known: Known) -> Gradients:
-        """Return gradients of all inputs but the sinks, in any dtype. `kept`: the result of `forward`, `out` first."""
+        """Return gradients of all inputs but sinks, in any dtype; of the bias table, this rank's summand. `kept`: `forward`'s result."""
 
     def share_of_sinks(self, kept: SavedTensors, sink_H: Tensor) -> Tensor:
-        """Return the sinks' probabilities [B, H, L], fp32 or wider, for `kept` = (out, lse)."""
+        """Return the sinks' probabilities [B, H, L], fp32 or wider. `kept`: `forward`'s result, here (out, lse)."""
         return (sink_H.view(-1, 1) - kept[1]).exp()
 
     def __call__(
@@ -81,8 +76,8 @@ class Method(ABC):
     ) -> Tensor:
         """Return the attention of this rank's queries to all ranks' keys, in q's shape and dtype. Collective.
 
-        `once(compute)` returns compute(), or the result of an earlier call in the same forward pass. So a recomputed forward pass does
-        not compute attention again (DistFlashAttn, arXiv 2310.03294, 3.4).
+        `once(compute)`: calls compute() in the forward pass, and returns its stored result in the recomputed one. So attention is not
+        computed again (DistFlashAttn, arXiv 2310.03294, 3.4).
         """
         table, bucket = (None, None) if bias is None else (bias.table_UH, bias.bucket)
         out: Tensor = _Apply.apply(q_BHLC, k_BKLC, v_BKLC, table, sink_H, bucket, document_BS, self, once)
@@ -108,7 +103,7 @@ class _Apply(torch.autograd.Function):
         found = method.forward(q, k, v, known) if once is None else once(lambda: method.forward(q, k, v, known))
         ctx.save_for_backward(q, k, v, table, sink_H, document_BS, *found)
         ctx.bucket, ctx.method = bucket, method
-        return found[0] if once is None else found[0].clone()  # the kept tensor must not be an output
+        return found[0] if once is None else found[0].clone()  # a copy, because autograd must not get the stored tensor as an output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -45,9 +45,8 @@ def cut(runs: Sequence[range], part: slice) -> tuple[range, ...]:
 
 @dataclass(frozen=True)
 class Order:
-    """The order of sequences of `length` tokens over `size` ranks. `inner`: ranks that share one rank's positions, a chunk each.
-
-    Raises BadInput if the length does not divide.
+    """The positions of sequences of `length` tokens on `size` ranks. kind: one of ORDERS. inner: each of these ranks is a group of this
+    number of ranks that share its positions, a chunk each. Raises BadInput if the length cannot be divided.
     """
 
     kind: str
@@ -68,7 +67,7 @@ class Order:
 
     @property
     def _alone(self) -> bool:
-        """Whether one rank has all positions. Then any length is allowed."""
+        """Return whether one rank has all positions. Then any length is allowed."""
         return self.size * self.inner == 1
 
     def ranges(self, rank: int) -> tuple[range, ...]:

@@ -17,13 +17,9 @@ Sources: Liu, Zaharia and Abbeel, arXiv 2310.01889; causal orders: Brandon et al
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
-
 from torch import Tensor
 
-from parallel.mesh.collectives import Messages, start_shift
-from parallel.mesh.mesh import Axis
+from parallel.mesh.collectives import Messages, ring_round, start_shift
 from parallel.sequence.method import Known, Method, SavedTensors
 from parallel.sequence.softmax import Gradients, Partial, attend, attend_backward, merge, nothing
 
@@ -33,7 +29,7 @@ class Ring(Method):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, known: Known) -> tuple[Tensor, ...]:
         mine, merged = known.tokens(self.axis.index, q), nothing(q, known.sink_H)
-        for source, k_there, v_there in _round(self.axis, k, v):
+        for source, (k_there, v_there) in ring_round([k, v], self.axis):
             theirs = known.tokens(source, q)
             for rows, columns, triangle in self.order.blocks(self.axis.index, source):
                 k_seen, v_seen = k_there[:, :, columns], v_there[:, :, columns]
@@ -45,7 +41,7 @@ class Ring(Method):
         out, lse = kept
         mine, bias, total = known.tokens(self.axis.index, q), known.bias, Gradients.zeros(q, k, v, known.bias)
         coming: Messages | None = None
-        for source, k_there, v_there in _round(self.axis, k, v):
+        for source, (k_there, v_there) in ring_round([k, v], self.axis):
             theirs = known.tokens(source, q)
             total = total if coming is None else total.of_other_keys()
             for rows, columns, triangle in self.order.blocks(self.axis.index, source):
@@ -61,20 +57,3 @@ class Ring(Method):
         assert coming is not None
         dk, dv = coming.wait()  # the last hop brings gradients to their rank
         return total._replace(k_BKSC=dk, v_BKSC=dv)
-
-
-class _Held(NamedTuple):
-    """Keys and values of rank `source`, present on this rank."""
-
-    source: int
-    k: Tensor
-    v: Tensor
-
-
-def _round(axis: Axis, k: Tensor, v: Tensor) -> Iterator[_Held]:
-    """Yield every rank's keys and values, this rank's first. The next ones are received while these are used."""
-    for step in range(axis.size):
-        coming = start_shift([k, v], axis) if step + 1 < axis.size else None
-        yield _Held((axis.index - step) % axis.size, k, v)
-        if coming is not None:
-            k, v = coming.wait()

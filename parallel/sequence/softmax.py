@@ -26,6 +26,7 @@ import torch
 from einops import rearrange, reduce
 from torch import Tensor
 
+from parallel.numerics.precision import sum_dtype
 from parallel.sequence.order import cut
 
 # B batch, L queries, S keys, H heads of queries, K heads of keys and values, C channels of a head, U rows of the bias table
@@ -39,8 +40,8 @@ Bucket = Callable[[Tensor, Tensor], Tensor]  # (positions of queries [L], of key
 class Tokens:
     """Tokens at the positions `runs` of their sequences.
 
-    `document_BS` int64: the document of every token of the whole sequences; None: one document. `window`: positions that a query sees,
-    itself included; None: all earlier ones. Tensors are made at their first use, because blocks without bias and documents need none.
+    document_BS: the number of each token's document, for whole sequences, int64; None: one document. window: number of positions that a
+    query sees, itself included; None: all earlier ones. Tensors are made at their first use: blocks without bias and documents need none.
     """
 
     runs: tuple[range, ...]
@@ -50,12 +51,12 @@ class Tokens:
 
     @cached_property
     def place_L(self) -> Tensor:
-        """The tokens' positions in their sequence, int64."""
+        """Return the tokens' positions in their sequence, int64."""
         return torch.cat([torch.arange(run.start, run.stop, run.step, device=self.device) for run in self.runs])
 
     @cached_property
     def document_BL(self) -> Tensor | None:
-        """The tokens' documents, int64, or None."""
+        """Return the numbers of the tokens' documents, int64, or None."""
         return None if self.document_BS is None else self.document_BS[:, self.place_L]
 
     def __getitem__(self, part: slice) -> Tokens:
@@ -70,7 +71,7 @@ class Tokens:
 
     @property
     def _ends(self) -> tuple[int, int]:
-        """The first and the last position."""
+        """Return the first and the last position."""
         return min(run[0] for run in self.runs), max(run[-1] for run in self.runs)
 
 
@@ -100,15 +101,15 @@ class Gradients(NamedTuple):
     @staticmethod
     def zeros(q_BHLC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, bias: Bias | None) -> Gradients:
         """Return zeros to which gradients of blocks are added, in fp32 or wider."""
-        dq, dk, dv = (torch.zeros_like(x, dtype=wide_dtype(x)) for x in (q_BHLC, k_BKSC, v_BKSC))
+        dq, dk, dv = (torch.zeros_like(x, dtype=sum_dtype(x.dtype)) for x in (q_BHLC, k_BKSC, v_BKSC))
         return Gradients(dq, dk, dv, None if bias is None else torch.zeros_like(bias.table_UH))
 
     def of_other_keys(self) -> Gradients:
-        """Return the same tensors for queries and table, and new zeros for the next keys."""
+        """Return gradients with these tensors for queries and bias table, and new zeros for the next keys and values."""
         return self._replace(k_BKSC=torch.zeros_like(self.k_BKSC), v_BKSC=torch.zeros_like(self.v_BKSC))
 
     def add(self, block: Gradients, *, queries: slice | None = slice(None), keys: slice | None = slice(None)) -> None:
-        """Add a block's gradients in place, for these queries and keys. None: another rank has them and their gradients."""
+        """Add a block's gradients in place, to those of these queries and keys. None: not to them, because they are another rank's."""
         if queries is not None:
             self.q_BHLC[:, :, queries] += block.q_BHLC
         if keys is not None:
@@ -119,8 +120,8 @@ class Gradients(NamedTuple):
 
 
 def nothing(q_BHLC: Tensor, sink_H: Tensor | None = None) -> Partial:
-    """Return the partial result without keys, or with only the heads' sinks, whose values are 0: the start of a merge. fp32 or wider."""
-    wide = wide_dtype(q_BHLC)
+    """Return attention to no key, or to the heads' sinks alone, whose values are 0: the start of a merge. fp32 or wider."""
+    wide = sum_dtype(q_BHLC.dtype)
     lse_BHL = q_BHLC.new_full(q_BHLC.shape[:-1], -math.inf, dtype=wide)
     if sink_H is not None:
         lse_BHL.copy_(sink_H.view(-1, 1).expand_as(lse_BHL))
@@ -128,25 +129,19 @@ def nothing(q_BHLC: Tensor, sink_H: Tensor | None = None) -> Partial:
 
 
 def merge(into: Partial, part: Partial, queries: slice = slice(None)) -> None:
-    """Merge a partial result for some of the queries, in place."""
+    """Merge `part`, for these queries, into `into`, in place."""
     out, lse = into.out_BHLC[:, :, queries], into.lse_BHL[:, :, queries]
     both = torch.logaddexp(lse, part.lse_BHL)
-    seen = both.masked_fill(both == -math.inf, 0.0)  # else -inf - -inf
+    seen = both.masked_fill(both == -math.inf, 0.0)  # because -inf - -inf is NaN
     out.mul_((lse - seen).exp().unsqueeze(-1)).addcmul_(part.out_BHLC.to(out.dtype), (part.lse_BHL - seen).exp().unsqueeze(-1))
     lse.copy_(both)
-
-
-def wide_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of sums: fp64 for fp64, else fp32."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def attend(
     q_BHLC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, *, triangle: bool, queries: Tokens, keys: Tokens, bias: Bias | None = None
 ) -> Partial:
-    """Compute a block. Each query sees all keys, or with `triangle` (as many queries as keys) the keys up to its index in the block.
-
-    The caller selects causal blocks. Only window and documents, given by `queries` and `keys`, are masked here.
+    """Return the attention of a block's queries to its keys: to all, or with `triangle` (as many queries as keys) to the first i + 1 of
+    query i. Of these, pairs outside the window or of different documents, given by `queries` and `keys`, are masked.
     """
     if queries.within(keys) == "none":
         return Partial(torch.zeros_like(q_BHLC), nothing(q_BHLC).lse_BHL)
@@ -154,7 +149,7 @@ def attend(
     if _flash(q_BHLC, queries, keys, bias):
         found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q_BHLC, k_BHSC, v_BHSC, 0.0, triangle)
         return Partial(*found)
-    out_BHLC, lse_BHL = torch.empty_like(q_BHLC), q_BHLC.new_empty(q_BHLC.shape[:-1], dtype=wide_dtype(q_BHLC))
+    out_BHLC, lse_BHL = torch.empty_like(q_BHLC), q_BHLC.new_empty(q_BHLC.shape[:-1], dtype=sum_dtype(q_BHLC.dtype))
     for chunk in _query_chunks(q_BHLC.shape[2]):
         score = scores(q_BHLC[:, :, chunk], k_BHSC, queries=queries[chunk], keys=keys, bias=bias)
         score = _masked(score, triangle=triangle, first=chunk.start)
@@ -183,12 +178,13 @@ def attend_backward(
     k_BHSC, v_BHSC = (repeated(x, q_BHLC.shape[1]) for x in (k_BKSC, v_BKSC))
     kv_heads = k_BKSC.shape[1]
     if _flash(q_BHLC, queries, keys, bias):
-        lse_BHL = rearrange(rearrange(whole.lse_BHL, "b h l -> b l h").contiguous(), "b l h -> b h l")  # the forward kernel's memory layout
+        # the kernel expects the memory layout of the forward kernel's lse
+        lse_BHL = rearrange(rearrange(whole.lse_BHL, "b h l -> b l h").contiguous(), "b l h -> b h l")
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad_BHLC, q_BHLC, k_BHSC, v_BHSC, whole.out_BHLC, lse_BHL, 0.0, triangle
         )
         return Gradients(dq, summed(dk, kv_heads), summed(dv, kv_heads), None)
-    wide, scale = wide_dtype(q_BHLC), q_BHLC.shape[-1] ** -0.5
+    wide, scale = sum_dtype(q_BHLC.dtype), q_BHLC.shape[-1] ** -0.5
     delta_BHL = (grad_BHLC.to(wide) * whole.out_BHLC.to(wide)).sum(-1)
     dq = torch.empty_like(q_BHLC)
     dk, dv = torch.zeros_like(k_BHSC, dtype=wide), torch.zeros_like(v_BHSC, dtype=wide)
@@ -202,7 +198,7 @@ def attend_backward(
         dq[:, :, chunk] = dscore.to(q.dtype) @ k_BHSC * scale
         dk += dscore.to(q.dtype).mT @ q * scale
         if bias is not None and table is not None:
-            table += of_table(bias, dscore, queries=queries[chunk], keys=keys)
+            table += table_gradient(bias, dscore, queries=queries[chunk], keys=keys)
     return Gradients(dq, summed(dk, kv_heads), summed(dv, kv_heads), table)
 
 
@@ -217,7 +213,7 @@ def _query_chunks(size: int) -> Iterator[slice]:
 
 def scores(q_BHLC: Tensor, k_BHSC: Tensor, *, queries: Tokens, keys: Tokens, bias: Bias | None) -> Tensor:
     """Return scores [B, H, L, S], fp32 or wider, with -inf for pairs of different documents or outside the window."""
-    score: Tensor = (q_BHLC @ k_BHSC.mT).to(wide_dtype(q_BHLC)) * q_BHLC.shape[-1] ** -0.5
+    score: Tensor = (q_BHLC @ k_BHSC.mT).to(sum_dtype(q_BHLC.dtype)) * q_BHLC.shape[-1] ** -0.5
     if bias is not None:
         score += rearrange(bias.table_UH[bias.bucket(queries.place_L, keys.place_L)], "l s h -> h l s")
     if queries.document_BL is not None:
@@ -229,8 +225,8 @@ def scores(q_BHLC: Tensor, k_BHSC: Tensor, *, queries: Tokens, keys: Tokens, bia
     return score
 
 
-def of_table(bias: Bias, dscore_BHLS: Tensor, *, queries: Tokens, keys: Tokens) -> Tensor:
-    """Return the gradient of the bias table, given the scores' gradient, in the table's dtype."""
+def table_gradient(bias: Bias, dscore_BHLS: Tensor, *, queries: Tokens, keys: Tokens) -> Tensor:
+    """Return the gradient of the bias table, in its dtype, given the scores' gradient."""
     row_N = bias.bucket(queries.place_L, keys.place_L).flatten()
     of_pairs: Tensor = reduce(dscore_BHLS, "b h l s -> (l s) h", "sum").to(bias.table_UH.dtype)
     return torch.zeros_like(bias.table_UH).index_add_(0, row_N, of_pairs)

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from parallel.mesh.collectives import all_to_all
 from parallel.mesh.mesh import Axis
-from parallel.sequence.softmax import Bias
+from parallel.sequence.softmax import Bias, repeated
 
 # B batch, L tokens held here, S = N L tokens of the N ranks, H heads of queries, K heads of keys and values, C channels of a head
 
@@ -55,8 +55,7 @@ class Ulysses:
 
     def _shareable(self, x_BKLC: Tensor) -> Tensor:
         """Repeat key-value heads until the ranks divide their number."""
-        heads = x_BKLC.shape[1]
-        return x_BKLC.repeat_interleave(math.lcm(heads, self.axis.size) // heads, dim=1)
+        return repeated(x_BKLC, math.lcm(x_BKLC.shape[1], self.axis.size))
 
     def _heads_for_tokens(self, x_BHLC: Tensor) -> Tensor:
         parts = rearrange(x_BHLC, "b (n h) l c -> n b h l c", n=self.axis.size)

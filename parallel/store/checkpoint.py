@@ -31,22 +31,22 @@ from torch import Tensor
 
 from parallel.errors import BadInput, plain
 from parallel.mesh.collectives import largest
-from parallel.mesh.layout import Layout
+from parallel.mesh.layout import Layout, stored
 from parallel.mesh.mesh import Axis, Mesh
 from parallel.store.files import MOST_BYTES, of_contents, read_text, replace_file, step_of, sync, usual_mode, write_synced
 from parallel.store.stored import Reader, Unreadable, check_finite, check_pieces, damaged, finite, reading, unreadable
 from parallel.watch.outcome import of_all
 
 FORMAT = 1
-_NONE = -1  # number that means "no step"
-_NAMED = 3  # names shown in one line
+_NONE = -1  # instead of a step, for largest(): there is no checkpoint
+_NAMED = 3  # number of names in a line
 MANIFEST_BYTES = 2**31  # largest manifest that is read; enough for more than a million tensors
 FILE_BYTES = 256 * 2**20  # bytes of tensors after which a rank begins another file
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of one logical tensor: its global name, full shape, where the part starts, and the part itself."""
+    """A part of one named tensor. shape: of the whole tensor. start: index in it of the part's first element. tensor: the part."""
 
     name: str
     shape: tuple[int, ...]
@@ -55,13 +55,9 @@ class Piece:
 
 
 def pieces(name: str, layout: Layout, mesh: Mesh, local: Tensor) -> Iterator[Piece]:
-    """Pieces of a parameter that this rank holds, by global names. A stack (of experts) becomes one tensor for each element."""
-    region = layout.region(mesh)
-    if layout.unstack is None:
-        yield Piece(name, layout.shape, tuple(s.start for s in region), local)
-        return
-    for i, number in enumerate(layout.stacked(mesh)):
-        yield Piece(layout.unstack.format(number), layout.shape[1:], tuple(s.start for s in region[1:]), local[i])
+    """Yield the pieces of this rank's shard `local` of a parameter. A stack (of experts) has one piece for each entry."""
+    for part in stored(name, layout, mesh):
+        yield Piece(part.name, part.shape, tuple(s.start for s in part.region), local if part.entry is None else local[part.entry])
 
 
 # --- saving -----------------------------------------------------------------------------------------------------------
@@ -70,11 +66,11 @@ def pieces(name: str, layout: Layout, mesh: Mesh, local: Tensor) -> Iterator[Pie
 def save(
     folder: Path, step: int, held: Iterable[tuple[str, Piece]], *, state: dict[str, Any], world: Axis, keep: int, prune: bool = True
 ) -> Path:
-    """Write a checkpoint and return its folder. Collective. Raises BadInput on all ranks if any cannot write or holds a value that is not
+    """Write a checkpoint and return its folder. Collective. Raise BadInput on all ranks if one cannot write, or has a value that is not
     finite.
 
-    held: (kind, piece) of all tensors that this rank owns. state: the trainer's state, from rank 0. keep: number of newest checkpoints
-    that stay; all stay if `prune` is False.
+    held: ("weight" or an optimizer state, piece) of all tensors that this rank owns. state: the trainer's, written by rank 0. keep: number
+    of newest checkpoints that stay; all stay if `prune` is False.
     """
     begin(folder, step, world)
     agreed(folder, step, world, lambda: write_part(temporary(folder, step), world.index, held))
@@ -83,29 +79,29 @@ def save(
 
 
 def temporary(folder: Path, step: int) -> Path:
-    """Folder in which a checkpoint is written before it gets its final name."""
+    """Return the folder in which a checkpoint is written before it gets its final name."""
     return folder / f"step-{step}.tmp"
 
 
 def record_of(folder: Path, rank: int) -> Path:
-    """Path of the record that a rank writes into a temporary folder when its part is complete."""
+    """Return the file that a rank writes into a temporary folder when its part of the checkpoint is complete."""
     return folder / f"rank-{rank:05d}.json"
 
 
 def begin(folder: Path, step: int, world: Axis) -> None:
-    """Make the temporary folder. Collective. Raises BadInput on all ranks if it cannot be made."""
+    """Make the temporary folder. Collective. Raise BadInput on all ranks if this fails."""
     agreed(folder, step, world, lambda: _make(folder, temporary(folder, step)) if world.index == 0 else None)
 
 
 def agreed(folder: Path, step: int, world: Axis, work: Callable[[], None]) -> None:
-    """Do this rank's work for a save. Collective. If it fails on any rank, remove the unfinished save (the disk may be full) and raise
-    BadInput, with the same line, on all ranks."""
+    """Do this rank's work for a save. Collective. If it fails on any rank, remove the unfinished save (the disk may be full) and raise the
+    same BadInput on all ranks."""
     problem: BadInput | None = None
     try:
         work()
     except BadInput as bad:
         problem = bad
-    except (OSError, SafetensorError) as error:  # the latter is how safetensors reports a disk that is full
+    except (OSError, SafetensorError) as error:  # safetensors reports a full disk by its own error
         got = f"{getattr(error, 'strerror', None) or error} on rank {world.index}"
         needed, fix = f"a folder that can be written: {folder}", "free disk space or choose another --out"
         problem = BadInput("checkpoint", got=got, needed=needed, fix=fix)
@@ -133,8 +129,8 @@ Entry = dict[str, Any]  # a tensor's entry in the manifest
 
 
 def in_files(held: Iterable[tuple[str, Piece]]) -> Iterator[list[tuple[Entry, Tensor]]]:
-    """Yield the tensors of one file after another, on the CPU, at least one file. Only one file's tensors are in memory at a time, because
-    an engine may keep its states on a disk."""
+    """Yield [(entry of the manifest, tensor on the CPU)] of one file after another, at least of one. Only one file's tensors are in memory
+    at a time, because an engine may keep its states on a disk."""
     tensors: list[tuple[Entry, Tensor]] = []
     held_bytes = 0
     for kind, piece in held:
@@ -150,8 +146,8 @@ def in_files(held: Iterable[tuple[str, Piece]]) -> Iterator[list[tuple[Entry, Te
 
 
 def write_part(temporary: Path, rank: int, held: Iterable[tuple[str, Piece]]) -> None:
-    """Write a rank's files, then its record. Raises BadInput for a value that is not finite, but only after `held` was read to its end,
-    because reading it is collective."""
+    """Write a rank's files, then its record. Raise BadInput if a value is not finite, but only at the end of `held`, because iterating over
+    it is collective."""
     entries: list[Entry] = []
     files: dict[str, dict[str, Any]] = {}
     bad: str | None = None
@@ -166,7 +162,7 @@ def write_part(temporary: Path, rank: int, held: Iterable[tuple[str, Piece]]) ->
         sync(path)
         files[path.name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
         entries += [entry | {"rank": rank, "file": path.name} for entry, _ in tensors]
-        tensors.clear()  # free them before the next file's tensors are gathered
+        tensors.clear()  # free their memory before the next file's tensors are gathered
     if bad:
         got = f"values of {bad} that are not finite, on rank {rank}"
         fix = "start again: the run goes on from the newest checkpoint, which stays"
@@ -175,9 +171,8 @@ def write_part(temporary: Path, rank: int, held: Iterable[tuple[str, Piece]]) ->
 
 
 def commit(folder: Path, step: int, state: dict[str, Any], world: Axis, keep: int | None) -> None:
-    """On rank 0, when the records of all ranks exist: write the manifest, rename the folder, and remove older checkpoints.
-
-    keep: number of checkpoints that stay; None: all.
+    """Write the manifest, rename the folder, and remove all but the newest `keep` checkpoints (None: keep all). Rank 0 calls this when the
+    records of all ranks exist.
     """
     final, unnamed = folder / f"step-{step}", temporary(folder, step)
     files: dict[str, dict[str, Any]] = {}
@@ -201,8 +196,8 @@ def commit(folder: Path, step: int, state: dict[str, Any], world: Axis, keep: in
 
 
 def keep_newest(folder: Path, step: int, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints up to `step`, which is known to be good. Also called when a run resumes, because the
-    previous process may have died before it got here."""
+    """Remove all but the newest `keep` checkpoints up to `step`, which is intact. A resumed run calls this too, because the process before
+    it may have died too early."""
     # Only lower steps count: a higher one was skipped as damaged, and must not displace the one just written.
     older = [path for number, path in sorted(numbered(folder)) if number < step]
     for old in older[: max(0, len(older) - (keep - 1))]:
@@ -230,7 +225,7 @@ def _digest_line(manifest: bytes) -> str:
 
 
 def sha256(path: Path) -> str:
-    """Hex SHA-256 of a file."""
+    """Return the SHA-256 of a file in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -239,7 +234,7 @@ def sha256(path: Path) -> str:
 
 
 def numbered(folder: Path) -> list[tuple[int, Path]]:
-    """(step, folder) of every committed checkpoint, in any order. Raises BadInput if the folder exists but cannot be read."""
+    """Return (step, folder) of every committed checkpoint, in any order. Raise BadInput if the folder exists but cannot be read."""
     found = [(step_of(path.name), path) for path in _entries(folder)]
     return [(step, path) for step, path in found if step is not None and _is_folder(path)]
 
@@ -302,11 +297,11 @@ def _text(path: Path, *, most_bytes: int = MOST_BYTES) -> str:
 
 
 def newest(folder: Path, *, world: Axis, log: Callable[[str], None], step: int | None = None, flag: str = "--from_step") -> Path | None:
-    """Folder of the newest checkpoint that verifies, or of the checkpoint of `step`; None if there is no checkpoint. Collective: rank 0
-    looks, and all ranks return the same.
+    """Return the folder of the newest checkpoint that verifies, or of the checkpoint of `step`; None if there is no checkpoint. Collective:
+    rank 0 looks, and all ranks return its result.
 
-    Raises BadInput on all ranks if checkpoints exist but none verifies (starting over would replace them), if a file cannot be read but
-    may be intact, or if `step` does not exist. flag: the command-line flag that gave `step`, for the error.
+    Raise BadInput on all ranks if checkpoints exist but none verifies (starting over would replace them), if a file cannot be read but may
+    be intact, or if `step` does not exist. flag: the command-line flag by which the user gave `step`.
     """
 
     def look() -> int:
@@ -318,7 +313,7 @@ def newest(folder: Path, *, world: Axis, log: Callable[[str], None], step: int |
 
 
 def _newest(folder: Path, log: Callable[[str], None]) -> int:
-    """Step of the newest checkpoint that verifies; _NONE if there is no checkpoint."""
+    """Return the step of the newest checkpoint that verifies; _NONE if there is no checkpoint."""
     there = sorted(numbered(folder), reverse=True)
     none = sorted(path.name for path in _entries(folder) if path.suffix != ".tmp" and (step_of(path.name) is None or not _is_folder(path)))
     if none:

@@ -3,11 +3,10 @@
 user_path("~/text")                     path with the home folder inserted; the file need not exist
 read_text(path)                         text of a regular file of at most 64 MiB; OSError for other files
 check_writable(path, what="--out")      raises BadInput before long work if its results cannot be written there
-write_text(path, text, what="--out")    writes the file; `writing` is the same for code that writes a file itself, such as a picture
-replace_file(path, content)             writes the content into that file, atomically
-with usual_mode(path): ...              gives a file that a library writes the usual mode (umask)
-of_contents(error)                      True if an OSError means that the file is gone or of another kind
-step_of("step-120")                     step of a checkpoint's folder, from its name
+write_text(path, text, what="--out")    writes the file; `with writing(path, ...):` is for code that writes it by itself, such as a picture
+replace_file(path, content)             replaces the content of a file atomically
+
+`what` is the flag or key that named the file, for error messages.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ MOST_BYTES = 64 * 2**20  # largest recipe, order, plan or hostfile that is read;
 
 
 def user_path(text: str | Path, *, what: str) -> Path:
-    """Path with `~` replaced by the home folder. Raises BadInput, about `what`, if the system cannot look it up or a terminal show it."""
+    """Return the path with `~` replaced by the home folder. Raise BadInput if it cannot be looked up, or not be shown by a terminal."""
     if not harmless(str(text)):
         raise BadInput(what, got=repr(str(text)), needed="a path without control characters", fix="rename it")
     try:
@@ -35,7 +34,7 @@ def user_path(text: str | Path, *, what: str) -> Path:
         os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
         return path
-    except (OSError, RuntimeError, ValueError) as error:  # too long, no such user, a zero byte
+    except (OSError, RuntimeError, ValueError) as error:  # such as a path that is too long, an unknown user, a zero byte
         said = getattr(error, "strerror", None) or str(error).rstrip(".")
         shown = str(text) if len(str(text)) <= 80 else f"{str(text)[:60]}... of {len(str(text))} characters"
         raise BadInput(what, got=f"{shown!r}: {said}", needed="a path that can be looked up", fix="check the spelling") from None
@@ -43,7 +42,7 @@ def user_path(text: str | Path, *, what: str) -> Path:
 
 
 def read_text(path: str | Path, *, most_bytes: int = MOST_BYTES, newline: str | None = None) -> str:
-    """UTF-8 text of a regular file. Raises OSError for other files, such as a pipe (reading would wait) or a device (without an end)."""
+    """Return the UTF-8 text of a regular file. Raise OSError for a pipe (reading would wait), a device (without an end) and the like."""
     with open(path, encoding="utf-8", newline=newline, opener=_opened) as file:
         about = os.fstat(file.fileno())
         if not stat.S_ISREG(about.st_mode):
@@ -58,7 +57,7 @@ def _opened(path: str, flags: int) -> int:
 
 
 def check_writable(path: Path, *, what: str) -> None:
-    """Check, before long work, that its results can be written to `path`. Raises BadInput, about `what`, if not."""
+    """Raise BadInput if a file cannot be written: a check before long work."""
     folder = next(place for place in (path.absolute().parent, *path.absolute().parents) if place.exists())
     why = (
         "Is a directory" if path.is_dir()
@@ -72,7 +71,7 @@ def check_writable(path: Path, *, what: str) -> None:
 
 @contextmanager
 def writing(path: Path, *, what: str) -> Iterator[None]:
-    """Context for code that writes the file `path`. Makes its folder. Raises BadInput, about `what`, if the file cannot be written."""
+    """Return a context for code that writes the file. Makes its folder. Raises BadInput if the file cannot be written."""
     check_writable(path, what=what)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -82,13 +81,13 @@ def writing(path: Path, *, what: str) -> Iterator[None]:
 
 
 def write_text(path: Path, text: str, *, what: str) -> None:
-    """Write a file, and make its folder if needed. Raises BadInput, about `what`, if it cannot be written."""
+    """Write a file, and make its folder if needed. Raise BadInput if it cannot be written."""
     with writing(path, what=what):
         path.write_text(text, encoding="utf-8")
 
 
 def replace_file(path: Path, content: bytes | str) -> None:
-    """Replace a file's content atomically: whenever the machine stops, the file is whole, old or new. Processes may write the same file."""
+    """Replace a file's content: whenever the machine stops, the file has the old or the new content. Several processes may do this."""
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         write_synced(beside, content)
@@ -118,7 +117,7 @@ def _not_written(path: Path, why: str, what: str) -> BadInput:
 
 @contextmanager
 def usual_mode(path: Path) -> Iterator[None]:
-    """Context for a library that makes files readable only for their owner, as safetensors does: the file gets the usual mode."""
+    """Return a context for a library that writes a file for its owner only, as safetensors does. The file then gets the usual mode."""
     path.touch()
     mode = stat.S_IMODE(path.stat().st_mode)
     yield
@@ -126,16 +125,14 @@ def usual_mode(path: Path) -> Iterator[None]:
 
 
 def of_contents(error: OSError) -> bool:
-    """True if an error means that the file is gone or is no regular file, so that its contents are lost.
-
-    For other errors (no permission, a disk or server that does not answer, too many open files) it may be intact, and a later attempt may
-    succeed.
+    """Return whether an error means that the file is gone or no regular file, so that its contents are lost. After other errors (no
+    permission, a disk or server that does not answer, too many open files) it may be intact.
     """
     return not error.errno or error.errno in _OF_CONTENTS
 
 
 def step_of(name: str) -> int | None:
-    """Step in a folder's name, such as 80 for `step-80`; None for other names (step-0080, non-ASCII digits, more than 2^53 steps)."""
+    """Return the step in a checkpoint's folder name: 80 for step-80; None for others (step-0080, non-ASCII digits, more than 2^53)."""
     digits = name.removeprefix("step-")
     number = int(digits) if digits.isascii() and digits.isdecimal() else _MOST_STEPS
     return number if name == f"step-{number}" and number < _MOST_STEPS else None

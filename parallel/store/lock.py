@@ -4,9 +4,9 @@
     <folder>/.lock      names the process that holds the lock; locked too, because NFS and Lustre pass locks of files to other machines,
                         but not locks of folders
 
-Only the holder removes its file, and the folders that it made if they are empty. A launcher holds the lock for its ranks, and tells them
-in their environment (HELD). A process that is alone, or rank 0 under another launcher, holds it itself. On a disk without locks, nothing
-is locked.
+Only the holder removes its lock file, and folders that it made, if they are empty. A launcher holds the lock for its ranks: their
+environment variable HELD names the folder. A single process, or rank 0 under another launcher, holds the lock itself. On a disk without
+locks, nothing is locked.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from parallel.errors import BadInput
 
 NAME = ".lock"
 HELD = "MOE_LOCKED_FOLDER"
-_SIGNED = "process "  # begins the file's text
-_TRIES, _POLL_S = 50, 0.01  # for the time in which another process makes or removes the folder, or has not written its name yet
+_SIGNED = "process "  # first word of a lock file
+_TRIES, _POLL_S = 50, 0.01  # repeat while another process makes or removes the folder, or has not written its name yet
 _GONE = (errno.ENOENT, errno.ESTALE)
 _PLAIN = os.O_NOFOLLOW | os.O_NONBLOCK  # do not follow links or wait for pipes
 
 
 @contextlib.contextmanager
 def alone_in(folder: Path, *, what: str = "--out") -> Iterator[None]:
-    """Context that makes the folder and holds its lock, unless an ancestor process does. Raises BadInput if another process holds it."""
+    """Return a context that makes the folder and holds its lock, unless a launcher does. Raises BadInput if another process holds it."""
     held = None if is_held(folder) else _hold(folder, what)
     try:
         yield
@@ -42,14 +42,14 @@ def alone_in(folder: Path, *, what: str = "--out") -> Iterator[None]:
 
 
 def is_held(folder: Path) -> bool:
-    """True if an ancestor of this process holds the folder's lock for it."""
+    """Return whether this process's launcher holds the folder's lock."""
     return os.environ.get(HELD) == str(folder.resolve())
 
 
 @dataclass
 class _Held:
-    """A locked folder. place, file: open descriptors of the folder and of its lock file; None: none. made: folders made for it, deepest
-    first. signed: True if the file names this process."""
+    """A locked folder. place, file: descriptors of the folder and of its lock file, if open. made: folders made for it, deepest first.
+    signed: the lock file names this process."""
 
     folder: Path
     made: list[Path]
@@ -59,7 +59,7 @@ class _Held:
     process: int = field(default_factory=os.getpid)
 
     def is_there(self) -> bool:
-        """True if the folder still has its path."""
+        """Return whether the path still leads to the locked folder."""
         try:
             return self.place is not None and os.path.samestat(os.fstat(self.place), os.stat(self.folder))
         except OSError:
@@ -91,7 +91,7 @@ class _Held:
 
 
 def _hold(folder: Path, what: str) -> _Held:
-    """Lock the folder. Raises BadInput if another process holds it. A folder that cannot be made or opened is not locked: the first write
+    """Lock the folder. Raise BadInput if another process holds it. A folder that cannot be made or opened is not locked: the first write
     to it will raise the error."""
     made: list[Path] = []
     owner = ""
@@ -122,7 +122,7 @@ def _hold(folder: Path, what: str) -> _Held:
 
 
 def _locked(handle: int) -> bool:
-    """Lock an open file or folder. Returns False if another process holds the lock; True on a disk without locks."""
+    """Lock an open file or folder. Return False if another process holds the lock, True also on a disk without locks."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -133,8 +133,8 @@ def _locked(handle: int) -> bool:
 
 
 def _sign(held: _Held) -> bool:
-    """Lock the lock file of a folder that is locked on this machine, and write this process's name into it. Returns False if another
-    machine holds it. Raises OSError if the folder is gone."""
+    """Lock the lock file of a folder that is locked already, and write this process's name into it. Return False if another machine holds
+    it. Raise OSError if the folder is gone."""
     try:
         held.file = os.open(NAME, os.O_RDWR | os.O_CREAT | _PLAIN, 0o666, dir_fd=held.place)
     except OSError as error:
@@ -145,7 +145,7 @@ def _sign(held: _Held) -> bool:
         return False
     with contextlib.suppress(OSError):
         text = f"{_SIGNED}{os.getpid()} on {os.uname().nodename}\n".encode()
-        held.signed = os.pread(held.file, len(_SIGNED), 0) in (b"", _SIGNED.encode())  # otherwise it is a file of the user
+        held.signed = os.pread(held.file, len(_SIGNED), 0) in (b"", _SIGNED.encode())  # other text: it is a file of the user
         if held.signed:
             os.pwrite(held.file, text, 0)
             os.ftruncate(held.file, len(text))
@@ -154,7 +154,7 @@ def _sign(held: _Held) -> bool:
 
 
 def _owner(place: int) -> str:
-    """Name of the process that holds the folder, from its lock file; "" if it has not been written yet, or has been removed."""
+    """Return the name of the process that holds the folder, from its lock file; "" if the file has no name (yet), or is gone."""
     try:
         file = os.open(NAME, os.O_RDONLY | _PLAIN, dir_fd=place)
     except OSError:

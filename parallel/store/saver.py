@@ -33,23 +33,23 @@ _LEAVE_S = 30.0
 
 
 class Saver:
-    """Saves one rank's checkpoints in `folder`, one at a time. keep: number of newest checkpoints that stay."""
+    """Saves one rank's part of checkpoints in `folder`, one checkpoint at a time. keep: number of newest checkpoints that stay."""
 
     def __init__(self, folder: Path, world: Axis, *, keep: int) -> None:
         self.folder, self.world, self.keep = folder, world, keep
         self._writer: _Writer | None = None
         self._copies: dict[tuple[str, str, tuple[int, ...]], Tensor] = {}
-        self._newest: int | None = None
+        self.known: int | None = None  # step of this run's newest checkpoint that all ranks know to be committed
         self._told: int | None = None
 
     def save(self, step: int, held: Iterable[tuple[str, Piece]], *, state: dict[str, Any], prune: bool = True) -> None:
-        """Write `held` without a copy, and wait. Collective. Raises BadInput on all ranks if it fails. prune: remove older checkpoints."""
+        """Write a checkpoint without a copy, and wait. Collective. Arguments and errors: see checkpoint.save."""
         self.settle()
         checkpoint.save(self.folder, step, held, state=state, world=self.world, keep=self.keep, prune=prune)
-        self._newest = step
+        self.known = step
 
     def begin(self, step: int, held: Iterable[tuple[str, Piece]], *, state: dict[str, Any]) -> None:
-        """Copy `held` and start writing it. Collective. Raises BadInput on all ranks if this save or the previous one fails."""
+        """Copy the tensors of a checkpoint and start writing it. Collective. Raises BadInput on all ranks if the previous save failed."""
         self.settle()
         checkpoint.begin(self.folder, step, self.world)
         copies = [(kind, replace(piece, tensor=self._copied(kind, piece))) for kind, piece in held]
@@ -68,26 +68,21 @@ class Saver:
             writer.abandon()
             raise
         checkpoint.agreed(self.folder, writer.step, self.world, writer.committed)
-        self._newest = writer.step
+        self.known = writer.step
 
     def news(self) -> int | None:
-        """Step of a checkpoint that was committed since the last call; None if there is none. Never waits. Only rank 0 learns it early."""
-        newest = self._writer.step if self._writer is not None and self._writer.done else self._newest
+        """Return the step of a checkpoint that was committed since the last call, or None. Never waits; rank 0 notices it before others."""
+        newest = self._writer.step if self._writer is not None and self._writer.done else self.known
         found, self._told = None if newest == self._told else newest, newest
         return found
 
     @property
-    def known(self) -> int | None:
-        """Step of this run's newest checkpoint that all ranks know to be committed."""
-        return self._newest
-
-    @property
     def under_way(self) -> int | None:
-        """Step of the save in progress; None if there is none."""
+        """Return the step of the save in progress; None if there is none."""
         return None if self._writer is None else self._writer.step
 
     def leave(self) -> None:
-        """After a failure of the run: wait up to _LEAVE_S for the save in progress, without the other ranks."""
+        """Wait up to _LEAVE_S for the save in progress, without the other ranks: for a run that has failed."""
         if self._writer is not None:
             self._writer.join(_LEAVE_S)
 
@@ -124,7 +119,7 @@ class _Writer(threading.Thread):
             self.wrote.set()
 
     def _all_wrote(self) -> bool:
-        """Wait for the records of all parts. Returns False if a rank failed or gave up. Raises OSError if their folder is gone."""
+        """Wait until all ranks' parts are complete. Return False if a rank failed or gave up. Raise OSError if the folder is gone."""
         missing, folder = list(range(self.world.size)), checkpoint.temporary(self.folder, self.step)
         while not self.given_up.is_set():
             missing = [rank for rank in missing if not checkpoint.record_of(folder, rank).exists()]

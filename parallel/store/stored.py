@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from parallel.errors import BadInput
-from parallel.mesh.layout import Box, Layout
-from parallel.mesh.mesh import Mesh
+from parallel.mesh.layout import Box, Layout, Layouts, stored
+from parallel.mesh.mesh import Degrees, Mesh
 from parallel.store.files import of_contents
 
 CHECKED_BYTES = 2**20  # bytes that are read at a time to check for finite values, few enough for a core's cache
@@ -45,7 +45,7 @@ _DTYPES = {  # as the safetensors format names them
 
 
 class _Place(NamedTuple):
-    """Position of a tensor in a file: its bytes start at `begin`, row-major."""
+    """A tensor in a file: its bytes, in row-major order, start at `begin`."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -53,9 +53,9 @@ class _Place(NamedTuple):
 
 
 class TensorFile:
-    """A safetensors file: the length of the header in 8 bytes, the header as JSON, then the tensors.
+    """A safetensors file: the length of the header in 8 bytes, the header as JSON, then the tensors. `places`: tensor's key -> its place.
 
-    Raises ValueError, KeyError or TypeError if the header does not fit the file.
+    Raises ValueError, KeyError or TypeError if the header is wrong.
     """
 
     def __init__(self, path: Path) -> None:
@@ -93,7 +93,7 @@ class TensorFile:
         return place
 
     def read(self, key: str, box: Box) -> Tensor:
-        """Read a box of one tensor. It loops over the dims before the last one that is cut, so each read is contiguous."""
+        """Read a box of one tensor, contiguous bytes at a time: it loops over the dims before the last one that the box cuts."""
         dtype, shape, begin = self.places[key]
         out = torch.empty([part.stop - part.start for part in box], dtype=dtype)
         if not out.numel():
@@ -111,7 +111,7 @@ class TensorFile:
         return out
 
     def not_finite(self) -> str | None:
-        """Key of the first tensor with a value that is not finite; None if all are finite. Reads CHECKED_BYTES at a time."""
+        """Return the key of the first tensor with a value that is not finite, or None. Reads CHECKED_BYTES at a time."""
         buffer = torch.empty(CHECKED_BYTES, dtype=torch.uint8)
         raw = memoryview(buffer.numpy())  # type: ignore[arg-type]
         with self.path.open("rb", buffering=0) as file:
@@ -133,19 +133,19 @@ class TensorFile:
 
 
 def finite(tensor: Tensor) -> bool:
-    """True if the tensor has neither NaN nor infinity. It computes minimum and maximum, which are NaN if any value is, without a copy."""
+    """Return whether the tensor has neither NaN nor infinity: its minimum and maximum are NaN if any value is. Makes no copy."""
     if not tensor.is_floating_point() or not tensor.numel():
         return True
     return all(math.isfinite(bound) for bound in tensor.detach().aminmax())
 
 
 class Unreadable(BadInput):
-    """Raised if a checkpoint's file cannot be read but may be intact. Then no older checkpoint is taken instead."""
+    """Raised if a checkpoint's file cannot be read but may be intact. Then no older checkpoint replaces it."""
 
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Context for reading a checkpoint's file. Turns OSErrors into BadInput that names it: `damaged`, or Unreadable."""
+    """Return a context for reading a checkpoint's file. It turns an OSError into the error `damaged`, or Unreadable."""
     try:
         yield
     except FileNotFoundError:
@@ -157,19 +157,19 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def unreadable(path: Path, error: OSError) -> Unreadable:
-    """Error for a checkpoint's file, or the folder of checkpoints, that this process cannot read."""
+    """Return the error for a checkpoint's file, or the folder of checkpoints, that this process cannot read."""
     needed = "a file that can be read: it may be intact, so no older checkpoint is taken"
     fix = "give this user the permission, or wait for its disk, and start again"
     return Unreadable(f"checkpoint file {path}", got=error.strerror or str(error), needed=needed, fix=fix)
 
 
 def damaged(path: Path, name: str) -> BadInput:
-    """Error for a checkpoint with a file that differs from the saved one."""
+    """Return the error for a checkpoint with a file that is not as it was saved. `name`: the file."""
     return BadInput(f"checkpoint {path.name}", got=f"a damaged {name}", needed="its recorded size and hash", fix=f"remove {path}")
 
 
 class Reader:
-    """Reads the tensors of one verified checkpoint, by global name and kind."""
+    """Reads the tensors of one verified checkpoint, by name and kind ("weight" or an optimizer state)."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -186,11 +186,11 @@ class Reader:
             return TensorFile(path)
 
     def names(self, kind: str = "weight") -> dict[str, tuple[int, ...]]:
-        """Name -> full shape of every tensor of a kind. With "weight", these are all parameters."""
+        """Return name -> whole shape of every tensor of a kind. Of "weight", these are all parameters."""
         return {name: tuple(found[0]["shape"]) for (name, of), found in self.entries.items() if of == kind}
 
     def region(self, name: str, kind: str, region: Box) -> Tensor:
-        """Read any box of a tensor, joined from the pieces in which it was saved."""
+        """Read a box of a whole tensor, joined from the pieces in which the tensor was saved."""
         sizes, out = [want.stop - want.start for want in region], None
         missing = math.prod(sizes)
         for entry in self.entries[name, kind]:
@@ -218,21 +218,17 @@ class Reader:
         return out
 
     def load(self, name: str, kind: str, layout: Layout, mesh: Mesh, box: Box | None = None) -> Tensor:
-        """Read this rank's part of a parameter, by its layout. box: read only this box of the part."""
-        region = layout.region(mesh)
-        if box is not None:
-            region = tuple(slice(of.start + part.start, of.start + part.stop) for of, part in zip(region, box, strict=True))
+        """Read this rank's shard of a parameter, or only this box of the shard."""
+        parts = [self.region(part.name, kind, part.region) for part in stored(name, layout, mesh, box)]
         if layout.unstack is None:
-            return self.region(name, kind, region)
-        numbers = layout.stacked(mesh)[slice(None) if box is None else box[0]]
-        parts = [self.region(layout.unstack.format(number), kind, region[1:]) for number in numbers]
+            return parts[0]
         if len({part.dtype for part in parts}) > 1:  # torch.stack would convert them to one dtype silently
             raise damaged(self.path, "manifest.json")
         return torch.stack(parts)
 
 
 def check_pieces(reader: Reader) -> None:
-    """Check that each tensor's pieces exist and cover it exactly, each element once. Raises BadInput that names the file."""
+    """Check that each tensor's pieces exist and cover it exactly, each element once. Raise BadInput that names the file."""
     for entries in reader.entries.values():
         missing, dtype = math.prod(entries[0]["shape"]), None
         boxes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
@@ -245,7 +241,7 @@ def check_pieces(reader: Reader) -> None:
                 )
             except Unreadable:
                 raise
-            except (ValueError, KeyError, TypeError):  # BadInput too
+            except (ValueError, KeyError, TypeError):  # BadInput is a ValueError
                 within = False
             if not within:
                 raise damaged(reader.path, Path(entry["file"]).name)
@@ -256,7 +252,7 @@ def check_pieces(reader: Reader) -> None:
 
 
 def _overlap(boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
-    """True if two boxes (start, stop) share an element. They are sorted by their first dim, so that few pairs are compared."""
+    """Return whether two boxes (start, stop) share an element. They are sorted by their first dim, so that few pairs are compared."""
     near: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
     for start, stop in sorted(box for box in boxes if all(a < b for a, b in zip(*box, strict=True))):
         near = [box for box in near if box[1][:1] > start[:1]] if start else near
@@ -267,7 +263,7 @@ def _overlap(boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
 
 
 def check_finite(reader: Reader) -> None:
-    """Check that all values are finite, because a run cannot resume from others. Raises BadInput that names the tensor."""
+    """Check that all values are finite, because a run cannot resume from others. Raise BadInput that names the tensor."""
     for name in dict.fromkeys(entry["file"] for entry in reader.manifest["tensors"]):
         file = reader._file(name)
         with reading(file.path):
@@ -279,25 +275,21 @@ def check_finite(reader: Reader) -> None:
 
 def check_same_parameters(
     reader: Reader,
-    layouts: dict[str, Layout],
+    layouts: Layouts,
     kinds: tuple[str, ...] = ("weight",),
     *,
     fix: str = "resume with the recipe the run was started with, choose another --out, or start over with --fresh",
 ) -> None:
-    """Raise BadInput if the checkpoint belongs to another model. It names the first parameter that differs."""
-    wanted: dict[str, tuple[int, ...]] = {}
-    for name, layout in layouts.items():
-        if layout.unstack is None:
-            wanted[name] = layout.shape
-        else:
-            wanted |= {layout.unstack.format(i): layout.shape[1:] for i in range(layout.shape[0])}
+    """Raise BadInput, about the first parameter that differs, if the checkpoint belongs to another model."""
+    alone = Mesh.of(Degrees())
+    wanted = {part.name: part.shape for name, layout in layouts.items() for part in stored(name, layout, alone)}
     for kind in kinds:
-        stored = reader.names(kind)
-        for name in sorted(wanted.keys() | stored.keys()):
-            if wanted.get(name) != stored.get(name):
+        held = reader.names(kind)
+        for name in sorted(wanted.keys() | held.keys()):
+            if wanted.get(name) != held.get(name):
                 raise BadInput(
                     f"parameter {name}" if kind == "weight" else f"{kind} of parameter {name}",
-                    got=f"shape {list(stored[name])} in {reader.path.name}" if name in stored else f"nothing in {reader.path.name}",
+                    got=f"shape {list(held[name])} in {reader.path.name}" if name in held else f"nothing in {reader.path.name}",
                     needed=f"shape {list(wanted[name])}" if name in wanted else "no such parameter: this model has none",
                     fix=fix,
                 )

@@ -16,7 +16,6 @@ Sources: torch.distributed.tensor; Megatron-LM (arXiv 1909.08053), section 3; Ko
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -25,20 +24,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel.mesh.layout import Layout
+from parallel.mesh.layout import Layout, Layouts
 from parallel.mesh.mesh import Axis, Mesh
 from parallel.tensor.linear_1d import Column, Row, layers_of
-from parallel.tensor.style import Shape
+from parallel.tensor.style import Shape, Style
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
 
 
 @dataclass(frozen=True)
-class DTensorColumn:
-    """Splits a product's outputs over tp: Shard(0) of a weight [out, in]. Fills `product` of the module, and `enter` of its layer.
+class DTensorColumn(Style):
+    """Splits a product's outputs over tp: Shard(0) of a weight [out, in]. Fills the slots `product` of its module and `enter` of its layer.
 
-    `dim` 1: a table by heads, which is in no product, so only `enter` is filled.
+    dim: 1 for a bias table [.., heads], which is in no product, so only `enter` is filled.
     """
 
     dim: int = 0
@@ -47,7 +46,7 @@ class DTensorColumn:
     def layout(self, name: str, shape: Shape) -> Layout:
         return Column(dim=self.dim).layout(name, shape)
 
-    def fill(self, model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh) -> None:
+    def fill(self, model: nn.Module, layouts: Layouts, mesh: Mesh) -> None:
         ranks = Ranks(mesh.axis("tp"))
         for path in layers_of(layouts):
             model.get_submodule(path).enter = partial(enter, ranks=ranks, sliced=self.sliced)  # type: ignore[assignment]
@@ -56,15 +55,15 @@ class DTensorColumn:
 
 
 @dataclass(frozen=True)
-class DTensorRow:
-    """Splits a product's inputs over tp: Shard(1) of a weight [out, in]. Fills `product` of the module, and `leave` of its layer."""
+class DTensorRow(Style):
+    """Splits a product's inputs over tp: Shard(1) of a weight [out, in]. Fills `product` of its module and `leave` of its layer."""
 
     sliced: bool = False
 
     def layout(self, name: str, shape: Shape) -> Layout:
         return Row().layout(name, shape)
 
-    def fill(self, model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh) -> None:
+    def fill(self, model: nn.Module, layouts: Layouts, mesh: Mesh) -> None:
         ranks = Ranks(mesh.axis("tp"))
         for path in layers_of(layouts):
             model.get_submodule(path).leave = partial(leave, sliced=self.sliced)  # type: ignore[assignment]
@@ -73,14 +72,14 @@ class DTensorRow:
 
 
 class Ranks:
-    """An axis as torch's DeviceMesh. The DeviceMesh is made at the first use, because plans are made without process groups."""
+    """An axis as torch's DeviceMesh, made at the first use, because layers can be filled before process groups exist."""
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
         self._meshes: dict[str, DeviceMesh] = {}  # by device type
 
     def placed(self, local: Tensor, placement: Placement) -> DTensor:
-        """Return a DTensor made of each rank's local tensor. torch chooses the placement of its gradient."""
+        """Return the DTensor whose shards or copies are the ranks' local tensors. torch chooses the placement of its gradient."""
         from torch.distributed.tensor import DTensor  # here, because it takes a second to import
 
         return DTensor.from_local(local, self._device_mesh(local.device.type), [placement], run_check=False)

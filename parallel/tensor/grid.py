@@ -3,8 +3,8 @@
     x [B, L, D / q]     sequences over tp_depth and tp_row (moe/data/token_shard.py); channels over tp_col
 
     norm          needs all channels: two numbers a token are exchanged along tp_col
-    MoE layer     needs whole tokens: shards of channels are exchanged for whole sequences (parallel/tensor/exchanged.py)
-    3D inside     inside a layer a rank has other sequences (parallel/tensor/linear_3d.py): `Turn` moves data about them accordingly
+    MoE layer     needs whole tokens: shards of channels are exchanged for whole sequences (parallel/tensor/sliced.py)
+    3D            inside a layer a rank has other sequences (parallel/tensor/linear_3d.py): `Turn` moves tensors to the rank that has theirs
 
 Sources: Optimus (arXiv 2104.05343), section 3; 3D parallelism (arXiv 2105.14450), section 3.2.
 """
@@ -12,8 +12,8 @@ Sources: Optimus (arXiv 2104.05343), section 3; 3D parallelism (arXiv 2105.14450
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from parallel.data.tiling import without_tiles
-from parallel.mesh.collectives import Messages, gathered, sum_over
-from parallel.mesh.layout import Layout
+from parallel.mesh.collectives import Messages, gathered, paired, sum_over
+from parallel.mesh.layout import Layout, Layouts
 from parallel.mesh.mesh import Axis, Mesh, view_of
 from parallel.numerics.precision import sum_dtype
-from parallel.tensor.style import Shape
+from parallel.tensor.style import Shape, Style
 
 # B sequences, L length, D channels here, N tokens here
 
@@ -34,9 +34,9 @@ Multiply = Callable[[Tensor, Sequence[Tensor]], Sequence[Tensor]]  # x, several 
 
 
 def fill_products(model: nn.Module, path: str, made: Callable[[str], Multiply], *, of_layer: bool = True) -> None:
-    """Fill the slot `product` of the module at `path`, and with `of_layer` the slot `products` of its layer, if the layer has one.
+    """Fill the slot `product` of the module at `path`, and with `of_layer` the slot `products` of its layer, if the layer has it.
 
-    `made(label)` returns the function that multiplies; `label` is for error messages.
+    `made(label)` returns the function that multiplies. `label`: the path that error messages show.
     """
     around = path.rpartition(".")[0]
     layer = model.get_submodule(around)
@@ -46,12 +46,12 @@ def fill_products(model: nn.Module, path: str, made: Callable[[str], Multiply], 
 
 
 def of_one(multiply: Multiply) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return the product of x with a single matrix."""
+    """Return `multiply` as a function of x and a single matrix."""
     return lambda x, weight: multiply(x, [weight])[0]
 
 
 def _of_modules(x: Tensor, modules: Sequence[Any], *, multiply: Multiply) -> Sequence[Tensor]:
-    """Multiply x with the modules' weights. They are read inside the layer, so ZeRO-3 learns to gather them with it."""
+    """Multiply x with the modules' weights. They are read here, inside the layer, so that ZeRO-3 gathers them with the layer."""
     return multiply(x, [module.weight for module in modules])
 
 
@@ -67,8 +67,8 @@ def apart(y: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
 
 
 @dataclass(frozen=True)
-class Channels:
-    """A parameter whose dim `dim`, channels or heads, is split over `axis`. The other axes of tp hold copies."""
+class Channels(Style):
+    """A parameter with channels or heads along `dim`, split over `axis`. Ranks along the other axes of tp hold copies."""
 
     axis: str = "tp_col"
     dim: int = 0
@@ -76,25 +76,20 @@ class Channels:
     def layout(self, name: str, shape: Shape) -> Layout:
         return Layout(shape, {self.dim: self.axis}, view_of(self.axis), alike=())
 
-    def fill(self, model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh) -> None:
-        pass
-
 
 @dataclass(frozen=True)
-class ChannelsNorm:
-    """A norm between layers. Fills its slot `normed`, and `first_channel` of its block, if it is in a block."""
+class ChannelsNorm(Style):
+    """A norm between layers. Fills its slot `normed`, and sets `first_channel` of its block, if it is in a block."""
 
     def layout(self, name: str, shape: Shape) -> Layout:
         return Channels().layout(name, shape)
 
-    def fill(self, model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh) -> None:
+    def fill(self, model: nn.Module, layouts: Layouts, mesh: Mesh) -> None:
         for name, layout in layouts.items():
             path = name.rpartition(".")[0]
-            axis = replace(mesh.axis("tp_col"), label=path)
-            model.get_submodule(path).normed = partial(normed, axis=axis)  # type: ignore[assignment]
-            block = model.get_submodule(path.rpartition(".")[0]) if "." in path else None
-            if block is not None:
-                block.first_channel = layout.region(mesh)[0].start  # type: ignore[assignment]
+            model.get_submodule(path).normed = partial(normed, axis=mesh.axis("tp_col", label=path))  # type: ignore[assignment]
+            if "." in path:
+                model.get_submodule(path.rpartition(".")[0]).first_channel = layout.region(mesh)[0].start  # type: ignore[assignment]
 
 
 def normed(x: Tensor, gain_D: Tensor, *, centred: bool, eps: float, axis: Axis) -> Tensor:
@@ -123,18 +118,18 @@ class _Normed(torch.autograd.Function):
         unit, wide_grad = (x.to(scale.dtype) - mean) * scale, grad.to(scale.dtype)
         inner = wide_grad * gain_D
         parts = [inner * unit, inner] if ctx.centred else [inner * unit]
-        means = _means(parts, replace(ctx.axis, label=f"{ctx.axis.label} backward"))
+        means = _means(parts, ctx.axis.backward())
         grad_x = inner - unit * means[0] - (means[1] if ctx.centred else 0)
         return (grad_x * scale).to(x.dtype), (wide_grad * unit).flatten(0, -2).sum(0), None, None, None
 
 
 def _means(parts: Sequence[Tensor], axis: Axis) -> Tensor:
-    """Return the mean of each tensor over all channels, [parts, ..., 1], with one sum over the axis."""
+    """Return the means of several tensors over all ranks' channels, [tensors, ..., 1], by one sum over the axis."""
     return sum_over(torch.stack([x.sum(-1, keepdim=True) for x in parts]), axis) / (parts[0].shape[-1] * axis.size)
 
 
 def _moments(x: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
-    """Return mean and variance over all channels, [..., 1], merged from each rank's (Chan et al., 1979), which does not lose digits."""
+    """Return (mean, variance) over all ranks' channels, [..., 1] each, by Chan et al. (1979), which does not lose digits."""
     mean = x.mean(-1, keepdim=True)
     both = gathered(torch.stack((mean, (x - mean).square().mean(-1, keepdim=True))).unsqueeze(0), axis)
     means, variances = both.unbind(1)
@@ -144,47 +139,30 @@ def _moments(x: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Turn:
-    """3D: moves sequences from `held` (copies over `other`) to `other` (copies over `held`). Backward moves gradients back."""
+    """3D: takes x, split by sequences over `held` with copies along `other`, to a split over `other` with copies along `held`."""
 
     held: Axis
     other: Axis
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Gather dim 0 over `held`, and keep this rank's shard over `other`."""
-        turned: Tensor = _Turned.apply(x, self.held, self.other)
-        return turned
+        """Gather dim 0 over `held`, and keep this rank's shard over `other`. Backward does the reverse with the gradient."""
+        return paired(x, self.held, _turned, _turned_back, other=self.other)
 
     def back(self, x: Tensor) -> Tensor:
         return Turn(self.other, self.held)(x)
 
 
-class _Turned(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, held: Axis, other: Axis) -> Tensor:
-        ctx.axes = held, other
-        return gathered(x, held).chunk(other.size)[other.index].contiguous()
+def _turned(x: Tensor, held: Axis, *, other: Axis) -> Tensor:
+    return gathered(x, held).chunk(other.size)[other.index].contiguous()
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        held, other = ctx.axes
-        return gathered(grad, other).chunk(held.size)[held.index].contiguous(), None, None
+
+def _turned_back(grad: Tensor, held: Axis, *, other: Axis) -> Tensor:
+    return _turned(grad, other, other=held)
 
 
 def transposed(x: Tensor, grid: Axis) -> Tensor:
     """Send the tensor of rank (row, column) to rank (column, row), forward and backward. `grid`: the q x q ranks, row by row."""
-    y: Tensor = _Transposed.apply(x, grid)
-    return y
-
-
-class _Transposed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, grid: Axis) -> Tensor:
-        ctx.grid = grid
-        return _across(x, grid)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _across(grad, replace(ctx.grid, label=f"{ctx.grid.label} backward")), None
+    return paired(x, grid, _across, _across)
 
 
 def _across(x: Tensor, grid: Axis) -> Tensor:

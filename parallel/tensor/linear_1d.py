@@ -20,8 +20,8 @@ Source: Megatron-LM (arXiv 1909.08053), section 3.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -29,18 +29,18 @@ from torch import Tensor, nn
 
 from parallel.data.tiling import without_tiles
 from parallel.mesh.collectives import all_gather, all_reduce, reduce_backward, reduce_scatter
-from parallel.mesh.layout import Layout
+from parallel.mesh.layout import Layout, Layouts
 from parallel.mesh.mesh import Axis, Mesh, view_of
 from parallel.tensor.overlapped import column_products, row_product
-from parallel.tensor.style import Shape
+from parallel.tensor.style import Shape, Style
 
 
 @dataclass(frozen=True)
-class Column:
+class Column(Style):
     """Splits a product's outputs over an axis: dim 0 of a weight [out, in].
 
     Fills the slot `products` of the layer. For a sum of tiles it fills `enter`, so that the gradient of x is summed over ranks once, after
-    all tiles. `sliced`: sequence parallelism between layers (parallel/tensor/sliced.py). `chunks`: see parallel/tensor/overlapped.py.
+    all tiles. sliced: with sequence parallelism between layers (sliced.py). chunks: number of chunks whose sums overlap (overlapped.py).
     """
 
     axis: str = "tp"
@@ -51,9 +51,9 @@ class Column:
     def layout(self, name: str, shape: Shape) -> Layout:
         return Layout(shape, {self.dim: self.axis}, view_of(self.axis), alike=())
 
-    def fill(self, model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh) -> None:
+    def fill(self, model: nn.Module, layouts: Layouts, mesh: Mesh) -> None:
         for path in layers_of(layouts):
-            axis, layer = tensor_axis(mesh, path), model.get_submodule(path)
+            axis, layer = mesh.axis("tp", label=path), model.get_submodule(path)
             if hasattr(layer, "products"):
                 layer.products = partial(_products_of, axis=axis, chunks=self.chunks, sliced=self.sliced)  # type: ignore[assignment]
             else:
@@ -62,32 +62,31 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(Style):
     """Splits a product's inputs over an axis: dim 1 of a weight [out, in]. Fills the slot `leave` of the layer.
 
     `chunks` above 1: fills `product` of the module instead, so that the sum starts before the product ends
     (parallel/tensor/overlapped.py).
     """
 
-    axis: str = "tp"
     sliced: bool = False
     chunks: int = 1
 
     def layout(self, name: str, shape: Shape) -> Layout:
-        return Layout(shape, {1: self.axis}, view_of(self.axis), alike=())
+        return Layout(shape, {1: "tp"}, alike=())
 
-    def fill(self, model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh) -> None:
+    def fill(self, model: nn.Module, layouts: Layouts, mesh: Mesh) -> None:
         if self.chunks > 1:
             return self._overlap(model, layouts, mesh)
         for path in layers_of(layouts):
-            axis = tensor_axis(mesh, path)
+            axis = mesh.axis("tp", label=path)
             leave = partial(reduce_scatter, axis=axis, dim=1) if self.sliced else partial(all_reduce, axis=axis)
             model.get_submodule(path).leave = leave  # type: ignore[assignment]
 
-    def _overlap(self, model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh) -> None:
+    def _overlap(self, model: nn.Module, layouts: Layouts, mesh: Mesh) -> None:
         for name in layouts:
             assert without_tiles(name) == name, f"{name} is a tile: only the sum of all tiles is summed over ranks"
-            axis = tensor_axis(mesh, name.rsplit(".", 2)[0])
+            axis = mesh.axis("tp", label=name.rsplit(".", 2)[0])
             product = partial(row_product, axis=axis, chunks=self.chunks, sliced=self.sliced)
             model.get_submodule(name.rpartition(".")[0]).product = product  # type: ignore[assignment]
 
@@ -97,11 +96,6 @@ def _products_of(x: Tensor, modules: Sequence[Any], *, axis: Axis, chunks: int, 
     return column_products(x, weights, axis=axis, chunks=chunks, sliced=sliced, recast=modules[0].recast)
 
 
-def layers_of(layouts: Mapping[str, Layout]) -> list[str]:
+def layers_of(layouts: Layouts) -> list[str]:
     """Return the paths of the layers that hold these weights: `layers.0.ffn` for `layers.0.ffn.tiles.1.w1.weight`."""
     return list(dict.fromkeys(without_tiles(name).rsplit(".", 2)[0] for name in layouts))
-
-
-def tensor_axis(mesh: Mesh, label: str) -> Axis:
-    """Return the tp axis, labelled with the layer's name for error messages."""
-    return replace(mesh.axis("tp"), label=label)

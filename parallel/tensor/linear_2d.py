@@ -16,8 +16,8 @@ tokens; the loss is summed over rows. Sources: SUMMA (van de Geijn and Watts, 19
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,21 +26,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallel.mesh.collectives import start_broadcast, start_sum_to
-from parallel.mesh.layout import Layout
+from parallel.mesh.layout import Layout, Layouts
 from parallel.mesh.mesh import Axis, Mesh, view_of
 from parallel.numerics.precision import gradient_dtype, sum_dtype
 from parallel.numerics.weight_gradient import gradients_or_later
 from parallel.tensor.grid import apart, fill_products, together
-from parallel.tensor.style import Shape
+from parallel.tensor.style import Shape, Style
 
 # N tokens of this rank's row, I inputs and O outputs of this rank's block
 
 
 @dataclass(frozen=True)
-class Block:
+class Block(Style):
     """A weight [out, in] in blocks: outputs over tp_col, inputs over tp_row. Fills `product` of its module and `products` of its layer.
 
-    `outputs` tp_col_heads: with fewer key-value heads than columns, neighbours in a row hold the same block. Products do not change.
+    outputs: tp_col_heads if there are fewer key-value heads than columns: then neighbours in a row hold the same block.
     """
 
     outputs: str = "tp_col"
@@ -48,14 +48,14 @@ class Block:
     def layout(self, name: str, shape: Shape) -> Layout:
         return Layout(shape, {0: self.outputs, 1: "tp_row"}, view_of(self.outputs, "tp_row"), alike=())
 
-    def fill(self, model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh) -> None:
+    def fill(self, model: nn.Module, layouts: Layouts, mesh: Mesh) -> None:
         for name in layouts:
             fill_products(model, name.rpartition(".")[0], partial(products_of, mesh))
 
 
 def products_of(mesh: Mesh, label: str) -> partial[Sequence[Tensor]]:
     """Return `products` with this rank's row and column of the grid."""
-    row, column = (replace(mesh.axis(axis), label=label) for axis in ("tp_col", "tp_row"))  # ranks of a row differ in their column
+    row, column = (mesh.axis(axis, label=label) for axis in ("tp_col", "tp_row"))  # the ranks of a row differ in their column
     return partial(products, row=row, column=column)
 
 
@@ -83,7 +83,7 @@ class _Summa(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights_OI = ctx.saved_tensors
-        row, column = (replace(axis, label=f"{axis.label} backward") for axis in (ctx.row, ctx.column))
+        row, column = ctx.row.backward(), ctx.column.backward()
         dtype, grad = gradient_dtype(ctx.weights[0]), together(grads, dim=-1)
         grad_x = summed((grad @ matrix_OI for matrix_OI in blocks(together(weights_OI, dtype=grad.dtype), column)), row)
         sizes = [len(weight) for weight in weights_OI]
@@ -97,7 +97,7 @@ class _Summa(torch.autograd.Function):
 
 
 def blocks(mine: Tensor, axis: Axis) -> Iterator[Tensor]:
-    """Yield the tensors of the axis's ranks in turn. The next one is sent while one is used."""
+    """Yield the tensor `mine` of each rank of the axis in turn. The next one is sent while one is used."""
     following = start_broadcast(mine, axis, root=0)
     for place in range(axis.size):
         block = following.wait()
@@ -107,7 +107,7 @@ def blocks(mine: Tensor, axis: Axis) -> Iterator[Tensor]:
 
 
 def summed(shares: Iterable[Tensor], axis: Axis) -> Tensor:
-    """Sum share i of all ranks on rank i, and return this rank's sum. Each sum overlaps with the computation of the next share."""
+    """Return the sum over ranks of share i on rank i. `shares`: computed one by one; each sum overlaps with the next computation."""
     mine = before = None
     for place, share in enumerate(shares):
         if before is not None:

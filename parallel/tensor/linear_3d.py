@@ -17,8 +17,8 @@ shard is 1/q^3 of the tensor, so a rank sends less than in 2D on equally many ra
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -27,25 +27,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallel.mesh.collectives import gathered, scattered_sum
-from parallel.mesh.layout import Layout
+from parallel.mesh.layout import Layout, Layouts
 from parallel.mesh.mesh import Axis, Mesh, view_of
 from parallel.numerics.precision import gradient_dtype
 from parallel.numerics.weight_gradient import gradients_or_later
 from parallel.tensor.grid import apart, fill_products, together
-from parallel.tensor.style import Shape
+from parallel.tensor.style import Shape, Style
 
 # i, j, k are indices on tp_depth, tp_row and tp_col; I inputs, O outputs of a gathered weight
 
-# (axis over which x is gathered, axis over which y is scattered, dim of the weight that tp_depth cuts too)
+# by place: axis over which x is gathered, axis over which y is scattered, dim of the weight that tp_depth cuts too
 FACES = {"first": ("tp_row", "tp_col", 1), "second": ("tp_col", "tp_row", 0)}
 
 
 @dataclass(frozen=True)
-class Cube:
-    """A weight [out, in] split over the whole cube. `place`: a first or the second of the products between two norms.
+class Cube(Style):
+    """A weight [out, in] split over the whole cube. place: "second" for the last product of a layer, else "first".
 
-    Fills `product` of its module, and for a first product `products` of its layer. `copied`: with fewer key-value heads than rows,
-    neighbours along tp_row hold the same outputs. Products do not change.
+    Fills the slot `product` of its module, and for a first product `products` of its layer. copied: there are fewer key-value heads than
+    rows, so neighbours along tp_row hold the same outputs.
     """
 
     place: Literal["first", "second"]
@@ -57,7 +57,7 @@ class Cube:
         split: dict[int, str | tuple[str, ...]] = {0: outputs, 1: inputs}
         return Layout(shape, split | {deep: ((outputs, inputs)[deep], "tp_depth")}, view_of(outputs, inputs), alike=())
 
-    def fill(self, model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh) -> None:
+    def fill(self, model: nn.Module, layouts: Layouts, mesh: Mesh) -> None:
         for name in layouts:
             fill_products(model, name.rpartition(".")[0], partial(products_of, mesh, self.place), of_layer=self.place == "first")
 
@@ -65,7 +65,7 @@ class Cube:
 def products_of(mesh: Mesh, place: str, label: str) -> partial[Sequence[Tensor]]:
     """Return `products` with this rank's axes of the cube."""
     *faces, deep = FACES[place]
-    into, out, depth = (replace(mesh.axis(str(axis)), label=label) for axis in (*faces, "tp_depth"))
+    into, out, depth = (mesh.axis(str(axis), label=label) for axis in (*faces, "tp_depth"))
     return partial(products, into=into, out=out, depth=depth, deep=deep)
 
 
@@ -91,7 +91,7 @@ class _Products(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights_OI = ctx.saved_tensors
-        into, out, depth = (replace(axis, label=f"{axis.label} backward") for axis in ctx.axes)
+        into, out, depth = (axis.backward() for axis in ctx.axes)
         dtype, deep, whole_grad = gradient_dtype(ctx.weights[0]), ctx.deep, gathered(together(grads, dim=-1), out)
         grad_x = scattered_sum(whole_grad @ gathered(together(weights_OI, dtype=grads[0].dtype), depth, dim=deep), into)
         sizes = [len(weight) for weight in weights_OI]

@@ -22,7 +22,6 @@ computation via decomposition (ASPLOS 2023); Megatron-LM (arXiv 1909.08053), whi
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,7 +39,7 @@ from parallel.numerics.weight_gradient import gradients_or_later
 
 
 def row_product(h_BLI: Tensor, weight_OI: Tensor, *, axis: Axis, chunks: int, sliced: bool) -> Tensor:
-    """Return the sum over the axis of h W^T, in h's dtype: [B, L, O], or with `sliced` this rank's [B, l, O]. `chunks`: at most."""
+    """Return the sum over the axis of h W^T, in h's dtype: [B, L, O], or with `sliced` this rank's [B, l, O]. `chunks`: their number."""
     product = _SlicedRow if sliced else _Row
     y: Tensor = product.apply(h_BLI, weight_OI, axis, chunks)
     return y
@@ -51,7 +50,7 @@ def column_products(
 ) -> tuple[Tensor, ...]:
     """Return x W^T [B, L, O] for each W, in x's dtype. x is [B, L, I], equal on all ranks, or with `sliced` each rank's [B, l, I].
 
-    The gradient of x is summed over the axis. `recast`: cast weights are not saved (moe/nn/linear.py). `chunks`: at most.
+    The gradient of x is summed over the axis. `recast`: cast weights are not saved (moe/nn/linear.py). `chunks`: their largest number.
     """
     products = _SlicedColumns if sliced else _Columns
     found: tuple[Tensor, ...] = products.apply(x, axis, chunks, recast, *weights_OI)
@@ -60,10 +59,6 @@ def column_products(
 
 def _chunks(count: int, chunks: int) -> Iterator[slice]:
     return (chunk for i in range(chunks) if (chunk := Tile(0, i, chunks).run(count)).stop > chunk.start)
-
-
-def _backward(axis: Axis) -> Axis:
-    return replace(axis, label=f"{axis.label} backward".lstrip())
 
 
 # --- the second product -------------------------------------------------------------------------------------------------------
@@ -102,7 +97,7 @@ class _SlicedRow(torch.autograd.Function):
         h_BLI, weight_OI = ctx.saved_tensors
         matrix = weight_OI.to(grad_BlO.dtype)
         grads, shares = [], []
-        for grad_RBnO in _gathered(grad_BlO, _backward(ctx.axis), ctx.chunks):
+        for grad_RBnO in _gathered(grad_BlO, ctx.axis.backward(), ctx.chunks):
             grads.append(grad_RBnO)
             shares.append(grad_RBnO @ matrix)
         return _joined(shares), *_weight_gradients((ctx.weight,), [_joined(grads)], h_BLI), None, None
@@ -122,7 +117,7 @@ class _Columns(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_BLI, *saved = ctx.saved_tensors
-        axis, matrices = _backward(ctx.axis), [weight.to(grads[0].dtype) for weight in saved]
+        axis, matrices = ctx.axis.backward(), [weight.to(grads[0].dtype) for weight in saved]
         grads_TO, share_TI = [grad.flatten(0, -2) for grad in grads], torch.empty_like(x_BLI).flatten(0, -2)
         sums = []
         for chunk in _chunks(len(share_TI), ctx.chunks):
@@ -149,7 +144,7 @@ class _SlicedColumns(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_BLI, *saved = ctx.saved_tensors
-        axis, matrices = _backward(ctx.axis), [weight.to(grads[0].dtype) for weight in saved]
+        axis, matrices = ctx.axis.backward(), [weight.to(grads[0].dtype) for weight in saved]
         wide = sum_dtype(grads[0].dtype)
         grads_BRlO = [rearrange(grad, "b (r l) o -> b r l o", r=axis.size) for grad in grads]
         sums = []
@@ -163,7 +158,7 @@ class _SlicedColumns(torch.autograd.Function):
 
 
 def _gathered(mine_BlI: Tensor, axis: Axis, chunks: int) -> Iterator[Tensor]:
-    """Start to gather all chunks, and return an iterator over them: [R, B, n, I] each, or [1, B, L, I] for a single chunk."""
+    """Start to gather this many chunks of `mine`. Return an iterator over the results: [R, B, n, I] each; of one chunk [1, B, L, I]."""
     gathers: list[Started] = [start_gather(mine_BlI[:, chunk].unsqueeze(0), axis) for chunk in _chunks(mine_BlI.shape[1], chunks)]
     if len(gathers) == 1:
         return iter([rearrange(gathers[0].wait(), "r b l i -> 1 b (r l) i")])
@@ -171,13 +166,13 @@ def _gathered(mine_BlI: Tensor, axis: Axis, chunks: int) -> Iterator[Tensor]:
 
 
 def _joined(chunks_RBnI: Sequence[Tensor]) -> Tensor:
-    """Join chunks in the order of the sequences: [B, L, I]."""
+    """Join gathered chunks to [B, L, I], in the order of the sequences."""
     whole_RBlI = chunks_RBnI[0] if len(chunks_RBnI) == 1 else torch.cat(list(chunks_RBnI), 2)
     return rearrange(whole_RBlI, "r b l i -> b (r l) i")
 
 
 def _share(grads_TO: Sequence[Tensor], matrices_OI: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
-    """Return this rank's partial sum of the gradient of x, [T, I]."""
+    """Return this rank's summand of the gradient of x, [T, I], given the gradients of each product and its matrix."""
     found = torch.mm(grads_TO[0], matrices_OI[0], out=out)
     for grad_TO, matrix_OI in zip(grads_TO[1:], matrices_OI[1:], strict=True):
         found.addmm_(grad_TO, matrix_OI)

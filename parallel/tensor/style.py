@@ -1,4 +1,4 @@
-"""A plan: the parallel style of each parameter, as data that is applied to a model from outside.
+"""A plan: how each parameter is split over ranks (its style), as data that is applied to a model from outside.
 
     layers.*.moe.experts.*      Stacked("ep", hidden="etp", ...)       pattern of a parameter's path -> style; the first match counts
     layers.*.moe.router.**      Copied("router")
@@ -6,7 +6,7 @@
 
 A style returns a parameter's layout. It also fills the slots (replaceable functions) of the layers that hold its parameters, so that
 they compute with shards. `apply` then cuts all parameters on the meta device. In a pattern, `*` is one word between dots, and `**` any
-number of words. A tile (parallel/data/tiling.py) has the path of its whole.
+number of words. A tile (parallel/data/tiling.py) counts under the path of the whole parameter.
 """
 
 from __future__ import annotations
@@ -21,54 +21,54 @@ import torch
 from torch import nn
 
 from parallel.data.tiling import tile_of, without_tiles
-from parallel.mesh.layout import Layout, dense, stacked_over
-from parallel.mesh.mesh import Mesh
+from parallel.mesh.layout import Layout, Layouts
+from parallel.mesh.mesh import EXPERT, Mesh
 
 Shape = tuple[int, ...]
 
 
 class Style(Protocol):
-    """A style. `layout` returns a parameter's layout, given its whole shape. `fill` fills the slots of the layers with these parameters."""
+    """How the parameters of one kind are split over ranks, and how their layers then compute."""
 
-    def layout(self, name: str, shape: Shape) -> Layout: ...
+    def layout(self, name: str, shape: Shape) -> Layout:
+        """Return the layout of the parameter at path `name`, given the shape of the whole tensor."""
+        ...
 
-    def fill(self, model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh) -> None: ...
+    def fill(self, model: nn.Module, layouts: Layouts, mesh: Mesh) -> None:
+        """Fill the slots of the layers that hold these parameters, given by path. Default: none, the layers compute as on one rank."""
+        return None
 
 
 @dataclass(frozen=True)
-class Copied:
-    """Every rank of a stage holds the whole parameter, and its layer computes as on one rank. `alike`: axes with equal tokens."""
+class Copied(Style):
+    """Every rank of a pipeline stage holds the whole parameter. alike: the axes along which ranks see the same tokens."""
 
     family: str = "dense"
     alike: tuple[str, ...] = ("tp",)
 
     def layout(self, name: str, shape: Shape) -> Layout:
-        return dense(shape, self.family, alike=self.alike)
-
-    def fill(self, model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh) -> None:
-        pass
+        return Layout(shape, family=self.family, alike=self.alike)
 
 
 @dataclass(frozen=True)
-class Stacked:
+class Stacked(Style):
     """A stack of networks, split along dim 0 over `axis`, and along its hidden units over the axis `hidden`.
 
-    `hidden_dim`: the dim of hidden units, by the last word of a parameter's path. `name_of`: the names of a stack's tensors in
-    checkpoints, with `{}` for the index. Calls `module.hold(indices, hidden=units)` with this rank's networks and hidden units.
+    hidden_dim: last word of a parameter's path -> its dim of hidden units. name_of: parameter -> the names in checkpoints of the tensors
+    in the stack, with `{}` for the index. Tells the stack's module by `hold(indices, hidden=units)` this rank's networks and hidden units.
     """
 
     axis: str
     hidden: str
     hidden_dim: Mapping[str, int]
     name_of: Callable[[str], str] = field(repr=False)
-    family: str = "expert"
 
     def layout(self, name: str, shape: Shape) -> Layout:
         dim = self._dim(name)
         also: dict[int, str | tuple[str, ...]] = {} if dim is None else {dim: self.hidden}
-        return stacked_over(self.axis, shape, unstack=self.name_of(name), family=self.family, also=also)
+        return Layout(shape, {0: self.axis, **also}, EXPERT, "expert", self.name_of(name))
 
-    def fill(self, model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh) -> None:
+    def fill(self, model: nn.Module, layouts: Layouts, mesh: Mesh) -> None:
         for path, (name, layout) in self.modules(layouts).items():
             whole, dim = replace(layout, tile=None), self._dim(name)
             assert dim is not None
@@ -78,8 +78,8 @@ class Stacked:
         """Return the dim of hidden units, or None if the parameter has none and is not split over `hidden`."""
         return self.hidden_dim.get(name.rpartition(".")[2])
 
-    def modules(self, layouts: Mapping[str, Layout]) -> dict[str, tuple[str, Layout]]:
-        """Return each stack's path, with the name and layout of one of its parameters that have hidden units."""
+    def modules(self, layouts: Layouts) -> dict[str, tuple[str, Layout]]:
+        """Return, by the path of each stack, (name, layout) of one of its parameters that have hidden units."""
         held = ((name, layout) for name, layout in layouts.items() if self._dim(name) is not None)
         return {without_tiles(name).rpartition(".")[0]: (name, layout) for name, layout in held}
 
@@ -94,7 +94,7 @@ class Plan:
         return next(style for pattern, style in self._all() if fits(pattern, name))
 
     def by_style(self, layouts: Mapping[str, Layout]) -> Iterator[tuple[Style, dict[str, Layout]]]:
-        """Yield each style once, with the layouts of its parameters."""
+        """Yield each style once, with the layouts of its parameters by name."""
         for style in {id(style): style for _, style in self._all()}.values():
             mine = {name: layout for name, layout in layouts.items() if self.style_of(name) is style}
             if mine:
@@ -122,7 +122,7 @@ def _regex(pattern: str) -> re.Pattern[str]:
 
 
 def lay_out(model: nn.Module, plan: Plan, *, tiled_dim: Callable[[str], int]) -> dict[str, Layout]:
-    """Return every parameter's layout by its path, for a whole model. `tiled_dim`: path -> the dim that tiles cut."""
+    """Return the layout of every parameter of a whole model, by path. `tiled_dim`: path -> the dim that tiles cut."""
     layouts = {}
     for name, parameter in model.named_parameters():
         tile, shape = tile_of(model, name, dim=tiled_dim(name)) or (None, tuple(parameter.shape))
@@ -130,7 +130,7 @@ def lay_out(model: nn.Module, plan: Plan, *, tiled_dim: Callable[[str], int]) ->
     return layouts
 
 
-def apply(model: nn.Module, plan: Plan, layouts: Mapping[str, Layout], mesh: Mesh) -> None:
+def apply(model: nn.Module, plan: Plan, layouts: Layouts, mesh: Mesh) -> None:
     """Fill the layers' slots, and cut a model on the meta device to this rank's shards."""
     for style, mine in plan.by_style(layouts):
         style.fill(model, mine, mesh)

@@ -1,84 +1,155 @@
-"""Vocabulary parallelism: embedding, head and loss, with the rows of the matrices split over an axis.
+"""Vocabulary parallelism: embedding, head and loss, with the rows of the matrices split over ranks, on grids their channels too.
 
     tokens 3, 9      rank 0: rows 0..4   [row 3, 0]        rank 1: rows 5..9   [0, row 9]       sum: [row 3, row 9]
 
     x, equal         x W_0^T -> m_0, s_0, logit of a target in 0..4   |   x W_1^T -> m_1, s_1, logit of a target in 5..9
     on all ranks     loss = log sum over ranks of exp(m_r) s_r - target's logit: ranks never exchange logits
 
-Cost on t ranks: V h / t elements of each matrix and of its gradient a rank, and V / t logits a token. One sum of b s h elements for the
-embedding and one for the gradient before the head. For the loss three numbers a token: the maximum of the log-sum-exps, then the sum of
-their exponentials and the target's logit. If t does not divide V, shards differ by one row. There is no padding, also not in
-checkpoints. Source: Megatron-LM (arXiv 1909.08053), section 3.
+    1D         rows over tp
+    2D, 2.5D   rows over tp_col, channels over tp_row
+    3D         rows over tp_row, channels over tp_col, then tp_depth
+
+Cost on t ranks in 1D: V h / t elements of each matrix and of its gradient a rank, and V / t logits a token. One sum of b s h elements
+for the embedding and one for the gradient before the head. For the loss three numbers a token: the maximum of the log-sum-exps, then the
+sum of their exponentials and the target's logit. If t does not divide V, shards differ by one row. There is no padding, also not in
+checkpoints.
+
+On grids, the head is an ordinary weight: its product gives logits split by rows over ranks with the same tokens. For the embedding, a
+rank looks up the tokens of all ranks that hold its channels, with zeros for rows of other ranks, and a reduce-scatter sums them on the
+ranks of these tokens. In 2D the result is transposed, sequences by column and channels by row, so each rank (row, column) sends it to
+rank (column, row). In 3D the table's channels are gathered over depth. Cost in addition to a product: the sum of looked-up rows,
+(q - 1) times a rank's x, and in 2D one more x to transpose.
+
+Sources: Megatron-LM (arXiv 1909.08053), section 3; Optimus (arXiv 2104.05343); 3D (arXiv 2105.14450).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallel.data.tiling import without_tiles
-from parallel.mesh.collectives import all_gather, all_reduce, join_copies, max_over, reduce_backward, reduce_scatter, sum_over
-from parallel.mesh.layout import Layout, Tile
-from parallel.mesh.mesh import Axis, Mesh
-from parallel.tensor.linear_1d import tensor_axis
-from parallel.tensor.style import Shape
+from parallel.data.tiling import Slot, as_it_is, without_tiles
+from parallel.mesh.collectives import (
+    all_gather,
+    all_reduce,
+    gathered,
+    join_copies,
+    max_over,
+    reduce_backward,
+    reduce_scatter,
+    sum_over,
+)
+from parallel.mesh.layout import Layout, Layouts, Tile
+from parallel.mesh.mesh import GRID, Axis, Mesh
+from parallel.tensor import linear_2d, linear_3d
+from parallel.tensor.grid import Turn, of_one, transposed
+from parallel.tensor.style import Shape, Style
 
 # N tokens, V vocabulary
 
 
-@dataclass(frozen=True)
-class VocabularyRows:
-    """Splits dim 0 of [V, D] over an axis. Fills the module's slot `others`, and `first`: the first row of the module or of each tile."""
+class _Vocabulary(Style):
+    """A vocabulary matrix [V, D]. Fills its module's slot `others`, and `first`: the first row of the module, or of each of its tiles."""
 
-    axis: str = "tp"
+    def fill(self, model: nn.Module, layouts: Layouts, mesh: Mesh) -> None:
+        for name, layout in layouts.items():
+            path = without_tiles(name).rpartition(".")[0]
+            model.get_submodule(path).others = self.others(mesh, layout.shape[0], path)  # type: ignore[assignment]
+            model.get_submodule(name.rpartition(".")[0]).first = layout.region(mesh)[0].start  # type: ignore[assignment]
+
+    def others(self, mesh: Mesh, size: int, path: str) -> OtherRows:
+        """Return the communication for a matrix of `size` rows in the module at `path`."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class VocabularyRows(_Vocabulary):
+    """1D: rows over tp. `sliced`: with sequence parallelism, x is this rank's shard of the sequences."""
+
     sliced: bool = False
 
     def layout(self, name: str, shape: Shape) -> Layout:
-        return Layout(shape, {0: self.axis}, alike=(), uneven=(0,))
+        return Layout(shape, {0: "tp"}, alike=(), uneven=(0,))
 
-    def fill(self, model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh) -> None:
-        for name, layout in layouts.items():
-            path = without_tiles(name).rpartition(".")[0]
-            rows = OtherRows(tensor_axis(mesh, path), layout.shape[0], sliced=self.sliced)
-            model.get_submodule(path).others = rows  # type: ignore[assignment]
-            model.get_submodule(name.rpartition(".")[0]).first = layout.region(mesh)[0].start  # type: ignore[assignment]
+    def others(self, mesh: Mesh, size: int, path: str) -> OtherRows:
+        axis = mesh.axis("tp", label=path)
+        if self.sliced:
+            return OtherRows(axis, size, rows=partial(reduce_scatter, axis=axis, dim=1), enter=partial(all_gather, axis=axis, dim=1))
+        return OtherRows(axis, size, rows=partial(all_reduce, axis=axis), enter=partial(reduce_backward, axis=axis))
 
 
+@dataclass(frozen=True)
+class VocabularyBlock(_Vocabulary):
+    """2D and 2.5D: rows over tp_col, channels over tp_row."""
+
+    def layout(self, name: str, shape: Shape) -> Layout:
+        return Layout(shape, {0: "tp_col", 1: "tp_row"}, GRID, alike=(), uneven=(0,))
+
+    def others(self, mesh: Mesh, size: int, path: str) -> OtherRows:
+        row, column, grid = (mesh.axis(*axes, label=path) for axes in (("tp_col",), ("tp_row",), ("tp_row", "tp_col")))
+
+        def rows(found: Tensor) -> Tensor:
+            return transposed(reduce_scatter(found, row), grid)
+
+        product = of_one(linear_2d.products_of(mesh, path))
+        return OtherRows(row, size, rows=rows, tokens=partial(gathered, axis=column), product=product)
+
+
+@dataclass(frozen=True)
+class VocabularyCube(_Vocabulary):
+    """3D: rows over tp_row, channels over tp_col, then tp_depth. Logits have other sequences than x, like the output of a first product."""
+
+    def layout(self, name: str, shape: Shape) -> Layout:
+        return Layout(shape, {0: "tp_row", 1: ("tp_col", "tp_depth")}, GRID, alike=(), uneven=(0,))
+
+    def others(self, mesh: Mesh, size: int, path: str) -> OtherRows:
+        row, column, depth = (mesh.axis(axis, label=path) for axis in ("tp_row", "tp_col", "tp_depth"))
+        turn = Turn(row, column)
+
+        def loss(of_logits: Tensor) -> Tensor:
+            return turn.back(of_logits.unsqueeze(0)).squeeze(0)
+
+        return OtherRows(
+            row,
+            size,
+            rows=partial(reduce_scatter, axis=row),
+            tokens=partial(gathered, axis=row),
+            columns=partial(all_gather, axis=depth, dim=1),
+            targets=turn,
+            loss=loss,
+            turned_back=turn.back,
+            product=of_one(linear_3d.products_of(mesh, "first", path)),
+        )
+
+
+@dataclass(frozen=True)
 class OtherRows:
-    """The exchange between ranks with shards of `size` rows (`Others` of moe/nn/vocabulary.py). `sliced`: x is a shard of the sequences."""
+    """The communication between the ranks of `axis`, which hold shards of a matrix of `size` rows: `Others` of moe/nn/vocabulary.py
+    describes each function. `turned_back` moves whole logits to the sequences of x.
+    """
 
-    def __init__(self, axis: Axis, size: int, *, sliced: bool) -> None:
-        self.axis, self.size, self.sliced = axis, size, sliced
-        self.product: Callable[[Tensor, Tensor], Tensor] | None = None
-
-    def tokens(self, tokens: Tensor) -> Tensor:
-        return tokens
-
-    def columns(self, weight: Tensor) -> Tensor:
-        return weight
-
-    def rows(self, found: Tensor) -> Tensor:
-        return reduce_scatter(found, self.axis, dim=1) if self.sliced else all_reduce(found, self.axis)
-
-    def enter(self, x: Tensor) -> Tensor:
-        return all_gather(x, self.axis, dim=1) if self.sliced else reduce_backward(x, self.axis)
-
-    def targets(self, targets: Tensor) -> Tensor:
-        return targets
+    axis: Axis
+    size: int
+    rows: Slot
+    tokens: Slot = as_it_is
+    columns: Slot = as_it_is
+    enter: Slot = as_it_is
+    targets: Slot = as_it_is
+    loss: Slot = as_it_is
+    turned_back: Slot = as_it_is
+    product: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def scores(self, scores_2N: Tensor) -> Tensor:
         return merged(scores_2N, self.axis)
 
-    def loss(self, loss: Tensor) -> Tensor:
-        return loss
-
     def logits(self, logits: Tensor) -> Tensor:
-        return joined(logits, self.axis, self.size)
+        return self.turned_back(joined(logits, self.axis, self.size))
 
 
 def merged(scores_2N: Tensor, axis: Axis) -> Tensor:

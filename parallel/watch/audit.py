@@ -19,10 +19,9 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from parallel.mesh.collectives import gathered, max_over, start_broadcast
+from parallel.mesh.collectives import device_of, gathered, max_over, start_broadcast
 from parallel.mesh.gradients import on_stages
 from parallel.mesh.layout import Layout
 from parallel.mesh.mesh import Axis, Mesh
@@ -31,10 +30,8 @@ _WORDS = 2**16  # 8-byte words that are hashed at a time, few enough for the pro
 
 
 class Held(NamedTuple):
-    """A tensor that a rank keeps.
-
-    kind: "weight", "gradient", or the name of an optimizer state. axes: mesh axes along which all ranks hold the same bits. holders:
-    indices on the pp axis of the stages that hold the same bits, if there are several.
+    """A tensor that a rank holds. kind: "weight", "gradient", or the name of an optimizer state. axes: mesh axes along which all ranks hold
+    the same bits. holders: indices on the pp axis of the stages that hold the same bits, if there are several.
     """
 
     name: str
@@ -48,7 +45,7 @@ class Held(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """A tensor with wrong bits on some ranks: those at the indices `places` of the axis. source: index of an intact rank; None: unknown."""
+    """A tensor with wrong bits on the ranks at the indices `places` of the axis. source: index of a rank with right bits; None: unknown."""
 
     held: Held
     axis: Axis
@@ -61,7 +58,7 @@ class Finding(NamedTuple):
 
 
 def copies_of(name: str, kind: str, tensor: Tensor, layout: Layout, *, but: Sequence[str] = ()) -> Held:
-    """Held tensor that has the layout of its parameter. but: axes over which an engine has cut it once more."""
+    """Return a Held tensor that is cut by its parameter's layout. but: axes over which an engine has cut it further."""
     return Held(name, kind, tensor, tuple(axis for axis in layout.copies() if axis not in but), layout.holders)
 
 
@@ -70,14 +67,14 @@ def copies_of(name: str, kind: str, tensor: Tensor, layout: Layout, *, but: Sequ
 
 @cache
 def _weights(device: torch.device) -> Tensor:
-    """Fixed odd 64-bit numbers: multiplication by an odd number loses no bit."""
+    """Return _WORDS + 1 fixed odd 64-bit numbers: multiplication by an odd number loses no bit."""
     x = torch.arange(_WORDS + 1, device=device) * -7046029254386353131  # from the golden ratio: neighbours get distant numbers
     return x.bitwise_xor_(x >> 29).mul_(-4658895280553007687) | 1
 
 
 @torch.no_grad()
 def fingerprint(tensor: Tensor) -> Tensor:
-    """Hash of a tensor's bits, int64 []: its 64-bit words, and their upper halves, times fixed odd numbers, summed modulo 2^64.
+    """Return a hash of a tensor's bits, int64 []: its 64-bit words, and their upper halves, times fixed odd numbers, summed modulo 2^64.
 
     A single flipped bit always changes the hash. Of other changes, at most about one in 2^32 is missed.
     """
@@ -108,7 +105,7 @@ def _dot(words: Tensor, weights: Tensor) -> Tensor:
 
 
 def fingerprints(held: Iterable[Held]) -> Tensor:
-    """Hashes of all tensors, int64 [tensors], on the CPU."""
+    """Return the hashes of all tensors, int64 [tensors], on the CPU."""
     found = [fingerprint(one.tensor) for one in held]
     return torch.stack([f.cpu() for f in found]) if found else torch.zeros(0, dtype=torch.int64)
 
@@ -145,7 +142,7 @@ def by_change(held: Sequence[Held], before: Tensor, prints: Tensor, mesh: Mesh) 
 
 
 def _together(held: Sequence[Held], mesh: Mesh) -> Iterator[tuple[Axis, list[int]]]:
-    """Yield (axis, numbers of the tensors of which its ranks hold copies): first copies of one stage, then copies of several stages."""
+    """Yield (axis, indices of the tensors of which its ranks hold copies): first axes within a pipeline stage, then axes over stages."""
     numbers: dict[tuple[bool, tuple[object, ...]], list[int]] = {}
     for number, one in enumerate(held):
         if one.axes:
@@ -159,16 +156,11 @@ def _together(held: Sequence[Held], mesh: Mesh) -> Iterator[tuple[Axis, list[int
 
 
 def _of_all(mine: Tensor, axis: Axis) -> Tensor:
-    """Values of all ranks, [ranks, values], on the CPU."""
-    there = mine.to("cuda") if _by_nccl(axis) else mine
-    return gathered(there.unsqueeze(0), axis).cpu()
+    """Return the values of all ranks, [ranks, values], on the CPU."""
+    return gathered(mine.to(device_of(axis)).unsqueeze(0), axis).cpu()
 
 
-def _by_nccl(axis: Axis) -> bool:
-    return axis.size > 1 and dist.get_backend(axis.group) == "nccl"
-
-
-# --- what follows ------------------------------------------------------------------------------------------------------------
+# --- repair and reports ------------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -177,16 +169,15 @@ def mend(finding: Finding) -> None:
     assert finding.source is not None
     tensor = finding.held.tensor
     bits = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    there = bits.to("cuda") if _by_nccl(finding.axis) else bits
-    came = start_broadcast(there, finding.axis, root=finding.source).wait()
+    came = start_broadcast(bits.to(device_of(finding.axis)), finding.axis, root=finding.source).wait()
     if finding.axis.index != finding.source:
         tensor.copy_(came.to(tensor.device).view(tensor.dtype).view(tensor.shape))
 
 
 def lines_of_all(lines: Sequence[str], world: Axis) -> list[str]:
-    """Lines of all ranks in rank order, without repetitions; equal on every rank. Collective."""
+    """Return the lines of text of all ranks, in rank order, without repetitions. Collective."""
     own = "\n".join(lines).encode()
-    device = "cuda" if _by_nccl(world) else "cpu"
+    device = device_of(world)
     longest = int(max_over(torch.tensor(len(own), device=device), world))
     if longest == 0:
         return []

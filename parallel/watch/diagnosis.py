@@ -27,7 +27,7 @@ Answers = Mapping[int, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of a diagnosis. ranks: the ranks that hold up the others. line: the message."""
+    """A diagnosis. ranks: the ranks that hold up the others. line: the message."""
 
     kind: Kind
     ranks: tuple[int, ...]
@@ -35,11 +35,11 @@ class Finding:
 
 
 def diagnose(answers: Answers, silent: Mapping[int, str], *, limit_s: float, share: float = 1.0, settled: bool = False) -> Finding | None:
-    """Find the ranks that hold up the others. None if no rank waits long enough, or if nothing shows for which rank.
+    """Find the ranks that hold up the others. Return None if no rank waits long enough, or if the answers do not show for which rank.
 
     answers: rank -> Record.answer(). silent: rank without an answer -> text about its last sign of life.
     share: a rank counts as waiting after this fraction of `limit_s`; with 0, every rank that does not compute counts.
-    settled: True if all ranks are at the same point of the step, so that they must have run equally many collectives.
+    settled: all ranks are at the same point of the step, so they must have run equally many collectives.
     """
     waiting = {r for r, a in answers.items() if a["waits"] != "no" and a["idle"] >= share * limit_s * a["patience"]}
     found = _differ(answers, settled=settled)
@@ -80,18 +80,18 @@ def _latest(answer: Mapping[str, Any]) -> Call | None:
 
 def _call(lane: Mapping[str, Any], call: list[Any]) -> Call:
     number, name, label, shape, dtype, send, receive, _ = call
-    return Call(name, lane["axis"], label, number, shape, dtype, send, receive)
+    return Call(name, lane["axis"], label, shape, dtype, send, receive, number)
 
 
 def _named(answer: Mapping[str, Any]) -> str:
-    """Text with a rank's last announced collective, its phase and its step."""
+    """Return a rank's last announced collective, its phase and its step in words."""
     call = _latest(answer)
     what = f"{call.name} {call.number} over {call.axis}{f' in {call.label}' if call.label else ''}, " if call else ""
     return f"{what}{_at(answer)}"
 
 
 def _waits(waiting: Iterable[int], answers: Answers) -> str:
-    """Text with the waiting ranks, the longest wait, and the place of that rank; "" if none waits."""
+    """Return in words the waiting ranks, the longest wait, and the place of the rank that waits longest; "" if none waits."""
     found = sorted(waiting)
     if not found:
         return ""
@@ -101,7 +101,7 @@ def _waits(waiting: Iterable[int], answers: Answers) -> str:
 
 
 def _differ(answers: Answers, *, settled: bool) -> Finding | None:
-    """First number of a group under which ranks ran different collectives. The minority is named."""
+    """Find the first number under which ranks of a group ran different collectives. The finding names the minority."""
     best: tuple[int, Finding] | None = None
     for name in sorted({name for a in answers.values() for name in a["lanes"]}):
         held = {r: a["lanes"][name] for r, a in answers.items() if name in a["lanes"]}
@@ -111,7 +111,7 @@ def _differ(answers: Answers, *, settled: bool) -> Finding | None:
         for ranks in groups.values():
             lanes = {rank: held[rank] for rank in ranks}
             found = _first_difference(lanes) or (_other_number(lanes, answers) if settled else None)
-            if found is not None and (best is None or len(ranks) < best[0]):  # the smallest group is closest to the cause
+            if found is not None and (best is None or len(ranks) < best[0]):  # smaller groups show fewer ranks that only follow
                 best = len(ranks), found
     return None if best is None else best[1]
 
@@ -136,7 +136,7 @@ def _first_difference(lanes: Mapping[int, Mapping[str, Any]]) -> Finding | None:
 
 
 def _other_number(lanes: Mapping[int, Mapping[str, Any]], answers: Answers) -> Finding | None:
-    """For ranks at the same point of the step: the ranks of a group that have run more or fewer collectives in it than most."""
+    """Find ranks that have run more or fewer collectives in their group than most. All ranks must be at the same point of the step."""
     made = {rank: lanes[rank]["number"] if rank in lanes else 0 for rank in next(iter(lanes.values()))["ranks"] if rank in answers}
     if len(set(made.values())) == 1:
         return None
@@ -148,7 +148,7 @@ def _other_number(lanes: Mapping[int, Mapping[str, Any]], answers: Answers) -> F
 
 
 def _parted(values: Mapping[int, Any]) -> tuple[list[int], list[int]]:
-    """(ranks with another value than most, ranks with the most common value); ([], all ranks) if no value has more than half of them."""
+    """Return (ranks with another value, ranks with the value of more than half of them); ([], all ranks) if there is no such value."""
     common, many = Counter(values.values()).most_common(1)[0]
     if 2 * many <= len(values):
         return [], sorted(values)
@@ -156,7 +156,7 @@ def _parted(values: Mapping[int, Any]) -> tuple[list[int], list[int]]:
 
 
 def _both(at: Mapping[int, Call]) -> str:
-    """Text for ranks without a majority: two that differ. If their recorded collectives are equal, they differ earlier than that."""
+    """Return in words two ranks that differ, if there is no majority. If none of the recorded collectives differ, earlier ones did."""
     first, *others = sorted(at)
     found = next((r for r in others if at[r].text() != at[first].text()), None)
     number = at[first].number
@@ -166,7 +166,7 @@ def _both(at: Mapping[int, Call]) -> str:
 
 
 def _split(at: Mapping[int, Call], ranks: list[int]) -> list[tuple[int, int, int, int]]:
-    """(sender, receiver, rows that the sender sends, rows that the receiver expects) for all pairs that differ."""
+    """Return (sender, receiver, rows that the sender sends, rows that the receiver expects) of each pair of ranks that disagrees."""
     found = []
     for i, sender in enumerate(ranks):
         for j, receiver in enumerate(ranks):
@@ -177,7 +177,7 @@ def _split(at: Mapping[int, Call], ranks: list[int]) -> list[tuple[int, int, int
 
 
 def _split_finding(bad: list[tuple[int, int, int, int]], at: Mapping[int, Call]) -> Finding:
-    """Finding about splits that differ. It names the rank that is in every pair; with a single pair, both ranks."""
+    """Return the finding for pairs that disagree about rows. It names the rank that is in every pair; of a single pair, both ranks."""
     common = set.intersection(*({sender, receiver} for sender, receiver, *_ in bad))
     culprits = tuple(sorted(common or {sender for sender, *_ in bad}))
     sender, receiver, sent, expected = bad[0]
@@ -188,7 +188,7 @@ def _split_finding(bad: list[tuple[int, int, int, int]], at: Mapping[int, Call])
 
 
 def _edges(answers: Answers, waiting: Iterable[int]) -> dict[int, set[int]]:
-    """Waiting rank -> ranks that it waits for: they have not reached a collective, or not sent a message, that it has reached."""
+    """Return waiting rank -> ranks that it waits for: they have not reached a collective, or not sent a message, that it has reached."""
     edges: dict[int, set[int]] = {}
     for rank in waiting:
         owed: set[int] = set()
@@ -209,7 +209,7 @@ def _behind(answers: Answers, waiting: set[int]) -> Finding | None:
     edges = _edges(answers, {r for r, a in answers.items() if a["waits"] != "no"})
     owed = {other for rank in waiting for other in edges[rank]}
     reached, more = set(owed), set(owed)
-    while more:  # add the ranks that these ranks wait for, and so on
+    while more:  # also ranks for which these ranks wait, and so on
         more = {other for rank in more for other in edges.get(rank, ())} - reached
         reached |= more
     if not reached:
@@ -248,7 +248,7 @@ def _lost(answers: Answers, waiting: Iterable[int]) -> Finding | None:
 
 
 def _engine(answers: Answers, waiting: set[int]) -> Finding | None:
-    """Finding if no rank is behind in announced collectives: ranks wait in a library's own collectives, or over a broken link."""
+    """Return the finding if no rank is behind in announced collectives: ranks wait in a library's own ones, or over a broken link."""
     sure = {rank for rank in waiting if answers[rank]["waits"] == "yes"}
     if not sure:
         return None

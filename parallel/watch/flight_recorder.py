@@ -40,7 +40,7 @@ Group = tuple[str, str, tuple[int, ...]]  # name, description, ranks
 
 
 def _with_plain_keys(load: Any, keys: slice) -> Any:
-    """Opcode's function with a check of the keys: a small pickle could nest tuples so deeply that hashing them never ends."""
+    """Return an opcode's function `load` with a check of the keys: a small pickle could nest tuples so deeply that hashing never ends."""
 
     def checked(reader: Any) -> None:
         if not all(isinstance(key, str | bytes | int) for key in reader.stack[keys]):
@@ -51,7 +51,7 @@ def _with_plain_keys(load: Any, keys: slice) -> Any:
 
 
 class _Plain(pickle._Unpickler):
-    """Python's own unpickler (the one written in Python) without all opcodes that name, call or build objects."""
+    """Python's unpickler (the one written in Python) without the opcodes that name, call or build objects."""
 
     dispatch = {getattr(pickle, name)[0]: pickle._Unpickler.dispatch[getattr(pickle, name)[0]] for name in _PLAIN.split()}
     for _opcode, _keys in ((pickle.SETITEM, slice(-2, -1)), (pickle.SETITEMS, slice(0, None, 2)), (pickle.DICT, slice(0, None, 2))):
@@ -60,7 +60,7 @@ class _Plain(pickle._Unpickler):
 
 @dataclass(frozen=True)
 class Call:
-    """One collective of a rank. sent: shapes and dtypes of its inputs."""
+    """One collective of a rank. number: its number in the group. sent: dtypes and shapes of its inputs. done: it has finished."""
 
     number: int
     kind: str
@@ -70,7 +70,7 @@ class Call:
 
 @dataclass
 class Trace:
-    """Record of one rank. calls: its collectives of each group, by number. messages: sends and receives that have not ended."""
+    """The record of one rank. calls: group -> number -> its collective. messages: sends and receives that have not ended."""
 
     rank: int
     calls: dict[Group, dict[int, Call]] = field(default_factory=dict)
@@ -79,7 +79,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class Wait:
-    """One rank that waits in a collective of a group, and the ranks of the group that it waits for."""
+    """A rank that waits in the collective `call` of a group. behind: the ranks for which it waits."""
 
     rank: int
     group: Group
@@ -89,8 +89,8 @@ class Wait:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Result. culprits: ranks for which the others waited. said: the reason, as text. waits: waits of all ranks in all groups. silent:
-    ranks without a record."""
+    """culprits: ranks for which the others waited. said: the reason, in words. waits: of all ranks in all groups. silent: ranks without a
+    record."""
 
     culprits: tuple[int, ...]
     said: str
@@ -166,7 +166,7 @@ def _trace(rank: int, content: Any, path: Path) -> Trace:
 
 
 def _text(part: Any) -> str:
-    """Text of a string or number. Other objects are refused: a small pickle could make their text larger than memory."""
+    """Return the text of a string or number. Refuse other objects: a small pickle could make their text larger than memory."""
     if not isinstance(part, str | int):
         raise TypeError("a part that is no text")
     return str(part)
@@ -177,7 +177,7 @@ def _ranks(text: Any) -> tuple[int, ...]:
 
 
 def diagnose(traces: list[Trace]) -> Diagnosis:
-    """Find the ranks for which a hung run waited. No culprit if no rank waits, or if all wait for each other."""
+    """Find the ranks for which a hung run waited. There is no culprit if no rank waits, or if all wait for each other."""
     by_rank = {trace.rank: trace for trace in traces}
     groups = {group for trace in traces for group in trace.calls if len(group[2]) > 1}
     everyone = {rank for group in groups for rank in group[2]} | set(by_rank)
@@ -195,7 +195,7 @@ def diagnose(traces: list[Trace]) -> Diagnosis:
 
 
 def _waits(group: Group, by_rank: dict[int, Trace]) -> Iterator[Wait]:
-    """Waits of all ranks that have entered a collective of the group and not finished it."""
+    """Yield the waits of all ranks that have entered a collective of the group and not finished it."""
     first = {
         rank: next((call for _, call in sorted(by_rank[rank].calls[group].items()) if not call.done), None) for rank in _in(group, by_rank)
     }
@@ -211,12 +211,12 @@ def _waits(group: Group, by_rank: dict[int, Trace]) -> Iterator[Wait]:
 
 
 def _in(group: Group, by_rank: dict[int, Trace]) -> list[int]:
-    """Ranks of the group that have recorded a collective of it."""
+    """Return the ranks of the group that have recorded a collective of it."""
     return [rank for rank in group[2] if rank in by_rank and by_rank[rank].calls.get(group)]
 
 
 def _differ(group: Group, by_rank: dict[int, Trace]) -> tuple[tuple[int, ...], str] | None:
-    """(ranks, text) for the first number at which ranks ran different collectives; the ranks are the minority. None if all agree."""
+    """Return (ranks, reason in words) for the first number under which these ranks, the minority, ran another collective; None if none."""
     calls = {rank: by_rank[rank].calls[group] for rank in _in(group, by_rank)}
     for number in sorted({number for made in calls.values() for number in made}):
         made = {rank: each[number] for rank, each in calls.items() if number in each}
@@ -236,12 +236,12 @@ def _differ(group: Group, by_rank: dict[int, Trace]) -> tuple[tuple[int, ...], s
 
 
 def _sizes_agree(kind: str) -> bool:
-    """True if all ranks pass equal shapes to this kind of collective. The root of a scatter or gather does not."""
+    """Return whether all ranks pass equal shapes to this kind of collective. The root of a scatter or gather does not."""
     return not kind.lower().startswith(("scatter", "gather", "send", "recv", "barrier"))
 
 
 def _unanswered(by_rank: dict[int, Trace]) -> Iterator[tuple[int, int]]:
-    """(waiting rank, other rank) for each send or receive that the other rank has not started."""
+    """Yield (waiting rank, other rank) for each send or receive that the other rank has not started."""
     pending = {(rank, source, to) for rank, trace in by_rank.items() for _, _, source, to in trace.messages}
     for rank, source, to in pending:
         other = to if rank == source else source

@@ -36,8 +36,9 @@ class NotMet(Ended):
 def meet(rank: int, size: int, *, environment: Mapping[str, str], timeout_s: float, problem: str = "") -> Any:
     """Wait for all ranks, and return the store of this run.
 
-    environment: MASTER_ADDR, MASTER_PORT and TORCHELASTIC_USE_AGENT_STORE are read. problem: why this rank cannot start; all ranks then
-    raise NotMet with it. Raises NotMet if ranks do not come within `timeout_s`, and BadInput if MASTER_ADDR has no address.
+    environment: MASTER_ADDR, MASTER_PORT and TORCHELASTIC_USE_AGENT_STORE are read. problem: the reason, if this rank cannot start: all
+    ranks then raise NotMet with this reason. Raises NotMet also if ranks do not come within `timeout_s`, and BadInput if MASTER_ADDR has
+    no address.
     """
     host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
     agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -93,7 +94,7 @@ def _check_name(host: str, node: str, *, wait_s: float) -> None:
 
 
 def _stay(store: Any, size: int, *, until: float) -> None:
-    """Wait until every rank has read the problem, but not longer than _HEARD_S, because some ranks may never come."""
+    """Wait until every rank has read why the run cannot start, but at most _HEARD_S, because some ranks may never come."""
     now = time.monotonic()
     last = max(now + 1.0, min(until, now + _HEARD_S))
     while not store.check([f"heard/{rank}" for rank in range(size)]) and time.monotonic() < last:
@@ -112,7 +113,7 @@ def _ask(store: Any, rank: int, *, until: float) -> str:
 
 
 def _answers(store: Any, name: str, size: int) -> Callable[[], None]:
-    """Function that rank 0 calls while it waits: it answers new questions with the name. Answers to an earlier start's are never read."""
+    """Return the function by which rank 0, while it waits, answers new questions with the name of this start."""
     told: set[str] = set()
 
     def answer() -> None:
@@ -128,7 +129,7 @@ def _nothing() -> None: ...
 
 
 def _wait(store: Any, size: int, *, until: float, answer: Callable[[], None], limit: str, at: str) -> str:
-    """Wait until all ranks are here, and return "". If another rank reports a problem, or at the time limit, return the problem."""
+    """Wait until all ranks have come, and return "". If a rank cannot start, or at the time limit, return the reason instead."""
     everyone = [f"here/{rank}" for rank in range(size)]
     while not store.check(everyone):  # store.wait with a time limit would fill the output with torch's warnings
         if store.check([_PROBLEM]):

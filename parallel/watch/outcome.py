@@ -1,7 +1,7 @@
 """An error of one rank is raised on all ranks, with the same line, so that no rank waits for a rank that failed.
 
-    rank 0   work() ----------------------------------.   maximum: did a rank fail, and which first?   -> None: continue
-    rank 1   work() raises ValueError: boom ----------'   sum: the bytes of that rank's line           -> the same line on all ranks
+    rank 0   work() ----------------------------------.   maximum: the first rank that failed, if any    -> no rank: continue
+    rank 1   work() raises ValueError: boom ----------'   sum: the bytes of that rank's line             -> the same line on all ranks
 
 One small collective if no rank fails, two otherwise.
 """
@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar, cast
 
 import torch
-import torch.distributed as dist
 
 from parallel.errors import BadInput, cut, where
-from parallel.mesh.collectives import largest, sum_over
+from parallel.mesh.collectives import device_of, largest, sum_over
 from parallel.mesh.mesh import Axis
 
 T = TypeVar("T")
@@ -26,7 +25,7 @@ _LONGEST = 40_000  # bytes of a line: four fields, shortened by cut(), with up t
 
 @dataclass(frozen=True)
 class Failure:
-    """`line`: the message of the first rank that failed; `rank`: its index on the axis; `error`: the exception of this rank, or None."""
+    """`line`: the message of the first rank that failed. `rank`: its index on the axis. `error`: this rank's own exception, or None."""
 
     line: str
     rank: int
@@ -35,14 +34,14 @@ class Failure:
 
 @dataclass(frozen=True)
 class Outcome(Generic[T]):
-    """The result of this rank's work, or the failure if any rank failed."""
+    """`value`: the result of this rank's work. `failure`: set if any rank failed; then there is no value."""
 
     value: T | None
     failure: Failure | None
 
 
 def agree(work: Callable[[], T], world: Axis, *, said: Callable[[BaseException], str]) -> Outcome[T]:
-    """Call work() on every rank. `said` turns an exception into one line. Collective."""
+    """Call work() on every rank, and return the outcome. `said` turns an exception into one line. Collective."""
     value, error = None, None
     try:
         value = work()
@@ -56,7 +55,7 @@ def agree(work: Callable[[], T], world: Axis, *, said: Callable[[BaseException],
 
 
 def of_all(work: Callable[[], T], world: Axis, *, what: str) -> T:
-    """Return work(). If it raises on any rank, raise BadInput on every rank. `what` names the work for errors that are no BadInput.
+    """Return work(). If it raises on any rank, raise BadInput on every rank: the rank's own one, or one about `what`, the name of the work.
 
     Example: `of_all(lambda: read(path), everyone(world), what="reading the tokens")`. Collective.
     """
@@ -74,9 +73,8 @@ def of_all(work: Callable[[], T], world: Axis, *, what: str) -> T:
 
 
 def _to_all(line: str, world: Axis) -> str:
-    """Return the line on every rank. It must be empty on all ranks but one. Collective."""
-    nccl = world.size > 1 and dist.get_backend(world.group) == "nccl"
+    """Return on every rank the line of the one rank that passes a line; the others pass "". Collective."""
     text = line.encode(errors="backslashreplace")[:_LONGEST]  # a lone surrogate has no encoding
-    sent = torch.zeros(_LONGEST, dtype=torch.int32, device="cuda" if nccl else "cpu")
+    sent = torch.zeros(_LONGEST, dtype=torch.int32, device=device_of(world))
     sent[: len(text)] = torch.tensor(list(text), dtype=torch.int32)
     return bytes(sum_over(sent, world).tolist()).rstrip(b"\0").decode(errors="replace")

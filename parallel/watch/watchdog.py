@@ -1,11 +1,11 @@
 """Ends a run that hangs: if a rank waits longer than the time limit, all ranks end with one line that names the missing rank and its place.
 
-    ranks 0 1 3      all_reduce 340 over dp ...................... limit_s        ask 1 ->  every rank's watchdog answers: "I am at ..."
-    rank 2           (stopped)                                                    line 1 <- the asking rank compares, and writes the line
+    ranks 0 1 3      all_reduce 340 over dp ...................... limit_s     question ->  every rank's watchdog answers with its progress
+    rank 2           (stopped)                                                    line <- the asking rank compares, and writes the line
 
 Two threads of each rank do this. So a rank with a main thread that is stuck inside a library still answers. A stopped process does not
 answer: that rank is missing. Ranks communicate through the process group's store. Each rank checks it twice a second for a question, and
-every few seconds writes where it is, in case that it cannot answer later. Each rank keeps its own progress in a Record
+every few seconds writes its progress, in case that it cannot answer later. Each rank keeps its own progress in a Record
 (parallel/mesh/record.py); parallel/watch/diagnosis.py compares the answers.
 
 Source of the idea: PyTorch's flight recorder and NCCL watchdog, which name the collective of one group on one rank after its end.
@@ -31,8 +31,8 @@ from parallel.mesh.debug_collectives import Disagreement
 from parallel.mesh.record import Record, balanced
 from parallel.watch.diagnosis import ABORTED, Finding, diagnose
 
-FIRST = 5.0  # factor of the time limit until the end of the first step, and while saving
-ANSWER_S = 3.0, 10.0  # bounds of the time for an answer (a twentieth of the limit), after which a rank counts as missing
+FIRST = 5.0  # until the end of the first step, and while saving, the time limit is this many times as long
+ANSWER_S = 3.0, 10.0  # a rank is missing if it does not answer in a twentieth of the time limit, but at least and at most these seconds
 _AGAIN_S, _LOOK_S, _LEAVE_S = 0.3, 0.02, 2.0
 _STORE = "a store operation that did not end"
 _ECHOES = ("gloo", "connection closed", "connection reset", "broken pipe", "timed out waiting", "nccl", "socket", "connection refused")
@@ -44,25 +44,17 @@ End = Callable[[str, bool], None]  # (line, True if this rank prints it)
 
 
 class Watchdog:
-    """Watchdog of one rank.
+    """The watchdog of one rank.
 
-    limit_s: seconds without progress after which the run ends. holder: name of the process that holds the store, for messages. end:
-    called with the last line before this process ends. note: called with a line about a slow rank.
+    limit_s: seconds without progress after which the run ends. holder: name of the process that holds the store, for messages. end: called
+    before this process ends, with the last line, and whether this rank prints it.
     """
 
     def __init__(
-        self,
-        record: Record,
-        store: Any,
-        *,
-        world_size: int,
-        limit_s: float,
-        holder: str = "rank 0",
-        end: End | None = None,
-        note: Callable[[str], None] | None = None,
+        self, record: Record, store: Any, *, world_size: int, limit_s: float, holder: str = "rank 0", end: End | None = None
     ) -> None:
         self.record, self.world_size, self.limit_s, self.holder = record, world_size, limit_s, holder
-        self.end, self.note = end or _print_if, note or _print
+        self.end = end or _print_if
         self._answer_s = min(ANSWER_S[1], max(ANSWER_S[0], limit_s / 20))
         self.line: str | None = None
         self.prints, self.kind = False, ""
@@ -70,9 +62,10 @@ class Watchdog:
         self._round, self._leaving, self._readers = 1, False, world_size
         self._stopped, self._decided = threading.Event(), threading.Event()
         self._noted_at = -1.0
-        self._on_abort = _HANDLER(lambda _: self._aborted())  # kept alive here: C holds only its address
+        self._on_abort = _HANDLER(lambda _: self._aborted())  # kept in memory: C has only its address
         self._threads = [threading.Thread(target=work, daemon=True, name="watchdog") for work in (self._watch, self._listen)]
-        self._asking, self._pending = threading.RLock(), _no_thread()
+        self._asking = threading.RLock()
+        self._pending: threading.Thread | None = None
 
     def start(self) -> Watchdog:
         for thread in self._threads:
@@ -81,7 +74,7 @@ class Watchdog:
         return self
 
     def stop(self) -> None:
-        """End this rank's watchdog, so that no rank waits for it, and its threads (at the interpreter's end, they would crash in C++).
+        """End this rank's watchdog, so that no rank waits for its answers. Its threads end too: later they would crash in C++.
 
         Rank 0, which may hold the store, waits for the other ranks to leave first.
         """
@@ -130,8 +123,8 @@ class Watchdog:
     # --- asking and answering -------------------------------------------------------------------------------------------
 
     def _listen(self) -> None:
-        """Answer questions until one of them ends the run. It polls twice a second, more rarely with many ranks, because a blocking wait in
-        the store could not be interrupted when the run ends."""
+        """Answer questions until one of them ends the run. The store is checked twice a second, more rarely with many ranks, because a
+        blocking wait could not be interrupted when the run ends."""
         rank, tick = self.record.rank, min(1.0, max(0.05, min(0.5, self.limit_s / 40)) * max(1.0, self.world_size / 512))
         while not self._stopped.wait(tick):
             n = self._round
@@ -152,10 +145,10 @@ class Watchdog:
             if self._leaving:  # nothing was found, so this rank ends with its own error
                 self._decided.set()
             if verdict is not None and verdict["line"] and verdict["prints"] == rank:
-                self.note(verdict["line"])
+                _print(verdict["line"])
 
     def _ask(self, why: Why) -> None:
-        """Ask all ranks where they are, diagnose, and write the line for all. The listening thread of each rank then ends the run."""
+        """Ask all ranks for their progress, diagnose it, and write the line for all. Each rank's listening thread then ends the run."""
         n, rank = self._round, self.record.rank
         mine, patience = f"{why} {rank}", min(self._answer_s, self.limit_s / 4) if why == "slow" else self._answer_s
         try:
@@ -205,12 +198,12 @@ class Watchdog:
         waited = f"rank {self.record.rank} has waited {idle:.0f} s for it, in {at}"
         line = f"{self.holder} is missing: it holds the store through which ranks communicate, and does not answer; {waited}"
         if why == "slow":
-            self.note(f"slow: {line}")
+            _print(f"slow: {line}")
         else:
             self._finish(line, prints=True)
 
     def _find(self, n: int, why: Why, patience: float) -> Finding | None:
-        """Collect the ranks' answers and diagnose them; repeat until there is a finding, because a rank may answer late."""
+        """Collect the ranks' answers to question `n` and diagnose them; repeat until there is a finding, as a rank may answer late."""
         until = time.monotonic() + patience
         share = {"slow": 0.5, "hang": 1.0}.get(why, 0.0)
         while True:
@@ -222,13 +215,13 @@ class Watchdog:
             self._readers = len(answers)
             silent = {rank: self._last_sign(rank) for rank in range(self.world_size) if rank not in answers}
             finding = diagnose(answers, silent, limit_s=self.limit_s, share=share, settled=why == "differ")
-            again = finding is None or (finding.kind == "failed" and ABORTED in finding.line)  # others may still answer why it aborted
+            again = finding is None or (finding.kind == "failed" and ABORTED in finding.line)  # others may still say why it aborted
             if not again or why in ("slow", "hang") or time.monotonic() > until:
                 return finding
             time.sleep(_AGAIN_S)
 
     def _last_sign(self, rank: int) -> str:
-        """Text about a rank that does not answer: how it left, or its last known place."""
+        """Return how a rank that does not answer left, or its last known progress, in words."""
         if (left := _read_text(self._store, f"left/{rank}")) is not None:
             return f"it has left: {left}"
         seen = _read_text(self._store, f"seen/{rank}")
@@ -246,7 +239,7 @@ class Watchdog:
     # --- the end --------------------------------------------------------------------------------------------------------
 
     def _finish(self, line: str, *, prints: bool, heard: int = 0, kind: str = "") -> None:
-        """End this process with the line, unless its main thread is ending already and will print the line itself."""
+        """End this process with the line, unless its main thread is ending and will print the line itself. heard: the question's number."""
         if self._decided.is_set():
             return
         self.line, self.prints, self.kind = line, prints, kind
@@ -257,7 +250,7 @@ class Watchdog:
         if self._leaving:
             return
         self.end(line, prints)
-        if self.record.rank == 0:  # it may hold the store, which the others are still reading
+        if self.record.rank == 0:  # rank 0 may hold the store, which the others are still reading
             time.sleep(2 * _AGAIN_S)
         os._exit(1)
 
@@ -274,8 +267,8 @@ class Watchdog:
     def explain(self, error: BaseException) -> str | None:
         """Tell the other ranks that this rank ends with an error, so that they do not wait for it.
 
-        Returns the run's last line if the error is only a consequence of another rank's end, or of a collective that differed between
-        ranks. Returns None if it is this rank's own error.
+        Return the run's last line if the error follows from another rank's end, or from a collective that differed between ranks. Return
+        None if it is this rank's own error.
         """
         if self.line is not None:
             return self.line
@@ -288,7 +281,7 @@ class Watchdog:
         return None if own and self.kind != "differ" else self.line
 
     def disagree(self) -> str:
-        """Line about ranks that ran different collectives. All ranks call this when the sum of tokens shows a difference."""
+        """Return the line about ranks that ran different collectives. All ranks call this if the sum of tokens shows a difference."""
         self._leaving = True
         self._settle("differ")
         return self.line or "ranks did not make the same collectives in this step, and none says more"
@@ -311,18 +304,14 @@ class Watchdog:
 
 
 def is_echo(error: BaseException) -> bool:
-    """True if an error is the consequence of another rank's end."""
+    """Return whether an error follows from another rank's end."""
     if isinstance(error, (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)):
         return True
     return isinstance(error, RuntimeError) and any(part in str(error).lower() for part in _ECHOES)
 
 
-def _no_thread() -> threading.Thread | None:
-    return None
-
-
 def _read_json(store: Any, key: str, wait_s: float) -> Any:
-    """JSON value of a key; None if it does not exist after `wait_s`. Raises RuntimeError if the store is gone."""
+    """Return the JSON value of a key; None if it does not exist after `wait_s`. Raise RuntimeError if the store is gone."""
     until = time.monotonic() + wait_s
     while not store.check([key]):  # store.wait with a time limit would fill the output with torch's warnings
         if time.monotonic() > until:
@@ -359,7 +348,7 @@ def current() -> Watchdog | None:
 
 
 def enter(phase: str, *, step: int | None = None, patience: float | None = None) -> None:
-    """Record that this rank enters another phase of its work (Record.enter)."""
+    """Record that this rank enters another phase of its work: see Record.enter."""
     if _of_process is not None:
         _of_process.record.enter(phase, step=step, patience=patience)
 
@@ -371,7 +360,7 @@ def check_tokens(total: float) -> None:
 
 
 def ended_by(error: BaseException) -> Ended | None:
-    """The reason that ended the run on all ranks, in one line; None if `error` is this rank's own. Tells the other ranks not to wait."""
+    """Tell the other ranks not to wait for this one. Return the run's last line as an exception; None if `error` is this rank's own."""
     if isinstance(error, Ended) or _of_process is None:
         return None
     line = _of_process.explain(error)
@@ -379,7 +368,7 @@ def ended_by(error: BaseException) -> Ended | None:
 
 
 def prints_line() -> bool | None:
-    """True if this rank prints the line that ended the run; None if there is no such line, or no other rank."""
+    """Return whether this rank prints the line that ended the run; None if no line did, or there is one rank only."""
     return None if _of_process is None or _of_process.line is None else _of_process.prints
 
 

@@ -129,7 +129,7 @@ def split(number: int, mark: Path) -> None:
     """Send one row of an exchange to another rank than agreed."""
     real, made = collectives._exchange, [0]
 
-    def exchange(rows: torch.Tensor, send: list[int], receive: list[int], axis: Any) -> torch.Tensor:
+    def exchange(rows: torch.Tensor, axis: Any, *, send: list[int], receive: list[int]) -> torch.Tensor:
         watching = watchdog.current()
         if watching is not None and watching.record.step == STEP:
             made[0] += 1
@@ -139,7 +139,7 @@ def split(number: int, mark: Path) -> None:
                 send = list(send)
                 send[most] -= 1
                 send[(most + 1) % len(send)] += 1
-        return real(rows, send, receive, axis)
+        return real(rows, axis, send=send, receive=receive)
 
     collectives._exchange = exchange
 

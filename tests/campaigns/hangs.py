@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from parallel.mesh.record import Record
-from parallel.process.parent import die_with
+from parallel.process.libc import die_with
 from parallel.store.lock import HELD
 from tests.campaigns.faults import Row
 from tests.campaigns.hang_faults import (

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from parallel.process.parent import die_with
+from parallel.process.libc import die_with
 from tests.campaigns.two_machines import Machines, two_machines
 
 NAMES = ("worker-0", "worker-1")

@@ -25,7 +25,7 @@ import torch
 from moe.launch import status
 from moe.launch.processes import TOKEN, Rank
 from moe.records.metrics import METRICS, read, whole_lines
-from parallel.process.parent import die_with
+from parallel.process.libc import die_with
 from parallel.store.lock import HELD
 from parallel.store.stored import Reader
 

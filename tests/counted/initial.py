@@ -33,7 +33,7 @@ from parallel.mesh.layout import Layout
 from parallel.mesh.mesh import Degrees, Mesh
 from parallel.numerics.first_values import key_of_tensor
 from parallel.process.fork import run_on_ranks
-from parallel.process.malloc import give_freed_memory_back
+from parallel.process.libc import give_freed_memory_back
 
 MOST_BYTES = 2**30
 SLACK_BYTES, MORE_BYTES, MORE_TIME = 16 * 2**20, 1.05, 1.5

@@ -34,7 +34,7 @@ from moe.train.start import state
 from moe.train.start.state import Counters
 from parallel.numerics.precision import LossScale
 from parallel.process.fork import run_on_ranks
-from parallel.process.malloc import give_freed_memory_back
+from parallel.process.libc import give_freed_memory_back
 
 STEPS, ALLOWED = 3, 0.10  # allowed: excess over training, as a share
 

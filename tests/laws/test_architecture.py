@@ -54,8 +54,7 @@ MOST_FILES = 20
 ROUTED = re.compile(r"rout(er|ed|ing)|expert", re.I)
 SAYS_EXPERT = {  # in `parallel`, where it is the name of an axis's view, of a family of parameters, or of another library's interface
     "parallel/mesh/mesh.py": {"EXPERT"},
-    "parallel/mesh/layout.py": {"EXPERT", "expert"},
-    "parallel/tensor/style.py": {"expert"},
+    "parallel/tensor/style.py": {"EXPERT", "expert"},
     "parallel/data/deepspeed.py": {
         "_EXPERT_PARALLEL_GROUP",
         "_EXPERT_DATA_PARALLEL_GROUP",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe.verify.cases import Case
 from parallel.mesh.collectives import _exchange
-from parallel.mesh.mesh import Mesh
+from parallel.mesh.mesh import Axis, Mesh
 from tests.mutations.mutation import Edit, Mutation
 
 
@@ -111,9 +111,8 @@ def _splits_as_forward(real: Any) -> Any:
     def fitted(rows: Tensor, count: int) -> Tensor:
         return torch.cat((rows[:count], rows.new_zeros(max(0, count - len(rows)), *rows.shape[1:])))
 
-    def wrong(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        out = _exchange(fitted(grad, sum(ctx.send)), ctx.send, ctx.receive, ctx.axis)
-        return fitted(out, sum(ctx.send)), None, None, None
+    def wrong(grad: Tensor, axis: Axis, *, send: list[int], receive: list[int]) -> Tensor:
+        return fitted(_exchange(fitted(grad, sum(send)), axis, send=send, receive=receive), sum(send))
 
     return wrong
 
@@ -121,9 +120,9 @@ def _splits_as_forward(real: Any) -> Any:
 def _own_slice(real: Any) -> Any:
     """Each rank takes its own slice of its own gradient and ignores the other ranks' gradients for it."""
 
-    def wrong(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        each = grad.shape[ctx.dim] // ctx.axis.size
-        return grad.narrow(ctx.dim, ctx.axis.index * each, each).contiguous(), None, None
+    def wrong(grad: Tensor, axis: Axis, *, dim: int) -> Tensor:
+        each = grad.shape[dim] // axis.size
+        return grad.narrow(dim, axis.index * each, each).contiguous()
 
     return wrong
 
@@ -131,9 +130,16 @@ def _own_slice(real: Any) -> Any:
 def _own_part(real: Any) -> Any:
     """Each rank has only its own part of the gradient; the other parts are not gathered."""
 
-    def wrong(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        parts = [grad if place == ctx.axis.index else torch.zeros_like(grad) for place in range(ctx.axis.size)]
-        return torch.cat(parts, ctx.dim), None, None
+    def wrong(tensor: Tensor, axis: Axis, *, dim: int = 0) -> Tensor:
+        def own(grad: Tensor) -> Tensor:
+            parts = grad.chunk(axis.size, dim)
+            return torch.cat([part if place == axis.index else torch.zeros_like(part) for place, part in enumerate(parts)], dim)
+
+        branch = tensor.view_as(tensor)
+        if branch.requires_grad:
+            branch.register_hook(own)
+        summed: Tensor = real(branch, axis, dim=dim)
+        return summed
 
     return wrong
 
@@ -300,7 +306,7 @@ MUTATIONS = (
         "exchanges them",
         "expert",
         _ROWS,
-        (Edit("parallel.mesh.collectives:_AllToAll.backward", _splits_as_forward),),
+        (Edit("parallel.mesh.collectives:_exchange_back", _splits_as_forward),),
     ),
     Mutation(
         "gather_backward_takes_own_slice",
@@ -308,7 +314,7 @@ MUTATIONS = (
         "NVIDIA-NeMo/Automodel#1260; pytorch/xla#5784",
         "expert",
         replace(_ROWS, rows="all_gather"),
-        (Edit("parallel.mesh.collectives:_AllGather.backward", _own_slice),),
+        (Edit("parallel.mesh.collectives:_wide_scattered_sum", _own_slice),),
     ),
     Mutation(
         "scatter_backward_stays_local",
@@ -316,7 +322,7 @@ MUTATIONS = (
         "huggingface/nanotron#172",
         "expert",
         Case("glam", "ddp", 2, 1, 1, "fp32", etp=2, experts=8),
-        (Edit("parallel.mesh.collectives:_ReduceScatter.backward", _own_part),),
+        (Edit("moe.experts.dispatch.network:reduce_scatter", _own_part),),
     ),
     Mutation(
         "gates_gathered_without_gradient",

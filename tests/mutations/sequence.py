@@ -14,7 +14,6 @@ from moe.nn.vocabulary import PADDING
 from moe.verify.cases import SLICED, Case
 from parallel.mesh.collectives import all_gather, start_shift
 from parallel.mesh.mesh import Axis
-from parallel.sequence import ring
 from parallel.sequence.order import ALL, Block
 from parallel.sequence.softmax import Partial, repeated
 from tests.mutations.mutation import Edit, Mutation
@@ -23,10 +22,10 @@ from tests.mutations.mutation import Edit, Mutation
 def _first_keys(real: Any) -> Any:
     """The backward pass uses the keys and values of its first step, the rank's own, in every step."""
 
-    def stale(axis: Axis, k: Tensor, v: Tensor) -> Any:
-        return (ring._Held((axis.index - step) % axis.size, k, v) for step in range(axis.size))
+    def stale(tensors: list[Tensor], axis: Axis) -> Any:
+        return (((axis.index - step) % axis.size, tensors) for step in range(axis.size))
 
-    return FunctionType(real.__code__, real.__globals__ | {"_round": stale})  # the forward pass keeps its own
+    return FunctionType(real.__code__, real.__globals__ | {"ring_round": stale})  # the forward pass keeps its own
 
 
 def _not_home(real: Any) -> Any:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe.verify.cases import Case
 from parallel.mesh.collectives import Started, reduce_backward
-from parallel.mesh.layout import Layout, dense
+from parallel.mesh.layout import Layout
 from parallel.mesh.mesh import Axis
 from tests.mutations.mutation import Edit, Mutation
 
@@ -36,11 +36,11 @@ def _summed_both_ways(real: Any) -> Any:
 
 def _slices_alike(real: Any) -> Any:
     """Copies whose ranks saw different slices are treated as copies that saw the same tokens."""
-    return lambda self, name, shape: dense(shape, self.family)
+    return lambda self, name, shape: Layout(shape)
 
 
 def _summed_over_tp(real: Any) -> Any:
-    return lambda self, name, shape: dense(shape, self.family, alike=())
+    return lambda self, name, shape: Layout(shape, family=self.family, alike=())
 
 
 def _copies_of_heads_alike(real: Any) -> Any:
@@ -56,7 +56,7 @@ def _depths_alike(real: Any) -> Any:
 
 
 def _first_slice(real: Any) -> Any:
-    return lambda self, length: slice(0, length // self.axis.size)
+    return lambda length, *, axis: slice(0, length // axis.size)
 
 
 def _rows_of_others_kept(real: Any) -> Any:
@@ -115,7 +115,7 @@ def _own_channels(real: Any) -> Any:
 
 
 def _own_targets(real: Any) -> Any:
-    return lambda self, targets: targets
+    return lambda self, mesh, size, path: replace(real(self, mesh, size, path), targets=lambda targets: targets)
 
 
 _LINE = Case("dense", "ddp", 2, 1, 3, "fp32", tp=2, tensor="1d")
@@ -163,7 +163,7 @@ MUTATIONS = (
         "PaddlePaddle/PaddleFleetX#1005",
         "tensor",
         replace(_SLICED, model="gshard", ep=2),
-        (Edit("parallel.tensor.sliced:SliceColumns.__call__", _first_slice),),
+        (Edit("parallel.tensor.sliced:own_columns", _first_slice),),
     ),
     Mutation(
         "runs_of_slices_in_the_order_they_come",
@@ -238,7 +238,7 @@ MUTATIONS = (
         "no public report known to us; reasoned from Optimus, arXiv 2104.05343, section 3",
         "tensor",
         _SQUARE,
-        (Edit("parallel.tensor.vocabulary_grid:transposed", _identity),),
+        (Edit("parallel.tensor.vocabulary:transposed", _identity),),
     ),
     Mutation(
         "depth_not_summed",
@@ -254,6 +254,6 @@ MUTATIONS = (
         "no public report known to us; reasoned from 3D parallelism, arXiv 2105.14450, section 3.2",
         "tensor",
         _CUBE,
-        (Edit("parallel.tensor.vocabulary_grid:CubeRows.targets", _own_targets),),
+        (Edit("parallel.tensor.vocabulary:VocabularyCube.others", _own_targets),),
     ),
 )

@@ -69,7 +69,7 @@ CHOSEN = {
 }
 JOIN = "moe.experts.layer:join"
 HARMLESS = Mutation("harmless", "Nothing is wrong", "nobody/nothing#1", "data", ONE, (Edit(JOIN, _nothing),))
-NOBODY = Edit("parallel.mesh.collectives:_AllGather.backward", _nothing)  # with one rank nothing is gathered
+NOBODY = Edit("parallel.mesh.collectives:_wide_scattered_sum", _nothing)  # with one rank nothing is gathered
 ELSEWHERE = Mutation("elsewhere", "What is wrong is not called", "nobody/nothing#2", "data", ONE, (HARMLESS.edits[0], NOBODY))
 STALE = Mutation("stale", "What stands there was written for other code", "nobody/nothing#3", "data", ONE, (Edit(JOIN, _stale),))
 

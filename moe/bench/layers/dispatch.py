@@ -27,7 +27,7 @@ from moe.bench.layers.layers import LayerCase, Pass, Shape
 from moe.bench.timing import in_turn, peak_bytes, ratio
 from moe.launch import exit_codes
 from parallel.errors import BadInput, did_you_mean
-from parallel.process.malloc import keep_freed_memory
+from parallel.process.libc import keep_freed_memory
 
 SHAPES = {
     "cpu": (

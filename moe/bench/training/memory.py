@@ -36,7 +36,7 @@ from parallel.mesh.mesh import divisors
 from parallel.numerics.precision import LossScale
 from parallel.process.extensions import missing_for_nvme
 from parallel.process.fork import run_on_ranks
-from parallel.process.malloc import give_freed_memory_back
+from parallel.process.libc import give_freed_memory_back
 
 TOLERANCE = 0.05
 KINDS = (

@@ -35,7 +35,7 @@ from parallel.errors import BadInput, did_you_mean
 from parallel.numerics.precision import LossScale
 from parallel.process import process
 from parallel.process.fork import run_on_ranks
-from parallel.process.malloc import keep_freed_memory
+from parallel.process.libc import keep_freed_memory
 from parallel.process.process import World
 
 # B sequences of a rank, L length, D model

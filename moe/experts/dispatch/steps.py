@@ -21,7 +21,7 @@ from moe.experts.dispatch.placement import plan_rows
 from moe.experts.experts import Experts
 from moe.kernels.rows import Plan, inverse
 from moe.router.router import Routing
-from parallel.mesh.collectives import Flight, all_to_all, start_all_to_all
+from parallel.mesh.collectives import StartedRows, all_to_all, start_all_to_all
 from parallel.mesh.exchange import by_bin, collect, exchange_counts, spread
 from parallel.mesh.mesh import Axis
 
@@ -46,7 +46,7 @@ class Step:
     def of(cls, axis: Axis, send_PB: Tensor, receive_PB: Tensor) -> Step:
         return cls(axis, send_PB.sum(1).tolist(), receive_PB.sum(1).tolist(), by_bin(receive_PB))
 
-    def start(self, rows: Tensor) -> Flight:
+    def start(self, rows: Tensor) -> StartedRows:
         """Start sending rows without waiting for them. They arrive in the order of their source ranks."""
         return start_all_to_all(rows, self.axis, send=self.send, receive=self.receive)
 

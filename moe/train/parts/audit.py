@@ -26,7 +26,7 @@ from moe.train.parts.numbers import Numbers
 from parallel.data.engine import Engine
 from parallel.errors import Ended
 from parallel.mesh.collectives import largest
-from parallel.mesh.layout import dense
+from parallel.mesh.layout import Layout
 from parallel.mesh.mesh import Mesh
 from parallel.store.checkpoint import numbered
 from parallel.watch import watchdog
@@ -111,7 +111,7 @@ class Auditor:
         holders = {f"layers.{n}": self.engine.layouts[f"layers.{n}.ffn_norm.weight"].holders for n in _layers(self.engine.module)}
         return [
             *self.engine.tensors(),
-            *(copies_of(name, "value", t, dense((), holders=holders[".".join(name.split(".")[:2])])) for name, t in extra.items()),
+            *(copies_of(name, "value", t, Layout((), holders=holders[".".join(name.split(".")[:2])])) for name, t in extra.items()),
         ]
 
     def _settle(self, found: Sequence[Finding], step: int, when: str, *, looks_again: bool = False) -> bool:

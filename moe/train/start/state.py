@@ -24,7 +24,7 @@ from parallel.errors import BadInput
 from parallel.kfac.grafted import KfacEngine
 from parallel.kfac.kfac import Kfac
 from parallel.mesh.collectives import largest
-from parallel.mesh.layout import Box, Layout, dense
+from parallel.mesh.layout import Box, Layout
 from parallel.mesh.mesh import Mesh
 from parallel.numerics.precision import LossScale
 from parallel.store import checkpoint
@@ -113,7 +113,7 @@ def extra_owned(model: nn.Module, layouts: dict[str, Layout], mesh: Mesh) -> Ite
     """Yield tensors that are no parameters, once over the world. All ranks of the stages with the layer have the same; the layout of the
     layer's norm names these stages."""
     for layer in moe_layers(model):
-        if dense((), holders=layouts[f"layers.{layer.layer}.ffn_norm.weight"].holders).is_owner(mesh):
+        if Layout((), holders=layouts[f"layers.{layer.layer}.ffn_norm.weight"].holders).is_owner(mesh):
             yield from extra_state(layer).items()
 
 

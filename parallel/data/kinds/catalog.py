@@ -1,7 +1,4 @@
-"""The data-parallel engines by name. A new engine is its file, its facts in this folder, and its row here.
-
-`Named`: the values of `sharding.kind`, several of which may share a name and differ by `sharding.stage`.
-"""
+"""The data-parallel engines by name. A new engine is its file, its facts in this folder, and its row here."""
 
 from __future__ import annotations
 
@@ -13,9 +10,9 @@ from parallel.data.kinds.fsdp import FSDP
 from parallel.data.kinds.kind import EngineKind
 from parallel.data.kinds.zero import ZERO_1, ZERO_2, ZERO_3
 
-Named = Literal["dp", "ddp", "fsdp", "zero"]
+Named = Literal["dp", "ddp", "fsdp", "zero"]  # values of sharding.kind; the engines named zero differ by sharding.stage
 ENGINES: dict[str, EngineKind] = {kind.name: kind for kind in (DP, DDP, FSDP, ZERO_0, ZERO_1, ZERO_2, ZERO_3)}
-PLAIN, CUT = DDP.name, FSDP.name  # of a rank alone, with whole weights; with shards of every weight
+PLAIN, CUT = DDP.name, FSDP.name  # the engine of a single rank; the one that shards every weight
 
 
 def engine_named(kind: str, stage: int) -> EngineKind:
@@ -24,10 +21,10 @@ def engine_named(kind: str, stage: int) -> EngineKind:
 
 
 def planned() -> tuple[str, ...]:
-    """Return the names of the engines that the planner tells apart."""
+    """Return the names of the engines that the planner plans with; it takes the others for one of these."""
     return tuple(name for name, kind in ENGINES.items() if kind.planned_as is None)
 
 
 def offloading(states: str, place: str) -> EngineKind:
-    """Return the engine of the lowest ZeRO stage that keeps these states (`optimizer`, `parameters`) in this place (`cpu`, `nvme`)."""
+    """Return the engine of the lowest ZeRO stage that can keep `states` (optimizer or parameters) in `place` (cpu or nvme)."""
     return min((kind for kind in ENGINES.values() if (states, place) in kind.offloads), key=lambda kind: kind.stage)

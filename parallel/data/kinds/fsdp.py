@@ -22,16 +22,7 @@ def cut(model: nn.Module, setup: Setup, device: torch.device, fill: Fill) -> Non
     from parallel.data.fsdp import shard
 
     reshard = setup.reshard and setup.mesh.axis("pp").size == 1
-    shard(
-        model,
-        setup.units(),
-        layouts=setup.layouts,
-        mesh=setup.mesh,
-        device=device,
-        reshard=reshard,
-        prefetch=setup.prefetch,
-        fill=fill,
-    )
+    shard(model, setup.units(), layouts=setup.layouts, mesh=setup.mesh, device=device, reshard=reshard, prefetch=setup.prefetch, fill=fill)
 
 
 def start(model: nn.Module, setup: Setup, optimizer: Rule) -> Engine:
@@ -41,25 +32,26 @@ def start(model: nn.Module, setup: Setup, optimizer: Rule) -> Engine:
 
 
 def gathered(at: At, w: Whole) -> float:
-    """Return bytes at one moment. Units are gathered one at a time, and other weights are freed.
+    """Return the bytes of whole weights and gradients at one moment of a step. Units are gathered one at a time, and then freed.
 
-    c: bytes of a weight in the compute dtype. r: bytes of a gradient that is reduced. L: elements of the layer at work. P: all elements.
+    c, r: bytes of a weight in the compute dtype, and of a gradient in a sum. P, L, B: elements of all layers, of the layer whose backward
+    pass runs, and of the layer before it in the backward pass.
 
-    forward pass      -                   the next moments need more
+    forward pass      -                   other moments need more
     the loss          -                   with a loss in chunks, the head's table is whole (c table)
-    a layer works     2 c L + r B         weights of this layer and the next; B: elements of the previous layer's gradient
-    it has worked     2 c L + r (B + L)   also its own gradient, after its activations are freed; then its weights are freed
-                      c L + 2 r L         and its gradient is copied into a buffer. The head is similar
+    a backward pass   2 c L + r B         weights of this layer and the next; gradients of the layer before
+    after it          2 c L + r (B + L)   also its own gradients; then its weights are freed
+                      c L + 2 r L         and its gradients are copied into a buffer. The head is similar
     kept whole        c (P - B) + sums    without `reshard`, at all moments; with pipeline stages c P, because other micro-batches need them
     """
     c, r = w.compute_bytes, w.sum_bytes
-    left = w.held if w.on_stages else w.held - w.behind  # layers that have worked are freed, unless other micro-batches need them
+    left = w.held if w.on_stages else w.held - w.behind  # layers are freed after their backward pass, unless other micro-batches need them
     match at:
         case "loss":
             return c * (w.held if w.stays else w.table if w.loss_chunks > 1 else 0.0)
         case "work":
             return c * (left if w.stays else 2 * w.layer) + r * w.trained_behind
-        case "head":  # here `behind` is the layer that works next
+        case "head":  # here `behind` is the layer after the head in the backward pass
             of_table = w.trained_table
             return max(
                 c * (w.held if w.stays else w.table + w.behind) + r * of_table,

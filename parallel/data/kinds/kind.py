@@ -1,15 +1,12 @@
-"""Facts about a data-parallel engine that checks, planner, trainer, rehearsal and verify ask for: an EngineKind each, listed in catalog.py.
+"""Facts about a data-parallel engine for checks, planner, trainer, rehearsal and verify: one EngineKind for each, listed in catalog.py.
 
-    start    model, Setup, optimizer -> Engine          cut         shards a model before its weights have values
-    load     imports what ranks need                    gathered    bytes of whole weights at a moment of a step, with ZeRO stage 3
-
-These functions import the engine's file when they are called, so that checks and planner need no torch.
+The functions of an EngineKind import the engine's file when they are called, so that checks and planner need no torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
@@ -20,23 +17,22 @@ if TYPE_CHECKING:
     from parallel.data.engine import Engine, Rule
     from parallel.data.fsdp import Unit
     from parallel.data.offload import Offload
-    from parallel.mesh.layout import Layout
+    from parallel.mesh.layout import Layouts
     from parallel.mesh.mesh import Mesh
     from parallel.numerics.first_values import Fill
 
-At = Literal["forward", "loss", "head", "work", "sums", "bucket", "embedding"]  # moments of a step: moe/plan/memory/gathered.py
+At = Literal["forward", "loss", "head", "work", "sums", "bucket", "embedding"]  # a moment of a step (moe/plan/memory/gathered.py)
 
 
 @dataclass(frozen=True)
 class Setup:
-    """A model's layouts, a recipe's values, and facts about the model. Each engine reads some of them.
+    """A model's layouts, values of the recipe's section `sharding`, and facts about the model. Each engine reads some of them.
 
     working: parameter name -> the dtype in which the model reads it; None: the dtype of the parameters.
-    units: returns the parameters that are gathered together, in the order in which the model runs them.
-    scatter, gather: split a micro-batch over the replicas of one process, and join their outputs (parallel/data/dp.py).
+    units: returns FSDP's units, in the order in which the model runs them. scatter, gather: see Replicas in parallel/data/dp.py.
     """
 
-    layouts: dict[str, Layout]
+    layouts: Layouts
     mesh: Mesh
     offload: Offload
     reshard: bool
@@ -49,10 +45,12 @@ class Setup:
 
 
 class Whole(NamedTuple):
-    """Sizes that decide which weights are whole at a moment. In elements that several ranks share, if no unit is named.
+    """Sizes that decide how many bytes of weights and gradients are whole at a moment. Numbers of elements that several ranks share:
 
-    held: elements of the rank's stages. table: of the embedding. layer: of the layer at work. matrix: of its widest matrix. behind: of the
-    layer before it in the backward pass. trained_*: elements with gradients. bucket: elements of a bucket.
+    held: of the rank's stages. table: of the embedding. layer: of the layer that runs. matrix: of its widest matrix. behind: of the layer
+    before it in the backward pass. trained_*: the same, frozen ones left out. bucket: of a bucket of gradients.
+
+    copies: number of ranks that share a weight. stays: weights stay gathered. on_stages: there are pipeline stages.
     """
 
     compute_bytes: int
@@ -74,39 +72,33 @@ class Whole(NamedTuple):
 
 
 class StandIn(NamedTuple):
-    """Another engine for a rehearsal, which has no values and no addresses: changes of section `sharding`, and a line about them."""
+    """The engine of a rehearsal that replaces another: changes of the recipe's section `sharding`, and a line that gives the reason."""
 
     sharding: Mapping[str, Any]
     why: str
 
 
-def nothing() -> None:
-    """Import nothing more."""
-
-
 @dataclass(frozen=True)
 class EngineKind:
-    """One row of the catalog.
+    """Facts about one engine.
 
-    sharding: the keys of a recipe's section `sharding` that name it; `keys`: further keys that it reads.
-    stage: the ZeRO stage that its states follow (moe/plan/job/states.py): 1 shards optimizer states, 2 gradients too, 3 weights too.
+    start: makes the engine. sharding: the keys of a recipe's section `sharding` that name it, with their values. keys: other keys that it
+    reads. load: imports the libraries that ranks need.
+    stage: the ZeRO stage that the engine's states follow: 1 shards optimizer states, 2 gradients too, 3 weights too.
     cut: shards a model on the meta device and sets first values; None: every rank holds whole weights.
-    by_module: weights are gathered when a module runs, so that every use of a weight must be a module's.
+    by_module: weights are gathered when a module runs, so that no other module may use them.
     frees_weights: gathered weights are freed after use, so that no product may keep its weight for the backward pass.
-    steps: the optimizer sees whole `matrices`, `shards` of them, or flat `elements`.
+    steps: the optimizer gets whole `matrices`, `shards` of them, or flat `elements`.
     steps_by_stage: a pipeline stage can make its step before others have their gradients.
-    threads: all replicas are threads of one process, which add their gradients as they end.
-    master_copy: fp32 master weights in addition to the weights that the model reads.
-    offloads: (states, place) that it can keep off the device.
-    with_stages: the kind that takes its place on pipeline stages; None: itself.
-    stands_in: the engine of a rehearsal; None: itself.
-    planned_as: the kind that the planner takes for it; None: itself.
+    threads: replicas are threads of one process. master_copy: there are fp32 master weights next to the weights that the model reads.
+    offloads: the (states, place) that it can keep off the device.
+    with_stages, stands_in, planned_as: the engine that replaces it on pipeline stages, in a rehearsal and in the planner; None: itself.
 
-    Of the planner:
+    For the planner:
     overlaps: sums of gradients run during the backward pass.
-    gradients: those between two steps are `freed`, kept in `buckets` if ranks hold copies, or kept in one `buffer` for all of a rank's.
-    bucket: a bucket of gradients is allocated from the first gradient on (`passes`), or `always`.
-    gathered, moments: bytes of whole weights and of their sums, and the moments at which they are asked for in addition to the layers'.
+    gradients: between two steps, gradients are `freed`, or kept in `buckets` (if ranks hold copies) or in one `buffer`.
+    bucket: whether a bucket of gradients is allocated: `none`, from a pass's first gradient on (`passes`), or `always`.
+    gathered: (moment, sizes) -> bytes of whole weights and gradients. moments: those that must be considered in addition to a layer's own.
     """
 
     name: str
@@ -115,7 +107,7 @@ class EngineKind:
     keys: tuple[str, ...] = ()
     stage: int = 0
     cut: Callable[[nn.Module, Setup, torch.device, Fill], None] | None = None
-    load: Callable[[], None] = nothing
+    load: Callable[[], None] = lambda: None
     by_module: bool = False
     frees_weights: bool = False
     steps: Literal["matrices", "shards", "elements"] = "matrices"
@@ -130,4 +122,4 @@ class EngineKind:
     gradients: Literal["freed", "buckets", "buffer"] = "freed"
     bucket: Literal["none", "passes", "always"] = "none"
     gathered: Callable[[At, Whole], float] | None = None
-    moments: tuple[At, ...] = field(default=())
+    moments: tuple[At, ...] = ()

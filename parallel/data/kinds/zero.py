@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from parallel.data.kinds import ddp
 from parallel.data.kinds.kind import At, EngineKind, Setup, StandIn, Whole
@@ -31,68 +31,55 @@ def cut(model: nn.Module, setup: Setup, device: torch.device, fill: Fill) -> Non
 
 
 def _start(stage: int, model: nn.Module, setup: Setup, optimizer: Rule) -> Engine:
-    """Start the engine; DDP for a pipeline stage without replicas and offload, which has nothing to share."""
+    """Start the engine. Without other ranks or a host to share states with, a pipeline stage gets DDP."""
     if setup.mesh.axis("pp").size > 1 and setup.mesh.axis("dp", "sp").size == 1 and setup.offload.optimizer == "none":
         return ddp.start(model, setup, optimizer)
     from parallel.data.engine import AdamW
 
     assert isinstance(optimizer, AdamW)
-    layouts, mesh, offload, working = setup.layouts, setup.mesh, setup.offload, setup.working
+    given: dict[str, Any] = {name: getattr(setup, name) for name in ("layouts", "mesh", "offload", "working")}
     if stage == 3:
         from parallel.data.zero3 import Zero3
 
-        return Zero3(model, layouts=layouts, mesh=mesh, optimizer=optimizer, offload=offload, working=working)
+        return Zero3(model, optimizer=optimizer, **given)
     from parallel.data.zero import Zero
 
-    return Zero(model, layouts=layouts, mesh=mesh, optimizer=optimizer, stage=stage, offload=offload, working=working)
+    return Zero(model, stage, optimizer=optimizer, **given)
 
 
 def gathered(at: At, w: Whole) -> float:
-    """Return bytes at one moment. Weights are gathered one by one and freed late.
+    """Return the bytes of whole weights and gradients at one moment of a step. Weights are gathered one by one and freed late.
 
-    c: bytes of a weight in the compute dtype. r: bytes of a gradient that is reduced. N: ranks that share a weight.
+    c, r: bytes of a weight in the compute dtype, and of a gradient in a sum. N: number of ranks that share a weight. W: whole elements: two
+    buckets, or the widest matrix. F: elements that are arriving: a bucket.
 
-    forward pass      c (W + F)           W: whole elements (two buckets, or the widest matrix). F: elements of an arriving bucket
+    forward pass      c (W + F)
     the loss          c W
-    a layer works     c W (+ c F)         F counts only if not all elements are whole
-    a bucket's sums   c W + (2 + 1/N) r K K gradients of a bucket: as sent, as received, and this rank's sums
+    a backward pass   c W (+ c F)             F counts only if not all elements are whole
+    a bucket's sums   c W + (2 + 1/N) r K     K gradients of a bucket: as sent, as received, and this rank's sums
     """
     bucket, sums = min(w.bucket, w.held), min(w.bucket, w.trained)
     live = min(w.held, max(2 * w.bucket, w.matrix if at == "work" else w.table))
-    if at == "bucket":  # the layers whose gradients fill it are freed
+    if at == "bucket":  # the layers whose gradients fill the bucket are freed
         return w.compute_bytes * min(live, w.held - bucket) + (2 + 1 / w.copies) * w.sum_bytes * sums
     return w.compute_bytes * (live + (bucket if at == "forward" or (at == "work" and live < w.held) else 0.0))
 
 
-_zero = partial(EngineKind, keys=("engine", "offload"), load=load, steps="elements", master_copy=True, bucket="passes")
-_TO_HOST = frozenset({("optimizer", "cpu")})
+def _zero(stage: int, **facts: Any) -> EngineKind:
+    fixed: dict[str, Any] = {"keys": ("engine", "offload"), "load": load, "steps": "elements", "master_copy": True, "bucket": "passes"}
+    return EngineKind(f"zero{stage}", partial(_start, stage), {"kind": "zero", "stage": stage}, stage=stage, **(fixed | facts))
 
-ZERO_1 = _zero(
-    "zero1",
-    partial(_start, 1),
-    {"kind": "zero", "stage": 1},
-    stage=1,
-    offloads=_TO_HOST,
-    stands_in=StandIn(
-        {"kind": "ddp", "stage": 0}, f"{_WHY}: DDP is used instead of ZeRO-1; a rank would hold only 1/N of optimizer states"
-    ),
-)
-ZERO_2 = _zero(
-    "zero2",
-    partial(_start, 2),
-    {"kind": "zero", "stage": 2},
-    stage=2,
-    offloads=_TO_HOST,
-    with_stages="fsdp",
-    stands_in=StandIn(
-        {"kind": "ddp", "stage": 0}, f"{_WHY}: DDP is used instead of ZeRO-2; a rank would hold only 1/N of optimizer states and gradients"
-    ),
-)
+
+def _instead(stage: int, sharded: str) -> StandIn:
+    why = f"{_WHY}: DDP is used instead of ZeRO-{stage}; a rank would hold only 1/N of {sharded}"
+    return StandIn({"kind": "ddp", "stage": 0}, why)
+
+
+_TO_HOST = frozenset({("optimizer", "cpu")})
+ZERO_1 = _zero(1, offloads=_TO_HOST, stands_in=_instead(1, "optimizer states"))
+ZERO_2 = _zero(2, offloads=_TO_HOST, with_stages="fsdp", stands_in=_instead(2, "optimizer states and gradients"))
 ZERO_3 = _zero(
-    "zero3",
-    partial(_start, 3),
-    {"kind": "zero", "stage": 3},
-    stage=3,
+    3,
     cut=cut,
     frees_weights=True,
     offloads=frozenset((states, place) for states in ("optimizer", "parameters") for place in ("cpu", "nvme")),

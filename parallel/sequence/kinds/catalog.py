@@ -1,7 +1,4 @@
-"""The methods of sequence-parallel attention by name. A new method is its file, its facts in this folder, and its row here.
-
-`Named`: the values of `sequence.kind`.
-"""
+"""The methods of sequence-parallel attention by name. A new method is its file, its facts in this folder, and its row here."""
 
 from __future__ import annotations
 
@@ -13,11 +10,11 @@ from parallel.sequence.kinds.lightseq import LIGHTSEQ
 from parallel.sequence.kinds.ring import RING
 from parallel.sequence.kinds.ulysses import ULYSSES
 
-Named = Literal["ring", "lightseq", "colossal_ring", "ulysses"]
+Named = Literal["ring", "lightseq", "colossal_ring", "ulysses"]  # values of sequence.kind
 SEQUENCES: dict[str, SequenceKind] = {kind.name: kind for kind in (RING, LIGHTSEQ, COLOSSAL_RING, ULYSSES)}
 DEFAULT = RING.name
 
 
 def described() -> str:
-    """Return a phrase about each, for the recipe's key."""
+    """Return a phrase about each method, for the help text of `sequence.kind`."""
     return "; ".join(f"{kind.name}: {kind.about}" for kind in SEQUENCES.values())

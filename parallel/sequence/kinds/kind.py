@@ -1,10 +1,7 @@
-"""Facts about a method of sequence-parallel attention that checks, planner, model and verify ask for: a SequenceKind each, in catalog.py.
+"""Facts about a method of sequence-parallel attention for checks, planner, model and verify: one SequenceKind each, listed in catalog.py.
 
-    make     axis, order, window -> Method          cost       bytes sent and kept
-    uneven   the busiest rank's work                refuses    models that it cannot have
-
-Costs are closed forms, counted against runs by `moe bench comm --kinds sequence`. `make` imports the method's file when it is called, so
-that checks and planner need no torch.
+Costs are closed forms, which `moe bench comm --kinds sequence` compares with counted bytes. `make` imports the method's file when it is
+called, so that checks and planner need no torch.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Attention:
-    """One attention layer for `batch` sequences. `itemsize`: bytes of an element."""
+    """The sizes of one attention layer for `batch` sequences. itemsize: bytes of an element."""
 
     batch: int
     length: int
@@ -38,7 +35,7 @@ class Attention:
 
 
 class Held(NamedTuple):
-    """Elements of a rank's queries, of its keys (and as many values), and one number for each query and head."""
+    """Elements on a rank: q of queries, k of keys (and as many of values), r of one number for each query and head."""
 
     q: int
     k: int
@@ -52,7 +49,7 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True)
 class Cost:
-    """Bytes of one attention layer. forward, backward: sent by all ranks together in each pass. kept: kept by each rank between them."""
+    """Bytes of one attention layer. forward, backward: sent by all ranks together in a pass. kept: by each rank between both passes."""
 
     forward: int
     backward: int
@@ -75,32 +72,19 @@ class SequenceSizes(NamedTuple):
     windows: bool
 
 
-def any_model(sizes: SequenceSizes) -> BadInput | None:
-    """Return None: the method refuses no model."""
-
-
-def even(order: Places, ranks: int) -> float:
-    """Return 1: all ranks have equal work."""
-    return 1.0
-
-
-def no_advice(order: Places, ranks: int) -> str | None:
-    """Return None: there is no reason to advise against the method."""
-
-
 @dataclass(frozen=True)
 class SequenceKind:
-    """One row of the catalog.
+    """Facts about one method.
 
-    about: a phrase for the recipe's key.
-    orders: the orders of positions that it can have (order.py), the default first.
-    trades_heads: all ranks trade heads for tokens, so that `make` gets one rank.
+    about: a phrase for the help text. make: (axis, order, window) -> the method. cost: (number of ranks, layer) -> bytes.
+    orders: the orders of positions that the method can have (order.py), the default first.
+    trades_heads: all ranks exchange heads for tokens, so `make` gets an axis of one rank.
     keeps_scores: whole rows of scores are kept for the backward pass.
     overlaps: messages are sent during computation; otherwise ranks wait for them.
-    uneven: (order, ranks) -> work of the busiest rank divided by the mean.
-    refuses: why a model is impossible; None if it is possible.
-    advice: (order, ranks of the ring) -> why it is not recommended, and a better choice.
-    tried: the forms that `moe verify` tries, with their keys of section `sequence`; None: one, under its own name.
+    uneven: (order, number of ranks) -> work of the busiest rank divided by the mean.
+    refuses: model -> the reason why the method cannot train it; None if it can.
+    advice: (order, number of ranks in the ring) -> a line if another choice is better; else None.
+    tried: name -> keys of the recipe's section `sequence`, for each form that `moe verify` tries; None: one form, named as the method.
     """
 
     name: str
@@ -111,7 +95,7 @@ class SequenceKind:
     trades_heads: bool = False
     keeps_scores: bool = False
     overlaps: bool = True
-    uneven: Callable[[Places, int], float] = even
-    refuses: Callable[[SequenceSizes], BadInput | None] = any_model
-    advice: Callable[[Places, int], str | None] = no_advice
+    uneven: Callable[[Places, int], float] = lambda order, ranks: 1.0
+    refuses: Callable[[SequenceSizes], BadInput | None] = lambda sizes: None
+    advice: Callable[[Places, int], str | None] = lambda order, ranks: None
     tried: Mapping[str, Mapping[str, str]] | None = None

@@ -26,7 +26,7 @@ def cost(ranks: int, layer: Attention) -> Cost:
 
 
 def uneven(order: Places, ranks: int) -> float:
-    """Work of the busiest rank divided by the mean. With contiguous positions, the last rank computes N - 1 blocks and half its own."""
+    """Return the busiest rank's work over the mean. With contiguous positions, the last rank has N - 1 blocks and half of its own."""
     return (2 * ranks - 1) / ranks if order == "contiguous" else 1.0
 
 

@@ -1,4 +1,4 @@
-"""DeepSpeed-Ulysses (parallel/sequence/ulysses.py): all ranks trade heads for tokens around attention to whole sequences."""
+"""DeepSpeed-Ulysses (parallel/sequence/ulysses.py)."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from parallel.data.ddp import DDP
 from parallel.data.deepspeed import load_deepspeed
 from parallel.data.engine import AdamW
 from parallel.data.load import given
-from parallel.mesh.layout import dense
+from parallel.mesh.layout import Layout
 from parallel.mesh.mesh import Degrees, Mesh
 from parallel.numerics.clip import gradient_norm
 from parallel.process.fork import run_on_ranks
@@ -302,7 +302,7 @@ def test_ddp_without_ranks_is_plain_adamw(dtype: torch.dtype) -> None:
     twin.load_state_dict(model.state_dict())
     settings = AdamW((0.8, 0.9), 1e-6, 0.3, lambda name, p: name == "weight")
     engine = DDP(
-        model, layouts={n: dense(tuple(p.shape)) for n, p in model.named_parameters()}, mesh=Mesh.of(Degrees()), optimizer=settings
+        model, layouts={n: Layout(tuple(p.shape)) for n, p in model.named_parameters()}, mesh=Mesh.of(Degrees()), optimizer=settings
     )
     plain = torch.optim.AdamW(
         [{"params": [twin.weight], "weight_decay": 0.3}, {"params": [twin.bias], "weight_decay": 0.0}],

@@ -25,8 +25,8 @@ from parallel.data.ddp import DDP
 from parallel.data.engine import MOMENTS, AdamW
 from parallel.data.fsdp import FSDP, Unit, dim_to_cut, shard
 from parallel.data.load import given
-from parallel.mesh.debug_collectives import DEBUG, Agreement
-from parallel.mesh.layout import Box, dense
+from parallel.mesh.debug_collectives import DEBUG, Agreement, Call
+from parallel.mesh.layout import Box, Layout
 from parallel.mesh.mesh import Degrees, Mesh
 from parallel.numerics.precision import DTYPES
 from parallel.process import process
@@ -118,7 +118,7 @@ def linear(rank: int, ranks: int, value: Tensor, *, dtype: torch.dtype = torch.f
     mesh = process.connect(Degrees(dp=ranks), World(rank, ranks))
     model = nn.Sequential()
     model.add_module("one", Linear(torch.empty_like(value, device="meta")))
-    layouts = {"one.weight": dense(tuple(value.shape)), "one.bias": dense((len(value),))}
+    layouts = {"one.weight": Layout(tuple(value.shape)), "one.bias": Layout((len(value),))}
 
     def fill(name: str, out: Tensor, within: Box | None = None) -> None:
         whole = value if name == "one.weight" else torch.zeros(len(value))
@@ -139,7 +139,7 @@ def test_any_shape_is_cut_steps_and_comes_back(shape: tuple[int, int]) -> None:
         value = torch.randn(shape)
         engine, settings = linear(rank, ranks, value)
         twin = Linear(value.clone())
-        plain = DDP(twin, layouts={"weight": dense(shape), "bias": dense(shape[:1])}, mesh=Mesh.of(Degrees()), optimizer=settings)
+        plain = DDP(twin, layouts={"weight": Layout(shape), "bias": Layout(shape[:1])}, mesh=Mesh.of(Degrees()), optimizer=settings)
         name, found = "one.weight", []
         for _ in range(3):
             x = torch.randn(ranks, 4, shape[1])
@@ -318,9 +318,9 @@ def test_debug_mode_knows_each_unit_by_name() -> None:
         labels: set[str] = set()
         check = Agreement.check
 
-        def noted(self: Agreement, ranks: tuple[int, ...], name: str, *, label: str, **options: Any) -> None:
-            labels.add(f"{name} {label}")
-            check(self, ranks, name, label=label, **options)
+        def noted(self: Agreement, ranks: tuple[int, ...], call: Call) -> None:
+            labels.add(f"{call.name} {call.label}")
+            check(self, ranks, call)
 
         patch.setattr(Agreement, "check", noted)
         patch.setenv(DEBUG, "20")

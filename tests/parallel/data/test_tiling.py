@@ -32,8 +32,8 @@ from moe.verify.cases import Case
 from moe.verify.expected import FP32_TOLERANCE
 from parallel.data.tiling import Tiled, tile_of, tiles_of, without_tiles
 from parallel.errors import BadInput
-from parallel.mesh.layout import Layout, Tile, stacked_over
-from parallel.mesh.mesh import Degrees, Mesh
+from parallel.mesh.layout import Layout, Tile
+from parallel.mesh.mesh import EXPERT, Degrees, Mesh
 from parallel.store import checkpoint
 from parallel.store.checkpoint import pieces
 from parallel.store.stored import Reader
@@ -238,7 +238,7 @@ def test_tiles_lie_within_what_ranks_hold() -> None:
     for rank in range(4):
         mesh = Mesh.of(degrees, rank)
         for index in range(3):
-            layout = replace(stacked_over("ep", (4, 5, 12), unstack="experts.{}.w1", also={2: "etp"}), tile=Tile(2, index, 3))
+            layout = replace(Layout((4, 5, 12), {0: "ep", 2: "etp"}, EXPERT, "expert", "experts.{}.w1"), tile=Tile(2, index, 3))
             assert layout.local_shape(mesh) == (2, 5, 2)
             for p in pieces("", layout, mesh, torch.ones(layout.local_shape(mesh))):
                 counted[p.name][tuple(slice(s, s + n) for s, n in zip(p.start, p.tensor.shape, strict=True))] += 1

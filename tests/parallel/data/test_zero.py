@@ -32,7 +32,7 @@ from parallel.data.engine import AdamW
 from parallel.data.offload import Offload
 from parallel.data.zero import DeepSpeed, Zero, settings
 from parallel.errors import BadInput
-from parallel.mesh.layout import Box, dense
+from parallel.mesh.layout import Box, Layout
 from parallel.mesh.mesh import Degrees
 from parallel.process import process
 from parallel.process.extensions import extensions_dir, missing_for_nvme
@@ -52,15 +52,15 @@ def loaded() -> None:
 # --- what gradients are summed in ------------------------------------------------------------------------------------------
 
 
-def engine_of(stage: int, rank: int, *, dtype: torch.dtype, offload: Offload | None = None) -> DeepSpeed:
+def engine_of(stage: int, rank: int, *, dtype: torch.dtype, offload: Offload) -> DeepSpeed:
     """Two ranks' engine around a matrix of ones that is read in `dtype`."""
     mesh = process.connect(Degrees(dp=2), World(rank, 2))
     layer = Linear(3, 4)
     nn.init.ones_(layer.weight)
-    model, layouts = nn.Sequential(layer), {"0.weight": dense((4, 3))}
+    model, layouts = nn.Sequential(layer), {"0.weight": Layout((4, 3))}
     optimizer = AdamW((0.8, 0.9), 1e-6, 0.0, lambda name, p: False)
     if stage < 3:
-        return Zero(model, layouts=layouts, mesh=mesh, optimizer=optimizer, stage=stage, offload=offload, working=lambda name: dtype)
+        return Zero(model, stage, layouts=layouts, mesh=mesh, optimizer=optimizer, offload=offload, working=lambda name: dtype)
     layer.recast = True
     zero3.ShardedInit(layouts, mesh, device=torch.device("cpu"), fill=lambda _, out, box: out.fill_(1.0), offload=offload)(model)
     return zero3.Zero3(model, layouts=layouts, mesh=mesh, optimizer=optimizer, offload=offload, working=lambda name: dtype)

@@ -27,7 +27,7 @@ from parallel.kfac.factors import averaged, damped_inverse, direction, mean_eige
 from parallel.kfac.fisher import BubbleFiller, works
 from parallel.kfac.grafted import KfacEngine, grafted
 from parallel.kfac.kfac import Kfac, KfacUnit, Settings
-from parallel.mesh.layout import Layout, dense
+from parallel.mesh.layout import Layout
 from parallel.mesh.mesh import Degrees, Mesh
 from parallel.numerics.precision import LossScale
 from parallel.pipeline.schedule import Action, Op, Span, Watcher
@@ -151,7 +151,7 @@ class Net(nn.Module):
 
 
 def kfac_of(model: nn.Module, settings: Settings = SETTINGS, layouts: dict[str, Layout] | None = None) -> Kfac:
-    plain = {name: dense(tuple(p.shape)) for name, p in model.named_parameters()}
+    plain = {name: Layout(tuple(p.shape)) for name, p in model.named_parameters()}
     return watched(model, layouts or plain, Mesh.of(Degrees()), settings=settings, experts=True)
 
 

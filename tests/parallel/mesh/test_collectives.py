@@ -13,7 +13,6 @@ from parallel.mesh.collectives import (
     all_gather,
     all_reduce,
     all_to_all,
-    count,
     cut_copies,
     join_copies,
     max_over,
@@ -22,8 +21,8 @@ from parallel.mesh.collectives import (
     shift,
     sum_over,
 )
-from parallel.mesh.communicator import Count
 from parallel.mesh.mesh import Axis, Degrees, Mesh
+from parallel.mesh.traffic import Count
 from parallel.process import process
 from parallel.process.fork import run_on_ranks
 from parallel.process.process import World
@@ -200,7 +199,7 @@ def test_plain_sum_and_maximum_are_in_place() -> None:
 def test_counts_add_up_by_axis_and_start_anew() -> None:
     mesh = Mesh.of(Degrees(dp=2, ep=2))
     for axis, numel in (("dp", 3), ("dp", 5), ("ep", 7)):
-        count(mesh.axis(axis, label="layers.1"), "all_reduce", torch.zeros(numel, dtype=torch.bfloat16))
+        mesh.axis(axis, label="layers.1").count("all_reduce", torch.zeros(numel, dtype=torch.bfloat16))
     assert mesh.communicator.counts() == {("dp", "all_reduce"): Count(2, 16, 16), ("ep", "all_reduce"): Count(1, 14, 14)}
     mesh.communicator.reset_counts()
     assert mesh.communicator.counts() == {}
@@ -232,9 +231,9 @@ def test_sent_is_what_must_leave_the_rank() -> None:
     counts = axis.communicator.counts
     for name in theory:
         splits = {"send": [3, 1, 0, 2], "receive": [0, 1, 0, 9]} if name == "all_to_all" else {}
-        count(axis, name, handed, **splits)
+        axis.count(name, handed, **splits)
     assert {name: c.sent for (_, name), c in counts().items()} == theory
     assert {c.bytes for c in counts().values()} == {48}
     axis.communicator.reset_counts()
-    count(axis, "all_to_all", torch.zeros(0, 2), send=[0] * 4, receive=[5] * 4)
+    axis.count("all_to_all", torch.zeros(0, 2), send=[0] * 4, receive=[5] * 4)
     assert counts() == {("ep", "all_to_all"): Count(1, 0, 0)}

@@ -13,7 +13,7 @@ import torch
 
 from moe.verify.cases import Case
 from parallel.mesh.collectives import all_reduce, all_to_all, sum_over
-from parallel.mesh.debug_collectives import DEBUG, Disagreement
+from parallel.mesh.debug_collectives import DEBUG, Call, Disagreement
 from parallel.mesh.exchange import exchange_counts
 from parallel.mesh.mesh import Axis, Degrees
 from parallel.numerics.clip import gradient_norm
@@ -201,7 +201,7 @@ def test_a_long_run_leaves_nothing_in_the_store() -> None:
     store = Store()
     agreement = Agreement(store, rank=0, timeout_s=1)
     for _ in range(50):
-        agreement.check((0, 1), "all_reduce", axis="ep", label="", shape=[3], dtype="float32")
+        agreement.check((0, 1), Call("all_reduce", "ep", "", [3], "float32"))
     assert len(store) <= 7
 
 

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parallel.errors import BadInput
-from parallel.mesh.layout import Layout, Tile, dense, stacked_over
+from parallel.mesh.layout import Layout, Tile
 from parallel.mesh.mesh import DENSE, EXPERT, GRID, HEADS, NODES, Degrees, Mesh, divisors
 from parallel.tensor.linear_2d import Block
 from parallel.tensor.linear_3d import Cube
@@ -94,7 +94,7 @@ def test_an_axis_cuts_or_copies_and_copies_are_alike_or_summed(case: tuple[Degre
 
 def test_dense_is_whole_everywhere_and_experts_are_cut_along_their_number() -> None:
     degrees = Degrees(dp=6, ep=3)
-    whole, stack = dense((5, 7), "router"), stacked_over("ep", (12, 5, 7), unstack="layers.1.experts.{}.w1")
+    whole, stack = Layout((5, 7), family="router"), Layout((12, 5, 7), {0: "ep"}, EXPERT, "expert", "layers.1.experts.{}.w1")
     assert whole.copies() == ("dp", "sp", "tp") and whole.summed_over() == ("dp", "sp")
     assert stack.copies() == stack.summed_over() == ("edp", "etp")
     assert (whole.family, stack.family) == ("router", "expert")
@@ -108,7 +108,7 @@ def test_dense_is_whole_everywhere_and_experts_are_cut_along_their_number() -> N
 @pytest.mark.parametrize("experts", [1, 2, 4, 7])
 def test_a_dim_that_does_not_divide_is_refused(experts: int) -> None:
     with pytest.raises(BadInput, match=f"^dim 0 of a parameter: got {experts}, needed a multiple of ep=3; fix: change degrees.ep$"):
-        stacked_over("ep", (experts, 5), unstack="x.{}").local_shape(Mesh.of(Degrees(dp=3, ep=3), 1))
+        Layout((experts, 5), {0: "ep"}, EXPERT, "expert", "x.{}").local_shape(Mesh.of(Degrees(dp=3, ep=3), 1))
 
 
 def test_a_dim_that_several_axes_cut_must_divide_by_all_of_them() -> None:
@@ -146,8 +146,8 @@ def one_dim(dp: int, sp: int, tp: int) -> dict[str, Kind]:
     alike = [frozenset({(d, s, t) for t in range(tp)}) for d, s, _ in ranks]
     apart = [frozenset({rank}) for rank in ranks]
     return {
-        "norm": Kind(dense((6, 5)), (1, 1), [Held(WHOLE, seen) for seen in alike]),
-        "norm, tokens cut": Kind(dense((6, 5), alike=()), (1, 1), [Held(WHOLE, seen) for seen in apart]),
+        "norm": Kind(Layout((6, 5)), (1, 1), [Held(WHOLE, seen) for seen in alike]),
+        "norm, tokens cut": Kind(Layout((6, 5), alike=()), (1, 1), [Held(WHOLE, seen) for seen in apart]),
         "columns": Kind(Layout((3, 2 * tp), {1: "tp"}), (1, tp), [Held((0, r[2]), seen) for r, seen in zip(ranks, alike, strict=True)]),
         "rows": Kind(Layout((2 * tp, 3), {0: "tp"}), (tp, 1), [Held((r[2], 0), seen) for r, seen in zip(ranks, alike, strict=True)]),
         "vocabulary": Kind(Layout((5 * tp, 3), {0: "tp"}), (tp, 1), [Held((r[2], 0), seen) for r, seen in zip(ranks, alike, strict=True)]),
@@ -201,10 +201,10 @@ def experts(dp: int, sp: int, tp: int, ep: int, etp: int) -> dict[str, Kind]:
     ranks = [(c, e, h) for c in range(dp * sp * tp // (ep * etp)) for e in range(ep) for h in range(etp)]
     seen = [frozenset({(c, e, h) for e in range(ep) for h in range(etp)}) for c, _, _ in ranks]
     own = [frozenset({rank}) for rank in ranks]
-    stack = stacked_over("ep", (2 * ep, 3, 2 * etp), unstack="experts.{}.w1", also={2: "etp"})
+    stack = Layout((2 * ep, 3, 2 * etp), {0: "ep", 2: "etp"}, EXPERT, "expert", "experts.{}.w1")
     return {
         "experts": Kind(stack, (ep, 1, etp), [Held((e, 0, h), s) for (_, e, h), s in zip(ranks, seen, strict=True)]),
-        "router": Kind(dense((3, 4), "router", alike=()), (1, 1), [Held(WHOLE, s) for s in own]),
+        "router": Kind(Layout((3, 4), family="router", alike=()), (1, 1), [Held(WHOLE, s) for s in own]),
     }
 
 
@@ -274,7 +274,7 @@ def test_regions_are_the_blocks_of_each_method_and_have_one_owner(case: tuple[De
 
 def test_a_tied_embedding_on_two_stages_is_owned_once() -> None:
     degrees = Degrees(dp=2, pp=3, tp=2)
-    layout = replace(dense((4, 3)), holders=(0, 2))
+    layout = replace(Layout((4, 3)), holders=(0, 2))
     meshes = [Mesh.of(degrees, rank) for rank in range(degrees.world)]
     holding = [mesh for mesh in meshes if mesh.axis("pp").index in layout.holders]
     assert [mesh.rank for mesh in holding if layout.is_owner(mesh)] == [0]

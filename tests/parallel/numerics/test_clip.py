@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from moe.verify.cases import Case
 from moe.verify.twin import Result, reference
 from parallel.data.deepspeed import load_deepspeed
+from parallel.mesh.layout import Layout
+from parallel.mesh.mesh import EXPERT as EXPERT_VIEW
 from parallel.mesh.mesh import Axis, Degrees, Mesh
 from parallel.numerics.clip import GradientNorm, clip_factor, gradient_norm
 from parallel.process.fork import run_on_ranks
@@ -113,12 +115,11 @@ def test_copies_are_counted_once() -> None:
     """A dense gradient that four ranks hold alike, and experts of which two ranks hold copies."""
 
     def work(rank: int) -> list[float]:
-        from parallel.mesh.layout import dense, stacked_over
 
         mesh = connect(Degrees(dp=4, ep=2), World(rank, 4))
         held = {
-            "dense": (dense((9,)), torch.full((9,), 2.0)),
-            "expert": (stacked_over("ep", (4, 3), unstack="{}"), torch.ones(2, 3) + rank % 2),
+            "dense": (Layout((9,)), torch.full((9,), 2.0)),
+            "expert": (Layout((4, 3), {0: "ep"}, EXPERT_VIEW, "expert", "{}"), torch.ones(2, 3) + rank % 2),
         }
         owned = [(name, grad) for name, (layout, grad) in held.items() if layout.is_owner(mesh)]
         n = gradient_norm(owned, families=("dense", "expert"), world=mesh.axis("world"), device=CPU)
@@ -149,6 +150,5 @@ def test_unscaling_divides_every_part() -> None:
 
 
 def test_a_mesh_of_one_rank_owns_all() -> None:
-    from parallel.mesh.layout import dense
 
-    assert dense((3,)).is_owner(Mesh.of(Degrees()))
+    assert Layout((3,)).is_owner(Mesh.of(Degrees()))

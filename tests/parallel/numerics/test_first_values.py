@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel.mesh.layout import Box, Layout, Tile, stacked_over
-from parallel.mesh.mesh import Degrees, Mesh
-from parallel.numerics.first_values import key_of_tensor, stored, truncated_normal
+from parallel.mesh.layout import Box, Layout, Tile, stored
+from parallel.mesh.mesh import EXPERT, Degrees, Mesh
+from parallel.numerics.first_values import key_of_tensor, truncated_normal
 
 
 def drawn(shape: tuple[int, ...], region: Box | None = None, *, key: int = 2**64 - 3, sigma: float = 1.0) -> Tensor:
@@ -78,7 +78,7 @@ LAYOUTS = {
     "rows over tp": Layout((8, 6), {0: "tp"}),
     "columns over tp": Layout((8, 6), {1: "tp"}),
     "a tile of columns over tp": Layout((8, 12), {1: "tp"}, tile=Tile(1, 1, 3)),
-    "experts over ep, units over etp": stacked_over("ep", (4, 3, 6), unstack="e.{}", also={2: "etp"}),
+    "experts over ep, units over etp": Layout((4, 3, 6), {0: "ep", 2: "etp"}, EXPERT, "expert", "e.{}"),
     "experts that changed places": Layout((4, 3, 6), {0: "ep"}, ("pp", "edp", "ep", "etp"), unstack="e.{}", placement=(2, 0, 3, 1)),
 }
 
@@ -98,7 +98,7 @@ def test_every_rank_draws_its_region_of_the_tensors_of_one_process(layout: Layou
         for box in (None, within):
             found = list(stored("x", layout, mesh, box))
             sizes = [part.stop - part.start for part in box] if box else list(local)
-            assert [t.place for t in found] == (list(range(sizes[0])) if layout.unstack else [None])
+            assert [t.entry for t in found] == (list(range(sizes[0])) if layout.unstack else [None])
             for tensor in found:
                 part = of(tensor.name, tensor.shape, tensor.region)
                 assert list(part.shape) == (sizes[1:] if layout.unstack else sizes)

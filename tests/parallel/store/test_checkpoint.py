@@ -30,8 +30,8 @@ from moe.train.start.state import Counters
 from moe.verify.cases import Case
 from parallel.data.deepspeed import load_deepspeed
 from parallel.errors import BadInput
-from parallel.mesh.layout import Layout, dense, stacked_over
-from parallel.mesh.mesh import Axis, Degrees, Mesh, divisors
+from parallel.mesh.layout import Layout
+from parallel.mesh.mesh import EXPERT, Axis, Degrees, Mesh, divisors
 from parallel.numerics.precision import LossScale
 from parallel.process.fork import run_on_ranks
 from parallel.process.process import World, connect
@@ -45,9 +45,9 @@ from tests.support.tiny import Tiny, start
 ALONE = Axis("world")
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
 LAYOUTS = {
-    "embedding": dense((33, 12)),
-    "norm.weight": dense((7,)),
-    "layers.1.experts.w1": stacked_over("ep", (4, 9, 5), unstack="layers.1.experts.{}.w1"),
+    "embedding": Layout((33, 12)),
+    "norm.weight": Layout((7,)),
+    "layers.1.experts.w1": Layout((4, 9, 5), {0: "ep"}, EXPERT, "expert", "layers.1.experts.{}.w1"),
 }
 
 
@@ -140,7 +140,7 @@ def meshes(draw: st.DrawFn) -> Degrees:
 def test_every_mesh_reads_what_any_other_wrote(tmp_path_factory: pytest.TempPathFactory, writer: Degrees, reader: Degrees) -> None:
     """Parameters cut in other dims, other numbers of parts, and by both views, as later parallel kinds will."""
     layouts = {
-        "dense": dense((5, 12)),
+        "dense": Layout((5, 12)),
         "column": Layout((12, 5), {0: "tp"}),
         "row": Layout((5, 12), {1: "tp"}),
         "both": Layout((12, 24), {0: "dp", 1: "tp"}),
@@ -767,19 +767,19 @@ def test_a_manifest_cannot_name_files_outside(tmp_path: Path, way: str) -> None:
 @pytest.mark.parametrize(
     "changes, named, got, needed",
     [
-        ({"norm.weight": dense((8,))}, "norm.weight", "shape [7] in step-1", "shape [8]"),
-        ({"embedding": dense((12, 33))}, "embedding", "shape [33, 12] in step-1", "shape [12, 33]"),
-        ({"a.weight": dense((2,)), "z.weight": dense((2,))}, "a.weight", "nothing in step-1", "shape [2]"),
+        ({"norm.weight": Layout((8,))}, "norm.weight", "shape [7] in step-1", "shape [8]"),
+        ({"embedding": Layout((12, 33))}, "embedding", "shape [33, 12] in step-1", "shape [12, 33]"),
+        ({"a.weight": Layout((2,)), "z.weight": Layout((2,))}, "a.weight", "nothing in step-1", "shape [2]"),
         ({"norm.weight": None}, "norm.weight", "shape [7] in step-1", "no such parameter"),
         ({"layers.1.experts.w1": None}, "layers.1.experts.0.w1", "shape [9, 5] in step-1", "no such parameter"),
         (
-            {"layers.1.experts.w1": stacked_over("ep", (6, 9, 5), unstack="layers.1.experts.{}.w1")},
+            {"layers.1.experts.w1": Layout((6, 9, 5), {0: "ep"}, EXPERT, "expert", "layers.1.experts.{}.w1")},
             "layers.1.experts.4.w1",
             "nothing in step-1",
             "shape [9, 5]",
         ),
         (
-            {"layers.1.experts.w1": stacked_over("ep", (4, 9, 6), unstack="layers.1.experts.{}.w1"), "norm.weight": None},
+            {"layers.1.experts.w1": Layout((4, 9, 6), {0: "ep"}, EXPERT, "expert", "layers.1.experts.{}.w1"), "norm.weight": None},
             "layers.1.experts.0.w1",
             "shape [9, 5] in step-1",
             "shape [9, 6]",

@@ -25,12 +25,12 @@ from parallel.mesh.mesh import Degrees, Mesh
 from parallel.numerics.weight_gradient import defer_gradients
 from parallel.process import process
 from parallel.process.process import World
-from parallel.tensor.exchanged import Exchanged
 from parallel.tensor.grid import ChannelsNorm
 from parallel.tensor.linear_2d import Block
 from parallel.tensor.linear_3d import Cube
+from parallel.tensor.sliced import Exchanged
 from parallel.tensor.style import Plan, Style, apply, lay_out
-from parallel.tensor.vocabulary_grid import VocabularyBlock, VocabularyCube
+from parallel.tensor.vocabulary import VocabularyBlock, VocabularyCube
 from tests.support.ranks import run_on_ranks
 
 # B sequences, L length, D model, V vocabulary

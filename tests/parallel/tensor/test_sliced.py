@@ -7,12 +7,11 @@ import torch
 
 from moe.nn.context import Context
 from moe.verify.cases import BATCH, LENGTH, Case
-from parallel.mesh.communicator import Count
 from parallel.mesh.mesh import Degrees, Mesh
+from parallel.mesh.traffic import Count
 from parallel.process import process
 from parallel.process.process import World
-from parallel.tensor.exchanged import Exchanged
-from parallel.tensor.sliced import SliceColumns, SlicedNorm
+from parallel.tensor.sliced import Exchanged, SlicedNorm, own_columns
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny import start
 
@@ -41,7 +40,7 @@ def test_noise_of_a_slice_is_that_of_its_places() -> None:
     context = Context.of(torch.zeros(B, L, dtype=torch.long), seed=3, first_sequence=8)
     whole = context.uniform("dropout", D).view(B, L, D)
     for rank in range(3):
-        places = SliceColumns(Mesh.of(Degrees(tp=3), rank).axis("tp"))(L)
+        places = own_columns(L, axis=Mesh.of(Degrees(tp=3), rank).axis("tp"))
         assert torch.equal(context.of_columns(places).uniform("dropout", D).view(B, -1, D), whole[:, places])
 
 

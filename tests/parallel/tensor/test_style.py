@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallel.data.tiling import Tiled
-from parallel.mesh.layout import Layout, dense
+from parallel.mesh.layout import Layout
 from parallel.mesh.mesh import Axis, Degrees, Mesh
 from parallel.tensor.style import Copied, Plan, Shape, Stacked, apply, fits, lay_out
 
@@ -101,7 +101,7 @@ def test_a_star_is_one_word_of_a_path_and_two_are_any_number(pattern: str, name:
 def test_the_first_row_that_fits_counts_and_the_rest_is_copied() -> None:
     plan = Plan((("layers.0.**", Copied("first")), ("layers.**", Copied("others"))))
     found = [plan.style_of(name).layout(name, (2, 3)) for name in ("layers.0.w", "layers.1.w", "head")]
-    assert found == [dense((2, 3), "first"), dense((2, 3), "others"), dense((2, 3))]
+    assert found == [Layout((2, 3), family="first"), Layout((2, 3), family="others"), Layout((2, 3))]
     rows = ["layers.0.**  Copied(family='first'", "layers.**    Copied(family='others'", "**           Copied(family='dense'"]
     assert [line.partition(", alike")[0] for line in str(plan).splitlines()] == rows
 

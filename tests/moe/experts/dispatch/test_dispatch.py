@@ -239,18 +239,18 @@ class Told:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.events: list[str] = []
-        leave, land = collectives.Flight.leave, collectives.Flight.land
+        begin, wait = collectives._start_exchange, collectives.StartedRows.wait
 
-        def told_leave(*args: Any) -> Tensor:
+        def told_begin(*args: Any, **splits: Any) -> Any:
             self.events.append("start")
-            return leave(*args)
+            return begin(*args, **splits)
 
-        def told_land(flight: Any) -> None:
+        def told_wait(started: Any) -> None:
             self.events.append("wait")
-            land(flight)
+            wait(started)
 
-        patch.setattr(collectives.Flight, "leave", told_leave)
-        patch.setattr(collectives.Flight, "land", told_land)
+        patch.setattr(collectives, "_start_exchange", told_begin)
+        patch.setattr(collectives.StartedRows, "wait", told_wait)
 
     def network(self, experts: Experts, rows_RD: Tensor, out_RD: Tensor) -> None:
         self.events.append("compute")

@@ -28,7 +28,7 @@ from parallel.data.deepspeed import load_deepspeed
 from parallel.data.engine import AdamW, Engine
 from parallel.data.zero import Zero
 from parallel.errors import BadInput
-from parallel.mesh.layout import dense
+from parallel.mesh.layout import Layout
 from parallel.mesh.mesh import Degrees, Mesh
 from parallel.numerics.precision import DTYPES, LossScale
 from parallel.process.fork import run_on_ranks
@@ -139,7 +139,7 @@ def test_fp16_is_refused_where_one_ranks_processor_has_none(tmp_path: Path, monk
 def engine_for(kind: str, model: nn.Module, **adam: Any) -> Engine:
     """One rank's engine around any module."""
     settings = AdamW(adam.get("betas", (0.9, 0.95)), adam.get("eps", 1e-8), 0.0, lambda name, p: False)
-    layouts = {name: dense(tuple(p.shape)) for name, p in model.named_parameters()}
+    layouts = {name: Layout(tuple(p.shape)) for name, p in model.named_parameters()}
     kinds: dict[str, Callable[..., Engine]] = {"ddp": DDP, "zero1": Zero, "zero2": partial(Zero, stage=2)}
     return kinds[kind](model, layouts=layouts, mesh=Mesh.of(Degrees()), optimizer=settings)
 

@@ -84,8 +84,8 @@ def test_every_step_leads_to_another_one_and_ends_in_tiles(where: str, world: in
 
 _FREED = """
 import torch
-from parallel.process import malloc
-malloc.%s()
+from parallel.process import libc
+libc.%s()
 def held():
     return int(next(line for line in open("/proc/self/status") if line.startswith("VmData")).split()[1]) * 1024
 before, tensors = held(), [torch.zeros(2**20) for _ in range(64)]
