@@ -63,13 +63,7 @@ class Cached:
     """
 
     def __init__(
-        self,
-        model: Transformer,
-        *,
-        source: int = 0,
-        max_length: int | None = None,
-        at_once: int = 512,
-        record: RoutingRecord | None = None,
+        self, model: Transformer, *, source: int = 0, max_length: int | None = None, at_once: int = 512, record: RoutingRecord | None = None
     ) -> None:
         if record is not None and source:
             needed = "a decoder alone: an encoder-decoder's halves have places of their own"

@@ -17,9 +17,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moe.records import metrics
-from moe.records.metrics import METRICS, PREVIOUS, Records, finite, read, read_summary, scalars, whole_lines, write_summary
+from moe.records.metrics import METRICS, PREVIOUS, Records, finite, read, read_summary, whole_lines, write_summary
 from moe.records.redone import going_on
 from moe.records.summary import summary_rows
+from moe.records.tracker import scalars
 from parallel.errors import BadInput
 from tests.support.fabricate import run_lines, step_line, summary
 
@@ -153,12 +154,12 @@ def test_without_tensorboard_one_line_says_so_and_json_goes_on(tmp_path: Path, n
 
 def test_a_tensorboard_that_breaks_midway_does_not_stop_the_run(tmp_path: Path) -> None:
     class Broken:
-        def write(self, line: object) -> None:
+        def log(self, values: object, step: int, time: float) -> None:
             raise RuntimeError("disk\nfull")
 
     said: list[str] = []
     with Records(tmp_path, say=said.append) as records:
-        records._board = Broken()  # type: ignore[assignment]
+        records._boards = {"TensorBoard": Broken()}  # type: ignore[dict-item]
         records.write(step_line(1))
         records.write(step_line(2))
     assert len(read(tmp_path)) == 2 and len(said) == 1 and "\n" not in said[0]
@@ -269,7 +270,7 @@ def test_a_board_that_cannot_close_does_not_hide_why_the_run_ends(tmp_path: Path
 
     said: list[str] = []
     records = Records(tmp_path, say=said.append)
-    records._board = Full()  # type: ignore[assignment]
+    records._boards = {"TensorBoard": Full()}  # type: ignore[dict-item]
     records.close()
     assert len(said) == 1 and "No space left" in said[0]
 
