@@ -1,8 +1,8 @@
-"""The live display as pure functions of a run's state: a panel for terminals, a line for logs.
+"""The live display, drawn from a run's state: a panel for terminals, a line a step for logs.
 
 ╭─ moe · switch_tiny · 2 processes ─────────────────╮     step 142/300 · loss 1.8423 · ... · load L1 ▃▄▅▄▂▆▄▄ 1.42
 │ ━━━━━━━━━━━━━━━╸         step 142/300 · 1:09 left │
-│ loss 1.8423 ▇▅▄▃▃▂▂ ...                           │     Drawing only: nothing here waits or writes.
+│ loss 1.8423 ▇▅▄▃▃▂▂ ...                           │     Nothing here waits or prints.
 │ L1  ▃▃▃ ▄▄▄ ▅▅▅ ▄▄▄ ▂▂▂ ▆▆▆ ▄▄▄ ▄▄▄   1.42   1.2 % │
 ╰───────────────────────────────────────────────────╯
 """
@@ -33,7 +33,11 @@ MAX_POINTS = 1024  # points kept of the loss curve, which is one row of characte
 
 @dataclass
 class State:
-    """Records that the display needs."""
+    """What the display shows of a run: its latest step and evaluation (lines of metrics.jsonl), its losses, seconds of the last 20 steps.
+
+    steps: all steps of the run. world: number of processes. lines: printed under the title. ramp: characters of growing height.
+    losses: means of `losses_per_point` steps each; recent: losses of steps that do not fill a point yet.
+    """
 
     steps: int
     recipe: str
@@ -62,7 +66,7 @@ class State:
 
     @property
     def seconds_left(self) -> float | None:
-        """Steps left times the median time of the last 20 steps, so that one slow step (the first, a save) does not matter."""
+        """Time to the last step: steps left times the median of the last 20 steps' seconds, which a single slow step does not change."""
         return statistics.median(self.seconds) * (self.steps - self.step.get("step", 0)) if self.seconds else None
 
 
@@ -101,7 +105,7 @@ def _bar(state: State, width: int) -> Table:
 
 
 def _numbers(state: State, width: int) -> Table:
-    """Return label-value pairs, up to three per row, then the rows that need the whole width. Cropped, never wrapped."""
+    """Return a table of the step's numbers: up to three labels and values a row, then longer texts. Rows are cropped, never wrapped."""
     s, sparse = state.step, bool(state.step.get("moe"))
     pairs = [
         ("loss", fixed(s.get("loss"), ".4f")),
@@ -127,7 +131,7 @@ def _numbers(state: State, width: int) -> Table:
 
 
 def _wide_rows(state: State, width: int) -> list[tuple[str, str, str]]:
-    """Return (label, text, style) of the rows that need the whole width."""
+    """Return (label, text, style) of rows with one text: gradient norms, skipped steps, validation, loss curve."""
     s = state.step
     rows = [("gradient", _norms(s), "bold")]
     if label := _skips(s)[0]:
@@ -150,8 +154,7 @@ def _evaluation(line: Mapping[str, Any]) -> str:
 
 
 def _skips(s: Mapping[str, Any]) -> tuple[str, str]:
-    """Return loss scale and skipped steps, as (label, text). Without a scale, skipped steps with their reason. Empty if there are
-    neither."""
+    """Return (label, text): the loss scale and the number of skipped steps; without a scale, that number and the reason; else ("", "")."""
     scale, skips = s.get("loss_scale"), s.get("skipped_total") or 0
     steps, too = f"{skips:,} step{'s' if skips > 1 else ''}", ", this one too" if s.get("skipped") else ""
     if known(scale) and scale != 1:
@@ -160,7 +163,7 @@ def _skips(s: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def sparkline(values: Sequence[float], *, cells: int, ramp: str = heat.BLOCKS) -> str:
-    """Return a curve in one row of at most `cells` characters, from its lowest value to its highest. Logarithmic if all are positive."""
+    """Draw values as a curve in one row of at most `cells` characters, on a logarithmic scale if all are positive."""
     n = min(cells, len(values))
     parts = [values[i * len(values) // n : (i + 1) * len(values) // n] for i in range(n)]
     means = [sum(part) / len(part) for part in parts]
@@ -174,7 +177,7 @@ def sparkline(values: Sequence[float], *, cells: int, ramp: str = heat.BLOCKS) -
 
 
 def worst(layers: Sequence[Mapping[str, Any]], room: int) -> list[Mapping[str, Any]]:
-    """Return at most `room` layers, in order. If not all fit, the most unbalanced ones."""
+    """Return at most `room` of the step's MoE layers, in order: if not all fit, those with the least balanced load."""
     if len(layers) <= room:
         return list(layers)
     by_imbalance = sorted(layers, key=lambda layer: -_imbalance(layer))[: max(1, room)]
@@ -192,11 +195,11 @@ def _dropped(layer: Mapping[str, Any]) -> float | None:
 
 
 def _heat_rows(layers: Sequence[Mapping[str, Any]], width: int, room: int, ramp: str) -> list[RenderableType]:
-    """Return a heading and one row per layer: cells as wide as fit, then max/mean, and the dropped share if there is room."""
+    """Return a heading and, for each layer, a row: a cell an expert, the largest load over the mean, and the dropped share if it fits."""
     shown = worst(layers, room)
     experts = max(len(layer.get("load") or ()) for layer in layers)
     name = max(len(_name(layer)) for layer in layers) + 1
-    tail = 18 if width - name - experts >= 18 else 7  # two columns, or max/mean alone
+    tail = 18 if width - name - experts >= 18 else 7  # width of the columns max/mean and dropped, or of max/mean alone
     cells = max(1, width - name - tail)
     cell_width = max(1, min(8, cells // max(1, experts)))
     per_bin = math.ceil(experts / cells)
@@ -232,7 +235,7 @@ def _name(layer: Mapping[str, Any]) -> str:
 
 
 def plain_step(state: State, *, max_layers: int = 4) -> str:
-    """Format one step as one line of a log."""
+    """Format the latest step as one line of a log."""
     s, layers = state.step, state.step.get("moe") or []
     parts = [f"step {s.get('step', 0)}/{state.steps}", f"loss {fixed(s.get('loss'), '.4f')}"]
     if layers:

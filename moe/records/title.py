@@ -1,4 +1,4 @@
-"""The lines that describe a run before its first step."""
+"""The lines that describe a run before its first step: devices, layout, precision, parameters, router."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ def title(run: Run, world: World) -> list[str]:
 
 
 def _attention(run: Run) -> str:
-    """Describe the attention of sequence parallelism."""
     sequence = run.sequence
     heads = [f"heads {sequence.heads}"] if sequence.heads > 1 else []
     return ", ".join([sequence.kind, sequence.position_order, *heads])

@@ -7,11 +7,10 @@ from typing import Any
 import torch
 
 from moe.plan.job.flops import size
-from moe.records.course import loss_warning
 from moe.records.metrics import read, read_summary, write_summary
 from moe.records.redone import NOTHING, sums
-from moe.records.speed import hardware, matmul_flops, source_commit
-from moe.records.summary import dropped_shares
+from moe.records.results import hardware, matmul_flops, source_commit
+from moe.records.summary import dropped_shares, loss_warning
 from moe.train.loop.validation import evaluate, was_evaluated
 from moe.train.parts.executor import logits_of
 from moe.train.start.job import Job

@@ -131,7 +131,7 @@ class Measured:
         memory_bytes, beside_bytes, step_seconds = max_over(mine, mesh.axis("world")).tolist()
         if found is None or not self.seconds:
             return None
-        return prediction.against(prediction.record(found), memory_bytes=memory_bytes, beside_bytes=beside_bytes, step_seconds=step_seconds)
+        return prediction.compared(found, memory_bytes=memory_bytes, beside_bytes=beside_bytes, step_seconds=step_seconds)
 
 
 def _tensor_bytes() -> int:

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from moe.records import heat
-from moe.records.ending import ending
 from moe.records.panel import MAX_POINTS, State, panel, plain_step, sparkline, worst
-from moe.records.progress import Progress, open_progress
+from moe.records.progress import Progress, ending, open_progress
 from moe.records.summary import clock, count, duration, percent, printable, size, summary_rows
 from tests.support.fabricate import eval_line, run_folder, run_lines, step_line, summary
 

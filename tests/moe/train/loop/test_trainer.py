@@ -33,7 +33,7 @@ from moe.parallelize.build import build
 from moe.parallelize.engines import optimizer_of, start_engine
 from moe.recipe.load import resolved_yaml
 from moe.recipe.sections import Optimizer, Run
-from moe.records import metrics, speed
+from moe.records import metrics, results
 from moe.records.summary import summary_rows
 from moe.records.title import title
 from moe.train.loop import advance, ending, trainer, validation
@@ -49,8 +49,8 @@ from tests.support import trained
 
 REAL = [
     (ending, "sample", generate.sample),
-    (ending, "matmul_flops", speed.matmul_flops),
-    (ending, "source_commit", speed.source_commit),
+    (ending, "matmul_flops", results.matmul_flops),
+    (ending, "source_commit", results.source_commit),
     (moe.report, "write_report", moe.report.write_report),
     (metrics, "TensorBoard", metrics.TensorBoard),
 ]
