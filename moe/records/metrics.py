@@ -209,10 +209,10 @@ def read_summary(out: Path) -> dict[str, Any] | None:
         got = getattr(error, "strerror", None) or error
         raise BadInput(str(path), got=got, needed="JSON", fix="delete it; the report is then made without it") from None
     is_dict = isinstance(summary, dict)
-    if not is_dict or not (_in_range(summary) and isinstance(summary.get("predicted") or {}, dict) and _of_numbers(summary.get("redone"))):
-        got = "values that no run writes" if is_dict else type(summary).__name__
-        raise BadInput(str(path), got=got, needed="a run's JSON object", fix="delete it; the report is then made without it")
-    return summary
+    if is_dict and _in_range(summary) and isinstance(summary.get("predicted") or {}, dict) and _of_numbers(summary.get("redone")):
+        return dict(summary)
+    got = "values that no run writes" if is_dict else type(summary).__name__
+    raise BadInput(str(path), got=got, needed="a run's JSON object", fix="delete it; the report is then made without it")
 
 
 def finite(line: Mapping[str, Any]) -> dict[str, Any]:

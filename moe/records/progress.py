@@ -177,8 +177,8 @@ def ending(state: State, summary: Mapping[str, Any], out: Path | None) -> Group:
     if warning := summary.get("loss_warning"):
         parts.append(Text(str(warning), style="bold yellow"))
     if summary.get("sample"):
-        text, label = Text(printable(str(summary["sample"])).strip("\n")), Text("a sample of the text that it generates")
-        parts.append(Panel(text, title=label, title_align="left", box=box.ROUNDED, border_style=LABEL))
+        shown, heading = Text(printable(str(summary["sample"])).strip("\n")), Text("a sample of the text that it generates")
+        parts.append(Panel(shown, title=heading, title_align="left", box=box.ROUNDED, border_style=LABEL))
     if out is not None:
         parts.append(_folder(out))
     return Group(*parts)

@@ -27,7 +27,7 @@ def write_json(path: str | Path, *, verb: str, rows: Sequence[dict[str, Any]], *
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     failed = sum(row.get("passed") is False for row in rows)
-    value = {"verb": verb, "commit": source_commit(), "hardware": hardware(device), "rows": [finite(row) for row in rows]}
+    value: dict[str, Any] = {"verb": verb, "commit": source_commit(), "hardware": hardware(device), "rows": [finite(row) for row in rows]}
     value |= {"passed": len(rows) - failed, "failed": failed, **more}
     write_text(Path(path), json.dumps(value, indent=1) + "\n", what="--json")
 

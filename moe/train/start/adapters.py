@@ -1,8 +1,8 @@
-"""Runs that train adapters (LoRA, moe/nn/lora.py): the record of the base in their checkpoints, and base and adapters read as one model.
+"""Runs that train adapters (LoRA, moe/nn/lora.py): their checkpoints name a base, and both are read as one model.
 
-checkpoints/step-40      layers.0.attention.q.lora_a, ...     state: "base": the folder of the base's checkpoint, its manifest's hash
-whole(path)              W + s B A under the base's parameter names and the recipe without adapters: for generation, evaluation,
-                         export, and as the base of another run
+checkpoints/step-40   adapters alone: layers.0.attention.q.lora_a, ...; in its state, "base": folder and hash of the base's checkpoint
+whole(path)           W + s B A by the base's parameter names, and the recipe without adapters: to generate, evaluate, export, or as the
+                      base of another run
 """
 
 from __future__ import annotations
@@ -23,40 +23,39 @@ from parallel.mesh.layout import Box
 from parallel.store import checkpoint
 from parallel.store.stored import Reader
 
-WHERE = "base"  # key in a checkpoint's state
+WHERE = "base"  # key, in a checkpoint's state, of what `described` returns
+_TRAINS = "moe train also takes --init_from WHERE_IT_IS"
 
 
 def described(base: Reader) -> dict[str, str]:
-    """Return the entry of an adapter checkpoint's state that identifies its base."""
+    """Return what a checkpoint of adapters stores about its base: its folder, and the hash of its manifest."""
     return {"path": str(base.path.resolve()), "manifest": _hash(base.path)}
 
 
 def base_of(found: Reader, moved: Path | None = None) -> Reader:
-    """Return the whole base model of an adapter checkpoint. `moved`: the present folder of the base's checkpoint. Raises BadInput."""
+    """Return the whole base model of a checkpoint of adapters. moved: the folder in which its base is now. Raises BadInput."""
     said = found.state.get(WHERE)
     said = said if isinstance(said, dict) and isinstance(said.get("path"), str) else {}
-    path = moved or Path(said.get("path", ""))
-    there, trains = Path(said.get("path", "BASE")), "moe train also takes --init_from WHERE_IT_IS"
+    path, there = moved or Path(said.get("path", "")), Path(said.get("path", "BASE"))
+    what, needed = "the base of a run of adapters", f"the checkpoint that {found.path.name} has adapters of"
     if not said or not (path / "manifest.json").is_file():
-        needed = f"the checkpoint that {found.path.name} has adapters of"
-        fix = f"link it (mkdir -p {there.parent} && ln -s WHERE_IT_IS {there}), or move it back; {trains}"
-        raise BadInput("the base of a run of adapters", got=f"no checkpoint in {path}", needed=needed, fix=fix)
+        fix = f"link it (mkdir -p {there.parent} && ln -s WHERE_IT_IS {there}), or move it back; {_TRAINS}"
+        raise BadInput(what, got=f"no checkpoint in {path}", needed=needed, fix=fix)
     if _hash(path) != said.get("manifest"):
-        needed = f"the checkpoint that {found.path.name} has adapters of, which was at {there}"
-        fix = f"move it back to {there}; {trains}"
-        raise BadInput("the base of a run of adapters", got=f"another checkpoint in {path}", needed=needed, fix=fix)
+        fix = f"move it back to {there}; {_TRAINS}"
+        raise BadInput(what, got=f"another checkpoint in {path}", needed=f"{needed}, which was at {there}", fix=fix)
     checkpoint.verify(path)
     return whole(path)
 
 
 def whole(path: Path) -> Reader:
-    """Return the model of a checkpoint. Adapters are merged into their base. Raises BadInput."""
+    """Return a reader of a checkpoint's model, with adapters merged into their base. Raises BadInput."""
     reader = opened(path)
     return Merged(reader, base_of(reader)) if WHERE in reader.state else reader
 
 
 class Merged(Reader):
-    """Reader of base and adapters merged, weight by weight. It has no moments."""
+    """Reader of a base with adapters, which merges each weight when it is read. It has no optimizer states."""
 
     def __init__(self, adapters: Reader, base: Reader) -> None:
         self.path, self.base, self.adapters = adapters.path, base, adapters
@@ -72,7 +71,7 @@ class Merged(Reader):
         if kind == EXTRA:
             return self.adapters.region(name, kind, region)
         if kind != "weight":
-            needed = "a run whose own weights were trained: of a frozen one there are none"
+            needed = "a run that trained all weights: frozen ones have none"
             raise BadInput(f"{kind} of {name}", got="a run of adapters", needed=needed, fix="leave moments out: --moments fresh")
         weight, (left, right) = self.base.region(name, kind, region), pair_of(name)
         shapes = self.adapters.names()
@@ -85,7 +84,8 @@ class Merged(Reader):
 
 
 def check_base(rank: int, *, source: Reader | None, found: Reader | None) -> None:
-    """Refuse adapters without a base, and resuming adapters from a full-weight checkpoint or the reverse. Raises BadInput."""
+    """Raise BadInput for adapters without a base, and if either checkpoint or recipe has adapters and the other has not. rank: lora.rank.
+    source: of --init_from. found: the run's own checkpoint."""
     if rank and source is None and found is None:
         raise no_base(rank)
     if found is not None and bool(rank) != (WHERE in found.state):

@@ -1,4 +1,4 @@
-"""Load a run's checkpoint as one whole model on this device, for any training layout: to generate, to evaluate, to convert."""
+"""Loads a checkpoint, from any number of ranks, as one whole model on this device: to generate, evaluate or convert."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from parallel.store.stored import check_same_parameters
 
 
 def choose(run_dir: Path, *, step: int | None = None) -> Path:
-    """Return the folder of a run's newest whole checkpoint, or of the checkpoint of `step`. Raises BadInput."""
+    """Return the folder of a run's newest valid checkpoint, or of that of `step`. Raises BadInput."""
     world, log = Mesh.of(Degrees()).axis("world"), lambda text: print(text, file=sys.stderr)
     path = checkpoint.newest(run_dir / "checkpoints", world=world, log=log, step=step, flag="--step")
     if path is None:
@@ -32,14 +32,14 @@ def choose(run_dir: Path, *, step: int | None = None) -> Path:
 
 
 def load_model(run_dir: Path, *, step: int | None = None) -> tuple[Transformer, Tokenizer, int]:
-    """Return (model, tokenizer, step) of the chosen checkpoint, the model whole on this device. Raises BadInput."""
+    """Return (model, tokenizer, step) of the checkpoint that `choose` finds. Raises BadInput."""
     path = choose(run_dir, step=step)
     state = opened(path).state
     return restore(path), load_tokenizer(state["tokenizer"]), int(state["counters"]["step"])
 
 
 def restore(path: Path) -> Transformer:
-    """Return the model of one checkpoint, whole on this device, in evaluation mode. Adapters are merged into it."""
+    """Return the model of a checkpoint, with adapters merged into it, in evaluation mode. Raises BadInput."""
     mesh, reader = Mesh.of(Degrees()), whole(path)
     run = build_run(reader.state["recipe"] | {"degrees": {"dp": 1, "ep": 1}, "tiling": {}})
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -47,7 +47,7 @@ def restore(path: Path) -> Transformer:
     check_same_parameters(reader, {global_name(n): layout for n, layout in layouts.items()})
     for name, parameter in model.named_parameters():
         stored = reader.load(global_name(name), "weight", layouts[name], mesh)
-        check_values(stored, f"weight of {global_name(name)} in {path.name}", squares=False)
+        check_values(stored, f"weight of {global_name(name)} in {path.name}")
         parameter.data.copy_(stored)
     load_extra(reader, model, log=lambda text: print(text, file=sys.stderr))
     return model.eval()

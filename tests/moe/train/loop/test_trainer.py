@@ -36,7 +36,7 @@ from moe.recipe.sections import Optimizer, Run
 from moe.records import metrics, results
 from moe.records.summary import summary_rows
 from moe.records.title import title
-from moe.train.loop import advance, ending, trainer, validation
+from moe.train.loop import advance, ending, recorded, trainer
 from moe.train.loop.step import validation_loss
 from moe.train.parts.learning_rate import learning_rate
 from moe.train.start import opening
@@ -174,7 +174,7 @@ def test_evaluation_is_dropless_deterministic_and_the_mean_over_the_held_out_tok
         seen.append((first, second, sum(dropped), F.cross_entropy(logits_BLV.flatten(0, 1), sequences_NL[:, 1:].flatten()).item()))
         return first
 
-    monkeypatch.setattr(validation, "validation_loss", watched)
+    monkeypatch.setattr(recorded, "validation_loss", watched)
     trained.train(run, tmp_path / "run")
     ((first, second, dropped, mean),) = seen
     assert first == second == evaluations(tmp_path / "run")[0]
