@@ -19,7 +19,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from moe.records.tracker import Board, TensorBoard, scalars
+from moe.records.tracker import Board, open_tensorboard, scalars
 from parallel.errors import BadInput
 from parallel.store.files import read_text, replace_file
 
@@ -66,7 +66,7 @@ class Records:
             self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 (closed by close(): it is open as long as the run)
         except OSError as error:
             raise _unwritable(self._path, error) from None
-        board = partial(TensorBoard, out / "tensorboard", first_step=(resume_step or 0) + 1)
+        board = partial(open_tensorboard, out / "tensorboard", first_step=(resume_step or 0) + 1)
         for name, opened in ({"TensorBoard": board} | dict(trackers or {})).items():
             try:
                 self._boards[name] = opened()
@@ -116,12 +116,6 @@ class Records:
                 board.close()
             except Exception as error:
                 self._failed(f"{name}'s last numbers are lost", error, "has them")
-
-    def __enter__(self) -> Records:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def read(path: Path) -> list[dict[str, Any]]:

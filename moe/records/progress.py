@@ -1,7 +1,6 @@
 """The live display of a run: a rich panel on a terminal, plain lines in a log, a table at the end.
 
-A display never stops a training run: if the panel fails, plain lines follow; if they fail too, nothing more is shown. The panel and the
-plain lines are drawn by moe/records/panel.py.
+A display never stops a training run (see `_guarded`). The panel and the plain lines are drawn by moe/records/panel.py.
 """
 
 from __future__ import annotations
@@ -10,10 +9,11 @@ import atexit
 import io
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import wraps
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Concatenate, Literal, ParamSpec
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -31,6 +31,7 @@ PLAIN_EVERY_S = 5.0
 PLAIN_EVERY_STEPS = 50
 PLAINER = str.maketrans({"·": "-", "–": "-", "…": "..."})
 Kind = Literal["auto", "live", "plain", "none"]
+P = ParamSpec("P")
 FILES = {
     "recipe.yaml": "the whole recipe, each value with its origin",
     "metrics.jsonl": "every step's numbers, one JSON object a line",
@@ -44,62 +45,15 @@ FILES = {
 }
 
 
-def open_progress(
-    steps: int,
-    *,
-    recipe: str,
-    world: int = 1,
-    lines: Sequence[str] = (),
-    out: Path | None = None,
-    kind: Kind = "auto",
-    console: Console | None = None,
-) -> Progress:
-    """Start the display of a run of `steps` steps on `world` processes. lines: shown under the title (device, layout, parameters). out: the
-    run's folder, whose files are listed at the end. kind: "auto" is live on a terminal, else plain; "none" shows nothing. Never raises."""
-    return Progress(State(steps=steps, recipe=recipe, world=world, lines=tuple(lines)), out=out, kind=kind, console=console)
+def _guarded(draw: Callable[Concatenate[Progress, P], None]) -> Callable[Concatenate[Progress, P], None]:
+    """Return the method made safe: if it fails, plain lines replace the live panel; if plain lines fail, nothing more is shown."""
 
-
-class Progress:
-    """Display of the lines of metrics.jsonl as they are written. Use it as a context manager, or call `close` at the end."""
-
-    def __init__(self, state: State, *, out: Path | None, kind: Kind, console: Console | None) -> None:
-        self._state, self._out, self._kind = state, out, kind
-        self._live: Live | None = None
-        self._printed_s = 0.0
-        self._unprinted = False
-        self._console = console or Console()
-        self._guarded(self._open)
-
-    def step(self, line: Mapping[str, Any]) -> None:
-        """Show a training step. line: its line of metrics.jsonl."""
-        self._guarded(lambda: self._step(line))
-
-    def evaluation(self, line: Mapping[str, Any]) -> None:
-        """Show an evaluation. line: its line of metrics.jsonl."""
-        self._guarded(lambda: self._evaluation(line))
-
-    def note(self, text: str) -> None:
-        """Print one line that stays on the screen: a save, a resume, a warning."""
-        self._guarded(lambda: self._print(text))
-
-    def close(self, summary: Mapping[str, Any] | None = None) -> None:
-        """End the display. With a summary (the fields of summary.json), print the last table, the generated sample and the files."""
-        self._guarded(self._stop)
-        if summary is not None:
-            self._guarded(lambda: self._show(ending(self._state, summary, self._out)))
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _guarded(self, draw: Callable[[], None]) -> None:
-        """Call `draw`, which may fail. Then plain lines replace the live panel; if it was a plain line that failed, the display ends."""
+    @wraps(draw)
+    def guarded(self: Progress, *args: P.args, **named: P.kwargs) -> None:
         if self._kind == "none":
             return
         try:
-            draw()
+            draw(self, *args, **named)
         except FAILURES as error:
             live, self._live = self._live, None
             failed, self._kind = self._kind, "none"
@@ -109,6 +63,24 @@ class Progress:
                     live.stop()
                     self._kind = "plain"
 
+    return guarded
+
+
+class Progress:
+    """Display of a run, whose lines of metrics.jsonl it gets as they are written. No method raises.
+
+    out: the run's folder, whose files are listed at the end. kind: "auto" is live on a terminal, else plain; "none" shows nothing.
+    """
+
+    def __init__(self, state: State, *, out: Path | None = None, kind: Kind = "auto", console: Console | None = None) -> None:
+        self._state, self._out, self._kind = state, out, kind
+        self._live: Live | None = None
+        self._printed_s = 0.0
+        self._unprinted = False
+        self._console = console or Console()
+        self._open()
+
+    @_guarded
     def _open(self) -> None:
         console = self._console
         self._state.ramp = unicode_ramp(console.encoding)
@@ -132,7 +104,9 @@ class Progress:
         except Exception as error:
             return Text(f"the display failed ({type(error).__name__}: {error}); training continues")
 
-    def _step(self, line: Mapping[str, Any]) -> None:
+    @_guarded
+    def step(self, line: Mapping[str, Any]) -> None:
+        """Show a training step. line: its line of metrics.jsonl."""
         self._state.add(line)
         if self._kind != "plain":
             return
@@ -143,10 +117,28 @@ class Progress:
             self._printed_s = now
             self._print(plain_step(self._state))
 
-    def _evaluation(self, line: Mapping[str, Any]) -> None:
+    @_guarded
+    def evaluation(self, line: Mapping[str, Any]) -> None:
+        """Show an evaluation. line: its line of metrics.jsonl."""
         self._state.evaluation = line
         self._print(plain_evaluation(self._state))
 
+    @_guarded
+    def note(self, text: str) -> None:
+        """Print one line that stays on the screen: a save, a resume, a warning."""
+        self._print(text)
+
+    def close(self, summary: Mapping[str, Any] | None = None) -> None:
+        """End the display. With a summary (the fields of summary.json), print the last table, the generated sample and the files."""
+        self._stop()
+        if summary is not None:
+            self._end(summary)
+
+    @_guarded
+    def _end(self, summary: Mapping[str, Any]) -> None:
+        self._show(ending(self._state, summary, self._out))
+
+    @_guarded
     def _stop(self) -> None:
         atexit.unregister(self.close)
         if self._live is not None:

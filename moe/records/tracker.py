@@ -14,10 +14,10 @@ import json
 import os
 import secrets
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 from parallel.errors import BadInput
 from parallel.fixes import Set
@@ -26,12 +26,11 @@ IDS = ".trackers.json"
 _PROJECT = {"wandb": "WANDB_PROJECT", "trackio": "TRACKIO_PROJECT", "mlflow": "MLFLOW_EXPERIMENT_NAME"}
 
 
-class Board(Protocol):
-    """A tracker: receives the scalars (name -> value) of each line of metrics.jsonl, with its step and its Unix time."""
+class Board(NamedTuple):
+    """A tracker. log(values, step, time): receives the scalars (name -> value) of a line of metrics.jsonl, its step and its Unix time."""
 
-    def log(self, values: Mapping[str, float], step: int, time: float) -> None: ...
-
-    def close(self) -> None: ...
+    log: Callable[[Mapping[str, float], int, float], None]
+    close: Callable[[], None]
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -47,30 +46,26 @@ def check_trackers(names: Sequence[str]) -> None:
 def open_tracker(name: str, out: Path, *, recipe: str, config: Mapping[str, Any], goes_on: bool) -> Board:
     """Open this run in the tracker: the tracker's run of an earlier start if `goes_on`, else a new one. config: values of the recipe."""
     module, project = importlib.import_module(name), os.environ.get(_PROJECT[name], "moe-parallel")
-    kept = _ids(out) if goes_on else {}
-    made = Mlflow if name == "mlflow" else Wandb
-    board = made(module, project=project, name=recipe, id=kept.get(name), config=config, folder=out)
-    (out / IDS).write_text(json.dumps(_ids(out) | {name: board.id}))
+    before, opened = _ids(out).get(name) if goes_on else None, _mlflow if name == "mlflow" else _wandb
+    id, board = opened(module, project=project, name=recipe, id=before, config=config, folder=out)
+    (out / IDS).write_text(json.dumps(_ids(out) | {name: id}))
     return board
 
 
-class TensorBoard:
-    """TensorBoard, in `folder`. Steps from `first_step` on in older files are hidden. Raises ImportError if it is not installed."""
+def open_tensorboard(folder: Path, *, first_step: int) -> Board:
+    """Open TensorBoard's files. Steps from `first_step` on in older files are hidden. Raises ImportError if it is not installed."""
+    from torch.utils.tensorboard import SummaryWriter  # here, because it is optional and takes half a second
 
-    def __init__(self, folder: Path, *, first_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # here, because it is optional and takes half a second
+    folder.mkdir(exist_ok=True)  # without parents: the writer itself would make the folder of a run that was renamed
+    older = any(folder.glob("events.*"))
+    _silence_writers()
+    writer: Any = SummaryWriter(str(folder), purge_step=first_step if older else None, flush_secs=10)
 
-        folder.mkdir(exist_ok=True)  # without parents: the writer itself would make the folder of a run that was renamed
-        older = any(folder.glob("events.*"))
-        _silence_writers()
-        self._writer: Any = SummaryWriter(str(folder), purge_step=first_step if older else None, flush_secs=10)
-
-    def log(self, values: Mapping[str, float], step: int, time: float) -> None:
+    def log(values: Mapping[str, float], step: int, time: float) -> None:
         for tag, value in values.items():
-            self._writer.add_scalar(tag, value, step, walltime=time)
+            writer.add_scalar(tag, value, step, walltime=time)
 
-    def close(self) -> None:
-        self._writer.close()
+    return Board(log, writer.close)
 
 
 def _silence_writers() -> None:
@@ -84,38 +79,21 @@ def _silence_writers() -> None:
     threading.excepthook = said
 
 
-class Wandb:
-    """wandb, and trackio, which has the same interface but identifies a run by its name instead of an id."""
-
-    def __init__(self, module: Any, *, project: str, name: str, id: str | None, config: Mapping[str, Any], folder: Path) -> None:
-        self.module, self.id = module, id or secrets.token_hex(4)
-        if module.__name__ == "trackio":
-            module.init(project=project, name=f"{name}-{self.id}", config=dict(config), resume="allow")
-        else:
-            module.init(project=project, name=name, id=self.id, dir=str(folder), config=dict(config), resume="allow")
-
-    def log(self, values: Mapping[str, float], step: int, time: float) -> None:
-        self.module.log(dict(values), step=step)
-
-    def close(self) -> None:
-        self.module.finish()
+def _wandb(module: Any, *, project: str, name: str, id: str | None, config: Mapping[str, Any], folder: Path) -> tuple[str, Board]:
+    """Open a run of wandb, or of trackio, which has the same interface but identifies a run by its name. Return its id and the tracker."""
+    id = id or secrets.token_hex(4)
+    own = {"name": f"{name}-{id}"} if module.__name__ == "trackio" else {"name": name, "id": id, "dir": str(folder)}
+    module.init(project=project, config=dict(config), resume="allow", **own)
+    return id, Board(lambda values, step, time: module.log(dict(values), step=step), module.finish)
 
 
-class Mlflow:
-    """mlflow, which takes a recipe's values once, as parameters of a new run."""
-
-    def __init__(self, module: Any, *, project: str, name: str, id: str | None, config: Mapping[str, Any], folder: Path) -> None:
-        self.module = module
-        module.set_experiment(project)
-        self.id = module.start_run(run_id=id, run_name=name).info.run_id
-        if id is None:
-            module.log_params(dict(config))
-
-    def log(self, values: Mapping[str, float], step: int, time: float) -> None:
-        self.module.log_metrics(dict(values), step=step)
-
-    def close(self) -> None:
-        self.module.end_run()
+def _mlflow(module: Any, *, project: str, name: str, id: str | None, config: Mapping[str, Any], folder: Path) -> tuple[str, Board]:
+    """Open a run of mlflow, which gets the recipe's values once, as parameters of a new run. Return its id and the tracker."""
+    module.set_experiment(project)
+    found = module.start_run(run_id=id, run_name=name).info.run_id
+    if id is None:
+        module.log_params(dict(config))
+    return found, Board(lambda values, step, time: module.log_metrics(dict(values), step=step), module.end_run)
 
 
 def _ids(out: Path) -> dict[str, str]:

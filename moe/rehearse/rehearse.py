@@ -34,7 +34,8 @@ from moe.parallelize.sequence import shard_of
 from moe.plan.pipeline import continuous
 from moe.recipe.sections import Run
 from moe.records.metrics import Records
-from moe.records.progress import open_progress
+from moe.records.panel import State
+from moe.records.progress import Progress
 from moe.records.results import write_json
 from moe.train.loop.advance import advance
 from moe.train.parts.rebalance import Rebalancer
@@ -203,7 +204,7 @@ def open_job(run: Run, world: World) -> Job:
         mesh=mesh,
         training=Training(executor, LossScale.of(run.precision.loss_scale), Rebalancer(run, executor.engine, mesh)),
         batches=Batches(cast(Dataset, SimpleNamespace(train=_Zeros())), shard_of(run, mesh, run.train.global_batch)),
-        output=Output(Records(None), open_progress(run.train.steps, recipe="", kind="none")),
+        output=Output(Records(None), Progress(State(run.train.steps, recipe=""), kind="none")),
         saves=Saves(Saver(Path(), mesh.axis("world"), keep=1)),
     )
 

@@ -43,11 +43,16 @@ def _raw_and_smooth(ax: Axes, steps_S: Array, values_S: Array, *, colour: str, l
         ax.plot(steps_S, values_S, color=colour, label=label, marker=marker(values_S))
 
 
-def _events(ax: Axes, history: History, theme: Theme) -> None:
-    """Draw a dotted line at each step at which the run was resumed."""
-    for event in history.events:
-        if event.get("event") == "resumed":
-            ax.axvline(event["step"], color=theme.muted, linewidth=0.9, linestyle=(0, (1, 2)), zorder=0)
+def _panels(history: History, theme: Theme, count: int = 1, *, steps_S: Array | None = None) -> tuple[Figure, Any]:
+    """Return a figure and `count` axes over steps (the training steps, or `steps_S`), with a dotted line where the run was resumed."""
+    fig = figure()
+    axes = np.atleast_1d(fig.subplots(count, sharex=True))
+    for ax in axes:
+        step_axis(ax, history.steps_S if steps_S is None else steps_S, label=ax is axes[-1])
+        for event in history.events:
+            if event.get("event") == "resumed":
+                ax.axvline(event["step"], color=theme.muted, linewidth=0.9, linestyle=(0, (1, 2)), zorder=0)
+    return fig, axes
 
 
 def loss(history: History, theme: Theme) -> Figure | None:
@@ -55,18 +60,15 @@ def loss(history: History, theme: Theme) -> Figure | None:
     at, validation = history.evaluations()
     if not np.isfinite(loss_S).any() and not len(at):
         return None
-    fig = figure()
-    ax = fig.subplots()
+    fig, (ax,) = _panels(history, theme, steps_S=np.concatenate([steps_S, at]))
     _raw_and_smooth(ax, steps_S, loss_S, colour=theme.lines[0], label="training")
     if len(at):
         ax.plot(at, validation, color=theme.lines[1], marker="o", markersize=4.5, label="validation")
         below = validation[-1] < np.nanmean(loss_S[-20:]) if np.isfinite(loss_S[-20:]).any() else False
         place: Any = {"xytext": (-4, -13 if below else 8), "textcoords": "offset points", "ha": "right"}
         ax.annotate(f"{validation[-1]:.3f}", (at[-1], validation[-1]), color=theme.lines[1], fontweight="bold", **place)
-    _events(ax, history, theme)
     ax.set_title("Loss")
     ax.set_ylabel("cross-entropy (nats per token)")
-    step_axis(ax, np.concatenate([steps_S, at]))
     ax.legend(loc="upper right")
     return fig
 
@@ -77,16 +79,13 @@ def router_losses(history: History, theme: Theme) -> Figure | None:
     shown = [(key, name) for key, name in both if np.nan_to_num(history.series_S(key)).any()]
     if not history.layers or not shown:
         return None
-    fig = figure()
-    axes = np.atleast_1d(fig.subplots(len(shown), sharex=True))
+    fig, axes = _panels(history, theme, len(shown))
     for ax, (key, name), colour in zip(axes, shown, theme.lines, strict=False):
         _raw_and_smooth(ax, steps_S, history.series_S(key), colour=colour, label=name)
-        _events(ax, history, theme)
         if key == "balance_loss":  # dashed line: the sum of the losses of an even load, which is 1 in each layer
             ax.axhline(len(history.layers), color=theme.muted, linewidth=1.0, linestyle=(0, (4, 3)), label="even load")
             ax.legend(loc="upper right")
         ax.set_ylabel(name if history.weights.get(key) != 0 else f"{name}\n(weight 0: only measured)")
-        step_axis(ax, steps_S, label=ax is axes[-1])
     axes[0].set_title("Router losses, summed over layers")
     return fig
 
@@ -95,8 +94,7 @@ def gradient_norm(history: History, theme: Theme) -> Figure | None:
     steps_S, total_S = history.steps_S, history.series_S("grad_norm")
     if not np.isfinite(total_S).any():
         return None
-    fig = figure()
-    ax = fig.subplots()
+    fig, (ax,) = _panels(history, theme)
     for name, colour in zip(history.families, theme.lines, strict=False):
         values_S = history.series_S(f"grad_norm_parts.{name}")
         _raw_and_smooth(ax, steps_S, np.where(values_S > 0, values_S, np.nan), colour=colour, label=name)
@@ -104,10 +102,8 @@ def gradient_norm(history: History, theme: Theme) -> Figure | None:
     whole_S = smoothed(total_S) if len(steps_S) > 10 else total_S
     ax.plot(steps_S, whole_S, color=theme.text, linestyle=(0, (3, 2)), linewidth=1.3, label="total", marker=marker(whole_S))
     log_axis(ax)
-    _events(ax, history, theme)
     ax.set_title("Gradient norm by family, before clipping")
     ax.set_ylabel("L2 norm (log scale)")
-    step_axis(ax, steps_S)
     fig.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=4)
     return fig
 
@@ -117,8 +113,7 @@ def speed_and_memory(history: History, theme: Theme) -> Figure | None:
     if not np.isfinite(speed_S).any():
         return None
     has_memory = bool(np.isfinite(memory_S).any())
-    fig = figure()
-    axes = np.atleast_1d(fig.subplots(1 + has_memory, sharex=True))
+    fig, axes = _panels(history, theme, 1 + has_memory)
     _raw_and_smooth(axes[0], steps_S, speed_S, colour=theme.lines[2], label="tokens per second")
     axes[0].set_title("Speed and memory" if has_memory else "Speed")
     axes[0].set_ylabel("tokens / s")
@@ -129,9 +124,6 @@ def speed_and_memory(history: History, theme: Theme) -> Figure | None:
         axes[1].plot(steps_S, memory_S / unit, color=theme.lines[3], marker=marker(memory_S))
         axes[1].set_ylabel(f"peak memory ({name})")
         axes[1].set_ylim(bottom=0, top=1.15 * float(np.nanmax(memory_S)) / unit)
-    for ax in axes:
-        _events(ax, history, theme)
-        step_axis(ax, steps_S, label=ax is axes[-1])
     return fig
 
 
@@ -142,8 +134,7 @@ def learning_rate(history: History, theme: Theme) -> Figure | None:
         return None
     skipped = np.array([bool(line.get("skipped")) for line in history.train])
     scaled = bool((np.nan_to_num(scale_S, nan=1.0) != 1).any())
-    fig = figure()
-    axes = np.atleast_1d(fig.subplots(1 + scaled, sharex=True))
+    fig, axes = _panels(history, theme, 1 + scaled)
     axes[0].plot(steps_S, rate_S, color=theme.lines[0], marker=marker(rate_S))
     axes[0].set_title("Learning rate and loss scale" if scaled else "Learning rate")
     axes[0].set_ylabel("learning rate")
@@ -159,9 +150,6 @@ def learning_rate(history: History, theme: Theme) -> Figure | None:
         marks = {"linestyle": "", "marker": "x", "markersize": 7, "color": theme.lines[1]}
         last.plot(steps_S[skipped], on_S[skipped], label=f"{skipped.sum()} skipped", **marks)
         last.legend(loc="best")
-    for ax in axes:
-        _events(ax, history, theme)
-        step_axis(ax, steps_S, label=ax is last)
     return fig
 
 

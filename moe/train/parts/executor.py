@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,22 +40,6 @@ Each = Callable[[int, Output], Tensor | None]
 Crossing = Callable[[Sequence[int]], tuple[int, ...]]  # shape of a micro-batch's tokens, [B, L] -> shape of the tensor sent between stages
 
 
-class Executor(Protocol):
-    """Interface of both executors. pp_axis: the axis of pipeline stages; of one rank if the model is whole."""
-
-    engine: Engine
-    model: Transformer
-    pp_axis: Axis
-
-    def run(self, passes: Sequence[Pass], each: Each) -> None:
-        """Run forward and backward of one batch; afterwards the engine holds summed gradients. Collective."""
-        ...
-
-    def forward(self, passes: Sequence[Pass], each: Each) -> None:
-        """Run forward without gradient, in training or evaluation mode as `model.training` says. Collective."""
-        ...
-
-
 def start_executor(run: Run, model: Transformer, layouts: dict[str, Layout], mesh: Mesh, *, rule: Rule | None = None) -> Executor:
     """Start the recipe's data-parallel engine with this rank's model, and return the executor on it. rule: a user's own optimizer.
     Collective."""
@@ -82,13 +66,14 @@ def fillers(run: Run, engine: Engine, mesh: Mesh) -> list[BubbleFiller]:
 
 
 class Single:
-    """Executor of the whole model on every rank."""
+    """Executor of the whole model on every rank. pp_axis: of one rank."""
 
     def __init__(self, engine: Engine) -> None:
         assert isinstance(engine.module, Transformer)
         self.engine, self.model, self.pp_axis = engine, engine.module, Axis("pp")
 
     def run(self, passes: Sequence[Pass], each: Each) -> None:
+        """Run forward and backward of one batch; afterwards the engine holds summed gradients. Collective."""
         for number, p in enumerate(passes):
             last = number == len(passes) - 1
             watchdog.enter("the forward pass")
@@ -99,6 +84,7 @@ class Single:
 
     @torch.no_grad()
     def forward(self, passes: Sequence[Pass], each: Each) -> None:
+        """Run forward without gradient, in training or evaluation mode as `model.training` says. Collective."""
         for number, p in enumerate(passes):
             each(number, self.model(p.inputs_BL, p.context, p.targets_BL))
 
@@ -116,6 +102,7 @@ class Pipelined:
         self.runtime, self.crossing, self.watchers = runtime, crossing, tuple(watchers)
 
     def run(self, passes: Sequence[Pass], each: Each) -> None:
+        """Do the same as `Single.run`."""
         self.runtime.run(_Stages(self, passes, each, self._train), watchers=(*self.sums, *self.watchers))
         self.engine.reduce()
 
@@ -133,6 +120,7 @@ class Pipelined:
         self.runtime.run(_Stages(self, passes, each, self._train, versions, update), schedule, watchers=self.watchers)
 
     def forward(self, passes: Sequence[Pass], each: Each) -> None:
+        """Do the same as `Single.forward`."""
         self.runtime.forward(_Stages(self, passes, each, self.model), len(passes))
 
     @contextmanager
@@ -184,6 +172,9 @@ class _Stages:
 
     def reading(self, stage: int, version: int) -> AbstractContextManager[None]:
         return self.versions[stage].reading(version) if stage in self.versions else nullcontext()
+
+
+Executor = Single | Pipelined
 
 
 def logits_of(executor: Executor, shard: TokenShard) -> Callable[[Tensor], Output]:

@@ -26,7 +26,8 @@ from moe.recipe.keys import flat
 from moe.recipe.load import resolved_yaml
 from moe.recipe.sections import Run
 from moe.records.metrics import SUMMARY, Records, read_summary
-from moe.records.progress import open_progress
+from moe.records.panel import State
+from moe.records.progress import Progress
 from moe.records.redone import Restart, going_on
 from moe.records.title import title
 from moe.records.tracker import open_tracker
@@ -202,8 +203,8 @@ def _open_output(run: Run, arguments: RunArguments, start: Start, step: int, cal
     }
     records = Records(out if start.writes else None, resume_step=step if goes_on else None, say=arguments.say, trackers=trackers)
     kind: Literal["auto", "none"] = "auto" if first and arguments.display else "none"
-    progress = open_progress(run.train.steps, recipe=arguments.name, world=world.size, lines=title(run, world), out=out, kind=kind)
-    output = Output(records, progress, callbacks)
+    shown = State(run.train.steps, recipe=arguments.name, world=world.size, lines=title(run, world))
+    output = Output(records, Progress(shown, out=out, kind=kind), callbacks)
     if goes_on:
         about = resumed.recorded() if start.source is None else {}
         worlds = {"world": world.size} | ({} if resumed.world is None else {"world_before": resumed.world})

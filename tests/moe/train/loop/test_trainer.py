@@ -52,7 +52,7 @@ REAL = [
     (ending, "matmul_flops", results.matmul_flops),
     (ending, "source_commit", results.source_commit),
     (moe.report, "write_report", moe.report.write_report),
-    (metrics, "TensorBoard", metrics.TensorBoard),
+    (metrics, "open_tensorboard", metrics.open_tensorboard),
 ]
 NOISY = {"jitter": 0.1, "preset": "gshard", "capacity_factor": 1.0, "z_weight": 0.01}
 
