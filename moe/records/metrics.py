@@ -119,10 +119,8 @@ class Records:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Read the lines of a metrics.jsonl, or of the run folder that holds it. A half-written last line is left out.
-
-    Raises BadInput if the file is missing, or a line before the last is not a JSON object.
-    """
+    """Read the lines of a metrics.jsonl, or of the run folder that holds it. A half-written last line is left out. Raises BadInput if the
+    file is missing, or a line before the last is not a JSON object."""
     path = Path(path) / METRICS if Path(path).is_dir() else Path(path)
     try:
         raw = _regular(path).read_bytes().split(b"\n")

@@ -34,10 +34,8 @@ MAX_POINTS = 1024  # points kept of the loss curve, which is one row of characte
 @dataclass
 class State:
     """What the display shows of a run: its latest step and evaluation (lines of metrics.jsonl), its losses, seconds of the last 20 steps.
-
-    steps: all steps of the run. world: number of processes. lines: printed under the title. ramp: characters of growing height.
-    losses: means of `losses_per_point` steps each; recent: losses of steps that do not fill a point yet.
-    """
+    steps: all steps of the run. world: number of processes. lines: printed under the title. ramp: characters of growing height. losses:
+    means of `losses_per_point` steps each; recent: losses of steps that do not fill a point yet."""
 
     steps: int
     recipe: str

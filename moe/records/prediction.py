@@ -63,10 +63,8 @@ def _fix(change: Change | None, found: Prediction, bound: Bound) -> Fix:
 
 
 def compared(found: Prediction, *, memory_bytes: float, beside_bytes: float, step_seconds: float | None) -> dict[str, Any]:
-    """Return prediction, measurements and ratios, measured / predicted, for the summary.
-
-    beside_bytes: a CPU process's memory other than tensors. The measured peak includes it; the prediction does not, so it is added there.
-    """
+    """Return prediction, measurements and ratios, measured / predicted, for the summary. beside_bytes: a CPU process's memory other than
+    tensors. The measured peak includes it; the prediction does not, so it is added there."""
     step, cluster = None if found.time is None else found.time.step, found.place.cluster
     return {
         "memory_bytes": found.rank_bytes,

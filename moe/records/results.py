@@ -19,10 +19,8 @@ if TYPE_CHECKING:
 
 
 def write_json(path: str | Path, *, verb: str, rows: Sequence[dict[str, Any]], **more: Any) -> None:
-    """Write {"verb", "commit", "hardware", "rows", "passed", "failed", **more} as JSON, with NaN and infinity as null.
-
-    rows: one dict a result; the counts are of rows whose "passed" is not False, or is. Raises BadInput if the file cannot be written.
-    """
+    """Write {"verb", "commit", "hardware", "rows", "passed", "failed", **more} as JSON, with NaN and infinity as null. rows: one dict a
+    result; the counts are of rows whose "passed" is not False, or is. Raises BadInput if the file cannot be written."""
     import torch
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

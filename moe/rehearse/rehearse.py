@@ -76,9 +76,7 @@ class Walked:
 
 def main(run: Run, *, recipe: str, world: int, rank: int = 0, device: str = "cpu", json: str | None = None) -> int:
     """Rehearse a rank and print the result. Return the exit code: FAILED, after a line that says where, if the run itself would fail.
-
-    Raises BadInput as the run itself would, and for an impossible world, rank or device.
-    """
+    Raises BadInput as the run itself would, and for an impossible world, rank or device."""
     if world < 1:
         raise BadInput("--world", got=world, needed="at least 1 rank", fix="--world 8")
     if not 0 <= rank < world:
@@ -131,10 +129,8 @@ def table(run: Run, walked: Walked, world: World) -> list[str]:
 
 
 def carried(run: Run) -> tuple[Run, str]:
-    """Replace an engine that cannot run on tensors without values. Return the run, and a line about the replacement or "".
-
-    Raises BadInput for offload and for DP, which have no replacement.
-    """
+    """Replace an engine that cannot run on tensors without values. Return the run, and a line about the replacement or "". Raises BadInput
+    for offload and for DP, which have no replacement."""
     s, kind = run.sharding, run.sharding.carrier(pp=run.degrees.pp)
     if kind.threads:
         raise BadInput(
@@ -156,11 +152,10 @@ def carried(run: Run) -> tuple[Run, str]:
 
 
 def walk(run: Run, world: World, *, steps: int = 2) -> Walked:
-    """Rehearse build, `steps` steps and a save of a checked run. Without a drain between batches, each step is a few batches.
-
-    Raises BadInput as the run itself would, and RehearsalError if the run would fail: ranks would contradict one another.
-    """
-    run = run.model_copy(update={"train": run.train.model_copy(update={"compile": False})})  # compiled code needs tensors with values
+    """Rehearse build, `steps` steps and a save of a checked run. Without a drain between batches, each step is a few batches. Raises
+    BadInput as the run itself would, and RehearsalError if the run would fail: ranks would contradict one another."""
+    # nothing is computed, so compiling would only cost time
+    run = run.model_copy(update={"train": run.train.model_copy(update={"compile": False})})
     if continuous(run):
         run = run.model_copy(update={"pipeline": run.pipeline.model_copy(update={"drain_every": max(2, int(run.degrees.pp))})})
     with rehearsal(world) as pretended:
@@ -218,10 +213,8 @@ def take_step(job: Job) -> None:
 
 
 def _naming(engine: Engine, ledger: Ledger, built: int) -> Callable[[float], None]:
-    """Return the engine's step, which also tells the ledger which tensors are gradients and which are optimizer states.
-
-    built: the ledger's mark after the build.
-    """
+    """Return the engine's step, which also tells the ledger which tensors are gradients and which are optimizer states. built: the ledger's
+    mark after the build."""
     step = engine.step
 
     def named(lr: float) -> None:

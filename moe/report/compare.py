@@ -1,4 +1,4 @@
-"""Compares runs: `compare` draws recipes trained with several seeds each; `beside` prints and draws two runs (`moe compare`)."""
+"""Compares runs: `compare` draws recipes trained with several seeds each; `beside` prints and draws two runs (`moe report RUN OTHER`)."""
 
 from __future__ import annotations
 
@@ -121,9 +121,7 @@ def _words(key: str) -> str:
 
 def beside(first: Path, second: Path) -> Path:
     """Print how two runs' recipes differ, and their results; draw both validation losses. Return the picture, in the first run's folder.
-
-    Unfinished runs are compared too. Raises BadInput for a folder without a run, and for runs that evaluated at no step.
-    """
+    Unfinished runs are compared too. Raises BadInput for a folder without a run, and for runs that evaluated at no step."""
     names = (first.name, second.name) if first.name != second.name else (str(first), str(second))
     differences, results = recipe_rows(first, second), result_rows(first, second)
     _print("recipe", names, differences or [("no difference", "", "")])

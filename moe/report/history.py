@@ -17,10 +17,8 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class History:
-    """Lines of a run by kind: training and evaluation lines in order of steps, events in order of the file.
-
-    weights: the weights in training of `balance_loss` and `z_loss`; empty if unknown.
-    """
+    """Lines of a run by kind: training and evaluation lines in order of steps, events in order of the file. weights: the weights in
+    training of `balance_loss` and `z_loss`; empty if unknown."""
 
     train: tuple[Mapping[str, Any], ...]
     evals: tuple[Mapping[str, Any], ...]

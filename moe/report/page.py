@@ -53,10 +53,8 @@ def main(run_dir: Path | str, json: Path | str | None = None) -> Path:
 
 
 def write_report(run_dir: Path | str) -> Path:
-    """Draw plots/*.png and write report.html into a run's folder, finished or not. Returns the page's path.
-
-    Raises BadInput for a folder without metrics.jsonl, or if files in it cannot be read.
-    """
+    """Draw plots/*.png and write report.html into a run's folder, finished or not. Returns the page's path. Raises BadInput for a folder
+    without metrics.jsonl, or if files in it cannot be read."""
     folder = Path(run_dir)
     if not (folder / METRICS).is_file():
         near = Path("runs") / folder.name

@@ -37,11 +37,9 @@ def table(ranks: Sequence[Memory], *, context: bool = True) -> str:
 
 
 def bars(ranks: Sequence[Memory], theme: Theme, *, capacity: float | None = None, context: bool = True) -> Figure:
-    """Draw the predicted peak memory of each pipeline rank, in GiB, as a bar stacked of its parts, the largest at the bottom.
-
-    capacity: bytes of the device, drawn as a line. context: add the allocator's blocks and CUDA's context on top of the parts. The theme's
-    colours take effect only inside `drawn_in` or `save` of moe/report/style.py.
-    """
+    """Draw the predicted peak memory of each pipeline rank, in GiB, as a bar stacked of its parts, the largest at the bottom. capacity:
+    bytes of the device, drawn as a line. context: add the allocator's blocks and CUDA's context on top of the parts. The theme's colours
+    take effect only inside `drawn_in` or `save` of moe/report/style.py."""
     names = parts_of(ranks)
     fig = figure(width=max(6.4, 3.0 + 0.7 * len(ranks)), height=4.2)
     ax = fig.subplots()

@@ -117,11 +117,8 @@ class Auditor:
         ]
 
     def _settle(self, found: Sequence[Finding], step: int, when: str, *, looks_again: bool = False) -> bool:
-        """Replace every corrupt tensor in `found` by an intact copy; return whether any rank had one. Collective.
-
-        looks_again: the caller compares once more, so a tensor without an intact copy on this stage may get one from another stage. Else
-        raises Ended for it.
-        """
+        """Replace every corrupt tensor in `found` by an intact copy; return whether any rank had one. Collective. looks_again: the caller
+        compares once more, so a tensor without an intact copy on this stage may get one from another stage. Else raises Ended for it."""
         said = self._on_all(found)
         if not said:
             return False
@@ -139,11 +136,8 @@ class Auditor:
 
     def _unlike(self, grads: list[Held], mine: Tensor, heard: dict[str, int], seen: Sequence[tuple[Tensor, dict[str, int]]]) -> list[str]:
         """Return the places where this pass differs from every earlier one, the same list on every rank; empty if it agrees with one and
-        all copies of gradients are equal. Collective.
-
-        grads: the engine's gradients. mine: their hashes, then that of the step's numbers. heard: hashes by layer, from `listening`. seen:
-        (mine, heard) of the earlier passes.
-        """
+        all copies of gradients are equal. Collective. grads: the engine's gradients. mine: their hashes, then that of the step's numbers.
+        heard: hashes by layer, from `listening`. seen: (mine, heard) of the earlier passes."""
         differs = [largest(float(not torch.equal(mine, earlier)), self.world) for earlier, _ in seen]
         copies = self._on_all(by_majority(grads, mine[:-1], self.mesh))
         if not copies and not all(differs):

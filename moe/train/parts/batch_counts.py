@@ -27,10 +27,8 @@ Sums = Callable[[int, Tensor], Tensor]  # (layer, sums of one forward pass) -> t
 
 
 def with_whole_step(executor: Executor, passes: Sequence[Pass], shard: TokenShard) -> list[Pass]:
-    """Return the passes, with the sums of the whole step in their contexts if the balance loss needs them. Collective.
-
-    A balance loss of weight 0 is only reported; the mean over micro-batches is enough for that.
-    """
+    """Return the passes, with the sums of the whole step in their contexts if the balance loss needs them. Collective. A balance loss of
+    weight 0 is only reported; the mean over micro-batches is enough for that."""
     spec = executor.model.router_spec
     if not (executor.model.expert_counts and spec.balance_scope == "global_batch" and spec.asks_balance):
         return list(passes)

@@ -41,10 +41,8 @@ class Spent(NamedTuple):
 
 
 class Recording:
-    """Recorder of a few steps, each of which is run by `recording.of(work)`. It writes its files after RECORDED steps, then is idle.
-
-    name: of the files, such as rank-0. note: prints a line for the user.
-    """
+    """Recorder of a few steps, each of which is run by `recording.of(work)`. It writes its files after RECORDED steps, then is idle. name:
+    of the files, such as rank-0. note: prints a line for the user."""
 
     def __init__(self, folder: Path, name: str, *, note: Callable[[str], None]) -> None:
         self.folder, self.name, self.note = folder, name, note
@@ -98,11 +96,9 @@ def first_of_its_stage(mesh: Mesh) -> bool:
 
 
 def spent(events: Iterable[Any], *, steps: Sequence[int]) -> list[Spent]:
-    """Return the milliseconds a training step that each region of the code took, longest first.
-
-    events: FunctionEvents of a torch profiler. Some of them are regions named `step`; number i of these covers steps[i] training steps.
-    Only the one with the least time a step counts, because other work on the machine disturbed it least.
-    """
+    """Return the milliseconds a training step that each region of the code took, longest first. events: FunctionEvents of a torch profiler.
+    Some of them are regions named `step`; number i of these covers steps[i] training steps. Only the one with the least time a step counts,
+    because other work on the machine disturbed it least."""
     number, end = -1, 0.0  # number of the region `step` that is open, and the time at which it ends
     host: dict[int, dict[tuple[str, Phase], float]] = defaultdict(lambda: defaultdict(float))  # that number -> (region, phase) -> ms
     device: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))  # that number -> region -> ms

@@ -45,10 +45,8 @@ def nothing_to_move(run: Run) -> str | None:
 
 
 class Rebalancer:
-    """Counts each layer's load, and moves experts every `experts.rebalance_every` steps. All ranks must call its methods alike.
-
-    load: layer -> choices of each expert since the last move. placements: layer -> its experts in the order of their places on ranks.
-    """
+    """Counts each layer's load, and moves experts every `experts.rebalance_every` steps. All ranks must call its methods alike. load: layer
+    -> choices of each expert since the last move. placements: layer -> its experts in the order of their places on ranks."""
 
     def __init__(self, run: Run, engine: Engine, mesh: Mesh) -> None:
         self.run, self.engine, self.mesh = run, engine, mesh

@@ -20,6 +20,8 @@ from moe.data.tokenizer import check_separator
 from moe.parallelize.build import build, whole_layouts
 from moe.parallelize.engines import prepare
 from moe.parallelize.sequence import shard_of
+from moe.plan.job.flops import size
+from moe.plan.pipeline import described as described_pipeline
 from moe.recipe import hash_table
 from moe.recipe.hash_table import Table
 from moe.recipe.keys import flat
@@ -29,7 +31,6 @@ from moe.records.metrics import SUMMARY, Records, read_summary
 from moe.records.panel import State
 from moe.records.progress import Progress
 from moe.records.redone import Restart, going_on
-from moe.records.title import title
 from moe.records.tracker import open_tracker
 from moe.train.parts.audit import Auditor
 from moe.train.parts.callbacks import Callbacks
@@ -266,3 +267,37 @@ def start_model(run: Run, mesh: Mesh, world: World, *, rule: Rule | None = None,
         model, layouts = build(run, mesh, device=world.device, table=table)
     with during(STATES):
         return start_executor(run, model, layouts, mesh, rule=rule)
+
+
+def title(run: Run, world: World) -> list[str]:
+    """Return lines that describe a run: its devices, layout, precision, parameters, pipeline and router."""
+    d, p, tokens = run.degrees, run.precision, run.train.global_batch * run.model.read_length
+    counted = size(run.model, run.experts, run.router, vocab_size=run.vocab_size)
+    etp = f" etp {d.etp}" if d.etp > 1 else ""
+    attention = f"{run.sequence.kind}, {run.sequence.position_order}" + (f", heads {run.sequence.heads}" if run.sequence.heads > 1 else "")
+    layout = (
+        (f"pp {d.pp} " if d.pp > 1 else "")
+        + (f"tp {d.tp} ({_tensor(run)}) " if d.tp > 1 else "")
+        + (f"sp {d.sp} ({attention}) " if d.sp > 1 else "")
+        + f"dp {d.dp} ep {d.ep}{etp}"
+    )
+    lines = [
+        f"{world.size} x {world.device.type} · {layout} · {run.sharding.kind} · {p.compute} compute, {p.master} master",
+        f"{counted.total / 1e6:.1f}M parameters, {counted.active / 1e6:.1f}M active · {tokens:,} tokens a step",
+    ]
+    if run.head_copies() > 1:
+        heads = run.model.num_kv_heads or run.model.num_heads
+        lines.append(f"key-value heads: {heads} on {run.tp_grid().units} ranks of tp, so each is held in {run.head_copies()} copies")
+    if d.pp > 1:
+        lines.append(described_pipeline(run))
+    if run.model.layers_with_experts():
+        own = ", ".join(f"{key} {'null' if value is None else value}" for key, value in run.router.own.items())
+        lines.append(f"router {run.router.preset}{', but ' if own else ''}{own}")
+    return lines
+
+
+def _tensor(run: Run) -> str:
+    if run.tp_grid().sequences > 1:
+        return f"{run.tensor.kind}: {run.tp_grid()}"
+    chunks = f", overlapped in {run.tensor.overlap_chunks} chunks" if run.tensor.overlap_chunks > 1 else ""
+    return f"{run.tensor.kind}{', slices of sequences' if run.tensor.sequence_parallel else ''}{chunks}"

@@ -48,11 +48,9 @@ def here(world: World) -> Place:
 
 
 def foretell(run: Run, asked: Run, world: World, *, cluster: str | None, force: bool, say: Callable[[str], None]) -> Prediction | None:
-    """Predict memory and time, print them, and return them; None without a prediction. Collective: all ranks decide alike.
-
-    run: checked. asked: the user's own, which the fix of an error changes. cluster: a cluster file, or None for this machine. Raises
-    BadInput if the run is predicted not to fit, unless `force`.
-    """
+    """Predict memory and time, print them, and return them; None without a prediction. Collective: all ranks decide alike. run: checked.
+    asked: the user's own, which the fix of an error changes. cluster: a cluster file, or None for this machine. Raises BadInput if the run
+    is predicted not to fit, unless `force`."""
     found: Prediction | None = None
     limits = [float("inf")] * 2
     host = memory_limit_bytes() / world.local_size

@@ -51,9 +51,7 @@ class Counters:
 
 def save(folder: Path, engine: Engine, mesh: Mesh, *, keep: int, **described: Any) -> Path:
     """Write a checkpoint of this step into `folder` and remove all but the newest `keep`. Return the checkpoint's own folder. Collective.
-
-    described: the keyword arguments of `parts`.
-    """
+    described: the keyword arguments of `parts`."""
     return checkpoint.save(folder, world=mesh.axis("world"), keep=keep, **parts(engine, mesh, **described))
 
 
@@ -209,10 +207,8 @@ def _verify(given: Path, log: Callable[[str], None]) -> None:
 
 def begin(found: Reader, engine: Engine, mesh: Mesh, *, log: Callable[[str], None], whole: dict[str, Layout] | None = None) -> None:
     """Load another run's weights and routers' biases, for a run that begins: optimizer states are zero. With adapters, only frozen weights.
-
     whole: the layouts of the whole model, if this rank has only some stages. Collective. Raises BadInput, naming the parameter, for another
-    model.
-    """
+    model."""
     fix = "give this recipe the other's sizes (its recipe.yaml has them), or convert it: moe convert"
     mine, everywhere = (_of_base(layouts) for layouts in (engine.layouts, whole or engine.layouts))
     check_same_parameters(found, global_layouts(everywhere), fix=fix)
@@ -286,10 +282,8 @@ def load_factors(reader: Reader, kfac: Kfac, mesh: Mesh, *, updates: int, log: C
 
 
 def load_extra(reader: Reader, model: nn.Module, *, log: Callable[[str], None], staged: bool = False) -> None:
-    """Load routers' biases; log which ones the checkpoint or the recipe does not have, since a resumed run may add or remove them.
-
-    staged: the model has only some stages of the pipeline, so other biases are on other ranks.
-    """
+    """Load routers' biases; log which ones the checkpoint or the recipe does not have, since a resumed run may add or remove them. staged:
+    the model has only some stages of the pipeline, so other biases are on other ranks."""
     stored, held = reader.names(EXTRA), extra_state(model)
     before = build_run(reader.state["recipe"])
     saved = reader.state["counters"]["step"] > 0 and before.router.bias_rate is not None  # moe convert may write none

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moe.model.transformer import Block, Output, Transformer, moe_layers
 from moe.nn.cache import KeyValueCache
@@ -102,25 +102,20 @@ class Cached:
     @contextmanager
     def _reading(self) -> Iterator[None]:
         """Make attention layers read and extend the cache, until the context exits."""
-        cores, whole = [layer.core for layer in self.layers], self.model.whole_sequences
-        products = [cross.products for cross in self.crosses]
-        for layer in self.layers:
-            layer.core = partial(self.cache.attend, layer)
-            if isinstance(layer, LatentAttention):
-                layer.compressed = True
-        for cross in self.crosses:
-            cross.products = partial(self.cache.products, cross)  # type: ignore[assignment]
-        self.model.whole_sequences = self.cache.all_places
-        try:
-            yield
-        finally:
-            for layer, core in zip(self.layers, cores, strict=True):
-                layer.core = core
+        with ExitStack() as stack:
+
+            def replace(owner: nn.Module, name: str, value: Any) -> None:
+                stack.callback(setattr, owner, name, getattr(owner, name))
+                setattr(owner, name, value)
+
+            for layer in self.layers:
+                replace(layer, "core", partial(self.cache.attend, layer))
                 if isinstance(layer, LatentAttention):
-                    layer.compressed = False
-            for cross, before in zip(self.crosses, products, strict=True):
-                cross.products = before  # type: ignore[method-assign]
-            self.model.whole_sequences = whole
+                    replace(layer, "compressed", True)
+            for cross in self.crosses:
+                replace(cross, "products", partial(self.cache.products, cross))
+            replace(self.model, "whole_sequences", self.cache.all_places)
+            yield
 
 
 class Written:
@@ -162,9 +157,7 @@ def continued(
     device: torch.device | None = None,
 ) -> Iterator[list[int]]:
     """Yield the next token of every text, `num_tokens` times. prompts: token ids, all of one length; their last `max_length` are read.
-
-    seeds: one a text, so that a text does not depend on the others of its batch. Tokens from `vocab_size` on are never chosen.
-    """
+    seeds: one a text, so that a text does not depend on the others of its batch. Tokens from `vocab_size` on are never chosen."""
     texts = [list(prompt[-max_length:]) for prompt in prompts]
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     for _ in range(num_tokens):

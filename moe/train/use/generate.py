@@ -47,10 +47,8 @@ def sample(
     seed: int = 0,
     device: torch.device | None = None,
 ) -> str:
-    """Return the prompt and `num_tokens` more tokens as text. Every rank of a parallel model must call it with the same arguments.
-
-    model: maps tokens [1, max_length] to logits.
-    """
+    """Return the prompt and `num_tokens` more tokens as text. Every rank of a parallel model must call it with the same arguments. model:
+    maps tokens [1, max_length] to logits."""
     ids = tokenizer.beginning(prompt)
     steps = continued(
         Recomputed(model, max_length),

@@ -35,11 +35,11 @@ from moe.recipe.load import resolved_yaml
 from moe.recipe.sections import Optimizer, Run
 from moe.records import metrics, results
 from moe.records.summary import summary_rows
-from moe.records.title import title
 from moe.train.loop import advance, ending, recorded, trainer
 from moe.train.loop.step import validation_loss
 from moe.train.parts.learning_rate import learning_rate
 from moe.train.start import opening
+from moe.train.start.opening import title
 from moe.train.use import generate
 from parallel.errors import BadInput
 from parallel.mesh.mesh import Degrees, Mesh
