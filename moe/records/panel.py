@@ -28,6 +28,7 @@ from moe.records.summary import clock, fixed, known, percent, size, why_skipped
 
 LABEL = "dim"  # bright black would be invisible: some terminal themes use it as the background
 LABEL_WIDTH = 14
+NUMBERS = (("loss", "loss", ".4f"), ("tokens/s", "tokens_per_second", ",.0f"), ("lr", "lr", ".2e"))  # label, key, format
 MAX_POINTS = 1024  # points kept of the loss curve, which is one row of characters
 
 
@@ -73,9 +74,6 @@ def title(state: State) -> str:
     return f"{state.recipe}{separator}{state.world} process{'es' if state.world > 1 else ''}"
 
 
-# --- the panel ----------------------------------------------------------------------------------------------------------
-
-
 def panel(state: State, *, width: int, height: int) -> Panel:
     """Return the whole display for a terminal of `width` x `height` characters."""
     inner = max(20, width - 4)
@@ -85,35 +83,27 @@ def panel(state: State, *, width: int, height: int) -> Panel:
     if layers:
         room = max(1, height - len(state.lines) - 12)
         parts += [Rule(style=LABEL), *_heat_rows(layers, inner, room, state.ramp)]
-    return Panel(
-        Group(*parts), title=Text(title(state), style="bold"), title_align="left", box=box.ROUNDED, border_style="cyan", width=width
-    )
+    heading = Text(title(state), style="bold")
+    return Panel(Group(*parts), title=heading, title_align="left", box=box.ROUNDED, border_style="cyan", width=width)
 
 
 def _bar(state: State, width: int) -> Table:
     done = state.step.get("step", 0)
     left = f"{clock(state.seconds_left)} left" if done < state.steps else "done"
     where = f"step {done:,}/{state.steps:,} · {left}"
-    row = Table.grid(padding=(0, 1))
-    bar = ProgressBar(
-        total=state.steps, completed=done, width=max(8, width - len(where) - 1), complete_style="cyan", finished_style="green"
-    )
+    row, rest = Table.grid(padding=(0, 1)), max(8, width - len(where) - 1)
+    bar = ProgressBar(total=state.steps, completed=done, width=rest, complete_style="cyan", finished_style="green")
     row.add_row(bar, Text(where, no_wrap=True))
     return row
 
 
 def _numbers(state: State, width: int) -> Table:
     """Return a table of the step's numbers: up to three labels and values a row, then longer texts. Rows are cropped, never wrapped."""
-    s, sparse = state.step, bool(state.step.get("moe"))
-    pairs = [
-        ("loss", fixed(s.get("loss"), ".4f")),
-        ("tokens/s", fixed(s.get("tokens_per_second"), ",.0f")),
-        ("lr", fixed(s.get("lr"), ".2e")),
-        ("balance loss", fixed(s.get("balance_loss"), ".4f")) if sparse else None,
-        ("dropped", percent(s.get("dropped_share"))) if sparse else None,
-        ("memory", size(s.get("memory_bytes"))),
-    ]
-    shown = [pair for pair in pairs if pair is not None]
+    s = state.step
+    shown = [(name, fixed(s.get(key), form)) for name, key, form in NUMBERS]
+    if s.get("moe"):
+        shown += [("balance loss", fixed(s.get("balance_loss"), ".4f")), ("dropped", percent(s.get("dropped_share")))]
+    shown.append(("memory", size(s.get("memory_bytes"))))
     per_row = 3 if width >= 66 else 2 if width >= 44 else 1
     value = max(9, min(16, width // per_row - LABEL_WIDTH - 1))
     table = Table.grid()
@@ -132,8 +122,8 @@ def _wide_rows(state: State, width: int) -> list[tuple[str, str, str]]:
     """Return (label, text, style) of rows with one text: gradient norms, skipped steps, validation, loss curve."""
     s = state.step
     rows = [("gradient", _norms(s), "bold")]
-    if label := _skips(s)[0]:
-        rows.append((label, _skips(s)[1], "bold yellow" if s.get("skipped") else "bold"))
+    if (skips := _skips(s))[0]:
+        rows.append((*skips, "bold yellow" if s.get("skipped") else "bold"))
     if state.evaluation:
         rows.append(("validation", _evaluation(state.evaluation), "bold green"))
     if len(state.losses) > 1:
@@ -169,9 +159,6 @@ def sparkline(values: Sequence[float], *, cells: int, ramp: str = heat.BLOCKS) -
         means = [math.log(mean) for mean in means]
     low, high = min(means), max(means)
     return "".join(ramp[1 + round(7 * (mean - low) / (high - low))] if high > low else ramp[4] for mean in means)
-
-
-# --- expert load --------------------------------------------------------------------------------------------------------
 
 
 def worst(layers: Sequence[Mapping[str, Any]], room: int) -> list[Mapping[str, Any]]:
@@ -229,10 +216,7 @@ def _name(layer: Mapping[str, Any]) -> str:
     return f"L{layer.get('layer', '?')}"
 
 
-# --- plain lines --------------------------------------------------------------------------------------------------------
-
-
-def plain_step(state: State, *, max_layers: int = 4) -> str:
+def plain_step(state: State) -> str:
     """Format the latest step as one line of a log."""
     s, layers = state.step, state.step.get("moe") or []
     parts = [f"step {s.get('step', 0)}/{state.steps}", f"loss {fixed(s.get('loss'), '.4f')}"]
@@ -249,7 +233,7 @@ def plain_step(state: State, *, max_layers: int = 4) -> str:
     if known(state.seconds_left) and s.get("step", 0) < state.steps:
         parts.append(f"{clock(state.seconds_left)} left")
     if layers:
-        shown = worst(layers, max_layers)
+        shown = worst(layers, 4)
         rows = [f"{_name(layer)} |{heat.row(layer.get('load') or [], ramp=state.ramp)}| {_imbalance(layer):.2f}" for layer in shown]
         more = f" (the least even of {len(layers)})" if len(shown) < len(layers) else ""
         parts.append(f"load {' '.join(rows)}{more}")

@@ -30,14 +30,14 @@ def write_json(path: str | Path, *, verb: str, rows: Sequence[dict[str, Any]], *
     write_text(Path(path), json.dumps(value, indent=1) + "\n", what="--json")
 
 
-def matmul_flops(dtype: torch.dtype, device: torch.device, *, seconds: float = 0.3) -> float:
-    """Return this rank's FLOP/s in products of large square matrices, with the run's threads: the best measurement within `seconds`."""
+def matmul_flops(dtype: torch.dtype, device: torch.device) -> float:
+    """Return this rank's FLOP/s in products of large square matrices, with the run's threads: the best measurement within 0.3 seconds."""
     import torch
 
     n = 4096 if device.type == "cuda" else 1024
     a = torch.randn(n, n, device=device).to(dtype)
     out = torch.empty_like(a)
-    best, until = float("inf"), time.perf_counter() + seconds
+    best, until = float("inf"), time.perf_counter() + 0.3
     while time.perf_counter() < until:
         started = time.perf_counter()
         torch.mm(a, a, out=out)

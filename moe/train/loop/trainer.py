@@ -140,7 +140,7 @@ def _loop(job: Job, asked: Callable[[], bool]) -> None:
             refuse_endless_skips(job, one.norm)
             job.training.rebalancer.after_step(one.numbers, step=counters.step, updates=counters.updates, record=job.output.records.write)
             job.tell("on_step_end", line)
-        _record_saved(job)
+        _announce_saves(job)
         last, flags = counters.step == run.train.steps or job.stopped is not None, made[-1].numbers.flags
         unsaved = unsaved or due(run.train.save_every)
         # no save while steps are skipped: the weights may be damaged, and a save would remove an older, good checkpoint
@@ -163,7 +163,7 @@ def _end_early(job: Job) -> None:
     if job.saves.begun != step:
         _save(job, wait=True)
     job.saves.saver.settle()
-    _tell_saved(job)
+    _announce_saves(job)
     if job.figures.evaluated_at != step:
         evaluate(job, record=not was_evaluated(job))
     job.output.event("stopped", step=step, by=job.stopped)
@@ -178,31 +178,25 @@ def _save(job: Job, *, wait: bool) -> None:
     placed = training.rebalancer.state()
     parts = state.parts(job.engine, job.mesh, counters=job.counters, scale=training.scale, placed=placed, **saves.described)
     saves.saver.settle()
-    _record_saved(job)
-    _tell_saved(job)
+    _announce_saves(job)
     if wait or job.run.train.save_mode == "sync":
         saves.saver.save(**parts, prune=not job.counters.in_a_row)
     else:
         saves.saver.begin(**parts)
     saves.begun = job.counters.step
     watchdog.enter("after saving", patience=1.0)
-    _record_saved(job)
-    _tell_saved(job)
+    _announce_saves(job)
 
 
-def _record_saved(job: Job) -> None:
-    step = job.saves.saver.news()
-    if step is not None:
-        job.output.records.write(_saved(job, step))
+def _announce_saves(job: Job) -> None:
+    """Write a line about a checkpoint once rank 0 knows that it is complete, and call on_save once all ranks know it."""
+    saves = job.saves
 
+    def line(step: int) -> dict[str, Any]:
+        return {"kind": "event", "event": "saved", "step": step, "path": str(saves.saver.folder / f"step-{step}")}
 
-def _tell_saved(job: Job) -> None:
-    """Call on_save for a new checkpoint once all ranks know of it; rank 0 may know earlier."""
-    step = job.saves.saver.known
-    if step is not None and step != job.saves.told:
-        job.saves.told = step
-        job.tell("on_save", _saved(job, step))
-
-
-def _saved(job: Job, step: int) -> dict[str, Any]:
-    return {"kind": "event", "event": "saved", "step": step, "path": str(job.saves.saver.folder / f"step-{step}")}
+    if (step := saves.saver.news()) is not None:
+        job.output.records.write(line(step))
+    if (known := saves.saver.known) is not None and known != saves.told:
+        saves.told = known
+        job.tell("on_save", line(known))
