@@ -6,7 +6,7 @@ A run resumes from its own checkpoint, or begins with the weights and tokenizer 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from moe.recipe import hash_table
 from moe.recipe.hash_table import Table
 from moe.recipe.keys import flat
 from moe.recipe.load import resolved_yaml
-from moe.recipe.sections import Run
+from moe.recipe.sections import Data, Run
 from moe.records.metrics import SUMMARY, Records, read_summary
 from moe.records.panel import State
 from moe.records.progress import Progress
@@ -96,7 +96,10 @@ def open_job(run: Run, arguments: RunArguments) -> Job:
     mesh = process.connect(run.mesh_degrees(), world)
     callbacks = Callbacks(arguments.own.callbacks, mesh.axis("world"))
     start = _find_start(run, arguments, mesh)
-    data = _read_data(run, arguments, mesh, start.resumed)
+    read = partial(
+        read_data, run, run.data, tokenizer=start.resumed.tokenizer, log=arguments.say, listing=out / LISTING, given=arguments.own.data
+    )
+    data = the_same(read, mesh.axis("world")) if run.data.is_own else read()
     prepare(run, arguments.say)
     executor = start_model(run, mesh, world, rule=arguments.own.rule(run, mesh), table=start.resumed.table)
     if arguments.fresh:
@@ -114,9 +117,8 @@ def open_job(run: Run, arguments: RunArguments) -> Job:
     saver = Saver(out / "checkpoints", mesh.axis("world"), keep=run.train.keep)
     if start.found is not None and start.writes and not training.counters.in_a_row:  # after skipped steps older ones may be needed
         keep_newest(saver.folder, training.counters.step, run.train.keep)
-    auditor = Auditor(
-        executor.engine, mesh, every=run.train.audit_every, record=output.records.write, note=output.progress.note, checkpoints=saver.folder
-    )
+    record, note = output.records.write, output.progress.note
+    auditor = Auditor(executor.engine, mesh, every=run.train.audit_every, record=record, note=note, checkpoints=saver.folder)
     base = described(start.base) if start.base is not None and run.lora.rank else None
     saved: dict[str, Any] = {"recipe": run.model_dump(mode="json"), "tokenizer": data.tokenizer.describe(), "data": data.key}
     saved |= {"code": arguments.code, "base": base, "table": start.resumed.table}
@@ -141,21 +143,15 @@ def _find_start(run: Run, arguments: RunArguments, mesh: Mesh) -> Start:
     return Start(found, source, base, resumed, writes=arguments.world.rank == 0 and not done)
 
 
-def _read_data(run: Run, arguments: RunArguments, mesh: Mesh, resumed: Resumed) -> Dataset:
-    """Open the run's data, with the checkpoint's tokenizer if it resumes. Collective if a user's program gives the samples."""
-    read = partial(
-        open_data,
-        run.data,
-        max_length=run.model.max_length,
-        vocab_size=run.vocab_size,
-        seed=run.train.seed,
-        tokenizer=resumed.tokenizer,
-        log=arguments.say,
-        given=arguments.own.data,
-    )
-    data = the_same(read, mesh.axis("world")) if run.data.is_own else read()
-    for line in remark_lines(data.index, arguments.out / LISTING):
-        arguments.say(line)
+def read_data(
+    run: Run, source: Data, *, tokenizer: Any, log: Callable[[str], None], listing: Path | None = None, given: Any = None
+) -> Dataset:
+    """Open `source` for a run's model, and log remarks on its files. tokenizer: its description, or None: made from the text. listing: a
+    file for all remarks. given: samples of a user's program."""
+    sizes = {"max_length": run.model.max_length, "vocab_size": run.vocab_size}
+    data = open_data(source, **sizes, seed=run.train.seed, tokenizer=tokenizer, log=log, given=given)
+    for line in remark_lines(data.index, listing):
+        log(line)
     if run.model.document_mask:
         check_separator(data.tokenizer, run.model.document_separator)
     return data

@@ -16,17 +16,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moe.data import CorruptedTrain, CorruptedValidation, Dataset, MixedTrain, MixedValidation, ValidationSet, open_data
+from moe.data import CorruptedTrain, CorruptedValidation, Dataset, MixedTrain, MixedValidation, ValidationSet
 from moe.data.given import GivenValidation, Stream
 from moe.data.order import Windows
-from moe.data.remarks import remark_lines
 from moe.data.token_shard import TokenShard
-from moe.data.tokenizer import check_separator
 from moe.model.transformer import Transformer
 from moe.recipe.load import build_run, load
 from moe.records.results import write_json
 from moe.train.parts.numbers import LayerNumbers, Sums
 from moe.train.parts.passes import count_tokens, passes_of
+from moe.train.start.opening import read_data
 from moe.train.start.restore import choose, restore
 from moe.train.start.state import opened
 from parallel.errors import BadInput, counted
@@ -96,7 +95,7 @@ def main(run_dir: str, *, overrides: dict[str, str], sequences: int = 512, step:
             needed = "keys of data: the model is as it was trained"
             raise BadInput(f"--{key}", got="a key that moe eval does not take", needed=needed, fix=f"remove --{key}")
     overrides = ({"data.sources": "[]"} if "data.path" in overrides else {}) | overrides
-    path, note = choose(Path(run_dir), step=step), partial(print, file=sys.stderr)
+    path = choose(Path(run_dir), step=step)
     state = opened(path).state
     run = build_run(state["recipe"])
     data_config = load(Path(run_dir) / "recipe.yaml", overrides)[0].data if overrides else run.data
@@ -106,21 +105,8 @@ def main(run_dir: str, *, overrides: dict[str, str], sequences: int = 512, step:
     if data_config.sources and data_config.path is not None:
         raise BadInput("--data.path", got="it and data.sources as well", needed="one of the two", fix="remove --data.path")
     another = sources or "data.path" in overrides
-    data = open_data(
-        data_config,
-        max_length=run.model.max_length,
-        vocab_size=run.vocab_size,
-        seed=run.train.seed,
-        tokenizer=state["tokenizer"],
-        log=note,
-    )
-    for line in remark_lines(data.index):
-        note(line)
-    if run.model.document_mask:
-        check_separator(data.tokenizer, run.model.document_separator)
-    model = restore(path)
-    texts = _texts(data, whole=another)
-    found = evaluate(model, texts, sequences=sequences)
+    data = read_data(run, data_config, tokenizer=state["tokenizer"], log=partial(print, file=sys.stderr))
+    found = evaluate(restore(path), _texts(data, whole=another), sequences=sequences)
     where = "all of" if another else "the validation part of"
     print(f"{path}: {where} {data_config.name}, {counted(found.sequences, 'sequence')}, {counted(found.tokens, 'token')}")
     print(f"loss {found.loss:.4f} nats a token   {found.bits_per_byte:.4f} bits per byte   perplexity {found.perplexity:.2f}")
