@@ -49,7 +49,7 @@ def _guarded(draw: Callable[Concatenate[Progress, P], None]) -> Callable[Concate
     """Return the method made safe: if it fails, plain lines replace the live panel; if plain lines fail, nothing more is shown."""
 
     @wraps(draw)
-    def guarded(self: Progress, *args: P.args, **named: P.kwargs) -> None:
+    def guarded(self: Progress, /, *args: P.args, **named: P.kwargs) -> None:
         if self._kind == "none":
             return
         try:

@@ -41,7 +41,7 @@ from moe.recipe.keys import keys_of
 from moe.recipe.load import build_run, load, resolved_yaml
 from moe.recipe.sections import Run
 from moe.records.results import write_json
-from moe.train.start.adapters import whole
+from moe.train.start.restore import whole
 from moe.train.start.resume import KEPT, kept
 from moe.train.start.state import EXTRA, Counters
 from parallel.errors import BadInput, some

@@ -79,7 +79,12 @@ def finish(job: Job) -> dict[str, Any]:
         write_summary(job.out, summary)
         output.records.close()
         if run.train.report:
-            _report(job)
+            from moe.report import write_report
+
+            try:
+                write_report(job.out)
+            except Exception as error:  # a picture that cannot be drawn must not fail a finished run
+                output.progress.note(f"no report ({type(error).__name__}: {error}); try again with: moe report {job.out}")
     output.progress.close(summary)
     return summary
 
@@ -94,12 +99,3 @@ def _totals(job: Job) -> list[float]:
         totals = [*(float(sum(line[what] for line in lines)) for what in ("tokens", "step_seconds")), *dropped_shares(lines).values()]
         totals += map(float, sums(found).values())
     return sum_over(torch.tensor(totals, dtype=torch.float64, device=job.world.device), job.mesh.axis("world")).tolist()
-
-
-def _report(job: Job) -> None:
-    from moe.report import write_report
-
-    try:
-        write_report(job.out)
-    except Exception as error:  # a picture that cannot be drawn must not fail a finished run
-        job.output.progress.note(f"no report ({type(error).__name__}: {error}); try again with: moe report {job.out}")

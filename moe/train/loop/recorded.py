@@ -13,7 +13,6 @@ from moe.plan.pipeline import continuous
 from moe.records.metrics import read
 from moe.train.loop.advance import Made
 from moe.train.loop.step import validation_loss
-from moe.train.parts.numbers import LayerNumbers
 from moe.train.start.job import Job
 from moe.train.start.out_of_memory import EVALUATION, during
 from moe.train.start.place import peak_memory_bytes
@@ -46,6 +45,9 @@ def record(job: Job, made: Made, seconds: float) -> dict[str, Any]:
     figures.seconds += seconds
     if figures.measured is not None:
         figures.measured.after_step(seconds, job.engine)
+    layers = [vars(layer) | {"load": [round(share, 5) for share in layer.load]} for layer in numbers.layers]
+    for layer in layers:
+        del layer["choices"]  # the load says the same with fewer digits
     line = {
         "kind": "train",
         "step": c.step,
@@ -63,17 +65,11 @@ def record(job: Job, made: Made, seconds: float) -> dict[str, Any]:
         "skipped": not norm.finite,
         "skipped_total": c.skipped,
         "dropped_share": numbers.dropped_share,
-        "moe": [_layer_line(layer) for layer in numbers.layers],
+        "moe": layers,
         "time": time.time(),
     }
     job.output.records.write(line)
     job.output.progress.step(line)
-    return line
-
-
-def _layer_line(layer: LayerNumbers) -> dict[str, Any]:
-    line = vars(layer) | {"load": [round(share, 5) for share in layer.load]}
-    del line["choices"]  # left out of the file: the load says the same with fewer digits
     return line
 
 

@@ -37,12 +37,12 @@ from moe.train.parts.callbacks import Callbacks
 from moe.train.parts.executor import Executor, start_executor
 from moe.train.parts.rebalance import Rebalancer, nothing_to_move
 from moe.train.start import state
-from moe.train.start.adapters import base_of, check_base, described
-from moe.train.start.adapters import whole as whole_model
 from moe.train.start.job import Batches, Job, Output, Saves, Training
 from moe.train.start.out_of_memory import RESUMING, STATES, WEIGHTS, during
 from moe.train.start.own import Own, the_same
 from moe.train.start.place import make_writable, set_aside
+from moe.train.start.restore import base_of, check_base, described
+from moe.train.start.restore import whole as whole_model
 from moe.train.start.resume import KEPT, Resumed, pass_on
 from parallel.data.engine import Rule
 from parallel.mesh.collectives import largest
@@ -148,8 +148,8 @@ def read_data(
 ) -> Dataset:
     """Open `source` for a run's model, and log remarks on its files. tokenizer: its description, or None: made from the text. listing: a
     file for all remarks. given: samples of a user's program."""
-    sizes = {"max_length": run.model.max_length, "vocab_size": run.vocab_size}
-    data = open_data(source, **sizes, seed=run.train.seed, tokenizer=tokenizer, log=log, given=given)
+    opened = partial(open_data, source, max_length=run.model.max_length, vocab_size=run.vocab_size, seed=run.train.seed)
+    data = opened(tokenizer=tokenizer, log=log, given=given)
     for line in remark_lines(data.index, listing):
         log(line)
     if run.model.document_mask:

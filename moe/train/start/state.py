@@ -72,7 +72,7 @@ def parts(
     """Return the content of a checkpoint: the arguments `step`, `held` (tensors) and `state` (JSON) of parallel/store/checkpoint.py.
 
     tokenizer: its description. data: key of the tokenized text. code: key of the recipe -> hash of the plug-in's file. base: the base of
-    adapters (moe/train/start/adapters.py). table: token id -> experts, of hash routers. placed: from moe/train/parts/rebalance.py.
+    adapters (moe/train/start/restore.py). table: token id -> experts, of hash routers. placed: from moe/train/parts/rebalance.py.
     Iterating `held` is collective.
     """
     state = {"counters": vars(counters), "loss_scale": scale.state(), "recipe": recipe, "tokenizer": tokenizer, "data": data}
