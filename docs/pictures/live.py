@@ -19,7 +19,7 @@ sys.path.insert(0, str(HERE.parents[1]))
 from moe.recipe.load import load  # noqa: E402
 from moe.records.metrics import read, read_summary  # noqa: E402
 from moe.records.panel import State, panel  # noqa: E402
-from moe.records.title import title  # noqa: E402
+from moe.train.start.opening import title  # noqa: E402
 from parallel.process.process import World  # noqa: E402
 
 

@@ -181,7 +181,7 @@ def _speed() -> list[Row]:
     """Measure square matrix products in fp32 and bf16, on all usable cores or the first GPU."""
     import torch
 
-    from moe.records.speed import matmul_flops
+    from moe.records.results import matmul_flops
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_num_threads(usable_cores())

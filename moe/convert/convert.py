@@ -30,9 +30,9 @@ from moe.recipe.sections import Parallel, Run, Sharding, Tiling
 from moe.records import metrics
 from moe.records.results import write_json
 from moe.train.start import state
-from moe.train.start.adapters import whole
-from moe.train.start.kept import pass_on
 from moe.train.start.place import make_writable, settle_precision
+from moe.train.start.restore import whole
+from moe.train.start.resume import pass_on
 from moe.train.start.state import Counters
 from parallel.data.engine import MOMENTS, Engine
 from parallel.data.load import given

@@ -3,7 +3,7 @@
     relative  0   ⅛       ½       1       1½      2 and more
     cell      ·   ▁       ▂       ▄       ▆       █            blue: too little, grey: a fair share, orange: too much
 
-Height saturates at twice the fair share, colour at four times. Blue and orange can be told apart with any colour vision.
+The height stops growing at twice the fair share, the colour at four times. Blue and orange can be told apart with any colour vision.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ LITTLE, MUCH = (60, 140, 230), (230, 120, 20)
 
 
 def relative(load: Sequence[float | None]) -> list[float]:
-    """Return each expert's load over the mean load: 1 is uniform. A null becomes NaN; if no tokens were routed, all are 0."""
+    """Return each expert's load over the mean load: 1 is a fair share. None becomes NaN; if no tokens were routed, all are 0."""
     known = [share for share in load if share is not None]
     mean = sum(known) / len(known) if known else 0.0
     return [math.nan if share is None else share / mean if mean else 0.0 for share in load]
 
 
 def imbalance(load: Sequence[float | None]) -> float:
-    """Return the busiest expert's load over the mean load: 1 is balanced, num_experts is collapse. NaN if nothing is known."""
+    """Return the largest load over the mean load: 1 if balanced, the number of experts if one gets all tokens. NaN without known loads."""
     return max((value for value in relative(load) if not math.isnan(value)), default=math.nan)
 
 
@@ -37,7 +37,7 @@ def binned(values: Sequence[float], cells: int) -> list[float]:
 
 
 def cell(value: float, ramp: str = BLOCKS) -> str:
-    """Return one expert's character. Only a load of exactly 0 gets the first character of `ramp`, so that dead experts are visible."""
+    """Return the character, of the nine in `ramp`, for a load relative to uniform. Only 0, an expert without tokens, gets the first one."""
     if math.isnan(value):
         return UNKNOWN
     if value <= 0:
@@ -46,7 +46,7 @@ def cell(value: float, ramp: str = BLOCKS) -> str:
 
 
 def colour(value: float) -> str:
-    """Return one expert's colour as `#rrggbb`, by the logarithm of its load: fully blue at ¼ and less, fully orange at 4 times and more."""
+    """Return the colour `#rrggbb` for a load relative to uniform, by its logarithm: blue at ¼ and less, orange at 4 and more."""
     if math.isnan(value):
         return "#808080"
     strength = max(-1.0, min(1.0, math.log2(value) / 2)) if value > 0 else -1.0
@@ -55,5 +55,5 @@ def colour(value: float) -> str:
 
 
 def row(load: Sequence[float | None], *, cells: int = 64, ramp: str = BLOCKS) -> str:
-    """Return the row of cells as plain text."""
+    """Return one character an expert, or a mean of neighbouring experts if there are more than `cells`, as plain text."""
     return "".join(cell(value, ramp) for value in binned(relative(load), cells))

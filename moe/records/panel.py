@@ -1,8 +1,8 @@
-"""The live display as pure functions of a run's state: a panel for terminals, a line for logs.
+"""The live display, drawn from a run's state: a panel for terminals, a line a step for logs.
 
 ╭─ moe · switch_tiny · 2 processes ─────────────────╮     step 142/300 · loss 1.8423 · ... · load L1 ▃▄▅▄▂▆▄▄ 1.42
 │ ━━━━━━━━━━━━━━━╸         step 142/300 · 1:09 left │
-│ loss 1.8423 ▇▅▄▃▃▂▂ ...                           │     Drawing only: nothing here waits or writes.
+│ loss 1.8423 ▇▅▄▃▃▂▂ ...                           │     Nothing here waits or prints.
 │ L1  ▃▃▃ ▄▄▄ ▅▅▅ ▄▄▄ ▂▂▂ ▆▆▆ ▄▄▄ ▄▄▄   1.42   1.2 % │
 ╰───────────────────────────────────────────────────╯
 """
@@ -28,12 +28,15 @@ from moe.records.summary import clock, fixed, known, percent, size, why_skipped
 
 LABEL = "dim"  # bright black would be invisible: some terminal themes use it as the background
 LABEL_WIDTH = 14
+NUMBERS = (("loss", "loss", ".4f"), ("tokens/s", "tokens_per_second", ",.0f"), ("lr", "lr", ".2e"))  # label, key, format
 MAX_POINTS = 1024  # points kept of the loss curve, which is one row of characters
 
 
 @dataclass
 class State:
-    """Records that the display needs."""
+    """What the display shows of a run: its latest step and evaluation (lines of metrics.jsonl), its losses, seconds of the last 20 steps.
+    steps: all steps of the run. world: number of processes. lines: printed under the title. ramp: characters of growing height. losses:
+    means of `losses_per_point` steps each; recent: losses of steps that do not fill a point yet."""
 
     steps: int
     recipe: str
@@ -62,16 +65,13 @@ class State:
 
     @property
     def seconds_left(self) -> float | None:
-        """Steps left times the median time of the last 20 steps, so that one slow step (the first, a save) does not matter."""
+        """Time to the last step: steps left times the median of the last 20 steps' seconds, which a single slow step does not change."""
         return statistics.median(self.seconds) * (self.steps - self.step.get("step", 0)) if self.seconds else None
 
 
 def title(state: State) -> str:
     separator = " - " if state.ramp == heat.ASCII else " · "
     return f"{state.recipe}{separator}{state.world} process{'es' if state.world > 1 else ''}"
-
-
-# --- the panel ----------------------------------------------------------------------------------------------------------
 
 
 def panel(state: State, *, width: int, height: int) -> Panel:
@@ -83,35 +83,27 @@ def panel(state: State, *, width: int, height: int) -> Panel:
     if layers:
         room = max(1, height - len(state.lines) - 12)
         parts += [Rule(style=LABEL), *_heat_rows(layers, inner, room, state.ramp)]
-    return Panel(
-        Group(*parts), title=Text(title(state), style="bold"), title_align="left", box=box.ROUNDED, border_style="cyan", width=width
-    )
+    heading = Text(title(state), style="bold")
+    return Panel(Group(*parts), title=heading, title_align="left", box=box.ROUNDED, border_style="cyan", width=width)
 
 
 def _bar(state: State, width: int) -> Table:
     done = state.step.get("step", 0)
     left = f"{clock(state.seconds_left)} left" if done < state.steps else "done"
     where = f"step {done:,}/{state.steps:,} · {left}"
-    row = Table.grid(padding=(0, 1))
-    bar = ProgressBar(
-        total=state.steps, completed=done, width=max(8, width - len(where) - 1), complete_style="cyan", finished_style="green"
-    )
+    row, rest = Table.grid(padding=(0, 1)), max(8, width - len(where) - 1)
+    bar = ProgressBar(total=state.steps, completed=done, width=rest, complete_style="cyan", finished_style="green")
     row.add_row(bar, Text(where, no_wrap=True))
     return row
 
 
 def _numbers(state: State, width: int) -> Table:
-    """Return label-value pairs, up to three per row, then the rows that need the whole width. Cropped, never wrapped."""
-    s, sparse = state.step, bool(state.step.get("moe"))
-    pairs = [
-        ("loss", fixed(s.get("loss"), ".4f")),
-        ("tokens/s", fixed(s.get("tokens_per_second"), ",.0f")),
-        ("lr", fixed(s.get("lr"), ".2e")),
-        ("balance loss", fixed(s.get("balance_loss"), ".4f")) if sparse else None,
-        ("dropped", percent(s.get("dropped_share"))) if sparse else None,
-        ("memory", size(s.get("memory_bytes"))),
-    ]
-    shown = [pair for pair in pairs if pair is not None]
+    """Return a table of the step's numbers: up to three labels and values a row, then longer texts. Rows are cropped, never wrapped."""
+    s = state.step
+    shown = [(name, fixed(s.get(key), form)) for name, key, form in NUMBERS]
+    if s.get("moe"):
+        shown += [("balance loss", fixed(s.get("balance_loss"), ".4f")), ("dropped", percent(s.get("dropped_share")))]
+    shown.append(("memory", size(s.get("memory_bytes"))))
     per_row = 3 if width >= 66 else 2 if width >= 44 else 1
     value = max(9, min(16, width // per_row - LABEL_WIDTH - 1))
     table = Table.grid()
@@ -127,11 +119,11 @@ def _numbers(state: State, width: int) -> Table:
 
 
 def _wide_rows(state: State, width: int) -> list[tuple[str, str, str]]:
-    """Return (label, text, style) of the rows that need the whole width."""
+    """Return (label, text, style) of rows with one text: gradient norms, skipped steps, validation, loss curve."""
     s = state.step
     rows = [("gradient", _norms(s), "bold")]
-    if label := _skips(s)[0]:
-        rows.append((label, _skips(s)[1], "bold yellow" if s.get("skipped") else "bold"))
+    if (skips := _skips(s))[0]:
+        rows.append((*skips, "bold yellow" if s.get("skipped") else "bold"))
     if state.evaluation:
         rows.append(("validation", _evaluation(state.evaluation), "bold green"))
     if len(state.losses) > 1:
@@ -150,8 +142,7 @@ def _evaluation(line: Mapping[str, Any]) -> str:
 
 
 def _skips(s: Mapping[str, Any]) -> tuple[str, str]:
-    """Return loss scale and skipped steps, as (label, text). Without a scale, skipped steps with their reason. Empty if there are
-    neither."""
+    """Return (label, text): the loss scale and the number of skipped steps; without a scale, that number and the reason; else ("", "")."""
     scale, skips = s.get("loss_scale"), s.get("skipped_total") or 0
     steps, too = f"{skips:,} step{'s' if skips > 1 else ''}", ", this one too" if s.get("skipped") else ""
     if known(scale) and scale != 1:
@@ -160,7 +151,7 @@ def _skips(s: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def sparkline(values: Sequence[float], *, cells: int, ramp: str = heat.BLOCKS) -> str:
-    """Return a curve in one row of at most `cells` characters, from its lowest value to its highest. Logarithmic if all are positive."""
+    """Draw values as a curve in one row of at most `cells` characters, on a logarithmic scale if all are positive."""
     n = min(cells, len(values))
     parts = [values[i * len(values) // n : (i + 1) * len(values) // n] for i in range(n)]
     means = [sum(part) / len(part) for part in parts]
@@ -170,11 +161,8 @@ def sparkline(values: Sequence[float], *, cells: int, ramp: str = heat.BLOCKS) -
     return "".join(ramp[1 + round(7 * (mean - low) / (high - low))] if high > low else ramp[4] for mean in means)
 
 
-# --- expert load --------------------------------------------------------------------------------------------------------
-
-
 def worst(layers: Sequence[Mapping[str, Any]], room: int) -> list[Mapping[str, Any]]:
-    """Return at most `room` layers, in order. If not all fit, the most unbalanced ones."""
+    """Return at most `room` of the step's MoE layers, in order: if not all fit, those with the least balanced load."""
     if len(layers) <= room:
         return list(layers)
     by_imbalance = sorted(layers, key=lambda layer: -_imbalance(layer))[: max(1, room)]
@@ -192,11 +180,11 @@ def _dropped(layer: Mapping[str, Any]) -> float | None:
 
 
 def _heat_rows(layers: Sequence[Mapping[str, Any]], width: int, room: int, ramp: str) -> list[RenderableType]:
-    """Return a heading and one row per layer: cells as wide as fit, then max/mean, and the dropped share if there is room."""
+    """Return a heading and, for each layer, a row: a cell an expert, the largest load over the mean, and the dropped share if it fits."""
     shown = worst(layers, room)
     experts = max(len(layer.get("load") or ()) for layer in layers)
     name = max(len(_name(layer)) for layer in layers) + 1
-    tail = 18 if width - name - experts >= 18 else 7  # two columns, or max/mean alone
+    tail = 18 if width - name - experts >= 18 else 7  # width of the columns max/mean and dropped, or of max/mean alone
     cells = max(1, width - name - tail)
     cell_width = max(1, min(8, cells // max(1, experts)))
     per_bin = math.ceil(experts / cells)
@@ -228,11 +216,8 @@ def _name(layer: Mapping[str, Any]) -> str:
     return f"L{layer.get('layer', '?')}"
 
 
-# --- plain lines --------------------------------------------------------------------------------------------------------
-
-
-def plain_step(state: State, *, max_layers: int = 4) -> str:
-    """Format one step as one line of a log."""
+def plain_step(state: State) -> str:
+    """Format the latest step as one line of a log."""
     s, layers = state.step, state.step.get("moe") or []
     parts = [f"step {s.get('step', 0)}/{state.steps}", f"loss {fixed(s.get('loss'), '.4f')}"]
     if layers:
@@ -248,7 +233,7 @@ def plain_step(state: State, *, max_layers: int = 4) -> str:
     if known(state.seconds_left) and s.get("step", 0) < state.steps:
         parts.append(f"{clock(state.seconds_left)} left")
     if layers:
-        shown = worst(layers, max_layers)
+        shown = worst(layers, 4)
         rows = [f"{_name(layer)} |{heat.row(layer.get('load') or [], ramp=state.ramp)}| {_imbalance(layer):.2f}" for layer in shown]
         more = f" (the least even of {len(layers)})" if len(shown) < len(layers) else ""
         parts.append(f"load {' '.join(rows)}{more}")

@@ -1,10 +1,6 @@
-"""Predicted memory and time of a run, in words before it starts, and compared with measurements in its summary.
+"""A run's predicted memory and time: the lines printed before it starts, and the comparison with measurements in its summary.
 
-    line(p), warning(p)     at the start: bytes of the fullest rank, seconds of a step
-    refusal(p, ...)         the error of a run that cannot fit, with a change that makes it fit (moe/plan/choose/fitting.py)
-    record(p), against(...) at the end: prediction, measurement, and measured / predicted
-
-moe/plan/choose/predicted.py makes the prediction. Needs no torch.
+moe/plan/choose/predicted.py makes the prediction; moe/plan/choose/fitting.py finds a change with which a run fits.
 """
 
 from __future__ import annotations
@@ -23,7 +19,7 @@ CALIBRATE = "moe plan --calibrate"
 
 
 def line(found: Prediction) -> str:
-    """Return the line printed at the start of a run."""
+    """Return the line printed at the start of a run: bytes of tensors on the rank with the most, and seconds a step."""
     of = "" if found.tightest is None else f" of {size(found.tightest.limit)}"
     said = f"predicted: {size(found.rank_bytes)} of tensors on the fullest rank{of}, "
     if found.time is None or found.place.cluster is None:
@@ -32,7 +28,7 @@ def line(found: Prediction) -> str:
 
 
 def warning(found: Prediction) -> str | None:
-    """Return a warning if a run that is not refused may still not fit, else None."""
+    """Return a warning if the tensors fit but, with allocator and CUDA context, the device may not have enough memory; else None."""
     limit = found.place.limit_bytes
     if limit is None or found.over_bytes > 0 or found.needed_bytes <= limit:
         return None
@@ -40,7 +36,7 @@ def warning(found: Prediction) -> str | None:
 
 
 def refusal(found: Prediction, run: Run, world: int, *, checked: Callable[[Run, int], Run]) -> BadInput:
-    """Return the error for a prediction with `over_bytes` above 0. `run`: the user's own; `checked`: the recipe's checks."""
+    """Return the error, with a fix, for a run predicted not to fit. run: as the user gave it. checked: resolves and checks a Run."""
     bound = found.tightest
     assert bound is not None
     change = change_that_fits(
@@ -66,26 +62,20 @@ def _fix(change: Change | None, found: Prediction, bound: Bound) -> Fix:
     return Words(f"take {disk}ranks {many} memory together (moe plan chooses a layout)")
 
 
-def record(found: Prediction) -> dict[str, Any]:
-    """Return the prediction's entry in the summary, without measurements."""
-    cluster = found.place.cluster
-    step = None if found.time is None else found.time.step
-    return {"memory_bytes": found.rank_bytes, "step_seconds": step, "cluster": None if cluster is None else cluster.name}
-
-
-def against(
-    recorded: dict[str, Any] | None, *, memory_bytes: float, beside_bytes: float, step_seconds: float | None
-) -> dict[str, Any] | None:
-    """Add measurements to the entry from `record`. Ratios are measured / predicted. `beside_bytes`: memory of a process on a CPU other than
-    tensors. The measured peak contains it and the prediction does not, so it is added to the prediction for the ratio."""
-    if recorded is None:
-        return None
-    measured = {"beside_bytes": beside_bytes, "measured_memory_bytes": memory_bytes, "measured_step_seconds": step_seconds}
-    ratios = {
-        "memory_ratio": _ratio(memory_bytes, recorded["memory_bytes"] + beside_bytes),
-        "step_ratio": _ratio(step_seconds, recorded["step_seconds"]),
+def compared(found: Prediction, *, memory_bytes: float, beside_bytes: float, step_seconds: float | None) -> dict[str, Any]:
+    """Return prediction, measurements and ratios, measured / predicted, for the summary. beside_bytes: a CPU process's memory other than
+    tensors. The measured peak includes it; the prediction does not, so it is added there."""
+    step, cluster = None if found.time is None else found.time.step, found.place.cluster
+    return {
+        "memory_bytes": found.rank_bytes,
+        "step_seconds": step,
+        "cluster": None if cluster is None else cluster.name,
+        "beside_bytes": beside_bytes,
+        "measured_memory_bytes": memory_bytes,
+        "measured_step_seconds": step_seconds,
+        "memory_ratio": _ratio(memory_bytes, found.rank_bytes + beside_bytes),
+        "step_ratio": _ratio(step_seconds, step),
     }
-    return recorded | measured | ratios
 
 
 def _ratio(measured: float | None, predicted: float | None) -> float | None:

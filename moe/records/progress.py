@@ -1,7 +1,6 @@
 """The live display of a run: a rich panel on a terminal, plain lines in a log, a table at the end.
 
-A display never stops a training run. If drawing fails, the display falls back from the panel to plain lines, and from plain lines to
-silence. The drawing itself is in moe/records/panel.py and ending.py.
+A display never stops a training run (see `_guarded`). The panel and the plain lines are drawn by moe/records/panel.py.
 """
 
 from __future__ import annotations
@@ -10,87 +9,51 @@ import atexit
 import io
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import wraps
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Concatenate, Literal, ParamSpec
 
-from rich.console import Console, RenderableType
+from rich import box
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
 from rich.text import Text
 
-from moe.records.ending import ending
 from moe.records.heat import ASCII
-from moe.records.panel import State, panel, plain_evaluation, plain_step, title, unicode_ramp
+from moe.records.panel import LABEL, State, panel, plain_evaluation, plain_step, title, unicode_ramp
+from moe.records.summary import LOSS, printable, size, summary_rows
 
 FAILURES = (Exception, SystemExit)  # rich raises SystemExit when the pipe is closed
 PLAIN_EVERY_S = 5.0
 PLAIN_EVERY_STEPS = 50
 PLAINER = str.maketrans({"·": "-", "–": "-", "…": "..."})
 Kind = Literal["auto", "live", "plain", "none"]
+P = ParamSpec("P")
+FILES = {
+    "recipe.yaml": "the whole recipe, each value with its origin",
+    "metrics.jsonl": "every step's numbers, one JSON object a line",
+    "summary.json": "the numbers above",
+    "report.html": "curves, expert load over time, drops, memory: one page",
+    "plots": "the same pictures as PNG",
+    "checkpoints": "to go on from, or to generate with",
+    "tensorboard": "tensorboard --logdir shows the curves",
+    "data_files.txt": "files of the data that were skipped, or read as plain text, and why",
+    "profile": "where the time of a step goes: tables, and traces for ui.perfetto.dev",
+}
 
 
-def open_progress(
-    steps: int,
-    *,
-    recipe: str,
-    world: int = 1,
-    lines: Sequence[str] = (),
-    out: Path | None = None,
-    kind: Kind = "auto",
-    console: Console | None = None,
-) -> Progress:
-    """Start the display of a run of `steps` steps. `lines` are shown under the title (device, layout, parameters).
+def _guarded(draw: Callable[Concatenate[Progress, P], None]) -> Callable[Concatenate[Progress, P], None]:
+    """Return the method made safe: if it fails, plain lines replace the live panel; if plain lines fail, nothing more is shown."""
 
-    `out` is the run's folder; its files are listed at the end. `kind` "auto" is live on a terminal and plain elsewhere; "none" is for ranks
-    other than 0. Never raises.
-    """
-    return Progress(State(steps=steps, recipe=recipe, world=world, lines=tuple(lines)), out=out, kind=kind, console=console)
-
-
-class Progress:
-    """Display that takes the lines of metrics.jsonl as they are written. Use it as a context manager, or call `close` at the end."""
-
-    def __init__(self, state: State, *, out: Path | None, kind: Kind, console: Console | None) -> None:
-        self._state, self._out, self._kind = state, out, kind
-        self._live: Live | None = None
-        self._printed_s = 0.0
-        self._unprinted = False
-        self._console = console or Console()
-        self._guarded(self._open)
-
-    def step(self, line: Mapping[str, Any]) -> None:
-        """Show a training step's numbers (one line of metrics.jsonl)."""
-        self._guarded(lambda: self._step(line))
-
-    def evaluation(self, line: Mapping[str, Any]) -> None:
-        """Show an evaluation's numbers."""
-        self._guarded(lambda: self._evaluation(line))
-
-    def note(self, text: str) -> None:
-        """Print one line that stays on the screen: a save, a resume, a warning."""
-        self._guarded(lambda: self._print(text))
-
-    def close(self, summary: Mapping[str, Any] | None = None) -> None:
-        """End the display. With a summary (the fields of summary.json), print the last table, the generated sample and the files."""
-        self._guarded(self._stop)
-        if summary is not None:
-            self._guarded(lambda: self._show(ending(self._state, summary, self._out)))
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    # --- methods that may fail ---
-
-    def _guarded(self, draw: Callable[[], None]) -> None:
-        """Call one drawing function. If it fails, the live panel is replaced by plain lines; if those fail too, the display ends."""
+    @wraps(draw)
+    def guarded(self: Progress, /, *args: P.args, **named: P.kwargs) -> None:
         if self._kind == "none":
             return
         try:
-            draw()
+            draw(self, *args, **named)
         except FAILURES as error:
             live, self._live = self._live, None
             failed, self._kind = self._kind, "none"
@@ -100,6 +63,22 @@ class Progress:
                     live.stop()
                     self._kind = "plain"
 
+    return guarded
+
+
+class Progress:
+    """Display of a run, whose lines of metrics.jsonl it gets as they are written. No method raises. out: the run's folder, whose files are
+    listed at the end. kind: "auto" is live on a terminal, else plain; "none" shows nothing."""
+
+    def __init__(self, state: State, *, out: Path | None = None, kind: Kind = "auto", console: Console | None = None) -> None:
+        self._state, self._out, self._kind = state, out, kind
+        self._live: Live | None = None
+        self._printed_s = 0.0
+        self._unprinted = False
+        self._console = console or Console()
+        self._open()
+
+    @_guarded
     def _open(self) -> None:
         console = self._console
         self._state.ramp = unicode_ramp(console.encoding)
@@ -117,13 +96,15 @@ class Progress:
                 self._print(text)
 
     def _panel(self) -> RenderableType:
-        """Draw in rich's thread, where no code catches exceptions: a failure is shown instead."""
+        """Draw the panel, or the error if that fails: rich calls this in a thread of its own, where no code of ours catches exceptions."""
         try:
             return panel(self._state, width=min(self._console.width, 110), height=self._console.height)
         except Exception as error:
             return Text(f"the display failed ({type(error).__name__}: {error}); training continues")
 
-    def _step(self, line: Mapping[str, Any]) -> None:
+    @_guarded
+    def step(self, line: Mapping[str, Any]) -> None:
+        """Show a training step. line: its line of metrics.jsonl."""
         self._state.add(line)
         if self._kind != "plain":
             return
@@ -134,10 +115,28 @@ class Progress:
             self._printed_s = now
             self._print(plain_step(self._state))
 
-    def _evaluation(self, line: Mapping[str, Any]) -> None:
+    @_guarded
+    def evaluation(self, line: Mapping[str, Any]) -> None:
+        """Show an evaluation. line: its line of metrics.jsonl."""
         self._state.evaluation = line
         self._print(plain_evaluation(self._state))
 
+    @_guarded
+    def note(self, text: str) -> None:
+        """Print one line that stays on the screen: a save, a resume, a warning."""
+        self._print(text)
+
+    def close(self, summary: Mapping[str, Any] | None = None) -> None:
+        """End the display. With a summary (the fields of summary.json), print the last table, the generated sample and the files."""
+        self._stop()
+        if summary is not None:
+            self._end(summary)
+
+    @_guarded
+    def _end(self, summary: Mapping[str, Any]) -> None:
+        self._show(ending(self._state, summary, self._out))
+
+    @_guarded
     def _stop(self) -> None:
         atexit.unregister(self.close)
         if self._live is not None:
@@ -154,3 +153,37 @@ class Progress:
     def _show(self, what: RenderableType, *, soft_wrap: bool = False) -> None:
         self._console.print(what, soft_wrap=soft_wrap, highlight=False)
         self._console.file.flush()
+
+
+def ending(state: State, summary: Mapping[str, Any], out: Path | None) -> Group:
+    """Return the display at the end of a run: a table of its summary, the text it generates, and a list of the files in its folder."""
+    table = Table(title=Text(title(state), style="bold"), title_justify="left", box=box.ROUNDED, show_header=False, border_style="cyan")
+    table.add_column(style=LABEL, no_wrap=True)
+    table.add_column(style="bold", overflow="fold")
+    for label, value in summary_rows(summary):
+        if label != LOSS:  # the warning is a sentence, printed below the table
+            table.add_row(label, Text(value))
+    parts: list[RenderableType] = [table]
+    if warning := summary.get("loss_warning"):
+        parts.append(Text(str(warning), style="bold yellow"))
+    if summary.get("sample"):
+        shown, heading = Text(printable(str(summary["sample"])).strip("\n")), Text("a sample of the text that it generates")
+        parts.append(Panel(shown, title=heading, title_align="left", box=box.ROUNDED, border_style=LABEL))
+    if out is not None:
+        parts.append(_folder(out))
+    return Group(*parts)
+
+
+def _folder(out: Path) -> Group:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True)
+    grid.add_column(no_wrap=True, justify="right", style=LABEL)
+    grid.add_column(style=LABEL)
+    for name, meaning in FILES.items():
+        path = out / name
+        if path.is_dir():
+            inside = sorted(p.name for p in path.iterdir() if not p.name.startswith("."))
+            grid.add_row(f"  {name}/", f"{len(inside)} item{'s' if len(inside) != 1 else ''}", meaning)
+        elif path.exists():
+            grid.add_row(f"  {name}", size(path.stat().st_size), meaning)
+    return Group(Text.assemble("files in ", (f"{out}", "bold")), grid)

@@ -1,31 +1,70 @@
-"""JSON that every verb writes for `--json FILE`: {"verb", "commit", "hardware", "rows", "passed", "failed"}."""
+"""The JSON that every verb writes for `--json FILE`; this machine's name, and its speed of matrix products."""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from moe.records.metrics import finite
+from parallel.errors import counted
+from parallel.machine import processor
 from parallel.store.files import write_text
+
+if TYPE_CHECKING:
+    import torch
 
 
 def write_json(path: str | Path, *, verb: str, rows: Sequence[dict[str, Any]], **more: Any) -> None:
-    """Write the rows; a row has failed if its "passed" is False. NaN and infinity become null. Raises BadInput if it cannot write."""
+    """Write {"verb", "commit", "hardware", "rows", "passed", "failed", **more} as JSON, with NaN and infinity as null. rows: one dict a
+    result; the counts are of rows whose "passed" is not False, or is. Raises BadInput if the file cannot be written."""
     import torch
-
-    from moe.records.metrics import finite
-    from moe.records.speed import hardware, source_commit
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     failed = sum(row.get("passed") is False for row in rows)
-    value = {
-        "verb": verb,
-        "commit": source_commit(),
-        "hardware": hardware(device),
-        "rows": [finite(row) for row in rows],
-        "passed": len(rows) - failed,
-        "failed": failed,
-        **more,
-    }
+    value: dict[str, Any] = {"verb": verb, "commit": source_commit(), "hardware": hardware(device), "rows": [finite(row) for row in rows]}
+    value |= {"passed": len(rows) - failed, "failed": failed, **more}
     write_text(Path(path), json.dumps(value, indent=1) + "\n", what="--json")
+
+
+def matmul_flops(dtype: torch.dtype, device: torch.device) -> float:
+    """Return this rank's FLOP/s in products of large square matrices, with the run's threads: the best measurement within 0.3 seconds."""
+    import torch
+
+    n = 4096 if device.type == "cuda" else 1024
+    a = torch.randn(n, n, device=device).to(dtype)
+    out = torch.empty_like(a)
+    best, until = float("inf"), time.perf_counter() + 0.3
+    while time.perf_counter() < until:
+        started = time.perf_counter()
+        torch.mm(a, a, out=out)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - started)
+    return 2.0 * n**3 / best
+
+
+def hardware(device: torch.device) -> str:
+    """Return the GPU's name, or the processor's and the number of threads."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{processor()}, {counted(torch.get_num_threads(), 'thread')} a rank"
+
+
+def source_commit() -> str | None:
+    """Return the git commit of this code, with "+" at its end if files were changed; None outside a git checkout."""
+    here = Path(__file__).resolve().parent
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, timeout=10, check=True).stdout
+
+    try:
+        commit, changed = git("rev-parse", "--short", "HEAD"), git("status", "--porcelain", "-uno")
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return commit.strip() + ("+" if changed.strip() else "")

@@ -1,8 +1,9 @@
-"""A run's summary in words, with units: the same rows for the terminal's last table and the report's first table."""
+"""A run's summary in words, with units, for the table at a run's end and for its report; and a warning about a loss that rose."""
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
 
@@ -10,7 +11,7 @@ from moe.records.redone import NOTHING
 from parallel.errors import plain
 
 MISSING = "–"
-LOSS = "course of the loss"  # the row of a warning
+LOSS = "course of the loss"  # label of the row with the warning of `loss_warning`
 
 
 def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -19,9 +20,9 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     if summary.get("mfu") is not None:
         share = ("model FLOPs utilisation (MFU)", "mfu")
     rows = [
-        ("validation loss", _number(summary.get("validation_loss"), ".4f", " nats per token")),
-        ("bits per byte", _number(summary.get("bits_per_byte"), ".4f")),
-        ("tokens per second", _number(summary.get("tokens_per_second"), ",.0f")),
+        ("validation loss", fixed(summary.get("validation_loss"), ".4f", " nats per token")),
+        ("bits per byte", fixed(summary.get("bits_per_byte"), ".4f")),
+        ("tokens per second", fixed(summary.get("tokens_per_second"), ",.0f")),
         (share[0], percent(summary.get(share[1]))),
         ("dropped tokens", _dropped(summary)),
         ("model states, one process", _states(summary)),
@@ -30,11 +31,11 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("step against its prediction", _against(summary, "step_seconds", lambda value: f"{value:.3g} s")),
         ("parameters", _parameters(summary)),
         ("FLOPs per token", count(summary.get("flops_per_token"))),
-        ("steps", _number(summary.get("steps"), ",.0f")),
+        ("steps", fixed(summary.get("steps"), ",.0f")),
         ("skipped steps", _skipped(summary)),
         ("training time", duration(summary.get("train_seconds"))),
         ("made again", _redone(summary)),
-        ("processes", _number(summary.get("world"), ".0f")),
+        ("processes", fixed(summary.get("world"), ".0f")),
         ("hardware", _text(summary.get("hardware"))),
         ("commit", _text(summary.get("commit"))),
         (LOSS, _text(summary.get("loss_warning"))),
@@ -42,11 +43,11 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(label, value) for label, value in rows if value != MISSING]
 
 
-LAST = 0.1  # share of a run's steps: its drops after it has learned to route, which the first steps do not show
+LAST = 0.1  # share of the steps at the end, whose drops are also given alone: routing is learned by then
 
 
 def dropped_shares(lines: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Return `dropped_share` over all training lines, and `dropped_share_last` over the last part of the steps."""
+    """Return the dropped share of (token, choice) pairs: `dropped_share` in all steps, `dropped_share_last` in the last tenth of them."""
     training = [line for line in lines if line.get("kind", "train") == "train"]
     counts = [[sum(layer.get(what) or 0 for layer in line.get("moe") or ()) for what in ("kept", "dropped")] for line in training]
     last = counts[-max(1, round(LAST * len(counts))) :]
@@ -64,13 +65,12 @@ def _dropped(summary: Mapping[str, Any]) -> str:
 
 
 def why_skipped(loss_scale: Any) -> str:
-    """Return the reason for a skipped step. With a dynamic loss scale an overflow is expected, and the scale is halved."""
+    """Return the reason for a skipped step. With a dynamic loss scale (a number other than 1) overflows are expected: it is then halved."""
     scaled = known(loss_scale) and loss_scale != 1
     return "gradients overflowed at a higher loss scale" if scaled else "gradients that were not finite"
 
 
 def _skipped(summary: Mapping[str, Any]) -> str:
-    """Return the number of skipped steps with the reason, and the number at the end of the run; MISSING if none was skipped."""
     skipped, last = summary.get("skipped") or 0, summary.get("skipped_last") or 0
     if not skipped:
         return MISSING
@@ -80,7 +80,6 @@ def _skipped(summary: Mapping[str, Any]) -> str:
 
 
 def _redone(summary: Mapping[str, Any]) -> str:
-    """Describe repeated work of a run that was started more than once; else MISSING."""
     found = NOTHING | (summary.get("redone") or {})
     if not found["resumes"]:
         return MISSING
@@ -97,8 +96,6 @@ def _parameters(summary: Mapping[str, Any]) -> str:
 
 
 def _states(summary: Mapping[str, Any]) -> str:
-    """Describe model states, each of the process with the most. Sharding lowers these; the peak also has libraries, activations and
-    messages."""
     parts = summary.get("state_bytes") or {}
     there = {name: bytes_ for name, bytes_ in parts.items() if known(bytes_) and bytes_}
     return f"{size(sum(there.values()))}: {', '.join(f'{name} {size(of)}' for name, of in there.items())}" if there else MISSING
@@ -120,7 +117,8 @@ def known(value: Any) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _number(value: Any, form: str, unit: str = "") -> str:
+def fixed(value: Any, form: str, unit: str = "") -> str:
+    """Format a finite number by the format `form`, with the unit; return a dash for any other value."""
     return f"{value:{form}}{unit}" if known(value) else MISSING
 
 
@@ -128,11 +126,6 @@ def _text(value: Any) -> str:
     if isinstance(value, Mapping):
         return plain(", ".join(f"{key} {inner}" for key, inner in value.items() if inner is not None)) or MISSING
     return MISSING if value is None or value == "" else plain(str(value))
-
-
-def fixed(value: Any, form: str) -> str:
-    """Format a number as given, or return a dash for anything else."""
-    return _number(value, form)
 
 
 def percent(value: Any) -> str:
@@ -182,3 +175,40 @@ def clock(seconds: Any) -> str:
 def printable(text: str) -> str:
     """Replace control characters in generated text by a mark (a byte model also writes escape sequences)."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+WINDOWS = 10  # the loss is compared in tenths of the steps
+LEAST_STEPS = 20  # a shorter run, with fewer than two steps in a tenth, gets no warning
+LONG = 0.05  # a warning if the loss was above its first value in at least this share of the steps
+ERRORS = 4.0  # a warning if the means of two tenths differ by more standard errors than this
+_FIX = "lower optimizer.lr, or lengthen optimizer.warmup_steps"
+
+
+def loss_warning(lines: Iterable[Mapping[str, Any]]) -> str | None:
+    """Return a one-line warning if the training loss, in lines of metrics.jsonl, did not fall as it should; else None. It warns about a
+    loss that ended above its first value, was above it for long, or fell and then rose again by the end, by more than noise explains. Steps
+    whose loss is not a finite number are left out here (they are reported as skipped)."""
+    train = [line for line in lines if line.get("kind", "train") == "train" and known(line.get("loss"))]
+    if len(train) < LEAST_STEPS:
+        return None
+    steps, losses = [int(line["step"]) for line in train], [float(line["loss"]) for line in train]
+    rates = [line["lr"] for line in train if known(line.get("lr"))]
+    fix = f"{_FIX} (the highest rate was {max(rates):.3g})" if rates else _FIX
+    first, size = losses[0], len(losses) // WINDOWS
+    begins = range(len(losses) % size, len(losses), size)
+    windows = [losses[begin : begin + size] for begin in begins]
+    means = [statistics.fmean(window) for window in windows]
+    noise = statistics.stdev(windows[-1]) * math.sqrt(1 + 1 / size)  # standard deviation of one step minus a mean of `size` steps
+    if means[-1] - first > max(2 * noise, 0.02 * abs(first)):
+        return f"the loss ended at {means[-1]:.4g}, above the {first:.4g} that it began with: {fix}"
+    above = sum(loss > first for loss in losses)
+    if above >= max(3, LONG * len(losses)) and max(losses) > 1.1 * first:
+        top = max(range(len(losses)), key=losses.__getitem__)
+        where = f"in {above} of {len(losses)} steps, up to {losses[top]:.4g} at step {steps[top]}"
+        return f"the loss was above its first value, {first:.4g}, {where}: {fix}"
+    best = min(range(len(means) - 1), key=means.__getitem__)
+    noise = math.sqrt(sum(statistics.variance(window) / size for window in (windows[best], windows[-1])))
+    if means[-1] - means[best] <= max(ERRORS * noise, 0.02 * abs(means[best])):
+        return None
+    where = f"steps {steps[begins[best]]} to {steps[begins[best] + size - 1]}"
+    return f"the loss rose from {means[best]:.4g} in {where} to {means[-1]:.4g} in the last {size}: {fix}"

@@ -1,10 +1,10 @@
-"""Trackers in addition to TensorBoard: the same scalars to wandb, trackio or mlflow, each imported only if a recipe asks for it.
+"""Trackers of a run: TensorBoard, and wandb, trackio or mlflow if the recipe's train.trackers names them.
 
-    train.trackers: [wandb]        metrics.jsonl --> scalars(line) --> wandb.log({...}, step=...)
+    metrics.jsonl --> scalars(line) --> add_scalar of TensorBoard, wandb.log({...}, step=...), ...
 
-wandb and trackio share an interface; mlflow's has other names. A resumed run continues the tracker's run, whose id is kept in the run's
-folder. A tracker is a view: if it fails, it is off from then on, with one line, and training continues. Project: WANDB_PROJECT,
-TRACKIO_PROJECT or MLFLOW_EXPERIMENT_NAME, else moe-parallel. The tracker's own settings choose its destination (WANDB_MODE=offline, ...).
+A tracker only shows numbers. If it fails, one line says so, it gets no further numbers, and training continues. A resumed run continues the
+tracker's run, whose id is in the run's folder. The project is WANDB_PROJECT, TRACKIO_PROJECT or MLFLOW_EXPERIMENT_NAME, else moe-parallel;
+the tracker's own settings choose the destination (WANDB_MODE=offline, ...).
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import importlib
 import json
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 from parallel.errors import BadInput
 from parallel.fixes import Set
@@ -25,12 +26,11 @@ IDS = ".trackers.json"
 _PROJECT = {"wandb": "WANDB_PROJECT", "trackio": "TRACKIO_PROJECT", "mlflow": "MLFLOW_EXPERIMENT_NAME"}
 
 
-class Board(Protocol):
-    """Receiver of the scalars of a run's lines."""
+class Board(NamedTuple):
+    """A tracker. log(values, step, time): receives the scalars (name -> value) of a line of metrics.jsonl, its step and its Unix time."""
 
-    def log(self, values: Mapping[str, float], step: int) -> None: ...
-
-    def close(self) -> None: ...
+    log: Callable[[Mapping[str, float], int, float], None]
+    close: Callable[[], None]
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -44,47 +44,56 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 def open_tracker(name: str, out: Path, *, recipe: str, config: Mapping[str, Any], goes_on: bool) -> Board:
-    """Open the tracker's run for this run, a new one unless it `goes_on`. `config`: recipe values shown by the tracker."""
+    """Open this run in the tracker: the tracker's run of an earlier start if `goes_on`, else a new one. config: values of the recipe."""
     module, project = importlib.import_module(name), os.environ.get(_PROJECT[name], "moe-parallel")
-    kept = _ids(out) if goes_on else {}
-    made = Mlflow if name == "mlflow" else Wandb
-    board = made(module, project=project, name=recipe, id=kept.get(name), config=config, folder=out)
-    (out / IDS).write_text(json.dumps(_ids(out) | {name: board.id}))
+    before, opened = _ids(out).get(name) if goes_on else None, _mlflow if name == "mlflow" else _wandb
+    id, board = opened(module, project=project, name=recipe, id=before, config=config, folder=out)
+    (out / IDS).write_text(json.dumps(_ids(out) | {name: id}))
     return board
 
 
-class Wandb:
-    """Interface of wandb, shared by trackio, which identifies a run by its name."""
+def open_tensorboard(folder: Path, *, first_step: int) -> Board:
+    """Open TensorBoard's files. Steps from `first_step` on in older files are hidden. Raises ImportError if it is not installed."""
+    from torch.utils.tensorboard import SummaryWriter  # here, because it is optional and takes half a second
 
-    def __init__(self, module: Any, *, project: str, name: str, id: str | None, config: Mapping[str, Any], folder: Path) -> None:
-        self.module, self.id = module, id or secrets.token_hex(4)
-        if module.__name__ == "trackio":
-            module.init(project=project, name=f"{name}-{self.id}", config=dict(config), resume="allow")
-        else:
-            module.init(project=project, name=name, id=self.id, dir=str(folder), config=dict(config), resume="allow")
+    folder.mkdir(exist_ok=True)  # without parents: the writer itself would make the folder of a run that was renamed
+    older = any(folder.glob("events.*"))
+    _silence_writers()
+    writer: Any = SummaryWriter(str(folder), purge_step=first_step if older else None, flush_secs=10)
 
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        self.module.log(dict(values), step=step)
+    def log(values: Mapping[str, float], step: int, time: float) -> None:
+        for tag, value in values.items():
+            writer.add_scalar(tag, value, step, walltime=time)
 
-    def close(self) -> None:
-        self.module.finish()
+    return Board(log, writer.close)
 
 
-class Mlflow:
-    """Interface of mlflow: parameters are flat texts."""
+def _silence_writers() -> None:
+    """Suppress tracebacks of TensorBoard's writer threads. The next write raises the same error, which is printed in one line."""
+    before = threading.excepthook
 
-    def __init__(self, module: Any, *, project: str, name: str, id: str | None, config: Mapping[str, Any], folder: Path) -> None:
-        self.module = module
-        module.set_experiment(project)
-        self.id = module.start_run(run_id=id, run_name=name).info.run_id
-        if id is None:
-            module.log_params(dict(config))
+    def said(args: threading.ExceptHookArgs) -> None:
+        if not type(args.thread).__module__.startswith("tensorboard."):
+            before(args)
 
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        self.module.log_metrics(dict(values), step=step)
+    threading.excepthook = said
 
-    def close(self) -> None:
-        self.module.end_run()
+
+def _wandb(module: Any, *, project: str, name: str, id: str | None, config: Mapping[str, Any], folder: Path) -> tuple[str, Board]:
+    """Open a run of wandb, or of trackio, which has the same interface but identifies a run by its name. Return its id and the tracker."""
+    id = id or secrets.token_hex(4)
+    own = {"name": f"{name}-{id}"} if module.__name__ == "trackio" else {"name": name, "id": id, "dir": str(folder)}
+    module.init(project=project, config=dict(config), resume="allow", **own)
+    return id, Board(lambda values, step, time: module.log(dict(values), step=step), module.finish)
+
+
+def _mlflow(module: Any, *, project: str, name: str, id: str | None, config: Mapping[str, Any], folder: Path) -> tuple[str, Board]:
+    """Open a run of mlflow, which gets the recipe's values once, as parameters of a new run. Return its id and the tracker."""
+    module.set_experiment(project)
+    found = module.start_run(run_id=id, run_name=name).info.run_id
+    if id is None:
+        module.log_params(dict(config))
+    return found, Board(lambda values, step, time: module.log_metrics(dict(values), step=step), module.end_run)
 
 
 def _ids(out: Path) -> dict[str, str]:
@@ -93,3 +102,23 @@ def _ids(out: Path) -> dict[str, str]:
     except (OSError, ValueError):
         return {}
     return {str(key): str(value) for key, value in found.items()} if isinstance(found, dict) else {}
+
+
+def scalars(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yield (tag, value) of each number in a line of metrics.jsonl. Load of experts is relative to uniform: 1 is a fair share."""
+    if line.get("kind") == "event":
+        return
+    found: list[tuple[str, Any]] = []
+    for key, value in line.items():
+        if key not in ("step", "kind", "time", "tokens", "skipped") and isinstance(value, int | float) and not isinstance(value, bool):
+            found.append((f"validation/{key.removeprefix('validation_')}" if line.get("kind") == "eval" else key, value))
+    found += [(f"grad_norm/{part}", value) for part, value in (line.get("grad_norm_parts") or {}).items()]
+    for layer in line.get("moe") or ():
+        where, load = f"layer_{layer['layer']}", layer.get("load") or []
+        if load and None not in load:
+            even = len(load) / (sum(load) or 1.0)
+            spread = {"max": max(load) * even, "mean": sum(load) / len(load) * even, "min": min(load) * even}
+            found += [(f"{where}/load_{name}", value) for name, value in spread.items()]
+        keys = ("dropped", "balance_loss", "importance_loss", "load_loss", "z_loss", "entropy")
+        found += [(f"{where}/{key}", layer.get(key)) for key in keys]
+    yield from ((tag, float(value)) for tag, value in found if value is not None)

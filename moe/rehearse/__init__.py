@@ -1,1 +1,1 @@
-"""A recipe walked through by one rank of a world that is not there."""
+"""A run rehearsed by one of its ranks alone."""

@@ -1,40 +1,136 @@
 """`moe rehearse`: memory and messages of one rank of a run, computed without the other ranks and without a GPU.
 
 moe rehearse dense_8b --world 1024 --rank 37 --device cuda --degrees.tp 8 --degrees.pp 4
+
+It runs the trainer's own code on tensors without values, and assumes that every other rank is like this one (parallel/rehearse/). Tokens
+are zeros in the recipe's shapes, and routing is balanced.
+
+    build      model, engine, pipeline: memory of the parameters
+    step 0     gradients; the optimizer allocates its states
+    step 1     like every later step: its collectives are counted, and the peak of memory is the run's
+    save       each tensor of a checkpoint is gathered and copied to the host; nothing is written
 """
 
 from __future__ import annotations
 
-from typing import Any
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest import mock
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
 
 from moe.checks.together import check_run
+from moe.data import Dataset
+from moe.data.token_shard import TokenShard
 from moe.launch import exit_codes
+from moe.parallelize.sequence import shard_of
+from moe.plan.pipeline import continuous
 from moe.recipe.sections import Run
+from moe.records.metrics import Records
+from moe.records.panel import State
+from moe.records.progress import Progress
 from moe.records.results import write_json
-from moe.rehearse.walk import Walked, walk
+from moe.train.loop.advance import advance
+from moe.train.parts.rebalance import Rebalancer
+from moe.train.start import state
+from moe.train.start.job import Batches, Job, Output, Saves, Training
+from moe.train.start.opening import start_model
+from moe.train.start.place import check_precision, settle_precision
+from parallel.data.engine import Engine
 from parallel.errors import BadInput
 from parallel.fixes import Set
+from parallel.mesh.traffic import Count
+from parallel.numerics.precision import LossScale
+from parallel.process import process
 from parallel.process.process import World
+from parallel.rehearse.ledger import Ledger
 from parallel.rehearse.pretended import RehearsalError
+from parallel.rehearse.stage import rehearsal
+from parallel.store import checkpoint
+from parallel.store.saver import Saver
 
 DEVICES = ("cpu", "cuda")
 
 
-def check_place(*, world: int, rank: int, device: str) -> None:
-    """Refuse an impossible rank, world or device. Raises BadInput."""
+@dataclass(frozen=True)
+class Walked:
+    """Memory and messages of one rank, from `walk`. Bytes are of this rank's device; seconds are of the rehearsal itself."""
+
+    build_s: float
+    step_s: float  # of the last step
+    save_s: float
+    built_bytes: int  # after the build
+    peak_bytes: int  # at the peak of a step
+    held: dict[str, int]  # bytes at that peak: of parameters, gradients, optimizer states, activations
+    counts: dict[tuple[str, str], Count]  # of the last step's collectives, by (axis, name of the collective)
+    saved_bytes: int  # of this rank's tensors in a checkpoint
+    parameters: dict[str, tuple[int, ...]]  # shapes on this rank
+
+
+def main(run: Run, *, recipe: str, world: int, rank: int = 0, device: str = "cpu", json: str | None = None) -> int:
+    """Rehearse a rank and print the result. Return the exit code: FAILED, after a line that says where, if the run itself would fail.
+    Raises BadInput as the run itself would, and for an impossible world, rank or device."""
     if world < 1:
         raise BadInput("--world", got=world, needed="at least 1 rank", fix="--world 8")
     if not 0 <= rank < world:
         raise BadInput("--rank", got=rank, needed=f"0 to {world - 1} in a world of {world}", fix=f"--rank {world // 2}")
     if device not in DEVICES:
         raise BadInput("--device", got=device, needed=f"one of {', '.join(DEVICES)}", fix="--device cuda")
+    run, replaced = carried(check_run(run, world))
+    this = World(rank, world, place=device)
+    try:
+        walked = walk(run, this)
+    except RehearsalError as found:
+        print(f"rank {rank} of {world} on {device} fails: {found}")
+        row, code = {"device": device, "found": str(found), "passed": False}, exit_codes.FAILED
+    else:
+        print(*table(run, walked, this), *([replaced] if replaced else []), sep="\n")
+        row, code = {"device": str(this.device)} | row_of(walked) | {"stands_for": replaced}, exit_codes.DONE
+    if json is not None:
+        write_json(json, verb="rehearse", rows=[{"rank": rank, "world": world} | row], recipe=recipe)
+    return code
+
+
+def row_of(walked: Walked) -> dict[str, Any]:
+    """Return the result as JSON values."""
+    row = {"passed": True, "build_seconds": walked.build_s, "step_seconds": walked.step_s, "save_seconds": walked.save_s}
+    row |= {"built_bytes": walked.built_bytes, "peak_bytes": walked.peak_bytes, "saved_bytes": walked.saved_bytes}
+    row |= {f"peak_{kind}": size for kind, size in walked.held.items()}
+    counts = [{"axis": axis, "collective": name, **vars(count)} for (axis, name), count in walked.counts.items()]
+    return row | {"collectives": counts, "parameters": {name: list(shape) for name, shape in walked.parameters.items()}}
+
+
+def table(run: Run, walked: Walked, world: World) -> list[str]:
+    """Format the result as lines."""
+    d = run.degrees
+    place = " ".join(f"{name} {size}" for name in ("pp", "dp", "sp", "tp", "ep", "etp") if (size := getattr(d, name)) != 1)
+    lines = [f"rank {world.rank} of {world.size} ({place or 'alone'}) on {world.device}: build, two steps and a save go through"]
+    lines += ["", f"{'held at the peak of a step':<34}{walked.peak_bytes:>20,} bytes"]
+    lines += [f"  {kind:<32}{walked.held.get(kind, 0):>20,}" for kind in ("parameters", "gradients", "optimizer", "activations")]
+    lines += [f"{'held once built':<34}{walked.built_bytes:>20,}", f"{'saved':<34}{walked.saved_bytes:>20,}"]
+    lines += ["", f"{'collectives of a step':<34}{'calls':>8}{'bytes':>20}{'sent':>20}"]
+    for (axis, name), c in sorted(walked.counts.items()):
+        lines.append(f"  {axis:<14} {name:<17}{c.calls:>8,}{c.bytes:>20,}{c.sent:>20,}")
+    if not walked.counts:
+        lines.append("  none")
+    lines += ["", f"{'parameters held here, by shape':<34}"]
+    lines += [
+        f"  {' x '.join(map(str, shape)) or 'a number':<24}{count:>8,}" for shape, count in Counter(walked.parameters.values()).items()
+    ]
+    took = f"build {walked.build_s:.1f} s, step {walked.step_s:.1f} s, save {walked.save_s:.1f} s, of this process"
+    return [*lines, "", took]
 
 
 def carried(run: Run) -> tuple[Run, str]:
-    """Return the run with engines that accept tensors without values, and a line about the replaced engine; "" if none is replaced.
-
-    Raises BadInput for offload and for DP, which have no replacement.
-    """
+    """Replace an engine that cannot run on tensors without values. Return the run, and a line about the replacement or "". Raises BadInput
+    for offload and for DP, which have no replacement."""
     s, kind = run.sharding, run.sharding.carrier(pp=run.degrees.pp)
     if kind.threads:
         raise BadInput(
@@ -48,65 +144,96 @@ def carried(run: Run) -> tuple[Run, str]:
     if (s.offload.optimizer, s.offload.parameters) != ("none", "none"):
         raise BadInput(
             "sharding.offload",
-            got="DeepSpeed's offload, which copies by addresses of memory that a rehearsal does not have",
+            got="DeepSpeed's offload, which reads memory by its address; a rehearsal's tensors have no memory",
             needed="states on the device",
             fix=Set("sharding.offload.optimizer", "none") & Set("sharding.offload.parameters", "none"),
         )
     return run.model_copy(update={"sharding": s.model_copy(update=dict(kind.stands_in.sharding))}), kind.stands_in.why
 
 
-def main(run: Run, *, recipe: str, world: int, rank: int = 0, device: str = "cpu", json: str | None = None) -> int:
-    """Print the table and return the exit code: FAILED, with the place in one line, if the run would fail. Raises BadInput if it would be
-    refused."""
-    check_place(world=world, rank=rank, device=device)
-    run = check_run(run, world)
-    run, stands_for = carried(run)
-    try:
-        walked = walk(run, World(rank, world, place=device))
-    except RehearsalError as found:
-        print(f"rank {rank} of {world} on {device} fails: {found}")
-        if json is not None:
-            write_json(json, verb="rehearse", rows=[_place(rank, world, device) | {"found": str(found), "passed": False}], recipe=recipe)
-        return exit_codes.FAILED
-    print(*table(run, walked), *([stands_for] if stands_for else []), sep="\n")
-    if json is not None:
-        write_json(json, verb="rehearse", rows=[row_of(walked) | {"stands_for": stands_for}], recipe=recipe)
-    return exit_codes.DONE
+def walk(run: Run, world: World, *, steps: int = 2) -> Walked:
+    """Rehearse build, `steps` steps and a save of a checked run. Without a drain between batches, each step is a few batches. Raises
+    BadInput as the run itself would, and RehearsalError if the run would fail: ranks would contradict one another."""
+    # nothing is computed, so compiling would only cost time
+    run = run.model_copy(update={"train": run.train.model_copy(update={"compile": False})})
+    if continuous(run):
+        run = run.model_copy(update={"pipeline": run.pipeline.model_copy(update={"drain_every": max(2, int(run.degrees.pp))})})
+    with rehearsal(world) as pretended:
+        ledger, started = pretended.ledger, time.perf_counter()
+        job = open_job(run, world)
+        engine, build_s = job.engine, time.perf_counter() - started
+        ledger.name("parameters", (local(parameter) for parameter in engine.module.parameters()))
+        built_bytes = ledger.now
+        with mock.patch.object(engine, "step", _naming(engine, ledger, ledger.mark())):
+            for _ in range(steps):
+                started = time.perf_counter()
+                ledger.begin()
+                take_step(job)
+        step_s, counts = time.perf_counter() - started, job.mesh.communicator.counts()
+        held, peak_bytes = ledger.at_peak(), ledger.most
+        started = time.perf_counter()
+        saved_bytes = sum(tensor.nbytes for tensors in checkpoint.in_files(state.held(engine, job.mesh)) for _, tensor in tensors)
+        save_s = time.perf_counter() - started
+        shapes = {name: tuple(local(p).shape) for name, p in engine.module.named_parameters()}
+        return Walked(build_s, step_s, save_s, built_bytes, peak_bytes, held, counts, saved_bytes, shapes)
 
 
-def _place(rank: int, world: int, device: str) -> dict[str, Any]:
-    return {"rank": rank, "world": world, "device": device}
+class _Zeros:
+    """Training sequences in which every token is 0."""
+
+    def batch(self, step: int, shard: TokenShard) -> npt.NDArray[np.int64]:
+        return np.zeros(shard.shape, np.int64)
 
 
-def row_of(walked: Walked) -> dict[str, Any]:
-    """Return the result as JSON values: bytes of this rank; collectives of one step."""
-    row = _place(walked.rank, walked.world, walked.device) | {"passed": True}
-    row |= {"build_seconds": walked.build_s, "step_seconds": walked.step_s, "save_seconds": walked.save_s}
-    row |= {"built_bytes": walked.built_bytes, "peak_bytes": walked.peak_bytes, "saved_bytes": walked.saved_bytes}
-    row |= {f"peak_{kind}": size for kind, size in walked.held.items()}
-    row["collectives"] = [
-        {"axis": axis, "collective": name, "calls": c.calls, "bytes": c.bytes, "sent": c.sent} for (axis, name), c in walked.counts.items()
-    ]
-    return row | {"parameters": {name: list(shape) for name, shape in walked.parameters.items()}}
+def open_job(run: Run, world: World) -> Job:
+    """Return a job like the trainer's, but with tokens that are 0 and without a folder. Collective."""
+    run = settle_precision(run, world)
+    check_precision(run, world)
+    mesh = process.connect(run.mesh_degrees(), world)
+    executor = start_model(run, mesh, world)
+    return Job(
+        run=run,
+        name="rehearsal",
+        out=Path(),
+        world=world,
+        mesh=mesh,
+        training=Training(executor, LossScale.of(run.precision.loss_scale), Rebalancer(run, executor.engine, mesh)),
+        batches=Batches(cast(Dataset, SimpleNamespace(train=_Zeros())), shard_of(run, mesh, run.train.global_batch)),
+        output=Output(Records(None), Progress(State(run.train.steps, recipe=""), kind="none")),
+        saves=Saves(Saver(Path(), mesh.axis("world"), keep=1)),
+    )
 
 
-def table(run: Run, walked: Walked) -> list[str]:
-    """Format the result as lines."""
-    d = run.degrees
-    place = " ".join(f"{name} {size}" for name in ("pp", "dp", "sp", "tp", "ep", "etp") if (size := getattr(d, name)) != 1)
-    lines = [f"rank {walked.rank} of {walked.world} ({place or 'alone'}) on {walked.device}: build, two steps and a save go through"]
-    lines += ["", f"{'held at the peak of a step':<34}{walked.peak_bytes:>20,} bytes"]
-    lines += [f"  {kind:<32}{walked.held.get(kind, 0):>20,}" for kind in ("parameters", "gradients", "optimizer", "activations")]
-    lines += [f"{'held once built':<34}{walked.built_bytes:>20,}", f"{'saved':<34}{walked.saved_bytes:>20,}"]
-    lines += ["", f"{'collectives of a step':<34}{'calls':>8}{'bytes':>20}{'sent':>20}"]
-    for (axis, name), c in sorted(walked.counts.items()):
-        lines.append(f"  {axis:<14} {name:<17}{c.calls:>8,}{c.bytes:>20,}{c.sent:>20,}")
-    if not walked.counts:
-        lines.append("  none")
-    alike: dict[tuple[int, ...], int] = {}
-    for shape in walked.parameters.values():
-        alike[shape] = alike.get(shape, 0) + 1
-    lines += ["", f"{'parameters held here, by shape':<34}"]
-    lines += [f"  {' x '.join(map(str, shape)) or 'a number':<24}{count:>8,}" for shape, count in alike.items()]
-    took = f"build {walked.build_s:.1f} s, step {walked.step_s:.1f} s, save {walked.save_s:.1f} s, of this process"
-    return [*lines, "", took]
+def take_step(job: Job) -> None:
+    """Make the next step, or the next few if the pipeline is not drained between them, and count their collectives alone. Collective."""
+    job.mesh.communicator.reset_counts()
+    made = advance(job, lambda: False)
+    job.counters.step += len(made)
+    job.counters.updates += len(made)
+
+
+def _naming(engine: Engine, ledger: Ledger, built: int) -> Callable[[float], None]:
+    """Return the engine's step, which also tells the ledger which tensors are gradients and which are optimizer states. built: the ledger's
+    mark after the build."""
+    step = engine.step
+
+    def named(lr: float) -> None:
+        ledger.name("gradients", _gradients(engine))
+        ledger.name_alive("optimizer", before=built)  # other tensors of the build that still exist, such as master weights
+        now = ledger.mark()
+        step(lr)
+        ledger.name_alive("optimizer", since=now)
+
+    return named
+
+
+def _gradients(engine: Engine) -> Iterator[Tensor]:
+    yield from (gradient for _, gradient in engine.owned_gradients())
+    for parameter in engine.module.parameters():
+        if parameter.grad is not None:
+            yield local(parameter.grad)
+
+
+def local(tensor: Any) -> Tensor:
+    """Return this rank's shard of a tensor that torch's FSDP has sharded; other tensors unchanged."""
+    return cast(Tensor, tensor.to_local() if hasattr(tensor, "to_local") else tensor)

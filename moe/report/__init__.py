@@ -1,4 +1,4 @@
-"""Pictures and pages made from a run's JSON lines alone. Nothing here trains, and matplotlib is imported only to draw a picture."""
+"""Pictures and pages made from a run's metrics.jsonl. matplotlib is imported only to draw a picture."""
 
 from moe.report.compare import compare
 from moe.report.page import main, write_report

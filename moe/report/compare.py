@@ -1,6 +1,4 @@
-"""A picture that compares recipes over several seeds each: validation loss over steps, as the mean over seeds with a band from minimum
-to maximum. A second panel shows the difference to a baseline, seed by seed, where a few hundredths of a nat are visible.
-"""
+"""Compares runs: `compare` draws recipes trained with several seeds each; `beside` prints and draws two runs (`moe report RUN OTHER`)."""
 
 from __future__ import annotations
 
@@ -8,7 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moe.recipe.changes import changes
+from moe.recipe.load import load
+from moe.records.metrics import read, read_summary
+from moe.records.summary import MISSING, summary_rows
 from parallel.errors import BadInput
+from parallel.fixes import written
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -17,6 +20,7 @@ if TYPE_CHECKING:
     from moe.report.style import Theme
 
 Lines = Sequence[Mapping[str, Any]]
+Row = tuple[str, str, str]  # label, value in the first run, value in the second
 
 
 def compare(
@@ -27,10 +31,11 @@ def compare(
     key: str = "validation_loss",
     title: str | None = None,
 ) -> Path:
-    """Draw `runs` to `out_png`: label -> one list of metrics.jsonl lines per seed, with seeds in the same order for every label.
+    """Draw validation loss over steps for several recipes, as the mean over seeds with a band from minimum to maximum. Return `out_png`.
 
-    Only steps that all seeds of a label evaluated are drawn. With `baseline` (one of the labels), a second panel shows every other label
-    minus the baseline at the same seed. Creates folders; returns the path. Raises BadInput if a label's seeds share no evaluation.
+    runs: label -> the lines of metrics.jsonl of each seed, with the seeds in the same order for every label. Only steps that all seeds of a
+    label evaluated are drawn. baseline: a label; a second panel, in which a few hundredths of a nat are visible, shows the other labels
+    minus this one, seed by seed. Creates folders. Raises BadInput if a label's seeds have no evaluated step in common.
     """
     from moe.report import style
 
@@ -45,7 +50,7 @@ def compare(
 
 
 def evaluations(label: str, seeds: Sequence[Lines], *, key: str = "validation_loss") -> tuple[Array, Array]:
-    """Return (steps, values [seeds, steps]) at the steps that every seed evaluated. Raises BadInput if there are none."""
+    """Return (steps, values), of shapes [S] and [seeds, S], of the S steps that every seed evaluated. Raises BadInput if there are none."""
     import numpy as np
 
     from moe.report.history import History
@@ -79,7 +84,7 @@ def _figure(curves: Mapping[str, tuple[Array, Array]], theme: Theme, baseline: s
         )
     axes[0].set_title(title or f"{_words(key).capitalize()}, mean and range over seeds")
     axes[0].set_ylabel(f"{_words(key)} (nats per token)" if key.endswith("loss") else _words(key))
-    axes[0].set_ylim(*_range(curves.values()))
+    axes[0].set_ylim(*_range(list(curves.values())))
     axes[0].legend(loc="upper right")
     if below:
         base_steps, base = curves[baseline or ""]
@@ -101,18 +106,55 @@ def _band(ax: Any, steps: Array, values: Array, *, tone: Any, mark: str, label: 
     ax.plot(steps, values.mean(0), color=tone, marker=mark, markersize=4, label=label)
 
 
-def _range(curves: Any) -> tuple[float, float]:
-    """Return the y-range: from the lowest value to the values after a tenth of the steps. Including the start would flatten the end."""
-    import numpy as np
-
-    everything = [(steps, values) for steps, values in curves]
-    low = min(float(values.min()) for _, values in everything)
-    last = max(float(steps[-1]) for steps, _ in everything)
-    late = [values[:, steps >= min(0.1 * last, steps[-1])] for steps, values in everything]
-    high = max(float(np.max(values)) for values in late)
+def _range(curves: Sequence[tuple[Array, Array]]) -> tuple[float, float]:
+    """Return the limits of the y axis: all values after the first tenth of the steps fit. With the start, the end would look flat."""
+    low = min(float(values.min()) for _, values in curves)
+    last = max(float(steps[-1]) for steps, _ in curves)
+    high = max(float(values[:, steps >= min(0.1 * last, steps[-1])].max()) for steps, values in curves)
     pad = 0.05 * (high - low) or 0.1
     return low - pad, high + pad
 
 
 def _words(key: str) -> str:
     return key.replace("_", " ")
+
+
+def beside(first: Path, second: Path) -> Path:
+    """Print how two runs' recipes differ, and their results; draw both validation losses. Return the picture, in the first run's folder.
+    Unfinished runs are compared too. Raises BadInput for a folder without a run, and for runs that evaluated at no step."""
+    names = (first.name, second.name) if first.name != second.name else (str(first), str(second))
+    differences, results = recipe_rows(first, second), result_rows(first, second)
+    _print("recipe", names, differences or [("no difference", "", "")])
+    _print("result", names, results)
+    lines = {
+        name: [[line for line in read(folder) if line.get("kind", "train") == "eval"]]
+        for name, folder in zip(names, (first, second), strict=True)
+    }
+    return compare(lines, first / "plots" / f"beside-{second.name}.png", baseline=names[0], title="Validation loss of two runs")
+
+
+def recipe_rows(first: Path, second: Path) -> list[Row]:
+    """Return a row for every key of the recipes (recipe.yaml) with different values."""
+    before, after = (load(folder / "recipe.yaml")[0] for folder in (first, second))
+    return [(change.key, written(change.before), written(change.after)) for change in changes(before, after)]
+
+
+def result_rows(first: Path, second: Path) -> list[Row]:
+    """Return the rows of both summaries. Without a summary, a run's steps and last evaluation stand for it."""
+    a, b = (dict(summary_rows(read_summary(folder) or _so_far(folder))) for folder in (first, second))
+    return [(label, a.get(label, MISSING), b.get(label, MISSING)) for label in {**a, **b}]
+
+
+def _so_far(folder: Path) -> dict[str, Any]:
+    lines = read(folder)
+    steps = [line["step"] for line in lines if line.get("kind", "train") == "train"]
+    evaluated = [line for line in lines if line.get("kind", "train") == "eval"]
+    return {"steps": max(steps, default=0)} | (evaluated[-1] if evaluated else {})
+
+
+def _print(what: str, names: tuple[str, str], rows: list[Row]) -> None:
+    table = [(what, *names), *rows]
+    widths = [max(len(row[column]) for row in table) for column in range(2)]
+    for label, one, other in table:
+        print(f"{label:<{widths[0]}}  {one:<{widths[1]}}  {other}".rstrip())
+    print()

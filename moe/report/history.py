@@ -1,4 +1,4 @@
-"""A run's JSON lines as arrays: one entry per training step, NaN if a line has no finite number.
+"""A run's lines of metrics.jsonl as arrays with an entry for each training step; NaN if a line has no finite number.
 
 S steps, E experts. If a step was written twice (a file joined by hand), its last line counts.
 """
@@ -17,8 +17,8 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class History:
-    """Training and evaluation lines in the order of steps, event lines in the order of the file, and the weights of router losses, if
-    known."""
+    """Lines of a run by kind: training and evaluation lines in order of steps, events in order of the file. weights: the weights in
+    training of `balance_loss` and `z_loss`; empty if unknown."""
 
     train: tuple[Mapping[str, Any], ...]
     evals: tuple[Mapping[str, Any], ...]
@@ -38,14 +38,14 @@ class History:
         return np.array([line["step"] for line in self.train], dtype=float)
 
     def series_S(self, key: str) -> Array:
-        """Return one number of every training line. A dot in `key` selects from a nested object: `grad_norm_parts.expert`."""
+        """Return the number under `key` of every training line. A dot selects from a nested object: `grad_norm_parts.expert`."""
         outer, _, inner = key.partition(".")
         if not inner:
             return _numbers([line.get(outer) for line in self.train])
         return _numbers([(line.get(outer) or {}).get(inner) for line in self.train])
 
     def evaluations(self, key: str = "validation_loss") -> tuple[Array, Array]:
-        """Return (steps, values) of the evaluations with a finite value."""
+        """Return (steps, values under `key`) of the evaluations with a finite value."""
         steps, values = np.array([line["step"] for line in self.evals], dtype=float), _numbers([line.get(key) for line in self.evals])
         return steps[np.isfinite(values)], values[np.isfinite(values)]
 
@@ -84,7 +84,7 @@ def _numbers(values: Sequence[Any]) -> Array:
 
 
 def smoothed(values_S: Array) -> Array:
-    """Return the mean over a centred window of 1/30 of the run (3 to 501 steps), ignoring NaN. At the ends the window is cut off."""
+    """Return moving averages that ignore NaN, over a centred window of a thirtieth of the steps (3 to 501), cut off at both ends."""
     width = int(min(501, max(3, len(values_S) // 30))) | 1
     known = np.isfinite(values_S)
     kernel = np.ones(width)
@@ -96,7 +96,7 @@ def smoothed(values_S: Array) -> Array:
 
 
 def windows(values_SE: Array, steps_S: Array, most: int) -> tuple[Array, Array]:
-    """Return at most `most` means over equal windows of steps, [W, E], and the W + 1 edges of these windows in steps."""
+    """Return (means over W <= `most` equal windows of steps, [W, E]; the W + 1 edges of the windows, in steps)."""
     size = max(1, -(-len(steps_S) // most))
     starts = range(0, len(steps_S), size)
     parts = [values_SE[start : start + size] for start in starts]

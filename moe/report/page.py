@@ -1,7 +1,8 @@
 """The report: one self-contained HTML page about a run, with embedded pictures, no script, no external link, in light and dark mode.
 
-metrics.jsonl --> History --> PLOTS --> plots/*.png (light) --> report.html (light and dark, base64) summary.json and recipe.yaml are added
-if they exist. All text from files is escaped.
+    metrics.jsonl --> History --> PLOTS --> plots/*.png (light) --> report.html (both modes, base64)
+
+summary.json and recipe.yaml are included if they exist. All text from files is escaped.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moe.recipe.load import load
 from moe.records.metrics import METRICS, SUMMARY, read, read_summary
@@ -21,18 +22,18 @@ from moe.records.summary import MISSING, dropped_shares, duration, fixed, printa
 from parallel.errors import BadInput, counted
 from parallel.store.files import replace_file, write_text
 
+if TYPE_CHECKING:
+    from moe.report.plots import Plot
+
 REPORT, PLOT_FOLDER = "report.html", "plots"
 MOST_EVENTS = 200
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A drawn plot: its file, and the two PNGs that the page embeds."""
+    """A drawn plot as two PNG files."""
 
-    path: Path
-    title: str
-    caption: str
-    wide: bool
+    plot: Plot
     light: bytes
     dark: bytes
 
@@ -52,10 +53,8 @@ def main(run_dir: Path | str, json: Path | str | None = None) -> Path:
 
 
 def write_report(run_dir: Path | str) -> Path:
-    """Draw plots/*.png and write report.html into a run's folder, finished or not. Returns the page's path.
-
-    Raises BadInput for a folder without metrics.jsonl, or if files in it cannot be read.
-    """
+    """Draw plots/*.png and write report.html into a run's folder, finished or not. Returns the page's path. Raises BadInput for a folder
+    without metrics.jsonl, or if files in it cannot be read."""
     folder = Path(run_dir)
     if not (folder / METRICS).is_file():
         near = Path("runs") / folder.name
@@ -85,14 +84,14 @@ def write_report(run_dir: Path | str) -> Path:
 
 
 def _of_this_run(summary: Mapping[str, Any] | None, lines: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """Return the summary, or None if it is of an earlier run in this folder: the run has since continued or was restarted from step 0."""
+    """Return the summary, or None if it is out of date: the run has been continued since, or another run was started in the folder."""
     last = max((line["step"] for line in lines if line.get("kind", "train") == "train"), default=None)
     stale = summary is not None and last is not None and summary.get("steps", last) != last
     return None if stale else summary
 
 
 def _weights(recipe: Path) -> dict[str, float]:
-    """Return the weight of each router loss in training; empty if the recipe cannot be read."""
+    """Return the weights of balance loss and z loss in training; none if the recipe cannot be read."""
     if not recipe.is_file():
         return {}
     try:
@@ -103,7 +102,7 @@ def _weights(recipe: Path) -> dict[str, float]:
 
 
 def draw(lines: Sequence[Mapping[str, Any]], folder: Path, *, weights: Mapping[str, float] | None = None) -> list[Picture]:
-    """Draw every plot that these lines have data for. Removes the PNG of an earlier report's plot that no longer applies."""
+    """Draw every plot for which lines of metrics.jsonl have data, also into `folder`. PNGs there of other plots are removed."""
     from moe.report.history import History
     from moe.report.plots import PLOTS
     from moe.report.style import DARK, LIGHT, drawn_in, png
@@ -119,20 +118,21 @@ def draw(lines: Sequence[Mapping[str, Any]], folder: Path, *, weights: Mapping[s
         path = folder / f"{plot.name}.png"
         if images:
             path.write_bytes(images[0])
-            pictures.append(Picture(path, plot.title, plot.caption, plot.wide, light=images[0], dark=images[1]))
+            pictures.append(Picture(plot, light=images[0], dark=images[1]))
         else:
             path.unlink(missing_ok=True)
     return pictures
 
 
-# --- HTML ---------------------------------------------------------------------------------------------------------------
-
-
 def page_text(
     *, name: str, lines: Sequence[Mapping[str, Any]], summary: Mapping[str, Any] | None, recipe: str | None, pictures: Sequence[Picture]
 ) -> str:
-    """Return the whole page as HTML. `lines`: from metrics.jsonl."""
-    evals = [line for line in lines if line.get("kind") == "eval"]
+    """Return the whole page as HTML. lines: of metrics.jsonl. recipe: text of recipe.yaml, or None."""
+    evals = [
+        (f"{line['step']:,}", fixed(line.get("validation_loss"), ".4f"), fixed(line.get("bits_per_byte"), ".4f"))
+        for line in lines
+        if line.get("kind") == "eval"
+    ]
     events = _events(lines)
     sample = (summary or {}).get("sample")
     sections = [
@@ -140,9 +140,7 @@ def page_text(
         f'<div class="plots">{"".join(map(_figure, pictures))}</div>' if pictures else '<p class="note">No step has been recorded yet.</p>',
         _section("What it writes", f"<pre>{escape(printable(str(sample)))}</pre>") if sample else "",
         _section("Summary", _table(("", ""), summary_rows(summary))) if summary else "",
-        _section("Evaluations", _table(("step", "validation loss", "bits per byte"), [_evaluation(line) for line in evals]))
-        if evals
-        else "",
+        _section("Evaluations", _table(("step", "validation loss", "bits per byte"), evals)) if evals else "",
         _section(f"Events ({len(events)})", _table(("step", "event", "details"), events[:MOST_EVENTS])) if events else "",
         _section("Recipe", f"<pre>{escape(recipe)}</pre>", is_open=False) if recipe else "",
     ]
@@ -150,7 +148,7 @@ def page_text(
 
 
 def _state(lines: Sequence[Mapping[str, Any]], summary: Mapping[str, Any] | None) -> str:
-    """Return the sentence under the title: steps made, and the time of the last line."""
+    """Return the text under the title: the number of steps made, and the time of the last line."""
     train = [line for line in lines if line.get("kind", "train") == "train"]
     steps = counted(train[-1]["step"], "step") if train else "no step yet"
     times = [line["time"] for line in lines if isinstance(line.get("time"), int | float)]
@@ -159,7 +157,7 @@ def _state(lines: Sequence[Mapping[str, Any]], summary: Mapping[str, Any] | None
 
 
 def _cards(summary: Mapping[str, Any] | None, lines: Sequence[Mapping[str, Any]]) -> str:
-    """Return the most important numbers as HTML. A run without a summary shows its latest ones."""
+    """Return the most important numbers as HTML, from the summary, or without one from the latest lines."""
     rows = dict(summary_rows(summary or _latest(lines)))
     wanted = ("validation loss", "bits per byte", "tokens per second", "dropped tokens", "parameters", "training time")
     cards = [(label, rows[label].partition(" nats")[0].partition(", ")[0]) for label in wanted if label in rows]
@@ -177,19 +175,16 @@ def _latest(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {**found, **dropped_shares(lines), "train_seconds": sum(seconds)} if seconds else found
 
 
-def _evaluation(line: Mapping[str, Any]) -> tuple[str, ...]:
-    return f"{line['step']:,}", fixed(line.get("validation_loss"), ".4f"), fixed(line.get("bits_per_byte"), ".4f")
-
-
 def _events(lines: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """Return all rows of the events table: event lines, skipped steps, numbers that were not finite."""
+    """Return (step, event, details) of event lines, of skipped steps, and of steps with numbers that were not finite."""
     found: list[tuple[str, ...]] = []
     explained = {line["step"] for line in lines if line.get("event") == "skipped"}
     for line in lines:
         step = f"{line['step']:,}"
         if line.get("kind") == "event":
-            rest = {key: value for key, value in line.items() if key not in ("step", "kind", "event", "time")}
-            found.append((step, str(line.get("event", MISSING)), ", ".join(f"{key} {_short(key, value)}" for key, value in rest.items())))
+            rest = [(key, value) for key, value in line.items() if key not in ("step", "kind", "event", "time")]
+            details = ", ".join(f"{key} {duration(value) if key.endswith('seconds') else value}" for key, value in rest)
+            found.append((step, str(line.get("event", MISSING)), details))
         elif line.get("skipped") and line["step"] not in explained:
             found.append((step, "skipped", why_skipped(line.get("loss_scale"))))
         if line.get("nonfinite"):
@@ -197,16 +192,13 @@ def _events(lines: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     return found
 
 
-def _short(key: str, value: Any) -> str:
-    return duration(value) if key.endswith("seconds") else str(value)
-
-
 def _figure(picture: Picture) -> str:
     light, dark = (f"data:image/png;base64,{base64.b64encode(image).decode()}" for image in (picture.light, picture.dark))
+    plot = picture.plot
     return (
-        f'<figure{" class=wide" if picture.wide else ""}><picture><source media="(prefers-color-scheme: dark)" srcset="{dark}">'
-        f'<img src="{light}" alt="{escape(picture.title)}: {escape(picture.caption)}"></picture>'
-        f"<figcaption>{escape(picture.caption)}</figcaption></figure>"
+        f'<figure{" class=wide" if plot.wide else ""}><picture><source media="(prefers-color-scheme: dark)" srcset="{dark}">'
+        f'<img src="{light}" alt="{escape(plot.title)}: {escape(plot.caption)}"></picture>'
+        f"<figcaption>{escape(plot.caption)}</figcaption></figure>"
     )
 
 

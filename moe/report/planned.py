@@ -1,8 +1,4 @@
-"""Memory of a plan on each rank of its pipeline, part by part: a table, and a picture of stacked bars.
-
-Parts are defined in moe/plan/memory/memory.py, and drawn with the largest at the bottom. Above them is the memory of the allocator and
-CUDA's context. A line across all bars marks the device's capacity.
-"""
+"""Predicted memory of each pipeline rank, part by part (moe/plan/memory/memory.py): a table, and a picture of stacked bars."""
 
 from __future__ import annotations
 
@@ -20,13 +16,13 @@ GIB = 2**30
 
 
 def parts_of(ranks: Sequence[Memory]) -> tuple[str, ...]:
-    """Return the parts that any rank has, largest first."""
+    """Return the names of the parts of memory that any rank has, largest first."""
     most = {name: max(rank.parts.get(name, 0.0) for rank in ranks) for rank in ranks for name in rank.parts}
     return tuple(sorted((name for name, size in most.items() if size > 0), key=lambda name: -most[name]))
 
 
 def table(ranks: Sequence[Memory], *, context: bool = True) -> str:
-    """Format GiB of each part on each pipeline rank, their sum, and the device memory needed for it. `context`: False for host memory."""
+    """Format GiB of each part on each pipeline rank, and their sum. context: also with the allocator's blocks and CUDA's context."""
     head = f"{'GiB of pipeline rank':<24}" + "".join(f"{rank.rank:>9}" for rank in ranks)
     lines = [(name, [rank.parts[name] for rank in ranks]) for name in parts_of(ranks)]
     lines.append(("allocated", [rank.allocated for rank in ranks]))
@@ -34,23 +30,16 @@ def table(ranks: Sequence[Memory], *, context: bool = True) -> str:
         lines.append(("with allocator, context", [rank.used for rank in ranks]))
     if any(rank.host for rank in ranks):
         lines.append(("on the host", [sum(rank.host.values()) for rank in ranks]))
-    return "\n".join(
-        [
-            head,
-            *(
-                f"{name:<24}" + "".join(f"{size / GIB:>9.{'2f' if size >= 0.1 * GIB or not size else '2g'}}" for size in sizes)
-                for name, sizes in lines
-            ),
-        ]
-    )
+    texts = [head]
+    for name, sizes in lines:
+        texts.append(f"{name:<24}" + "".join(f"{size / GIB:>9.{'2f' if size >= 0.1 * GIB or not size else '2g'}}" for size in sizes))
+    return "\n".join(texts)
 
 
 def bars(ranks: Sequence[Memory], theme: Theme, *, capacity: float | None = None, context: bool = True) -> Figure:
-    """Draw the predicted peak memory of each pipeline rank as a bar stacked of its parts, in GiB. Return the figure.
-
-    capacity: bytes of the device, drawn as a line. context: add the allocator's blocks and CUDA's context. theme: colours; they take effect
-    only inside `drawn_in` or `save` of moe/report/style.py.
-    """
+    """Draw the predicted peak memory of each pipeline rank, in GiB, as a bar stacked of its parts, the largest at the bottom. capacity:
+    bytes of the device, drawn as a line. context: add the allocator's blocks and CUDA's context on top of the parts. The theme's colours
+    take effect only inside `drawn_in` or `save` of moe/report/style.py."""
     names = parts_of(ranks)
     fig = figure(width=max(6.4, 3.0 + 0.7 * len(ranks)), height=4.2)
     ax = fig.subplots()
@@ -62,7 +51,7 @@ def bars(ranks: Sequence[Memory], theme: Theme, *, capacity: float | None = None
         ax.bar([str(rank.rank) for rank in ranks], sizes, bottom=bottoms, label=name, width=0.7, color=colour, alpha=alpha)
         bottoms = [bottom + size for bottom, size in zip(bottoms, sizes, strict=True)]
     title = "Memory at the peak"
-    if capacity is not None and max(bottoms) < capacity / GIB / 20:  # below the line the bars would be invisible
+    if capacity is not None and max(bottoms) < capacity / GIB / 20:  # too small next to a line at the capacity: write it in the title
         title += f", of the device's {capacity / GIB:.4g} GiB"
     elif capacity is not None:
         ax.axhline(capacity / GIB, color=theme.text, linewidth=1.2, linestyle=(0, (4, 3)), label="the device's")
@@ -74,6 +63,6 @@ def bars(ranks: Sequence[Memory], theme: Theme, *, capacity: float | None = None
 
 
 def draw(ranks: Sequence[Memory], path: Path, *, capacity: float | None = None, context: bool = True) -> Path:
-    """Write the figure of `bars` as a PNG to `path`. Return the path."""
+    """Write the picture of `bars`, with the light theme, as a PNG. Return its path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     return save(lambda theme: bars(ranks, theme, capacity=capacity, context=context), path)

@@ -1,38 +1,38 @@
-"""The pictures of one run, one function each: takes history and theme; returns a figure, or None if the run has no data for it.
+"""The pictures of one run: each function draws one from a run's history, with a theme, or returns None if the run has no data for it.
 
-`PLOTS` is the table of the report's pictures. A new picture is a function, a line in that table and a caption.
+`PLOTS` is the table of the report's pictures: a new picture is a function and an entry in it. In pictures of expert load the colour is the
+logarithm of the load relative to uniform, so that half and double are equally far from a fair share, which has the background's colour.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moe.report.experts import dropped, expert_load
-from moe.report.history import Array, History, smoothed
-from moe.report.style import Theme, figure, log_axis, marker, step_axis
+from moe.report.history import Array, History, smoothed, windows
+from moe.report.style import WIDE, Theme, colours, figure, log_axis, marker, step_axis
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+MOST_WINDOWS = 300  # columns of a panel of expert load: more would be narrower than one or two pixels
+REACH = 2  # the colour scale ends at this many doublings and halvings of a fair share, as in the terminal's row
+HEAT_AT = (0.0, 0.22, 0.4, 0.5, 0.6, 0.78, 1.0)  # places of the theme's heat colours on that scale: dense around the fair share, at 0.5
+
 
 @dataclass(frozen=True)
 class Plot:
-    """One kind of plot. `name`: the file's stem under plots/. A wide plot takes the whole width of the page."""
+    """One kind of picture. name: stem of its file under plots/. caption: the text below it. wide: it takes the page's whole width."""
 
     name: str
     title: str
     draw: Callable[[History, Theme], Figure | None]
+    caption: str
     wide: bool = False
-
-    @property
-    def caption(self) -> str:
-        """Text below the plot, which says what to look for."""
-        return CAPTIONS[self.name]
 
 
 def _raw_and_smooth(ax: Axes, steps_S: Array, values_S: Array, *, colour: str, label: str) -> None:
@@ -43,11 +43,16 @@ def _raw_and_smooth(ax: Axes, steps_S: Array, values_S: Array, *, colour: str, l
         ax.plot(steps_S, values_S, color=colour, label=label, marker=marker(values_S))
 
 
-def _events(ax: Axes, history: History, theme: Theme) -> None:
-    """Draw a dotted line at each resume, the usual reason for a kink."""
-    for event in history.events:
-        if event.get("event") == "resumed":
-            ax.axvline(event["step"], color=theme.muted, linewidth=0.9, linestyle=(0, (1, 2)), zorder=0)
+def _panels(history: History, theme: Theme, count: int = 1, *, steps_S: Array | None = None) -> tuple[Figure, Any]:
+    """Return a figure and `count` axes over steps (the training steps, or `steps_S`), with a dotted line where the run was resumed."""
+    fig = figure()
+    axes = np.atleast_1d(fig.subplots(count, sharex=True))
+    for ax in axes:
+        step_axis(ax, history.steps_S if steps_S is None else steps_S, label=ax is axes[-1])
+        for event in history.events:
+            if event.get("event") == "resumed":
+                ax.axvline(event["step"], color=theme.muted, linewidth=0.9, linestyle=(0, (1, 2)), zorder=0)
+    return fig, axes
 
 
 def loss(history: History, theme: Theme) -> Figure | None:
@@ -55,25 +60,15 @@ def loss(history: History, theme: Theme) -> Figure | None:
     at, validation = history.evaluations()
     if not np.isfinite(loss_S).any() and not len(at):
         return None
-    fig = figure()
-    ax = fig.subplots()
+    fig, (ax,) = _panels(history, theme, steps_S=np.concatenate([steps_S, at]))
     _raw_and_smooth(ax, steps_S, loss_S, colour=theme.lines[0], label="training")
     if len(at):
         ax.plot(at, validation, color=theme.lines[1], marker="o", markersize=4.5, label="validation")
         below = validation[-1] < np.nanmean(loss_S[-20:]) if np.isfinite(loss_S[-20:]).any() else False
-        ax.annotate(
-            f"{validation[-1]:.3f}",
-            (at[-1], validation[-1]),
-            xytext=(-4, -13 if below else 8),
-            textcoords="offset points",
-            ha="right",
-            color=theme.lines[1],
-            fontweight="bold",
-        )
-    _events(ax, history, theme)
+        place: Any = {"xytext": (-4, -13 if below else 8), "textcoords": "offset points", "ha": "right"}
+        ax.annotate(f"{validation[-1]:.3f}", (at[-1], validation[-1]), color=theme.lines[1], fontweight="bold", **place)
     ax.set_title("Loss")
     ax.set_ylabel("cross-entropy (nats per token)")
-    step_axis(ax, np.concatenate([steps_S, at]))
     ax.legend(loc="upper right")
     return fig
 
@@ -84,16 +79,13 @@ def router_losses(history: History, theme: Theme) -> Figure | None:
     shown = [(key, name) for key, name in both if np.nan_to_num(history.series_S(key)).any()]
     if not history.layers or not shown:
         return None
-    fig = figure()
-    axes = np.atleast_1d(fig.subplots(len(shown), sharex=True))
+    fig, axes = _panels(history, theme, len(shown))
     for ax, (key, name), colour in zip(axes, shown, theme.lines, strict=False):
         _raw_and_smooth(ax, steps_S, history.series_S(key), colour=colour, label=name)
-        _events(ax, history, theme)
-        if key == "balance_loss":  # an even load gives 1 in each layer, for any number of choices
+        if key == "balance_loss":  # dashed line: the sum of the losses of an even load, which is 1 in each layer
             ax.axhline(len(history.layers), color=theme.muted, linewidth=1.0, linestyle=(0, (4, 3)), label="even load")
             ax.legend(loc="upper right")
         ax.set_ylabel(name if history.weights.get(key) != 0 else f"{name}\n(weight 0: only measured)")
-        step_axis(ax, steps_S, label=ax is axes[-1])
     axes[0].set_title("Router losses, summed over layers")
     return fig
 
@@ -102,19 +94,16 @@ def gradient_norm(history: History, theme: Theme) -> Figure | None:
     steps_S, total_S = history.steps_S, history.series_S("grad_norm")
     if not np.isfinite(total_S).any():
         return None
-    fig = figure()
-    ax = fig.subplots()
+    fig, (ax,) = _panels(history, theme)
     for name, colour in zip(history.families, theme.lines, strict=False):
         values_S = history.series_S(f"grad_norm_parts.{name}")
         _raw_and_smooth(ax, steps_S, np.where(values_S > 0, values_S, np.nan), colour=colour, label=name)
-    # dashed and on top, since often one family is nearly the whole norm
+    # the total is dashed and on top of the others: often one family is nearly the whole norm
     whole_S = smoothed(total_S) if len(steps_S) > 10 else total_S
     ax.plot(steps_S, whole_S, color=theme.text, linestyle=(0, (3, 2)), linewidth=1.3, label="total", marker=marker(whole_S))
     log_axis(ax)
-    _events(ax, history, theme)
     ax.set_title("Gradient norm by family, before clipping")
     ax.set_ylabel("L2 norm (log scale)")
-    step_axis(ax, steps_S)
     fig.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=4)
     return fig
 
@@ -124,8 +113,7 @@ def speed_and_memory(history: History, theme: Theme) -> Figure | None:
     if not np.isfinite(speed_S).any():
         return None
     has_memory = bool(np.isfinite(memory_S).any())
-    fig = figure()
-    axes = np.atleast_1d(fig.subplots(1 + has_memory, sharex=True))
+    fig, axes = _panels(history, theme, 1 + has_memory)
     _raw_and_smooth(axes[0], steps_S, speed_S, colour=theme.lines[2], label="tokens per second")
     axes[0].set_title("Speed and memory" if has_memory else "Speed")
     axes[0].set_ylabel("tokens / s")
@@ -136,21 +124,17 @@ def speed_and_memory(history: History, theme: Theme) -> Figure | None:
         axes[1].plot(steps_S, memory_S / unit, color=theme.lines[3], marker=marker(memory_S))
         axes[1].set_ylabel(f"peak memory ({name})")
         axes[1].set_ylim(bottom=0, top=1.15 * float(np.nanmax(memory_S)) / unit)
-    for ax in axes:
-        _events(ax, history, theme)
-        step_axis(ax, steps_S, label=ax is axes[-1])
     return fig
 
 
 def learning_rate(history: History, theme: Theme) -> Figure | None:
-    """Draw the learning rate. The loss scale is added if it ever differed from 1, with a mark at each skipped step."""
+    """Draw the learning rate, a mark at each skipped step, and the loss scale if it ever differed from 1."""
     steps_S, rate_S, scale_S = history.steps_S, history.series_S("lr"), history.series_S("loss_scale")
     if not np.isfinite(rate_S).any():
         return None
     skipped = np.array([bool(line.get("skipped")) for line in history.train])
     scaled = bool((np.nan_to_num(scale_S, nan=1.0) != 1).any())
-    fig = figure()
-    axes = np.atleast_1d(fig.subplots(1 + scaled, sharex=True))
+    fig, axes = _panels(history, theme, 1 + scaled)
     axes[0].plot(steps_S, rate_S, color=theme.lines[0], marker=marker(rate_S))
     axes[0].set_title("Learning rate and loss scale" if scaled else "Learning rate")
     axes[0].set_ylabel("learning rate")
@@ -166,27 +150,112 @@ def learning_rate(history: History, theme: Theme) -> Figure | None:
         marks = {"linestyle": "", "marker": "x", "markersize": 7, "color": theme.lines[1]}
         last.plot(steps_S[skipped], on_S[skipped], label=f"{skipped.sum()} skipped", **marks)
         last.legend(loc="best")
-    for ax in axes:
-        _events(ax, history, theme)
-        step_axis(ax, steps_S, label=ax is last)
     return fig
 
 
-CAPTIONS = {
-    "loss": "Training loss (thin: every step, thick: smoothed) and validation loss.",
-    "gradient_norm": "Each family of parameters on its own: a router's or expert's norm that runs away shows here first.",
-    "expert_load": "Each row is one expert. Neutral: a fair share; orange: too much; blue: too little; the arrow's colour: not one token.",
-    "dropped": "Tokens that found their expert full and took the residual path, by layer.",
-    "router_losses": "Balance loss: 1 a layer where load is even (dashed). z loss: size of the router's logits, held by its weight alone.",
-    "speed_and_memory": "All processes together; memory is the largest peak of any process.",
-    "learning_rate": "The schedule, and the loss scale where the precision needs one.",
-}
+def expert_load(history: History, theme: Theme) -> Figure | None:
+    """Draw a panel for each MoE layer: each expert's load (a row) over the steps, all panels on one colour scale."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    loads = {layer: history.load_SE(layer) for layer in history.layers}
+    loads = {layer: load_SE for layer, load_SE in loads.items() if np.isfinite(load_SE).any()}
+    if not loads:
+        return None
+    columns = 1 if len(loads) == 1 else 2 if len(loads) <= 12 else 3
+    rows = -(-len(loads) // columns)
+    experts = max(load_SE.shape[1] for load_SE in loads.values())
+    panel_height = min(3.0, max(2.0, 1.2 + 0.11 * experts))
+    fig = figure(width=WIDE, height=0.7 + rows * panel_height)
+    axes = np.atleast_1d(fig.subplots(rows, columns, sharex=True, squeeze=False)).ravel()
+    colour_map = LinearSegmentedColormap.from_list("load", list(zip(HEAT_AT, theme.heat, strict=True))).with_extremes(
+        bad=theme.grid, under=theme.dead
+    )
+    mesh: Any = None
+    for index, (ax, (layer, load_SE)) in enumerate(zip(axes, loads.items(), strict=False)):
+        means_WE, edges = windows(load_SE, history.steps_S, MOST_WINDOWS)
+        with np.errstate(divide="ignore"):
+            shade_WE = np.where(means_WE == 0, -REACH - 1, np.clip(np.log2(means_WE), -REACH, REACH))
+        num_experts = load_SE.shape[1]
+        mesh = ax.pcolormesh(edges, np.arange(num_experts + 1) - 0.5, shade_WE.T, cmap=colour_map, vmin=-REACH, vmax=REACH)
+        ax.set_title(f"layer {layer}", fontsize=10, pad=4)
+        ax.grid(False)
+        ax.yaxis.set_major_locator(_expert_ticks(num_experts))
+        ax.invert_yaxis()
+        if index % columns == 0:
+            ax.set_ylabel("expert")
+        step_axis(ax, edges, label=index + columns >= len(loads))
+        ax.tick_params(labelbottom=index + columns >= len(loads))
+    for ax in axes[len(loads) :]:
+        ax.set_visible(False)
+    fig.suptitle("Expert load over time, before dropping", x=0.01, ha="left", fontsize=11, fontweight="bold", color=theme.text)
+    bar = fig.colorbar(mesh, ax=list(axes), pad=0.01, fraction=0.03, aspect=22, extend="min")
+    ticks = range(-REACH, REACH + 1)
+    bar.set_ticks(list(ticks), labels=[f"{['¼', '½', '1', '2', '4'][tick + REACH]}×" for tick in ticks])
+    bar.set_label("load relative to uniform")
+    bar.ax.grid(False)
+    return fig
+
+
+def _expert_ticks(experts: int) -> Any:
+    from matplotlib.ticker import FixedLocator
+
+    spacing = next(gap for gap in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2**30) if experts / gap <= 8)
+    return FixedLocator(list(range(0, experts, spacing)))
+
+
+def dropped(history: History, theme: Theme) -> Figure | None:
+    shares: dict[int, Array] = {layer: history.dropped_S(layer) for layer in history.layers}
+    shares = {layer: share_S for layer, share_S in shares.items() if np.isfinite(share_S).any()}
+    if not shares:
+        return None
+    fig = figure()
+    ax = fig.subplots()
+    steps_S = history.steps_S
+    few = len(shares) <= 7
+    for (layer, share_S), colour in zip(shares.items(), colours(theme, len(shares)), strict=True):
+        if few and len(steps_S) > 10:
+            ax.plot(steps_S, 100 * share_S, color=colour, alpha=0.28, linewidth=0.8)
+        shown_S = smoothed(share_S) if len(steps_S) > 10 else share_S
+        ax.plot(steps_S, 100 * shown_S, color=colour, label=f"layer {layer}", linewidth=1.8 if few else 1.2, marker=marker(shown_S))
+    ax.set_title("Dropped tokens by layer")
+    ax.set_ylabel("share of token choices (%)")
+    ax.set_ylim(bottom=0, top=max(1.0, 105 * float(np.nanmax([np.nanmax(s) for s in shares.values()]))))
+    step_axis(ax, steps_S)
+    if few:
+        fig.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=len(shares))
+    else:
+        from matplotlib.cm import ScalarMappable
+        from matplotlib.colors import ListedColormap
+
+        scale = ScalarMappable(cmap=ListedColormap(colours(theme, len(shares))))
+        scale.set_clim(-0.5, len(shares) - 0.5)
+        ends = [0, len(shares) // 2, len(shares) - 1]
+        fig.colorbar(scale, ax=ax, pad=0.02).set_ticks(ends, labels=[f"layer {list(shares)[i]}" for i in ends])
+    return fig
+
+
 PLOTS = (
-    Plot("loss", "Loss", loss),
-    Plot("gradient_norm", "Gradient norm", gradient_norm),
-    Plot("expert_load", "Expert load over time", expert_load, wide=True),
-    Plot("dropped", "Dropped tokens", dropped),
-    Plot("router_losses", "Router losses", router_losses),
-    Plot("speed_and_memory", "Speed and memory", speed_and_memory),
-    Plot("learning_rate", "Learning rate", learning_rate),
+    Plot("loss", "Loss", loss, "Training loss (thin: every step, thick: smoothed) and validation loss."),
+    Plot(
+        "gradient_norm",
+        "Gradient norm",
+        gradient_norm,
+        "Each family of parameters on its own: a router's or expert's norm that runs away shows here first.",
+    ),
+    Plot(
+        "expert_load",
+        "Expert load over time",
+        expert_load,
+        "Each row is one expert. Neutral: a fair share; orange: too much; blue: too little; the arrow's colour: not one token.",
+        wide=True,
+    ),
+    Plot("dropped", "Dropped tokens", dropped, "Tokens that found their expert full and took the residual path, by layer."),
+    Plot(
+        "router_losses",
+        "Router losses",
+        router_losses,
+        "Balance loss: 1 a layer where load is even (dashed). z loss: size of the router's logits, held by its weight alone.",
+    ),
+    Plot("speed_and_memory", "Speed and memory", speed_and_memory, "All processes together; memory is the largest peak of any process."),
+    Plot("learning_rate", "Learning rate", learning_rate, "The schedule, and the loss scale where the precision needs one."),
 )

@@ -24,7 +24,7 @@ DPI = 150
 
 @dataclass(frozen=True)
 class Theme:
-    """Colours of a picture: `lines` in order of use; `heat` from too little load over fair to too much; `dead` for no load at all."""
+    """Colours of a picture. lines: of its curves, in order of use. heat: of an expert's load, from little to much. dead: of no load."""
 
     name: str
     background: str
@@ -65,26 +65,16 @@ def settings(theme: Theme) -> Any:  # matplotlib types each of its 300 keys
         "axes.titlesize": 11,
         "axes.titleweight": "bold",
         "axes.titlelocation": "left",
-        "axes.titlecolor": theme.text,
         "axes.labelsize": 10,
-        "axes.labelcolor": theme.text,
-        "axes.edgecolor": theme.muted,
-        "axes.facecolor": theme.background,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
         "axes.grid": True,
         "axes.axisbelow": True,
         "grid.color": theme.grid,
         "grid.linewidth": 0.8,
-        "xtick.color": theme.muted,
-        "ytick.color": theme.muted,
-        "xtick.labelcolor": theme.text,
-        "ytick.labelcolor": theme.text,
-        "text.color": theme.text,
-        "legend.frameon": False,
+        **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
+        **dict.fromkeys(("text.color", "axes.titlecolor", "axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"), theme.text),
+        **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), theme.muted),
+        **dict.fromkeys(("axes.facecolor", "figure.facecolor", "savefig.facecolor"), theme.background),
         "legend.fontsize": 9,
-        "figure.facecolor": theme.background,
-        "savefig.facecolor": theme.background,
         "lines.linewidth": 1.8,
         "lines.solid_capstyle": "round",
         "path.simplify": True,
@@ -93,7 +83,7 @@ def settings(theme: Theme) -> Any:  # matplotlib types each of its 300 keys
 
 
 def drawn_in(theme: Theme) -> AbstractContextManager[Any]:
-    """Return a context in which figures take the theme; afterwards the caller's settings are restored."""
+    """Return a context in which new figures have the theme's colours. At its exit matplotlib's settings are as before."""
     import matplotlib
 
     return matplotlib.rc_context(settings(theme))
@@ -108,7 +98,7 @@ def figure(*, width: float = NARROW, height: float = 3.6) -> Figure:
 
 
 def png(fig: Figure) -> bytes:
-    """Return the picture as a PNG file. Call it inside the `drawn_in` in which the figure was made."""
+    """Return the picture as a PNG file. Call it in the same `drawn_in` context in which the figure was made."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     buffer = io.BytesIO()
@@ -116,14 +106,15 @@ def png(fig: Figure) -> bytes:
     return buffer.getvalue()
 
 
-def save(draw: Callable[[Theme], Figure], path: Path, *, theme: Theme = LIGHT) -> Path:
-    with drawn_in(theme):
-        path.write_bytes(png(draw(theme)))
+def save(draw: Callable[[Theme], Figure], path: Path) -> Path:
+    """Write the figure that `draw` makes with the light theme, as a PNG. Return its path."""
+    with drawn_in(LIGHT):
+        path.write_bytes(png(draw(LIGHT)))
     return path
 
 
 def step_axis(ax: Axes, steps_S: Any, *, label: bool = True) -> None:
-    """Label the x axis in steps: whole numbers, no empty margin, a sensible range even for one step."""
+    """Give the x axis the range of the steps, or a small one around a single step, with whole numbers and the label "step"."""
     from matplotlib.ticker import MaxNLocator
 
     low, high = (float(np.min(steps_S)), float(np.max(steps_S))) if len(steps_S) else (0.0, 1.0)
@@ -135,7 +126,7 @@ def step_axis(ax: Axes, steps_S: Any, *, label: bool = True) -> None:
 
 
 def log_axis(ax: Axes) -> None:
-    """Make the y axis logarithmic with plain numbers, plus twos and fives if few decades are visible. Call after plotting."""
+    """Make the y axis logarithmic, with plain numbers at powers of ten, and at twos and fives if they fit. Call after plotting."""
     ax.set_yscale("log")
     low, high = ax.get_ylim()
     near = high < 50 * low
@@ -144,7 +135,7 @@ def log_axis(ax: Axes) -> None:
 
 
 def colours(theme: Theme, number: int) -> list[Any]:
-    """Return `number` line colours: the theme's own if they suffice, else a scale from dark to bright in order (of layer depth)."""
+    """Return `number` line colours: the theme's own if they suffice, else a scale from dark to bright."""
     if number <= len(theme.lines):
         return list(theme.lines[:number])
     import matplotlib
@@ -154,5 +145,5 @@ def colours(theme: Theme, number: int) -> list[Any]:
 
 
 def marker(values: Any) -> str:
-    """Return a marker that makes single points visible, for which a line alone would not."""
+    """Return matplotlib's marker for a curve: points if it has fewer than 3 finite values, which a line would not show, else none."""
     return "o" if int(np.isfinite(values).sum()) < 3 else ""

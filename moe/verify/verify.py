@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from moe.launch import exit_codes
-from moe.records.speed import source_commit
+from moe.records.results import source_commit
 from moe.verify.cases import Case
 from moe.verify.compare import NUMBERS, compare
 from moe.verify.expected import Expected, computed_in_background, rounds, twin_of

@@ -17,7 +17,7 @@ from moe.bench.training import kinds, memory
 from moe.bench.training.shapes import Shape
 from moe.bench.training.sharded import ShardedKind, kind_of, kinds_of, load_engines
 from moe.plan.job.states import FP32, FP32_AND_COPY, MIXED, MIXED_FP32_GRADIENTS
-from moe.train.parts.model_states import storages
+from moe.train.start.prediction import storages
 from parallel.data import load
 from parallel.data.deepspeed import load_deepspeed
 from parallel.errors import BadInput

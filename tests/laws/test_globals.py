@@ -23,7 +23,7 @@ CHANGED = {
     "moe/launch/pdsh.py: runner.DEEPSPEED_ENVIRONMENT_PATHS": "likewise",
     "moe/launch/streams.py: sys": "a process has one standard output: what nobody reads any more is dropped, whoever prints it",
     "parallel/watch/watchdog.py: _of_process": "a process has one default process group, and one that watches it",
-    "moe/records/metrics.py: threading.excepthook": "TensorBoard writes in a thread of its own, whose traceback nobody else can hold back",
+    "moe/records/tracker.py: threading.excepthook": "TensorBoard writes in a thread of its own, whose traceback nobody else can hold back",
     "moe/launch/ready.py: os.environ": "a forked rank gets its variables there, as from a launcher",
     "parallel/numerics/weight_gradient.py: _open": "autograd calls a product's backward without arguments of ours",
     "parallel/process/deterministic.py: os.environ": "cuBLAS reads its workspace there",

@@ -19,8 +19,7 @@ from torch import Tensor
 from moe.model.transformer import Transformer
 from moe.nn.context import Context
 from moe.recipe import sections
-from moe.train.use.decode import Cached, continued, for_continuing
-from moe.train.use.sampling import Sampling
+from moe.train.use.decode import Cached, Sampling, continued, for_continuing
 
 transformers = pytest.importorskip("transformers", reason="pip install moe-parallel[hf]")
 

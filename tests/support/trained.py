@@ -27,6 +27,7 @@ from moe.data.token_shard import TokenShard
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from moe.records import metrics
+from moe.records.tracker import Board
 from moe.train.loop import ending, trainer
 from parallel.errors import BadInput, Ended
 from parallel.process.process import World
@@ -57,7 +58,7 @@ def home(folder: Path, patch: pytest.MonkeyPatch) -> Path:
     patch.setattr(ending, "sample", lambda *_, **__: "text")
     patch.setattr(ending, "source_commit", lambda: None)
     patch.setattr(moe.report, "write_report", lambda out: None)
-    patch.setattr(metrics, "TensorBoard", _NoBoard)
+    patch.setattr(metrics, "open_tensorboard", lambda folder, *, first_step: Board(lambda values, step, time: None, lambda: None))
     (folder / "text.txt").write_text(words(3000, seed=0))
     return folder
 
@@ -68,12 +69,6 @@ def warm_zero() -> None:
 
     load_deepspeed()
     import deepspeed.moe.layer  # noqa: F401
-
-
-class _NoBoard:
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-    def write(self, line: Any) -> None: ...
-    def close(self) -> None: ...
 
 
 def words(number: int, *, seed: int) -> str:

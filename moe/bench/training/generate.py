@@ -22,8 +22,7 @@ from moe.launch import exit_codes
 from moe.model.transformer import Transformer
 from moe.recipe import sections
 from moe.records.results import write_json
-from moe.train.use.decode import Cached, Reads, Recomputed, Written, continued, for_continuing
-from moe.train.use.sampling import Sampling
+from moe.train.use.decode import Cached, Reads, Recomputed, Sampling, Written, continued, for_continuing
 
 Kind = Literal["decoder", "encoder_decoder"]
 SIZES: tuple[tuple[Kind, int, int], ...] = (

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from moe.plan.job.states import States
-from moe.train.parts.model_states import storages
+from moe.train.start.prediction import storages
 from parallel.data.engine import Engine
 
 

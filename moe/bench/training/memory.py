@@ -31,7 +31,7 @@ from moe.launch import exit_codes
 from moe.plan.job.states import MIXED, STAGES, model_states, sparse_model_states
 from moe.records.results import write_json
 from moe.train.loop.step import finish
-from moe.train.parts.model_states import storages
+from moe.train.start.prediction import storages
 from parallel.mesh.mesh import divisors
 from parallel.numerics.precision import LossScale
 from parallel.process.extensions import missing_for_nvme

@@ -55,7 +55,7 @@ def report(flags: Report, _: dict[str, str]) -> int:
         if flags.json is not None:
             raise BadInput("--json", got="it with two runs", needed="one run: --json lists the files of its report", fix="remove --json")
         first, second = (Path(run_dir(folder, "metrics.jsonl")) for folder in (flags.run_dir, flags.other))
-        print(f"picture: {importlib.import_module('moe.report.beside').beside(first, second)}")
+        print(f"picture: {importlib.import_module('moe.report.compare').beside(first, second)}")
         return exit_codes.DONE
     json = None if flags.json is None else str(flags.json)
     print(f"report: {importlib.import_module('moe.report').main(run_dir(flags.run_dir, 'metrics.jsonl'), json=json)}")

@@ -3,7 +3,7 @@
     config.json       <->  recipe              config.py; unsupported keys are refused by name
     *.safetensors     <->  checkpoints/step-0  tensors.py; one tensor in memory at a time
     tokenizer.json    <->  the run's tokenizer tokenizer.py
-    chat template ... <->  huggingface/        moe/train/start/kept.py: files that stay with the model from run to run
+    chat template ... <->  huggingface/        moe/train/start/resume.py: files that stay with the model from run to run
 
 All names and shapes are compared before anything is written. A folder is written under a temporary name and renamed when it is complete,
 so a failed conversion leaves nothing behind. Tensors are written back in their original dtype, so a round trip is bitwise exact.
@@ -39,8 +39,8 @@ from moe.recipe.keys import keys_of
 from moe.recipe.load import build_run, load, resolved_yaml
 from moe.recipe.sections import Run
 from moe.records.results import write_json
-from moe.train.start.adapters import whole
-from moe.train.start.kept import KEPT, kept
+from moe.train.start.restore import whole
+from moe.train.start.resume import KEPT, kept
 from moe.train.start.state import EXTRA, Counters
 from parallel.errors import BadInput, some
 from parallel.mesh.mesh import Degrees, Mesh

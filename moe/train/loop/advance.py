@@ -1,8 +1,4 @@
-"""The next step of a run, or the next few: data, gradients, update. Hides pipelines and audits from the trainer's loop.
-
-one         a batch, then a drained pipeline: gradients, then the norm over all ranks, then the update or a skip
-several     batches through a pipeline that is not drained between them (moe/train/loop/stream.py)
-"""
+"""Makes the next step of a run: data, gradients, update; or the next few steps, through a pipeline that is not drained between them."""
 
 from __future__ import annotations
 
@@ -22,16 +18,15 @@ from moe.train.start.job import Job
 from moe.train.start.out_of_memory import PASSES, STEP, during
 from parallel.mesh.collectives import sum_over
 from parallel.numerics.clip import GradientNorm
-from parallel.pipeline.schedule import Schedule
 
 
 def advance(job: Job, asked: Callable[[], bool]) -> list[Made]:
-    """Make at least one step. `asked` returns True if a signal asks the run to stop."""
+    """Make at least one step; return the results of each. asked: returns True once a signal has asked this process to stop."""
     return _stream(job, asked) if continuous(job.run) else [_step(job, asked)]
 
 
 class Made(NamedTuple):
-    """Results of one step."""
+    """Results of one step: loss and numbers of the MoE layers, gradient norm, learning rate, loss scale."""
 
     numbers: Numbers
     norm: GradientNorm
@@ -57,7 +52,7 @@ def _step(job: Job, asked: Callable[[], bool]) -> Made:
         )
         numbers = passes() if auditor is None else auditor.passes(passes, step=counters.step + 1)
     if measured is not None:
-        measured.gradients(job.engine)
+        measured.before_update(job.engine)
     with during(STEP):
         norm = finish(
             job.engine,
@@ -74,23 +69,24 @@ def _step(job: Job, asked: Callable[[], bool]) -> Made:
 
 
 def _flag(job: Job, asked: Callable[[], bool]) -> int:
-    """Return a nonzero flag if any rank of tp is asked to stop. Ranks of tp read the same tokens, so the step's numbers, and the flags in
-    them, are not summed over tp."""
+    """Return how many ranks of tp are asked to stop. It is sent with the step's numbers, which are summed over all axes but tp."""
     tp = job.mesh.axis("tp", label="who is asked to stop")
     return int(sum_over(torch.tensor(int(asked()), device=job.world.device), tp)) if tp.size > 1 else int(asked())
 
 
 def _stream(job: Job, asked: Callable[[], bool]) -> list[Made]:
-    """Make the steps up to the next drain: the next evaluation, save, end of training, or multiple of `drain_every`."""
-    run, counters = job.run, job.counters
+    """Make the steps up to the pipeline's next drain: at the next evaluation, save, multiple of `drain_every`, or end of training."""
+    run, counters, schedules = job.run, job.counters, job.training.schedules
     steps = (run.train.steps, run.pipeline.drain_every, run.train.eval_every, run.train.save_every)
     count = min(every - counters.step % every for every in steps if every)
     rates = [learning_rate(counters.updates + n, run.optimizer, total=run.train.steps) for n in range(count)]
+    if count not in schedules:
+        schedules[count] = schedule_of(run, batches=count)
     with during(PASSES):
         made = stream(
             job.training.executor,
             [_batch(job, counters.step + n) for n in range(count)],
-            schedule=_schedule(job, count),
+            schedule=schedules[count],
             shard=job.batches.shard,
             world=job.mesh.axis("world"),
             seed=run.train.seed,
@@ -99,13 +95,6 @@ def _stream(job: Job, asked: Callable[[], bool]) -> list[Made]:
             flag=_flag(job, asked),
         )
     return [Made(numbers, norm, rate, 1.0) for (numbers, norm), rate in zip(made, rates, strict=True)]
-
-
-def _schedule(job: Job, count: int) -> Schedule:
-    made = job.training.schedules
-    if count not in made:
-        made[count] = schedule_of(job.run, batches=count)
-    return made[count]
 
 
 def _batch(job: Job, step: int) -> Tensor:

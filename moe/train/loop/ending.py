@@ -1,4 +1,4 @@
-"""The end of a run: a sample of text, the summary over all its starts, and the report."""
+"""The end of a run: a sample of text, the summary, and the report."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from typing import Any
 import torch
 
 from moe.plan.job.flops import size
-from moe.records.course import loss_warning
 from moe.records.metrics import read, read_summary, write_summary
 from moe.records.redone import NOTHING, sums
-from moe.records.speed import hardware, matmul_flops, source_commit
-from moe.records.summary import dropped_shares
-from moe.train.loop.validation import evaluate, was_evaluated
+from moe.records.results import hardware, matmul_flops, source_commit
+from moe.records.summary import dropped_shares, loss_warning
+from moe.train.loop.recorded import evaluate, was_evaluated
 from moe.train.parts.executor import logits_of
 from moe.train.start.job import Job
 from moe.train.start.place import peak_memory_bytes
@@ -24,22 +23,24 @@ from parallel.watch import watchdog
 
 
 def finish(job: Job) -> dict[str, Any]:
-    """Write the summary and return it. If an earlier start had made all steps, return the stored summary. Collective."""
+    """Write the summary and return it; if no step was left to make, return the stored one. Collective."""
     run, world, figures, output = job.run, job.mesh.axis("world"), job.figures, job.output
     before = None if figures.seconds else read_summary(job.out)
     if before is not None and before.get("steps") == job.counters.step:
-        if job.counters.step == run.train.steps:  # else a callback stopped this process before its first step
-            output.note(f"train.steps {job.counters.step} was reached before: raise train.steps to continue, or start over with --fresh")
+        if job.counters.step == run.train.steps:  # not if a callback stopped the run before its first step
+            output.progress.note(
+                f"train.steps {job.counters.step} was reached before: raise train.steps to continue, or start over with --fresh"
+            )
         output.progress.close(before)
         return before
-    if not figures.evaluated:  # an earlier process made the last step, then died before the summary
+    if not figures.evaluated:  # the run ended after its last step, before its summary was written
         evaluate(job, record=not was_evaluated(job))
     watchdog.enter("ending after the step", patience=watchdog.FIRST)
     job.engine.module.eval()
     model, length = logits_of(job.training.executor, job.batches.shard), run.model.max_length
     text = ""
     if run.train.sample_tokens and run.model.kind == "decoder":
-        output.note(f"writing a sample of {counted(run.train.sample_tokens, 'token')} (train.sample_tokens)")
+        output.progress.note(f"writing a sample of {counted(run.train.sample_tokens, 'token')} (train.sample_tokens)")
         much, tokenizer = run.train.sample_tokens, job.batches.data.tokenizer
         text = sample(model, tokenizer, prompt=tokenizer.example, num_tokens=much, max_length=length, device=job.world.device)
     costs = size(run.model, run.experts, run.router, vocab_size=run.vocab_size)
@@ -58,7 +59,7 @@ def finish(job: Job) -> dict[str, Any]:
         "dropped_share": dropped,
         "dropped_share_last": dropped_last,
         "peak_memory_bytes": peak_memory_bytes(job.mesh),
-        "state_bytes": None if figures.measured is None else figures.measured.states.largest(job.mesh),
+        "state_bytes": None if figures.measured is None else figures.measured.largest_states(job.mesh),
         "predicted": None if figures.measured is None else figures.measured.against(figures.predicted, job.mesh),
         "parameters_total": costs.total,
         "parameters_active": costs.active,
@@ -78,14 +79,19 @@ def finish(job: Job) -> dict[str, Any]:
         write_summary(job.out, summary)
         output.records.close()
         if run.train.report:
-            _report(job)
+            from moe.report import write_report
+
+            try:
+                write_report(job.out)
+            except Exception as error:  # a picture that cannot be drawn must not fail a finished run
+                output.progress.note(f"no report ({type(error).__name__}: {error}); try again with: moe report {job.out}")
     output.progress.close(summary)
     return summary
 
 
 def _totals(job: Job) -> list[float]:
-    """Return totals over all starts of the run, from rank 0's records: tokens, seconds, dropped shares of all and of the last steps, and
-    repeated work."""
+    """Return numbers of the whole run, from metrics.jsonl, on all ranks: tokens, seconds, dropped share of all steps and of the last ones,
+    then the values of `sums` in moe/records/redone.py."""
     totals = [0.0] * (4 + len(NOTHING))
     if job.world.rank == 0:
         found = read(job.out)
@@ -93,12 +99,3 @@ def _totals(job: Job) -> list[float]:
         totals = [*(float(sum(line[what] for line in lines)) for what in ("tokens", "step_seconds")), *dropped_shares(lines).values()]
         totals += map(float, sums(found).values())
     return sum_over(torch.tensor(totals, dtype=torch.float64, device=job.world.device), job.mesh.axis("world")).tolist()
-
-
-def _report(job: Job) -> None:
-    from moe.report import write_report
-
-    try:
-        write_report(job.out)
-    except Exception as error:  # a picture that cannot be drawn must not fail a finished run
-        job.output.note(f"no report ({type(error).__name__}: {error}); try again with: moe report {job.out}")

@@ -1,26 +1,34 @@
-"""Bookkeeping after a step: counters, a line of the records, and the end of a run whose gradients stay without a finite norm."""
+"""What follows a step: counters, a line of metrics.jsonl, evaluation, and an error if gradients are not finite again and again."""
 
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
+import torch
+
+from moe.parallelize.sequence import shard_of
 from moe.plan.pipeline import continuous
+from moe.records.metrics import read
 from moe.train.loop.advance import Made
-from moe.train.parts.numbers import LayerNumbers
+from moe.train.loop.step import validation_loss
 from moe.train.start.job import Job
+from moe.train.start.out_of_memory import EVALUATION, during
 from moe.train.start.place import peak_memory_bytes
-from parallel.errors import BadInput
-from parallel.fixes import Set
+from parallel.errors import BadInput, counted
+from parallel.fixes import Set, Words
+from parallel.mesh.collectives import max_over
 from parallel.numerics.clip import GradientNorm
 from parallel.pipeline.schedules.catalog import ADVISED
 from parallel.store.checkpoint import numbered
 from parallel.store.stored import finite
+from parallel.watch import watchdog
 from parallel.watch.outcome import of_all
 
 
 def count(job: Job, norm: GradientNorm) -> None:
-    """Count one step; a step without a finite norm was skipped."""
+    """Count one step: as skipped if its gradient norm is not finite, because then nothing was updated."""
     c = job.counters
     c.step += 1
     if norm.finite:
@@ -30,13 +38,16 @@ def count(job: Job, norm: GradientNorm) -> None:
 
 
 def record(job: Job, made: Made, seconds: float) -> dict[str, Any]:
-    """Write and display the step's line, and return it. `seconds`: duration of the step."""
+    """Write a step's line to metrics.jsonl, display it, and return it. made: the step's results. seconds: its duration."""
     run, c, figures = job.run, job.counters, job.figures
     numbers, norm, rate, scale = made
     tokens = run.train.global_batch * run.model.read_length
     figures.seconds += seconds
     if figures.measured is not None:
-        figures.measured.step(seconds, job.engine)
+        figures.measured.after_step(seconds, job.engine)
+    layers = [vars(layer) | {"load": [round(share, 5) for share in layer.load]} for layer in numbers.layers]
+    for layer in layers:
+        del layer["choices"]  # the load says the same with fewer digits
     line = {
         "kind": "train",
         "step": c.step,
@@ -54,57 +65,41 @@ def record(job: Job, made: Made, seconds: float) -> dict[str, Any]:
         "skipped": not norm.finite,
         "skipped_total": c.skipped,
         "dropped_share": numbers.dropped_share,
-        "moe": [_layer_line(layer) for layer in numbers.layers],
+        "moe": layers,
         "time": time.time(),
     }
-    job.output.write(line)
+    job.output.records.write(line)
     job.output.progress.step(line)
     return line
 
 
-def _layer_line(layer: LayerNumbers) -> dict[str, Any]:
-    line = vars(layer) | {"load": [round(share, 5) for share in layer.load]}
-    del line["choices"]  # the load gives the same information with fewer digits
-    return line
-
-
 def refuse_endless_skips(job: Job, norm: GradientNorm) -> None:
-    """End the run on all ranks if skipping cannot help. Collective after a skipped step. Raises BadInput."""
+    """Raise BadInput on all ranks if further steps would be skipped too. Collective after a skipped step."""
     run, c = job.run, job.counters
     if norm.finite:
         return
     of_all(lambda: _refuse_bad_weights(job), job.mesh.axis("world"), what=f"step {c.step}")
     families = ", ".join(name for name, value in norm.families.items() if not value < float("inf"))
     job.output.event("skipped", step=c.step, families=families)
-    if continuous(run):
-        raise BadInput(
-            f"step {c.step}",
-            got=f"gradients ({families}) that are not finite, with {run.pipeline.schedule}, whose stages have updated all the same",
-            needed="finite gradients",
-            fix="lower optimizer.lr"
-            | Set("pipeline.schedule", ADVISED, said=f"{ADVISED}, which skips such steps")
-            | "resume from an earlier checkpoint",
-        )
     scale = job.training.scale
     scaled = scale.growth_interval > 0
-    if scaled and scale.at_floor:
-        raise BadInput(
-            f"step {c.step}",
-            got=f"gradients ({families}) that overflow {run.precision.compute} even at the smallest loss scale {scale.floor:g}",
-            needed="finite gradients",
-            fix="lower optimizer.lr" | Set("precision.compute", "bf16") & Set("precision.loss_scale", "none"),
-        )
-    if not scaled and (run.train.on_nan == "stop" or c.in_a_row >= run.train.max_skips):
-        raise BadInput(
-            f"step {c.step}",
-            got=f"gradients ({families}) that are not finite, {c.in_a_row} step{'s' if c.in_a_row > 1 else ''} in a row",
-            needed="finite gradients",
-            fix="lower optimizer.lr, lengthen optimizer.warmup_steps, or resume from an earlier checkpoint",
-        )
+    if continuous(run):
+        got = f"that are not finite, with {run.pipeline.schedule}, whose stages have updated all the same"
+        other = Set("pipeline.schedule", ADVISED, said=f"{ADVISED}, which skips such steps")
+        fix = "lower optimizer.lr" | other | "resume from an earlier checkpoint"
+    elif scaled and scale.at_floor:
+        got = f"that overflow {run.precision.compute} even at the smallest loss scale {scale.floor:g}"
+        fix = "lower optimizer.lr" | Set("precision.compute", "bf16") & Set("precision.loss_scale", "none")
+    elif not scaled and (run.train.on_nan == "stop" or c.in_a_row >= run.train.max_skips):
+        got = f"that are not finite, {counted(c.in_a_row, 'step')} in a row"
+        fix = Words("lower optimizer.lr, lengthen optimizer.warmup_steps, or resume from an earlier checkpoint")
+    else:
+        return
+    raise BadInput(f"step {c.step}", got=f"gradients ({families}) {got}", needed="finite gradients", fix=fix)
 
 
 def _refuse_bad_weights(job: Job) -> None:
-    """Refuse weights that are not finite, because gradients through them are never finite. Raises BadInput."""
+    """Raise BadInput if a weight of this rank is not finite: then gradients are never finite again."""
     bad = next((held for held in job.engine.tensors() if not finite(held.tensor)), None)
     if bad is None:
         return
@@ -120,3 +115,29 @@ def _refuse_bad_weights(job: Job) -> None:
         needed="finite weights: no further step can mend them, and nothing of them is saved",
         fix=f"start it again: {goes_on}; if that ends so too, --from_step with an earlier checkpoint, or a lower optimizer.lr",
     )
+
+
+def evaluate(job: Job, *, record: bool = True) -> dict[str, Any]:
+    """Evaluate on held-out text. Return the line for metrics.jsonl; write it only if `record`. Collective."""
+    run, batches = job.run, job.batches
+    watchdog.enter("evaluation after the step")
+    shard = shard_of(run, job.mesh, run.train.eval_sequences)
+    at_once = max(1, len(batches.shard.sequences) // run.pipeline.microbatches)
+    with during(EVALUATION):  # a micro-batch fits in memory as in a step, but all sequences together may not
+        held = batches.read(partial(batches.data.validation.held, shard))
+        loss = validation_loss(job.training.executor, torch.from_numpy(held.sequences).to(job.world.device), shard=shard, at_once=at_once)
+    step, found = job.counters.step, {"validation_loss": loss, "bits_per_byte": loss / 0.6931471805599453 / held.bytes_per_token}
+    job.figures.evaluated_at, job.figures.evaluated = step, found
+    line = {"kind": "eval", "step": step, "time": time.time()} | found
+    if record:
+        job.output.records.write(line)
+    job.output.progress.evaluation(line)
+    return line
+
+
+def was_evaluated(job: Job) -> bool:
+    """Return whether metrics.jsonl, read by rank 0, has an evaluation of this step: the run may have ended between save and evaluation.
+    Collective."""
+    lines = read(job.out) if job.world.rank == 0 else ()
+    found = any(line["kind"] == "eval" and line["step"] == job.counters.step for line in lines)
+    return bool(max_over(torch.tensor(int(found), device=job.world.device), job.mesh.axis("world")).item())

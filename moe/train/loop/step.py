@@ -1,16 +1,14 @@
 """One training step, the same for every engine, layout and precision; `moe verify` runs exactly this.
 
-    micro-batch: forward, loss * (its share of the global batch) * loss scale, backward       -> gradients add up
-    after the last: global norm by ownership -> all finite? -> unscale, clip, step            -> or drop and count a skip
-    after a step: routers' selection biases move by the step's load
+    each micro-batch   forward, loss * (its share of the global batch) * loss scale, backward: gradients add up
+    then               global gradient norm; if finite: unscale, clip, update; if not: drop the gradients and count a skipped step
+    after an update    each router's selection bias changes by the step's load
 
 The loss is the mean over the predicted tokens of the *global* batch, for any sharding; auxiliary losses are means over its routed tokens.
 Padding is neither predicted nor routed.
 """
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +17,7 @@ from moe.data.token_shard import TokenShard
 from moe.model.transformer import Output, moe_layers
 from moe.parallelize.plan import FAMILIES
 from moe.router.losses import updated_bias
-from moe.train.parts.batch_counts import whole_step
+from moe.train.parts.batch_counts import with_whole_step
 from moe.train.parts.executor import Executor
 from moe.train.parts.numbers import Numbers, Sums
 from moe.train.parts.passes import count_tokens, passes_of
@@ -45,15 +43,12 @@ def accumulate(
     loss_scale: float = 1.0,
     flag: int = 0,
 ) -> Numbers:
-    """Run forward and backward over this rank's tokens (int64, of the shard's shape). Afterwards the engine holds summed gradients.
-
-    PADDING at the end of a sequence is neither predicted nor routed; a marked token is read and not predicted. The ranks of one pipeline
-    hold the same tokens. Collective.
-    """
+    """Run forward and backward of one step; the engine then holds summed gradients. Return the step's numbers over all ranks. Collective.
+    sequences_NL: token ids of this rank, int64, of the shard's shape; the stages of one pipeline get the same. PADDING may only be at the
+    end of a sequence. flag: a number whose sum over ranks is in the result."""
     tokens = count_tokens(sequences_NL, shard)
     passes = passes_of(sequences_NL.chunk(microbatches), tokens, shard, seed=seed, step=step, loss_scale=loss_scale)
-    sums = whole_step(executor, passes, shard)
-    passes = [replace(p, context=p.context.with_whole_step(sums)) for p in passes]
+    passes = with_whole_step(executor, passes, shard)
     found = Sums(executor.model.expert_counts, sequences_NL.device)
 
     def each(number: int, output: Output) -> Tensor | None:
@@ -69,10 +64,8 @@ def accumulate(
 def finish(
     engine: Engine, numbers: Numbers, *, world: Axis, scale: LossScale, lr: float, clip_norm: float | None, device: torch.device
 ) -> GradientNorm:
-    """Clip and step, or drop the gradients if any is not finite on any rank; update the loss scale. Collective.
-
-    `numbers`: the result of `accumulate`. After a finished step, and only then, each router's bias moves by the step's load.
-    """
+    """Clip gradients and update weights and routers' biases, or drop the gradients if any is not finite on any rank; then update the loss
+    scale. numbers: from `accumulate`. lr: learning rate. Return the gradient norm before clipping. Collective."""
     norm = gradient_norm(engine.owned_gradients(), families=FAMILIES, world=world, device=device).divided_by(scale.value)
     if norm.finite:
         watchdog.enter("the optimizer's step")
@@ -80,21 +73,16 @@ def finish(
         if factor != 1.0:
             engine.scale_gradients(factor)
         engine.step(lr)
-        update_biases(engine.module, numbers)
+        move_biases(engine.module, {layer.layer: torch.tensor(layer.choices) for layer in numbers.layers})
     else:
         engine.drop_gradients()
     scale.update(norm.finite)
     return norm
 
 
-def update_biases(model: nn.Module, numbers: Numbers) -> None:
-    """Update every router's selection bias by the global batch's load before dropping: the same on all ranks, once a step."""
-    move_biases(model, {seen.layer: torch.tensor(seen.choices) for seen in numbers.layers})
-
-
 @torch.no_grad()
 def move_biases(model: nn.Module, load: dict[int, Tensor]) -> None:
-    """Move biases by the load of each layer [E], summed over all ranks."""
+    """Update every router's selection bias. load: layer -> choices of each expert before dropping, [E], of all ranks."""
     for layer in moe_layers(model):
         bias_E, rate = layer.router.bias_E, layer.router.spec.bias_rate
         if bias_E is not None and rate is not None:
@@ -103,7 +91,7 @@ def move_biases(model: nn.Module, load: dict[int, Tensor]) -> None:
 
 @torch.no_grad()
 def validation_loss(executor: Executor, sequences_NL: Tensor, *, shard: TokenShard, at_once: int) -> float:
-    """Return the mean loss in nats a token over all ranks' tokens; deterministic, with the recipe's evaluation capacity."""
+    """Return the mean loss, in nats a token, of all ranks' sequences, with evaluation capacity. at_once: sequences of a micro-batch."""
     tokens = count_tokens(sequences_NL, shard)
     total = torch.zeros((), dtype=torch.float64, device=sequences_NL.device)
 

@@ -1,15 +1,14 @@
-"""Several steps without a drain between them (PipeDream, 2BW): every stage updates as soon as it has its own gradients.
+"""Several steps without draining the pipeline between them (PipeDream, 2BW): a stage updates as soon as it has its own gradients.
 
-    rank 0   F0 F1 F2 F3 B0 U F4 B1 U ...      batch b + 1 is under way when batch b's update is made: its weights are older than
-    rank 3            F0 B0 U F1 B1 U ...      the weights that its gradient changes, by the schedule's delay and no more
+    rank 0   F0 F1 F2 F3 B0 U F4 B1 U ...      F, B: forward and backward pass of a batch; U: update
+    rank 3            F0 B0 U F1 B1 U ...      a gradient belongs to weights older than the ones it updates, by the schedule's delay
 
-There is no gradient norm of the whole model before an update, so nothing is clipped and no step is skipped.
+No update waits for the gradient norm of the whole model, so nothing is clipped and no step is skipped.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from moe.data.token_shard import TokenShard
 from moe.model.transformer import Output, moe_layers
 from moe.parallelize.plan import FAMILIES
 from moe.train.loop.step import move_biases
-from moe.train.parts.batch_counts import whole_step
+from moe.train.parts.batch_counts import with_whole_step
 from moe.train.parts.executor import Executor, Pipelined
 from moe.train.parts.numbers import Numbers, Sums, numbers_of
 from moe.train.parts.passes import Pass, count_tokens, passes_of
@@ -41,10 +40,9 @@ def stream(
     rate: Callable[[int], float],
     flag: int = 0,
 ) -> list[tuple[Numbers, GradientNorm]]:
-    """Make one step for each batch (this rank's, int64 of the shard's shape). `step`: number of the first. `schedule` covers all batches.
-
-    `rate(n)`: the learning rate of the n-th update, from 0. Afterwards the pipeline is empty. Collective.
-    """
+    """Make one step for each batch, then drain the pipeline. Return each step's numbers and gradient norm. Collective. batches: this rank's
+    token ids, int64, each of the shard's shape. schedule: of all batches. step: number of the first one, from 0. rate(n): learning rate of
+    update n of these, from 0. flag: a number whose sum over ranks is in each step's numbers."""
     assert isinstance(executor, Pipelined)
     engine, model, device = executor.engine, executor.model, batches[0].device
     passes: list[Pass] = []
@@ -52,9 +50,7 @@ def stream(
     for number, sequences in enumerate(batches):
         tokens = count_tokens(sequences, shard)
         parts = sequences.chunk(schedule.microbatches_per_update)
-        of_batch = passes_of(parts, tokens, shard, seed=seed, step=step + number)
-        sums = whole_step(executor, of_batch, shard)
-        passes += [replace(p, context=p.context.with_whole_step(sums)) for p in of_batch]
+        passes += with_whole_step(executor, passes_of(parts, tokens, shard, seed=seed, step=step + number), shard)
         targets.append(tokens.targets)
     found = [Sums(model.expert_counts, device) for _ in batches]
     norms = torch.zeros(len(batches), len(FAMILIES), dtype=torch.float64, device=device)

@@ -1,9 +1,8 @@
-"""Train a recipe: the loop around one step, with evaluation, checkpoints, records, and an orderly end.
+"""Trains a recipe: the loop around one step, with evaluation, checkpoints, records, and an orderly end.
 
-    data(step) -> step.accumulate -> step.finish -> records -> every n-th step: evaluate, save -> flag agreed? save and leave
+    each step: data -> step.accumulate -> step.finish -> records;  every n steps: evaluate, save;  after a signal: save and end
 
-`train(run)` is the library's entry and never reads argv. It resumes from the newest checkpoint in `out` by default. A signal only sets a
-flag. The flag is summed with the step's numbers, so that all ranks leave at the same step.
+A signal only sets a flag, which is summed over ranks with the step's numbers, so that all ranks end after the same step.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ from moe.records.redone import Restart
 from moe.records.tracker import check_trackers
 from moe.train.loop.advance import advance
 from moe.train.loop.ending import finish
-from moe.train.loop.recorded import count, record, refuse_endless_skips
-from moe.train.loop.validation import evaluate, was_evaluated
+from moe.train.loop.recorded import count, evaluate, record, refuse_endless_skips, was_evaluated
 from moe.train.parts.callbacks import Callback
 from moe.train.parts.energy_clocks import planned_clocks
 from moe.train.parts.profile import Recording, first_of_its_stage
@@ -44,7 +42,7 @@ from parallel.watch.outcome import of_all
 
 
 class Stopped(Exception):
-    """Raised after a signal, once the checkpoint is saved."""
+    """Raised once a signal has ended the run and its checkpoint is saved."""
 
 
 def train(
@@ -67,16 +65,16 @@ def train(
     data: Any = None,
     optimizer: Factory | None = None,
 ) -> dict[str, Any]:
-    """Train a checked or unchecked Run and return its summary (the fields of summary.json).
+    """Train a run and return its summary (the fields of summary.json). It resumes from the newest checkpoint in `out`, if there is one.
 
-    Runs in one process, or on every rank that a launcher started. `fresh` sets earlier checkpoints aside instead of resuming. `from_step`
-    resumes from the checkpoint of that step, and sets later ones aside. `allow_changes`: keys of the recipe that may change the function of
-    a resumed model. `cluster`: a file to predict memory and time with (else this machine's own). `force` starts a run that is predicted not
-    to fit. `init_from`: another run, or one of its checkpoints, whose weights and tokenizer this one begins with. `restart`: set if a
-    launcher restarted the run, for its records. `profile`: record time by region for a few steps.
+    Runs in this process, or on every rank that a launcher started. fresh: rename earlier checkpoints instead of resuming. from_step: resume
+    from this step's checkpoint, and rename later ones. allow_changes: keys of the recipe that may change what a resumed model computes.
+    cluster: the file that memory and time are predicted with (default: this machine's). force: start even if memory is predicted not to
+    suffice. init_from: another run, or one of its checkpoints, whose weights and tokenizer this run begins with. restart: set by a
+    launcher that restarted the run. profile: record time by region for a few steps.
 
-    A user's own parts, the same on every rank: `callbacks` (moe/train/parts/callbacks.py), `data`, samples instead of text
-    (moe/data/given.py), `optimizer`, a function of torch's parameter groups (parallel/optim/given.py).
+    A user's own parts, the same on every rank: callbacks (moe/train/parts/callbacks.py); data: samples instead of text
+    (moe/data/given.py); optimizer: a function of torch's parameter groups (parallel/optim/given.py).
 
     Raises BadInput before anything is written, Stopped after a signal once the state is saved, and Ended if a callback raised.
     """
@@ -86,7 +84,7 @@ def train(
     asked, run = run, check_run(run, world.size)
     check_installed(run)
     process.start(world, timeout_s=run.train.timeout_s)
-    if run.train.trackers:  # imported on the first rank alone
+    if run.train.trackers:  # rank 0 alone imports and needs them
         of_all(lambda: check_trackers(() if world.rank else run.train.trackers), process.everyone(world), what="train.trackers")
     code = of_all(lambda: Own.code(run), process.everyone(world), what="plug-ins") if run.plugins() else {}
     run = settle_precision(run, world)
@@ -107,10 +105,10 @@ def _train(run: Run, arguments: RunArguments, predicted: Prediction | None, prof
     figures, output = job.figures, job.output
     figures.predicted, figures.measured = predicted, Measured(arguments.world)
     if profile and first_of_its_stage(job.mesh):
-        figures.recording = Recording(arguments.out / "profile", f"rank-{arguments.world.rank}", note=output.note)
+        figures.recording = Recording(arguments.out / "profile", f"rank-{arguments.world.rank}", note=output.progress.note)
     with asked_to_stop() as asked:
         try:
-            with planned_clocks(run, job.training.executor, job.mesh, arguments.world, note=output.note):
+            with planned_clocks(run, job.training.executor, job.mesh, arguments.world, note=output.progress.note):
                 _loop(job, asked)
             summary = finish(job)
             job.tell("on_train_end", summary)
@@ -126,7 +124,7 @@ def _train(run: Run, arguments: RunArguments, predicted: Prediction | None, prof
 def _loop(job: Job, asked: Callable[[], bool]) -> None:
     run, counters, began, recording = job.run, job.counters, job.counters.step, job.figures.recording
     due: Callable[[int], bool] = lambda every: every > 0 and counters.step % every == 0  # noqa: E731
-    unsaved = False  # a save is due
+    unsaved = False  # a save is due, but was put off
     job.tell("on_train_begin", {})
     if 0 < counters.step < run.train.steps and due(run.train.eval_every) and not was_evaluated(job):
         job.tell("on_evaluate", evaluate(job))
@@ -140,12 +138,12 @@ def _loop(job: Job, asked: Callable[[], bool]) -> None:
             count(job, one.norm)
             line = record(job, one, seconds)
             refuse_endless_skips(job, one.norm)
-            job.training.rebalancer.after_step(one.numbers, step=counters.step, updates=counters.updates, record=job.output.write)
+            job.training.rebalancer.after_step(one.numbers, step=counters.step, updates=counters.updates, record=job.output.records.write)
             job.tell("on_step_end", line)
-        _record_saved(job)
+        _announce_saves(job)
         last, flags = counters.step == run.train.steps or job.stopped is not None, made[-1].numbers.flags
         unsaved = unsaved or due(run.train.save_every)
-        # put off while steps are skipped: those weights may be lost, and a save would prune a good checkpoint
+        # no save while steps are skipped: the weights may be damaged, and a save would remove an older, good checkpoint
         if last or flags or (unsaved and not counters.in_a_row):
             _save(job, wait=last or bool(flags))  # before the evaluation, so that its failure cannot lose these steps
             unsaved = False
@@ -153,23 +151,23 @@ def _loop(job: Job, asked: Callable[[], bool]) -> None:
             job.tell("on_evaluate", evaluate(job))
         if flags and not last:
             job.output.event("stopped", step=counters.step)
-            job.output.note(f"stopped by a signal at step {counters.step}; the same command continues from here")
+            job.output.progress.note(f"stopped by a signal at step {counters.step}; the same command continues from here")
             raise Stopped
     if job.stopped is not None and counters.step < run.train.steps:
         _end_early(job)
 
 
 def _end_early(job: Job) -> None:
-    """Finish a run that a callback stopped: save and evaluate, unless done at this step."""
+    """End a run that a callback stopped: save and evaluate, unless that was done at this step."""
     step = job.counters.step
     if job.saves.begun != step:
         _save(job, wait=True)
     job.saves.saver.settle()
-    _tell_saved(job)
+    _announce_saves(job)
     if job.figures.evaluated_at != step:
         evaluate(job, record=not was_evaluated(job))
     job.output.event("stopped", step=step, by=job.stopped)
-    job.output.note(f"stopped at step {step} by {job.stopped}; started again, the run continues from here")
+    job.output.progress.note(f"stopped at step {step} by {job.stopped}; started again, the run continues from here")
 
 
 def _save(job: Job, *, wait: bool) -> None:
@@ -177,45 +175,28 @@ def _save(job: Job, *, wait: bool) -> None:
     if training.auditor is not None:
         training.auditor.before_save(job.counters.step)
     watchdog.enter("saving after the step", patience=watchdog.FIRST)
-    parts = state.parts(
-        job.engine,
-        job.mesh,
-        counters=job.counters,
-        scale=training.scale,
-        recipe=job.run.model_dump(mode="json"),
-        tokenizer=job.batches.data.tokenizer.describe(),
-        data=job.batches.data.key,
-        code=saves.code,
-        base=saves.base,
-        table=saves.table,
-        placed=training.rebalancer.state(),
-    )
+    placed = training.rebalancer.state()
+    parts = state.parts(job.engine, job.mesh, counters=job.counters, scale=training.scale, placed=placed, **saves.described)
     saves.saver.settle()
-    _record_saved(job)
-    _tell_saved(job)
+    _announce_saves(job)
     if wait or job.run.train.save_mode == "sync":
         saves.saver.save(**parts, prune=not job.counters.in_a_row)
     else:
         saves.saver.begin(**parts)
     saves.begun = job.counters.step
     watchdog.enter("after saving", patience=1.0)
-    _record_saved(job)
-    _tell_saved(job)
+    _announce_saves(job)
 
 
-def _record_saved(job: Job) -> None:
-    step = job.saves.saver.news()
-    if step is not None:
-        job.output.write(_saved(job, step))
+def _announce_saves(job: Job) -> None:
+    """Write a line about a checkpoint once rank 0 knows that it is complete, and call on_save once all ranks know it."""
+    saves = job.saves
 
+    def line(step: int) -> dict[str, Any]:
+        return {"kind": "event", "event": "saved", "step": step, "path": str(saves.saver.folder / f"step-{step}")}
 
-def _tell_saved(job: Job) -> None:
-    """Tell callbacks of a checkpoint when every rank knows of it. Rank 0 may know earlier."""
-    step = job.saves.saver.known
-    if step is not None and step != job.saves.told:
-        job.saves.told = step
-        job.tell("on_save", _saved(job, step))
-
-
-def _saved(job: Job, step: int) -> dict[str, Any]:
-    return {"kind": "event", "event": "saved", "step": step, "path": str(job.saves.saver.folder / f"step-{step}")}
+    if (step := saves.saver.news()) is not None:
+        job.output.records.write(line(step))
+    if (known := saves.saver.known) is not None and known != saves.told:
+        saves.told = known
+        job.tell("on_save", line(known))

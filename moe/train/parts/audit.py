@@ -1,19 +1,21 @@
-"""`train.audit_every: n` checks every n-th step for silent corruption, with the comparisons of parallel/watch/audit.py.
+"""`train.audit_every: n` checks every n-th step for silent data corruption, with the comparisons of parallel/watch/audit.py.
 
     before the step     copies of weights and optimizer states have equal hashes; a differing copy is replaced
-    passes, once        gradients and the step's numbers are hashed, and dropped
-    passes, again       hashes must be equal bit by bit on every rank; tensors that no code wrote meanwhile must not have changed
+    first pass          forward and backward; gradients and the step's numbers are hashed, then dropped
+    second pass         the hashes must be equal on every rank, and tensors that no code wrote meanwhile must not have changed
     after the update    copies are equal again; also before every save, so that no checkpoint holds a corrupt copy
 
-Noise, dropout and routing are functions of a token's place in the run, so nothing is restored between the two computations. If they differ,
-they are repeated until two agree. The gradients of those two are kept and are the same as without the disturbance. If no copy is known to
-be intact, all ranks end with one line that names the checkpoint to resume from.
+Noise, dropout and routing are functions of a token's place in the run, so both passes compute the same. If they differ, further passes are
+made until two agree; the step uses their gradients. If no intact copy is known, all ranks end with a line that names the checkpoint to
+resume from.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -32,12 +34,13 @@ from parallel.store.checkpoint import numbered
 from parallel.watch import watchdog
 from parallel.watch.audit import Finding, Held, by_change, by_majority, copies_of, fingerprint, fingerprints, lines_of_all, mend
 
-ATTEMPTS = 6  # limit on computations of one step
-MOST_NAMED = 3
+ATTEMPTS = 6  # most passes of one step
+MOST_NAMED = 3  # most places named in a line
 
 
 class Auditor:
-    """Audits of one rank. `record` writes an event, `note` prints a line. `checkpoints`: the run's folder of checkpoints."""
+    """Audits of one rank. every: steps between audits, or 0. record: writes a line of metrics.jsonl. note: prints a line. checkpoints: the
+    run's folder of checkpoints."""
 
     def __init__(
         self,
@@ -58,11 +61,8 @@ class Auditor:
         return self.every > 0 and step % self.every == 0
 
     def passes(self, compute: Callable[[], Numbers], *, step: int) -> Numbers:
-        """Return the numbers from `compute`, an accumulate, once two calls agree. The engine then holds the second call's gradients.
-        Collective.
-
-        Raises Ended on all ranks if weights cannot be repaired or no two calls agree.
-        """
+        """Call `compute`, which runs forward and backward of the step, until two calls agree. Return the numbers of the last call, whose
+        gradients the engine holds. Collective. Raises Ended on all ranks if weights cannot be repaired or no two calls agree."""
         held, before = self.compare_copies(step, "before the step")
         seen: list[tuple[Tensor, dict[str, int]]] = []
         reasons: list[str] = []
@@ -75,7 +75,7 @@ class Auditor:
             if attempt:
                 changed = by_change(held, before, fingerprints(held), self.mesh)
                 if self._settle(changed, step, "during the step"):
-                    seen.clear()  # the earlier passes read corrupt tensors
+                    seen.clear()  # the passes so far read corrupt tensors, so they are not compared with
                 elif reasons := self._unlike(grads, mine, heard, seen):
                     self._tell(step, "computed otherwise the second time", reasons, "the passes are made again")
                 else:
@@ -86,15 +86,15 @@ class Auditor:
         raise Ended(f"step {step}: no two of {ATTEMPTS} equal passes agree ({named}); {self._otherwise()}", prints=self.world.index == 0)
 
     def compare_copies(self, step: int, when: str) -> tuple[list[Held], Tensor]:
-        """Return this rank's tensors and their hashes once all copies are equal. Collective. Raises Ended on all ranks if repair fails."""
+        """Make all copies of tensors equal; return this rank's tensors and their hashes. `when` is for messages. Collective. Raises Ended
+        on all ranks if a copy cannot be repaired."""
         held = self._held()
         prints = fingerprints(held)
         if self._settle(by_majority(held, prints, self.mesh), step, when, looks_again=True):
             held = self._held()
             prints = fingerprints(held)
-            left = by_majority(held, prints, self.mesh)
-            if said := lines_of_all([str(one) for one in left], self.world):  # copies on other stages, or a fault that recurs
-                self._end(step, when, said)
+            if left := self._on_all(by_majority(held, prints, self.mesh)):  # copies on other stages, or a fault that recurs
+                self._end(step, when, left)
         self.step = step
         return held, prints
 
@@ -103,10 +103,12 @@ class Auditor:
         if self.every and self.step != step:
             self.compare_copies(step, "before saving")
 
-    # --- findings ------------------------------------------------------------------------------------------------------------
+    def _on_all(self, found: Sequence[object]) -> list[str]:
+        """Return the texts of all ranks' findings, the same on every rank. Collective."""
+        return lines_of_all([str(one) for one in found], self.world)
 
     def _held(self) -> list[Held]:
-        """Return weights, optimizer states, and the routers' biases."""
+        """Return this rank's weights, optimizer states, and routers' biases."""
         extra = extra_state(self.engine.module)
         holders = {f"layers.{n}": self.engine.layouts[f"layers.{n}.ffn_norm.weight"].holders for n in _layers(self.engine.module)}
         return [
@@ -115,19 +117,15 @@ class Auditor:
         ]
 
     def _settle(self, found: Sequence[Finding], step: int, when: str, *, looks_again: bool = False) -> bool:
-        """Replace every corrupt tensor that has an intact copy; return whether any rank found one. Raises Ended if one has no copy.
-        Collective.
-
-        `looks_again`: the caller compares again, so a tensor without an intact copy here may still be repaired from another stage.
-        """
-        said = lines_of_all([str(one) for one in found], self.world)
+        """Replace every corrupt tensor in `found` by an intact copy; return whether any rank had one. Collective. looks_again: the caller
+        compares once more, so a tensor without an intact copy on this stage may get one from another stage. Else raises Ended for it."""
+        said = self._on_all(found)
         if not said:
             return False
-        again = self.engine.copy_again()  # then the optimizer's own weights are the intact copy for the model's weights
-        mended = lines_of_all([str(one.held) for one in found if one.source is not None], self.world) if looks_again else []
+        again = self.engine.copy_again()  # True if the optimizer has weights of its own: the intact copy of the model's weights
+        mended = self._on_all([one.held for one in found if one.source is not None]) if looks_again else []
         lost = [one for one in found if one.source is None and not (again and one.held.kind == "weight" and one.held.axes)]
-        lost = [one for one in lost if str(one.held) not in mended]
-        if beyond := lines_of_all([str(one) for one in lost], self.world):
+        if beyond := self._on_all([one for one in lost if str(one.held) not in mended]):
             self._end(step, when, beyond)
         for one in found:
             if one.source is not None:
@@ -137,21 +135,22 @@ class Auditor:
         return True
 
     def _unlike(self, grads: list[Held], mine: Tensor, heard: dict[str, int], seen: Sequence[tuple[Tensor, dict[str, int]]]) -> list[str]:
-        """Return the places at which these passes differ from every earlier one on some rank. The list is the same on every rank. It is
-        empty if they agree with an earlier one and copies of gradients are equal. Collective."""
-        apart = [largest(float(not torch.equal(mine, earlier)), self.world) for earlier, _ in seen]
-        copies = lines_of_all([str(one) for one in by_majority(grads, mine[:-1], self.mesh)], self.world)
-        if copies or all(apart):
-            earlier, heard_before = seen[-1]
-            places = [name for name in heard if heard[name] != heard_before.get(name)]
-            first = _order(places[0]) if places else _NOWHERE
-            first_of_all = -largest(-float(first), self.world)
-            if first_of_all < _NOWHERE:
-                local = places[:1] if first == first_of_all else []
-            else:
-                local = [str(one) for one, now, before in zip(grads, mine, earlier, strict=False) if now != before]
-            return lines_of_all([f"{place} on rank {self.mesh.rank}" for place in local], self.world) or copies or ["the step's numbers"]
-        return []
+        """Return the places where this pass differs from every earlier one, the same list on every rank; empty if it agrees with one and
+        all copies of gradients are equal. Collective. grads: the engine's gradients. mine: their hashes, then that of the step's numbers.
+        heard: hashes by layer, from `listening`. seen: (mine, heard) of the earlier passes."""
+        differs = [largest(float(not torch.equal(mine, earlier)), self.world) for earlier, _ in seen]
+        copies = self._on_all(by_majority(grads, mine[:-1], self.mesh))
+        if not copies and not all(differs):
+            return []
+        earlier, heard_before = seen[-1]
+        places = [name for name in heard if heard[name] != heard_before.get(name)]
+        first = _order(places[0]) if places else _NOWHERE
+        first_of_all = -largest(-float(first), self.world)
+        if first_of_all < _NOWHERE:
+            local = places[:1] if first == first_of_all else []
+        else:
+            local = [str(one) for one, now, before in zip(grads, mine, earlier, strict=False) if now != before]
+        return self._on_all([f"{place} on rank {self.mesh.rank}" for place in local]) or copies or ["the step's numbers"]
 
     def _tell(self, step: int, when: str, found: Sequence[str], done: str) -> None:
         self.record({"kind": "event", "event": "corruption", "step": step, "found": f"{when}: {_few(found)}", "done": done})
@@ -172,46 +171,35 @@ def _few(found: Sequence[str]) -> str:
     return ", ".join(found[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
-# --- where passes differ -----------------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def listening(model: torch.nn.Module) -> Iterator[dict[str, int]]:
-    """Collect, until the context exits, hashes of each layer's output and of the gradient that reaches it, summed over micro-batches."""
-    noted: dict[str, list[Tensor]] = {}
-    handles = []
+    """Fill the dict, when the context exits: "the forward pass of layers.3" -> a hash of that layer's outputs; "the backward pass behind
+    layers.3" -> of the gradients of these outputs; summed over micro-batches, in the order in which they are computed."""
+    noted: defaultdict[str, list[Tensor]] = defaultdict(list)
 
-    def hook(layer: int) -> Callable[..., None]:
-        def after(module: Any, args: Any, output: Any) -> None:
-            x_BLD = output[0]
-            noted.setdefault(f"the forward pass of layers.{layer}", []).append(fingerprint(x_BLD))
-            if x_BLD.requires_grad:
-                backward = f"the backward pass behind layers.{layer}"
-                x_BLD.register_hook(lambda grad: noted.setdefault(backward, []).append(fingerprint(grad)))
-
-        return after
+    def after(layer: int, module: Any, args: Any, output: Any) -> None:
+        x_BLD = output[0]
+        noted[f"the forward pass of layers.{layer}"].append(fingerprint(x_BLD))
+        if x_BLD.requires_grad:
+            x_BLD.register_hook(lambda grad: noted[f"the backward pass behind layers.{layer}"].append(fingerprint(grad)))
 
     heard: dict[str, int] = {}
-    try:
+    with ExitStack() as hooks:
         for layer, block in _layers(model).items():
-            handles.append(block.register_forward_hook(hook(layer)))
+            hooks.enter_context(block.register_forward_hook(partial(after, layer)))
         yield heard
-    finally:
-        for handle in handles:
-            handle.remove()
     heard |= {name: int(torch.stack(noted[name]).sum()) for name in sorted(noted, key=_order)}
 
 
 def _layers(model: torch.nn.Module) -> dict[int, Block]:
-    """Return this rank's blocks by layer number."""
     assert isinstance(model, Transformer)
     return {number: block for number, block in enumerate(model.layers) if isinstance(block, Block)}
 
 
-_NOWHERE = 10**6
+_NOWHERE = 10**6  # sorts after all names of `listening`
 
 
 def _order(name: str) -> int:
-    """Sort key in order of computation: forward through the layers, then backward."""
+    """Return the key that sorts names of `listening` in order of computation: forward through the layers, then backward."""
     layer = int(name.rpartition(".")[2])
     return layer if "forward" in name else _NOWHERE - 1 - layer

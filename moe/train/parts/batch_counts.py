@@ -1,11 +1,11 @@
-"""Sums over the whole step, for each layer: a balance loss over the global batch needs them before the first backward pass.
+"""Sums of each MoE layer's router statistics over the whole step, which a balance loss over the global batch needs in every forward pass.
 
-    one micro-batch a rank     the layer's own forward pass sums them over the data ranks        one small all-reduce a layer
-    several                    a counting pass first: forward over all micro-batches without
-                               gradient, then one all-reduce; the real passes are given the sums    about one forward more
+    one micro-batch a rank     the layer's forward pass sums its statistics over the data ranks    one small all-reduce a layer
+    several                    forward passes over all micro-batches without gradient, then
+                               one all-reduce; the passes with gradient are given the sums         about one forward pass more
 
-The counting pass routes as the real passes will: noise is a function of (seed, step, layer, token), and weights and biases do not change
-within a step.
+The passes without gradient route tokens like those with gradient: noise is a function of (seed, step, layer, token), and weights and biases
+do not change within a step.
 """
 
 from __future__ import annotations
@@ -17,34 +17,30 @@ import torch
 from torch import Tensor
 
 from moe.data.token_shard import TokenShard
-from moe.model.transformer import Transformer
 from moe.router.losses import size_of_sums
 from moe.train.parts.executor import Executor
 from moe.train.parts.passes import Pass
 from parallel.mesh.collectives import sum_over_all
 from parallel.mesh.mesh import Axis
 
-Sums = Callable[[int, Tensor], Tensor]
+Sums = Callable[[int, Tensor], Tensor]  # (layer, sums of one forward pass) -> that layer's sums over all passes of all ranks
 
 
-def whole_step(executor: Executor, passes: Sequence[Pass], shard: TokenShard) -> Sums | None:
-    """Return a function (layer, sums of this pass) -> sums over all passes of all ranks, or None if no layer needs it. Collective."""
-    if not _asks(executor.model):
-        return None
-    return _on_the_spot(shard.axes) if len(passes) == 1 else _counted(executor, passes, shard.axes)
+def with_whole_step(executor: Executor, passes: Sequence[Pass], shard: TokenShard) -> list[Pass]:
+    """Return the passes, with the sums of the whole step in their contexts if the balance loss needs them. Collective. A balance loss of
+    weight 0 is only reported; the mean over micro-batches is enough for that."""
+    spec = executor.model.router_spec
+    if not (executor.model.expert_counts and spec.balance_scope == "global_batch" and spec.asks_balance):
+        return list(passes)
+    sums = _summed_when_asked(shard.axes) if len(passes) == 1 else _counted(executor, passes, shard.axes)
+    return [replace(p, context=p.context.with_whole_step(sums)) for p in passes]
 
 
-def _asks(model: Transformer) -> bool:
-    """A loss with weight 0 is only reported, and for reports the mean over micro-batches is enough."""
-    spec = model.router_spec
-    return bool(model.expert_counts) and spec.balance_scope == "global_batch" and spec.asks_balance
-
-
-def _on_the_spot(axes: Sequence[Axis]) -> Sums:
+def _summed_when_asked(axes: Sequence[Axis]) -> Sums:
     known: dict[int, Tensor] = {}
 
     def sums(layer: int, mine: Tensor) -> Tensor:
-        if layer not in known:  # a recomputed forward pass asks again, when ranks may be at different layers
+        if layer not in known:  # a recomputed forward pass asks again: no all-reduce then, since ranks may be at different layers
             known[layer] = sum_over_all(mine.clone(), [replace(axis, label=f"layers.{layer}.balance") for axis in axes])
         return known[layer]
 

@@ -3,7 +3,7 @@
     class Best(Callback):
         def on_evaluate(self, now):
             if now.record["validation_loss"] < 1.5:
-                now.stop("good enough")                     saves, and ends the run as its last step would
+                now.stop("good enough")                     saves and evaluates, and ends the run
 
     train(run, callbacks=[Best()])                          the same on every rank, in this order
 
@@ -33,17 +33,17 @@ EVENTS = ("on_train_begin", "on_step_end", "on_evaluate", "on_save", "on_train_e
 
 @dataclass
 class Now:
-    """Progress of a run as a callback sees it. `step`: steps made, of `steps`. `record`: the new line of metrics.jsonl, or summary.json.
+    """Progress of a run for a callback. step: number of steps made, of `steps`. record: by event:
 
     | event | `record` |
     |---|---|
     | on_train_begin | empty |
-    | on_step_end | kind train: loss, lr, grad_norm, tokens_per_second, dropped_share, load of each MoE layer under "moe" |
-    | on_evaluate | kind eval: validation_loss, bits_per_byte |
-    | on_save | kind event, "saved": step and path of the new checkpoint |
-    | on_train_end | the summary |
+    | on_step_end | the step's line of metrics.jsonl: loss, lr, grad_norm, ...; load of each MoE layer under "moe" |
+    | on_evaluate | the evaluation's line of metrics.jsonl: validation_loss, bits_per_byte |
+    | on_save | the line of metrics.jsonl with the step and path of the new checkpoint |
+    | on_train_end | the summary, as in summary.json |
 
-    `model`: this rank's shard or copy. Its parameters are for reading: a change on one rank alone makes copies differ.
+    model: this rank's shard or copy. Do not change its parameters: a change on one rank alone makes copies differ. asked: for `stop`.
     """
 
     run: Run
@@ -60,7 +60,7 @@ class Now:
         return self.run.train.steps
 
     def stop(self, reason: str = "") -> None:
-        """End the run after this step (or before the first), on all ranks: it is saved and evaluated, and `train` returns its summary."""
+        """End the run on all ranks after this step, or before the first one: it is saved and evaluated, and `train` returns its summary."""
         self.asked.append(reason)
 
 
@@ -71,20 +71,21 @@ class Callback:
         """Called before the first step of this process, also if the run is resumed."""
 
     def on_step_end(self, now: Now) -> None:
-        """Called after each step, also if its gradients were dropped ("skipped" in its record)."""
+        """Called after each step, also a skipped one ("skipped" in its record)."""
 
     def on_evaluate(self, now: Now) -> None:
         """Called after each evaluation on held-out text."""
 
     def on_save(self, now: Now) -> None:
-        """Called when a checkpoint is whole on disk. With train.save_mode async this is at the next save, or at the end."""
+        """Called when a checkpoint is complete on disk; with train.save_mode async at the time of the next save, or of the end."""
 
     def on_train_end(self, now: Now) -> None:
-        """Called after the last step, or after a stop that a callback asked for; not after a signal."""
+        """Called at the end of the run, also if a callback has stopped it; not after a signal."""
 
 
 class Callbacks:
-    """Callbacks of one rank, called at the same time as on the other ranks. `stopped`: the reason, once one has asked to stop."""
+    """All callbacks of a run, called on every rank at the same time. stopped: the reason, once a callback has stopped the run. Raises
+    BadInput if ranks have different callbacks."""
 
     def __init__(self, each: Sequence[Callback], world: Axis) -> None:
         self.each, self.world = tuple(each), world
@@ -95,7 +96,7 @@ class Callbacks:
             raise BadInput("callbacks", got="others on one rank than on another", needed=needed, fix="ask now.rank == 0 within one")
 
     def call(self, event: str, now: Now) -> None:
-        """Call each callback that overrides `event`. Raises Ended, on every rank, if one raised. Collective if there are callbacks."""
+        """Call the method `event` of each callback that overrides it. Raises Ended on every rank if a call raised on any. Collective."""
         for callback in self.each:
             if event not in _overridden(callback):
                 continue
@@ -103,14 +104,11 @@ class Callbacks:
             watchdog.enter(name, patience=watchdog.FIRST)
             training = now.model.training
             outcome = agree(lambda c=callback: getattr(c, event)(now), self.world, said=where)  # type: ignore[misc]
-            if now.model.training != training:  # a callback that generates or evaluates may leave another mode
+            if now.model.training != training:  # as it was before the call, which may have generated or evaluated
                 now.model.train(training)
-            if outcome.failure is not None:
-                failure = outcome.failure
-                on = f" on rank {failure.rank}" if self.world.size > 1 else ""
-                line = (
-                    f"{name} raised {failure.line}{on} at step {now.step}; the run continues from its newest checkpoint when it is mended"
-                )
+            if (failure := outcome.failure) is not None:
+                raised = f"{name} raised {failure.line}" + (f" on rank {failure.rank}" if self.world.size > 1 else "")
+                line = f"{raised} at step {now.step}; the run continues from its newest checkpoint when it is mended"
                 raise Ended(line, prints=failure.rank == self.world.index) from failure.error
             if largest(float(bool(now.asked)), self.world):
                 reason = "; ".join(filter(None, now.asked))
@@ -119,12 +117,12 @@ class Callbacks:
 
 
 def _overridden(callback: Callback) -> list[str]:
-    """Return the events that a method of its class overrides, or a function set on the object."""
+    """Return the events for which the callback's class, or the object itself, has a method of its own."""
     return [event for event in EVENTS if getattr(getattr(callback, event), "__func__", None) is not getattr(Callback, event)]
 
 
 def check(each: object) -> None:
-    """Refuse values that are no callbacks: a class instead of its object, a function, a method that no event calls. Raises BadInput."""
+    """Raise BadInput unless `each` is a list of callbacks: no class, no function, no method on_... that is no event's."""
     if not isinstance(each, list | tuple):
         got = f"a {type(each).__name__}"
         raise BadInput("callbacks", got=got, needed="a list of them", fix="write callbacks=[...]")

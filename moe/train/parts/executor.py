@@ -1,19 +1,17 @@
-"""Runs a batch's forward and backward passes, on a whole model or over pipeline stages. Callers need not know which.
+"""Runs a batch's forward and backward passes, on a whole model (`Single`) or over pipeline stages (`Pipelined`), with the same calls.
 
-    executor = start_executor(run, model, layouts, mesh)    Single(engine)  or  Pipelined(engine, runtime)
-    executor.run(passes, each)                              forward and backward of a batch; then the engine holds summed gradients
-    executor.forward(passes, each)                          forward alone, without gradient
+    executor.run(passes, each)        forward and backward of a batch; then the engine holds summed gradients
+    executor.forward(passes, each)    forward alone, without gradient
 
-`each(number of the micro-batch, Output)` is called for every forward pass on this rank. On the last stage it returns the scalar for the
-backward pass. With stages, F of stage s and micro-batch j is the engine's forward pass of part s of the model, over tokens or the previous
-stage's output.
+passes: this rank's micro-batches. `each(number of the micro-batch, Output)` is called after every forward pass on this rank; on the last
+stage it returns the scalar from which the backward pass starts. A stage's forward pass reads tokens, or the output of the stage before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,28 +37,12 @@ from parallel.pipeline.weights import Versions
 from parallel.watch import watchdog
 
 Each = Callable[[int, Output], Tensor | None]
-Crossing = Callable[[Sequence[int]], tuple[int, ...]]  # maps the shape of a micro-batch's tokens [B, L] to the shape sent between stages
-
-
-class Executor(Protocol):
-    """Interface of both executors. `pp_axis`: the pipeline axis over which layers are cut; it has one rank if the model is whole."""
-
-    engine: Engine
-    model: Transformer
-    pp_axis: Axis
-
-    def run(self, passes: Sequence[Pass], each: Each) -> None:
-        """Run forward and backward of one batch; afterwards the engine holds summed gradients. Collective."""
-        ...
-
-    def forward(self, passes: Sequence[Pass], each: Each) -> None:
-        """Run forward without gradient, in training or evaluation mode as `model.training` says. Collective."""
-        ...
+Crossing = Callable[[Sequence[int]], tuple[int, ...]]  # shape of a micro-batch's tokens, [B, L] -> shape of the tensor sent between stages
 
 
 def start_executor(run: Run, model: Transformer, layouts: dict[str, Layout], mesh: Mesh, *, rule: Rule | None = None) -> Executor:
-    """Return the executor of this recipe: the model in its data-parallel engine, with a pipeline runtime if it is cut into stages. `rule`:
-    a user's own optimizer. Collective."""
+    """Start the recipe's data-parallel engine with this rank's model, and return the executor on it. rule: a user's own optimizer.
+    Collective."""
     engine = start_engine(run, model, layouts, mesh, rule=rule)
     if mesh.axis("pp").size == 1:
         return Single(engine)
@@ -68,14 +50,14 @@ def start_executor(run: Run, model: Transformer, layouts: dict[str, Layout], mes
 
 
 def pipelined(run: Run, engine: Engine, mesh: Mesh, *, watchers: Sequence[Watcher] = ()) -> Pipelined:
-    """Return an executor of this rank's stages. Collective: groups are made."""
+    """Return an executor of this rank's stages. watchers: see `Pipelined`. Collective."""
     runtime = stages.start_runtime(run, engine.module, engine.layouts, mesh)
     sums = stages.overlapped_sums(run, engine, runtime)
     return Pipelined(engine, runtime, crossing=lambda tokens: stages.crossing_shape(run, tokens), watchers=watchers, sums=sums)
 
 
 def fillers(run: Run, engine: Engine, mesh: Mesh) -> list[BubbleFiller]:
-    """Return watchers that do K-FAC's work in a pipeline's idle times; none for another optimizer."""
+    """Return the watcher that does K-FAC's work while the pipeline is idle; none for another optimizer."""
     if not isinstance(engine, KfacEngine):
         return []
     assert isinstance(engine.module, Transformer)
@@ -84,13 +66,14 @@ def fillers(run: Run, engine: Engine, mesh: Mesh) -> list[BubbleFiller]:
 
 
 class Single:
-    """Executor of the whole model on every rank."""
+    """Executor of the whole model on every rank. pp_axis: of one rank."""
 
     def __init__(self, engine: Engine) -> None:
         assert isinstance(engine.module, Transformer)
         self.engine, self.model, self.pp_axis = engine, engine.module, Axis("pp")
 
     def run(self, passes: Sequence[Pass], each: Each) -> None:
+        """Run forward and backward of one batch; afterwards the engine holds summed gradients. Collective."""
         for number, p in enumerate(passes):
             last = number == len(passes) - 1
             watchdog.enter("the forward pass")
@@ -101,13 +84,14 @@ class Single:
 
     @torch.no_grad()
     def forward(self, passes: Sequence[Pass], each: Each) -> None:
+        """Run forward without gradient, in training or evaluation mode as `model.training` says. Collective."""
         for number, p in enumerate(passes):
             each(number, self.model(p.inputs_BL, p.context, p.targets_BL))
 
 
 class Pipelined:
-    """Executor of a rank's stages. `crossing`: shape of the tensor sent between stages. `watchers` see every action in training. `sums`
-    sees the actions of a batch whose gradients are summed at its end, and begins that sum early for finished stages."""
+    """Executor of a rank's stages. watchers: told of every action (F, B, U of a stage and micro-batch) in training. sums: a watcher that
+    starts to sum the gradients of a stage as soon as all its backward passes are done; unused without a drain between batches."""
 
     def __init__(
         self, engine: Engine, runtime: Runtime, *, crossing: Crossing, watchers: Sequence[Watcher] = (), sums: Watcher | None = None
@@ -118,7 +102,8 @@ class Pipelined:
         self.runtime, self.crossing, self.watchers = runtime, crossing, tuple(watchers)
 
     def run(self, passes: Sequence[Pass], each: Each) -> None:
-        self.runtime.run(self._work(passes, each, self._train), watchers=(*self.sums, *self.watchers))
+        """Do the same as `Single.run`."""
+        self.runtime.run(_Stages(self, passes, each, self._train), watchers=(*self.sums, *self.watchers))
         self.engine.reduce()
 
     def stream(
@@ -130,24 +115,22 @@ class Pipelined:
         versions: Mapping[int, Versions],
         update: Callable[[int, int], None],
     ) -> None:
-        """Run several batches without a drain between them. `versions` by stage; `update(stage, version)` does the schedule's U."""
+        """Run several batches without draining the pipeline between them. versions: of each stage's weights. update(stage, version): makes
+        the stage's update to that version, when the schedule says so."""
         self.runtime.run(_Stages(self, passes, each, self._train, versions, update), schedule, watchers=self.watchers)
 
     def forward(self, passes: Sequence[Pass], each: Each) -> None:
-        self.runtime.forward(self._work(passes, each, self.model), len(passes))
+        """Do the same as `Single.forward`."""
+        self.runtime.forward(_Stages(self, passes, each, self.model), len(passes))
 
     @contextmanager
     def watched(self, watcher: Watcher) -> Iterator[None]:
-        """Add one watcher until the context exits."""
+        """Add a watcher until the context exits."""
         self.watchers = (*self.watchers, watcher)
         try:
             yield
         finally:
             self.watchers = tuple(w for w in self.watchers if w is not watcher)
-
-    def _work(self, passes: Sequence[Pass], each: Each, compute: Callable[..., Any]) -> _Stages:
-        """Return a batch's work without updates: the step follows once all gradients are known to be finite."""
-        return _Stages(self, passes, each, compute, {}, lambda stage, version: None)
 
     def _train(self, *args: Any) -> Output:
         output: Output = self.engine.forward(*args, last=False)
@@ -155,7 +138,8 @@ class Pipelined:
 
 
 class _Stages:
-    """Work of this rank's stages (parallel/pipeline/runtime.py). `compute`: the model's forward pass."""
+    """Actions of this rank's stages, for parallel/pipeline/runtime.py. compute: the model's or the engine's forward pass. Without versions
+    and update, the optimizer's step comes after all backward passes, once all gradients are known to be finite."""
 
     def __init__(
         self,
@@ -163,11 +147,11 @@ class _Stages:
         passes: Sequence[Pass],
         each: Each,
         compute: Callable[..., Output],
-        versions: Mapping[int, Versions],
-        update: Callable[[int, int], None],
+        versions: Mapping[int, Versions] | None = None,
+        update: Callable[[int, int], None] = lambda stage, version: None,
     ) -> None:
         self.executor, self.passes, self.each, self.compute = executor, passes, each, compute
-        self.versions, self.update = versions, update
+        self.versions, self.update = versions or {}, update
         self.dtype, self.device = executor.model.compute, passes[0].inputs_BL.device
 
     def shape(self, microbatch: int) -> tuple[int, ...]:
@@ -190,9 +174,12 @@ class _Stages:
         return self.versions[stage].reading(version) if stage in self.versions else nullcontext()
 
 
+Executor = Single | Pipelined
+
+
 def logits_of(executor: Executor, shard: TokenShard) -> Callable[[Tensor], Output]:
-    """Return a function: tokens [B, length of the shard] -> Output with logits on every rank, for any sharding of model and sequences.
-    Collective."""
+    """Return a function that maps tokens [B, length of the shard] to an Output with all logits on every rank, for any sharding of model and
+    sequences. Its calls are collective."""
     model, places, (_, sp) = executor.model, shard.position_array, shard.axes
 
     def run(tokens_BL: Tensor) -> Output:
@@ -204,6 +191,6 @@ def logits_of(executor: Executor, shard: TokenShard) -> Callable[[Tensor], Outpu
 
         mine_BL = tokens_BL[:, places]
         executor.forward([Pass(mine_BL, None, Context.of(mine_BL, positions=places, length=shard.length), 1.0)], each)
-        return Output(sum_over_all(found, (sp, executor.pp_axis)), torch.empty(0), ())  # zeros from the other sequence shards and stages
+        return Output(sum_over_all(found, (sp, executor.pp_axis)), torch.empty(0), ())  # other sequence shards and stages have zeros here
 
     return run

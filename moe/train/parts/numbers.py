@@ -1,4 +1,4 @@
-"""Results of a step: loss, and load, drops and losses of each MoE layer, over all micro-batches, stages and data ranks."""
+"""Results of a step over all micro-batches and ranks: loss; load, drops and losses of each MoE layer."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from moe.experts.layer import LayerReport
 from parallel.mesh.collectives import sum_over_all
 from parallel.mesh.mesh import Axis
 
-_MEANS = 7  # numbers of a layer before its experts' choices
+_MEANS = 7  # numbers in a layer's row before its choices: kept, dropped, then five means (losses and entropy)
 
 
 @dataclass(frozen=True)
 class LayerNumbers:
-    """One MoE layer's step over all ranks. `choices` of each expert, before dropping; the losses are means over valid tokens."""
+    """One MoE layer's step over all ranks. choices: tokens that chose each expert, before dropping. kept, dropped: (token, choice) pairs.
+    Losses and entropy are means over tokens without padding."""
 
     layer: int
     choices: list[int]
@@ -31,13 +32,13 @@ class LayerNumbers:
 
     @property
     def load(self) -> list[float]:
-        """Shares of the choices, with sum 1."""
+        """Each expert's share of all choices."""
         return [n / max(1, sum(self.choices)) for n in self.choices]
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """Results of one step over all ranks: means over the global batch. `flags` is the sum of the ranks' flags."""
+    """Results of one step over all ranks. loss: mean over the global batch. flags: sum of the ranks' flags, such as "asked to stop"."""
 
     loss: float
     layers: list[LayerNumbers]
@@ -58,15 +59,16 @@ class Numbers:
 
 
 class Sums:
-    """Sums of one step's numbers on this rank, added micro-batch by micro-batch. Their sums over ranks are the step's numbers."""
+    """One step's numbers on this rank, summed over its micro-batches. expert_counts: layer -> number of experts, of the whole model's MoE
+    layers."""
 
     def __init__(self, expert_counts: dict[int, int], device: torch.device) -> None:
-        self.expert_counts, self.device = expert_counts, device  # {layer with experts: how many}, of the whole model
+        self.expert_counts = expert_counts
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
-        self.rows: dict[tuple[int, ...], Tensor] = {}
+        self.rows: dict[tuple[int, ...], Tensor] = {}  # layers of a forward pass -> their rows, one after the other
 
     def add(self, loss: Tensor | None, layers: Sequence[LayerReport], share: float) -> None:
-        """Add one forward pass. `loss`: its share of the global mean. `share`: its share of the global batch's tokens."""
+        """Add a forward pass. loss: its summand of the global mean, or None. share: its tokens over all tokens of the global batch."""
         if loss is not None:
             self.loss += loss.detach()
         if layers:
@@ -74,7 +76,7 @@ class Sums:
             self.rows[key] = self.rows[key] + row if key in self.rows else row
 
     def loads(self) -> dict[int, Tensor]:
-        """Return {layer: choices of each expert, float64 [E]} of this rank so far."""
+        """Return layer -> this rank's choices of each expert so far, float64 [E]."""
         return {layer: row[_MEANS:] for layer, row in self._by_layer().items()}
 
     def _by_layer(self) -> dict[int, Tensor]:
@@ -86,7 +88,7 @@ class Sums:
         return found
 
     def packed(self, flag: int = 0) -> Tensor:
-        """Return float64: flag, loss, then every layer of the model in order, with zeros for layers of other stages."""
+        """Return one float64 tensor: flag, loss, then a row for each MoE layer of the model, of zeros for layers of other stages."""
         mine = self._by_layer()
         parts = [mine.get(layer, self.loss.new_zeros(_MEANS + count)) for layer, count in self.expert_counts.items()]
         return torch.cat((self.loss.new_tensor([flag]), self.loss.reshape(1), *parts))
@@ -102,7 +104,7 @@ def _row(r: LayerReport, share: float) -> Tensor:
 
 
 def numbers_of(packed: Tensor, expert_counts: dict[int, int]) -> Numbers:
-    """Unpack a tensor from `packed`."""
+    """Return the numbers in a tensor from `Sums.packed`, summed over ranks."""
     row = packed.tolist()
     layers, at = [], 2
     for layer, count in expert_counts.items():

@@ -1,4 +1,4 @@
-"""A rank's share of a batch as micro-batches, each with the context of its forward pass: place in the step, padding, share of tokens."""
+"""Splits a rank's sequences into micro-batches, each with the context that the model's forward pass needs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moe.data.token_shard import TokenShard
 from moe.nn.context import Context
 from moe.nn.vocabulary import PADDING as PADDING
 from moe.nn.vocabulary import as_inputs
-from parallel.errors import BadInput
+from parallel.errors import BadInput, counted
 from parallel.mesh.collectives import sum_over_all
 
 # N sequences held by this rank, B of a micro-batch, L tokens of each that it reads
@@ -29,8 +29,8 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Pass:
-    """One micro-batch of this rank; `share` of the global batch's tokens. Without targets, logits are computed. Targets may mark tokens
-    that are read but not predicted (moe/nn/vocabulary.py)."""
+    """One micro-batch of this rank. targets_BL: tokens to predict, or marks for those that are only read (moe/nn/vocabulary.py); None: the
+    model returns logits instead of the loss. share: its tokens over all tokens of the global batch."""
 
     inputs_BL: Tensor
     targets_BL: Tensor | None
@@ -39,17 +39,16 @@ class Pass:
 
 
 def count_tokens(sequences_NL: Tensor, shard: TokenShard) -> Tokens:
-    """Count tokens over all ranks that read the batch, so that all divide by the same numbers. Raises BadInput on all of them alike."""
+    """Count the tokens of the global batch. Collective over the ranks that read it; raises BadInput on all of them."""
     assert tuple(sequences_NL.shape) == shard.shape, f"{tuple(sequences_NL.shape)} is not {shard.shape}"
     valid_NL = sequences_NL != PADDING
     reads_NL, predicted_NL = shard.inputs(valid_NL), shard.targets(sequences_NL >= 0)
     gaps = (shard.targets(valid_NL) & ~reads_NL[:, shard.source :]).sum()
-    counted = torch.stack((reads_NL.sum(), predicted_NL.sum(), gaps))
-    inputs, targets, gaps = sum_over_all(counted, shard.axes).tolist()
+    inputs, targets, gaps = sum_over_all(torch.stack((reads_NL.sum(), predicted_NL.sum(), gaps)), shard.axes).tolist()
     if gaps:
         raise BadInput(
             "sequences",
-            got=f"a token after padding ({PADDING}) in {gaps} place{'s' if gaps > 1 else ''}",
+            got=f"a token after padding ({PADDING}) in {counted(gaps, 'place')}",
             needed="padding at the end alone: attention would read it",
             fix="move the padding behind the tokens",
         )
@@ -63,13 +62,14 @@ def count_tokens(sequences_NL: Tensor, shard: TokenShard) -> Tokens:
 def passes_of(
     parts: Iterable[Tensor], tokens: Tokens, shard: TokenShard, *, seed: int = 0, step: int = 0, loss_scale: float = 1.0
 ) -> list[Pass]:
-    """Return the passes of this rank's micro-batches, each int64 [B, columns of the shard], in order."""
+    """Return a pass for each micro-batch in `parts`, int64 [B, columns of the shard]. tokens: from `count_tokens`."""
     passes, first_sequence = [], shard.sequences.start
     for part in parts:
         inputs_BL, valid_BL = as_inputs(shard.inputs(part)), None
         held = inputs_BL.numel()
         if tokens.padded:
-            inputs_BL, valid_BL = without_padding(inputs_BL)
+            valid_BL = inputs_BL != PADDING
+            inputs_BL = inputs_BL.masked_fill(~valid_BL, 0)
             held = int(valid_BL.sum())
         share = held / tokens.inputs
         context = Context.of(
@@ -86,9 +86,3 @@ def passes_of(
         passes.append(Pass(inputs_BL, shard.targets(part), context, share))
         first_sequence += len(part)
     return passes
-
-
-def without_padding(inputs_BL: Tensor) -> tuple[Tensor, Tensor]:
-    """Return tokens with padding replaced by 0, and the mask of valid tokens."""
-    valid_BL = inputs_BL != PADDING
-    return inputs_BL.masked_fill(~valid_BL, 0), valid_BL

@@ -4,9 +4,9 @@
                              warm    recorded                ->  RUN/profile/rank-0.json.gz   a Chrome trace: ui.perfetto.dev
                                                                  RUN/profile/rank-0.txt       region: forward, backward, share
 
-An operation belongs to the innermost region (parallel/mesh/regions.py) open at its start. In the backward pass no region is open. There an
-operation belongs to the region of the forward operation that made its node, found by its sequence number. Time of a step in no region is
-`between`: norms, residual sums, Python. The rows add up to the step.
+Regions are named parts of the code (parallel/mesh/regions.py). An operation counts for the innermost region open at its start; in the
+backward pass, where none is open, for the region of the forward operation that it differentiates, found by autograd's sequence number.
+Time outside regions is `between`: norms, residual sums, Python. The rows add up to the step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from parallel.errors import counted
 from parallel.mesh.mesh import Mesh
 from parallel.mesh.regions import PREFIX, region
 
-WARM, RECORDED = 2, 3  # steps
+WARM, RECORDED = 2, 3  # numbers of steps
 STEP = "step"
 BETWEEN = "between"
 _NODE = "autograd::engine::evaluate_function"
@@ -32,7 +32,7 @@ Phase = Literal["forward", "backward"]
 
 
 class Spent(NamedTuple):
-    """Milliseconds a step in one region, on the host. `device`: time of the kernels started in it, 0 on a CPU."""
+    """Milliseconds a step that the host spent in one region. device: milliseconds of the GPU kernels started in it; 0 on a CPU."""
 
     region: str
     forward: float
@@ -41,19 +41,17 @@ class Spent(NamedTuple):
 
 
 class Recording:
-    """Recorder of a few steps. Pass it each step's work, `recording.of(work)`; it writes its files after RECORDED steps and is then idle.
-
-    `name` of the files, such as rank-0. `note` prints lines for the user.
-    """
+    """Recorder of a few steps, each of which is run by `recording.of(work)`. It writes its files after RECORDED steps, then is idle. name:
+    of the files, such as rank-0. note: prints a line for the user."""
 
     def __init__(self, folder: Path, name: str, *, note: Callable[[str], None]) -> None:
         self.folder, self.name, self.note = folder, name, note
         activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
         self._profiler: profile | None = profile(activities=activities)
-        self._done, self._recorded = 0, list[int]()  # steps so far; steps of each region `step`
+        self._done, self._recorded = 0, list[int]()  # steps made; steps in each recorded call of work
 
     def of(self, work: Callable[[], list[Any]]) -> list[Any]:
-        """Do the work of one step, or of several steps done in one call, and return its result."""
+        """Call work, which makes one or more steps and returns a list with an entry a step; return that list."""
         if self._profiler is None:
             return work()
         if self._done < WARM:
@@ -70,7 +68,7 @@ class Recording:
         return made
 
     def close(self) -> None:
-        """Write the recorded steps, also if the run ended before RECORDED steps."""
+        """Write the files, of fewer steps if the run ended before RECORDED of them."""
         profiler, self._profiler = self._profiler, None
         if profiler is None:
             return
@@ -87,41 +85,37 @@ class Recording:
         except (OSError, RuntimeError) as error:  # a profile that cannot be written must not end a run
             self.note(f"no profile in {self.folder} ({type(error).__name__}: {error})")
             return
-        told = (
-            f"{counted(sum(self._recorded), 'step')} recorded in {trace} (open it at ui.perfetto.dev); where the quickest one's time went:"
-        )
-        for line in (told, *lines):
+        recorded = f"{counted(sum(self._recorded), 'step')} recorded in {trace}"
+        for line in (f"{recorded} (open it at ui.perfetto.dev); where the quickest one's time went:", *lines):
             self.note(line)
 
 
 def first_of_its_stage(mesh: Mesh) -> bool:
-    """Return whether this rank records for its pipeline stage. The others of the stage do the same work."""
+    """Return whether this rank is the first of its pipeline stage. It alone records: the stage's other ranks do the same work."""
     return all(mesh.axis(name).index == 0 for name in ("dp", "sp", "tp"))
 
 
 def spent(events: Iterable[Any], *, steps: Sequence[int]) -> list[Spent]:
-    """Return the milliseconds a training step that each region of the code took, longest first.
-
-    events: FunctionEvents of a torch profiler. Some of them are regions named `step`; the i-th of these covers steps[i] training steps.
-    Only the one with the least time a step counts, because other work on the machine disturbed it least.
-    """
-    number, end = -1, 0.0  # of the current region `step`
-    host: dict[int, dict[tuple[str, Phase], float]] = defaultdict(lambda: defaultdict(float))  # by the number of the region `step`
-    device: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    place: dict[int, tuple[str, Phase]] = {}  # region and phase of an event within a step, by its id
-    region_of_node: dict[int, str] = {}  # by sequence number
+    """Return the milliseconds a training step that each region of the code took, longest first. events: FunctionEvents of a torch profiler.
+    Some of them are regions named `step`; number i of these covers steps[i] training steps. Only the one with the least time a step counts,
+    because other work on the machine disturbed it least."""
+    number, end = -1, 0.0  # number of the region `step` that is open, and the time at which it ends
+    host: dict[int, dict[tuple[str, Phase], float]] = defaultdict(lambda: defaultdict(float))  # that number -> (region, phase) -> ms
+    device: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))  # that number -> region -> ms
+    place: dict[int, tuple[str, Phase]] = {}  # id of an event within a step -> its region and phase
+    region_of_node: dict[int, str] = {}  # autograd's sequence number -> region of the forward operation
     for event in sorted(events, key=lambda e: (e.time_range.start, -e.time_range.end)):
         where, phase = place.get(id(event.cpu_parent), ("", "forward"))
         if event.name == PREFIX + STEP:
             where, number, end = BETWEEN, number + 1, event.time_range.end
-        elif event.name.startswith(_NODE) and event.time_range.start < end:  # on a GPU in another thread than the step
+        elif event.name.startswith(_NODE) and event.time_range.start < end:  # a backward operation, on a GPU in a thread of its own
             where, phase = region_of_node.get(event.sequence_nr, BETWEEN), "backward"
         elif not where:
             continue
         elif event.name.startswith(PREFIX):
             where = event.name.removeprefix(PREFIX)
         elif event.sequence_nr >= 0:
-            region_of_node[event.sequence_nr] = where  # the last operation with this number made the node
+            region_of_node[event.sequence_nr] = where  # replaces earlier ones: the last operation with this number is differentiated
         place[id(event)] = (where, phase)
         host[number][where, phase] += event.self_cpu_time_total / 1e3 / steps[number]
         device[number][where] += event.self_device_time_total / 1e3 / steps[number]
@@ -132,14 +126,12 @@ def spent(events: Iterable[Any], *, steps: Sequence[int]) -> list[Spent]:
 
 
 def table(rows: list[Spent]) -> list[str]:
-    """Format rows as lines of text: milliseconds a step, and the share of the step."""
-    whole = sum(row.forward + row.backward for row in rows) or 1.0
-    devices = any(row.device for row in rows)
-    head = f"{'region':<28} {'forward ms':>11} {'backward ms':>12} {'share':>7}" + (f" {'kernels ms':>11}" if devices else "")
-    lines = [head]
-    for row in rows:
-        share = (row.forward + row.backward) / whole
+    """Format rows, and their sum, as lines of text: milliseconds a step, and the share of the step."""
+    total = Spent("all", *(sum(getattr(row, name) for row in rows) for name in ("forward", "backward", "device")))
+    whole = total.forward + total.backward
+    lines = [f"{'region':<28} {'forward ms':>11} {'backward ms':>12} {'share':>7}" + (f" {'kernels ms':>11}" if total.device else "")]
+    for row in (*rows, total):
+        share = (row.forward + row.backward) / whole if whole else float(row is total)
         line = f"{row.region:<28} {row.forward:>11.2f} {row.backward:>12.2f} {share:>7.1%}"
-        lines.append(line + (f" {row.device:>11.2f}" if devices else ""))
-    total = f"{'all':<28} {sum(r.forward for r in rows):>11.2f} {sum(r.backward for r in rows):>12.2f} {1:>7.1%}"
-    return [*lines, total + (f" {sum(r.device for r in rows):>11.2f}" if devices else "")]
+        lines.append(line + (f" {row.device:>11.2f}" if total.device else ""))
+    return lines

@@ -1,12 +1,11 @@
 """Live rebalancing: between steps, experts and their optimizer states move to other ranks, by the load counted since the last move.
 
-    every n steps, each layer:  load of its experts -> balanced_placement -> less on the fullest rank?  -> move, else stay
+    every n steps, for each layer: load of its experts -> balanced placement -> less load on the fullest rank? -> move, else nothing
 
-The decision is a pure function of numbers that all ranks have (each step's choices, summed over ranks), so it needs no message. An expert's
-weights and both moments travel over the ep axis. Layouts then name its new place, so norms and checkpoints keep its global name, and
-dispatchers send its rows there. Each expert sees the same rows in the same order as before. Rounding may still differ (clipping, rows of
-odd bytes, blocks of other neighbours, all_gather's sums): docs/moe/dispatch.md. A checkpoint has the placement, and the load counted so
-far. A run resumed with the same ep restores both, so it continues bit by bit.
+All ranks have the numbers that decide (each step's choices, summed over ranks), so no message is needed for that. An expert's weights and
+optimizer states travel over the ep axis. Layouts then say where it is, so that norms and checkpoints keep its global name, and dispatchers
+send its rows there. Each expert gets the same rows in the same order as before; rounding may still differ (docs/moe/dispatch.md). A
+checkpoint has the placement and the load counted so far, so a run resumed with the same ep continues bit by bit.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from parallel.mesh.mesh import Axis, Mesh
 
 
 def nothing_to_move(run: Run) -> str | None:
-    """Return why `experts.rebalance_every` has no effect on a resolved run; None if it may have one or is not set."""
+    """Return why `experts.rebalance_every` has no effect on a run (with degrees set, not "auto"); None if it has one, or is not set."""
     if not run.experts.rebalance_every:
         return None
     if not run.model.layers_with_experts():
@@ -46,7 +45,8 @@ def nothing_to_move(run: Run) -> str | None:
 
 
 class Rebalancer:
-    """Counts load by layer, and moves experts every `experts.rebalance_every` steps. All ranks must call its methods alike."""
+    """Counts each layer's load, and moves experts every `experts.rebalance_every` steps. All ranks must call its methods alike. load: layer
+    -> choices of each expert since the last move. placements: layer -> its experts in the order of their places on ranks."""
 
     def __init__(self, run: Run, engine: Engine, mesh: Mesh) -> None:
         self.run, self.engine, self.mesh = run, engine, mesh
@@ -55,14 +55,14 @@ class Rebalancer:
         self.placements: dict[int, Placement] = {}
 
     def state(self) -> dict[str, Any] | None:
-        """Return the entry for a checkpoint; None for a run that moves no expert."""
+        """Return what a checkpoint has to store, for `resume`; None if no expert can move."""
         if not self.every:
             return None
         return {"ranks": self.mesh.axis("ep").size, "placements": _named(self.placements), "load": _named(self.load)}
 
     def resume(self, state: Any, *, where: str) -> None:
-        """Restore the entry of a checkpoint, before its tensors are loaded. The load is always restored, the placement only for the same
-        ep. None, from a checkpoint without the entry, changes nothing. Raises BadInput, about `where`, for an impossible entry."""
+        """Restore a checkpoint's `state` (None: nothing): the load, and the placement if ep is the same. Call it before tensors are loaded.
+        Raises BadInput, about `where`, for impossible values."""
         if state is None or not self.every:
             return
         experts = {layer: self.run.experts.of_layer(nth) for nth, layer in enumerate(self.run.model.layers_with_experts())}
@@ -77,8 +77,8 @@ class Rebalancer:
                 self._place(held[number], placement)
 
     def after_step(self, numbers: Numbers, *, step: int, updates: int, record: Callable[[dict[str, Any]], None]) -> None:
-        """Count a step's load and, if due, move experts. `updates`: optimizer steps made so far. Records an event for the layers that
-        moved."""
+        """Count a step's load and, every n steps, move experts. updates: optimizer steps made so far. record: called with a line for
+        metrics.jsonl if experts of a layer have moved. Collective."""
         if not self.every:
             return
         for layer in numbers.layers:
@@ -86,7 +86,9 @@ class Rebalancer:
             self.load[layer.layer] = [a + b for a, b in zip(before, layer.choices, strict=True)]
         if step % self.every:
             return
-        held = {layer.layer: layer for layer in moe_layers(self.engine.module)}  # layers of this rank's stages; all layers are decided
+        held = {
+            layer.layer: layer for layer in moe_layers(self.engine.module)
+        }  # layers of this rank's stages; the decision is made for all layers
         moved = [said for number in self.load if (said := self._rebalance(number, held.get(number), updates=updates))]
         self.load.clear()
         if moved:
@@ -106,7 +108,7 @@ class Rebalancer:
         return f"layer {number}: {before / total:.3f} to {after / total:.3f} of the load"
 
     def move(self, layer: MoELayer, now: Placement, then: Placement, *, updates: int) -> None:
-        """Move weights and moments of one layer's experts to their new places. Collective."""
+        """Move weights and optimizer states of a layer's experts from the places `now` to the places `then`. Collective."""
         ep = self.mesh.axis("ep", label=f"layers.{layer.layer} rebalancing")
         states = {
             name: {kind: exchange_experts(t, now, then, ep) for kind, t in self.engine.state(name).items()} for name in self._names(layer)
@@ -119,7 +121,7 @@ class Rebalancer:
         return [name for name, parameter in self.engine.module.named_parameters() if id(parameter) in own]
 
     def _place(self, layer: MoELayer, then: Placement) -> None:
-        """Set the places of experts in the layouts, in the layer, and in its dispatcher."""
+        """Tell the layouts, the layer and its dispatcher the new places of the layer's experts."""
         ep = self.mesh.axis("ep")
         for name in self._names(layer):
             self.engine.layouts[name] = replace(self.engine.layouts[name], placement=then)
@@ -129,12 +131,12 @@ class Rebalancer:
 
 
 def _named(by_layer: Mapping[int, Sequence[int]]) -> dict[str, list[int]]:
-    """Convert layer numbers to names, as JSON requires."""
+    """Return the dict with its keys as text, as in JSON."""
     return {str(number): list(values) for number, values in by_layer.items()}
 
 
 def _checked(state: Any, experts: Mapping[int, int], *, where: str) -> tuple[dict[int, Placement], dict[int, list[int]]]:
-    """Return (placements, load) by layer. `experts`: each layer's number of experts. Raises BadInput for an impossible entry."""
+    """Return (layer -> placement, layer -> load) from a checkpoint. experts: layer -> number of experts. Raises BadInput if impossible."""
     try:
         placements, load = ({int(name): [int(n) for n in values] for name, values in state[key].items()} for key in ("placements", "load"))
         right = all(sorted(found) == list(range(experts[number])) for number, found in placements.items())
@@ -150,7 +152,7 @@ def _checked(state: Any, experts: Mapping[int, int], *, where: str) -> tuple[dic
 
 @torch.no_grad()
 def exchange_experts(stack: Tensor, now: Placement, then: Placement, ep: Axis) -> Tensor:
-    """Exchange a rank's experts [E / P, ...], placed as in `now`, for its experts under `then`. Collective over ep."""
+    """Exchange tensors of experts over ep. stack: [E / P, ...], this rank's experts by `now`. Return its experts by `then`. Collective."""
     places = len(now) // ep.size
     mine = range(ep.index * places, (ep.index + 1) * places)
     goal = {expert: place for place, expert in enumerate(then)}

@@ -1,11 +1,4 @@
-"""All objects that one rank needs to train, as one value shared by the loop, the steps and the records.
-
-Job    training   the model in its engine, and the state that steps change
-       batches    samples of this rank
-       output     records, display, callbacks
-       saves      checkpoints
-       figures    seconds, bytes and losses measured so far
-"""
+"""`Job`: all objects with which one rank trains, made by opening.py and used by the loop, the steps and the records."""
 
 from __future__ import annotations
 
@@ -17,7 +10,6 @@ from typing import Any, TypeVar
 from moe.data import Dataset
 from moe.data.token_shard import TokenShard
 from moe.plan.choose.predicted import Prediction
-from moe.recipe.hash_table import Table
 from moe.recipe.sections import Run
 from moe.records.metrics import Records
 from moe.records.progress import Progress
@@ -41,11 +33,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Training:
-    """A model in its engine, and the state that steps change.
-
-    `auditor`: None in a rehearsal. `schedules` of a pipeline, by the number of batches between drains. Each is made once, because the
-    runtime caches its analysis.
-    """
+    """The model in its engine, and the state that steps change. auditor: None in a rehearsal. schedules: number of batches between two
+    drains of the pipeline -> schedule, made once, because the runtime caches its analysis of it."""
 
     executor: Executor
     scale: LossScale
@@ -57,69 +46,50 @@ class Training:
 
 @dataclass(frozen=True)
 class Batches:
-    """The data set, and this rank's shard of a training batch. `agree`: with samples from a user's program, the axis of all ranks."""
+    """The data set, and this rank's shard of a training batch. agree: the axis of all ranks if a user's program gives the samples."""
 
     data: Dataset
     shard: TokenShard
     agree: Axis | None = None
 
     def read(self, samples: Callable[[], T]) -> T:
-        """Return the samples that `samples` reads. With a user's own data it is collective, and raises BadInput on all ranks if one
-        fails."""
+        """Return samples(). With `agree` it is collective, and raises BadInput on all ranks if it fails on one."""
         return samples() if self.agree is None else of_all(samples, self.agree, what="data")
 
 
 @dataclass(frozen=True)
 class Output:
-    """Receivers of a run's lines. `callbacks`: None in a rehearsal."""
+    """Where a run's lines go: metrics.jsonl, the display, and callbacks (None in a rehearsal)."""
 
     records: Records
     progress: Progress
     callbacks: Callbacks | None = None
 
-    def write(self, line: dict[str, Any]) -> None:
-        """Write a line of the records."""
-        self.records.write(line)
-
     def event(self, name: str, **fields: Any) -> None:
-        """Write an event to the records."""
+        """Write a line of kind "event" to metrics.jsonl."""
         self.records.write({"kind": "event", "event": name, **fields})
-
-    def note(self, line: str) -> None:
-        """Show a line in the display."""
-        self.progress.note(line)
 
 
 @dataclass
 class Saves:
-    """A run's checkpoints. `code`: hashes of the plug-ins that the recipe names, by key. `base`: the entry for the base in checkpoints of
-    adapters. `table`: for hash routers.
-
-    `begun`: step of the last checkpoint begun, or resumed from. `told`: the last saved step that callbacks were told.
-    """
+    """A run's checkpoints. described: arguments of `state.parts` that do not change during a run."""
 
     saver: Saver
-    code: dict[str, str] = field(default_factory=dict)
-    base: dict[str, str] | None = None
-    table: Table | None = None
-    begun: int | None = None
-    told: int | None = None
+    described: dict[str, Any] = field(default_factory=dict)
+    begun: int | None = None  # step of the newest checkpoint, also if it is still being written
+    told: int | None = None  # step of the newest checkpoint for which on_save was called
 
 
 @dataclass
 class Figures:
-    """Figures of a run. `seconds`: training time of this process. `evaluated`: results of the last evaluation, at step `evaluated_at`.
+    """Figures of a run."""
 
-    `predicted`: memory and time predicted before the start, if possible. `measured`: the figures to compare it with. `recording`: profiler
-    of this rank's time, if a profile was asked for.
-    """
-
-    seconds: float = 0.0
-    evaluated: dict[str, float] = field(default_factory=dict)
-    evaluated_at: int | None = None
-    predicted: Prediction | None = None
-    measured: Measured | None = None
-    recording: Recording | None = None
+    seconds: float = 0.0  # training time of this process
+    evaluated: dict[str, float] = field(default_factory=dict)  # results of the last evaluation
+    evaluated_at: int | None = None  # its step
+    predicted: Prediction | None = None  # memory and time, predicted before the start
+    measured: Measured | None = None  # what the prediction is compared with; None in a rehearsal
+    recording: Recording | None = None  # profiler, if a profile was asked for
 
 
 @dataclass(frozen=True)
@@ -147,11 +117,11 @@ class Job:
 
     @property
     def stopped(self) -> str | None:
-        """Reason of a callback to stop, or None."""
+        """The reason for which a callback has stopped the run; None if none has."""
         return None if self.output.callbacks is None else self.output.callbacks.stopped
 
     def tell(self, event: str, record: Mapping[str, Any]) -> None:
-        """Call the callbacks. Collective if there are callbacks."""
+        """Call the method `event` of all callbacks. Collective if there are callbacks."""
         if self.output.callbacks is not None:
             w = self.world
             self.output.callbacks.call(event, Now(self.run, self.counters.step, record, w.rank, w.size, self.out, self.engine.module))

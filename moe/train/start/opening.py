@@ -1,16 +1,16 @@
-"""Build a job from a recipe: mesh, data, model in its engine, checkpoint, records and display.
+"""Builds a rank's job from a recipe: mesh, data, model in its engine, checkpoint, records and display.
 
-checkpoint of this run  ->  resumed               none, but another run's (--init_from)  ->  its weights and tokenizer
+A run resumes from its own checkpoint, or begins with the weights and tokenizer of another run's (--init_from), or with new weights.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from moe.checks.sequence import without_effect
 from moe.checks.verdict import not_recommended
@@ -20,29 +20,30 @@ from moe.data.tokenizer import check_separator
 from moe.parallelize.build import build, whole_layouts
 from moe.parallelize.engines import prepare
 from moe.parallelize.sequence import shard_of
+from moe.plan.job.flops import size
+from moe.plan.pipeline import described as described_pipeline
 from moe.recipe import hash_table
 from moe.recipe.hash_table import Table
 from moe.recipe.keys import flat
 from moe.recipe.load import resolved_yaml
-from moe.recipe.sections import Run
+from moe.recipe.sections import Data, Run
 from moe.records.metrics import SUMMARY, Records, read_summary
-from moe.records.progress import open_progress
+from moe.records.panel import State
+from moe.records.progress import Progress
 from moe.records.redone import Restart, going_on
-from moe.records.title import title
 from moe.records.tracker import open_tracker
 from moe.train.parts.audit import Auditor
 from moe.train.parts.callbacks import Callbacks
 from moe.train.parts.executor import Executor, start_executor
 from moe.train.parts.rebalance import Rebalancer, nothing_to_move
 from moe.train.start import state
-from moe.train.start.adapters import base_of, check_base, described
-from moe.train.start.adapters import whole as whole_model
 from moe.train.start.job import Batches, Job, Output, Saves, Training
-from moe.train.start.kept import KEPT, pass_on
 from moe.train.start.out_of_memory import RESUMING, STATES, WEIGHTS, during
 from moe.train.start.own import Own, the_same
 from moe.train.start.place import make_writable, set_aside
-from moe.train.start.resume import Resumed
+from moe.train.start.restore import base_of, check_base, described
+from moe.train.start.restore import whole as whole_model
+from moe.train.start.resume import KEPT, Resumed, pass_on
 from parallel.data.engine import Rule
 from parallel.mesh.collectives import largest
 from parallel.mesh.mesh import Mesh
@@ -57,7 +58,7 @@ from parallel.watch.outcome import of_all
 
 @dataclass(frozen=True)
 class RunArguments:
-    """Arguments of a run other than its recipe; the fields are the arguments of `train` (moe/train/loop/trainer.py)."""
+    """Arguments of `train` (moe/train/loop/trainer.py) other than the recipe. code: key of the recipe -> hash of that plug-in's file."""
 
     name: str
     out: Path
@@ -80,23 +81,25 @@ class RunArguments:
 
 @dataclass(frozen=True)
 class Start:
-    """The state that a run starts from. `found`: its own checkpoint. `source`: the model of --init_from, if the run begins with it. `base`:
-    the whole model that this run's adapters change. `writes`: this rank writes the run's folder."""
+    """What a run starts from."""
 
-    found: Reader | None
-    source: Reader | None
-    base: Reader | None
+    found: Reader | None  # its own checkpoint
+    source: Reader | None  # the checkpoint of --init_from, if the run begins with it
+    base: Reader | None  # the whole model to which this run adds adapters
     resumed: Resumed
-    writes: bool
+    writes: bool  # this rank writes the run's folder
 
 
 def open_job(run: Run, arguments: RunArguments) -> Job:
-    """Return this rank's job, restored from the newest checkpoint. Collective. Raises BadInput."""
+    """Return this rank's job, with the state of the newest checkpoint, if there is one. Collective. Raises BadInput."""
     out, world = arguments.out, arguments.world
     mesh = process.connect(run.mesh_degrees(), world)
     callbacks = Callbacks(arguments.own.callbacks, mesh.axis("world"))
     start = _find_start(run, arguments, mesh)
-    data = _read_data(run, arguments, mesh, start.resumed)
+    read = partial(
+        read_data, run, run.data, tokenizer=start.resumed.tokenizer, log=arguments.say, listing=out / LISTING, given=arguments.own.data
+    )
+    data = the_same(read, mesh.axis("world")) if run.data.is_own else read()
     prepare(run, arguments.say)
     executor = start_model(run, mesh, world, rule=arguments.own.rule(run, mesh), table=start.resumed.table)
     if arguments.fresh:
@@ -109,28 +112,23 @@ def open_job(run: Run, arguments: RunArguments) -> Job:
         _write_folder(run, arguments, data, start)
     output = _open_output(run, arguments, start, training.counters.step, callbacks)
     for line in (*_recipe_lines(run, arguments, start), *_start_lines(run, arguments, start, training.counters.step, aside)):
-        output.note(line)
+        output.progress.note(line)
     shard = shard_of(run, mesh, run.train.global_batch)
     saver = Saver(out / "checkpoints", mesh.axis("world"), keep=run.train.keep)
-    if start.found is not None and start.writes and not training.counters.in_a_row:  # else an older one may be needed
+    if start.found is not None and start.writes and not training.counters.in_a_row:  # after skipped steps older ones may be needed
         keep_newest(saver.folder, training.counters.step, run.train.keep)
-    auditor = Auditor(executor.engine, mesh, every=run.train.audit_every, record=output.write, note=output.note, checkpoints=saver.folder)
+    record, note = output.records.write, output.progress.note
+    auditor = Auditor(executor.engine, mesh, every=run.train.audit_every, record=record, note=note, checkpoints=saver.folder)
     base = described(start.base) if start.base is not None and run.lora.rank else None
-    return Job(
-        run,
-        arguments.name,
-        out,
-        world,
-        mesh,
-        training=replace(training, auditor=auditor),
-        batches=Batches(data, shard, mesh.axis("world") if run.data.is_own else None),
-        output=output,
-        saves=Saves(saver, arguments.code, base, start.resumed.table, begun=None if start.found is None else training.counters.step),
-    )
+    saved: dict[str, Any] = {"recipe": run.model_dump(mode="json"), "tokenizer": data.tokenizer.describe(), "data": data.key}
+    saved |= {"code": arguments.code, "base": base, "table": start.resumed.table}
+    saves = Saves(saver, saved, begun=None if start.found is None else training.counters.step)
+    batches = Batches(data, shard, mesh.axis("world") if run.data.is_own else None)
+    return Job(run, arguments.name, out, world, mesh, replace(training, auditor=auditor), batches, output, saves)
 
 
 def _find_start(run: Run, arguments: RunArguments, mesh: Mesh) -> Start:
-    """Find the checkpoints from which the run starts, and check that its model fits them. Makes the run's folder. Collective."""
+    """Find the checkpoints that the run starts from, and check that its model fits them. Makes the run's folder. Collective."""
     found = None if arguments.fresh else state.find(arguments.out / "checkpoints", mesh, log=arguments.say, step=arguments.from_step)
     done = _is_done(run, found, arguments.out, mesh)
     if not done:
@@ -145,34 +143,28 @@ def _find_start(run: Run, arguments: RunArguments, mesh: Mesh) -> Start:
     return Start(found, source, base, resumed, writes=arguments.world.rank == 0 and not done)
 
 
-def _read_data(run: Run, arguments: RunArguments, mesh: Mesh, resumed: Resumed) -> Dataset:
-    """Open the run's data, with the tokenizer that it resumes with. Collective with a user's own data."""
-    read = partial(
-        open_data,
-        run.data,
-        max_length=run.model.max_length,
-        vocab_size=run.vocab_size,
-        seed=run.train.seed,
-        tokenizer=resumed.tokenizer,
-        log=arguments.say,
-        given=arguments.own.data,
-    )
-    data = the_same(read, mesh.axis("world")) if run.data.is_own else read()
-    for line in remark_lines(data.index, arguments.out / LISTING):
-        arguments.say(line)
+def read_data(
+    run: Run, source: Data, *, tokenizer: Any, log: Callable[[str], None], listing: Path | None = None, given: Any = None
+) -> Dataset:
+    """Open `source` for a run's model, and log remarks on its files. tokenizer: its description, or None: made from the text. listing: a
+    file for all remarks. given: samples of a user's program."""
+    opened = partial(open_data, source, max_length=run.model.max_length, vocab_size=run.vocab_size, seed=run.train.seed)
+    data = opened(tokenizer=tokenizer, log=log, given=given)
+    for line in remark_lines(data.index, listing):
+        log(line)
     if run.model.document_mask:
         check_separator(data.tokenizer, run.model.document_separator)
     return data
 
 
 def _restore(run: Run, arguments: RunArguments, mesh: Mesh, training: Training, data: Dataset, start: Start) -> None:
-    """Load the model, and the training state of a resumed run. Collective."""
+    """Load the model from `start`, and a resumed run's training state. Collective."""
     whole = whole_layouts(run) if run.degrees.pp > 1 else None
     engine, found = training.executor.engine, start.found
     if found is not None:
         training.rebalancer.resume(found.state.get(state.PLACED), where=f"checkpoint {found.path.name}")
     with during(RESUMING):
-        if start.base is not None:  # before `resume`, which sets the counters
+        if start.base is not None:  # before `resume`, which also sets counters
             state.begin(start.base, engine, mesh, log=arguments.say, whole=whole)
         state.resume(
             found,
@@ -188,7 +180,7 @@ def _restore(run: Run, arguments: RunArguments, mesh: Mesh, training: Training, 
 
 
 def _write_folder(run: Run, arguments: RunArguments, data: Dataset, start: Start) -> None:
-    """Write the files of the run's folder other than records and checkpoints."""
+    """Write files of the run's folder: recipe, remarks on data, files of an imported model, table of experts."""
     (arguments.out / "recipe.yaml").write_text(resolved_yaml(run, arguments.origins))
     list_in(arguments.out, data.index)
     if start.source is not None:
@@ -198,7 +190,7 @@ def _write_folder(run: Run, arguments: RunArguments, data: Dataset, start: Start
 
 
 def _open_output(run: Run, arguments: RunArguments, start: Start, step: int, callbacks: Callbacks) -> Output:
-    """Open records, trackers and display, and record how the run starts at this step."""
+    """Open metrics.jsonl, trackers and display, and write a line about the start at this step."""
     out, world, first, resumed = arguments.out, arguments.world, arguments.world.rank == 0, start.resumed
     goes_on = start.found is not None or (arguments.restart is not None and not arguments.fresh and arguments.restart.has_records(out))
     again = going_on(out, step, arguments.restart) if goes_on and first else {}
@@ -208,8 +200,8 @@ def _open_output(run: Run, arguments: RunArguments, start: Start, step: int, cal
     }
     records = Records(out if start.writes else None, resume_step=step if goes_on else None, say=arguments.say, trackers=trackers)
     kind: Literal["auto", "none"] = "auto" if first and arguments.display else "none"
-    progress = open_progress(run.train.steps, recipe=arguments.name, world=world.size, lines=title(run, world), out=out, kind=kind)
-    output = Output(records, progress, callbacks)
+    shown = State(run.train.steps, recipe=arguments.name, world=world.size, lines=title(run, world))
+    output = Output(records, Progress(shown, out=out, kind=kind), callbacks)
     if goes_on:
         about = resumed.recorded() if start.source is None else {}
         worlds = {"world": world.size} | ({} if resumed.world is None else {"world_before": resumed.world})
@@ -220,7 +212,7 @@ def _open_output(run: Run, arguments: RunArguments, start: Start, step: int, cal
 
 
 def _recipe_lines(run: Run, arguments: RunArguments, start: Start) -> Iterator[str]:
-    """Yield lines on keys without effect, code that has changed, and combinations that are not recommended."""
+    """Yield lines for the user about keys without effect, changed plug-ins, and combinations that are not recommended."""
     if why := nothing_to_move(run):
         yield f"experts.rebalance_every {run.experts.rebalance_every} has no effect: {why}"
     before = {} if start.found is None else start.found.state.get("code", {})
@@ -234,7 +226,7 @@ def _recipe_lines(run: Run, arguments: RunArguments, start: Start) -> Iterator[s
 
 
 def _start_lines(run: Run, arguments: RunArguments, start: Start, step: int, aside: Path | None) -> Iterator[str]:
-    """Yield lines on the checkpoints from which the run starts. `aside`: the folder of later ones."""
+    """Yield lines for the user about the checkpoints that the run starts from. aside: the folder that later ones were moved to."""
     if start.found is not None:
         yield f"resumed from {arguments.out / 'checkpoints'} at step {step} (--fresh starts over)"
     if aside is not None:
@@ -246,7 +238,7 @@ def _start_lines(run: Run, arguments: RunArguments, start: Start, step: int, asi
 
 
 def _is_done(run: Run, found: Reader | None, out: Path, mesh: Mesh) -> bool:
-    """Return whether all steps were made and summed up before. Then nothing is trained or written. Rank 0 looks. Collective."""
+    """Return whether all steps and the summary, on rank 0's disk, are made, so that nothing is trained or written. Collective."""
     world = mesh.axis("world")
 
     def look() -> bool:
@@ -259,15 +251,49 @@ def _is_done(run: Run, found: Reader | None, out: Path, mesh: Mesh) -> bool:
 
 
 def _moved(arguments: RunArguments) -> Path | None:
-    """Return the given present place of an adapter run's base: a checkpoint's folder, or None."""
+    """Return --init_from if it is a checkpoint's folder: for a resumed run of adapters, the place that its base was moved to."""
     given = arguments.init_from
     return given if given is not None and (given / "manifest.json").is_file() else None
 
 
 def start_model(run: Run, mesh: Mesh, world: World, *, rule: Rule | None = None, table: Table | None = None) -> Executor:
-    """Return the executor of this rank's share of the model. `rule`: a user's own optimizer. `table`: of hash routers, from a checkpoint.
-    Collective."""
+    """Build this rank's share of the model, and return the executor that runs it. rule: a user's own optimizer. table: token id -> experts,
+    of hash routers, from a checkpoint. Collective."""
     with during(WEIGHTS):
         model, layouts = build(run, mesh, device=world.device, table=table)
     with during(STATES):
         return start_executor(run, model, layouts, mesh, rule=rule)
+
+
+def title(run: Run, world: World) -> list[str]:
+    """Return lines that describe a run: its devices, layout, precision, parameters, pipeline and router."""
+    d, p, tokens = run.degrees, run.precision, run.train.global_batch * run.model.read_length
+    counted = size(run.model, run.experts, run.router, vocab_size=run.vocab_size)
+    etp = f" etp {d.etp}" if d.etp > 1 else ""
+    attention = f"{run.sequence.kind}, {run.sequence.position_order}" + (f", heads {run.sequence.heads}" if run.sequence.heads > 1 else "")
+    layout = (
+        (f"pp {d.pp} " if d.pp > 1 else "")
+        + (f"tp {d.tp} ({_tensor(run)}) " if d.tp > 1 else "")
+        + (f"sp {d.sp} ({attention}) " if d.sp > 1 else "")
+        + f"dp {d.dp} ep {d.ep}{etp}"
+    )
+    lines = [
+        f"{world.size} x {world.device.type} · {layout} · {run.sharding.kind} · {p.compute} compute, {p.master} master",
+        f"{counted.total / 1e6:.1f}M parameters, {counted.active / 1e6:.1f}M active · {tokens:,} tokens a step",
+    ]
+    if run.head_copies() > 1:
+        heads = run.model.num_kv_heads or run.model.num_heads
+        lines.append(f"key-value heads: {heads} on {run.tp_grid().units} ranks of tp, so each is held in {run.head_copies()} copies")
+    if d.pp > 1:
+        lines.append(described_pipeline(run))
+    if run.model.layers_with_experts():
+        own = ", ".join(f"{key} {'null' if value is None else value}" for key, value in run.router.own.items())
+        lines.append(f"router {run.router.preset}{', but ' if own else ''}{own}")
+    return lines
+
+
+def _tensor(run: Run) -> str:
+    if run.tp_grid().sequences > 1:
+        return f"{run.tensor.kind}: {run.tp_grid()}"
+    chunks = f", overlapped in {run.tensor.overlap_chunks} chunks" if run.tensor.overlap_chunks > 1 else ""
+    return f"{run.tensor.kind}{', slices of sequences' if run.tensor.sequence_parallel else ''}{chunks}"

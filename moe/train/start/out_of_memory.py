@@ -1,11 +1,11 @@
-"""When memory runs out: one line that says what did not fit and what to try next, instead of a traceback.
+"""When memory runs out: a line that says what did not fit and what to set, instead of a traceback.
 
-    with during("the optimizer's step"): ...      adds its name to an exception from the block
-    did_not_fit(error, run, cpu=...)              the line, or None if the error is not about memory
+    with during("the optimizer's step"): ...      adds that name to an exception from the block
+    did_not_fit(error, run, ...)                  returns the line, or None if the error is not about memory
 
-The advice follows the decision guide, one step at a time. If activations did not fit, reduce them first; a single sequence larger than the
-model's states is cut over ranks. Then treat the states: shard them, offload them to host memory, then to a disk, then tile the largest
-layer. Source of the order: ZeRO-Infinity (arXiv 2104.07857), section 3.
+Each line advises one step of this order: less for activations (recompute, smaller micro-batches, sequence parallelism for a sequence larger
+than the model's states), then for model states (shard them, offload them to host memory, then to a disk), then tile the largest layer.
+Source of the order: ZeRO-Infinity (arXiv 2104.07857), section 3.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WEIGHTS, STATES, PASSES, STEP = "the model's weights", "the engine's copies of t
 RESUMING, EVALUATION = "resuming from the checkpoint", "the sequences of an evaluation"
 _NOTE = "during "
 _ZERO_3 = {"sharding.kind": "zero", "sharding.stage": 3}
-_SAYINGS = ("allocate memory", "out of memory", "not enough memory")  # messages of torch's allocators, the C library and the kernel
+_SAYINGS = ("allocate memory", "out of memory", "not enough memory")  # in messages of torch's allocators, the C library and the kernel
 
 
 @contextlib.contextmanager
@@ -38,8 +38,7 @@ def during(what: str) -> Iterator[None]:
 
 
 def did_not_fit(error: BaseException, run: Run, *, world: int, cpu: bool) -> str | None:
-    """Return the line for an out-of-memory error, else None. `cpu`: whether the device's memory is the host's. Errors are recognised by
-    their text, so torch is not needed."""
+    """Return the line for an out-of-memory error, recognised by its text; None for other errors. cpu: the device is a CPU."""
     said = str(error)
     ran_out = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
     if not ran_out and not (isinstance(error, RuntimeError) and any(words in said.lower() for words in _SAYINGS)):
@@ -49,18 +48,12 @@ def did_not_fit(error: BaseException, run: Run, *, world: int, cpu: bool) -> str
     asked = re.search(r"allocate (\d+) bytes", said)
     more = f" ({size(int(asked[1]))} more asked for)" if asked else ""
     total = flops.size(run.model, run.experts, run.router, vocab_size=run.vocab_size).total
-    return str(
-        BadInput(
-            "memory",
-            got=f"none left for {where}{more}",
-            needed=f"less at once: weights, gradients and moments of {total / 1e6:,.0f}M parameters are {size(16 * total)} in all",
-            fix=next_step(run, where, world=world, cpu=cpu),
-        )
-    )
+    needed = f"less at once: weights, gradients and moments of {total / 1e6:,.0f}M parameters are {size(16 * total)} in all"
+    return str(BadInput("memory", got=f"none left for {where}{more}", needed=needed, fix=next_step(run, where, world=world, cpu=cpu)))
 
 
 def next_step(run: Run, where: str, *, world: int, cpu: bool) -> Fix:
-    """Return the keys to set: one step further than the recipe."""
+    """Return the keys to set: the first step of the order that the recipe has not taken. where: what did not fit."""
     s, microbatches = run.sharding, run.pipeline.microbatches
     if where == EVALUATION and run.train.eval_sequences > run.train.global_batch:
         return typed({"train.eval_sequences": run.train.global_batch})
@@ -82,6 +75,6 @@ def next_step(run: Run, where: str, *, world: int, cpu: bool) -> Fix:
 
 
 def _is_long(run: Run) -> bool:
-    """Return whether one sequence's checkpointed activations (each layer's input) exceed weights, gradients and moments on a rank."""
+    """Return whether the inputs of all layers for one sequence take more bytes than weights, gradients and moments of the model."""
     m, total = run.model, flops.size(run.model, run.experts, run.router, vocab_size=run.vocab_size).total
     return 4 * m.max_length * m.d_model * m.num_layers > 16 * total * max(1, run.degrees.sp)

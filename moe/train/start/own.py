@@ -1,7 +1,7 @@
-"""Parts of a run that its user's program passes as objects: callbacks, samples instead of text, an optimizer.
+"""Parts of a run that a user's program gives to `train` as objects: callbacks, samples instead of text, an optimizer.
 
-The recipe names them, `data.source: given` and `optimizer.kind: given`. So a run's folder tells how it was trained, and a start without
-them is refused.
+The recipe then has `data.source: given` or `optimizer.kind: given`, so that a run's folder tells how it was trained. Without the object,
+such a recipe is refused.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from parallel.optim.given import Factory, Given
 from parallel.watch.outcome import of_all
 
 GIVEN = "given"
-# numbers of arguments of the plug-ins that a recipe names (docs/use/plugins.md)
+# key -> number of arguments of the function that a recipe may name there (docs/use/plugins.md)
 ARGUMENTS: dict[str, int | None] = {
     "optimizer.kind": 1, "optimizer.schedule": 2, "data.source": 1, "dispatch.kind": 1, "router.score": 1, "router.select": 2
 }  # fmt: skip
@@ -34,14 +34,14 @@ ARGUMENTS: dict[str, int | None] = {
 
 @dataclass(frozen=True)
 class Own:
-    """A user's parts. `data`: see moe/data/given.py; `optimizer`: see parallel/optim/given.py."""
+    """A user's parts. data: moe/data/given.py; optimizer: parallel/optim/given.py."""
 
     callbacks: Sequence[Callback] = ()
     data: Any = None
     optimizer: Factory | None = None
 
     def named_in(self, run: Run) -> Run:
-        """Return the run with `given` for each part given. Raises BadInput if the recipe says so without a part, or names another one."""
+        """Return the run with the value `given` for each part. Raises BadInput if the recipe has it without a part, or another value."""
         check(self.callbacks)
         rows = (("data.source", "data", self.data, run.data.source), ("optimizer.kind", "optimizer", self.optimizer, run.optimizer.kind))
         for key, argument, value, said in rows:
@@ -60,7 +60,8 @@ class Own:
 
     @staticmethod
     def code(run: Run) -> dict[str, str]:
-        """Import the plug-ins that the recipe names, and try a schedule. Return the SHA-256 of each file by key. Raises BadInput."""
+        """Import the plug-ins that the recipe names, and call a schedule of a user's own for a few updates. Return key -> SHA-256 of the
+        plug-in's file. Raises BadInput."""
         for key, value in run.plugins().items():
             load_plugin(key, value, arguments=ARGUMENTS[key])
         decayed = run.train.steps - run.optimizer.warmup_steps
@@ -69,7 +70,8 @@ class Own:
         return {key: source_of(value) for key, value in run.plugins().items()}
 
     def rule(self, run: Run, mesh: Mesh) -> Given | None:
-        """Return the optimizer, tried on small parameters with all names of the model. Raises BadInput, on every rank alike."""
+        """Return the user's optimizer, after a try on small parameters with the model's names; None if there is none. Raises BadInput, on
+        all ranks alike."""
         if not run.optimizer.is_own:
             return None
         rule = optimizer_of(run.optimizer) if self.optimizer is None else given_of(run.optimizer, self.optimizer)
@@ -79,11 +81,12 @@ class Own:
 
 
 def the_same(read: Callable[[], Dataset], world: Axis) -> Dataset:
-    """Open the samples of a user's program. Collective. Raises BadInput on all ranks if one cannot open them, or has other samples."""
+    """Open the samples of a user's program. Collective. Raises BadInput on all ranks if this fails on one, or if samples differ."""
 
     def opened() -> tuple[Dataset, bytes]:
         data = read()
-        first = data.train.first().tobytes() if isinstance(data.train, Stream) else b""  # samples with [] are in the key
+        # the key is a hash of samples in memory, but not of a stream's: of these the first sample is compared
+        first = data.train.first().tobytes() if isinstance(data.train, Stream) else b""
         return data, data.key.encode() + first
 
     data, what = of_all(opened, world, what="data")

@@ -1,4 +1,4 @@
-"""The machine that a run uses: a writable folder, a dtype that every rank supports, memory, signals."""
+"""What a run needs of its machine: a writable folder, a dtype that every rank supports, its memory, signals."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,11 @@ from parallel.process import process
 from parallel.process.process import World
 from parallel.store.checkpoint import numbered
 
-_PROBE_BYTES = 64 << 10  # the recipe and the first lines of the records
+_PROBE_BYTES = 64 << 10  # about as large as the recipe and the first lines of metrics.jsonl
 
 
 def settle_precision(run: Run, world: World) -> Run:
-    """Replace `auto` by a dtype, the same on every rank: bf16 if all ranks support it, else fp32."""
+    """Replace precision.compute "auto" by bf16 if all ranks support it, else by fp32. Collective."""
     if run.precision.compute != "auto":
         return run
     compute = "bf16" if _everywhere(torch.bfloat16, world) else "fp32"
@@ -35,7 +35,7 @@ def settle_precision(run: Run, world: World) -> Run:
 
 
 def check_precision(run: Run, world: World) -> str | None:
-    """Refuse fp16 if the processor of any rank would emulate it. For emulated bf16, return a warning. Raises BadInput."""
+    """Raise BadInput for fp16, and return a warning for bf16, if the processor of any rank would emulate it. Collective."""
     compute = run.precision.compute
     if compute == "fp32" or _everywhere(DTYPES[compute], world):
         return None
@@ -58,14 +58,14 @@ def _everywhere(dtype: torch.dtype, world: World) -> bool:
 
 
 def make_writable(out: Path, world: World) -> None:
-    """Refuse a run folder that cannot be written, before anything is computed; on all ranks if on one. Raises BadInput."""
+    """Make the run's folder. Raises BadInput on all ranks if it cannot be made, or written by rank 0. Collective."""
     problem = ""
     try:
         out.mkdir(parents=True, exist_ok=True)
         if world.rank == 0:
             probe = out / ".writable"
             try:
-                probe.write_bytes(bytes(_PROBE_BYTES))  # an empty file fits on a full disk
+                probe.write_bytes(bytes(_PROBE_BYTES))  # not an empty file, which fits on a full disk
             finally:
                 probe.unlink(missing_ok=True)
     except OSError as error:
@@ -76,10 +76,8 @@ def make_writable(out: Path, world: World) -> None:
 
 
 def set_aside(folder: Path, world: World, *, after: int | None = None) -> Path | None:
-    """Rename the folder (--fresh), or its checkpoints of steps after `after` (--from_step), instead of deleting them. Collective.
-
-    Returns the new folder on rank 0; None on other ranks, or if there is nothing to rename.
-    """
+    """Rename a folder (--fresh), or move its checkpoints of steps later than `after` (--from_step) into a new one. Collective. Returns the
+    new folder on rank 0; None on other ranks, and if there is nothing to move."""
     process.barrier()
     aside = _renamed(folder, after) if world.rank == 0 else None
     process.barrier()
@@ -102,23 +100,28 @@ def _renamed(folder: Path, after: int | None) -> Path | None:
 
 
 def own_peak_bytes() -> float:
-    """Return this rank's peak bytes: allocated on a GPU, resident on a CPU."""
+    """Return the peak bytes of this process so far: allocated on the GPU, or resident if there is none."""
     if torch.cuda.is_available():
         return float(torch.cuda.max_memory_allocated())
     unit = 1 if sys.platform == "darwin" else 1024
     return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
 
 
+def maxima(values: Sequence[float], mesh: Mesh) -> list[float]:
+    """Return the maximum over ranks of each value. Collective."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return max_over(torch.tensor(values, dtype=torch.float64, device=device), mesh.axis("world")).tolist()
+
+
 def peak_memory_bytes(mesh: Mesh) -> float:
     """Return the maximum of the ranks' peak bytes. Collective."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return float(max_over(torch.tensor(own_peak_bytes(), dtype=torch.float64, device=device), mesh.axis("world")).item())
+    return maxima([own_peak_bytes()], mesh)[0]
 
 
 @contextmanager
 def asked_to_stop() -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns True once SIGTERM, SIGINT, SIGUSR1 or SIGHUP (a closed terminal) came. A SIGHUP ignored by nohup stays
-    ignored."""
+    """Yield a function that returns True once SIGTERM, SIGINT, SIGUSR1 or SIGHUP (a closed terminal) has come. A SIGHUP that nohup ignores
+    stays ignored."""
     seen: list[int] = []
 
     def handler(number: int, _: Any) -> None:
@@ -129,12 +132,12 @@ def asked_to_stop() -> Iterator[Callable[[], bool]]:
         if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
             heard.remove(signal.SIGHUP)
         before = {s: signal.signal(s, handler) for s in heard}
-    except ValueError:  # not the main thread: a library caller keeps its own handlers
+    except ValueError:  # in a thread other than the main one, Python sets no handlers
         before = {}
     try:
         yield lambda: bool(seen)
     finally:
         for number, old in before.items():
-            if getattr(old, "before_training", False):  # the handler of moe/launch/launch.py, which would report that nothing had begun
+            if getattr(old, "before_training", False):  # of moe/launch/launch.py: it would say that nothing had begun
                 old = signal.SIG_IGN
-            signal.signal(number, signal.SIG_DFL if old is None else old)  # None: a handler set outside Python, which cannot be restored
+            signal.signal(number, signal.SIG_DFL if old is None else old)  # None: it was set by code other than Python, and is lost

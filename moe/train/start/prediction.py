@@ -1,22 +1,23 @@
-"""Predicts memory and time before a run starts, prints them in a line, and refuses a run that cannot fit. Measures both at its end.
+"""Predicts memory and time before a run starts, and refuses a run that cannot fit; measures both during the run, for its summary.
 
-    foretell(run, ...)      on every rank, before anything is built     -> the same decision on all of them
-    Measured                peak, model states and seconds of the steps, and other memory in use when they began
+On a GPU, bytes are torch's allocations. On a CPU, where torch counts none, they are the process's peak; its memory other than tensors is
+added to the prediction. An error within the prediction is printed as a line, and the run starts all the same.
 
-On a GPU, bytes are torch's allocations. On a CPU torch counts none, so bytes are the process's peak; memory that it used for other things
-than tensors when the model was built is added to the prediction. A failed prediction is a line, never an error.
+Model states are counted from the live tensors of the engine, each storage once: `parameters`, the weights that the model reads;
+`gradients`, between backward pass and update; `optimizer`, its states, with master weights separate from those that the model reads.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from statistics import median
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from moe.checks.together import check_run
 from moe.plan.choose.predicted import Place, Prediction, predict
@@ -24,8 +25,7 @@ from moe.plan.machine.cluster import load_cluster, measured_cluster
 from moe.recipe.sections import Run
 from moe.records import prediction
 from moe.records.summary import size
-from moe.train.parts.model_states import ModelStates
-from moe.train.start.place import own_peak_bytes
+from moe.train.start.place import maxima, own_peak_bytes
 from parallel.data.engine import Engine
 from parallel.errors import BadInput
 from parallel.fixes import Set
@@ -35,11 +35,12 @@ from parallel.mesh.mesh import Mesh
 from parallel.process import process
 from parallel.process.process import World
 
-STEPS_OF_MEMORY = 2  # moments exist from the second on
+STEPS_OF_MEMORY = 2  # the optimizer's states exist from the second step on
+PARTS = ("parameters", "gradients", "optimizer")
 
 
 def here(world: World) -> Place:
-    """Return this machine as a place: memory of the GPU or a share of the host's, and the cluster file measured on it, if there is one."""
+    """Return this rank's memory (the GPU's, or a share of the host's) and the cluster file measured on this machine, if there is one."""
     if world.device.type == "cuda":
         made = torch.cuda.get_device_properties(world.device)
         return Place("cuda", float(made.total_memory), measured_cluster(made.name))
@@ -47,8 +48,9 @@ def here(world: World) -> Place:
 
 
 def foretell(run: Run, asked: Run, world: World, *, cluster: str | None, force: bool, say: Callable[[str], None]) -> Prediction | None:
-    """Predict memory and time. Collective. `run`: checked; `asked`: the user's own, on which the fix is based. Raises BadInput if the run
-    cannot fit."""
+    """Predict memory and time, print them, and return them; None without a prediction. Collective: all ranks decide alike. run: checked.
+    asked: the user's own, which the fix of an error changes. cluster: a cluster file, or None for this machine. Raises BadInput if the run
+    is predicted not to fit, unless `force`."""
     found: Prediction | None = None
     limits = [float("inf")] * 2
     host = memory_limit_bytes() / world.local_size
@@ -58,7 +60,7 @@ def foretell(run: Run, asked: Run, world: World, *, cluster: str | None, force: 
             place = replace(place, cluster=place.cluster.holding(world.size))
         found = predict(run, place)
         limits = [float("inf") if limit is None else limit for limit in (place.limit_bytes, place.own_bytes)]
-    except Exception as error:  # a failed prediction must not stop a run that works
+    except Exception as error:  # an error here must not stop a run that would work
         say(f"no prediction of memory and time ({type(error).__name__}: {error})".splitlines()[0])
     least = torch.tensor([-limit for limit in (*limits, host)], dtype=torch.float64, device=world.device)
     *least_of_all, host = (-max_over(least, process.everyone(world))).tolist()
@@ -69,7 +71,7 @@ def foretell(run: Run, asked: Run, world: World, *, cluster: str | None, force: 
         say(f"starting nevertheless (--force): {large.what}: got {large.got}")
     if found is None:
         return None
-    found = replace(found, place=replace(found.place, limit_bytes=whole, own_bytes=own))  # the minima over ranks, so that all decide alike
+    found = replace(found, place=replace(found.place, limit_bytes=whole, own_bytes=own))  # minima over ranks
     say(prediction.line(found))
     if found.over_bytes > 0:
         refused = prediction.refusal(found, asked.model_copy(update={"precision": run.precision}), world.size, checked=check_run)
@@ -82,7 +84,7 @@ def foretell(run: Run, asked: Run, world: World, *, cluster: str | None, force: 
 
 
 def _too_large_evaluation(run: Run, host_bytes: float) -> BadInput | None:
-    """Return an error if the token ids of an evaluation, 64 bits each, take more than half of a rank's share of host memory."""
+    """Return an error if an evaluation's token ids, 64 bits each, would take more than half of `host_bytes`, a rank's share of memory."""
     assert isinstance(run.degrees.dp, int)
     needed_bytes = 8.0 * (run.model.max_length + 1) * run.train.eval_sequences / run.degrees.dp
     if needed_bytes <= host_bytes / 2:
@@ -93,53 +95,72 @@ def _too_large_evaluation(run: Run, host_bytes: float) -> BadInput | None:
 
 
 class Measured:
-    """Measurements of a run, begun when the model and its engine exist: each step's peak bytes and seconds.
-
-    `beside`: resident bytes of a process on a CPU, other than tensors. It is 0 on a GPU, where torch counts tensors alone.
-    """
+    """Measurements of a run from its start, when the model and its engine exist. In the first two steps, by which the optimizer has all its
+    states, also of memory: the peak, and bytes of model states (later, saves and evaluations would count too)."""
 
     def __init__(self, world: World) -> None:
+        # bytes of a CPU process other than tensors; on a GPU torch counts tensors alone
         self.beside = 0.0 if world.device.type == "cuda" else resident_bytes() - _tensor_bytes()
         self.peak_bytes = 0.0
-        self.states = ModelStates()
-        self.seconds: list[float] = []
+        self.state_bytes = dict.fromkeys(PARTS, 0)  # the most of each kind in a step
+        self.seconds: list[float] = []  # of each step
 
     @property
-    def looks(self) -> bool:
-        """Return whether memory is still measured. The first two steps decide it, so later saves and evaluations do not count."""
+    def _counts_memory(self) -> bool:
         return len(self.seconds) < STEPS_OF_MEMORY
 
-    def gradients(self, engine: Engine) -> None:
-        """Measure the bytes of gradients in the first steps. Call it before the optimizer's update."""
-        if self.looks:
-            self.states.before_step(engine)
+    def before_update(self, engine: Engine) -> None:
+        """Count the bytes of gradients: those at parameters, and this rank's shard of their sums. Call it before the optimizer's update."""
+        if self._counts_memory:
+            at_parameters = [p.grad for p in engine.module.parameters() if p.grad is not None]
+            self._add("gradients", storages([*at_parameters, *(held.tensor for held in engine.summed_gradients())]))
 
-    def step(self, seconds: float, engine: Engine) -> None:
-        """Record the `seconds` that this step took. In the first steps also measure the peak memory, to compare it with the prediction."""
-        if self.looks:
+    def after_step(self, seconds: float, engine: Engine) -> None:
+        """Record the seconds of a step. Count the peak of memory, and the bytes of parameters and optimizer states."""
+        if self._counts_memory:
             self.peak_bytes = own_peak_bytes()
-            self.states.after_step(engine)
+            held = list(engine.tensors())
+            read = storages([*engine.module.parameters(), *(each.tensor for each in held if each.kind == "working weight")])
+            if not read:  # the model's own weights exist only while they are gathered
+                read = storages(each.tensor for each in held if each.kind == "weight")
+            self._add("parameters", read)
+            self._add("optimizer", {at: size for at, size in storages(each.tensor for each in held).items() if at not in read})
         self.seconds.append(seconds)
 
-    def against(self, found: Prediction | None, mesh: Mesh) -> dict[str, Any] | None:
-        """Return the summary's comparison of prediction and measurement, with maxima over ranks; None if either is missing.
+    def _add(self, part: str, found: dict[int, int]) -> None:
+        self.state_bytes[part] = max(self.state_bytes[part], sum(found.values()))
 
-        Collective.
-        """
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        mine = torch.tensor([self.peak_bytes, self.beside, median(self.seconds or [0.0])], dtype=torch.float64, device=device)
-        memory_bytes, beside_bytes, step_seconds = max_over(mine, mesh.axis("world")).tolist()
+    def largest_states(self, mesh: Mesh) -> dict[str, int] | None:
+        """Return the maximum over ranks of each kind's bytes; None if no step was made. Collective."""
+        most = maxima(list(self.state_bytes.values()), mesh)
+        return {part: int(size) for part, size in zip(PARTS, most, strict=True)} if any(most) else None
+
+    def against(self, found: Prediction | None, mesh: Mesh) -> dict[str, Any] | None:
+        """Return prediction and measurements (maxima over ranks) for the summary; None if either is missing. Collective."""
+        memory_bytes, beside_bytes, step_seconds = maxima([self.peak_bytes, self.beside, median(self.seconds or [0.0])], mesh)
         if found is None or not self.seconds:
             return None
-        return prediction.against(prediction.record(found), memory_bytes=memory_bytes, beside_bytes=beside_bytes, step_seconds=step_seconds)
+        return prediction.compared(found, memory_bytes=memory_bytes, beside_bytes=beside_bytes, step_seconds=step_seconds)
+
+
+def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Return address -> bytes of the storages behind the tensors; of a distributed tensor, this rank's shard counts."""
+    found: dict[int, int] = {}
+    for tensor in tensors:
+        local = getattr(tensor, "_local_tensor", tensor)
+        if local.device.type != "meta" and not local.is_sparse:
+            storage = local.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    found.pop(0, None)
+    return found
 
 
 def _tensor_bytes() -> int:
-    """Return bytes of all tensors known to Python, each storage once."""
+    """Return the bytes of all tensors of this process, each storage once."""
     found: dict[int, int] = {}
     for thing in gc.get_objects():
         if issubclass(type(thing), torch.Tensor):
-            with contextlib.suppress(RuntimeError):  # a DTensor has no storage; its inner tensor is another object and has it
+            with contextlib.suppress(RuntimeError):  # a DTensor has no storage; its local tensor, another object, has
                 storage = thing.untyped_storage()
                 found[storage.data_ptr()] = storage.nbytes()
     return sum(found.values())

@@ -1,29 +1,44 @@
-"""Load a run's checkpoint as one whole model on this device, for any training layout: to generate, to evaluate, to convert."""
+"""A checkpoint, from any number of ranks, as one whole model: to generate, evaluate, convert, or begin another run with.
+
+Adapters (LoRA, moe/nn/lora.py) are merged into their base, which their checkpoint names:
+
+    checkpoints/step-40   adapters alone: layers.0.attention.q.lora_a, ...; in its state, "base": folder and hash of the base's checkpoint
+    whole(path)           W + s B A by the base's parameter names, and the recipe without adapters
+"""
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from moe.checks.begins import no_base
 from moe.data import Tokenizer
 from moe.data import load as load_tokenizer
 from moe.model.names import global_name
 from moe.model.transformer import Transformer
+from moe.nn.lora import merged, pair_of
 from moe.parallelize.build import build
 from moe.recipe import hash_table
 from moe.recipe.load import build_run
-from moe.train.start.adapters import whole
-from moe.train.start.state import check_values, load_extra, opened
+from moe.recipe.sections import Lora
+from moe.train.start.state import EXTRA, check_values, load_extra, opened
 from parallel.errors import BadInput
+from parallel.mesh.layout import Box
 from parallel.mesh.mesh import Degrees, Mesh
 from parallel.store import checkpoint
-from parallel.store.stored import check_same_parameters
+from parallel.store.stored import Reader, check_same_parameters
+
+WHERE = "base"  # key, in a checkpoint's state, of what `described` returns
+_TRAINS = "moe train also takes --init_from WHERE_IT_IS"
 
 
 def choose(run_dir: Path, *, step: int | None = None) -> Path:
-    """Return the folder of a run's newest whole checkpoint, or of the checkpoint of `step`. Raises BadInput."""
+    """Return the folder of a run's newest valid checkpoint, or of that of `step`. Raises BadInput."""
     world, log = Mesh.of(Degrees()).axis("world"), lambda text: print(text, file=sys.stderr)
     path = checkpoint.newest(run_dir / "checkpoints", world=world, log=log, step=step, flag="--step")
     if path is None:
@@ -32,14 +47,14 @@ def choose(run_dir: Path, *, step: int | None = None) -> Path:
 
 
 def load_model(run_dir: Path, *, step: int | None = None) -> tuple[Transformer, Tokenizer, int]:
-    """Return (model, tokenizer, step) of the chosen checkpoint, the model whole on this device. Raises BadInput."""
+    """Return (model, tokenizer, step) of the checkpoint that `choose` finds. Raises BadInput."""
     path = choose(run_dir, step=step)
     state = opened(path).state
     return restore(path), load_tokenizer(state["tokenizer"]), int(state["counters"]["step"])
 
 
 def restore(path: Path) -> Transformer:
-    """Return the model of one checkpoint, whole on this device, in evaluation mode. Adapters are merged into it."""
+    """Return the model of a checkpoint, with adapters merged into it, in evaluation mode. Raises BadInput."""
     mesh, reader = Mesh.of(Degrees()), whole(path)
     run = build_run(reader.state["recipe"] | {"degrees": {"dp": 1, "ep": 1}, "tiling": {}})
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -47,7 +62,79 @@ def restore(path: Path) -> Transformer:
     check_same_parameters(reader, {global_name(n): layout for n, layout in layouts.items()})
     for name, parameter in model.named_parameters():
         stored = reader.load(global_name(name), "weight", layouts[name], mesh)
-        check_values(stored, f"weight of {global_name(name)} in {path.name}", squares=False)
+        check_values(stored, f"weight of {global_name(name)} in {path.name}")
         parameter.data.copy_(stored)
     load_extra(reader, model, log=lambda text: print(text, file=sys.stderr))
     return model.eval()
+
+
+def described(base: Reader) -> dict[str, str]:
+    """Return what a checkpoint of adapters stores about its base: its folder, and the hash of its manifest."""
+    return {"path": str(base.path.resolve()), "manifest": _hash(base.path)}
+
+
+def base_of(found: Reader, moved: Path | None = None) -> Reader:
+    """Return the whole base model of a checkpoint of adapters. moved: the folder in which its base is now. Raises BadInput."""
+    said = found.state.get(WHERE)
+    said = said if isinstance(said, dict) and isinstance(said.get("path"), str) else {}
+    path, there = moved or Path(said.get("path", "")), Path(said.get("path", "BASE"))
+    what, needed = "the base of a run of adapters", f"the checkpoint that {found.path.name} has adapters of"
+    if not said or not (path / "manifest.json").is_file():
+        fix = f"link it (mkdir -p {there.parent} && ln -s WHERE_IT_IS {there}), or move it back; {_TRAINS}"
+        raise BadInput(what, got=f"no checkpoint in {path}", needed=needed, fix=fix)
+    if _hash(path) != said.get("manifest"):
+        fix = f"move it back to {there}; {_TRAINS}"
+        raise BadInput(what, got=f"another checkpoint in {path}", needed=f"{needed}, which was at {there}", fix=fix)
+    checkpoint.verify(path)
+    return whole(path)
+
+
+def whole(path: Path) -> Reader:
+    """Return a reader of a checkpoint's model, with adapters merged into their base. Raises BadInput."""
+    reader = opened(path)
+    return Merged(reader, base_of(reader)) if WHERE in reader.state else reader
+
+
+class Merged(Reader):
+    """Reader of a base with adapters, which merges each weight when it is read. It has no optimizer states."""
+
+    def __init__(self, adapters: Reader, base: Reader) -> None:
+        self.path, self.base, self.adapters = adapters.path, base, adapters
+        recipe = adapters.state["recipe"]
+        self.scale = build_run(recipe).lora.scale
+        self.state: dict[str, Any] = adapters.state | {"recipe": recipe | {"lora": Lora().model_dump(mode="json")}}
+        self.entries = {}
+
+    def names(self, kind: str = "weight") -> dict[str, tuple[int, ...]]:
+        return self.base.names() if kind == "weight" else self.adapters.names(kind) if kind == EXTRA else {}
+
+    def region(self, name: str, kind: str, region: Box) -> Tensor:
+        if kind == EXTRA:
+            return self.adapters.region(name, kind, region)
+        if kind != "weight":
+            needed = "a run that trained all weights: frozen ones have none"
+            raise BadInput(f"{kind} of {name}", got="a run of adapters", needed=needed, fix="leave moments out: --moments fresh")
+        weight, (left, right) = self.base.region(name, kind, region), pair_of(name)
+        shapes = self.adapters.names()
+        if left not in shapes:
+            return weight
+        rows, columns = region
+        every = slice(0, shapes[right][0])
+        narrow = self.adapters.region(left, kind, (rows, every)), self.adapters.region(right, kind, (every, columns))
+        return merged(weight, *narrow, scale=self.scale)
+
+
+def check_base(rank: int, *, source: Reader | None, found: Reader | None) -> None:
+    """Raise BadInput for adapters without a base, and if either checkpoint or recipe has adapters and the other has not. rank: lora.rank.
+    source: of --init_from. found: the run's own checkpoint."""
+    if rank and source is None and found is None:
+        raise no_base(rank)
+    if found is not None and bool(rank) != (WHERE in found.state):
+        before = found.state["recipe"].get("lora", {}).get("rank", 0)
+        what = "adapters" if before else "all weights"
+        fix = f"--lora.rank {before}, or begin another run with this one: --out ANOTHER --init_from {found.path.parent.parent}"
+        raise BadInput("lora.rank", got=f"{rank}", needed=f"{before}: {found.path.name} has {what}", fix=fix)
+
+
+def _hash(path: Path) -> str:
+    return hashlib.sha256((path / "manifest.json").read_bytes()).hexdigest()

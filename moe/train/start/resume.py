@@ -1,14 +1,18 @@
-"""State other than tensors that a run takes over from a checkpoint that it resumes or begins with, and the check that the model fits.
+"""What a run takes over from a checkpoint that it resumes or begins with, other than tensors; and the check that the model fits.
 
-checkpoint's recipe + this run's recipe  ->  refused, or allowed; told; recorded        (the table: moe/recipe/changes.py)
-checkpoint's tokenizer                   ->  tokenizes the text even if that changed: other ids would scramble the model
-checkpoint's table of experts by id      ->  is taken, and another in the recipe's file refused       (moe/recipe/hash_table.py)
+recipe of the checkpoint, and this run's      differences are refused, or allowed and recorded (moe/recipe/changes.py)
+tokenizer                                     is used even if the text would now give another: other ids would scramble the model
+table of experts by token id                  is used; a different one in the recipe's file is refused (moe/recipe/hash_table.py)
+files of an imported transformers model       copied from RUN/huggingface/ when a run begins with another; exported again by moe convert
 """
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from moe.recipe import hash_table
@@ -19,61 +23,59 @@ from moe.recipe.sections import Run
 from parallel.errors import BadInput
 from parallel.store.stored import Reader
 
+KEPT = "huggingface"  # folder in a run: config.json, generation_config.json, tokenizer files, chat template, dtypes.json
+
 
 @dataclass(frozen=True)
 class Resumed:
-    """Result of the check. `tokenizer`: the description to use, None if the text decides. `changed`: every key that differs. `function`:
-    the changes that alter the model's function. `table`: of hash routers, or None.
+    """What a run takes over, and how its recipe differs from the checkpoint's."""
 
-    `world`: number of ranks of the earlier steps; None if nothing was trained.
-    """
-
-    tokenizer: dict[str, Any] | None = None
-    changed: tuple[Change, ...] = ()
-    function: tuple[Change, ...] = ()
-    world: int | None = None
-    table: Table | None = None
+    tokenizer: dict[str, Any] | None = None  # its description; None: made from the text
+    changed: tuple[Change, ...] = ()  # every key with another value
+    function: tuple[Change, ...] = ()  # those that change what the model computes
+    world: int | None = None  # number of ranks of the earlier steps; None if nothing was trained
+    table: Table | None = None  # of hash routers
 
     @staticmethod
     def of(found: Reader | None, run: Run, allowed: Sequence[str]) -> Resumed:
-        """Check a recipe against a checkpoint, if there is one. Raises BadInput if its weights would compute another function, unless
-        `allowed`."""
+        """Check the recipe against the run's own checkpoint, if there is one. Raises BadInput if the weights would compute something else,
+        by a key that is not in `allowed`."""
         if found is None:
             return Resumed(table=hash_table.read(run))
         before = build_run(found.state["recipe"])
         check_function(before, run, allowed=allowed, where=found.path.name)
-        if found.state["counters"]["step"] > 0:  # a converted model has not been trained yet
+        if trained := found.state["counters"]["step"] > 0:  # not if moe convert made the checkpoint
             check_moments(before, run, where=found.path.name)
         table, other = _table(found, run, allowed, where=found.path.name)
         function = (*function_changes(before, run), *other)
         retrained = any(change.key.startswith("data.") for change in function)
-        d, trained = before.degrees, found.state["counters"]["step"] > 0
+        d = before.degrees
         world = d.dp * d.pp * d.tp * d.sp if trained and d.dp != "auto" else None
         return Resumed(None if retrained else found.state["tokenizer"], tuple(changes(before, run)), function, world, table)
 
     @staticmethod
     def begun(source: Reader, run: Run, allowed: Sequence[str]) -> Resumed:
-        """Check another run's checkpoint (`--init_from`). Only the model is taken over, no training state."""
+        """Check the recipe against another run's checkpoint (`--init_from`), of which no training state is taken over."""
         before = build_run(source.state["recipe"])
         check_function(before, run, allowed=allowed, where=str(source.path), otherwise="leave --init_from out")
         table, other = _table(source, run, allowed, where=str(source.path))
         return Resumed(source.state["tokenizer"], (), (*function_changes(before, run), *other), table=table)
 
     def recorded(self) -> dict[str, Any]:
-        """Return the fields of the resume event: the changes, and the keys allowed by name."""
+        """Return fields for the line of metrics.jsonl about this start: the changes, and the keys that needed permission."""
         about = {"changed": ", ".join(map(str, self.changed)), "allowed": ", ".join(change.key for change in self.function)}
         return {key: text for key, text in about.items() if text}
 
     def unused(self, allowed: Sequence[str]) -> list[str]:
-        """Return a line for every permission that was not needed."""
+        """Return a line for every key in `allowed` that needed no permission."""
         used = {change.key for change in self.function}
         return [f"--allow-change {key} has no effect: it has not changed, or nothing reads it" for key in allowed if key not in used]
 
 
 def _table(found: Reader, run: Run, allowed: Sequence[str], *, where: str) -> tuple[Table | None, list[Change]]:
-    """Return the checkpoint's table. Return the recipe's file if the checkpoint has none, or if another is `allowed`; then also return the
-    change, because no key of the recipe shows it."""
-    if hash_table.wanted(run) is None:
+    """Return (table, changes): the checkpoint's table, or the recipe's file if the checkpoint has none or a change is `allowed`. The change
+    is returned because no key of the recipe shows it."""
+    if (name := hash_table.wanted(run)) is None:
         return None, []
     stored = found.state.get(hash_table.STATE)
     if stored is None:
@@ -84,6 +86,21 @@ def _table(found: Reader, run: Run, allowed: Sequence[str], *, where: str) -> tu
         return stored, []
     if hash_table.KEY in allowed:
         return given, [Change(hash_table.KEY, "the checkpoint's table", "that of the file")]
-    name = hash_table.wanted(run)
     fix = f"--{hash_table.KEY} with the file of that table, or --allow-change {hash_table.KEY} if it is meant"
     raise BadInput(hash_table.KEY, got=f"another table in {name}", needed=f"the one with which {where} was trained", fix=fix)
+
+
+def kept(checkpoint: Path) -> Path:
+    """Return the folder, which may not exist, with the files of an imported transformers model in a checkpoint's run."""
+    return checkpoint.parent.parent / KEPT
+
+
+def pass_on(checkpoint: Path, out: Path) -> None:
+    """Copy these files, if there are any, from a checkpoint's run to a run in `out` that begins with the checkpoint."""
+    source, target = kept(checkpoint), out / KEPT
+    if not source.is_dir() or (target.exists() and target.samefile(source)):
+        return
+    part = out / f".{KEPT}.partial-{os.getpid()}"
+    shutil.copytree(source, part)
+    shutil.rmtree(target, ignore_errors=True)  # from an earlier start that was interrupted
+    part.rename(target)

@@ -1,4 +1,4 @@
-"""Saves and loads a training run's state as checkpoints: weights, moments, routers' biases, counters, loss scale."""
+"""Saves and loads a run's state as checkpoints: weights, optimizer states, routers' biases, counters, loss scale, recipe, tokenizer."""
 
 from __future__ import annotations
 
@@ -32,28 +32,26 @@ from parallel.store.checkpoint import Piece
 from parallel.store.stored import Reader, Unreadable, check_same_parameters, finite
 from parallel.watch.outcome import of_all
 
-FACTOR = "kfac.{}"  # kinds of K-FAC's tensors, which have their own layout
-SQUARES = "exp_avg_sq"  # prefix of the kinds that are means of squares
-PLACED = "rebalancing"  # key in the state
-EXTRA = "buffer"  # kind of tensors that are no parameters, so have neither layout nor moments
+# A checkpoint names a tensor by kind and parameter. Kinds: "weight", the optimizer's states by their names, and these:
+FACTOR = "kfac.{}"  # K-FAC's tensors, which have a layout of their own
+EXTRA = "buffer"  # routers' biases, which are no parameters: without layout and optimizer states
+SQUARES = "exp_avg_sq"  # the names of optimizer states that are means of squares begin so
+PLACED = "rebalancing"  # key, in the checkpoint's state, of moe/train/parts/rebalance.py
 
 
 @dataclass
 class Counters:
-    """Counters of a run. `step`: batches consumed; `updates`: optimizer steps made; `skipped`: the others; `in_a_row`: skipped since the
-    last update."""
+    """Numbers of steps made in a run."""
 
-    step: int = 0
+    step: int = 0  # all: with and without an update of the weights
     updates: int = 0
     skipped: int = 0
-    in_a_row: int = 0
+    in_a_row: int = 0  # skipped since the last update
 
 
 def save(folder: Path, engine: Engine, mesh: Mesh, *, keep: int, **described: Any) -> Path:
     """Write a checkpoint of this step into `folder` and remove all but the newest `keep`. Return the checkpoint's own folder. Collective.
-
-    described: keyword arguments of `parts` that are saved with the tensors: counters, loss scale, recipe, tokenizer and others.
-    """
+    described: the keyword arguments of `parts`."""
     return checkpoint.save(folder, world=mesh.axis("world"), keep=keep, **parts(engine, mesh, **described))
 
 
@@ -71,32 +69,23 @@ def parts(
     table: Table | None = None,
     placed: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the content of a checkpoint of this step: `step`, `held` and `state` of parallel/store/checkpoint.py. Iterating `held` is
-    collective.
+    """Return the content of a checkpoint: the arguments `step`, `held` (tensors) and `state` (JSON) of parallel/store/checkpoint.py.
 
-    `data`: key of the tokenized text. `code`: of the user's plug-ins. `base`: entry for the base model in checkpoints of adapters
-    (moe/train/start/adapters.py). `table`: token id -> experts, of hash routers that were given one.
-    `placed`: placement of experts that move between ranks (moe/train/parts/rebalance.py).
+    tokenizer: its description. data: key of the tokenized text. code: key of the recipe -> hash of the plug-in's file. base: the base of
+    adapters (moe/train/start/restore.py). table: token id -> experts, of hash routers. placed: from moe/train/parts/rebalance.py.
+    Iterating `held` is collective.
     """
-    state: dict[str, Any] = {
-        "counters": vars(counters),
-        "loss_scale": scale.state(),
-        "recipe": recipe,
-        "tokenizer": tokenizer,
-        "data": data,
-    }
-    state |= {} if base is None else {"base": base}
-    state |= {} if table is None else {hash_table.STATE: table}
-    state |= {} if placed is None else {PLACED: placed}
-    state |= {"code": code} if code else {}
+    state = {"counters": vars(counters), "loss_scale": scale.state(), "recipe": recipe, "tokenizer": tokenizer, "data": data}
+    optional = {"base": base, hash_table.STATE: table, PLACED: placed, "code": code or None}
+    state |= {key: value for key, value in optional.items() if value is not None}
     return {"step": counters.step, "held": held(engine, mesh), "state": state}
 
 
 def held(engine: Engine, mesh: Mesh) -> Iterator[tuple[str, Piece]]:
-    """Yield (kind, piece) for all tensors that this rank owns in a checkpoint. Frozen weights are in the base's checkpoint. Collective: an
-    engine may gather shards."""
+    """Yield (kind, piece) of all tensors that this rank writes to a checkpoint; weights that adapters leave frozen are in the base's.
+    Collective: an engine may gather shards."""
     for name, layout in adapters_of(engine.layouts)[0].items():
-        parts = engine.state(name)  # every rank must ask, owner or not: an engine may have to gather
+        parts = engine.state(name)  # collective, so every rank calls it
         if layout.is_owner(mesh):
             for kind, tensor in parts.items():
                 for piece in checkpoint.pieces(global_name(name), _of_kind(engine, name, kind, layout), mesh, tensor):
@@ -110,21 +99,20 @@ def held(engine: Engine, mesh: Mesh) -> Iterator[tuple[str, Piece]]:
 
 
 def extra_owned(model: nn.Module, layouts: dict[str, Layout], mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors that are no parameters, once over the world. All ranks of the stages with the layer have the same; the layout of the
-    layer's norm names these stages."""
+    """Yield (name, tensor) of routers' biases, each on one rank of the world. The layout of the layer's norm says which stages have it."""
     for layer in moe_layers(model):
         if Layout((), holders=layouts[f"layers.{layer.layer}.ffn_norm.weight"].holders).is_owner(mesh):
             yield from extra_state(layer).items()
 
 
 def _of_kind(engine: Engine, name: str, kind: str, layout: Layout) -> Layout:
-    """Return the layout of a parameter's weight, or of an optimizer state for it, which may be a mean over a dim."""
+    """Return the layout of a parameter's weight or optimizer state, given the weight's; a state may be a mean over a dim."""
     dim = None if kind == "weight" else engine.rule.kept(name, len(layout.shape))[kind]
     return layout if dim is None else layout.without(dim)
 
 
 def _kept(engine: Engine, layouts: dict[str, Layout]) -> dict[str, dict[str, Layout]]:
-    """Return {kind: {parameter: layout}} of the optimizer states. A kind that no parameter has is left out."""
+    """Return kind -> parameter -> layout of the optimizer states. layouts: of the weights."""
     found: dict[str, dict[str, Layout]] = {}
     for name, layout in layouts.items():
         for kind in engine.rule.kept(name, len(layout.shape)):
@@ -133,7 +121,7 @@ def _kept(engine: Engine, layouts: dict[str, Layout]) -> dict[str, dict[str, Lay
 
 
 def find(folder: Path, mesh: Mesh, *, log: Callable[[str], None], step: int | None = None) -> Reader | None:
-    """Return the newest valid checkpoint of a run, or the checkpoint of `step`, from any layout; None if there is none. Collective."""
+    """Return the newest valid checkpoint in a run's folder of checkpoints, or that of `step`; None if there is none. Collective."""
     world = mesh.axis("world")
     path = checkpoint.newest(folder, world=world, log=log, step=step)
     return None if path is None else of_all(lambda: opened(path), world, what=f"checkpoint {path.name}")
@@ -151,20 +139,19 @@ def resume(
     log: Callable[[str], None],
     whole: dict[str, Layout] | None = None,
 ) -> bool:
-    """Load the checkpoint from `find`; return False if it is None. Collective.
+    """Load a checkpoint into the engine, `counters` and `scale`; return False if it is None. Collective.
 
-    `whole`: the layouts of the whole model, if this rank has some of its stages.
-
-    Raises BadInput, naming the parameter, for a checkpoint of another model; logs other changes. The caller checks whether the recipe still
-    computes the same function with those parameters (moe/recipe/changes.py).
+    data: key of the tokenized text. whole: the layouts of the whole model, if this rank has only some stages. Raises BadInput, naming the
+    parameter, for a checkpoint of another model; logs other changes. Whether the recipe still computes the same function with these
+    parameters is checked by moe/train/start/resume.py.
     """
     if found is None:
         return False
-    begun = found.state["counters"]["step"] > 0  # a converted model has seen no sample yet
+    begun = found.state["counters"]["step"] > 0  # not if moe convert made the checkpoint
     mine, _ = adapters_of(engine.layouts)
     everywhere, _ = adapters_of(whole or engine.layouts)
     kept = _kept(engine, everywhere)
-    fresh = not begun and not all(found.names(kind) for kind in kept)  # then it may lack this optimizer's states
+    fresh = not begun and not all(found.names(kind) for kind in kept)  # optimizer states start at zero
     check_same_parameters(found, global_layouts(everywhere))
     for kind, layouts in kept.items() if not fresh else ():
         check_same_parameters(found, global_layouts(layouts), (kind,))
@@ -172,17 +159,7 @@ def resume(
         log("the training text is not the one this run was started with: samples may come twice or not at all")
     for line in change_lines(build_run(found.state["recipe"]), build_run(recipe), begun=begun):
         log(line)
-
-    rank = mesh.axis("world").index
-
-    def stored(name: str, kind: str, box: Box) -> Tensor:
-        if fresh and kind != "weight":
-            return torch.zeros([part.stop - part.start for part in box])
-        tensor = found.load(global_name(name), kind, _of_kind(engine, name, kind, engine.layouts[name]), mesh, box)
-        check_values(tensor, f"{kind} of {global_name(name)} in {found.path.name} on rank {rank}", squares=kind.startswith(SQUARES))
-        return tensor
-
-    engine.load_state(mine, stored, steps=found.state["counters"]["updates"])
+    engine.load_state(mine, _loaded_by(found, engine, mesh, weights_only=fresh), steps=found.state["counters"]["updates"])
     vars(counters).update(found.state["counters"])
     if isinstance(engine, KfacEngine):
         load_factors(found, engine.kfac, mesh, updates=counters.updates, log=log)
@@ -191,20 +168,33 @@ def resume(
     return True
 
 
+def _loaded_by(found: Reader, engine: Engine, mesh: Mesh, *, weights_only: bool) -> Callable[[str, str, Box], Tensor]:
+    """Return a function that loads the region `box` of a parameter's weight or optimizer state; zeros for the latter if `weights_only`."""
+
+    def load(name: str, kind: str, box: Box) -> Tensor:
+        if weights_only and kind != "weight":
+            return torch.zeros([part.stop - part.start for part in box])
+        tensor = found.load(global_name(name), kind, _of_kind(engine, name, kind, engine.layouts[name]), mesh, box)
+        where = f"{kind} of {global_name(name)} in {found.path.name} on rank {mesh.axis('world').index}"
+        check_values(tensor, where, squares=kind.startswith(SQUARES))
+        return tensor
+
+    return load
+
+
 def source(path: Path, mesh: Mesh, *, log: Callable[[str], None]) -> Path:
-    """Return the checkpoint in this folder, or this run's newest one, verified. Collective. Raises BadInput."""
+    """Return the folder of a verified checkpoint: `path` itself, or the newest one of the run in `path`. Collective. Raises BadInput."""
     world = mesh.axis("world")
-    named = largest(float(world.index == 0 and (path / "manifest.json").is_file()), world)  # on one rank the folder may be another
+    named = largest(float(world.index == 0 and (path / "manifest.json").is_file()), world)  # rank 0 decides for all
     given = path if named else checkpoint.newest(path / "checkpoints", world=world, log=log)
     if given is None:
         raise no_checkpoint(path)
     if given == path:
-        of_all(lambda: _verify(given, log) if world.index == 0 else None, world, what="--init_from")  # the others only read
+        of_all(lambda: _verify(given, log) if world.index == 0 else None, world, what="--init_from")
     return given
 
 
 def _verify(given: Path, log: Callable[[str], None]) -> None:
-    """Verify a checkpoint; raise BadInput about --init_from if it is damaged."""
     try:
         checkpoint.verify(given)
     except Unreadable:
@@ -216,29 +206,18 @@ def _verify(given: Path, log: Callable[[str], None]) -> None:
 
 
 def begin(found: Reader, engine: Engine, mesh: Mesh, *, log: Callable[[str], None], whole: dict[str, Layout] | None = None) -> None:
-    """Load another run's weights and routers' biases, and nothing else: moments are zero and no step is counted. Collective.
-
-    In a model with adapters only the frozen weights are loaded. `whole`: the layouts of the whole model, if this rank has some of its
-    stages. Raises BadInput, naming the parameter, for another model.
-    """
+    """Load another run's weights and routers' biases, for a run that begins: optimizer states are zero. With adapters, only frozen weights.
+    whole: the layouts of the whole model, if this rank has only some stages. Collective. Raises BadInput, naming the parameter, for another
+    model."""
     fix = "give this recipe the other's sizes (its recipe.yaml has them), or convert it: moe convert"
     mine, everywhere = (_of_base(layouts) for layouts in (engine.layouts, whole or engine.layouts))
     check_same_parameters(found, global_layouts(everywhere), fix=fix)
-    rank = mesh.axis("world").index
-
-    def stored(name: str, kind: str, box: Box) -> Tensor:
-        if kind != "weight":
-            return torch.zeros([part.stop - part.start for part in box])
-        tensor = found.load(global_name(name), kind, engine.layouts[name], mesh, box)
-        check_values(tensor, f"{kind} of {global_name(name)} in {found.path.name} on rank {rank}", squares=False)
-        return tensor
-
-    engine.load_state(mine, stored, steps=0)
+    engine.load_state(mine, _loaded_by(found, engine, mesh, weights_only=True), steps=0)
     load_extra(found, engine.module, log=log, staged=whole is not None)
 
 
 def _of_base(layouts: dict[str, Layout]) -> dict[str, Layout]:
-    """Return the layouts of parameters that another run's weights replace."""
+    """Return the layouts of the parameters that the base has: the frozen ones if there are adapters, else all."""
     trained, frozen = adapters_of(layouts)
     return frozen or trained
 
@@ -249,11 +228,9 @@ _SECTIONS = {"counters": dict, "loss_scale": dict, "recipe": dict, "tokenizer": 
 def opened(path: Path) -> Reader:
     """Open a verified checkpoint of a run. Raises BadInput if its state lacks a section or has an impossible value."""
     what, fix = f"checkpoint {path.name}", "take another checkpoint, or write these as moe convert does"
-    if not (path / "manifest.json").is_file():  # another rank has verified it
-        needed = "the folder that rank 0 reads, on every machine"
-        raise BadInput(
-            what, got=f"no manifest in {path.absolute()}", needed=needed, fix="name it in full, on a disk that all machines share"
-        )
+    if not (path / "manifest.json").is_file():  # rank 0, on another machine, has found and verified it
+        needed, said = "the folder that rank 0 reads, on every machine", "name it in full, on a disk that all machines share"
+        raise BadInput(what, got=f"no manifest in {path.absolute()}", needed=needed, fix=said)
     reader = Reader(path)
     held = reader.state if isinstance(reader.state, dict) else {}
     for name, kind in _SECTIONS.items():
@@ -272,8 +249,9 @@ def opened(path: Path) -> Reader:
     return reader
 
 
-def check_values(tensor: Tensor, what: str, *, squares: bool) -> None:
-    """Refuse bad values, which hashes cannot detect if they were saved so: integers, values not finite, negative means of squares."""
+def check_values(tensor: Tensor, what: str, *, squares: bool = False) -> None:
+    """Raise BadInput for values that no run has, but that a checkpoint with right hashes may have: integers, values that are not finite,
+    or, with `squares`, negative means of squares. what: names the tensor."""
     got = None
     if not tensor.is_floating_point():
         got = f"values of {str(tensor.dtype).removeprefix('torch.')}"
@@ -287,7 +265,8 @@ def check_values(tensor: Tensor, what: str, *, squares: bool) -> None:
 
 
 def load_factors(reader: Reader, kfac: Kfac, mesh: Mesh, *, updates: int, log: Callable[[str], None]) -> None:
-    """Load K-FAC's factors and inverses. If some are missing, as after AdamW, log it; AdamW's steps are used until a refresh."""
+    """Load K-FAC's Kronecker factors and their inverses. If some are missing, as after training with AdamW, log that they are computed
+    later."""
 
     def stored(kind: str, name: str, layout: Layout) -> Tensor | None:
         full, kind = global_name(name), FACTOR.format(kind)
@@ -295,7 +274,7 @@ def load_factors(reader: Reader, kfac: Kfac, mesh: Mesh, *, updates: int, log: C
         if (first, kind) not in reader.entries:
             return None
         found = reader.load(full, kind, layout, mesh)
-        check_values(found, f"{kind} of {full} in {reader.path.name}", squares=False)
+        check_values(found, f"{kind} of {full} in {reader.path.name}")
         return found
 
     if not kfac.load(stored, updates=updates):
@@ -303,30 +282,26 @@ def load_factors(reader: Reader, kfac: Kfac, mesh: Mesh, *, updates: int, log: C
 
 
 def load_extra(reader: Reader, model: nn.Module, *, log: Callable[[str], None], staged: bool = False) -> None:
-    """Load routers' biases. A recipe may gain or lose them between two starts of a run: this is logged, not refused.
-
-    `staged`: the model is some stages of the recipe's, and the other routers' biases are on other ranks.
-    """
+    """Load routers' biases; log which ones the checkpoint or the recipe does not have, since a resumed run may add or remove them. staged:
+    the model has only some stages of the pipeline, so other biases are on other ranks."""
     stored, held = reader.names(EXTRA), extra_state(model)
     before = build_run(reader.state["recipe"])
-    saved = reader.state["counters"]["step"] > 0 and before.router.bias_rate is not None  # a converted model may lack them
+    saved = reader.state["counters"]["step"] > 0 and before.router.bias_rate is not None  # moe convert may write none
     for name, tensor in held.items():
         lost = name not in stored and saved and _layer(name) in before.model.layers_with_experts()
         if lost or stored.get(name, tuple(tensor.shape)) != tuple(tensor.shape):
-            got = "nothing" if lost else f"shape {list(stored[name])}"
-            needed = f"shape {list(tensor.shape)}"
+            got, needed = "nothing" if lost else f"shape {list(stored[name])}", f"shape {list(tensor.shape)}"
             raise BadInput(f"{name} in {reader.path.name}", got=got, needed=needed, fix="take an earlier checkpoint, or convert it again")
         if name in stored:
             found = reader.region(name, EXTRA, tuple(slice(0, size) for size in tensor.shape))
-            check_values(found, f"{EXTRA} of {name} in {reader.path.name}", squares=False)
+            check_values(found, f"{EXTRA} of {name} in {reader.path.name}")
             tensor.copy_(found)
         else:
             log(f"the checkpoint has no {name}: it starts at zero")
     here = {layer.layer for layer in moe_layers(model)}
     for name in stored.keys() - held.keys():
-        if staged and _layer(name) not in here:
-            continue
-        log(f"this recipe has no {name}: the checkpoint's is left out")
+        if not staged or _layer(name) in here:
+            log(f"this recipe has no {name}: the checkpoint's is left out")
 
 
 def _layer(name: str) -> int:
@@ -334,5 +309,5 @@ def _layer(name: str) -> int:
 
 
 def global_layouts(layouts: dict[str, Layout]) -> dict[str, Layout]:
-    """Return the same layouts by the names used in checkpoints."""
+    """Return the same layouts, with checkpoints' names of the parameters as keys."""
     return {global_name(name): layout for name, layout in layouts.items()}

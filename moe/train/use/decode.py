@@ -1,21 +1,24 @@
-"""Texts continued token by token: which context is read for the next token, and where a full context begins anew.
+"""Continues texts token by token: which of its tokens a model reads to write the next one, and how that token is chosen.
 
-    tokens so far    0 1 2 3 4 5 6 7     8      9      10     11     12       (a model of at most 8)
-    context          all                 4..8   4..9   4..10  4..11  8..12    a full one begins anew with its newer half
+    tokens so far    0 1 2 3 4 5 6 7     8      9      10     11     12       (a model that reads at most 8 tokens)
+    context          all                 4..8   4..9   4..10  4..11  8..12    a full context is cut to its newer half
 
-With a key-value cache a token costs the work of one token, and of a whole context only once per half context. `Recomputed` reads the whole
-context for every token. It works with any callable model, and is the reference for `Cached`.
+`Cached` computes each token once, with a key-value cache, and a whole context only after a cut. `Recomputed` computes the whole context for
+every token; it takes any model that is a function, and is the reference for `Cached`. Sampling: top-k, Fan et al., arXiv 1805.04833;
+nucleus sampling (top_p), Holtzman et al., arXiv 1904.09751.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moe.model.transformer import Block, Output, Transformer, moe_layers
 from moe.nn.cache import KeyValueCache
@@ -23,27 +26,25 @@ from moe.nn.context import Context
 from moe.nn.latent import LatentAttention
 from moe.nn.routing_record import RoutingRecord
 from moe.router.methods.catalog import method_of
-from moe.train.use.sampling import Sampling
 from parallel.errors import BadInput
 
 # B texts, S tokens of a context, V vocabulary
 
 
 class Reads(Protocol):
-    """Function that returns logits, fp32 [B, V], after contexts int64 [B, S] of one length, which begin at token `start` of their texts."""
+    """Function that returns logits of the next token, fp32 [B, V]. context_BS: int64, begins with token number `start` of each text."""
 
     def __call__(self, context_BS: Tensor, start: int) -> Tensor: ...
 
 
 def start_of(length: int, max_length: int) -> int:
-    """Return the first token of the context of a text with `length` tokens."""
+    """Return the number of the first token in the context of a text with `length` tokens."""
     half = max(1, max_length // 2)
     return max(0, -(-(length - max_length) // half) * half)
 
 
 class Recomputed:
-    """Reads every context whole, padded to `max_length`. One length avoids new code for each length; a causal model does not see the
-    padding."""
+    """Reader (see `Reads`) that computes every context whole, padded to `max_length`, so that compiled code sees one length alone."""
 
     def __init__(self, model: Callable[[Tensor], Output], max_length: int) -> None:
         self.model, self.max_length = model, max_length
@@ -56,29 +57,22 @@ class Recomputed:
 
 
 class Cached:
-    """A whole model on one device, with a key-value cache for the context of at most `max_length` tokens.
+    """Reader (see `Reads`) with a key-value cache for contexts of at most `max_length` tokens; the model is whole, on one device.
 
-    `source`: number of leading tokens that an encoder reads once; `max_length` then limits the other tokens. `record`: receives the experts
-    of each token that is read. It is refused for an encoder-decoder, and for texts longer than a context.
+    source: number of leading tokens that an encoder reads; max_length then counts the other tokens. at_once: tokens of a prompt computed
+    together, which limits the memory of logits. record: receives the experts of each token; BadInput for an encoder-decoder, and for
+    texts longer than a context.
     """
 
     def __init__(
-        self,
-        model: Transformer,
-        *,
-        source: int = 0,
-        max_length: int | None = None,
-        at_once: int = 512,
-        record: RoutingRecord | None = None,
+        self, model: Transformer, *, source: int = 0, max_length: int | None = None, at_once: int = 512, record: RoutingRecord | None = None
     ) -> None:
         if record is not None and source:
             needed = "a decoder alone: an encoder-decoder's halves have places of their own"
-            raise BadInput(
-                "record", got="one of an encoder-decoder", needed=needed, fix="record a pass over encoder's and decoder's tokens"
-            )
-        self.record = record
-        self.model, self.source, self.max_length = model, source, max_length or model.config.max_length
-        self.at_once = at_once  # tokens: bounds the memory of logits for a long prompt
+            fix = "record a pass over encoder's and decoder's tokens"
+            raise BadInput("record", got="one of an encoder-decoder", needed=needed, fix=fix)
+        self.model, self.source, self.record, self.at_once = model, source, record, at_once
+        self.max_length = max_length or model.config.max_length
         self.cache, self.start = KeyValueCache(0, 0), -1
         self.source_BSD: Tensor | None = None
         reads = [block for block in model.layers if isinstance(block, Block)][model.config.decoder_begins :]
@@ -94,7 +88,8 @@ class Cached:
                 raise BadInput("record", got=f"a text that begins anew with token {start}", needed=needed, fix="ask for fewer tokens")
             self.cache, self.start = KeyValueCache(len(context_BS), self.max_length), start
             self.source_BSD = self.model.encoded(read_BS) if self.source else None
-        if self._turned_anew(context_BS.shape[1]):
+        rope = self.model.config.rope
+        if rope.scaling == "dynamic" and context_BS.shape[1] > rope.length:  # one token more turns all keys in the cache otherwise
             self.cache = KeyValueCache(len(context_BS), self.max_length)
         with self._reading():
             for new_BN in context_BS[:, self.cache.seen :].split(self.at_once, dim=1):
@@ -104,38 +99,28 @@ class Cached:
                 self.cache.seen += new_BN.shape[1]
         return logits_BV
 
-    def _turned_anew(self, length: int) -> bool:
-        """Return True if all positions rotate differently in a text of this length than in a shorter one: the cache is then invalid."""
-        rope = self.model.config.rope
-        return rope.scaling == "dynamic" and length > rope.length
-
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        """Let attention layers read from and write to the cache until the context exits."""
-        cores, whole = [layer.core for layer in self.layers], self.model.whole_sequences
-        products = [cross.products for cross in self.crosses]
-        for layer in self.layers:
-            layer.core = partial(self.cache.attend, layer)
-            if isinstance(layer, LatentAttention):
-                layer.compressed = True
-        for cross in self.crosses:
-            cross.products = partial(self.cache.products, cross)  # type: ignore[assignment]
-        self.model.whole_sequences = self.cache.all_places
-        try:
-            yield
-        finally:
-            for layer, core in zip(self.layers, cores, strict=True):
-                layer.core = core
+        """Make attention layers read and extend the cache, until the context exits."""
+        with ExitStack() as stack:
+
+            def replace(owner: nn.Module, name: str, value: Any) -> None:
+                stack.callback(setattr, owner, name, getattr(owner, name))
+                setattr(owner, name, value)
+
+            for layer in self.layers:
+                replace(layer, "core", partial(self.cache.attend, layer))
                 if isinstance(layer, LatentAttention):
-                    layer.compressed = False
-            for cross, before in zip(self.crosses, products, strict=True):
-                cross.products = before  # type: ignore[method-assign]
-            self.model.whole_sequences = whole
+                    replace(layer, "compressed", True)
+            for cross in self.crosses:
+                replace(cross, "products", partial(self.cache.products, cross))
+            replace(self.model, "whole_sequences", self.cache.all_places)
+            yield
 
 
 class Written:
-    """Encoder-decoder without a cache: the encoder reads the first `source` tokens of a context. Both halves are computed again for every
-    token. It is the reference for `Cached`, and is needed for routers whose experts choose their tokens."""
+    """Reader (see `Reads`) of an encoder-decoder without a cache: encoder (first `source` tokens) and decoder compute all tokens anew.
+    It is the reference for `Cached`, and needed for routers whose experts choose their tokens."""
 
     def __init__(self, model: Transformer, source: int) -> None:
         self.model, self.source = model, source
@@ -147,12 +132,12 @@ class Written:
 
 
 def can_cache(model: Transformer) -> bool:
-    """Return whether every token depends on earlier tokens alone. Experts that choose their tokens also see later ones."""
+    """Return whether every token depends on earlier tokens alone: not if experts choose their tokens, since then later tokens count."""
     return all(method_of(layer.router.spec).tokens_choose for layer in moe_layers(model))
 
 
 def for_continuing(model: Transformer) -> None:
-    """Set MoE layers to count no loads or losses and, if tokens choose their experts, to drop no token in evaluation."""
+    """Prepare MoE layers for writing text: no load or loss is counted and, if tokens choose their experts, no token is dropped."""
     for layer in moe_layers(model):
         layer.reporting = False
         if method_of(layer.router.spec).tokens_choose:
@@ -171,10 +156,8 @@ def continued(
     seeds: Sequence[int],
     device: torch.device | None = None,
 ) -> Iterator[list[int]]:
-    """Yield the next token of every text, `num_tokens` times. Prompts have one length of at least 1; the last max_length tokens count.
-
-    Each text draws by its own seed, so other texts of the batch change nothing. Tokens from `vocab_size` on are never chosen.
-    """
+    """Yield the next token of every text, `num_tokens` times. prompts: token ids, all of one length; their last `max_length` are read.
+    seeds: one a text, so that a text does not depend on the others of its batch. Tokens from `vocab_size` on are never chosen."""
     texts = [list(prompt[-max_length:]) for prompt in prompts]
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     for _ in range(num_tokens):
@@ -184,3 +167,43 @@ def continued(
         for text, token in zip(texts, chosen, strict=True):
             text.append(token)
         yield chosen
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Draws the next token by softmax(logits / temperature) among the `top_k` likeliest, and among the fewest likeliest with total
+    probability `top_p` (None: among all). temperature 0 takes the likeliest token. Raises BadInput for impossible values."""
+
+    temperature: float = 0.8
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < math.inf:
+            raise BadInput("--temperature", got=self.temperature, needed="at least 0, and finite", fix="--temperature 0.8")
+        if self.top_k is not None and self.top_k < 1:
+            raise BadInput("--top_k", got=self.top_k, needed="at least 1 token", fix="--top_k 40")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise BadInput("--top_p", got=self.top_p, needed="more than 0, at most 1", fix="--top_p 0.9")
+
+    def choose(self, logits_BV: Tensor, generators: Sequence[torch.Generator]) -> list[int]:
+        """Return one token a row of logits (fp32, in host memory), drawn with that row's generator. Raises BadInput for NaN or infinity."""
+        if not logits_BV.isfinite().all():
+            fix = "take an earlier checkpoint (--step), or lower optimizer.lr"
+            raise BadInput("model", got="logits that are not finite", needed="finite weights", fix=fix)
+        if self.temperature == 0:
+            return logits_BV.argmax(-1).tolist()
+        probs_BV = self._likely(logits_BV / self.temperature).softmax(-1)
+        return [int(torch.multinomial(row, 1, generator=g)) for row, g in zip(probs_BV, generators, strict=True)]
+
+    def _likely(self, logits_BV: Tensor) -> Tensor:
+        """Return the logits with -inf for excluded tokens. Tokens as likely as the last of the top_k are not excluded."""
+        if self.top_k is not None and self.top_k < logits_BV.shape[1]:
+            least_B1 = logits_BV.topk(self.top_k, dim=-1).values[:, -1:]
+            logits_BV = logits_BV.masked_fill(logits_BV < least_B1, -math.inf)
+        if self.top_p is not None and self.top_p < 1:
+            sorted_BV, order_BV = logits_BV.sort(dim=-1, descending=True, stable=True)
+            probs_BV = sorted_BV.softmax(-1)
+            enough_BV = probs_BV.cumsum(-1) - probs_BV >= self.top_p  # True if likelier tokens have probability top_p together
+            logits_BV = logits_BV.masked_fill(torch.zeros_like(enough_BV).scatter(1, order_BV, enough_BV), -math.inf)
+        return logits_BV

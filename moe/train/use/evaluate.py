@@ -1,33 +1,30 @@
-"""A trained model's loss on held-out text, or on any text of the user's: `moe eval`.
+"""`moe eval`: a trained model's loss on held-out text, or on any other text.
 
-    text -> tokens -> as many sequences as asked for, spread evenly -> loss, bits per byte; load and drops of each MoE layer
-
-With the recipe's own text and `train.eval_sequences` sequences, the loss equals the one that training recorded. With several sources
-(data.sources) it differs: training weights each source by its weight, and this by its length.
+With the recipe's own text and `train.eval_sequences` sequences, the loss equals the one recorded in training. With several sources
+(data.sources) it differs: training weights a source by its weight, and this by its length.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe.data import CorruptedTrain, CorruptedValidation, Dataset, MixedTrain, MixedValidation, Stream, ValidationSet, open_data
+from moe.data import CorruptedTrain, CorruptedValidation, Dataset, MixedTrain, MixedValidation, Stream, ValidationSet
 from moe.data.order import Windows
-from moe.data.remarks import remark_lines
 from moe.data.token_shard import TokenShard
-from moe.data.tokenizer import check_separator
 from moe.model.transformer import Transformer
 from moe.recipe.load import build_run, load
 from moe.records.results import write_json
 from moe.train.parts.numbers import LayerNumbers, Sums
 from moe.train.parts.passes import count_tokens, passes_of
+from moe.train.start.opening import read_data
 from moe.train.start.restore import choose, restore
 from moe.train.start.state import opened
 from parallel.errors import BadInput, counted
@@ -38,7 +35,7 @@ Text = ValidationSet | CorruptedValidation
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Results of an evaluation. `loss` in nats a token; `layers`: each MoE layer's choices and drops over all tokens."""
+    """Results of an evaluation. loss: nats a token. layers: load and drops of each MoE layer over all tokens."""
 
     sequences: int
     tokens: int
@@ -48,13 +45,13 @@ class Evaluated:
 
     @property
     def perplexity(self) -> float:
-        """Perplexity of a token; infinite if it exceeds a float."""
+        """exp(loss); infinity if that is too large for a float."""
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
 
 @torch.no_grad()
 def evaluate(model: Transformer, texts: Sequence[Text], *, sequences: int) -> Evaluated:
-    """Evaluate on `sequences` windows of these texts, shared by length; 0: all windows. Uses the recipe's capacity for evaluation."""
+    """Evaluate on `sequences` sequences (0: all) of these texts, from each in proportion to its length, with evaluation capacity."""
     device, m = next(model.parameters()).device, model.config
     there = [text.windows.num_windows for text in texts]
     asked = sum(there) if sequences == 0 else min(sequences, sum(there))
@@ -77,24 +74,21 @@ def evaluate(model: Transformer, texts: Sequence[Text], *, sequences: int) -> Ev
 
 
 def whole_groups(model: Transformer) -> int:
-    """Return the number that micro-batches must be multiples of, so that capacity is counted over the recipe's groups of sequences."""
+    """Return the number of sequences over which capacity is counted: micro-batches must be multiples of it."""
     group = model.router_spec.group
     return group if isinstance(group, int) else 1
 
 
 def _on(device: torch.device, sequences_NL: Tensor, multiple: int) -> Iterator[Tensor]:
-    """Yield a few sequences at a time, on the model's device. Sequences that do not fill a group come last, alone."""
+    """Yield the sequences, moved to `device`, in parts of about TOKENS_AT_ONCE tokens; all but the last have a multiple of `multiple`."""
     at_once = max(1, TOKENS_AT_ONCE // (multiple * sequences_NL.shape[1])) * multiple
     whole = len(sequences_NL) // multiple * multiple
     parts = [*sequences_NL[:whole].split(at_once), sequences_NL[whole:]]
     return (part.to(device) for part in parts if len(part))
 
 
-def main(
-    run_dir: str, *, overrides: Mapping[str, str] | None = None, sequences: int = 512, step: int | None = None, json: str | None = None
-) -> None:
-    """`moe eval`: print the loss on the run's validation text, or on all of another text (`--data.path`, `--data.sources`)."""
-    overrides = dict(overrides or {})
+def main(run_dir: str, *, overrides: dict[str, str], sequences: int = 512, step: int | None = None, json: str | None = None) -> None:
+    """Print the loss on the run's validation text, or on all of another text if `overrides` has data.path or data.sources."""
     for key in overrides:
         if not key.startswith("data."):
             needed = "keys of data: the model is as it was trained"
@@ -110,21 +104,8 @@ def main(
     if data_config.sources and data_config.path is not None:
         raise BadInput("--data.path", got="it and data.sources as well", needed="one of the two", fix="remove --data.path")
     another = sources or "data.path" in overrides
-    data = open_data(
-        data_config,
-        max_length=run.model.max_length,
-        vocab_size=run.vocab_size,
-        seed=run.train.seed,
-        tokenizer=state["tokenizer"],
-        log=_note,
-    )
-    for line in remark_lines(data.index):
-        _note(line)
-    if run.model.document_mask:
-        check_separator(data.tokenizer, run.model.document_separator)
-    model = restore(path)
-    texts = _whole(data) if another else _held_out(data)
-    found = evaluate(model, texts, sequences=sequences)
+    data = read_data(run, data_config, tokenizer=state["tokenizer"], log=partial(print, file=sys.stderr))
+    found = evaluate(restore(path), _texts(data, whole=another), sequences=sequences)
     where = "all of" if another else "the validation part of"
     print(f"{path}: {where} {data_config.name}, {counted(found.sequences, 'sequence')}, {counted(found.tokens, 'token')}")
     print(f"loss {found.loss:.4f} nats a token   {found.bits_per_byte:.4f} bits per byte   perplexity {found.perplexity:.2f}")
@@ -136,45 +117,22 @@ def main(
         print(f"layer {layer.layer}   dropped {dropped:.2%}   busiest experts {loads}{rest}   (even: {1 / len(layer.load):.1%})")
     if json:
         layers = [{"layer": n.layer, "load": n.load, "kept": n.kept, "dropped": n.dropped} for n in found.layers]
-        row: dict[str, Any] = {
-            "step": int(state["counters"]["step"]),
-            "sequences": found.sequences,
-            "tokens": found.tokens,
-            "loss": found.loss,
-        }
-        row |= {"bits_per_byte": found.bits_per_byte, "perplexity": found.perplexity, "layers": layers}
+        row = {"step": int(state["counters"]["step"])} | vars(found) | {"perplexity": found.perplexity, "layers": layers}
         write_json(json, verb="eval", rows=[row], text=data_config.name)
 
 
-def _whole(data: Dataset) -> list[Text]:
-    """Return both parts of each text, because the model was not trained on it."""
+def _texts(data: Dataset, *, whole: bool) -> list[Text]:
+    """Return the held-out part of each source; with `whole` also the training part. Span corruption is kept if the data has it."""
+    held = data.validation.inner if isinstance(data.validation, CorruptedValidation) else data.validation
     train = data.train.inner if isinstance(data.train, CorruptedTrain) else data.train
     assert not isinstance(train, Stream), "samples are given to train() alone"
-    trained = train.parts if isinstance(train, MixedTrain) else (train,)
-    both = zip(trained, _parts(data), strict=True)
     texts: list[ValidationSet] = []
-    for train, held in both:
-        assert isinstance(train.windows, Windows)
-        texts += [ValidationSet(train.windows, held.bytes_per_id), held]
-    return _as_asked(data, texts)
-
-
-def _held_out(data: Dataset) -> list[Text]:
-    """Return the held-out part of each source."""
-    return _as_asked(data, _parts(data))
-
-
-def _parts(data: Dataset) -> list[ValidationSet]:
-    held = data.validation.inner if isinstance(data.validation, CorruptedValidation) else data.validation
-    return list(held.parts) if isinstance(held, MixedValidation) else [held]
-
-
-def _as_asked(data: Dataset, parts: list[ValidationSet]) -> list[Text]:
-    """Wrap the parts with span corruption if the objective of the recipe has it."""
+    parts = list(held.parts) if isinstance(held, MixedValidation) else [held]
+    for part, trained in zip(parts, train.parts if isinstance(train, MixedTrain) else (train,), strict=True):
+        if whole:
+            assert isinstance(trained.windows, Windows)
+            texts.append(ValidationSet(trained.windows, part.bytes_per_id))
+        texts.append(part)
     if isinstance(data.validation, CorruptedValidation):
-        return [CorruptedValidation(part, data.validation.objective) for part in parts]
-    return list(parts)
-
-
-def _note(text: object) -> None:
-    print(text, file=sys.stderr)
+        return [CorruptedValidation(text, data.validation.objective) for text in texts]
+    return list(texts)

@@ -1,9 +1,4 @@
-"""Continue texts with a trained model.
-
-    prompts -> tokens -> continued (decode.py), with a key-value cache -> text, as it comes
-
-Every rank of an expert-parallel model must call `sample` with the same arguments, because each token is exchanged as in training.
-"""
+"""`moe generate`: continues texts with a trained model, with a key-value cache where the model allows it (decode.py)."""
 
 from __future__ import annotations
 
@@ -25,15 +20,14 @@ from moe.recipe.shapes import START
 from moe.records.results import write_json
 from moe.records.summary import printable
 from moe.train.start.restore import load_model
-from moe.train.use.decode import Cached, Reads, Recomputed, Written, can_cache, continued, for_continuing
-from moe.train.use.sampling import Sampling
+from moe.train.use.decode import Cached, Reads, Recomputed, Sampling, Written, can_cache, continued, for_continuing
 from parallel.errors import BadInput, counted
 from parallel.store.files import read_text
 
 
 @dataclass(frozen=True)
 class Continued:
-    """One continuation. `ids`: the new tokens before a separator, which ends a text. `ended`: whether a separator came."""
+    """A continuation of `prompt`, number `sample`: its new tokens up to a separator, as ids and as text. ended: a separator came."""
 
     prompt: str
     sample: int
@@ -53,12 +47,18 @@ def sample(
     seed: int = 0,
     device: torch.device | None = None,
 ) -> str:
-    """Return the prompt and `num_tokens` more. `model` may be any callable, on one rank or on several."""
+    """Return the prompt and `num_tokens` more tokens as text. Every rank of a parallel model must call it with the same arguments. model:
+    maps tokens [1, max_length] to logits."""
     ids = tokenizer.beginning(prompt)
-    sampling = Sampling(temperature)
-    size, reads = tokenizer.vocab_size, Recomputed(model, max_length)
     steps = continued(
-        reads, [ids], num_tokens=num_tokens, max_length=max_length, vocab_size=size, sampling=sampling, seeds=[seed], device=device
+        Recomputed(model, max_length),
+        [ids],
+        num_tokens=num_tokens,
+        max_length=max_length,
+        vocab_size=tokenizer.vocab_size,
+        sampling=Sampling(temperature),
+        seeds=[seed],
+        device=device,
     )
     return tokenizer.decode(ids + [token for (token,) in steps])
 
@@ -75,12 +75,11 @@ def generate(
     max_batch: int = 64,
     heard: Callable[[str], None] | None = None,
 ) -> list[Continued]:
-    """Return `samples` continuations of each prompt, in order. Sample n draws by seed + n, independent of the other arguments.
+    """Return `samples` continuations of each prompt, in order. Sample n is drawn with seed + n, whatever the other arguments are.
 
-    Prompts of the same number of tokens are continued together, at most `max_batch` texts at once. If there is one text alone, `heard`
-    receives it piece by piece, in whole characters. No token is dropped for lack of capacity. If experts choose their tokens, the whole
-    context is read again for every token. In an encoder-decoder the encoder reads the prompt, and the decoder writes. Sentinels are spelled
-    <extra_id_0>, <extra_id_1>, ...
+    Prompts with equally many tokens are continued together, at most `max_batch` texts at once. heard: called with each piece of new text,
+    in whole characters, if there is only one text. In an encoder-decoder the encoder reads the prompt and the decoder writes; sentinels are
+    spelled <extra_id_0>, <extra_id_1>, ...
     """
     for_continuing(model)
     m, halves = model.config, model.config.kind == "encoder_decoder"
@@ -89,7 +88,7 @@ def generate(
     asked = [(_read(model, tokenizer.beginning(prompt)), prompt, n) for prompt in prompts for n in range(samples)]
     found: dict[int, Continued] = {}
     listens = heard if len(asked) == 1 else None
-    for group in _groups(asked, max_batch, m.max_length + halves):
+    for group in _groups([min(len(ids), m.max_length + halves) for ids, _, _ in asked], max_batch):
         length = len(asked[group[0]][0])
         steps = continued(
             _reads(model, length, num_tokens),
@@ -107,32 +106,31 @@ def generate(
 
 
 def _read(model: Transformer, ids: list[int]) -> tuple[int, ...]:
-    """Return the tokens read before the first new one: the prompt, or the encoder's tokens and the decoder's START."""
+    """Return the tokens that come before the first new one: the prompt's, in an encoder-decoder followed by the decoder's START."""
     m = model.config
     return (*ids[-m.max_length :], START) if m.kind == "encoder_decoder" else tuple(ids)
 
 
 def _reads(model: Transformer, length: int, num_tokens: int) -> Reads:
-    """Return the reader of contexts for texts of `length` tokens that get `num_tokens` more."""
+    """Return the fastest reader of contexts that the model allows, for texts of `length` tokens that get `num_tokens` more."""
     if model.config.kind == "encoder_decoder":
         return Cached(model, source=length - 1, max_length=1 + num_tokens) if can_cache(model) else Written(model, length - 1)
     return Cached(model) if can_cache(model) else Recomputed(model, model.config.max_length)
 
 
-def _groups(asked: Sequence[tuple[tuple[int, ...], str, int]], most: int, max_length: int) -> Iterator[list[int]]:
-    """Yield indices of texts that can be continued together."""
+def _groups(lengths: Sequence[int], most: int) -> Iterator[list[int]]:
+    """Yield the indices of at most `most` texts of one length, until each text is in a group."""
     by_length: dict[int, list[int]] = {}
-    for i, (ids, _, _) in enumerate(asked):
-        by_length.setdefault(min(len(ids), max_length), []).append(i)
+    for i, length in enumerate(lengths):
+        by_length.setdefault(length, []).append(i)
     for same in by_length.values():
-        for first in range(0, len(same), most):
-            yield same[first : first + most]
+        yield from (same[first : first + most] for first in range(0, len(same), most))
 
 
 def _until_separators(
     steps: Iterator[list[int]], count: int, tokenizer: Tokenizer, heard: Callable[[str], None] | None
 ) -> list[tuple[list[int], bool]]:
-    """Return each text's tokens before its first separator, and whether one came. Stops when all texts have ended."""
+    """Return (tokens before the first separator, whether one came) of each of `count` texts. Stops when all texts have ended."""
     texts: list[list[int]] = [[] for _ in range(count)]
     ended = [False] * count
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -164,7 +162,7 @@ def main(
     step: int | None = None,
     json: str | None = None,
 ) -> None:
-    """`moe generate`: print continuations, a single text as it comes; then print tokens a second to stderr."""
+    """`moe generate`: print continuations (a single one piece by piece), then tokens a second on stderr."""
     for what, value in (("--tokens", tokens), ("--samples", samples)):
         if value < 1:
             raise BadInput(what, got=value, needed="at least 1", fix=f"try {what} {200 if what == '--tokens' else 1}")
@@ -180,7 +178,7 @@ def main(
         there = "<extra_id_0>" if count == 1 else f"<extra_id_0> to <extra_id_{count - 1}>"
         print(f"{other} is no sentinel of this model, which has {there}: it is read as text", file=sys.stderr)
     one = len(prompts) * samples == 1
-    between = "\n" if halves else ""  # a decoder's output does not continue the last line of the encoder's text
+    between = "\n" if halves else ""  # a decoder's text does not continue the encoder's, so it gets a line of its own
     if one:
         _say(prompts[0] + between)
     started = time.perf_counter()
@@ -195,7 +193,7 @@ def main(
 
 
 def _prompts(path: str) -> list[str]:
-    """Read one prompt a line; in a .jsonl file, each line's "prompt"."""
+    """Return the prompts in a file, one a line; in a .jsonl file, the "prompt" of each line."""
     try:
         lines = [line for line in read_text(path).splitlines() if line.strip()]
     except (OSError, UnicodeError) as error:
@@ -219,5 +217,5 @@ def _prompts(path: str) -> list[str]:
 
 
 def _say(text: str) -> None:
-    """Print text, unchanged to a file; to a terminal without control characters, which it would obey."""
+    """Print text, on a terminal without control characters, which could change its settings."""
     print(printable(text) if sys.stdout.isatty() else text, end="", flush=True)

@@ -21,8 +21,8 @@ from moe.plan.job.flops import size
 from moe.recipe import sections
 from moe.recipe.load import build_run
 from moe.records import metrics
-from moe.report.experts import expert_load
 from moe.report.history import History
+from moe.report.plots import expert_load
 from moe.report.style import LIGHT
 from parallel.errors import BadInput
 from tests.support import trained

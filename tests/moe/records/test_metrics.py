@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moe.records import metrics
-from moe.records.metrics import METRICS, PREVIOUS, Records, finite, read, read_summary, scalars, whole_lines, write_summary
+from moe.records.metrics import METRICS, PREVIOUS, Records, finite, read, read_summary, whole_lines, write_summary
 from moe.records.redone import going_on
 from moe.records.summary import summary_rows
+from moe.records.tracker import scalars
 from parallel.errors import BadInput
 from tests.support.fabricate import run_lines, step_line, summary
 
@@ -41,7 +43,7 @@ def strict(text: str) -> Any:
 
 def test_lines_read_back_as_written_and_at_once(tmp_path: Path, no_tensorboard: None) -> None:
     lines = run_lines(12, eval_every=5)
-    with Records(tmp_path / "new" / "run", say=lambda _: None) as records:
+    with closing(Records(tmp_path / "new" / "run", say=lambda _: None)) as records:
         for number, line in enumerate(lines, start=1):
             records.write(line)
             assert len(read(tmp_path / "new" / "run")) == number  # flushed: a kill here loses nothing
@@ -49,7 +51,7 @@ def test_lines_read_back_as_written_and_at_once(tmp_path: Path, no_tensorboard: 
 
 
 def test_kind_and_time_are_filled_in(tmp_path: Path, no_tensorboard: None) -> None:
-    with Records(tmp_path, say=lambda _: None) as records:
+    with closing(Records(tmp_path, say=lambda _: None)) as records:
         records.write({"step": 1, "loss": 2.0})
     (line,) = read(tmp_path)
     assert line["kind"] == "train" and line["time"] > 1.7e9
@@ -58,7 +60,7 @@ def test_kind_and_time_are_filled_in(tmp_path: Path, no_tensorboard: None) -> No
 def test_numbers_that_are_not_finite_become_null_and_are_named(tmp_path: Path, no_tensorboard: None) -> None:
     line = step_line(3) | {"loss": math.nan, "grad_norm_parts": {"dense": 1.0, "expert": math.inf}}
     line["moe"][1]["z_loss"] = -math.inf
-    with Records(tmp_path, say=lambda _: None) as records:
+    with closing(Records(tmp_path, say=lambda _: None)) as records:
         records.write(line)
     found = strict((tmp_path / METRICS).read_text())
     assert found["nonfinite"] == ["loss", "grad_norm_parts.expert", "moe.1.z_loss"]
@@ -92,7 +94,7 @@ def test_after_any_kill_a_resumed_run_holds_each_step_once(
     whole = [(json.dumps(line) + "\n").encode() for line in run_lines(10, eval_every=4)]
     (out / METRICS).write_bytes(b"".join(whole)[:cut])
     survived = read(out)
-    with Records(out, resume_step=resume, say=lambda _: None) as records:
+    with closing(Records(out, resume_step=resume, say=lambda _: None)) as records:
         kept = b"".join(text for text, line in zip(whole, survived, strict=False) if line["step"] <= resume)
         assert (out / METRICS).read_bytes() == kept
         for step in range(resume + 1, 14):
@@ -102,7 +104,7 @@ def test_after_any_kill_a_resumed_run_holds_each_step_once(
 
 
 def test_a_cut_that_fails_leaves_the_old_file(tmp_path: Path, no_tensorboard: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Records(tmp_path, say=lambda _: None) as records:
+    with closing(Records(tmp_path, say=lambda _: None)) as records:
         for line in run_lines(6):
             records.write(line)
     before = (tmp_path / METRICS).read_bytes()
@@ -118,7 +120,7 @@ def test_a_cut_that_fails_leaves_the_old_file(tmp_path: Path, no_tensorboard: No
 
 def test_a_new_run_sets_the_lines_of_the_one_before_aside(tmp_path: Path, no_tensorboard: None) -> None:
     for loss in (3.0, 2.0):
-        with Records(tmp_path, say=lambda _: None) as records:
+        with closing(Records(tmp_path, say=lambda _: None)) as records:
             records.write({"step": 1, "loss": loss})
     assert [line["loss"] for line in read(tmp_path)] == [2.0]
     assert [line["loss"] for line in read(tmp_path / PREVIOUS)] == [3.0]
@@ -126,7 +128,7 @@ def test_a_new_run_sets_the_lines_of_the_one_before_aside(tmp_path: Path, no_ten
 
 def test_other_ranks_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with Records(None) as records:
+    with closing(Records(None)) as records:
         records.write(step_line(1))
     assert not list(tmp_path.iterdir())
 
@@ -144,7 +146,7 @@ def test_bad_folders_and_files_get_one_line(tmp_path: Path) -> None:
 
 def test_without_tensorboard_one_line_says_so_and_json_goes_on(tmp_path: Path, no_tensorboard: None) -> None:
     said: list[str] = []
-    with Records(tmp_path, say=said.append) as records:
+    with closing(Records(tmp_path, say=said.append)) as records:
         records.write(step_line(1))
         records.write(step_line(2))
     assert len(said) == 1 and "TensorBoard is off" in said[0] and "\n" not in said[0]
@@ -153,12 +155,12 @@ def test_without_tensorboard_one_line_says_so_and_json_goes_on(tmp_path: Path, n
 
 def test_a_tensorboard_that_breaks_midway_does_not_stop_the_run(tmp_path: Path) -> None:
     class Broken:
-        def write(self, line: object) -> None:
+        def log(self, values: object, step: int, time: float) -> None:
             raise RuntimeError("disk\nfull")
 
     said: list[str] = []
-    with Records(tmp_path, say=said.append) as records:
-        records._board = Broken()  # type: ignore[assignment]
+    with closing(Records(tmp_path, say=said.append)) as records:
+        records._boards = {"TensorBoard": Broken()}  # type: ignore[dict-item]
         records.write(step_line(1))
         records.write(step_line(2))
     assert len(read(tmp_path)) == 2 and len(said) == 1 and "\n" not in said[0]
@@ -185,10 +187,10 @@ def test_scalars_say_what_the_line_says() -> None:
 def test_tensorboard_holds_the_same_numbers_also_after_a_resume(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    with Records(tmp_path) as records:
+    with closing(Records(tmp_path)) as records:
         for step in range(1, 7):
             records.write(step_line(step) | {"loss": 10.0 + step})
-    with Records(tmp_path, resume_step=4) as records:
+    with closing(Records(tmp_path, resume_step=4)) as records:
         for step in range(5, 9):
             records.write(step_line(step) | {"loss": 20.0 + step})
     board = EventAccumulator(str(tmp_path / "tensorboard"))
@@ -269,7 +271,7 @@ def test_a_board_that_cannot_close_does_not_hide_why_the_run_ends(tmp_path: Path
 
     said: list[str] = []
     records = Records(tmp_path, say=said.append)
-    records._board = Full()  # type: ignore[assignment]
+    records._boards = {"TensorBoard": Full()}  # type: ignore[dict-item]
     records.close()
     assert len(said) == 1 and "No space left" in said[0]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from moe.records import heat
-from moe.records.ending import ending
 from moe.records.panel import MAX_POINTS, State, panel, plain_step, sparkline, worst
-from moe.records.progress import Progress, open_progress
+from moe.records.progress import Progress, ending
 from moe.records.summary import clock, count, duration, percent, printable, size, summary_rows
 from tests.support.fabricate import eval_line, run_folder, run_lines, step_line, summary
 
@@ -190,7 +190,7 @@ def test_a_sparkline_spans_its_range(values: list[float], cells: int) -> None:
 
 def plain_run(lines: list[dict[str, Any]], steps: int, encoding: str = "utf-8") -> list[str]:
     console, raw = log(encoding)
-    progress = open_progress(steps, recipe="switch_tiny", world=2, lines=("ep 2",), console=console)
+    progress = Progress(State(steps, recipe="switch_tiny", world=2, lines=("ep 2",)), console=console)
     for line in lines:
         if line["kind"] == "train":
             progress.step(line)
@@ -311,13 +311,13 @@ def test_a_broken_stream_costs_the_display_and_no_more(
 ) -> None:
     monkeypatch.setattr(Console, "on_broken_pipe", leave)  # rich's own also replaces this process's stdout
     console = Console(file=Failing(error, after), force_terminal=kind == "live", width=80, height=30, _environ={})
-    run_through(open_progress(3, recipe="r", kind=kind, console=console))
+    run_through(Progress(State(3, recipe="r"), kind=kind, console=console))
     assert 1 <= capsys.readouterr().err.count("training continues") <= 2
 
 
 def test_a_live_panel_that_cannot_be_drawn_says_so_in_its_place() -> None:
     console = terminal()
-    progress = open_progress(3, recipe="r", console=console)
+    progress = Progress(State(3, recipe="r"), console=console)
     progress.step({"step": 1, "moe": [{"layer": 0, "load": ["not a number"]}]})
     progress.close()
     assert "the display failed" in console.file.getvalue()  # type: ignore[attr-defined]
@@ -325,7 +325,7 @@ def test_a_live_panel_that_cannot_be_drawn_says_so_in_its_place() -> None:
 
 def test_bad_lines_do_not_stop_plain_output(capsys: pytest.CaptureFixture[str]) -> None:
     console, _ = log()
-    progress = open_progress(3, recipe="r", console=console)
+    progress = Progress(State(3, recipe="r"), console=console)
     progress.step(step_line(1))
     progress.step({"step": "two", "time": 1.0})
     run_through(progress)
@@ -334,7 +334,7 @@ def test_bad_lines_do_not_stop_plain_output(capsys: pytest.CaptureFixture[str]) 
 
 def test_a_terminal_gets_a_panel_and_its_cursor_back() -> None:
     console = terminal()
-    with open_progress(3, recipe="switch_tiny", console=console) as progress:
+    with closing(Progress(State(3, recipe="switch_tiny"), console=console)) as progress:
         for step in (1, 2):
             progress.step(step_line(step))
         progress.note("saved")
@@ -345,5 +345,5 @@ def test_a_terminal_gets_a_panel_and_its_cursor_back() -> None:
 
 def test_other_ranks_show_nothing() -> None:
     console = terminal()
-    run_through(open_progress(3, recipe="r", kind="none", console=console))
+    run_through(Progress(State(3, recipe="r"), kind="none", console=console))
     assert console.file.getvalue() == ""  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from moe.records.metrics import scalars
+from moe.records.tracker import scalars
 from tests.support import trained
 
 

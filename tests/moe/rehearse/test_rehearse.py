@@ -23,8 +23,7 @@ from moe.plan.memory.memory import memory
 from moe.plan.memory.stack import OURS
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
-from moe.rehearse.rehearse import carried
-from moe.rehearse.walk import Walked, open_job, take_step, walk
+from moe.rehearse.rehearse import Walked, carried, open_job, take_step, walk
 from moe.router.router import balanced_logits
 from moe.verify.cases import FORMS, SLICED, Case, attentions
 from moe.verify.rows.pipeline import LAYERS
@@ -182,7 +181,7 @@ EVERY = {
 def test_every_kind_goes_through_on_a_gpu_that_is_not_there(name: str) -> None:
     case = EVERY[name]
     walked = walk(run_of(case), World(case.world // 2, case.world, place="cuda"), steps=1)
-    assert walked.device == "cuda:0" and walked.peak_bytes >= walked.built_bytes > 0 and walked.saved_bytes >= 0
+    assert walked.peak_bytes >= walked.built_bytes > 0 and walked.saved_bytes >= 0
 
 
 @pytest.mark.parametrize("name", ["zero3", "chimera", "2d", "hierarchical"])

@@ -51,6 +51,6 @@ def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "RUN_DIR: got" in capsys.readouterr().err
     (a / "recipe.yaml").unlink()
     with pytest.raises(BadInput, match="recipe: got .*recipe.yaml"):
-        from moe.report.beside import beside
+        from moe.report.compare import beside
 
         beside(a, a)

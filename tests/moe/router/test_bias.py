@@ -13,7 +13,7 @@ from moe.checks.together import check_run
 from moe.model.transformer import extra_state
 from moe.parallelize.build import build
 from moe.router.losses import updated_bias
-from moe.train.loop.step import update_biases, validation_loss
+from moe.train.loop.step import move_biases, validation_loss
 from moe.train.start import state
 from moe.train.start.state import Counters
 from moe.verify.cases import Case
@@ -136,7 +136,7 @@ def test_a_skipped_step_and_an_evaluation_leave_the_bias() -> None:
 def test_a_router_without_a_bias_has_nothing_to_update() -> None:
     def work(rank: int) -> bool:
         tiny = tiny_of(rank, rate=None)
-        update_biases(tiny.model, tiny.accumulate(0))
+        move_biases(tiny.model, {layer.layer: torch.tensor(layer.choices) for layer in tiny.accumulate(0).layers})
         return extra_state(tiny.model) == {}
 
     assert run_on_ranks(work, 1) == [True]

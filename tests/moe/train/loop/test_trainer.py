@@ -33,13 +33,13 @@ from moe.parallelize.build import build
 from moe.parallelize.engines import optimizer_of, start_engine
 from moe.recipe.load import resolved_yaml
 from moe.recipe.sections import Optimizer, Run
-from moe.records import metrics, speed
+from moe.records import metrics, results
 from moe.records.summary import summary_rows
-from moe.records.title import title
-from moe.train.loop import advance, ending, trainer, validation
+from moe.train.loop import advance, ending, recorded, trainer
 from moe.train.loop.step import validation_loss
 from moe.train.parts.learning_rate import learning_rate
 from moe.train.start import opening
+from moe.train.start.opening import title
 from moe.train.use import generate
 from parallel.errors import BadInput
 from parallel.mesh.mesh import Degrees, Mesh
@@ -49,10 +49,10 @@ from tests.support import trained
 
 REAL = [
     (ending, "sample", generate.sample),
-    (ending, "matmul_flops", speed.matmul_flops),
-    (ending, "source_commit", speed.source_commit),
+    (ending, "matmul_flops", results.matmul_flops),
+    (ending, "source_commit", results.source_commit),
     (moe.report, "write_report", moe.report.write_report),
-    (metrics, "TensorBoard", metrics.TensorBoard),
+    (metrics, "open_tensorboard", metrics.open_tensorboard),
 ]
 NOISY = {"jitter": 0.1, "preset": "gshard", "capacity_factor": 1.0, "z_weight": 0.01}
 
@@ -174,7 +174,7 @@ def test_evaluation_is_dropless_deterministic_and_the_mean_over_the_held_out_tok
         seen.append((first, second, sum(dropped), F.cross_entropy(logits_BLV.flatten(0, 1), sequences_NL[:, 1:].flatten()).item()))
         return first
 
-    monkeypatch.setattr(validation, "validation_loss", watched)
+    monkeypatch.setattr(recorded, "validation_loss", watched)
     trained.train(run, tmp_path / "run")
     ((first, second, dropped, mean),) = seen
     assert first == second == evaluations(tmp_path / "run")[0]

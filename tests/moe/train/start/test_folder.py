@@ -14,6 +14,7 @@ import pytest
 from moe.launch import launch, status
 from moe.recipe.load import resolved_yaml
 from moe.records import metrics
+from moe.records.tracker import Board
 from moe.train.loop import trainer
 from parallel.process.process import World
 from parallel.store.lock import HELD, NAME, alone_in
@@ -80,15 +81,11 @@ def test_a_run_whose_folder_is_renamed_ends_at_the_next_step_and_leaves_nothing_
     assert steps(moved) == [*range(1, 9)]
 
 
-class Board:
+def tensorboard(folder: Path, **_: Any) -> Board:
     """TensorBoard, which begins a file in each life."""
-
-    def __init__(self, folder: Path, **_: Any) -> None:
-        folder.mkdir(exist_ok=True)
-        (folder / f"events.{len(list(folder.iterdir()))}").touch()
-
-    def write(self, line: Any) -> None: ...
-    def close(self) -> None: ...
+    folder.mkdir(exist_ok=True)
+    (folder / f"events.{len(list(folder.iterdir()))}").touch()
+    return Board(lambda values, step, time: None, lambda: None)
 
 
 @pytest.mark.parametrize("changed", [{}, {"optimizer": {"lr": 0.5}}, {"train": {"steps": 2, "keep": 1}}], ids=str)
@@ -97,7 +94,7 @@ def test_where_nothing_is_trained_nothing_is_written(
     changed: dict[str, Any], ranks: int, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A finished run that is started again, also with another learning rate, or with fewer steps and fewer checkpoints to keep."""
-    monkeypatch.setattr(metrics, "TensorBoard", Board)
+    monkeypatch.setattr(metrics, "open_tensorboard", tensorboard)
     out = tmp_path / "run"
     (first, *_) = trained.train(trained.recipe(home, train={"steps": 4, "save_every": 2}), out, ranks=ranks)
     before = everything(out)

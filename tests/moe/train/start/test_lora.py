@@ -29,8 +29,7 @@ from moe.parallelize.build import save_memory
 from moe.recipe.changes import function_changes
 from moe.recipe.load import build_run
 from moe.recipe.sections import Experts, Latent, Lora, Model, Recompute, Router, Run
-from moe.train.start.adapters import whole
-from moe.train.start.restore import restore
+from moe.train.start.restore import restore, whole
 from moe.train.use.decode import Cached
 from moe.verify.cases import Case
 from moe.verify.compare import compare

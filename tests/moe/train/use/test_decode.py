@@ -17,8 +17,7 @@ from moe.nn.context import Context
 from moe.nn.core import softmax_core
 from moe.nn.routing_record import RoutingRecord
 from moe.recipe import sections
-from moe.train.use.decode import Cached, Recomputed, Written, can_cache, continued, for_continuing, start_of
-from moe.train.use.sampling import Sampling
+from moe.train.use.decode import Cached, Recomputed, Sampling, Written, can_cache, continued, for_continuing, start_of
 from parallel.data.tiling import one_by_one
 from parallel.errors import BadInput
 

@@ -35,7 +35,7 @@ def out(home: Path) -> Path:
 
 def figures(out: Path, **options: Any) -> dict[str, Any]:
     file = out.parent / "eval.json"
-    evaluate.main(str(out), json=str(file), **options)
+    evaluate.main(str(out), json=str(file), **({"overrides": {}} | options))
     (row,) = json.loads(file.read_text())["rows"]
     return dict(row)
 
@@ -99,4 +99,4 @@ def test_what_would_be_another_model_is_refused(out: Path) -> None:
     with pytest.raises(BadInput, match="--model.num_heads: got a key that moe eval does not take.*remove"):
         evaluate.main(str(out), overrides={"model.num_heads": "1"})
     with pytest.raises(BadInput, match="--step: got 5, needed one of 3, 6"):
-        evaluate.main(str(out), step=5)
+        evaluate.main(str(out), overrides={}, step=5)

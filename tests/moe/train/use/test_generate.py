@@ -16,8 +16,8 @@ from moe.model.transformer import Transformer
 from moe.recipe.load import build_run
 from moe.train.start.restore import load_model
 from moe.train.use import generate
+from moe.train.use.decode import Sampling
 from moe.train.use.generate import sample
-from moe.train.use.sampling import Sampling
 from parallel.errors import BadInput
 from parallel.process.process import World
 from parallel.store.stored import Reader

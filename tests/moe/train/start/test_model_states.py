@@ -9,7 +9,7 @@ import pytest
 
 from moe.plan.job.states import FP32, FP32_AND_COPY, Storage, model_states
 from moe.records.summary import summary_rows
-from moe.train.parts.model_states import PARTS
+from moe.train.start.prediction import PARTS
 from tests.support import trained
 
 MODEL = {"moe_every": 0, "d_model": 32, "d_ff": 64}

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from moe.records.course import LEAST_STEPS, loss_warning
-from moe.records.summary import LOSS, summary_rows
+from moe.records.summary import LEAST_STEPS, LOSS, loss_warning, summary_rows
 
 
 def lines(curve: Callable[[int], float], steps: int = 200, *, noise: float = 0.1) -> list[dict[str, Any]]:
