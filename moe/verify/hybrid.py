@@ -50,9 +50,9 @@ class Idle(BadInput):
     """A value that has no effect together with the others."""
 
 
-def hybrid_cases(nproc: int) -> list[Case]:
-    """The rows of `covering`, or none if `nproc` is below WORLD."""
-    return [] if nproc < WORLD else [case_of(row, world=WORLD) for row in covering().rows]
+def hybrid_cases() -> list[Case]:
+    """Return the rows of `covering` as cases."""
+    return [case_of(row, world=WORLD) for row in covering().rows]
 
 
 def covering() -> Covering:

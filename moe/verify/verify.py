@@ -23,9 +23,8 @@ from moe.verify.cases import Case
 from moe.verify.compare import NUMBERS, compare
 from moe.verify.expected import Expected, computed_in_background, rounds, twin_of
 from moe.verify.hybrid import WORLD, as_json, covering, described
-from moe.verify.kinds import KINDS, cases
+from moe.verify.kinds import KINDS, cases, recipe_cases
 from moe.verify.layouts import Ran, run_world
-from moe.verify.recipe import recipe_cases
 from moe.verify.small import known
 from moe.verify.table import Table
 from moe.verify.where import Standard
@@ -51,7 +50,7 @@ def main(
 
     A layout of up to four ranks fails if it takes longer than `timeout_s` seconds (None: 120); one of eight ranks has twice that. `json`
     is written every few seconds. With `go_on` its rows that passed are kept, and the others run (moe/verify/table.py). `recipe`: a user's
-    recipe, tested at a small size instead of the project's models (moe/verify/recipe.py).
+    recipe, tested at a small size instead of the project's models (moe/verify/kinds.py).
     """
     torch.set_num_threads(1)  # set before ranks are forked: a forked process must not inherit a thread pool
     started = time.perf_counter()
