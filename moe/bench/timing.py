@@ -100,8 +100,8 @@ def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
     return peak
 
 
-def finish(json: str | None, name: str, rows: Sequence[dict[str, Any]], **more: Any) -> int:
-    """Write the rows of `moe bench NAME`, with the entries `more`, to a file if `json` names one. Return 1 if a row did not pass, else 0."""
+def conclude(json: str | None, name: str, rows: Sequence[dict[str, Any]], **more: Any) -> int:
+    """Write the rows of `moe bench NAME`, with the entries `more`, to the file `json`, if given. Return 1 if a row did not pass, else 0."""
     if json:
         from moe.records.results import write_json  # here, because it needs packages that a GPU machine may lack
 

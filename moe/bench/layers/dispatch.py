@@ -1,9 +1,9 @@
-"""Speed of one MoE layer, forward and backward, compared with its peers and with the limit, in one process.
+"""Speed of one MoE layer, forward and backward, compared with other systems' layers and with the limit, in one process.
 
     limit   batched matrix products of the same rows in equal parts, without routing
-    peers   as installed: DeepSpeed MoE and AutoEP, transformers' Switch and Mixtral, torch grouped_mm used plainly; dense at equal FLOPs;
+    peers   those installed: DeepSpeed MoE and AutoEP, transformers' Switch and Mixtral, torch grouped_mm, a dense network of equal FLOPs;
             on a GPU also ScatterMoE, SonicMoE and MegaBlocks
-    ours    the layer as a model trains it, with router, balance loss and report
+    ours    the layer as a model trains it, with router, balance loss and statistics
 
 All run in turn in every round; a ratio is the median over rounds. `over_limit` is the time divided by the limit's; `over_peers` is
 our time divided by the peer's (below 1: ours is faster). Peak memory is the bytes that torch holds in addition to weights and input,
@@ -17,6 +17,7 @@ import gc
 import os
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,8 +25,7 @@ import torch
 
 from moe.bench.layers import gpu_layers, layers, moves
 from moe.bench.layers.layers import LayerCase, Pass, Shape
-from moe.bench.timing import in_turn, peak_bytes, ratio
-from moe.launch import exit_codes
+from moe.bench.timing import conclude, in_turn, peak_bytes, ratio
 from parallel.errors import BadInput, did_you_mean
 from parallel.process.malloc import keep_freed_memory
 
@@ -67,7 +67,7 @@ PEERS: dict[str, dict[str, Make]] = {
         **{name: partial(make, ffn="swiglu") for name, make in gpu_layers.LAYERS.items()},
     },
 }
-TABLES = ("growth", "moves")  # tables in addition to one for each shape; --only accepts these names
+TABLES = ("growth", "moves")  # further tables, which --only can name
 
 
 def main(*, peers: str = "all", only: str | None = None, rounds: int = 7, json: str | None = None) -> int:
@@ -76,10 +76,8 @@ def main(*, peers: str = "all", only: str | None = None, rounds: int = 7, json: 
     keep_freed_memory()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtypes = (torch.bfloat16,) if device.type == "cuda" else (torch.float32, torch.bfloat16)
-    cases = [
-        LayerCase(shape, dtype, routing, device) for shape in SHAPES[device.type] for dtype in dtypes for routing in ("balanced", "skewed")
-    ]
-    cases = [case for case in cases if only is None or only in _label(case)]
+    balanced = [LayerCase(shape, dtype, "balanced", device) for shape in SHAPES[device.type] for dtype in dtypes]
+    cases = [case for one in balanced for case in (one, replace(one, routing="skewed")) if only is None or only in _label(case)]
     if not cases and only not in TABLES:
         needed = f"part of a row's text, such as E64 or bf16 or skewed, or {' or '.join(TABLES)}"
         raise BadInput("--only", got=only, needed=needed, fix="leave it out")
@@ -91,18 +89,12 @@ def main(*, peers: str = "all", only: str | None = None, rounds: int = 7, json: 
     if only in (None, "growth"):
         rows += _growth(device, rounds=rounds)
     if only in (None, "moves"):
-        rows += moves.measure(
-            [LayerCase(shape, dtype, "balanced", device) for shape in SHAPES[device.type] for dtype in dtypes], rounds=rounds
-        )
-    if json:
-        from moe.records.results import write_json
-
-        write_json(json, verb="bench dispatch", rows=rows, rounds=rounds, threads=torch.get_num_threads())
-    return exit_codes.of(all(row.get("passed") is not False for row in rows))
+        rows += moves.measure(balanced, rounds=rounds)
+    return conclude(json, "dispatch", rows, rounds=rounds, threads=torch.get_num_threads())
 
 
 def _keep_what_is_loaded() -> None:
-    """Exclude loaded libraries from garbage collection. Each collection before a peak would take 0.3 s longer with the peers' libraries."""
+    """Exclude loaded objects from garbage collection, which runs before each measured peak: the peers' libraries would add 0.3 s."""
     gc.collect()
     gc.freeze()
 
@@ -114,9 +106,8 @@ def _chosen(peers: str) -> list[str]:
     for name in (names := peers.split(",")):
         if name not in known:
             near = did_you_mean(name, known)
-            raise BadInput(
-                "--peers", got=name, needed=f"all, none, or of {', '.join(known)}", fix=f"did you mean {near}?" if near else "--peers all"
-            )
+            fix = f"did you mean {near}?" if near else "--peers all"
+            raise BadInput("--peers", got=name, needed=f"all, none, or of {', '.join(known)}", fix=fix)
     return names
 
 
@@ -125,36 +116,23 @@ def _label(case: LayerCase) -> str:
 
 
 def _measure(case: LayerCase, ffn: str, peers: list[str], *, rounds: int) -> list[dict[str, Any]]:
-    """One table: the limit, our layer and the peers with this network."""
+    """Print a table and return its rows: the limit, our layers and the named peers, with the network `ffn`. Then peers that cannot run."""
     if ffn == "swiglu" and not peers:
         return []
     mine = {name: make for name, make in OURS[ffn].items() if case.dtype != torch.float32 or "fp32 weights" not in name}
-    passes: dict[str, Pass] = {}
-    absent: dict[str, str] = {}
-    makes: dict[str, Make] = {f"limit {ffn}": partial(layers.limit, ffn=ffn), **mine, **{p: PEERS[ffn][p] for p in peers}}
-    for name, make in makes.items():
-        made = _made(case, name, make)
-        if isinstance(made, str):
-            absent[name] = made
-        else:
-            passes[name] = made
+    limit, first = f"limit {ffn}", next(iter(mine))
+    makes: dict[str, Make] = {limit: partial(layers.limit, ffn=ffn), **mine, **{p: PEERS[ffn][p] for p in peers}}
+    made = {name: _made(case, name, make) for name, make in makes.items()}
+    passes = {name: one for name, one in made.items() if isinstance(one, Pass)}
     seconds = in_turn(passes, rounds=rounds, device=case.device)
     peaks = {name: _peak(run, case.device) for name, run in passes.items()}
     print(f"\n{_label(case)}\n  {'implementation':<32} {'ms':>8} {'over limit':>10} {'ours over it':>12} {'peak MiB':>9}")
-    first = next(iter(mine))
-    rows = []
+    about = {"shape": list(vars(case.shape).values()), "dtype": str(case.dtype).removeprefix("torch."), "routing": case.routing}
+    rows: list[dict[str, Any]] = []
     for name in passes:
-        kind = "limit" if name.startswith("limit") else "ours" if name in mine else "peer"
-        row: dict[str, Any] = {
-            "shape": [getattr(case.shape, field) for field in ("tokens", "width", "hidden", "experts", "k")],
-            "dtype": str(case.dtype).removeprefix("torch."),
-            "routing": case.routing,
-            "implementation": name,
-            "kind": kind,
-            "seconds": statistics.median(seconds[name]),
-            "over_limit": ratio(seconds[name], seconds[f"limit {ffn}"]),
-            "peak_bytes": peaks[name],
-        }
+        kind = "limit" if name == limit else "ours" if name in mine else "peer"
+        row: dict[str, Any] = {**about, "implementation": name, "kind": kind, "seconds": statistics.median(seconds[name])}
+        row |= {"over_limit": ratio(seconds[name], seconds[limit]), "peak_bytes": peaks[name]}
         if kind == "ours":
             row["over_peers"] = {p: ratio(seconds[name], seconds[p]) for p in peers if p in passes}
             row["over_peers_bytes"] = {p: peaks[name] / peaks[p] for p in peers if p in passes}
@@ -162,34 +140,29 @@ def _measure(case: LayerCase, ffn: str, peers: list[str], *, rounds: int) -> lis
             row["passed"] = _same(passes[first], passes[name])
         rows.append(row)
         over = f"{ratio(seconds[first], seconds[name]):.2f}" if kind == "peer" else ""
-        wrong = "" if row.get("passed", True) else "  ANOTHER RESULT"
-        print(
-            f"  {name:<32} {row['seconds'] * 1e3:>8.1f} {row['over_limit']:>10.2f} {over:>12} {peaks[name] / 2**20:>9.1f}{wrong}",
-            flush=True,
-        )
-    for name, reason in absent.items():
+        cells = f"{row['seconds'] * 1e3:>8.1f} {row['over_limit']:>10.2f} {over:>12} {peaks[name] / 2**20:>9.1f}"
+        print(f"  {name:<32} {cells}{'' if row.get('passed', True) else '  ANOTHER RESULT'}", flush=True)
+    for name, reason in ((name, one) for name, one in made.items() if isinstance(one, str)):
         print(f"  {name:<32} {reason}")
-        like = {field: rows[0][field] for field in ("shape", "dtype", "routing")}
-        rows.append(like | {"implementation": name, "kind": "peer", "not_run": reason})
+        rows.append({**about, "implementation": name, "kind": "peer", "not_run": reason})
     return rows
 
 
 def _made(case: LayerCase, name: str, make: Make) -> Pass | str:
-    """The layer's pass, or the reason why it cannot run."""
+    """The pass of the layer that `make` makes, or the reason why it cannot run."""
     if reason := _reason_not_to_run(case, name):
         return reason
     try:
         made = make(case)
         if name in gpu_layers.LAYERS:
-            made()  # compiles its kernels for this GPU and these sizes, or fails
+            made()  # compiles its kernels, which may not support this GPU or these sizes
         return made
     except ImportError as error:
         return f"not installed: {error.name}"
     except Exception as error:
         if name not in gpu_layers.LAYERS:
             raise
-        said = (str(error).splitlines() or [""])[0]  # packages report an unsupported GPU or size in their own ways
-        return f"not run: {type(error).__name__}: {said}"
+        return f"not run: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def _reason_not_to_run(case: LayerCase, name: str) -> str | None:
@@ -202,7 +175,7 @@ def _reason_not_to_run(case: LayerCase, name: str) -> str | None:
 
 
 def _free_bytes(device: torch.device) -> int:
-    """The bytes that a peer may use: a GPU's free memory, or half of this machine's memory."""
+    """The bytes that a layer may use: a GPU's free memory, or half of this machine's memory."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
@@ -215,13 +188,15 @@ def _peak(run: Pass, device: torch.device) -> int:
 
 
 def _same(ours: Pass, peer: Pass) -> bool:
-    """Whether every token's outputs point in the same direction. Their lengths may differ, because some layers normalise a top-1 gate."""
+    """Whether each token's outputs have the same direction; their lengths may differ, because some layers normalise a top-1 gate."""
     a_TD, b_TD = (run().detach().float().reshape(-1, run.x.shape[-1]) for run in (ours, peer))
     return bool(torch.nn.functional.cosine_similarity(a_TD, b_TD).min() > 0.99)
 
 
 def _growth(device: torch.device, *, rounds: int) -> list[dict[str, Any]]:
-    """Growth of time and memory with tokens (at most 4.3 expected), and with experts at equal rows (at most 2)."""
+    """Print and return the factors of time and memory with 4 times the tokens (at most 4.3 expected), and with 32 times the experts at
+    equal rows (at most 2 expected).
+    """
     rows = []
     print(f"\ngrowth, fp32 balanced\n  {'what':<20} {'time':>6} {'memory':>7}")
     for what, shapes in GROWTH.items():

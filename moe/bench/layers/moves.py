@@ -1,10 +1,10 @@
 """Speed of moving rows, tokens to rows and back, compared with a copy of the same number of bytes on the same device.
 
-    permute     tokens [T, D] -> rows [R, D], sorted by expert      reads R D, writes R D      a copy of R D
-    unpermute   rows [R, D] -> tokens [T, D], weighted by gates     reads R D, writes T D      a copy of (R + T) D / 2
+    permute     tokens [T, D] -> rows [R, D], sorted by expert      reads and writes R D numbers          a copy of R D
+    unpermute   rows [R, D] -> tokens [T, D], weighted by gates     reads R D and writes T D numbers      a copy of (R + T) D / 2
 
-`share` is the copy's time divided by the move's: 1 is the full memory bandwidth. A part of `moe bench dispatch` (--only moves).
-The fused path gathers rows inside its products and does neither (docs/moe/kernels.md).
+`share` is the copy's time divided by the move's: 1 is the full memory bandwidth. A part of `moe bench dispatch` (--only moves). Fused
+kernels gather rows inside their products and do neither (docs/moe/kernels.md).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from moe.kernels import choose
 
 # T tokens, D width, R rows, K choices
 
-_BYTES = {"cpu": 2**25, "cuda": 2**33}  # bytes moved in one timing, so that launches and clock reads hardly count
-_MOST = 64  # repetitions in one timing, at most
+_BYTES = {"cpu": 2**25, "cuda": 2**33}  # bytes moved in one timing: many, so that launches and clock reads hardly count
+_MOST = 64  # most repetitions of a move in one timing
 
 
 def measure(cases: list[LayerCase], *, rounds: int) -> list[dict[str, Any]]:
-    """Print the table. Returns one row for each case and direction."""
+    """Print and return a row for each case and direction."""
     print(f"\nrows moved\n  {'shape and dtype':<34} {'what':<10} {'MiB':>7} {'GB/s':>8} {'copy GB/s':>9} {'share':>6}")
     return [row for case in cases for row in _case(case, rounds=rounds)]
 
@@ -49,26 +49,14 @@ def _case(case: LayerCase, *, rounds: int) -> list[dict[str, Any]]:
         source = torch.ones(numbers // 2, dtype=case.dtype, device=case.device)
         copied = torch.empty_like(source)
         times = min(_MOST, max(1, _BYTES[case.device.type] // moved))
-        seconds = in_turn(
-            {"ours": _repeated(move, times), "copy": _repeated(partial(copied.copy_, source), times)},
-            rounds=rounds,
-            device=case.device,
-        )
+        repeated = {"ours": _repeated(move, times), "copy": _repeated(partial(copied.copy_, source), times)}
+        seconds = in_turn(repeated, rounds=rounds, device=case.device)
         speed = {name: moved * times / statistics.median(values) / 1e9 for name, values in seconds.items()}
-        row = {
-            "kind": "moves",
-            "what": what,
-            "shape": [s.tokens, s.width, s.hidden, s.experts, s.k],
-            "dtype": str(case.dtype).removeprefix("torch."),
-            "bytes": moved,
-            "gb_per_s": speed["ours"],
-            "copy_gb_per_s": speed["copy"],
-            "share": ratio(seconds["copy"], seconds["ours"]),
-        }
-        label = f"{s} {row['dtype']}"
-        print(
-            f"  {label:<34} {what:<10} {moved / 2**20:>7.1f} {speed['ours']:>8.1f} {speed['copy']:>9.1f} {row['share']:>6.2f}", flush=True
-        )
+        share, dtype = ratio(seconds["copy"], seconds["ours"]), str(case.dtype).removeprefix("torch.")
+        row = {"kind": "moves", "what": what, "shape": list(vars(s).values()), "dtype": dtype, "bytes": moved}
+        row |= {"gb_per_s": speed["ours"], "copy_gb_per_s": speed["copy"], "share": share}
+        cells = f"{moved / 2**20:>7.1f} {speed['ours']:>8.1f} {speed['copy']:>9.1f} {share:>6.2f}"
+        print(f"  {f'{s} {dtype}':<34} {what:<10} {cells}", flush=True)
         found.append(row)
     return found
 
