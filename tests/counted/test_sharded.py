@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
 from moe.bench.training import kinds, memory
-from moe.bench.training.shapes import Shape
+from moe.bench.training.memory import Shape
 from moe.bench.training.sharded import ShardedKind, kind_of, kinds_of, load_engines
 from moe.plan.job.states import FP32, FP32_AND_COPY, MIXED, MIXED_FP32_GRADIENTS
 from moe.train.parts.model_states import storages
@@ -101,10 +101,10 @@ def test_the_memory_table_is_printed_and_written(
 def test_the_memory_of_four_kinds_is_what_is_measured_unless_more_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """One model on two ranks; all kinds and sizes with --full."""
     ran: list[tuple[str, int, int]] = []
-    monkeypatch.setattr(memory, "case", lambda kind, shape, ranks: ran.append((kind.name, shape.width, ranks)) or {})
+    monkeypatch.setattr(memory, "_run", lambda kind, shape, ranks: ran.append((kind.name, shape.width, ranks)) or {})
     monkeypatch.setattr(memory, "load_engines", lambda kinds: None)
     memory.main()
-    assert ran == [(name, memory.QUICK_SHAPE.width, 2) for name in ("ddp", "zero1", "zero2", "zero3")]
+    assert ran == [(name, memory.QUICK.width, 2) for name in ("ddp", "zero1", "zero2", "zero3")]
     quick, ran[:] = len(ran), []
     memory.main(full=True)
     assert len(ran) > 4 * quick and {width for _, width, _ in ran} == {memory.DENSE.width, memory.SPARSE.width}

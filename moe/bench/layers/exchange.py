@@ -140,8 +140,8 @@ def measure(rank: int, ranks: int, rounds: int, shape: Shape) -> list[dict[str, 
 
 
 def skewed(rank: int, ranks: int, rounds: int, s: Shape) -> dict[str, Any]:
-    """Return the rows of the fullest rank, relative to an even share, with experts in order (before) and moved (after), and the ratio of the
-    layer's time after to before.
+    """Return the rows of the fullest rank, relative to an even share, with experts in order (before) and moved (after); and the layer's
+    time after divided by before.
     """
     mesh = process.connect(Degrees(dp=ranks, ep=ranks), World(rank, ranks))
     ep, routing = mesh.axis("ep"), _routing(s, skew=True, rank=rank)
