@@ -52,10 +52,7 @@ def ratio(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def slowest(seconds: Sequence[dict[str, list[float]]]) -> dict[str, list[float]]:
-    """Return the slowest rank's seconds of each function in each round, from each rank's result of `in_turn`.
-
-    Ranks share this machine's cores, so the slowest rank's time counts for a round.
-    """
+    """Return the slowest rank's seconds of each function and round, from the ranks' results of `in_turn`: ranks share cores."""
     return {name: [max(times) for times in zip(*(rank[name] for rank in seconds), strict=True)] for name in seconds[0]}
 
 

@@ -126,14 +126,6 @@ def _with_threads(_: int, count: int) -> float:
     return kernels.timed(lambda: torch.mm(a, b), own_step.CPU)
 
 
-def _own_steps(rank: int, ranks: int) -> list[float]:
-    return own_step.in_turn(rank, ranks, [recipe(*size) for size in STEPS], alone=True)
-
-
-def _sharded_steps(rank: int, ranks: int) -> list[float]:
-    return own_step.in_turn(rank, ranks, [sharded(kind) for kind in (PLAIN, CUT)])
-
-
 def sharded(kind: str) -> dict[str, Any]:
     """Return the recipe's values of a step with many gathers of few parameters. kind: sharding.kind."""
     return recipe(*SHARDED) | {"sharding": {"kind": kind}, "pipeline": {"microbatches": 4}}
@@ -188,7 +180,7 @@ def program(cluster: Cluster, at_once: int) -> dict[str, float]:
     """Return launch_us, pointwise and step_ms, fitted to steps that `at_once` ranks take in parallel."""
     from scipy.optimize import nnls
 
-    found = run_on_ranks(_own_steps, at_once, at_once, timeout_s=TIMEOUT_S)
+    found = run_on_ranks(own_step.in_turn, at_once, at_once, [recipe(*size) for size in STEPS], True, timeout_s=TIMEOUT_S)
     measured = [median(of) for of in zip(*found, strict=True)]
     alone = replace(cluster, cores=1, devices_per_node=1)
     names = ("launch_us", "pointwise", "step_ms")
@@ -210,7 +202,7 @@ def program(cluster: Cluster, at_once: int) -> dict[str, float]:
 def gather_us(cluster: Cluster) -> float:
     """Return the host's microseconds for a gather of parameters, from the difference of FSDP's and DDP's steps on two ranks."""
     ENGINES[CUT].load()  # once, before ranks are forked
-    measured = run_on_ranks(_sharded_steps, 2, 2, timeout_s=TIMEOUT_S)[0]
+    measured = run_on_ranks(own_step.in_turn, 2, 2, [sharded(kind) for kind in (PLAIN, CUT)], timeout_s=TIMEOUT_S)[0]
     two = cluster.holding(2)
 
     def longer(around: float) -> float:

@@ -59,7 +59,7 @@ class Trained:
         finish(self.executor.engine, numbers, world=world, scale=scale, lr=1e-3, clip_norm=1.0, device=CPU)
 
 
-def in_turn(rank: int, ranks: int, recipes: list[dict[str, Any]], *, alone: bool = False) -> list[float]:
+def in_turn(rank: int, ranks: int, recipes: list[dict[str, Any]], alone: bool = False) -> list[float]:
     """Return for each recipe (its values) the median seconds of STEPS steps of the slowest rank. Recipes take turns, so that a change of
     the machine's speed affects all alike. alone: each rank trains a model of its own, and its seconds are CPU time.
     """

@@ -143,9 +143,8 @@ LINES = ("1d", "dtensor", *FORMS)
 
 @dataclass(frozen=True)
 class Case:
-    """One layout of one model. kind: data parallelism, see `sharding_of`; rows: the dispatcher, a key of `examples`.
-
-    Fields from `parts` on that say "on one process" give the order of sums of a run with which other cases are compared.
+    """One layout of one model. kind: data parallelism, see `sharding_of`; rows: the dispatcher, a key of `examples`. Fields from `parts` on
+    that say "on one process" give the order of sums of a run with which other cases are compared.
     """
 
     model: str
@@ -244,16 +243,12 @@ class Case:
 
     @property
     def delayed(self) -> bool:
-        """Whether gradients are taken at older weights than they update (PipeDream, 2BW), as the twin then does too. Options that need the
-        whole batch are left out.
-        """
+        """Whether gradients are taken at older weights than they update (PipeDream, 2BW). Options of whole batches are left out."""
         return SCHEDULES[self.schedule].continuous
 
 
 def sharding_of(kind: str) -> dict[str, Any]:
-    """Return the recipe's section `sharding` for Case.kind: the name of an engine (ddp, zero2 for ZeRO stage 2); +cpu: with optimizer
-    states on the host; +cpu-all: with parameters on the host too.
-    """
+    """Return the recipe's section `sharding` for Case.kind: an engine; +cpu: optimizer states on the host; +cpu-all: parameters too."""
     name, _, place = kind.partition("+")
     where, _, everything = place.partition("-")
     offload = {"optimizer": where, "parameters": where if everything else "none"}

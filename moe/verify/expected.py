@@ -42,9 +42,8 @@ DRAWS, MOST_DRAWS = 5, 32  # runs with random rounding: at first, and before a r
 
 
 def twin_of(case: Case) -> Case:
-    """Return the case that `case` is compared with: the same model and precision on one process.
-
-    In 16 bits it also has the case's cuts of the head, the loss, sums within layers and sequences, which change only the tolerance.
+    """Return the case that `case` is compared with: the same model and precision on one process. In 16 bits it also has the case's cuts of
+    the head, the loss, sums within layers and sequences, which change only the tolerance.
     """
     twin = Case(case.model, PLAIN, 1, 1, 1, case.precision, experts=case.experts, layers=case.layers)
     twin = replace(twin, padded=case.padded, overflow=case.overflow, length=case.length, batch=case.batch, recipe=case.recipe)
@@ -103,9 +102,7 @@ def own_order(case: Case) -> Case:
 
 @dataclass
 class Expected:
-    """What a case must give: the `result` of the reference `twin`, within the `tolerance` of each number. bound: in 16 bits, also how far
-    the numbers may be from the plain twin.
-    """
+    """What a case must give: `result` of the reference `twin` within `tolerance`; in 16 bits also within `bound` of the plain twin."""
 
     twin: Case
     result: Result
@@ -152,9 +149,8 @@ def _spread(twin: Case, baseline: Result) -> dict[str, float]:
 
 @dataclass
 class Bound:
-    """How far the numbers of a run that rounds more than fp32 may be from `exact`, the result of the plain twin in float64.
-
-    drawn: number of runs with random rounding so far; largest: the bound from these of each number, and of each parameter's gradient.
+    """How far the numbers of a run that rounds more than fp32 may be from `exact`, the result of the plain twin in float64. drawn: number
+    of runs with random rounding so far; largest: the bound from these of each number, and of each parameter's gradient.
     """
 
     twin: Case

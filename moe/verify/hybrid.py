@@ -57,9 +57,8 @@ def hybrid_cases() -> list[Case]:
 
 
 def covering() -> Covering:
-    """Return rows of eight processes that contain every pair of values that is not refused.
-
-    If several precisions would bring equally many new pairs, fp32 is taken, because its reference run is the fastest.
+    """Return rows of eight processes that contain every pair of values that is not refused. If several precisions would bring equally many
+    new pairs, fp32 is taken, because its reference run is the fastest.
     """
 
     def refuse(choice: Choice) -> BadInput | None:
@@ -104,18 +103,19 @@ def completed(chosen: Choice) -> Choice:
 
 
 def case_of(choice: Choice, *, world: int | None) -> Case:
-    """Return a row as a case of `world` processes; None: as many as it needs, with two data-parallel ranks.
-
-    Raises BadInput for a row that needs more than `world` processes, and Idle for one with a value that has no effect.
+    """Return a row as a case of `world` processes; None: as many as it needs, with two data-parallel ranks. Raises BadInput for a row that
+    needs more than `world` processes, and Idle for one with a value that has no effect.
     """
     (ep, etp), rows, schedule = PLACES[choice["experts"]], choice["dispatch"], choice["schedule"]
     _check_idle(choice, ep)
     pp, tp = (1 if schedule == "none" else 2), TENSOR[choice["tensor"]]
     sp = {"none": 1, "heads2": 4}.get(choice["sequence"], 2)
     dp = _rest(choice, world, pp * tp * sp, ep * etp, sharers=sp)
-    microbatches = _microbatches(schedule, dp)
+    # several micro-batches, except for more than four replicas without a pipeline, so that the batch of 24 can be cut
+    kind = None if pp == 1 else SCHEDULES[schedule]
+    microbatches = (3 if dp <= 4 else 1) if kind is None else kind.update_every or (3 if kind.continuous else 6)
     batch = BATCH if world is not None else dp * microbatches * tp
-    layers = LAYERS[2][int(pp > 1 and SCHEDULES[schedule].chunks != 1)]
+    layers = LAYERS[2][int(kind is not None and kind.chunks != 1)]
     case = Case(choice["model"], choice["data"], dp * pp * tp * sp, ep, microbatches, choice["precision"], choice["recompute"], etp)
     case = replace(case, experts=EXPERTS, layers=layers, length=SLICED, batch=batch)
     case = replace(case, rows=rows) if ep > 1 else case
@@ -135,9 +135,8 @@ def _check_idle(choice: Choice, ep: int) -> None:
 
 
 def _rest(choice: Choice, world: int | None, ranks: int, experts: int, *, sharers: int) -> int:
-    """The number of data-parallel ranks in a row of `world` processes. ranks: the product of the other axes; experts: ep times etp.
-
-    An engine that shards states needs two ranks over which they are split: of dp, or among the `sharers`, ranks of other axes.
+    """The number of data-parallel ranks in a row of `world` processes. ranks: the product of the other axes; experts: ep times etp. An
+    engine that shards states needs two ranks over which they are split: of dp, or among the `sharers`, ranks of other axes.
     """
     least = 1 if ENGINES[choice["data"]].stage == 0 or sharers > 1 or ranks == WORLD and choice["tensor"] in ("2.5d", "3d") else 2
     if world is None:
@@ -146,11 +145,3 @@ def _rest(choice: Choice, world: int | None, ranks: int, experts: int, *, sharer
         got = f"{world} for {' x '.join(value for value in choice.values() if value != 'none')}"
         raise BadInput("--nproc", got=got, needed=f"at least {counted(ranks * least, 'process')}", fix=f"--nproc {ranks * least}")
     return world // ranks
-
-
-def _microbatches(schedule: str, dp: int) -> int:
-    """The number of micro-batches: several, except for more than four replicas without a pipeline, so that the batch of 24 can be cut."""
-    if schedule == "none":
-        return 3 if dp <= 4 else 1
-    kind = SCHEDULES[schedule]
-    return kind.update_every or (3 if kind.continuous else 6)

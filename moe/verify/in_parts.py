@@ -33,7 +33,6 @@ from parallel.tensor.style import fits
 
 def in_parts(model: Transformer, run: Run, *, first: int) -> None:
     """Make self- and cross-attention and dense networks of a whole model sum in parts, as degrees.tp and tensor.kind would cut them.
-
     Partial results are summed in the order of the ranks, starting with rank `first`.
     """
     degrees = run.mesh_degrees()

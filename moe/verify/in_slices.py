@@ -25,7 +25,6 @@ from parallel.sequence.softmax import Gradients, Partial, Tokens, attend, attend
 
 def in_slices(model: Transformer, case: Case) -> None:
     """Replace the core of every attention. The new one rounds as `case.slices` sequence-parallel ranks with the method `case.attention` do.
-
     With one slice, a Colossal ring computes whole scores.
     """
     form = sections.Sequence(**attentions()[case.attention])
@@ -39,10 +38,7 @@ def in_slices(model: Transformer, case: Case) -> None:
 
 
 class _InSlices(Method):
-    """Ring attention on one process, which computes the shares of all ranks one after another.
-
-    `order` says which positions of the sequence each rank would hold: its slice.
-    """
+    """Ring attention on one process, which computes the parts of all ranks in turn. order: the positions in each rank's slice."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, known: Known) -> tuple[Tensor, ...]:
         out, lse = torch.empty_like(q), nothing(q).lse_BHL
@@ -68,9 +64,7 @@ class _InSlices(Method):
         return total
 
     def _ranks(self, like: Tensor, known: Known) -> Iterator[tuple[Tensor, list[tuple[slice, Tensor, dict[str, Any]]]]]:
-        """For each rank the positions of its queries, and its blocks: (rows of the queries, positions of the keys, arguments of
-        `attend`).
-        """
+        """For each rank, its queries' positions and its blocks: (rows of the queries, positions of the keys, arguments of `attend`)."""
         tokens = [Tokens(self.order.ranges(rank), like.device, known.document_BS, known.window) for rank in range(self.order.size)]
         for rank, mine in enumerate(tokens):
             work = []

@@ -44,10 +44,7 @@ def cases(nproc: int, *, kinds: tuple[str, ...] = tuple(KINDS)) -> list[Case]:
 
 
 def recipe_cases(path: str, nproc: int) -> tuple[list[Case], list[str]]:
-    """Return (cases of the user's recipe at a small size, lines of text about what it refuses and what is not compared).
-
-    Raises BadInput if one process refuses the recipe.
-    """
+    """Return (cases of the user's recipe at a small size, lines on what is refused or not compared). Raises BadInput for none."""
     first = Case(path, "ddp", 1, 1, 1, "fp32", recipe=path)
     Own.code(first.run())  # imported once, before ranks are forked
     sparse = bool(first.run().model.layers_with_experts())

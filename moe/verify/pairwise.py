@@ -23,9 +23,7 @@ Pair = tuple[tuple[str, str], tuple[str, str]]  # two factors, each with a value
 
 @dataclass(frozen=True)
 class Covering:
-    """The chosen rows, each with a value of every factor; the number of rows with each pair that they contain; and the refused pairs, with
-    reasons.
-    """
+    """The chosen rows, each with a value of every factor; how many rows have each pair; and the refused pairs with their reasons."""
 
     rows: tuple[Choice, ...]
     met: dict[Pair, int]

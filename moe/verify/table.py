@@ -21,10 +21,7 @@ EVERY_S = 10.0  # seconds between two writes of the whole table
 
 
 class Table:
-    """The rows of the cases `chosen`, written to `file` (None: not at all). go_on: begin with the rows of the file that passed.
-
-    Raises BadInput if the file is not such a table.
-    """
+    """The rows of the cases `chosen`. file: where they are written; go_on: begin with its passed rows. Raises BadInput for another file."""
 
     def __init__(self, chosen: Sequence[Case], file: str | None, *, go_on: bool) -> None:
         self.chosen, self.file, self.kept = list(chosen), file, 0

@@ -54,9 +54,7 @@ class Tape:
         return Tape(length=case.run().model.read_length, batch=case.batch)
 
     def note(self, step: int, name: str, places_T: Tensor, values: Tensor, *, first: int = 0) -> None:
-        """Record `values` [..., width] of the tokens with the indices `places_T`; their channels begin at `first`. Values that
-        come a second time for the same tokens were recomputed.
-        """
+        """Record `values` [..., width], channels from `first` on, of tokens `places_T` (indices); of the same ones again: recomputed."""
         if step >= TAPED:
             return
         held = self.forward.setdefault((step, name), [])

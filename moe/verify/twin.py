@@ -22,13 +22,12 @@ from moe.model.transformer import Transformer, extra_state
 from moe.nn.lora import adapt
 from moe.parallelize.plan import lay_out
 from moe.plan.pipeline import layers_of, schedule_of
-from moe.recipe.sections import Run
+from moe.recipe.sections import Lora, Run
 from moe.verify.cases import OVERFLOWS, Case
 from moe.verify.plain import encoder_decoder as plain_encoder_decoder
 from moe.verify.plain import model as plain_model
 from moe.verify.plain.batches import PADDING, batch
 from moe.verify.plain.layer import Layer, Weights
-from moe.verify.plain.lora import adapters, effective
 from moe.verify.plain.model import Rounding
 from moe.verify.plain.step import PlainAdamW, moved_bias, norms
 from moe.verify.tape import TAPED, Step, Tape
@@ -38,13 +37,12 @@ from parallel.pipeline.schedules.kind import Size
 from parallel.store.checkpoint import pieces
 
 STEPS = 10
+_EXPERT = ("w1", "w2", "w3")  # of experts
 
 
 @dataclass(frozen=True)
 class Result:
-    """The numbers of a run: loss of each step; of the first step the balance loss, gradient norm, gradients, and weights after the update,
-    in whole tensors by the names of checkpoints.
-    """
+    """The losses of a run; of its first step balance loss, gradient norm, gradients and new weights, by names of checkpoints."""
 
     losses: list[float]
     balance: float
@@ -58,7 +56,7 @@ def reference(case: Case, *, rounding: Rounding | None = None, tape: Tape | None
     run, cast = case.run(), rounding or Rounding(torch.float64)
     parameters, biases = ({n: t.to(cast.dtype) for n, t in tensors.items()} for tensors in first_values(run))
     optimizer, old = PlainAdamW(run.optimizer), ages(case, [*parameters, *biases])
-    trained = set(adapters(list(parameters)) if run.lora.rank else parameters)
+    trained = set(_adapters(list(parameters)) if run.lora.rank else parameters)
     history: list[Weights] = []
     losses: list[float] = []
     first: tuple[float, float, Weights, Weights] | None = None
@@ -97,9 +95,8 @@ def first_values(run: Run) -> tuple[Weights, Weights]:
 def _gradients(
     run: Run, weights: Weights, trained: set[str], sequences: Tensor, *, step: int, cast: Rounding, tape: Tape | None
 ) -> tuple[float, Weights, dict[str, Layer]]:
-    """Run a batch forward and backward. Return (loss, gradients of the weights `trained`, results of MoE layers by name).
-
-    The loss is a mean over predicted tokens; auxiliary losses are means over input tokens.
+    """Run a batch forward and backward. Return (loss, gradients of the weights `trained`, results of MoE layers by name). The loss is a
+    mean over predicted tokens; auxiliary losses are means over input tokens.
     """
     leaves = {name: value.clone().requires_grad_() if name in trained else value for name, value in weights.items()}
     predicted = (sequences[:, 1 + run.model.source_length :] >= 0).sum().item()
@@ -110,7 +107,7 @@ def _gradients(
             tape.note(step, name, places, values)
 
     twin = plain_model if run.model.kind == "decoder" else plain_encoder_decoder
-    passed = twin.forward(run, effective(leaves, run.lora), sequences, step=step, cast=cast, note=note)
+    passed = twin.forward(run, _with_adapters(leaves, run.lora), sequences, step=step, cast=cast, note=note)
     mean = passed.loss / predicted
     whole = mean + sum(layer.auxiliary(run.router) for layer in passed.layers.values())
     if passed.ahead is not None:
@@ -118,6 +115,31 @@ def _gradients(
     whole.backward()  # type: ignore[no-untyped-call]
     gradients = {name: leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for name, leaf in leaves.items() if name in trained}
     return mean.item(), gradients, passed.layers
+
+
+def _adapters(names: list[str]) -> list[str]:
+    """The names of LoRA adapters among the names of a checkpoint."""
+    found = [name for name in names if name.endswith((".lora_a", ".lora_b"))]
+    return found + [name for name in names if name.endswith(tuple(f".{w}_{half}" for w in _EXPERT for half in "ab"))]
+
+
+def _with_adapters(weights: Weights, lora: Lora) -> Weights:
+    """The weights W + alpha / r B A with their LoRA adapters (arXiv 2106.09685) added, by the names of W.
+
+    Dense matrices are [out, in], so B is [out, r] and A is [r, in]. Experts' matrices are [in, out], so theirs are w1_a [in, r] and
+    w1_b [r, out].
+    """
+    found = {name: w for name, w in weights.items() if name not in _adapters(list(weights))}
+    for name in weights:
+        if name.endswith(".lora_a"):
+            stem = name.removesuffix(".lora_a")
+            added = torch.einsum("or,ri->oi", weights[f"{stem}.lora_b"], weights[name])
+            found[f"{stem}.weight"] = found[f"{stem}.weight"] + added * (lora.alpha / lora.rank)
+        elif name.endswith(tuple(f".{w}_a" for w in _EXPERT)):
+            stem = name.removesuffix("_a")
+            added = torch.einsum("ir,ro->io", weights[name], weights[f"{stem}_b"])
+            found[stem] = found[stem] + added * (lora.alpha / lora.rank)
+    return found
 
 
 def _report(layer: Layer) -> Tensor:
@@ -128,7 +150,6 @@ def _report(layer: Layer) -> Tensor:
 
 def version_read(step: int, age: int) -> int:
     """Return how many updates the weights have had at which a step's gradient is taken. age: updates by which a stage's weights are older.
-
     The pipeline drains after the first step, so the second step's gradient is taken at the weights after one update.
     """
     return max(min(step, 1), step - age)

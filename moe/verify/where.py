@@ -55,9 +55,7 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True)
 class Deviation:
-    """A line that deviates by `found`, more than `allowed`. place: its micro-batch and tokens. then: for a norm, which covers many
-    parameters, the first parameter whose update is wrong.
-    """
+    """A line that deviates by `found`, more than `allowed`. then: for a norm, the first parameter whose update is wrong."""
 
     name: str
     phase: str

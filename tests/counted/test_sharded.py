@@ -16,7 +16,7 @@ import torch.distributed._functional_collectives as functional
 from moe.bench.training import kinds, memory
 from moe.bench.training.memory import Shape
 from moe.bench.training.sharded import ShardedKind, kind_of, kinds_of, load_engines
-from moe.plan.job.states import FP32, FP32_AND_COPY, MIXED, MIXED_FP32_GRADIENTS
+from moe.plan.job.states import FP32, FP32_AND_COPY, MIXED, MIXED_FP32_GRADIENTS, Storage
 from moe.train.parts.model_states import storages
 from parallel.data import load
 from parallel.data.deepspeed import load_deepspeed
@@ -252,7 +252,7 @@ def test_kinds_by_name() -> None:
         MIXED_FP32_GRADIENTS,
         MIXED,
     )
-    assert (fsdp.travels("fp32").parameters, fsdp.travels("bf16").parameters, fsdp.travels("bf16").gradients) == (4, 2, 4)
+    assert [comm.travels(fsdp, precision) for precision in ("fp32", "bf16")] == [FP32, Storage(2, FP32.gradients, FP32.optimizer)]
     assert moved.sharding == {"kind": "zero", "stage": 2, "offload": {"optimizer": "cpu", "parameters": "none"}} and moved.place == "cpu"
     disk = kind_of("zero3+nvme-all").with_path("disk")
     assert disk.sharding["offload"] == {"optimizer": "nvme", "parameters": "nvme", "path": "disk"}

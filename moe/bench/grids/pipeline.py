@@ -48,9 +48,7 @@ HEADS = {
 def main(
     *, nproc: int | None = None, only: str = ",".join(HEADS), kinds: str | None = None, rounds: int = 15, json: str | None = None
 ) -> int:
-    """`moe bench pipeline`: returns 1 if a simulated time is off by more than WITHIN, or a schedule is slower than
-    torch's or gives another result. nproc: default 2 and 4.
-    """
+    """`moe bench pipeline`: returns 1 if a time differs from the simulated one, or torch is faster or gives another result."""
     parts = only.split(",")
     for part in parts:
         if part not in HEADS:
@@ -90,10 +88,7 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def times_rows(ranks: int, names: list[str], *, microbatches: int, steps: int = 5, scale: float = 1.0) -> list[dict[str, Any]]:
-    """Return a row for each schedule: medians over steps of the measured seconds, and of those simulated from the same step's actions.
-
-    scale: factor of SECONDS.
-    """
+    """Return a row for each schedule: median seconds of a step, measured and simulated from its own actions. scale: factor of SECONDS."""
     by_rank = run_on_ranks(_timed, ranks, ranks, names, microbatches, steps, scale, timeout_s=300)
     rows = []
     for name, *found in zip(names, *by_rank, strict=True):
@@ -215,9 +210,7 @@ def peers_row(name: str, *, microbatches: int = 8, width: int = 256, size: int =
 
 
 def _compared(rank: int, ranks: int, name: str, microbatches: int, config: dict[str, int], size: int, rounds: int) -> dict[str, Any]:
-    """Run this rank's stages in both ways. Return `seconds` of each round and `losses` by way (ours, torch), and the largest difference of
-    `gradients`, relative to the largest gradient of a weight.
-    """
+    """Return on this rank `seconds` of each round and `losses` by way (ours, torch), and the largest relative difference of `gradients`."""
     mesh, model_config = connect(rank, ranks), Model(**config)
     schedule = schedule_for(name, ranks, microbatches)
     inputs, targets = batch(microbatches, size, model_config.max_length)

@@ -41,9 +41,7 @@ Start = Callable[[Tensor, Axis], Started]
 
 @dataclass(frozen=True)
 class Pass:
-    """A pass through a layer. collective: the function of parallel/tensor/overlapped.py that starts its collective; run(axis, chunks) runs
-    the pass; expected(chunks): the share of the collective's time that is not hidden.
-    """
+    """A pass of a layer. collective: its function in parallel/tensor/overlapped.py; expected(chunks): share of it that is not hidden."""
 
     name: str
     collective: str
@@ -52,9 +50,7 @@ class Pass:
 
 
 def seconds_of(rank: int, ranks: int, rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of each pass in each round, by "NAME CHUNKS", with " alone" without its collective, and with " slowed" with it on
-    the slowed link.
-    """
+    """Return the seconds of each pass by name: "NAME CHUNKS"; with " alone" without its collective; with " slowed" on the slow link."""
     axis = process.connect(Degrees(tp=ranks), World(rank, ranks)).axis("tp")
     work: dict[str, Callable[[], None]] = {}
     for one in PASSES:

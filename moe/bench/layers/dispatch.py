@@ -85,18 +85,13 @@ def main(*, peers: str = "all", only: str | None = None, rounds: int = 7, json: 
     for case in cases:
         for ffn in ("relu", "swiglu"):
             rows += _measure(case, ffn, [name for name in PEERS[ffn] if name in chosen], rounds=rounds)
-            _keep_what_is_loaded()
+            gc.collect()
+            gc.freeze()  # loaded libraries, with which the collection before each measured peak would take 0.3 s longer
     if only in (None, "growth"):
         rows += _growth(device, rounds=rounds)
     if only in (None, "moves"):
         rows += moves.measure(balanced, rounds=rounds)
     return conclude(json, "dispatch", rows, rounds=rounds, threads=torch.get_num_threads())
-
-
-def _keep_what_is_loaded() -> None:
-    """Exclude loaded objects from garbage collection, which runs before each measured peak: the peers' libraries would add 0.3 s."""
-    gc.collect()
-    gc.freeze()
 
 
 def _chosen(peers: str) -> list[str]:
@@ -150,8 +145,16 @@ def _measure(case: LayerCase, ffn: str, peers: list[str], *, rounds: int) -> lis
 
 def _made(case: LayerCase, name: str, make: Make) -> Pass | str:
     """The pass of the layer that `make` makes, or the reason why it cannot run."""
-    if reason := _reason_not_to_run(case, name):
+    if reason := gpu_layers.why_not(name, case.device):
         return reason
+    if name == "transformers-switch" and case.shape.k > 1:
+        return "top-1 only"
+    if name.endswith("batched_mm"):
+        needed = 2 * case.shape.rows * 3 * case.shape.width * case.shape.hidden * case.dtype.itemsize  # each row's matrices and gradients
+        half = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+        free = torch.cuda.mem_get_info(case.device)[0] if case.device.type == "cuda" else half
+        if needed > free:
+            return f"not run: needs {needed / 2**30:.0f} GiB, {free / 2**30:.0f} may be used"
     try:
         made = make(case)
         if name in gpu_layers.LAYERS:
@@ -163,22 +166,6 @@ def _made(case: LayerCase, name: str, make: Make) -> Pass | str:
         if name not in gpu_layers.LAYERS:
             raise
         return f"not run: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-
-
-def _reason_not_to_run(case: LayerCase, name: str) -> str | None:
-    if reason := gpu_layers.why_not(name, case.device):
-        return reason
-    if not name.endswith("batched_mm"):
-        return "top-1 only" if name == "transformers-switch" and case.shape.k > 1 else None
-    needed, there = layers.bytes_of_batched_mm(case), _free_bytes(case.device)
-    return f"not run: needs {needed / 2**30:.0f} GiB, {there / 2**30:.0f} may be used" if needed > there else None
-
-
-def _free_bytes(device: torch.device) -> int:
-    """The bytes that a layer may use: a GPU's free memory, or half of this machine's memory."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
 def _peak(run: Pass, device: torch.device) -> int:
@@ -194,9 +181,7 @@ def _same(ours: Pass, peer: Pass) -> bool:
 
 
 def _growth(device: torch.device, *, rounds: int) -> list[dict[str, Any]]:
-    """Print and return the factors of time and memory with 4 times the tokens (at most 4.3 expected), and with 32 times the experts at
-    equal rows (at most 2 expected).
-    """
+    """Print and return by what time and memory grow with 4 times the tokens (at most 4.3 expected) and 32 times the experts (at most 2)."""
     rows = []
     print(f"\ngrowth, fp32 balanced\n  {'what':<20} {'time':>6} {'memory':>7}")
     for what, shapes in GROWTH.items():

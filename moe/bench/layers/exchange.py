@@ -140,9 +140,7 @@ def measure(rank: int, ranks: int, rounds: int, shape: Shape) -> list[dict[str, 
 
 
 def skewed(rank: int, ranks: int, rounds: int, s: Shape) -> dict[str, Any]:
-    """Return the rows of the fullest rank, relative to an even share, with experts in order (before) and moved (after); and the layer's
-    time after divided by before.
-    """
+    """Return the fullest rank's rows over an even share, before and after moving experts; and the layer's time after over before."""
     mesh = process.connect(Degrees(dp=ranks, ep=ranks), World(rank, ranks))
     ep, routing = mesh.axis("ep"), _routing(s, skew=True, rank=rank)
     load_E = torch.bincount(routing.expert_TK.flatten(), minlength=s.experts)

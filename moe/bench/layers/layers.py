@@ -109,9 +109,8 @@ class Pass:
 
 
 def router_settings(k: int) -> dict[str, Any]:
-    """Return the settings of a dropless router with k choices as presets switch (1), glam (2) and mixtral (more) have them.
-
-    Written out here, because a GPU machine may lack the packages that read recipes.
+    """Return the settings of a dropless router with k choices as presets switch (1), glam (2) and mixtral (more) have them. Written out
+    here, because a GPU machine may lack the packages that read recipes.
     """
     plain: dict[str, Any] = dict(
         num_choices=k, input_norm="none", logits="linear", logit_cap=None, score="softmax", softmax_over="all", jitter=0.0, noise="none",
@@ -258,9 +257,8 @@ def hf_mixtral(case: LayerCase, form: str) -> Pass:
 
 
 def deepspeed_autoep(case: LayerCase) -> Pass:
-    """The layer with which DeepSpeed's AutoEP (its key `expert_parallel`) replaces transformers' Mixtral block, on one rank.
-
-    AutoEP's own classes find and build it, without its engine, in which DeepSpeed 0.19.8 fails with transformers 5.23.
+    """The layer with which DeepSpeed's AutoEP (its key `expert_parallel`) replaces transformers' Mixtral block, on one rank. AutoEP's own
+    classes find and build it, without its engine, in which DeepSpeed 0.19.8 fails with transformers 5.23.
     """
     auto_ep, settings, layers = (_deepspeed(f"module_inject.{name}") for name in ("auto_ep", "auto_ep_config", "auto_ep_layer"))
     from transformers import MixtralConfig, MixtralForCausalLM
@@ -278,9 +276,3 @@ def deepspeed_autoep(case: LayerCase) -> Pass:
     for parameter, weight in zip((layer.experts.w1, layer.experts.w2, layer.experts.w3), (w1, w2, w3), strict=True):
         parameter.data.copy_(weight.transpose(1, 2))
     return Pass(list(layer.parameters()), lambda x: layer(x), case.inputs().unsqueeze(0), case.gradient())
-
-
-def bytes_of_batched_mm(case: LayerCase) -> int:
-    """Return the least bytes of Mixtral's batched_mm: for every row a copy of its expert's matrices, and their gradients."""
-    s = case.shape
-    return 2 * s.rows * 3 * s.width * s.hidden * case.dtype.itemsize

@@ -26,19 +26,8 @@ from parallel.data.engine import Engine
 def resident_bytes() -> int:
     """Return the anonymous memory of this process, after the C library has returned its free memory to the system."""
     ctypes.CDLL(None).malloc_trim(0)
-    return _status("RssAnon")
-
-
-def peak_resident_bytes(*, forget: bool = False) -> int:
-    """Return the peak memory of this process, including files that it maps. forget: first reset the peak to the current memory."""
-    if forget:
-        Path("/proc/self/clear_refs").write_text("5")
-    return _status("VmHWM")
-
-
-def _status(key: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
 
 
 def living() -> list[Tensor]:

@@ -96,7 +96,8 @@ def measure(rank: int, ranks: int, kind: ShardedKind, shape: Shape, precision: s
     states = found.states
     if kind.stage < 2 and kind.place == "device" and arriving.gradients > states.gradients:
         resident, found = arriving.resident, replace(found, states=replace(states, gradients=arriving.gradients), buckets=0)
-    return _row(kind, shape, started, found, resident=resident - before, disk=_bytes_in(folder) // ranks)
+    disk = sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file()) // ranks
+    return _row(kind, shape, started, found, resident=resident - before, disk=disk)
 
 
 def _row(kind: ShardedKind, shape: Shape, started: Started, found: Held, *, resident: int, disk: int) -> dict[str, Any]:
@@ -123,10 +124,6 @@ def _row(kind: ShardedKind, shape: Shape, started: Started, found: Held, *, resi
     elif not kind.is_peer:
         row["passed"] = max(abs(row["error"]), abs(row["resident_error"])) <= TOLERANCE
     return row
-
-
-def _bytes_in(folder: str) -> int:
-    return sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
 
 
 def papers_gb(parameters: float, ranks: int) -> list[float]:
@@ -166,7 +163,6 @@ def cases(names: str | None, nproc: int) -> list[tuple[Shape, ShardedKind, int]]
 
 def main(*, kinds: str | None = None, nproc: int = 4, only: str | None = None, full: bool = False, json: str | None = None) -> int:
     """`moe bench memory`: returns 1 if a kind's bytes differ from the formula by more than 5 %; for offload, only bytes on the device.
-
     only: dense or sparse. Without kinds, only and full, a few kinds run on two ranks with a smaller model.
     """
     quick = [(QUICK, kind, min(2, nproc)) for kind in kinds_of("ddp,zero1,zero2,zero3")]

@@ -11,10 +11,8 @@ import importlib
 import re
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, cast
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -61,13 +59,6 @@ class ShardedKind:
         if self.sharding["kind"] != "zero":
             return FP32
         return FP32_AND_COPY if precision == "fp32" else MIXED_FP32_GRADIENTS
-
-    def travels(self, precision: str) -> Storage:
-        """Return the bytes of one parameter and gradient when ranks exchange them: FSDP gathers parameters in the compute dtype."""
-        storage = self.storage(precision)
-        if self.sharding.get("kind") == "fsdp" and precision != "fp32":
-            return Storage(2, storage.gradients, storage.optimizer)
-        return storage
 
     @property
     def by_deepspeed(self) -> bool:
@@ -127,11 +118,6 @@ def load_engines(kinds: list[ShardedKind]) -> None:
         load_deepspeed()
     if any(kind.sharding.get("kind") == "fsdp" for kind in kinds):
         importlib.import_module("parallel.data.fsdp")  # here, so that its 40 MB of modules do not count as the model's memory
-
-
-def without_look_ahead() -> AbstractContextManager[Any]:
-    """Return a context in which DeepSpeed's stage 3 gathers weights only when they are needed; else it would gather a small model whole."""
-    return mock.patch.dict("parallel.data.zero3._LIMITS", {"stage3_prefetch_bucket_size": 0})
 
 
 @dataclass(frozen=True)

@@ -81,9 +81,7 @@ def forward(run: Run, weights: Weights, batch: Tensor, *, step: int, cast: Round
 def attention(
     x: Tensor, source: Tensor, weights: Weights, name: str, run: Run, sequences: int, bias: Tensor | None, causal: bool, cast: Rounding
 ) -> Tensor:
-    """The output [T, D] of attention from x [T, D] to the source [T', D] of the same sequence. bias [32, H]: for each bucket of positions
-    (see `buckets`).
-    """
+    """Attention [T, D] from x [T, D] to the source [T', D] of the same sequence. bias [32, H]: of each bucket (see `buckets`)."""
     model = run.model
     heads, groups = model.num_heads, model.num_kv_heads or model.num_heads
     size = model.head_size or model.d_model // model.num_heads

@@ -32,9 +32,7 @@ Weights = dict[str, Tensor]  # name in checkpoints -> tensor
 
 @dataclass(frozen=True)
 class Layer:
-    """The results of a layer: output [T, D]; gates [T, E], 0 for tokens without a slot; choices of each expert before dropping; number of
-    choices with a slot. Losses are not multiplied by their weights, and are over the given tokens.
-    """
+    """Results of a layer: output; gates [T, E], 0 without a slot; each expert's choices; number that kept a slot; unweighted losses."""
 
     y: Tensor
     gates: Tensor

@@ -70,9 +70,7 @@ class _Disturb(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Passed:
-    """The results of a forward pass. loss: cross-entropy summed over the predicted tokens; layers: results of MoE layers by name; ahead:
-    the loss of multi-token prediction, summed over tokens, mean over depths.
-    """
+    """Results of a forward pass: cross-entropy summed over tokens; MoE layers by name; sum of multi-token losses, mean over depths."""
 
     loss: Tensor
     layers: dict[str, Layer]
@@ -275,10 +273,7 @@ def _turned(x: Tensor, rope: Rope, cast: Rounding) -> Tensor:
 
 
 def _rate(rope: Rope, pair: int, half: int, length: int) -> float:
-    """The angle in radians by which pair p of C/2 = `half` turns at each position: 1 / base^(2p/C), divided by up to the scaling factor.
-
-    Sources: Llama 3.1; YaRN (arXiv 2309.00071).
-    """
+    """The radians by which pair p of `half` turns at each position: base^(-p / half), scaled as in Llama 3.1 or YaRN (arXiv 2309.00071)."""
     rate = math.pow(rope.base, -pair / half)
     if rope.scaling in ("ntk", "dynamic"):  # the slowest pair is slowed by the factor, faster ones by its powers below 1
         factor = rope.factor
@@ -304,7 +299,6 @@ def _rate(rope: Rope, pair: int, half: int, length: int) -> float:
 
 def buckets(queries: int, keys: int, *, both_ways: bool) -> Tensor:
     """T5's bucket, of 32, of each (query, key), int64 [queries, keys]: half of the buckets for one distance each, the others up to 128.
-
     both_ways: in an encoder, 16 buckets are for later keys, and 16 for the others.
     """
 

@@ -187,9 +187,7 @@ def _limited(row: list[float], spec: RouterSpec) -> list[float]:
 
 
 def _even_plan(logits: Tensor, valid: list[bool]) -> Tensor:
-    """Sinkhorn: a group's logits [T, E] plus a correction of each expert after which all get equal shares of the tokens. Rows and columns
-    are scaled in turn, 20 times.
-    """
+    """Sinkhorn: a group's logits [T, E], corrected for equal shares of the experts: rows and columns are scaled in turn, 20 times."""
     powers = logits.double().exp() * torch.tensor(valid).unsqueeze(1)
     column = torch.ones(1, logits.shape[1], dtype=torch.float64)
     for _ in range(20):

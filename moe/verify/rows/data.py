@@ -81,9 +81,7 @@ def _replica_cases() -> list[Case]:
 
 
 def _batch_cases() -> list[Case]:
-    """Batches with different numbers of tokens on each rank, and a step that is skipped because one rank's gradient overflows. In fp32:
-    counting and skipping do not depend on the precision.
-    """
+    """Ranks with different numbers of tokens, and a step that one rank's overflow skips. In fp32, on which neither depends."""
     return [
         Case(model, kind, world, ep, microbatches, "fp32", padded=padded, overflow=not padded)
         for world in WORLDS

@@ -14,9 +14,8 @@ THREE = ("dense", "gshard", "deepseek")
 
 
 def pipeline_cases() -> list[Case]:
-    """Return cases of every schedule: with recompute, in each precision, and with engines that shard over replicas of the pipeline.
-
-    Tied embeddings are on two stages, or twice on one rank. Some stages have layers with experts, others have none.
+    """Return cases of every schedule: with recompute, in each precision, and with engines that shard over replicas of the pipeline. Tied
+    embeddings are on two stages, or twice on one rank. Some stages have layers with experts, others have none.
     """
     found = []
     for world, pp in ((2, 2), (4, 4), (4, 2)):

@@ -84,9 +84,7 @@ def _grid_cases() -> list[Case]:
 
 
 def _sliced_cases() -> list[Case]:
-    """tensor.sequence_parallel: slices of the sequences between layers, whole sequences in MoE layers. tp 4 does not divide the 10 tokens
-    of a sequence.
-    """
+    """tensor.sequence_parallel: slices of the sequences between layers, whole ones in MoE layers. 10 tokens are unequal slices for tp 4."""
     found = []
     for world in (2, 4):
         one = partial(Case, world=world, tp=2, tensor="sliced", microbatches=1)
@@ -126,9 +124,7 @@ def _overlapped_cases() -> list[Case]:
 
 
 def _dtensor_cases() -> list[Case]:
-    """tensor.kind dtensor, which shards as 1d does. Fewer rows test torch's own collectives within layers, with each engine, recompute,
-    tiles, slices, sp, stages and bf16.
-    """
+    """tensor.kind dtensor, which shards as 1d does: fewer rows, which test torch's own collectives in layers of every kind."""
     found = []
     for world in (2, 4):
         one = partial(Case, world=world, tp=2, tensor="dtensor", microbatches=1)
@@ -145,9 +141,7 @@ def _dtensor_cases() -> list[Case]:
 
 
 def _staged_cases() -> list[Case]:
-    """Tensor parallelism in pipelines: stages send whole activations, backward passes are split, and a tied embedding is on two stages or
-    twice on one rank.
-    """
+    """Tensor parallelism in pipelines: stages send whole activations, and a tied embedding is on two stages or twice on one rank."""
     schedules = {"ddp": ("1f1b", "interleaved", "zb_h1", "chimera"), "zero1": ("1f1b",), "fsdp": ("1f1b",)}
     return [
         replace(staged(model, kind, 4, 2, schedule, "fp32"), world=world, microbatches=6 if world == 4 else 3, ep=ep, tp=2, tensor="1d")
