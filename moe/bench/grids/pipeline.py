@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -110,16 +111,16 @@ def times_rows(ranks: int, names: list[str], *, microbatches: int, steps: int = 
 
 
 def _timed(rank: int, ranks: int, names: list[str], microbatches: int, steps: int, scale: float) -> list[dict[str, Any]]:
-    """Time each schedule on this rank. Return dicts: `steps` (see `_time_steps`), seconds of a message (`transfer`) and a `sum`."""
+    """Run each schedule on this rank. Return dicts: `steps` (see `_time`), and the seconds of a message (`transfer`) and of a `sum`."""
     mesh = connect(rank, ranks)
-    axis, found = mesh.axis("pp"), []
+    found = []
     for name in names:
-        timed = _time_steps(mesh, schedule_for(name, ranks, microbatches), steps, scale)
-        found.append({"steps": timed, "transfer": _transfer_seconds(axis), "sum": _sum_seconds(axis)})
+        timed = _time(mesh, schedule_for(name, ranks, microbatches), steps, scale)
+        found.append({"steps": timed, "transfer": _transfer_seconds(mesh.axis("pp")), "sum": _sum_seconds(mesh.axis("pp"))})
     return found
 
 
-def _time_steps(mesh: Mesh, schedule: Schedule, steps: int, scale: float) -> list[dict[str, Any]]:
+def _time(mesh: Mesh, schedule: Schedule, steps: int, scale: float) -> list[dict[str, Any]]:
     """Run the steps after a warm-up. Return for each its `start` and `end` in seconds, and the mean seconds of `actions` such as "F0"."""
     axis = mesh.axis("pp")
     copied = len(schedule.homes[0]) > 1  # a stage with copies on several ranks takes as long as all stages of a rank
@@ -147,14 +148,10 @@ def _time_steps(mesh: Mesh, schedule: Schedule, steps: int, scale: float) -> lis
 
 
 def _means(record: list[TimedAction]) -> dict[str, float]:
-    found: dict[str, list[float]] = {}
+    found: dict[str, list[float]] = defaultdict(list)
     for took in record:
-        found.setdefault(_key(took.action), []).append(took.end - took.start)
+        found[f"{took.action.op}{took.action.stage}"].append(took.end - took.start)
     return {key: statistics.mean(seconds) for key, seconds in found.items()}
-
-
-def _key(action: Action) -> str:
-    return f"{action.op}{action.stage}"
 
 
 def _transfer_seconds(axis: Axis, *, times: int = 20) -> float:
@@ -185,7 +182,7 @@ def _simulated(schedule: Schedule, actions: list[dict[str, float]], *, transfer:
     """The timeline simulated from the seconds of each rank's actions, by their keys, of a message and of a sum of gradients."""
 
     def cost(rank: int, action: Action) -> float:
-        return summation if action.op is Op.S else actions[rank][_key(action)]
+        return summation if action.op is Op.S else actions[rank][f"{action.op}{action.stage}"]
 
     return simulate(schedule, cost, transfer_time=transfer)
 

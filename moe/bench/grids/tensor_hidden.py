@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -95,11 +95,6 @@ def _counted(one: Pass, chunks: int, *, ranks: int) -> float:
     return (times[0] - times[1]) / LINK
 
 
-class _Clock(Protocol):
-    def now(self) -> float: ...
-    def wait_until(self, time: float) -> None: ...
-
-
 class _WallClock:
     now = staticmethod(time.perf_counter)
 
@@ -130,7 +125,7 @@ class _ProductClock(TorchDispatchMode):
 class _Link:
     """Starts a collective on a slowed link, which sends its chunks one after another, each for its share of `seconds`."""
 
-    def __init__(self, start: Start, seconds: float, clock: _Clock) -> None:
+    def __init__(self, start: Start, seconds: float, clock: _WallClock | _ProductClock) -> None:
         self.start, self.seconds, self.clock, self.free_at = start, seconds, clock, 0.0
 
     def __call__(self, tensor: Tensor, axis: Axis) -> Started:
@@ -140,7 +135,7 @@ class _Link:
 
 
 class _Slowed(Started):
-    def __init__(self, started: Started, clock: _Clock, done_at: float) -> None:
+    def __init__(self, started: Started, clock: _WallClock | _ProductClock, done_at: float) -> None:
         self.started, self.clock, self.done_at = started, clock, done_at
 
     def wait(self) -> Tensor:

@@ -7,8 +7,8 @@
 
 All run in turn in every round; a ratio is the median over rounds. `over_limit` is the time divided by the limit's; `over_peers` is
 our time divided by the peer's (below 1: ours is faster). Peak memory is the bytes that torch holds in addition to weights and input,
-including gradients. Two more tables: growth with tokens and experts, and moving rows compared with a plain copy
-(moe/bench/layers/moves.py). `moe bench dispatch --peers all --json FILE`.
+including gradients. Two more tables: growth with tokens and experts, and moving tokens to rows and back compared with a plain copy.
+`moe bench dispatch --peers all --json FILE`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from typing import Any
 
 import torch
 
-from moe.bench.layers import gpu_layers, layers, moves
+from moe.bench.layers import gpu_layers, layers
 from moe.bench.layers.layers import LayerCase, Pass, Shape
 from moe.bench.timing import conclude, in_turn, peak_bytes, ratio
+from moe.kernels import choose
 from parallel.errors import BadInput, did_you_mean
 from parallel.process.malloc import keep_freed_memory
 
@@ -68,6 +69,8 @@ PEERS: dict[str, dict[str, Make]] = {
     },
 }
 TABLES = ("growth", "moves")  # further tables, which --only can name
+MOVED_BYTES = {"cpu": 2**25, "cuda": 2**33}  # moved in one timing: many, so that launches and clock reads hardly count
+MOST_MOVES = 64  # repetitions of a move in one timing
 
 
 def main(*, peers: str = "all", only: str | None = None, rounds: int = 7, json: str | None = None) -> int:
@@ -90,7 +93,7 @@ def main(*, peers: str = "all", only: str | None = None, rounds: int = 7, json: 
     if only in (None, "growth"):
         rows += _growth(device, rounds=rounds)
     if only in (None, "moves"):
-        rows += moves.measure(balanced, rounds=rounds)
+        rows += measure_moves(balanced, rounds=rounds)
     return conclude(json, "dispatch", rows, rounds=rounds, threads=torch.get_num_threads())
 
 
@@ -191,3 +194,50 @@ def _growth(device: torch.device, *, rounds: int) -> list[dict[str, Any]]:
         rows.append({"kind": "growth", "what": what, "shapes": [str(s) for s in shapes], "time": time, "memory": memory})
         print(f"  {what:<20} {time:>6.2f} {memory:>7.2f}")
     return rows
+
+
+def measure_moves(cases: list[LayerCase], *, rounds: int) -> list[dict[str, Any]]:
+    """Print and return a row for each case and direction: permute (tokens [T, D] to rows [R, D], sorted by expert), and unpermute.
+
+    `share` is the time of a copy of as many bytes divided by the move's: 1 is the full memory bandwidth. Fused kernels gather rows inside
+    their products and do neither (docs/moe/kernels.md).
+    """
+    print(f"\nrows moved\n  {'shape and dtype':<34} {'what':<10} {'MiB':>7} {'GB/s':>8} {'copy GB/s':>9} {'share':>6}")
+    return [row for case in cases for row in _moves(case, rounds=rounds)]
+
+
+@torch.no_grad()
+def _moves(case: LayerCase, *, rounds: int) -> list[dict[str, Any]]:
+    s, kernels = case.shape, choose()
+    expert_TK = case.experts_of_tokens()
+    plan = kernels.plan(expert_TK, torch.ones_like(expert_TK, dtype=torch.bool), num_experts=s.experts)
+    x_TD, gate_TK = case.inputs(), torch.full(expert_TK.shape, 1 / s.k, device=case.device)
+    rows_RD = kernels.permute(x_TD, plan)
+    work: dict[str, tuple[int, Callable[[], object]]] = {
+        "permute": (2 * s.rows * s.width, lambda: kernels.permute(x_TD, plan)),
+        "unpermute": ((s.rows + s.tokens) * s.width, lambda: kernels.combine(rows_RD, gate_TK, plan)),
+    }
+    found = []
+    for what, (numbers, move) in work.items():
+        moved = numbers * case.dtype.itemsize
+        source = torch.ones(numbers // 2, dtype=case.dtype, device=case.device)
+        copied = torch.empty_like(source)
+        times = min(MOST_MOVES, max(1, MOVED_BYTES[case.device.type] // moved))
+        repeated = {"ours": _repeated(move, times), "copy": _repeated(partial(copied.copy_, source), times)}
+        seconds = in_turn(repeated, rounds=rounds, device=case.device)
+        speed = {name: moved * times / statistics.median(values) / 1e9 for name, values in seconds.items()}
+        share, dtype = ratio(seconds["copy"], seconds["ours"]), str(case.dtype).removeprefix("torch.")
+        row = {"kind": "moves", "what": what, "shape": list(vars(s).values()), "dtype": dtype, "bytes": moved}
+        row |= {"gb_per_s": speed["ours"], "copy_gb_per_s": speed["copy"], "share": share}
+        cells = f"{moved / 2**20:>7.1f} {speed['ours']:>8.1f} {speed['copy']:>9.1f} {share:>6.2f}"
+        print(f"  {f'{s} {dtype}':<34} {what:<10} {cells}", flush=True)
+        found.append(row)
+    return found
+
+
+def _repeated(run: Callable[[], object], times: int) -> Callable[[], None]:
+    def work() -> None:
+        for _ in range(times):
+            run()
+
+    return work

@@ -175,7 +175,7 @@ class DeepSpeedAlone:
 
         self.module, self.layouts = model, layouts
         zero = {"stage": stage, "reduce_bucket_size": BUCKET_ELEMENTS}
-        settings = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": run.pipeline.microbatches}
+        settings: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": run.pipeline.microbatches}
         settings |= {"bf16": {"enabled": True}, "zero_optimization": zero}
         optimizer = adamw_of(run, model.named_parameters())
         self.engine, *_ = start_deepspeed().initialize(model=model, optimizer=optimizer, dist_init_required=False, config=settings)

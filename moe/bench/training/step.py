@@ -160,7 +160,7 @@ def _transformers(rank: int, precision: str) -> Step:
 
     def make(run: Run) -> nn.Module:
         experts = run.experts.of_layer(0)
-        sizes = {"d_model": run.model.d_model, "d_ff": run.model.d_ff, "num_experts": experts}
+        sizes: dict[str, Any] = {"d_model": run.model.d_model, "d_ff": run.model.d_ff, "num_experts": experts}
         capacity = int(CAPACITY * LENGTH / experts)
         settings = SwitchTransformersConfig(**sizes, expert_capacity=capacity, router_jitter_noise=0.0, dropout_rate=0.0)
         return _Other(SwitchTransformersSparseMLP(settings), returns_loss=False)

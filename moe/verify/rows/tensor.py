@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from moe.verify.cases import PACKED, SLICED, Case
 from moe.verify.rows.pipeline import staged
 from parallel.data.kinds.catalog import planned
 from parallel.mesh.grids import SMALLEST
 
-TILED = {"tiles": 5, "head_tiles": 3, "chunks": 7}
+TILED: dict[str, Any] = {"tiles": 5, "head_tiles": 3, "chunks": 7}
 
 
 def tensor_cases() -> list[Case]:
