@@ -213,7 +213,8 @@ def slots_of(spec: RouterSpec, group_tokens: int, num_experts: int) -> int | Non
         return None
     choices = spec.num_choices if spec.capacity_counts == "choices" else 1
     share = Fraction(str(spec.capacity_factor)) * group_tokens * choices / num_experts
-    whole = {"ceil": math.ceil, "floor": math.floor, "round": round}[spec.capacity_rounding](share)
+    rounding: dict[str, Callable[[Fraction], int]] = {"ceil": math.ceil, "floor": math.floor, "round": round}
+    whole = rounding[spec.capacity_rounding](share)
     whole = math.ceil(Fraction(whole, spec.capacity_multiple)) * spec.capacity_multiple
     return min(group_tokens, max(whole, spec.min_capacity))
 
