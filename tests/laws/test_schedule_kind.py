@@ -205,7 +205,6 @@ MAY_NAME = {
     "moe/verify/rows/pipeline.py": "rows",
     "moe/verify/rows/sequence.py": "rows",
     "moe/verify/rows/tensor.py": "rows",
-    "moe/verify/hybrid.py": "rows",
     "moe/verify/kinds.py": "rows",
 }
 

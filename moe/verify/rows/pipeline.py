@@ -67,6 +67,6 @@ def staged(model: str, engine: str, world: int, pp: int, schedule: str, precisio
     dp, kind = world // pp, SCHEDULES[schedule]
     least = 2 * pp - 1 if schedule == "zb_h2" else 4  # with fewer, zb_h2 puts no weight gradient into a bubble
     fit = (m for m in divisors(BATCH // dp) if m >= least and m % pp == 0 and kind.refusal(Size(pp, m)) is None)
-    ep, microbatches = dp if model != "dense" else 1, kind.update_every or next(fit)
+    ep, microbatches = dp if model != "dense" else 1, kind.update_every or next(fit, least)  # if none fits, the row is refused when it runs
     layers = LAYERS[pp][int(kind.chunks != 1)]
     return Case(model, engine, world, ep, microbatches, precision, recompute, pp=pp, schedule=schedule, layers=layers)
