@@ -17,10 +17,9 @@ from moe.plan.memory.kept import router_kept
 from moe.plan.memory.stack import OURS
 from moe.recipe.load import load
 from moe.recipe.sections import Run
+from moe.router.checks import check_causal, needs_group
 from moe.router.methods import catalog
 from moe.router.methods.method import Method, RoutingRequest
-from moe.router.slots.causal import check_causal
-from moe.router.slots.groups import needs_group
 from moe.verify import expected, layouts, twin
 from moe.verify.cases import Case
 from moe.verify.compare import compare

@@ -24,7 +24,7 @@ from moe.model.transformer import Transformer
 from moe.nn.context import Context
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
-from moe.router.losses.balance import join
+from moe.router.losses import join
 from parallel.data.kinds.catalog import PLAIN
 from parallel.errors import BadInput, did_you_mean
 from parallel.numerics.precision import DTYPES
