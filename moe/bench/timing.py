@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from moe.launch import exit_codes
 
-def in_turn(work: Mapping[str, Callable[[], object]], *, rounds: int, device: torch.device, warmups: int = 2) -> dict[str, list[float]]:
-    """Seconds of each piece of work in each round. Every second round runs in reverse order, so that no work always follows the same
-    one.
+
+def in_turn(
+    work: Mapping[str, Callable[[], object]],
+    *,
+    rounds: int,
+    device: torch.device,
+    warmups: int = 2,
+    before: Callable[[], object] | None = None,
+) -> dict[str, list[float]]:
+    """Return the seconds of each function of `work` in each round. Every second round is in reverse order, so that no function always
+    follows the same one. before: called before each run, outside the measured time.
     """
     for run in work.values():
         for _ in range(warmups):
@@ -20,32 +30,54 @@ def in_turn(work: Mapping[str, Callable[[], object]], *, rounds: int, device: to
     seconds: dict[str, list[float]] = {name: [] for name in work}
     for number in range(rounds):
         for name in list(work)[:: 1 if number % 2 == 0 else -1]:
-            seconds[name].append(once(work[name], device))
+            if before is not None:
+                before()
+            wait(device)
+            started = time.perf_counter()
+            work[name]()
+            wait(device)
+            seconds[name].append(time.perf_counter() - started)
     return seconds
 
 
-def once(run: Callable[[], object], device: torch.device) -> float:
-    """Seconds of one run."""
-    wait(device)
-    started = time.perf_counter()
-    run()
-    wait(device)
-    return time.perf_counter() - started
-
-
 def wait(device: torch.device) -> None:
-    """Wait for the work on a GPU; does nothing on a CPU."""
+    """Wait for the work on a GPU; do nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def ratio(a: list[float], b: list[float]) -> float:
-    """Median over rounds of a / b."""
+def ratio(a: Sequence[float], b: Sequence[float]) -> float:
+    """Return the median over rounds of a / b."""
     return statistics.median(x / y for x, y in zip(a, b, strict=True))
 
 
+def slowest(seconds: Sequence[dict[str, list[float]]]) -> dict[str, list[float]]:
+    """Return the slowest rank's seconds of each function and round, from the ranks' results of `in_turn`: ranks share cores."""
+    return {name: [max(times) for times in zip(*(rank[name] for rank in seconds), strict=True)] for name in seconds[0]}
+
+
+@dataclass(frozen=True)
+class Race:
+    """Two functions with the same result, by their names in `in_turn`. most: the largest allowed ratio of their seconds; None: any."""
+
+    name: str
+    ours: str
+    theirs: str
+    most: float | None
+
+
+def race_row(race: Race, seconds: dict[str, list[float]], *, ranks: int) -> dict[str, Any]:
+    """Print and return the row of a race: the median over rounds of ours / theirs, and its quartiles, of which the lower one is judged."""
+    ratios = [a / b for a, b in zip(seconds[race.ours], seconds[race.theirs], strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    took, processes = statistics.median(seconds[race.ours]), f"{ranks} rank{'s' * (ranks > 1)}"
+    print(f"{race.name:<46} {processes} {took:8.3f} s   ratio {middle:5.2f} ({low:.2f} to {high:.2f})", flush=True)
+    row = {"race": race.name, "ranks": ranks, "seconds": took, "ratio": middle, "quartiles": [low, high]}
+    return row if race.most is None else row | {"passed": low <= race.most}
+
+
 def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
-    """Peak bytes that torch held, minus those before the run. On a CPU, scratch memory of the matrix library is not included."""
+    """Return the peak of the bytes that torch holds during the run, minus those before. On a CPU, without the matrix library's own."""
     if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -63,3 +95,12 @@ def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
         held += event.nbytes()
         peak = max(peak, held)
     return peak
+
+
+def conclude(json: str | None, name: str, rows: Sequence[dict[str, Any]], **more: Any) -> int:
+    """Write the rows of `moe bench NAME`, with the entries `more`, to the file `json`, if given. Return 1 if a row did not pass, else 0."""
+    if json:
+        from moe.records.results import write_json  # here, because it needs packages that a GPU machine may lack
+
+        write_json(json, verb=f"bench {name}", rows=rows, **more)
+    return exit_codes.of(all(row.get("passed") is not False for row in rows))

@@ -1,12 +1,12 @@
-"""`moe plan --calibrate`: measures this machine and writes a cluster file, by which `moe plan --cluster FILE` and `moe train` predict.
+"""`moe plan --calibrate`: measures this machine and writes a cluster file, with which `moe plan --cluster FILE` and `moe train` predict.
 
-    kernels.py      products by size, attention, memory bandwidth, shortest kernel     one rank a core, in parallel
+    kernels.py      products by size, attention, memory bandwidth, shortest kernel     one rank for each core, in parallel
     links.py        collectives by number of ranks and bytes                           2, 4, 8, ... ranks up to --nproc
     own_step.py     whole steps of small models, each rank by itself                   the program's time besides products
 
-The steps determine three constants by least squares without negative values, relative to each step: predicted = products + attention +
-launch_us * kernels + pointwise * streamed bytes + step_ms. A fourth, gather_us, is the extra time of FSDP's steps on two ranks compared
-with DDP's, for each gather, beyond the collective. On GPUs the constants of moe/plan/machine/program.py are kept.
+Least squares of the steps' relative errors, without negative values, give three constants: predicted = products + attention + launch_us *
+kernels + pointwise * streamed bytes + step_ms. A fourth, gather_us, is the extra time of FSDP's steps on two ranks compared with DDP's,
+for each gather, in addition to the collective. On GPUs the constants of moe/plan/machine/program.py are kept.
 """
 
 from __future__ import annotations
@@ -37,19 +37,20 @@ from parallel.process.fork import run_on_ranks
 from parallel.store.files import check_writable, write_text
 
 TIMEOUT_S = 600.0
-MOST_AT_ONCE = 16  # ranks that measure kernels
-THREADED = (1024, 768, 768)  # the product that measures the speed of threads
-# (layers, width, hidden, heads, positions, sequences): from mostly launches to mostly products
+SOURCE = "moe plan --calibrate"
+MOST_AT_ONCE = 16  # most ranks that measure kernels at the same time
+THREADED = (1024, 768, 768)  # (m, n, k) of the product that several threads compute
+# (layers, width, hidden, heads, positions, sequences) of models whose steps are from mostly launches to mostly products
 STEPS = ((2, 64, 256, 2, 64, 4), (6, 64, 256, 2, 64, 4), (2, 128, 512, 4, 128, 8), (4, 192, 768, 8, 160, 8), (2, 320, 1280, 8, 128, 8))
-SHARDED = (6, 64, 256, 2, 64, 16)  # sizes of the steps with FSDP and DDP, dominated by gathers of few bytes
+SHARDED = (6, 64, 256, 2, 64, 16)  # the same of steps with FSDP and DDP, in which gathers of few bytes take most of the time
 
 
 def main(*, out: Path | None = None, nproc: int | None = None) -> int:
-    """Measure, print and write. `out`: the user's machine.yaml if not given; `nproc`: most ranks of collectives, the cores by default."""
+    """Measure, print and write. out: None: the user's machine.yaml; nproc: most ranks of collectives, None: as many as cores or GPUs."""
     if out is not None:
         check_writable(out, what="--out")
     began = time.perf_counter()
-    torch.set_num_threads(1)  # ranks are forks of this process
+    torch.set_num_threads(1)  # before ranks are forked
     gpus = torch.cuda.device_count()
     made = _gpus(gpus, nproc or gpus) if gpus else host(nproc or usable_cores())
     path = out or measured_file()
@@ -66,47 +67,34 @@ def text(cluster: Cluster) -> str:
 
 
 def host(ranks: int) -> Cluster:
-    """Measure a host without accelerators. Its devices are processes, which share cores and memory. At least two are measured: one has no
-    collectives."""
-    ranks = max(2, ranks)
-    cores = usable_cores()
+    """Measure a host without accelerators, whose devices are processes that share cores and memory; two at least, for collectives."""
+    ranks, cores = max(2, ranks), usable_cores()
     at_once = min(cores, MOST_AT_ONCE)
     found = _typical(run_on_ranks(_of_core, at_once, timeout_s=TIMEOUT_S))
     core = device(processor(), memory_limit_bytes() / 2**30, 1, found)
     times = _times(ranks, "cpu")
-    cluster = Cluster(
-        name="machine",
-        device=core,
-        devices_per_node=ranks,
-        nodes=1,
-        inside=inside(times),
-        between=Between(node_gb_s=1.0, device_gb_s=1.0, share=1.0, latency_us=100.0, tree_us=100.0),
-        cores=cores,
-        threads=_threads(cores),
-        sources=("moe plan --calibrate",),
-    )
+    between = Between(node_gb_s=1.0, device_gb_s=1.0, share=1.0, latency_us=100.0, tree_us=100.0)
+    cluster = Cluster("machine", core, ranks, 1, inside(times), between, cores=cores, threads=_threads(cores), sources=(SOURCE,))
     cluster = replace(cluster, program=program(cluster, at_once))
     return replace(cluster, program=cluster.program | {"gather_us": gather_us(cluster)})
 
 
 def _gpus(count: int, ranks: int) -> Cluster:
-    """Measure GPUs: the first one represents all; links between them by NCCL."""
-    times = _times(min(ranks, count), "cuda")  # before this process has a context, which a fork cannot use
+    """Measure GPUs: kernels on the first one, for all; collectives by NCCL."""
+    times = _times(min(ranks, count), "cuda")  # forks, which cannot use a CUDA context of this process: made before there is one
     (found,) = run_on_ranks(_of_gpu, 1, timeout_s=TIMEOUT_S)
     gpu = device(found["name"], found["memory_gib"], found["units"], found)
     linked = inside(times) if times else Inside({1: 1.0}, 10.0, 0.0, 1.0)
     between = Between(node_gb_s=25.0, device_gb_s=25.0, share=0.85, latency_us=14.0, tree_us=14.0)
-    sources = ("moe plan --calibrate", "between: assumed, one adapter of 200 Gb/s: mend it for several nodes")
+    sources = (SOURCE, "between: assumed, one adapter of 200 Gb/s: mend it for several nodes")
     return Cluster("machine", gpu, count, 1, linked, between, sources=sources)
 
 
-# --- measuring, on ranks ---------------------------------------------------------------------------------------------
+# --- measurements on ranks -------------------------------------------------------------------------------------------
 
 
 def _of_core(_: int) -> dict[str, Any]:
-    return kernels.measure(
-        own_step.CPU, {kind: dtype for kind, dtype in _DTYPES.items() if kind == "fp32" or multiplies(dtype, own_step.CPU)}
-    )
+    return kernels.measure(own_step.CPU, {kind: d for kind, d in _DTYPES.items() if kind == "fp32" or multiplies(d, own_step.CPU)})
 
 
 def _of_gpu(_: int) -> dict[str, Any]:
@@ -119,17 +107,15 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def _times(ranks: int, place: str) -> dict[int, dict[str, dict[int, float]]]:
-    """Return times of collectives by number of ranks: 2, 4, 8, ..., and `ranks`."""
-    counts = sorted({n for n in (2, 4, 8, 16, 32, 64) if n <= ranks} | ({ranks} if ranks > 1 else set()))
+    """The times of collectives (links.py) by number of ranks: 2, 4, 8, ..., and `ranks`."""
+    counts = sorted({n for n in (2, 4, 8, 16, 32, 64, ranks) if 1 < n <= ranks})
     return {n: run_on_ranks(links.measure, n, n, place, timeout_s=TIMEOUT_S)[0] for n in counts}
 
 
 def _threads(cores: int) -> dict[int, float]:
-    """Return a process's speed-up by number of threads."""
-    found = {}
-    for count in sorted({n for n in (1, 2, 4, 8, 16, 32, 64) if n <= cores} | {cores}):
-        (seconds,) = run_on_ranks(_with_threads, 1, count, timeout_s=TIMEOUT_S)
-        found[count] = seconds
+    """The speed of a process by its number of threads, relative to one thread."""
+    counts = sorted({n for n in (1, 2, 4, 8, 16, 32, 64, cores) if n <= cores})
+    found = {count: run_on_ranks(_with_threads, 1, count, timeout_s=TIMEOUT_S)[0] for count in counts}
     return {count: round(found[1] / seconds, 3) for count, seconds in found.items()}
 
 
@@ -140,28 +126,20 @@ def _with_threads(_: int, count: int) -> float:
     return kernels.timed(lambda: torch.mm(a, b), own_step.CPU)
 
 
-def _own_steps(rank: int, ranks: int) -> list[float]:
-    return own_step.in_turn(rank, ranks, [recipe(*size) for size in STEPS], alone=True)
-
-
-def _sharded_steps(rank: int, ranks: int) -> list[float]:
-    return own_step.in_turn(rank, ranks, [sharded(kind) for kind in (PLAIN, CUT)])
-
-
 def sharded(kind: str) -> dict[str, Any]:
-    """Return the recipe of a step with many gathers of few parameters."""
+    """Return the recipe's values of a step with many gathers of few parameters. kind: sharding.kind."""
     return recipe(*SHARDED) | {"sharding": {"kind": kind}, "pipeline": {"microbatches": 4}}
 
 
 def recipe(layers: int, width: int, hidden: int, heads: int, length: int, sequences: int) -> dict[str, Any]:
-    """Return the recipe of a dense model in fp32 on one rank."""
+    """Return the recipe's values of a dense model in fp32 on one rank."""
     model = {"num_layers": layers, "d_model": width, "d_ff": hidden, "num_heads": heads, "max_length": length, "vocab_size": 512}
     train = {"global_batch": sequences, "eval_sequences": sequences}
     return {"model": model, "train": train, "precision": {"compute": "fp32"}, "optimizer": {"warmup_steps": 0}}
 
 
 def _typical(found: list[Any]) -> Any:
-    """Return the median over ranks of each number in equal nests of mappings and lists."""
+    """The median over ranks of each number, in dicts and lists of the same form."""
     first = found[0]
     if isinstance(first, dict):
         return {key: _typical([one[key] for one in found]) for key in first}
@@ -172,46 +150,37 @@ def _typical(found: list[Any]) -> Any:
 
 
 def device(name: str, memory_gib: float, units: int, found: dict[str, Any]) -> Device:
+    """Return a device with the measurements of kernels.py."""
     peaks = {kind: round(max(rates.values()), 4) for kind, rates in found["rates"].items()}
     kind = "bf16" if units > 1 and "bf16" in peaks else "fp32"
     times = found["attention"][kind]
-    of_64 = (times[0] + times[1] / (4 * 64), times[2] + times[3] / (10 * 64))  # picoseconds of an operation, with heads of 64 channels
-    forward, backward = (min(1.0, round(1 / one / peaks[kind], 4)) for one in of_64)
-    return Device(
-        name=name,
-        memory_gib=round(memory_gib, 3),
-        memory_gb_s=round(found["memory_gb_s"], 3),
-        units=units,
-        peak_tflops=peaks,
-        sustained=1.0,
-        attention=(forward, backward),
-        memory_share=1.0,
-        launch_us=round(found["launch_us"], 3),
-        rates={kind: {flops: round(rate, 5) for flops, rate in rates.items()} for kind, rates in found["rates"].items()},
-        attention_times={kind: [round(one, 3) for one in of] for kind, of in found["attention"].items()},
-    )
+    channels = 64  # of a head for which attention's share of the best product's rate is stated
+    of_operation = (times[0] + times[1] / (4 * channels), times[2] + times[3] / (10 * channels))
+    forward, backward = (min(1.0, round(1 / one / peaks[kind], 4)) for one in of_operation)
+    rates = {kind: {flops: round(rate, 5) for flops, rate in rates.items()} for kind, rates in found["rates"].items()}
+    attention: dict[str, Any] = {
+        "attention": (forward, backward),
+        "attention_times": {kind: [round(one, 3) for one in of] for kind, of in found["attention"].items()},
+    }
+    memory = {"memory_gib": round(memory_gib, 3), "memory_gb_s": round(found["memory_gb_s"], 3), "memory_share": 1.0}
+    launch = round(found["launch_us"], 3)
+    return Device(name=name, units=units, peak_tflops=peaks, rates=rates, sustained=1.0, launch_us=launch, **memory, **attention)
 
 
 def inside(times: dict[int, dict[str, dict[int, float]]]) -> Inside:
-    largest = max(links.SIZES)
+    """Return the links of a machine from the microseconds of collectives by number of ranks, kind and bytes."""
+    smallest, largest, two = min(links.SIZES), max(links.SIZES), times[min(times)]
     bus = {n: round((n - 1) / n * largest / found["all_gather"][largest] / 1e3, 4) for n, found in times.items()}
-    smallest = min(links.SIZES)
-    two = times[min(times)]
     tables = {kind: {n: found[kind] for n, found in times.items()} for kind in links.KINDS if kind != "send"}
-    return Inside(
-        bus_gb_s=bus,
-        latency_us=two["all_reduce"][smallest],
-        hop_us=0.0,
-        pair_gb_s=round(largest / two["send"][largest] / 1e3, 4),
-        times=tables | {"send": {2: two["send"]}},
-    )
+    pair, tables["send"] = round(largest / two["send"][largest] / 1e3, 4), {2: two["send"]}
+    return Inside(bus_gb_s=bus, latency_us=two["all_reduce"][smallest], hop_us=0.0, pair_gb_s=pair, times=tables)
 
 
 def program(cluster: Cluster, at_once: int) -> dict[str, float]:
-    """Fit the three constants to steps that `at_once` ranks make in parallel."""
+    """Return launch_us, pointwise and step_ms, fitted to steps that `at_once` ranks take in parallel."""
     from scipy.optimize import nnls
 
-    found = run_on_ranks(_own_steps, at_once, at_once, timeout_s=TIMEOUT_S)
+    found = run_on_ranks(own_step.in_turn, at_once, at_once, [recipe(*size) for size in STEPS], True, timeout_s=TIMEOUT_S)
     measured = [median(of) for of in zip(*found, strict=True)]
     alone = replace(cluster, cores=1, devices_per_node=1)
     names = ("launch_us", "pointwise", "step_ms")
@@ -231,12 +200,13 @@ def program(cluster: Cluster, at_once: int) -> dict[str, float]:
 
 
 def gather_us(cluster: Cluster) -> float:
-    """Return the host's time for a gather of parameters: FSDP's step on two ranks minus DDP's, minus the predicted difference."""
+    """Return the host's microseconds for a gather of parameters, from the difference of FSDP's and DDP's steps on two ranks."""
     ENGINES[CUT].load()  # once, before ranks are forked
-    measured = run_on_ranks(_sharded_steps, 2, 2, timeout_s=TIMEOUT_S)[0]
+    measured = run_on_ranks(own_step.in_turn, 2, 2, [sharded(kind) for kind in (PLAIN, CUT)], timeout_s=TIMEOUT_S)[0]
     two = cluster.holding(2)
 
     def longer(around: float) -> float:
+        """The predicted seconds by which FSDP's step is longer, with gather_us `around`."""
         made = replace(own_program(two), gather_us=around)
         runs = [build_run(sharded(kind)).resolve(2) for kind in (PLAIN, CUT)]
         plain, fsdp = (step_time(network_of(run), plan_of(run), two, made).step for run in runs)

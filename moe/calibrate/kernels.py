@@ -1,7 +1,7 @@
-"""Speed of one device: products by size, attention, memory bandwidth, the shortest kernel. Medians of a few calls.
+"""Speed of one device: products by size, attention, memory bandwidth, the shortest kernel; each the median of a few calls.
 
-On a host without accelerators one rank for each core measures at the same time, with one thread: a core next to busy cores is slower than
-one alone. The median over ranks counts. Seconds are the process's CPU time there, so other work on the machine has little effect.
+On a host without accelerators one rank for each core measures at the same time, with one thread, because a core is slower while others are
+busy. Seconds are the process's CPU time there, so that other work on the machine has little effect.
 """
 
 from __future__ import annotations
@@ -15,33 +15,36 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-# (m, n, k): rows as in micro-batches, widths as in small and larger models
+# (m, n, k): numbers of rows as in micro-batches, widths as in small and larger models
 PRODUCTS = ((256, 64, 64), (512, 128, 128), (1024, 192, 192), (1024, 512, 256), (1024, 768, 768), (2048, 2048, 1024))
 LARGE_PRODUCTS = ((2048, 4096, 4096), (8192, 8192, 8192))  # for accelerators
 ATTENTION = (4, 4, 256)  # sequences, heads, positions
-HEADS = (32, 128)  # channels
+HEADS = (32, 128)  # channels of a head
 STREAM_BYTES = 64 * 2**20
-SECONDS = 0.15  # for each measurement
+SECONDS = 0.15  # duration of each measurement
 
 
 def timed(call: Callable[[], Any], device: torch.device, *, seconds: float = SECONDS) -> float:
     """Return the median seconds of a call, after two warm-up calls."""
     clock = time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
-    found: list[float] = []
-    until = None
-    while until is None or len(found) < 3 or (time.perf_counter() < until and len(found) < 1000):
-        if len(found) == 2 and until is None:
-            until, found = time.perf_counter() + seconds, []
+
+    def once() -> float:
         began = clock()
         call()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        found.append(clock() - began)
+        return clock() - began
+
+    for _ in range(2):
+        once()
+    until, found = time.perf_counter() + seconds, [once(), once(), once()]
+    while time.perf_counter() < until and len(found) < 1000:
+        found.append(once())
     return median(found)
 
 
 def products(device: torch.device, dtype: torch.dtype) -> dict[float, float]:
-    """Return the rate of matrix products of several sizes: number of floating-point operations -> TFLOP/s."""
+    """Return the TFLOP/s of matrix products by their number of floating-point operations."""
     rates = {}
     for m, n, k in PRODUCTS + (LARGE_PRODUCTS if device.type == "cuda" else ()):
         a, b = torch.randn(m, k, device=device).to(dtype), torch.randn(k, n, device=device).to(dtype)
@@ -52,20 +55,19 @@ def products(device: torch.device, dtype: torch.dtype) -> dict[float, float]:
 
 
 def attention(device: torch.device, dtype: torch.dtype) -> list[float]:
-    """Fit the time of causal attention, a * floating-point operations + b * (query, key) pairs. Return [a, b] of the forward pass, then [a,
-    b] of the backward pass, in picoseconds.
+    """Fit a and b of the time of causal attention, a * floating-point operations + b * (query, key) pairs, in picoseconds. Return [a, b] of
+    the forward pass, then [a, b] of the backward pass, which has 2.5 times the operations.
 
-    Measuring two head sizes separates a from b: operations grow with the head size, pairs do not. The mask leaves half of all pairs. The
-    backward pass has 2.5 times the operations, as moe/plan counts.
+    Two head sizes separate a from b: operations grow with the head size, pairs do not. The mask leaves half of all pairs.
     """
     sequences, heads, length = ATTENTION
     pairs = sequences * heads * length**2 / 2
     small, large = (_attention_seconds((*ATTENTION, channels), device, dtype) for channels in HEADS)
     found = []
-    for way, operations in enumerate((4.0, 10.0)):  # for each pair and channel
+    for way, operations in enumerate((4.0, 10.0)):  # operations for each pair and channel
         of_pair = [1e12 * seconds[way] / pairs for seconds in (small, large)]
         slope = max(0.0, of_pair[1] - of_pair[0]) / (HEADS[1] - HEADS[0])
-        slope = min(slope, of_pair[0] / HEADS[0])  # no negative times
+        slope = min(slope, of_pair[0] / HEADS[0])  # so that neither a nor b is negative
         found += [slope / operations, of_pair[0] - slope * HEADS[0]]
     return found
 
@@ -84,13 +86,13 @@ def _attention_seconds(shape: tuple[int, ...], device: torch.device, dtype: torc
 
 
 def bandwidth(device: torch.device) -> float:
-    """Return GB/s of a sum of two tensors too large for caches: two are read and one is written."""
+    """Return the GB/s that a sum of two tensors too large for caches reads and writes."""
     a, b = (torch.randn(STREAM_BYTES // 4, device=device) for _ in range(2))
     return 3 * STREAM_BYTES / timed(lambda: a.add_(b), device) / 1e9
 
 
 def launch_us(device: torch.device) -> float:
-    """Return microseconds from one tiny kernel to the next, of a hundred in a row."""
+    """Return the microseconds of a tiny kernel among a hundred in a row."""
     a = torch.zeros(16, device=device)
 
     def hundred() -> None:
@@ -101,7 +103,7 @@ def launch_us(device: torch.device) -> float:
 
 
 def measure(device: torch.device, dtypes: dict[str, torch.dtype]) -> dict[str, Any]:
-    """Return all measurements: `rates` (see `products`) and `attention` by the names in `dtypes`, `memory_gb_s`, `launch_us`."""
+    """Return all measurements: by the names in `dtypes` `rates` (see `products`) and `attention`; `memory_gb_s`; `launch_us`."""
     return {
         "rates": {kind: products(device, dtype) for kind, dtype in dtypes.items()},
         "attention": {kind: attention(device, dtype) for kind, dtype in dtypes.items()},

@@ -1,7 +1,5 @@
 """Seconds of this project's own training step, on running ranks: model, engine, batch and update as in the trainer.
 
-    in_turn(rank, ranks, recipes)     recipes' values -> for each the median step of the slowest rank
-
 No data is read and nothing is recorded: tokens are random, the same on all ranks of a replica.
 """
 
@@ -14,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from moe.checks.together import check_run
 from moe.data.token_shard import TokenShard
@@ -32,12 +29,12 @@ from parallel.process.process import World
 
 CPU = torch.device("cpu")
 STEPS = 9
-WARM_UP = 4  # steps until the process has all its memory: before, pages are cleared at their first touch
+WARM_UP = 4  # steps, after which the process has all its memory, whose first use takes longer
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A recipe trained on running ranks."""
+    """A recipe's model in its engine, on running ranks."""
 
     run: Run
     mesh: Mesh
@@ -53,14 +50,18 @@ class Trained:
         return Trained(run, mesh, shard_of(run, mesh, run.train.global_batch), start_executor(run, model, layouts, mesh))
 
     def step(self, number: int) -> None:
-        take_step(self.run, self.mesh, self.executor, self.shard, tokens_of(self.shard, self.run.vocab_size, number), number)
+        """Take a step with a batch of random tokens: gradients and update. Collective."""
+        tokens = (self.shard.num_sequences, self.shard.length + 1)
+        whole = torch.randint(self.run.vocab_size, tokens, generator=torch.Generator().manual_seed(number))
+        microbatches, world, scale = self.run.pipeline.microbatches, self.mesh.axis("world"), LossScale.of("none")
+        batch = self.shard.of_batch(whole)
+        numbers = accumulate(self.executor, batch, shard=self.shard, microbatches=microbatches, seed=0, step=number)
+        finish(self.executor.engine, numbers, world=world, scale=scale, lr=1e-3, clip_norm=1.0, device=CPU)
 
 
-def in_turn(rank: int, ranks: int, recipes: list[dict[str, Any]], *, alone: bool = False) -> list[float]:
-    """Return the median of STEPS steps of each recipe after WARM_UP, maximum over ranks. Recipes take turns, so that a change of the
-    machine's speed affects all alike.
-
-    `alone`: each rank trains by itself, at the same time as the others, and its seconds are CPU time.
+def in_turn(rank: int, ranks: int, recipes: list[dict[str, Any]], alone: bool = False) -> list[float]:
+    """Return for each recipe (its values) the median seconds of STEPS steps of the slowest rank. Recipes take turns, so that a change of
+    the machine's speed affects all alike. alone: each rank trains a model of its own, and its seconds are CPU time.
     """
     clock = time.process_time if alone else time.perf_counter
     trained = [Trained.start(values, World() if alone else World(rank, ranks, rank, ranks)) for values in recipes]
@@ -76,17 +77,3 @@ def in_turn(rank: int, ranks: int, recipes: list[dict[str, Any]], *, alone: bool
     if ranks > 1:
         dist.all_reduce(found, dist.ReduceOp.MAX)
     return found.tolist()
-
-
-def take_step(run: Run, mesh: Mesh, executor: Executor, shard: TokenShard, batch: Tensor, step: int) -> None:
-    """Compute gradients and update. Collective."""
-    numbers = accumulate(executor, batch, shard=shard, microbatches=run.pipeline.microbatches, seed=0, step=step)
-    world, scale = mesh.axis("world"), LossScale.of("none")
-    finish(executor.engine, numbers, world=world, scale=scale, lr=1e-3, clip_norm=1.0, device=CPU)
-
-
-def tokens_of(shard: TokenShard, vocab: int, step: int) -> Tensor:
-    """Return the rank's part of a batch of random tokens."""
-    generator = torch.Generator().manual_seed(step)
-    part: Tensor = shard.of_batch(torch.randint(vocab, (shard.num_sequences, shard.length + 1), generator=generator))
-    return part

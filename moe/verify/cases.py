@@ -1,15 +1,15 @@
-"""What `moe verify` compares: tiny models and the layouts each must be the same on (this file needs no torch).
+"""What `moe verify` compares: tiny models, and a layout of one of them as a case. Needs no torch.
 
-    --kinds data     dense and sparse models  x  {ddp, fsdp, zero1..3, offload}  x  ep  x  micro-batches  x  precision  (+ recompute)
-    --kinds expert   every router  x  every way rows travel  x  (ep, edp, etp)  x  micro-batches  x  recompute, in fp32
-    --kinds tensor   tensor parallelism  x  models  x  engines  x  (tp, dp, pp, ep, etp)  x  precision, recompute, tiles
-    --kinds sequence every way that slices of sequences attend  x  models and routers  x  engines  x  precision  x  recompute
-    --kinds pipeline every schedule  x  (pp, dp, ep)  x  dense and sparse models  x  precision  x  recompute  (+ zero1, fsdp)
+    --kinds data     dense and sparse models  x  {ddp, fsdp, zero1..3, offload}  x  ep  x  micro-batches  x  precision, recompute, tiles
+    --kinds expert   every router  x  every dispatcher  x  (ep, edp, etp)  x  micro-batches  x  recompute, in fp32
+    --kinds tensor   every kind of tensor parallelism  x  models  x  engines  x  (tp, dp, pp, ep, etp)  x  precision, recompute, tiles
+    --kinds sequence every method of sequence parallelism  x  models and routers  x  engines  x  precision, recompute
+    --kinds pipeline every schedule  x  (pp, dp, ep)  x  dense and sparse models  x  engines  x  precision, recompute
 
-moe/verify/kinds.py lists them, and those of `--kinds hybrid`, which moe/verify/hybrid.py makes of everything here.
+moe/verify/kinds.py lists the cases, and those of `--kinds hybrid` (moe/verify/hybrid.py), which combine all of these.
 
-Sizes differ from each other, so that swapped dims fail. Where a preset counts over what one rank holds (capacity group
-`rank`, balance over a micro-batch), which depends on the layout by definition, the model here counts over a sequence.
+Sizes differ from each other, so that swapped dims fail. If a preset counts over the tokens of a rank (capacity group `rank`, balance over a
+micro-batch), which depends on the layout by definition, the model here counts over a sequence.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from parallel.sequence.kinds.catalog import SEQUENCES
 
 BATCH, LENGTH, EXPERTS = 12, 10, 8
 SLICED = 24  # sequence length of sequence-parallel cases; divisible by 2 * sp for sp 2, 3 and 4
-OVERFLOWS = 1  # step at which a gradient is made infinite in cases with `overflow`
+OVERFLOWS = 1  # step in which a gradient is made infinite in cases with `overflow`
 
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {"model": {"moe_every": 0}},
@@ -61,11 +61,11 @@ ROUTERS: dict[str, dict[str, Any]] = {
     "noisy_top_k": {"router": {"preset": "glam", "noise": "noisy_top_k", "importance_weight": 0.01, "capacity_factor": None}},
     "gumbel": {"router": {"preset": "switch", "noise": "gumbel", "drop": "random", "min_capacity": 1, "allow_noncausal": True}},
 }
-PACKED: dict[str, dict[str, Any]] = {  # attention within documents; one in 16 tokens is id 0, one in 39 is id 1
+PACKED: dict[str, dict[str, Any]] = {  # attention within documents, which begin at id 0 (one in 16 tokens) or 1 (one in 39)
     "packed": {"model": {"document_mask": True}, "router": {"preset": "glam", "min_capacity": 1}},
     "packed_t5": {"model": {"document_mask": True, "document_separator": 1, "positions": "t5", "moe_every": 0}},
 }
-# four layers, so that each half has one with experts and one without
+# encoder-decoders; with four layers, each half has one with experts and one without
 HALVES: dict[str, dict[str, Any]] = {
     "t5": {
         "model": {"kind": "encoder_decoder", "num_layers": 4, "positions": "t5", "tied_embeddings": True, "dropout": 0.1, "ffn": "geglu"},
@@ -79,7 +79,7 @@ HALVES: dict[str, dict[str, Any]] = {
         "data": {"objective": "span_corruption"},
     },
 }
-# options of published models, several in each
+# models with several options of published models each
 _LINEAR = {"optimizer": LINEAR}
 OPTIONS: dict[str, dict[str, Any]] = {
     "gpt_oss": _LINEAR
@@ -117,7 +117,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "model": {"rope": {"fraction": 1 / 3, "pairs": "neighbours"}, "clip_qkv": 0.7},
     },
 }  # fmt: skip
-AHEAD: dict[str, dict[str, Any]] = {  # multi-token prediction of two further tokens, with latent attention without a query latent
+AHEAD: dict[str, dict[str, Any]] = {  # multi-token prediction of two more tokens, with latent attention without a query latent
     "ahead": {
         "model": {"ahead": 2, "num_kv_heads": None, "latent": {"key_rank": 10, "rotary_size": 4, "value_size": 5}, "dropout": 0.1},
         "router": {"preset": "switch", "capacity_factor": 1.0, "min_capacity": 1},
@@ -127,12 +127,12 @@ FEW: dict[str, dict[str, Any]] = {"one_head": {"model": {"num_kv_heads": 1}, "ro
 
 
 def attentions() -> dict[str, dict[str, Any]]:
-    """Return the ways to attend over ranks, by the name in a case, as values of section `sequence`."""
+    """Return the values of the recipe's section `sequence` by the name that a case has for the method."""
     found = {form: {"kind": name, **keys} for name, kind in SEQUENCES.items() for form, keys in (kind.tried or {name: {}}).items()}
     return found | {"heads2": {"kind": "ring", "heads": 2}}
 
 
-FORMS: dict[str, dict[str, Any]] = {  # further values of Case.tensor, in addition to the kinds of tensor.kind
+FORMS: dict[str, dict[str, Any]] = {  # values of Case.tensor in addition to those of tensor.kind -> the recipe's section `tensor`
     "sliced": {"kind": "1d", "sequence_parallel": True},
     "overlapped": {"kind": "1d", "overlap_chunks": 3},
     "overlapped_sliced": {"kind": "1d", "sequence_parallel": True, "overlap_chunks": 3},
@@ -143,7 +143,9 @@ LINES = ("1d", "dtensor", *FORMS)
 
 @dataclass(frozen=True)
 class Case:
-    """One layout of one model. `kind`: data parallelism, see `sharding_of`; `rows`: the dispatcher, a key of `examples`."""
+    """One layout of one model. kind: data parallelism, see `sharding_of`; rows: the dispatcher, a key of `examples`. Fields from `parts` on
+    that say "on one process" give the order of sums of a run with which other cases are compared.
+    """
 
     model: str
     kind: str
@@ -163,19 +165,19 @@ class Case:
     schedule: str = "1f1b"
     layers: int = 2
     stages: tuple[int, ...] | None = None  # number of layers of each stage; None: cut by FLOPs
-    padded: bool = False  # sequences end early (moe/verify/plain/batches.py)
-    overflow: bool = False  # one rank's gradient is infinite at step OVERFLOWS
+    padded: bool = False  # some sequences end early (moe/verify/plain/batches.py)
+    overflow: bool = False  # one rank's gradient is infinite in step OVERFLOWS
     tp: int = 1  # tensor-parallel ranks, which have the same tokens
-    tensor: str = "copied"  # how these ranks share weights: tensor.kind, or a key of FORMS
-    parts: int = 1  # on one process: sum within layers as this number of tp ranks does (moe/verify/in_parts.py)
-    first_part: int = 0  # rank of tp whose partial result comes first in these sums; a ring all-reduce starts each piece at another rank
-    blocks: int = 1  # on one process: products in blocks x blocks blocks, as a grid of tp has them (moe/verify/in_blocks.py)
+    tensor: str = "copied"  # how these ranks share weights: a value of tensor.kind or key of FORMS
+    parts: int = 1  # on one process: number of tp ranks in whose order layers take sums (moe/verify/in_parts.py)
+    first_part: int = 0  # number of the part that comes first in these sums; an all-reduce begins each piece of a tensor with another
+    blocks: int = 1  # on one process: products in blocks x blocks blocks, as a grid of tp ranks takes them (moe/verify/in_parts.py)
     sp: int = 1  # sequence-parallel ranks, which hold slices of the same sequences
     attention: str = "zigzag"  # method of sequence parallelism, a key of `attentions`
-    slices: int = 0  # on one process: attention slice by slice, then merged (moe/verify/in_slices.py); 0: torch's own attention
+    slices: int = 0  # on one process: number of slices of which attention is merged (moe/verify/in_slices.py); 0: torch's own attention
     length: int = LENGTH  # tokens of a sequence
     batch: int = BATCH  # sequences of a step
-    recipe: str | None = None  # path of a user's recipe, whose choices are used at a small size (moe/verify/small.py)
+    recipe: str | None = None  # path of a user's recipe, which is used at a small size (moe/verify/small.py)
 
     @property
     def layout(self) -> str:
@@ -193,18 +195,16 @@ class Case:
 
     @property
     def in_full(self) -> str:
-        """Every field that differs from its default, as text. Unique for each case, unlike `layout`, which leaves fields out."""
+        """Every field that differs from its default, as text that is unique for each case; `layout` leaves fields out."""
         values = ((field.name, getattr(self, field.name), field.default) for field in fields(self))
         return " ".join(f"{name}={value}" for name, value, default in values if value != default)
 
     @property
     def engine(self) -> EngineKind:
-        """The facts about its engine."""
         return ENGINES[self.kind.partition("+")[0]]
 
     @property
     def grid(self) -> Grid:
-        """The ranks of tp."""
         return grid_of(self.tensor, self.tp, sides=())
 
     @property
@@ -212,7 +212,8 @@ class Case:
         return self.world // (self.pp * self.tp * self.sp)
 
     def run(self) -> Run:
-        """The recipe of the case: one layer with experts and one without, unless the model says otherwise."""
+        """Return the case's recipe. Without other settings of the model, it has one layer with experts and one without."""
+        keep = self.attention == "lightseq" and self.recompute == "full"
         values: dict[str, dict[str, Any]] = {
             "model": {
                 "num_layers": self.layers, "d_model": 24, "num_heads": 4, "num_kv_heads": 2, "d_ff": 20, "ffn": "swiglu",
@@ -220,7 +221,7 @@ class Case:
             },
             "experts": {"num_experts": self.experts, "kernels": "cpu"},
             "degrees": {"dp": self.dp, "pp": self.pp, "tp": self.tp, "sp": self.sp, "ep": self.ep, "etp": self.etp},
-            "sequence": self._sequence() if self.sp > 1 else {},
+            "sequence": attentions()[self.attention] | {"keep_attention": keep} if self.sp > 1 else {},
             "tensor": FORMS.get(self.tensor, {"kind": self.tensor}),
             "dispatch": examples()[self.rows] if self.ep > 1 else {},
             "sharding": sharding_of(self.kind) | ({"replicas": self.replicas} if self.engine.threads else {}) | {"allow_slow": self.pp > 1},
@@ -240,22 +241,14 @@ class Case:
             values["router"] = values.get("router", {}) | {"balance_scope": "sequence"}
         return build_run(values)
 
-    def _sequence(self) -> dict[str, Any]:
-        """The recipe's section `sequence`. LightSeq keeps attention's output if recompute is full."""
-        return attentions()[self.attention] | {"keep_attention": self.attention == "lightseq" and self.recompute == "full"}
-
     @property
     def delayed(self) -> bool:
-        """Whether gradients are taken at older weights than they update (PipeDream, 2BW). The twin then does the same. Such a case cannot
-        use options that need the whole batch.
-        """
+        """Whether gradients are taken at older weights than they update (PipeDream, 2BW). Options of whole batches are left out."""
         return SCHEDULES[self.schedule].continuous
 
 
 def sharding_of(kind: str) -> dict[str, Any]:
-    """The recipe's section `sharding` for Case.kind. zero2: ZeRO stage 2; zero2+cpu: also optimizer states on the host; zero3+cpu-all: also
-    parameters on the host; other kinds are values of sharding.kind.
-    """
+    """Return the recipe's section `sharding` for Case.kind: an engine; +cpu: optimizer states on the host; +cpu-all: parameters too."""
     name, _, place = kind.partition("+")
     where, _, everything = place.partition("-")
     offload = {"optimizer": where, "parameters": where if everything else "none"}

@@ -1,26 +1,24 @@
 """The expected result of a case, and how far its numbers may deviate from it.
 
     fp32           Expected: the plain twin, which computes in float64. Tolerance: 1e-5 for each number.
-    bf16, fp16     Expected: one process in that precision. Tolerance: twice the largest deviation that reordering sums causes, measured
-                   here with other micro-batches, the reference kernels, both, and for rows that cut the head, the loss or sums within
-                   layers, these cuts too. Before a row fails, its own order of all sums is tried.
+    bf16, fp16     Expected: one process in that precision. Tolerance: twice the largest deviation that other orders of the same sums cause,
+                   measured here (`reorderings`). Before a row fails, its own order of all sums is tried.
                    In addition, each number and each parameter's gradient is compared with the plain twin, within a bound that follows
                    from the dtype's unit roundoff. Otherwise an error that one process shares would not be seen.
 
-In fp32, experts' products that round (moe/kernels/products.py) are judged as in 16 bits.
+In fp32, experts' products that round (moe/kernels/products.py) are compared as in 16 bits.
 
-The bound is measured as well (Monte Carlo arithmetic, Parker 1997). The twin runs in fp32, and every number that a 16-bit run would round
-(moe/verify/plain/model.py, Rounding) is disturbed at random by up to the unit roundoff u of the dtype, 2^-8 or 2^-11 of its value, in the
-forward and in the backward pass. The results differ by as much as rounding may change them: errors that grow, and nearly tied tokens that
-go to another expert. The bound is twice the largest deviation in MOST_DRAWS such runs. A near tie shows in some of them only. A row within
-the bound of the first few draws is within the bound of all, so the others run only for rows that are not.
+The bound is measured too (Monte Carlo arithmetic, Parker 1997). The twin runs in fp32, and every number that a 16-bit run would round
+(moe/verify/plain/model.py, Rounding) is changed at random by up to the unit roundoff of the dtype, 2^-8 or 2^-11 of its value, forward and
+backward. The results differ by as much as rounding may change them: errors that grow, and nearly tied tokens that go to another expert.
+The bound is twice the largest deviation in MOST_DRAWS such runs, as a near tie shows in some of them only. A row within the bound of the
+first few runs is within the bound of all, so only other rows need the others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -37,17 +35,15 @@ from parallel.numerics.precision import DTYPES
 from parallel.process.fork import each_on_ranks
 
 FP32_TOLERANCE = 1e-5
-CUTS = (2, 3, 4, 6, 12)  # numbers of micro-batches: other orders of the same sums
-SLICES = (2, 3, 4)  # numbers of slices of a sequence
+CUTS = (2, 3, 4, 6, 12)  # numbers of micro-batches with which other orders of sums are measured
+SLICES = (2, 3, 4)  # numbers of slices of a sequence, likewise
 LIMIT_S = 1800.0  # seconds for one twin in every order; 16 bits take half a minute, and a busy machine many times that
-DRAWS, MOST_DRAWS = 5, 32  # random roundings: at first, and before a row fails
+DRAWS, MOST_DRAWS = 5, 32  # runs with random rounding: at first, and before a row fails
 
 
 def twin_of(case: Case) -> Case:
-    """The case that `case` is compared with: the same model and precision on one process, not cut.
-
-    In 16 bits it also records how the head, the loss, sums within layers and sequences are cut. This does not change its result, only the
-    tolerance.
+    """Return the case that `case` is compared with: the same model and precision on one process. In 16 bits it also has the case's cuts of
+    the head, the loss, sums within layers and sequences, which change only the tolerance.
     """
     twin = Case(case.model, PLAIN, 1, 1, 1, case.precision, experts=case.experts, layers=case.layers)
     twin = replace(twin, padded=case.padded, overflow=case.overflow, length=case.length, batch=case.batch, recipe=case.recipe)
@@ -62,41 +58,38 @@ def twin_of(case: Case) -> Case:
 
 
 def rounds(case: Case) -> bool:
-    """Return whether a case rounds more than fp32 does: by its precision, or in its experts' products."""
+    """Whether a case rounds more than fp32 does: by its precision, or in its experts' products."""
     return case.precision != "fp32" or PRODUCTS[case.run().experts.products].rounds
 
 
 def alone(twin: Case) -> Case:
-    """`twin` on one process without cuts, to be computed by the trainer's own code."""
+    """Return `twin` without cuts, as the trainer's own code computes it on one process."""
     return replace(twin, pp=1, stages=None, microbatches=1, head_tiles=1, chunks=1, parts=1, blocks=1, slices=0)
 
 
 def reorderings(twin: Case) -> Iterator[tuple[Case, str]]:
-    """The sums of `alone(twin)` in the other orders that rows have, on one process: (case, kernels) pairs.
+    """Yield (case, kernels) pairs that compute `alone(twin)` on one process with its sums in the other orders that rows have.
 
-    Other micro-batches also stand in for data-parallel replicas, which sum the same partial results over ranks. The reference kernels
-    multiply by the gate at another point. Each cut is measured with both kernels, because a nearly tied token may be routed differently
-    only if both change. A tiled head rounds the gradient of its input tile by tile, which moves the gradient norm more than any cut of
-    the batch. Therefore it is measured only for rows that have it. The same holds for layers that sum partial results over heads and
-    hidden units, products in blocks, and attention in slices, whose results are rounded before they are merged.
+    Other micro-batches also stand for data-parallel replicas, which sum the same partial results over ranks. The reference kernels multiply
+    by the gate at another point. Both are combined, because a nearly tied token may be routed differently only if both change. Cuts of the
+    head, of layers (partial results over heads and hidden units, products in blocks) and of attention (slices) round partial results. A
+    tiled head alone moves the gradient norm more than any cut of the batch, so each cut is measured only for rows that have it.
     """
     one = alone(twin)
-    own = () if twin.delayed or twin.microbatches == 1 else (twin.microbatches,)  # a larger batch has more parts
+    own = () if twin.delayed or twin.microbatches == 1 else (twin.microbatches,)  # numbers that CUTS lacks
     yield one, "reference"
     yield from ((replace(one, microbatches=m), kernels) for m in (*CUTS, *own) for kernels in ("cpu", "reference"))
     cut = replace(one, head_tiles=twin.head_tiles, chunks=twin.chunks, parts=twin.parts, blocks=twin.blocks)
     if cut != one:
         yield from ((replace(cut, microbatches=m), "cpu") for m in (1, *CUTS, *own))
-        yield from ((replace(cut, first_part=part), "cpu") for part in range(1, cut.parts if cut.parts > 2 else 1))  # a + b is b + a
+        yield from ((replace(cut, first_part=part), "cpu") for part in range(1, cut.parts if cut.parts > 2 else 1))  # of two, a + b = b + a
     if twin.slices:
-        yield replace(one, slices=1, attention="colossal"), "cpu"  # whole scores
+        yield replace(one, slices=1, attention="colossal"), "cpu"  # attention by whole scores
         yield from ((replace(one, slices=slices, attention="contiguous"), "cpu") for slices in SLICES)
 
 
 def own_order(case: Case) -> Case:
-    """The row's own order of all sums on one process: the batch in the same number of parts, layers cut and sequences sliced as on its
-    ranks.
-    """
+    """Return a case of one process that takes all sums in the order of the row `case`: as many parts of the batch, and the same cuts."""
     one = alone(twin_of(case))
     replicas = case.replicas if case.engine.threads else 1
     batches = case.dp * case.microbatches * replicas * case.grid.sequences
@@ -109,26 +102,21 @@ def own_order(case: Case) -> Case:
 
 @dataclass
 class Expected:
-    """The expected numbers of a case. twin: the reference, the same model and precision on one process, not cut. result: its numbers.
-
-    tolerance: by number, how far a case may deviate from `result`. bound: if numbers are rounded to 16 bits, also how far it may deviate
-    from the reference in fp64.
-    """
+    """What a case must give: `result` of the reference `twin` within `tolerance`; in 16 bits also within `bound` of the plain twin."""
 
     twin: Case
     result: Result
     tolerance: dict[str, float]
-    bound: Bound | None = field(default=None)
+    bound: Bound | None = None
 
     @staticmethod
     def of(twin: Case) -> Expected:
-        if twin.recipe is not None and not known(twin.run()):
-            result = compute(alone(twin), delayed_as=twin)
-            return Expected(twin, result, {n: max(FP32_TOLERANCE, 2 * s) for n, s in spread(twin, result).items()})
-        if not rounds(twin):
+        plain = twin.recipe is None or known(twin.run())
+        if plain and not rounds(twin):
             return Expected(twin, reference(twin), dict.fromkeys(NUMBERS, FP32_TOLERANCE))
         result = compute(alone(twin), delayed_as=twin)
-        return Expected(twin, result, {n: max(FP32_TOLERANCE, 2 * s) for n, s in spread(twin, result).items()}, Bound(twin))
+        tolerance = {number: max(FP32_TOLERANCE, 2 * value) for number, value in _spread(twin, result).items()}
+        return Expected(twin, result, tolerance, Bound(twin, reference(replace(twin, precision="fp32"))) if plain else None)
 
     def in_the_order_of(self, case: Case) -> Expected:
         """Return these tolerances, but around the result of one process that sums in the same order as the ranks of `case`."""
@@ -136,61 +124,53 @@ class Expected:
 
 
 def computed_in_background(twins: list[Case]) -> Iterator[Expected]:
-    """Yield the expected result of each reference run in `twins`, in order. A separate process computes them ahead of the rows that need
-    them.
-    """
-    for (plain,) in each_on_ranks(_each_plain, 1, twins, timeout_s=LIMIT_S):
-        twin, bound = Case(**plain["twin"]), None
-        if plain["bound"] is not None:
-            bound = Bound(twin, plain["bound"]["drawn"], plain["bound"]["largest"])
-            bound.exact = Result(**plain["bound"]["exact"])
-        yield Expected(twin, Result(**plain["result"]), plain["tolerance"], bound)
+    """Yield the expected result of each case of `twins`, in order. A process computes them ahead of the rows that need them."""
+    for (found,) in each_on_ranks(_each_as_dict, 1, twins, timeout_s=LIMIT_S):
+        twin, bound = Case(**found["twin"]), found["bound"]
+        if bound is not None:
+            bound = Bound(twin, Result(**bound["exact"]), bound["drawn"], bound["largest"])
+        yield Expected(twin, Result(**found["result"]), found["tolerance"], bound)
 
 
-def _each_plain(rank: int, twins: list[Case]) -> Iterator[dict[str, Any]]:
-    """Each expected result as plain dicts, which processes can exchange, with the draws that every bound needs."""
+def _each_as_dict(rank: int, twins: list[Case]) -> Iterator[dict[str, Any]]:
+    """Each expected result as dicts, which processes can exchange, with the draws that every bound needs."""
     for twin in twins:
-        found, bound = Expected.of(twin), None
-        if found.bound is not None:
-            while found.bound.drawn < DRAWS:
-                found.bound.draw()
-            bound = {"drawn": found.bound.drawn, "largest": found.bound.largest, "exact": asdict(found.bound.exact)}
-        yield {"twin": asdict(twin), "result": asdict(found.result), "tolerance": found.tolerance, "bound": bound}
+        found = Expected.of(twin)
+        while found.bound is not None and found.bound.drawn < DRAWS:
+            found.bound.draw()
+        yield asdict(found)
 
 
-def spread(twin: Case, baseline: Result) -> dict[str, float]:
-    """Return the effect of rounding alone in this precision, by number: the largest deviation from `baseline` in any other order of the
-    same sums.
-    """
+def _spread(twin: Case, baseline: Result) -> dict[str, float]:
+    """The effect of rounding alone in this precision: for each number the largest deviation from `baseline` in other orders of the sums."""
     found = [compare(compute(case, kernels=kernels, delayed_as=twin), baseline) for case, kernels in reorderings(twin)]
     return {number: max(f[number] for f in found) for number in NUMBERS}
 
 
 @dataclass
 class Bound:
-    """The largest deviation from the plain twin that a run which rounds more than fp32 may have."""
+    """How far the numbers of a run that rounds more than fp32 may be from `exact`, the result of the plain twin in float64. drawn: number
+    of runs with random rounding so far; largest: the bound from these of each number, and of each parameter's gradient.
+    """
 
     twin: Case
+    exact: Result
     drawn: int = 0
-    largest: dict[str, float] = field(default_factory=dict)  # bound of each number, and of each parameter's gradient by name, so far
+    largest: dict[str, float] = field(default_factory=dict)
 
     @property
     def unit(self) -> float:
         return torch.finfo(DTYPES[self.twin.precision]).eps / 2
 
-    @cached_property
-    def exact(self) -> Result:
-        return reference(replace(self.twin, precision="fp32"))
-
     def draw(self) -> None:
-        """Add one more random rounding to the bound."""
+        """Extend the bound by one more run with random rounding."""
         rounding = Rounding(unit=self.unit, seed=self.drawn)
         found = _deviations(reference(replace(self.twin, precision="fp32"), rounding=rounding), self.exact)
         self.largest = {name: max(self.unit, 2 * value, self.largest.get(name, 0.0)) for name, value in found.items()}
         self.drawn += 1
 
     def share(self, got: Result) -> tuple[float, str]:
-        """(the largest deviation as a share of its bound, the name of that number or parameter)."""
+        """Return (the largest deviation as a share of its bound, the name of that number or parameter)."""
         if got.gradients.keys() != self.exact.gradients.keys():
             return float("inf"), "gradient"
         found = _deviations(got, self.exact)

@@ -11,12 +11,13 @@
     experts     whole, over ep, over etp, over both                         folded over the other axes
     model, recompute, precision
 
-`moe/verify/pairwise.py` chooses rows that contain every pair of values. The checks of recipes decide which pairs are refused. A factor
-with the value none uses no ranks, and the remaining ranks are used for data parallelism.
+moe/verify/pairwise.py chooses rows, each with one value of every factor, that contain every pair of values. The checks of recipes decide
+which pairs are refused. Folded: the ranks of ep and etp are also ranks of other axes. Remaining ranks are used for data parallelism.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from moe.checks.together import check_run
@@ -30,10 +31,10 @@ from parallel.fixes import Set
 from parallel.mesh.grids import SMALLEST
 from parallel.pipeline.schedules.catalog import SCHEDULES
 
-WORLD, BATCH = 8, 24  # the batch divides evenly over 8 ranks, also in groups
-TENSOR = {"none": 1, "1d": 2, "sliced": 2, "dtensor": 2} | SMALLEST  # value -> the fewest ranks
-PLACES = {"whole": (1, 1), "ep2": (2, 1), "ep4": (4, 1), "etp2": (1, 2), "ep2 etp2": (2, 2)}  # (ep, etp)
-FACTORS: dict[str, tuple[str, ...]] = {  # the first value is the simplest
+WORLD, BATCH = 8, 24  # the batch divides evenly over 8 ranks and over each axis
+TENSOR = {"none": 1, "1d": 2, "sliced": 2, "dtensor": 2} | SMALLEST  # value of the factor -> the fewest tp ranks
+PLACES = {"whole": (1, 1), "ep2": (2, 1), "ep4": (4, 1), "etp2": (1, 2), "ep2 etp2": (2, 2)}  # value of `experts` -> (ep, etp)
+FACTORS: dict[str, tuple[str, ...]] = {  # factor -> its values, the simplest first
     "schedule": ("none", *SCHEDULES),
     "sequence": ("none", *attentions()),
     "tensor": tuple(TENSOR),
@@ -47,18 +48,17 @@ FACTORS: dict[str, tuple[str, ...]] = {  # the first value is the simplest
 
 
 class Idle(BadInput):
-    """A value that has no effect together with the others."""
+    """A row is refused because one of its values would have no effect."""
 
 
-def hybrid_cases(nproc: int) -> list[Case]:
-    """The rows of `covering`, or none if `nproc` is below WORLD."""
-    return [] if nproc < WORLD else [case_of(row, world=WORLD) for row in covering().rows]
+def hybrid_cases() -> list[Case]:
+    """Return the rows of `covering` as cases."""
+    return [case_of(row, world=WORLD) for row in covering().rows]
 
 
 def covering() -> Covering:
-    """Rows of eight processes that contain every pair of values that is not refused.
-
-    If several precisions would bring equally many new pairs, fp32 is taken, because its twin costs least.
+    """Return rows of eight processes that contain every pair of values that is not refused. If several precisions would bring equally many
+    new pairs, fp32 is taken, because its reference run is the fastest.
     """
 
     def refuse(choice: Choice) -> BadInput | None:
@@ -73,7 +73,7 @@ def covering() -> Covering:
 
 
 def described(found: Covering) -> list[str]:
-    """Lines of text: how many pairs the rows contain, and the refused pairs with their reasons."""
+    """Return lines of text: how many pairs the rows contain, and the refused pairs with their reasons."""
     lines = [f"pairs of values: {len(found.met)} tested by {len(found.rows)} rows, each at least once; {len(found.refused)} are refused:"]
     by_reason: dict[str, list[Pair]] = {}
     for pair, refused in found.refused.items():
@@ -84,19 +84,14 @@ def described(found: Covering) -> list[str]:
 
 
 def as_json(found: Covering) -> dict[str, dict[str, Any]]:
-    """For each pair the number of rows that contain it, or the reason why it is refused."""
-
-    def name(pair: Pair) -> str:
-        return " x ".join(" ".join(value) for value in pair)
-
-    return {
-        "pairs": {name(pair): times for pair, times in found.met.items()},
-        "refused_pairs": {name(pair): str(refused) for pair, refused in found.refused.items()},
-    }
+    """Return `pairs`: by name the number of rows that contain each pair, and `refused_pairs`: the reasons of the others."""
+    named = {pair: " x ".join(" ".join(value) for value in pair) for pair in (*found.met, *found.refused)}
+    pairs: dict[str, Any] = {named[pair]: times for pair, times in found.met.items()}
+    return {"pairs": pairs, "refused_pairs": {named[pair]: str(refused) for pair, refused in found.refused.items()}}
 
 
 def completed(chosen: Choice) -> Choice:
-    """The simplest row with these values. If a dispatcher is chosen, the model has experts, split over several ranks."""
+    """Return the simplest row with the chosen values. With a dispatcher, the model has experts, which are split over several ranks."""
     row = {factor: values[0] for factor, values in FACTORS.items()} | chosen
     if "experts" not in chosen and row["dispatch"] != "none":
         row["experts"] = next(place for place, (ep, _) in PLACES.items() if row["dispatch"] in rows_for(ep) and ep > 1)
@@ -108,37 +103,25 @@ def completed(chosen: Choice) -> Choice:
 
 
 def case_of(choice: Choice, *, world: int | None) -> Case:
-    """A row as a case. With `world` None it has as many processes as it needs, two data-parallel ranks among them.
-
-    Raises BadInput for a row that needs more than `world` processes, and Idle for one with a value that has no effect.
+    """Return a row as a case of `world` processes; None: as many as it needs, with two data-parallel ranks. Raises BadInput for a row that
+    needs more than `world` processes, and Idle for one with a value that has no effect.
     """
     (ep, etp), rows, schedule = PLACES[choice["experts"]], choice["dispatch"], choice["schedule"]
     _check_idle(choice, ep)
     pp, tp = (1 if schedule == "none" else 2), TENSOR[choice["tensor"]]
     sp = {"none": 1, "heads2": 4}.get(choice["sequence"], 2)
     dp = _rest(choice, world, pp * tp * sp, ep * etp, sharers=sp)
-    microbatches = _microbatches(schedule, dp)
-    return Case(
-        choice["model"],
-        choice["data"],
-        dp * pp * tp * sp,
-        ep,
-        microbatches,
-        choice["precision"],
-        choice["recompute"],
-        etp,
-        rows if ep > 1 else PLAIN,
-        EXPERTS,
-        pp=pp,
-        schedule="1f1b" if pp == 1 else schedule,
-        layers=LAYERS[2][int(pp > 1 and SCHEDULES[schedule].chunks != 1)],
-        tp=tp,
-        tensor="copied" if tp == 1 else choice["tensor"],
-        sp=sp,
-        attention="zigzag" if sp == 1 else choice["sequence"],
-        length=SLICED,
-        batch=BATCH if world is not None else dp * microbatches * tp,
-    )
+    # several micro-batches, except for more than four replicas without a pipeline, so that the batch of 24 can be cut
+    kind = None if pp == 1 else SCHEDULES[schedule]
+    microbatches = (3 if dp <= 4 else 1) if kind is None else kind.update_every or (3 if kind.continuous else 6)
+    batch = BATCH if world is not None else dp * microbatches * tp
+    layers = LAYERS[2][int(kind is not None and kind.chunks != 1)]
+    case = Case(choice["model"], choice["data"], dp * pp * tp * sp, ep, microbatches, choice["precision"], choice["recompute"], etp)
+    case = replace(case, experts=EXPERTS, layers=layers, length=SLICED, batch=batch)
+    case = replace(case, rows=rows) if ep > 1 else case
+    case = replace(case, pp=pp, schedule=schedule) if pp > 1 else case
+    case = replace(case, tp=tp, tensor=choice["tensor"]) if tp > 1 else case
+    return replace(case, sp=sp, attention=choice["sequence"]) if sp > 1 else case
 
 
 def _check_idle(choice: Choice, ep: int) -> None:
@@ -152,9 +135,8 @@ def _check_idle(choice: Choice, ep: int) -> None:
 
 
 def _rest(choice: Choice, world: int | None, ranks: int, experts: int, *, sharers: int) -> int:
-    """The number of data-parallel ranks in addition to `ranks` of other axes.
-
-    With one, shards of optimizer states would not be split. `sharers`: ranks of other axes over which such shards are split too.
+    """The number of data-parallel ranks in a row of `world` processes. ranks: the product of the other axes; experts: ep times etp. An
+    engine that shards states needs two ranks over which they are split: of dp, or among the `sharers`, ranks of other axes.
     """
     least = 1 if ENGINES[choice["data"]].stage == 0 or sharers > 1 or ranks == WORLD and choice["tensor"] in ("2.5d", "3d") else 2
     if world is None:
@@ -163,13 +145,3 @@ def _rest(choice: Choice, world: int | None, ranks: int, experts: int, *, sharer
         got = f"{world} for {' x '.join(value for value in choice.values() if value != 'none')}"
         raise BadInput("--nproc", got=got, needed=f"at least {counted(ranks * least, 'process')}", fix=f"--nproc {ranks * least}")
     return world // ranks
-
-
-def _microbatches(schedule: str, dp: int) -> int:
-    """The number of micro-batches: several if possible. The batch of 24 is cut into at most 12 parts, except in a pipeline of four
-    replicas.
-    """
-    if schedule == "none":
-        return 3 if dp <= 4 else 1
-    kind = SCHEDULES[schedule]
-    return kind.update_every or (3 if kind.continuous else 6)

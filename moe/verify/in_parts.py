@@ -1,10 +1,11 @@
-"""Sums within layers on one process as tp ranks do: each rank's partial result in the compute dtype, then their sum.
+"""Sums within layers on one process in the order in which tensor-parallel ranks take them. In 16 bits such sums differ from whole ones;
+moe/verify/expected.py measures by how much.
 
-    y = x W1_0 W2_0 + x W1_1 W2_1, each rounded, and in the backward pass the gradient of x likewise
+    in parts     y = x W1_0 W2_0 + x W1_1 W2_1: the partial results of a line of ranks, each in the compute dtype, and then their sum
+    in blocks    y_j = sum over t of x_t W_tj: products in q x q blocks, as a grid of ranks has them, each term in the compute dtype
 
-In 16 bits such sums differ from whole ones. moe/verify/expected.py measures by how much. Nothing is sent.
-Layers of an encoder-decoder also get the encoder's output, whose gradient is such a sum in each layer, and the position bias of their half,
-of which each partial result uses the columns of its heads.
+In the backward pass the gradient of x is summed likewise. In an encoder-decoder, so is the gradient of the encoder's output in each layer,
+and each partial result uses the columns of its heads of the position bias.
 """
 
 from __future__ import annotations
@@ -13,20 +14,25 @@ from copy import copy
 from functools import partial, reduce
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from moe.model.transformer import Transformer
 from moe.nn.core import Bias
+from moe.nn.linear import Linear
+from moe.nn.vocabulary import Product, Rows, TiledRows
 from moe.parallelize.plan import lay_out, plan_for
 from moe.recipe.sections import Run
 from parallel.mesh.layout import Box
 from parallel.mesh.mesh import Mesh
+from parallel.numerics.precision import sum_dtype
+from parallel.tensor.style import fits
 
 
 def in_parts(model: Transformer, run: Run, *, first: int) -> None:
-    """Change a whole model as the recipe's degrees.tp and tensor.kind would cut it: self- and cross-attention, and dense networks.
-
+    """Make self- and cross-attention and dense networks of a whole model sum in parts, as degrees.tp and tensor.kind would cut them.
     Partial results are summed in the order of the ranks, starting with rank `first`.
     """
     degrees = run.mesh_degrees()
@@ -35,22 +41,23 @@ def in_parts(model: Transformer, run: Run, *, first: int) -> None:
         for name in ("attention", "cross", "ffn"):
             layer = getattr(block, name)
             if layer is not None:
-                regions: list[dict[str, Box]] = []
-                for rank in range(first, first + degrees.tp):
-                    mesh = Mesh.of(degrees, rank % degrees.tp)
-                    regions.append({n: layouts[f"layers.{number}.{name}.{n}"].region(mesh) for n, _ in layer.named_parameters()})
+                held = {n: layouts[f"layers.{number}.{name}.{n}"] for n, _ in layer.named_parameters()}
+                meshes = [Mesh.of(degrees, rank % degrees.tp) for rank in range(first, first + degrees.tp)]
+                regions = [{n: layout.region(mesh) for n, layout in held.items()} for mesh in meshes]
                 layer.forward = partial(_summed, _without_hooks(layer), regions)
 
 
 def _without_hooks(layer: nn.Module) -> nn.Module:
-    """A copy of the module with the same parameters and without hooks, so that hooks of the layer see only the sum."""
+    """A copy of the module with the same parameters, but without its hooks, which are to see only the sum."""
     other = copy(layer)
     other._forward_hooks, other._forward_pre_hooks = type(layer._forward_hooks)(), type(layer._forward_pre_hooks)()
     return other
 
 
 def _summed(layer: nn.Module, regions: list[dict[str, Box]], x: Tensor, *rest: Any, **named: Any) -> Tensor:
-    """The sum of the partial results. Each has its own x and source, so that their gradients are summed in the same order."""
+    """The layer's output as the sum of partial results, one for each region of its parameters (by name). Each has its own view of x and of
+    the encoder's output, so that their gradients are summed in the same order.
+    """
     held = dict(layer.named_parameters())
     shares = []
     for region in regions:
@@ -62,8 +69,39 @@ def _summed(layer: nn.Module, regions: list[dict[str, Box]], x: Tensor, *rest: A
 
 
 def _share_of(given: Any, layer: nn.Module, region: dict[str, Box]) -> Any:
-    """The part of an argument other than x that one partial result gets."""
+    """An argument other than x as one partial result gets it: of a position bias, the columns of the region's heads."""
     if isinstance(given, Bias):
         rows = region["q.weight"][0]
         return given._replace(table_UH=given.table_UH[:, rows.start // layer.head_size : rows.stop // layer.head_size])
     return given.view_as(given) if isinstance(given, Tensor) else given
+
+
+def in_blocks(model: Transformer, side: int) -> None:
+    """Make the attention, dense networks and untied head of a whole model multiply in side x side blocks. MoE layers stay whole."""
+    for name, module in model.named_modules():
+        if isinstance(module, Linear) and fits("layers.*.attention.*", name) | fits("layers.*.ffn.*", name):
+            module.product = partial(_product, side=side)
+    if isinstance(model.head, Rows | TiledRows):
+        model.head.others = _Alone(side)
+
+
+def _product(x: Tensor, weight_OI: Tensor, *, side: int) -> Tensor:
+    """x W^T in blocks. Each block of outputs has its own view of x, so that gradients of x are rounded before they are summed."""
+    outputs = []
+    for rows in weight_OI.to(x.dtype).tensor_split(side, 0):
+        pairs = zip(x.view_as(x).tensor_split(side, -1), rows.tensor_split(side, 1), strict=True)
+        shares = torch.stack([F.linear(x_t, matrix) for x_t, matrix in pairs])
+        outputs.append(shares.to(sum_dtype(x.dtype)).sum(0).to(x.dtype))
+    return torch.cat(outputs, -1)
+
+
+class _Alone:
+    """The other ranks that share a vocabulary (`Others` of moe/nn/vocabulary.py), on one process: only the product is in blocks."""
+
+    def __init__(self, side: int) -> None:
+        self.product: Product | None = partial(_product, side=side)
+
+    def tokens(self, tokens: Tensor) -> Tensor:
+        return tokens
+
+    columns = rows = enter = targets = scores = loss = logits = tokens

@@ -1,6 +1,7 @@
 """Attention on one process, rounded as sequence-parallel ranks round it: slice by slice, then merged.
 
-Colossal-AI's ring merges nothing. For it each rank's own code runs, one rank after another, with the keys and values of all ranks given.
+Colossal-AI's ring computes whole rows of scores, so nothing is merged. For it each rank's own code runs, one rank after another, and gets
+the keys and values of all ranks.
 """
 
 from __future__ import annotations
@@ -24,25 +25,18 @@ from parallel.sequence.softmax import Gradients, Partial, Tokens, attend, attend
 
 
 def in_slices(model: Transformer, case: Case) -> None:
-    """Replace the core of every attention. The new one rounds as `case.slices` sequence-parallel ranks with the method `case.attention` do.
-
-    With one slice, a Colossal ring computes whole scores.
-    """
+    """Make every attention round as `case.slices` sequence-parallel ranks with the method `case.attention` do."""
     form = sections.Sequence(**attentions()[case.attention])
     kind = _ColossalInSlices if form.named.keeps_scores else _InSlices
-    order = Order(
-        form.position_order, case.slices // form.heads_of(case.slices), case.length
-    )  # ranks that exchange heads see all their tokens
+    slices = case.slices // form.heads_of(case.slices)  # ranks that exchange heads attend to the tokens of all of them at once
+    order = Order(form.position_order, slices, case.length)
     for block in model.layers:
         assert isinstance(block, Block)
         block.attention.core = Exchanging(kind(Axis("alone"), order, block.attention.window), keep=None)
 
 
 class _InSlices(Method):
-    """Ring attention on one process, which computes the shares of all ranks one after another.
-
-    `order` says which positions of the sequence each rank would hold: its slice.
-    """
+    """Ring attention on one process, which computes the parts of all ranks in turn. order: the positions in each rank's slice."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, known: Known) -> tuple[Tensor, ...]:
         out, lse = torch.empty_like(q), nothing(q).lse_BHL
@@ -64,13 +58,11 @@ class _InSlices(Method):
                 total.q_BHLC[:, :, queries] += found.q_BHLC
                 total.k_BKSC[:, :, there] += found.k_BKSC
                 total.v_BKSC[:, :, there] += found.v_BKSC
-                total.add(found, queries=None, keys=None)  # the bias table's gradient
+                total.add(found, queries=None, keys=None)  # adds only the gradient of the bias table
         return total
 
     def _ranks(self, like: Tensor, known: Known) -> Iterator[tuple[Tensor, list[tuple[slice, Tensor, dict[str, Any]]]]]:
-        """For each rank the positions of its queries, and its blocks: (rows of the queries, positions of the keys, arguments of
-        `attend`).
-        """
+        """For each rank, its queries' positions and its blocks: (rows of the queries, positions of the keys, arguments of `attend`)."""
         tokens = [Tokens(self.order.ranges(rank), like.device, known.document_BS, known.window) for rank in range(self.order.size)]
         for rank, mine in enumerate(tokens):
             work = []
@@ -82,18 +74,16 @@ class _InSlices(Method):
 
 
 class _ColossalInSlices(Method):
-    """Colossal-AI's ring attention on one process, which computes the shares of all ranks one after another and sums their gradients."""
+    """Colossal-AI's ring attention on one process, which runs all ranks' code in turn and sums their gradients."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, known: Known) -> tuple[Tensor, ...]:
-        ranks = [_Rank(self._axis(rank), self.order, self.window, [k, v]) for rank in range(self.order.size)]
-        found = [rank.forward(self._mine(q, rank), self._mine(k, rank), self._mine(v, rank), known) for rank in ranks]
-        (outs, weights) = zip(*(kept[:2] for kept in found), strict=True)
-        return (torch.cat(outs, dim=2), *weights, *(() if known.sink_H is None else [torch.cat([kept[2] for kept in found], dim=2)]))
+        found = [rank.forward(self._mine(q, rank), self._mine(k, rank), self._mine(v, rank), known) for rank in self._ranks(k, v)]
+        outs, weights, *sinks = zip(*found, strict=True)
+        return (torch.cat(outs, dim=2), *weights, *(torch.cat(sink, dim=2) for sink in sinks))
 
     def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: SavedTensors, known: Known) -> Gradients:
-        ranks = [_Rank(self._axis(rank), self.order, self.window, [v, k]) for rank in range(self.order.size)]
         found = []
-        for rank in ranks:
+        for rank in self._ranks(v, k):
             grad_, out, q_, k_, v_ = (self._mine(x, rank) for x in (grad, kept[0], q, k, v))
             found.append(rank.backward(grad_, q_, k_, v_, (out, kept[1 + rank.axis.index]), known))
         dk, dv = (torch.stack(parts).sum(0) for parts in zip(*((f.k_BKSC, f.v_BKSC) for f in found), strict=True))
@@ -103,8 +93,9 @@ class _ColossalInSlices(Method):
     def share_of_sinks(self, kept: SavedTensors, sink_H: Tensor) -> Tensor:
         return kept[-1]
 
-    def _axis(self, rank: int) -> Axis:
-        return Axis("alone", tuple(range(self.order.size)), rank)
+    def _ranks(self, *rounds: Tensor) -> list[_Rank]:
+        axes = [Axis("alone", tuple(range(self.order.size)), rank) for rank in range(self.order.size)]
+        return [_Rank(axis, self.order, self.window, list(rounds)) for axis in axes]
 
     def _mine(self, x: Tensor, rank: _Rank) -> Tensor:
         return x.chunk(self.order.size, dim=2)[rank.axis.index]
@@ -112,7 +103,7 @@ class _ColossalInSlices(Method):
 
 @dataclass(frozen=True)
 class _Rank(ColossalRing):
-    """One rank of the ring. `rounds`: keys and values of all ranks, in the order in which the ring would bring them."""
+    """One rank of the ring. rounds: the tensors of all ranks (keys and values) that it sends around, first to last."""
 
     rounds: list[Tensor] = field(default_factory=list)
 

@@ -1,21 +1,27 @@
-"""The cases of each kind that `moe verify --kinds` names."""
+"""The cases that `moe verify` compares: of each kind that `--kinds` names, and of a user's recipe (`--recipe`)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
-from moe.verify.cases import Case
+from moe.checks.together import check_run
+from moe.recipe.load import load
+from moe.train.start.own import Own
+from moe.verify.cases import SLICED, Case
 from moe.verify.hybrid import WORLD, hybrid_cases
-from moe.verify.rows.data import all_data_cases
-from moe.verify.rows.expert import all_expert_cases
+from moe.verify.rows.data import data_cases
+from moe.verify.rows.expert import expert_cases
 from moe.verify.rows.pipeline import pipeline_cases
 from moe.verify.rows.sequence import sequence_cases
 from moe.verify.rows.tensor import tensor_cases
+from moe.verify.small import not_compared
 from parallel.errors import BadInput, did_you_mean, some
+from parallel.mesh.mesh import divisors
 
-KINDS: dict[str, Callable[[int], list[Case]]] = {
-    "data": all_data_cases,
-    "expert": all_expert_cases,
+KINDS: dict[str, Callable[[], list[Case]]] = {
+    "data": data_cases,
+    "expert": expert_cases,
     "tensor": tensor_cases,
     "sequence": sequence_cases,
     "pipeline": pipeline_cases,
@@ -24,14 +30,40 @@ KINDS: dict[str, Callable[[int], list[Case]]] = {
 
 
 def cases(nproc: int, *, kinds: tuple[str, ...] = tuple(KINDS)) -> list[Case]:
-    """Every case of up to `nproc` processes, of the given kinds. Raises BadInput for an unknown kind, and for a kind without cases."""
+    """Return every case of up to `nproc` processes, of the given kinds. Raises BadInput for an unknown kind or one without cases."""
     for kind in kinds:
         if kind not in KINDS:
             near = did_you_mean(kind, KINDS) or next(iter(KINDS))
             needed = f"comma-separated kinds: {some(KINDS, rest='moe verify --help')}"
             raise BadInput("--kinds", got=kind, needed=needed, fix=f"--kinds {near}, or leave --kinds out for all")
     if "hybrid" in kinds and kinds != tuple(KINDS) and nproc < WORLD:
-        raise BadInput(
-            "--nproc", got=f"{nproc} with --kinds hybrid", needed=f"{WORLD}: all its layouts have {WORLD} processes", fix=f"--nproc {WORLD}"
-        )
-    return [case for kind in KINDS if kind in kinds for case in KINDS[kind](nproc)]
+        needed = f"{WORLD}: all its layouts have {WORLD} processes"
+        raise BadInput("--nproc", got=f"{nproc} with --kinds hybrid", needed=needed, fix=f"--nproc {WORLD}")
+    chosen = [KINDS[kind] for kind in KINDS if kind in kinds and (kind != "hybrid" or nproc >= WORLD)]  # choosing hybrid rows takes seconds
+    return [case for listed in chosen for case in listed() if case.world <= nproc]
+
+
+def recipe_cases(path: str, nproc: int) -> tuple[list[Case], list[str]]:
+    """Return (cases of the user's recipe at a small size, lines on what is refused or not compared). Raises BadInput for none."""
+    first = Case(path, "ddp", 1, 1, 1, "fp32", recipe=path)
+    Own.code(first.run())  # imported once, before ranks are forked
+    sparse = bool(first.run().model.layers_with_experts())
+    asked = [first, replace(first, microbatches=3), replace(first, recompute="full"), replace(first, padded=True, microbatches=3)]
+    for world in (world for world in divisors(first.batch)[1:] if world <= nproc):
+        layout = replace(first, world=world)
+        for ep in divisors(world) if sparse else [1]:
+            asked += [replace(layout, ep=ep, microbatches=m, kind=kind) for kind in ("ddp", "fsdp", "zero1", "zero3") for m in (1, 2)]
+        asked += [replace(layout, etp=world, microbatches=2)] if sparse else []
+        asked += [replace(layout, tp=world, tensor=kind) for kind in ("1d", "sliced")]
+        asked += [replace(layout, pp=world, microbatches=4, schedule=schedule) for schedule in ("1f1b", "zb_h1")]
+        asked += [replace(layout, sp=world, attention=kind, length=SLICED) for kind in ("zigzag", "ulysses")]
+    cases, refused = [], []
+    for case in asked:
+        try:
+            check_run(case.run(), case.world)
+            cases.append(case)
+        except BadInput as bad:
+            if case is first:
+                raise
+            refused.append(f"refused: {case.layout} {case.kind}: {bad}")
+    return cases, [*not_compared(load(path)[0]), *refused]

@@ -1,18 +1,19 @@
-"""Runs ten steps of a layout by the trainer's own code on forked ranks, and gathers whole tensors with global names."""
+"""Runs ten steps of a layout by the trainer's own code on forked ranks, and gathers whole tensors by their names in checkpoints."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from itertools import takewhile
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moe.checks.together import check_run
 from moe.model.names import global_name
+from moe.model.transformer import extra_state
 from moe.nn.lora import parts
 from moe.parallelize.build import build, whole_layouts
 from moe.parallelize.engines import check_given, optimizer_of
@@ -25,13 +26,11 @@ from moe.train.parts.executor import Executor, start_executor
 from moe.train.parts.numbers import LayerNumbers, Numbers
 from moe.train.start.state import extra_owned
 from moe.verify.cases import OVERFLOWS, Case
-from moe.verify.in_blocks import in_blocks
-from moe.verify.in_parts import in_parts
+from moe.verify.in_parts import in_blocks, in_parts
 from moe.verify.in_slices import in_slices
-from moe.verify.older import OlderWeights
 from moe.verify.plain.batches import batch
 from moe.verify.tape import TAPED, Step, Tape, listen, of_ranks, plain
-from moe.verify.twin import STEPS, Result
+from moe.verify.twin import STEPS, Result, ages, version_read
 from parallel.data.engine import Engine
 from parallel.data.kinds.catalog import ENGINES, PLAIN
 from parallel.mesh.mesh import Degrees, Mesh
@@ -43,9 +42,10 @@ from parallel.process.fork import each_on_ranks
 from parallel.process.process import World
 from parallel.store.checkpoint import pieces
 
-Ran = tuple[Result, Tape | None] | str  # result and tape of a case, or its ranks' errors
-Inside = Callable[[], AbstractContextManager[Any]]  # a context that every rank enters around each case
-# limit for all ranks together: each group of a rank has a gloo thread that wakes a hundred times a second until the process ends
+_CPU = torch.device("cpu")
+Ran = tuple[Result, Tape | None] | str  # result of a case and a record of its first steps; or the errors of its ranks
+Inside = Callable[[], AbstractContextManager[Any]]  # makes a context that every rank enters around each case
+# most meshes times ranks: gloo's threads, which wake a hundred times a second until the process ends, slow all ranks if there are more
 MESHES = 16
 LIMIT_S = 120.0  # seconds for one case on up to 4 ranks; ten tiny steps take a second or two, and a busy machine many times that
 
@@ -59,9 +59,10 @@ def compute(
     tape: Tape | None = None,
     delayed_as: Case | None = None,
 ) -> Result:
-    """Run ten steps of one layout as this rank. Every rank returns the parts that it owns. `meshes`: meshes that were already made.
+    """Run ten steps of a layout as this rank. Return its results, with this rank's parts of tensors only, as `owned` does.
 
-    `delayed_as`: on one process, take gradients at weights as old as on the stages of that case.
+    meshes: meshes that this rank has already made; new ones are added. tape: records the first steps. delayed_as: on one process, take
+    gradients at weights as old as on the pipeline stages of that case.
     """
     run = check_run(case.run(), case.world)
     run = run.model_copy(update={"experts": run.experts.model_copy(update={"kernels": kernels})})
@@ -69,10 +70,10 @@ def compute(
     if degrees not in meshes:
         meshes[degrees] = process.connect(degrees, World(rank, case.world))
     mesh = meshes[degrees]
-    model, layouts = build(run, mesh, device=torch.device("cpu"))
+    model, layouts = build(run, mesh, device=_CPU)
     if case.slices:
         in_slices(model, case)
-    if case.parts > 1:  # after in_slices: a part of the heads attends in slices too
+    if case.parts > 1:  # after in_slices, so that each part of the heads attends in slices too
         in_parts(model, replace(case, world=case.parts, tp=case.parts, tensor="1d").run(), first=case.first_part)
     if case.blocks > 1:
         in_blocks(model, case.blocks)
@@ -85,50 +86,62 @@ def compute(
         listen(model, tape)
     if case.delayed and case.pp > 1:
         return _streamed(case, run, executor, mesh, tape)
-    return _stepped(case, run, executor, mesh, tape, OlderWeights(executor.engine.module, delayed_as or case))
+    return _stepped(case, run, executor, mesh, tape, _OlderWeights(executor.engine.module, delayed_as or case))
 
 
-def _stepped(case: Case, run: Run, executor: Executor, mesh: Mesh, tape: Tape | None, older: OlderWeights) -> Result:
+def _stepped(case: Case, run: Run, executor: Executor, mesh: Mesh, tape: Tape | None, older: _OlderWeights) -> Result:
     engine, shard, scale = executor.engine, shard_of(run, mesh, case.batch), LossScale.of(run.precision.loss_scale)
-    spoil = _spoiler(engine, mesh) if case.overflow else None
+    spoil = _spoiler(engine, mesh) if case.overflow else {}
+    lr, clip_norm, world = run.optimizer.lr, run.optimizer.clip_norm, mesh.axis("world")
     losses: list[float] = []
-    kept: tuple[float, float, dict[str, Tensor], dict[str, Tensor]] | None = None
+    first: tuple[float, float, dict[str, Tensor], dict[str, Tensor]] | None = None
     for step in range(STEPS):
         taped, spoilt, used = tape is not None and step < TAPED, case.overflow and step == OVERFLOWS, scale.value
-        if spoil is not None:
-            spoil["now"] = spoilt
+        spoil["now"] = spoilt
+        tokens = shard.of_batch(batch(step, padded=case.padded, length=run.model.read_length, size=case.batch))
         with older.at(step):
             numbers = accumulate(
-                executor,
-                shard.of_batch(batch(step, padded=case.padded, length=run.model.read_length, size=case.batch)),
-                shard=shard,
-                microbatches=case.microbatches,
-                seed=run.train.seed,
-                step=step,
-                loss_scale=used,
+                executor, tokens, shard=shard, microbatches=case.microbatches, seed=run.train.seed, step=step, loss_scale=used
             )
         losses.append(numbers.loss)
-        gradients = owned(engine, mesh, "gradient", used) if kept is None or (taped and not spoilt) else {}
-        norm = finish(
-            engine,
-            numbers,
-            world=mesh.axis("world"),
-            scale=scale,
-            lr=run.optimizer.lr,
-            clip_norm=run.optimizer.clip_norm,
-            device=torch.device("cpu"),
-        )
-        weights = _weights(engine, mesh) if kept is None or taped else {}
-        kept = kept or (numbers.balance_loss, norm.total, gradients, weights)
+        gradients = owned(engine, mesh, "gradient", used) if first is None or (taped and not spoilt) else {}
+        norm = finish(engine, numbers, world=world, scale=scale, lr=lr, clip_norm=clip_norm, device=_CPU)
+        weights = _weights(engine, mesh) if first is None or taped else {}
+        first = first or (numbers.balance_loss, norm.total, gradients, weights)
         if tape is not None and taped:
             norms = {} if spoilt else norm.families | {"total": norm.total}
             tape.steps.append(Step(numbers.loss, _reports(numbers), gradients, norms, owned(engine, mesh, "exp_avg", 1.0), weights))
-    assert kept is not None
-    return Result(losses, *kept)
+    assert first is not None
+    return Result(losses, *first)
+
+
+class _OlderWeights:
+    """Gives the whole model of one process the weights at which the pipeline stages of `delayed_as` (PipeDream, 2BW) compute a step."""
+
+    def __init__(self, model: nn.Module, delayed_as: Case) -> None:
+        self.tensors: dict[str, Tensor] = dict(model.named_parameters()) | extra_state(model)
+        self.ages = ages(delayed_as, list(self.tensors))
+        self.history: list[dict[str, Tensor]] = []
+
+    @contextmanager
+    def at(self, step: int) -> Iterator[None]:
+        """Within this context, the model has the weights of that step. Steps must follow each other, beginning with 0."""
+        if not self.ages:
+            yield
+            return
+        self.history.append({name: tensor.detach().clone() for name, tensor in self.tensors.items()})
+        self._put({name: self.history[version_read(step, age)][name] for name, age in self.ages.items()})
+        yield
+        self._put(self.history[-1])
+
+    @torch.no_grad()
+    def _put(self, values: dict[str, Tensor]) -> None:
+        for name, value in values.items():
+            self.tensors[name].copy_(value)
 
 
 def _spoiler(engine: Engine, mesh: Mesh) -> dict[str, bool]:
-    """A switch: while `now` is True, one parameter's gradient is infinite on the last rank, before gradients are summed."""
+    """Return a dict whose entry `now` is a switch: while it is True, the last rank's gradient of one parameter is infinite."""
     on = {"now": False}
     if mesh.rank == mesh.axis("world").size - 1:
         spoilt = next(p for name, p in reversed(list(engine.module.named_parameters())) if ".experts." in name or ".ffn." in name)
@@ -145,37 +158,28 @@ def _reports(numbers: Numbers) -> dict[str, Tensor]:
 
 def _streamed(case: Case, run: Run, executor: Executor, mesh: Mesh, tape: Tape | None) -> Result:
     """Run one step and drain the pipeline; its gradients are Adam's first moments. Then run the other steps without draining in between."""
-    engine, shard = executor.engine, shard_of(run, mesh, case.batch)
+    engine, shard, world = executor.engine, shard_of(run, mesh, case.batch), mesh.axis("world")
     updates: list[Step] = []
     if tape is not None:
         _watch_updates(engine, mesh, updates)
     steps: list[tuple[Numbers, GradientNorm]] = []
-    kept: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None
+    first: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None
     for count in (1, STEPS - 1):
-        steps += stream(
-            executor,
-            [shard.of_batch(batch(len(steps) + n, length=case.length, size=case.batch)) for n in range(count)],
-            schedule=schedule_of(run, batches=count),
-            shard=shard,
-            world=mesh.axis("world"),
-            seed=run.train.seed,
-            step=len(steps),
-            rate=lambda n: run.optimizer.lr,
-        )
-        kept = kept or (owned(engine, mesh, "exp_avg", 1 - run.optimizer.beta1), _weights(engine, mesh))
-    assert kept is not None
+        batches = [shard.of_batch(batch(len(steps) + n, length=case.length, size=case.batch)) for n in range(count)]
+        how: dict[str, Any] = {"seed": run.train.seed, "step": len(steps), "rate": lambda n: run.optimizer.lr}
+        steps += stream(executor, batches, schedule=schedule_of(run, batches=count), shard=shard, world=world, **how)
+        first = first or (owned(engine, mesh, "exp_avg", 1 - run.optimizer.beta1), _weights(engine, mesh))
+    assert first is not None
     for step, (numbers, norm) in zip(updates, steps, strict=False):
         step.loss, step.reports, step.norms = numbers.loss, _reports(numbers), norm.families | {"total": norm.total}
     if tape is not None:
         tape.steps += updates
     numbers, norm = steps[0]
-    return Result([numbers.loss for numbers, _ in steps], numbers.balance_loss, norm.total, *kept)
+    return Result([numbers.loss for numbers, _ in steps], numbers.balance_loss, norm.total, *first)
 
 
 def _watch_updates(engine: Engine, mesh: Mesh, updates: list[Step]) -> None:
-    """Record gradients, moments and weights of the first updates of this rank's stage. The executor makes these updates, so hooks record
-    them.
-    """
+    """Add hooks to the optimizer that append gradients, moments and weights of its first updates to `updates`."""
     optimizer: torch.optim.Optimizer = engine.optimizer  # type: ignore[attr-defined]
     made = [0]
 
@@ -200,14 +204,15 @@ def _weights(engine: Engine, mesh: Mesh) -> dict[str, Tensor]:
 
 
 def owned(engine: Engine, mesh: Mesh, what: str, scale: float) -> dict[str, Tensor]:
-    """This rank's part of every parameter's gradient or state, divided by `scale`. Each tensor is whole, with zeros elsewhere."""
+    """Return by parameter name this rank's part of `what` (gradient, weight, exp_avg), divided by `scale`, in tensors of the whole shape
+    with zeros elsewhere. Their sum over ranks is the whole tensor: of copies, one rank has its part.
+    """
     found: dict[str, Tensor] = {}
     layouts = engine.layouts if what == "weight" else parts(engine.layouts)[0]  # frozen parameters have neither gradients nor moments
     for name, layout in layouts.items():
         tensor = engine.gradient(name) if what == "gradient" else engine.state(name)[what]
         if layout.is_owner(mesh):
             for p in pieces(global_name(name), layout, mesh, tensor):
-                # other tiles and ranks hold the rest; summing over ranks gives the whole tensor
                 whole = found.setdefault(p.name, torch.zeros(p.shape))
                 whole[tuple(slice(start, start + n) for start, n in zip(p.start, p.tensor.shape, strict=True))] = p.tensor.float() / scale
     return found
@@ -219,15 +224,15 @@ def owned(engine: Engine, mesh: Mesh, what: str, scale: float) -> dict[str, Tens
 def run_world(
     chosen: list[Case], world: int, *, taped: bool = False, inside: Inside = nullcontext, timeout_s: float | None = None
 ) -> Iterator[tuple[Case, Ran]]:
-    """Run all cases of one world size on forked ranks, and yield each result as soon as it is done.
+    """Run all cases of one world size on forked ranks, and yield each with its result as soon as it is done.
 
-    If ranks fail, their errors are the result of the case that they were running, and the remaining cases run on new ranks. `timeout_s` is
-    the limit for a case of up to four ranks, and doubles with their number beyond that; None: LIMIT_S.
+    If ranks fail, their errors are the result of the case that they were running, and the remaining cases run on new ranks. taped: record
+    the first steps. timeout_s: limit for a case of up to four ranks, twice that for eight; None: LIMIT_S.
     """
     left, loaded = list(chosen), {ENGINES[PLAIN].load}
     limit = (LIMIT_S if timeout_s is None else timeout_s) * max(1, world // 4)
     while left:
-        left[0].engine.load()  # once, before ranks are forked: DeepSpeed takes seconds, for which rows before it need not wait
+        left[0].engine.load()  # once, before ranks are forked; not for all at first, because DeepSpeed takes seconds
         loaded.add(left[0].engine.load)
         ready, done = _few_meshes(takewhile(lambda case: case.engine.load in loaded, left)), 0
         try:
@@ -243,7 +248,7 @@ def run_world(
 
 
 def _few_meshes(cases: Iterable[Case]) -> list[Case]:
-    """The first of these cases whose meshes together stay within MESHES on each rank; at least one."""
+    """The first of these cases, as many as need at most MESHES meshes times ranks; at least one."""
     found: list[Case] = []
     meshes: set[Degrees] = set()
     for case in cases:
@@ -255,7 +260,7 @@ def _few_meshes(cases: Iterable[Case]) -> list[Case]:
 
 
 def _ranks(rank: int, chosen: list[Case], taped: bool, inside: Inside) -> Iterator[dict[str, Any]]:
-    meshes: dict[Degrees, Mesh] = {}  # reused by later cases: process groups are never closed, and each keeps its threads
+    meshes: dict[Degrees, Mesh] = {}  # reused by later cases, because process groups are never closed
     for case in chosen:
         tape = Tape.of(case) if taped else None
         with inside():
@@ -264,6 +269,7 @@ def _ranks(rank: int, chosen: list[Case], taped: bool, inside: Inside) -> Iterat
 
 
 def _gather(parts: list[dict[str, Any]]) -> tuple[Result, Tape | None]:
+    """The whole result and record, from the parts of all ranks."""
     first = parts[0]["result"]
     for part in parts[1:]:
         for what in ("gradients", "weights"):

@@ -23,9 +23,7 @@ Pair = tuple[tuple[str, str], tuple[str, str]]  # two factors, each with a value
 
 @dataclass(frozen=True)
 class Covering:
-    """The chosen `rows`, each with a value of every factor. `met`: the number of rows with each pair; `refused`: the other pairs, with
-    reasons.
-    """
+    """The chosen rows, each with a value of every factor; how many rows have each pair; and the refused pairs with their reasons."""
 
     rows: tuple[Choice, ...]
     met: dict[Pair, int]
@@ -33,18 +31,18 @@ class Covering:
 
 
 def every_pair(factors: Mapping[str, Sequence[str]]) -> Iterator[Pair]:
-    """All pairs of values of two different factors, in the order of the factors."""
+    """Yield all pairs of values of two different factors, in the order of the factors."""
     for one, other in combinations(factors, 2):
         yield from (((one, a), (other, b)) for a in factors[one] for b in factors[other])
 
 
 def pairs_of(row: Choice, factors: Mapping[str, Sequence[str]]) -> list[Pair]:
-    """The pairs of values that the row has."""
+    """Return all pairs of the row's values."""
     return list(combinations([(factor, row[factor]) for factor in factors if factor in row], 2))
 
 
 def together(pairs: Sequence[Pair]) -> list[str]:
-    """Lines of text that join pairs: `schedule zb_h1, zb_h2 x data fsdp, zero2` if all four pairs are given."""
+    """Return lines of text in which pairs are joined: `schedule zb_h1, zb_h2 x data fsdp, zero2` if all four pairs are given."""
     lines = []
     for factors in dict.fromkeys((one[0], other[0]) for one, other in pairs):
         partners: dict[str, list[str]] = {}
@@ -64,56 +62,47 @@ def cover(
     refuse: Callable[[Choice], BadInput | None],
     first_of: Sequence[str] = (),
 ) -> Covering:
-    """Rows that contain every pair that is not refused.
+    """Choose rows that contain every pair that is not refused.
 
-    `complete` returns the simplest row with the given values. `refuse` returns the reason why a row is refused, or None. A pair is
-    refused if the simplest row with it is. If several values bring equally many new pairs, the one used least is taken, but for factors
-    of `first_of` the first.
+    complete: returns the simplest row with the given values. refuse: returns the reason why a row is refused, or None. A pair is refused if
+    the simplest row with it is. If several values bring equally many new pairs, the one used least is taken, but for factors of
+    `first_of` the first.
     """
-    said: dict[tuple[str, ...], BadInput | None] = {}
+    reason_of: dict[tuple[str, ...], BadInput | None] = {}
 
     def why_not(chosen: Choice) -> BadInput | None:
         row = complete(chosen)
         key = tuple(row[factor] for factor in factors)
-        if key not in said:
-            said[key] = refuse(row)
-        return said[key]
+        if key not in reason_of:
+            reason_of[key] = refuse(row)
+        return reason_of[key]
 
     reasons = {pair: why_not(dict(pair)) for pair in every_pair(factors)}
     left = dict.fromkeys(pair for pair, reason in reasons.items() if reason is None)
     met: Counter[Pair] = Counter()
     used: Counter[tuple[str, str]] = Counter()
+
+    def brought(row: Choice, option: tuple[str, str]) -> list[Pair]:
+        return [pair for pair in pairs_of(row | dict([option]), factors) if option in pair]
+
+    def extended(row: Choice) -> Choice:
+        """The row with one more value: of those not refused, one that brings the most new pairs. The simplest value is always possible."""
+        options = [(factor, value) for factor in factors if factor not in row for value in factors[factor]]
+        gains = {option: sum(pair in left for pair in brought(row, option)) for option in options}
+        options.sort(key=lambda option: (-gains[option], 0 if option[0] in first_of else used[option]))
+        for option in options:
+            if all(reasons[pair] is None for pair in brought(row, option)) and why_not(row | dict([option])) is None:
+                return row | dict([option])
+        raise AssertionError(f"no value goes with {row}, though the simplest ones do")
+
     rows: list[Choice] = []
     while left:
         row = dict(next(iter(left)))
         while len(row) < len(factors):
-            row |= _next(row, factors, left, used, reasons, why_not, first_of)
+            row = extended(row)
         rows.append({factor: row[factor] for factor in factors})
         used.update(row.items())
         for pair in pairs_of(row, factors):
             met[pair] += 1
             left.pop(pair, None)
     return Covering(tuple(rows), dict(met), {pair: reason for pair, reason in reasons.items() if reason is not None})
-
-
-def _next(
-    row: Choice,
-    factors: Mapping[str, Sequence[str]],
-    left: Mapping[Pair, None],
-    used: Counter[tuple[str, str]],
-    reasons: Mapping[Pair, BadInput | None],
-    why_not: Callable[[Choice], BadInput | None],
-    first_of: Sequence[str],
-) -> Choice:
-    """One more factor with the value that brings the most new pairs. The simplest value is always possible."""
-
-    def brought(factor: str, value: str) -> list[Pair]:
-        return [pair for pair in pairs_of(row | {factor: value}, factors) if (factor, value) in pair]
-
-    options = [(factor, value) for factor in factors if factor not in row for value in factors[factor]]
-    gains = {option: sum(pair in left for pair in brought(*option)) for option in options}
-    options.sort(key=lambda option: (-gains[option], 0 if option[0] in first_of else used[option]))
-    for factor, value in options:
-        if all(reasons[pair] is None for pair in brought(factor, value)) and why_not(row | {factor: value}) is None:
-            return {factor: value}
-    raise AssertionError(f"no value goes with {row}, though the simplest ones do")

@@ -1,7 +1,7 @@
-"""The rows of `moe verify --json FILE`. The file is written while rows are made, so that an interrupted run of hours can be continued.
+"""The rows of `moe verify --json FILE`, which is written while rows are made, so that an interrupted run of hours can be continued.
 
-FILE with rows that passed   --go_on-->   they are kept, each with the commit that made it; the other rows are run
-no FILE yet                  --go_on-->   all rows are run, so a script can always pass --go_on
+With --go_on, rows of FILE that passed are kept, each with the commit that made it, and the others are run. Without a FILE all rows are run,
+so a script can always pass --go_on.
 """
 
 from __future__ import annotations
@@ -21,10 +21,7 @@ EVERY_S = 10.0  # seconds between two writes of the whole table
 
 
 class Table:
-    """The rows of these cases, in their order. `file`: where they are written, None: nowhere; `go_on`: begin with its rows that passed.
-
-    Raises BadInput if the file is not such a table.
-    """
+    """The rows of the cases `chosen`. file: where they are written; go_on: begin with its passed rows. Raises BadInput for another file."""
 
     def __init__(self, chosen: Sequence[Case], file: str | None, *, go_on: bool) -> None:
         self.chosen, self.file, self.kept = list(chosen), file, 0
@@ -37,6 +34,7 @@ class Table:
             self._keep(_read(file))
 
     def _keep(self, before: dict[str, Any]) -> None:
+        """Keep the rows of the file's table `before` that passed. The same case may be listed twice."""
         there: dict[str, list[dict[str, Any]]] = defaultdict(list)
         for row in before["rows"]:
             if row["passed"]:
@@ -52,7 +50,7 @@ class Table:
         self.commits = {str(row["commit"]) for row in self._rows.values()}
 
     def begins(self, now: str | None) -> str:
-        """A line about the rows that were kept. `now`: the current commit."""
+        """Return a line of text about the rows that were kept. now: the current commit."""
         if not self.begun:
             return f"{self.file} is not there yet: all {len(self.chosen)} rows are to be made"
         others = sorted(self.commits - {str(now)})
@@ -60,11 +58,11 @@ class Table:
         return f"{counted(self.kept, 'row')} kept from {self.file}{made}; {len(self.chosen) - self.kept} left"
 
     def left(self, world: int) -> list[Case]:
-        """The cases with this number of processes that have no row yet."""
+        """Return the cases of `world` processes that have no row yet."""
         return [case for place, case in enumerate(self.chosen) if case.world == world and place not in self._rows]
 
     def add(self, case: Case, row: dict[str, Any]) -> None:
-        """Add the row of a case. All rows are written every EVERY_S seconds."""
+        """Add the row of a case. Write the file if that was last done EVERY_S seconds ago."""
         self._rows[next(place for place, one in enumerate(self.chosen) if one == case and place not in self._rows)] = row
         if time.monotonic() - self._written > EVERY_S:
             self.write()
@@ -75,12 +73,10 @@ class Table:
         return [self._rows[place] for place in sorted(self._rows)]
 
     def write(self, **more: Any) -> None:
-        """Write all rows so far; `left` counts the missing ones."""
-        self._written = time.monotonic()
+        """Write all rows so far and the number of missing ones, with the further entries `more`."""
+        self._written, left = time.monotonic(), len(self.chosen) - len(self._rows)
         if self.file is not None:
-            write_json(
-                self.file, verb="verify", rows=self.rows, tolerances=self.tolerances, left=len(self.chosen) - len(self._rows), **more
-            )
+            write_json(self.file, verb="verify", rows=self.rows, tolerances=self.tolerances, left=left, **more)
 
 
 def _read(file: str | None) -> dict[str, Any]:

@@ -1,11 +1,11 @@
-"""A record of the first steps of a run of `moe verify`, so that the first place where two runs differ can be named.
+"""A record (tape) of the first steps of a run of `moe verify`, so that the first place where two runs differ can be named.
 
-    forward      the output of each part, by the index of its tokens in the step, on whichever rank and micro-batch it was computed
-    again        the same for outputs that recompute produces a second time
-    reports      numbers of each MoE layer: losses, kept choices, load
-    gradients    of every parameter, summed and before clipping; then norms by family; then moments and weights after the step
+    forward      the output of each part of the model, by the index of its tokens in the step, on any rank and in any micro-batch
+    again        likewise, outputs that recompute produces a second time
+    reports      numbers of each MoE layer: losses, kept choices, choices of each expert
+    gradients    of every parameter, summed and before clipping; their norms; moments and weights after the update
 
-All tensors are whole and have the names of checkpoints, so the tapes of one process and of any layout can be compared line by line
+All tensors are whole and have the names of checkpoints, so that the tapes of one process and of any layout can be compared line by line
 (moe/verify/where.py). The hooks see modules only, and do not depend on the layout.
 """
 
@@ -29,7 +29,7 @@ AGAIN = " again"
 
 @dataclass
 class Step:
-    """The record of one step."""
+    """The record of one step: loss; reports by MoE layer; by parameter gradients, moments and weights; gradient norms by family."""
 
     loss: float = 0.0
     reports: dict[str, Tensor] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class Step:
 
 @dataclass
 class Tape:
-    """The record of a run. `forward`: (step, name) -> (token indices, values, their first channel), in the order of arrival."""
+    """The record of a run. forward: (step, name of a part) -> list of (indices of tokens, values, first channel of the values)."""
 
     forward: dict[tuple[int, str], list[tuple[Tensor, Tensor, int]]] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
@@ -50,13 +50,11 @@ class Tape:
 
     @staticmethod
     def of(case: Case) -> Tape:
-        """An empty tape for the sizes of a case."""
+        """Return an empty tape for the sizes of a case."""
         return Tape(length=case.run().model.read_length, batch=case.batch)
 
     def note(self, step: int, name: str, places_T: Tensor, values: Tensor, *, first: int = 0) -> None:
-        """Record `values` [..., width] of these tokens, channels from `first` on. Values of the same tokens that come again were
-        recomputed.
-        """
+        """Record `values` [..., width], channels from `first` on, of tokens `places_T` (indices); of the same ones again: recomputed."""
         if step >= TAPED:
             return
         held = self.forward.setdefault((step, name), [])
@@ -67,7 +65,7 @@ class Tape:
         held.append((places_T, values.detach().reshape(len(places_T), -1).float().clone(), first))
 
     def whole(self, step: int, name: str) -> Tensor | None:
-        """[tokens of the batch, width]; NaN for tokens without a record; None if there is no record at all."""
+        """Return the recorded values [tokens of the batch, width], NaN for tokens without any; None if there are none at all."""
         parts = self.forward.get((step, name))
         if not parts:
             return None
@@ -78,13 +76,13 @@ class Tape:
 
 
 def plain(tape: Tape) -> dict[str, Any]:
-    """The tape as plain objects, which torch.load(weights_only=True) can read."""
+    """Return the tape as lists and dicts, which processes can exchange (torch.load with weights_only)."""
     forward = [[step, name, *part] for (step, name), parts in tape.forward.items() for part in parts]
     return {"forward": forward, "steps": [vars(step) for step in tape.steps], "length": tape.length, "batch": tape.batch}
 
 
 def of_ranks(parts: list[dict[str, Any]]) -> Tape:
-    """One tape from the tapes of all ranks: their tokens together, and the sums of partial tensors."""
+    """Return one tape from the tapes of all ranks (see `plain`): with the tokens of all, and the sums of each rank's parts of tensors."""
     tape = Tape(steps=[Step(**step) for step in parts[0]["steps"]], length=parts[0]["length"], batch=parts[0]["batch"])
     for number, part in enumerate(parts):
         for step, name, places, values, first in part["forward"]:
@@ -98,15 +96,15 @@ def of_ranks(parts: list[dict[str, Any]]) -> Tape:
 
 
 def listen(model: nn.Module, tape: Tape) -> None:
-    """Add hooks to the model: every part notes its output while gradients are recorded."""
+    """Add hooks to the model that record the outputs of its parts on the tape while gradients are recorded."""
     assert isinstance(model, Transformer)
     now = threading.local()  # replicas of DP run in threads
     held = next((block for block in model.layers if isinstance(block, Block)), None)
-    columns, first = (None, 0) if held is None else (held.columns, held.first_channel)  # positions of the slice between layers
+    columns, first = (None, 0) if held is None else (held.columns, held.first_channel)  # how layers' inputs are sliced
     axis = columns.keywords["axis"] if isinstance(columns, partial) else None
 
     def between(context: Any) -> Any:
-        """The context of this rank's slice. Computed again here, because the model's own slicing may be the fault."""
+        """The context of this rank's slice of the tokens between layers, not by the model's own code, which may have the fault."""
         if axis is None:
             return context
         each = len(context.position_T) // len(context.sequence_B) // axis.size
@@ -141,20 +139,19 @@ def listen(model: nn.Module, tape: Tape) -> None:
             continue
         assert isinstance(block, Block)
         block.register_forward_pre_hook(entered(number), with_kwargs=True)
-        after(block.attention, f"layers.{number}.attention", lambda x: x)
-        after(block.cross, f"layers.{number}.cross", lambda x: x)
-        after(block.ffn, f"layers.{number}.ffn", lambda x: x)
+        for name in ("attention", "cross", "ffn"):
+            after(getattr(block, name), f"layers.{number}.{name}", lambda x: x)
         if block.moe is not None:
             after(block.moe.router, f"layers.{number}.router", _gates)
             after(block.moe, f"layers.{number}.moe", lambda out: out[0])
         after(block, f"layers.{number}", lambda out: out[0])
-    if held is None:  # a stage with the head alone has no layer that knows the tokens
+    if held is None:  # a stage with only the head gets its context here instead of from a layer
         model.register_forward_pre_hook(entered(-1), with_kwargs=True)
     after(model.norm, "norm", lambda x: x)
 
 
 def _gates(routing: Any) -> Tensor:
-    """[T, E]: the gates of the choices that have a slot."""
+    """The gates [T, E] of the choices that have a slot, 0 elsewhere."""
     return torch.zeros_like(routing.probs_TE).scatter(1, routing.expert_TK, routing.gate_TK.detach() * routing.kept_TK)
 
 
@@ -163,6 +160,6 @@ def _context(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _seen(tape: Tape, name: str, now: threading.local) -> bool:
-    """Return whether a part that gets no context runs again. Its tokens are then unknown."""
+    """Whether the part `name` has already run for the tokens of the current context, so that this is recompute."""
     held = tape.forward.get((now.context.step, name), ())
     return any(torch.equal(now.context.position_T, places) for places, *_ in held)

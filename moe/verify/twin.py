@@ -1,13 +1,12 @@
-"""The plain twin of `moe verify`: ten steps of whole batches in one loop, with its own model and its own update.
+"""The plain twin, with which `moe verify` compares layouts: ten steps of whole batches in one loop, with its own model and its own update.
 
-    moe/verify/plain/layer.py   the MoE layer, from the papers       moe/verify/plain/model.py   everything around it
-    moe/verify/plain/step.py    decay groups, clipping, AdamW, the biases     moe/verify/plain/encoder_decoder.py   T5's two halves
+    moe/verify/plain/layer.py   the MoE layer, from the papers                moe/verify/plain/model.py   everything around it
+    moe/verify/plain/step.py    weight decay, clipping, AdamW, the biases     moe/verify/plain/encoder_decoder.py   T5's two halves
 
-It shares with the trainer only the recipe, the first values of the parameters and the hash of keyed random numbers: no module, kernel,
-engine, process group or optimizer. It computes in float64, so that its own rounding uses up none of the tolerance. Adam's first step is
-lr g / (|g| + eps), which turns an error d of a gradient near 0 into lr d / eps, here 300 d.
-If a layout takes gradients at older weights (PipeDream, 2BW), so does the twin: gradients are taken at the values that a parameter had
-`age` updates ago, and the update is applied to the newest values.
+It shares with the trainer only the recipe, the first values of the parameters and the hash of random numbers. It computes in float64, so
+that its own rounding uses up none of the tolerance: Adam's first step lr g / (|g| + eps) turns an error d of a gradient near 0 into
+lr d / eps, here 300 d.
+If a layout takes gradients at older weights (PipeDream, 2BW), so does the twin, and applies the update to the newest weights.
 """
 
 from __future__ import annotations
@@ -23,13 +22,12 @@ from moe.model.transformer import Transformer, extra_state
 from moe.nn.lora import adapt
 from moe.parallelize.plan import lay_out
 from moe.plan.pipeline import layers_of, schedule_of
-from moe.recipe.sections import Run
+from moe.recipe.sections import Lora, Run
 from moe.verify.cases import OVERFLOWS, Case
 from moe.verify.plain import encoder_decoder as plain_encoder_decoder
 from moe.verify.plain import model as plain_model
 from moe.verify.plain.batches import PADDING, batch
 from moe.verify.plain.layer import Layer, Weights
-from moe.verify.plain.lora import adapters, effective
 from moe.verify.plain.model import Rounding
 from moe.verify.plain.step import PlainAdamW, moved_bias, norms
 from moe.verify.tape import TAPED, Step, Tape
@@ -39,11 +37,12 @@ from parallel.pipeline.schedules.kind import Size
 from parallel.store.checkpoint import pieces
 
 STEPS = 10
+_EXPERT = ("w1", "w2", "w3")  # of experts
 
 
 @dataclass(frozen=True)
 class Result:
-    """The numbers of one layout. Tensors are whole and have the names of checkpoints."""
+    """The losses of a run; of its first step balance loss, gradient norm, gradients and new weights, by names of checkpoints."""
 
     losses: list[float]
     balance: float
@@ -53,39 +52,37 @@ class Result:
 
 
 def reference(case: Case, *, rounding: Rounding | None = None, tape: Tape | None = None, steps: int = STEPS) -> Result:
-    """Run the plain twin of a case's model; in float64 unless `rounding` is given."""
+    """Run the plain twin of a case's model; in float64 unless `rounding` is given. tape: records the first steps."""
     run, cast = case.run(), rounding or Rounding(torch.float64)
     parameters, biases = ({n: t.to(cast.dtype) for n, t in tensors.items()} for tensors in first_values(run))
     optimizer, old = PlainAdamW(run.optimizer), ages(case, [*parameters, *biases])
+    trained = set(_adapters(list(parameters)) if run.lora.rank else parameters)
     history: list[Weights] = []
     losses: list[float] = []
-    kept: tuple[float, float, Weights, Weights] | None = None
+    first: tuple[float, float, Weights, Weights] | None = None
     for step in range(steps):
-        history.append({name: value.clone() for name, value in (parameters | biases).items()} if old else parameters | biases)
+        history.append(_copy(parameters | biases) if old else parameters | biases)
         read = {name: history[version_read(step, old.get(name, 0))][name] for name in history[-1]} if old else history[-1]
         sequences = batch(step, padded=case.padded, length=run.model.read_length, size=case.batch)
-        trained = set(adapters(list(parameters)) if run.lora.rank else parameters)
-        made = _gradients(run, read, trained, sequences, step=step, cast=cast, tape=tape)
-        losses.append(made.loss)
-        norm = norms(made.gradients)
-        if not (case.overflow and step == OVERFLOWS):
-            optimizer.step({name: parameters[name] for name in made.gradients}, made.gradients)
+        loss, gradients, layers = _gradients(run, read, trained, sequences, step=step, cast=cast, tape=tape)
+        losses.append(loss)
+        norm, skipped = norms(gradients), case.overflow and step == OVERFLOWS
+        if not skipped:
+            optimizer.step({name: parameters[name] for name in gradients}, gradients)
             for name in biases:
-                layer = name.removesuffix(".router.bias")
-                biases[name] = moved_bias(biases[name], made.load[layer], run.router.bias_rate or 0.0)
-        if kept is None:
-            kept = made.balance, norm["total"], made.gradients, _copy(parameters | biases)
+                biases[name] = moved_bias(biases[name], layers[name.removesuffix(".router.bias")].counts, run.router.bias_rate or 0.0)
+        if first is None:
+            first = sum(layer.balance.item() for layer in layers.values()), norm["total"], gradients, _copy(parameters | biases)
         if tape is not None and step < TAPED:
-            seen = case.overflow and step == OVERFLOWS
-            gradients = {} if seen else made.gradients
-            moments = _copy(optimizer.exp_avg)
-            tape.steps.append(Step(made.loss, made.reports, gradients, {} if seen else norm, moments, _copy(parameters | biases)))
-    assert kept is not None
-    return Result(losses, *kept)
+            reports = {f"{name}.router": _report(layer) for name, layer in layers.items()}
+            seen, norm = ({}, {}) if skipped else (gradients, norm)
+            tape.steps.append(Step(loss, reports, seen, norm, _copy(optimizer.exp_avg), _copy(parameters | biases)))
+    assert first is not None
+    return Result(losses, *first)
 
 
 def first_values(run: Run) -> tuple[Weights, Weights]:
-    """(parameters, routers' biases) by the names of checkpoints, each expert on its own."""
+    """Return (parameters, routers' biases) of a new model by their names in checkpoints, where each expert has its own."""
     with torch.device("meta"):
         model = Transformer(run.model, run.experts, run.router, vocab_size=run.vocab_size)
         adapt(model, run.lora)
@@ -95,17 +92,12 @@ def first_values(run: Run) -> tuple[Weights, Weights]:
     return {p.name: p.tensor.clone() for p in whole}, _copy(extra_state(model))
 
 
-@dataclass(frozen=True)
-class _Made:
-    loss: float
-    balance: float
-    gradients: Weights
-    load: dict[str, list[int]]
-    reports: Weights
-
-
-def _gradients(run: Run, weights: Weights, trained: set[str], sequences: Tensor, *, step: int, cast: Rounding, tape: Tape | None) -> _Made:
-    """Forward and backward pass of one batch. The loss is a mean over predicted tokens, auxiliary losses are means over input tokens."""
+def _gradients(
+    run: Run, weights: Weights, trained: set[str], sequences: Tensor, *, step: int, cast: Rounding, tape: Tape | None
+) -> tuple[float, Weights, dict[str, Layer]]:
+    """Run a batch forward and backward. Return (loss, gradients of the weights `trained`, results of MoE layers by name). The loss is a
+    mean over predicted tokens; auxiliary losses are means over input tokens.
+    """
     leaves = {name: value.clone().requires_grad_() if name in trained else value for name, value in weights.items()}
     predicted = (sequences[:, 1 + run.model.source_length :] >= 0).sum().item()
     places = torch.arange(sequences[:, :-1].numel())
@@ -115,34 +107,56 @@ def _gradients(run: Run, weights: Weights, trained: set[str], sequences: Tensor,
             tape.note(step, name, places, values)
 
     twin = plain_model if run.model.kind == "decoder" else plain_encoder_decoder
-    passed = twin.forward(run, effective(leaves, run.lora), sequences, step=step, cast=cast, note=note)
+    passed = twin.forward(run, _with_adapters(leaves, run.lora), sequences, step=step, cast=cast, note=note)
     mean = passed.loss / predicted
     whole = mean + sum(layer.auxiliary(run.router) for layer in passed.layers.values())
     if passed.ahead is not None:
         whole = whole + run.model.ahead_weight * passed.ahead / (sequences[:, :-1] != PADDING).sum().item()
     whole.backward()  # type: ignore[no-untyped-call]
     gradients = {name: leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for name, leaf in leaves.items() if name in trained}
-    load = {name: layer.counts for name, layer in passed.layers.items()}
-    reports = {f"{name}.router": report(layer) for name, layer in passed.layers.items()}
-    return _Made(mean.item(), sum(layer.balance.item() for layer in passed.layers.values()), gradients, load, reports)
+    return mean.item(), gradients, passed.layers
 
 
-def report(layer: Layer) -> Tensor:
-    """Balance, importance, load and z loss, number of kept choices, number of choices of each expert, float64."""
+def _adapters(names: list[str]) -> list[str]:
+    """The names of LoRA adapters among the names of a checkpoint."""
+    found = [name for name in names if name.endswith((".lora_a", ".lora_b"))]
+    return found + [name for name in names if name.endswith(tuple(f".{w}_{half}" for w in _EXPERT for half in "ab"))]
+
+
+def _with_adapters(weights: Weights, lora: Lora) -> Weights:
+    """The weights W + alpha / r B A with their LoRA adapters (arXiv 2106.09685) added, by the names of W.
+
+    Dense matrices are [out, in], so B is [out, r] and A is [r, in]. Experts' matrices are [in, out], so theirs are w1_a [in, r] and
+    w1_b [r, out].
+    """
+    found = {name: w for name, w in weights.items() if name not in _adapters(list(weights))}
+    for name in weights:
+        if name.endswith(".lora_a"):
+            stem = name.removesuffix(".lora_a")
+            added = torch.einsum("or,ri->oi", weights[f"{stem}.lora_b"], weights[name])
+            found[f"{stem}.weight"] = found[f"{stem}.weight"] + added * (lora.alpha / lora.rank)
+        elif name.endswith(tuple(f".{w}_a" for w in _EXPERT)):
+            stem = name.removesuffix("_a")
+            added = torch.einsum("ir,ro->io", weights[name], weights[f"{stem}_b"])
+            found[stem] = found[stem] + added * (lora.alpha / lora.rank)
+    return found
+
+
+def _report(layer: Layer) -> Tensor:
+    """Balance, importance, load and z loss, number of kept choices, number of choices of each expert; float64."""
     means = [loss.item() for loss in (layer.balance, layer.importance, layer.load, layer.z)]
     return torch.tensor([*means, layer.kept, *layer.counts], dtype=torch.float64)
 
 
 def version_read(step: int, age: int) -> int:
-    """The number of updates that the weights have had at which a step's gradient is taken.
-
-    The first step is drained, so the second step's gradient is taken at the weights after one update.
+    """Return how many updates the weights have had at which a step's gradient is taken. age: updates by which a stage's weights are older.
+    The pipeline drains after the first step, so the second step's gradient is taken at the weights after one update.
     """
     return max(min(step, 1), step - age)
 
 
 def ages(case: Case, names: list[str]) -> dict[str, int]:
-    """For each parameter, the number of updates by which its weights are older when the gradient is taken; {} if all are current."""
+    """Return by parameter name how many updates older its weights are when its gradient is taken; {} if all are current."""
     age = SCHEDULES[case.schedule].age
     if age is None:
         return {}

@@ -1,17 +1,17 @@
 """The layout oracle: the same tiny model and batch on one process and in every legal layout, compared number by number.
 
     twin        moe/verify/twin.py: whole batches, its own model and update, written from the papers
-    layouts     moe/verify/layouts.py: the trainer's own step on forked ranks, for each case of moe/verify/cases.py
-    judgement   moe/verify/expected.py: 1e-5 in fp32; in 16 bits the effect of reordering, and a bound to the twin in fp32
+    layouts     moe/verify/layouts.py: the trainer's own step on forked ranks, for each case of moe/verify/kinds.py
+    tolerance   moe/verify/expected.py: 1e-5 in fp32; in 16 bits the effect of reordering, and a bound to the twin
     where       moe/verify/where.py: for a row that fails, the first layer or parameter that deviates
 
-Compared numbers: loss, balance loss, every logical gradient, gradient norm, weights after one step, losses of ten steps.
+Compared numbers: loss, balance loss, every parameter's gradient, gradient norm, weights after one step, losses of ten steps.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -23,16 +23,15 @@ from moe.verify.cases import Case
 from moe.verify.compare import NUMBERS, compare
 from moe.verify.expected import Expected, computed_in_background, rounds, twin_of
 from moe.verify.hybrid import WORLD, as_json, covering, described
-from moe.verify.kinds import KINDS, cases
+from moe.verify.kinds import KINDS, cases, recipe_cases
 from moe.verify.layouts import Ran, run_world
-from moe.verify.recipe import recipe_cases
 from moe.verify.small import known
 from moe.verify.table import Table
 from moe.verify.where import Standard
 from parallel.errors import BadInput, counted, cut
 
 Say = Callable[[str], None]
-_BY_DEFINITION = "router.group rank, which counts capacity over a rank's tokens and so depends on the layout by definition"
+_BY_DEFINITION = "not compared: router.group rank, which counts capacity over a rank's tokens and so depends on the layout by definition"
 say_now: Say = partial(print, flush=True)  # print each row when it is done, also into a pipe
 
 
@@ -47,16 +46,16 @@ def main(
     recipe: str | None = None,
     say: Say = say_now,
 ) -> int:
-    """Print a table with a row for each layout. Returns 1 if any fails. `only` keeps the rows with this text in their name.
+    """Print a table with a row for each layout of up to `nproc` processes. Returns 1 if any fails.
 
-    A layout of up to four ranks fails if it takes longer than `timeout_s` seconds (None: 120); one of eight ranks has twice that. `json`
-    is written every few seconds. With `go_on` its rows that passed are kept, and the others run (moe/verify/table.py). `recipe`: a user's
-    recipe, tested at a small size instead of the project's models (moe/verify/recipe.py).
+    kinds: comma-separated names of moe/verify/kinds.py. only: text that the names of rows must have. recipe: a user's recipe, tested at a
+    small size instead of the project's models. timeout_s: seconds after which a layout of up to four ranks fails (None: 120); for eight
+    ranks, twice that. json: file that is written every few seconds. go_on: keep its rows that passed and run the others. say: prints.
     """
     torch.set_num_threads(1)  # set before ranks are forked: a forked process must not inherit a thread pool
     started = time.perf_counter()
     if recipe is None:
-        found, notes = cases(nproc, kinds=tuple(kinds.split(","))), ["not compared: " + _BY_DEFINITION]
+        found, notes = cases(nproc, kinds=tuple(kinds.split(","))), [_BY_DEFINITION]
     else:
         kinds = ""
         found, notes = recipe_cases(recipe, nproc)
@@ -67,8 +66,8 @@ def main(
     table = Table(chosen, json, go_on=go_on)
     worlds = sorted({c.world for c in chosen})
     expected: dict[Case, Expected] = {}
-    # in the order in which rows need them
-    made = computed_in_background(list(dict.fromkeys(twin_of(case) for world in worlds for case in table.left(world))))
+    twins = dict.fromkeys(twin_of(case) for world in worlds for case in table.left(world))  # in the order in which rows need them
+    made = computed_in_background(list(twins))
     failed: list[tuple[Case, dict[str, Any]]] = []
     if go_on:
         say(table.begins(source_commit()))
@@ -86,7 +85,8 @@ def main(
             cells = [f"{row[n]:.1e}" for n in NUMBERS] + ["" if row["of_bound"] is None else f"{row['of_bound']:.2f}"]
             say(_line(row["layout"], row["kind"], world, row["precision"], *cells, "pass" if row["passed"] else "FAIL"))
     _say_where(failed, expected, say)
-    _say_sums(table.rows, expected, nproc, time.perf_counter() - started, say, notes)
+    for line in (*notes, *_sums(table.rows, expected, nproc, time.perf_counter() - started)):
+        say(line)
     pairs = covering() if "hybrid" in kinds.split(",") and nproc >= WORLD else None
     for line in [] if pairs is None else described(pairs):
         say(line)
@@ -95,7 +95,7 @@ def main(
 
 
 def judged(case: Case, ran: Ran, expected: Expected) -> dict[str, Any]:
-    """The row of a case: the deviation of each number, and in 16 bits the largest share of its bound that any deviation reaches.
+    """Return a case's row of the table: the deviation of each number, and `of_bound`, in 16 bits: the largest deviation over its bound.
 
     A row in 16 bits that fails is compared once more, with one process that takes all sums in the row's own order, because a nearly tied
     token may be routed differently in that order only. The tolerance stays the same.
@@ -119,25 +119,21 @@ def _row(case: Case, ran: Ran, expected: Expected) -> dict[str, Any]:
 
 
 def _say_where(failed: list[tuple[Case, dict[str, Any]]], expected: dict[Case, Expected], say: Say) -> None:
-    """Run failed cases again with a tape of their first steps, and print where each first deviates."""
+    """Run failed cases again, record their first steps, and print where each first deviates; or its ranks' errors."""
     standards: dict[Case, Standard] = {}
     for case, row in failed:
-        twin = twin_of(case)
-        if case.recipe is not None and not known(twin.run()):
-            say(
-                row.get(
-                    "error",
-                    f"{case.layout} {case.kind}: the plain twin does not implement this recipe, so the place of the fault is unknown",
-                )
-            )
-            continue
-        if "error" not in row:
+        twin, where = twin_of(case), "its ranks failed"
+        no_twin = case.recipe is not None and not known(twin.run())
+        if "error" in row:
+            say(row["error"])
+        elif no_twin:
+            say(f"{case.layout} {case.kind}: the plain twin does not implement this recipe, so the place of the fault is unknown")
+        else:
             standard = standards.setdefault(twin, Standard(expected[twin]))
             ((_, ran),) = run_world([case], case.world, taped=True)
-            row["where"] = _where(case, ran, standard, row)
-        else:
-            say(row["error"])
-        say(f"first deviation in {case.layout} {case.kind} {case.precision}: {row.get('where', 'its ranks failed')}")
+            row["where"] = where = _where(case, ran, standard, row)
+        if not no_twin:
+            say(f"first deviation in {case.layout} {case.kind} {case.precision}: {where}")
 
 
 def _where(case: Case, ran: Ran, standard: Standard, row: dict[str, Any]) -> str:
@@ -149,22 +145,21 @@ def _where(case: Case, ran: Ran, standard: Standard, row: dict[str, Any]) -> str
     return str(found or "not found: no deviation is larger than rounding")
 
 
-def _say_sums(rows: list[dict[str, Any]], expected: dict[Case, Expected], nproc: int, seconds: float, say: Say, notes: list[str]) -> None:
+def _sums(rows: list[dict[str, Any]], expected: dict[Case, Expected], nproc: int, seconds: float) -> Iterator[str]:
+    """Lines of text below the table: how many rows passed, and the tolerances."""
     passed = sum(row["passed"] for row in rows)
-    for line in notes:
-        say(line)
     chosen = f"{counted(len(rows), 'layout')} of up to {counted(nproc, 'process')}"
-    say(f"{passed} passed, {len(rows) - passed} failed: {chosen} in {seconds:.0f} s")
-    say("tolerances: fp32 1e-5 for every number; in lower precision twice the effect of rounding, as measured in this run:")
+    yield f"{passed} passed, {len(rows) - passed} failed: {chosen} in {seconds:.0f} s"
+    yield "tolerances: fp32 1e-5 for every number; in lower precision twice the effect of rounding, as measured in this run:"
     for twin, e in expected.items():
         if rounds(twin):
-            say(f"  {name_of(twin)}: " + " ".join(f"{number} {value:.0e}" for number, value in e.tolerance.items()))
+            yield f"  {name_of(twin)}: " + " ".join(f"{number} {value:.0e}" for number, value in e.tolerance.items())
 
 
 def name_of(twin: Case) -> str:
-    """The name of a twin in tables."""
-    size = f" of {twin.layers} layers" if twin.layers != Case.layers else ""
+    """Return the name of a reference case in tables: model, precision and what differs from the default."""
     words = (
+        (f"of {twin.layers} layers", twin.layers != Case.layers),
         (f"of {twin.experts} experts", twin.experts != Case.experts),
         (f"of {twin.length} tokens", twin.length != Case.length),
         (f"of {twin.microbatches} micro-batches", twin.microbatches > 1),
@@ -174,9 +169,10 @@ def name_of(twin: Case) -> str:
         (f"in {twin.parts} parts", twin.parts > 1),
         (f"in {twin.blocks} x {twin.blocks} blocks", twin.blocks > 1),
         (f"{twin.head_tiles} tiles of the head", twin.head_tiles > 1),
+        (f"{twin.chunks} chunks of the loss", twin.chunks > 1),
     )
-    more = "".join(f" {word}" for word, there in (*words, (f"{twin.chunks} chunks of the loss", twin.chunks > 1)) if there)
-    return f"{twin.model} {twin.precision}{size}{more}" + (f", {twin.schedule} pp{twin.pp}" if twin.delayed else "")
+    more = "".join(f" {word}" for word, differs in words if differs)
+    return f"{twin.model} {twin.precision}{more}" + (f", {twin.schedule} pp{twin.pp}" if twin.delayed else "")
 
 
 def _line(layout: str, kind: str, world: object, precision: str, *cells: str) -> str:

@@ -1,15 +1,14 @@
-"""Finds where two runs first differ: the first line of their tapes that differs by more than reordering of sums can explain.
+"""Finds where two runs first differ: the first line of their tapes (moe/verify/tape.py) that differs by more than rounding explains.
 
-    step 0   forward, from the embedding up, micro-batch after micro-batch; the numbers of each MoE layer; the loss
+    step 0   forward, from the embedding up; the numbers of each MoE layer; the loss
              recomputed outputs; gradients, from the head down; norms of their families
              moments and weights after the update, from the embedding up
     step 1   the same, then step 2; then the first loss that differs
 
-A deviation in a layer's output is named before its consequences. No limit is fixed in advance. A line may deviate by twice the largest
-effect of rounding on any line of its phase or of an earlier one, because later phases inherit deviations. The effect of rounding is
-measured:
+So a deviation in a layer's output is named before its consequences. Each of these groups of lines is a phase. A line may deviate by twice
+the largest effect of rounding on any line of its phase or of an earlier one, because later phases inherit deviations. That is measured:
 
-    fp32        the twin again, in fp32 and with every number disturbed at random by up to the unit roundoff of fp32 (as for the bound
+    fp32        the twin again, in fp32 and with every number changed at random by up to the unit roundoff of fp32 (as for the bound
                 of 16-bit rows, moe/verify/expected.py); at most the 1e-5 of a row, because a failed row exceeds rounding
     bf16, fp16  one process in that precision, in the other orders of its sums that give a row its tolerance
 """
@@ -35,27 +34,13 @@ from moe.verify.twin import Result, reference
 
 ROUNDOFF = torch.finfo(torch.float32).eps / 2
 
-_INSIDE = (
-    "attention_norm",
-    "attention",
-    "cross_norm",
-    "cross",
-    "ffn_norm",
-    "router",
-    "experts",
-    "output_bias",
-    "residual",
-    "shared",
-    "coefficient",
-    "shared_gate",
-    "moe",
-    "ffn",
-    "",
-)  # parts of a layer, in order of depth
+# names of a layer's parts in order of depth; the last is the layer itself
+_INSIDE = "attention_norm attention cross_norm cross ffn_norm router experts output_bias residual shared coefficient shared_gate moe ffn "
+_DEPTHS = {name: number for number, name in enumerate(_INSIDE.split(" "))}
 
 
 class Line(NamedTuple):
-    """One value to compare: its step, phase and name. `floor`: lower limit of the reference value that deviations are divided by."""
+    """A value to compare. name: of a part of a layer or a parameter. Deviations are divided by its largest value, `floor` at least."""
 
     step: int
     phase: str
@@ -70,7 +55,7 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True)
 class Deviation:
-    """A deviation: `name` of the layer or parameter, `found` the deviation, which exceeds `allowed`."""
+    """A line that deviates by `found`, more than `allowed`. then: for a norm, the first parameter whose update is wrong."""
 
     name: str
     phase: str
@@ -78,7 +63,7 @@ class Deviation:
     found: float
     allowed: float
     place: str = ""
-    then: str = ""  # for a norm, which covers many parameters: the first parameter whose update is wrong
+    then: str = ""
 
     def __str__(self) -> str:
         place, then = f", {self.place}" if self.place else "", f"; first updated wrongly: {self.then}" if self.then else ""
@@ -86,17 +71,16 @@ class Deviation:
 
 
 def depth(name: str) -> tuple[float, ...]:
-    """A sort key: how far a layer or parameter is from the tokens on the way to the loss."""
+    """Return a sort key: how far from the tokens a layer's part or a parameter is on the way to the loss."""
     found = re.match(r"layers\.(\d+)(?:\.(\w+))?", name)
     if found is None:
         return (-1,) if name.startswith("embedding") else (float("inf"), name.startswith("head"))
-    inside = found[2] or ""
     late = name.endswith((".w2", ".w2.weight", ".out.weight"))
-    return int(found[1]), _INSIDE.index(inside) if inside in _INSIDE else len(_INSIDE), late
+    return int(found[1]), _DEPTHS.get(found[2] or "", len(_DEPTHS)), late
 
 
 def lines(tape: Tape) -> Iterator[Line]:
-    """All lines of a tape, in the order in which deviations are looked for."""
+    """Yield all lines of a tape, in the order in which deviations are looked for."""
     for number, step in enumerate(tape.steps):
         names = sorted((name for at, name in tape.forward if at == number), key=depth)
         for name in names:
@@ -117,7 +101,7 @@ def _forward(tape: Tape, step: int, name: str, phase: str) -> Iterator[Line]:
 
 
 def _update(number: int, step: Step) -> Iterator[Line]:
-    """Lines of gradients, moments and weights. Gradients are sorted by depth, from the head down, then by name."""
+    """Yield the lines of gradients, from the head down, and of moments and weights, from the embedding up."""
     floor = 1e-3 * max((g.abs().max().item() for g in step.gradients.values()), default=0.0)
     for name in sorted(step.gradients, key=depth, reverse=True):
         yield Line(number, "gradient", name, step.gradients[name], floor)
@@ -131,7 +115,7 @@ def _update(number: int, step: Step) -> Iterator[Line]:
 
 
 def _known_values(got: Line, want: Line) -> tuple[Tensor, Tensor]:
-    """Both values with 0 for tokens that neither has, such as those of an encoder-decoder's other half."""
+    """The values of both lines, with 0 for tokens that are in neither, such as an encoder's for a line of the decoder."""
     if got.value.shape != want.value.shape:
         return got.value, want.value
     neither = got.value.isnan() & want.value.isnan()
@@ -147,7 +131,7 @@ def _deviation(got: Line, want: Line) -> float:
 
 
 class Standard:
-    """The tape of one twin, and how far its lines may deviate. Both are computed when first used."""
+    """What failed cases are compared with: the tape of their reference, and how far its lines may deviate; computed when first used."""
 
     def __init__(self, expected: Expected) -> None:
         self.twin, self.expected = expected.twin, expected
@@ -163,7 +147,7 @@ class Standard:
 
     @cached_property
     def allowed(self) -> dict[tuple[int, str], float]:
-        """(step, phase) -> the largest allowed deviation."""
+        """The largest allowed deviation by (step, phase)."""
         first, *others = [{line.key: line for line in lines(tape)} for tape in self._rounded()]
         found: dict[tuple[int, str], float] = {}
         most = 0.0
@@ -173,7 +157,7 @@ class Standard:
         return found if rounds(self.twin) else {key: min(FP32_TOLERANCE, away) for key, away in found.items()}
 
     def _rounded(self) -> Iterator[Tape]:
-        """Tapes of the same steps, each rounded in another way."""
+        """Yield tapes of the same steps, the first as it is and the others rounded in other ways."""
         if rounds(self.twin):
             one = alone(self.twin)
             yield from (self._taped(case, kernels) for case, kernels in ((one, "cpu"), *reorderings(self.twin)))
@@ -190,13 +174,13 @@ class Standard:
         return tape
 
     def first_deviation(self, got: Tape, result: Result, case: Case) -> Deviation | None:
-        """The first deviation, or None if no line and no loss deviates."""
+        """Return the first deviation of a case's tape `got` and its result; None if no line and no loss deviates."""
         held = {line.key: line for line in lines(got)}
         recomputed = [line for line in held.values() if line.phase == "recomputed forward"]
         for want in lines(self.tape):
             first = {line.key: line for line in recomputed if want.phase == "loss" and line.step == want.step}
             pairs = [(want, held.get(want.key))]
-            # the twin recomputes nothing: a recomputed output must equal the first one
+            # the twin recomputes nothing, so a recomputed output is compared with the case's own first one
             pairs += [(held[line.step, "forward", line.name], line) for line in first.values()]
             for right, line in pairs:
                 found = self._judged(right, line, case)
@@ -226,7 +210,7 @@ class Standard:
 
 
 def _place(line: Line, want: Line, allowed: float, case: Case) -> str:
-    """For a layer's output, the first deviating micro-batch, in the order of the first rank that has one."""
+    """Name the first micro-batch in which a layer's output deviates, its rank, and the number of tokens; "" for other lines."""
     if line.phase not in ("forward", "recomputed forward") or line.value.shape != want.value.shape:
         return ""
     got, right = _known_values(line, want)

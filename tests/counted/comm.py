@@ -14,14 +14,15 @@ at the end of the forward pass. The law is therefore measured without prefetchin
 from __future__ import annotations
 
 import itertools
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 
-from moe.bench.training.sharded import CPU, PLAIN, ShardedKind, Started, kinds_of, load_engines, start, tokens_of, without_look_ahead
+from moe.bench.training.sharded import CPU, PLAIN, ShardedKind, Started, kinds_of, load_engines, start, tokens_of
 from moe.launch import exit_codes
-from moe.plan.job.states import sent_bytes
+from moe.plan.job.states import Storage, sent_bytes
 from moe.records.results import write_json
 from moe.train.loop.step import finish
 from parallel.mesh.mesh import divisors
@@ -31,6 +32,19 @@ from tests.counted.sent import NUMBERS, ROWS, STATES, Sent
 
 LENGTH = 12
 TOLERANCE = 0.005  # padding to equal shards adds bytes; small weights that stay whole save some
+
+
+def travels(kind: ShardedKind, precision: str) -> Storage:
+    """The bytes of one parameter's states as they are sent: FSDP gathers in the compute dtype."""
+    storage = kind.storage(precision)
+    if kind.sharding.get("kind") == "fsdp" and precision != "fp32":
+        return Storage(2, storage.gradients, storage.optimizer)
+    return storage
+
+
+def without_look_ahead() -> AbstractContextManager[Any]:
+    """A context in which DeepSpeed's stage 3 gathers weights only when due. Otherwise a small model is whole within its window."""
+    return mock.patch.dict("parallel.data.zero3._LIMITS", {"stage3_prefetch_bucket_size": 0})
 
 
 def recipe(kind: ShardedKind, ranks: int, *, sparse: bool, microbatches: int, precision: str = "fp32") -> dict[str, Any]:
@@ -47,7 +61,7 @@ def recipe(kind: ShardedKind, ranks: int, *, sparse: bool, microbatches: int, pr
 
 def expected(kind: ShardedKind, started: Started) -> float:
     """Bytes of one step by the closed form: dense parameters over dp, a rank's experts over edp, plus FSDP's tied table (`table_bytes`)."""
-    held, bytes_of = {"dp": 0, "edp": 0}, kind.travels(started.run.precision.compute)
+    held, bytes_of = {"dp": 0, "edp": 0}, travels(kind, started.run.precision.compute)
     for layout in started.layouts.values():
         parts = torch.Size(layout.local_shape(started.mesh))
         held["edp" if "edp" in layout.copies() else "dp"] += parts.numel()
@@ -68,7 +82,7 @@ def expected(kind: ShardedKind, started: Started) -> float:
 def table_bytes(kind: ShardedKind, started: Started) -> float:
     """Extra bytes of FSDP's tied table: it is gathered at both ends of the model, in both passes, always in fp32."""
     run, dp = started.run, started.mesh.axis("dp").size
-    gathers = 4 * 4 - 2 * kind.travels(run.precision.compute).parameters
+    gathers = 4 * 4 - 2 * travels(kind, run.precision.compute).parameters
     return run.pipeline.microbatches * (dp - 1) / dp * gathers * run.vocab_size * run.model.d_model
 
 

@@ -16,12 +16,12 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe.bench.training.held import peak_resident_bytes
 from moe.model.initialise import FirstValues
 from moe.model.transformer import Transformer
 from moe.parallelize import stages
@@ -105,6 +105,14 @@ def cut_in(layout: Layout, name: str) -> Layout:
     return replace(layout, split={1 if name.endswith(BY_INPUT) else 0: "tp"})
 
 
+def _peak_resident_bytes(*, forget: bool = False) -> int:
+    """The peak memory of this process, including files that it maps. `forget`: reset the peak, so that the current memory is returned."""
+    if forget:
+        Path("/proc/self/clear_refs").write_text("5")
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+
 def measure(rank: int, case: Case, most: int) -> dict[str, Any]:
     """Measure one case in its own process, so that the peak is its own."""
     name, model, layouts, degrees, place = case
@@ -115,7 +123,7 @@ def measure(rank: int, case: Case, most: int) -> dict[str, Any]:
     shapes = {n: layout.local_shape(mesh) for n, layout in layouts.items()}
     held = sum(map(math.prod, shapes.values()))
     first.fill(*small(shapes))  # a small call first, so that imports and caches do not count
-    before = peak_resident_bytes(forget=True)
+    before = _peak_resident_bytes(forget=True)
     drawn: dict[str, Tensor] = {}
     left, began = most, time.process_time()
     for n, shape in shapes.items():
@@ -125,7 +133,7 @@ def measure(rank: int, case: Case, most: int) -> dict[str, Any]:
             first.fill(n, drawn[n])
     seconds = time.process_time() - began
     count = most - left
-    peak = peak_resident_bytes() - before
+    peak = _peak_resident_bytes() - before
     row = {"case": name, "rank": place, "world": degrees.world, "elements": sum(math.prod(x.shape) for x in layouts.values())}
     row |= {"held": held, "drawn_share": count / held, "drawn_bytes": 4 * count, "peak_bytes": peak}
     return row | {"seconds": seconds, "ns_each": seconds / count * 1e9, "torch_ns_each": by_torch(min(count, 2**24))}

@@ -25,7 +25,7 @@ import torch
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from moe.bench.training.shapes import DENSE, LENGTH, Shape, warm_up
+from moe.bench.training.memory import DENSE, LENGTH, Shape, warm_up
 from moe.bench.training.sharded import CPU, ShardedKind, Started, kinds_of, load_engines, start, tokens_of
 from moe.launch import exit_codes
 from moe.records.results import write_json

@@ -14,9 +14,9 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
 from moe.bench.training import kinds, memory
-from moe.bench.training.shapes import Shape
+from moe.bench.training.memory import Shape
 from moe.bench.training.sharded import ShardedKind, kind_of, kinds_of, load_engines
-from moe.plan.job.states import FP32, FP32_AND_COPY, MIXED, MIXED_FP32_GRADIENTS
+from moe.plan.job.states import FP32, FP32_AND_COPY, MIXED, MIXED_FP32_GRADIENTS, Storage
 from moe.train.start.prediction import storages
 from parallel.data import load
 from parallel.data.deepspeed import load_deepspeed
@@ -101,10 +101,10 @@ def test_the_memory_table_is_printed_and_written(
 def test_the_memory_of_four_kinds_is_what_is_measured_unless_more_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """One model on two ranks; all kinds and sizes with --full."""
     ran: list[tuple[str, int, int]] = []
-    monkeypatch.setattr(memory, "case", lambda kind, shape, ranks: ran.append((kind.name, shape.width, ranks)) or {})
+    monkeypatch.setattr(memory, "_run", lambda kind, shape, ranks: ran.append((kind.name, shape.width, ranks)) or {})
     monkeypatch.setattr(memory, "load_engines", lambda kinds: None)
     memory.main()
-    assert ran == [(name, memory.QUICK_SHAPE.width, 2) for name in ("ddp", "zero1", "zero2", "zero3")]
+    assert ran == [(name, memory.QUICK.width, 2) for name in ("ddp", "zero1", "zero2", "zero3")]
     quick, ran[:] = len(ran), []
     memory.main(full=True)
     assert len(ran) > 4 * quick and {width for _, width, _ in ran} == {memory.DENSE.width, memory.SPARSE.width}
@@ -252,7 +252,7 @@ def test_kinds_by_name() -> None:
         MIXED_FP32_GRADIENTS,
         MIXED,
     )
-    assert (fsdp.travels("fp32").parameters, fsdp.travels("bf16").parameters, fsdp.travels("bf16").gradients) == (4, 2, 4)
+    assert [comm.travels(fsdp, precision) for precision in ("fp32", "bf16")] == [FP32, Storage(2, FP32.gradients, FP32.optimizer)]
     assert moved.sharding == {"kind": "zero", "stage": 2, "offload": {"optimizer": "cpu", "parameters": "none"}} and moved.place == "cpu"
     disk = kind_of("zero3+nvme-all").with_path("disk")
     assert disk.sharding["offload"] == {"optimizer": "nvme", "parameters": "nvme", "path": "disk"}

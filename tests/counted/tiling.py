@@ -20,13 +20,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe.bench.training.sharded import CPU, ShardedKind, kinds_of, load_engines, start, tokens_of, without_look_ahead
+from moe.bench.training.sharded import CPU, ShardedKind, kinds_of, load_engines, start, tokens_of
 from moe.launch import exit_codes
 from moe.records.results import write_json
 from moe.train.loop.step import finish
 from parallel.mesh.layout import Layout
 from parallel.numerics.precision import LossScale
 from parallel.process.fork import run_on_ranks
+from tests.counted.comm import travels, without_look_ahead
 
 TILES, LENGTH, TOLERANCE = (1, 2, 4, 8), 7, 0.05
 _WIDE = re.compile(r"\.(ffn|experts)\.")
@@ -83,7 +84,7 @@ def measure(rank: int, ranks: int, kind: ShardedKind, sparse: bool, precision: s
                 numbers = started.accumulate(batch, step=step)
             world, scale = started.mesh.axis("world"), LossScale.of("none")
             finish(started.engine, numbers, world=world, scale=scale, lr=1e-3, clip_norm=1.0, device=CPU)
-        expected = together(started.layouts, apart=kind.by_deepspeed) * kind.travels(precision).parameters / tiles
+        expected = together(started.layouts, apart=kind.by_deepspeed) * travels(kind, precision).parameters / tiles
         row: dict[str, Any] = {"kind": kind.name, "model": f"{'sparse' if sparse else 'dense'}, tiling", "ranks": ranks, "tiles": tiles}
         row |= {"precision": precision, "measured_bytes": seen.most, "expected_bytes": expected, "error": seen.most / expected - 1}
         rows.append(row | {"passed": abs(row["error"]) <= TOLERANCE})

@@ -32,7 +32,7 @@ from moe.router.router import Routing
 from moe.verify import expected, layouts, twin
 from moe.verify.cases import Case
 from moe.verify.compare import compare
-from moe.verify.rows.expert import expert_cases
+from moe.verify.kinds import cases
 from parallel.errors import BadInput
 from parallel.mesh.collectives import shift
 from parallel.mesh.mesh import Degrees, Mesh
@@ -194,7 +194,7 @@ def test_verify_has_its_row_and_two_ranks_equal_the_plain_twin(listed: None, mon
 
     monkeypatch.setattr(Case, "run", run)
     assert Ring.name in rows_for(2) and rows_for(1) == [PLAIN]
-    rows = [case for case in expert_cases(2) if case.rows == Ring.name and case.etp == 1 and case.recompute == "full"]
+    rows = [case for case in cases(2, kinds=("expert",)) if case.rows == Ring.name and case.etp == 1 and case.recompute == "full"]
     ((case, ran),) = layouts.run_world([case for case in rows if case.model == "gshard"], 2)  # with dropout in its experts
     assert not isinstance(ran, str), ran
     assert max(compare(ran[0], twin.reference(expected.twin_of(case))).values()) < 1e-5

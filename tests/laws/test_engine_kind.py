@@ -28,12 +28,9 @@ from moe.plan.time.cost import step_time
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from moe.rehearse.rehearse import carried
-from moe.verify import cases, expected, layouts, twin
+from moe.verify import cases, expected, kinds, layouts, twin
 from moe.verify.cases import Case
 from moe.verify.compare import compare
-from moe.verify.rows.data import all_data_cases
-from moe.verify.rows.sequence import sequence_cases
-from moe.verify.rows.tensor import tensor_cases
 from parallel.data.engine import Rule
 from parallel.data.kinds.catalog import ENGINES, planned
 from parallel.data.kinds.kind import EngineKind, Setup
@@ -116,8 +113,8 @@ def test_a_sharded_one_is_tried_where_memory_is_short(monkeypatch: pytest.Monkey
 
 
 def test_verify_and_the_page_of_combinations_list_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    for rows in (all_data_cases, tensor_cases, sequence_cases):
-        assert "gshard" in {case.model for case in rows(2) if case.kind == "plain"}
+    for kind in ("data", "tensor", "sequence"):
+        assert "gshard" in {case.model for case in kinds.cases(2, kinds=(kind,)) if case.kind == "plain"}
     monkeypatch.setattr(combinations, "FACTORS", {"schedule": ("none", "1f1b", "pipedream"), "data": planned()})
     monkeypatch.setattr(combinations, "_systems", lambda table: "")
     table = combinations.judge_pairs()
@@ -142,7 +139,7 @@ MAY_NAME = {
     "moe/plan/machine/program.py": "other software by its name",
     "moe/verify/cases.py": "rows",
     **{f"moe/verify/rows/{name}.py": "rows" for name in ("data", "expert", "pipeline", "sequence", "tensor")},
-    "moe/verify/recipe.py": "rows",
+    "moe/verify/kinds.py": "rows",
 }
 
 

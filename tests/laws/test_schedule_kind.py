@@ -29,7 +29,7 @@ from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from moe.verify import expected, layouts, twin
 from moe.verify.compare import compare
-from moe.verify.rows.pipeline import pipeline_cases
+from moe.verify.kinds import cases
 from parallel.errors import BadInput
 from parallel.fixes import Set
 from parallel.pipeline.schedule import Op, Schedule
@@ -157,7 +157,9 @@ def test_the_planner_times_and_fills_it_as_the_simulator_does(listed: None) -> N
 
 def test_two_ranks_train_it_as_one_process_does(listed: None, five_steps: None) -> None:
     """`moe verify` names neither, but has rows of both with legal numbers of micro-batches. The twin's gradients are equally old."""
-    rows = [case for case in pipeline_cases(2) if case.schedule in ROWS and case.precision == "fp32" and case.recompute == "none"]
+    rows = [
+        case for case in cases(2, kinds=("pipeline",)) if case.schedule in ROWS and case.precision == "fp32" and case.recompute == "none"
+    ]
     assert {(case.schedule, case.microbatches) for case in rows} == {(EAGER, 4), (SYNCED, 1)} and len(rows) == 6
     ran = list(layouts.run_world([case for case in rows if case.model == "gshard"], 2))
     assert [case.schedule for case, _ in ran] == list(ROWS)
@@ -207,8 +209,7 @@ MAY_NAME = {
     "moe/verify/rows/pipeline.py": "rows",
     "moe/verify/rows/sequence.py": "rows",
     "moe/verify/rows/tensor.py": "rows",
-    "moe/verify/hybrid.py": "rows",
-    "moe/verify/recipe.py": "rows",
+    "moe/verify/kinds.py": "rows",
 }
 
 

@@ -26,10 +26,9 @@ from moe.plan.memory.memory import peak
 from moe.plan.time.cost import step_time
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
-from moe.verify import cases, expected, layouts, twin
+from moe.verify import cases, expected, kinds, layouts, twin
 from moe.verify.cases import Case
 from moe.verify.compare import compare
-from moe.verify.rows import sequence
 from parallel.errors import BadInput
 from parallel.mesh.collectives import gather_into, scatter_sum_into
 from parallel.sequence.kinds.catalog import DEFAULT, SEQUENCES
@@ -138,13 +137,13 @@ def test_its_bytes_are_counted_against_its_formula(capsys: pytest.CaptureFixture
 
 
 def test_verify_and_the_page_of_combinations_list_it() -> None:
-    assert {case.model for case in sequence.sequence_cases(2) if case.attention == "gathered"} > {"dense", "gshard", "packed_t5"}
+    assert {case.model for case in kinds.cases(2, kinds=("sequence",)) if case.attention == "gathered"} > {"dense", "gshard", "packed_t5"}
     assert judge(("sequence", "gathered")).status == judge(("sequence", "zigzag")).status == "runs"
 
 
 def test_two_ranks_attend_as_one_process_does(five_steps: None) -> None:
-    rows = [case for case in sequence.sequence_cases(2) if case.attention == "gathered" and case.precision == "fp32" and case.ep == 1]
-    rows = [case for case in rows if case.model in ("gshard", "packed")]
+    rows = [case for case in kinds.cases(2, kinds=("sequence",)) if case.attention == "gathered" and case.precision == "fp32"]
+    rows = [case for case in rows if case.ep == 1 and case.model in ("gshard", "packed")]
     assert len(rows) == 2
     for case, found in layouts.run_world(rows, 2):
         assert not isinstance(found, str), found
@@ -157,7 +156,7 @@ MAY_NAME = {
     "moe/verify/cases.py": "rows",
     "moe/verify/rows/sequence.py": "rows",
     "moe/verify/rows/tensor.py": "rows",
-    "moe/verify/recipe.py": "rows",
+    "moe/verify/kinds.py": "rows",
 }
 
 

@@ -10,14 +10,16 @@ from typing import Any
 from torch import Tensor
 
 from moe.verify.cases import Case
-from moe.verify.rows.pipeline import pipeline_cases
+from moe.verify.kinds import cases
 from tests.mutations.mutation import Edit, Mutation
 
 
 def _case(model: str, schedule: str, *, world: int = 2, pp: int = 2) -> Case:
     """The case of `moe verify` in fp32 without recompute."""
     wanted = (model, "ddp", world, pp, schedule, "fp32", "none")
-    return next(c for c in pipeline_cases(world) if (c.model, c.kind, c.world, c.pp, c.schedule, c.precision, c.recompute) == wanted)
+    return next(
+        c for c in cases(world, kinds=("pipeline",)) if (c.model, c.kind, c.world, c.pp, c.schedule, c.precision, c.recompute) == wanted
+    )
 
 
 def _newest(real: Any) -> Any:

@@ -1,11 +1,11 @@
-"""Time of sequence-parallel attention, forward and backward, compared with others that compute the same; all in turn, in one run.
+"""Time of sequence-parallel attention, forward and backward, compared with other methods that compute the same.
 
     ring      contiguous and striped       compared with ring-attention-pytorch on the same gloo ranks
-    zigzag, lightseq                       compared with the contiguous ring: the gain of an even share of the work
+    zigzag, lightseq                       compared with the contiguous ring, whose ranks have unequal shares of the work
     ulysses                                compared with gathering all keys and values, as Llama 3 does
-    hidden                                 a link slowed by a known time: how many of a ring's hops are not hidden behind its blocks
+    hidden                                 on a link slowed by a known time: how many of a ring's messages its computation does not hide
 
-A ratio is taken within each round and is the median over rounds, with its quartiles (moe/bench/races.py).
+All run in turn. A ratio is taken within each round and is the median over rounds, with its quartiles (moe/bench/timing.py).
 `moe bench sequence --nproc 2 --json FILE`.
 """
 
@@ -24,10 +24,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from moe.bench.races import Race, race_row, slowest
-from moe.bench.timing import in_turn
-from moe.launch import exit_codes
-from moe.records.results import write_json
+from moe.bench.timing import Race, conclude, in_turn, race_row, slowest
 from parallel.mesh.collectives import Messages, all_gather, start_shift
 from parallel.mesh.mesh import Axis, Degrees
 from parallel.process import process
@@ -41,11 +38,9 @@ from parallel.sequence.ulysses import Ulysses
 
 BATCH, LENGTH, HEADS, KV_HEADS, HEAD_SIZE = 1, 2048, 8, 4, 64
 CPU = torch.device("cpu")
-LINK_S = 0.02  # seconds of a slowed hop: less than a block takes
+LINK_S = 0.02  # seconds of a message on the slowed link, fewer than the attention of a block of keys takes
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
 RACES = (
     Race("ring contiguous", "contiguous", "peer contiguous", 1.0),
     Race("ring striped", "striped", "peer striped", 1.0),
@@ -56,21 +51,19 @@ RACES = (
 
 
 def main(*, nproc: int = 2, rounds: int = 15, peers: str = "all", json: str | None = None) -> int:
-    """`moe bench sequence`: returns 1 if ours is slower than a peer by more than the quartiles."""
+    """`moe bench sequence`: returns 1 if a method is slower than its peer: if the lower quartile of the ratio is above 1."""
     torch.set_num_threads(1)
     with_peer = peers != "none" and _peer() is not None
     seconds = run_on_ranks(_times, nproc, nproc, rounds, with_peer, timeout_s=600)
     times = slowest(seconds)
     rows = [race_row(race, times, ranks=nproc) for race in RACES if {race.ours, race.theirs} <= times.keys()]
     rows.append(_hidden_row(times, nproc))
-    if json:
-        write_json(json, verb="bench sequence", rows=rows, shape=[BATCH, LENGTH, HEADS, KV_HEADS, HEAD_SIZE], rounds=rounds)
-    return exit_codes.of(all(row.get("passed") is not False for row in rows))
+    return conclude(json, "sequence", rows, shape=[BATCH, LENGTH, HEADS, KV_HEADS, HEAD_SIZE], rounds=rounds)
 
 
 def _hidden_row(seconds: dict[str, list[float]], ranks: int) -> dict[str, Any]:
-    """A row of hidden hops: forward N - 1 of keys; backward N - 1 of keys and N of gradients, of which the last cannot be hidden."""
-    hops = 3 * ranks - 2
+    """Print and return the row `hidden` from the seconds of zigzag with and without the slowed link."""
+    hops = 3 * ranks - 2  # forward N - 1 messages with keys; backward N - 1 with keys and N with gradients, of which the last is not hidden
     seen = statistics.median(slow - fast for slow, fast in zip(seconds["zigzag slowed"], seconds["zigzag"], strict=True)) / LINK_S
     row = {"race": "hops not hidden", "ranks": ranks, "hops": hops, "expected": 1, "measured": seen, "link_seconds": LINK_S}
     print(f"{'hops not hidden':<36}{ranks} ranks {seen:8.2f} of {hops}, each {LINK_S} s; 1 has nothing to hide behind", flush=True)
@@ -108,7 +101,7 @@ def _methods(axis: Axis, with_peer: bool) -> dict[str, Attend]:
 
 
 def _gathered(axis: Axis, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention in which every rank has all keys and values, and its own queries."""
+    """Attention of this rank's queries to the keys and values of all ranks, which are gathered first."""
     k, v = (all_gather(x, axis, dim=2).repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (k, v))
     place = torch.arange(q.shape[2]) + axis.index * q.shape[2]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=torch.arange(LENGTH) <= place.unsqueeze(1))
@@ -131,7 +124,7 @@ def _peer() -> Callable[..., Tensor] | None:
 
 
 class _Slowed(Messages):
-    """Messages that take LINK_S."""
+    """Messages, each of which takes LINK_S seconds at least."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.started = time.perf_counter()

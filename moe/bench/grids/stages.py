@@ -1,18 +1,18 @@
-"""Plain modules as stages in the pipeline's runtime. `moe bench pipeline` measures their time and memory and compares them with peers.
+"""Plain modules as the stages of a pipeline on the project's runtime, whose time and memory are measured.
 
-Each process builds one model and uses only its rank's stages. If updates do not wait, weights have versions, as in training.
+Each process builds one model and uses only its rank's stages. With schedules that update weights before all backward passes are done
+(PipeDream, 2BW), stages keep versions of their weights, as in training.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
@@ -31,11 +31,12 @@ from parallel.process import process
 from parallel.process.process import World
 
 CPU = torch.device("cpu")
-Loss = Callable[[Tensor, int], Tensor]  # (output of the last stage, number of the micro-batch) -> loss
 
 
 class Stages:
-    """The Work of one rank (parallel/pipeline/runtime.py). `crossing`: shape of the tensors between stages. `change`: the update."""
+    """One rank's passes, as the runtime calls them (`Work` of parallel/pipeline/runtime.py). crossing: shape of the tensors between stages;
+    loss: of (output of the last stage, number of the micro-batch); change: updates a stage, None: no updates.
+    """
 
     dtype, device = torch.float32, CPU
 
@@ -47,12 +48,11 @@ class Stages:
         *,
         inputs: Sequence[Tensor],
         crossing: tuple[int, ...],
-        loss: Loss,
+        loss: Callable[[Tensor, int], Tensor],
         change: Callable[[nn.Module], None] | None = None,
     ) -> None:
         self.stages, self.inputs, self.crossing, self.loss, self.change = stages, inputs, crossing, loss, change
-        self.last = schedule.num_stages - 1
-        order = schedule.orders[rank]
+        self.last, order = schedule.num_stages - 1, schedule.orders[rank]
         self.versions = {s: Versions(list(m.parameters()), order, s) for s, m in stages.items()} if change is not None else {}
         self.losses: dict[int, Tensor] = {}
 
@@ -80,7 +80,7 @@ class Stages:
 
 
 def descend(module: nn.Module) -> None:
-    """A step of gradient descent, too small to affect any measured value."""
+    """Take a step of gradient descent, too small to change what is compared."""
     with torch.no_grad():
         for parameter in module.parameters():
             if parameter.grad is not None:
@@ -93,7 +93,7 @@ def descend(module: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class Seconds:
-    """Durations of F, I and W on one stage, and of its update. B takes I plus W."""
+    """Seconds of a stage's forward pass, its backward pass for inputs and for weights, and its update."""
 
     forward: float
     inputs: float
@@ -102,7 +102,7 @@ class Seconds:
 
 
 class Asleep(nn.Module):
-    """x W, with sleeps as if a device were computing, so that few cores serve many ranks."""
+    """x W, with sleeps for the time in which a device would compute, so that few cores suffice for many ranks."""
 
     def __init__(self, width: int, seconds: Seconds) -> None:
         super().__init__()
@@ -135,28 +135,23 @@ class _Asleep(torch.autograd.Function):
 
 
 class Layers(nn.Module):
-    """A part of a Transformer as a separate module: tokens or hidden states -> hidden states or logits."""
+    """A stage of a Transformer as a module of its own. The first one gets tokens, the last returns logits, else hidden states."""
 
     def __init__(self, model: Transformer, part: StageLayers, tokens_BL: Tensor) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(model.layers[layer] for layer in part.layers)
-        # in a list, so that torch does not register it as a submodule
+        # a list, so that torch does not register the whole model as a submodule
         self.model, self.part, self.context = [model], part, Context.of(tokens_BL)
-        self.ends = nn.ParameterList([*([model.embedding] if part.begins else []), *(_head(model) if part.ends else [])])
+        ends = [module for module in (model.norm, model.head) if part.ends and module is not None]
+        self.ends = nn.ParameterList([*([model.embedding] if part.begins else []), *(p for m in ends for p in m.parameters())])
 
     def forward(self, x: Tensor) -> Tensor:
         output: Output = self.model[0](x, self.context, None, self.part)
         return output.logits_BLV if output.hidden_BLD is None else output.hidden_BLD
 
 
-def _head(model: Transformer) -> Iterator[nn.Parameter]:
-    for module in (model.norm, model.head):
-        assert module is not None
-        yield from module.parameters()
-
-
 def layers(config: Model, schedule: Schedule, tokens_BL: Tensor) -> tuple[Transformer, dict[int, nn.Module]]:
-    """Return (the model, with the same weights on every rank; its stages by number, with equally many layers each)."""
+    """Return (a model with the same weights on every rank, its stages by number); all stages have the same number of layers."""
     model, stages = Transformer(config), schedule.num_stages
     each = config.num_layers // stages
     parts = [StageLayers(range(s * each, (s + 1) * each), begins=s == 0, ends=s == stages - 1) for s in range(stages)]
@@ -164,7 +159,7 @@ def layers(config: Model, schedule: Schedule, tokens_BL: Tensor) -> tuple[Transf
 
 
 def batch(microbatches: int, size: int, length: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Return (tokens, targets): lists with a random tensor [size, length] for each micro-batch."""
+    """Return random (tokens, targets): lists of int64 [size, length] for each micro-batch."""
     tokens = torch.randint(0, 256, (microbatches * size, length + 1), generator=torch.Generator().manual_seed(1))
     return list(tokens[:, :-1].contiguous().split(size)), list(tokens[:, 1:].contiguous().split(size))
 
@@ -187,9 +182,7 @@ def connect(rank: int, ranks: int) -> Mesh:
 
 
 def runtime_for(schedule: Schedule, mesh: Mesh, stages: Mapping[int, nn.Module]) -> Runtime:
-    """Return the object that runs the schedule on this rank. `stages`: all stages by number; this rank uses its own. Collective, because it
-    makes process groups.
-    """
+    """Return the runtime of the schedule on this rank. stages: all stages by number. Collective: makes process groups."""
     axis = mesh.axis("pp")
     for homes in sorted({homes for homes in schedule.homes if len(homes) > 1}):
         mesh.part("pp", homes, label="replicas")
@@ -208,9 +201,3 @@ def _replicas(schedule: Schedule, mesh: Mesh, stages: Mapping[int, nn.Module]) -
         of_stage[stage] = list(held)
         parameters |= held
     return StageReplicas(parameters, layouts, mesh, of_stage=of_stage)
-
-
-def barrier() -> float:
-    """A barrier. Returns when this rank left it, in seconds of a clock that all processes of the machine share."""
-    dist.barrier()
-    return time.perf_counter()

@@ -1,13 +1,13 @@
-"""How much of a collective of 1D tensor parallelism is not hidden behind a product, on a slowed link. Part of `moe bench tensor`.
+"""How much of the time of 1D tensor parallelism's collectives no product hides, on a slowed link. Part of `moe bench tensor`.
 
-    sum of a row product                    forward: the last of n chunks cannot be hidden                   1/n
-    gather before column products           forward, with slices: nor can the first                          1/n
-    sum, or with slices reduce-scatter,     backward: the weights' gradients come after its last chunk       0
-    of the gradient of their input
+    collective, in n chunks                              pass       not hidden
+    sum after a row product                              forward    1/n: the last chunk
+    gather before column products, with slices           forward    1/n: the first chunk
+    sum of the gradient of their input                   backward   0: the weights' gradients are computed after its last chunk
+    reduce-scatter of that gradient, with slices         backward   0: likewise
 
-Counted with a clock of its own, which advances with each product's operations and waits for a link that takes LINK of a product's time.
-This count depends only on the order of the code, on any machine. Also timed, with the collective on the slowed link and without one, in
-turn: the link takes LINK_S for all chunks together, less than any of the products takes.
+Counted with a clock that advances with each product's operations and waits for a link that takes LINK of a product's time. The count
+depends only on the order of the code, on any machine. Also timed, with the collective on the slowed link and without it, in turn.
 """
 
 from __future__ import annotations
@@ -32,128 +32,115 @@ from parallel.process import process
 from parallel.process.process import World
 from parallel.tensor import overlapped
 
-LINK = 0.75  # time of the link, as a share of a whole product's time
-LINK_S = 0.04  # seconds; less than 3/4 of any product below
-TOKENS, HIDDEN, WIDTH = 1024, 8192, 1024  # sizes; hidden units of all ranks
+LINK = 0.75  # counted: time of the link for all chunks of a collective, in units of a product's time
+LINK_S = 0.04  # timed: seconds of the link for all chunks, fewer than any product below takes
+TOKENS, HIDDEN, WIDTH = 1024, 8192, 1024  # sizes of the products; hidden units of all ranks together
 CHUNKS = (1, 2, 4)
 Start = Callable[[Tensor, Axis], Started]
 
 
 @dataclass(frozen=True)
 class Pass:
-    """One pass. `collective`: a function of parallel/tensor/overlapped.py; `run(axis, chunks)` runs the pass; `seen(n)`: the expected
-    share of the collective's time that is not hidden.
-    """
+    """A pass of a layer. collective: its function in parallel/tensor/overlapped.py; expected(chunks): share of it that is not hidden."""
 
     name: str
     collective: str
     run: Callable[[Axis, int], None]
-    seen: Callable[[int], float]
+    expected: Callable[[int], float]
 
 
 def seconds_of(rank: int, ranks: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each pass by the number of chunks: without its collective, with it, and with it on the slowed link."""
+    """Return the seconds of each pass by name: "NAME CHUNKS"; with " alone" without its collective; with " slowed" on the slow link."""
     axis = process.connect(Degrees(tp=ranks), World(rank, ranks)).axis("tp")
     work: dict[str, Callable[[], None]] = {}
     for one in PASSES:
         real: Start = getattr(overlapped, one.collective)
         for chunks in CHUNKS:
-            work[f"{one.name} {chunks} alone"] = partial(_timed, one, axis, chunks, lambda: _nothing)
-            work[f"{one.name} {chunks}"] = partial(_timed, one, axis, chunks, lambda real=real: real)  # type: ignore[misc]
-            work[f"{one.name} {chunks} slowed"] = partial(_timed, one, axis, chunks, lambda real=real: _Link(real))  # type: ignore[misc]
+            work[f"{one.name} {chunks} alone"] = partial(_run, one, axis, chunks, _nothing)
+            work[f"{one.name} {chunks}"] = partial(_run, one, axis, chunks, real)
+            work[f"{one.name} {chunks} slowed"] = partial(_run, one, axis, chunks, real, slowed=True)
     return in_turn(work, rounds=rounds, device=torch.device("cpu"), warmups=1)
 
 
+def _run(one: Pass, axis: Axis, chunks: int, start: Start, *, slowed: bool = False) -> None:
+    dist.barrier()
+    with patch.object(overlapped, one.collective, _Link(start, LINK_S, _WallClock()) if slowed else start):
+        one.run(axis, chunks)
+
+
 def rows_of(seconds: dict[str, list[float]], *, ranks: int) -> list[dict[str, Any]]:
-    """Print and return the rows."""
+    """Print and return a row for each pass and number of chunks, from the seconds of `seconds_of`."""
     rows = []
     for one in PASSES:
         for chunks in CHUNKS:
             pairs = zip(seconds[f"{one.name} {chunks} slowed"], seconds[f"{one.name} {chunks} alone"], strict=True)
             seen, took = statistics.median(slow - fast for slow, fast in pairs) / LINK_S, statistics.median(seconds[f"{one.name} {chunks}"])
-            row: dict[str, Any] = {"race": f"{one.name} not hidden, {chunks} chunks", "ranks": ranks, "expected": one.seen(chunks)}
-            row |= {"counted": counted(one, chunks, ranks=ranks), "measured": seen, "link_seconds": LINK_S, "seconds": took}
+            row: dict[str, Any] = {"race": f"{one.name} not hidden, {chunks} chunks", "ranks": ranks, "expected": one.expected(chunks)}
+            row |= {"counted": _counted(one, chunks, ranks=ranks), "measured": seen, "link_seconds": LINK_S, "seconds": took}
             rows.append(row)
-            share = f"{row['counted']:.3f} counted, {seen:5.2f} of {LINK_S} s timed; {one.seen(chunks):.3f} expected"
+            share = f"{row['counted']:.3f} counted, {seen:5.2f} of {LINK_S} s timed; {row['expected']:.3f} expected"
             print(f"{row['race']:<52}{ranks} ranks {took:8.3f} s   {share}", flush=True)
     return rows
 
 
-def counted(one: Pass, chunks: int, *, ranks: int) -> float:
+def _counted(one: Pass, chunks: int, *, ranks: int) -> float:
     """The share of the collective's time for which the pass waits, by the order of its products and chunks alone. In one process."""
     axis, times = Axis("tp", tuple(range(ranks))), []
     links: dict[str, Any] = dict.fromkeys((other.collective for other in PASSES), _nothing)
-    for link in (LINK, 0.0):
-        clock = _Clock(TOKENS * WIDTH * (HIDDEN // ranks))
-        with clock, patch.multiple(overlapped, **links | {one.collective: _CountedLink(clock, link)}):
+    for seconds in (LINK, 0.0):
+        clock = _ProductClock(TOKENS * WIDTH * (HIDDEN // ranks))
+        with clock, patch.multiple(overlapped, **links | {one.collective: _Link(_nothing, seconds, clock)}):
             one.run(axis, chunks)
-        times.append(clock.now)
+        times.append(clock.now())
     return (times[0] - times[1]) / LINK
 
 
-class _Clock(TorchDispatchMode):
+class _WallClock:
+    now = staticmethod(time.perf_counter)
+
+    def wait_until(self, when: float) -> None:
+        time.sleep(max(0.0, when - time.perf_counter()))
+
+
+class _ProductClock(TorchDispatchMode):
     """A clock that advances only with products; the unit is one product of `whole` multiplications."""
 
     def __init__(self, whole: int) -> None:
         super().__init__()
-        self.whole, self.now = whole, 0.0
+        self.whole, self.time = whole, 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.addmm):
-            self.now += args[-2].numel() * args[-1].shape[-1] / self.whole
+            self.time += args[-2].numel() * args[-1].shape[-1] / self.whole
         return out
 
+    def now(self) -> float:
+        return self.time
 
-class _CountedLink:
-    """Like `_Link`, but with the clock."""
-
-    def __init__(self, clock: _Clock, seconds: float) -> None:
-        self.clock, self.seconds, self.free_at = clock, seconds, 0.0
-
-    def __call__(self, tensor: Tensor, axis: Axis) -> Started:
-        self.free_at = max(self.free_at, self.clock.now) + self.seconds * tensor.numel() / _whole(tensor, axis)
-        return _Counted(_nothing(tensor, axis), self.clock, self.free_at)
-
-
-class _Counted(Started):
-    def __init__(self, started: Started, clock: _Clock, there_at: float) -> None:
-        self.started, self.clock, self.there_at = started, clock, there_at
-
-    def wait(self) -> Tensor:
-        self.clock.now = max(self.clock.now, self.there_at)
-        return self.started.wait()
-
-
-def _timed(one: Pass, axis: Axis, chunks: int, start: Callable[[], Start]) -> None:
-    dist.barrier()
-    with patch.object(overlapped, one.collective, start()):
-        one.run(axis, chunks)
+    def wait_until(self, when: float) -> None:
+        self.time = max(self.time, when)
 
 
 class _Link:
-    """A slowed link: the chunks of one collective are sent one after another, each for its share of LINK_S."""
+    """Starts a collective on a slowed link, which sends its chunks one after another, each for its share of `seconds`."""
 
-    def __init__(self, real: Start) -> None:
-        self.real, self.free_at = real, 0.0
+    def __init__(self, start: Start, seconds: float, clock: _WallClock | _ProductClock) -> None:
+        self.start, self.seconds, self.clock, self.free_at = start, seconds, clock, 0.0
 
     def __call__(self, tensor: Tensor, axis: Axis) -> Started:
-        self.free_at = max(self.free_at, time.perf_counter()) + LINK_S * tensor.numel() / _whole(tensor, axis)
-        return _Slowed(self.real(tensor, axis), self.free_at)
+        whole = TOKENS * WIDTH // (axis.size if _is_slice(tensor) else 1)  # elements of all chunks together
+        self.free_at = max(self.free_at, self.clock.now()) + self.seconds * tensor.numel() / whole
+        return _Slowed(self.start(tensor, axis), self.clock, self.free_at)
 
 
 class _Slowed(Started):
-    def __init__(self, started: Started, there_at: float) -> None:
-        self.started, self.there_at = started, there_at
+    def __init__(self, started: Started, clock: _WallClock | _ProductClock, done_at: float) -> None:
+        self.started, self.clock, self.done_at = started, clock, done_at
 
     def wait(self) -> Tensor:
-        time.sleep(max(0.0, self.there_at - time.perf_counter()))
+        self.clock.wait_until(self.done_at)
         return self.started.wait()
-
-
-def _whole(tensor: Tensor, axis: Axis) -> int:
-    """The number of elements of all chunks together."""
-    return TOKENS * WIDTH // (axis.size if _is_slice(tensor) else 1)
 
 
 def _is_slice(tensor: Tensor) -> bool:

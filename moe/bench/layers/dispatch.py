@@ -1,14 +1,14 @@
-"""Speed of one MoE layer, forward and backward, compared with its peers and with the limit, in one process.
+"""Speed of one MoE layer, forward and backward, compared with other systems' layers and with the limit, in one process.
 
     limit   batched matrix products of the same rows in equal parts, without routing
-    peers   as installed: DeepSpeed MoE and AutoEP, transformers' Switch and Mixtral, torch grouped_mm used plainly; dense at equal FLOPs;
+    peers   those installed: DeepSpeed MoE and AutoEP, transformers' Switch and Mixtral, torch grouped_mm, a dense network of equal FLOPs;
             on a GPU also ScatterMoE, SonicMoE and MegaBlocks
-    ours    the layer as a model trains it, with router, balance loss and report
+    ours    the layer as a model trains it, with router, balance loss and statistics
 
 All run in turn in every round; a ratio is the median over rounds. `over_limit` is the time divided by the limit's; `over_peers` is
 our time divided by the peer's (below 1: ours is faster). Peak memory is the bytes that torch holds in addition to weights and input,
-including gradients. Two more tables: growth with tokens and experts, and moving rows compared with a plain copy
-(moe/bench/layers/moves.py). `moe bench dispatch --peers all --json FILE`.
+including gradients. Two more tables: growth with tokens and experts, and moving tokens to rows and back compared with a plain copy.
+`moe bench dispatch --peers all --json FILE`.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ import gc
 import os
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from moe.bench.layers import gpu_layers, layers, moves
+from moe.bench.layers import gpu_layers, layers
 from moe.bench.layers.layers import LayerCase, Pass, Shape
-from moe.bench.timing import in_turn, peak_bytes, ratio
-from moe.launch import exit_codes
+from moe.bench.timing import conclude, in_turn, peak_bytes, ratio
+from moe.kernels import choose
 from parallel.errors import BadInput, did_you_mean
 from parallel.process.libc import keep_freed_memory
 
@@ -67,7 +68,9 @@ PEERS: dict[str, dict[str, Make]] = {
         **{name: partial(make, ffn="swiglu") for name, make in gpu_layers.LAYERS.items()},
     },
 }
-TABLES = ("growth", "moves")  # tables in addition to one for each shape; --only accepts these names
+TABLES = ("growth", "moves")  # further tables, which --only can name
+MOVED_BYTES = {"cpu": 2**25, "cuda": 2**33}  # moved in one timing: many, so that launches and clock reads hardly count
+MOST_MOVES = 64  # repetitions of a move in one timing
 
 
 def main(*, peers: str = "all", only: str | None = None, rounds: int = 7, json: str | None = None) -> int:
@@ -76,10 +79,8 @@ def main(*, peers: str = "all", only: str | None = None, rounds: int = 7, json: 
     keep_freed_memory()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtypes = (torch.bfloat16,) if device.type == "cuda" else (torch.float32, torch.bfloat16)
-    cases = [
-        LayerCase(shape, dtype, routing, device) for shape in SHAPES[device.type] for dtype in dtypes for routing in ("balanced", "skewed")
-    ]
-    cases = [case for case in cases if only is None or only in _label(case)]
+    balanced = [LayerCase(shape, dtype, "balanced", device) for shape in SHAPES[device.type] for dtype in dtypes]
+    cases = [case for one in balanced for case in (one, replace(one, routing="skewed")) if only is None or only in _label(case)]
     if not cases and only not in TABLES:
         needed = f"part of a row's text, such as E64 or bf16 or skewed, or {' or '.join(TABLES)}"
         raise BadInput("--only", got=only, needed=needed, fix="leave it out")
@@ -87,24 +88,13 @@ def main(*, peers: str = "all", only: str | None = None, rounds: int = 7, json: 
     for case in cases:
         for ffn in ("relu", "swiglu"):
             rows += _measure(case, ffn, [name for name in PEERS[ffn] if name in chosen], rounds=rounds)
-            _keep_what_is_loaded()
+            gc.collect()
+            gc.freeze()  # loaded libraries, with which the collection before each measured peak would take 0.3 s longer
     if only in (None, "growth"):
         rows += _growth(device, rounds=rounds)
     if only in (None, "moves"):
-        rows += moves.measure(
-            [LayerCase(shape, dtype, "balanced", device) for shape in SHAPES[device.type] for dtype in dtypes], rounds=rounds
-        )
-    if json:
-        from moe.records.results import write_json
-
-        write_json(json, verb="bench dispatch", rows=rows, rounds=rounds, threads=torch.get_num_threads())
-    return exit_codes.of(all(row.get("passed") is not False for row in rows))
-
-
-def _keep_what_is_loaded() -> None:
-    """Exclude loaded libraries from garbage collection. Each collection before a peak would take 0.3 s longer with the peers' libraries."""
-    gc.collect()
-    gc.freeze()
+        rows += measure_moves(balanced, rounds=rounds)
+    return conclude(json, "dispatch", rows, rounds=rounds, threads=torch.get_num_threads())
 
 
 def _chosen(peers: str) -> list[str]:
@@ -114,9 +104,8 @@ def _chosen(peers: str) -> list[str]:
     for name in (names := peers.split(",")):
         if name not in known:
             near = did_you_mean(name, known)
-            raise BadInput(
-                "--peers", got=name, needed=f"all, none, or of {', '.join(known)}", fix=f"did you mean {near}?" if near else "--peers all"
-            )
+            fix = f"did you mean {near}?" if near else "--peers all"
+            raise BadInput("--peers", got=name, needed=f"all, none, or of {', '.join(known)}", fix=fix)
     return names
 
 
@@ -125,36 +114,23 @@ def _label(case: LayerCase) -> str:
 
 
 def _measure(case: LayerCase, ffn: str, peers: list[str], *, rounds: int) -> list[dict[str, Any]]:
-    """One table: the limit, our layer and the peers with this network."""
+    """Print a table and return its rows: the limit, our layers and the named peers, with the network `ffn`. Then peers that cannot run."""
     if ffn == "swiglu" and not peers:
         return []
     mine = {name: make for name, make in OURS[ffn].items() if case.dtype != torch.float32 or "fp32 weights" not in name}
-    passes: dict[str, Pass] = {}
-    absent: dict[str, str] = {}
-    makes: dict[str, Make] = {f"limit {ffn}": partial(layers.limit, ffn=ffn), **mine, **{p: PEERS[ffn][p] for p in peers}}
-    for name, make in makes.items():
-        made = _made(case, name, make)
-        if isinstance(made, str):
-            absent[name] = made
-        else:
-            passes[name] = made
+    limit, first = f"limit {ffn}", next(iter(mine))
+    makes: dict[str, Make] = {limit: partial(layers.limit, ffn=ffn), **mine, **{p: PEERS[ffn][p] for p in peers}}
+    made = {name: _made(case, name, make) for name, make in makes.items()}
+    passes = {name: one for name, one in made.items() if isinstance(one, Pass)}
     seconds = in_turn(passes, rounds=rounds, device=case.device)
     peaks = {name: _peak(run, case.device) for name, run in passes.items()}
     print(f"\n{_label(case)}\n  {'implementation':<32} {'ms':>8} {'over limit':>10} {'ours over it':>12} {'peak MiB':>9}")
-    first = next(iter(mine))
-    rows = []
+    about = {"shape": list(vars(case.shape).values()), "dtype": str(case.dtype).removeprefix("torch."), "routing": case.routing}
+    rows: list[dict[str, Any]] = []
     for name in passes:
-        kind = "limit" if name.startswith("limit") else "ours" if name in mine else "peer"
-        row: dict[str, Any] = {
-            "shape": [getattr(case.shape, field) for field in ("tokens", "width", "hidden", "experts", "k")],
-            "dtype": str(case.dtype).removeprefix("torch."),
-            "routing": case.routing,
-            "implementation": name,
-            "kind": kind,
-            "seconds": statistics.median(seconds[name]),
-            "over_limit": ratio(seconds[name], seconds[f"limit {ffn}"]),
-            "peak_bytes": peaks[name],
-        }
+        kind = "limit" if name == limit else "ours" if name in mine else "peer"
+        row: dict[str, Any] = {**about, "implementation": name, "kind": kind, "seconds": statistics.median(seconds[name])}
+        row |= {"over_limit": ratio(seconds[name], seconds[limit]), "peak_bytes": peaks[name]}
         if kind == "ours":
             row["over_peers"] = {p: ratio(seconds[name], seconds[p]) for p in peers if p in passes}
             row["over_peers_bytes"] = {p: peaks[name] / peaks[p] for p in peers if p in passes}
@@ -162,50 +138,37 @@ def _measure(case: LayerCase, ffn: str, peers: list[str], *, rounds: int) -> lis
             row["passed"] = _same(passes[first], passes[name])
         rows.append(row)
         over = f"{ratio(seconds[first], seconds[name]):.2f}" if kind == "peer" else ""
-        wrong = "" if row.get("passed", True) else "  ANOTHER RESULT"
-        print(
-            f"  {name:<32} {row['seconds'] * 1e3:>8.1f} {row['over_limit']:>10.2f} {over:>12} {peaks[name] / 2**20:>9.1f}{wrong}",
-            flush=True,
-        )
-    for name, reason in absent.items():
+        cells = f"{row['seconds'] * 1e3:>8.1f} {row['over_limit']:>10.2f} {over:>12} {peaks[name] / 2**20:>9.1f}"
+        print(f"  {name:<32} {cells}{'' if row.get('passed', True) else '  ANOTHER RESULT'}", flush=True)
+    for name, reason in ((name, one) for name, one in made.items() if isinstance(one, str)):
         print(f"  {name:<32} {reason}")
-        like = {field: rows[0][field] for field in ("shape", "dtype", "routing")}
-        rows.append(like | {"implementation": name, "kind": "peer", "not_run": reason})
+        rows.append({**about, "implementation": name, "kind": "peer", "not_run": reason})
     return rows
 
 
 def _made(case: LayerCase, name: str, make: Make) -> Pass | str:
-    """The layer's pass, or the reason why it cannot run."""
-    if reason := _reason_not_to_run(case, name):
+    """The pass of the layer that `make` makes, or the reason why it cannot run."""
+    if reason := gpu_layers.why_not(name, case.device):
         return reason
+    if name == "transformers-switch" and case.shape.k > 1:
+        return "top-1 only"
+    if name.endswith("batched_mm"):
+        needed = 2 * case.shape.rows * 3 * case.shape.width * case.shape.hidden * case.dtype.itemsize  # each row's matrices and gradients
+        half = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+        free = torch.cuda.mem_get_info(case.device)[0] if case.device.type == "cuda" else half
+        if needed > free:
+            return f"not run: needs {needed / 2**30:.0f} GiB, {free / 2**30:.0f} may be used"
     try:
         made = make(case)
         if name in gpu_layers.LAYERS:
-            made()  # compiles its kernels for this GPU and these sizes, or fails
+            made()  # compiles its kernels, which may not support this GPU or these sizes
         return made
     except ImportError as error:
         return f"not installed: {error.name}"
     except Exception as error:
         if name not in gpu_layers.LAYERS:
             raise
-        said = (str(error).splitlines() or [""])[0]  # packages report an unsupported GPU or size in their own ways
-        return f"not run: {type(error).__name__}: {said}"
-
-
-def _reason_not_to_run(case: LayerCase, name: str) -> str | None:
-    if reason := gpu_layers.why_not(name, case.device):
-        return reason
-    if not name.endswith("batched_mm"):
-        return "top-1 only" if name == "transformers-switch" and case.shape.k > 1 else None
-    needed, there = layers.bytes_of_batched_mm(case), _free_bytes(case.device)
-    return f"not run: needs {needed / 2**30:.0f} GiB, {there / 2**30:.0f} may be used" if needed > there else None
-
-
-def _free_bytes(device: torch.device) -> int:
-    """The bytes that a peer may use: a GPU's free memory, or half of this machine's memory."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+        return f"not run: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def _peak(run: Pass, device: torch.device) -> int:
@@ -215,13 +178,13 @@ def _peak(run: Pass, device: torch.device) -> int:
 
 
 def _same(ours: Pass, peer: Pass) -> bool:
-    """Whether every token's outputs point in the same direction. Their lengths may differ, because some layers normalise a top-1 gate."""
+    """Whether each token's outputs have the same direction; their lengths may differ, because some layers normalise a top-1 gate."""
     a_TD, b_TD = (run().detach().float().reshape(-1, run.x.shape[-1]) for run in (ours, peer))
     return bool(torch.nn.functional.cosine_similarity(a_TD, b_TD).min() > 0.99)
 
 
 def _growth(device: torch.device, *, rounds: int) -> list[dict[str, Any]]:
-    """Growth of time and memory with tokens (at most 4.3 expected), and with experts at equal rows (at most 2)."""
+    """Print and return by what time and memory grow with 4 times the tokens (at most 4.3 expected) and 32 times the experts (at most 2)."""
     rows = []
     print(f"\ngrowth, fp32 balanced\n  {'what':<20} {'time':>6} {'memory':>7}")
     for what, shapes in GROWTH.items():
@@ -231,3 +194,50 @@ def _growth(device: torch.device, *, rounds: int) -> list[dict[str, Any]]:
         rows.append({"kind": "growth", "what": what, "shapes": [str(s) for s in shapes], "time": time, "memory": memory})
         print(f"  {what:<20} {time:>6.2f} {memory:>7.2f}")
     return rows
+
+
+def measure_moves(cases: list[LayerCase], *, rounds: int) -> list[dict[str, Any]]:
+    """Print and return a row for each case and direction: permute (tokens [T, D] to rows [R, D], sorted by expert), and unpermute.
+
+    `share` is the time of a copy of as many bytes divided by the move's: 1 is the full memory bandwidth. Fused kernels gather rows inside
+    their products and do neither (docs/moe/kernels.md).
+    """
+    print(f"\nrows moved\n  {'shape and dtype':<34} {'what':<10} {'MiB':>7} {'GB/s':>8} {'copy GB/s':>9} {'share':>6}")
+    return [row for case in cases for row in _moves(case, rounds=rounds)]
+
+
+@torch.no_grad()
+def _moves(case: LayerCase, *, rounds: int) -> list[dict[str, Any]]:
+    s, kernels = case.shape, choose()
+    expert_TK = case.experts_of_tokens()
+    plan = kernels.plan(expert_TK, torch.ones_like(expert_TK, dtype=torch.bool), num_experts=s.experts)
+    x_TD, gate_TK = case.inputs(), torch.full(expert_TK.shape, 1 / s.k, device=case.device)
+    rows_RD = kernels.permute(x_TD, plan)
+    work: dict[str, tuple[int, Callable[[], object]]] = {
+        "permute": (2 * s.rows * s.width, lambda: kernels.permute(x_TD, plan)),
+        "unpermute": ((s.rows + s.tokens) * s.width, lambda: kernels.combine(rows_RD, gate_TK, plan)),
+    }
+    found = []
+    for what, (numbers, move) in work.items():
+        moved = numbers * case.dtype.itemsize
+        source = torch.ones(numbers // 2, dtype=case.dtype, device=case.device)
+        copied = torch.empty_like(source)
+        times = min(MOST_MOVES, max(1, MOVED_BYTES[case.device.type] // moved))
+        repeated = {"ours": _repeated(move, times), "copy": _repeated(partial(copied.copy_, source), times)}
+        seconds = in_turn(repeated, rounds=rounds, device=case.device)
+        speed = {name: moved * times / statistics.median(values) / 1e9 for name, values in seconds.items()}
+        share, dtype = ratio(seconds["copy"], seconds["ours"]), str(case.dtype).removeprefix("torch.")
+        row = {"kind": "moves", "what": what, "shape": list(vars(s).values()), "dtype": dtype, "bytes": moved}
+        row |= {"gb_per_s": speed["ours"], "copy_gb_per_s": speed["copy"], "share": share}
+        cells = f"{moved / 2**20:>7.1f} {speed['ours']:>8.1f} {speed['copy']:>9.1f} {share:>6.2f}"
+        print(f"  {f'{s} {dtype}':<34} {what:<10} {cells}", flush=True)
+        found.append(row)
+    return found
+
+
+def _repeated(run: Callable[[], object], times: int) -> Callable[[], None]:
+    def work() -> None:
+        for _ in range(times):
+            run()
+
+    return work

@@ -1,9 +1,9 @@
-"""MoE layers of packages that need a GPU, built for the same case as all others (moe/bench/layers/layers.py), if they are installed.
+"""MoE layers of packages that need a GPU, built for the same cases as the others (moe/bench/layers/layers.py).
 
-    name         layer                  w1 (gets the activation), w3 (multiplied with it)              w2           router
-    scattermoe   mlp.MLP, mlp.GLUMLP    [E, F, D], or [E, 2F, D]: w3 before w1                         [E, D, F]    the caller's
-    sonicmoe     MoE                    [E, F, D], or [E, 2F, D]: a row of w1, a row of w3, ...        [E, D, F]    its own
-    megablocks   layers.dmoe.dMoE       [E F, D] each                                                  [E F, D]     its own
+    package      layer                  w1 (gets the activation) and w3 (multiplied with it)           w2           router
+    scattermoe   mlp.MLP, mlp.GLUMLP    [E, F, D]; with w3 one tensor [E, 2F, D], w3 first             [E, D, F]    the caller's
+    sonicmoe     MoE                    [E, F, D]; with w3 one tensor [E, 2F, D], rows alternating     [E, D, F]    its own
+    megablocks   layers.dmoe.dMoE       two tensors [E F, D]                                           [E F, D]     its own
 
 Names and layouts as in scattermoe 0.3.0 (ScatterMoE, arXiv 2403.08245), sonic-moe 0.1.2 (SonicMoE, 2512.14080) and megablocks 0.10
 (MegaBlocks, 2211.15841). None of these packages is imported before its layer is made.
@@ -29,7 +29,7 @@ class Make(Protocol):
 
 
 def why_not(name: str, device: torch.device) -> str | None:
-    """Why a layer of this file cannot run here. None if it can be tried, and for a name that belongs to another file."""
+    """Return the reason why the layer `name` of this file cannot run here; None if it can be tried, and for names of other files."""
     if name not in LAYERS:
         return None
     if find_spec(name) is None:
@@ -65,15 +65,9 @@ def sonicmoe(case: LayerCase, ffn: str) -> Pass:
 
     s = case.shape
     with case.device:
-        layer = MoE(
-            num_experts=s.experts,
-            num_experts_per_tok=s.k,
-            hidden_size=s.width,
-            intermediate_size=s.hidden,
-            activation_function=ActivationType.SWIGLU if ffn == "swiglu" else ActivationType.RELU,
-            add_bias=False,
-            std=0.02,
-        ).to(case.dtype)
+        sizes = {"num_experts": s.experts, "num_experts_per_tok": s.k, "hidden_size": s.width, "intermediate_size": s.hidden}
+        activation = ActivationType.SWIGLU if ffn == "swiglu" else ActivationType.RELU
+        layer = MoE(**sizes, activation_function=activation, add_bias=False, std=0.02).to(case.dtype)
     layer.router.weight.data.copy_(case.router())
     w1_EFD, w3_EFD, w2_EDF = _output_first(case, ffn)
     layer.c_fc.weight.data.copy_(w1_EFD if w3_EFD is None else rearrange([w1_EFD, w3_EFD], "two e f d -> e (f two) d"))
@@ -87,22 +81,11 @@ def megablocks(case: LayerCase, ffn: str) -> Pass:
     from megablocks.layers.dmoe import dMoE
 
     s = case.shape
-    settings = Arguments(
-        hidden_size=s.width,
-        ffn_hidden_size=s.hidden,
-        moe_num_experts=s.experts,
-        moe_top_k=s.k,
-        moe_loss_weight=0.0,
-        mlp_type="glu" if ffn == "swiglu" else "mlp",
-        mlp_impl="grouped",
-        activation_fn=F.silu if ffn == "swiglu" else F.relu,
-        bias=False,
-        return_bias=False,
-        fp16=False,
-        bf16=case.dtype == torch.bfloat16,
-        device=case.device,
-    )
-    layer = dMoE(settings)
+    sizes = {"hidden_size": s.width, "ffn_hidden_size": s.hidden, "moe_num_experts": s.experts, "moe_top_k": s.k}
+    form, activation = ("glu", F.silu) if ffn == "swiglu" else ("mlp", F.relu)
+    options = {"mlp_type": form, "mlp_impl": "grouped", "activation_fn": activation, "bias": False, "return_bias": False}
+    types = {"fp16": False, "bf16": case.dtype == torch.bfloat16, "device": case.device}
+    layer = dMoE(Arguments(**sizes, **options, **types, moe_loss_weight=0.0))
     layer.router.layer.weight.data.copy_(case.router())
     w1_EFD, w3_EFD, w2_EDF = _output_first(case, ffn)
     network = layer.experts.mlp
@@ -114,7 +97,7 @@ def megablocks(case: LayerCase, ffn: str) -> Pass:
 
 
 def _output_first(case: LayerCase, ffn: str) -> tuple[Tensor, Tensor | None, Tensor]:
-    """w1 and w3 [E, F, D], w2 [E, D, F]: the case's weights with each matrix's output dimension first."""
+    """Return the case's w1 and w3 [E, F, D] and w2 [E, D, F], with each matrix's output dimension first."""
     w1_EDF, w2_EFD, w3_EDF = stack(case, ffn)
     w3_EFD = None if w3_EDF is None else w3_EDF.detach().transpose(1, 2)
     return w1_EDF.detach().transpose(1, 2), w3_EFD, w2_EFD.detach().transpose(1, 2)

@@ -1,17 +1,17 @@
-"""One MoE layer of each system for the same problem: the same input, router, routing, and amount of work.
+"""One MoE layer of each system for the same case: the same input, router, routing, weights and amount of work.
 
-Each function makes a layer for a case and returns its forward and backward pass. All layers have the same weights and the same router
-matrix, whose rows are orthonormal. Inputs are made so that the wanted experts have the highest logits: routing is exactly balanced, or
-one expert gets half of the rows.
+Each function makes a layer and returns its forward and backward pass. The rows of the router's matrix are orthonormal, and inputs are made
+so that the wanted experts have the highest logits: routing is exactly balanced, or one expert gets half of the rows.
 
-    relu networks (w1, w2)            ours, DeepSpeed MoE, transformers' Switch, torch grouped_mm, dense, bmm limit
-    swiglu networks (w1, w3, w2)      ours, transformers' Mixtral in its three forms, DeepSpeed's AutoEP, bmm limit
+    relu networks (w1, w2)            ours, DeepSpeed MoE, transformers' Switch, torch grouped_mm, dense, limit
+    swiglu networks (w1, w3, w2)      ours, transformers' Mixtral in its three forms, DeepSpeed's AutoEP, limit
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
@@ -29,7 +29,7 @@ from parallel.errors import BadInput
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a layer: tokens, width, hidden units of an expert, experts, and choices of a token."""
+    """Sizes of a layer: tokens on a rank, width, hidden units of an expert, experts on all ranks, and choices of a token."""
 
     tokens: int
     width: int
@@ -47,7 +47,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class LayerCase:
-    """One problem. `routing`: balanced, or skewed: one expert gets half of the rows (all tokens if k > 2)."""
+    """A layer's shape and dtype, and how its input is routed: balanced, or skewed: one expert gets half of the rows, at most all tokens."""
 
     shape: Shape
     dtype: torch.dtype
@@ -60,7 +60,7 @@ class LayerCase:
         return values.to(self.device, dtype or self.dtype)
 
     def router(self) -> Tensor:
-        """The router's weight [E, D], fp32, with orthonormal rows."""
+        """Return the router's weight [E, D], fp32, with orthonormal rows."""
         s = self.shape
         if s.experts > s.width:
             raise BadInput("experts", got=s.experts, needed=f"at most width={s.width}", fix="choose a wider shape")
@@ -68,20 +68,18 @@ class LayerCase:
         return q.t().contiguous().to(self.device)
 
     def experts_of_tokens(self) -> Tensor:
-        """The choices [T, K] that every layer must make, highest first."""
-        s, generator = self.shape, torch.Generator().manual_seed(2)
+        """Return the experts [T, K] that every layer must choose, highest logit first."""
+        s, order_T = self.shape, torch.randperm(self.shape.tokens, generator=torch.Generator().manual_seed(2))
+        expert_TK = torch.arange(s.rows).view(s.tokens, s.k)
         if self.routing == "balanced":
-            chosen = torch.arange(s.rows).view(s.tokens, s.k) % s.experts
+            expert_TK = expert_TK % s.experts
         else:
-            others = 1 + torch.arange(s.rows).view(s.tokens, s.k) % (s.experts - 1)
-            hot = torch.arange(s.tokens) < min(s.tokens, s.rows // 2)
-            chosen = others.clone()
-            chosen[hot, 0] = 0
-        shuffled: Tensor = chosen[torch.randperm(s.tokens, generator=generator)]
-        return shuffled.to(self.device)
+            expert_TK = 1 + expert_TK % (s.experts - 1)
+            expert_TK[: min(s.tokens, s.rows // 2), 0] = 0
+        return expert_TK[order_T].to(self.device)
 
     def inputs(self) -> Tensor:
-        """The input [T, D]: the sum of the chosen experts' directions with decreasing strength, plus small noise."""
+        """Return the input [T, D]: the sum of the chosen experts' rows of the router with decreasing factors, plus small noise."""
         s = self.shape
         strength = torch.linspace(6.0, 5.0, s.k, device=self.device)
         x_TD = (self.router()[self.experts_of_tokens()] * strength[:, None]).sum(1)
@@ -92,7 +90,7 @@ class LayerCase:
 
 
 class Pass:
-    """One forward and backward pass of a layer. `leaves`: all tensors that get a gradient."""
+    """A forward and backward pass of a layer: of its input x and its output's gradient. `leaves`: all tensors that get a gradient."""
 
     def __init__(self, parameters: list[Tensor], forward: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor) -> None:
         self.x, self.grad, self.forward = x.detach().requires_grad_(), grad, forward
@@ -103,7 +101,7 @@ class Pass:
             leaf.grad = None
 
     def __call__(self) -> Tensor:
-        """Run the pass and return the output. Gradients are left on the leaves."""
+        """Run the pass and return the output. The leaves keep their gradients."""
         self.clear()
         y = self.forward(self.x)
         y.backward(self.grad.view(y.shape))  # type: ignore[no-untyped-call]
@@ -111,7 +109,9 @@ class Pass:
 
 
 def router_settings(k: int) -> dict[str, Any]:
-    """Return the settings of a dropless router of k choices: preset switch (1), glam (2) or mixtral, without the packages of recipes."""
+    """Return the settings of a dropless router with k choices as presets switch (1), glam (2) and mixtral (more) have them. Written out
+    here, because a GPU machine may lack the packages that read recipes.
+    """
     plain: dict[str, Any] = dict(
         num_choices=k, input_norm="none", logits="linear", logit_cap=None, score="softmax", softmax_over="all", jitter=0.0, noise="none",
         select="top_k", hash_table=None, mixer_margin=0.01, expert_groups=1, top_groups=1, group_score="two_best", second="always",
@@ -128,24 +128,13 @@ def router_settings(k: int) -> dict[str, Any]:
 
 
 def ours(case: LayerCase, ffn: str, *, master: torch.dtype | None = None, kernels: str = "auto") -> Pass:
-    """Our layer as a model trains it: dropless, with its report and its balance loss. `master`: the dtype in which weights are stored."""
+    """Our dropless layer as a model trains it, with its statistics and balance loss. master: dtype of the weights, None: the case's."""
     s = case.shape
-    settings = router_settings(s.k)
-    spec = SimpleNamespace(**settings, vectors=0, random_second=False, asks_balance=True)  # as RouterSpec derives them
-    # the recipe fields that the layer reads, without the packages that read recipes, which a GPU machine may lack
-    experts = SimpleNamespace(
-        of_layer=lambda nth: s.experts,
-        d_ff=None,
-        ffn=None,
-        kernels=kernels,
-        dropout=0.0,
-        shared_gate=False,
-        residual=False,
-        biases=False,
-        skip=0,
-        free=0,
-        products="plain",
-    )
+    # the settings that the layer reads, without the packages that read recipes
+    spec = SimpleNamespace(**router_settings(s.k), vectors=0, random_second=False, asks_balance=True)
+    sizes: dict[str, Any] = {"of_layer": lambda nth: s.experts, "d_ff": None, "ffn": None, "skip": 0, "free": 0}
+    options: dict[str, Any] = {"kernels": kernels, "dropout": 0.0, "shared_gate": False, "residual": False, "biases": False}
+    experts = SimpleNamespace(**sizes, **options, products="plain")
     with case.device:
         layer = MoELayer(cast(Any, experts), cast(Any, spec), d_model=s.width, d_ff=s.hidden, ffn=ffn, layer=1)
     layer.experts.to(master or case.dtype)
@@ -158,7 +147,7 @@ def ours(case: LayerCase, ffn: str, *, master: torch.dtype | None = None, kernel
 
 
 def limit(case: LayerCase, ffn: str) -> Pass:
-    """Batched matrix products of the same rows in equal parts, without routing."""
+    """The limit of speed: batched matrix products of the same number of rows in equal parts, without routing."""
     s = case.shape
     each = -(-s.rows // s.experts)
     x_ERD = case.weights(s.experts, each, s.width, seed=5)
@@ -173,7 +162,7 @@ def limit(case: LayerCase, ffn: str) -> Pass:
 
 
 def dense(case: LayerCase) -> Pass:
-    """One feed-forward network of the same FLOPs for every token: hidden size k * F."""
+    """A feed-forward network of the same FLOPs for every token: hidden size k * F."""
     s = case.shape
     w1 = case.weights(s.width, s.hidden * s.k, seed=10).requires_grad_()
     w2 = case.weights(s.hidden * s.k, s.width, seed=11).requires_grad_()
@@ -181,7 +170,7 @@ def dense(case: LayerCase) -> Pass:
 
 
 def stack(case: LayerCase, ffn: str) -> tuple[Tensor, Tensor, Tensor | None]:
-    """w1, w2 and, for swiglu, w3 of all experts: [E, D, F], [E, F, D], [E, D, F], with gradient."""
+    """Return w1 [E, D, F], w2 [E, F, D] and, for swiglu, w3 [E, D, F] of all experts, which require gradients."""
     s = case.shape
     w1 = case.weights(s.experts, s.width, s.hidden, seed=10).requires_grad_()
     w2 = case.weights(s.experts, s.hidden, s.width, seed=11).requires_grad_()
@@ -189,7 +178,7 @@ def stack(case: LayerCase, ffn: str) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 def grouped_mm(case: LayerCase) -> Pass:
-    """torch's grouped product used plainly: sort rows by expert, two grouped products, gather back and sum."""
+    """A layer on torch's grouped products: sort rows by expert, multiply twice, bring the rows back and sum."""
     s = case.shape
     router = case.router().requires_grad_()
     w1, w2, _ = stack(case, "relu")
@@ -208,20 +197,12 @@ def grouped_mm(case: LayerCase) -> Pass:
 
 
 def deepspeed(case: LayerCase) -> Pass:
-    """DeepSpeed's MoE: exactly filled slots if routing is balanced, else its dropless form (padded to the fullest expert)."""
+    """DeepSpeed's MoE: with exactly filled slots if routing is balanced, else dropless (padded to the fullest expert)."""
     moe = _deepspeed("moe.layer")
     s, balanced = case.shape, case.routing == "balanced"
     expert = nn.Sequential(nn.Linear(s.width, s.hidden, bias=False), nn.ReLU(), nn.Linear(s.hidden, s.width, bias=False))
-    layer = moe.MoE(
-        s.width,
-        expert,
-        num_experts=s.experts,
-        k=s.k,
-        capacity_factor=1.0,
-        drop_tokens=balanced,
-        use_rts=False,
-        top2_2nd_expert_sampling=False,
-    )
+    options: dict[str, Any] = {"drop_tokens": balanced, "use_rts": False, "top2_2nd_expert_sampling": False}
+    layer = moe.MoE(s.width, expert, num_experts=s.experts, k=s.k, capacity_factor=1.0, **options)
     layer.set_deepspeed_parallelism()
     layer = layer.to(case.device, case.dtype)
     layer.deepspeed_moe.gate.wg.weight.data = case.router()
@@ -233,17 +214,15 @@ def deepspeed(case: LayerCase) -> Pass:
 
 
 def _deepspeed(name: str) -> ModuleType:
-    """A module of DeepSpeed, started for this process."""
+    """Start DeepSpeed in this process and import one of its modules."""
     from parallel.data.deepspeed import start_deepspeed
 
     start_deepspeed()
-    import importlib
-
-    return importlib.import_module(f"deepspeed.{name}")
+    return import_module(f"deepspeed.{name}")
 
 
 def hf_switch(case: LayerCase) -> Pass:
-    """transformers' Switch block, with slots for every token."""
+    """transformers' Switch block, with slots for all tokens at each expert."""
     from transformers.models.switch_transformers import SwitchTransformersConfig
     from transformers.models.switch_transformers.modeling_switch_transformers import SwitchTransformersSparseMLP
 
@@ -261,7 +240,7 @@ def hf_switch(case: LayerCase) -> Pass:
 
 
 def hf_mixtral(case: LayerCase, form: str) -> Pass:
-    """transformers' Mixtral block with its experts as `eager`, `batched_mm` or `grouped_mm`."""
+    """transformers' Mixtral block. form: how it computes experts: eager, batched_mm or grouped_mm."""
     from transformers import MixtralConfig
     from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
@@ -278,21 +257,16 @@ def hf_mixtral(case: LayerCase, form: str) -> Pass:
 
 
 def deepspeed_autoep(case: LayerCase) -> Pass:
-    """The layer with which DeepSpeed's AutoEP replaces transformers' Mixtral block (its key `expert_parallel`), on one rank.
-
-    Found and built by AutoEP's own classes. Its engine is left out, because DeepSpeed 0.19.8 fails there with transformers 5.23.
+    """The layer with which DeepSpeed's AutoEP (its key `expert_parallel`) replaces transformers' Mixtral block, on one rank. AutoEP's own
+    classes find and build it, without its engine, in which DeepSpeed 0.19.8 fails with transformers 5.23.
     """
     auto_ep, settings, layers = (_deepspeed(f"module_inject.{name}") for name in ("auto_ep", "auto_ep_config", "auto_ep_layer"))
     from transformers import MixtralConfig, MixtralForCausalLM
 
     s = case.shape
-    sizes: dict[str, Any] = {
-        "hidden_size": s.width,
-        "intermediate_size": s.hidden,
-        "num_local_experts": s.experts,
-        "num_experts_per_tok": s.k,
-    }
-    model = MixtralForCausalLM(MixtralConfig(**sizes, num_hidden_layers=1, vocab_size=8, num_attention_heads=1, num_key_value_heads=1))
+    sizes: dict[str, Any] = {"hidden_size": s.width, "intermediate_size": s.hidden, "num_hidden_layers": 1, "vocab_size": 8}
+    sizes |= {"num_local_experts": s.experts, "num_experts_per_tok": s.k, "num_attention_heads": 1, "num_key_value_heads": 1}
+    model = MixtralForCausalLM(MixtralConfig(**sizes))
     config = settings.parse_autoep_config({"enabled": True, "autoep_size": 1, "preset_model": "mixtral"})
     [found] = auto_ep.AutoEP(model, config).ep_parser()
     layer = layers.AutoEPMoELayer(found, model.get_submodule(found.moe_module_name), 1, 0, config).to(case.device, case.dtype)
@@ -302,9 +276,3 @@ def deepspeed_autoep(case: LayerCase) -> Pass:
     for parameter, weight in zip((layer.experts.w1, layer.experts.w2, layer.experts.w3), (w1, w2, w3), strict=True):
         parameter.data.copy_(weight.transpose(1, 2))
     return Pass(list(layer.parameters()), lambda x: layer(x), case.inputs().unsqueeze(0), case.gradient())
-
-
-def bytes_of_batched_mm(case: LayerCase) -> int:
-    """The minimum bytes of Mixtral's batched_mm: for every row a copy of its expert's matrices, and their gradients."""
-    s = case.shape
-    return 2 * s.rows * 3 * s.width * s.hidden * case.dtype.itemsize

@@ -5,7 +5,7 @@
     whole       transformers' Llama of the same sizes, compiled as a whole by torch.compile; `--peers none` leaves it out
 
 Ratios are of seconds within each round: the median over rounds, with its quartiles. The seconds of the first step, which compiles
-everything, are printed too. `moe bench compiled --rounds 15 --json FILE`.
+everything, are in the file. `moe bench compiled --rounds 15 --json FILE`.
 """
 
 from __future__ import annotations
@@ -17,30 +17,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe.bench.races import Race, race_row
-from moe.bench.timing import in_turn
-from moe.launch import exit_codes
+from moe.bench.timing import Race, conclude, in_turn, race_row
 from moe.model.transformer import Transformer
 from moe.nn.context import Context
 from moe.parallelize.compiled import compile_between_products
 from moe.recipe import sections
-from moe.records.results import write_json
 from parallel.numerics.precision import DTYPES
 
 LAYERS, HEADS, LENGTH, BATCH, VOCABULARY = 4, 4, 256, 4, 2048
 WIDTHS = (256, 512)
 CPU = torch.device("cpu")
-Step = Callable[[], float]  # returns the loss
+Step = Callable[[], float]  # runs forward and backward, and returns the loss
 
 
 def main(*, rounds: int = 15, peers: str = "all", json: str | None = None) -> int:
-    """`moe bench compiled`: returns 1 if a compiled step gives another loss, or is slower by more than the quartiles."""
+    """`moe bench compiled`: returns 1 if a compiled step gives another loss or is slower: the lower quartile of the ratio is above 1."""
     torch.set_num_threads(1)
     rows = [row for width in WIDTHS for precision in ("fp32", "bf16") for row in _rows(width, precision, rounds, with_peer=peers != "none")]
-    if json:
-        sizes = {"layers": LAYERS, "sequences": BATCH, "length": LENGTH, "vocabulary": VOCABULARY}
-        write_json(json, verb="bench compiled", rows=rows, rounds=rounds, **sizes)
-    return exit_codes.of(all(row["passed"] for row in rows))
+    sizes = {"layers": LAYERS, "sequences": BATCH, "length": LENGTH, "vocabulary": VOCABULARY}
+    return conclude(json, "compiled", rows, rounds=rounds, **sizes)
 
 
 def _rows(width: int, precision: str, rounds: int, *, with_peer: bool) -> list[dict[str, Any]]:
@@ -64,9 +59,8 @@ def _rows(width: int, precision: str, rounds: int, *, with_peer: bool) -> list[d
 
 def _ours(width: int, precision: str, tokens_BL: Tensor, *, compiled: bool) -> Step:
     sizes: dict[str, Any] = {"num_layers": LAYERS, "d_model": width, "num_heads": HEADS, "d_ff": 3 * width, "max_length": LENGTH}
-    model = Transformer(
-        sections.Model(ffn="swiglu", moe_every=0, tied_embeddings=False, **sizes), vocab_size=VOCABULARY, compute=DTYPES[precision]
-    ).train()
+    config = sections.Model(ffn="swiglu", moe_every=0, tied_embeddings=False, **sizes)
+    model = Transformer(config, vocab_size=VOCABULARY, compute=DTYPES[precision]).train()
     if compiled:
         compile_between_products(model)
 
@@ -78,7 +72,7 @@ def _ours(width: int, precision: str, tokens_BL: Tensor, *, compiled: bool) -> S
 
 
 def _llama(width: int, precision: str, tokens_BL: Tensor) -> Step | None:
-    """transformers' Llama. In 16 bits with autocast, which keeps fp32 weights as this project's model does."""
+    """A step of transformers' Llama, None without transformers. In bf16 with autocast, which keeps fp32 weights as our model does."""
     try:
         from transformers import LlamaConfig, LlamaForCausalLM
     except ImportError:
@@ -86,7 +80,7 @@ def _llama(width: int, precision: str, tokens_BL: Tensor) -> Step | None:
     sizes: dict[str, Any] = {"num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "max_position_embeddings": LENGTH}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, hidden_size=width, intermediate_size=3 * width, **sizes)).train()
     fast: Any = torch.compile(model, dynamic=False)
-    read_BL, next_BL = tokens_BL[:, :-1].contiguous(), tokens_BL[:, 1:].contiguous()  # the peer flattens them with view
+    read_BL, next_BL = tokens_BL[:, :-1].contiguous(), tokens_BL[:, 1:].contiguous()  # contiguous, because Llama flattens them with view
 
     def step() -> float:
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):

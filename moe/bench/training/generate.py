@@ -1,12 +1,11 @@
 """Generated tokens a second with cached keys and values, compared with recomputing each context, and with transformers.
 
     cached        as moe generate does
-    recomputed    every token reads its whole context
+    recomputed    for every token the whole context is computed again
     peer          transformers' Mixtral of the same sizes, with random weights, with its own `generate` and its own cache
 
-The same is measured for an encoder-decoder, compared with transformers' T5.
-
-Ratios are of seconds within each round: the median over rounds, with its quartiles. `moe bench generate --rounds 9 --json FILE`.
+The same for an encoder-decoder, compared with transformers' T5. Ratios are of seconds within each round: the median over rounds, with its
+quartiles. `moe bench generate --rounds 9 --json FILE`.
 """
 
 from __future__ import annotations
@@ -16,34 +15,25 @@ from typing import Any, Literal
 
 import torch
 
-from moe.bench.races import Race, race_row
-from moe.bench.timing import in_turn
-from moe.launch import exit_codes
+from moe.bench.timing import Race, conclude, in_turn, race_row
 from moe.model.transformer import Transformer
 from moe.recipe import sections
-from moe.records.results import write_json
 from moe.train.use.decode import Cached, Reads, Recomputed, Sampling, Written, continued, for_continuing
 
 Kind = Literal["decoder", "encoder_decoder"]
-SIZES: tuple[tuple[Kind, int, int], ...] = (
-    ("decoder", 128, 1),
-    ("decoder", 128, 8),
-    ("decoder", 512, 1),
-    ("encoder_decoder", 512, 1),
-)  # kind, width, number of texts in a batch
+# kind, width, number of texts in a batch
+SIZES: tuple[tuple[Kind, int, int], ...] = (("decoder", 128, 1), ("decoder", 128, 8), ("decoder", 512, 1), ("encoder_decoder", 512, 1))
 LAYERS, HEADS, EXPERTS, CHOICES, VOCABULARY, LENGTH = 4, 4, 8, 2, 256, 256
-PROMPT, TOKENS = 32, 32  # tokens
+PROMPT, TOKENS = 32, 32  # numbers of given and of generated tokens
 CPU = torch.device("cpu")
 
 
 def main(*, rounds: int = 9, peers: str = "all", json: str | None = None) -> int:
-    """`moe bench generate`: returns 1 if ours is slower than a peer by more than the quartiles."""
+    """`moe bench generate`: returns 1 if cached generation is slower than another: the lower quartile of the ratio is above 1."""
     torch.set_num_threads(1)
     rows = [row for size in SIZES for row in _rows(*size, rounds, with_peer=peers != "none")]
-    if json:
-        sizes = {"layers": LAYERS, "experts": EXPERTS, "choices": CHOICES, "max_length": LENGTH}
-        write_json(json, verb="bench generate", rows=rows, rounds=rounds, prompt=PROMPT, tokens=TOKENS, **sizes)
-    return exit_codes.of(all(row.get("passed") is not False for row in rows))
+    sizes = {"layers": LAYERS, "experts": EXPERTS, "choices": CHOICES, "max_length": LENGTH}
+    return conclude(json, "generate", rows, rounds=rounds, prompt=PROMPT, tokens=TOKENS, **sizes)
 
 
 def _rows(kind: Kind, width: int, texts: int, rounds: int, *, with_peer: bool) -> list[dict[str, Any]]:
@@ -67,7 +57,7 @@ def _rows(kind: Kind, width: int, texts: int, rounds: int, *, with_peer: bool) -
 
 
 def _model(width: int) -> Transformer:
-    """A model with the sizes of transformers' Mixtral below; every layer has experts."""
+    """A model with the sizes of `_mixtral`; every layer has experts."""
     model = sections.Model(num_layers=LAYERS, d_model=width, num_heads=HEADS, d_ff=2 * width, ffn="swiglu", max_length=LENGTH, moe_every=1)
     router: dict[str, Any] = {"num_choices": CHOICES}
     made = Transformer(model, sections.Experts(num_experts=EXPERTS), sections.Router(**router), vocab_size=VOCABULARY).eval()
@@ -76,7 +66,7 @@ def _model(width: int) -> Transformer:
 
 
 def _halves(width: int) -> Transformer:
-    """An encoder-decoder with the sizes of transformers' T5 below."""
+    """An encoder-decoder with the sizes of `_t5`."""
     sizes: dict[str, Any] = {"num_layers": 2 * LAYERS, "d_model": width, "num_heads": HEADS, "d_ff": 2 * width, "max_length": LENGTH}
     model = sections.Model(kind="encoder_decoder", positions="t5", ffn="relu", **sizes)
     return Transformer(model, vocab_size=VOCABULARY).eval()
@@ -98,14 +88,10 @@ def _mixtral(width: int, prompts: torch.Tensor) -> Callable[[], object] | None:
         from transformers import MixtralConfig, MixtralForCausalLM
     except ImportError:
         return None
-    sizes: dict[str, Any] = {
-        "hidden_size": width,
-        "intermediate_size": 2 * width,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-    }
+    sizes: dict[str, Any] = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": LAYERS}
+    sizes |= {"num_attention_heads": HEADS, "num_key_value_heads": HEADS, "max_position_embeddings": LENGTH, "vocab_size": VOCABULARY}
     experts: dict[str, Any] = {"num_local_experts": EXPERTS, "num_experts_per_tok": CHOICES}
-    config = MixtralConfig(vocab_size=VOCABULARY, num_key_value_heads=HEADS, max_position_embeddings=LENGTH, **sizes, **experts)
+    config = MixtralConfig(**sizes, **experts)
     return _theirs(MixtralForCausalLM(config).eval(), prompts)
 
 

@@ -1,8 +1,8 @@
 """The memory that a process holds for a model in training, by purpose, as torch and the system report it.
 
-parameters | gradients | optimizer      unique storages of tensors that the model, its engine and its optimizers refer to
-buckets                                 buffers of a fixed size in which DeepSpeed collects its messages
-other                                   every other new storage, including forgotten ones
+parameters, gradients, optimizer      storages of tensors that the model, its engine and its optimizers refer to
+buckets                               buffers of a fixed size in which DeepSpeed collects its messages
+other                                 every other storage that is newer than the model, including forgotten ones
 """
 
 from __future__ import annotations
@@ -24,34 +24,26 @@ from parallel.data.engine import Engine
 
 
 def resident_bytes() -> int:
-    """Anonymous memory of this process, after the C library has returned its free memory to the system."""
+    """Return the anonymous memory of this process, after the C library has returned its free memory to the system."""
     ctypes.CDLL(None).malloc_trim(0)
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
 
 
-def peak_resident_bytes(*, forget: bool = False) -> int:
-    """The peak memory of this process, including files that it maps. `forget`: reset the peak, so that the current memory is returned."""
-    if forget:
-        Path("/proc/self/clear_refs").write_text("5")
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
-
-
 def living() -> list[Tensor]:
-    """Every tensor that Python's garbage collector knows. Waits a moment first, because gloo's threads keep tensors of the last message."""
+    """Return every tensor that Python's garbage collector knows, when gloo's threads have dropped those of the last message."""
     time.sleep(0.1)
     gc.collect()
     return [t for t in gc.get_objects() if issubclass(type(t), Tensor)]
 
 
 def shards_of(model: nn.Module) -> Iterator[Tensor]:
-    """DeepSpeed's shards of parameters that are not gathered."""
+    """Yield DeepSpeed's shards of parameters (ZeRO stage 3)."""
     yield from (parameter.ds_tensor for parameter in model.parameters() if hasattr(parameter, "ds_tensor"))
 
 
 def _of_optimizers() -> Iterator[tuple[Tensor, Tensor | None]]:
-    """(parameter, gradient waiting in the optimizer or None) of all optimizers, and their states."""
+    """Yield the tensors of all optimizers, parameters and states, each with its gradient or None."""
     for optimizer in [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]:
         for stepped in (*(p for group in optimizer.param_groups for p in group["params"]), *optimizer.state):
             yield stepped, stepped.grad
@@ -67,7 +59,7 @@ def _buckets(engine: Engine) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes held, by purpose. `shards`: the part of `states.parameters` that is shards of parameters."""
+    """Bytes held, by purpose. shards: the part of `states.parameters` that is shards of parameters."""
 
     states: States
     shards: int
@@ -76,7 +68,7 @@ class Held:
 
 
 def held(model: nn.Module, engine: Engine, *, before: set[int]) -> Held:
-    """The bytes that torch now holds for the model, without the storages in `before`."""
+    """Return the bytes that torch now holds for the model, without the storages whose addresses are in `before`."""
     shards = storages(shards_of(model))
     parameters = shards | storages(model.parameters())
     stepped = list(_of_optimizers())
@@ -94,7 +86,7 @@ def _there(tensors: Iterable[Tensor | None]) -> Iterator[Tensor]:
 
 @dataclass
 class Arriving:
-    """Peak bytes of whole gradients while they arrive, and the process's resident bytes at that moment."""
+    """Watches a backward pass: the peak bytes of the gradients that parameters have, and the process's resident bytes at that moment."""
 
     model: nn.Module
     gradients: int = 0

@@ -1,6 +1,6 @@
 """Step time of each kind of data parallelism: two processes, one thread each, a dense Transformer of 3M parameters.
 
-    torch        torch's DistributedDataParallel around the same model, used plainly: clip_grad_norm_, AdamW
+    torch        torch's DistributedDataParallel around the same model, as in its tutorial: clip_grad_norm_, AdamW
     ours         the kind through the recipe, with the trainer's own step
     deepspeed    for DeepSpeed's kinds: its engine with the same configuration, used as its documentation says, with its own clipping
 
@@ -15,6 +15,7 @@ import math
 import statistics
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,28 +23,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from moe.bench.timing import in_turn, ratio
-from moe.bench.training.sharded import CPU, ShardedKind, Started, kinds_of, load_engines, start, tokens_of
-from moe.launch import exit_codes
+from moe.bench.timing import conclude, in_turn, ratio
+from moe.bench.training.sharded import CPU, ShardedKind, Started, adamw_of, kinds_of, load_engines, start, tokens_of
 from moe.model.transformer import Transformer
 from moe.nn.context import Context
 from moe.parallelize.build import build
-from moe.parallelize.engines import optimizer_of
-from moe.recipe.sections import Run, Sharding
-from moe.records.results import write_json
-from moe.train.loop.step import finish
-from parallel.mesh.mesh import Mesh
-from parallel.numerics.precision import LossScale
+from moe.recipe.sections import Sharding
 from parallel.process.fork import run_on_ranks
 
 BATCH, LENGTH = 8, 128
-ALLOWED = 1.03  # relative to plain DeepSpeed's time
-AGREE = 1e-3  # relative difference of losses after all rounds: rounding errors grow from step to step
-Step = Callable[[int], float]  # step number -> loss on this rank
+ALLOWED = 1.03  # largest ratio of our time to DeepSpeed's alone
+AGREE = 1e-3  # largest relative difference of losses after all rounds, over which rounding errors grow
+Step = Callable[[int], float]  # trains one step of this number, and returns the loss on this rank
 
 
 def recipe(kind: ShardedKind, ranks: int) -> dict[str, Any]:
-    """Recipe values of the model, with this kind of data parallelism."""
+    """Return the values of a recipe with this kind of data parallelism."""
     return {
         "model": {"num_layers": 4, "d_model": 256, "num_heads": 4, "d_ff": 1024, "max_length": LENGTH},
         "sharding": kind.sharding,
@@ -53,66 +48,46 @@ def recipe(kind: ShardedKind, ranks: int) -> dict[str, Any]:
     }
 
 
-def ours(started: Started, rank: int) -> Step:
-    """A step of the trainer."""
-    o, world = started.run.optimizer, started.mesh.axis("world")
-
-    def step(number: int) -> float:
-        batch = tokens_of(rank, sequences=BATCH, length=LENGTH, step=number)
-        numbers = started.accumulate(batch, step=number)
-        finish(started.engine, numbers, world=world, scale=LossScale.of("none"), lr=o.lr, clip_norm=o.clip_norm, device=CPU)
-        return numbers.loss
-
-    return step
+def measure(rank: int, ranks: int, kind: ShardedKind, rounds: int, folder: str) -> dict[str, Any]:
+    """Return on this rank `seconds` of each round and `losses` of each step, by name: torch, ours, deepspeed."""
+    started = start(kind, recipe(kind.with_path(folder), ranks), rank, ranks)
+    steps: dict[str, Step] = {"torch": _torch(started, rank), "ours": lambda number: started.step(_tokens(rank, number), step=number).loss}
+    if kind.by_deepspeed:
+        steps["deepspeed"] = _deepspeed(started, rank)
+    seconds, losses = timed_steps(steps, rounds)
+    return {"seconds": seconds, "losses": losses}
 
 
-def _model(run: Run, mesh: Mesh) -> Transformer:
-    """The model as DDP needs it: whole on every rank."""
-    return build(run.model_copy(update={"sharding": Sharding()}), mesh, device=CPU)[0]
+def timed_steps(steps: dict[str, Step], rounds: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Train with each of `steps` in turn, all ranks together. Return (seconds of each round, losses of each step) by name."""
+    losses: dict[str, list[float]] = {name: [] for name in steps}
+
+    def run(name: str) -> None:
+        losses[name].append(steps[name](len(losses[name])))
+        dist.barrier()
+
+    return in_turn({name: partial(run, name) for name in steps}, rounds=rounds, device=CPU, before=dist.barrier), losses
 
 
-def _loss(model: nn.Module, rank: int, number: int) -> Tensor:
-    tokens = tokens_of(rank, sequences=BATCH, length=LENGTH, step=number)
-    loss: Tensor = model(tokens[:, :-1], Context.of(tokens[:, :-1], step=number), tokens[:, 1:]).loss
-    return loss / (BATCH * LENGTH)
-
-
-def plain_torch(started: Started, rank: int) -> Step:
-    """A step of torch DDP, as in its tutorial."""
-    run = started.run
-    model = DistributedDataParallel(_model(run, started.mesh))
-    adamw = optimizer_of(run.optimizer)
-    optimizer = adamw.build(adamw.groups((name.removeprefix("module."), p) for name, p in model.named_parameters()))
-    for group in optimizer.param_groups:
-        group["lr"] = run.optimizer.lr
+def torch_step(model: nn.Module, optimizer: torch.optim.Optimizer, clip_norm: float | None, loss_of: Callable[[int], Tensor]) -> Step:
+    """Return a step in plain torch. loss_of: returns the loss of the step with this number."""
 
     def step(number: int) -> float:
         optimizer.zero_grad()
-        loss = _loss(model, rank, number)
+        loss = loss_of(number)
         loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(model.parameters(), run.optimizer.clip_norm or math.inf)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm or math.inf)
         optimizer.step()
         return float(loss.detach())
 
     return step
 
 
-def plain_deepspeed(started: Started, rank: int) -> Step:
-    """A step of DeepSpeed's engine, with the configuration that this project gives it, and its own clipping."""
-    from parallel.data.deepspeed import start_deepspeed
-
-    run = started.run
-    config = copy.deepcopy(started.engine.engine.config)  # type: ignore[attr-defined]
-    model, adamw = _model(run, started.mesh), optimizer_of(run.optimizer)
-    optimizer = adamw.build(adamw.groups(model.named_parameters()))
-    for group in optimizer.param_groups:
-        group["lr"] = run.optimizer.lr
-    config.pop("gradient_allreduce_op", None)  # DeepSpeed alone averages and clips gradients itself
-    settings = config | {"train_micro_batch_size_per_gpu": BATCH, "gradient_clipping": run.optimizer.clip_norm or 0.0}
-    engine, *_ = start_deepspeed().initialize(model=model, optimizer=optimizer, dist_init_required=False, config=settings)
+def deepspeed_step(engine: Any, loss_of: Callable[[int], Tensor]) -> Step:
+    """Return a step of DeepSpeed's engine. loss_of: returns the loss of the step with this number."""
 
     def step(number: int) -> float:
-        loss = _loss(engine, rank, number)
+        loss = loss_of(number)
         engine.backward(loss)
         engine.step()
         return float(loss.detach())
@@ -120,27 +95,39 @@ def plain_deepspeed(started: Started, rank: int) -> Step:
     return step
 
 
-def measure(rank: int, ranks: int, kind: ShardedKind, rounds: int, folder: str) -> dict[str, Any]:
-    """Seconds of each round and losses of each step on this rank, by implementation."""
-    started = start(kind, recipe(kind.with_path(folder), ranks), rank, ranks)
-    steps: dict[str, Step] = {"torch": plain_torch(started, rank), "ours": ours(started, rank)}
-    if kind.by_deepspeed:
-        steps["deepspeed"] = plain_deepspeed(started, rank)
-    losses: dict[str, list[float]] = {name: [] for name in steps}
+def _tokens(rank: int, number: int) -> Tensor:
+    return tokens_of(rank, sequences=BATCH, length=LENGTH, step=number)
 
-    def work(name: str) -> Callable[[], None]:
-        def run() -> None:
-            dist.barrier()
-            losses[name].append(steps[name](len(losses[name])))
-            dist.barrier()
 
-        return run
+def _loss(model: nn.Module, rank: int, number: int) -> Tensor:
+    tokens = _tokens(rank, number)
+    loss: Tensor = model(tokens[:, :-1], Context.of(tokens[:, :-1], step=number), tokens[:, 1:]).loss
+    return loss / (BATCH * LENGTH)
 
-    return {"seconds": in_turn({name: work(name) for name in steps}, rounds=rounds, device=CPU), "losses": losses}
+
+def _whole_model(started: Started) -> Transformer:
+    return build(started.run.model_copy(update={"sharding": Sharding()}), started.mesh, device=CPU)[0]
+
+
+def _torch(started: Started, rank: int) -> Step:
+    model = DistributedDataParallel(_whole_model(started))
+    optimizer = adamw_of(started.run, ((name.removeprefix("module."), p) for name, p in model.named_parameters()))
+    return torch_step(model, optimizer, started.run.optimizer.clip_norm, lambda number: _loss(model, rank, number))
+
+
+def _deepspeed(started: Started, rank: int) -> Step:
+    from parallel.data.deepspeed import start_deepspeed
+
+    model, config = _whole_model(started), copy.deepcopy(started.engine.engine.config)  # type: ignore[attr-defined]
+    config.pop("gradient_allreduce_op", None)  # so that DeepSpeed itself averages gradients
+    settings = config | {"train_micro_batch_size_per_gpu": BATCH, "gradient_clipping": started.run.optimizer.clip_norm or 0.0}
+    optimizer = adamw_of(started.run, model.named_parameters())
+    engine, *_ = start_deepspeed().initialize(model=model, optimizer=optimizer, dist_init_required=False, config=settings)
+    return deepspeed_step(engine, lambda number: _loss(engine, rank, number))
 
 
 def row_of(kind: ShardedKind, found: list[dict[str, Any]]) -> dict[str, Any]:
-    """One kind's row from its ranks' numbers. Times are the first rank's."""
+    """Return one kind's row from each rank's result of `measure`. Times are the first rank's."""
     seconds: dict[str, list[float]] = found[0]["seconds"]
     last = {name: statistics.mean(rank["losses"][name][-1] for rank in found) for name in seconds}
     apart = max(abs(loss / last["torch"] - 1) for loss in last.values())
@@ -166,11 +153,6 @@ def main(*, kinds: str | None = None, rounds: int = 15, json: str | None = None)
             row = row_of(kind, run_on_ranks(measure, 2, 2, kind, rounds, folder, timeout_s=300))
         rows.append(row)
         plain = f"{row['over_deepspeed']:.3f}" if "over_deepspeed" in row else "-"
-        said = "" if row["passed"] else "  FAIL"
-        print(
-            f"{kind.name:<10}{1000 * row['seconds']:>10.1f}{row['over_torch']:>16.3f}{plain:>22}{row['losses_apart']:>14.1e}{said}",
-            flush=True,
-        )
-    if json:
-        write_json(json, verb="bench kinds", rows=rows, rounds=rounds, allowed=ALLOWED)
-    return exit_codes.of(all(row["passed"] for row in rows))
+        cells = f"{1000 * row['seconds']:>10.1f}{row['over_torch']:>16.3f}{plain:>22}{row['losses_apart']:>14.1e}"
+        print(f"{kind.name:<10}{cells}{'' if row['passed'] else '  FAIL'}", flush=True)
+    return conclude(json, "kinds", rows, rounds=rounds, allowed=ALLOWED)

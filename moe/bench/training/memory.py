@@ -1,13 +1,13 @@
 """Bytes of model states on each rank, measured and compared with the ZeRO formulas (moe/plan/job/states.py).
 
-    torch holds    after the backward pass and before the step: parameters, gradients, optimizer states and everything else
-                   (moe/bench/training/held.py), except buckets of a fixed size. Whole gradients (stages 0 and 1) count while they arrive,
+    torch holds    after the backward pass and before the update: parameters, gradients, optimizer states and everything else
+                   (moe/bench/training/held.py), except buckets of a fixed size. In stages 0 and 1 whole gradients count at their peak,
                    because an engine may drop the gradients of other ranks before the backward pass returns
     resident       the process's memory at that time minus its memory before the model was made, as the system reports it, without buckets
-    device         offload: bytes that remain on the device, by purpose, and bytes moved to the host or to files on disk
+    device         with offload: bytes that remain on the device, by purpose, and bytes moved to the host or to files on disk
 
 Each case runs in processes of its own, which return freed memory to the system. The model has two wide layers and gets few tokens, so that
-activations do not matter.
+nearly all memory is model states.
 
 moe bench memory            ddp and ZeRO's stages on two ranks, 25M parameters: about 20 s on two idle cores
 moe bench memory --full     all kinds on 1, 2 and 4 ranks, 100M parameters, a sparse model: many minutes
@@ -18,22 +18,19 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from moe.bench.timing import conclude
 from moe.bench.training.held import Arriving, Held, held, living, resident_bytes
-from moe.bench.training.shapes import DENSE, LENGTH, SPARSE, Shape, warm_up
-from moe.bench.training.sharded import CPU, ShardedKind, Started, kinds_of, load_engines, start, tokens_of
-from moe.launch import exit_codes
+from moe.bench.training.sharded import ShardedKind, Started, kinds_of, load_engines, start, tokens_of
 from moe.plan.job.states import MIXED, STAGES, model_states, sparse_model_states
-from moe.records.results import write_json
-from moe.train.loop.step import finish
 from moe.train.start.prediction import storages
 from parallel.mesh.mesh import divisors
-from parallel.numerics.precision import LossScale
+from parallel.numerics.precision import DTYPES
 from parallel.process.extensions import missing_for_nvme
 from parallel.process.fork import run_on_ranks
 from parallel.process.libc import give_freed_memory_back
@@ -43,83 +40,99 @@ KINDS = (
     *("ddp", "fsdp", "zero1", "zero2", "zero3", "deepspeed1", "deepspeed2", "deepspeed3"),
     *("zero2+cpu", "zero3+cpu", "zero3+cpu-all", "zero3+nvme", "zero3+nvme-all"),
 )
-QUICK, QUICK_SHAPE = "ddp,zero1,zero2,zero3", Shape(width=1024, hidden=4096)
+LENGTH = 7
 
 
-# --- one case ---------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of the model. experts: number of experts in its second layer, each as wide as the first layer's network; 0: dense."""
+
+    layers: int = 2
+    width: int = 2048
+    hidden: int = 8192
+    experts: int = 0
+
+    @property
+    def name(self) -> str:
+        return "sparse" if self.experts else "dense"
+
+    def recipe(self, kind: ShardedKind, ranks: int, *, ep: int = 1, precision: str = "bf16") -> dict[str, Any]:
+        """Return a recipe's values; `ep` ranks share the experts. In bf16, DeepSpeed's stages keep 16-bit weights, other kinds fp32."""
+        model = {"num_layers": self.layers, "d_model": self.width, "num_heads": 4, "d_ff": self.hidden, "max_length": LENGTH}
+        values: dict[str, Any] = {"model": model, "sharding": kind.sharding, "degrees": {"dp": ranks, "ep": ep}}
+        values |= {"train": {"global_batch": ranks, "eval_sequences": ranks}, "optimizer": {"warmup_steps": 0}}
+        values |= {"precision": {"compute": precision}}
+        if self.experts:
+            model |= {"moe_every": 2}
+            values |= {"experts": {"num_experts": self.experts}, "router": {"preset": "switch", "capacity_factor": None}}
+        return values
+
+
+DENSE = Shape()
+SPARSE = Shape(width=1152, hidden=4608, experts=8)
+QUICK = Shape(width=1024, hidden=4096)
+
+
+def warm_up(shape: Shape, precision: str) -> None:
+    """Run matrix products of the model's sizes, so that the library already has its scratch memory, which is not a model state."""
+    dtype = DTYPES[precision]
+    for out, into in ((shape.hidden, shape.width), (shape.width, shape.hidden), (shape.width, shape.width)):
+        weight, x = (torch.zeros(rows, into, dtype=dtype, requires_grad=True) for rows in (out, LENGTH))
+        torch.nn.functional.linear(x, weight).sum().backward()  # type: ignore[no-untyped-call]
 
 
 def measure(rank: int, ranks: int, kind: ShardedKind, shape: Shape, precision: str, ep: int, folder: str) -> dict[str, Any]:
-    """This rank's row of one case."""
+    """Return this rank's row of a case; `folder` is for states offloaded to disk."""
     give_freed_memory_back()
     warm_up(shape, precision)
     before, known = resident_bytes(), set(storages(living()))
     started = start(kind, shape.recipe(kind.with_path(folder), ranks, ep=ep, precision=precision), rank, ranks)
-    engine, mesh, model = started.engine, started.mesh, started.model
+    engine, model = started.engine, started.model
     batch = tokens_of(rank, sequences=1, length=LENGTH)
-    numbers = started.accumulate(batch, step=0)
-    finish(engine, numbers, world=mesh.axis("world"), scale=LossScale.of("none"), lr=1e-3, clip_norm=1.0, device=CPU)  # makes the moments
+    started.step(batch, step=0)  # makes the moments
     arriving = Arriving(model).watch()
     started.accumulate(batch, step=1)
     found, resident = held(model, engine, before=known), resident_bytes()
     states = found.states
     if kind.stage < 2 and kind.place == "device" and arriving.gradients > states.gradients:
         resident, found = arriving.resident, replace(found, states=replace(states, gradients=arriving.gradients), buckets=0)
-    return row_of(kind, shape, started, found, resident=resident - before, disk=_bytes_in(folder) // ranks)
+    disk = sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file()) // ranks
+    return _row(kind, shape, started, found, resident=resident - before, disk=disk)
 
 
-def row_of(kind: ShardedKind, shape: Shape, started: Started, found: Held, *, resident: int, disk: int) -> dict[str, Any]:
-    """A row of measured bytes and the formula's bytes."""
+def _row(kind: ShardedKind, shape: Shape, started: Started, found: Held, *, resident: int, disk: int) -> dict[str, Any]:
+    """Return a row of the bytes held and the formula's bytes. resident: growth of the process's memory; disk: bytes in files."""
     mesh, precision, states = started.mesh, started.run.precision.compute, found.states
     dp, ep, etp = (mesh.axis(name).size for name in ("dp", "ep", "etp"))
-    sizes = {True: 0, False: 0}  # elements of the whole model: experts (True), all other parameters (False)
+    sizes = {True: 0, False: 0}  # number of parameters of the whole model: of experts (True), others (False)
     for layout in started.layouts.values():
         sizes["ep" in layout.cut_by()] += torch.Size(layout.shape).numel()
     storage = kind.storage(precision)
     want = sparse_model_states(dense=sizes[False], expert=sizes[True], stage=kind.stage, dp=dp, ep=ep, etp=etp, storage=storage)
     measured, expected, resident = states.total + found.other, want.total, resident - found.buckets
-    row: dict[str, Any] = {
-        "kind": kind.name,
-        "model": shape.name,
-        "ranks": dp,
-        "ep": ep,
-        "precision": precision,
-    }
+    row: dict[str, Any] = {"kind": kind.name, "model": shape.name, "ranks": dp, "ep": ep, "precision": precision}
     row |= {"num_parameters": sizes[True] + sizes[False], "measured_bytes": int(measured), "expected_bytes": expected}
     row |= {"error": measured / expected - 1, "resident_bytes": resident, "resident_error": resident / expected - 1}
     row |= {f"measured_{name}": int(value) for name, value in vars(states).items()}
     row |= {"measured_other": found.other, "buckets": found.buckets} | {f"expected_{name}": value for name, value in vars(want).items()}
-    if kind.place != "device":  # bytes left on the device, and bytes moved
+    if kind.place != "device":
         left = states.parameters - (found.shards if kind.moves_parameters else 0)
         should = 0.0 if kind.moves_parameters else want.parameters
-        row |= {
-            "moved_to": kind.place,
-            "moved_bytes": int(states.total - left) + disk,
-            "device_bytes": int(left),
-            "expected_device_bytes": should,
-            "disk_bytes": disk,
-        }
-        row["device_error"] = (left - should) / expected
+        row |= {"moved_to": kind.place, "moved_bytes": int(states.total - left) + disk, "device_bytes": int(left)}
+        row |= {"expected_device_bytes": should, "disk_bytes": disk, "device_error": (left - should) / expected}
         row["passed"] = abs(row["device_error"]) <= TOLERANCE
     elif not kind.is_peer:
         row["passed"] = max(abs(row["error"]), abs(row["resident_error"])) <= TOLERANCE
     return row
 
 
-def _bytes_in(folder: str) -> int:
-    return sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
-
-
-# --- the verb -----------------------------------------------------------------------------------------------------------
-
-
 def papers_gb(parameters: float, ranks: int) -> list[float]:
-    """GB of model states on each rank, for each stage."""
+    """Return the GB of model states on each rank, for each ZeRO stage."""
     return [model_states(parameters, stage=stage, copies=ranks, storage=MIXED).total / 1e9 for stage in STAGES]
 
 
 def print_papers_table(say: Callable[[str], None] = print) -> None:
-    """Print table 1 of the ZeRO paper, computed by the same code: GB of model states on each rank."""
+    """Print table 1 of the ZeRO paper, computed by the same formulas."""
     say("ZeRO paper, table 1: GB of model states on each of N ranks, 16 bits and Adam")
     say(f"{'parameters':>11}{'N':>6}" + "".join(f"{name:>10}" for name in ("DP", "stage 1", "stage 2", "stage 3")))
     for parameters in (7.5e9, 128e9, 1e12):
@@ -128,9 +141,10 @@ def print_papers_table(say: Callable[[str], None] = print) -> None:
 
 
 def cases(names: str | None, nproc: int) -> list[tuple[Shape, ShardedKind, int]]:
-    """Each kind on each number of ranks that divides nproc. Peers not on one rank; offload on two, because more ranks offload the same.
+    """Return (shape, kind, number of ranks) of the cases: the named kinds, None: all, on each number of ranks that divides nproc.
 
-    Sparse models: from two ranks on, without peers and without offload to disk. Raises BadInput.
+    Peers need two ranks; offload runs on two only, because more ranks offload the same. Sparse models run on two ranks or more, without
+    peers and without offload to disk. Raises BadInput.
     """
     nvme = missing_for_nvme()
     if names is None and nvme:
@@ -149,35 +163,27 @@ def cases(names: str | None, nproc: int) -> list[tuple[Shape, ShardedKind, int]]
 
 def main(*, kinds: str | None = None, nproc: int = 4, only: str | None = None, full: bool = False, json: str | None = None) -> int:
     """`moe bench memory`: returns 1 if a kind's bytes differ from the formula by more than 5 %; for offload, only bytes on the device.
-
-    `only`: dense or sparse. Without `kinds`, `only` and `full`: the quick rows.
+    only: dense or sparse. Without kinds, only and full, a few kinds run on two ranks with a smaller model.
     """
-    quick = kinds is None and only is None and not full
-    two = min(2, nproc)
-    chosen = [(QUICK_SHAPE, kind, two) for kind in kinds_of(QUICK)] if quick else cases(kinds, nproc)
+    quick = [(QUICK, kind, min(2, nproc)) for kind in kinds_of("ddp,zero1,zero2,zero3")]
+    chosen = quick if kinds is None and only is None and not full else cases(kinds, nproc)
     torch.set_num_threads(1)
     load_engines([kind for _, kind, _ in chosen])
     print_papers_table()
     print(f"\n{'model':<8}{'kind':<15}{'ranks':>6}{'ep':>4}{'torch holds':>15}{'formula':>15}{'error':>9}{'resident':>15}{'error':>9}")
-    rows = [case(kind, shape, ranks) for shape, kind, ranks in chosen if only is None or only in shape.name]
-    if json:
-        paper = {"parameters": 7.5e9, "ranks": 64, "gb_by_stage": papers_gb(7.5e9, 64)}
-        write_json(json, verb="bench memory", rows=rows, tolerance=TOLERANCE, papers_table=paper)
-    return exit_codes.of(all(row.get("passed") is not False for row in rows))
+    rows = [_run(kind, shape, ranks) for shape, kind, ranks in chosen if only is None or only in shape.name]
+    paper = {"parameters": 7.5e9, "ranks": 64, "gb_by_stage": papers_gb(7.5e9, 64)}
+    return conclude(json, "memory", rows, tolerance=TOLERANCE, papers_table=paper)
 
 
-def case(kind: ShardedKind, shape: Shape, ranks: int) -> dict[str, Any]:
-    """Run one case in its own processes and print its row, for the rank that differs most from the formula."""
+def _run(kind: ShardedKind, shape: Shape, ranks: int) -> dict[str, Any]:
+    """Run a case in processes of its own. Print and return the row of the rank that differs most from the formula."""
     with tempfile.TemporaryDirectory() as folder:
         found = run_on_ranks(measure, ranks, ranks, kind, shape, "bf16", 2 if shape.experts else 1, folder, timeout_s=300)
     row: dict[str, Any] = max(found, key=lambda row: max(abs(row["error"]), abs(row["resident_error"])))
-    cells = "".join(f"{row[name]:>15,.0f}" for name in ("measured_bytes", "expected_bytes"))
-    said = "" if row.get("passed", True) else "  FAIL"
+    cells = f"{row['model']:<8}{kind.name:<15}{ranks:>6}{row['ep']:>4}{row['measured_bytes']:>15,.0f}{row['expected_bytes']:>15,.0f}"
+    cells += f"{row['error']:>9.2%}{row['resident_bytes']:>15,.0f}{row['resident_error']:>9.2%}"
     if kind.place != "device":
-        said = f"  device {row['device_bytes']:,} (formula {row['expected_device_bytes']:,.0f}), disk {row['disk_bytes']:,}{said}"
-    print(
-        f"{row['model']:<8}{kind.name:<15}{ranks:>6}{row['ep']:>4}{cells}{row['error']:>9.2%}"
-        f"{row['resident_bytes']:>15,.0f}{row['resident_error']:>9.2%}{said}",
-        flush=True,
-    )
+        cells += f"  device {row['device_bytes']:,} (formula {row['expected_device_bytes']:,.0f}), disk {row['disk_bytes']:,}"
+    print(cells + ("" if row.get("passed", True) else "  FAIL"), flush=True)
     return row

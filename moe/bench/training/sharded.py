@@ -1,9 +1,8 @@
-"""Kinds of data parallelism by the short names of `moe bench memory`, `comm` and `kinds`, and how to start them.
+"""Kinds of data parallelism by short names, and how to start them.
 
-The names:
-    ddp, fsdp, zero1, zero2, zero3             through the recipe's `sharding`
-    zero2+cpu, zero3+nvme ...                  with optimizer states on the host or disk; +cpu-all, +nvme-all: parameters too
-    deepspeed1, deepspeed2, deepspeed3         DeepSpeed's engine alone, in bf16 with fp32 master weights, as in the ZeRO paper
+ddp, fsdp, zero1, zero2, zero3             through the recipe's `sharding`
+zero2+cpu, zero3+nvme ...                  with optimizer states on the host or disk; +cpu-all, +nvme-all: parameters too
+deepspeed1, deepspeed2, deepspeed3         peers: DeepSpeed's engine alone, in bf16 with fp32 master weights, as in the ZeRO paper
 """
 
 from __future__ import annotations
@@ -11,11 +10,9 @@ from __future__ import annotations
 import importlib
 import re
 import tempfile
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any, cast
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +26,7 @@ from moe.parallelize.engines import optimizer_of, prepare, start_engine
 from moe.plan.job.states import FP32, FP32_AND_COPY, MIXED, MIXED_FP32_GRADIENTS, Storage
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
-from moe.train.loop.step import accumulate
+from moe.train.loop.step import accumulate, finish
 from moe.train.parts.executor import Single
 from moe.train.parts.numbers import Numbers
 from moe.verify.cases import sharding_of
@@ -38,6 +35,7 @@ from parallel.data.kinds.catalog import ENGINES, planned
 from parallel.errors import BadInput, did_you_mean
 from parallel.mesh.layout import Layout
 from parallel.mesh.mesh import Mesh
+from parallel.numerics.precision import LossScale
 from parallel.process import process
 from parallel.process.extensions import use_extensions_dir
 from parallel.process.process import World
@@ -48,26 +46,19 @@ PLAIN = planned()
 
 @dataclass(frozen=True)
 class ShardedKind:
-    """One kind. `stage`: stage in the closed forms (moe/plan/job/states.py). `sharding`: section of the recipe; empty for peers."""
+    """A kind. stage: ZeRO stage by which states are sharded (moe/plan/job/states.py). sharding: the recipe's section; empty for peers."""
 
     name: str
     stage: int
     sharding: dict[str, Any]
 
     def storage(self, precision: str) -> Storage:
-        """The bytes of one parameter's states before sharding, for a model in fp32 or bf16."""
+        """Return the bytes of one parameter's states before sharding, for a model in fp32 or bf16."""
         if self.is_peer:
             return MIXED
         if self.sharding["kind"] != "zero":
             return FP32
         return FP32_AND_COPY if precision == "fp32" else MIXED_FP32_GRADIENTS
-
-    def travels(self, precision: str) -> Storage:
-        """The bytes of one parameter's states as they are sent: FSDP gathers in the compute dtype."""
-        storage = self.storage(precision)
-        if self.sharding.get("kind") == "fsdp" and precision != "fp32":
-            return Storage(2, storage.gradients, storage.optimizer)
-        return storage
 
     @property
     def by_deepspeed(self) -> bool:
@@ -75,12 +66,12 @@ class ShardedKind:
 
     @property
     def is_peer(self) -> bool:
-        """Whether this kind does not use the recipe."""
+        """Whether this is DeepSpeed's engine alone, without the recipe."""
         return not self.sharding
 
     @property
     def place(self) -> str:
-        """The device of optimizer states: device, cpu or nvme."""
+        """Where optimizer states are: device, cpu or nvme."""
         return str(self.sharding.get("offload", {}).get("optimizer", "device"))
 
     @property
@@ -88,14 +79,14 @@ class ShardedKind:
         return bool(self.sharding.get("offload", {}).get("parameters", "none") != "none")
 
     def with_path(self, folder: str) -> ShardedKind:
-        """The kind with a folder for states offloaded to disk."""
+        """Return the kind with a folder for states offloaded to disk."""
         if self.place != "nvme":
             return self
-        return ShardedKind(self.name, self.stage, self.sharding | {"offload": self.sharding["offload"] | {"path": folder}})
+        return replace(self, sharding=self.sharding | {"offload": self.sharding["offload"] | {"path": folder}})
 
 
 def kind_of(name: str) -> ShardedKind:
-    """The kind with this name. Raises BadInput for an unknown one."""
+    """Return the kind with this name. Raises BadInput for an unknown one."""
     if name in ("deepspeed1", "deepspeed2", "deepspeed3"):
         return ShardedKind(name, int(name[-1]), {})
     found = re.fullmatch(r"(\w+)(\+(cpu|nvme)(-all)?)?", name)
@@ -107,9 +98,7 @@ def kind_of(name: str) -> ShardedKind:
 
 
 def kinds_of(names: str | None) -> list[ShardedKind]:
-    """The kinds named, comma-separated; by default all without offload. Raises BadInput for a kind that is unknown or not possible in a
-    recipe.
-    """
+    """Return the kinds of comma-separated names, None: all without offload. Raises BadInput for one unknown or refused by recipes."""
     kinds = [kind_of(name) for name in (names.split(",") if names is not None else PLAIN)]
     for kind in kinds:
         try:
@@ -128,17 +117,12 @@ def load_engines(kinds: list[ShardedKind]) -> None:
         use_extensions_dir()
         load_deepspeed()
     if any(kind.sharding.get("kind") == "fsdp" for kind in kinds):
-        importlib.import_module("parallel.data.fsdp")  # imported first: 40 MB of modules must not count as the model's memory
-
-
-def without_look_ahead() -> AbstractContextManager[Any]:
-    """A context in which DeepSpeed's stage 3 gathers weights only when due. Otherwise a small model is whole within its window."""
-    return mock.patch.dict("parallel.data.zero3._LIMITS", {"stage3_prefetch_bucket_size": 0})
+        importlib.import_module("parallel.data.fsdp")  # here, so that its 40 MB of modules do not count as the model's memory
 
 
 @dataclass(frozen=True)
 class Started:
-    """One engine with its model, on running ranks."""
+    """An engine with its model, on running ranks."""
 
     run: Run
     mesh: Mesh
@@ -147,13 +131,20 @@ class Started:
     engine: Engine
 
     def accumulate(self, tokens: Tensor, *, step: int, microbatches: int = 1) -> Numbers:
-        """Forward and backward pass over this rank's tokens [sequences, length + 1], as in the trainer."""
+        """Run this rank's tokens [sequences, length + 1] forward and backward, as in the trainer."""
         shard = TokenShard.holding(self.mesh, tokens.shape)
         return accumulate(Single(self.engine), tokens, shard=shard, microbatches=microbatches, seed=0, step=step)
 
+    def step(self, tokens: Tensor, *, step: int) -> Numbers:
+        """Take a training step with this rank's tokens [sequences, length + 1], as in the trainer."""
+        numbers, o = self.accumulate(tokens, step=step), self.run.optimizer
+        world, scale = self.mesh.axis("world"), LossScale.of("none")
+        finish(self.engine, numbers, world=world, scale=scale, lr=o.lr, clip_norm=o.clip_norm, device=CPU)
+        return numbers
+
 
 def start(kind: ShardedKind, values: dict[str, Any], rank: int, ranks: int) -> Started:
-    """The recipe's engine around its model, as in the trainer; for a peer, its engine around the same model. Collective."""
+    """Return the recipe's model in its engine, as in the trainer; for a peer, in the peer's engine. Collective."""
     run = check_run(build_run(values), ranks)
     mesh = process.connect(run.mesh_degrees(), World(rank, ranks))
     prepare(run, print)
@@ -164,10 +155,17 @@ def start(kind: ShardedKind, values: dict[str, Any], rank: int, ranks: int) -> S
     return Started(run, mesh, model, layouts, start_engine(run, model, layouts, mesh))
 
 
+def adamw_of(run: Run, parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    """Return the recipe's AdamW over parameters by name, at its learning rate."""
+    rule = optimizer_of(run.optimizer)
+    optimizer = rule.build(rule.groups(parameters))
+    for group in optimizer.param_groups:
+        group["lr"] = run.optimizer.lr
+    return optimizer
+
+
 class DeepSpeedAlone:
-    """DeepSpeed's engine with its own settings around a bf16 model, with the methods that a step calls. Averages gradients, does not
-    clip.
-    """
+    """DeepSpeed's engine with its own settings around a bf16 model. Averages gradients and does not clip them."""
 
     pipeline = None
 
@@ -175,15 +173,12 @@ class DeepSpeedAlone:
         from parallel.data.deepspeed import start_deepspeed
         from parallel.data.zero import BUCKET_ELEMENTS
 
-        self.module, self.layouts, adamw = model, layouts, optimizer_of(run.optimizer)
-        settings = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": run.pipeline.microbatches}
-        optimizer = adamw.build(adamw.groups(model.named_parameters()))
-        self.engine, *_ = start_deepspeed().initialize(
-            model=model,
-            optimizer=optimizer,
-            dist_init_required=False,
-            config=settings | {"bf16": {"enabled": True}, "zero_optimization": {"stage": stage, "reduce_bucket_size": BUCKET_ELEMENTS}},
-        )
+        self.module, self.layouts = model, layouts
+        zero = {"stage": stage, "reduce_bucket_size": BUCKET_ELEMENTS}
+        settings: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": run.pipeline.microbatches}
+        settings |= {"bf16": {"enabled": True}, "zero_optimization": zero}
+        optimizer = adamw_of(run, model.named_parameters())
+        self.engine, *_ = start_deepspeed().initialize(model=model, optimizer=optimizer, dist_init_required=False, config=settings)
 
     def forward(self, *args: Any, last: bool) -> Any:
         return self.engine(*args)
@@ -191,7 +186,7 @@ class DeepSpeedAlone:
     def backward(self, loss: Tensor, *, last: bool) -> None:
         self.engine.backward(loss)
         if not last:
-            self.engine.step()  # counts a micro-batch; steps only at the last one
+            self.engine.step()  # only counts the micro-batch, if it is not the last one
 
     def owned_gradients(self) -> Iterator[tuple[str, Tensor]]:
         for parts in self.engine.optimizer.averaged_gradients.values():
@@ -207,5 +202,5 @@ class DeepSpeedAlone:
 
 
 def tokens_of(rank: int, *, sequences: int, length: int, step: int = 0) -> Tensor:
-    """Byte tokens, int64 [sequences, length + 1]."""
+    """Return random byte tokens of a rank and step, int64 [sequences, length + 1]."""
     return torch.randint(256, (sequences, length + 1), generator=torch.Generator().manual_seed(1000 * step + rank))

@@ -1,8 +1,8 @@
 """Compares sparse models with a dense model of equal FLOPs per token, a claim of Switch (arXiv 2101.03961, fig. 1 and 12).
 
-Three recipes see the same tokens in the same order from the same seed. Each run is one process with one thread; the number of runs at a
-time is the number of cores. The last validation losses are compared seed by seed. Prints a table; writes the curves as PNG and the rows
-as JSON. A complete run with the same settings that already exists is not repeated.
+Three recipes see the same tokens in the same order from the same seed. Each run is one process with one thread, as many at a time as there
+are cores. The last validation losses are compared seed by seed. Prints a table; writes the curves as PNG and the rows as JSON. A complete
+run with the same settings that already exists is not repeated.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import statistics
-import time
 from collections.abc import Sequence
-from multiprocessing.context import SpawnProcess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,10 @@ def main(*, steps: int = 1500, seeds: int = 3, json: str | None = None, out: str
     jobs = [(recipe, seed) for seed in range(seeds) for recipe in RECIPES]
     _train_all([(recipe, seed, steps, str(_folder(out, recipe, seed, steps))) for recipe, seed in jobs])
 
-    from moe.records.metrics import read, read_summary  # imported after the forks, because they need no torch and the code below does
+    # modules of torch, imported when no process is to be started any more
+    from moe.records.metrics import read, read_summary
+    from moe.records.results import write_json
+    from moe.report import compare
 
     rows = []
     for recipe, seed in jobs:
@@ -41,27 +43,20 @@ def main(*, steps: int = 1500, seeds: int = 3, json: str | None = None, out: str
         summary = read_summary(folder)
         if summary is None or summary["steps"] != steps:
             raise RuntimeError(f"{folder} did not finish: see its log.txt")
-        rows.append(
-            {"recipe": recipe, "seed": seed}
-            | {k: summary[k] for k in ("flops_per_token", "validation_loss", "bits_per_byte", "dropped_share")}
-            | {k: summary[k] for k in ("parameters_total", "parameters_active")}
-        )
-    from moe.report import compare
-
+        keys = ("flops_per_token", "validation_loss", "bits_per_byte", "dropped_share", "parameters_total", "parameters_active")
+        rows.append({"recipe": recipe, "seed": seed} | {key: summary[key] for key in keys})
     picture = Path(json).with_suffix(".png") if json else Path(out) / "sparse-vs-dense.png"
     curves = {recipe: [read(_folder(out, recipe, seed, steps)) for seed in range(seeds)] for recipe in RECIPES}
     compare(curves, picture, baseline=BASELINE, title=f"Same tokens, same seed, equal FLOPs per token: {steps} steps, {seeds} seeds")
     better = _table(rows)
     print(f"curves: {picture}")
     if json:
-        from moe.records.results import write_json
-
         write_json(json, verb="bench sparse-vs-dense", rows=rows, steps=steps, seeds=seeds, sparse_is_better=better)
     return 0 if better else 1
 
 
 def settings(recipe: str, seed: int, steps: int) -> Run:
-    """The recipe with the bench's number of steps and seed, and with more validation text than a training run uses."""
+    """Return the recipe with this number of steps and this seed, on one process, and with more validation text than usual."""
     values = {"train.steps": steps, "train.seed": seed, "train.eval_every": max(1, steps // 15), "train.save_every": 0}
     values |= {"train.eval_sequences": 256, "degrees.dp": 1, "degrees.ep": 1}
     return check_run(load(recipe, {key: str(value) for key, value in values.items()})[0], 1)
@@ -72,21 +67,17 @@ def _folder(out: str, recipe: str, seed: int, steps: int) -> Path:
 
 
 def _train_all(jobs: list[tuple[str, int, int, str]]) -> None:
-    """Run each job in its own process, as many at a time as there are cores."""
+    """Run each job (recipe, seed, steps, folder) in its own process, as many at a time as there are cores."""
     context = multiprocessing.get_context("spawn")
-    waiting = list(jobs)
-    running: list[tuple[tuple[str, int, int, str], SpawnProcess]] = []
-    while waiting or running:
-        while waiting and len(running) < len(os.sched_getaffinity(0)):
-            job = waiting.pop(0)
-            process = context.Process(target=_train_one, args=job)
-            process.start()
-            running.append((job, process))
-        time.sleep(0.2)
-        for job, process in list(running):
-            if not process.is_alive():
-                running.remove((job, process))
-                print(f"{job[0]} seed {job[1]}: {'done' if process.exitcode == 0 else f'exit {process.exitcode}'}", flush=True)
+
+    def run(job: tuple[str, int, int, str]) -> None:
+        process = context.Process(target=_train_one, args=job)
+        process.start()
+        process.join()
+        print(f"{job[0]} seed {job[1]}: {'done' if process.exitcode == 0 else f'exit {process.exitcode}'}", flush=True)
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        list(pool.map(run, jobs))
 
 
 def _train_one(recipe: str, seed: int, steps: int, folder: str) -> None:
@@ -110,9 +101,7 @@ def _train_one(recipe: str, seed: int, steps: int, folder: str) -> None:
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> bool:
-    """Print means, spreads, and the difference to the dense model seed by seed. Returns whether every sparse recipe is better on
-    average.
-    """
+    """Print each recipe's losses and, by seed, their differences from the dense model's. Return whether all are better on average."""
     by: dict[str, list[dict[str, Any]]] = {recipe: [r for r in rows if r["recipe"] == recipe] for recipe in RECIPES}
     base = {r["seed"]: r["validation_loss"] for r in by[BASELINE]}
     print(f"{'recipe':<12} {'FLOPs/token':>12} {'parameters':>11} {'validation loss (least to most)':>32} {'minus dense, by seed':>28}")

@@ -1,4 +1,4 @@
-"""The encoder-decoder as plain functions of a table of whole tensors: T5 (arXiv 1910.10683) with Switch's experts (arXiv 2101.03961).
+"""The encoder-decoder as plain functions of whole tensors: T5 (arXiv 1910.10683) with Switch's experts (arXiv 2101.03961).
 
     s = embedding[source tokens] ; s = s + attention(norm s) ; s = s + ffn-or-experts(norm s) ; ... ; s = norm s
     y = embedding[target tokens] ; y = y + attention(norm y) ; y = y + cross(norm y, s) ; y = y + ffn-or-experts(norm y) ; ...
@@ -19,7 +19,7 @@ from torch import Tensor
 from moe.recipe.sections import Run
 from moe.verify.plain.batches import PADDING
 from moe.verify.plain.layer import Layer, Weights
-from moe.verify.plain.model import Note, Passed, Rounding, dense_or_experts, norm
+from moe.verify.plain.model import Note, Passed, Rounding, buckets, dense_or_experts, dropped, norm
 from moe.verify.plain.router import Tokens, wide
 
 # B batch, L length, S length of the source, D model, H heads, C channels of a head, T = B*L tokens
@@ -33,7 +33,7 @@ def forward(run: Run, weights: Weights, batch: Tensor, *, step: int, cast: Round
     places = torch.arange(len(batch) * total).view(-1, total)
 
     def half(columns: slice, numbers: range, source: Tensor | None) -> tuple[Tensor, Tokens]:
-        """(the output for these columns after these layers, their tokens)."""
+        """Run these columns of the batch through these layers. Return (the output, the tokens of the columns)."""
         ids, at = batch[:, :-1][:, columns].flatten(), places[:, columns].flatten()
         tokens = Tokens(ids.tolist(), at, [True] * len(ids), len(ids) // len(batch), run.train.seed, step)
 
@@ -78,18 +78,10 @@ def forward(run: Run, weights: Weights, batch: Tensor, *, step: int, cast: Round
     return Passed(F.cross_entropy(logits, targets, reduction="sum", ignore_index=PADDING), layers)
 
 
-def dropped(run: Run, x: Tensor, name: str, tokens: Tokens, cast: Rounding) -> Tensor:
-    """x with the model's dropout. The random numbers depend on the token's index and on `name`."""
-    p = run.model.dropout
-    return cast(x * cast((tokens.draw(f"{name}.dropout", x.shape[1]) >= p).float() / (1 - p))) if p else x
-
-
 def attention(
     x: Tensor, source: Tensor, weights: Weights, name: str, run: Run, sequences: int, bias: Tensor | None, causal: bool, cast: Rounding
 ) -> Tensor:
-    """Attention of x [T, D] to the source [T', D] of the same sequence. `bias` [buckets, H]: by the position of a key relative to the
-    query.
-    """
+    """Attention [T, D] from x [T, D] to the source [T', D] of the same sequence. bias [32, H]: of each bucket (see `buckets`)."""
     model = run.model
     heads, groups = model.num_heads, model.num_kv_heads or model.num_heads
     size = model.head_size or model.d_model // model.num_heads
@@ -105,21 +97,9 @@ def attention(
         group = head // (heads // groups)
         scores = wide(q[head] @ k[group].transpose(1, 2))
         if bias is not None:
-            table = [[bucket(key - query, both_ways=not causal) for key in range(others)] for query in range(length)]
-            scores = scores + bias[torch.tensor(table), head]
+            scores = scores + bias[buckets(length, others, both_ways=not causal), head]
         if causal:
             scores = scores.masked_fill(torch.ones(length, others, dtype=torch.bool).triu(1), -math.inf)
         mixed.append(cast(scores.softmax(2).to(v.dtype) @ v[group]))
     flat = torch.stack(mixed, 2).reshape(-1, heads * size)
     return cast(flat @ cast(weights[f"{name}.out.weight"]).t())
-
-
-def bucket(ahead: int, *, both_ways: bool) -> int:
-    """T5's bucket, of 32, for a key at `ahead` positions after the query. In an encoder 16 buckets are for later keys, and 16 for the
-    others.
-    """
-    buckets, first = (16, 16 if ahead > 0 else 0) if both_ways else (32, 0)
-    distance, exact = abs(ahead) if both_ways else max(0, -ahead), buckets // 2
-    if distance < exact:
-        return first + distance
-    return first + min(buckets - 1, exact + int(math.log(distance / exact) / math.log(128 / exact) * (buckets - exact)))

@@ -1,8 +1,4 @@
-"""The router's part of the plain MoE layer: scores, chosen experts, slots and gates, written from the papers as plain loops.
-
-Which experts are chosen and which choices have a slot is decided over Python lists, token by token. What needs a gradient is written over
-all experts at once.
-"""
+"""The router's part of the plain MoE layer: scores, chosen experts, slots and gates, written from the papers as plain loops."""
 
 from __future__ import annotations
 
@@ -25,7 +21,7 @@ from parallel.numerics.random import key_of, uniform
 
 @dataclass(frozen=True)
 class Tokens:
-    """Some whole sequences of one step: ids, indices in the step, whether each is a token (not padding), and the keys of random numbers."""
+    """Whole sequences of one step. places: the tokens' indices in the step; valid: False for padding. seed and step are keys of `draw`."""
 
     ids: list[int]
     places: Tensor
@@ -44,8 +40,13 @@ def wide(x: Tensor) -> Tensor:
     return x if x.dtype is torch.float64 else x.float()
 
 
+def capped(x: Tensor, cap: float | None) -> Tensor:
+    """cap * tanh(x / cap), written with exponentials; x without a cap."""
+    return x if cap is None else cap * (1 - 2 / (torch.exp(2 * x / cap) + 1))
+
+
 def score(logits: Tensor, spec: RouterSpec) -> Tensor:
-    """Scores [T, E], by which experts are chosen and weighted."""
+    """Scores [T, E] of the experts: softmax, sigmoid, or the root of softplus."""
     if spec.score == "softmax":
         powers = (logits - logits.amax(1, keepdim=True)).exp()
         return powers / powers.sum(1, keepdim=True)
@@ -54,8 +55,19 @@ def score(logits: Tensor, spec: RouterSpec) -> Tensor:
     return F.softplus(logits).sqrt()
 
 
-def gates_of(scores: Tensor, logits: Tensor, chosen: list[list[int]], kept: list[list[int]], spec: RouterSpec) -> Tensor:
-    """Gates [T, E] of the chosen experts, 0 elsewhere. The spec says over which choices they are normalised."""
+def route(
+    scores: Tensor, logits: Tensor, bias: Tensor | None, name: str, tokens: Tokens, spec: RouterSpec
+) -> tuple[list[list[int]], list[list[int]], Tensor]:
+    """Choose experts. Return (the chosen experts of each token, those that have a slot for it, gates [T, E])."""
+    fixed, fixed_logits = scores.detach(), logits.detach()
+    mixed = _sparsemixer(logits, name, tokens, spec) if spec.select == "sparsemixer" else None
+    chosen = _choose(fixed, fixed_logits, bias, name, tokens, spec) if mixed is None else mixed[0]
+    kept = _admit(chosen, _ask(chosen, fixed, name, tokens, spec), fixed, fixed_logits, name, tokens, spec)
+    return chosen, kept, _gates(scores, logits, chosen, kept, spec) if mixed is None else spec.gate_scale * mixed[1]
+
+
+def _gates(scores: Tensor, logits: Tensor, chosen: list[list[int]], kept: list[list[int]], spec: RouterSpec) -> Tensor:
+    """Gates [T, E] of the chosen experts, 0 elsewhere, normalised as `spec` says: not, or over all choices, or over those with a slot."""
     experts = scores.shape[1]
     gates = _raw_gates(scores, logits, chosen, spec)
     if spec.gates == "after_drop":
@@ -67,17 +79,17 @@ def gates_of(scores: Tensor, logits: Tensor, chosen: list[list[int]], kept: list
 
 
 def _raw_gates(scores: Tensor, logits: Tensor, chosen: list[list[int]], spec: RouterSpec) -> Tensor:
-    """[T, E]: the probability of each chosen expert, or its share of a softmax over the chosen ones; 0 elsewhere."""
+    """Gates [T, E] before they are normalised: the score of each chosen expert, or its softmax over the chosen ones; 0 elsewhere."""
     mask = mask_of(chosen, scores.shape[1])
     return logits.masked_fill(~mask, -math.inf).softmax(1) if spec.softmax_over == "chosen" else scores * mask
 
 
-def normal(numbers: Tensor) -> Tensor:
-    """Uniform to normal numbers, by the inverse distribution function. Clamped, because it is infinite at 0 and 1."""
-    return math.sqrt(2) * torch.erfinv(2 * numbers.clamp(2.0**-24, 1 - 2.0**-24) - 1)
+def inside(numbers: Tensor) -> Tensor:
+    """Uniform numbers without 0 and 1, at which inverse distribution functions are infinite."""
+    return numbers.clamp(2.0**-24, 1 - 2.0**-24)
 
 
-def choose(scores: Tensor, logits: Tensor, bias: Tensor | None, name: str, tokens: Tokens, spec: RouterSpec) -> list[list[int]]:
+def _choose(scores: Tensor, logits: Tensor, bias: Tensor | None, name: str, tokens: Tokens, spec: RouterSpec) -> list[list[int]]:
     """The experts of each token, best first; for expert choice, in order of their numbers."""
     liked = logits if spec.softmax_over == "chosen" else scores
     if spec.noise == "gumbel":
@@ -127,11 +139,11 @@ CHOOSE: dict[str, Callable[[Tensor, Tensor, str, Tokens, RouterSpec], list[list[
     "expert_choice": _experts_choose,
     "hash": _hash,
     "sinkhorn": _sinkhorn,
-}  # router.select -> function; sparsemixer, which also makes gates, is `_mixed`
+}  # router.select -> function (scores with noise and bias, logits, layer, tokens, spec) -> experts of each token; or see _sparsemixer
 
 
-def mixed_choices(logits: Tensor, name: str, tokens: Tokens, spec: RouterSpec) -> tuple[list[list[int]], Tensor]:
-    """SparseMixer: experts drawn one after another among those near the best, and gates [T, E] whose gradient is their probabilities'."""
+def _sparsemixer(logits: Tensor, name: str, tokens: Tokens, spec: RouterSpec) -> tuple[list[list[int]], Tensor]:
+    """SparseMixer. Return (experts, drawn one after another among those near the best; gates [T, E], with the probabilities' gradient)."""
     rows: list[list[float]] = logits.tolist()
     experts, count = len(rows[0]), spec.num_choices
     noise = [_gumbel(tokens.draw(f"{name}.router.mixer.{k}", experts)).tolist() for k in range(count)]
@@ -155,19 +167,17 @@ def mixed_choices(logits: Tensor, name: str, tokens: Tokens, spec: RouterSpec) -
 
 
 def _gumbel(numbers: Tensor) -> Tensor:
-    """Uniform to Gumbel numbers. Clamped, because they are infinite at 0 and 1."""
-    return -(-numbers.clamp(2.0**-24, 1 - 2.0**-24).log()).log()
+    """Gumbel noise from uniform numbers."""
+    return -(-inside(numbers).log()).log()
 
 
 def best(row: list[float], count: int) -> list[int]:
-    """Indices of the highest values; equal values in order of their index."""
+    """Indices of the `count` highest values, highest first; equal values in order of their index."""
     return sorted(range(len(row)), key=lambda e: (-row[e], e))[:count]
 
 
 def _limited(row: list[float], spec: RouterSpec) -> list[float]:
-    """Scores of the experts in the best groups, -inf for all others. A group counts by its two best experts together, or by its best
-    one.
-    """
+    """A token's scores of the experts in the best groups, -inf for all others. A group's score is that of its best or two best experts."""
     size = len(row) // spec.expert_groups
     runs = [row[i * size : (i + 1) * size] for i in range(spec.expert_groups)]
     counted = 2 if spec.group_score == "two_best" else 1
@@ -177,9 +187,7 @@ def _limited(row: list[float], spec: RouterSpec) -> list[float]:
 
 
 def _even_plan(logits: Tensor, valid: list[bool]) -> Tensor:
-    """Sinkhorn: logits of a group plus a correction that gives each expert the same share of the tokens. Rows and columns are scaled in
-    turn, 20 times.
-    """
+    """Sinkhorn: a group's logits [T, E], corrected for equal shares of the experts: rows and columns are scaled in turn, 20 times."""
     powers = logits.double().exp() * torch.tensor(valid).unsqueeze(1)
     column = torch.ones(1, logits.shape[1], dtype=torch.float64)
     for _ in range(20):
@@ -188,10 +196,8 @@ def _even_plan(logits: Tensor, valid: list[bool]) -> Tensor:
     return logits.double() + column.log()
 
 
-def ask(chosen: list[list[int]], scores: Tensor, name: str, tokens: Tokens, spec: RouterSpec) -> list[list[bool]]:
-    """Whether each choice needs a slot. Padding does not, nor a second choice that was declined (GShard keeps it with probability 2
-    g_2).
-    """
+def _ask(chosen: list[list[int]], scores: Tensor, name: str, tokens: Tokens, spec: RouterSpec) -> list[list[bool]]:
+    """For each choice, whether it needs a slot: not for padding. GShard keeps a second choice with probability 2 g_2 (spec.second)."""
     asks = [[tokens.valid[t]] * len(experts) for t, experts in enumerate(chosen)]
     if spec.second == "random":
         lots = tokens.draw(f"{name}.router.second", 1)[:, 0].tolist()
@@ -202,22 +208,21 @@ def ask(chosen: list[list[int]], scores: Tensor, name: str, tokens: Tokens, spec
 
 
 def slots_of(spec: RouterSpec, group_tokens: int, num_experts: int) -> int | None:
-    """The number of slots of one expert in one group; None: no limit."""
+    """The number of slots of one expert in one group of tokens; None: no limit."""
     if spec.capacity_factor is None:
         return None
     choices = spec.num_choices if spec.capacity_counts == "choices" else 1
     share = Fraction(str(spec.capacity_factor)) * group_tokens * choices / num_experts
-    whole = math.ceil(share) if spec.capacity_rounding == "ceil" else math.floor(share)
-    if spec.capacity_rounding == "round":
-        whole = round(share)
+    rounding: dict[str, Callable[[Fraction], int]] = {"ceil": math.ceil, "floor": math.floor, "round": round}
+    whole = rounding[spec.capacity_rounding](share)
     whole = math.ceil(Fraction(whole, spec.capacity_multiple)) * spec.capacity_multiple
     return min(group_tokens, max(whole, spec.min_capacity))
 
 
-def admit(
+def _admit(
     chosen: list[list[int]], asks: list[list[bool]], scores: Tensor, logits: Tensor, name: str, tokens: Tokens, spec: RouterSpec
 ) -> list[list[int]]:
-    """The experts of each token that have a slot for it. Choices are served one after another."""
+    """The experts of each token that have a slot for it. asks: which choices need one. Choices get slots one after another."""
     kept: list[list[int]] = [[] for _ in chosen]
     num_experts = scores.shape[1]
     for group in groups_of(tokens, spec):
@@ -234,12 +239,11 @@ def admit(
 def _queue(
     group: list[int], chosen: list[list[int]], scores: Tensor, logits: Tensor, name: str, tokens: Tokens, spec: RouterSpec
 ) -> list[tuple[int, int]]:
-    """A group's choices (token, k) in the order in which they get slots."""
+    """The choices of a group's tokens, each (token, number of its choice), in the order in which they get slots."""
     most = max(map(len, chosen))
+    order = [(t, k) for t in group for k in range(len(chosen[t]))]
     if spec.queue == "choices_first":
-        order = [(t, k) for k in range(most) for t in group if k < len(chosen[t])]
-    else:
-        order = [(t, k) for t in group for k in range(len(chosen[t]))]
+        order.sort(key=lambda choice: choice[1])  # sorting is stable: tokens stay in their order
     if spec.drop == "position" or spec.capacity_factor is None:
         return order
     if spec.drop == "random":
@@ -249,17 +253,15 @@ def _queue(
         first = [[gates[t, e].item() for e in experts] for t, experts in enumerate(chosen)]
         if spec.queue == "choices_first":  # a token is ranked by its highest gate, for all its choices
             first = [[max(row)] * len(row) for row in first]
-    if spec.queue == "choices_first":
-        return sorted(order, key=lambda choice: (choice[1], -first[choice[0]][choice[1]]))  # sorting is stable
-    return sorted(order, key=lambda choice: -first[choice[0]][choice[1]])
+    return sorted(order, key=lambda choice: (choice[1] if spec.queue == "choices_first" else 0, -first[choice[0]][choice[1]]))
 
 
 def groups_of(tokens: Tokens, spec: RouterSpec) -> list[range]:
-    """Runs of tokens that share a capacity."""
+    """The groups of consecutive tokens, by index, that share a capacity."""
     each = len(tokens.ids) if spec.group == "rank" else tokens.sequence_tokens * (1 if spec.group == "sequence" else spec.group)
     return [range(start, start + each) for start in range(0, len(tokens.ids), each)]
 
 
 def mask_of(lists: list[list[int]], num_experts: int) -> Tensor:
-    """Bool [T, E]."""
+    """Bool [T, E]: whether each token's list has each expert."""
     return torch.tensor([[expert in experts for expert in range(num_experts)] for experts in lists])

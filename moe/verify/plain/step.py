@@ -16,45 +16,25 @@ from torch import Tensor
 from moe.recipe import sections
 from moe.verify.plain.layer import Weights
 
-_NO_DECAY = (
-    "attention_norm",
-    "cross_norm",
-    "encoder_norm",
-    "q_norm",
-    "k_norm",
-    "q_down_norm",
-    "kv_down_norm",
-    "q_bias",
-    "k_bias",
-    "v_bias",
-    "out_bias",
-    "sinks",
-    "ffn_norm",
-    "hidden_norm",
-    "token_norm",
-    "norm",
-    "router",
-    "output_bias",
-    "b1",
-    "b3",
-)  # parameters whose name has one of these parts do not decay
+_NORMS = "attention_norm cross_norm encoder_norm q_norm k_norm q_down_norm kv_down_norm ffn_norm hidden_norm token_norm norm"
+_NO_DECAY = {*_NORMS.split(), *["q_bias", "k_bias", "v_bias", "out_bias", "output_bias", "b1", "b3", "sinks", "router"]}  # parts of names
 FAMILIES = ("dense", "router", "expert")
 
 
 def decayed(name: str) -> bool:
     """Return whether weight decay applies: to matrices of networks, attention, embedding and head, but not to norms, biases and routers."""
     parts = name.split(".")
-    return not (set(parts) & set(_NO_DECAY) or parts[-2:] == ["bias", "weight"])
+    return not (set(parts) & _NO_DECAY or parts[-2:] == ["bias", "weight"])
 
 
 def family(name: str) -> str:
-    """The family of a parameter: dense, router or expert. Gradient norms are reported by family."""
+    """The family of a parameter, by which gradient norms are reported: dense, router or expert."""
     parts = name.split(".")
     return "expert" if "experts" in parts else "router" if "router" in parts else "dense"
 
 
 def norms(gradients: Weights) -> dict[str, float]:
-    """The 2-norm of each family, and of all parameters as "total"."""
+    """The 2-norms of the gradients by family of parameters, and of all as "total"."""
     squares = dict.fromkeys(FAMILIES, 0.0)
     for name, gradient in gradients.items():
         squares[family(name)] += gradient.double().square().sum().item()
@@ -62,7 +42,7 @@ def norms(gradients: Weights) -> dict[str, float]:
 
 
 class PlainAdamW:
-    """AdamW with moments by parameter name. Changes the parameters in place."""
+    """AdamW, with the moments of each parameter by its name."""
 
     def __init__(self, settings: sections.Optimizer) -> None:
         self.settings, self.steps = settings, 0
@@ -71,7 +51,7 @@ class PlainAdamW:
 
     @torch.no_grad()
     def step(self, parameters: Weights, gradients: Weights) -> None:
-        """Clip the gradients to the recipe's norm and update the parameters."""
+        """Update the parameters in place, with gradients clipped to the recipe's norm."""
         s = self.settings
         self.steps += 1
         total = norms(gradients)["total"]

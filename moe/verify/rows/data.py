@@ -2,49 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 from moe.verify.cases import BATCH, HALVES, MODELS, Case
 from moe.verify.rows.pipeline import LAYERS
 from parallel.data.kinds.catalog import ENGINES, PLAIN, planned
 from parallel.mesh.mesh import divisors
 
-
-def all_data_cases(nproc: int) -> list[Case]:
-    """Return all cases of `moe verify --kinds data`. A case is one model on one layout of ranks."""
-    found = data_cases(nproc) + sharded_cases(nproc) + tiled_cases(nproc)
-    return found + replica_cases() + batch_cases(nproc) + copied_cases(nproc) + halves_cases(nproc) + options_cases(nproc)
+WORLDS = divisors(BATCH)  # numbers of ranks that divide the batch
+THREE = ("dense", "gshard", "deepseek")
 
 
-def data_cases(nproc: int) -> list[Case]:
-    """DDP and ZeRO stage 1. Recompute is tested only with DDP in fp32, because it does not depend on engine and precision."""
-    return _with_engines(nproc, [name for name in planned() if ENGINES[name].stage < 2], least=1, models=MODELS, recomputed=(PLAIN,))
+def data_cases() -> list[Case]:
+    """Return all cases of `moe verify --kinds data`."""
+    found = engine_cases() + _sharded_cases() + tiled_cases() + _replica_cases() + _batch_cases()
+    return found + _copied_cases() + _halves_cases() + _options_cases()
 
 
-def sharded_cases(nproc: int) -> list[Case]:
-    """Engines that shard gradients, and offload, on at least two ranks. Recompute is tested too, because its second forward pass gathers
-    parameters again.
-    """
+def engine_cases() -> list[Case]:
+    """Return cases of DDP and ZeRO stage 1. Recompute, whose result does not depend on engine and precision, is tested with DDP in fp32."""
+    return _with_engines([name for name in planned() if ENGINES[name].stage < 2], WORLDS, models=MODELS, recomputed=(PLAIN,))
+
+
+def _sharded_cases() -> list[Case]:
+    """Engines that shard gradients or offload to the host, on two ranks or more. Those that gather weights do so again for recompute."""
     sharding = [name for name in planned() if ENGINES[name].stage >= 2]
+    host = [name + ("+cpu-all" if ("parameters", "cpu") in kind.offloads else "+cpu") for name, kind in ENGINES.items() if kind.offloads]
     recomputed = [name for name in sharding if ENGINES[name].stage == 3]
-    return _with_engines(nproc, [*sharding, *on_host()], least=2, models=("dense", "gshard", "deepseek"), recomputed=recomputed)
+    return _with_engines([*sharding, *host], WORLDS[1:], models=THREE, recomputed=recomputed)
 
 
-def on_host() -> list[str]:
-    """Return engines with all states on the host that they can keep there, in the words of `sharding_of`."""
-    return [f"{name}+cpu{'-all' if ('parameters', 'cpu') in kind.offloads else ''}" for name, kind in ENGINES.items() if kind.offloads]
-
-
-def _with_engines(nproc: int, kinds: Iterable[str], *, least: int, models: Iterable[str], recomputed: Collection[str]) -> list[Case]:
-    """Return a case for each model, engine, number of processes from `least` to `nproc`, precision, and split of experts and micro-batches
-    that fits.
-
-    kinds: the engines. recomputed: engines for which recomputed activations are also tested, in fp32.
-    """
+def _with_engines(kinds: Iterable[str], worlds: Sequence[int], *, models: Iterable[str], recomputed: Collection[str]) -> list[Case]:
+    """Return cases of the engines `kinds` in every precision, with experts whole and split. recomputed: engines tested with recompute."""
     return [
         Case(model, kind, world, ep, microbatches, precision, recompute)
-        for world in range(least, nproc + 1)
-        if BATCH % world == 0
+        for world in worlds
         for kind in kinds
         for precision in ("fp32", "bf16", "fp16")
         for model in models
@@ -57,95 +49,74 @@ def _with_engines(nproc: int, kinds: Iterable[str], *, least: int, models: Itera
     ]
 
 
-def tiled_cases(nproc: int) -> list[Case]:
-    """Tiles and chunks that divide nothing evenly, with each engine and with split experts.
+def tiled_cases() -> list[Case]:
+    """Return cases with tiles and chunks that divide nothing evenly, with each engine and with split experts.
 
     In 16 bits only the head and the loss are tiled. Tiles of a network round its partial results, and no reordering that `moe verify`
     measures does that (tests/parallel/data/test_tiling.py compares them with the exact result).
     """
     return [
-        Case(
-            model,
-            kind,
-            world,
-            ep,
-            microbatches,
-            precision,
-            recompute,
-            etp,
-            tiles=5 if precision == "fp32" else 1,
-            head_tiles=3,
-            chunks=chunks,
-        )
-        for world in range(1, nproc + 1)
-        if BATCH % world == 0
+        Case(model, kind, world, ep, m, precision, recompute, etp, tiles=5 if precision == "fp32" else 1, head_tiles=3, chunks=chunks)
+        for world in WORLDS
         for kind, precision in (("ddp", "fp32"), ("ddp", "bf16"), ("fsdp", "fp32"), ("fsdp", "bf16"), ("zero1", "fp32"))
-        for model in ("dense", "gshard", "deepseek")
-        for ep, etp in [(world, 1), *([(1, 2)] if world % 2 == 0 and (kind, precision) == ("ddp", "fp32") else [])]
-        if model != "dense" or (ep, etp) == (world, 1)
+        for model in THREE
+        for ep, etp in ((world, 1), (1, 2))
+        if etp == 1 or (model != "dense" and world % 2 == 0 and (kind, precision) == ("ddp", "fp32"))
         for ep in [ep if model != "dense" else 1]
         if 4 % ep == 0
-        for microbatches, recompute, chunks in ((1, "none", 7), (3, "selective", 1))
-        if BATCH % (world * microbatches) == 0
+        for m, recompute, chunks in ((1, "none", 7), (3, "selective", 1))
+        if BATCH % (world * m) == 0
         if recompute == "none" or (kind, precision) == ("ddp", "fp32")
     ]
 
 
-def replica_cases() -> list[Case]:
-    """Threaded data parallelism (kind dp), which is one process for every nproc."""
+def _replica_cases() -> list[Case]:
+    """Threaded data parallelism (kind dp): replicas in one process."""
     return [
         Case(model, "dp", 1, 1, microbatches, precision, "full" if model == "deepseek" else "none", replicas=2)
-        for model in ("dense", "gshard", "deepseek")
+        for model in THREE
         for microbatches in (1, 3)
         for precision in ("fp32", "bf16", "fp16")
     ]
 
 
-def batch_cases(nproc: int) -> list[Case]:
-    """Batches in which ranks and micro-batches have different numbers of tokens, and a step that is skipped because one rank's gradient
-    overflows. Only in fp32, because counting and skipping do not depend on the precision.
-    """
+def _batch_cases() -> list[Case]:
+    """Ranks with different numbers of tokens, and a step that one rank's overflow skips. In fp32, on which neither depends."""
     return [
         Case(model, kind, world, ep, microbatches, "fp32", padded=padded, overflow=not padded)
-        for world in range(1, nproc + 1)
-        if BATCH % world == 0
+        for world in WORLDS
         for kind in ("ddp", "fsdp", "zero1")
         if world > 1 or kind == "ddp"
         for padded, microbatches in ((True, 3), (False, 1))
         if (padded or kind != "fsdp") and BATCH % (world * microbatches) == 0
-        for model in ("dense", "gshard", "deepseek")
+        for model in THREE
         for ep in (dict.fromkeys((1, world)) if model != "dense" else [1])
         if 4 % ep == 0
     ]
 
 
-def copied_cases(nproc: int) -> list[Case]:
-    """Weights that tp ranks hold as copies (tensor.kind copied). Sums, counts or shards over too many or too few ranks fail here.
-
-    Pipelines are tested with DDP, and from 8 processes on also with engines that shard over replicas of stages.
-    """
+def _copied_cases() -> list[Case]:
+    """Weights that tp ranks hold as copies (tensor.kind copied): gradients must be summed and counted over the right ranks."""
     found = []
     for world, tp in ((2, 2), (4, 2), (4, 4)):
-        for kind in planned() if world <= nproc else ():
+        for kind in planned():
             found += [Case("dense", kind, world, 1, 3, "fp32", tp=tp)] if tp == 2 else []
             found += [Case("gshard", kind, world, ep, 1, "fp32", tp=tp) for ep in divisors(world)[1:]]
             found += [Case("deepseek", kind, world, 1, 3 if tp == 2 else 1, "fp32", tp=tp)]
-    found += [Case("gshard", kind, 2, 2, 1, "bf16", "selective", tp=2) for kind in ("ddp", "fsdp", "zero2", "zero3") if nproc >= 2]
-    found += [Case("deepseek", kind, 2, 2, 1, "fp32", tp=2, padded=True) for kind in ("ddp", "fsdp", "zero1") if nproc >= 2]
-    staged = [(4, "ddp"), (8, "ddp"), (8, "zero1"), (8, "fsdp")]
-    for world, kind in [(world, kind) for world, kind in staged if world <= nproc]:
-        for model in ("dense", "gshard"):
-            ep = 1 if model == "dense" else 2
-            found += [Case(model, kind, world, ep, 3, "fp32", pp=2, schedule="1f1b", layers=LAYERS[2][0], tp=2)]
-    return found
+    found += [Case("gshard", kind, 2, 2, 1, "bf16", "selective", tp=2) for kind in ("ddp", "fsdp", "zero2", "zero3")]
+    found += [Case("deepseek", kind, 2, 2, 1, "fp32", tp=2, padded=True) for kind in ("ddp", "fsdp", "zero1")]
+    return found + [
+        Case(model, kind, world, ep, 3, "fp32", pp=2, schedule="1f1b", layers=LAYERS[2][0], tp=2)
+        for world, kind in ((4, "ddp"), (8, "ddp"), (8, "zero1"), (8, "fsdp"))
+        for model, ep in (("dense", 1), ("gshard", 2))
+    ]
 
 
-def halves_cases(nproc: int) -> list[Case]:
+def _halves_cases() -> list[Case]:
     """Encoder-decoders with every engine, split experts, micro-batches and recompute. bf16 tests the tensors between the two halves."""
     found = [
         Case(model, kind, world, ep, microbatches, "fp32", recompute)
         for world in (1, 2, 4)
-        if world <= nproc
         for kind in (planned() if world > 1 else (PLAIN,))
         for model in HALVES
         for ep in divisors(world)
@@ -153,20 +124,16 @@ def halves_cases(nproc: int) -> list[Case]:
         if (world < 4 or (kind, ep) in (("ddp", 2), ("fsdp", 4))) and (ep == world) == (microbatches == 1 or world == 1)
     ]
     found += [Case("t5", "dp", 1, 1, 1, "fp32"), Case("t5", "ddp", 1, 1, 1, "fp32", tiles=5, head_tiles=3, chunks=7)]
-    found += [Case("t5_untied", "ddp", 2, 1, 1, "fp32", etp=2), Case("t5", "fsdp", 2, 2, 1, "fp32", tp=2)] if nproc >= 2 else []
-    return found + [Case("t5", kind, 2, 2, 1, "bf16", "full") for kind in ("ddp", "fsdp", "zero1", "zero3") if nproc >= 2]
+    found += [Case("t5_untied", "ddp", 2, 1, 1, "fp32", etp=2), Case("t5", "fsdp", 2, 2, 1, "fp32", tp=2)]
+    return found + [Case("t5", kind, 2, 2, 1, "bf16", "full") for kind in ("ddp", "fsdp", "zero1", "zero3")]
 
 
-def options_cases(nproc: int) -> list[Case]:
-    """Options of published models with two engines, micro-batches and recompute; experts drawn at random in bf16.
-
-    all_expert_cases tests them with other dispatchers, sequence_cases with sequence parallelism, tensor_cases and pipeline_cases with tp,
-    pp.
-    """
+def _options_cases() -> list[Case]:
+    """Options of published models, each model with two engines; experts drawn at random (mixer) also in bf16."""
     engines = {"gpt_oss": ("ddp", "zero3"), "latent": ("ddp", "fsdp"), "free": ("fsdp", "zero1"), "mixer": ("ddp", "fsdp")}
     found = [
         Case(model, kind, 2, 1 + number, 3 - 2 * number, "fp32", "full" if number else "none")
         for model, kinds in engines.items()
         for number, kind in enumerate(kinds)
     ]
-    return [*found, Case("mixer", "ddp", 2, 2, 1, "bf16")] if nproc >= 2 else []
+    return [*found, Case("mixer", "ddp", 2, 2, 1, "bf16")]

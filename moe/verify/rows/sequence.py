@@ -7,20 +7,21 @@ from dataclasses import replace
 from moe.verify.cases import BATCH, EXPERTS, LENGTH, MODELS, OPTIONS, PACKED, ROUTERS, SLICED, Case, attentions
 from moe.verify.rows.pipeline import LAYERS
 from parallel.data.kinds.catalog import planned
+from parallel.mesh.mesh import divisors
 from parallel.pipeline.schedules.catalog import SCHEDULES
 from parallel.sequence.kinds.catalog import SEQUENCES
 
 
-def sequence_cases(nproc: int) -> list[Case]:
-    """Every method of sequence parallelism on 2, 3 and 4 ranks with rotary and T5 positions. Every router, whose groups are then cut. Some
-    methods with engines, data parallelism, experts that fold over sp, recompute (lightseq keeps attention's output) and 16 bits.
+def sequence_cases() -> list[Case]:
+    """Return cases of every method with rotary and T5 positions, of every router, whose groups are then cut, and of some methods with
+    engines, data, expert, tensor and pipeline parallelism, recompute and 16 bits.
 
-    Pipelines have another length. With gshard, five layers and 24 tokens, one token is nearly tied in the ninth step, and sliced
+    Pipelines have another length: with gshard, five layers and 24 tokens, one token is nearly tied in the ninth step, and sliced
     attention on one process also routes it differently (docs/inside/log.md).
     """
     found = []
-    for sp in range(2, nproc + 1):
-        for attention, form in attentions().items() if BATCH % sp == 0 else ():
+    for sp in divisors(BATCH)[1:]:
+        for attention, form in attentions().items():
             if (attention == "heads2" and sp % 2) or (SEQUENCES[form["kind"]].trades_heads and 4 % sp):
                 continue
             found += [Case(model, "ddp", sp, 1, 3, "fp32", sp=sp, attention=attention) for model in ("dense", "gshard", "deepseek")]
@@ -29,29 +30,24 @@ def sequence_cases(nproc: int) -> list[Case]:
             found += [Case(model, "ddp", sp, 1, 1, "fp32", sp=sp, attention=attention) for model in PACKED]
     for number, model in enumerate(model for model in MODELS | ROUTERS if model != "dense"):
         for sp, attention in ((2, "zigzag"), (4, "striped")):
-            if sp <= nproc:
-                ep = sp if number % 2 else 1
-                found += [Case(model, "ddp", sp, ep, 1 if number % 3 else 3, "fp32", sp=sp, attention=attention, experts=EXPERTS)]
+            ep = sp if number % 2 else 1
+            found += [Case(model, "ddp", sp, ep, 1 if number % 3 else 3, "fp32", sp=sp, attention=attention, experts=EXPERTS)]
     for world, sp, attention in ((2, 2, "zigzag"), (4, 2, "heads2"), (4, 2, "lightseq"), (4, 4, "zigzag")):
-        for kind in planned() if world <= nproc else ():
+        for kind in planned():
             found += [Case("gshard", kind, world, 2, 1, "fp32", "full", sp=sp, attention=attention)]
             found += [Case("deepseek", kind, world, 1, 3, precision, sp=sp, attention=attention) for precision in ("fp32", "bf16", "fp16")]
-        found += [Case("deepseek", "ddp", world, 2, 3, "fp32", sp=sp, attention=attention, padded=True)] if world <= nproc else []
-        found += [Case("dense", "zero1", world, 1, 1, "fp32", sp=sp, attention=attention, overflow=True)] if world <= nproc else []
-    for schedule in ("1f1b", "interleaved") if nproc >= 4 else ():
+        found += [Case("deepseek", "ddp", world, 2, 3, "fp32", sp=sp, attention=attention, padded=True)]
+        found += [Case("dense", "zero1", world, 1, 1, "fp32", sp=sp, attention=attention, overflow=True)]
+    for schedule in ("1f1b", "interleaved"):
         layers = LAYERS[2][int(SCHEDULES[schedule].chunks != 1)]
-        found += [
-            Case(model, "ddp", 4, ep, 4, "fp32", "full", pp=2, schedule=schedule, layers=layers, sp=2, length=16)
-            for model, ep in (("dense", 1), ("gshard", 2), ("deepseek", 1))
-        ]
-    for attention, model in zip(("zigzag", "ulysses", "colossal", "lightseq"), OPTIONS, strict=True) if nproc >= 2 else ():
+        for model, ep in (("dense", 1), ("gshard", 2), ("deepseek", 1)):
+            found += [Case(model, "ddp", 4, ep, 4, "fp32", "full", pp=2, schedule=schedule, layers=layers, sp=2, length=16)]
+    for attention, model in zip(("zigzag", "ulysses", "colossal", "lightseq"), OPTIONS, strict=True):
         found += [Case(model, "ddp", 2, 2, 1, "fp32", "full", sp=2, attention=attention)]
-    for attention, kind in (("zigzag", "ddp"), ("striped", "fsdp"), ("ulysses", "zero3")) if nproc >= 2 else ():
+    for attention, kind in (("zigzag", "ddp"), ("striped", "fsdp"), ("ulysses", "zero3")):
         found += [Case("ahead", kind, 2, 2, 1, "fp32", sp=2, attention=attention, padded=attention == "striped")]
-    found += [Case("mixer", "ddp", 2, 1, 3, "fp32", sp=2, attention="ulysses")] if nproc >= 2 else []
-    for attention, kind in (("zigzag", "ddp"), ("ulysses", "fsdp"), ("lightseq", "zero1")) if nproc >= 4 else ():
-        found += [
-            Case(model, kind, 4, ep, microbatches, "fp32", "full", tp=2, tensor="1d", sp=2, attention=attention)
-            for model, ep, microbatches in (("dense", 1, 3), ("gshard", 4, 1), ("deepseek", 2, 1))
-        ]
+    found += [Case("mixer", "ddp", 2, 1, 3, "fp32", sp=2, attention="ulysses")]
+    for attention, kind in (("zigzag", "ddp"), ("ulysses", "fsdp"), ("lightseq", "zero1")):
+        for model, ep, m in (("dense", 1, 3), ("gshard", 4, 1), ("deepseek", 2, 1)):
+            found += [Case(model, kind, 4, ep, m, "fp32", "full", tp=2, tensor="1d", sp=2, attention=attention)]
     return [replace(case, length=SLICED) if case.length == LENGTH else case for case in dict.fromkeys(found)]

@@ -10,26 +10,26 @@ from typing import Any
 import pytest
 
 from moe.bench.layers import exchange
-from moe.bench.layers.exchange import Shape, measure, skewed
+from moe.bench.layers.exchange import load_of, measure, skewed
+from moe.bench.layers.layers import Shape
 from moe.experts.dispatch.catalog import dispatcher_of, examples
 from moe.recipe import sections
 from parallel.errors import BadInput
 from tests.support.ranks import run_on_ranks
 
 SMALL = Shape(tokens=24, width=6, hidden=10, experts=16, k=2)
-SIZES = [24, 6, 10, 16, 2]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_dispatcher_sends_what_theory_says(ranks: int) -> None:
-    for rows in run_on_ranks(measure, ranks, ranks, 1, SIZES, timeout_s=60):
+    for rows in run_on_ranks(measure, ranks, ranks, 1, SMALL, timeout_s=60):
         assert len(rows) == 12 and {r["kind"] for r in rows} >= {*examples(), "etp"}
         for row in rows:
             assert row["measured_bytes"] == row["expected_bytes"] and row["error"] == 0 and row["passed"], row
 
 
 def stated(ranks: int, number_bytes: int, **section: Any) -> int:
-    traffic = dispatcher_of(sections.Dispatch(**section)).traffic(SMALL.load(ranks, number_bytes))
+    traffic = dispatcher_of(sections.Dispatch(**section)).traffic(load_of(SMALL, ranks, number_bytes))
     return sum(message.sent for message in traffic.every)
 
 
@@ -42,12 +42,12 @@ def test_an_all_to_all_sends_two_rows_for_each_choice_that_leaves() -> None:
 
 
 def test_moving_experts_evens_out_a_skewed_load() -> None:
-    found = run_on_ranks(skewed, 2, 2, 1, [200, 6, 10, 16, 2], timeout_s=60)[0]
+    found = run_on_ranks(skewed, 2, 2, 1, replace(SMALL, tokens=200), timeout_s=60)[0]
     assert found["largest_rank_before"] > 1.4 and found["largest_rank_after"] < 1.1
 
 
 def test_the_table_is_printed_and_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(exchange, "Shape", lambda *sizes: SMALL if not sizes else replace(SMALL))
+    monkeypatch.setattr(exchange, "SHAPE", SMALL)
     assert exchange.main(nproc=2, rounds=1, json=str(tmp_path / "e.json")) == 0
     assert "after moving" in capsys.readouterr().out
     written = json.loads((tmp_path / "e.json").read_text())

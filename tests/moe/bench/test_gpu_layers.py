@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe.bench.layers import dispatch, gpu_layers, layers, moves
+from moe.bench.layers import dispatch, gpu_layers, layers
 from moe.bench.layers.layers import LayerCase, Shape
 
 CASE = LayerCase(Shape(48, 24, 20, 6, 3), torch.float32, "skewed")
@@ -189,8 +189,8 @@ def test_a_package_that_refuses_this_gpu_does_not_end_the_bench(monkeypatch: pyt
 
 
 def test_moved_rows_are_counted_and_compared_with_a_copy(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moves, "_MOST", 3)
-    rows = moves.measure([CASE, LayerCase(CASE.shape, torch.bfloat16, "balanced")], rounds=3)
+    monkeypatch.setattr(dispatch, "MOST_MOVES", 3)
+    rows = dispatch.measure_moves([CASE, LayerCase(CASE.shape, torch.bfloat16, "balanced")], rounds=3)
     s = CASE.shape
     assert [(row["what"], row["bytes"]) for row in rows] == [
         (what, numbers * s.width * size) for size in (4, 2) for what, numbers in (("permute", 2 * s.rows), ("unpermute", s.rows + s.tokens))

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from moe.bench.grids import pipeline
-from moe.bench.grids.pipeline_peers import SAME, peers_row
-from moe.bench.grids.pipeline_times import WITHIN, times_rows
+from moe.bench.grids.pipeline import SAME, WITHIN, peers_row, times_rows
 from moe.model.transformer import Transformer
 from moe.recipe.sections import Run
 from parallel.errors import BadInput

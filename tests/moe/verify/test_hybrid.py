@@ -11,7 +11,7 @@ import pytest
 from moe.checks.together import check_run
 from moe.verify import hybrid
 from moe.verify.cases import Case
-from moe.verify.hybrid import FACTORS, WORLD, Idle, case_of, covering, described, hybrid_cases
+from moe.verify.hybrid import FACTORS, WORLD, Idle, case_of, covering, described
 from moe.verify.kinds import cases
 from moe.verify.pairwise import Choice, Covering, cover, every_pair, together
 from parallel.errors import BadInput
@@ -84,7 +84,8 @@ def test_no_row_that_may_be_has_a_pair_that_is_refused() -> None:
 
 def test_only_eight_processes_have_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hybrid, "covering", made)
-    assert hybrid_cases(4) == [] and hybrid_cases(8) == hybrid_cases(9) == cases(8, kinds=("hybrid",)) == rows_made()
+    assert cases(8, kinds=("hybrid",)) == cases(9, kinds=("hybrid",)) == rows_made()
+    assert {case.world for case in cases(4)} == {1, 2, 3, 4}
     for kinds in (("hybrid",), ("data", "hybrid")):
         with pytest.raises(BadInput, match="--nproc: got 4 with --kinds hybrid, needed 8"):
             cases(4, kinds=kinds)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from moe.recipe.load import load
-from moe.verify.recipe import recipe_cases
+from moe.verify.kinds import recipe_cases
 from moe.verify.small import known
 from moe.verify.verify import main
 
