@@ -1,12 +1,12 @@
 """Properties of training programs on which the time of a step depends: kernels, launch times, and overlap of communication.
 
-Two programs run the same plan at different speeds. Each field of a Program can be looked up or measured. PROGRAMS has the programs of
-published measurements, and this project's own. The memory that programs need is described in stack.py.
+Two programs run the same plan at different speeds. Each field of a Program can be looked up or measured. This file has the project's own
+trainer; tests/planner/software.py has the programs of published measurements. memory/stack.py describes the memory that a program needs.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from moe.plan.job.hashed import hashed_once
@@ -78,67 +78,9 @@ class Program:
     products: str = "compute"
 
 
-PROGRAMS = {
-    program.name: program
-    for program in (
-        # this project: torch's eager mode and fused attention; selective recompute repeats the second half of a layer
-        Program(
-            "moe-parallel", launch_us=20, pointwise=2.0, transfers="whole", selective="second", staged="by stage", shards="micro-batch"
-        ),
-        # this project on processes of a host without accelerators: a core computes and sends, one after the other
-        Program(
-            "moe-parallel-cpu",
-            launch_us=20,
-            pointwise=2.0,
-            streams="elements",
-            transfers="whole",
-            gradients="after",
-            gathers="waited",
-            alone=1.0,
-            selective="second",
-            shards="micro-batch",
-        ),
-        # Megatron-LM of 2021: fused softmax and bias kernels, gradient sums after the backward pass, partial messages between stages
-        Program("megatron-2021", attention="scores", launch_us=28, checkpoint_us=50, gradients="after"),
-        # Megatron-LM of 2022: products add to the gradient sums themselves
-        Program("megatron-2022", attention="scores", launch_us=28, checkpoint_us=50, gradients="after", accumulates="within"),
-        # Megatron-DeepSpeed: the same layers under DeepSpeed's engine; pointwise kernels less fused
-        Program("megatron-deepspeed", attention="scores", launch_us=28, checkpoint_us=50, gradients="after", pointwise=1.25),
-        # Megatron-DeepSpeed's pipeline engine with bf16. MT-NLG on Selene and BLOOM on Jean Zay both take a sixth longer than Megatron-LM's
-        # engine with the same layers, devices and layout. This factor is measured; its causes are not known in detail.
-        Program(
-            "megatron-deepspeed-bf16",
-            attention="scores",
-            launch_us=28,
-            checkpoint_us=50,
-            gradients="after",
-            pointwise=1.25,
-            engine=0.12,
-        ),
-        # Megatron-Core since 2023: fused attention; gradient sums overlap with the backward pass, half of tp's collectives with products
-        Program(
-            "megatron-core",
-            launch_us=20,
-            tensor_overlap=0.5,
-            interleaved_transfers="overlapped",
-            experts="each",
-            accumulates="within",
-            parameters="overlapped",
-        ),
-        # Megatron-Core's own FSDP, which sums gradients in 16 bits
-        Program("megatron-fsdp", launch_us=20, tensor_overlap=0.5, experts="each", accumulates="within", sent_gradients="computed"),
-        # DeepSpeed's ZeRO-3 of 2021, which gathers parameters one by one (Megatron SC21, Table 2: 17 GB/s a rank)
-        Program("deepspeed-zero3-2021", attention="scores", launch_us=30, gathers="partly", gather_gb_s=17, checkpoint_us=300),
-        # DeepSpeed's ZeRO since 2022, and users' eager models on it
-        Program("deepspeed", attention="scores", launch_us=25, pointwise=2.0),
-        # nanotron: eager, with fused attention, norms and rotations
-        Program("nanotron", launch_us=15, pointwise=1.5, checkpoint_us=0),
-        # torch's FSDP, eager and compiled; torchtitan's selective recomputation repeats every second product
-        Program("fsdp", launch_us=20, pointwise=2.0, selective="half"),
-        Program("fsdp-compiled", launch_us=10, selective="half"),
-        # XLA's programs: fused pointwise work, scores written, one launch a program
-        Program("xla", attention="scores", launch_us=2, gradients="after", transfers="whole"),
-    )
-}
-OWN = PROGRAMS["moe-parallel"]
-OWN_ON_CPU = PROGRAMS["moe-parallel-cpu"]
+# torch's eager mode and fused attention; selective recompute repeats the second half of a layer
+OWN = Program("moe-parallel", launch_us=20, pointwise=2.0, transfers="whole", selective="second", staged="by stage", shards="micro-batch")
+# on processes of a host without accelerators: a core computes and sends, one after the other
+OWN_ON_CPU = replace(
+    OWN, name="moe-parallel-cpu", streams="elements", staged="as gradients", gradients="after", gathers="waited", alone=1.0
+)

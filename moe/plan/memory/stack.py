@@ -110,36 +110,3 @@ OURS = Stack(
 )
 # On a CPU, torch computes RMSNorm in several steps and also keeps x / rms(x) in fp32. Its fused attention has no gradient for a bias.
 OURS_ON_CPU = replace(OURS, name="moe on a cpu", rms=4, biased="scores")
-# Megatron-LM: fused activations keep gate and up and their product; its fused bias-dropout-add writes masks for any probability.
-# Logits: 2 in 16 bits, 4 in fp32 and 4 for their exponentials.
-MEGATRON = Stack("megatron", masks="always", logits=10)
-MEGATRON_2022 = Stack("megatron-2022", masks="always", core="scores", lse=0, logits=10)
-# Its pipeline keeps the sent outputs of stages. DeepSpeed's buckets have 5e8 elements.
-MEGATRON_DEEPSPEED = Stack(
-    "megatron-deepspeed", masks="always", core="scores", lse=0, logits=10, outputs="kept", bucket_elements=5e8, reduce_bytes=2
-)
-# torchtitan: FSDP2 of fp32 shards; selective keeps every second product's output (q, v, w1, w2) and attention's output, nothing else.
-# Logits: the result of log-softmax, its gradient and its input's gradient, 4 bytes each (fp32); the logits themselves are freed by then.
-TORCHTITAN = Stack(
-    "torchtitan",
-    gated=4,
-    activation_of=2,
-    selective=(("norm_outputs", 0.0), ("attention", 0.9), ("network", 0.5), ("activation", 0.0)),
-    logits=12,
-)
-FSDP = Stack("fsdp", gated=4, activation_of=2, logits=12)
-# DeepSpeed's defaults: stage 3 keeps up to 1e9 parameters whole; buckets have 5e8 elements.
-DEEPSPEED = Stack(
-    "deepspeed", gated=4, activation_of=2, core="scores", logits=12, gathers="elements", gathered=1e9, bucket_elements=5e8, reduce_bytes=2
-)
-# DeepSeek-V3's software (arXiv 2412.19437, sections 3.2.3 and 3.3.3): norms, up-projections and SwiGLU's output are recomputed, and inputs
-# of products are kept in 8 bits. Attention keeps its output, the latents before their norms and the log-sum-exp, in 16 bits: 18,752 of
-# 86,336 elements a token with its sizes. Experts keep a row and the outputs of gate and up, (D + 2 F) / 2 (D + 3 F); dense networks keep
-# the outputs of gate and up.
-DEEPSEEK = replace(
-    MEGATRON,
-    name="deepseek",
-    masks="dropout",
-    selective=(("norm_outputs", 0.0), ("attention", 0.217), ("experts", 0.423), ("network", 0.5), ("activation", 0.0)),
-)
-NANOTRON = Stack("nanotron", gated=4, activation_of=2, logits=12)
