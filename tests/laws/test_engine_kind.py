@@ -138,8 +138,6 @@ MAY_NAME = {
     "moe/plan/choose/planned.py": "presets of what a planner tries",
     "moe/plan/choose/candidates.py": "presets of what a planner tries",
     "moe/plan/search/runnable.py": "presets of what a planner tries",
-    "moe/plan/memory/stack.py": "other software by its name",
-    "moe/plan/machine/program.py": "other software by its name",
     "moe/verify/cases.py": "rows",
     **{f"moe/verify/rows/{name}.py": "rows" for name in ("data", "expert", "pipeline", "sequence", "tensor")},
     "moe/verify/recipe.py": "rows",
