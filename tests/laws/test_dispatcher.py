@@ -227,6 +227,7 @@ MAY_NAME = {
     "moe/recipe/other_tools.py": "flags of other systems, with their keys here",
     "moe/verify/cases.py": "padded batches",
     "moe/verify/verify.py": "padded batches",
+    "moe/plan/machine/program.py": "what other systems do",
 }
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from moe.plan.choose.planned import Planned
 from moe.plan.job.network import Plan
-from moe.plan.time.timeline import priced
+from moe.plan.time.stage_time import priced
 from moe.recipe.sections import Run
 from parallel.pipeline.order_file import write_order
 from parallel.pipeline.schedules.catalog import kind_of, placed

@@ -12,7 +12,7 @@ from moe.plan.choose.choose import described
 from moe.plan.choose.planned import Planned
 from moe.plan.choose.predicted import stack_on
 from moe.plan.memory.memory import memory
-from moe.plan.time.timeline import pictured, timeline
+from moe.plan.time.stage_time import pictured, timeline
 from parallel.errors import BadInput
 
 

@@ -11,6 +11,8 @@ use the dp sp tp ranks of a stage as edp x ep x etp (parallel/mesh/mesh.py).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+from operator import attrgetter
 from typing import Any, Literal
 
 from moe.experts.dispatch.dispatcher import Dispatcher
@@ -242,6 +244,10 @@ class Plan:
         made.__dict__.pop(KEPT, None)
         return made
 
+    def only(self, names: tuple[str, ...], **changes: Any) -> Plan:
+        """Plan with these settings and changes; all others have their defaults. Equal results are one object, which caches find quickly."""
+        return _plan_with(names, _getter(names)(self), tuple(changes.items()))
+
     @property
     def world(self) -> int:
         return self.dp * self.tp * self.sp * self.pp
@@ -288,3 +294,13 @@ class Plan:
     def global_batch(self) -> int:
         """Number of sequences in a step."""
         return self.dp * self.microbatch * self.microbatches
+
+
+@lru_cache(maxsize=20)
+def _getter(names: tuple[str, ...]) -> attrgetter[tuple[Any, ...]]:
+    return attrgetter(*names)
+
+
+@lru_cache(maxsize=40_000)
+def _plan_with(names: tuple[str, ...], values: tuple[Any, ...], changes: tuple[tuple[str, Any], ...]) -> Plan:
+    return Plan(**dict(zip(names, values, strict=True)) | dict(changes))

@@ -1,8 +1,8 @@
 """Counts the bytes of ZeRO stage 3 in addition to a rank's shards: gathered weights, and gradients before they are reduced.
 
-The facts about an engine contain a closed form for each moment (parallel/data/kinds/): the forward pass, the loss, a layer at work, the
-sums of its gradients, a bucket's sums, the gradients of the head and of the embedding. Weights without copies on other ranks are never
-gathered. For other software, the largest amount of any moment is counted.
+An engine's row of the catalog (parallel/data/kinds/) has a closed form for each moment of a step: the forward pass, the loss, a layer's
+backward pass, the sums of its gradients, a bucket's sums, the gradients of the head and of the embedding. Weights without copies on other
+ranks are never gathered. For other software, only the largest of all moments is computed.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ NOTHING = Elements()
 
 
 class Unit(NamedTuple):
-    """Elements of the layer at work. at_once: elements that are whole at the same time. matrix: of its widest matrix. behind: elements of
-    the layer before it in the backward pass."""
+    """Parameters of the layer that is in its backward pass. at_once: those that are whole at the same time. matrix: elements of its widest
+    matrix. next: parameters of the next layer of the model, whose backward pass has just ended."""
 
     at_once: Elements = NOTHING
     matrix: float = 0.0
-    behind: Elements = NOTHING
+    next: Elements = NOTHING
 
 
 def gathered(plan: Plan, stack: Stack, at: At, unit: Unit, *, held: Elements, table: float) -> float:
-    """Bytes at one moment of a step, for this project's engines. held: elements of the rank's stages. table: elements of the embedding."""
+    """Bytes at one moment of a step, for this project's engines. held: parameters of the rank. table: parameters of the embedding."""
     form = plan.carrier.gathered
     if form is None:
         return 0.0
-    table, layer, behind = _shared(plan, Elements(table)), _shared(plan, unit.at_once), _shared(plan, unit.behind)
+    table, layer = _shared(plan, Elements(table)), _shared(plan, unit.at_once)
     return form(
         at,
         Whole(
@@ -41,11 +41,11 @@ def gathered(plan: Plan, stack: Stack, at: At, unit: Unit, *, held: Elements, ta
             held=_shared(plan, held),
             table=table,
             layer=layer,
-            behind=behind,
+            behind=_shared(plan, unit.next),
             trained=_shared(plan, held.trained),
             trained_table=0.0 if held.frozen_dense else table,
             trained_layer=_shared(plan, unit.at_once.trained),
-            trained_behind=_shared(plan, unit.behind.trained),
+            trained_behind=_shared(plan, unit.next.trained),
             matrix=min(unit.matrix, layer),
             bucket=stack.bucket_elements,
             copies=plan.copies,
@@ -57,7 +57,10 @@ def gathered(plan: Plan, stack: Stack, at: At, unit: Unit, *, held: Elements, ta
 
 
 def at_any_moment(plan: Plan, stack: Stack, *, held: float, table: float, units: Sequence[float]) -> float:
-    """Bytes for other software: whole weights of the layers at work, and the whole gradient of one layer before it is reduced."""
+    """Bytes for other software: whole weights of a few layers, and the whole gradient of one layer before it is reduced.
+
+    held: parameters of the rank. table: of the embedding. units: of each kind of its layers.
+    """
     if plan.pp > 1:  # all of the rank's weights and gradients stay whole between micro-batches
         return (plan.compute_bytes + stack.reduce_bytes) * held
     largest = max([table, *units])
@@ -72,5 +75,5 @@ def at_any_moment(plan: Plan, stack: Stack, *, held: float, table: float, units:
 
 
 def _shared(plan: Plan, elements: Elements) -> float:
-    """Number of the elements that have copies on several ranks. Only these are sharded."""
+    """Number of these parameters that have copies on several ranks. Only they are sharded."""
     return (elements.dense if plan.copies > 1 else 0.0) + (elements.expert if plan.edp > 1 else 0.0)
