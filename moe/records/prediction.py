@@ -1,7 +1,7 @@
 """Predicted memory and time of a run, in words before it starts, and compared with measurements in its summary.
 
     line(p), warning(p)     at the start: bytes of the fullest rank, seconds of a step
-    refusal(p, ...)         the error of a run that cannot fit, with a change that makes it fit (moe/plan/choose/fitting.py)
+    refusal(p, ...)         the error of a run that cannot fit, with a change that makes it fit (moe/plan/choose/predicted.py)
     record(p), against(...) at the end: prediction, measurement, and measured / predicted
 
 moe/plan/choose/predicted.py makes the prediction. Needs no torch.
@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from moe.plan.choose.fitting import Change, change_that_fits
-from moe.plan.choose.predicted import Bound, Prediction, predict
+from moe.plan.choose.predicted import Bound, Change, Prediction, change_that_fits, predict
 from moe.recipe.sections import Run
 from moe.records.summary import size
 from parallel.errors import BadInput

@@ -12,7 +12,7 @@ from parallel.process.process import World
 
 def title(run: Run, world: World) -> list[str]:
     d, p, tokens = run.degrees, run.precision, run.train.global_batch * run.model.read_length
-    counted = size(run.model, run.experts, run.router, vocab_size=run.vocab_size)
+    counted = size(run)
     etp = f" etp {d.etp}" if d.etp > 1 else ""
     layout = (
         (f"pp {d.pp} " if d.pp > 1 else "")

@@ -145,7 +145,7 @@ def row_of(of: Published) -> dict[str, Any]:
     ours, theirs = step_time(network, plan, cluster), step_time(network, as_run, cluster, of.program)
     here, there = peak(network, plan), peak(network, as_run, of.stack)
     seconds = published_seconds(of, run, cluster.world)
-    sizes = size(run.model, run.experts, run.router, vocab_size=run.vocab_size)
+    sizes = size(run)
     counted = counted_training(run) * run.train.global_batch * run.model.max_length / cluster.world / 1e12
     return {
         "run": of.recipe,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
 
-from moe.plan.choose.stage_layers import layer_lists
+from moe.plan.job.cut import layer_lists
 from moe.plan.job.network import Network, Plan
 from parallel.data.kinds.catalog import ENGINES, PLAIN
 from parallel.mesh.grids import grid

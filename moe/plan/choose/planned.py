@@ -17,10 +17,9 @@ from typing import NamedTuple
 
 from moe.plan.choose.candidates import Degrees, Space, candidates, degree_choices, degrees_of
 from moe.plan.choose.choose import Ranked, Ranking, Refused, choose, described
-from moe.plan.choose.fitting import Values, with_values
 from moe.plan.choose.guide import FAMILIES, GuideRule, guide_rules
 from moe.plan.choose.legal import refusal
-from moe.plan.choose.predicted import held_bytes, stack_on
+from moe.plan.choose.predicted import Values, held_bytes, stack_on, with_values
 from moe.plan.choose.recipe_of import as_stored, recipe_of
 from moe.plan.job.flops import counted_training
 from moe.plan.job.network import Network, Plan

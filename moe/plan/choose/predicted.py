@@ -1,17 +1,26 @@
-"""Memory and time of a run, predicted before it starts: bytes of each rank, seconds of a step, and whether it fits.
+"""Predicts memory and time of a run before it starts, whether it fits, and a change with which it fits.
 
-    predict(run, Place)     Prediction: moe/plan/memory/memory.py of each rank, moe/plan/time/cost.py on the place's cluster if it has one
+    predict(run, Place)     bytes by moe/plan/memory/memory.py; seconds by moe/plan/time/cost.py if the place has a cluster
+    change_that_fits(run)   the first of these changes of the recipe that works, cheapest in time first:
 
-"Cannot fit" is a lower bound. On a GPU the tensors alone exceed the device, without the allocator's share and the context. On a CPU
-host the tensors of all its ranks exceed its memory, or the tensors of one rank exceed its process's `ulimit`. If the need is between
+    1  recompute of activations: selective, full            4  steps 2 or 3 with full recompute and the smallest micro-batches
+    2  smaller micro-batches                                5  step 4 with the loss in chunks
+    3  states sharded: ZeRO-1, 2, 3, FSDP                   6  step 5 with states in the host's memory, if the device has its own memory
+                                                            7  steps 1, 2 and the loss in chunks, with shorter sequences
+
+A run "cannot fit" only by a lower bound. On a GPU the tensors alone exceed the device, without the allocator's share and the context. On a
+CPU host the tensors of all its ranks exceed its memory, or the tensors of one rank exceed its process's `ulimit`. If the need is between
 this bound and the device's memory, the run may fit, and only a warning is printed (moe/records/prediction.py has its text). No torch.
+
+Each change is tried by the recipe's own checks and by the prediction, so the printed flags work. Source of their order: the guide
+(moe/plan/choose/guide.py), and ZeRO-Infinity (arXiv 2104.07857), section 3, for step 6.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from moe.plan.job.network import Network, Plan
 from moe.plan.job.of_recipe import network_of, plan_of
@@ -20,6 +29,13 @@ from moe.plan.memory.memory import CONTEXT_BYTES, RESERVED, Memory, memory, peak
 from moe.plan.memory.stack import OURS, OURS_ON_CPU, Stack
 from moe.plan.time.cost import Time, step_time
 from moe.recipe.sections import Run
+from parallel.data.kinds.catalog import ENGINES, offloading
+from parallel.data.kinds.kind import EngineKind
+from parallel.errors import BadInput
+from parallel.fixes import Fix, typed
+
+Values = dict[str, Any]  # key of the recipe with its section, such as train.global_batch -> value
+SHORTEST = 64  # tokens: shorter sequences are not proposed
 
 
 @dataclass(frozen=True)
@@ -137,3 +153,66 @@ def _held(place: Place) -> Callable[[Memory], float]:
     if place.kind == "cpu":
         return lambda rank: rank.allocated + sum(rank.host.values())
     return lambda rank: rank.allocated
+
+
+# --- a change that fits --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of a recipe. fix: the change as flags. run: the changed run, checked."""
+
+    fix: Fix
+    run: Run
+
+
+def change_that_fits(
+    run: Run, world: int, *, fits: Callable[[Run], bool], checked: Callable[[Run, int], Run], has_gpus: bool
+) -> Change | None:
+    """Return the first change with which the run fits on `world` ranks; None if none works. checked: (run, world) -> the run after the
+    recipe's checks, which raise BadInput."""
+    for values in _changes(run, has_gpus=has_gpus):
+        try:
+            changed = checked(with_values(run, values), world)
+            if fits(changed):
+                return Change(typed(values), changed)
+        except BadInput:
+            continue
+    return None
+
+
+def with_values(run: Run, values: Values) -> Run:
+    """Return the run with some values changed. Nothing is checked."""
+    for key, value in values.items():
+        first, *rest = key.split(".")
+        run = _with(run, [first, *rest], value)
+    return run
+
+
+def _with(section: Any, path: list[str], value: Any) -> Any:
+    inner = value if len(path) == 1 else _with(getattr(section, path[0]), path[1:], value)
+    return section.model_copy(update={path[0]: inner})
+
+
+def _named(kind: EngineKind) -> Values:
+    return {f"sharding.{key}": value for key, value in kind.sharding.items()}
+
+
+def _changes(run: Run, *, has_gpus: bool) -> Iterator[Values]:
+    again: list[Values] = [{"recompute.kind": "selective"}, {"recompute.kind": "full"}]
+    smaller: list[Values] = [{"pipeline.microbatches": run.pipeline.microbatches * 2**n} for n in range(1, 11)]
+    engines = sorted(reversed(ENGINES.values()), key=lambda kind: kind.stage)  # both engines of stage 3: ZeRO first, then FSDP
+    sharded = [_named(kind) for kind in engines if kind.stage]
+    chunked: Values = {"recompute.loss_chunks": 8}
+    host = _named(offloading("parameters", "cpu")) | {"sharding.offload.optimizer": "cpu", "sharding.offload.parameters": "cpu"}
+    yield from again
+    yield from smaller
+    yield from sharded
+    for more in ({}, chunked):
+        yield from (again[1] | less | more for less in smaller)
+        yield from (again[1] | states | more for states in sharded)
+        yield from (again[1] | less | states | more for less in smaller for states in sharded)
+    if has_gpus:
+        yield from (again[1] | less | chunked | host for less in ({}, *smaller))
+    lengths = (run.model.max_length // 2**n for n in range(1, 8) if run.model.max_length // 2**n >= SHORTEST)
+    yield from (again[1] | less | chunked | {"model.max_length": length} for length in lengths for less in ({}, *smaller))

@@ -10,8 +10,8 @@ from parallel.mesh.grids import GRIDS
 
 
 def at_loss(network: Network, plan: Plan, stack: Stack) -> float:
-    """Bytes at the loss: copies of the logits in other dtypes, and their gradients. With `loss_chunks`, they are one chunk's, and the head's
-    gradient is added, which sums over all chunks."""
+    """Bytes at the loss: copies of the logits in other dtypes, and their gradients. With `loss_chunks`, these are one chunk's, and the
+    head's gradient is added, which is a sum over all chunks."""
     shared = plan.tp > 1 and plan.tensor != "copied"
     if plan.loss_chunks > 1:
         narrow = plan.compute_bytes if plan.compute_bytes < FP32_BYTES else 0

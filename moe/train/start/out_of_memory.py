@@ -48,7 +48,7 @@ def did_not_fit(error: BaseException, run: Run, *, world: int, cpu: bool) -> str
     where = notes[0] if notes else "training"
     asked = re.search(r"allocate (\d+) bytes", said)
     more = f" ({size(int(asked[1]))} more asked for)" if asked else ""
-    total = flops.size(run.model, run.experts, run.router, vocab_size=run.vocab_size).total
+    total = flops.size(run).total
     return str(
         BadInput(
             "memory",
@@ -83,5 +83,5 @@ def next_step(run: Run, where: str, *, world: int, cpu: bool) -> Fix:
 
 def _is_long(run: Run) -> bool:
     """Return whether one sequence's checkpointed activations (each layer's input) exceed weights, gradients and moments on a rank."""
-    m, total = run.model, flops.size(run.model, run.experts, run.router, vocab_size=run.vocab_size).total
+    m, total = run.model, flops.size(run).total
     return 4 * m.max_length * m.d_model * m.num_layers > 16 * total * max(1, run.degrees.sp)
