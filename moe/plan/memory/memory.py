@@ -4,8 +4,7 @@
 
     states         parameters, gradients, optimizer states     moe/plan/job/states.py x the parameters in moe/plan/job/counts.py
     activations    micro-batches in flight x bytes of one      moments.py
-    temporary      of the loss, of a layer's backward pass     temporary.py
-    ZeRO stage 3   gathered weights, unreduced gradients       gathered.py
+    temporary      of the loss, of a layer's backward pass, of ZeRO stage 3     temporary.py
     buffers        buckets of gradients
 
 A device needs more than that: torch's allocator reserves blocks, and CUDA's context is not a tensor.
@@ -25,9 +24,9 @@ from typing import NamedTuple
 from moe.plan.job.counts import Elements
 from moe.plan.job.network import Network, Plan
 from moe.plan.job.states import States, model_states
-from moe.plan.memory.gathered import NOTHING, Unit, at_any_moment, gathered
 from moe.plan.memory.moments import Moment, RankMoments, differs_by_moment, ranks_of
 from moe.plan.memory.stack import OURS, Stack
+from moe.plan.memory.temporary import NOTHING, Unit, at_any_moment, gathered
 from parallel.data.kinds.kind import At
 
 RESERVED = 1.10

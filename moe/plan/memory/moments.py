@@ -3,7 +3,7 @@
     loss        logits in two dtypes and their gradients
     work        backward pass of a layer: recomputed activations, gradients inside the layer, gradient of its largest matrix, exchanged rows
     embedding   its gradient, after its micro-batch's activations are freed
-    sums, head, bucket, forward     with ZeRO stage 3, where gathered weights and unreduced gradients differ (gathered.py)
+    sums, head, bucket, forward     with ZeRO stage 3, where gathered weights and unreduced gradients differ (temporary.py)
 
 At each moment the micro-batches in flight keep their activations (in_flight.py, kept.py). Gradients without a buffer between steps exist
 only after the step's first backward pass has made them. Everything here is independent of the data-parallel engine, so that plans which
@@ -24,7 +24,6 @@ from moe.plan.job import counts
 from moe.plan.job.counts import Elements
 from moe.plan.job.in_flight import in_flight
 from moe.plan.job.network import Network, Plan, repeats
-from moe.plan.memory.gathered import NOTHING, Unit, gathered
 from moe.plan.memory.kept import (
     buffers_of,
     cast_ahead,
@@ -38,7 +37,7 @@ from moe.plan.memory.kept import (
     tokens_of,
 )
 from moe.plan.memory.stack import Stack
-from moe.plan.memory.temporary import FP32_BYTES, at_layer, at_loss, head_input, widest
+from moe.plan.memory.temporary import FP32_BYTES, NOTHING, Unit, at_layer, at_loss, gathered, head_input, widest
 from parallel.data.kinds.kind import At
 from parallel.mesh.grids import GRIDS
 from parallel.pipeline.simulator.held import RankPeaks

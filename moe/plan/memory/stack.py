@@ -42,7 +42,7 @@ class Stack:
     logits: bytes a logit at the peak of the loss. logits_kept: of these, bytes that wait for the backward pass. logits_shared: additional
     bytes if ranks of tp share the vocabulary.
     gathers: sharded parameters that are whole at the same time: `layers` (their number is `gathered`), `elements` (the same), or `moments`
-    (gathered.py).
+    (temporary.py).
     reads_again: with sequence parallelism, products gather their input again in the backward pass instead of keeping it.
     outputs: a stage's outputs are freed or kept after they are sent.
     casts: weights wider than the compute dtype are cast, and autograd keeps the cast.

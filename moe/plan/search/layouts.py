@@ -1,7 +1,7 @@
 """Searches over Mesh-TensorFlow layouts and over GSPMD annotations. Each returns a Plan that the trainer can run.
 
     meshes       rows x columns of all devices; columns within a node
-    mesh_tf      for each mesh: the best legal layout (best_layout.py), and the best layout that the trainer can run
+    mesh_tf      for each mesh: the best legal layout (mesh_tensorflow.py), and the best layout that the trainer can run
     gspmd        for each mesh: the sets of annotations in SETS, propagated to all tensors (gspmd.py)
                  \\__ then the fastest that fits and can run, by the program's own costs (partition.py)
 
@@ -20,9 +20,9 @@ from math import inf
 from moe.plan.job.network import Plan
 from moe.plan.operators import gspmd as spread
 from moe.plan.operators import mesh_tensorflow
-from moe.plan.operators.best_layout import best_layout
 from moe.plan.operators.kinds import BY_TENSOR, plan_of
 from moe.plan.operators.links import Machine
+from moe.plan.operators.mesh_tensorflow import best_layout
 from moe.plan.search.search import Allowed, SearchResult
 from parallel.annotations.graph import Graph
 from parallel.annotations.partition import Machine as Rates
