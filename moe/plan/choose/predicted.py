@@ -40,9 +40,9 @@ SHORTEST = 64  # tokens: shorter sequences are not proposed
 
 @dataclass(frozen=True)
 class Place:
-    """The devices on which ranks train. `cluster`: predicts time.
+    """Devices on which ranks train. cluster: description for predicting time, if any.
 
-    `limit_bytes`: memory of one rank, on a CPU its share of the host's; None if unknown. `own_bytes`: bytes that one process on a CPU may
+    limit_bytes: memory of one rank, on a CPU its share of the host's; None if unknown. own_bytes: bytes that one process on a CPU may
     still allocate (`ulimit`); None without such a limit.
     """
 
@@ -59,7 +59,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The prediction. `ranks`: memory of one rank of each pipeline stage; ranks that differ only in other axes need the same."""
+    """Memory and time of a run. ranks: memory of one rank for each pp rank; ranks that differ only in other axes need the same."""
 
     place: Place
     network: Network
@@ -78,17 +78,17 @@ class Prediction:
 
     @property
     def needed_bytes(self) -> float:
-        """Bytes of one rank, as the limit counts them: on a GPU with the allocator's share and the context."""
+        """Bytes of one rank to compare with limit_bytes: on a GPU including the allocator's share and the context."""
         return self.least_bytes if self.place.kind == "cpu" else RESERVED * self.rank_bytes + CONTEXT_BYTES
 
     @property
     def least_bytes(self) -> float:
-        """Lower bound of bytes for any allocator: the fullest rank's tensors on a GPU, the mean of the ranks that share a host."""
+        """Lower bound of `needed_bytes`: the fullest rank's tensors on a GPU; the mean of all ranks on a CPU, whose memory they share."""
         return sum(map(_held(self.place), self.ranks)) / len(self.ranks) if self.place.kind == "cpu" else self.rank_bytes
 
     @property
     def tightest(self) -> Bound | None:
-        """The known bound that is exceeded by most, or has the least room left; None if none is known."""
+        """Known bound that the run exceeds by most, or under which it has the least room left; None if none is known."""
         known = []
         if self.place.limit_bytes is not None:
             of = "on the fullest rank" if self.place.kind == "cuda" else "a rank, all of which share this host's memory"
@@ -104,13 +104,13 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        """True if the run fits with the allocator's share and the context, too."""
+        """True if the run fits even with the allocator's share and the context."""
         return self.over_bytes <= 0 and (self.place.limit_bytes is None or self.needed_bytes <= self.place.limit_bytes)
 
 
 @dataclass(frozen=True)
 class Bound:
-    """A bound. `least`: bytes that any allocator needs; `limit`: bytes that are available; `of`: the ranks, in words."""
+    """A limit of memory. least: bytes that any allocator needs. limit: bytes that are available. of: the ranks concerned, as text."""
 
     least: float
     limit: float

@@ -34,7 +34,7 @@ def compute_bytes(run: Run) -> int:
 
 
 def network_of(run: Run) -> Network:
-    """Return the recipe's model. Layers with different numbers of experts count by their mean."""
+    """Return the recipe's model. If layers have different numbers of experts, each gets their mean."""
     m = run.model
     decoder = _decoder(run)
     if m.kind == "decoder":
@@ -58,7 +58,7 @@ def network_of(run: Run) -> Network:
 
 
 def _decoder(run: Run) -> Network:
-    """Return the network as if all its layers were a decoder's."""
+    """Return the model as a decoder with all layers, also of an encoder-decoder."""
     m = run.model
     return Network(
         layers=m.num_layers,
@@ -179,7 +179,7 @@ def _cut(costs: tuple[float, ...], stages: int) -> tuple[int, ...]:
 
 
 def _chunks(run: Run) -> int:
-    """Number of stages of a rank: the recipe's, else the schedule's own. For an order in a file, pipeline.layers decides."""
+    """Number of stages on each rank: the schedule's own number, or the recipe's. With a schedule from a file, pipeline.layers decides."""
     p, pp = run.pipeline, run.degrees.pp
     if pp == 1:
         return p.chunks or 1
@@ -198,7 +198,7 @@ def storage_of(run: Run) -> Storage:
 
 
 def _with_adam(run: Run) -> Storage:
-    """Return the storage with AdamW. Parameters are stored in `master`; an engine with a master copy has others to compute with."""
+    """Return the storage with AdamW. Parameters are in precision.master; engines with a master copy compute with a second copy."""
     copied = run.sharding.carrier().master_copy
     if run.precision.master == "bf16":
         return MIXED if copied else BF16

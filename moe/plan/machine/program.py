@@ -11,28 +11,28 @@ from typing import Literal
 
 from moe.plan.job.hashed import hashed_once
 
-ALONE = 0.3  # fraction of the faster of host and device that does not overlap: fitted to vTrain's steps of small layers
+ALONE = 0.3  # see Program.alone; fitted to vTrain's measured steps of small layers
 
 
 @hashed_once
 @dataclass(frozen=True)
 class Program:
-    """One training program. `overlapped` means: at the same time as other work, so that it is hidden.
+    """One training program. `overlapped` work runs at the same time as other work, so it takes no additional time.
 
     attention      `fused`: one kernel, scores stay on the chip; `scores`: they are written, read and masked in memory
     launch_us      host's time to launch a kernel of the forward pass; the backward pass, driven by C++, takes `backward_launch` times that
     checkpoint_us  host's time to enter a recomputed layer: states of random numbers, a nested backward pass
     step_ms        host's time once a step: data, gradient norm, loss scale, logging
-    pointwise      bytes that norms, activations and residual sums move, divided by fully fused kernels' bytes
-    streams        time of pointwise kernels depends on `bytes`, or on `elements` (4 bytes each, if a core computes in fp32 anyway)
+    pointwise      bytes that norms, activations and residual sums move, divided by the bytes of fully fused kernels
+    streams        time of pointwise kernels depends on `bytes`, or on the number of `elements` (on a CPU, which computes in fp32)
     gradients      gradient sums run `after` the backward pass, or `overlapped` with its last micro-batch
-    staged         gradient sums with pipeline stages: as above, or `by stage`: each when its stage is done, during other actions
+    staged         gradient sums with pipeline stages: `as gradients` says, or `by stage`: each as soon as its stage has all gradients
     gathers        gathers of sharded parameters run `overlapped` with the previous layer, only `partly` so, or are `waited` for
-    alone          fraction of the faster of host and device that does not overlap (1: one core does both, one after the other)
+    alone          host and device work at the same time, but not always: fraction of the faster one's time that is added to the
+                   slower one's (1: one core does both, one after the other)
     shards         FSDP with pipeline stages gathers parameters and sums gradients in each `micro-batch`, or once a `step`
     gather_gb_s    largest rate at which a rank receives gathered parameters (None: the rate of its links)
-    gather_us      host's time around one gather or sum of a layer's sharded parameters, if it hides nothing: copies in and out of
-                   buffers, and ranks that wait for each other
+    gather_us      host's time around one gather or sum of a layer's sharded parameters: copies in and out of buffers, waiting for ranks
     experts_overlap  fraction of the exchanges with experts that the other direction's computation hides
     tensor_overlap   fraction of tensor parallelism's collectives that products hide
     transfers      between stages: each rank of tp sends its part (`parts`), or all send the same (`whole`)

@@ -1,6 +1,6 @@
-"""Activation memory of training software, as coefficients: a Plan says how ranks train, a Stack which tensors the software keeps.
+"""Coefficients of activation memory for a training software: a Plan says how ranks train, a Stack which tensors the software keeps.
 
-Bytes a token of a layer with width D, w = heads * channels, k = kv_heads * channels and F hidden units; c bytes of an element:
+Bytes for each token in a layer of width D, w = heads * channels, k = kv_heads * channels, F hidden units; c: bytes of an element:
 
     norm_inputs     2 norm D + 2 statistics      inputs of the two norms; RMSNorm keeps `rms` D more if its steps are separate kernels
     norm_outputs    2 c D                        inputs of the products after the norms
@@ -38,14 +38,14 @@ PARTS: tuple[Part, ...] = ("norm_inputs", "norm_outputs", "attention", "core", "
 class Stack:
     """Coefficients of one training software. The first fields are explained at the top of this file.
 
-    mask: size of a mask's element: a byte, or an element of the tensor.
-    logits: bytes a logit at the peak of the loss. logits_kept: of these, bytes that wait for the backward pass. logits_shared: additional
-    bytes if ranks of tp share the vocabulary.
-    gathers: sharded parameters that are whole at the same time: `layers` (their number is `gathered`), `elements` (the same), or `moments`
-    (temporary.py).
-    reads_again: with sequence parallelism, products gather their input again in the backward pass instead of keeping it.
+    mask: an element of a mask takes a byte, or as much as an element of the tensor.
+    logits: bytes for each logit at the peak of the loss. logits_kept: those of them that are kept until the backward pass. logits_shared:
+    additional bytes if ranks of tp share the vocabulary.
+    gathers: sharded parameters that are whole at the same time: a number of `layers` or `elements`, which is `gathered`; or as the engine
+    says for each of the step's `moments` (temporary.py).
+    reads_again: with `sliced` activations, products gather their input again in the backward pass instead of keeping it.
     outputs: a stage's outputs are freed or kept after they are sent.
-    casts: weights wider than the compute dtype are cast, and autograd keeps the cast.
+    casts: weights wider than the compute dtype are cast, and the cast is kept.
     bucket_elements, bucket_bytes: size of a bucket of gradients, and bytes of its elements.
     reduce_bytes: bytes of an element of an unsharded gradient.
     gradients: between steps, kept in the software's own buffers, or freed (unless an engine's buckets keep them).

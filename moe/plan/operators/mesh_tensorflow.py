@@ -33,7 +33,7 @@ from parallel.annotations.partition import Cuts, Machine, Program, flops, indice
 from parallel.annotations.resharding import Sharding, Sizes, check_axes
 from parallel.errors import BadInput, did_you_mean
 
-Layout = Mapping[str, str]  # name of a dim -> axis of the mesh
+Layout = Mapping[str, str]  # name of a dim -> axis of the mesh that splits it
 INSIDE, OUTSIDE = "expert_batch", "experts_whole"
 Objective = Literal["seconds", "bytes"]
 Choice = dict[str, str]  # name of a dim -> its axis, or NONE (whole); names that are missing are not decided yet
@@ -88,7 +88,7 @@ def check(graph: Graph, layout: Layout, mesh: Sizes) -> None:
 
 
 def together(graph: Graph) -> dict[str, str]:
-    """Name of a tensor or operator -> its letters."""
+    """Name of a tensor or operator -> letters of its dims."""
     return {name: graph.letters(name) for name in (*graph.inputs, *graph.parameters)} | {op.name: op.factors for op in graph.operators}
 
 
@@ -136,7 +136,7 @@ def by_letter(graph: Graph, layout: Layout) -> Cuts:
 
 
 def cuts(of: Cuts, op: Operator) -> Cuts:
-    """Cuts of one operator, from the cuts of all letters. Factors that it needs whole are not cut; they are gathered for it."""
+    """Cuts of one operator's work. of: letter -> axes, for all letters. Factors that it needs whole are gathered for it, not cut."""
     return {letter: of[letter] for letter in op.factors if letter in of and letter not in op.whole}
 
 
