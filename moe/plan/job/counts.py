@@ -41,7 +41,7 @@ class Elements:
         return Elements(self.dense - self.frozen_dense, self.expert - self.frozen_expert)
 
     def as_frozen(self) -> Elements:
-        """The same numbers, but all frozen."""
+        """Elements with these numbers, all frozen."""
         return Elements(self.dense, self.expert, self.dense, self.expert)
 
     def __add__(self, other: Elements) -> Elements:

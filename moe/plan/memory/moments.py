@@ -25,6 +25,7 @@ from moe.plan.job.counts import Elements
 from moe.plan.job.in_flight import in_flight
 from moe.plan.job.network import Network, Plan, repeats
 from moe.plan.memory.kept import (
+    FP32_BYTES,
     buffers_of,
     cast_ahead,
     cast_weights,
@@ -37,7 +38,7 @@ from moe.plan.memory.kept import (
     tokens_of,
 )
 from moe.plan.memory.stack import Stack
-from moe.plan.memory.temporary import FP32_BYTES, NOTHING, Unit, at_layer, at_loss, gathered, head_input, widest
+from moe.plan.memory.temporary import NOTHING, Unit, at_layer, at_loss, gathered, head_input, widest
 from parallel.data.kinds.kind import At
 from parallel.mesh.grids import GRIDS
 from parallel.pipeline.simulator.held import RankPeaks
