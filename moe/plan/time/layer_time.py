@@ -92,11 +92,13 @@ def _products(
     kernels: tuple[int, int],
     count: float = 1,
     cast: bool = True,
+    by_product: bool = True,
 ) -> Passes:
     """Passes of products, and of pointwise kernels that move `moved` bytes forward.
 
     streams, kernels: number of pointwise kernels (forward, backward) that take time, and that the host launches. count: each product is
-    computed `count` times, by different experts. cast: products in 8 bits cast their operands first.
+    computed `count` times, by different experts. cast: products in 8 bits cast their operands first. by_product: sum the backward pass
+    product by product; published figures depend on this order in their last digit.
     """
     device, kind = cluster.device, _kind(plan, program)
     together, times = (count, 1) if program.experts == "grouped" else (1, count)
@@ -104,7 +106,8 @@ def _products(
     for m, n, k in products:
         forward += device.product(m, n, k, count=together, kind=kind)
         gradient = device.product(k, n, m, count=together, kind=kind)
-        inputs += device.product(m, k, n, count=together, kind=kind) + gradient
+        of_input = device.product(m, k, n, count=together, kind=kind)
+        inputs = inputs + (of_input + gradient) if by_product else inputs + of_input + gradient
         weights += gradient
         if cast and program.products != "compute":  # each operand is read twice (once for its maximum) and written twice (once transposed)
             casts_forward, casts_backward = casts_forward + 6 * (m * k + k * n), casts_backward + 6 * m * n
@@ -177,7 +180,7 @@ def _ffn(
     f, d = hidden / (plan.grid.units if rows is None else plan.etp), network.width
     moved = (3 if gated else 2) * _pointwise_bytes(plan, program) * f * n * count * program.pointwise
     products = [(n, f * (2 if gated else 1), d), (n, d, f)]
-    return _products(products, moved, plan, cluster, program, streams=(1, 2), kernels=(2, 3), count=count)
+    return _products(products, moved, plan, cluster, program, streams=(1, 2), kernels=(2, 3), count=count, by_product=False)
 
 
 def _core(network: Network, plan: Plan, cluster: Cluster, program: Program) -> Passes:
