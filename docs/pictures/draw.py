@@ -31,9 +31,9 @@ from shapes import EXPERTS, GREY, INK, LINE, SOFT, WHITE, arrow, box, canvas, ce
 from moe.cli.simulate.simulate import simulated  # noqa: E402
 from moe.cli.simulate.text import summary_line  # noqa: E402
 from moe.kernels import reference  # noqa: E402
+from moe.recipe.router_spec import RouterSpec  # noqa: E402
 from moe.recipe.sections import Optimizer  # noqa: E402
-from moe.router.slots import capacity  # noqa: E402
-from moe.router.slots.capacity import kept_choices  # noqa: E402
+from moe.router.capacity import kept_choices, slots_of  # noqa: E402
 from moe.train.parts.learning_rate import learning_rate  # noqa: E402
 from parallel.kfac.fisher import check_rules, works  # noqa: E402
 from parallel.mesh.mesh import Degrees  # noqa: E402
@@ -80,7 +80,7 @@ def layer() -> Axes:
         arrow(axes, (103, y + 2), (112, y + 2), color=LINE)
         cell(axes, 112, y, f"x{t}+y{t}" if kept[t] else f"x{t}", fill=GREY, w=10)
     note(axes, 117, 50, "residual", bold=True, color=INK)
-    slots = capacity(6, num_experts=4, num_choices=1, factor=4 / 3, minimum=1)
+    slots = _slots(6, 4 / 3)
     note(
         axes,
         64,
@@ -91,9 +91,13 @@ def layer() -> Axes:
     return axes
 
 
+def _slots(tokens: int, factor: float) -> int | None:
+    return slots_of(RouterSpec(capacity_factor=factor, min_capacity=1), tokens, num_experts=4, training=True)
+
+
 def _kept(chosen: Sequence[int], *, groups: int, factor: float) -> list[bool]:
     expert_TK = torch.tensor(chosen).unsqueeze(1)
-    slots = capacity(len(chosen) // groups, num_experts=4, num_choices=1, factor=factor, minimum=1)
+    slots = _slots(len(chosen) // groups, factor)
     active = torch.ones_like(expert_TK, dtype=torch.bool)
     kept = kept_choices(expert_TK, active, num_groups=groups, num_experts=4, slots_each=slots, kernels=reference)
     return [bool(k) for k in kept[:, 0]]
@@ -110,7 +114,7 @@ def groups() -> Axes:
         for y, ranks in ((35, 1), (11.5, 2)):
             num_groups = ranks if per_rank else 2
             kept = _kept(both, groups=num_groups, factor=1.0)
-            slots = capacity(16 // num_groups, num_experts=4, num_choices=1, factor=1.0, minimum=1)
+            slots = _slots(16 // num_groups, 1.0)
             for s in range(2):
                 top = y + 9 - 8 * s
                 if ranks == 2 or s == 0:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moe.recipe.sections import Run
-from moe.router.slots.groups import check_groups
+from moe.router.checks import check_groups
 from parallel.errors import BadInput
 from parallel.fixes import Set
 from parallel.mesh.mesh import Degrees, divisors

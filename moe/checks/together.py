@@ -20,9 +20,8 @@ from moe.kernels.products import PRODUCTS
 from moe.recipe.idle import check_settings
 from moe.recipe.plugin import check_there
 from moe.recipe.sections import Data, Run
-from moe.router.checks import check_read, check_slots, check_spec
+from moe.router.checks import check_causal, check_read, check_slots, check_spec
 from moe.router.methods.catalog import method_of
-from moe.router.slots.causal import check_causal
 from parallel.errors import BadInput, counted, did_you_mean
 from parallel.fixes import Nproc, Remove, Set, guess
 from parallel.mesh.mesh import Degrees, check_world, divisors

@@ -45,7 +45,7 @@ from parallel.store import checkpoint
 from parallel.store.checkpoint import verify
 from parallel.store.lock import alone_in
 
-RECENT = 100  # a run's load is the mean over this number of its last training lines
+RECENT = 100  # number of a run's last training lines over which its load is averaged
 
 
 def find(source: Path) -> Path:
@@ -60,9 +60,10 @@ def find(source: Path) -> Path:
 
 
 def loads(source: Path, before: Run, *, step: int) -> dict[int, list[float]]:
-    """Return each layer's share of choices by expert: the mean over a run's last RECENT training lines up to `step`, or from a JSON file.
+    """Return the load of each layer's experts, by layer: their shares of choices in a run up to `step`, or the numbers in a JSON file.
 
-    The JSON file is an object of lists by layer number: {"1": [900, 20, 4, 76]}. Raises BadInput if a layer is missing.
+    Of a run it is the mean over the last RECENT training lines. The file is an object of lists by layer number: {"1": [900, 20, 4, 76]}.
+    Raises BadInput if a layer is missing.
     """
     if source.suffix == ".json":
         try:
@@ -85,7 +86,11 @@ def loads(source: Path, before: Run, *, step: int) -> dict[int, list[float]]:
 
 
 def convert(run: Run, source: Path, settings: Settings, *, load_from: Path | None = None) -> tuple[Engine, Conversion, Counters]:
-    """Return the new model with its optimizer, in one process. Raises BadInput if the source cannot be converted."""
+    """Convert the checkpoint `source` to a model of the recipe `run`, in one process. Raises BadInput if it cannot be converted.
+
+    `load_from`: see `loads`; None: the source's run. Returns (the engine with the new model and its optimizer, the conversion, the counters
+    of samples and steps with which training continues).
+    """
     reader = whole(source)
     before = build_run(reader.state["recipe"])
     settings = check_convertible(before, run, settings)
@@ -94,7 +99,7 @@ def convert(run: Run, source: Path, settings: Settings, *, load_from: Path | Non
     stored = reader.state.get(hash_table.STATE) if hash_table.wanted(run) else None
     table = hash_table.read(run, or_none=stored is not None) or stored
     model, layouts = build(alone, mesh, device=torch.device("cpu"), table=table)
-    held = _by_global_name(model, layouts)
+    held = by_global_name(model, layouts)
     conversion = Conversion(before, run, reader, settings, {n: tuple(t.shape) for n, t in held.items()}, held.__getitem__)
     conversion.table = table
     if settings.needs_load:
@@ -124,13 +129,14 @@ def _load_moments(engine: Engine, conversion: Conversion, layouts: dict[str, Lay
     engine.load_state(states, given(states), steps=counters.updates)
 
 
-def _by_global_name(model: Transformer, layouts: dict[str, Layout]) -> Values:
+def by_global_name(model: Transformer, layouts: dict[str, Layout]) -> Values:
+    """Return the model's parameters under their names in checkpoints: stacks of experts element by element."""
     parameters = dict(model.named_parameters())
     return {part: view for name, layout in layouts.items() for part, view in _parts(name, layout, parameters[name].detach())}
 
 
 def _parts(name: str, layout: Layout, whole: Tensor) -> list[tuple[str, Tensor]]:
-    """Return a parameter under its names in checkpoints: itself, or each element of a stack."""
+    """Return (name in checkpoints, tensor) for a parameter: of itself, or of each element of a stack."""
     if layout.unstack is None:
         return [(global_name(name), whole)]
     return [(layout.unstack.format(i), part) for i, part in enumerate(whole)]
@@ -156,7 +162,7 @@ def main(
     engine, conversion, counters = convert(run, path, settings, load_from=None if load is None else Path(load))
     reader = conversion.reader
     with alone_in(out, what="TO_RUN"):
-        _check_new(out)  # again, because a run may have begun in this folder meanwhile
+        _check_new(out)  # a second time, because a run may have begun in this folder before the lock was held
         make_writable(out, World())
         (out / "recipe.yaml").write_text(resolved_yaml(run, origins))
         state.save(
@@ -190,7 +196,7 @@ def _check_new(out: Path) -> None:
 
 
 def load_recipe(recipe: str, overrides: dict[str, str]) -> tuple[Run, dict[str, str]]:
-    """Load and check a recipe. Returns it with its dtypes resolved, and the origin of each value."""
+    """Load and check a recipe. Returns (the recipe with dtypes in place of auto, key -> origin of its value)."""
     run, origins = load(recipe, overrides)
     check_together(run.resolve(1))
     return settle_precision(run, World()), origins

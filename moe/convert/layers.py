@@ -1,10 +1,11 @@
-"""One model's tensors computed from another's, layer by layer and by global name: the core of `moe convert`.
+"""Computes the tensors of one model from those of another, layer by layer: the core of `moe convert`.
 
     kept      embedding, attention, norms, and unchanged layers: copied
     grown     a dense layer's network to experts                       moe/convert/upcycle.py: copy, granular, noise, drop
     shrunk    experts to fewer experts, or to one dense network        moe/convert/upcycle.py: merge, prune
 
-A tensor of the source without a place in the new model is refused, and so is a tensor of the new model without a source.
+A tensor of the source without a place in the new model is refused, and so is a tensor of the new model without a source. Tensors have
+their global names: moe/model/names.py.
 """
 
 from __future__ import annotations
@@ -25,26 +26,31 @@ from moe.train.start.state import EXTRA
 from parallel.errors import BadInput
 from parallel.store.stored import Reader
 
-Values = dict[str, Tensor]  # by global name
+Values = dict[str, Tensor]  # tensors by global name
 
 
 @dataclass
 class Conversion:
-    """New values, by global name, of every tensor of `run`'s model that does not keep its initial value, from a reader's checkpoint."""
+    """Converts a checkpoint of the recipe `before`, the source, to a model of the recipe `run`.
+
+    `shapes`: shapes of the new model's tensors. `first`: returns a tensor's initial value in the new model. `load`: each expert's share of
+    choices, by layer of the source; {} if the settings do not need it. `table`: the experts of token ids, if the recipe names a hash table.
+    `used`: names of the source's tensors that were read, so that the others can be refused.
+    """
 
     before: Run
     run: Run
     reader: Reader
     settings: Settings
-    shapes: dict[str, tuple[int, ...]]  # shapes of the new model's tensors, by global name
-    first: Callable[[str], Tensor]  # initial value of a tensor in a new model
-    load: dict[int, list[float]] = field(default_factory=dict)  # load of each expert in the source's MoE layers
-    table: Table | None = None  # the new routers' table, if the recipe names one
-    used: set[str] = field(default_factory=set)  # the source's tensors read so far
+    shapes: dict[str, tuple[int, ...]]
+    first: Callable[[str], Tensor]
+    load: dict[int, list[float]] = field(default_factory=dict)
+    table: Table | None = None
+    used: set[str] = field(default_factory=set)
 
     @cached_property
     def source(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the source's parameters, by global name."""
+        """Shapes of the source's parameters by name."""
         return self.reader.names()
 
     def read(self, name: str, kind: str = "weight") -> Tensor:
@@ -56,14 +62,12 @@ class Conversion:
     # --- one network of the source; matrices are transposed to the experts' form
 
     def dense(self, stem: str, kind: str = "weight") -> Network:
-        gated = f"{stem}.w3.weight" in self.source
-        w1, w2, *w3 = (self.read(f"{stem}.{m}.weight", kind).T for m in ("w1", "w2", "w3")[: 2 + gated])
-        return Network(w1, w2, *w3)
+        names = ("w1", "w2", "w3") if f"{stem}.w3.weight" in self.source else ("w1", "w2")
+        return {name: self.read(f"{stem}.{name}.weight", kind).T for name in names}
 
     def expert(self, layer: int, number: int) -> Network:
         stem = f"layers.{layer}.experts.{number}"
-        w1, w2, *w3 = (self.read(f"{stem}.{m}") for m in ("w1", "w2", "w3")[: 2 + (f"{stem}.w3" in self.source)])
-        return Network(w1, w2, *w3)
+        return {name: self.read(f"{stem}.{name}") for name in (("w1", "w2", "w3") if f"{stem}.w3" in self.source else ("w1", "w2"))}
 
     # --- one layer
 
@@ -73,21 +77,22 @@ class Conversion:
         count, g = experts_of(self.run, layer), parts(self.before, self.run)
         key, seed = f"layers.{layer}.experts", self.run.train.seed
         methods: dict[str, Callable[[], list[Network]]] = {
-            "copy": lambda: upcycle.copies(network, count),
+            "copy": lambda: [network] * count,
             "granular": lambda: upcycle.shards(network, count, parts=g),
             "noise": lambda: upcycle.noisy(network, count, share=s.share, scale=s.scale, key=key, seed=seed),
             "drop": lambda: upcycle.redrawn(network, count, share=s.share, key=key, seed=seed),
         }
         factor = 1 / even_gate_sum(self.run.router, count)
-        values = _experts(layer, [expert.scaled(factor) for expert in methods[s.method]()])
+        values = _experts(layer, [upcycle.scaled(expert, factor) for expert in methods[s.method]()])
         if s.method == "granular":
             for name in self._router_rows(layer, count):
                 values[name] = upcycle.shared_rows(self.first(name), parts=g)
         if x.residual:
-            values |= _dense(f"layers.{layer}.residual", network)  # the router's two coefficients sum to 1: c_0 f + c_1 f = f
+            # the output stays f, because the two coefficients of the mix sum to 1: c_0 f + c_1 f = f
+            values |= _dense(f"layers.{layer}.residual", network)
         if x.shared:
             name = f"layers.{layer}.shared.w2.weight"
-            values[name] = torch.zeros_like(self.first(name))  # contributes nothing until it has learned
+            values[name] = torch.zeros_like(self.first(name))  # with w2 = 0, it adds nothing to the output at first
         return values
 
     def grown_moments(self, layer: int, kind: str) -> Values:
@@ -96,21 +101,22 @@ class Conversion:
         With a residual network, which gets half of the gradient, the experts share the other half. If a token's gates sum to s, w2 is
         stored as w2 / s, so its gradient is s times as large.
         """
-        x, power = self.run.experts, {"exp_avg": 1, "exp_avg_sq": 2}[kind]
-        count, half = experts_of(self.run, layer), 0.5 if self.run.experts.residual else 1.0
+        residual, power = self.run.experts.residual, {"exp_avg": 1, "exp_avg_sq": 2}[kind]
+        count, half = experts_of(self.run, layer), 0.5 if residual else 1.0
         s = even_gate_sum(self.run.router, count)
         network = self.dense(f"layers.{layer}.ffn", kind)
-        expert = network.each(lambda name, w: w * (half / count * (s if name == "w2" else 1.0)) ** power)
-        beside = _dense(f"layers.{layer}.residual", network.each(lambda _, w: w * half**power)) if x.residual else {}
-        return _experts(layer, upcycle.copies(expert, count)) | beside
+        expert = {name: w * (half / count * (s if name == "w2" else 1.0)) ** power for name, w in network.items()}
+        rest = _dense(f"layers.{layer}.residual", {name: w * half**power for name, w in network.items()}) if residual else {}
+        return _experts(layer, [expert] * count) | rest
 
     def shrunk(self, layer: int) -> Values:
         """Convert a sparse layer to fewer experts, or to one dense network."""
         sparse = experts_of(self.run, layer)
         groups, weights = self._groups(layer)
         factor = (gate_sum(self.before.router) or 1.0) / ((gate_sum(self.run.router) or 1.0) if sparse else 1.0)
-        made = [upcycle.merged([self.expert(layer, e) for e in g], [weights[e] for e in g]).scaled(factor) for g in groups]
-        left = ("experts",) if sparse else ("experts", "router")  # pruned experts, and routers of layers that need none
+        merged = (upcycle.merged([self.expert(layer, e) for e in group], [weights[e] for e in group]) for group in groups)
+        made = [upcycle.scaled(network, factor) for network in merged]
+        left = ("experts",) if sparse else ("experts", "router")  # their tensors count as used, although pruned ones have no place
         self.used |= {n for n in self.source if n.startswith(tuple(f"layers.{layer}.{part}." for part in left))}
         if sparse:
             values = _experts(layer, made)
@@ -123,14 +129,14 @@ class Conversion:
         return _dense(f"layers.{layer}.ffn", upcycle.joined(made))
 
     def _groups(self, layer: int) -> tuple[list[list[int]], list[float]]:
-        """Return the groups of experts that become one expert each, and the weight of each expert in its group's mean."""
+        """Return (the groups of experts that become one expert each, the weight of every expert in its group's mean)."""
         count, into = experts_of(self.before, layer), experts_of(self.run, layer) or 1
         weights = self.load[layer] if self.settings.needs_load else [1.0] * count
         prune = self.settings.method == "prune"
         return (upcycle.most_used(weights, into) if prune else upcycle.neighbours(count, into)), weights
 
     def bias(self, name: str, new_E: Tensor) -> Tensor:
-        """Return a router's selection bias: the source's, merged if experts are merged; zero for a new router."""
+        """Return the router's selection bias `name`: the source's, merged as its experts are; zeros like `new_E` for a new router."""
         layer = int(name.split(".")[1])
         if name not in self.reader.names(EXTRA):
             return torch.zeros_like(new_E)
@@ -138,20 +144,23 @@ class Conversion:
         return old_E if change(self.before, self.run, layer) is None else upcycle.merged_rows(old_E, *self._groups(layer))
 
     def _router_rows(self, layer: int, count: int) -> list[str]:
-        """Names of the router's parameters that have one row per expert."""
+        """Return the names of the router's parameters that have one row for each of its `count` experts."""
         of_router = [n for n in self.shapes if n.startswith(f"layers.{layer}.router.") and not n.endswith("norm.weight")]
         return [n for n in of_router if self.shapes[n][0] == count]
 
     # --- the whole model
 
     def values(self) -> Values:
-        """Return all new weights. Raises BadInput for a tensor without a place, or with another shape."""
+        """Return the weights of the new model that do not keep their initial values.
+
+        Raises BadInput for a tensor of the source without a place, and for one with another shape.
+        """
         out = {name: self.read(name) for name in self.kept()}
         for layer in range(self.run.model.num_layers):
             what = change(self.before, self.run, layer)
             if what is not None:
                 out |= self.grown(layer) if what == "grow" else self.shrunk(layer)
-        for name in self.source.keys() - self.used:
+        for name in sorted(self.source.keys() - self.used):
             _refuse(name, self.source[name], None)
         for name, value in out.items():
             if tuple(value.shape) != self.shapes.get(name):
@@ -159,7 +168,7 @@ class Conversion:
         return out
 
     def moments(self, kind: str) -> Values:
-        """Return optimizer moments for all copied tensors. The rest is left out and starts at 0."""
+        """Return the optimizer moments, exp_avg or exp_avg_sq, of all copied tensors. Those of other tensors start at 0."""
         out = {name: self.read(name, kind) for name in self.kept()}
         for layer in range(self.run.model.num_layers):
             if change(self.before, self.run, layer) is not None:
@@ -167,34 +176,26 @@ class Conversion:
         return out
 
     def kept(self) -> list[str]:
-        """Names of tensors outside the feed-forward part of changed layers."""
+        """Return the names of the tensors that are copied: all but the feed-forward part of changed layers."""
         return [n for n in self.shapes if not feed_forward(n) or change(self.before, self.run, int(n.split(".")[1])) is None]
 
 
 def feed_forward(name: str) -> bool:
-    """Return whether a tensor belongs to the feed-forward half of a block, the part that conversions change."""
+    """Return whether a tensor belongs to the feed-forward part of a block: its network, or its router and experts."""
     part = name.split(".")
     return part[0] == "layers" and part[2] not in ("attention", "attention_norm", "cross", "cross_norm", "ffn_norm")
 
 
 def _experts(layer: int, networks: list[Network]) -> Values:
-    return {
-        f"layers.{layer}.experts.{e}.{name}": w
-        for e, network in enumerate(networks)
-        for name, w in (("w1", network.w1), ("w2", network.w2), ("w3", network.w3))
-        if w is not None
-    }
+    return {f"layers.{layer}.experts.{e}.{name}": w for e, network in enumerate(networks) for name, w in network.items()}
 
 
 def _dense(stem: str, network: Network) -> Values:
-    pairs = (("w1", network.w1), ("w2", network.w2), ("w3", network.w3))
-    return {f"{stem}.{name}.weight": w.T for name, w in pairs if w is not None}
+    return {f"{stem}.{name}.weight": w.T for name, w in network.items()}
 
 
 def _refuse(name: str, got: tuple[int, ...] | None, needed: tuple[int, ...] | None) -> None:
-    raise BadInput(
-        f"parameter {name}",
-        got="nothing in the source" if got is None else f"shape {list(got)} in the source",
-        needed="no such parameter: the recipe's model has none" if needed is None else f"shape {list(needed)}",
-        fix="change the recipe so that what it does not convert has the source's sizes",
-    )
+    here = "nothing in the source" if got is None else f"shape {list(got)} in the source"
+    there = "no such parameter: the recipe's model has none" if needed is None else f"shape {list(needed)}"
+    fix = "change the recipe so that what it does not convert has the source's sizes"
+    raise BadInput(f"parameter {name}", got=here, needed=there, fix=fix)

@@ -17,7 +17,7 @@ from moe.train.start.restore import restore
 
 
 def report_lines(conversion: Conversion, source: Path, out: Path) -> list[str]:
-    """Lines of text: one for each family of tensors, then the expected output and the next command."""
+    """Return lines of text: one for each part of the model, then the expected output and the next command."""
     rows = changes_by_part(conversion)
     width = max(len(part) for part, _ in rows)
     return [
@@ -29,7 +29,7 @@ def report_lines(conversion: Conversion, source: Path, out: Path) -> list[str]:
 
 
 def changes_by_part(conversion: Conversion) -> list[tuple[str, str]]:
-    """Return (part of the model, how it was converted) for each part."""
+    """Return (part of the model, how it was converted) for each part, and for the recipe, the moments and the order of samples."""
     s, before, run = conversion.settings, conversion.before, conversion.run
     changed = layers_that("grow", before, run) + layers_that("shrink", before, run)
     kept = [n for n in conversion.shapes if not (feed_forward(n) and int(n.split(".")[1]) in changed)]
@@ -58,9 +58,9 @@ def _layer(conversion: Conversion, layer: int) -> str:
             "drop": f"copies with {s.share:g} of the hidden units drawn anew",
         }[s.method]
         factor = (parts(before, run) if s.method == "granular" else 1) / even_gate_sum(run.router, new)
-        scaled = f"; way down times {factor:g}" if factor != 1 else ""
+        scaled = f"; down projection times {factor:g}" if factor != 1 else ""
         beside = "; residual network: the dense one" if run.experts.residual else ""
-        beside += "; shared experts: new, their way down zero" if run.experts.shared else ""
+        beside += "; shared experts: new, their down projection zero" if run.experts.shared else ""
         return f"dense -> {new} experts, {one}{scaled}; router new, seed {run.train.seed}{beside}"
     into = f"{new} experts" if new else "dense"
     how = "the most used" if s.method == "prune" else f"means, {s.weights} weights"
@@ -69,13 +69,13 @@ def _layer(conversion: Conversion, layer: int) -> str:
 
 
 def expected_output(conversion: Conversion) -> str:
-    """Describe the condition under which the new model computes the same function as the source, if any."""
+    """Describe when the new model's output is equal to the source's."""
     s, before, run = conversion.settings, conversion.before, conversion.run
     if s.method in ("noise", "drop"):
         return "near the source's: the experts differ from its network on purpose"
     if s.method in ("copy", "granular"):
         if gate_sum(run.router) is None:
-            return f"not the source's: gates of {run.router.preset} depend on the token, the scale is right for a router without preference"
+            return f"not the source's: gates of {run.router.preset} depend on the token, the scale is right if all logits are equal"
         return "the source's, up to rounding, wherever no choice is dropped or declined"
     if run.model.layers_with_experts() and any(getattr(before.router, key) != getattr(run.router, key) for key in RouterSpec.model_fields):
         return "not the source's: the recipe has another router"

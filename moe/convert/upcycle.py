@@ -15,8 +15,7 @@ its shards with equal gates, and w2 * G / s makes the sum f(x) again.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -25,69 +24,60 @@ from parallel.numerics.random import key_of
 
 # D model, F hidden, E experts
 
+Network = dict[str, Tensor]  # a feed-forward network in the experts' form: w1 [D, F], w2 [F, D], and w3 [D, F] of a gated activation
 
-@dataclass(frozen=True)
-class Network:
-    """One feed-forward network in the experts' form: `w1` [D, F], `w2` [F, D], and for gated activations `w3` [D, F]."""
 
-    w1: Tensor
-    w2: Tensor
-    w3: Tensor | None = None
-
-    @property
-    def units(self) -> int:
-        return self.w1.shape[1]
-
-    def each(self, change: Callable[[str, Tensor], Tensor]) -> Network:
-        """Return the network with `change` applied to every matrix, by name."""
-        return Network(change("w1", self.w1), change("w2", self.w2), None if self.w3 is None else change("w3", self.w3))
-
-    def scaled(self, factor: float) -> Network:
-        """Return the network times `factor`, by scaling w2."""
-        return self if factor == 1.0 else replace(self, w2=self.w2 * factor)
-
-    def cut(self, units: slice) -> Network:
-        """Return the network of some hidden units: their terms of the sum."""
-        return self.each(lambda name, w: w[units] if name == "w2" else w[:, units])
+def scaled(network: Network, factor: float) -> Network:
+    """Return the network whose output is `factor` times as large: w2 is multiplied."""
+    return network if factor == 1.0 else network | {"w2": network["w2"] * factor}
 
 
 def joined(networks: Sequence[Network]) -> Network:
-    """Return one wider network: the sum of these."""
-    w3 = [n.w3 for n in networks if n.w3 is not None]
-    return Network(torch.cat([n.w1 for n in networks], 1), torch.cat([n.w2 for n in networks]), torch.cat(w3, 1) if w3 else None)
+    """Return one network with the hidden units of all of these: its output is the sum of their outputs."""
+    return {name: torch.cat([network[name] for network in networks], 0 if name == "w2" else 1) for name in networks[0]}
 
 
 # --- dense to experts -----------------------------------------------------------------------------------------------------
 
 
-def copies(network: Network, count: int) -> list[Network]:
-    """`count` references to the same network."""
-    return [network] * count
-
-
 def shards(network: Network, count: int, *, parts: int) -> list[Network]:
-    """Return shards: expert e is shard e % parts of copy e // parts, scaled by `parts`, since its gate is one of `parts` equal ones."""
-    size = network.units // parts
-    return [network.cut(slice(e % parts * size, (e % parts + 1) * size)).scaled(parts) for e in range(count)]
+    """Return `count` experts: expert e has the hidden units of shard e % parts, and `parts` times its output.
+
+    A token chooses all shards of a copy, each with the same gate, so each gate is 1 / parts of the copy's.
+    """
+    size = network["w1"].shape[1] // parts
+
+    def shard(number: int) -> Network:
+        units = slice(number * size, (number + 1) * size)
+        return {name: w[units] if name == "w2" else w[:, units] for name, w in network.items()}
+
+    return [scaled(shard(e % parts), parts) for e in range(count)]
 
 
 def noisy(network: Network, count: int, *, share: float, scale: float, key: str, seed: int) -> list[Network]:
-    """Copies, each with its own noise on about `share` of its weights: `scale` times the matrix's standard deviation."""
+    """Return copies, each with its own noise on about `share` of its weights: `scale` times the standard deviation of the matrix.
+
+    `key`: name of the layer's experts, from which with `seed` the noise is drawn.
+    """
 
     def change(expert: int, name: str, w: Tensor) -> Tensor:
         draw = torch.Generator().manual_seed(key_of(seed, f"{key}.{expert}.{name}.noise"))
         noise = torch.randn(w.shape, generator=draw) * (scale * w.float().std())
         return (w.float() + noise * (torch.rand(w.shape, generator=draw) < share)).to(w.dtype)
 
-    return [network.each(lambda name, w, e=e: change(e, name, w)) for e in range(count)]  # type: ignore[misc]
+    return [{name: change(e, name, w) for name, w in network.items()} for e in range(count)]
 
 
 def redrawn(network: Network, count: int, *, share: float, key: str, seed: int) -> list[Network]:
-    """Copies, each with round(share * F) random hidden units drawn anew, with the mean and standard deviation of the weights replaced."""
+    """Return copies, each with round(share * F) random hidden units drawn anew, with mean and deviation of the weights they replace.
+
+    `key`: name of the layer's experts, from which with `seed` the units and weights are drawn.
+    """
 
     def change(expert: int) -> Network:
         draw = torch.Generator().manual_seed(key_of(seed, f"{key}.{expert}.drop"))
-        chosen = torch.randperm(network.units, generator=draw)[: round(share * network.units)]
+        units = network["w1"].shape[1]
+        chosen = torch.randperm(units, generator=draw)[: round(share * units)]
 
         def one(name: str, w: Tensor) -> Tensor:
             if not len(chosen):
@@ -97,13 +87,13 @@ def redrawn(network: Network, count: int, *, share: float, key: str, seed: int) 
             drawn = torch.randn(old.shape, generator=draw) * old.std() + old.mean()
             return new.index_copy_(dim, chosen, drawn.to(w.dtype))
 
-        return network.each(one)
+        return {name: one(name, w) for name, w in network.items()}
 
     return [change(e) for e in range(count)]
 
 
 def shared_rows(rows_ED: Tensor, *, parts: int) -> Tensor:
-    """Router rows [E, D] for virtual groups: all shards of one copy get the row of its first shard."""
+    """Return router rows [E, D] for which a token chooses all shards of a copy together: every shard has the row of the first one."""
     expert_E = torch.arange(len(rows_ED))
     return rows_ED[expert_E - expert_E % parts]
 
@@ -112,7 +102,7 @@ def shared_rows(rows_ED: Tensor, *, parts: int) -> Tensor:
 
 
 def neighbours(count: int, into: int) -> list[list[int]]:
-    """Return the groups when `count` experts are merged in order into `into` groups of equal size."""
+    """Return `into` groups of equal size, of neighbouring experts: [[0, 1], [2, 3]] for 4 experts and 2 groups."""
     size = count // into
     return [list(range(i * size, (i + 1) * size)) for i in range(into)]
 
@@ -124,7 +114,7 @@ def most_used(load: Sequence[float], into: int) -> list[list[int]]:
 
 
 def mean(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """Weighted mean in float64; the mean of equal tensors is bitwise that tensor. Weights that are all 0 count as equal."""
+    """Return the weighted mean, summed in float64: bitwise the tensor if all are equal. Weights that are all 0 count as equal."""
     total = math.fsum(weights)
     shares = [w / total for w in weights] if total > 0 else [1 / len(tensors)] * len(tensors)
     out = tensors[0].double() * shares[0]
@@ -134,11 +124,10 @@ def mean(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
 
 
 def merged(networks: Sequence[Network], weights: Sequence[float]) -> Network:
-    """The weighted mean of networks, matrix by matrix; the mean of equal networks is bitwise that network."""
-    w3 = [n.w3 for n in networks if n.w3 is not None]
-    return Network(mean([n.w1 for n in networks], weights), mean([n.w2 for n in networks], weights), mean(w3, weights) if w3 else None)
+    """Return the weighted mean of networks, matrix by matrix. The mean of equal networks is bitwise that network."""
+    return {name: mean([network[name] for network in networks], weights) for name in networks[0]}
 
 
 def merged_rows(rows_ED: Tensor, groups: Sequence[Sequence[int]], weights: Sequence[float]) -> Tensor:
-    """Router rows [groups, D]: the weighted mean over each group."""
+    """Return the router rows of merged experts, [groups, D]: the weighted mean of each group's rows."""
     return torch.stack([mean([rows_ED[e] for e in group], [weights[e] for e in group]) for group in groups])

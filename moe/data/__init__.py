@@ -17,46 +17,36 @@ from pathlib import Path
 from typing import Any
 
 from moe.data.corpus import find_corpus
-from moe.data.given import GivenValidation, Stream, open_given
+from moe.data.given import Stream, open_given
 from moe.data.ids import open_ids
 from moe.data.mixture import MixedTrain, MixedValidation
-from moe.data.order import Held, TrainSet, ValidationSet, Windows
+from moe.data.order import TrainSet, ValidationSet, Windows
 from moe.data.remarks import with_left_out
 from moe.data.span_corruption import CorruptedTrain, CorruptedValidation, SpanCorruption
 from moe.data.tokenizer import Bytes, Ids, Tokenizer, load
 from moe.data.tokens import cache_folder, open_or_build
 from moe.recipe.plugin import is_plugin, load_plugin
 from moe.recipe.sections import Data
-from moe.recipe.shapes import START
-from moe.recipe.spans import inputs_within, spans_of
+from moe.recipe.shapes import START, inputs_within, spans_of
 from parallel.errors import BadInput, where
 from parallel.fixes import Set
 
 __all__ = [
-    "CorruptedTrain",
-    "CorruptedValidation",
-    "Dataset",
-    "Held",
-    "MixedTrain",
-    "MixedValidation",
-    "Stream",
-    "Tokenizer",
-    "TrainSet",
-    "ValidationSet",
-    "load",
-    "open_data",
-]
+    "CorruptedTrain", "CorruptedValidation", "Dataset", "MixedTrain", "MixedValidation", "Stream", "Tokenizer", "TrainSet", "ValidationSet",
+    "load", "open_data",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """Opened data: endless training sequences, fixed validation sequences, their tokenizer, and the index of the token files.
+    """Opened data: endless training sequences, fixed validation sequences, and their tokenizer.
 
+    `index`: index.json of the token files: their sizes, hashes and remarks; for several sources, {"sources": [an index of each], ...}.
     `key` identifies the text and the recipe's settings for it: runs with the same key see the same text.
     """
 
     train: TrainSet | MixedTrain | CorruptedTrain | Stream
-    validation: ValidationSet | MixedValidation | CorruptedValidation | GivenValidation
+    validation: ValidationSet | MixedValidation | CorruptedValidation
     tokenizer: Tokenizer
     index: dict[str, Any]
     key: str
@@ -80,34 +70,30 @@ def open_data(
 
     `max_length` is in tokens; for span corruption, of the encoder. `vocab_size` is the model's; `seed` decides the order. `tokenizer`: the
     description of a trained model's tokenizer, used for any text; None uses the recipe's, and trains it if needed. `verify` also hashes
-    large token files with unchanged times. `as_key`: see Windows. `given`: samples from a user's program (moe/data/given.py), for
-    data.source given. `text_key_set_by`: the setting to name in errors about a text_key. Raises BadInput for an unusable path or text, text
-    shorter than one sequence, a vocabulary smaller than the tokenizer's, and a cache folder that cannot be read or written.
+    large token files with unchanged times. `log` prints a line. `as_key`: as in Windows. `given`: samples from a user's program
+    (moe/data/given.py), for data.source given. `text_key_set_by`: the setting to name in errors about a text_key.
+
+    Raises BadInput for an unusable path or text, text shorter than one sequence, a vocabulary smaller than the tokenizer's, and a cache
+    folder that cannot be read or written.
     """
     if is_plugin(data_config.source) or (data_config.source == "given" and data_config.path is None and not data_config.sources):
         return _given(data_config, given, max_length=max_length, vocab_size=vocab_size, seed=seed, log=log)
     cache = cache or cache_folder()
-    again = partial(open_data, seed=seed, cache=cache, verify=verify, log=log)
+    opened = partial(open_data, seed=seed, cache=cache, verify=verify, log=log)
     if data_config.objective == "span_corruption":
         spans, plain = spans_of(max_length), data_config.model_copy(update={"objective": "next_token"})
-        made = again(plain, max_length=spans.text, vocab_size=vocab_size - spans.num_spans, tokenizer=tokenizer, as_key=inputs_within)
-        return _corrupted(made, SpanCorruption(spans, vocab_size, max(made.tokenizer.separator, START), seed))
+        made = opened(plain, max_length=spans.text, vocab_size=vocab_size - spans.num_spans, tokenizer=tokenizer, as_key=inputs_within)
+        objective = SpanCorruption(spans, vocab_size, max(made.tokenizer.separator, START), seed)
+        assert isinstance(made.train, TrainSet | MixedTrain) and isinstance(made.validation, ValidationSet | MixedValidation)
+        return replace(made, train=CorruptedTrain(made.train, objective), validation=CorruptedValidation(made.validation, objective))
     if data_config.sources:
         each: list[Dataset] = []
         for source in data_config.sources:  # all sources use the first one's tokenizer
-            text_key = source.text_key or data_config.text_key
+            text_key, named = source.text_key or data_config.text_key, f"text_key of {source.path} in data.sources"
             one = data_config.model_copy(update={"path": source.path, "sources": (), "text_key": text_key})
             tokenizer = each[0].tokenizer.describe() if each else tokenizer
-            each.append(
-                again(
-                    one,
-                    max_length=max_length,
-                    vocab_size=vocab_size,
-                    tokenizer=tokenizer,
-                    as_key=as_key,
-                    text_key_set_by=f"text_key of {source.path} in data.sources",
-                )
-            )
+            sized = partial(opened, one, max_length=max_length, vocab_size=vocab_size)
+            each.append(sized(tokenizer=tokenizer, as_key=as_key, text_key_set_by=named))
         return _mixed(each, tuple(source.weight for source in data_config.sources), seed)
     if data_config.tokenizer == "ids":
         files = open_ids(data_config, cache=cache, log=log)
@@ -121,13 +107,8 @@ def open_data(
     train, held_out = (
         Windows(tokens, max_length, name, as_key, needed) for name, tokens in (("train", files.train), ("validation", files.validation))
     )
-    return Dataset(
-        train=TrainSet(train, seed),
-        validation=ValidationSet(held_out, files.tokenizer.bytes_per_id),
-        tokenizer=files.tokenizer,
-        index=files.index,
-        key=files.key,
-    )
+    held = ValidationSet(held_out, files.tokenizer.bytes_per_id)
+    return Dataset(train=TrainSet(train, seed), validation=held, tokenizer=files.tokenizer, index=files.index, key=files.key)
 
 
 def _given(data: Data, given: Any, *, max_length: int, vocab_size: int, seed: int, log: Callable[[str], object]) -> Dataset:
@@ -145,11 +126,6 @@ def _given(data: Data, given: Any, *, max_length: int, vocab_size: int, seed: in
     share, ids = data.validation_share, tokenizer.vocab_size
     found = open_given(given, max_length=max_length, vocab_size=ids, validation_share=share, seed=seed, say=log)
     return Dataset(found.train, found.validation, tokenizer, {"key": found.key}, found.key)
-
-
-def _corrupted(made: Dataset, objective: SpanCorruption) -> Dataset:
-    assert isinstance(made.train, TrainSet | MixedTrain) and isinstance(made.validation, ValidationSet | MixedValidation)
-    return replace(made, train=CorruptedTrain(made.train, objective), validation=CorruptedValidation(made.validation, objective))
 
 
 def _mixed(made: list[Dataset], weights: tuple[float, ...], seed: int) -> Dataset:

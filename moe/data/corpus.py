@@ -27,8 +27,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from moe.data import formats
-from moe.data.kinds import LINK, Kinds, check_kinds, saved_files
-from moe.data.remarks import AS_TEXT, LINKED, NO_TEXT, SKIPPED, UNREADABLE, Remark, decoded, raw
+from moe.data.remarks import AS_TEXT, LINK, LINKED, NO_TEXT, SKIPPED, UNREADABLE, Kinds, Remark, check_kinds, decoded, raw
 from moe.recipe.sections import Data
 from parallel.errors import BadInput, counted, did_you_mean
 from parallel.fixes import Set
@@ -43,10 +42,10 @@ STDLIB_FILES_LEFT_OUT = ("_sysconfigdata", "sitecustomize", "usercustomize")
 
 @dataclass(frozen=True)
 class Corpus:
-    """Files as sorted POSIX paths under `root`, and how to read documents from them; nothing has been read yet.
+    """Files that will be read, as sorted POSIX paths under `root`, and how to read documents from them.
 
-    `source` mixed: *.jsonl by lines, tables by rows, every other file as text. `left_out`: entries of the folder that are not in `names`.
-    `chosen`: the recipe names the source itself.
+    `source` mixed: *.jsonl by lines, tables by rows, every other file as text. `label`: name of the text in messages. `left_out`: entries
+    of the folder that are not in `names`. `chosen`: the recipe names the source.
     """
 
     source: Literal["python_stdlib", "text", "jsonl", "mixed"]
@@ -65,7 +64,7 @@ class Corpus:
 
 
 class Document(NamedTuple):
-    """One document. `key` decides its side. `text` is None if a file is not text or a line is empty; `why` is the reason."""
+    """One document. Its `key` decides its side. `text` is None if a file is not text or a line is empty; `why` is the reason."""
 
     key: str
     text: str | None
@@ -73,7 +72,10 @@ class Document(NamedTuple):
 
 
 class Survey(NamedTuple):
-    """Counts over a whole corpus. `split`: the unit divided between the sides: files, lines, both, or each document by position."""
+    """Counts over a whole corpus: documents with and without text (`skipped`), kinds of files, and remarks on files.
+
+    `split`: what is on one side as a whole: a file, a line, or a document (a file, line or row); position: each document has both sides.
+    """
 
     split: Literal["file", "line", "document", "position"]
     documents: int
@@ -94,35 +96,31 @@ def find_corpus(data: Data, *, text_key_set_by: str = "data.text_key") -> Corpus
         return _python_stdlib(text_key)
     path = user_path(data.path, what="data.path")
     if not path.exists():
-        raise BadInput(
-            "data.path", got=data.path, needed="a file or folder that exists", fix="check the spelling and the folder you are in"
-        )
+        spelling = "check the spelling and the folder you are in"
+        raise BadInput("data.path", got=data.path, needed="a file or folder that exists", fix=spelling)
     of_ids = path.suffix in (".bin", ".idx") if path.is_file() else (path / "train.bin").is_file()
     if of_ids and data.source == "python_stdlib":
+        got = f"{path}, token ids by {'its name' if path.is_file() else 'train.bin in it'}"
         fix = "add --data.tokenizer ids --data.vocab_size N" | Set("data.source", "text", said="text if it is text")
-        raise BadInput(
-            "data.path", got=f"{path}, token ids by {'its name' if path.is_file() else 'train.bin in it'}", needed="text", fix=fix
-        )
+        raise BadInput("data.path", got=got, needed="text", fix=fix)
     root, names = path.parent, [path.name]
     left_out: list[Remark] = []
     if path.is_dir():
         root, (names, left_out) = path, _walk(path, lambda n: n[0] != ".", lambda n: n[0] != ".")
         if not names and (locked := next((remark for remark in left_out if remark.why == UNREADABLE), None)):
             raise unreadable(path / locked.name, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
-        names = names if data.source == "text" else saved_files(path, names)
+        names = names if data.source == "text" else formats.saved_files(path, names)
     lines = [name for name in names if formats.unpacked_name(name).endswith(".jsonl")]
     tables = [name for name in names if formats.is_table(name)]
     found: Literal["text", "jsonl", "mixed"] = "jsonl" if names and len(lines) == len(names) else "mixed" if lines or tables else "text"
-    named: dict[str, Literal["text", "jsonl"]] = {"text": "text", "jsonl": "jsonl"}
-    source = named.get(data.source, found)  # if no kind is named, the path decides
+    source = "jsonl" if data.source == "jsonl" else "text" if data.source == "text" else found  # a source that the recipe names comes first
     if source == "jsonl" and path.is_dir():
         left_out += [Remark(name, SKIPPED, "not *.jsonl") for name in names if name not in lines]
         names = lines
     if not names:
         kind = "*.jsonl" if source == "jsonl" else "text"
-        raise BadInput(
-            "data.path", got=f"{data.path}, a folder without {kind} files", needed=f"{kind} files", fix="name a folder that holds some"
-        )
+        got = f"{data.path}, a folder without {kind} files"
+        raise BadInput("data.path", got=got, needed=f"{kind} files", fix="name a folder that holds some")
     text_key = text_key._replace(alone=len({*lines, *tables}) < 2)
     return Corpus(source, root, tuple(names), text_key, str(path), tuple(left_out), data.source != "python_stdlib")
 
@@ -140,8 +138,10 @@ def _python_stdlib(text_key: formats.TextKey) -> Corpus:
 
 
 def _walk(root: Path, keep_folder: Callable[[str], bool], keep_file: Callable[[str], bool]) -> tuple[list[str], list[Remark]]:
-    """List the regular files under a folder as sorted relative POSIX paths, and left-out entries: links to folders, which may form circles,
-    and files without read permission. Raises BadInput if the folder itself cannot be read."""
+    """Return the regular files under a folder as sorted relative POSIX paths, and remarks on entries that are left out.
+
+    These are links to folders, which may form circles, and files without read permission. Raises BadInput if the folder is not readable.
+    """
     left_out: list[Remark] = []
 
     def relative(path: Path) -> str:
@@ -194,14 +194,14 @@ def _read_lines(path: Path, text_key: formats.TextKey) -> Iterator[Document]:
 
 
 def _line_text(line: bytes, where: str, text_key: formats.TextKey) -> str:
-    """Return the text of one JSONL line, which is also its key: the same text anywhere gets the same side. Raises BadInput."""
+    """Return the text of one JSONL line. `where`: its file and number, for error messages. Raises BadInput."""
     try:
         value: Any = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        problem = (
-            f"no JSON ({error.msg} at column {error.colno})" if isinstance(error, json.JSONDecodeError) else "a line that cannot be decoded"
-        )
-        raise BadInput(where, got=problem, needed="one JSON object", fix="mend or remove that line") from None
+        problem = f"no JSON ({error.msg} at column {error.colno})" if isinstance(error, json.JSONDecodeError) else None
+        raise BadInput(
+            where, got=problem or "a line that cannot be decoded", needed="one JSON object", fix="mend or remove that line"
+        ) from None
     key = text_key.name
     if not isinstance(value, dict):
         raise BadInput(where, got=f"a JSON {type(value).__name__}", needed=f'an object like {{"{key}": "..."}}', fix="mend that line")
@@ -217,9 +217,8 @@ def _line_text(line: bytes, where: str, text_key: formats.TextKey) -> str:
 
 def unreadable(path: Path, error: OSError) -> BadInput:
     """Return the error for a file that the system cannot read."""
-    return BadInput(
-        f"data file {path}", got=error.strerror or error, needed="a readable file", fix="change its permissions or move it elsewhere"
-    )
+    fix = "change its permissions or move it elsewhere"
+    return BadInput(f"data file {path}", got=error.strerror or error, needed="a readable file", fix=fix)
 
 
 # --- train or validation ---------------------------------------------------------------------------------------------
@@ -243,14 +242,14 @@ def survey(corpus: Corpus, validation_share: float) -> Survey:
             else:
                 sides[side_of(key, validation_share)] += 1
         read = sides.total() > before
-        kinds.add(name, _size(corpus.root / name), read=read)
+        kinds.add(name, _stat(corpus.root / name).st_size, read=read)
         if not read:
             remarks.append(Remark(name, SKIPPED, why))
         elif (beside := raw(formats.unpacked_name(name))) and not corpus.by_lines(name) and not corpus.by_rows(name):
             remarks.append(Remark(name, AS_TEXT, beside))
     for name, _, why in corpus.left_out:
         if why != UNREADABLE:
-            kinds.add(name, 0 if name.endswith(LINK) else _size(corpus.root / name), read=False)
+            kinds.add(name, 0 if name.endswith(LINK) else _stat(corpus.root / name).st_size, read=False)
     if not sides:
         raise _without_text(corpus, skipped, kinds, remarks)
     if corpus.source == "python_stdlib":
@@ -271,15 +270,15 @@ def _without_text(corpus: Corpus, skipped: int, kinds: Kinds, remarks: list[Rema
     return BadInput("data.path", got=got, needed="text in UTF-8, or *.jsonl", fix=fix)
 
 
-def _size(path: Path) -> int:
+def _stat(path: Path) -> os.stat_result:
     try:
-        return path.stat().st_size
+        return path.stat()
     except OSError as error:
         raise unreadable(path, error) from None
 
 
 def split_documents(corpus: Corpus, validation_share: float, *, split: str) -> Iterator[tuple[Side, str]]:
-    """Yield every document with its side, in the corpus's order; if `split` is position, the two pieces of each document."""
+    """Yield (side, text) of every document in the corpus's order; if `split` is position, of both pieces of each document."""
     for key, text, _ in read_documents(corpus):
         if text is None:
             continue
@@ -292,7 +291,7 @@ def split_documents(corpus: Corpus, validation_share: float, *, split: str) -> I
 
 
 def cut(text: str, validation_share: float) -> int:
-    """Return the index at which the last share of a text begins: the nearest line start, or between characters if lines are too long."""
+    """Return the index at which the last share of a text begins: the start of the nearest line, or within a line if lines are long."""
     at = int(len(text) * (1 - validation_share))
     reach = int(len(text) * min(validation_share, 1 - validation_share) / 2)
     ends = (text.rfind("\n", max(at - reach, 0), at), text.find("\n", at, at + reach))
@@ -317,7 +316,7 @@ def content_hash(corpus: Corpus) -> str:
 
 
 class Stamp(NamedTuple):
-    """Fingerprint of a corpus's files, taken without reading them."""
+    """Fingerprint of files, taken without reading them: their total size, the last change, and a hash of all names, sizes and times."""
 
     size_bytes: int
     changed_ns: int
@@ -325,14 +324,11 @@ class Stamp(NamedTuple):
 
 
 def stamp(corpus: Corpus) -> Stamp:
-    """Return sizes and times of all files. Includes the change time (ctime), which programs cannot set back, unlike mtime."""
+    """Return the stamp of all files. It includes ctime, because programs can set mtime back after a change, but not ctime."""
     whole, size_bytes, changed_ns = hashlib.sha256(os.fsencode(corpus.root.resolve())), 0, 0
     for name in corpus.names:
         path = corpus.root / name
-        try:
-            found = path.stat()
-        except OSError as error:
-            raise unreadable(path, error) from None
+        found = _stat(path)
         if not stat.S_ISREG(found.st_mode):
             raise BadInput(f"data file {path}", got="no regular file any more", needed="a file that stays", fix="start again")
         size_bytes += found.st_size

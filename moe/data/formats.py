@@ -12,34 +12,37 @@ from __future__ import annotations
 import contextlib
 import gzip
 import io
+import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NamedTuple
 
 from parallel.errors import BadInput, did_you_mean
-from parallel.fixes import Fix, Set
+from parallel.fixes import Fix, Set, typed
+from parallel.store.files import read_text
 
 PACKED = (".gz", ".zst")
 TABLES = (".parquet", ".arrow", ".feather")
 LONGEST_BYTES = 256 << 20  # limit of one unpacked document, line or cell
-_ZST_READ_BYTES = 1024  # an input block of 4 bytes can unpack to 128 KiB: the output for this input still fits in memory
+_ZST_READ_BYTES = 1024  # read together: 4 bytes can unpack to 128 KiB, so more might not fit in memory
 _ZST_WINDOW_BYTES = 1 << 31  # the longest that the format's own program writes (--long=31)
-_ROWS = 16  # rows of a Parquet file read together: a row can have any size
+_ROWS = 16  # rows of a Parquet file that are read together; not more, because a row can have any size
 _PARQUET_READ_BYTES = 1 << 16
 _ARROW_FILE = b"ARROW1"
+SAVED_TO_DISK, SAVED_STATE = "dataset_info.json", "state.json"
 
 
 class TextKey(NamedTuple):
-    """Field or column with the text. `set_by`: the setting that names it. `alone`: only one file is read by it."""
+    """Name of the field or column with the text. `set_by`: the setting that gives it. `alone`: it applies to one file only."""
 
     name: str
     set_by: str = "data.text_key"
     alone: bool = True
 
     def fix(self, near: str | None) -> Fix:
-        """Advise on a file without this key; `near`: a key of that file. If several files use it, that key may be wrong for others."""
+        """Return the advice on a file without this key. `near`: a key that the file has, although other files may lack it."""
         values, value = (near,) if near else (), near or "the name of the one that holds the text"
         if self.alone:
             return Set(self.set_by, *values, said=value)
@@ -55,6 +58,28 @@ def unpacked_name(name: str) -> str:
 
 def is_table(name: str) -> bool:
     return PurePosixPath(name).suffix.lower() in TABLES
+
+
+def saved_files(path: Path, names: Sequence[str]) -> list[str]:
+    """Return the files of a folder that are read: all, or in a dataset saved by `datasets` the files of its rows, which its state names.
+
+    Raises BadInput for several saved datasets, and for one with missing files.
+    """
+    saved = [PurePosixPath(name).parent for name in names if PurePosixPath(name).name == SAVED_STATE]
+    saved = [folder for folder in saved if str(folder / SAVED_TO_DISK) in names]
+    if not saved:
+        return list(names)
+    if saved[0] != PurePosixPath("."):
+        raise BadInput("data.path", got=f"{path}, which holds saved datasets", needed="one", fix=typed({"data.path": str(path / saved[0])}))
+    try:
+        files = [str(entry["filename"]) for entry in json.loads(read_text(path / SAVED_STATE))["_data_files"]]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        files = []
+    missing = next((name for name in files if name not in names), None if files else "a list of files in it")
+    if missing:
+        got = f"a saved dataset without {missing}"
+        raise BadInput(f"data file {path / SAVED_STATE}", got=got, needed="a dataset as it was saved", fix="save it again")
+    return files
 
 
 @contextlib.contextmanager
@@ -119,13 +144,13 @@ def needed_package(name: str, path: Path, *, module: str | None = None) -> Any:
 
 
 class _Zst(io.RawIOBase):
-    """Unpacked frames of a file, one after another. The library's own reader treats a truncated file as a shorter one."""
+    """A file of Zstandard frames, unpacked as it is read. The library's own reader would not notice a truncated file."""
 
     def __init__(self, file: BinaryIO, path: Path) -> None:
         self.file, self.path, self.library = file, path, needed_package("zstandard", path)
         self.frame: Any = None  # None: between two frames
         self.packed = b""
-        self.ready = memoryview(b"")  # unpacked bytes; long for a zip bomb, and returned in many pieces
+        self.ready = memoryview(b"")  # unpacked bytes that are not read yet
 
     def readable(self) -> bool:
         return True
@@ -162,12 +187,10 @@ def texts(path: Path, column: TextKey) -> Iterator[str | None]:
         for batch in _batches(path, column):
             yield from _strings(batch, path, column, arrow)
     except UnicodeDecodeError as error:
-        got = f"a cell that is no UTF-8 ({error.reason})"
-        raise BadInput(
-            f"data file {path}, column {column.name}", got=got, needed="text in UTF-8", fix="write the column again, as UTF-8"
-        ) from None
+        what, got = f"data file {path}, column {column.name}", f"a cell that is no UTF-8 ({error.reason})"
+        raise BadInput(what, got=got, needed="text in UTF-8", fix="write the column again, as UTF-8") from None
     except (arrow.ArrowException, OSError) as error:
-        if getattr(error, "errno", None) is not None:  # the system's; the library's own have none
+        if getattr(error, "errno", None) is not None:  # an error of the system; the library's own have no errno
             raise
         raise damaged(path, f"no whole table ({str(error).splitlines()[0]})") from None
 

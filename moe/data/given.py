@@ -10,9 +10,8 @@ padding is neither predicted nor routed.
     attention_mask     1  1  1  1  0      optional: zeros at the end alone, as padding that is cut off
     labels          -100 -100 2  7 -100   optional: the same ids, or -100 where an id is read and not predicted; any other column is refused
 
-The samples of a step are a function of the step for both kinds, so a resumed run and any number of ranks read the same. Every rank must be
-given all samples, and uses its own. From an iterable it also reads the others and drops them, and a resumed run reads through it up to its
-place.
+The step alone decides its samples, so a resumed run and any number of ranks read the same. Every rank must be given all samples, and uses
+its own. From an iterable it also reads the others and drops them, and a resumed run first reads the samples of the steps before.
 """
 
 from __future__ import annotations
@@ -21,13 +20,12 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from moe.data.order import Held, TrainSet
-from moe.data.token_shard import TokenShard
+from moe.data.order import TrainSet, ValidationSet
+from moe.data.token_shard import Ints, TokenShard
 from moe.recipe.shapes import PADDING, marked
 from parallel.errors import BadInput, counted
 from parallel.fixes import Set
@@ -35,28 +33,26 @@ from parallel.fixes import Set
 _IDS, _MASK, _LABELS = _COLUMNS = ("input_ids", "attention_mask", "labels")
 _LOOKED_AT = 8  # samples hashed to identify the data
 
-Ints = npt.NDArray[np.int64]
-
 
 @dataclass(frozen=True)
 class Samples:
-    """Indexable source that replaces a text's windows (moe/data/order.py). `first`, `count`: the range that is read."""
+    """Samples `first` .. `first + num_windows - 1` of an indexable source, read in place of a text's windows (moe/data/order.py).
+
+    `name`: train or validation, for error messages.
+    """
 
     source: Any
     max_length: int
     vocab_size: int
     name: str
     first: int
-    count: int
-
-    @property
-    def num_windows(self) -> int:
-        return self.count
+    num_windows: int
 
     def read(self, windows: Ints, columns: Ints | None = None) -> Ints:
-        """Return samples by number [n] as ids [n, max_length + 1] int64, or only these columns. Raises BadInput, naming the sample."""
-        rows = np.stack([self._row(self.first + int(number)) for number in windows]) if len(windows) else self._none()
-        return rows if columns is None else rows[:, columns]
+        """Return samples by number [n] as ids [n, max_length + 1] int64, or only these columns of them. Raises BadInput."""
+        rows = [self._row(self.first + int(number)) for number in windows]
+        found = np.array(rows, dtype=np.int64).reshape(len(rows), self.max_length + 1)
+        return found if columns is None else found[:, columns]
 
     def _row(self, number: int) -> Ints:
         what = f"data, sample {number} of {self.name}"
@@ -66,13 +62,10 @@ class Samples:
             raise BadInput(what, got=_said(error), needed="its ids", fix="mend what makes it") from error
         return row(sample, what=what, max_length=self.max_length, vocab_size=self.vocab_size)
 
-    def _none(self) -> Ints:
-        return np.empty((0, self.max_length + 1), dtype=np.int64)
-
 
 @dataclass
 class Stream:
-    """Samples of an iterable in its own order, without end. Counts the samples read."""
+    """Samples of an iterable in its own order, without end: after its last sample, it begins again."""
 
     source: Any
     max_length: int
@@ -83,12 +76,12 @@ class Stream:
     _read: int = 0  # samples read in this pass over the source
 
     def batch(self, step: int, shard: TokenShard) -> Ints:
-        """Return one rank's part of step `step` (the first is 0), int64 of the shard's shape. Raises BadInput."""
+        """Return one rank's part of step `step`, int64 [sequences, columns] of the shard. The first step is 0. Raises BadInput."""
         first = step * shard.num_sequences
         if self._at != first:
             if first:
                 self.say(f"data: reads {counted(first, 'sample')} again, up to where the run stopped")
-            if self._at:  # else it has begun, and nothing is read
+            if self._at:  # at 0 it has begun already, and no sample was read
                 self._begin()
             for _ in range(first):
                 self._next()
@@ -97,7 +90,7 @@ class Stream:
         return np.stack([self._row(at, sample) for at, sample in enumerate(mine, first + shard.sequences.start)])[:, shard.columns]
 
     def first(self) -> Ints:
-        """Return the first sample without consuming it. Call it before any other."""
+        """Return the first sample without consuming it. Call this before `batch`."""
         self._begin()
         sample = self._next()
         self._rows, self._at, self._read = chain([sample], self._rows), 0, 0
@@ -108,9 +101,7 @@ class Stream:
 
     def _begin(self) -> None:
         if self._at >= 0 and iter(self.source) is self.source:
-            raise BadInput(
-                "data", got="an iterator that was read already", needed="one from its beginning", fix="give what iter() makes it of"
-            )
+            raise BadInput("data", got="an iterator that was read already", needed="one from its beginning", fix=_ITERABLE)
         self._rows, self._at, self._read = iter(self.source), 0, 0
 
     def _next(self) -> Any:
@@ -129,36 +120,24 @@ class Stream:
         if not self._read:
             raise BadInput("data", got="an iterable without samples", needed="at least one", fix="give one that has some")
         if iter(self.source) is self.source:
-            got = f"an iterator that ended after {counted(self._at, 'sample')}"
-            raise BadInput(
-                "data", got=got, needed="train.steps * train.global_batch of them", fix="give what iter() makes it of, or lower train.steps"
-            )
+            got, needed = f"an iterator that ended after {counted(self._at, 'sample')}", "train.steps * train.global_batch of them"
+            raise BadInput("data", got=got, needed=needed, fix=f"{_ITERABLE}, or lower train.steps")
         self._rows, self._read = iter(self.source), 0
 
 
-@dataclass(frozen=True)
-class GivenValidation:
-    """Held-out samples: the same in every evaluation, spread evenly. An id counts as a byte."""
-
-    windows: Samples
-
-    def held(self, shard: TokenShard) -> Held:
-        """Return one rank's part of `num_sequences` samples. If there are fewer, they repeat, each about equally often."""
-        chosen = np.arange(shard.num_sequences, dtype=np.int64) * self.windows.count // shard.num_sequences
-        return Held(self.windows.read(chosen[shard.sequences.start : shard.sequences.stop], shard.columns), 1.0)
-
-
-@dataclass(frozen=True)
-class Given:
-    """Given data: both sides, and a key that identifies it."""
+class Given(NamedTuple):
+    """A program's samples for both sides, and a key that identifies them."""
 
     train: TrainSet | Stream
-    validation: GivenValidation
+    validation: ValidationSet
     key: str
 
 
 def open_given(given: Any, *, max_length: int, vocab_size: int, validation_share: float, seed: int, say: Callable[[str], object]) -> Given:
-    """Open samples, or {"train": samples, "validation": samples}. Raises BadInput for anything else, or too few."""
+    """Open samples, or {"train": samples, "validation": samples}. Raises BadInput for anything else, or too few.
+
+    `validation_share`: the last share of the samples is held out if there are none for validation. `say` prints a line.
+    """
     sides = dict(given) if isinstance(given, Mapping) else {"train": given}
     if "train" not in sides or sides.keys() - {"train", "validation"}:
         needed, fix = "train, and validation if there is one", 'write {"train": samples, "validation": samples}'
@@ -180,7 +159,7 @@ def open_given(given: Any, *, max_length: int, vocab_size: int, validation_share
             got, fix = f"a {type(train).__name__}, which has no len() and []", 'give {"train": it, "validation": a list of samples}'
             raise BadInput("data", got=got, needed="samples to hold out for validation", fix=fix)
         key = _key(type(train).__qualname__, [], validation)
-        return Given(Stream(train, max_length, vocab_size, say), GivenValidation(validation), key)
+        return Given(Stream(train, max_length, vocab_size, say), ValidationSet(validation, None), key)
     if held is None:
         if count < 2:
             raise BadInput("data", got=counted(count, "sample"), needed="at least 2, of which one is held out", fix="give more")
@@ -189,7 +168,7 @@ def open_given(given: Any, *, max_length: int, vocab_size: int, validation_share
         validation = samples("train", train, count, kept_back)
     inside = samples("train", train, 0, count)
     some = [inside.read(np.array([at * (count - 1) // (_LOOKED_AT - 1)])) for at in range(_LOOKED_AT)]
-    return Given(TrainSet(inside, seed), GivenValidation(validation), _key(f"{count}", some, validation))
+    return Given(TrainSet(inside, seed), ValidationSet(validation, None), _key(f"{count}", some, validation))
 
 
 def _length(name: str, side: Any) -> int | None:
@@ -209,8 +188,10 @@ def _length(name: str, side: Any) -> int | None:
 
 
 def row(sample: Any, *, what: str, max_length: int, vocab_size: int) -> Ints:
-    """Return a sample as ids [max_length + 1] int64, with PADDING behind and marks for ids that are not predicted. Raises BadInput for
-    anything else."""
+    """Return a sample as ids [max_length + 1] int64, padded by PADDING, with marks for ids that are not predicted (moe/recipe/shapes.py).
+
+    `what`: name of the sample in error messages. Raises BadInput if it is no sequence of 2 to max_length + 1 ids of the vocabulary.
+    """
     columns = {name: _numbers(column, f"{what}, {name}") for name, column in _columns(sample, what).items()}
     ids = columns[_IDS]
     for name, column in columns.items():
@@ -231,10 +212,11 @@ def row(sample: Any, *, what: str, max_length: int, vocab_size: int) -> Ints:
 
 
 _NOTHING = "leave it out: nothing is predicted in it"
+_ITERABLE = "give the object that iter() was called with"
 
 
 def _columns(sample: Any, what: str) -> dict[str, Any]:
-    """Return a sample's columns by name. Raises BadInput for a row without ids, and for an unknown column."""
+    """Return a sample's columns by name; a plain sequence is the column input_ids. Raises BadInput for missing and for other columns."""
     if not (isinstance(sample, Mapping) or (hasattr(sample, "keys") and hasattr(sample, "__getitem__"))):
         return {_IDS: sample}
     names = list(sample.keys())
@@ -277,20 +259,20 @@ def _unmasked(columns: dict[str, Ints], what: str) -> int:
 
 
 def _labelled(ids: Ints, labels: Ints, what: str) -> Ints:
-    """Return ids, with a mark in place of each that is not predicted. Raises BadInput for labels that are other ids, or if none remains."""
+    """Return ids, with marks in place of those that are not predicted. Raises BadInput if a label is another id, or if all are left out."""
     left_out = labels == PADDING
     wrong = np.flatnonzero(~left_out & (labels != ids))
     if len(wrong):
         at = int(wrong[0])
         got, needed = f"{labels[at]} at place {at}, where input_ids has {ids[at]}", f"the same id, or {PADDING}"
         raise BadInput(f"{what}, {_LABELS}", got=got, needed=needed, fix="do not shift labels: each id is predicted from those before it")
-    if left_out[1:].all():  # the first id has no id before it
+    if left_out[1:].all():  # the first id is never predicted: no id is before it
         raise BadInput(f"{what}, {_LABELS}", got=f"{PADDING} alone", needed="at least one id after the first", fix=_NOTHING)
     return np.where(left_out, marked(ids.astype(np.int64)), ids)
 
 
 def _key(about: str, some: list[Ints], validation: Samples) -> str:
-    digest = hashlib.sha256(f"given {about} {validation.count}".encode())
+    digest = hashlib.sha256(f"given {about} {validation.num_windows}".encode())
     for rows in (*some, validation.read(np.array([0]))):
         digest.update(rows.tobytes())
     return digest.hexdigest()[:24]

@@ -31,14 +31,14 @@ from parallel.store.files import replace_file, user_path
 
 _MAGIC = b"MMIDIDX\0\0"
 _HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype, sequences, documents (with one for the end)
-_DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # Megatron's numbers; 6 and 7 are floats
+_DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # by Megatron's number of the dtype; 6 and 7 are floats
 _AT_ONCE = 1 << 24
 
 Stream = npt.NDArray[np.integer]
 
 
 class _Found(NamedTuple):
-    """Files and their ids. `ends`: ends of documents, if known."""
+    """Files and their ids: one stream, or one for each side. `ends`: indices at which documents end, if known."""
 
     files: tuple[Path, ...]
     train: Stream
@@ -65,19 +65,14 @@ def open_ids(data: Data, *, cache: Path, log: Log = print) -> TokenFiles:
         least, largest = map(int, json.loads(note.read_text()))
     except (OSError, ValueError, TypeError):
         least, largest = _range([found.train] if found.validation is None else [found.train, found.validation])
-        with contextlib.suppress(OSError):  # a failure costs only time
+        with contextlib.suppress(OSError):  # without the note, the next start reads all ids again
             note.parent.mkdir(parents=True, exist_ok=True)
             replace_file(note, json.dumps([least, largest]))
     if least < 0:
         raise BadInput(f"data file {path}", got=f"the id {least}", needed="ids from 0", fix="write the file again, as token ids")
     if largest >= data.vocab_size:
-        needed = f"above {largest}, the largest id in {path}"
-        raise BadInput(
-            "data.vocab_size",
-            got=data.vocab_size,
-            needed=needed,
-            fix=Set("it", largest + 1, said=f"the vocabulary that the ids were made with, {largest + 1} or more"),
-        )
+        fix = Set("it", largest + 1, said=f"the vocabulary that the ids were made with, {largest + 1} or more")
+        raise BadInput("data.vocab_size", got=data.vocab_size, needed=f"above {largest}, the largest id in {path}", fix=fix)
     train, validation = (found.train, found.validation) if found.validation is not None else _cut(found, data.validation_share)
     log(f"data: {len(train):,} train and {len(validation):,} validation ids of {path}; bits per byte count an id as one byte")
     index = {"dtype": train.dtype.str, "train": {"tokens": len(train)}, "validation": {"tokens": len(validation)}, "key": key}
@@ -110,7 +105,7 @@ def _nanogpt(path: Path) -> Stream:
 
 
 def _megatron(ids: Path, index: Path) -> _Found:
-    """Open both files, and check each against the other. Raises BadInput."""
+    """Open the ids and their index. Raises BadInput if they do not belong together."""
     if not ids.is_file():
         raise BadInput(f"data file {index}", got=f"no {ids.name} beside it", needed="both files", fix="copy the other one here as well")
     content = index.read_bytes()
@@ -148,7 +143,7 @@ def _range(streams: list[Stream]) -> tuple[int, int]:
 
 
 def _cut(found: _Found, validation_share: float) -> tuple[Stream, Stream]:
-    """Hold out the last share, from the end of the nearest document if one is near enough, as with lines of a text (corpus.cut)."""
+    """Return (train, validation): the last share, from the end of the nearest document on if one is near, as `cut` in corpus.py."""
     at = round(len(found.train) * (1 - validation_share))
     reach = int(len(found.train) * min(validation_share, 1 - validation_share) / 2)
     near = np.zeros(0, np.int64) if found.ends is None else found.ends[np.abs(found.ends - at) <= reach]

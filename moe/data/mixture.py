@@ -1,8 +1,8 @@
-"""Several sources with weights: the source of the sequence at a place of the order, as a function of the place alone.
+"""Several sources with weights: the place in the order of sequences alone decides which source a sequence is from.
 
     places      0 .. 9999 | 10000 .. 19999 | ...           blocks of 10,000
-    a block     A A A A A A B B B C  shuffled               each source has its share of every block, to the sequence
-    place g     block, A's n-th sequence of all so far      n = block * (A's share) + its rank in the block
+    a block     A A A A A A B B B C  shuffled               each source has its exact share of every block
+    place g     the n-th sequence of A                      n = block * (A's share) + A's sequences before it in the block
 
 So any number of ranks reads the same sequences, and a resumed run continues exactly. Each source has its own epochs, shuffled as if it were
 alone. Shares are whole numbers of 10,000, by largest remainders (Hamilton's method), and at least one.
@@ -17,15 +17,13 @@ import numpy as np
 import numpy.typing as npt
 
 from moe.data.order import Held, TrainSet, ValidationSet, permutation
-from moe.data.token_shard import TokenShard
+from moe.data.token_shard import Ints, TokenShard
 
 BLOCK = 10_000
 
-Ints = npt.NDArray[np.int64]
-
 
 def shares(weights: Sequence[float], whole: int, *, least: int = 0) -> tuple[int, ...]:
-    """Divide `whole` by weights, rounded down. The rest goes to the largest remainders, the first of equal ones. `least`: minimum share."""
+    """Return whole numbers in proportion to the weights, by largest remainders. Their sum is `whole`, and each is at least `least`."""
     exact = np.array(weights, dtype=np.float64) / np.sum(weights) * whole
     found = np.maximum(np.floor(exact).astype(np.int64), least)
     while found.sum() > whole:  # the surplus for minimum shares is taken from the largest
@@ -44,25 +42,24 @@ class MixedTrain:
     seed: int
 
     def located(self, global_indices: npt.ArrayLike) -> tuple[Ints, Ints]:
-        """Return, for places of the order [n], the index of the source [n] and the place in that source's order [n]."""
+        """Return (index of the source [n], place in that source's order [n]) of each of these places of the order [n]."""
         counts = shares(self.weights, BLOCK, least=1)
         starts = np.concatenate([[0], np.cumsum(counts)])
         blocks, at = np.divmod(np.array(global_indices, dtype=np.int64).reshape(-1), BLOCK)
-        for block in np.unique(blocks):  # negative epochs: a shuffle that no epoch uses
+        for block in np.unique(blocks):  # numbered from -1 downwards, so that no epoch of a source has the same shuffle
             here = blocks == block
             at[here] = permutation(at[here], size=BLOCK, seed=self.seed, epoch=-1 - int(block))
         source = np.searchsorted(starts, at, side="right") - 1
         return source, blocks * np.array(counts)[source] + at - starts[source]
 
     def sequences(self, global_indices: npt.ArrayLike, columns: Ints | None = None) -> Ints:
-        """Return the sequences at these places: [n] -> [n, max_length + 1] int64, or only these columns."""
+        """Return the sequences at these places: [n] -> [n, max_length + 1] int64, or only these columns of them."""
         source, places = self.located(global_indices)
-        return gathered([part.windows.read(part.order(places[source == i]), columns) for i, part in enumerate(self.parts)], source)
+        return gathered([part.sequences(places[source == i], columns) for i, part in enumerate(self.parts)], source)
 
     def batch(self, step: int, shard: TokenShard) -> Ints:
-        """Return one rank's part of step `step` (the first is 0), int64 of the shard's shape."""
-        first = step * shard.num_sequences
-        return self.sequences(np.arange(first + shard.sequences.start, first + shard.sequences.stop, dtype=np.int64), shard.columns)
+        """Return one rank's part of step `step`, int64 [sequences, columns] of the shard. The first step is 0."""
+        return self.sequences(shard.places(step), shard.columns)
 
 
 @dataclass(frozen=True)
@@ -73,7 +70,7 @@ class MixedValidation:
     weights: tuple[float, ...]
 
     def held(self, shard: TokenShard) -> Held:
-        """Return one rank's part of `num_sequences` windows. Bytes are counted over the windows of all ranks."""
+        """Return one rank's part of `num_sequences` windows; bytes are counted over the windows of all ranks."""
         counts = shares(self.weights, shard.num_sequences)
         source = np.repeat(np.arange(len(self.parts)), counts)
         mine, text_bytes, found = slice(shard.sequences.start, shard.sequences.stop), 0.0, []
@@ -88,7 +85,7 @@ class MixedValidation:
 
 
 def gathered(found: Sequence[Ints], source: Ints) -> Ints:
-    """Merge rows of several arrays, each in its own order. `source` [n]: the array of each row."""
+    """Return an array of n rows: row i is the next unused row of `found[source[i]]`."""
     rows = np.empty((len(source), found[0].shape[1]), dtype=np.int64)
     for i, part in enumerate(found):
         rows[source == i] = part

@@ -23,14 +23,14 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from moe.data.token_shard import TokenShard
+from moe.data.token_shard import Ints, TokenShard
 from parallel.errors import BadInput, counted
 from parallel.fixes import Set
 
 ROUNDS = 8
 
 
-def permutation(places: npt.ArrayLike, *, size: int, seed: int, epoch: int, of: str = "order") -> npt.NDArray[np.int64]:
+def permutation(places: npt.ArrayLike, *, size: int, seed: int, epoch: int, of: str = "order") -> Ints:
     """Return the images of `places` (0 .. size - 1, any shape [n]) under this seed's and epoch's shuffle, a bijection of 0 .. size - 1.
 
     `of`: name of the shuffled objects; another name gives another shuffle.
@@ -39,8 +39,8 @@ def permutation(places: npt.ArrayLike, *, size: int, seed: int, epoch: int, of: 
     columns = -(-size // rows)
     keys = np.frombuffer(hashlib.sha512(f"{of} {seed} {epoch}".encode()).digest(), dtype="<u8")
     found = _feistel(np.array(places, dtype=np.uint64).reshape(-1), np.uint64(rows), np.uint64(columns), keys)
-    # The grid is at most `rows` cells larger than `size`. A walk stays on its cycle of the grid's permutation and starts inside,
-    # so it ends inside, and two walks cannot end in the same cell.
+    # The grid has at most `rows` more cells than `size`. Each walk follows one cycle of the grid's permutation and starts at a valid cell,
+    # so it comes to a valid cell again, and two walks cannot end in the same cell.
     while (outside := found >= size).any():
         found[outside] = _feistel(found[outside], np.uint64(rows), np.uint64(columns), keys)
     return found.astype(np.int64)
@@ -58,28 +58,30 @@ def _feistel(cells: npt.NDArray[np.uint64], rows: np.uint64, columns: np.uint64,
 
 
 def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Apply the finaliser of SplitMix64 (Steele, Lea and Flood 2014): every input bit changes every output bit. Arithmetic is modulo
-    2^64."""
+    """Apply SplitMix64's finaliser, modulo 2^64 (Steele, Lea and Flood 2014): each input bit changes about half of the output bits."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
 class Sequences(Protocol):
-    """Numbered sequences of max_length + 1 tokens."""
+    """Sequences of max_length + 1 tokens, which are read by number: windows of a text, or a program's samples."""
+
+    @property
+    def max_length(self) -> int: ...
 
     @property
     def num_windows(self) -> int: ...
 
-    def read(self, windows: npt.NDArray[np.int64], columns: npt.NDArray[np.int64] | None = None) -> npt.NDArray[np.int64]: ...
+    def read(self, windows: Ints, columns: Ints | None = None) -> Ints: ...
 
 
 @dataclass(frozen=True)
 class Windows:
     """Stream of tokens [num_tokens], any integer type, read as overlapping windows. Raises BadInput if it is shorter than one window.
 
-    `as_key`: converts a window's length in tokens to model.max_length, if they differ. `num_ids`: size of the vocabulary; reading a larger
-    id raises BadInput.
+    `name`: train or validation. `as_key`: returns the model.max_length whose windows have a given length in tokens, for error messages.
+    `num_ids`: size of the vocabulary; reading a larger id raises BadInput.
     """
 
     tokens: npt.NDArray[np.integer]
@@ -95,25 +97,24 @@ class Windows:
             more = "give more text" if self.name == "train" else "give more text, or a larger data.validation_share"
             most = self.as_key(len(self.tokens) - 1)
             shorter = Set("model.max_length", most, said=f"at most {most}")
-            raise BadInput(
-                f"{self.name} text",
-                got=counted(len(self.tokens), "token"),
-                needed=f"at least one sequence{longer or f', model.max_length + 1 = {self.max_length + 1}'}",
-                fix=more | shorter if len(self.tokens) > 2 else more,
-            )
+            needed = f"at least one sequence{longer or f', model.max_length + 1 = {self.max_length + 1}'}"
+            fix = more | shorter if len(self.tokens) > 2 else more
+            raise BadInput(f"{self.name} text", got=counted(len(self.tokens), "token"), needed=needed, fix=fix)
 
     @property
     def num_windows(self) -> int:
         return (len(self.tokens) - 1) // self.max_length
 
-    def read(self, windows: npt.NDArray[np.int64], columns: npt.NDArray[np.int64] | None = None) -> npt.NDArray[np.int64]:
-        """Return windows by number [n] as tokens [n, max_length + 1] int64: inputs are [:, :-1], targets [:, 1:]. `columns`: only these.
-        Raises BadInput."""
+    def read(self, windows: Ints, columns: Ints | None = None) -> Ints:
+        """Return windows by number [n] as tokens [n, max_length + 1] int64: inputs are [:, :-1], targets [:, 1:]. Raises BadInput.
+
+        `columns`: the columns to return, ascending; None: all.
+        """
         places = windows[:, None] * self.max_length + (np.arange(self.max_length + 1) if columns is None else columns)
         file = _file_of(self.tokens)
         if file is not None:
             _check_whole(file)
-        found: npt.NDArray[np.int64] = self.tokens[places].astype(np.int64)
+        found: Ints = self.tokens[places].astype(np.int64)
         if found.size and not 0 <= found.min() <= found.max() < self.num_ids:
             wrong = int(found.max() if found.min() >= 0 else found.min())
             place = int(places.reshape(-1)[(found == wrong).reshape(-1).argmax()])
@@ -125,7 +126,7 @@ class Windows:
 
 
 def _file_of(tokens: npt.NDArray[np.integer]) -> np.memmap[Any, Any] | None:
-    """Return the mapped file of these tokens, or of the array that they are a view of; None if there is none."""
+    """Return the memory map that these tokens are a view of; None if they are in memory."""
     at: Any = tokens
     while at is not None and not isinstance(at, np.memmap):
         at = getattr(at, "base", None)
@@ -133,7 +134,7 @@ def _file_of(tokens: npt.NDArray[np.integer]) -> np.memmap[Any, Any] | None:
 
 
 def _check_whole(file: np.memmap[Any, Any]) -> None:
-    """Refuse a file that was truncated after it was mapped: a read beyond its end would kill the process by SIGBUS."""
+    """Raise BadInput for a file that was truncated after it was mapped: a read beyond its end would kill the process by SIGBUS."""
     mapped: Any = file.base
     if isinstance(mapped, mmap.mmap) and mapped.size() < len(mapped):
         fix = "leave it as it is while a run reads it, and start again; token files of the cache are then made again"
@@ -153,7 +154,7 @@ class TrainSet:
         """Number of sequences in one epoch."""
         return self.windows.num_windows
 
-    def order(self, global_indices: npt.ArrayLike) -> npt.NDArray[np.int64]:
+    def order(self, global_indices: npt.ArrayLike) -> Ints:
         """Return the windows at these places of the endless order: [n] -> [n]."""
         epochs, places = np.divmod(np.array(global_indices, dtype=np.int64).reshape(-1), self.num_windows)
         found = np.empty_like(places)
@@ -162,42 +163,45 @@ class TrainSet:
             found[here] = permutation(places[here], size=self.num_windows, seed=self.seed, epoch=int(epoch))
         return found
 
-    def sequences(self, global_indices: npt.ArrayLike) -> npt.NDArray[np.int64]:
-        """Return the sequences at these places of the endless order: [n] -> [n, max_length + 1] int64."""
-        return self.windows.read(self.order(global_indices))
+    def sequences(self, global_indices: npt.ArrayLike, columns: Ints | None = None) -> Ints:
+        """Return the sequences at these places of the endless order: [n] -> [n, max_length + 1] int64, or only these columns of them."""
+        return self.windows.read(self.order(global_indices), columns)
 
-    def batch(self, step: int, shard: TokenShard) -> npt.NDArray[np.int64]:
-        """Return one rank's part of step `step` (the first is 0), int64 of the shard's shape."""
-        places = step * shard.num_sequences + np.arange(shard.sequences.start, shard.sequences.stop, dtype=np.int64)
-        return self.windows.read(self.order(places), shard.columns)
+    def batch(self, step: int, shard: TokenShard) -> Ints:
+        """Return one rank's part of step `step`, int64 [sequences, columns] of the shard. The first step is 0."""
+        return self.sequences(shard.places(step), shard.columns)
 
 
 @dataclass(frozen=True)
 class Held:
-    """One rank's part of the validation sequences, int64 [n, tokens + 1], and the mean bytes of text for a predicted token over all ranks.
+    """One rank's part of the validation sequences, int64 [n, tokens + 1], and the mean number of bytes of text per predicted token.
 
-    bits per byte = loss in nats / ln 2 / bytes_per_token
+    The mean is over all ranks: bits per byte = loss in nats / ln 2 / bytes_per_token.
     """
 
-    sequences: npt.NDArray[np.int64]
+    sequences: Ints
     bytes_per_token: float
 
 
 @dataclass(frozen=True)
 class ValidationSet:
-    """Held-out sequences: the same in every evaluation, spread evenly over the validation text."""
+    """Held-out sequences: the same in every evaluation, spread evenly over the validation text.
 
-    windows: Windows
-    bytes_per_id: npt.NDArray[np.int64]
+    `bytes_per_id`: bytes of text of each id; None: each id counts as one byte.
+    """
+
+    windows: Sequences
+    bytes_per_id: Ints | None
 
     def held(self, shard: TokenShard) -> Held:
         """Return one rank's part of `num_sequences` windows. If the text has fewer, they repeat, each about equally often."""
-        sequences = shard.num_sequences
-        chosen = np.arange(sequences, dtype=np.int64) * self.windows.num_windows // sequences
-        mine = chosen[shard.sequences.start : shard.sequences.stop]
-        return Held(self.windows.read(mine, shard.columns), self.counted_bytes(chosen) / (sequences * self.windows.max_length))
+        chosen = shard.spread(self.windows.num_windows)
+        mine = self.windows.read(chosen[shard.sequences.start : shard.sequences.stop], shard.columns)
+        return Held(mine, self.counted_bytes(chosen) / (shard.num_sequences * self.windows.max_length))
 
-    def counted_bytes(self, chosen: npt.NDArray[np.int64]) -> int:
+    def counted_bytes(self, chosen: Ints) -> int:
         """Return the bytes of text of the predicted tokens in these windows. Every rank counts all windows, so all have the same mean."""
+        if self.bytes_per_id is None:
+            return len(chosen) * self.windows.max_length
         parts = np.array_split(chosen, -(-len(chosen) // 256)) if len(chosen) else []
         return sum(int(self.bytes_per_id[self.windows.read(part)[:, 1:]].sum()) for part in parts)

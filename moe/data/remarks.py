@@ -1,19 +1,23 @@
-"""Files of a user's text that were skipped, or read as plain text although they are another format: names and reasons.
+"""Files of a user's text that were skipped, or read as plain text although they are another format: names, reasons and sizes.
 
-data: skipped notes/old.txt: not UTF-8, likely Windows-1252 (iconv -f WINDOWS-1252 -t UTF-8 converts it) data: read notes/table.csv as plain
-text: its separators become text, too; JSONL or Parquet has a column for the text
+    data: skipped notes/old.txt: not UTF-8, likely Windows-1252 (iconv -f WINDOWS-1252 -t UTF-8 converts it)
+    data: read notes/table.csv as plain text: its separators become text, too; JSONL or Parquet has a column for the text
 
-A run prints them at each start, in at most ten lines, one of each reason first; `data_files.txt` in its folder lists all of them.
+A run prints such remarks at each start, in at most ten lines, one of each reason first; `data_files.txt` in its folder lists all of them.
+If more bytes of a folder are skipped than read, it is refused, unless the recipe asks for its text alone (data.source): its texts are
+likely in a format that is not read, and training would use only a README.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from parallel.errors import plain
+from parallel.errors import BadInput, plain
+from parallel.fixes import Fix, Remove, Set, Words
 
 LISTING = "data_files.txt"
 SKIPPED, AS_TEXT = "skipped", "as plain text"
@@ -21,18 +25,28 @@ WINDOWS = "not UTF-8, likely Windows-1252 (iconv -f WINDOWS-1252 -t UTF-8 conver
 NO_TEXT = "no text in it"
 UNREADABLE = "this user may not read it"
 LINKED = "a link to a folder, which is not followed"
+LINK = "/"  # suffix of the name of a linked folder, which is not followed
 _LINES = 10
-# contents other than text in files that are read as plain text, by kind
+_SHOWN = 4  # kinds of files that a line lists
+# what becomes text in files of another format that are read as plain text, by kind
 _RAW = {
     **dict.fromkeys((".csv", ".tsv"), "its separators become text, too; JSONL or Parquet has a column for the text"),
     **dict.fromkeys((".html", ".htm", ".xhtml", ".xml", ".svg"), "its tags become text, too"),
     **dict.fromkeys((".json", ".ipynb"), "JSON's syntax becomes text, too; *.jsonl has a document on each line"),
     ".rtf": "its commands become text, too",
 }
+# advice on kinds of files with texts that are not read here
+_ADVICE = {
+    **dict.fromkeys(
+        (".parquet", ".arrow", ".feather"),
+        Words("remove data.source: the rows of tables are read if it does not ask for text", Remove("data.source")),
+    ),
+    **dict.fromkeys((".gz", ".zst", ".xz", ".bz2", ".zip", ".tar", ".tgz", ".7z"), Words("unpack it first")),
+}
 
 
 class Remark(NamedTuple):
-    """One file. `what`: SKIPPED or AS_TEXT."""
+    """A file, by its path in the user's folder; `what`: SKIPPED or AS_TEXT; `why`: the reason."""
 
     name: str
     what: str
@@ -69,13 +83,15 @@ def _of_windows(content: bytes) -> bool:
 
 
 def with_left_out(index: dict[str, Any], *, label: str, left_out: Sequence[Remark]) -> dict[str, Any]:
-    """Return the index with the present corpus's label and left-out files. The same text may have been elsewhere when the index was
-    written."""
+    """Return the index of token files with this label and these files in front of its remarks.
+
+    The same text may have been in another folder, next to other files, when the index was written.
+    """
     return index | {"corpus": index["corpus"] | {"label": label}, "remarks": [*left_out, *index.get("remarks", ())]}
 
 
 def remarks(index: dict[str, Any]) -> list[Remark]:
-    """Return the remarks in the index of opened data, with whole paths."""
+    """Return the remarks in the index of opened data, with paths that begin with the user's data.path."""
     if "sources" in index:
         return [remark for each in index["sources"] for remark in remarks(each)]
     label = str(index.get("corpus", {}).get("label", ""))
@@ -84,7 +100,7 @@ def remarks(index: dict[str, Any]) -> list[Remark]:
 
 
 def remark_lines(index: dict[str, Any], listing: Path | None = None) -> list[str]:
-    """Return at most ten lines. If there are more files, the last line gives their number, and the listing."""
+    """Return the remarks as at most ten lines. If there are more, the last line gives the number of the others and names `listing`."""
     found = _one_of_each_first(remarks(index))
     shown = found if len(found) <= _LINES else found[: _LINES - 1]
     more = len(found) - len(shown)
@@ -92,7 +108,7 @@ def remark_lines(index: dict[str, Any], listing: Path | None = None) -> list[str
 
 
 def list_in(folder: Path, index: dict[str, Any]) -> None:
-    """Write all remarks into a run's folder, a line each; without any, remove the file."""
+    """Write all remarks into data_files.txt in a run's folder, one a line; without remarks, remove that file."""
     found, path = remarks(index), folder / LISTING
     if found:
         path.write_text("".join(f"{_line(remark)}\n" for remark in found))
@@ -112,3 +128,52 @@ def _one_of_each_first(found: Iterable[Remark]) -> list[Remark]:
         numbered.append((seen[remark.why], remark))
         seen[remark.why] += 1
     return [remark for _, remark in sorted(numbered, key=lambda pair: pair[0])]
+
+
+@dataclass
+class Kinds:
+    """Sizes in bytes of the files that were read, and of the files that were skipped, by kind (`.txt`)."""
+
+    read: dict[str, list[int]] = field(default_factory=dict)
+    skipped: dict[str, list[int]] = field(default_factory=dict)
+
+    def add(self, name: str, size_bytes: int, *, read: bool) -> None:
+        path = PurePosixPath(name)
+        kind = "linked folder" if name.endswith(LINK) else plain(path.suffix.lower() or path.name)
+        (self.read if read else self.skipped).setdefault(kind, []).append(size_bytes)
+
+    def __str__(self) -> str:
+        skipped = f"; skipped {_listed(self.skipped)}" if self.skipped else ""
+        return f"read {_listed(self.read) or 'nothing'}{skipped}"
+
+    @property
+    def advice(self) -> Fix | None:
+        """Advice on the kind with the most skipped bytes; None if there is advice on none of them."""
+        return next((_ADVICE[kind] for kind in _largest_first(self.skipped) if kind in _ADVICE), None)
+
+
+def check_kinds(kinds: Kinds, *, path: str, text_alone: bool) -> None:
+    """Raise BadInput for a folder whose texts are likely in a format that is not read. `text_alone`: the recipe asks for its plain text."""
+    more = sum(map(sum, kinds.skipped.values())) > sum(map(sum, kinds.read.values()))
+    if more and (kinds.advice or not text_alone):
+        text = Set("data.source", "text", said="text to read the text in it and leave the rest")
+        got, needed = f"{path}, of which more is skipped than read ({kinds})", "UTF-8 text, *.jsonl or tables"
+        raise BadInput("data.path", got=got, needed=needed, fix=kinds.advice or "name a file, or a folder with text alone" | text)
+
+
+def _largest_first(sizes: Mapping[str, list[int]]) -> list[str]:
+    return sorted(sizes, key=lambda kind: -sum(sizes[kind]))
+
+
+def _listed(sizes: Mapping[str, list[int]]) -> str:
+    """Format as `3 .parquet (512 MB), 1 .md (2 kB)`, the largest first."""
+    kinds = _largest_first(dict(sorted(sizes.items())))
+    shown = [f"{len(sizes[kind]):,} {kind} ({_size(sum(sizes[kind]))})" for kind in kinds[:_SHOWN]]
+    rest = [size for kind in kinds[_SHOWN:] for size in sizes[kind]]
+    return ", ".join(shown + [f"{len(rest):,} of {len(kinds) - _SHOWN} other kinds ({_size(sum(rest))})"] * bool(rest))
+
+
+def _size(num_bytes: int) -> str:
+    """Format bytes in decimal units, as disks and the docs count: 9.9 MB."""
+    unit = next((u for u in (9, 6, 3) if num_bytes >= 10**u), 0)
+    return f"{num_bytes / 10**unit:.{1 if unit else 0}f} {('B', 'kB', 'MB', 'GB')[unit // 3]}"

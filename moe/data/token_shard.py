@@ -1,13 +1,14 @@
-"""Assignment of a batch's tokens to ranks, as one value. Only this module derives it from the mesh.
+"""Assignment of a batch's tokens to ranks. Only this module derives it from the mesh.
 
-    dp 2, sp 2                 tokens 0 .. 5          tokens 6 .. 11           ranks of pp, and of tp except a grid's rows, read the same
-    sequences 0, 1             dp 0  sp 0             dp 0  sp 1               targets are one place further right: a shard
-    sequences 2, 3             dp 1  sp 0             dp 1  sp 1               is read with one token more
+    dp 2, sp 2                 tokens 0 .. 5          tokens 6 .. 11           targets are one place further right, so a shard
+    sequences 0, 1             dp 0  sp 0             dp 0  sp 1               is read with one token more
+    sequences 2, 3             dp 1  sp 0             dp 1  sp 1
 
+Ranks that differ only in pp or tp read the same shard, except for the rows of a grid of tensor parallelism, which have different sequences.
 Sequence parallelism can distribute places in several orders (parallel/sequence/order.py); here they are contiguous.
 
-Derived from it: data order, positions and noise, the number of tokens that a loss is divided by, sums of numbers, validation and capacity
-groups.
+All that depends on the assignment follows from it: the order of the data, positions, noise, the number of tokens by which a loss is
+divided, sums over ranks, validation, and the groups of tokens that share a capacity.
 """
 
 from __future__ import annotations
@@ -25,15 +26,16 @@ from parallel.mesh.mesh import Axis, Degrees, Mesh
 from parallel.sequence.order import Order
 
 Batch = TypeVar("Batch", bound=Any)  # an array or a tensor
+Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class TokenShard:
-    """One rank's part of a batch of `num_sequences` sequences of `length` tokens read: some sequences, some places of each.
+    """One rank's part of a batch of `num_sequences` sequences of `length` tokens: the `sequences`, and their `positions`, that it reads.
 
-    A part is stored as its `columns` of the batch, ascending: the rank's places and the places after them, [sequences, columns]. In an
-    encoder-decoder the first `source` places are the encoder's input, and no targets. `axes`: together their ranks read every token once,
-    so sums over tokens (losses, counts, loads) are summed over them.
+    A part is stored as [sequences, columns]: `columns`, ascending, are the rank's positions and the positions after them. In an
+    encoder-decoder the first `source` positions are the encoder's input, and no targets. `axes`: the ranks along these axes read every
+    token once, so losses, counts and loads are summed over them.
     """
 
     num_sequences: int
@@ -47,8 +49,10 @@ class TokenShard:
     def of(
         mesh: Mesh, *, num_sequences: int, length: int, order: str = "contiguous", over: tuple[str, ...] = ("dp",), source: int = 0
     ) -> TokenShard:
-        """Return this rank's part. `over`: the axes along which ranks have different sequences. Raises BadInput if the batch does not
-        divide."""
+        """Return this rank's part. `order`: a kind of parallel/sequence/order.py. `over`: axes along which ranks have other sequences.
+
+        Raises BadInput if the axes do not divide the batch.
+        """
         dp, sp = mesh.axis(*over), mesh.axis("sp")
         sequences = _run(num_sequences, dp, what="sequences", fix="change train.global_batch, train.eval_sequences or degrees.dp")
         positions = order_of(mesh, order, length).positions(sp.index)
@@ -61,22 +65,30 @@ class TokenShard:
 
     @staticmethod
     def holding(mesh: Mesh, shape: Sequence[int]) -> TokenShard:
-        """Return the shard of a rank with contiguous tokens of this shape [sequences, tokens + 1], as every other rank has."""
+        """Return this rank's shard if every rank has contiguous tokens of this shape, [sequences, tokens + 1]."""
         sequences, tokens = shape
         return TokenShard.of(mesh, num_sequences=sequences * mesh.axis("dp").size, length=(tokens - 1) * mesh.axis("sp").size)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the whole batch."""
+        """Number of tokens of the whole batch."""
         return self.num_sequences * self.length
 
+    def places(self, step: int) -> Ints:
+        """Return the places in the data's order [sequences] of the rank's sequences in step `step`; the first step is 0."""
+        return step * self.num_sequences + np.arange(self.sequences.start, self.sequences.stop, dtype=np.int64)
+
+    def spread(self, count: int) -> Ints:
+        """Return `num_sequences` indices of `count` objects, spread evenly: the same for every rank, and repeated if there are fewer."""
+        return np.arange(self.num_sequences, dtype=np.int64) * count // self.num_sequences
+
     @cached_property
-    def position_array(self) -> npt.NDArray[np.int64]:
+    def position_array(self) -> Ints:
         """Positions as an array, which every step uses as an index."""
         return np.array(self.positions, dtype=np.int64)
 
     @cached_property
-    def columns(self) -> npt.NDArray[np.int64]:
+    def columns(self) -> Ints:
         """Columns of the batch that this rank reads as inputs or targets."""
         return np.union1d(self.position_array, self.position_array + 1)
 
@@ -88,30 +100,29 @@ class TokenShard:
     def of_batch(self, batch: Batch) -> Batch:
         """Return this rank's part of tokens [num_sequences, length + 1]; a view if its columns are contiguous."""
         rows, columns = batch[self.sequences.start : self.sequences.stop], self.columns
-        return rows[:, slice(columns[0], columns[-1] + 1) if self._is_run else columns]  # type: ignore[no-any-return]
+        return rows[:, slice(columns[0], columns[-1] + 1) if self._is_contiguous else columns]  # type: ignore[no-any-return]
 
     def inputs(self, part: Batch) -> Batch:
-        """Return the tokens read, [sequences, places], of a part or some of its sequences."""
+        """Return the tokens read, [sequences, places]. `part`: this rank's part, or some of its sequences."""
         return self._at(part, 0)
 
     def targets(self, part: Batch) -> Batch:
-        """Return the next token for each token read; in an encoder-decoder, for each that the decoder reads."""
+        """Return the token after each token read, [sequences, places]; in an encoder-decoder, only for tokens that the decoder reads."""
         return self._at(part, 1)[:, self.source :]  # type: ignore[no-any-return]
 
     def _at(self, part: Batch, further: int) -> Batch:
-        if self._is_run:
+        if self._is_contiguous:
             return part[:, further : further + len(self.positions)]  # type: ignore[no-any-return]
-        return part[:, self._where[further]]  # type: ignore[no-any-return]
+        return part[:, self._indices[further]]  # type: ignore[no-any-return]
 
     @property
-    def _is_run(self) -> bool:
+    def _is_contiguous(self) -> bool:
         return len(self.columns) == len(self.positions) + 1
 
     @cached_property
-    def _where(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Indices of the places, and of the places after them, among the columns."""
-        at, after = (np.searchsorted(self.columns, self.position_array + further) for further in (0, 1))
-        return at, after
+    def _indices(self) -> list[Ints]:
+        """Indices among the columns: of the rank's positions, and of the positions after them."""
+        return [np.searchsorted(self.columns, self.position_array + further) for further in (0, 1)]
 
 
 def order_of(mesh: Mesh, kind: str, length: int) -> Order:

@@ -33,8 +33,7 @@ _NOT_TEXT = re.compile("[\0\ud800-\udfff]")
 
 
 def pieces(text: str) -> Iterator[str]:
-    """Yield a text in the tokenizers' form: cleaned, and cut after line ends, since encoding a very long text whole would cost
-    gigabytes."""
+    """Yield a text in pieces that end with a line, as encoding a long text whole costs gigabytes. Unusable characters become U+FFFD."""
     text = _NOT_TEXT.sub("\ufffd", text)
     start = 0
     while start < len(text):
@@ -48,8 +47,9 @@ def pieces(text: str) -> Iterator[str]:
 class Tokenizer(ABC):
     """Ids 0 .. vocab_size - 1, each with its byte string in `token_bytes`. The id `separator` separates documents."""
 
+    name: str
     separator = SEPARATOR
-    example = "def "  # start of a trained model's sample text
+    example = "def "  # the prompt of the sample text that a run writes at its end
 
     def __init__(self, token_bytes: Sequence[bytes]) -> None:
         self.token_bytes = tuple(token_bytes)
@@ -67,9 +67,9 @@ class Tokenizer(ABC):
     def encode_pieces(self, parts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
         """Return the ids of each of many `pieces`, encoded in one call."""
 
-    @abstractmethod
     def describe(self) -> dict[str, Any]:
         """Return everything that `load` needs, as plain JSON values. Checkpoints keep it."""
+        return {"kind": self.name, "vocab_size": self.vocab_size, "separator": self.separator}
 
     def encode(self, text: str) -> npt.NDArray[np.int64]:
         """Return the ids of a text, [number of tokens] int64."""
@@ -98,18 +98,14 @@ class Bytes(Tokenizer):
     def encode_pieces(self, parts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
         return [np.frombuffer(part.encode(), dtype=np.uint8).astype(np.int64) for part in parts]
 
-    def describe(self) -> dict[str, Any]:
-        return {"kind": self.name, "vocab_size": self.vocab_size, "separator": self.separator}
-
     @staticmethod
     def for_others() -> dict[str, Any]:
         """Return the same tokenizer as a tokenizer.json: byte-level BPE without merges, and the separator as a special token."""
         from tokenizers import Tokenizer as Library
         from tokenizers import decoders, models, pre_tokenizers
 
-        library = Library(
-            models.BPE(vocab={SEPARATOR_TEXT if byte == SEPARATOR else held: byte for held, byte in _BYTE_OF.items()}, merges=[])
-        )
+        vocabulary = {SEPARATOR_TEXT if byte == SEPARATOR else character: byte for character, byte in _BYTE_OF.items()}
+        library = Library(models.BPE(vocab=vocabulary, merges=[]))
         library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         library.decoder = decoders.ByteLevel()
         library.add_special_tokens([SEPARATOR_TEXT])
@@ -117,53 +113,62 @@ class Bytes(Tokenizer):
         return found
 
 
+class _OfLibrary(Tokenizer):
+    """A tokenizer of the `tokenizers` library, from its JSON. `spelled`: returns the bytes of a token, raising KeyError for no bytes."""
+
+    def __init__(self, model: dict[str, Any], spelled: Callable[[str], bytes]) -> None:
+        self._library, self._model = _library(model), model
+        vocabulary = self._library.get_vocab()
+        largest = max(vocabulary.values(), default=-1)
+        if largest > _MOST_IDS:
+            raise _bad_description(f"the id {largest}")
+        held = [b""] * (largest + 1)  # unused ids never occur
+        try:
+            for token, i in vocabulary.items():
+                held[i] = spelled(token)
+        except KeyError as error:
+            raise _bad_description(f"a token with {error}, which represents no byte") from None
+        super().__init__(held)
+
+    def encode_pieces(self, parts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
+        try:
+            found = self._library.encode_batch_fast(list(parts), add_special_tokens=False)
+        except BaseException as error:  # such as for a pattern with an endless search
+            if not _from_library(error):
+                raise
+            raise _bad_description(f"one that cannot encode this text ({error})") from None
+        return [np.array(one.ids, dtype=np.int64) for one in found]
+
+    def describe(self) -> dict[str, Any]:
+        return super().describe() | {"model": self._model}
+
+
 @final
-class Bpe(Tokenizer):
-    """Byte-level BPE by the `tokenizers` library, built from that library's own JSON."""
+class Bpe(_OfLibrary):
+    """Byte-level BPE that was trained here."""
 
     name = "bpe"
 
     def __init__(self, model: dict[str, Any]) -> None:
-        self._library = _library(model)
-        self._model = model
-        vocabulary = sorted(self._library.get_vocab().items(), key=lambda item: item[1])
-        if [i for _, i in vocabulary] != list(range(len(vocabulary))) or vocabulary[SEPARATOR][0] != SEPARATOR_TEXT:
+        super().__init__(model, lambda token: token.encode() if token == SEPARATOR_TEXT else _of_characters(token))
+        gaps = b"" in self.token_bytes or self._library.get_vocab_size() != self.vocab_size
+        if gaps or self.token_bytes[:1] != (SEPARATOR_TEXT.encode(),):
             raise _bad_description("ids that do not start with the separator or leave gaps")
-        try:
-            super().__init__([_token_bytes(token) for token, _ in vocabulary])
-        except KeyError as error:
-            raise _bad_description(f"a token with {error}, which represents no byte") from None
-
-    def encode_pieces(self, parts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
-        return _encoded(self._library, parts)
-
-    def describe(self) -> dict[str, Any]:
-        return {"kind": self.name, "vocab_size": self.vocab_size, "separator": self.separator, "model": self._model}
 
 
 @final
-class Given(Tokenizer):
-    """A tokenizer.json of the `tokenizers` library, from any source. Text that spells a special token becomes that token."""
+class Given(_OfLibrary):
+    """A tokenizer.json from any source. `separator`: the id that ends a text. Text that spells a special token becomes that token."""
 
     name = "given"
 
-    def __init__(self, model: dict[str, Any], separator: int) -> None:
-        self._library = _library(model)
-        self._model = model
-        vocabulary = self._library.get_vocab()
-        if (largest := max(vocabulary.values(), default=0)) > _MOST_IDS:
-            raise _bad_description(f"the id {largest}")
-        spelled = _spelled_by(model)
-        special = {token["content"] for token in model.get("added_tokens") or ()}
-        held = [b""] * (max(vocabulary.values(), default=-1) + 1)  # unused ids never occur
-        try:
-            for token, i in vocabulary.items():
-                held[i] = token.encode() if token in special else spelled(token)
-        except KeyError as error:
-            raise _bad_description(f"a token with {error}, which represents no byte") from None
-        if not 0 <= separator < len(held):
-            raise _bad_description(f"separator {separator} of {len(held)} ids")
-        super().__init__(held)
+    def __init__(self, model: dict[str, Any], separator: int | None) -> None:
+        if separator is None:
+            raise _bad_description("no eos_token_id")
+        spelled, special = _spelled_by(model), {token["content"] for token in model.get("added_tokens") or ()}
+        super().__init__(model, lambda token: token.encode() if token in special else spelled(token))
+        if not 0 <= separator < self.vocab_size:
+            raise _bad_description(f"separator {separator} of {self.vocab_size} ids")
         self.separator = separator
 
     def beginning(self, prompt: str) -> list[int]:
@@ -176,34 +181,20 @@ class Given(Tokenizer):
         text, framed = (self._library.encode("a", add_special_tokens=special).ids for special in (False, True))
         return next((framed[:at] for at in range(len(framed)) if framed[at : at + len(text)] == text), [])
 
-    @staticmethod
-    def read(model: dict[str, Any], ends: int | None) -> Given:
-        """Make the tokenizer of a model whose texts end with the id `ends`. Raises BadInput if it cannot be used."""
-        if ends is None:
-            raise _bad_description("no eos_token_id")
-        return Given(model, ends)
-
-    def encode_pieces(self, parts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
-        return _encoded(self._library, parts)
-
-    def describe(self) -> dict[str, Any]:
-        return {"kind": self.name, "vocab_size": self.vocab_size, "separator": self.separator, "model": self._model}
-
 
 _MOST_IDS = 2**24
 _MOST_GROWTH = 16
 
 
 def _library(model: dict[str, Any]) -> Any:
-    """Load the library's tokenizer from this JSON. Raises BadInput if it is invalid, or if its replacements can grow a text without
-    bound."""
+    """Load the library's tokenizer from this JSON. Raises BadInput if it is invalid, or if a text could grow by more than _MOST_GROWTH."""
     from tokenizers import Tokenizer as Library
 
     try:
         if (growth := _growth(model.get("normalizer"))) > _MOST_GROWTH:
             raise ValueError(f"replacements that make a text {growth:.2g} times as long")
         library = Library.from_str(json.dumps(model))
-        library.no_truncation()  # a file may set either for its model; truncation would lose text, and padding would add ids
+        library.no_truncation()  # the JSON may set truncation, which would lose text, and padding, which would add ids
         library.no_padding()
         return library
     except BaseException as error:  # the library raises plain Exception for any error in its JSON; its panic is no Exception
@@ -213,7 +204,7 @@ def _library(model: dict[str, Any]) -> Any:
 
 
 def _growth(normalizer: Any) -> float:
-    """Return the maximum growth factor of a text's length: successive replacements multiply."""
+    """Return the factor by which a normalizer can make a text longer; the factors of successive replacements multiply."""
     if not isinstance(normalizer, dict):
         return 1.0
     found = math.prod(_growth(each) for each in normalizer.get("normalizers") or ())
@@ -223,26 +214,18 @@ def _growth(normalizer: Any) -> float:
     return found
 
 
-def _encoded(library: Any, parts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
-    """Return the ids of each part. Raises BadInput if the library gives up, such as on a pattern with an endless search."""
-    try:
-        found = library.encode_batch_fast(list(parts), add_special_tokens=False)
-    except BaseException as error:
-        if not _from_library(error):
-            raise
-        raise _bad_description(f"one that cannot encode this text ({error})") from None
-    return [np.array(one.ids, dtype=np.int64) for one in found]
-
-
 def _from_library(error: BaseException) -> bool:
-    """Return whether the library raised it. A Rust panic is no Exception, and its class cannot be imported."""
+    """Return whether the library raised this error. Its Rust panics are no Exception, and their class cannot be imported."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def _spelled_by(model: dict[str, Any]) -> Callable[[str], bytes]:
-    """Return the byte decoding of a tokenizer.json: GPT-2's characters, or SentencePiece's, with <0xE2> for a byte that no token holds."""
+    """Return the function from a token of a tokenizer.json to its bytes. Raises BadInput for an unknown form.
+
+    A token consists of GPT-2's characters for bytes, or it is SentencePiece's: text, or <0xE2> for a byte that no other token holds.
+    """
     if any('"ByteLevel"' in json.dumps(model.get(part)) for part in ("pre_tokenizer", "decoder")):
-        return lambda token: bytes(_BYTE_OF[character] for character in token)
+        return _of_characters
     if isinstance(model.get("model"), dict) and model["model"].get("byte_fallback"):
         return lambda token: bytes([int(token[3:5], 16)]) if _BYTE.fullmatch(token) else token.replace("\u2581", " ").encode()
     raise _bad_description("tokens that spell neither bytes nor SentencePiece's pieces")
@@ -253,7 +236,7 @@ _BYTE = re.compile("<0x[0-9A-F]{2}>")
 
 @final
 class Ids(Tokenizer):
-    """Ids from another program: their texts are their numbers. Their separator and byte lengths are unknown."""
+    """Ids from another program, whose texts are unknown: they are shown and entered as numbers. No id separates documents."""
 
     name = "ids"
     separator, example = -1, "0"
@@ -266,7 +249,7 @@ class Ids(Tokenizer):
         return np.ones(self.vocab_size, dtype=np.int64)
 
     def encode_pieces(self, parts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
-        """Parse ids. Raises BadInput for a text that is no list of ids."""
+        """Parse the ids in each part, which are separated by spaces. Raises BadInput for other text."""
         words = [part.split() for part in parts]
         wrong = next((word for held in words for word in held if not word.isdecimal() or int(word) >= self.vocab_size), None)
         if wrong is not None or not any(words):
@@ -279,11 +262,11 @@ class Ids(Tokenizer):
         return ids
 
     def describe(self) -> dict[str, Any]:
-        return {"kind": self.name, "vocab_size": self.vocab_size, "separator": None}
+        return super().describe() | {"separator": None}
 
 
 def check_separator(tokenizer: Tokenizer, separator: int | None) -> None:
-    """Refuse a model with attention within documents if it expects another separator than this tokenizer's. Raises BadInput."""
+    """Raise BadInput if a model with attention within documents expects another separator than this tokenizer's; None: SEPARATOR."""
     if isinstance(tokenizer, Ids) or tokenizer.separator == (SEPARATOR if separator is None else separator):
         return
     needed, fix = f"{tokenizer.separator}, which separates the documents of this tokenizer", Set("it", tokenizer.separator)
@@ -301,40 +284,32 @@ def train_bpe(texts: Iterable[str], *, vocab_size: int) -> Bpe:
     library = Library(models.BPE())
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()  # for other programs that read this JSON
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[SEPARATOR_TEXT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[SEPARATOR_TEXT], initial_alphabet=alphabet, show_progress=False)
     library.train_from_iterator((piece for text in texts for piece in pieces(text)), trainer)
     return Bpe(json.loads(library.to_str()))
 
 
 def load(description: Any) -> Tokenizer:
     """Return the tokenizer of a `describe` result. Raises BadInput for anything else."""
-    kind = description.get("kind") if isinstance(description, dict) else description
+    held = description if isinstance(description, dict) else {"kind": description}
+    kind, size, separator, model = (held.get(name) for name in ("kind", "vocab_size", "separator", "model"))
     if kind == Bytes.name:
         return Bytes()
-    if kind == Ids.name and isinstance(description.get("vocab_size"), int) and 0 < description["vocab_size"] < 2**31:
-        return Ids(description["vocab_size"])
-    if kind == Bpe.name and isinstance(description.get("model"), dict):
-        return Bpe(description["model"])
-    if kind == Given.name and isinstance(description.get("model"), dict):
-        separator = description.get("separator")
+    if kind == Ids.name and isinstance(size, int) and 0 < size < 2**31:
+        return Ids(size)
+    if kind == Bpe.name and isinstance(model, dict):
+        return Bpe(model)
+    if kind == Given.name and isinstance(model, dict):
         if not isinstance(separator, int):
             raise _bad_description(f"separator {separator!r}")
-        return Given(description["model"], separator)
+        return Given(model, separator)
     raise _bad_description(f"kind {kind!r}")
 
 
 def _bad_description(got: object) -> BadInput:
-    return BadInput(
-        "tokenizer description",
-        got=str(got)[:120],
-        needed="one written by this program (kind bytes, bpe, given or ids)",
-        fix="restore that file",
-    )
+    needed = "one written by this program (kind bytes, bpe, given or ids)"
+    return BadInput("tokenizer description", got=str(got)[:120], needed=needed, fix="restore that file")
 
 
 def _byte_characters() -> dict[str, int]:
@@ -347,5 +322,5 @@ def _byte_characters() -> dict[str, int]:
 _BYTE_OF = _byte_characters()
 
 
-def _token_bytes(token: str) -> bytes:
-    return token.encode() if token == SEPARATOR_TEXT else bytes(_BYTE_OF[character] for character in token)
+def _of_characters(token: str) -> bytes:
+    return bytes(_BYTE_OF[character] for character in token)

@@ -38,7 +38,7 @@ FORMAT = 2  # version of token files and of corpus reading: another number gives
 ENCODE_TOGETHER_CHARACTERS = 1 << 21
 # Corpora and token files up to this size are hashed at every start: at 1.1 GB/s (measured, one core) that takes less than half a second.
 ALWAYS_READ_BYTES = 512 << 20
-# A file changed less than this before its stamp was taken might change again within the file system's clock tick, unseen by the stamp.
+# A file that changed less than this before its stamp was taken might change once more within the same clock tick, with an equal stamp.
 SETTLED_NS = 2_000_000_000
 
 Log = Callable[[str], object]
@@ -50,8 +50,7 @@ class Damaged(Exception):
 
 @dataclass(frozen=True)
 class TokenFiles:
-    """Opened token files: two read-only memory maps, their tokenizer and their index. `key`: of the text, for any origin of the
-    tokenizer."""
+    """Opened token files: two read-only memory maps, their tokenizer and their index. `key` identifies the text and its settings."""
 
     folder: Path
     train: npt.NDArray[np.integer]
@@ -75,8 +74,8 @@ def open_or_build(
 ) -> TokenFiles:
     """Open the token files of a corpus, built first if missing or damaged. Raises BadInput for bad text and for an unusable cache.
 
-    `given` describes a tokenizer that must be used. The text's own files are used only if they have the same one. Another text, or another
-    version of the library, would have trained a different one.
+    `given`: description of a tokenizer that must be used. Files that were built without it, as the recipe says, are used only if their
+    tokenizer is equal: one that was trained on another text, or by another version of the library, is not.
     """
     found = corpus_hash(corpus, cache)
     key = _key(corpus, data, found)
@@ -116,21 +115,19 @@ def _usable(cache: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise BadInput(
-            f"token cache {cache}",
-            got=f"{error.strerror or error}{f', {error.filename}' if error.filename else ''}",
-            needed="a writable folder with about 3 times the text's size free",
-            fix="free some space, or set XDG_CACHE_HOME to a folder elsewhere",
-        ) from None
+        got = f"{error.strerror or error}{f', {error.filename}' if error.filename else ''}"
+        needed = "a writable folder with about 3 times the text's size free"
+        fix = "free some space, or set XDG_CACHE_HOME to a folder elsewhere"
+        raise BadInput(f"token cache {cache}", got=got, needed=needed, fix=fix) from None
 
 
 def corpus_hash(corpus: Corpus, cache: Path) -> str:
-    """Return the corpus's content hash."""
+    """Return the hash of all files' names and contents; of large files it is cached, by their sizes and times."""
     return _by_stamp(corpus, cache, lambda: content_hash(corpus))
 
 
 def _by_stamp(corpus: Corpus, cache: Path, hashed: Callable[[], str]) -> str:
-    """Return `hashed()` of these files. For large files it is cached by sizes and times, so that a restart need not read gigabytes."""
+    """Return `hashed()`, a SHA-256 of these files. For large files it is cached, by sizes and times, so restarts need not read them."""
     before = stamp(corpus)
     if before.size_bytes <= ALWAYS_READ_BYTES:
         return hashed()
@@ -148,8 +145,7 @@ def _by_stamp(corpus: Corpus, cache: Path, hashed: Callable[[], str]) -> str:
 
 
 def _key(corpus: Corpus, data: Data, corpus_hash: str, *, given: dict[str, Any] | None = None) -> str:
-    """Return a hash of everything that the token files depend on. A `given` tokenizer is hashed itself, instead of its training
-    settings."""
+    """Return a hash of everything that the token files depend on: of a `given` tokenizer itself, else of the settings to train it."""
     settings = {
         "format": FORMAT,
         "corpus": corpus_hash,
@@ -166,10 +162,10 @@ def _key(corpus: Corpus, data: Data, corpus_hash: str, *, given: dict[str, Any] 
 
 
 def open_files(folder: Path, *, verify: bool = False) -> TokenFiles:
-    """Open token files. Checks sizes, and contents against their SHA-256; without `verify`, contents of large files only if times changed.
+    """Open token files. Checks sizes, and contents by SHA-256: of large files only if their times have changed, or with `verify`.
 
-    Raises FileNotFoundError if the folder does not exist, Damaged if the files do not match their index, and OSError if they cannot be
-    read, though they may be whole.
+    Raises FileNotFoundError if the folder does not exist, Damaged if the files do not match their index, and OSError if the system cannot
+    read them, although they may be undamaged.
     """
     if not folder.is_dir():
         raise FileNotFoundError(folder)
@@ -197,7 +193,7 @@ def _open_side(path: Path, dtype: str, entry: dict[str, Any]) -> npt.NDArray[np.
 
 
 def _check_contents(folder: Path, index: dict[str, Any], *, always: bool) -> None:
-    """Raise Damaged, naming the file, if its contents do not match the index."""
+    """Raise Damaged if the contents of a file do not match the index. `always`: large files with unchanged times, too."""
     recorded = {f"{side}.bin": index[side]["sha256"] for side in SIDES}
     whole = hashlib.sha256(json.dumps(recorded).encode()).hexdigest()
 
@@ -283,12 +279,15 @@ class _Writer:
 
 
 def write_tokens(folder: Path, documents: Iterator[tuple[Side, str]], tokenizer: Tokenizer, *, dtype: str) -> dict[str, dict[str, Any]]:
-    """Write train.bin and validation.bin, with a separator before each document and after the last. Returns counts and hashes of each."""
+    """Write train.bin and validation.bin, with a separator before each document and after the last.
+
+    Returns the counts (tokens, text_bytes, documents) and the sha256 of each side.
+    """
     with contextlib.ExitStack() as stack:
         writers = {side: _Writer(folder / f"{side}.bin", dtype) for side in SIDES}
         for writer in writers.values():
             stack.callback(writer.file.close)
-        waiting: list[tuple[Side, str, bool]] = []  # encoded together: BPE uses all cores on many pieces, one core on one piece
+        waiting: list[tuple[Side, str, bool]] = []  # encoded together, because BPE uses one core for each piece
 
         def flush() -> None:
             encoded = tokenizer.encode_pieces([part for _, part, _ in waiting])
@@ -314,9 +313,9 @@ def write_tokens(folder: Path, documents: Iterator[tuple[Side, str]], tokenizer:
 
 
 def _publish(temporary: Path, folder: Path) -> None:
-    """Rename a finished folder to its final name. If another builder was first, its files stay, unless they are damaged."""
+    """Rename a finished folder to its final name. If another process was first, its files stay, unless they are damaged."""
     for _ in range(3):
-        with contextlib.suppress(OSError):  # it exists, or the second attempt below fails too
+        with contextlib.suppress(OSError):  # the folder exists already; any other error comes again below
             os.rename(temporary, folder)
             sync(folder.parent)
             return
@@ -348,7 +347,7 @@ def _remove_leftovers(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _lock(path: Path, log: Log) -> Iterator[bool]:
-    """Hold an exclusive lock. Yields False on file systems without locks, where only the rename keeps builders apart."""
+    """Hold an exclusive lock. Yields whether it is held: file systems without locks have only the rename to keep builders apart."""
     with path.open("a") as file:
         locked = True
         try:

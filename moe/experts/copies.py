@@ -1,4 +1,4 @@
-"""A MoE layer routes each token once if several ranks hold copies of it (tensor parallelism): cut the copies, join the results.
+"""Routes each token once if several ranks of an axis hold copies of it (tensor parallelism): cuts the copies, joins the results.
 
     x_BLD, equal on every rank of the axis        rank 0: sequences 0..3    rank 1: sequences 0..3
     cut                                                   0, 1                      2, 3              backward: all-gather of gradients
@@ -6,8 +6,8 @@
     join                                          y_BLD of all, equal on every rank                   backward: each keeps its own
 
 So expert parallelism can use this axis too (MoE parallel folding, arXiv 2504.14960). Cuts are between sequences, so the groups over
-which capacity and balance are counted stay whole. The report covers the tokens of all ranks. Without gradients, a number of
-sequences that does not divide by the ranks (one sample) is not cut: each rank routes all of it.
+which capacity and balance are counted stay whole. The report covers the tokens of all ranks. Without gradients, sequences that the
+ranks cannot share equally, such as a single one, are not cut: each rank routes all of them.
 """
 
 from __future__ import annotations
@@ -25,26 +25,23 @@ from parallel.mesh.mesh import Axis
 
 # B batch, L length, D model, T = B*L tokens
 
-Report = TypeVar("Report", bound=Any)  # a dataclass: integer tensors are counts, floating-point tensors are means over tokens
+Report = TypeVar("Report", bound=Any)  # a layer's report, a dataclass: integer tensors are counts, floating-point ones means over tokens
 
 
 class Exchange(Protocol):
-    """The exchange between the layout outside the layer and whole sequences.
+    """The exchange between the layout that tokens have outside the layer and whole sequences, which the layer routes.
 
-    `cut` gives each rank some whole sequences, and `join` undoes it. `whole` gives each rank all of them, and `mine` undoes it.
+    `cut` gives each rank an equal share of the sequences, and `join` undoes it. `whole` gives each rank all of them, and `mine` undoes it.
     """
 
     def cut(self, x_BLD: Tensor) -> Tensor: ...
-
     def join(self, y_BLD: Tensor) -> Tensor: ...
-
     def whole(self, x_BLD: Tensor) -> Tensor: ...
-
     def mine(self, y_BLD: Tensor) -> Tensor: ...
 
 
 class FullCopies:
-    """The exchange if each rank has all tokens outside the layer."""
+    """The exchange for ranks that each have all tokens outside the layer."""
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
@@ -63,13 +60,13 @@ class FullCopies:
 
 
 class Copies:
-    """The ranks of `axis` share the tokens of one layer: as copies, or in the layout that `exchange` converts."""
+    """One layer's tokens over the ranks of `axis`: each rank has all of them (exchange None), or the shard that `exchange` converts."""
 
     def __init__(self, axis: Axis, exchange: Exchange | None = None) -> None:
         self.axis, self.exchange = axis, exchange or FullCopies(axis)
 
     def cuts(self, x_BLD: Tensor) -> bool:
-        """Return whether these tokens are cut. If not, each rank routes all of them."""
+        """Return whether the ranks share these sequences. If not, each rank routes all of them."""
         return torch.is_grad_enabled() or x_BLD.shape[0] % self.axis.size == 0
 
     def cut(self, x_BLD: Tensor, context: Context) -> tuple[Tensor, Context, float]:
@@ -79,12 +76,9 @@ class Copies:
         """
         batch = x_BLD.shape[0]
         if batch % self.axis.size:
-            raise BadInput(
-                "sequences of a micro-batch",
-                got=batch,
-                needed=f"a multiple of {self.axis.name}={self.axis.size}: each of its ranks routes an equal share of them",
-                fix="change train.global_batch, pipeline.microbatches or degrees.tp",
-            )
+            needed = f"a multiple of {self.axis.name}={self.axis.size}: each of its ranks routes an equal share of them"
+            fix = "change train.global_batch, pipeline.microbatches or degrees.tp"
+            raise BadInput("sequences of a micro-batch", got=batch, needed=needed, fix=fix)
         each = len(context.position_T) // self.axis.size
         tokens = slice(self.axis.index * each, (self.axis.index + 1) * each)
         share = 1 / self.axis.size
@@ -95,14 +89,14 @@ class Copies:
             name = f"layers.{layer}.sums of copies"
             return context.once(name, lambda: sum_over(mine.clone(), replace(self.axis, label=f"layers.{layer}.balance")))
 
-        return self.exchange.cut(x_BLD), context.of_run(tokens, share=share, together=together), share
+        return self.exchange.cut(x_BLD), context.of_tokens(tokens, share=share, together=together), share
 
     def join(self, y_BLD: Tensor) -> Tensor:
-        """Return the results of all sequences, given this rank's."""
+        """Return the layer's output for all sequences, given the output for this rank's."""
         return self.exchange.join(y_BLD)
 
     def together(self, report: Report, *, share: float) -> Report:
-        """Return the report of all ranks' tokens, given this rank's, whose tokens are `share` of them."""
+        """Return the report of all ranks' tokens, given the report of this rank's, which are `share` of all valid ones. Collective."""
         own = {f.name: getattr(report, f.name) for f in fields(report) if isinstance(getattr(report, f.name), Tensor)}
         parts = {name: value.double() * (share if value.is_floating_point() else 1) for name, value in own.items()}
         sums = sum_over(torch.cat([part.reshape(-1) for part in parts.values()]), self.axis)

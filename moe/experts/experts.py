@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from moe.kernels import Plan, choose
+from moe.kernels import choose
 from moe.kernels.activation import GATED, Activation
 from moe.kernels.network import ByProduct, Network
 from moe.kernels.products import PRODUCTS
+from moe.kernels.rows import Plan
 from moe.nn.lora import adapted
 from parallel.data.tiling import summed, take
 from parallel.mesh.layout import Tile
@@ -31,15 +32,13 @@ if TYPE_CHECKING:
 # R rows, D model, F hidden units, E experts held here
 
 MATRICES = ("w1", "w2", "w3")
-# the dim of hidden units in each stacked tensor [E, ...]; w1_a and w2_b (moe/nn/lora.py) have none
+# the dim of hidden units in each stacked tensor [E, ...]; the adapters w1_a, w3_a and w2_b (moe/nn/lora.py) have no such dim
 HIDDEN_DIM = {"w1": 2, "w2": 1, "w3": 2, "b1": 1, "b3": 1, "w1_b": 2, "w2_a": 1, "w3_b": 2}
-
-
-ExpertChunk = Network | slice | None  # a chunk of the held experts, as their network or (with tiles) as a range of them; None: all
+ExpertChunk = Network | slice | None  # some of the held experts: their network or, with tiles, their range among the held; None: all
 
 
 class Routed(NamedTuple):
-    """The row of each choice, and its gate (fp32 [T, K])."""
+    """The plan of one layer's rows, and the gate of each choice, fp32 [T, K]."""
 
     gate_TK: Tensor
     plan: Plan
@@ -49,7 +48,7 @@ class Experts(nn.Module):
     """Held experts: `w1` [E, D, F], `w2` [E, F, D], and `w3` [E, D, F] for gated activations, or `tiles` to be summed.
 
     `biases`: add `b1` [E, F] after w1 and `b3` [E, F] after w3. The bias after w2 belongs to no hidden unit, so the layer adds it
-    (moe/experts/layer.py). `swiglu`: bounds and slope of that activation, if the recipe sets them. `products`: a policy of
+    (moe/experts/layer.py). `swiglu`: bounds and slope of that activation, if the recipe sets them. `products`: the name of a policy in
     moe/kernels/products.py.
     """
 
@@ -69,7 +68,7 @@ class Experts(nn.Module):
     ) -> None:
         super().__init__()
         self.biases, self.activation = biases, Activation(ffn, swiglu)
-        self.rank, self.scale = 0, 1.0  # of LoRA adapters, which `adapt` makes
+        self.rank, self.scale = 0, 1.0  # LoRA's, set by `adapt`; rank 0: no adapters
         self.num_experts, self.d_model, self.d_ff, self.num_tiles = num_experts, d_model, d_ff, tiles
         self.kernels_name, self.products = kernels, (policy := PRODUCTS[products])
         self.kernels: ModuleType | ByProduct = choose(kernels)
@@ -107,7 +106,7 @@ class Experts(nn.Module):
                 setattr(self, f"{name}_b", nn.Parameter(weight.new_empty(count, rank, size_out)))
 
     def _read(self, dtype: torch.dtype) -> Network:
-        """Return the held experts' network, with adapters added in."""
+        """Return the held experts' network. Matrices with LoRA adapters have their product added, for rows of `dtype`."""
 
         def read(name: str) -> Tensor | None:
             weight: Tensor | None = getattr(self, name)
@@ -144,9 +143,9 @@ class Experts(nn.Module):
         return held if part is None else Network.of([None if t is None else t[part] for t in held.tensors], held.activation)
 
     def chunks(self, count: int, dtype: torch.dtype) -> list[ExpertChunk]:
-        """Cut the held experts into `count` equal chunks, for rows of `dtype`. Each matrix gets one gradient, filled by all chunks."""
+        """Cut the held experts into `count` equal chunks, for rows of `dtype`. Chunks are views of the matrices, not copies."""
         each = len(self.held) // count
-        if self.num_tiles > 1:  # an engine may gather a tile's weights only in its forward pass
+        if self.num_tiles > 1:  # ranges only, because an engine may gather a tile's weights only in the tile's forward pass
             return [slice(i * each, (i + 1) * each) for i in range(count)]
         held = self._read(dtype)
         cut = [[None] * count if t is None else t.split(each) for t in held.tensors]
@@ -154,10 +153,10 @@ class Experts(nn.Module):
 
     @in_region("experts")
     def forward(self, x: Tensor, *, counts: list[int] | Routed, dropped_RF: Tensor | None = None, weights: ExpertChunk = None) -> Tensor:
-        """Compute rows [R, D] sorted by expert, `counts` of each, with the held experts or the chunk `weights`. Keeps shape and dtype.
+        """Apply the held experts, or the chunk `weights`, to rows [R, D] sorted by expert, counts[e] of expert e. Keeps shape and dtype.
 
         With `Routed` as counts, x is tokens [T, D], and the result sums gate * expert(x) over each token's kept choices. This rank
-        must then hold all experts.
+        must then hold all experts. `dropped_RF`: factors of dropout for the hidden units.
         """
         if self.num_tiles > 1:
 

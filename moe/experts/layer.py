@@ -5,29 +5,32 @@
 
     shared    y + [sigmoid(w x)] shared(x)                  DeepSeekMoE (arXiv 2401.06066); with the gate: Qwen2-MoE
     residual  c_0 y + c_1 dense(x), c = softmax(W_c x)      PR-MoE (arXiv 2201.05596)
+    free      skip experts return the token, zero experts   LongCat-Flash (arXiv 2509.01322, section 2.1), MoE++ (arXiv 2410.07348)
+              zero: a router can spend less on easy tokens
+    gate_on   input: sum of E(g x) instead of g E(x)        Llama 4
 
 `output_bias` [E, D]: the biases after w2 (experts.biases), of all experts, on every rank. The layer returns zero for a dropped
-token, which continues through the residual connection around the layer.
+token, which continues through the residual connection around the layer. Free experts have the highest indices, skip before zero. The
+router treats them like other experts, but their choices are not dispatched.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
-from moe.experts import free, scaled_inputs
 from moe.experts.copies import Copies
-from moe.experts.dispatch.dispatcher import Exchange
-from moe.experts.dispatch.local import Local
+from moe.experts.dispatch.dispatcher import Exchange, Local
 from moe.experts.dispatch.network import Dropout
 from moe.experts.experts import Experts
 from moe.nn.context import Context
 from moe.nn.linear import FeedForward, Linear, linear_fp32
-from moe.router.losses.balance import (
+from moe.router.losses import (
     balance_loss,
     count_choices,
     importance_loss,
@@ -40,22 +43,20 @@ from moe.router.losses.balance import (
 )
 from moe.router.router import Router, Routing
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # these packages read recipes; the layer runs without them
+    from moe.recipe import sections
     from moe.recipe.router_spec import RouterSpec
 
-if TYPE_CHECKING:  # the layer runs without the packages that read recipes
-    from moe.recipe import sections
-
-# B batch, L length, D model, T = B*L tokens, K choices, E experts, R rows, F hidden
+# B batch, L length, D model, T = B*L tokens, K choices, N = T*K, E experts, R rows, F hidden
 
 
 @dataclass(frozen=True)
 class LayerReport:
     """Measurements of one layer over the valid tokens held here.
 
-    `load_E` int64: choices of each expert before dropping. `kept`, `dropped`: choices; they add up to load_E's sum, which is
-    tokens * k unless experts choose. The others are fp32 means over this micro-batch's tokens, so micro-batches are averaged by
-    their shares of the tokens. `importance_loss` and `load_loss` are 0 if their weights are 0. `entropy` of the router is in nats.
+    `load_E` int64: choices of each expert before dropping. `kept`, `dropped`: numbers of choices; they add up to load_E's sum, which is
+    tokens * k unless experts choose tokens. Losses and entropy are fp32 means over this micro-batch's tokens, so micro-batches are averaged
+    by their shares of the tokens. `importance_loss` and `load_loss` are 0 if their weights are 0. `entropy` of the router is in nats.
     """
 
     layer: int
@@ -69,11 +70,11 @@ class LayerReport:
     entropy: Tensor
 
 
-NO_REPORT = LayerReport(-1, *(torch.empty(0),) * 8)  # returned if `reporting` is off
+NO_REPORT = LayerReport(-1, *(torch.empty(0),) * 8)  # returned if MoELayer.reporting is False
 
 
 class MoELayer(nn.Module):
-    """The MoE layer with index `layer` in the model, `nth` among MoE layers. `shared`: a feed-forward network for every token, or None."""
+    """The MoE layer with index `layer` in the model, `nth` among its MoE layers. `shared`: a network for every token, or None."""
 
     def __init__(
         self,
@@ -93,14 +94,8 @@ class MoELayer(nn.Module):
         self.layer, self.dropout, self.shared = layer, experts.dropout, shared
         count, d_ff, ffn = experts.of_layer(nth), experts.d_ff or d_ff, experts.ffn or ffn
         self.free, self.skip = experts.free, experts.skip
-        self.router = Router(
-            router,
-            num_experts=count + self.free,
-            d_model=d_model,
-            norm_eps=norm_eps,
-            kernels=experts.kernels,
-            name=f"layers.{layer}.router",
-        )
+        name, kernels = f"layers.{layer}.router", experts.kernels
+        self.router = Router(router, num_experts=count + self.free, d_model=d_model, norm_eps=norm_eps, kernels=kernels, name=name)
         form = {"d_model": d_model, "d_ff": d_ff, "ffn": ffn, "swiglu": swiglu, "kernels": experts.kernels, "products": experts.products}
         self.experts = Experts(count, **form, biases=experts.biases)  # type: ignore[arg-type]
         self.output_bias = nn.Parameter(torch.empty(count, d_model)) if experts.biases else None
@@ -108,8 +103,8 @@ class MoELayer(nn.Module):
         self.residual: nn.Module | None = FeedForward(d_model, d_ff, ffn, swiglu=swiglu) if experts.residual else None
         self.coefficient = Linear(d_model, 2) if experts.residual else None
         self.dispatcher: Exchange = Local()
-        self.reporting = True  # False in text generation: for one token, counting takes as long as a matrix product
-        self.copies: Copies | None = None  # set if other ranks hold copies of its tokens
+        self.reporting = True  # False in text generation: for one token, the report takes as long as a matrix product
+        self.copies: Copies | None = None  # not None if the ranks of an axis share the layer's tokens
 
     def forward(self, x_BLD: Tensor, context: Context) -> tuple[Tensor, LayerReport]:
         if self.copies is None:
@@ -125,25 +120,25 @@ class MoELayer(nn.Module):
         x_TD = x_BLD.flatten(0, 1)
         routing = self.router(x_TD, sequence_tokens=x_BLD.shape[1], context=context)
         dropout = self._dropout(context, x_TD.dtype) if self.training and self.dropout else None
-        inputs = self.router.spec.gate_on == "input"
-        run = partial(scaled_inputs.run, self.dispatcher) if inputs else self.dispatcher.run
-        count = self.experts.num_experts
-        sent = free.of_experts(routing, count) if self.free else routing
-        y_TD = run(x_TD, sent, self.experts, dropout=dropout)
+        sent = _without_free(routing, self.experts.num_experts) if self.free else routing
+        if self.router.spec.gate_on == "input":
+            y_TD = _run_on_scaled_inputs(self.dispatcher, x_TD, sent, self.experts, dropout)
+        else:
+            y_TD = self.dispatcher.run(x_TD, sent, self.experts, dropout=dropout)
         if self.output_bias is not None:
             y_TD = y_TD + self._output_biases(routing).to(y_TD.dtype)
         if self.skip:
-            y_TD = y_TD + free.skipped(x_TD, routing, count, skip=self.skip).to(y_TD.dtype)
+            y_TD = y_TD + self._skipped(x_TD, routing).to(y_TD.dtype)
         if not self.reporting:
             return self._add_unrouted(x_BLD, y_TD.unflatten(0, x_BLD.shape[:2])), NO_REPORT
         losses = _losses(self.layer, self.router.spec, self._of_groups(routing), context)
         if self.training:
-            y_TD = join(y_TD, losses.weighted(self.router.spec), scale=context.auxiliary_scale)
+            y_TD = join(y_TD, _weighted(losses, self.router.spec), scale=context.auxiliary_scale)
         y_BLD = y_TD.unflatten(0, x_BLD.shape[:2])
         return self._add_unrouted(x_BLD, y_BLD), _report(self.layer, routing, losses)
 
     def _of_groups(self, routing: Routing) -> Routing:
-        """Return the routing over which balance is counted. If ranks hold shards of separately balanced groups: of whole groups."""
+        """Return the routing for the balance loss: of whole groups, gathered over ranks, if ranks hold shards of groups that it counts."""
         slices = self.router.slices
         if slices is None or self.router.spec.balance_scope == "global_batch":
             return routing
@@ -171,6 +166,12 @@ class MoELayer(nn.Module):
         gate_TE = spread_gates(gate_TK, routing.expert_TK, num_experts=self.router.num_experts)[:, : len(self.output_bias)]
         return gate_TE @ self.output_bias.float()
 
+    def _skipped(self, x_TD: Tensor, routing: Routing) -> Tensor:
+        """Return the output of the skip experts, each token times the sum of its gates for them: fp32 [T, D]."""
+        first = self.experts.num_experts
+        skip_TK = (routing.expert_TK >= first) & (routing.expert_TK < first + self.skip) & routing.kept_TK
+        return x_TD.float() * (routing.gate_TK * skip_TK).sum(1, keepdim=True)
+
     def _dropout(self, context: Context, dtype: torch.dtype) -> Dropout:
         """Return the experts' dropout. Its random numbers depend on the token's index in the step, which is sent with the row."""
 
@@ -181,56 +182,64 @@ class MoELayer(nn.Module):
         return Dropout(context.position_T, scale)
 
 
-@dataclass(frozen=True)
-class _Losses:
-    """The layer's auxiliary losses: fp32 scalars, not yet weighted."""
-
-    balance: Tensor
-    importance: Tensor
-    load: Tensor
-    z: Tensor
-
-    def weighted(self, s: RouterSpec) -> Tensor:
-        """Return the weighted sum. A loss of weight 0 is left out of the backward pass."""
-        balance = ((s.balance_weight, self.balance), (s.importance_weight, self.importance), (s.load_weight, self.load))
-        terms = (*balance, (s.z_weight, self.z))
-        return sum((weight * loss for weight, loss in terms if weight), start=self.z.new_zeros(()))
+def _without_free(routing: Routing, num_experts: int) -> Routing:
+    """Return the routing for the dispatcher, of `num_experts` experts with networks. Choices of free experts count as dropped."""
+    return replace(
+        routing,
+        expert_TK=routing.expert_TK.clamp(max=num_experts - 1),
+        kept_TK=routing.kept_TK & (routing.expert_TK < num_experts),
+        probs_TE=routing.probs_TE[:, :num_experts],
+    )
 
 
-def _losses(layer: int, s: RouterSpec, routing: Routing, context: Context) -> _Losses:
-    """Compute the losses over the spec's scope: sequence, micro-batch, or global batch (if the context can sum over it)."""
+def _run_on_scaled_inputs(dispatcher: Exchange, x_TD: Tensor, routing: Routing, experts: Experts, dropout: Dropout | None) -> Tensor:
+    """Run the dispatcher on the T K tokens g x, with one choice each and gate 1, and sum the results of each token: [T, D]."""
+    choices = routing.expert_TK.shape[1]
+    x_ND = rearrange(x_TD.unsqueeze(1) * routing.gate_TK.unsqueeze(2), "t k d -> (t k) d").to(x_TD.dtype)
+    expert_N1, kept_N1 = routing.expert_TK.reshape(-1, 1), routing.kept_TK.reshape(-1, 1)
+    each = replace(routing, expert_TK=expert_N1, kept_TK=kept_N1, gate_TK=torch.ones_like(routing.gate_TK).reshape(-1, 1))
+    if dropout is not None:
+        dropout = replace(dropout, position_T=dropout.position_T.repeat_interleave(choices))
+    y_ND = dispatcher.run(x_ND, each, experts, dropout=dropout)
+    return y_ND if choices == 1 else rearrange(y_ND.float(), "(t k) d -> t k d", k=choices).sum(1).to(x_TD.dtype)
+
+
+def _losses(layer: int, s: RouterSpec, routing: Routing, context: Context) -> dict[str, Tensor]:
+    """Return the losses balance, importance, load and z by name: fp32 scalars over the spec's balance_scope, not yet weighted.
+
+    Without context.whole_step, the micro-batch is the global batch. A loss that is not computed is 0.
+    """
     probs_TE, valid_T, num_experts = routing.probs_TE, routing.valid_T, routing.probs_TE.shape[1]
     choices = 1 if s.balance_counts == "first" else routing.expert_TK.shape[1]
     expert_TK = (routing.expert_TK if routing.load_TK is None else routing.load_TK)[:, :choices]
     counted_TK = None if routing.counted_TK is None else routing.counted_TK[:, :choices]
     num_groups = routing.num_groups if s.balance_scope == "sequence" else 1
     gate_TE = spread_gates(routing.gate_TK, routing.expert_TK, num_experts=num_experts) if s.importance_weight else None
-    step, whole = None, context.whole_step
+    chance_TE, step, whole = routing.chance_TE, None, context.whole_step
     if s.balance_scope == "global_batch" and whole is not None:
-        step = step_means(
-            expert_TK,
-            gate_TE,
-            num_experts=num_experts,
-            valid_T=valid_T,
-            counted_TK=counted_TK,
-            chance_TE=routing.chance_TE,
-            whole=lambda mine: whole(layer, mine),
-        )
-    chance_TE = routing.chance_TE
-    return _Losses(
-        balance_loss(probs_TE, expert_TK, num_groups=num_groups, valid_T=valid_T, counted_TK=counted_TK, step=step),
-        probs_TE.new_zeros(()) if gate_TE is None else importance_loss(gate_TE, num_groups=num_groups, valid_T=valid_T, step=step),
-        probs_TE.new_zeros(()) if chance_TE is None else load_loss(chance_TE, num_groups=num_groups, valid_T=valid_T, step=step),
-        z_loss(routing.logits_TE, valid_T=valid_T),
-    )
+        masks = {"valid_T": valid_T, "counted_TK": counted_TK}
+        step = step_means(expert_TK, gate_TE, num_experts=num_experts, **masks, chance_TE=chance_TE, whole=partial(whole, layer))
+    scope: dict[str, Any] = {"num_groups": num_groups, "valid_T": valid_T, "step": step}
+    return {
+        "balance": balance_loss(probs_TE, expert_TK, counted_TK=counted_TK, **scope),
+        "importance": probs_TE.new_zeros(()) if gate_TE is None else importance_loss(gate_TE, **scope),
+        "load": probs_TE.new_zeros(()) if chance_TE is None else load_loss(chance_TE, **scope),
+        "z": z_loss(routing.logits_TE, valid_T=valid_T),
+    }
 
 
-def _report(layer: int, routing: Routing, losses: _Losses) -> LayerReport:
+def _weighted(losses: dict[str, Tensor], s: RouterSpec) -> Tensor:
+    """Return the weighted sum. A loss of weight 0 is left out of the backward pass."""
+    weights = {"balance": s.balance_weight, "importance": s.importance_weight, "load": s.load_weight, "z": s.z_weight}
+    return sum((weight * losses[name] for name, weight in weights.items() if weight), start=losses["z"].new_zeros(()))
+
+
+def _report(layer: int, routing: Routing, losses: dict[str, Tensor]) -> LayerReport:
     valid_T, num_experts = routing.valid_T, routing.probs_TE.shape[1]
     load_GE = count_choices(routing.expert_TK, num_groups=1, num_experts=num_experts, valid_T=valid_T, counted_TK=routing.counted_TK)
     kept = routing.kept_TK.sum()
     probs_TE = routing.probs_TE.detach()
-    surprise_TE = probs_TE.clamp(min=torch.finfo(probs_TE.dtype).tiny).log()  # a third of the time that torch.special.entr takes
-    entropy = mean_over_tokens((probs_TE * surprise_TE).sum(-1).neg(), valid_T=valid_T)
-    means = (losses.balance.detach(), losses.importance.detach(), losses.load.detach(), losses.z.detach(), entropy)
+    log_probs_TE = probs_TE.clamp(min=torch.finfo(probs_TE.dtype).tiny).log()  # a third of the time that torch.special.entr takes
+    entropy = mean_over_tokens((probs_TE * log_probs_TE).sum(-1).neg(), valid_T=valid_T)
+    means = [*(loss.detach() for loss in losses.values()), entropy]
     return LayerReport(layer, load_GE[0], kept, load_GE.sum() - kept, *means)

@@ -70,7 +70,7 @@ def _bounded_backward(grad: Tensor, hidden: Tensor, gate: Tensor, s: Swiglu) -> 
     scaled, bounded = _bounded(hidden, gate, s)
     wide = grad.to(scaled.dtype)
     grad_gate = (wide * F.silu(scaled) / s.alpha).masked_fill_(gate.abs() > s.bound, 0)
-    # the derivative of silu(alpha h) / alpha by h is silu' at alpha h
+    # d/dh [silu(alpha h) / alpha] = silu'(alpha h)
     grad_hidden = torch.ops.aten.silu_backward(wide * (bounded + s.offset), scaled).masked_fill_(hidden > s.bound, 0)
     return grad_hidden.to(hidden.dtype), grad_gate.to(gate.dtype)
 

@@ -31,7 +31,7 @@ def _for_gpu(device: torch.device) -> ModuleType:
 
 
 def kernels_of(tensor: Tensor) -> ModuleType:
-    """Return the kernels for this tensor. float64, which only checks use, and tensors without values always get `cpu`."""
+    """Return the kernels for this tensor: always `cpu` for float64, which only checks use, and for a rehearsal's tensors (no values)."""
     return _for_gpu(tensor.device) if tensor.is_cuda and tensor.dtype != torch.float64 and not pretended(tensor) else cpu
 
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from moe.kernels.grouped import grouped_ffn, routed_ffn
-from moe.kernels.plan import Plan
-from moe.kernels.rows import combine, permute, reorder
+from moe.kernels.rows import Plan, combine, permute, reorder
 from parallel.mesh.regions import in_region
 from parallel.numerics.supposed import pretended
 
@@ -23,7 +22,7 @@ _FEW_CHOICES = 32
 
 
 def _earlier_equal(key_N: Tensor, num_keys: int) -> Tensor:
-    """Number of equal keys before each element, int64 [N]."""
+    """Return the number of equal keys before each element, int64 [N]."""
     order_N = torch.argsort(key_N, stable=True)
     counts = torch.bincount(key_N, minlength=num_keys)
     start = counts.cumsum(0) - counts
@@ -34,7 +33,7 @@ def _earlier_equal(key_N: Tensor, num_keys: int) -> Tensor:
 
 
 def top_k(scores_TE: Tensor, k: int) -> Tensor:
-    """Experts [T, k] int64 of the k highest scores, highest first. Ties go to the lowest expert, which torch.topk does not promise."""
+    """Return the experts [T, k] int64 of the k highest scores, highest first. Ties go to the lowest expert, unlike in torch.topk."""
     if k > 2:
         return _top_k_above_2(scores_TE, k)
     rest_TE, found = scores_TE, []
@@ -60,11 +59,11 @@ def _top_k_above_2(scores_TE: Tensor, k: int) -> Tensor:
 
 
 def slots(expert_TK: Tensor, active_TK: Tensor, *, num_groups: int, num_experts: int) -> Tensor:
-    """Position [T, K] of each active choice in the queue of its expert and group, from 0; -1 for inactive choices."""
+    """Return each active choice's position, from 0, in the queue of its expert and group: [T, K]; -1 for inactive choices."""
     tokens, choices = expert_TK.shape
     group_T = torch.arange(tokens, device=expert_TK.device) // (tokens // num_groups)
     key_TK = torch.where(active_TK, group_T.unsqueeze(1) * num_experts + expert_TK, num_groups * num_experts)
-    slot_KT = _earlier_equal(key_TK.t().reshape(-1), num_groups * num_experts + 1)  # choice-major: first choices queue first
+    slot_KT = _earlier_equal(key_TK.t().reshape(-1), num_groups * num_experts + 1)  # transposed, because all first choices queue first
     return torch.where(active_TK, slot_KT.view(choices, tokens).t(), -1)
 
 

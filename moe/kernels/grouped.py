@@ -18,6 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -25,10 +27,9 @@ from torch import Tensor
 
 from moe.kernels.activation import Activation, activate, activate_backward
 from moe.kernels.network import Matrices, Network
-from moe.kernels.plan import Plan
-from moe.kernels.rows import combine, permute
-from parallel.numerics.precision import gradient_dtype
-from parallel.numerics.weight_gradient import PendingGradients, if_deferrable, pending_for
+from moe.kernels.rows import Plan, combine, permute
+from parallel.numerics.precision import gradient_dtype, sum_dtype
+from parallel.numerics.weight_gradient import if_deferrable, pending_for
 
 # N source rows, R routed rows, Q routed rows with padding, E experts held, D model, F hidden, I and O a matrix's in and out
 
@@ -36,11 +37,14 @@ _HALF = (torch.bfloat16, torch.float16)
 _FEW_ROWS = 32
 _BLOCK_BYTES = 3 * 2**20  # fp32 scratch per thread: fits into a core's cache, and is small compared with the gradients
 
+Factors = tuple["Block", Tensor, Tensor, Tensor | None]  # of a block's weight gradients: A, and the gradients of h and g
+
 
 @dataclass(frozen=True)
 class Block:
-    """Experts [first, last), which one batched product computes. Their real rows are [begin, end) of the input's R rows. In the padded
-    buffer of Q rows, each expert has `each` rows, and the block's rows begin at row `start`.
+    """Experts [first, last), which one batched product computes.
+
+    Their rows are [begin, end) of the R routed rows. In the padded buffer of Q rows, each of them has `each` rows, from row `start` on.
     """
 
     first: int
@@ -68,7 +72,7 @@ def blocks(counts: list[int], *, row_bytes: int, dtype: torch.dtype, device: tor
 
     16-bit products on the CPU get more padding and larger blocks than fp32. Each new shape costs 15 times the product, because the
     CPU generates code for it (python -m tests.measured small-costs). Multiples of 32 rows are fastest. A batched product is up to four
-    times as fast as one product per expert (4 experts of 1,024 rows in one product: 0.83 of the time of 3, docs/inside/log.md).
+    times as fast as one product per expert.
     """
     half = dtype in _HALF and device.type == "cpu"
     share, unit, scale = (1.5, 32, 6) if half else (1.25, 1, 1)
@@ -101,16 +105,14 @@ def blocks(counts: list[int], *, row_bytes: int, dtype: torch.dtype, device: tor
 class Rows:
     """The rows of all blocks.
 
-    `source_Q`: source row of each padded row (any row, for padding). `place_R`: padded position of each row. `real_Q`: fp32, 1 for
-    rows and 0 for padding. Both are None without padding. `sums`: whether results are added to their source rows; otherwise each
-    row has its own result.
+    `source_Q`: the source row of which each padded row is a copy; padding rows copy any. `place_R`: padded position of each routed row.
+    `real_Q`: fp32, 1 for routed rows and 0 for padding. Both are None without padding.
     """
 
     blocks: list[Block]
     source_Q: Tensor
     place_R: Tensor | None
     real_Q: Tensor | None
-    sums: bool
 
 
 def one_block(counts: list[int]) -> list[Block]:
@@ -123,37 +125,33 @@ def one_block(counts: list[int]) -> list[Block]:
         return []
     first, last, each = hit[0], hit[-1] + 1, max(counts)
     if 4 * len(hit) < 3 * (last - first) or (last - first) * each > 3 * sum(counts):
-        return []  # the weights of experts without rows would be read, too
+        return []  # one block would read the weights of many experts without rows
     return [Block(first, last, each, 0, 0, sum(counts))]
 
 
-def arrange(source_R: Tensor, counts: list[int], *, row_bytes: int, dtype: torch.dtype, sums: bool, keep: bool = True) -> Rows:
-    """Arrange rows in blocks. They are sorted by expert; row r is a copy of source row source_R[r]. `keep`: a backward pass may follow."""
+def arrange(source_R: Tensor, counts: list[int], network: Network, dtype: torch.dtype, *, keep: bool = True) -> Rows:
+    """Arrange rows in blocks. They are sorted by expert; row r is a copy of source row source_R[r]. `keep`: a backward pass can follow."""
+    width, hidden = network.w1.shape[1:]
+    row_bytes = (hidden + 4 * width) * dtype.itemsize  # scratch: a row's hidden units, and about four copies of its width
     cut = [] if keep or dtype in _HALF else one_block(counts)
     cut = cut or blocks(counts, row_bytes=row_bytes, dtype=dtype, device=source_R.device)
     if not any(b.padding for b in cut):
-        return Rows(cut, source_R, None, None, sums)
-    shifts = [0] * len(counts)
-    begin = 0
-    later = iter(cut)
-    block = next(later)
-    for expert, count in enumerate(counts):
-        if expert >= block.last:
-            block = next(later, block)
-        shifts[expert] = block.start + (expert - block.first) * block.each - begin
-        begin += count
-    device = source_R.device
-    place_R = torch.arange(begin, device=device) + torch.repeat_interleave(
-        torch.tensor(shifts, device=device), torch.tensor(counts, device=device), output_size=begin
+        return Rows(cut, source_R, None, None)
+    starts = [b.start + expert * b.each for b in cut for expert in range(b.last - b.first)]  # of experts in blocks: all others have no row
+    held = [count for b in cut for count in counts[b.first : b.last]]
+    ends, device = list(accumulate(held)), source_R.device
+    shifts = [start - (end - count) for start, end, count in zip(starts, ends, held, strict=True)]
+    place_R = torch.arange(ends[-1], device=device) + torch.repeat_interleave(
+        torch.tensor(shifts, device=device), torch.tensor(held, device=device), output_size=ends[-1]
     )
     size = cut[-1].start + cut[-1].size
     source_Q = source_R.new_zeros(size).index_copy_(0, place_R, source_R)
     real_Q = torch.zeros(size, device=device).index_fill_(0, place_R, 1.0)
-    return Rows(cut, source_Q, place_R, real_Q, sums)
+    return Rows(cut, source_Q, place_R, real_Q)
 
 
 class _Kept(NamedTuple):
-    """Tensors that the backward pass needs in addition to the inputs, for padded rows."""
+    """Tensors of padded rows that the backward pass needs in addition to the inputs. `h_QF`: pre-activations, but for relu its output."""
 
     gate_Q: Tensor | None
     mask_QF: Tensor | None
@@ -164,13 +162,13 @@ class _Kept(NamedTuple):
 def _network(
     x_ND: Tensor, gate_R: Tensor | None, mask_RF: Tensor | None, rows: Rows, network: Network, *, keep: bool
 ) -> tuple[Tensor, _Kept]:
-    """Compute each row's expert. With `gate_R`, results times gates are added to their source rows; else each row has its own result."""
+    """Apply each row's expert. With `gate_R`, results times gates are added to their source rows; else each row has its own result."""
     w1, w2, w3, b1, b3 = network.tensors
     size, hidden = len(rows.source_Q), w1.shape[2]
     gate_Q, mask_QF = _pad(gate_R, rows), _pad(mask_RF, rows)
     h_QF = x_ND.new_empty(size if keep else 0, hidden)
     g_QF = None if w3 is None else torch.empty_like(h_QF)
-    out = x_ND.new_zeros(x_ND.shape, dtype=_wide(x_ND)) if gate_Q is not None else torch.empty_like(x_ND)
+    out = x_ND.new_zeros(x_ND.shape, dtype=sum_dtype(x_ND.dtype)) if gate_Q is not None else torch.empty_like(x_ND)
     for b in rows.blocks:
         x = _gather(x_ND, rows, b)
         h = h_QF[b.padded] if keep else x.new_empty(b.size, hidden)
@@ -195,7 +193,6 @@ class _Network(torch.autograd.Function):
     def forward(
         ctx: Any, x_ND: Tensor, gate_R: Tensor | None, mask_RF: Tensor | None, rows: Rows, activation: Activation, *tensors: Tensor | None
     ) -> Tensor:
-        """Compute _network for the network of `tensors`."""
         out, kept = _network(x_ND, gate_R, mask_RF, rows, Network.of(tensors, activation), keep=True)
         w1, w2, w3, *ctx.biases = tensors
         ctx.save_for_backward(x_ND, kept.gate_Q, w1, w2, w3, kept.mask_QF, kept.h_QF, kept.g_QF)
@@ -207,28 +204,26 @@ class _Network(torch.autograd.Function):
         x_ND, gate_Q, w1, w2, w3, mask_QF, h_QF, g_QF = ctx.saved_tensors
         rows: Rows = ctx.rows
         grad_out = grad_out.contiguous()
-        grad_x = x_ND.new_zeros(x_ND.shape, dtype=_wide(x_ND)) if gate_Q is not None else torch.empty_like(x_ND)
+        grad_x = x_ND.new_zeros(x_ND.shape, dtype=sum_dtype(x_ND.dtype)) if gate_Q is not None else torch.empty_like(x_ND)
         grad_gate_Q = None if gate_Q is None else torch.empty_like(gate_Q)
-        grad_b1, grad_b3 = (None if bias is None else _empty_bias_gradient(bias) for bias in ctx.biases)
+        grad_b1, grad_b3 = (None if b is None else torch.zeros_like(b, dtype=gradient_dtype(b), requires_grad=False) for b in ctx.biases)
         euler = ctx.activation.ffn == "relu" and gate_Q is not None and grad_b1 is None
         weights = ctx.weights or (w1, w2, w3)
-        pending, deferred = pending_for(*(w for w in weights if w is not None)), list[_Deferred]()
+        deferrable, deferred = tuple(w for w in weights if w is not None), list[Factors]()
+        pending = pending_for(*deferrable)
         trained = [w if needed else None for w, needed in zip(weights, ctx.needs_input_grad[5:8], strict=True)]
-        grads = [None] * 3 if pending is not None else _gradients(trained, rows)
+        grads: list[Tensor | None] = [None] * 3 if pending is not None else _gradients(trained, rows)
         for b in rows.blocks:
             h, g = h_QF[b.padded], None if g_QF is None else g_QF[b.padded]
             mask = None if mask_QF is None else mask_QF[b.padded]
             gate = None if gate_Q is None else gate_Q[b.padded]
             grad_y = _gather(grad_out, rows, b)
-            x = grad_y if pending is not None and not euler else _gather(x_ND, rows, b)  # if deferred, only its shape and dtype matter
+            x = grad_y if pending is not None and not euler else _gather(x_ND, rows, b)  # grad_y: only x's shape and dtype are used below
             a = _activated(h, g, ctx.activation, mask)
             grad_a = torch.empty_like(h)
             _multiply(grad_y, _weights(w2, b, h).mT, grad_a)
             if not euler and grad_gate_Q is not None:
                 grad_gate_Q[b.padded] = _dot(grad_a, a)
-            if pending is None:
-                # the gate multiplies rows of width D (x and the output's gradient), which are narrower than the hidden rows
-                _weight_gradient(a, _times_gate(grad_y, gate), grads[1], b)
             if mask is not None:
                 grad_a.mul_(mask)
             grad_h, grad_g = activate_backward(grad_a, h, g, *ctx.activation)
@@ -240,55 +235,31 @@ class _Network(torch.autograd.Function):
                 _multiply(grad_g, _weights(w3, b, x).mT, other := torch.empty_like(x))
                 back += other
             if euler and grad_gate_Q is not None:
-                grad_gate_Q[b.padded] = _dot(back, x)  # Euler's theorem: relu networks are homogeneous, so J x = y and <dX, X> = <dY, Y>
+                grad_gate_Q[b.padded] = _dot(back, x)  # <dX, X> = <dY, Y> by Euler's theorem: a relu network f has f(c x) = c f(x), c > 0
             if pending is None:
-                x = _times_gate(x, gate)
-                _weight_gradient(x, grad_h, grads[0], b)
-                _weight_gradient(x, grad_g, grads[2], b)
+                _weight_gradients(grads, a, grad_h, grad_g, grad_y, x, gate, b)
             else:
-                deferred.append(_Deferred(b, a, grad_h, grad_g))
+                deferred.append((b, a, grad_h, grad_g))
             _put(grad_x, back, rows, b, gate_Q)
         if pending is not None:
-            _defer(pending, weights, x_ND, grad_out, gate_Q, rows, deferred)
+            pending.add(deferrable, partial(_deferred_gradients, weights, x_ND, grad_out, gate_Q, rows, deferred))
         grad_gate_R = grad_gate_Q if rows.place_R is None or grad_gate_Q is None else grad_gate_Q.index_select(0, rows.place_R)
         return grad_x.to(x_ND.dtype), grad_gate_R, None, None, None, *grads, grad_b1, grad_b3
 
 
-class _Deferred(NamedTuple):
-    """Tensors from which one block's weight gradients are computed later, in addition to rows that can be gathered again."""
-
-    block: Block
-    a: Tensor
-    grad_h: Tensor
-    grad_g: Tensor | None
-
-
-def _defer(
-    pending: PendingGradients,
-    weights: Matrices,
-    x_ND: Tensor,
-    grad_out: Tensor,
-    gate_Q: Tensor | None,
-    rows: Rows,
-    deferred: list[_Deferred],
-) -> None:
-    """Add the computation of all weight gradients to `pending` (zero-bubble schedules)."""
-
-    def compute() -> list[Tensor | None]:
-        grads = _gradients(weights, rows)
-        for b, a, grad_h, grad_g in deferred:
-            gate = None if gate_Q is None else gate_Q[b.padded]
-            grad_y, x = (_times_gate(_gather(source, rows, b), gate) for source in (grad_out, x_ND))
-            _weight_gradient(a, grad_y, grads[1], b)
-            _weight_gradient(x, grad_h, grads[0], b)
-            _weight_gradient(x, grad_g, grads[2], b)
-        return grads[:2] if weights[2] is None else grads
-
-    pending.add(tuple(w for w in weights if w is not None), compute)
+def _deferred_gradients(
+    weights: Matrices, x_ND: Tensor, grad_out: Tensor, gate_Q: Tensor | None, rows: Rows, deferred: list[Factors]
+) -> list[Tensor | None]:
+    """Compute the weights' gradients after the backward pass (zero-bubble schedules). Rows are gathered again."""
+    grads = _gradients(weights, rows)
+    for b, a, grad_h, grad_g in deferred:
+        gate = None if gate_Q is None else gate_Q[b.padded]
+        _weight_gradients(grads, a, grad_h, grad_g, _gather(grad_out, rows, b), _gather(x_ND, rows, b), gate, b)
+    return grads[:2] if weights[2] is None else grads
 
 
 def _gradients(weights: Sequence[Tensor | None], rows: Rows) -> list[Tensor | None]:
-    """Allocate weights' gradients, in their gradient dtypes. Experts without rows get zeros; with None, gradient hooks would not run."""
+    """Allocate the weights' gradients, zero for experts without rows. A gradient None would not run the weight's gradient hooks."""
     grads = [None if w is None else torch.empty_like(w, dtype=gradient_dtype(w), requires_grad=False) for w in weights]
     for grad in grads:
         if grad is not None:
@@ -300,21 +271,14 @@ def _gradients(weights: Sequence[Tensor | None], rows: Rows) -> list[Tensor | No
     return grads
 
 
-def _wide(rows: Tensor) -> torch.dtype:
-    """Return the dtype in which rows are summed: fp32 or wider."""
-    return torch.promote_types(rows.dtype, torch.float32)
-
-
 def _activated(h: Tensor, g: Tensor | None, activation: Activation, mask: Tensor | None) -> Tensor:
-    """Compute the activation A from the pre-activations; relu's is saved in place of its pre-activation."""
+    """Return the activation A [* mask], given the pre-activations h and g; for relu, h already is the activation."""
     a = h if activation.ffn == "relu" else activate(h, g, *activation)
     return a if mask is None else a * mask
 
 
-def _times_gate(rows_QD: Tensor, gate_Q: Tensor | None) -> Tensor:
+def _times_gate(rows_QD: Tensor, gate_Q: Tensor) -> Tensor:
     """Return each row times its fp32 gate, in the rows' dtype. fp32 rows are multiplied in place."""
-    if gate_Q is None:
-        return rows_QD
     if rows_QD.dtype == gate_Q.dtype:
         return rows_QD.mul_(gate_Q.unsqueeze(1))
     high_Q1 = gate_Q.to(rows_QD.dtype).unsqueeze(1)  # gate = high + low, both 16 bits: a third of the memory traffic of fp32 rows
@@ -323,11 +287,11 @@ def _times_gate(rows_QD: Tensor, gate_Q: Tensor | None) -> Tensor:
 
 
 def _dot(a_QW: Tensor, b_QW: Tensor) -> Tensor:
-    """Dot product of each pair of rows: [Q], fp32 or wider. 16 products are summed in 16 bits before the cast, which saves time."""
+    """Return the dot product of each pair of rows: [Q], fp32 or wider. 16-bit products are first summed by 16 in 16 bits, to save time."""
     products_QW = a_QW * b_QW
     if products_QW.dtype in _HALF and products_QW.shape[1] % 16 == 0:
         products_QW = products_QW.view(len(products_QW), 16, -1).sum(1)
-    return products_QW.sum(1, dtype=_wide(products_QW))
+    return products_QW.sum(1, dtype=sum_dtype(products_QW.dtype))
 
 
 def _pad(values_R: Tensor | None, rows: Rows) -> Tensor | None:
@@ -346,10 +310,9 @@ def _gather(source_ND: Tensor, rows: Rows, b: Block) -> Tensor:
 
 
 def _put(out: Tensor, y: Tensor, rows: Rows, b: Block, gate_Q: Tensor | None) -> None:
-    """Add the block's results to their source rows, in out's dtype (fp32 or wider), or copy them to the block's own rows of `out`."""
-    if rows.sums:
-        weighted = y.to(out.dtype) if gate_Q is None else y.to(out.dtype).mul_(gate_Q[b.padded].unsqueeze(1))
-        out.index_add_(0, rows.source_Q[b.padded], weighted)
+    """Add the block's results times their gates to their source rows of `out`, or (no gates) copy them to the block's rows of `out`."""
+    if gate_Q is not None:
+        out.index_add_(0, rows.source_Q[b.padded], y.to(out.dtype).mul_(gate_Q[b.padded].unsqueeze(1)))
     elif rows.place_R is None:
         out[b.begin : b.end] = y
     else:
@@ -370,8 +333,17 @@ def _multiply(rows_QI: Tensor, weights: Tensor, out_QO: Tensor) -> None:
         torch.bmm(rows_QI.view(n, -1, rows_QI.shape[1]), weights, out=out_QO.view(n, -1, out_QO.shape[1]))
 
 
+def _weight_gradients(
+    grads: list[Tensor | None], a: Tensor, grad_h: Tensor, grad_g: Tensor | None, grad_y: Tensor, x: Tensor, gate: Tensor | None, b: Block
+) -> None:
+    """Write the block's gradients of w1, w2 and w3 into `grads`. Gates multiply x and grad_y, which are narrower than the hidden rows."""
+    grad_y, x = (rows if gate is None else _times_gate(rows, gate) for rows in (grad_y, x))
+    for left, right, out in ((x, grad_h, grads[0]), (a, grad_y, grads[1]), (x, grad_g, grads[2])):
+        _weight_gradient(left, right, out, b)
+
+
 def _weight_gradient(rows_QI: Tensor, grad_QO: Tensor | None, out_EIO: Tensor | None, b: Block) -> None:
-    """Write rows^T grad of each of the block's experts into `out_EIO`, in its dtype. None: the weight is frozen or absent."""
+    """Write rows^T grad of each of the block's experts into `out_EIO`, in its dtype. `out_EIO` None: the weight is frozen or absent."""
     if grad_QO is None or out_EIO is None:
         return
     n, out_nIO = b.last - b.first, out_EIO[b.first : b.last]
@@ -389,26 +361,17 @@ def _add_bias(hidden_QF: Tensor, bias_EF: Tensor | None, b: Block) -> None:
         hidden_QF.view(b.last - b.first, b.each, -1).add_(bias_EF[b.first : b.last].to(hidden_QF.dtype).unsqueeze(1))
 
 
-def _empty_bias_gradient(bias_EF: Tensor) -> Tensor:
-    return torch.zeros_like(bias_EF, dtype=gradient_dtype(bias_EF), requires_grad=False)
-
-
 def _bias_gradient(grad_QF: Tensor | None, gate_Q: Tensor | None, out_EF: Tensor | None, b: Block) -> None:
     """Write the sum of each expert's rows, times their gates, into `out_EF`. Sums are in fp32 or wider."""
     if grad_QF is None or out_EF is None:
         return
-    wide_QF = grad_QF.to(_wide(grad_QF))
+    wide_QF = grad_QF.to(sum_dtype(grad_QF.dtype))
     wide_QF = wide_QF if gate_Q is None else wide_QF * gate_Q.unsqueeze(1)
     out_EF[b.first : b.last] = wide_QF.view(b.last - b.first, b.each, -1).sum(1)
 
 
-def _row_bytes(rows: Tensor, w1: Tensor) -> int:
-    """Return the scratch bytes of one row: its hidden units, and about four copies of its width."""
-    return (w1.shape[2] + 4 * w1.shape[1]) * rows.element_size()
-
-
 def _run(x_ND: Tensor, gate_R: Tensor | None, mask_RF: Tensor | None, rows: Rows, network: Network, *, keep: bool) -> Tensor:
-    """Compute each row's expert. Without `keep`, a block's hidden rows are freed with the block."""
+    """Apply each row's expert. Without `keep`, a block's hidden rows are freed with the block."""
     if not keep:
         return _network(x_ND, gate_R, mask_RF, rows, network, keep=False)[0]
     out: Tensor = _Network.apply(x_ND, gate_R, mask_RF, rows, network.activation, *network.tensors)
@@ -416,21 +379,17 @@ def _run(x_ND: Tensor, gate_R: Tensor | None, mask_RF: Tensor | None, rows: Rows
 
 
 def grouped_ffn(rows_RD: Tensor, network: Network, *, counts: list[int], dropped_RF: Tensor | None = None) -> Tensor:
-    """Compute `activation(rows w1 [+ b1]) [* (rows w3 [+ b3])] w2` with the network of each row's expert: [R, D] to [R, D].
-
-    Arguments as in moe.kernels.reference.grouped_ffn.
-    """
-    source_R = torch.arange(len(rows_RD), device=rows_RD.device)
-    rows = arrange(source_R, counts, row_bytes=_row_bytes(rows_RD, network.w1), dtype=rows_RD.dtype, sums=False)
+    """Apply the network of each row's expert, as moe.kernels.reference.grouped_ffn: [R, D] to [R, D]."""
+    rows = arrange(torch.arange(len(rows_RD), device=rows_RD.device), counts, network, rows_RD.dtype)
     return _run(rows_RD, None, dropped_RF, rows, network, keep=network.recorded(rows_RD))
 
 
 def routed_ffn(x_TD: Tensor, gate_TK: Tensor, plan: Plan, network: Network, *, dropped_RF: Tensor | None = None) -> Tensor:
     """Fuse permute, grouped_ffn and combine: tokens [T, D] to [T, D] in x's dtype, summed in fp32 in the order of experts."""
     counts: list[int] = plan.counts_E.tolist()
-    if x_TD.is_cuda:  # on a GPU, index_add_ has no fixed order
+    if x_TD.is_cuda:  # not fused, because index_add_ has no fixed order on a GPU
         return combine(grouped_ffn(permute(x_TD, plan), network, counts=counts, dropped_RF=dropped_RF), gate_TK, plan)
     keep = network.recorded(x_TD, gate_TK)
-    rows = arrange(plan.token_R, counts, row_bytes=_row_bytes(x_TD, network.w1), dtype=x_TD.dtype, sums=True, keep=keep)
+    rows = arrange(plan.token_R, counts, network, x_TD.dtype, keep=keep)
     gate_R = gate_TK.reshape(-1).index_select(0, plan.choice_R)
     return _run(x_TD, gate_R, dropped_RF, rows, network, keep=keep)

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from moe.kernels.activation import Activation, activate
-from moe.kernels.plan import Plan
+from moe.kernels.rows import Plan
 
 # T tokens, K choices, R rows, E experts, D model, F hidden, I and O a matrix's in and out
 
 Matrices = tuple[Tensor, Tensor, Tensor | None]  # w1, w2, w3
-Times = Callable[[str, Tensor, Tensor, list[int]], Tensor]  # w1, rows [R, I], matrices [E, I, O], rows of each expert -> [R, O]
+Times = Callable[[str, Tensor, Tensor, list[int]], Tensor]  # ("w1", rows [R, I], matrices [E, I, O], rows of each expert) -> [R, O]
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Network:
         return self.w1, self.w2, self.w3, self.b1, self.b3
 
     def recorded(self, *inputs: Tensor | None) -> bool:
-        """Return whether a backward pass may follow a pass of these inputs. If not, hidden rows need not be kept."""
+        """Return whether autograd records a pass of these inputs. If not, no hidden rows are kept for a backward pass."""
         return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*self.tensors, *inputs))
 
     def compute(

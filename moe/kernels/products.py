@@ -3,11 +3,10 @@
     plain          operands in the compute dtype, inside the kernels' fused operations
     any other      its own `product`, one after another, between the kernels' permute and combine (moe/kernels/network.py, ByProduct)
 
-A policy decides everything about a product: which operands are quantised, in which of the three products of forward and backward, with
-which scales. Checks, the planner and `moe verify` ask the object. A new policy is a file here, a line in PRODUCTS, a name in the recipe
-(moe/recipe/sections.py, Experts.products), and a plain function in the twin (moe/verify/plain/layer.py, PRODUCTS).
-
-Recipes are checked before torch is loaded, so these files import it inside the functions that compute.
+A policy decides which operands are quantised, in which of the three products of forward and backward, with which scales. Checks, the
+planner and `moe verify` ask the object. A new policy is a file here, a line in PRODUCTS, a name in the recipe (moe/recipe/sections,
+Experts.products), and a plain function in moe/verify/plain/layer.py (PRODUCTS). Recipes are checked before torch is loaded, so these
+files import it inside the functions that compute.
 """
 
 from __future__ import annotations
@@ -24,10 +23,12 @@ class Products:
     """One way to compute products. The attributes are facts that other code asks for; a policy overrides the ones that differ."""
 
     name: ClassVar[str]
-    fused: ClassVar[bool] = False  # kernels compute these products inside their own operations, and keep less for the backward pass
-    rounds: ClassVar[bool] = True  # operands are rounded to fewer bits than the compute dtype's, so orders of sums show in more than 1e-5
-    kind: ClassVar[str | None] = None  # of the device's rates (moe/plan/machine/device.py), such as fp8; None: the compute dtype's
-    whole_rows: ClassVar[str | None] = None  # why a rank or tile cannot hold a shard of the hidden units; None: it can
+    fused: ClassVar[bool] = False  # True: kernels compute these products inside fused operations, and keep less for the backward pass
+    rounds: ClassVar[bool] = (
+        True  # True: operands are rounded to fewer bits than the compute dtype, so layouts may differ by more than 1e-5
+    )
+    kind: ClassVar[str | None] = None  # dtype whose rate the planner takes (moe/plan/machine/device.py), as fp8; None: the compute dtype
+    whole_rows: ClassVar[str | None] = None  # reason why a rank or tile cannot hold a shard of the hidden units; None: it can
 
     def product(self, rows_RI: Tensor, weight_EIO: Tensor, counts: list[int]) -> Tensor:
         """Multiply rows sorted by expert, `counts` of each, by their expert's matrix: [R, O] in the rows' dtype, with gradients."""

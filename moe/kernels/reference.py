@@ -9,20 +9,20 @@ import torch
 from torch import Tensor
 
 from moe.kernels.network import Network
-from moe.kernels.plan import Plan
+from moe.kernels.rows import Plan
 from parallel.numerics.weight_gradient import product
 
 # T tokens, K choices, R rows, E experts, D model, F hidden, O a matrix's out
 
 
 def top_k(scores_TE: Tensor, k: int) -> Tensor:
-    """Experts [T, k] int64 of the k highest scores, highest first. Ties go to the lowest expert, which torch.topk does not promise."""
+    """Return the experts [T, k] int64 of the k highest scores, highest first. Ties go to the lowest expert, unlike in torch.topk."""
     rows = [sorted(range(scores_TE.shape[1]), key=lambda e: (-row[e], e))[:k] for row in scores_TE.tolist()]
     return torch.tensor(rows, dtype=torch.int64, device=scores_TE.device).view(-1, k)
 
 
 def slots(expert_TK: Tensor, active_TK: Tensor, *, num_groups: int, num_experts: int) -> Tensor:
-    """Position [T, K] of each active choice in the queue of its expert and group, from 0; -1 for inactive choices.
+    """Return each active choice's position, from 0, in the queue of its expert and group: [T, K]; -1 for inactive choices.
 
     The first choices of all tokens queue before any second choice (GShard, arXiv 2006.16668, algorithm 1).
     """

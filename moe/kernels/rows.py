@@ -3,19 +3,77 @@
 permute   tokens [T, D] -> rows [R, D]       backward: each token sums the gradients of its rows, in fp32
 reorder   rows -> rows, a permutation        backward: the inverse permutation
 combine   rows -> tokens, times the gates    backward: each row gets its token's gradient times its gate
+
+The functions that move, `Moves`, are here in torch operations (TORCH), and for GPUs in moe/kernels/triton/rows.py.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from moe.kernels.plan import Plan
 from parallel.mesh.regions import in_region
+from parallel.numerics.precision import sum_dtype
 
-# T tokens, K choices, R rows, D model
+# T tokens, K choices, R rows (kept choices), E experts, D model
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Rows of the kept choices, sorted by expert, then by token.
+
+    `choice_R` int64: the flat choice t * K + k of each row. `row_TK` int64: the row of each choice, -1 if the choice is dropped.
+    `counts_E` int64: the number of rows of each expert. For four tokens with one choice each, the third dropped:
+
+        experts 1 0 1 1        choice_R 1 0 3        row_TK 1 0 -1 2        counts_E 1 2
+    """
+
+    choice_R: Tensor
+    row_TK: Tensor
+    counts_E: Tensor
+
+    @property
+    def token_R(self) -> Tensor:
+        """The token of each row, int64 [R]."""
+        return self.choice_R // self.row_TK.shape[1]
+
+
+def gather(source: Tensor, index_R: Tensor, choices: int = 1) -> Tensor:
+    """Return source[index // choices]: the rows of tokens, given flat choices."""
+    return source.index_select(0, index_R if choices == 1 else index_R // choices)
+
+
+def scatter(source: Tensor, index_R: Tensor) -> Tensor:
+    """Return rows `out` with out[index] = source, where index is a permutation."""
+    return source.index_select(0, inverse(index_R))
+
+
+def inverse(order_R: Tensor) -> Tensor:
+    """Return the inverse permutation, int64 [R]."""
+    inverse_R = torch.empty_like(order_R)
+    inverse_R[order_R] = torch.arange(len(inverse_R), device=inverse_R.device)
+    return inverse_R
+
+
+def total(rows_RD: Tensor, row_TK: Tensor, gate_TK: Tensor | None) -> Tensor:
+    """Sum each token's rows, times their gates if given, in fp32 or wider: [T, D] in the rows' dtype. Row -1 adds nothing."""
+    sum_TD = _gather_or_zero(rows_RD, row_TK[:, 0])
+    if gate_TK is None and row_TK.shape[1] == 1:
+        return sum_TD
+    sum_TD = sum_TD.to(sum_dtype(rows_RD.dtype))
+    sum_TD = sum_TD if gate_TK is None else sum_TD.mul_(gate_TK[:, :1])
+    for k in range(1, row_TK.shape[1]):
+        found_TD = _gather_or_zero(rows_RD, row_TK[:, k])
+        if gate_TK is None:
+            sum_TD += found_TD
+        else:
+            sum_TD.addcmul_(found_TD.to(sum_TD.dtype), gate_TK[:, k : k + 1])
+    return sum_TD.to(rows_RD.dtype)
 
 
 def _gather_or_zero(rows: Tensor, row_T: Tensor) -> Tensor:
@@ -25,76 +83,81 @@ def _gather_or_zero(rows: Tensor, row_T: Tensor) -> Tensor:
     return rows.index_select(0, row_T.clamp(min=0)).masked_fill_((row_T < 0).unsqueeze(1), 0)
 
 
+def combine_backward(grad_TD: Tensor, rows_RD: Tensor, gate_TK: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the rows and of the gates, given the gradient of their sums."""
+    wide = sum_dtype(rows_RD.dtype)
+    grad_RD = grad_TD.index_select(0, plan.token_R).to(wide)
+    grad_gate = torch.zeros_like(gate_TK).view(-1)
+    grad_gate[plan.choice_R] = torch.linalg.vecdot(grad_RD, rows_RD.to(wide)).to(grad_gate.dtype)
+    grad_rows = grad_RD.mul_(gate_TK.view(-1)[plan.choice_R].unsqueeze(1)).to(rows_RD.dtype)
+    return grad_rows, grad_gate.view_as(gate_TK)
+
+
+class Moves(NamedTuple):
+    """One implementation of the functions above, which compute no gradients."""
+
+    gather: Callable[..., Tensor]
+    scatter: Callable[[Tensor, Tensor], Tensor]
+    total: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    combine_backward: Callable[[Tensor, Tensor, Tensor, Plan], tuple[Tensor, Tensor]]
+
+
+TORCH = Moves(gather, scatter, total, combine_backward)
+
+
 class _Permute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, plan: Plan) -> Tensor:
-        ctx.plan = plan
-        return x_TD.index_select(0, plan.token_R)
+    def forward(ctx: Any, x_TD: Tensor, plan: Plan, moves: Moves) -> Tensor:
+        ctx.plan, ctx.moves = plan, moves
+        return moves.gather(x_TD, plan.choice_R, plan.row_TK.shape[1])
 
     @staticmethod
-    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None]:
-        row_TK = ctx.plan.row_TK
-        grad_TD = _gather_or_zero(grad_RD, row_TK[:, 0])
-        if row_TK.shape[1] == 1:
-            return grad_TD, None
-        sum_TD = grad_TD.to(torch.promote_types(grad_RD.dtype, torch.float32))
-        for k in range(1, row_TK.shape[1]):
-            sum_TD += _gather_or_zero(grad_RD, row_TK[:, k])
-        return sum_TD.to(grad_RD.dtype), None
+    @once_differentiable
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.moves.total(grad_RD, ctx.plan.row_TK, None), None, None
 
 
 class _Reorder(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows_RD: Tensor, index_R: Tensor) -> Tensor:
-        ctx.index_R = index_R
-        return rows_RD.index_select(0, index_R)
+    def forward(ctx: Any, rows_RD: Tensor, index_R: Tensor, moves: Moves) -> Tensor:
+        ctx.index_R, ctx.moves = index_R, moves
+        return moves.gather(rows_RD, index_R)
 
     @staticmethod
-    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None]:
-        inverse_R = torch.empty_like(ctx.index_R)
-        inverse_R[ctx.index_R] = torch.arange(len(inverse_R), device=inverse_R.device)
-        return grad_RD.index_select(0, inverse_R), None
+    @once_differentiable
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.moves.scatter(grad_RD, ctx.index_R), None, None
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows_RD: Tensor, gate_TK: Tensor, plan: Plan) -> Tensor:
+    def forward(ctx: Any, rows_RD: Tensor, gate_TK: Tensor, plan: Plan, moves: Moves) -> Tensor:
         ctx.save_for_backward(rows_RD, gate_TK)
-        ctx.plan = plan
-        wide = torch.promote_types(rows_RD.dtype, torch.float32)
-        y_TD = _gather_or_zero(rows_RD, plan.row_TK[:, 0]).to(wide).mul_(gate_TK[:, :1])
-        for k in range(1, gate_TK.shape[1]):
-            y_TD.addcmul_(_gather_or_zero(rows_RD, plan.row_TK[:, k]).to(wide), gate_TK[:, k : k + 1])
-        return y_TD.to(rows_RD.dtype)
+        ctx.plan, ctx.moves = plan, moves
+        return moves.total(rows_RD, plan.row_TK, gate_TK)
 
     @staticmethod
-    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, Tensor, None]:
-        rows_RD, gate_TK = ctx.saved_tensors
-        choice_R = ctx.plan.choice_R
-        wide = torch.promote_types(rows_RD.dtype, torch.float32)
-        grad_RD = grad_TD.index_select(0, ctx.plan.token_R).to(wide)
-        grad_gate = torch.zeros_like(gate_TK).view(-1)
-        grad_gate[choice_R] = torch.linalg.vecdot(grad_RD, rows_RD.to(wide)).to(grad_gate.dtype)
-        grad_rows = grad_RD.mul_(gate_TK.view(-1)[choice_R].unsqueeze(1)).to(rows_RD.dtype)
-        return grad_rows, grad_gate.view_as(gate_TK), None
+    @once_differentiable
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
+        return *ctx.moves.combine_backward(grad_TD, *ctx.saved_tensors, ctx.plan), None, None
 
 
 @in_region("dispatch")
-def permute(x_TD: Tensor, plan: Plan) -> Tensor:
+def permute(x_TD: Tensor, plan: Plan, moves: Moves = TORCH) -> Tensor:
     """Copy tokens [T, D] to rows [R, D]. Backward: each token sums the gradients of its rows, in fp32 or wider."""
-    out: Tensor = _Permute.apply(x_TD, plan)
+    out: Tensor = _Permute.apply(x_TD, plan, moves)
     return out
 
 
 @in_region("dispatch")
-def reorder(rows_RD: Tensor, index_R: Tensor) -> Tensor:
+def reorder(rows_RD: Tensor, index_R: Tensor, moves: Moves = TORCH) -> Tensor:
     """Return rows_RD[index_R]; index_R is a permutation."""
-    out: Tensor = _Reorder.apply(rows_RD, index_R)
+    out: Tensor = _Reorder.apply(rows_RD, index_R, moves)
     return out
 
 
 @in_region("combine")
-def combine(rows_RD: Tensor, gate_TK: Tensor, plan: Plan) -> Tensor:
+def combine(rows_RD: Tensor, gate_TK: Tensor, plan: Plan, moves: Moves = TORCH) -> Tensor:
     """Sum gate * row over each token's kept choices, in fp32 or wider: [R, D] to [T, D]. A token without kept choices gets zeros."""
-    out: Tensor = _Combine.apply(rows_RD, gate_TK, plan)
+    out: Tensor = _Combine.apply(rows_RD, gate_TK, plan, moves)
     return out

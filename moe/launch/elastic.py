@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 from moe.checks.together import check_run
 from moe.recipe.sections import Run
-from moe.router.slots.groups import needs_group
+from moe.router.checks import needs_group
 from parallel.errors import BadInput
 from parallel.mesh.mesh import divisors
 

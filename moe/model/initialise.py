@@ -22,7 +22,7 @@ from parallel.numerics.first_values import key_of_tensor, stored, truncated_norm
 
 
 class FirstValues:
-    """First values of this rank's shards. `fill(name, out)` writes a parameter's shard into `out`; `within`: only that box of it."""
+    """First values of this rank's shards. `fill(name, out)` writes a parameter's shard, or the box `within` of the shard, into `out`."""
 
     def __init__(self, model: sections.Model, layouts: Mapping[str, Layout], mesh: Mesh, *, seed: int) -> None:
         self.model, self.layouts, self.mesh, self.seed = model, layouts, mesh, seed
@@ -48,7 +48,7 @@ def sigma_of(name: str, shape: tuple[int, ...], model: sections.Model) -> float 
     if name.endswith(("_bias.weight", ".sinks.weight", "_bias", ".b1", ".b3", ".lora_b", "w1_b", "w2_b", "w3_b")):
         return 0.0
     halves = model.kind == "encoder_decoder"
-    if name == "embedding":  # a tied embedding is also the head; T5 divides the head's input by sqrt(D) instead
+    if name == "embedding":  # smaller if it is also the head, but for T5, which divides the head's input by sqrt(D) instead
         return shape[1] ** -0.5 if model.tied_embeddings and not halves else 1.0
     if name.endswith(".attention.bias.weight"):  # T5's bias: fan_in is the model's width, whatever the number of buckets and heads
         return math.sqrt(model.init_scale / model.d_model)
@@ -77,7 +77,7 @@ def zero_buffers(model: nn.Module, *, device: torch.device | str) -> None:
 
 
 def alone(model: nn.Module) -> tuple[dict[str, Layout], Mesh]:
-    """Return every parameter's layout and the mesh of one rank, for a model that one process holds whole."""
+    """Return the layouts of all parameters, by name, and the mesh, for a model that one process holds whole."""
     layouts = {}
     for name, parameter in model.named_parameters():
         tile, shape = tile_of(model, name, dim=tiled_dim(name)) or (None, tuple(parameter.shape))

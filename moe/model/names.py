@@ -33,6 +33,6 @@ def stack_of(name: str) -> str | None:
 
 
 def tiled_dim(name: str) -> int:
-    """Return the dim of a parameter that tiles cut: hidden units of a feed-forward network, rows of the embedding and the head."""
+    """Return the dim in which tiles cut this parameter: hidden units of a feed-forward network, rows of the embedding or the head."""
     words = name.split(".")
     return HIDDEN_DIM.get(words[-1], 0) if stack_of(name) else int(words[-2:] == ["w2", "weight"])  # a plain weight is [out, in]

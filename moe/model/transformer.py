@@ -32,7 +32,7 @@ from moe.nn.linear import FeedForward, Norm, drop, scaled
 from moe.nn.vocabulary import CrossEntropy, Rows, TiledRows, as_targets, capped, cross_entropy, look_up, project, summed_loss
 from moe.recipe import sections
 from moe.recipe.shapes import SEPARATOR
-from moe.router.losses.balance import join
+from moe.router.losses import join
 from parallel.data.tiling import Tiled
 from parallel.mesh.regions import in_region
 from parallel.numerics.precision import sum_dtype
@@ -40,18 +40,20 @@ from parallel.numerics.recompute import recomputed
 
 # B batch, L length, D model, V vocabulary
 
+Reports = tuple[LayerReport, ...]  # one for each MoE layer, in order
+
 
 class Output(NamedTuple):
     """Result of a forward pass.
 
-    Without targets `logits_BLV` fp32; with targets `loss`, the cross-entropy summed over tokens, fp32 []. The other has no elements.
-    `layers`: one report for each MoE layer, in order. A part that does not end the model returns only `hidden_BLD`, in the compute
-    dtype, and reports. A tuple, because engines look for tensors in tuples to hook their backward pass.
+    Without targets, `logits_BLV` fp32, and `loss` has no elements. With targets, `loss`, the cross-entropy summed over tokens, fp32 [], and
+    `logits_BLV` has no elements. `layers`: reports of the MoE layers. A part that does not end the model returns only
+    `hidden_BLD`, in the compute dtype, and reports. It is a tuple, because engines that hook the backward pass find tensors in tuples.
     """
 
     logits_BLV: Tensor
     loss: Tensor
-    layers: tuple[LayerReport, ...]
+    layers: Reports
     hidden_BLD: Tensor | None = None
 
 
@@ -67,20 +69,14 @@ class Block(nn.Module):
     """Attention, optional cross attention, and a feed-forward network or MoE layer, each with norm and residual connection.
 
     `recompute`: activations that the backward pass computes again: `none`, `full` (the block), or `selective` (the feed-forward network
-    or MoE layer). moe/parallelize/memory.py sets it.
+    or MoE layer). moe/parallelize/build.py sets it.
     """
 
-    def __init__(
-        self,
-        model: sections.Model,
-        experts: sections.Experts,
-        router: sections.Router,
-        layer: int,
-    ) -> None:
+    def __init__(self, model: sections.Model, experts: sections.Experts, router: sections.Router, layer: int) -> None:
         super().__init__()
         self.layer, self.dropout, self.scale = layer, model.dropout, model.scales.residual
         self.recompute: Literal["none", "full", "selective"] = "none"
-        self.columns: Callable[[int], slice] | None = None  # columns that this rank holds between layers, given their number; None: all
+        self.columns: Callable[[int], slice] | None = None  # number of columns -> those that this rank holds between layers; None: all
         self.first_channel = 0  # index of the first channel that this rank holds between layers
         self.attention_norm = Norm(model.d_model, model.norm, eps=model.norm_eps)
         halves, begins = model.kind == "encoder_decoder", model.decoder_begins
@@ -146,7 +142,7 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """The model. `model(tokens_BL)`, tokens int64, returns an Output with logits; with `targets_BL`, an Output with the loss.
 
-    Targets that are PADDING or marks (moe/nn/vocabulary.py) do not count. In an encoder-decoder, logits and targets belong to the
+    Targets that are PADDING or marks (moe/recipe/shapes.py) do not count. In an encoder-decoder, logits and targets belong to the
     decoder's tokens, and the context says which these are: `model(tokens_BL, Context.of(tokens_BL, source=...))`.
 
     A model made under `torch.device("meta")` has no weights yet. `model(x, context, targets, part)` runs one part: x is tokens if the
@@ -167,7 +163,7 @@ class Transformer(nn.Module):
         self.config, self.compute, self.vocab_size = model or sections.Model(), compute, vocab_size
         experts, router, width = experts or sections.Experts(), router or sections.Router(), self.config.d_model
         self.loss_chunks, self.recast = 1, False  # recast: the head casts its weight again in the backward pass and keeps no copy
-        self.cross_entropy: CrossEntropy = cross_entropy  # of all logits in one piece; can be replaced by a compiled function
+        self.cross_entropy: CrossEntropy = cross_entropy  # used if all logits are in one piece; a compiled function can replace it
         self.embedding: nn.Parameter | Rows | TiledRows | None = nn.Parameter(torch.empty(vocab_size, width))
         self.layers = nn.ModuleList(Block(self.config, experts, router, i) for i in range(self.config.num_layers))
         self.norm: Norm | None = Norm(width, self.config.norm, eps=self.config.norm_eps)
@@ -177,16 +173,16 @@ class Transformer(nn.Module):
         depths = (Block(self.config, experts, router, layers + depth) for depth in range(self.config.ahead))
         self.ahead = nn.ModuleList(PredictionDepth(self.config, block) for block in depths)  # multi-token prediction: moe/model/ahead.py
         self.parts = {0: StageLayers(range(self.config.num_layers), begins=True, ends=True)}
-        self.whole_sequences: Callable[[Tensor], Tensor] = lambda x_BL: x_BL  # gathers shards of the sequences
-        self.inner_sequences: Callable[[Tensor], Tensor] = lambda x_BL: x_BL  # selects the sequences that attention sees here
+        self.whole_sequences: Callable[[Tensor], Tensor] = lambda x_BL: x_BL  # gathers the ranks' shards of sequences
+        self.inner_sequences: Callable[[Tensor], Tensor] = lambda x_BL: x_BL  # selects the sequences that this rank's attention has
         self.router_spec = router
-        self.expert_counts = {moe.layer: moe.router.num_experts for moe in moe_layers(self)}  # of all layers, also of those on other stages
+        self.expert_counts = {moe.layer: moe.router.num_experts for moe in moe_layers(self)}  # made here, before `hold` removes layers
         self.head: Rows | TiledRows | None = None if self.config.tied_embeddings else Rows(slice(0, vocab_size), width)
         if not next(self.parameters()).is_meta:
             initialise(self, FirstValues(self.config, *alone(self), seed=seed))
 
     def hold(self, parts: Mapping[int, StageLayers]) -> None:
-        """Keep only these parts, by stage index. Call it before first values are set."""
+        """Keep only the layers of these parts, which are given by stage index. Call it before first values are set."""
         self.parts = dict(parts)
         held = {layer for part in parts.values() for layer in part.layers}
         for layer in range(self.config.num_layers):
@@ -204,46 +200,43 @@ class Transformer(nn.Module):
         context = context or (Context.fresh(tokens_BL) if self.training else Context.of(tokens_BL))
         blocks = [self.layers[layer] for layer in part.layers]
         if any(block.recompute != "none" for block in blocks):
-            context = context.remembering()  # a recomputed layer must route as it did the first time
+            context = context.remembering()  # because a recomputed layer must route as it did the first time
         if self.config.document_mask:
             separator = SEPARATOR if self.config.document_separator is None else self.config.document_separator
             context = context.with_documents(separator, lambda x_BL: self.inner_sequences(self.whole_sequences(x_BL)))
         x_BLD = self._look_up(tokens_BL) if part.begins else tokens_BL
-        reports: list[LayerReport] = []
-        if self.encoder_norm is None:
-            x_BLD = _through(blocks, x_BLD, context, reports)
-        else:
-            x_BLD = self._encode_and_decode(blocks, x_BLD, context, reports)
-        none = torch.empty(0, device=x_BLD.device)
+        through = _through if self.encoder_norm is None else self._encode_and_decode
+        x_BLD, reports = through(blocks, x_BLD, context)
         if not part.ends:
-            return Output(none, none, tuple(reports), x_BLD)
+            none = torch.empty(0, device=x_BLD.device)
+            return Output(none, none, reports, x_BLD)
         last = context if self.encoder_norm is None else context.halves()[1]
-        return self._end(x_BLD, targets_BL, none, last)._replace(layers=tuple(reports))
+        return self._end(x_BLD, targets_BL, last, reports)
 
     def encoded(self, tokens_BS: Tensor) -> Tensor:
         """Return the encoder's output for whole texts: [B, S, D], the `source_BSD` of `written`."""
         blocks = list(self.layers[: self.config.decoder_begins])
-        return self._encode(blocks, self._look_up(tokens_BS), Context.of(tokens_BS), [])
+        return self._encode(blocks, self._look_up(tokens_BS), Context.of(tokens_BS))[0]
 
     def written(self, tokens_BN: Tensor, context: Context, source_BSD: Tensor) -> Output:
-        """Return logits of the decoder's tokens, given the encoder's output. `context` is for the decoder's tokens."""
-        reports: list[LayerReport] = []
+        """Return an Output with the logits of the decoder's tokens, given the encoder's output. `context`: of the decoder's tokens."""
         blocks = list(self.layers[self.config.decoder_begins :])
-        y_BND = _through(blocks, self._look_up(tokens_BN), context, reports, _bias(blocks), source_BSD)
-        return self._end(y_BND, None, torch.empty(0, device=y_BND.device), context)._replace(layers=tuple(reports))
+        y_BND, reports = _through(blocks, self._look_up(tokens_BN), context, _bias(blocks), source_BSD)
+        return self._end(y_BND, None, context, reports)
 
-    def _encode_and_decode(self, blocks: Sequence[nn.Module], x_BLD: Tensor, context: Context, reports: list[LayerReport]) -> Tensor:
-        """Return the decoder's hidden states, given the embeddings of all tokens."""
+    def _encode_and_decode(self, blocks: Sequence[nn.Module], x_BLD: Tensor, context: Context) -> tuple[Tensor, Reports]:
+        """Return the decoder's hidden states and all layers' reports, given the embeddings of all tokens."""
         read, written = context.halves()
         x_BSD, y_BLD = self._drop(x_BLD, "embedding", context).tensor_split([context.source], dim=1)
-        x_BSD = self._encode(blocks[: self.config.decoder_begins], x_BSD, read, reports)
+        x_BSD, of_encoder = self._encode(blocks[: self.config.decoder_begins], x_BSD, read)
         second = blocks[self.config.decoder_begins :]
-        return _through(second, y_BLD, written, reports, _bias(second), x_BSD)
+        y_BLD, of_decoder = _through(second, y_BLD, written, _bias(second), x_BSD)
+        return y_BLD, of_encoder + of_decoder
 
-    def _encode(self, blocks: Sequence[nn.Module], x_BSD: Tensor, context: Context, reports: list[LayerReport]) -> Tensor:
+    def _encode(self, blocks: Sequence[nn.Module], x_BSD: Tensor, context: Context) -> tuple[Tensor, Reports]:
         assert self.encoder_norm is not None
-        x_BSD = self.encoder_norm(_through(blocks, x_BSD, context, reports, _bias(blocks)))
-        return self._drop(x_BSD, "encoder", context)
+        x_BSD, reports = _through(blocks, x_BSD, context, _bias(blocks))
+        return self._drop(self.encoder_norm(x_BSD), "encoder", context), reports
 
     def _drop(self, x_BLD: Tensor, place: str, context: Context) -> Tensor:
         if not (self.training and self.config.dropout):
@@ -256,8 +249,8 @@ class Transformer(nn.Module):
         return scaled(look_up(tokens_BL, self.embedding, dtype=self.compute), self.config.scales.embedding)
 
     @in_region("head")
-    def _end(self, x_BLD: Tensor, targets_BL: Tensor | None, none: Tensor, context: Context) -> Output:
-        matrix = self.embedding if self.head is None else self.head
+    def _end(self, x_BLD: Tensor, targets_BL: Tensor | None, context: Context, reports: Reports) -> Output:
+        matrix, none = self.embedding if self.head is None else self.head, torch.empty(0, device=x_BLD.device)
         assert self.norm is not None and matrix is not None
         if self.training and targets_BL is not None and len(self.ahead):
             x_BLD = self._join_ahead(x_BLD, targets_BL, matrix, context)
@@ -268,11 +261,11 @@ class Transformer(nn.Module):
         x_BLD = scaled(x_BLD, 1 / self.config.scales.head)
         if targets_BL is None:
             logits_BLV = project(x_BLD, matrix, recast=self.recast)
-            return Output(capped(logits_BLV.to(sum_dtype(logits_BLV.dtype)), self.config.logit_cap), none, ())
-        return Output(none, self._summed_loss(x_BLD, targets_BL, matrix), ())
+            return Output(capped(logits_BLV.to(sum_dtype(logits_BLV.dtype)), self.config.logit_cap), none, reports)
+        return Output(none, self._summed_loss(x_BLD, targets_BL, matrix), reports)
 
     def _join_ahead(self, x_BLD: Tensor, targets_BL: Tensor, matrix: Tensor | Rows | TiledRows, context: Context) -> Tensor:
-        """Return x unchanged, and add the loss of multi-token prediction to its backward pass."""
+        """Return x unchanged; its backward pass adds the gradient of the loss of multi-token prediction."""
         summed = partial(self._summed_loss, matrix=matrix)
         loss = multi_token_loss(
             self.ahead, x_BLD, targets_BL, context, look_up=self._look_up, summed_loss=summed, whole_sequences=self.whole_sequences
@@ -285,23 +278,18 @@ class Transformer(nn.Module):
 
 
 def _through(
-    blocks: Sequence[nn.Module],
-    x_BLD: Tensor,
-    context: Context,
-    reports: list[LayerReport],
-    bias: Bias | None = None,
-    source_BSD: Tensor | None = None,
-) -> Tensor:
-    """Compute one block after another. Append each MoE layer's report to `reports`."""
+    blocks: Sequence[nn.Module], x_BLD: Tensor, context: Context, bias: Bias | None = None, source_BSD: Tensor | None = None
+) -> tuple[Tensor, Reports]:
+    """Compute one block after another. Return the last one's output, and the MoE layers' reports."""
+    reports = []
     for block in blocks:
         x_BLD, report = block(x_BLD, context, bias, source_BSD)
-        if report is not None:
-            reports.append(report)
-    return x_BLD
+        reports += [] if report is None else [report]
+    return x_BLD, tuple(reports)
 
 
 def _bias(blocks: Sequence[nn.Module]) -> Bias | None:
-    """Return the position bias of a half, which its first block has."""
+    """Return the position bias that these blocks, the encoder's or the decoder's, share: the first block's, or None."""
     first = blocks[0]
     assert isinstance(first, Block)
     own = first.attention.bias

@@ -3,17 +3,13 @@
     x -> enter -> q, k, v, cut into heads -> norms of q and k -> clip -> rotary positions -> core(q, k, v) -> out -> leave
 
 Optional norms of q and k keep logits small: over each head's channels, with one gain for all heads (arXiv 2302.05442; Qwen3), or over
-the channels of all heads (OLMoE). So does a bound on each channel of q, k and v (OLMo, arXiv 2402.00838; DBRX).
+the channels of all heads (OLMoE). So does a bound on each channel of q, k and v (OLMo, arXiv 2402.00838; DBRX). Logits are divided by
+sqrt(C), except in an encoder-decoder (T5). Rotary angles and the softmax are fp32.
 
-`core` (moe/nn/core.py) is the only place where a token sees others. Sequence parallelism replaces it, to exchange keys between ranks. It
-gets key-value heads before their repetition, so less is sent; the context; and T5's bias as a table and a function of positions.
-
-Tensor parallelism gives each rank some heads; the module then returns a partial sum of the output. It replaces `enter` and `leave`,
-through which input and output pass once for all heads, or `products`, which can overlap communication with the products of q, k and v.
-With sequence parallelism between layers, `enter` gets a shard of the sequences; q, k and v are of whole sequences.
-
-A token sees itself and earlier tokens. In an encoder-decoder, `of` says more: in an encoder layer it sees all tokens, in a cross layer
-the encoder's output `source_BSD`. Logits are divided by sqrt(C), except in an encoder-decoder (T5). Rotary angles and the softmax are fp32.
+`core` (moe/nn/core.py) is the only place where a token sees others. Sequence parallelism replaces it, to exchange keys between ranks; key
+and value heads are repeated after the exchange. Tensor parallelism gives each rank some heads; the module then returns a partial sum of
+the output. It replaces `enter` and `leave`, through which input and output pass once for all heads, or `products`, which can overlap
+communication with the products of q, k and v. With sequence parallelism between layers, `enter` gathers whole sequences from shards.
 """
 
 from __future__ import annotations
@@ -38,7 +34,7 @@ from parallel.mesh.regions import in_region
 
 
 class RelativeBias(nn.Module):
-    """T5's bias for each head and bucket of distance: 32 buckets, half exact, half logarithmic up to 128. `weight` [buckets, H].
+    """T5's bias, `weight` [buckets, H]: of 32 buckets of distances, half have one distance each, half are logarithmic up to 128.
 
     `both_ways` (encoder): the first half of the buckets is for keys before the query, the second for keys after it.
     """
@@ -51,7 +47,7 @@ class RelativeBias(nn.Module):
         self.weight = nn.Parameter(torch.empty(self.buckets, num_heads))
 
     def forward(self) -> Bias:
-        """Return the bias. Its table is a copy: an engine may free the weight after this call."""
+        """Return the bias. Its table is a copy, because an engine may free the weight after this call."""
         return Bias(self.weight.to(torch.float32, copy=True), self.bucket)
 
     def bucket(self, query_L: Tensor, key_S: Tensor) -> Tensor:
@@ -76,18 +72,18 @@ class Sinks(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_heads))
 
     def forward(self) -> Tensor:
-        """Return a copy, fp32 [H]: an engine may free the weight after this call."""
+        """Return the logits, fp32 [H], as a copy, because an engine may free the weight after this call."""
         return self.weight.to(torch.float32, copy=True)
 
 
-Half = Literal["decoder", "encoder", "cross"]  # tokens that a layer sees: earlier ones, all, all of the encoder
+Half = Literal["decoder", "encoder", "cross"]  # tokens that a layer's queries see: earlier ones, all, all of the encoder's output
 
 
 class Attention(nn.Module):
     """Attention with as many heads as its weights have.
 
     Weights: q [H C, D], k and v [K C, D], out [D, H C], T5's bias [buckets, H], norms of q and k [C], or with qk_norm `whole` [H C] and
-    [K C]; biases of q, k, v and out; sinks [H]. `of`: see Half. `biased`: this layer has its own T5 bias, else forward gets one.
+    [K C]; biases of q, k, v and out; sinks [H]. `of`: the kind of layer (Half). `biased`: it has its own T5 bias, else forward gets one.
     `window`: number of tokens that a query sees, itself included (None: all earlier ones).
     """
 
@@ -109,8 +105,10 @@ class Attention(nn.Module):
         self.bias = RelativeBias(heads, both_ways=of == "encoder") if model.positions == "t5" and biased else None
         self.rope = model.rope if model.positions == "rotary" else None
         self.window = window
-        self.scale = 1.0 if model.scales.attention is None else model.scales.attention * self.head_size**0.5  # cores divide by the root
-        self.core_scale = 1.0 if model.kind == "encoder_decoder" else None  # the core's factor of logits
+        self.scale = (
+            1.0 if model.scales.attention is None else model.scales.attention * self.head_size**0.5
+        )  # of queries; the core divides logits by the root
+        self.core_scale = 1.0 if model.kind == "encoder_decoder" else None  # by which the core multiplies logits; None: 1 / sqrt(C)
         self.core: Core = partial(softmax_core, window=window)
         if model.kind == "encoder_decoder":
             self.core = partial(softmax_core if of == "decoder" else open_core, scale=self.core_scale)
@@ -124,7 +122,7 @@ class Attention(nn.Module):
 
     @in_region("attention")
     def forward(self, x_BLD: Tensor, context: Context, *, shared: Bias | None = None, source_BSD: Tensor | None = None) -> Tensor:
-        """Return [B, L, D] in x's dtype. `shared`: the bias of another layer. `source_BSD`: input of keys and values in cross attention."""
+        """Return [B, L, D] in x's dtype. `shared`: another layer's bias. `source_BSD`: input of keys and values in cross attention."""
         if source_BSD is None:
             products = self.products(self.enter(x_BLD), [self.q, self.k, self.v])
         else:

@@ -4,11 +4,9 @@
     read(1 token)    core: q k v of position 4        keeps k v [4:5]    q against k v [0:5]
 
 In latent attention, the cached latents serve as keys and values of all heads (moe/nn/latent.py). In cross attention, keys and values of
-the encoder's output are computed for the first token and reused.
-
-The cache replaces attention's `core`, cross attention's `products`, and the function that gathers document starts. All other
-operations of a layer treat each token separately, so the model can read a sequence piece by piece. For a MoE layer this is true only if
-tokens choose their experts and none is dropped.
+the encoder's output are computed for the first token and reused. The cache replaces attention's `core`, cross attention's `products`, and
+the function that gathers document starts. All other operations treat each token separately, so the model can read a sequence piece by
+piece; a MoE layer only if tokens choose their experts and none is dropped.
 """
 
 from __future__ import annotations
@@ -29,25 +27,27 @@ from parallel.data.tiling import one_by_one
 
 # B sequences, N new tokens, S tokens so far with the new ones, H heads, K key-value heads, C channels of a head
 
+Layer = Attention | LatentAttention
+
 
 class KeyValueCache:
     """Keys and values of `batch` sequences of equal length, with room for `length` tokens each. `seen`: tokens cached so far."""
 
     def __init__(self, batch: int, length: int) -> None:
         self.batch, self.length, self.seen = batch, length, 0
-        self._kept: dict[Attention | LatentAttention, tuple[Tensor, Tensor]] = {}  # keys and values [B, K, length, C] of each layer
+        self._kept: dict[Layer, tuple[Tensor, Tensor]] = {}  # keys and values [B, K, length, C] of each layer
         self._of_source: dict[Attention, Sequence[Tensor]] = {}  # keys and values of each cross layer
         self._begins_BS: Tensor | None = None  # bool, True where a document begins
 
     def context(self, new_BN: Tensor, *, length: int, record: RoutingRecord | None = None) -> Context:
-        """Return the context of new tokens, which follow the cached ones. `length`: tokens of the text so far. `record`: see Context."""
+        """Return the context of new tokens, which follow the cached ones. `length`: tokens of the text so far. `record`: of routing."""
         places = range(self.seen, self.seen + new_BN.shape[1])
         found = Context.of(new_BN, positions=places, length=self.length if record is None else record.length, record_routing=record)
         return replace(found, length=length)
 
     def attend(
         self,
-        layer: Attention | LatentAttention,
+        layer: Layer,
         q_BHNC: Tensor,
         k_BKNC: Tensor,
         v_BKNC: Tensor,
@@ -69,12 +69,12 @@ class KeyValueCache:
             return softmax_core(q_BHNC, k_BKNC, v_BKNC, **given)  # type: ignore[arg-type]
         places = slice(0 if layer.window is None else max(0, self.seen + 1 - layer.window), self.seen + new)
         k_BHSC, v_BHSC = (repeated(kept[:, :, places], q_BHNC.shape[1]) for kept in self._kept[layer])
-        sees_all = new == 1 and bias is None and context.document_BS is None  # no mask needed: `places` is the window
+        sees_all = new == 1 and bias is None and context.document_BS is None  # then no mask is needed, as `places` ends the window
         mask = None if sees_all else self._mask(q_BHNC, places, context, bias, layer.window)
         return attend(q_BHNC, k_BHSC, v_BHSC, mask=mask, causal=False, scale=layer.core_scale, sink_H=sink_H)
 
     def products(self, layer: Attention, x: Tensor, modules: Sequence[Linear]) -> Sequence[Tensor]:
-        """Replace a cross layer's `products`: compute keys and values once."""
+        """Replace a cross layer's `products`: keys and values are computed for the first token only, and reused."""
         if modules[0] is layer.q:
             return one_by_one(x, modules)
         if layer not in self._of_source:
@@ -86,11 +86,10 @@ class KeyValueCache:
         document_BS = context.document_BS
         place_S = torch.arange(places.start, places.stop, device=q_BHNC.device)
         place_N = torch.arange(self.seen, places.stop, device=q_BHNC.device)
-        documents = (None, None) if document_BS is None else (document_BS[:, self.seen :], document_BS[:, places])
-        return masked(place_N, place_S, *documents, bias=bias, window=window, dtype=q_BHNC.dtype)
+        documents = None if document_BS is None else (document_BS[:, self.seen :], document_BS[:, places])
+        return masked(place_N, place_S, documents, bias=bias, window=window, dtype=q_BHNC.dtype)
 
     def all_places(self, begins_BN: Tensor) -> Tensor:
-        """Append the new tokens' flags, and return the flags of all tokens so far."""
-        known = begins_BN if self._begins_BS is None or self.seen == 0 else torch.cat([self._begins_BS, begins_BN], dim=1)
-        self._begins_BS = known
-        return known
+        """Keep whether documents begin at the new tokens, and return it for all tokens so far: [B, S]."""
+        self._begins_BS = begins_BN if self._begins_BS is None or self.seen == 0 else torch.cat([self._begins_BS, begins_BN], dim=1)
+        return self._begins_BS

@@ -17,6 +17,7 @@ from parallel.numerics.random import key_of, uniform
 from parallel.numerics.recompute import Replay
 
 Value = TypeVar("Value")
+_OF_TOKENS = ("position_T", "valid_T", "tokens_T")
 
 
 @dataclass(frozen=True)
@@ -24,15 +25,15 @@ class Context:
     """Facts about the tokens of one forward pass, usually a micro-batch.
 
     `position_T` int64 [T]: each token's index in the whole step. Random numbers depend on it, so they are equal on every layout.
-    `sequence_B` int64 [B]: the sequences' indices in the step. `place_L` int64 [L]: the columns' positions in their sequence, of which
-    this rank may hold a shard; None: 0 to L - 1. `length`: tokens of a whole sequence. `document_BS` int64: the document of each token
-    of the whole sequences; None: attention sees across documents. `source`: number of a sequence's first tokens that the encoder
-    reads, the others are the decoder's; 0: no encoder.
+    `sequence_B` int64 [B]: the sequences' indices in the step. `place_L` int64 [L]: position of each column in its sequence; None: 0 to
+    L - 1. `length`: tokens of a whole sequence, of which this rank may hold a shard. `document_BS` int64: the document of each token of
+    the whole sequences; None: attention sees across documents. `source`: number of a sequence's first tokens that the encoder reads,
+    where the decoder reads the others; 0: no encoder.
 
-    `auxiliary_scale`: factor of auxiliary losses: this pass's share of the global batch's tokens, times the loss scale. `valid_T` bool
-    [T]: False for padding; None: no padding. `whole_step(layer, sums)` returns one layer's sums over the global batch, given this
-    pass's; None: this pass is the whole batch. `replay`: decisions that a recomputed pass must repeat. `tokens_T`: token ids, for hash
-    routing. `record_routing`: routers write their chosen experts there. `replay_routing`: routers take their experts from there.
+    `auxiliary_scale`: factor of auxiliary losses, which is this pass's share of the global batch's tokens times the loss scale. `valid_T`
+    bool [T]: False for padding; None: no padding. `whole_step(layer, sums)` returns one layer's sums over the global batch, given this
+    pass's sums; None: this pass is the whole batch. `replay`: keeps decisions for a recomputed pass; None: nothing is recomputed.
+    `tokens_T`: token ids, for hash routing. Routers write their chosen experts to `record_routing`, and take them from `replay_routing`.
     """
 
     seed: int
@@ -72,14 +73,13 @@ class Context:
         `valid_BL` bool: False for padding. `positions`: positions of the columns in their sequences of `length` tokens; None: all L.
         Raise BadInput if a routing record has other sequences. Example: `model(tokens_BL, Context.of(tokens_BL, seed=1, step=7))`.
         """
-        batch, columns = tokens_BL.shape
+        (batch, columns), device = tokens_BL.shape, tokens_BL.device
         assert positions is None or len(positions) == columns
         for record in (record_routing, replay_routing):
             if record is not None:
                 last = columns - 1 if positions is None else int(max(positions))
                 record.check_positions(range(first_sequence, first_sequence + batch), last, length or columns)
-        sequence_B = torch.arange(first_sequence, first_sequence + batch, device=tokens_BL.device)
-        device = tokens_BL.device
+        sequence_B = torch.arange(first_sequence, first_sequence + batch, device=device)
         place_L = torch.arange(columns, device=device) if positions is None else torch.tensor(positions, device=device)
         position_T = (sequence_B.unsqueeze(1) * (length or columns) + place_L).flatten()
         valid_T = None if valid_BL is None else valid_BL.flatten()
@@ -107,7 +107,7 @@ class Context:
         return replace(self, whole_step=whole_step)
 
     def remembering(self) -> Context:
-        """Return a context that remembers decisions, for activation recomputation."""
+        """Return a context that keeps decisions (`once`), so that recomputed activations repeat them."""
         return replace(self, replay=Replay())
 
     def of_columns(self, columns: slice) -> Context:
@@ -120,49 +120,35 @@ class Context:
 
         Raise BadInput unless `source` is from 1 to L - 1.
         """
-        assert self.place_L is not None
-        length = len(self.place_L)
+        place_L = self.place_L
+        assert place_L is not None
+        length = len(place_L)
         if not 0 < self.source < length:
             needed = f"1 to {length - 1}: the encoder reads the first `source` of a sequence's {length} tokens, the decoder the others"
             raise BadInput("source", got=self.source, needed=needed, fix="make the context by Context.of(tokens, source=...)")
 
-        def cut(x: Tensor, columns: slice) -> Tensor:
-            return x.view(-1, length)[:, columns].flatten()
+        def half(columns: slice) -> Context:
+            tokens = self._changed(lambda x_T: x_T.view(-1, length)[:, columns].flatten())
+            return replace(self, **tokens, place_L=place_L[columns] - columns.start, source=0, _kept=[])
 
-        def half(columns: slice, first: int) -> Context:
-            assert self.place_L is not None
-            return replace(
-                self,
-                position_T=cut(self.position_T, columns),
-                valid_T=None if self.valid_T is None else cut(self.valid_T, columns),
-                tokens_T=None if self.tokens_T is None else cut(self.tokens_T, columns),
-                place_L=self.place_L[columns] - first,
-                source=0,
-                _kept=[],
-            )
+        return half(slice(0, self.source)), half(slice(self.source, length))
 
-        return half(slice(0, self.source), 0), half(slice(self.source, length), self.source)
+    def of_tokens(self, tokens: slice, *, share: float, together: Callable[[int, Tensor], Tensor]) -> Context:
+        """Return the context of consecutive tokens of this pass, which have `share` of its valid ones. Other ranks have the other tokens.
 
-    def of_run(self, tokens: slice, *, share: float, together: Callable[[int, Tensor], Tensor]) -> Context:
-        """Return a context for a chunk of this pass's tokens, `share` of the valid ones; other ranks have the other chunks.
-
-        `together(layer, sums)` returns the sums over all chunks, given this one's.
+        `together(layer, sums)` returns a layer's sums over the tokens of all these ranks, given the sums over `tokens`.
         """
-        whole = self.whole_step
-        return replace(
-            self,
-            position_T=self.position_T[tokens],
-            valid_T=None if self.valid_T is None else self.valid_T[tokens],
-            tokens_T=None if self.tokens_T is None else self.tokens_T[tokens],
-            auxiliary_scale=self.auxiliary_scale * share,
-            whole_step=None if whole is None else lambda layer, mine: whole(layer, together(layer, mine)),
-        )
+        whole, scale = self.whole_step, self.auxiliary_scale * share
+        whole_step = None if whole is None else lambda layer, mine: whole(layer, together(layer, mine))
+        return replace(self, **self._changed(lambda x_T: x_T[tokens]), auxiliary_scale=scale, whole_step=whole_step)
 
     def to(self, device: torch.device) -> Context:
         """Return the same context on another device."""
-        names = ("position_T", "valid_T", "tokens_T", "sequence_B", "place_L", "document_BS")
-        moved = {name: value.to(device) for name in names if (value := getattr(self, name)) is not None}
-        return replace(self, **moved)
+        return replace(self, **self._changed(lambda x: x.to(device), *_OF_TOKENS, "sequence_B", "place_L", "document_BS"))
+
+    def _changed(self, change: Callable[[Tensor], Tensor], *names: str) -> dict[str, Any]:
+        """Return these fields, by default those of tokens [T], with `change` applied to each that is not None."""
+        return {name: change(value) for name in names or _OF_TOKENS if (value := getattr(self, name)) is not None}
 
     def with_documents(self, separator: int, whole: Callable[[Tensor], Tensor]) -> Context:
         """Add `document_BS`: a document begins at each token `separator`. `whole(x)` gathers [B, L, ...] over whole sequences."""
@@ -171,7 +157,7 @@ class Context:
         return replace(self, document_BS=begins_BS.long().cumsum(1))
 
     def once(self, name: str, decide: Callable[[], Value]) -> Value:
-        """Return decide(), or its result from the first computation of this pass."""
+        """Return decide(). In a recomputed pass, return its result from the first pass, by `name`."""
         return decide() if self.replay is None else self.replay.once(name, decide)
 
     def positions(self, length: int, *, device: torch.device) -> Tensor:

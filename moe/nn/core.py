@@ -27,7 +27,7 @@ from moe.nn.context import Context
 
 
 class Bias(NamedTuple):
-    """A position bias, added to logits: rows `bucket(query, key)`, int64 [L, S], of `table_UH`, fp32 [buckets, H]."""
+    """A position bias added to logits: `table_UH`, fp32 [buckets, H], at `bucket(query positions, key positions)`, int64 [L, S]."""
 
     table_UH: Tensor
     bucket: Callable[[Tensor, Tensor], Tensor]
@@ -68,7 +68,8 @@ def softmax_core(
         if 2 * window <= q_BHLC.shape[2]:
             return _in_chunks(q_BHLC, k_BHLC, v_BHLC, window=window, scale=scale, sink_H=sink_H)
     place_L = context.positions(q_BHLC.shape[2], device=q_BHLC.device)
-    mask = masked(place_L, place_L, context.document_BS, context.document_BS, bias=bias, window=window, dtype=q_BHLC.dtype)
+    documents = None if context.document_BS is None else (context.document_BS, context.document_BS)
+    mask = masked(place_L, place_L, documents, bias=bias, window=window, dtype=q_BHLC.dtype)
     return attend(q_BHLC, k_BHLC, v_BHLC, mask=mask, scale=scale, sink_H=sink_H)
 
 
@@ -98,48 +99,41 @@ def attend(
         mask = F.pad(mask, (1, 0), value=True if mask.dtype == torch.bool else 0.0)
     if mask is not None or not causal:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)[..., : v_BHSC.shape[3]]
-    q = F.pad(q, (0, 0, 1, 0))  # one more query, so that the causal diagonal still fits
+    q = F.pad(q, (0, 0, 1, 0))  # a query before the first, as the sink is a key before the first: so is_causal still hides later keys
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)[:, :, 1:, : v_BHSC.shape[3]]
 
 
 def masked(
-    query_L: Tensor,
-    key_S: Tensor,
-    document_BL: Tensor | None,
-    document_BS: Tensor | None,
-    *,
-    bias: Bias | None,
-    window: int | None,
-    dtype: torch.dtype,
+    query_L: Tensor, key_S: Tensor, documents: tuple[Tensor, Tensor] | None, *, bias: Bias | None, window: int | None, dtype: torch.dtype
 ) -> Tensor:
-    """Return the mask [..., L, S] for queries and keys at these positions: values to add to the logits, or bool without a bias.
+    """Return the causal mask [..., L, S] for queries and keys at these positions: values to add to the logits, or bool without a bias.
 
-    `document_BL`, `document_BS`: the document of each query and key; None: one document.
+    `documents`: the document of each query [B, L] and of each key [B, S]; None: one document.
     """
     distance_LS = query_L.unsqueeze(1) - key_S
     visible = distance_LS >= 0 if window is None else (distance_LS >= 0) & (distance_LS < window)
-    if document_BL is not None and document_BS is not None:
-        visible = visible & (document_BL.unsqueeze(2) == document_BS.unsqueeze(1)).unsqueeze(1)
+    if documents is not None:
+        visible = visible & (documents[0].unsqueeze(2) == documents[1].unsqueeze(1)).unsqueeze(1)
     return visible if bias is None else bias.of(query_L, key_S).masked_fill(~visible, -math.inf).to(dtype)
 
 
 def _in_chunks(q_BHLC: Tensor, k_BHLC: Tensor, v_BHLC: Tensor, *, window: int, scale: float | None, sink_H: Tensor | None) -> Tensor:
     """Compute a sliding window in chunks of its length. No token sees the padding of the last chunk."""
     length, heads = q_BHLC.shape[2], q_BHLC.shape[1]
-    first = (x[:, :, :window].contiguous() for x in (q_BHLC, k_BHLC, v_BHLC))  # copies: views would keep q, k and v until backward
+    first = (x[:, :, :window].contiguous() for x in (q_BHLC, k_BHLC, v_BHLC))  # copies, because views would keep all of q, k and v
     first_BHWC = attend(*first, scale=scale, sink_H=sink_H)
     q, k, v = (F.pad(x, (0, 0, 0, -length % window)) for x in (q_BHLC, k_BHLC, v_BHLC))
     queries = rearrange(q[:, :, window:], "b h (n w) c -> (b n) h w c", w=window)
     keys, values = (_with_previous_chunk(x, window) for x in (k, v))
     place_W, place_S = torch.arange(window, 2 * window, device=q.device), torch.arange(2 * window, device=q.device)
-    mask = masked(place_W, place_S, None, None, bias=None, window=window, dtype=q.dtype)
+    mask = masked(place_W, place_S, None, bias=None, window=window, dtype=q.dtype)
     rest = attend(queries, keys, values, mask=mask, scale=scale, sink_H=sink_H)
     rest_BHLC = rearrange(rest, "(b n) h w c -> b h (n w) c", b=len(q), h=heads)
     return torch.cat([first_BHWC, rest_BHLC], dim=2)[:, :, :length]
 
 
 def _with_previous_chunk(x_BHLC: Tensor, window: int) -> Tensor:
-    """Return each chunk but the first, after the chunk before it: [B (N - 1), H, 2 W, C]."""
+    """Return the chunks from the second on, each joined to the end of the chunk before it: [B (N - 1), H, 2 W, C]."""
     chunks = rearrange(x_BHLC, "b h (n w) c -> b n h w c", w=window)
     return torch.cat([chunks[:, :-1], chunks[:, 1:]], dim=3).flatten(0, 1)
 
@@ -158,8 +152,8 @@ def open_core(
     assert sink_H is None
     k_BHSC, v_BHSC = repeated(k_BKSC, q_BHLC.shape[1]), repeated(v_BKSC, q_BHLC.shape[1])
     place_L = context.positions(q_BHLC.shape[2], device=q_BHLC.device)
-    mask = None if bias is None else bias.of(place_L, place_L).to(q_BHLC.dtype).contiguous()  # a GPU's fused kernels need contiguous rows
-    return F.scaled_dot_product_attention(q_BHLC, k_BHSC, v_BHSC, attn_mask=mask, scale=scale)
+    mask = None if bias is None else bias.of(place_L, place_L).to(q_BHLC.dtype).contiguous()  # for a GPU's fused kernels
+    return attend(q_BHLC, k_BHSC, v_BHSC, mask=mask, causal=False, scale=scale, sink_H=None)
 
 
 def repeated(x_BKLC: Tensor, heads: int) -> Tensor:

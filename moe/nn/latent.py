@@ -10,9 +10,8 @@ concatenated. So ranks exchange latents, not x. With shards of the sequences, ea
 
 Text generation never makes keys and values (`compressed`, section 2.1.2). For one head, kv_up is U for keys and W for values:
 q (U c) = (U^T q) c, and sum p (W c) = W sum p c. So queries become U^T q, the latents serve as keys and values of all heads, and the
-cache holds [ c | r ]: key_rank + rotary_size numbers for each token and layer, for any number of heads.
-
-Values are padded to the keys' size, because fused kernels and exchanges between ranks need equal sizes.
+cache holds [ c | r ]: key_rank + rotary_size numbers for each token and layer, for any number of heads. Otherwise values are padded to
+the keys' size, because fused kernels and exchanges between ranks need equal sizes.
 """
 
 from __future__ import annotations
@@ -106,12 +105,14 @@ class LatentAttention(nn.Module):
         up = rearrange(self.kv_up.read(latent.dtype).to(latent.dtype), "(h c) r -> h c r", h=content.shape[1])
         for_keys, for_values = up.split([size.content, size.value], dim=1)
         queries = torch.cat([einsum(content, for_keys, "b h l n, h n r -> b h l r"), rotary], dim=3)
-        latents = torch.cat([latent.unsqueeze(1), turned], dim=3)  # keys and values; the rotary channels of the output are cut off
+        latents = torch.cat(
+            [latent.unsqueeze(1), turned], dim=3
+        )  # as keys and as values, so the output has rotary channels, too, which are cut off
         mixed = self.core(self._scaled(queries), latents, latents, context=context, bias=None, sink_H=sink_H)[..., : size.rank]
         out: Tensor = einsum(mixed, for_values, "b h l r, h v r -> b h l v")
         return out
 
     def _scaled(self, queries: Tensor) -> Tensor:
-        """Scale queries so that logits are divided by sqrt(C). The core divides by the root of its input's channels. Add YaRN's factor."""
+        """Return queries times a factor by which logits are divided by sqrt(C), and not by the root of the core's channels (and YaRN's)."""
         factor = (queries.shape[3] / self.size.key) ** 0.5 * logit_factor(self.rope)
         return queries if factor == 1 else queries * factor

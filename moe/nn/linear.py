@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 class Linear(nn.Module):
     """A linear layer x W^T without bias, in x's dtype; `weight` [out, in].
 
-    `recast`: cast the weight again in the backward pass instead of saving the cast one; its gradient can then be deferred
-    (parallel/numerics/weight_gradient.py). `product(x, weight)`: replaces the product if ranks hold blocks of x and the weight, else None.
+    `recast`: the backward pass casts the weight again, instead of keeping the cast one, and can defer the weight's gradient
+    (parallel/numerics/weight_gradient.py). `product(x, weight)`, if not None, computes x W^T of ranks that hold blocks of x and the weight.
     """
 
     def __init__(self, in_size: int, out_size: int, *, recast: bool = False) -> None:
@@ -38,7 +38,7 @@ class Linear(nn.Module):
         self.recast = recast
         self.product: Callable[[Tensor, Tensor], Tensor] | None = None
         self.weight = nn.Parameter(torch.empty(out_size, in_size))
-        self.lora_a: nn.Parameter | None = None  # [rank, in] and [out, rank]: moe/nn/lora.py
+        self.lora_a: nn.Parameter | None = None  # LoRA's A [rank, in] and B [out, rank], made by `adapt`
         self.lora_b: nn.Parameter | None = None
 
     def adapt(self, rank: int, scale: float) -> None:
@@ -46,7 +46,7 @@ class Linear(nn.Module):
         self.lora_a, self.lora_b, self.scale = nn.Parameter(torch.empty(rank, in_size)), nn.Parameter(torch.empty(out_size, rank)), scale
 
     def read(self, dtype: torch.dtype) -> Tensor:
-        """Return the matrix for x of this dtype: the weight, or W' with LoRA adapters."""
+        """Return the matrix that multiplies inputs of this dtype: the weight, or with LoRA adapters W' = W + s B A."""
         if self.lora_a is None or self.lora_b is None:
             return self.weight
         return adapted(self.weight, self.lora_b, self.lora_a, scale=self.scale, dtype=dtype)
@@ -159,7 +159,7 @@ class FeedForward(nn.Module):
 
 
 def drop(x_BLD: Tensor, p: float, *, name: str, context: Context, first: int = 0) -> Tensor:
-    """Apply dropout. It depends on token and channel only, so it is equal on every layout. `first`: index of the first channel here."""
+    """Apply dropout by random numbers of (token, channel), equal on every layout. `first`: index of the first channel held here."""
     return x_BLD * context.dropout_scale(name, x_BLD.shape[-1], p, first=first).view_as(x_BLD).to(x_BLD.dtype)
 
 

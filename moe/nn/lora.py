@@ -4,19 +4,14 @@
 
 W' is made when the weight is read, so kernels, exchanges and splits do not change. Stacks of experts have a B and an A for each
 expert. With B = 0, W' equals W to the bit. W is first cast to the compute dtype; the sum is fp32 or wider. A linear layer never makes
-the gradient of W': dB = s dy^T (x A^T) and dA = s (dy B)^T x are narrow.
-
-    Adapted       interface of modules that can have adapters
-    product       x W'^T; saves only x for the backward pass, and makes W' again
-    adapt         adds adapters to a model's modules; `freeze` freezes all other parameters
-    trained       names of the parameters that are trained
+the gradient of W': dB = s dy^T (x A^T) and dA = s (dy B)^T x are narrow. It saves only x for the backward pass, and makes W' again.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +25,7 @@ if TYPE_CHECKING:
 Value = TypeVar("Value")
 
 _ADAPTER = re.compile(r"lora_[ab]|w[123]_[ab]")
-# pattern of the module paths of each target
+# target -> pattern of module paths; these modules have a method adapt(rank, scale), which adds parameters for B and A
 TARGETS = {
     "attention": r"layers\.\d+\.(attention|cross)\.(q|k|v|out|(q|kv)_(down|up))",
     "dense": r"layers\.\d+\.(ffn|moe\.shared|moe\.residual)\.w[123]",
@@ -38,16 +33,8 @@ TARGETS = {
 }
 
 
-class Adapted(Protocol):
-    """A module that can have adapters."""
-
-    def adapt(self, rank: int, scale: float) -> None:
-        """Add parameters for B and A. Call it before first values are set."""
-        ...
-
-
 def adapt(model: nn.Module, lora: Lora) -> None:
-    """Add B and A of rank `lora.rank` to the targets' matrices; rank 0 adds nothing."""
+    """Add B and A of rank `lora.rank` to the targets' matrices, before first values are set. Rank 0 adds nothing."""
     patterns = [TARGETS[target] for target in lora.targets] if lora.rank else []
     for path, module in model.named_modules():
         if any(re.fullmatch(pattern, path) for pattern in patterns):
@@ -74,7 +61,7 @@ def trained(names: Iterable[str]) -> set[str]:
 
 
 def parts(layouts: Mapping[str, Value]) -> tuple[dict[str, Value], dict[str, Value]]:
-    """Split a mapping by parameter name into (trained, frozen)."""
+    """Split a mapping by parameter name into the entries of trained and of frozen parameters."""
     trainable = trained(layouts)
     return {n: v for n, v in layouts.items() if n in trainable}, {n: v for n, v in layouts.items() if n not in trainable}
 
@@ -117,8 +104,8 @@ def merged(weight: Tensor, left: Tensor, right: Tensor, *, scale: float) -> Tens
 
 
 def pair_of(name: str) -> tuple[str, str]:
-    """Return the names in checkpoints of a weight's B and A. Example weights: layers.0.attention.q.weight, layers.1.experts.3.w1."""
+    """Return the names in checkpoints of a weight's B and A. The weight's: layers.0.attention.q.weight or layers.1.experts.3.w1."""
     if name.endswith(".weight"):
         stem = name.removesuffix(".weight")
         return f"{stem}.lora_b", f"{stem}.lora_a"
-    return f"{name}_a", f"{name}_b"  # experts' matrices are [in, out]
+    return f"{name}_a", f"{name}_b"  # an expert's matrix is [in, out], so w1_a comes first in the product

@@ -65,7 +65,7 @@ class _Rotate(torch.autograd.Function):
 
 
 class Turns(NamedTuple):
-    """Cosines and sines of the rotation at each position, [L, C/2] in the dtype of queries and keys, and the form of the pairs."""
+    """The rotation at each position: cosines and sines [L, C/2] in the dtype of queries and keys, and `pairs`, as in sections.Rope."""
 
     cos_LC: Tensor
     sin_LC: Tensor
@@ -79,13 +79,13 @@ def rotate(x_BHLC: Tensor, position_L: Tensor, rope: sections.Rope = DEFAULT) ->
 
 
 def turned(x_BHLC: Tensor, turns: Turns) -> Tensor:
-    """Rotate with given cosines and sines. Keep x's shape and dtype."""
+    """Rotate the channel pairs of every head by given cosines and sines. Keep x's shape and dtype."""
     out: Tensor = _Rotate.apply(x_BHLC, *turns) if torch.is_grad_enabled() else _rotated(x_BHLC, *turns)
     return out
 
 
 def turns_of(position_L: Tensor, channels: int, rope: sections.Rope = DEFAULT, *, dtype: torch.dtype) -> Turns:
-    """Return the rotation for heads with `channels` rotary channels. All layers share it (`Context.for_all_layers`)."""
+    """Return the rotation at these positions of heads with `channels` rotary channels. Layers share it by `Context.for_all_layers`."""
     angle_LC = position_L.float().unsqueeze(1) * rates(rope, channels, device=position_L.device)
     cos_LC, sin_LC, size = angle_LC.cos(), angle_LC.sin(), _size(rope)
     if size != 1:
@@ -108,13 +108,13 @@ def rates(rope: sections.Rope, channels: int, *, device: torch.device | str | No
 
 
 def _kept_by_rotations(rope: sections.Rope, rate_C: Tensor) -> Tensor:
-    """Share of its rate that each pair keeps: 1 with `high` rotations in trained_length, 0 with `low`, linear between."""
+    """Return the share of its rate that each pair keeps: 1 with `high` rotations in trained_length, 0 with `low`, linear between."""
     turns_C = rope.length * rate_C / (2 * math.pi)
     return ((turns_C - rope.low) / (rope.most_turns - rope.low)).clamp(0, 1)
 
 
 def _kept_by_index(rope: sections.Rope, pair_C: Tensor, half: int) -> Tensor:
-    """Share of its rate that each pair keeps: 1 up to the pair with `high` rotations in trained_length, 0 from the pair with `low`."""
+    """Return the share of its rate that each pair keeps: 1 up to the pair with `high` rotations in trained_length, 0 from `low` on."""
 
     def pair_with(rotations: float) -> float:  # a pair's index, as a real number
         return half * math.log(rope.length / (rotations * 2 * math.pi)) / math.log(rope.base)
@@ -127,7 +127,7 @@ def _kept_by_index(rope: sections.Rope, pair_C: Tensor, half: int) -> Tensor:
 
 
 def _size(rope: sections.Rope) -> float:
-    """Return YaRN's factor of cos and sin. Logits are multiplied by its square."""
+    """Return YaRN's factor of cos and sin, whose square multiplies the logits of rotary channels."""
     return _mscale(rope, rope.mscale) / _mscale(rope, rope.mscale_all)
 
 

@@ -33,7 +33,7 @@ class RoutingRecord:
     def __init__(self, sequences: int, length: int) -> None:
         self.sequences, self.length = sequences, length
         self._chosen: dict[str, Tensor] = {}  # int32 [B L, K] by the router's name
-        self._largest: dict[str, int] = {}  # largest index by name, kept so that only the first pass waits for the GPU
+        self._largest: dict[str, int] = {}  # largest expert index by the router's name, kept because reading it waits for the GPU
 
     @staticmethod
     def of(*parts: Experts) -> RoutingRecord:
@@ -55,11 +55,10 @@ class RoutingRecord:
 
     @property
     def experts(self) -> dict[int, npt.NDArray[np.int32]]:
-        """The recorded experts on the host: layer -> int32 [B, L, K]."""
+        """Return the recorded experts on the host: layer -> int32 [B, L, K]."""
         shape = (self.sequences, self.length, -1)
-        return {
-            int(name.split(".")[1]): chosen.cpu().numpy().reshape(shape) for name, chosen in sorted(self._chosen.items(), key=_by_number)
-        }
+        by_layer = {int(name.split(".")[1]): chosen for name, chosen in self._chosen.items()}
+        return {layer: chosen.cpu().numpy().reshape(shape) for layer, chosen in sorted(by_layer.items())}
 
     def check_positions(self, sequences: range, last_place: int, length: int) -> None:
         """Raise BadInput if a forward pass has tokens outside the record's sequences and length."""
@@ -77,7 +76,7 @@ class RoutingRecord:
         self._largest.pop(name, None)
 
     def take(self, name: str, position_T: Tensor, *, num_choices: int, num_experts: int) -> Tensor:
-        """Return the experts int64 [T, K] for router `name`; it chooses those in rows of -1. Raise BadInput for another router's record."""
+        """Return the experts int64 [T, K] for router `name`, -1 where it shall choose. Raise BadInput for the record of another router."""
         if name not in self._chosen:
             got = f"a record of layers {', '.join(map(str, self.experts)) or '(none)'}"
             raise _refused(got, f"one of every layer with experts, such as {name.split('.')[1]}", "record with a model of the same layers")
@@ -95,10 +94,6 @@ class RoutingRecord:
         if old.shape != new.shape or ((old >= 0) & (new >= 0) & (old != new)).any():
             raise _refused(f"parts with different experts of the same token in layer {layer}", "one choice", "give each token once")
         self._chosen[name] = torch.maximum(old, new)
-
-
-def _by_number(item: tuple[str, Tensor]) -> int:
-    return int(item[0].split(".")[1])
 
 
 def _checked(layer: int, given: Any) -> npt.NDArray[np.int32]:

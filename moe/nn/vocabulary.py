@@ -43,48 +43,40 @@ Product = Callable[[Tensor, Tensor], Tensor]
 
 
 class Others(Protocol):
-    """The exchange with ranks that hold other rows (vocabulary parallelism), called once for all tiles of this rank.
+    """The exchange with ranks that hold other rows (vocabulary parallelism). Each method is called once for all tiles of this rank.
 
-    `product(x, rows)`: the product if ranks also hold shards of the columns; None: columns are whole.
+    `product(x, rows)`: replaces the product with a tile's rows if ranks also hold shards of the columns; None: columns are whole.
     """
 
     product: Product | None
 
     def tokens(self, tokens: Tensor) -> Tensor:
-        """Return the tokens to look up on this rank: its own and, if needed, other ranks' tokens."""
-        ...
+        """Return the tokens that this rank looks up in its rows: its own, and other ranks' if they do not have the same ones."""
 
     def columns(self, weight: Tensor) -> Tensor:
-        """Return a tile's rows with the columns that the look-up needs."""
-        ...
+        """Return the rows `weight` of a tile with all columns that the look-up needs."""
 
     def rows(self, found: Tensor) -> Tensor:
         """Sum the rows found by all ranks and return those of this rank's tokens. `found` is zero for rows of other ranks."""
-        ...
 
     def enter(self, x: Tensor) -> Tensor:
-        """Return the input of the product with this rank's rows."""
-        ...
+        """Return the input x of the product with this rank's rows, given the layer's input."""
 
     def targets(self, targets: Tensor) -> Tensor:
-        """Return the targets for the logits that this rank computes."""
-        ...
+        """Return the targets of the tokens for which this rank computes logits, given its own tokens'."""
 
     def scores(self, scores_2N: Tensor) -> Tensor:
         """Merge all ranks' scores [2, N]: log-sum-exps and targets' logits."""
-        ...
 
     def loss(self, loss: Tensor) -> Tensor:
         """Return the loss of this rank's tokens, given the loss of the logits that it computes."""
-        ...
 
     def logits(self, logits: Tensor) -> Tensor:
         """Gather logits: [..., rows here] to [..., V]."""
-        ...
 
 
 class Rows(nn.Module):
-    """Rows first, first + 1, ... of a matrix [V, D]. Used only in `forward`, because engines that gather weights hook it."""
+    """Rows from index `first` on of a matrix [V, D], read only in `forward`, because engines that gather weights hook it."""
 
     def __init__(self, rows: slice, d_model: int) -> None:
         super().__init__()
@@ -108,7 +100,7 @@ class Rows(nn.Module):
 
 
 class TiledRows(Tiled):
-    """Rows in tiles. Only the whole has `others`, not each tile."""
+    """Rows cut into tiles. `others` is set here and not on the tiles."""
 
     def __init__(self, tiles: Iterable[nn.Module]) -> None:
         super().__init__(tiles)
@@ -123,7 +115,7 @@ def _others(matrix: Matrix) -> Others | None:
 
 
 def _each(matrix: Matrix, x: Tensor, use: Callable[[Tensor, int, Tensor], Tensor]) -> list[Tensor]:
-    """Call use(x, first row, weight) for each tile, one after another."""
+    """Return use(x, index of the first row, rows) of each tile, computed one after another."""
     if isinstance(matrix, Tensor):
         return [use(x, 0, matrix)]
     if isinstance(matrix, Rows):
@@ -144,15 +136,12 @@ def _look_up_here(tokens: Tensor, matrix: Matrix, others: Others | None) -> Tens
     """Return the tokens' rows in the matrix's dtype, zeros for rows of other ranks."""
 
     def use(tokens: Tensor, first: int, weight: Tensor) -> Tensor:
+        if others is None and not isinstance(matrix, Tiled):
+            return _embedded(tokens, weight)
         weight = weight if others is None else others.columns(weight)
         row, here = _local(tokens, first, weight)
         return _embedded(row, weight) * here.unsqueeze(-1)
 
-    if isinstance(matrix, Tensor):
-        return _embedded(tokens, matrix)
-    if isinstance(matrix, Rows) and others is None:
-        rows: Tensor = matrix(tokens, lambda tokens, _, weight: _embedded(tokens, weight))
-        return rows
     found = _each(matrix, tokens, use)
     return torch.stack(found).sum(0) if len(found) > 1 else found[0]
 
@@ -221,9 +210,9 @@ def summed_loss(
 ) -> Tensor:
     """Project x and return the cross-entropy summed over tokens, fp32 or wider. PADDING targets do not count.
 
-    With one chunk, no tiles and whole rows this is `whole` of all logits. `recast` (cast the weight again in the
-    backward pass instead of keeping the cast one) needs one chunk and no tiles: otherwise the matrix's
-    gradient is never deferred, because it needs logits, which are freed.
+    With one chunk, no tiles and no other ranks this is `whole` of all logits. `recast` (the backward pass casts the weight again instead
+    of keeping the cast one) has an effect only with one chunk and no tiles: otherwise the matrix's gradient needs logits, which are freed,
+    and is never deferred.
     """
     others, one_piece = _others(matrix), chunks == 1 and not isinstance(matrix, Tiled)
     if one_piece and others is None:
@@ -251,9 +240,7 @@ def summed_loss(
 def _recomputed_scores(
     x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, first: int, chunks: int, product: Product, cap: float | None
 ) -> Tensor:
-    """Return scores [2, N], as `_kept_scores`, but compute the logits again in the backward pass, chunk by chunk. For products that need
-    several ranks, all of which compute the same chunks.
-    """
+    """Return scores [2, N] as `_kept_scores`, but compute logits again in the backward pass, chunk by chunk: for a collective product."""
 
     def scores(x_ND: Tensor, targets_N: Tensor) -> Tensor:
         return _kept_scores(product(x_ND, weight_VD), *_local(targets_N, first, weight_VD), cap)
@@ -262,17 +249,16 @@ def _recomputed_scores(
 
 
 def _kept_scores(logits_NV: Tensor, row_N: Tensor, here_N: Tensor, cap: float | None) -> Tensor:
-    """Return scores [2, N]: each row's log-sum-exp of logits, and its target's logit (0 if another tile has it). The logits stay in memory
-    until the backward pass.
+    """Return scores [2, N]: each token's log-sum-exp of logits, and its target's logit (0 if another tile has it). Logits are kept.
 
-    row_N: index of the target among these logits. here_N: whether it is one of them. cap: of `capped`.
+    `row_N`: index of the target among these logits. `here_N`: whether it is one of them. `cap`: as in `capped`.
     """
     logits_NV = capped(logits_NV.to(sum_dtype(logits_NV.dtype)), cap)
     return torch.stack((logits_NV.logsumexp(1), logits_NV.gather(1, row_N.unsqueeze(1)).squeeze(1) * here_N))
 
 
 def _local(tokens: Tensor, first: int, weight_VD: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each token's row in this tile (0 if it is in another), and whether it is in this tile."""
+    """Return the index of each token's row in the tile whose first row is `first` (0 if it has no such row), and whether it has it."""
     row = tokens - first
     here = (row >= 0) & (row < len(weight_VD))
     return row.masked_fill(~here, 0), here

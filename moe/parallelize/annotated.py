@@ -26,37 +26,29 @@ from moe.recipe.shapes import NORM_EPS
 from parallel.annotations.annotated import Compute, Rank
 from parallel.annotations.graph import Graph, Operator
 from parallel.errors import BadInput
-from parallel.fixes import Remove, Set
+from parallel.fixes import Fix, Remove, Set, written
+
+# keys of `model` that a graph does not describe -> the only value for which it is complete
+_PLAIN: dict[str, str | float | bool | None] = {"positions": "rotary", "qk_norm": "none", "clip_qkv": None, "logit_cap": None, "ahead": 0}
+_PLAIN |= {"qkv_bias": False, "out_bias": False, "attention_sinks": False, "document_mask": False, "dropout": 0}
 
 
 def compute_of(run: Run) -> Compute:
-    """Return the function that computes one operator on one rank's shards. Raises BadInput for a model that its graph does not describe
-    fully.
-    """
+    """Return the function that computes one operator on one rank's shards. Raises BadInput for a model that a graph cannot describe."""
     m = run.model
-    refused = {
-        "model.moe_every": ("MoE layers", bool(m.layers_with_experts()), Set("it", 0) | "use a layout that is a kind of the project"),
-        "model.positions": ("t5", m.positions == "t5", Set("it", "rotary")),
-        "model.qk_norm": (m.qk_norm, m.qk_norm != "none", Set("it", "none")),
-        "model.qkv_bias": ("true", m.qkv_bias, Set("it", False)),
-        "model.clip_qkv": (m.clip_qkv, m.clip_qkv is not None, Set("it", None)),
-        "model.latent.key_rank": (m.latent.key_rank, m.latent.key_rank is not None, Set("it", None)),
+    windows = any((m.window_of(i) or m.max_length) < m.max_length for i in range(m.num_layers))
+    latent, kinds = m.latent.key_rank, "use a layout that is a kind of the project"
+    refused: dict[str, tuple[object, bool, Fix]] = {
+        "model.moe_every": ("MoE layers", bool(m.layers_with_experts()), Set("it", 0) | kinds),
+        "model.latent.key_rank": (latent, latent is not None, Set("it", None)),
         "model.scales": ("factors", m.scales != Scales(), Remove("it")),
-        "model.logit_cap": (m.logit_cap, m.logit_cap is not None, Set("it", None)),
-        "model.out_bias": ("true", m.out_bias, Set("it", False)),
-        "model.attention_sinks": ("true", m.attention_sinks, Set("it", False)),
-        "model.sliding_window": (
-            m.sliding_window,
-            any((m.window_of(i) or m.max_length) < m.max_length for i in range(m.num_layers)),
-            Set("it", None),
-        ),
-        "model.document_mask": ("true", m.document_mask, Set("it", False)),
-        "model.ahead": (m.ahead, m.ahead > 0, Set("it", 0)),
-        "model.dropout": (m.dropout, m.dropout > 0, Set("it", 0)),
+        "model.sliding_window": (m.sliding_window, windows, Set("it", None)),
     }
+    for key, value in _PLAIN.items():
+        refused[f"model.{key}"] = (written(getattr(m, key)), getattr(m, key) != value, Set("it", value))
     for key, (got, wrong, fix) in refused.items():
         if wrong:
-            raise BadInput(key, got=got, needed="a model that its graph tells whole: dense, rotary, without dropout", fix=fix)
+            raise BadInput(key, got=got, needed="a model that its graph describes fully: dense, rotary, without dropout", fix=fix)
 
     def compute(op: Operator, inputs: Sequence[Tensor], rank: Rank) -> Tensor:
         if op.kind == "product":
@@ -88,7 +80,7 @@ def values_of(model: nn.Module, graph: Graph) -> dict[str, Tensor]:
 
 
 def _norm(op: Operator, x: Tensor, gain: Tensor, rank: Rank, *, kind: str, eps: float) -> Tensor:
-    """RMSNorm or LayerNorm. If channels are sharded, the statistics are summed over ranks."""
+    """Apply RMSNorm or LayerNorm. If channels are sharded, the statistics are summed over ranks."""
     letter = op.statistics
     width = rank.factors[letter]
     if kind == "layernorm":
@@ -110,7 +102,7 @@ def _look_up(op: Operator, tokens: Tensor, table: Tensor, rank: Rank) -> Tensor:
 
 
 def _attention(op: Operator, q_BLKGC: Tensor, k_BSKC: Tensor, v_BSKC: Tensor, rank: Rank, *, rope: Rope) -> Tensor:
-    """Causal attention with rotary positions. The queries may be a shard of the sequence's."""
+    """Compute causal attention with rotary positions. The queries may be a shard of the sequence."""
     places = rank.region(op.output[1])
     query_L = torch.arange(places.start, places.stop)
     key_S = torch.arange(k_BSKC.shape[1])
@@ -124,7 +116,7 @@ def _attention(op: Operator, q_BLKGC: Tensor, k_BSKC: Tensor, v_BSKC: Tensor, ra
 
 
 def _loss(op: Operator, logits_BLV: Tensor, targets_BL: Tensor, rank: Rank) -> Tensor:
-    """Cross-entropy of each token. With a sharded vocabulary, maximum logit, sum of exponentials and target logit come from all ranks."""
+    """Return each token's cross-entropy. Ranks with shards of the vocabulary exchange maximum, sum of exponentials and target logit."""
     letter = op.statistics
     rows, here = _here(targets_BL, letter, rank)
     target = rank.total(logits_BLV.gather(-1, rows.unsqueeze(-1)).squeeze(-1) * here, letter, read="in copies")

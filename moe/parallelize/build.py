@@ -1,23 +1,24 @@
-"""Where the model meets the mesh: one line per step, in the order of application.
+"""Builds a recipe's model as a rank holds it. The steps, in the order of application:
 
-model on the meta device -> adapters (moe/nn/lora.py), tiles, recompute (memory.py) -> its plan (plan.py) -> layers of this rank's stages
--> shards of this rank, slots filled (plan.py, sequence.py) -> weights allocated and filled here -> compilation (compiled.py)
+model on the meta device -> LoRA adapters (moe/nn/lora.py), tiles, recomputation -> its plan (plan.py) -> only the layers of this rank's
+stages (stages.py) -> only this rank's shards, with the exchanges between ranks set in the layers (plan.py, sequence.py) -> weights
+allocated and set to their first values -> compilation (compiled.py)
 """
 
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from moe.model.initialise import FirstValues, initialise, zero_buffers
-from moe.model.transformer import Transformer, embedding_as_module, moe_layers
+from moe.model.transformer import Block, Transformer, embedding_as_module, moe_layers
 from moe.nn.lora import adapt, freeze
 from moe.parallelize import stages
 from moe.parallelize.compiled import compile_between_products
 from moe.parallelize.engines import setup_of
-from moe.parallelize.memory import save_memory
 from moe.parallelize.plan import lay_out, plan_for
 from moe.parallelize.sequence import slice_sequences
-from moe.recipe import hash_table
+from moe.recipe import hash_table, sections
 from moe.recipe.hash_table import Table
 from moe.recipe.sections import Run
 from moe.router.own import check_own
@@ -26,12 +27,17 @@ from parallel.mesh.gradients import data_axis
 from parallel.mesh.layout import Layout
 from parallel.mesh.mesh import Mesh
 from parallel.numerics.precision import DTYPES
-from parallel.tensor.style import Plan, apply
+from parallel.tensor.style import Plan, apply, fits
+
+# modules that `tiling` replaces by sums of narrower ones, with the same values (parallel/data/tiling.py)
+TILED = ("layers.*.ffn", "layers.*.moe.experts", "layers.*.moe.shared", "layers.*.moe.residual", "ahead.*.block.ffn")
+VOCABULARY = ("embedding", "head")
 
 
 def laid_out(run: Run, mesh: Mesh) -> tuple[Transformer, Plan, dict[str, Layout]]:
-    """Return this rank's shards of the model on the meta device with its layers' slots filled, the plan, and the layout of each held
-    parameter.
+    """Return this rank's shards of the model, on the meta device, the plan, and the layout of each held parameter by module name.
+
+    The layers have the exchanges through which ranks share their work.
     """
     with torch.device("meta"):
         compute = DTYPES.get(run.precision.compute, torch.float32)
@@ -44,7 +50,7 @@ def laid_out(run: Run, mesh: Mesh) -> tuple[Transformer, Plan, dict[str, Layout]
     plan = plan_for(run)
     layouts = lay_out(model, plan)
     for layout in layouts.values():
-        data_axis(layout, mesh)  # all ranks make the same groups, whatever their stages hold
+        data_axis(layout, mesh)  # makes its group here, because every rank must make the groups of all stages
     if mesh.axis("pp").size > 1:
         layouts = stages.hold(run, model, layouts, mesh)
     apply(model, plan, layouts, mesh)
@@ -56,15 +62,13 @@ def build(run: Run, mesh: Mesh, *, device: torch.device, table: Table | None = N
     """Return the model as this rank holds it, and every parameter's layout by module name. Collective.
 
     `table`: the routers' table of a checkpoint, which replaces the recipe's file. Raises BadInput if the compute dtype is still `auto`,
-    or
-    if the table does not fit the recipe.
+    or if the table does not fit the recipe.
     """
     if run.precision.compute not in DTYPES:
-        raise BadInput(
-            "precision.compute", got=run.precision.compute, needed="a dtype here", fix="settle it first, as train() does, or set bf16"
-        )
+        fix = "settle it first, as train() does, or set bf16"
+        raise BadInput("precision.compute", got=run.precision.compute, needed="a dtype here", fix=fix)
     model, _, layouts = laid_out(run, mesh)
-    for num_experts in set(model.expert_counts.values()):  # here, because a plan can be made of any recipe and must run none of its code
+    for num_experts in set(model.expert_counts.values()):  # not in laid_out, by which a recipe is planned without running its code
         check_own(run.router, num_experts)
     first = FirstValues(run.model, layouts, mesh, seed=run.train.seed)
     cut = run.sharding.carrier(pp=run.degrees.pp).cut
@@ -88,7 +92,7 @@ def _give_tables(run: Run, model: Transformer, table: Table | None, *, device: t
     else:
         hash_table.check(table, run, where="the checkpoint")
     assert table is not None
-    made: dict[int, torch.Tensor] = {}  # one tensor for a table that all layers share
+    made: dict[int, torch.Tensor] = {}  # id of a table -> its tensor, because layers can share a table
     for layer in moe_layers(model):
         rows = hash_table.of_layer(table, layer.layer)
         if id(rows) not in made:
@@ -102,3 +106,24 @@ def whole_layouts(run: Run) -> dict[str, Layout]:
         model = Transformer(run.model, run.experts, run.router, vocab_size=run.vocab_size)
         adapt(model, run.lora)
     return lay_out(save_memory(model, tiling=run.tiling))
+
+
+def save_memory(model: Transformer, *, recompute: sections.Recompute | None = None, tiling: sections.Tiling | None = None) -> Transformer:
+    """Set recomputation and tiles in place, and return the same model."""
+    recompute, tiling = recompute or sections.Recompute(), tiling or sections.Tiling()
+    model.loss_chunks = recompute.loss_chunks
+    for block in model.modules():
+        if isinstance(block, Block):  # including the blocks of multi-token prediction, which are numbered after the layers
+            block.recompute = recompute.of_layer(block.layer)
+    if tiling.head > 1:
+        embedding_as_module(model)
+        _tile(model, VOCABULARY, tiling.head)
+    if tiling.ffn > 1:
+        _tile(model, TILED, tiling.ffn)
+    return model
+
+
+def _tile(model: nn.Module, patterns: tuple[str, ...], count: int) -> None:
+    for path in [path for path, _ in model.named_modules() if any(fits(pattern, path) for pattern in patterns)]:
+        parent, _, last = path.rpartition(".")
+        setattr(model.get_submodule(parent), last, model.get_submodule(path).in_tiles(count))  # type: ignore[operator]

@@ -5,17 +5,15 @@
 
 Each underlined function reads its tensors once and writes its result once, also in the backward pass. Uncompiled it is several kernels,
 each of which reads and writes memory. Products and attention, in brackets, are libraries' kernels either way. Collectives, gathered
-weights, engines' hooks and deferred weight gradients are attached to them. So the compiled functions contain nothing of a layout, and
-every layout can be compiled. Not compiled: rotary positions, which moe/nn/rotary.py applies in place; experts, which have other sizes
-in each step and kernels in moe/kernels/; norms of channels that are sharded (tensor parallelism in 2D to 3D); a loss in tiles,
-in chunks, or of a vocabulary that ranks share.
-
-Without gradients (evaluation, generation) lengths change, and the plain functions run.
+weights, engines' hooks and deferred weight gradients are attached to them, so every layout can be compiled. Not compiled: rotary
+positions, which moe/nn/rotary.py applies in place; experts, which have kernels in moe/kernels/; norms of channels that are sharded (tensor
+parallelism in 2D to 3D); a loss in tiles, in chunks, or of a vocabulary that ranks share; passes without gradients, whose lengths change.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -28,7 +26,7 @@ from moe.nn.vocabulary import cross_entropy
 from parallel.errors import BadInput
 from parallel.fixes import Set
 
-_SIZES = 64  # most sizes and dtypes that are compiled of one function; torch itself stops at 8
+_SIZES = 64  # most combinations of sizes and dtypes for which a function is compiled; torch's default is 8
 
 
 class Compiled:
@@ -39,24 +37,22 @@ class Compiled:
 
     def __init__(self, function: Callable[..., Tensor]) -> None:
         self.plain = function
-        self._fast: Callable[..., Tensor] | None = None
 
     def __call__(self, *args: Any, **settings: Any) -> Tensor:
         if not torch.is_grad_enabled():
             return self.plain(*args, **settings)
-        fast = self._fast or self._prepared()
         try:
-            return fast(*args, **settings)
+            return self._fast(*args, **settings)
         except torch._dynamo.exc.TorchDynamoException as error:
             why = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
             needed = "a C++ compiler with Python's headers on a CPU, triton on a GPU, and a folder for temporary files"
             raise BadInput("train.compile", got=f"true, but: {why}", needed=needed, fix=Set("train.compile", False)) from error
 
-    def _prepared(self) -> Callable[..., Tensor]:
+    @cached_property
+    def _fast(self) -> Callable[..., Tensor]:
         torch._dynamo.config.recompile_limit = max(_SIZES, torch._dynamo.config.recompile_limit)
-        # compile in this process: a pool of compiler processes takes more memory and time than these few kernels
-        self._fast = torch.compile(self.plain, dynamic=False, fullgraph=True, options={"compile_threads": 1})
-        return self._fast
+        # compile in this process, because a pool of compiler processes would take more memory and time for these few kernels
+        return torch.compile(self.plain, dynamic=False, fullgraph=True, options={"compile_threads": 1})
 
 
 def compile_between_products(model: Transformer) -> None:

@@ -1,4 +1,4 @@
-"""The matrices of a model that K-FAC handles, and the hooks through which it sees their rows.
+"""The matrices of a model that K-FAC handles, and the hooks through which it gets their input rows and gradients.
 
     plain linears   attention's four, feed-forward networks, shared and residual experts: a hook on each module
     experts         each expert's matrices on the rows routed to it: in a step that updates factors, its network runs product by
@@ -27,14 +27,12 @@ from parallel.mesh.mesh import Mesh
 
 # R rows, E experts held, I and O a matrix's in and out
 
-_READS_WHAT = {"k": "q", "v": "q", "w3": "w1"}  # a matrix, and the first matrix that reads the same input rows
-_GATES = ("shared_gate", "coefficient")  # with one or two outputs a token, in fp32
+_READS_WHAT = {"k": "q", "v": "q", "w3": "w1"}  # matrix -> the first matrix that reads the same input rows
+_GATES = ("shared_gate", "coefficient")  # linears with one or two outputs a token, in fp32, which K-FAC leaves to AdamW
 
 
 def watched(model: nn.Module, layouts: dict[str, Layout], mesh: Mesh, *, settings: Settings, experts: bool) -> Kfac:
-    """Return K-FAC over the model's linears, with hooks that report inputs and gradients to it. `experts`: hook the experts' matrices,
-    too.
-    """
+    """Return K-FAC over the model's linears, which pass it their inputs and gradients by hooks. `experts`: the experts' matrices, too."""
     linears: dict[str, Linear] = {}
     plain: list[tuple[str, Plain]] = []
     stacks: list[tuple[str, Experts]] = []
@@ -94,7 +92,7 @@ class Seen(ByProduct):
 
     @property
     def _looks(self) -> bool:
-        """True if this forward pass is recorded. Recomputation gets the same answer, since both passes must do the same operations."""
+        """Whether K-FAC records this forward pass. A recomputed pass gets the same answer, because it must repeat the same operations."""
         return self.kfac.records and torch.is_grad_enabled()
 
     def grouped_ffn(self, *given: Any, **named: Any) -> Tensor:

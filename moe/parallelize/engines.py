@@ -1,22 +1,29 @@
-"""From a recipe's sharding and optimizer to the engine that carries them out, around a model that is built."""
+"""From a recipe's sharding and optimizer to the engine that carries them out, around a model that is built.
+
+The replicas of DP (parallel/data/dp.py) share the sequences of a micro-batch. Tokens keep their own indices in the step, so noise, capacity
+groups and losses equal those on one device. Auxiliary losses are weighted by a replica's share of the tokens.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
+import torch
 from torch import Tensor
 
+from moe.experts.layer import LayerReport
 from moe.model.names import is_bias
-from moe.model.transformer import Transformer
+from moe.model.transformer import Output, Transformer
 from moe.nn.linear import Linear
 from moe.parallelize.curvature import watched
-from moe.parallelize.replicas import gather, scatter
 from moe.parallelize.units import read_in_fp32, units_of
 from moe.recipe import sections
 from moe.recipe.plugin import is_plugin, load_plugin
 from moe.recipe.sections import Run
+from parallel.data.dp import Together
 from parallel.data.engine import AdamW, Engine, Rule
 from parallel.data.kinds.kind import Setup
 from parallel.data.offload import Offload
@@ -25,7 +32,7 @@ from parallel.fixes import Words, all_of
 from parallel.kfac.grafted import Grafted, KfacEngine
 from parallel.kfac.kfac import Settings
 from parallel.mesh.gradients import data_axis
-from parallel.mesh.layout import Layout
+from parallel.mesh.layout import Layout, Tile
 from parallel.mesh.mesh import Mesh
 from parallel.numerics.precision import DTYPES
 from parallel.optim.adafactor import Adafactor
@@ -41,7 +48,7 @@ def prepare(run: Run, say: Callable[[str], None]) -> None:
         from parallel.data.deepspeed import compile_async_io
 
         compile_async_io(say)
-        give_freed_memory_back()  # memory is scarce then, and the disk limits the speed anyway
+        give_freed_memory_back()  # slower, but states are on a disk because memory is scarce, and the disk limits the speed anyway
 
 
 def offload_of(settings: sections.Offload) -> Offload:
@@ -49,7 +56,7 @@ def offload_of(settings: sections.Offload) -> Offload:
 
 
 def setup_of(run: Run, model: Transformer, layouts: dict[str, Layout], mesh: Mesh) -> Setup:
-    """Return what the recipe and the model say to an engine."""
+    """Return the engine's settings, from the recipe and the model."""
     s, wide, compute, kept = run.sharding, DTYPES[run.precision.master], model.compute, read_in_fp32(model)
     return Setup(
         layouts,
@@ -65,6 +72,42 @@ def setup_of(run: Run, model: Transformer, layouts: dict[str, Layout], mesh: Mes
     )
 
 
+def scatter(args: tuple[Any, ...], devices: Sequence[torch.device], together: Sequence[Together]) -> list[tuple[Any, ...]]:
+    """Return each replica's arguments on its device. `args`: input ids [B, L], their context, and target ids [B, L]."""
+    inputs_BL, context, targets_BL = args
+    shares = _shares(args, len(devices))
+    parts: list[tuple[Any, ...]] = []
+    for i, device in enumerate(devices):
+        run = Tile(0, i, len(devices)).run(len(inputs_BL))
+        tokens = slice(run.start * inputs_BL.shape[1], run.stop * inputs_BL.shape[1])
+        mine = context.of_tokens(tokens, share=shares[i], together=together[i]).to(device)
+        parts.append((inputs_BL[run].to(device), mine, targets_BL[run].to(device)))
+    return parts
+
+
+def _shares(args: tuple[Any, ...], count: int) -> list[float]:
+    """Return each replica's share of the micro-batch's valid tokens."""
+    inputs_BL, context, _ = args
+    valid_BL = torch.ones_like(inputs_BL) if context.valid_T is None else context.valid_T.view(inputs_BL.shape)
+    held = [int(valid_BL[Tile(0, i, count).run(len(inputs_BL))].sum()) for i in range(count)]
+    return [n / max(1, sum(held)) for n in held]
+
+
+def gather(args: tuple[Any, ...], outputs: Sequence[Output], device: torch.device) -> Output:
+    """Join outputs on `device`: losses are summed, and layer reports combined as if one replica had run the micro-batch."""
+    shares = _shares(args, len(outputs))
+    layers = []
+    for reports in zip(*(output.layers for output in outputs), strict=True):
+        counts = {name: sum(getattr(r, name).to(device) for r in reports) for name in ("load_E", "kept", "dropped")}
+        means = {
+            name: sum(getattr(r, name).to(device) * share for r, share in zip(reports, shares, strict=True))
+            for name in ("balance_loss", "importance_loss", "load_loss", "z_loss", "entropy")
+        }
+        layers.append(LayerReport(reports[0].layer, **counts, **means))
+    loss = torch.stack([output.loss.to(device) for output in outputs]).sum()
+    return Output(torch.cat([output.logits_BLV.to(device) for output in outputs]), loss, tuple(layers))
+
+
 def start_engine(run: Run, model: Transformer, layouts: dict[str, Layout], mesh: Mesh, *, rule: Rule | None = None) -> Engine:
     """Start the engine of the recipe's data parallelism around the model. Collective.
 
@@ -74,7 +117,7 @@ def start_engine(run: Run, model: Transformer, layouts: dict[str, Layout], mesh:
     setup, k = setup_of(run, model, layouts, mesh), run.optimizer.kfac
     for module in model.modules() if kind.frees_weights else ():
         if isinstance(module, Linear):
-            module.recast = True  # a plain product would keep its weight until the backward pass
+            module.recast = True  # otherwise a product keeps its gathered weight until the backward pass
     if run.optimizer.kind != "kfac":
         return kind.start(model, setup, optimizer)
     assert isinstance(optimizer, AdamW)
@@ -102,18 +145,17 @@ def given_of(settings: sections.Optimizer, factory: Factory) -> Given:
 
 
 def check_given(rule: Given, run: Run, layouts: dict[str, Layout], mesh: Mesh) -> None:
-    """Refuse an optimizer that does not work on shards: no checkpoint can hold its state, or a step depends on the shard or on other
-    parameters.
+    """Refuse an optimizer if no checkpoint can hold its state, or a parameter's step depends on its shard or on other parameters.
 
     `layouts`: layouts of the whole model, so that every rank finds the same mistake. Raises BadInput for the first parameter.
     """
     kind = run.sharding.carrier(pp=run.degrees.pp)
-    unlike = mesh.axis("pp").size > 1  # ranks hold different parameters, or different shards
+    unlike = mesh.axis("pp").size > 1  # whether ranks hold different parameters or different shards
     for name, layout in layouts.items():
         num_dims = len(layout.shape)
         rule.kept(name, num_dims)
         apart = {dim for dim in range(num_dims) if any(mesh.axis(axis).size > 1 for axis in layout.cut_by(dim))}
-        stacked = {0} if num_dims > 2 else set()  # experts, each stepped by itself on any rank
+        stacked = {0} if num_dims > 2 else set()  # dim of stacked experts, each of which must be stepped by itself
         if kind.steps == "shards" or layout.tile is not None:
             apart |= set(range(num_dims))
         unlike = unlike or bool(apart)
@@ -122,24 +164,18 @@ def check_given(rule: Given, run: Run, layouts: dict[str, Layout], mesh: Mesh) -
             what = "experts of a layer are stacked" if experts else f"ranks hold parts of it, cut along dim {mixed[-1]}"
             whole = {"sharding.kind": "ddp", "degrees.tp": 1, "degrees.etp": 1, "tiling.ffn": 1, "tiling.head": 1}
             fix = Words("step each expert by itself") if experts else all_of(whole)
-            raise BadInput(
-                rule.key,
-                got=f"an optimizer whose steps of a part of {name} differ from the whole parameter's",
-                needed=f"the same: {what}",
-                fix=fix | "leave that parameter to an optimizer that goes by elements",
-            )
+            got = f"an optimizer whose steps of a part of {name} differ from the whole parameter's"
+            fixes = fix | "leave that parameter to an optimizer that goes by elements"
+            raise BadInput(rule.key, got=got, needed=f"the same: {what}", fix=fixes)
     if unlike and rule.coupled({name: len(layout.shape) for name, layout in layouts.items()}):
-        raise BadInput(
-            rule.key,
-            got="an optimizer whose update of a parameter depends on other parameters",
-            needed="each parameter by itself: ranks hold different ones",
-            fix=all_of({"sharding.kind": "ddp", "degrees.pp": 1, "degrees.tp": 1, "degrees.ep": 1, "degrees.etp": 1})
-            | "leave the norm of all to optimizer.clip_norm",
-        )
+        got = "an optimizer whose update of a parameter depends on other parameters"
+        whole = {"sharding.kind": "ddp", "degrees.pp": 1, "degrees.tp": 1, "degrees.ep": 1, "degrees.etp": 1}
+        fixes = all_of(whole) | "leave the norm of all to optimizer.clip_norm"
+        raise BadInput(rule.key, got=got, needed="each parameter by itself: ranks hold different ones", fix=fixes)
 
 
 _TABLES = ("embedding", "head")
-_GATES = (".router.", ".shared_gate.", ".coefficient.")  # with few outputs a token
+_GATES = (".router.", ".shared_gate.", ".coefficient.")  # matrices with few outputs a token, which Muon leaves to AdamW
 
 
 def matrix(name: str, num_dims: int) -> Orientation | None:

@@ -43,7 +43,7 @@ def _name_of(path: str) -> str:
     return name
 
 
-# how the ranks of tp hold one layer's tokens together: the axis, and the exchange that gives each rank whole sequences
+# how the ranks of tp hold a MoE layer's tokens -> the axis over which they are shared, and what makes the exchange to whole sequences
 SHARED: dict[str, tuple[str, Callable[[Axis], Exchange] | None]] = {
     "copies": ("tp", None),
     "slices": ("tp", partial(Exchanged, dim=1)),
@@ -54,13 +54,13 @@ EXPERTS = Stacked("ep", hidden="etp", hidden_dim=HIDDEN_DIM, name_of=_name_of)
 
 @dataclass(frozen=True)
 class Spread:
-    """Stacked experts, with an exchange opened for all MoE layers that sends rows to the ranks that hold their experts.
+    """The style of the experts: stacked tensors, sharded over ep and etp, and an exchange that sends rows to the ranks that hold them.
 
-    Each token is routed once. If the ranks of tp hold tokens as copies, slices or channels, each of them routes some of the sequences.
+    Each token is routed once. If ranks of tp share tokens (`held`: a key of SHARED), each of them routes some of the sequences.
     """
 
     dispatch: sections.Dispatch
-    held: str = "copies"  # how the ranks of tp hold tokens: a key of SHARED
+    held: str = "copies"
     experts: Stacked = field(default=EXPERTS)
 
     def layout(self, name: str, shape: tuple[int, ...]) -> Layout:
@@ -81,28 +81,20 @@ class Spread:
 
 
 NORMS = ("layers.*.attention_norm.weight", "layers.*.ffn_norm.weight", "norm.weight")
-OF_HEADS = Copied(alike=())  # norms of queries and keys: each rank has other heads, so copies see other tokens' channels
+OF_HEADS = Copied(alike=())  # norms of queries and keys: ranks have different heads, so the gradients of the copies differ and are summed
 
 
-def _one_dimension(*, sliced: bool) -> tuple[tuple[str, Style], ...]:
-    """Styles of 1D. Keys and values are sharded over tp_row_heads, which is tp unless there are fewer key-value heads than ranks."""
-    column, keys, table = Column(sliced=sliced), Column("tp_row_heads", sliced=sliced), Column(dim=1, sliced=sliced)
-    return _line(column, keys, table, Row(sliced=sliced), sliced=sliced, key_heads="tp_row_heads")
+def _line(
+    columns: type[Column | DTensorColumn], rows: type[Row | DTensorRow], *, sliced: bool, key_heads: str = "tp"
+) -> tuple[tuple[str, Style], ...]:
+    """Styles of one axis of ranks, whose products are split by `columns` or `rows`. `sliced`: with sequence parallelism.
 
-
-def _by_dtensor(*, sliced: bool) -> tuple[tuple[str, Style], ...]:
-    """Styles of 1D with the same shards, and torch's collectives within layers."""
-    column, table = DTensorColumn(sliced=sliced), DTensorColumn(dim=1, sliced=sliced)
-    return _line(column, column, table, DTensorRow(sliced=sliced), sliced=sliced, key_heads="tp")
-
-
-def _line(column: Style, keys: Style, table: Style, row: Style, *, sliced: bool, key_heads: str) -> tuple[tuple[str, Style], ...]:
-    """Styles of one axis of ranks. `key_heads`: the axis over which keys and values are sharded. `sliced`: with sequence parallelism.
-
-    Parameters applied after the sum over tp, latents, and the joined input of multi-token prediction are copied. Each rank applies them
-    to
-    the tokens that it holds: to all, or to its slice.
+    `key_heads`: the axis over which keys and values are sharded; tp_row_heads is tp unless there are fewer key-value heads than ranks.
+    Parameters applied after the sum over tp, to latents, or to the joined input of multi-token prediction are copied. Each rank applies
+    them to the tokens that it holds: to all, or to its slice.
     """
+    column, table, row = columns(sliced=sliced), columns(dim=1, sliced=sliced), rows(sliced=sliced)
+    keys = column if key_heads == "tp" else Column(key_heads, sliced=sliced)
     of_tokens = Copied(alike=() if sliced else ("tp",))
     of_attention = (
         ("q_bias.weight", Channels("tp")),
@@ -138,9 +130,7 @@ def _line(column: Style, keys: Style, table: Style, row: Style, *, sliced: bool,
 
 
 def _grid(first: Style, keys: Style, second: Style, vocabulary: Style, *, heads: str) -> tuple[tuple[str, Style], ...]:
-    """Styles of a grid. `keys`: the style of keys and values, which may have fewer heads than queries. `heads`: the axis of inner
-    channels.
-    """
+    """Styles of a grid: `first` of projections in, `second` of projections out. `keys`: of keys and values. `heads`: axis of the heads."""
     return (
         ("layers.*.attention.*_norm.weight", OF_HEADS),
         ("layers.*.attention.k.weight", keys),
@@ -157,28 +147,26 @@ def _grid(first: Style, keys: Style, second: Style, vocabulary: Style, *, heads:
     )
 
 
-# by tensor.kind; sliced: with tensor.sequence_parallel
+# tensor.kind -> its styles, by patterns of parameters; "sliced": with tensor.sequence_parallel
 TENSOR: dict[str, tuple[tuple[str, Style], ...]] = {
     "copied": (),
-    "1d": _one_dimension(sliced=False),
-    "1d sliced": _one_dimension(sliced=True),
-    "dtensor": _by_dtensor(sliced=False),
-    "dtensor sliced": _by_dtensor(sliced=True),
+    "1d": _line(Column, Row, sliced=False, key_heads="tp_row_heads"),
+    "1d sliced": _line(Column, Row, sliced=True, key_heads="tp_row_heads"),
+    "dtensor": _line(DTensorColumn, DTensorRow, sliced=False),
+    "dtensor sliced": _line(DTensorColumn, DTensorRow, sliced=True),
     "2d": _grid(Block(), Block("tp_col_heads"), Block(), VocabularyBlock(), heads="tp_col"),
     "2.5d": _grid(Block(), Block("tp_col_heads"), Block(), VocabularyBlock(), heads="tp_col"),
     "3d": _grid(Cube("first"), Cube("first", copied=True), Cube("second"), VocabularyCube(), heads="tp_row"),
 }
-HELD = {"1d sliced": "slices", "dtensor sliced": "slices"} | dict.fromkeys(
-    GRIDS, "channels"
-)  # how tp holds tokens in a MoE layer, if not as copies
+# how the ranks of tp hold tokens (a key of SHARED), if not as copies
+HELD = {"1d sliced": "slices", "dtensor sliced": "slices"} | dict.fromkeys(GRIDS, "channels")
 
 
 def plan_of(dispatch: sections.Dispatch, *, tensor: str = "copied", chunks: int = 1) -> Plan:
-    """Return the plan. Parameters that no row matches are copied, and their copies see the same tokens: norms, and dense ones without
-    `tensor`.
+    """Return the plan: patterns of parameters, each with a style. `tensor`: a key of TENSOR. `chunks`: tensor.overlap_chunks.
 
-    In a MoE layer every token is on one rank alone (moe/experts/copies.py), so each copy there sees other tokens: the router's, and the
-    networks' next to the experts. `chunks`: tensor.overlap_chunks.
+    Parameters that no pattern matches are copied, and all copies see the same tokens. In a MoE layer each token is on one rank alone
+    (moe/experts/copies.py), so there the copies of the router, and of the networks next to the experts, see different tokens.
     """
     return Plan(
         (

@@ -1,4 +1,4 @@
-"""Fills the slots of layers for sequence parallelism: attention's cores, and the routers' groups.
+"""Sets the parts of layers that exchange tokens in sequence parallelism: attention's cores, and the routers' groups.
 
     attention.core     <-  the method that the recipe names (parallel/sequence/), over the sp axis
     router.slices      <-  set if a router decides over whole sequences, which have tokens on several ranks
@@ -17,8 +17,8 @@ from moe.model.transformer import Block, Transformer, moe_layers
 from moe.nn.context import Context
 from moe.nn.core import Bias
 from moe.recipe.sections import Run
-from moe.router.slots.groups import needs_group
-from moe.router.slots.slices import SequenceShards
+from moe.router.checks import needs_group
+from moe.router.slices import SequenceShards
 from parallel.mesh.mesh import Mesh
 from parallel.sequence.method import Method
 from parallel.sequence.order import Order
@@ -29,8 +29,9 @@ from parallel.tensor.grid import Turn
 
 @dataclass(frozen=True)
 class Exchanging:
-    """An attention core (moe/nn/core.py) for tokens on several ranks. `keep`: the name under which recomputation finds its output; None:
-    not kept.
+    """An attention core (moe/nn/core.py) for tokens on several ranks.
+
+    `keep`: the name by which its output is kept for a recomputed pass (`Context.once`); None: it is computed again.
     """
 
     method: Method | Ulysses
@@ -52,8 +53,8 @@ def shard_of(run: Run, mesh: Mesh, num_sequences: int) -> TokenShard:
 
 
 def slice_sequences(run: Run, model: Transformer, mesh: Mesh) -> None:
-    """Fill the slots of the layers held here. Without sequence parallelism only a cube's attention needs one."""
-    if run.tensor.kind == "3d" and run.degrees.tp > 1:  # a rank has other sequences within a layer than between layers
+    """Set the exchanges in the layers held here. Without sequence parallelism, tensor.kind 3d alone needs one, for documents."""
+    if run.tensor.kind == "3d" and run.degrees.tp > 1:  # in which a rank's attention has other sequences than the rank has between layers
         turn = Turn(replace(mesh.axis("tp_row"), label="documents"), replace(mesh.axis("tp_col"), label="documents"))
         model.inner_sequences = turn
     if mesh.axis("sp").size == 1:

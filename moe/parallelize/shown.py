@@ -18,9 +18,7 @@ from parallel.numerics.precision import DTYPES
 
 
 def plan_rows(run: Run, *, rank: int) -> list[dict[str, Any]]:
-    """Return a row for each parameter that a rank holds, for a checked recipe. `bytes`: its weight, before ZeRO or FSDP shards it over
-    copies.
-    """
+    """Return a row for each parameter that a rank holds, for a checked recipe. `bytes`: of its weight, before ZeRO or FSDP shards it."""
     mesh = Mesh.of(run.mesh_degrees(), rank)
     model, plan, layouts = laid_out(run, mesh)
     size = DTYPES[run.precision.master].itemsize

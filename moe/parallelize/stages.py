@@ -31,28 +31,21 @@ def parts_of(run: Run, schedule: Schedule) -> tuple[StageLayers, ...]:
 
 
 def hold(run: Run, model: Transformer, layouts: dict[str, Layout], mesh: Mesh) -> dict[str, Layout]:
-    """Keep only this rank's stages of a model on the meta device. Returns the layouts of the kept parameters, with all ranks that hold
-    them.
-    """
+    """Keep only this rank's stages of a model on the meta device. Return the kept parameters' layouts, with all pp ranks that hold them."""
     schedule = schedule_of(run)
     parts = parts_of(run, schedule)
-    homes = {name: _homes(model, name, parts, schedule) for name in layouts}
-    rank = mesh.axis("pp").index
-    model.hold({stage: parts[stage] for stage in schedule.stages_of(rank)})
+    here = mesh.axis("pp").index
+    model.hold({stage: parts[stage] for stage in schedule.stages_of(here)})
     held = {}
     for name, layout in layouts.items():
-        if rank in homes[name]:
-            several = homes[name] if len(homes[name]) > 1 else ()
-            held[name] = replace(layout, holders=several)
+        ranks = sorted({rank for stage in stages_with(model, name, parts) for rank in schedule.homes[stage]})
+        if here in ranks:
+            held[name] = replace(layout, holders=tuple(ranks) if len(ranks) > 1 else ())
     return held
 
 
-def _homes(model: Transformer, name: str, parts: tuple[StageLayers, ...], schedule: Schedule) -> tuple[int, ...]:
-    return tuple(sorted({rank for stage in stages_with(model, name, parts) for rank in schedule.homes[stage]}))
-
-
 def stages_with(model: Transformer, name: str, parts: Iterable[StageLayers]) -> list[int]:
-    """Return the stages that read a parameter: one, or two for an embedding that the last stage reads, too."""
+    """Return the indices of stages that read a parameter: one, or two for an embedding that the last stage reads, too."""
     words, shared = name.split("."), model.config.ends_read_embedding
 
     def reads(part: StageLayers) -> bool:
@@ -64,13 +57,13 @@ def stages_with(model: Transformer, name: str, parts: Iterable[StageLayers]) -> 
 
 
 def stage_of_each(run: Run, model: Transformer, names: Iterable[str]) -> dict[str, int]:
-    """Return the stage of each of these parameters, all of which one stage alone reads."""
+    """Return the index of the one stage that reads each of these parameters, by name."""
     parts = parts_of(run, schedule_of(run))
     return {name: stages_with(model, name, parts)[0] for name in names}
 
 
 def _names_of(model: Transformer, parts: tuple[StageLayers, ...]) -> dict[int, list[str]]:
-    """Names of the parameters held here that one stage alone reads, by stage, in the model's order."""
+    """Return the names of parameters held here that one stage alone reads, by its index, in the model's order."""
     found: dict[int, list[str]] = {}
     for name, _ in model.named_parameters():
         stages = stages_with(model, name, parts)
@@ -88,7 +81,7 @@ def overlapped_sums(run: Run, engine: Engine, runtime: Runtime) -> OverlappedSum
 
 
 def start_runtime(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh: Mesh) -> Runtime:
-    """Return this rank's end of the pipeline. Collective: groups are made."""
+    """Return the object that runs this rank's part of the pipeline schedule. Collective, because it makes process groups."""
     assert isinstance(model, Transformer)
     schedule = schedule_of(run)
     for ranks in sorted({homes for homes in schedule.homes if len(homes) > 1} | _embedding_shared(run, schedule)):
@@ -97,12 +90,12 @@ def start_runtime(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh: 
     assert down is not None
     replicas = StageReplicas(dict(model.named_parameters()), layouts, mesh, of_stage=_names_of(model, parts_of(run, schedule)))
     if splits_backward(schedule) or model.compute.itemsize < next(model.parameters()).dtype.itemsize:
-        splittable(model)  # also with 16 bits: otherwise every micro-batch in flight keeps a cast copy of each weight
+        splittable(model)  # also in 16 bits, because products that cannot be split keep a cast weight for each micro-batch in flight
     return Runtime(schedule, mesh.axis("pp"), Links(mesh.axis("pp"), down), replicas)
 
 
 def crossing_shape(run: Run, tokens_BL: Sequence[int]) -> tuple[int, ...]:
-    """Shape of the activations that one rank sends to the next stage, for a micro-batch of which it reads tokens [B, L].
+    """Return the shape of activations that one rank sends to the next stage, for a micro-batch of which it reads tokens [B, L].
 
     The shape is [B, L, D], with a smaller L if tp has slices of the sequences between layers, or a smaller D if it has channels.
     """
@@ -112,6 +105,6 @@ def crossing_shape(run: Run, tokens_BL: Sequence[int]) -> tuple[int, ...]:
 
 
 def _embedding_shared(run: Run, schedule: Schedule) -> set[tuple[int, ...]]:
-    """Ranks that hold the embedding which both ends of the pipeline read; empty if a single rank does."""
+    """Return a set of one tuple, the pp ranks of the embedding that both ends of the pipeline read; empty if it is on one rank."""
     ranks = tuple(sorted({*schedule.homes[0], *schedule.homes[-1]}))
     return {ranks} if run.model.ends_read_embedding and len(ranks) > 1 else set()

@@ -15,18 +15,14 @@ from parallel.tensor.style import fits
 if TYPE_CHECKING:
     from parallel.data.fsdp import Unit
 
-# modules by path; in addition, each tile is a unit
+# patterns of the paths of modules whose parameters are gathered together; each tile is gathered by itself
 UNITS = ("embedding", "layers.*", "layers.*.moe", "layers.*.moe.shared", "layers.*.moe.residual", "ahead.*", "head")
 
-# parameters by path that the model never casts to its compute dtype, all of them small
+# patterns of the paths of parameters that the model never casts to its compute dtype; all of them are small
 READ_IN_FP32 = (
-    "layers.*.attention_norm.weight",
-    "layers.*.attention.*_norm.weight",
-    "layers.*.cross_norm.weight",
-    "layers.*.cross.*_norm.weight",
-    "layers.*.attention.bias.weight",
-    "layers.*.attention.sinks.weight",
-    "layers.*.ffn_norm.weight",
+    "**norm.weight",
+    "**.attention.bias.weight",
+    "**.attention.sinks.weight",
     "layers.*.moe.router.**",
     "layers.*.moe.shared_gate.weight",
     "layers.*.moe.coefficient.weight",
@@ -34,13 +30,6 @@ READ_IN_FP32 = (
     "**.lora_a",
     "**.lora_b",
     "layers.*.moe.experts.w*_*",
-    "ahead.*.*norm.weight",
-    "ahead.*.block.*norm.weight",
-    "ahead.*.block.attention.*_norm.weight",
-    "ahead.*.block.attention.bias.weight",
-    "ahead.*.block.attention.sinks.weight",
-    "encoder_norm.weight",
-    "norm.weight",
 )
 
 
@@ -48,10 +37,8 @@ def units_of(model: Transformer, ranks_of: Callable[[str], tuple[int, ...]] = la
     """Return the units that FSDP gathers, in forward order: embedding, blocks, the experts and other networks in a block, head.
 
     Each tile is a unit, and so are parameters that are sharded over other ranks than the rest of their unit (`ranks_of` a parameter).
-    Units
-    are gathered in the compute dtype, except the embedding: its gradient sums over tokens in fp32. Parameters that the model reads in
-    fp32
-    are in no unit.
+    Units are gathered in the compute dtype, except the embedding, whose gradient sums over tokens in fp32. Parameters that the model
+    reads in fp32 are in no unit.
     """
     from parallel.data.fsdp import Unit
 
@@ -74,8 +61,9 @@ def units_of(model: Transformer, ranks_of: Callable[[str], tuple[int, ...]] = la
 
 
 def _of_equal_ranks(owned: Mapping[str, list[str]], ranks_of: Callable[[str], tuple[int, ...]]) -> Iterator[tuple[str, list[str]]]:
-    """Yield units by path with their parameters; after each, its layers with parameters sharded over other ranks than the unit's first
-    one.
+    """Yield (path, parameters) of each unit, without parameters that are sharded over other ranks than the unit's first one.
+
+    After each unit, yield (path, parameters) of the layers that have such other parameters.
     """
     for path, names in owned.items():
         apart = [name for name in names if ranks_of(name) != ranks_of(names[0])]
@@ -84,5 +72,5 @@ def _of_equal_ranks(owned: Mapping[str, list[str]], ranks_of: Callable[[str], tu
 
 
 def read_in_fp32(model: nn.Module) -> set[str]:
-    """Return the parameters that READ_IN_FP32 names."""
+    """Return the names of the parameters that READ_IN_FP32 matches."""
     return {name for name, _ in model.named_parameters() if any(fits(pattern, name) for pattern in READ_IN_FP32)}

@@ -1,4 +1,4 @@
-"""The effect of changed keys when a run is resumed, as each key's field says (`alters`: moe/recipe/section.py)."""
+"""The effect of changed keys when a run is resumed, which each key's field states (`alters`: moe/recipe/section.py)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from parallel.fixes import typed, written
 
 # keys on which the order of samples depends
 ORDER = ("train.global_batch", "train.seed", "model.max_length")
-# keys that only a capacity reads; evaluation has one only with router.eval_capacity_factor
+# keys of the router that only a capacity reads, which evaluation has only with router.eval_capacity_factor
 _OF_CAPACITY = ("group", "min_capacity", "capacity_counts", "capacity_rounding", "capacity_multiple", "drop", "queue")
 
 
@@ -29,17 +29,17 @@ class Change:
 
 
 def changes(before: Run, after: Run) -> list[Change]:
-    """Return every key with a different value. The router's values are its preset's with the recipe's own."""
+    """Return every key with a different value. A router's key that is "preset" has the preset's value."""
     old, new = _values(before), _values(after)
     return [Change(key, old[key], new[key]) for key in known_keys() if old[key] != new[key]]
 
 
 def function_changes(before: Run, after: Run) -> list[Change]:
-    """Return every key with a change after which parameters compute something else. Keys that decide shapes are checked by the shapes."""
+    """Return every key with a change that makes the same parameters compute something else. Keys that decide shapes are not among them."""
     old, new = _function(before), _function(after)
     found = [Change(key, old[key], new[key]) for key in keys_of("function") if key in old.keys() & new.keys() and old[key] != new[key]]
-    follows = before.experts.ffn is None and after.experts.ffn is None  # then model.ffn decides
-    return [c for c in found if not (c.key == "experts.ffn" and follows) and not (c.key == "router.bias_rate" and c.before is None)]
+    by_model = before.experts.ffn is None and after.experts.ffn is None  # the change is listed as model.ffn
+    return [c for c in found if not (c.key == "experts.ffn" and by_model) and not (c.key == "router.bias_rate" and c.before is None)]
 
 
 def _values(run: Run) -> dict[str, Any]:
@@ -47,9 +47,9 @@ def _values(run: Run) -> dict[str, Any]:
 
 
 def _function(run: Run) -> dict[str, Any]:
-    """Return the values that decide the model's function, without keys that nothing reads."""
+    """Return the values of all keys that decide the model's function and that this run reads, by key."""
     values = _values(run)
-    values["router.bias_rate"] = None if run.router.bias_rate is None else "a bias"  # it starts at zero: only losing one matters
+    values["router.bias_rate"] = None if run.router.bias_rate is None else "a bias"  # its rate does not matter, and a new bias is 0
     values["router.hash_table"] = None if run.router.hash_table is None else "a table"  # moe/train/start/resume.py compares its contents
     values["experts.ffn"] = run.experts.ffn or run.model.ffn
     defaults = {NORM_EPS[kind] for kind in _norms(run)}
@@ -69,7 +69,7 @@ def _norms(run: Run) -> set[str]:
 
 
 def check_allowed(allowed: Sequence[str]) -> None:
-    """Refuse `--allow-change KEY` for a key that it does not apply to. Raises BadInput."""
+    """Raise BadInput for `--allow-change KEY` with a key that needs no permission, or that cannot be changed."""
     for key in allowed:
         kind = facts(key).alters if key in known_keys() else None
         if kind is None:
@@ -88,25 +88,23 @@ def check_allowed(allowed: Sequence[str]) -> None:
 def check_function(
     before: Run, after: Run, *, allowed: Sequence[str], where: str, otherwise: str = "start over with --fresh or another --out"
 ) -> None:
-    """Refuse to resume with another function, unless every changed key is `allowed`. `where` names the checkpoint. Raises BadInput."""
+    """Raise BadInput if a key that is not `allowed` was changed, so that the parameters compute something else.
+
+    `where` names the checkpoint; `otherwise`: another fix, in words.
+    """
     refused = [change for change in function_changes(before, after) if change.key not in allowed]
-    if not refused:
-        return
-    flags = " ".join(f"--allow-change {change.key}" for change in refused)
-    back = typed({change.key: change.before for change in refused})
-    raise BadInput(
-        ", ".join(change.key for change in refused),
-        got=", ".join(written(change.after) for change in refused),
-        needed=f"{', '.join(written(change.before) for change in refused)}, with which {where} was trained",
-        fix=back | otherwise | f"{flags} if it is meant",
-    )
+    if refused:
+        flags = " ".join(f"--allow-change {change.key}" for change in refused)
+        got, old = (", ".join(map(written, values)) for values in ([c.after for c in refused], [c.before for c in refused]))
+        fix = typed({change.key: change.before for change in refused}) | otherwise | f"{flags} if it is meant"
+        raise BadInput(", ".join(c.key for c in refused), got=got, needed=f"{old}, with which {where} was trained", fix=fix)
 
 
-_MOMENTS = {"kfac": "adamw"}  # optimizer kinds that keep another kind's states
+_MOMENTS = {"kfac": "adamw"}  # optimizers that keep the same states as another one
 
 
 def check_moments(before: Run, after: Run, *, where: str) -> None:
-    """Refuse to resume with an optimizer that keeps other states than the checkpoint has. Raises BadInput."""
+    """Raise BadInput if the optimizer keeps other states than the checkpoint, which `where` names, has."""
     old, new = before.optimizer.kind, after.optimizer.kind
     if _MOMENTS.get(old, old) != _MOMENTS.get(new, new):
         fix = typed({"optimizer.kind": old}) | "begin anew with its weights alone: --init_from RUN --out ANOTHER"
@@ -114,7 +112,7 @@ def check_moments(before: Run, after: Run, *, where: str) -> None:
 
 
 def change_lines(before: Run, after: Run, *, begun: bool) -> list[str]:
-    """Return one line for each effect of the changes, with its keys; none without changes. `begun`: the run has seen samples."""
+    """Return one line for each kind of effect that changes have, with their keys. `begun`: the run has trained on samples already."""
     function = {change.key for change in function_changes(before, after)}
     lines: dict[str, list[Change]] = {}
     for change in changes(before, after):

@@ -4,7 +4,7 @@
     [[3, 1], [0, 4], ...]                router.num_choices experts for each id
     {"1": [...], "3": [...]}             another table for each layer with experts, by its number
 
-    file --read--> checked --> the routers --> the state of every checkpoint, like the tokenizer   --check--> a resumed run's routers
+The routers read it from the file. Every checkpoint has a copy, like the tokenizer, from which a resumed run reads it.
 
 The paper's balanced hash: ids from the most frequent to the rarest, each to the experts that have the fewest tokens at that point.
 """
@@ -21,13 +21,14 @@ from moe.recipe.sections import Run
 from parallel.errors import BadInput
 from parallel.store.files import read_text, user_path
 
-STATE = "hash_table"  # its key in a checkpoint's state, and the name of the copy in a run's folder
+STATE = "hash_table"  # the table's key in a checkpoint's state, and the name of the copy in a run's folder
 KEY = "router.hash_table"
-Table = list[Any] | dict[str, list[Any]]  # one for all layers, or one for each
+_FIX = "make one for this recipe: moe hash-table RECIPE FILE.json"
+Table = list[Any] | dict[str, list[Any]]  # entries by token id: for all layers, or by layer
 
 
 def wanted(run: Run) -> str | None:
-    """Return the file that the recipe names, if its model has MoE layers; else None."""
+    """Return the name of the recipe's table file, if its model has MoE layers; else None."""
     return run.router.hash_table if run.model.layers_with_experts() else None
 
 
@@ -54,28 +55,26 @@ def of_layer(table: Table, layer: int) -> list[Any]:
 
 
 def check(table: Any, run: Run, *, where: str) -> None:
-    """Refuse a table that lacks the experts of an id or a layer. Raises BadInput, which names the first mistake."""
-    fix = "make one for this recipe: moe hash-table RECIPE FILE.json"
+    """Raise BadInput for the first mistake in a table, such as an id or a layer without experts. `where` names the table."""
     layers = run.model.layers_with_experts()
     if not isinstance(table, list | dict) or (isinstance(table, dict) and table.keys() != {str(layer) for layer in layers}):
         got = f"layers {', '.join(map(str, table)) or 'none'}" if isinstance(table, dict) else f"a {type(table).__name__}"
         needed = f"a list, or lists for layers {', '.join(map(str, layers))}"
-        raise BadInput(KEY, got=f"{got} in {where}", needed=needed, fix=fix)
+        raise BadInput(KEY, got=f"{got} in {where}", needed=needed, fix=_FIX)
     for nth, layer in enumerate(layers if isinstance(table, dict) else layers[:1]):
         here = run.experts.of_layer(nth) if isinstance(table, dict) else min(run.experts.counts)
         _check_one(of_layer(table, layer), run, here + run.experts.free, where=f"{where}, layer {layer}" if len(layers) > 1 else where)
 
 
 def _check_one(rows: Any, run: Run, num_experts: int, *, where: str) -> None:
-    choices, fix = run.router.num_choices, "make one for this recipe: moe hash-table RECIPE FILE.json"
+    choices = run.router.num_choices
     if not isinstance(rows, list) or len(rows) != run.vocab_size:
         got = f"{len(rows)} ids" if isinstance(rows, list) else f"a {type(rows).__name__}"
-        raise BadInput(KEY, got=f"{got} in {where}", needed=f"one entry for each of the vocabulary's {run.vocab_size}", fix=fix)
-    for token, row in enumerate(rows):
-        experts = row if isinstance(row, list) else [row]
+        raise BadInput(KEY, got=f"{got} in {where}", needed=f"one entry for each of the vocabulary's {run.vocab_size}", fix=_FIX)
+    for token, (row, experts) in enumerate(zip(rows, _rows(rows), strict=True)):
         if len(experts) != choices or any(type(e) is not int or not 0 <= e < num_experts for e in experts) or len(set(experts)) != choices:
             needed = f"{choices} different experts from 0 to {num_experts - 1}" if choices > 1 else f"an expert from 0 to {num_experts - 1}"
-            raise BadInput(KEY, got=f"{json.dumps(row)[:60]} for id {token} in {where}", needed=needed, fix=fix)
+            raise BadInput(KEY, got=f"{json.dumps(row)[:60]} for id {token} in {where}", needed=needed, fix=_FIX)
 
 
 def same(one: Table, other: Table) -> bool:
@@ -89,10 +88,8 @@ def _rows(table: Sequence[Any]) -> list[list[int]]:
 
 
 def balanced(counts: Sequence[int], num_experts: int, num_choices: int) -> list[Any]:
-    """Return the table that gives experts about equally many tokens. `counts`: occurrences of each id; ids without any are spread evenly,
-    too.
-    """
-    heap, table = [(0, 0, expert) for expert in range(num_experts)], [[0]] * len(counts)  # (tokens, ids, expert)
+    """Return the table that gives experts about equally many tokens. `counts`: occurrences of each id. Equal counts spread ids evenly."""
+    heap, table = [(0, 0, expert) for expert in range(num_experts)], [[0]] * len(counts)  # heap of (tokens, ids, expert)
     for token in sorted(range(len(counts)), key=lambda token: (-counts[token], token)):
         emptiest = [heapq.heappop(heap) for _ in range(num_choices)]
         table[token] = [expert for _, _, expert in emptiest]

@@ -1,14 +1,14 @@
 """Values that a user writes and nothing reads: keys of experts in a dense model, of text with token ids, of AdamW with another optimizer,
 or a warm-up longer than the run.
 
-    default < parent < the recipe's own file < command line        each value's origin, as a level
+    default < parent < the recipe's own file < command line        levels of a value's origin
 
 A value is refused if its level is at least the level of the setting that makes it idle: `--router.jitter 0.1` with a dense recipe. A
 value of a lower level stays, because the nearer setting turned it off on purpose: `moe train switch_tiny --model.moe_every 0`. A file's
 value that equals the default stays, too. On the command line it is refused: `moe train dense_tiny --experts.num_experts 8` would not
 give a model with 8 experts.
 
-The field of a key has the settings with which alone it is read (`of` and `off_without` of moe/recipe/section.py).
+The conditions under which a key is read are in its field (`of` and `off_without` of moe/recipe/section.py).
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _Said = Callable[[str, object, object], bool]
 
 
 def check_read(run: Run, origins: Mapping[str, str], *, file: str) -> None:
-    """Refuse values of the recipe `file` or the command line that have no effect. Raises BadInput for the first such key.
+    """Raise BadInput for the first value of the recipe `file` or the command line that has no effect. `origins`: key -> origin.
 
-    A file with nearly every key was written by a run, which writes all its keys, wanted or not. Its values have the level of a parent.
+    A file with nearly every key was written by a run, which writes idle values, too. Its values have the level of a parent.
     """
-    left = sum(origin == "default" for origin in origins.values()) < len(origins) / 5
-    level = {file: 1 if left else 2, COMMAND_LINE: 3, "default": 0}
+    by_run = sum(origin == "default" for origin in origins.values()) < len(origins) / 5
+    level = {file: 1 if by_run else 2, COMMAND_LINE: 3, "default": 0}
 
     def nearness(key: str) -> int:
         return level.get(origins.get(key, "default"), 1)
@@ -46,16 +46,13 @@ def check_read(run: Run, origins: Mapping[str, str], *, file: str) -> None:
     _check_ids(run.data, nearness, said)
     steps, warmup = run.train.steps, run.optimizer.warmup_steps
     if warmup > steps and nearness("optimizer.warmup_steps") >= max(2, nearness("train.steps")):
-        raise BadInput(
-            "optimizer.warmup_steps",
-            got=f"{warmup} with train.steps={steps}",
-            needed="at most the steps: the learning rate would never be reached",
-            fix=Set("optimizer.warmup_steps", steps // 10) | Set("train.steps", 10 * warmup),
-        )
+        needed = "at most the steps: the learning rate would never be reached"
+        fix = Set("optimizer.warmup_steps", steps // 10) | Set("train.steps", 10 * warmup)
+        raise BadInput("optimizer.warmup_steps", got=f"{warmup} with train.steps={steps}", needed=needed, fix=fix)
 
 
 def check_settings(run: Run) -> None:
-    """Refuse values without the setting with which alone they are read (`Key.of`), wherever they come from. Raises BadInput."""
+    """Raise BadInput for a value, of any origin, that nothing reads because a condition of its key (`Key.of`) does not hold."""
     for key, default in _with_reader():
         if value_of(run, key) != default and (condition := not_met(run, facts(key).of)) is not None:
             raise _refusal(run, key, condition)
@@ -67,7 +64,10 @@ def _with_reader() -> tuple[tuple[str, Any], ...]:
 
 
 def _check_switched_off(run: Run, nearness: Callable[[str], int], said: _Said) -> None:
-    """Refuse keys without the setting that switches their part of the recipe on (`Key.off_without`)."""
+    """Raise BadInput for a value that nothing reads because its part of the recipe is switched off (`Key.off_without`).
+
+    `nearness`: returns the level of a key's value. `said`: whether a key's (value, default) count as written by the user.
+    """
     values, defaults = flat(run), flat(Run())
     conditions = ((key, not_met(run, facts(key).off_without)) for key in known_keys() if said(key, values[key], defaults[key]))
     idle = [
@@ -81,28 +81,23 @@ def _check_switched_off(run: Run, nearness: Callable[[str], int], said: _Said) -
     if not condition.startswith("model.moe_every"):
         raise _refusal(run, key, condition)
     more = sum(other == condition for _, other in idle) - 1
-    raise BadInput(
-        key,
-        got="a value" + (f", and {more} more of experts," if more else "") + " in a dense model",
-        needed="layers with experts, which alone read it",
-        fix=Set("model.moe_every", 2) | "remove them" if more else Remove(key),
-    )
+    got = "a value" + (f", and {more} more of experts," if more else "") + " in a dense model"
+    fix = Set("model.moe_every", 2) | "remove them" if more else Remove(key)
+    raise BadInput(key, got=got, needed="layers with experts, which alone read it", fix=fix)
 
 
 def _refusal(run: Run, key: str, condition: str) -> BadInput:
-    """Return the refusal of a key that nothing reads because this condition of it does not hold."""
+    """Return the error for a key that nothing reads because this condition of it does not hold."""
     wanted, value = settings(condition), value_of(run, key)
     first, names = wanted[0]
-    return BadInput(
-        key,
-        got=f"{f'{value:g}' if isinstance(value, float) else written(value)} with {first}={written(value_of(run, first))}",
-        needed=f"{in_words(condition)}, which alone {'read' if wanted[1:] or names[1:] else 'reads'} it",
-        fix=(f"set {first} {names[0]}" if names[0] == ABOVE_0 else Set(first, yaml_text.load(names[0]))) | Remove(key),
-    )
+    got = f"{f'{value:g}' if isinstance(value, float) else written(value)} with {first}={written(value_of(run, first))}"
+    needed = f"{in_words(condition)}, which alone {'read' if wanted[1:] or names[1:] else 'reads'} it"
+    fix = f"set {first} {names[0]}" if names[0] == ABOVE_0 else Set(first, yaml_text.load(names[0]))
+    return BadInput(key, got=got, needed=needed, fix=fix | Remove(key))
 
 
 def _check_ids(data: Data, nearness: Callable[[str], int], said: _Said) -> None:
-    """Refuse keys of text if the data are token ids, and validation_share if the folders hold validation files."""
+    """Raise BadInput for keys of text if the data are token ids, and for validation_share if folders have files for validation."""
     paths = [source.path for source in data.sources] or ([] if data.path is None else [data.path])
     if data.tokenizer != "ids" or not paths:
         return
@@ -117,6 +112,5 @@ def _check_ids(data: Data, nearness: Callable[[str], int], said: _Said) -> None:
     for key, (reader, decided) in idle.items():
         value = getattr(data, key)
         if nearness(f"data.{key}") >= decided and said(f"data.{key}", value, Data.model_fields[key].default):
-            raise BadInput(
-                f"data.{key}", got=f"{value} with token ids", needed=f"{reader}, which alone reads it", fix=Remove(f"data.{key}")
-            )
+            needed, fix = f"{reader}, which alone reads it", Remove(f"data.{key}")
+            raise BadInput(f"data.{key}", got=f"{value} with token ids", needed=needed, fix=fix)

@@ -1,26 +1,31 @@
-"""Keys of a recipe by their dotted names: every key, its field, its facts, the names that it takes, and its value in a run."""
+"""Keys of a recipe by their dotted names: fields, conditions under which they are read, names that they take, values in a run, meanings."""
 
 from __future__ import annotations
 
+import json
+import textwrap
 from collections.abc import Iterator, Sequence
 from functools import cache, reduce
 from typing import Any, get_args
 
-from moe.recipe.plugin import Plugin, registered
+from moe.recipe.plugin import WORDS, Plugin, registered
 from moe.recipe.router_spec import RouterSpec
 from moe.recipe.section import Alters, Key, Section, choices_of, facts_of, takes_number
 from moe.recipe.sections import Run
+from parallel.errors import BadInput, did_you_mean, some
 
-ABOVE_0 = "above 0"  # in words, the value of a number that switches something on
+ALL = "all"  # names every section
+ABOVE_0 = "above 0"  # stands for the values of a number that switch something on
 
 
-def known_keys() -> list[str]:
+@cache
+def known_keys() -> tuple[str, ...]:
     """Return every dotted key of a recipe, as `section.key`, or `section.inner.key` if a section contains another."""
-    return list(_keys())
+    return tuple(_within(Run, ""))
 
 
 def field_of(key: str) -> Any:
-    """pydantic's description of a dotted key's field; None if there is no such key."""
+    """Return pydantic's FieldInfo of a dotted key; None if there is no such key."""
     return field_at(key.split("."))
 
 
@@ -35,20 +40,15 @@ def choices(key: str) -> list[str]:
 
 
 def names_beside_plugins(key: str) -> list[str]:
-    """Return the names of a key that also takes a user's own part; none for any other key."""
+    """Return the names of a key that also takes a plugin, module:name; none for any other key."""
     field = field_of(key)
     return choices(key) if field is not None and Plugin in get_args(field.annotation) else []
 
 
 def flat(run: Run) -> dict[str, Any]:
-    """Every value of a recipe by its dotted key, in JSON form."""
+    """Return every value of a recipe, as JSON has it, by its dotted key."""
     values = run.model_dump(mode="json")
     return {key: reduce(lambda held, name: held[name], key.split("."), values) for key in known_keys()}
-
-
-@cache
-def _keys() -> tuple[str, ...]:
-    return tuple(_within(Run, ""))
 
 
 def _within(section: type[Section], prefix: str) -> Iterator[str]:
@@ -64,7 +64,7 @@ def section_of(field: Any) -> type[Section] | None:
 
 
 def field_at(path: Sequence[Any]) -> Any:
-    """Return the field at the end of a path of names; None if there is no such field."""
+    """Return the field at the end of a path of names, such as (model, rope, base); None if there is no such field."""
     section: type[Section] | None = Run
     field = None
     for name in path:
@@ -77,28 +77,28 @@ def field_at(path: Sequence[Any]) -> Any:
 
 @cache
 def facts(key: str) -> Key:
-    """Return the facts on a key: its own, then the facts that its sections state for all of their keys."""
+    """Return what holds for a key: `alters` of the innermost section that states it, and the conditions of the key and all its sections."""
     path = key.split(".")
-    fields = [field_at(path[:n]) for n in range(1, len(path) + 1)]
-    held = [facts_of(fields[-1]), *(section.all_keys for field in reversed(fields) if (section := section_of(field)) is not None)]
-    alters, outer = next((each.alters for each in held if each.alters is not None), None), held[::-1]
-    return Key(alters, tuple(c for each in outer for c in each.of), tuple(c for each in outer for c in each.off_without))
+    sections = [section for n in range(1, len(path)) if (section := section_of(field_at(path[:n]))) is not None]
+    held = [*(section.all_keys for section in sections), facts_of(field_of(key))]
+    alters = next((each.alters for each in reversed(held) if each.alters is not None), None)
+    return Key(alters, tuple(c for each in held for c in each.of), tuple(c for each in held for c in each.off_without))
 
 
 def keys_of(alters: Alters) -> list[str]:
-    """Return the keys whose change alters this if a run is resumed."""
+    """Return the keys that alter a resumed run in this way if they are changed."""
     return [key for key in known_keys() if facts(key).alters == alters]
 
 
 def not_met(run: Run, conditions: Sequence[str]) -> str | None:
     """Return the first of a key's conditions (`Key.of`, `Key.off_without`) that does not hold in this run; None if all hold."""
-    return next((condition for condition in conditions if not any(_holds(run, key, names) for key, names in settings(condition))), None)
+    return next((condition for condition in conditions if not any(_holds(run, *setting) for setting in settings(condition))), None)
 
 
 def settings(condition: str) -> list[tuple[str, list[str]]]:
-    """Return the settings of a condition, one of which must hold, each as (key, the values that it may have)."""
+    """Return the alternatives of a condition, such as `a=x|y or b`, each as (key, the values with which the condition holds)."""
     parts = (setting.partition("=") for setting in condition.split(" or "))
-    return [(key, names.split("|") if names else _set(key)) for key, _, names in parts]
+    return [(key, names.split("|") if names else _values_that_switch_on(key)) for key, _, names in parts]
 
 
 def in_words(condition: str) -> str:
@@ -108,9 +108,9 @@ def in_words(condition: str) -> str:
 
 
 @cache
-def _set(key: str) -> list[str]:
+def _values_that_switch_on(key: str) -> list[str]:
     """Return the values with which a key switches something on: any but null, 0, false and none."""
-    annotation = field_at(key.split(".")).annotation
+    annotation = field_of(key).annotation
     return [name for name in choices_of(annotation) if name != "none"] or ["true" if annotation is bool else ABOVE_0]
 
 
@@ -121,3 +121,38 @@ def value_of(run: Run, key: str) -> Any:
 def _holds(run: Run, key: str, names: Sequence[str]) -> bool:
     value = value_of(run, key)
     return bool(value) if names[0] in (ABOVE_0, "true") else str(value) in names
+
+
+# --- moe show --keys SECTION -----------------------------------------------------------------------------------------------
+
+_WIDTH = 110
+_RESUMED: dict[str | None, str] = {"shape": "fixed for a run", "function": "a resumed run changes it with --allow-change alone"}
+_INDENT: dict[str, Any] = {"initial_indent": "    ", "subsequent_indent": "      "}
+
+
+def keys_of_section(section: str, run: Run | None) -> list[str]:
+    """Return lines that explain each key of a section such as model or model.rope, or of `all`: value in `run`, or default; meaning.
+
+    Raises BadInput for a section that does not exist.
+    """
+    name = section.replace("-", "_")
+    keys = [key for key in known_keys() if name == ALL or key.startswith(f"{name}.") or key == name]
+    if not keys:
+        near = did_you_mean(name, Run.model_fields)
+        fix = f"did you mean {near}?" if near else f"moe show --keys {ALL}"
+        needed = f"a section of a recipe: {some(Run.model_fields, rest=f'moe show --keys {ALL}')}"
+        raise BadInput("--keys", got=section, needed=needed, fix=fix)
+    values = flat(run or Run())
+    return [line for key in keys for line in _lines(key, values[key])]
+
+
+def _lines(key: str, value: Any) -> list[str]:
+    field, names = field_of(key), choices(key)
+    kinds = [*names, "a number"] if names and takes_number(field.annotation) else names
+    kinds = [*kinds, WORDS] if Plugin in get_args(field.annotation) else kinds
+    notes = [f"one of {', '.join(kinds)}"] if kinds else []
+    notes += [field.description] if field.description else []
+    own = facts_of(field)
+    notes += [f"read with {in_words(condition)} alone" for condition in (*own.of, *own.off_without)]
+    notes += [_RESUMED[alters]] if (alters := facts(key).alters) in _RESUMED else []
+    return [f"{key}: {json.dumps(value)}", *(line for text in notes for line in textwrap.wrap(text, _WIDTH, **_INDENT))]

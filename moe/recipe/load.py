@@ -13,13 +13,14 @@ import os
 import re
 import reprlib
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from pydantic import ValidationError
 
 from moe.recipe.idle import COMMAND_LINE, check_read
-from moe.recipe.keys import choices, field_at, known_keys, section_of
+from moe.recipe.keys import ALL, choices, field_at, field_of, known_keys, section_of
 from moe.recipe.other_tools import first_leaf, in_our_words, meant_by
 from moe.recipe.plugin import WORDS, Plugin, registered
 from moe.recipe.router_spec import RouterSpec
@@ -32,19 +33,18 @@ from parallel.store.files import read_text, user_path
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 PUBLISHED = "published"
-ALL = "all"  # names every section
 _HUB = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 ON_HUB = ", which is not here, and may be a model of the Hugging Face hub"
 _OWN_FOLDERS = ("runs", "recipes", PUBLISHED, "docs", "checkpoints")
 
 
 def recipe_names() -> list[str]:
-    """Names of the recipes that ship with the project."""
+    """Return the names of the recipes that ship with the project."""
     return sorted(p.stem for p in RECIPES.glob("*.yaml"))
 
 
 def published_names() -> list[str]:
-    """Names of the recipes of well-known runs, such as published/bloom_176b: to be planned and read, on clusters of their size."""
+    """Return the names of the recipes of well-known runs, such as published/bloom_176b, which need a cluster of their size."""
     return sorted(f"{PUBLISHED}/{p.stem}" for p in (RECIPES / PUBLISHED).glob("*.yaml"))
 
 
@@ -60,7 +60,7 @@ def of_transformers(folder: Path) -> bool:
 
 
 def download_of(name: str) -> tuple[str, str] | None:
-    """Return the command that downloads a model of the Hugging Face hub (Qwen/Qwen3-30B-A3B), and the folder that it makes, as hf:FOLDER.
+    """Return (command that downloads a model of the Hugging Face hub, such as Qwen/Qwen3-30B-A3B; hf:FOLDER, the folder that it makes).
 
     None for a folder of this machine, and for a name that the hub cannot have.
     """
@@ -89,25 +89,20 @@ def recipe_path(name: str) -> Path:
         raise BadInput("recipe", got=f"{name}, the folder of a run", needed="a YAML file", fix=f"{given / 'recipe.yaml'}")
     if given.exists() and not given.is_dir():
         raise BadInput("recipe", got=f"{name}, which is no regular file", needed="a YAML file", fix="see: moe recipes")
-    # compared without the folder's name, which would make all published names similar to each other
+    # a wrong name is compared with published names without published/, too, because that makes all of them similar
     published = {each.removeprefix(f"{PUBLISHED}/"): each for each in published_names()}
     near = did_you_mean(name, [*recipe_names(), *published_names()]) or published.get(did_you_mean(name, published) or "")
-    raise BadInput(
-        "recipe",
-        got=name,
-        needed=f"a YAML file, or one of {some(recipe_names(), rest='moe recipes')}",
-        fix=f"did you mean {near}?" if near else "list them with: moe recipes",
-    )
+    needed, fix = f"a YAML file, or one of {some(recipe_names(), rest='moe recipes')}", "list them with: moe recipes"
+    raise BadInput("recipe", got=name, needed=needed, fix=f"did you mean {near}?" if near else fix)
 
 
 def read_recipe(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return a recipe merged with its parents, and each value's origin: {'model': {'d_ff': 512}} and {'model.d_ff': 'dense_tiny.yaml'}."""
+    """Return (a recipe merged with its parents, each value's origin): {'model': {'d_ff': 512}} and {'model.d_ff': 'dense_tiny.yaml'}."""
     chain: list[tuple[Path, dict[str, Any]]] = []
     while True:
         if any(path.resolve() == seen.resolve() for seen, _ in chain):
-            raise BadInput(
-                "extends", got=f"{path.name}, which extends itself", needed="one parent, without a circle", fix="remove one `extends:`"
-            )
+            got = f"{path.name}, which extends itself"
+            raise BadInput("extends", got=got, needed="one parent, without a circle", fix="remove one `extends:`")
         values = _read_yaml(path)
         parent = values.pop("extends", None)
         chain.append((path, values))
@@ -122,10 +117,10 @@ def read_recipe(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     for source, values in reversed(chain):
         for section, fields in values.items():
             if not isinstance(fields, dict):
-                _refuse_key((section,), fields) if section not in Run.model_fields else None
-                raise BadInput(
-                    f"{section} in {source.name}", got=fields, needed="a section: key: value pairs", fix=f"write {section}: {{key: value}}"
-                )
+                if section not in Run.model_fields:
+                    raise _unknown_key((section,), fields)
+                needed, fix = "a section: key: value pairs", f"write {section}: {{key: value}}"
+                raise BadInput(f"{section} in {source.name}", got=fields, needed=needed, fix=fix)
             if section == "router" and "preset" in fields:
                 _drop_router(merged, origins)
             _merge(fields, merged.setdefault(section, {}), origins, prefix=section, source=source.name)
@@ -133,25 +128,30 @@ def read_recipe(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _merge(fields: dict[str, Any], into: dict[str, Any], origins: dict[str, str], *, prefix: str, source: str) -> None:
-    """Write `fields` over the parent's values in `into`, key by key; nested sections likewise."""
+    """Write `fields`, the values of the section `prefix` in the file `source`, over the parent's values in `into`, key by key."""
     for key, value in fields.items():
         dotted = f"{prefix}.{key}"
         if isinstance(value, dict) and any(k.startswith(f"{dotted}.") for k in known_keys()):
-            held = into.get(key)
-            into[key] = dict(held) if isinstance(held, dict) else {}
-            _merge(value, into[key], origins, prefix=dotted, source=source)
+            _merge(value, _section_in(into, key), origins, prefix=dotted, source=source)
         else:
             into[key] = value
             origins[dotted] = source
 
 
+def _section_in(values: dict[str, Any], section: str) -> dict[str, Any]:
+    """Replace a section in `values` by a copy, an empty one if its value is no section, and return the copy."""
+    held = values.get(section)
+    values[section] = dict(held) if isinstance(held, dict) else {}
+    return values[section]  # type: ignore[no-any-return]
+
+
 _PRESET = "router.preset"
 _OF_PRESET = ("preset", *RouterSpec.model_fields)
-_DROPPED = "; not "  # begins the origin of a value that was dropped together with its preset
+_DROPPED = "; not "  # begins the origin of a key whose value in a parent was dropped with the parent's preset
 
 
 def _drop_router(values: dict[str, Any], origins: dict[str, str]) -> None:
-    """Drop a parent's preset and its changes to it: a newly chosen preset is complete."""
+    """Drop a parent's preset and its changes to that preset, because another preset was chosen."""
     held = values.get("router") or {}
     for key in [key for key in held if key in _OF_PRESET]:
         origin, value = origins.pop(f"router.{key}"), held.pop(key)
@@ -169,36 +169,28 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         line = f", line {where.line + 1}" if where else ""
         problem = getattr(error, "problem", None) or f"not YAML ({error or 'nested too deeply'})"
         raise BadInput(f"recipe {path.name}{line}", got=problem, needed="plain YAML", fix="mend that line") from None
-    if values is None:
-        values = {}
+    values = {} if values is None else values
     if not isinstance(values, dict):
-        raise BadInput(
-            f"recipe {path.name}", got=type(values).__name__, needed="sections, each with key: value pairs", fix="see: moe show switch_tiny"
-        )
+        needed = "sections, each with key: value pairs"
+        raise BadInput(f"recipe {path.name}", got=type(values).__name__, needed=needed, fix="see: moe show switch_tiny")
     return values
 
 
 def load(recipe: str | Path, overrides: Mapping[str, Any] | None = None) -> tuple[Run, dict[str, str]]:
-    """Load a recipe by name or path, with dotted overrides: returns the Run and each value's origin. Raises BadInput.
+    """Load a recipe by name or path, with overrides by dotted key: returns (the Run, each value's origin). Raises BadInput.
 
-    Text among the overrides is read as YAML, as on a command line; any other value is taken unchanged.
+    An override that is text is read as YAML, as on a command line; any other value is taken unchanged.
     """
     path = recipe_path(str(recipe))
     values, origins = read_recipe(path)
-    given = sorted((overrides or {}).items(), key=lambda item: item[0] != _PRESET)  # a preset before what replaces its values
+    given = sorted((overrides or {}).items(), key=lambda item: item[0] != _PRESET)  # the preset first, because it drops values
     for dotted, text in given:
         if dotted not in known_keys():
-            _refuse_key(tuple(dotted.split(".")), text, typed=True)
+            raise _unknown_key(tuple(dotted.split(".")), text, typed=True)
         *sections, key = dotted.split(".")
-        held = values
-        for section in sections:
-            held[section] = dict(held[section]) if isinstance(held.get(section), dict) else {}
-            held = held[section]
-        field = field_at(dotted.split("."))
-        assert field is not None
         if dotted == _PRESET:
             _drop_router(values, origins)
-        held[key] = _read_value(text, field.annotation)
+        reduce(_section_in, sections, values)[key] = _read_value(text, field_of(dotted).annotation)
         origins[dotted] = COMMAND_LINE
     run = build_run(values)
     for dotted in known_keys():
@@ -213,11 +205,11 @@ def load(recipe: str | Path, overrides: Mapping[str, Any] | None = None) -> tupl
 
 
 def _read_value(text: Any, annotation: Any) -> Any:
-    """Read a command-line value as YAML. For a key that takes text it stays as typed (a folder may be called 2024 or no)."""
+    """Read a command-line value as YAML. Text for a key that takes text stays as typed (a folder may be called 2024 or no)."""
     if not isinstance(text, str):
         return os.fspath(text) if isinstance(text, os.PathLike) else text
     if not text.strip() and str in (annotation, *get_args(annotation)):
-        return ""  # YAML reads it as null, but an empty text is never meant as null: see Section
+        return ""  # refused by Section; YAML would read null, but an empty text is never meant as null
     try:
         value = yaml_text.load(text)
     except yaml_text.NOT_YAML:
@@ -237,26 +229,21 @@ def build_run(values: dict[str, Any]) -> Run:
 
 
 def _place(loc: Sequence[Any]) -> list[Any]:
-    """The leading names of a pydantic error location; the rest of it points inside a value."""
+    """Return the names at the start of pydantic's location of an error that lead to a key; the rest points inside its value."""
     return [name for at, name in enumerate(loc) if field_at(loc[: at + 1]) is not None]
 
 
-def _refuse_key(path: tuple[Any, ...], value: Any = None, *, typed: bool = False) -> None:
-    """Raise BadInput for a key that no recipe has. `typed`: the key is from the command line, and so is the fix."""
+def _unknown_key(path: tuple[Any, ...], value: Any = None, *, typed: bool = False) -> BadInput:
+    """Return the error for a key that no recipe has. `typed`: the key is from the command line, and so is the fix."""
     dotted, last = ".".join(map(str, path)), str(path[-1])
     elsewhere = [k for k in known_keys() if k.rpartition(".")[2] == last]
     outer = next(path[:n] for n in range(len(path) - 1, -1, -1) if n == 0 or field_at(path[:n]) is not None)
-    field = field_at(path)
-    if field is not None:
-        raise BadInput(
-            dotted,
-            got="a section without a key",
-            needed=f"{dotted}.KEY",
-            fix=f"for example --{next(k for k in known_keys() if k.startswith(dotted + '.'))} VALUE",
-        )
+    if field_at(path) is not None:
+        example = next(key for key in known_keys() if key.startswith(f"{dotted}."))
+        return BadInput(dotted, got="a section without a key", needed=f"{dotted}.KEY", fix=f"for example --{example} VALUE")
     where, section = ".".join(map(str, outer)), section_of(field_at(outer)) if outer else Run
     if section is None:
-        raise BadInput(dotted, got=f"a key inside a value: {where} is no section", needed=f"{where}: VALUE", fix=f"set {where} alone")
+        return BadInput(dotted, got=f"a key inside a value: {where} is no section", needed=f"{where}: VALUE", fix=f"set {where} alone")
     inner, given = first_leaf(value)
     named = dotted + inner
     meant = meant_by(named, given) or (None if elsewhere else meant_by(named.rpartition(".")[2], given))
@@ -274,11 +261,11 @@ def _refuse_key(path: tuple[Any, ...], value: Any = None, *, typed: bool = False
         fix = Rename("it", near) if near else Words(f"see: moe show --keys {ALL}")
     kind = "key" if outer else "section"
     needed = f"one of {some(section.model_fields, rest=f'moe show --keys {where or ALL}')}"
-    raise BadInput(dotted, got=f"a {kind} that does not exist", needed=needed, fix=fix)
+    return BadInput(dotted, got=f"a {kind} that does not exist", needed=needed, fix=fix)
 
 
 def _of_each(field: Any) -> type[Section] | None:
-    """The section of each element of a field that is a list of them; None for any other field."""
+    """Return the section class of the elements of a field that is a list of sections; None for any other field."""
     held = [] if field is None or get_origin(field.annotation) is not tuple else get_args(field.annotation)
     return next((kind for kind in held if isinstance(kind, type) and issubclass(kind, Section)), None)
 
@@ -291,7 +278,7 @@ def _explain(error: dict[str, Any], more: int) -> BadInput:
     raised = error.get("ctx", {}).get("error")
     if isinstance(raised, BadInput):
         return raised
-    loc = tuple(p for p in error["loc"])
+    loc = error["loc"]
     place = _place(loc)
     if (each := _of_each(field_at(place))) is not None:
         keys = ", ".join(name for name, field in each.model_fields.items() if field.is_required())
@@ -300,10 +287,7 @@ def _explain(error: dict[str, Any], more: int) -> BadInput:
         dotted, needed = ".".join(map(str, place)), f"a list of {{{keys}}}, each with a weight above 0"
         return BadInput(f"{dotted}{inside}", got=_shown(error["input"]), needed=needed, fix=f"write {dotted}: [{example}]")
     if error["type"] == "extra_forbidden":
-        try:
-            _refuse_key(loc, error["input"])
-        except BadInput as refused:
-            return refused
+        return _unknown_key(loc, error["input"])
     dotted, field = ".".join(map(str, place or loc)), field_at(place) if len(place) > 1 else None
     if field is not None and section_of(field) is not None:
         inner = some(section_of(field).model_fields, rest=f"moe show --keys {dotted}")  # type: ignore[union-attr]
@@ -337,7 +321,7 @@ def _shown(value: Any) -> str:
 
 
 def resolved_yaml(run: Run, origins: dict[str, str]) -> str:
-    """The whole recipe as YAML, with each value's origin as a comment. `load` can read it back."""
+    """Return the whole recipe as YAML that `load` reads, with each value's origin as a comment."""
     lines: list[str] = []
 
     def write(fields: dict[str, Any], prefix: str, depth: int) -> None:

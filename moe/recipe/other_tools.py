@@ -1,6 +1,6 @@
 """Names in other tools for keys of a recipe and flags of verbs: Hugging Face, DeepSpeed, torchtitan, Megatron-LM, nanoGPT.
 
-    "optimizer.lr": "learning_rate=3e-4 max_lr=6e-4"        the name here: names there, each with a value as that tool writes it
+    "optimizer.lr": "learning_rate=3e-4 max_lr=6e-4"        a key here: its names in other tools, each with a value as they write it
 
 An unknown name is looked up here before similar names are searched: `hidden_size` is spelled like head_size and means d_model.
 """
@@ -17,7 +17,7 @@ from typing import Any
 from parallel import yaml_text
 from parallel.fixes import Fix, Remove, Rename, Words, all_of, written
 
-# one key, and its names there: the value is the same, or WORDS translates it
+# keys whose value is the same in the other tool, or one that WORDS translates
 KEYS: dict[str, str] = {
     "model.d_model": "hidden_size=4096 n_embd=768 dim=4096 hidden_dim=512 embed_dim=768 embedding_dim=768",
     "model.num_layers": "num_hidden_layers=32 n_layer=12 n_layers=32",
@@ -103,7 +103,7 @@ KEYS: dict[str, str] = {
     "train.timeout_s": "ddp_timeout=1800 train_timeout_seconds=100",
     "train.trackers": "report_to=wandb tracker=wandb",
 }
-# keys with values: they apply if the name there is given as true, or as anything but false
+# settings that a name stands for if its value is anything but false
 SWITCHES: dict[str, str] = {
     "precision.compute=bf16": "bf16 bf16.enabled use_bf16 bfloat16",
     "precision.compute=fp16": "fp16 fp16.enabled use_fp16 use_amp",
@@ -125,7 +125,7 @@ SWITCHES: dict[str, str] = {
     "train.save_mode=async": "async_save use_async_checkpoint",
     "train.trackers=wandb": "enable_wandb wandb_log use_wandb with_tracking",
 }
-# keys of which one takes the value
+# settings that a name stands for; {} is its value
 WITH_OTHERS: dict[str, str] = {
     "sharding.kind=zero sharding.stage={}": "zero_stage=3 zero_optimization.stage=2 ds_zero_stage=1",
     "sharding.kind=fsdp degrees.dp={}": "data_parallel_shard_degree=8 dp_shard=8",
@@ -141,7 +141,7 @@ WITH_OTHERS: dict[str, str] = {
     "model.rope.scaling=linear model.rope.factor={}": "rope_scaling_factor=8",
     "optimizer.schedule=wsd optimizer.decay_share={}": "decay_ratio=0.2",
 }
-# a key with the same number in another unit
+# keys with the same meaning in another unit, for which the value must be converted
 OTHER_UNITS: dict[str, str] = {
     "train.global_batch, of all ranks and micro-batches together": "per_device_train_batch_size micro_batch_size local_batch_size "
     "train_micro_batch_size_per_gpu per_gpu_train_batch_size device_batch_size micro_batch",
@@ -158,7 +158,7 @@ OTHER_UNITS: dict[str, str] = {
     "data.validation_share, as a share": "validation_split_percentage split val_size",
     "lora.targets, of attention, experts, dense": "lora_target_modules target_modules",
 }
-# flags, of the verbs that have them
+# flags of `moe` verbs
 FLAGS: dict[str, str] = {
     "--out": "output_dir=runs/a out_dir=runs/a save=runs/a save_dir=runs/a run_dir=runs/a dump_folder=runs/a checkpoint.folder=runs/a "
     "checkpoint_dir=runs/a",
@@ -184,7 +184,7 @@ NEEDLESS: dict[str, str] = {
     "several machines are named in a file, --hostfile FILE, with one line `host slots=N` each": "nnodes num_nodes nodes num_machines",
     "the fastest kernels of the device are taken": "use_flash_attn attn_implementation use_flash_attention moe_grouped_gemm",
 }
-# values with other names there
+# values by their names in other tools, for each key
 WORDS: dict[str, dict[str, str]] = {
     "precision.compute": dict.fromkeys(("bfloat16", "bf16-mixed", "torch.bfloat16", "mixed_bf16"), "bf16")
     | dict.fromkeys(("float16", "half", "16-mixed", "torch.float16", "16"), "fp16")
@@ -218,7 +218,10 @@ _FALSE = ("false", "0", "no", "off")
 
 @dataclass(frozen=True)
 class Meant:
-    """Meaning of a name: keys of a recipe with their values, one key in another unit, a flag, or nothing to set."""
+    """Meaning of another tool's name: `keys` of a recipe with their values, or one of the other fields.
+
+    `unit`: a key, and its unit in words; `flag`: a flag of a verb; `needless`: why nothing needs to be set.
+    """
 
     keys: dict[str, Any] = field(default_factory=dict)
     unit: str | None = None
@@ -226,7 +229,7 @@ class Meant:
     needless: str | None = None
 
     def fix(self, value: Any, *, typed: bool) -> Fix:
-        """Return the advice. `typed`: for a command line, as flags with values; else for a recipe's file."""
+        """Return the advice for this value of the name. `typed`: as flags for a command line; else as keys for a recipe's file."""
         if self.flag is not None:
             return Words(f"remove it, and give moe train {self.flag}", Remove("it"))
         if self.unit is not None:
@@ -242,7 +245,7 @@ class Meant:
 
 
 def meant_by(name: str, value: Any = None, *, flags: Sequence[str] = ()) -> Meant | None:
-    """Return the meaning of another tool's name with this value; None if no other tool has it. `flags`: of the verb, such as --out."""
+    """Return the meaning of another tool's name with this value; None if no other tool has it. `flags`: those of the verb, as --out."""
     rows = _table().get(name.lower().replace("-", "_"), [])
     if (flag := next((here for kind, here in rows if kind == "flag" and here in flags), None)) is not None:
         return Meant(flag=flag)
@@ -265,7 +268,7 @@ def in_our_words(key: str, value: Any) -> Any:
 
 
 def first_leaf(value: Any) -> tuple[str, Any]:
-    """Return the path to the first value in nested mappings, with a dot before each name, and the value."""
+    """Return (path, value) of the first value in nested mappings: (".a.b", 1) for {"a": {"b": 1}}."""
     path = ""
     while isinstance(value, dict) and value:
         name, value = next(iter(value.items()))
@@ -275,7 +278,7 @@ def first_leaf(value: Any) -> tuple[str, Any]:
 
 @cache
 def _table() -> dict[str, list[tuple[str, str]]]:
-    """Return the rows of all tables by the other tool's name: (kind, name here)."""
+    """Return for each name in other tools the rows that have it: (kind of table, the row's key)."""
     table: dict[str, list[tuple[str, str]]] = {}
     tables = {"key": KEYS, "switch": SWITCHES, "others": WITH_OTHERS, "unit": OTHER_UNITS, "needless": NEEDLESS, "flag": FLAGS}
     for kind, rows in tables.items():

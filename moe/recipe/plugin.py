@@ -1,4 +1,4 @@
-"""A user's own part by its name, `module:name`, instead of a built-in one's.
+"""Plugins: a user's own function or class, named in a recipe as `module:name` in place of a built-in one.
 
     optimizer.kind: my_parts:lion        ->  the object `lion` of the module my_parts
     optimizer.kind: lion                 ->  the same, if an installed package registers lion = my_parts:lion in moe_parallel.optimizers
@@ -19,6 +19,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,7 +28,7 @@ from typing import Annotated, Any
 from parallel.errors import BadInput, did_you_mean, where
 
 _PATTERN = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"
-GROUPS = {  # groups of entry points, by key
+GROUPS = {  # the keys that take plugins -> the group of entry points in which packages register theirs
     "optimizer.kind": "moe_parallel.optimizers",
     "optimizer.schedule": "moe_parallel.schedules",
     "data.source": "moe_parallel.sources",
@@ -37,8 +38,8 @@ GROUPS = {  # groups of entry points, by key
 }
 
 
-class _Spelled:
-    """Pydantic's check of such a name. The import is in the method, because a router in a program of its own needs no pydantic."""
+class _ModuleAndName:
+    """Pydantic's check of module:name. The import is in the method, because a program that uses a router alone needs no pydantic."""
 
     def __get_pydantic_core_schema__(self, *_: Any) -> Any:
         from pydantic_core import core_schema
@@ -46,12 +47,12 @@ class _Spelled:
         return core_schema.str_schema(pattern=_PATTERN, max_length=200)
 
 
-Plugin = Annotated[str, _Spelled()]
+Plugin = Annotated[str, _ModuleAndName()]
 WORDS = "module:name of a part of your own"
 
 
 def is_plugin(value: object) -> bool:
-    """Return whether a recipe's value names a user's own part."""
+    """Return whether a recipe's value is module:name."""
     return isinstance(value, str) and ":" in value
 
 
@@ -61,9 +62,9 @@ def registered(key: str) -> list[str]:
 
 
 def by_name(key: str, name: str) -> str:
-    """Return module:name of the part that an installed package registers under `name`; `name` itself if none does.
+    """Return module:name of the plugin that an installed package registers under `name` for this key; `name` itself if none does.
 
-    Raises BadInput for a name that packages register for different parts, and for an entry point that is not module:name.
+    Raises BadInput for a name that packages register for different plugins, and for an entry point that is not module:name.
     """
     found = {point.value.partition("[")[0].strip(): point for point in entry_points(group=GROUPS[key], name=name)} if key in GROUPS else {}
     packages = " and ".join(sorted({point.dist.name if point.dist else "a package" for point in found.values()}))
@@ -79,23 +80,19 @@ def by_name(key: str, name: str) -> str:
 
 
 def check_there(key: str, value: str) -> None:
-    """Refuse a module that cannot be found, without importing anything. Raises BadInput."""
+    """Raise BadInput for a plugin whose module cannot be found. Nothing is imported."""
     top = value.partition(":")[0].partition(".")[0]
-    if top in sys.modules or _in_folder(top):
-        return
-    try:
-        found = find_spec(top) is not None
-    except (ImportError, ValueError):
-        found = False
-    if not found:
-        raise _missing(key, value, top)
+    with suppress(ImportError, ValueError):
+        if top in sys.modules or _in_folder(top) or find_spec(top) is not None:
+            return
+    raise _missing(key, value, top)
 
 
 def load_plugin(key: str, value: str, *, arguments: int | None) -> Any:
-    """Return the object that `key` names. `arguments`: number of arguments that it must be callable with; None: any.
+    """Import and return the plugin `value` of a key. `arguments`: number of arguments with which it is called; None: any.
 
     Raises BadInput for a module that is missing or raises an error on import, a name that it lacks, and an object that cannot be called
-    so.
+    with these arguments.
     """
     module, _, name = value.partition(":")
     found = _imported(key, value, module)
@@ -106,22 +103,32 @@ def load_plugin(key: str, value: str, *, arguments: int | None) -> Any:
     part = getattr(found, name)
     if not callable(part):
         raise BadInput(key, got=f"{value}, a {type(part).__name__}", needed="a function or a class", fix=f"make {name} one")
-    if arguments is not None and not _takes(part, arguments):
-        got = f"{value}{_signature(part)}"
-        needed = f"a function that can be called with {arguments} argument{'s' * (arguments != 1)}"
-        raise BadInput(key, got=got, needed=needed, fix="see: docs/use/plugins.md")
+    if arguments is not None:
+        _check_arguments(key, value, part, arguments)
     return part
 
 
+def _check_arguments(key: str, value: str, part: Callable[..., Any], arguments: int) -> None:
+    try:
+        signature = inspect.signature(part)
+    except ValueError:  # a function in C without a signature: it is called with them nevertheless
+        return
+    try:
+        signature.bind(*range(arguments))
+    except TypeError:
+        needed = f"a function that can be called with {arguments} argument{'s' * (arguments != 1)}"
+        raise BadInput(key, got=f"{value}{signature}", needed=needed, fix="see: docs/use/plugins.md") from None
+
+
 def loaded(key: str, value: str, *, arguments: int | None) -> Any:
-    """Return the object that `key` names, for use in every step: an object that was loaded before is not checked again."""
+    """Return the plugin `value` of a key, quickly enough for every step: a plugin that was loaded before is not checked again."""
     module, _, name = value.partition(":")
     found = getattr(sys.modules.get(module), name, None)
     return load_plugin(key, value, arguments=arguments) if found is None else found
 
 
 def source_of(value: str) -> str:
-    """SHA-256 of the file that defines a loaded part; empty if it has no file."""
+    """Return the SHA-256 of the file of a loaded plugin's module; empty if it has no file."""
     path = file_of(sys.modules[value.partition(":")[0]])
     try:
         return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path else ""
@@ -139,7 +146,7 @@ def _imported(key: str, value: str, module: str) -> Any:
         if top not in sys.modules and find_spec(top) is None:
             if not _in_folder(top):
                 raise _missing(key, value, top)
-            sys.path.append(os.getcwd())  # last: see the top of the file
+            sys.path.append(os.getcwd())  # last, so that no file there replaces an installed package
             importlib.invalidate_caches()
         new = module not in sys.modules
         found = importlib.import_module(module)
@@ -169,20 +176,3 @@ def _missing(key: str, value: str, name: str) -> BadInput:
 
 def _raised(key: str, value: str, error: BaseException) -> BadInput:
     return BadInput(key, got=f"{value}, which raised {where(error)} as it was imported", needed="a module that loads", fix="mend it")
-
-
-def _takes(part: Callable[..., Any], arguments: int) -> bool:
-    try:
-        inspect.signature(part).bind(*range(arguments))
-    except ValueError:  # some built-in ones have no signature
-        return True
-    except TypeError:
-        return False
-    return True
-
-
-def _signature(part: Callable[..., Any]) -> str:
-    try:
-        return str(inspect.signature(part))
-    except ValueError:
-        return "(...)"

@@ -2,8 +2,8 @@
 
     beta1: float = key(0.9, "of momentum", ge=0, lt=1, alters="training", of="optimizer.kind=adamw|kfac|muon")
 
-The field of a key has all facts on it: type, default, meaning, bounds, what a change alters in a resumed run, and the setting with
-which alone it is read. A section may state the last two for all of its keys. load.py, changes.py, idle.py and described.py read them here.
+The field of a key has all of its properties: type, default, meaning, bounds, what a change alters in a resumed run, and the
+setting without which nothing reads it. A section may state the last two for all of its keys.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from moe.recipe.plugin import GROUPS, by_name, is_plugin
 from parallel.errors import harmless
 
 _LARGEST = 2**40
-_OCTAL = re.compile(r"\s*[-+]?0[0-9_]+\s*")  # 010 is 8 to YAML and C, 10 to Python
-OneOrMore = BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)  # a name alone is a list of one
+_OCTAL = re.compile(r"\s*[-+]?0[0-9_]+\s*")  # refused: 010 is 8 to YAML and C, 10 to Python
+OneOrMore = BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)  # a name alone is read as a list of one name
 
 
+# what a change of a key alters in a resumed run:
 # shape      decides names and shapes of parameters: a checkpoint that does not fit is refused, with the parameter
 # function   the same shapes, but another function: a trained model would compute something else than it was trained for
 # training   how training continues: its text, batches, optimizer, losses, drops, noise, dtypes
@@ -35,13 +36,13 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True)
 class Key:
-    """Facts on a key in addition to its type, bounds and description.
+    """Properties of a key in addition to its type, bounds and description.
 
     `alters`: what a change alters if a run is resumed; None: as its section says. "Function" is the model's output for a text in
     evaluation, so a training capacity is training, and an evaluation capacity function.
-    `of`: settings with which alone the key is read, each as `key=value|value`, or as `key` for any value but null, 0, false and none.
-    Another value than the default is refused without them. `off_without`: the same for settings that switch a whole part of a recipe off.
-    The value of a parent may stay then, and a value is refused only next to the setting (moe/recipe/idle.py).
+    `of`: conditions, without each of which nothing reads the key: `key=value|value`, or `key` for any value but null, 0, false and none;
+    several of them with `or`. Without them, any value but the default is refused.
+    `off_without`: conditions for a whole part of a recipe. Without them, values of a parent may stay (moe/recipe/idle.py).
     """
 
     alters: Alters | None = None
@@ -65,19 +66,19 @@ def key(
     of: str | None = None,
     off_without: str | None = None,
 ) -> _Value:
-    """Describe a section's field: default, meaning, bounds, and the facts of `Key`."""
-    facts: Any = {"key": Key.made(alters, of, off_without)}
-    return Field(default, description=description, gt=gt, ge=ge, lt=lt, le=le, json_schema_extra=facts)
+    """Return the field of a section's key: its default, meaning, bounds, and what `Key` has."""
+    extra: Any = {"key": Key.made(alters, of, off_without)}
+    return Field(default, description=description, gt=gt, ge=ge, lt=lt, le=le, json_schema_extra=extra)
 
 
 def facts_of(field: FieldInfo) -> Key:
-    """Return the facts with which a field was described; none for a field without `key`."""
+    """Return the Key of a field; an empty one for a field without `key`."""
     held: Any = field.json_schema_extra
     return held["key"] if isinstance(held, dict) and "key" in held else Key()
 
 
 def choices_of(annotation: Any) -> list[str]:
-    """Return the names that a field takes."""
+    """Return the names that a field of this type takes."""
     if get_origin(annotation) is Literal:
         return [str(a) for a in get_args(annotation)]
     return [c for a in get_args(annotation) for c in choices_of(a)]
@@ -88,17 +89,12 @@ def takes_number(annotation: Any) -> bool:
     return annotation in (int, float) or any(takes_number(a) for a in get_args(annotation))
 
 
-def takes_whole(annotation: Any) -> bool:
-    """Return whether a number of this type has to be whole."""
-    return takes_number(annotation) and annotation is not float and float not in get_args(annotation)
-
-
 class Section(BaseModel):
-    """A group of keys. `class Muon(Section, alters="training", of="optimizer.kind=muon")` states facts for all of them."""
+    """A group of keys. `class Muon(Section, alters="training", of="optimizer.kind=muon")` states this for all of them."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)
     all_keys: ClassVar[Key] = Key()
-    gone: ClassVar[dict[str, Any]] = {}  # keys of earlier versions, each with the value that is built in now
+    gone: ClassVar[dict[str, Any]] = {}  # keys of earlier versions that no longer exist -> the value that is built in now
 
     def __init_subclass__(
         cls,
@@ -111,13 +107,13 @@ class Section(BaseModel):
     ) -> None:
         super().__init_subclass__(**rest)
         cls.gone = gone or {}
-        if alters is not None:  # a subclass without facts of its own keeps its parent's
+        if alters is not None:  # otherwise the subclass has its parent's
             cls.all_keys = Key.made(alters, of, off_without)
 
     @model_validator(mode="before")
     @classmethod
     def _without_gone(cls, values: Any) -> Any:
-        """Drop the built-in values of keys that are gone: recipes and checkpoints of earlier versions have them."""
+        """Drop keys that no longer exist, with their built-in values: recipes and checkpoints of earlier versions have them."""
         if not cls.gone or not isinstance(values, dict):
             return values
         return {key: value for key, value in values.items() if key not in cls.gone or value not in (cls.gone[key], str(cls.gone[key]))}
@@ -125,11 +121,11 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _plain(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse values that pydantic would accept: true for a number (`steps: yes` would be 1), and numbers so large that checks would
-        not end.
+        """Raise ValueError for values that pydantic would accept: such as true for a number (`steps: yes` would be 1), and numbers so large
+        that checks would not end.
         """
         kind = cls.model_fields[str(info.field_name)].annotation
-        if takes_whole(kind):
+        if takes_number(kind) and float not in (kind, *get_args(kind)):
             value = [whole(each) for each in value] if isinstance(value, list) else whole(value)
         for number in value if isinstance(value, list | tuple) else [value]:
             if isinstance(number, bool) and kind is not bool:

@@ -1,7 +1,10 @@
 """Combinations of router settings that are refused before a run begins, each with its reason. No torch is imported here.
 
 Some of them would run and be silently wrong: a top-1 gate normalised to sum to 1 is always 1, so the router has no gradient; a balance
-loss for a selection that is not learned; a router that sees future tokens in a causal model; a value that nothing reads.
+loss for a selection that is not learned; a value that nothing reads. Two checks concern the tokens that a choice of experts depends on:
+
+    later tokens      in a decoder, which must not see them          a method of selection, or a queue for slots, can look ahead
+    a whole group     of which sequence parallelism gives each rank a shard only: ranks exchange scores (moe/router/slices.py)
 """
 
 from __future__ import annotations
@@ -9,16 +12,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from moe.router.capacity import slots_of
 from moe.router.methods.catalog import METHODS, method_of
-from moe.router.slots.causal import drops
-from moe.router.slots.slots import slots_of
 from parallel.errors import BadInput
 from parallel.fixes import Fix, Set, written
+from parallel.mesh.mesh import Degrees
 
 if TYPE_CHECKING:
     from moe.recipe.router_spec import RouterSpec
 
-_LEAST_FACTOR = 0.001  # of a capacity: below it rounding decides, and each expert has one slot, or none
+_SECOND_CHOICES = "a later token's first choice takes the slot of an earlier one's second choice"
+_LEAST_FACTOR = 0.001  # least capacity factor: with a smaller one, rounding gives each expert one slot or none
 
 
 def check_spec(spec: RouterSpec, num_experts: int) -> None:
@@ -34,24 +38,18 @@ def check_read(spec: RouterSpec, own: Mapping[str, Any]) -> None:
     Values of a preset are not refused, so that one choice can be replaced without removing the others. Nor are values equal
     to RouterSpec's defaults, which ask for nothing.
     """
-    from moe.recipe.router_spec import RouterSpec  # with pydantic, which a router in a program of its own does not need
+    from moe.recipe.router_spec import RouterSpec  # here, because it imports pydantic, which a router outside a recipe does not need
 
     idle = {key: field.default for key, field in RouterSpec.model_fields.items()}
-    for key, (beside, reason, instead) in unread(spec).items():
+    for key, (setting, reason, instead) in unread(spec).items():
         if key not in own or own[key] == idle[key]:
             continue
-        raise BadInput(
-            f"router.{key}",
-            got=f"{written(own[key])} with {beside}",
-            needed=f"{written(idle[key])}: {reason}",
-            fix=Set(f"router.{key}", idle[key]) | instead,
-        )
+        got, needed = f"{written(own[key])} with {setting}", f"{written(idle[key])}: {reason}"
+        raise BadInput(f"router.{key}", got=got, needed=needed, fix=Set(f"router.{key}", idle[key]) | instead)
 
 
 def unread(s: RouterSpec) -> Mapping[str, tuple[str, str, Fix]]:
-    """Return the fields without effect under the other fields' values: field -> (the setting to blame, the reason, the change that
-    helps).
-    """
+    """Return the fields without effect: field -> (the other setting that causes it, the reason, a change that gives it an effect)."""
     method = method_of(s)
     found: dict[str, tuple[str, str, Fix]] = {
         key: (f"select {s.select}", reason, Set("router.select", other.name))
@@ -66,8 +64,8 @@ def unread(s: RouterSpec) -> Mapping[str, tuple[str, str, Fix]]:
     elif method.tokens_choose and s.capacity_factor is None and s.drop == "random":
         found["drop"] = ("capacity_factor null", "evaluation drops by position", Set("router.capacity_factor", 1.25))
     if not drops(s) and not method.needs_whole_groups and s.balance_scope != "sequence":
-        beside = f"capacity_factor null and balance_scope {s.balance_scope}"
-        found["group"] = (beside, "nothing is counted over groups", Set("router.balance_scope", "sequence"))
+        setting = f"capacity_factor null and balance_scope {s.balance_scope}"
+        found["group"] = (setting, "nothing is counted over groups", Set("router.balance_scope", "sequence"))
     if s.balance_counts == "unbiased" and method.is_top_k and s.bias_rate is None and s.noise != "gumbel":
         why = ("select top_k and bias_rate null", "the choices are the top k of the scores already", Set("router.bias_rate", 0.001))
         found["balance_counts"] = why
@@ -75,61 +73,39 @@ def unread(s: RouterSpec) -> Mapping[str, tuple[str, str, Fix]]:
 
 
 def _check_gates(s: RouterSpec) -> None:
-    if s.num_choices == 1 and method_of(s).reads_scores and (s.gates != "as_is" or s.softmax_over == "chosen"):
-        key, value = ("softmax_over", "chosen") if s.softmax_over == "chosen" else ("gates", s.gates)
-        raise BadInput(
-            f"router.{key}",
-            got=f"{value} with one choice",
-            needed=f"{'all' if key == 'softmax_over' else 'as_is'}: a gate that sums to 1 is always 1, and the router learns nothing",
-            fix=Set(f"router.{key}", "all" if key == "softmax_over" else "as_is") | Set("router.num_choices", 2),
-        )
-    if s.softmax_over == "chosen" and s.score != "softmax":
-        raise BadInput(
-            "router.softmax_over", got=f"chosen with score {s.score}", needed="score softmax", fix=Set("router.softmax_over", "all")
-        )
-    if s.softmax_over == "chosen" and s.gates == "before_drop":
-        raise BadInput(
-            "router.gates", got="before_drop with softmax_over chosen", needed="as_is: their sum is 1", fix=Set("router.gates", "as_is")
-        )
+    chosen = s.softmax_over == "chosen"
+    if s.num_choices == 1 and method_of(s).reads_scores and (s.gates != "as_is" or chosen):
+        key, value, other = ("softmax_over", "chosen", "all") if chosen else ("gates", s.gates, "as_is")
+        needed = f"{other}: a gate that sums to 1 is always 1, and the router learns nothing"
+        fix = Set(f"router.{key}", other) | Set("router.num_choices", 2)
+        raise BadInput(f"router.{key}", got=f"{value} with one choice", needed=needed, fix=fix)
+    if chosen and s.score != "softmax":
+        fix = Set("router.softmax_over", "all")
+        raise BadInput("router.softmax_over", got=f"chosen with score {s.score}", needed="score softmax", fix=fix)
+    if chosen and s.gates == "before_drop":
+        fix = Set("router.gates", "as_is")
+        raise BadInput("router.gates", got="before_drop with softmax_over chosen", needed="as_is: their sum is 1", fix=fix)
     if s.second == "random" and s.num_choices != 2:
-        raise BadInput(
-            "router.second",
-            got=f"random with {s.num_choices} choices",
-            needed="a top-2 preset or num_choices 2",
-            fix=Set("router.preset", "gshard") | Set("router.second", "always"),
-        )
+        fix, needed = Set("router.preset", "gshard") | Set("router.second", "always"), "a top-2 preset or num_choices 2"
+        raise BadInput("router.second", got=f"random with {s.num_choices} choices", needed=needed, fix=fix)
 
 
 def _check_selection(s: RouterSpec, num_experts: int) -> None:
     if s.num_choices > num_experts:
-        raise BadInput(
-            "experts.num_experts",
-            got=num_experts,
-            needed=f"at least the {s.num_choices} choices of a token",
-            fix=Set("it", max(s.num_choices, 8)) | Set("router.preset", "switch"),
-        )
+        fix = Set("it", max(s.num_choices, 8)) | Set("router.preset", "switch")
+        raise BadInput("experts.num_experts", got=num_experts, needed=f"at least the {s.num_choices} choices of a token", fix=fix)
     method = method_of(s)
     method.check(s, num_experts)
     if s.bias_rate is not None and not method.uses_bias:
-        raise BadInput(
-            "router.bias_rate",
-            got=f"{s.bias_rate} with select {s.select}",
-            needed="null: nothing is chosen by the biased scores",
-            fix=Set("router.bias_rate", None),
-        )
+        got, needed = f"{s.bias_rate} with select {s.select}", "null: nothing is chosen by the biased scores"
+        raise BadInput("router.bias_rate", got=got, needed=needed, fix=Set("router.bias_rate", None))
     if s.noise not in method.noises:
-        raise BadInput(
-            "router.noise",
-            got=f"{s.noise} with select {s.select}",
-            needed="none: nothing is chosen by noisy scores",
-            fix=Set("router.noise", "none") | Set("router.select", "top_k"),
-        )
+        got, needed = f"{s.noise} with select {s.select}", "none: nothing is chosen by noisy scores"
+        raise BadInput("router.noise", got=got, needed=needed, fix=Set("router.noise", "none") | Set("router.select", "top_k"))
 
 
 def check_slots(s: RouterSpec, *, group_tokens: int, num_experts: int) -> None:
-    """Refuse capacity factors that give experts no slot: rounded down, a small factor would route nothing in a whole run. Raises
-    BadInput.
-    """
+    """Refuse capacity factors that, rounded down, give experts no slot: a whole run would route nothing. Raises BadInput."""
     for key, factor, training in (("capacity_factor", s.capacity_factor, True), ("eval_capacity_factor", s.eval_capacity_factor, False)):
         if factor is None or s.min_capacity:
             continue
@@ -144,18 +120,74 @@ def check_slots(s: RouterSpec, *, group_tokens: int, num_experts: int) -> None:
 def _check_losses(s: RouterSpec, num_experts: int) -> None:
     method = method_of(s)
     if s.load_weight and not (s.noise == "noisy_top_k" and method.is_top_k):
-        raise BadInput(
-            "router.load_weight",
-            got=f"{s.load_weight} with noise {s.noise} and select {s.select}",
-            needed="noisy_top_k and top_k: it is of how likely the noise makes each choice",
-            fix=Set("router.noise", "noisy_top_k") | Set("router.load_weight", 0),
-        )
+        got = f"{s.load_weight} with noise {s.noise} and select {s.select}"
+        needed = "noisy_top_k and top_k: the loss is computed from how likely the noise makes each choice"
+        raise BadInput("router.load_weight", got=got, needed=needed, fix=Set("router.noise", "noisy_top_k") | Set("router.load_weight", 0))
     if s.load_weight and (s.num_choices == num_experts or s.bias_rate is not None):
         got = f"{s.num_choices} choices of {num_experts} experts" if s.bias_rate is None else f"bias_rate {s.bias_rate}"
         needed = "fewer choices than experts, and no selection bias: otherwise noise does not decide the choice"
         raise BadInput("router.load_weight", got=f"{s.load_weight} with {got}", needed=needed, fix=Set("router.load_weight", 0))
     for key, weight in (("balance_weight", s.balance_weight), ("importance_weight", s.importance_weight)):
         if weight and method.is_balanced is not None:
-            raise BadInput(
-                f"router.{key}", got=f"{weight} with select {s.select}", needed=f"0: {method.is_balanced}", fix=Set(f"router.{key}", 0)
-            )
+            got, needed = f"{weight} with select {s.select}", f"0: {method.is_balanced}"
+            raise BadInput(f"router.{key}", got=got, needed=needed, fix=Set(f"router.{key}", 0))
+
+
+def drops(spec: RouterSpec) -> bool:
+    """Return whether a choice may get no slot, in training or in evaluation."""
+    return method_of(spec).tokens_choose and (spec.capacity_factor is not None or spec.eval_capacity_factor is not None)
+
+
+def looks_ahead(spec: RouterSpec) -> str | None:
+    """Return why a token's experts may depend on later tokens, in training or in evaluation; None if they never do."""
+    method = method_of(spec)
+    if method.looks_ahead is not None:
+        return method.looks_ahead
+    if not drops(spec):
+        return None
+    if spec.drop == "lowest_gate":
+        return "a later token with a higher gate takes an earlier one's slot"
+    if spec.drop == "random" and spec.capacity_factor is not None:
+        return "a later token may be drawn to take an earlier one's slot"
+    if spec.queue == "choices_first" and spec.num_choices > 1:
+        return _SECOND_CHOICES
+    return None
+
+
+def only_second_choices_look_ahead(spec: RouterSpec) -> bool:
+    """Return whether only second choices depend on later tokens, through GShard's queue. Recipes may do this, as GShard and GLaM do."""
+    return looks_ahead(spec) == _SECOND_CHOICES
+
+
+def check_causal(spec: RouterSpec, *, allowed: bool) -> None:
+    """Refuse a router that looks ahead in a decoder, unless the recipe allows it. Raises BadInput."""
+    reason = looks_ahead(spec)
+    if reason is None or only_second_choices_look_ahead(spec) or allowed:
+        return
+    if method_of(spec).looks_ahead:
+        found, other = f"select {spec.select}", Set("router.select", "top_k")
+    else:
+        found, other = f"drop {spec.drop} with a capacity", Set("router.drop", "position")
+    needed = f"true: {reason}, so the model would train on tokens that it cannot see when it generates"
+    raise BadInput("router.allow_noncausal", got=f"false with {found}", needed=needed, fix=other | Set("router.allow_noncausal", True))
+
+
+def needs_group(spec: RouterSpec) -> str | None:
+    """Return the setting because of which the router needs whole groups, such as "a capacity"; None if it looks at each token alone."""
+    if method_of(spec).needs_whole_groups:
+        return f"router.select={spec.select}"
+    if drops(spec):
+        return "a capacity"
+    if spec.balance_scope != "global_batch" and spec.asks_balance:
+        return f"router.balance_scope={spec.balance_scope}"
+    return None
+
+
+def check_groups(spec: RouterSpec, degrees: Degrees) -> None:
+    """Refuse `router.group: rank` with sequence parallelism: ranks hold shards of sequences, so groups differ from all other layouts'."""
+    if degrees.sp > 1 and spec.group == "rank" and needs_group(spec):
+        got, needed = (
+            f"rank with degrees.sp={degrees.sp} and {needs_group(spec)}",
+            "sequence, or a number of sequences: a rank holds slices of them",
+        )
+        raise BadInput("router.group", got=got, needed=needed, fix=Set("router.group", "sequence") | Set("degrees.sp", 1))

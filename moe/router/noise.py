@@ -18,7 +18,7 @@ from torch import Tensor
 
 # T tokens, D model, E experts
 
-_LEAST = 1e-6  # smallest size of noise that is divided by
+_LEAST = 1e-6  # lower bound of the noise's size, by which is divided
 _EDGE = 2.0**-24  # keeps u off 0 and 1, where the logarithms are infinite
 
 
@@ -45,7 +45,7 @@ def noisy_logits(logits_TE: Tensor, size_TE: Tensor, uniform_TE: Tensor) -> Tens
 
 
 def chance_of_choice(logits_TE: Tensor, noisy_TE: Tensor, size_TE: Tensor, k: int) -> Tensor:
-    """Probability that each expert is among a token's k if its own noise alone is drawn again: [T, E], with gradient (eq. 8, 9).
+    """Return the probability that each expert is among a token's k if only its own noise is drawn again: [T, E], with gradient (eq. 8, 9).
 
     It is Phi((l_e - the k-th highest noisy logit of the other experts) / size_e). k must be less than the number of experts.
     """

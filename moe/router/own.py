@@ -8,13 +8,14 @@ Each token's result may depend on that token alone. Then it does not change with
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from moe.recipe.plugin import is_plugin, load_plugin, loaded
-from moe.router.methods.own import own_choices
 from parallel.errors import BadInput, where
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def check_own(spec: RouterSpec, num_experts: int) -> None:
         if is_plugin(name):
             load_plugin(key, name, arguments=arguments)
     draw = torch.Generator(device="cpu").manual_seed(0)
-    with torch.device("cpu"), torch.inference_mode(False):  # models are built on the meta device
+    with torch.device("cpu"), torch.inference_mode(False):  # the caller may build a model on the meta device, which has no values
         logits_TE = torch.randn(_TOKENS, num_experts, generator=draw)
         if is_plugin(spec.score):
             _try_score(spec.score, logits_TE)
@@ -50,56 +51,54 @@ def check_own(spec: RouterSpec, num_experts: int) -> None:
 
 
 def _try_score(name: str, logits_TE: Tensor) -> None:
-    given_TE = logits_TE.clone().requires_grad_()
+    key, given_TE, function = "router.score", logits_TE.clone().requires_grad_(), partial(own_scores, name=name)
     with torch.enable_grad():
-        scores_TE = _called("router.score", name, lambda: own_scores(given_TE, name))
+        scores_TE = _called(key, name, function, given_TE)
     needed = f"scores {list(logits_TE.shape)} in float32, each 0 or more"
     if not isinstance(scores_TE, Tensor) or scores_TE.shape != logits_TE.shape or scores_TE.dtype != torch.float32:
-        raise BadInput("router.score", got=f"{_shown(scores_TE)} from {name}", needed=needed, fix="return one score for each logit")
+        raise BadInput(key, got=f"{_shown(scores_TE)} from {name}", needed=needed, fix="return one score for each logit")
     if not (scores_TE >= 0).all() or not scores_TE.isfinite().all():
         wrong = scores_TE[~((scores_TE >= 0) & scores_TE.isfinite())][0].item()
-        raise BadInput("router.score", got=f"{wrong:g} from {name}", needed=needed, fix="for example: torch.nn.functional.softplus")
+        raise BadInput(key, got=f"{wrong:g} from {name}", needed=needed, fix="for example: torch.nn.functional.softplus")
     if not scores_TE.requires_grad or torch.autograd.grad(scores_TE.square().sum(), given_TE)[0].eq(0).all():
         needed = "scores that logits can move: the router would not learn"
-        raise BadInput(
-            "router.score", got=f"scores without a gradient from {name}", needed=needed, fix="compute them by torch's operations"
-        )
-    _by_token("router.score", name, lambda some: own_scores(some, name), logits_TE)
+        raise BadInput(key, got=f"scores without a gradient from {name}", needed=needed, fix="compute them by torch's operations")
+    _check_alone(key, name, function, logits_TE)
 
 
 def _try_select(name: str, scores_TE: Tensor, k: int) -> None:
-    expert_TK = _called("router.select", name, lambda: own_choices(scores_TE, k, name))
-    needed = f"experts [{_TOKENS}, {k}] in int64"
+    key, example = "router.select", "for example: scores.topk(k).indices"
+
+    def function(rows_TE: Tensor) -> Tensor:
+        expert_TK: Tensor = loaded(key, name, arguments=2)(rows_TE, k)
+        return expert_TK
+
+    expert_TK = _called(key, name, function, scores_TE)
     if not isinstance(expert_TK, Tensor) or expert_TK.shape != (len(scores_TE), k) or expert_TK.dtype != torch.int64:
-        raise BadInput("router.select", got=f"{_shown(expert_TK)} from {name}", needed=needed, fix="for example: scores.topk(k).indices")
+        raise BadInput(key, got=f"{_shown(expert_TK)} from {name}", needed=f"experts [{_TOKENS}, {k}] in int64", fix=example)
     if not ((expert_TK >= 0) & (expert_TK < scores_TE.shape[1])).all() or any(len(set(row)) < k for row in expert_TK.tolist()):
         needed = f"different experts from 0 to {scores_TE.shape[1] - 1} for each token"
-        raise BadInput(
-            "router.select", got=f"{expert_TK[0].tolist()} from {name}", needed=needed, fix="for example: scores.topk(k).indices"
-        )
-    _by_token("router.select", name, lambda some: own_choices(some, k, name), scores_TE)
+        raise BadInput(key, got=f"{expert_TK[0].tolist()} from {name}", needed=needed, fix=example)
+    _check_alone(key, name, function, scores_TE)
 
 
-def _by_token(key: str, name: str, function: object, rows_TE: Tensor) -> None:
-    """Refuse a function if its result for a token changes with the other rows, or from call to call."""
-    assert callable(function)
-    whole = _called(key, name, lambda: function(rows_TE))
-    alone = torch.cat([_called(key, name, lambda n=n: function(rows_TE[n : n + 1])) for n in range(len(rows_TE))])  # type: ignore[misc]
+def _check_alone(key: str, name: str, function: Callable[[Tensor], Tensor], rows_TE: Tensor) -> None:
+    """Refuse a function if its result for a token changes with the other tokens, or from call to call. Raises BadInput."""
+    whole = _called(key, name, function, rows_TE)
+    alone = torch.cat([_called(key, name, function, row_1E) for row_1E in rows_TE.split(1)])
     same = torch.allclose(whole, alone, rtol=1e-5) if whole.is_floating_point() else torch.equal(whole, alone)
     if not same:
         needed = "of each token alone, and the same every time: otherwise it depends on the layout, and on tokens that come later"
         raise BadInput(key, got=f"{name}, whose result for a token depends on the others", needed=needed, fix="treat rows one by one")
 
 
-def _called(key: str, name: str, call: object) -> Tensor:
-    assert callable(call)
+def _called(key: str, name: str, function: Callable[[Tensor], Tensor], rows_TE: Tensor) -> Tensor:
     try:
-        found: Tensor = call()
+        return function(rows_TE)
     except BadInput:
         raise
     except Exception as error:
         raise BadInput(key, got=f"{name}, which raised {where(error)}", needed="a function of a few tokens", fix="mend it") from error
-    return found
 
 
 def _shown(value: object) -> str:

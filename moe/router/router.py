@@ -2,11 +2,10 @@
 
     forward = scores (with gradient) -> decide (no gradient: experts of each token, slots) -> gates (with gradient)
 
-A Decision is a small value of integers and bools, and is made once. Recomputation reuses the Decision of the first forward pass, so
-that differences in rounding cannot change the choices. Everything inside is fp32. Training noise is keyed by a token's position in the
-step; evaluation has no noise. The settings are data (moe/recipe/router_spec.py, moe/recipe/presets.py). How experts are selected is a
-method, an object of its own (moe/router/methods/); a record of routing replaces its choices (moe/nn/routing_record.py). Scores, noise
-and slots are in scores.py, noise.py and capacity.py.
+A Decision is a small value of integers and bools. Recomputation reuses the Decision of the first forward pass, so that differences in
+rounding cannot change the choices. Everything inside is fp32. Training noise is keyed by a token's position in the step; evaluation has
+no noise. The settings are data (moe/recipe/router_spec.py, moe/recipe/presets.py). Experts are selected by a method, an object of its own
+(moe/router/methods/), or taken from a record of routing (moe/nn/routing_record.py).
 Sources: Switch (arXiv 2101.03961, eq. 1-2), GShard (arXiv 2006.16668, algorithm 1).
 """
 
@@ -22,15 +21,13 @@ from torch import Tensor, nn
 from moe.kernels import choose
 from moe.nn.context import Context
 from moe.nn.linear import Norm, linear_fp32
+from moe.router.capacity import kept_choices, slots_of
 from moe.router.checks import check_spec
 from moe.router.methods.catalog import method_of
 from moe.router.methods.method import Chosen, Method, RoutingRequest
 from moe.router.noise import chance_of_choice, gumbel, jittered, noise_size, noisy_logits
-from moe.router.rehearsed import balanced_logits
 from moe.router.scores import chosen_gates, chosen_scores, probabilities, scores_of
-from moe.router.slots.capacity import kept_choices
-from moe.router.slots.slices import SequenceShards
-from moe.router.slots.slots import slots_of
+from moe.router.slices import SequenceShards
 from parallel.errors import BadInput, counted
 from parallel.fixes import Set
 from parallel.mesh.regions import in_region
@@ -42,14 +39,16 @@ if TYPE_CHECKING:
 
 # T tokens, D model, E experts, K choices
 
+_CHOSEN = 20.0  # logit in a rehearsal, far above the size of noise; experts that are not chosen get -_CHOSEN
+
 
 @dataclass(frozen=True)
 class Decision:
     """The router's choices, without gradient.
 
-    `chosen`: the experts, as the method of selection returns them. `kept_TK` bool: the choice got a slot. `capacity`: slots of an expert
-    in a group, None if dropless. `num_groups`: number of groups, equal in size, in token order; ranks that hold shards of their sequences
-    have the same number. `load_TK` int64: experts that the balance loss counts; None: the choices.
+    `chosen`: the experts, as the method of selection returns them. `kept_TK` bool: True if the choice got a slot. `capacity`: slots of an
+    expert in a group, None if dropless. `num_groups`: number of groups of consecutive tokens, equal in size; ranks that hold shards of
+    these groups have the same number. `load_TK` int64: experts that the balance loss counts instead of the chosen ones, if not None.
     """
 
     chosen: Chosen
@@ -109,13 +108,13 @@ class Router(nn.Module):
         self.expert_scale = nn.Parameter(torch.empty(num_experts)) if spec.expert_scale == "learned" else None
         self.bias_E: Tensor | None
         self.register_buffer("bias_E", None if spec.bias_rate is None else torch.zeros(num_experts))
-        self.table_VK: Tensor | None  # the experts of each token id, set if the recipe names a table: moe/recipe/hash_table.py
+        self.table_VK: Tensor | None  # the experts of each token id, from the recipe's hash_table (moe/recipe/hash_table.py)
         self.register_buffer("table_VK", None, persistent=False)
-        self.slices: SequenceShards | None = None  # set if ranks hold different shards of a group's sequences
+        self.slices: SequenceShards | None = None  # not None if groups have tokens on several ranks
 
     @property
     def method(self) -> Method:
-        """The method that selects experts."""
+        """Return the method that selects experts."""
         return method_of(self.spec)
 
     @in_region("route")
@@ -137,25 +136,13 @@ class Router(nn.Module):
             gate_TK = spec.gate_scale * gate_TK
         if self.expert_scale is not None:
             gate_TK = gate_TK * self.expert_scale.float()[chosen.expert_TK]
-        return Routing(
-            chosen.expert_TK,
-            gate_TK,
-            made.kept_TK,
-            probabilities(scores_TE, spec),
-            logits_TE,
-            made.capacity,
-            made.num_groups,
-            context.valid_T,
-            chosen.counted_TK,
-            made.load_TK,
-            chance_TE,
-        )
+        groups = (made.capacity, made.num_groups, context.valid_T, chosen.counted_TK, made.load_TK)
+        return Routing(chosen.expert_TK, gate_TK, made.kept_TK, probabilities(scores_TE, spec), logits_TE, *groups, chance_TE)
 
     def _logits(self, x_TD: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return logits [T, E] of the (jittered, normed) input, noisy logits, and each expert's probability of
-        being chosen.
+        """Return logits [T, E] of the (jittered, normed) input, these with noisy_top_k's noise, and each expert's chance to be chosen.
 
-        The noise has learned size; without it, both logits are one tensor. The probability is None unless the spec has a load loss.
+        Without this noise, both logits are the same tensor. The chances [T, E] are None unless the spec has a load loss.
         """
         spec = self.spec
         if self.training and spec.jitter:
@@ -179,7 +166,7 @@ class Router(nn.Module):
         return lambda: balanced_logits(len(x_TD), num_experts=self.num_experts, num_choices=self.spec.num_choices)
 
     def _decide(self, scores_TE: Tensor, logits_TE: Tensor, *, sequence_tokens: int, context: Context) -> Decision:
-        """Decide over whole groups. With sequence parallelism this gathers the scores of all ranks that hold their tokens: a collective."""
+        """Decide over whole groups. Collective if groups have tokens on several ranks: it gathers their scores."""
         slices = self.slices
         if slices is None:
             return self.decide(scores_TE, logits_TE, sequence_tokens=sequence_tokens, context=context)
@@ -189,24 +176,12 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def decide(self, scores_TE: Tensor, logits_TE: Tensor, *, sequence_tokens: int, context: Context) -> Decision:
-        """Return the experts of each token and the choices that get a slot, from scores and logits [T, E] fp32."""
+        """Select experts for tokens of whole groups, and keep the choices that get a slot, by scores and logits [T, E] fp32."""
         spec, tokens = self.spec, len(logits_TE)
         num_groups = self._num_groups(tokens, sequence_tokens)
         slots = slots_of(spec, tokens // num_groups, num_experts=self.num_experts, training=self.training)
-        request = RoutingRequest(
-            spec,
-            self._preferred(scores_TE, logits_TE, context),
-            scores_TE,
-            logits_TE,
-            num_groups,
-            slots,
-            self.training,
-            context,
-            self.kernels,
-            self.name,
-            self._given(context),
-            self.table_VK,
-        )
+        preferred_TE, own = self._preferred(scores_TE, logits_TE, context), (self.kernels, self.name, self._given(context), self.table_VK)
+        request = RoutingRequest(spec, preferred_TE, scores_TE, logits_TE, num_groups, slots, self.training, context, *own)
         chosen = self.method.choose(request)
         if not self.method.tokens_choose:
             assert chosen.counted_TK is not None
@@ -238,7 +213,7 @@ class Router(nn.Module):
         return preferred_TE if self.bias_E is None else preferred_TE + self.bias_E
 
     def _given(self, context: Context) -> Tensor | None:
-        """Return the experts [T, K] of a record, -1 if the router chooses; None without a record. Raises BadInput."""
+        """Return the experts [T, K] of the context's record, -1 for tokens whose experts the router chooses; None without a record."""
         if not self.method.tokens_choose and (context.record_routing or context.replay_routing):
             needed, fix = "a router whose tokens choose: here experts choose tokens", "give no record" | Set("router.select", "top_k")
             raise BadInput("record_routing or replay_routing", got=f"one with router.select {self.spec.select}", needed=needed, fix=fix)
@@ -248,7 +223,7 @@ class Router(nn.Module):
         return context.replay_routing.take(self.name, context.position_T, **sizes)
 
     def _active(self, scores_TE: Tensor, expert_TK: Tensor, context: Context) -> Tensor:
-        """Return the choices that ask for a slot, bool [T, K]: all but padding tokens' choices and declined second choices."""
+        """Return the choices that ask for a slot, bool [T, K]: all but those of padding tokens and random second ones not taken."""
         active_TK = torch.ones_like(expert_TK, dtype=torch.bool)
         if self.training and self.spec.random_second:
             gate_TK = scores_TE.gather(1, expert_TK)
@@ -257,14 +232,14 @@ class Router(nn.Module):
         return active_TK if context.valid_T is None else active_TK & context.valid_T.unsqueeze(1)
 
     def _priority(self, scores_TE: Tensor, logits_TE: Tensor, expert_TK: Tensor, context: Context) -> Tensor | None:
-        """Return each choice's priority of service [T, K], or None if queue order alone decides."""
+        """Return each choice's priority for a slot [T, K], or None if queue order alone decides."""
         spec = self.spec
         if spec.drop == "random" and self.training:
             return context.uniform(f"{self.name}.lot", expert_TK.shape[1])
         if spec.drop != "lowest_gate":
             return None
         gate_TK = chosen_scores(scores_TE, logits_TE, expert_TK, spec=spec)
-        # V-MoE serves whole tokens, by their highest gate; with queue tokens_first, each choice has its own priority
+        # V-MoE's priority is a token's highest gate, for all its choices; with queue tokens_first, it is each choice's own gate
         return gate_TK.amax(1, keepdim=True).expand_as(gate_TK) if spec.queue == "choices_first" else gate_TK
 
     def _num_groups(self, tokens: int, sequence_tokens: int) -> int:
@@ -276,10 +251,16 @@ class Router(nn.Module):
         if sequences % each == 0:
             return sequences // each
         if self.training:
-            raise BadInput(
-                "router.group",
-                got=counted(each, "sequence"),
-                needed=f"a divisor of the {sequences} given",
-                fix=Set("router.group", "sequence"),
-            )
-        return 1  # evaluation and generation may have fewer sequences than a training group
+            fix = Set("router.group", "sequence")
+            raise BadInput("router.group", got=counted(each, "sequence"), needed=f"a divisor of the {sequences} given", fix=fix)
+        return 1  # evaluation and generation may have fewer sequences than a training group, so all are one group
+
+
+def balanced_logits(tokens: int, *, num_experts: int, num_choices: int) -> Tensor:
+    """Return logits [T, E], fp32 on the CPU, by which every expert is chosen equally often: for a rehearsal, which computes no values.
+
+    Token t chooses K experts in a row from expert t K (modulo E), the first with the highest logit. For E = 6 and K = 2: 0 1, 2 3, 4 5.
+    """
+    choice_K = torch.arange(num_choices)
+    expert_TK = (torch.arange(tokens).unsqueeze(1) * num_choices + choice_K) % num_experts
+    return torch.full((tokens, num_experts), -_CHOSEN).scatter_(1, expert_TK, (_CHOSEN - choice_K / num_choices).expand(tokens, -1))

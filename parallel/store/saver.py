@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -117,16 +118,20 @@ class _Writer(threading.Thread):
                 self.done = True
         except BaseException as error:  # raised again by the main thread, because only that can end the run
             self.problem = error
+            with suppress(OSError):
+                _failed(self.folder, self.step, self.world.index).touch()
         finally:
             self.wrote.set()
 
     def _all_wrote(self) -> bool:
-        """Wait for the records of all parts. Returns False if the save was abandoned. Raises OSError if their folder is gone."""
+        """Wait for the records of all parts. Returns False if a rank failed or gave up. Raises OSError if their folder is gone."""
         missing, folder = list(range(self.world.size)), checkpoint.temporary(self.folder, self.step)
         while not self.given_up.is_set():
             missing = [rank for rank in missing if not checkpoint.record_of(folder, rank).exists()]
             if not missing:
                 return True
+            if any(_failed(self.folder, self.step, rank).exists() for rank in missing):
+                return False
             folder.stat()
             time.sleep(_LOOK_S)
         return False
@@ -147,3 +152,8 @@ class _Writer(threading.Thread):
         """Give the save up, because another rank's part will not come."""
         self.given_up.set()
         self.join()
+
+
+def _failed(folder: Path, step: int, rank: int) -> Path:
+    """Path of the mark by which a rank tells rank 0 that its part of this step will not come."""
+    return checkpoint.temporary(folder, step) / f"rank-{rank:05d}.failed"

@@ -15,7 +15,7 @@ from moe.recipe.load import load
 from moe.recipe.presets import PRESETS
 from moe.recipe.router_spec import RouterSpec
 from moe.recipe.sections import Router
-from moe.router.slots.causal import check_causal, looks_ahead, only_second_choices_look_ahead
+from moe.router.checks import check_causal, looks_ahead, only_second_choices_look_ahead
 from parallel.errors import BadInput
 from tests.support.routed import B, D, L, context, ids, layer_of, random
 

@@ -45,7 +45,7 @@ README_BLOCKS = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_t
 
 def test_recipes_page_has_every_key_with_its_default() -> None:
     rows = re.findall(r"^\| `([\w.]+\.\w+)` \| `([^`]*)` \|", (ROOT / "docs/use/recipes.md").read_text(encoding="utf-8"), flags=re.M)
-    assert [key for key, _ in rows] == known_keys()
+    assert tuple(key for key, _ in rows) == known_keys()
     assert {key: json.loads(text) for key, text in rows} == flat(Run())
 
 

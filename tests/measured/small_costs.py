@@ -25,7 +25,7 @@ from moe.model.transformer import Transformer
 from moe.nn.linear import Norm
 from moe.nn.rotary import DEFAULT, turned, turns_of
 from moe.nn.vocabulary import Rows, summed_loss
-from moe.parallelize.memory import save_memory
+from moe.parallelize.build import save_memory
 from moe.recipe.sections import Experts, Model, Recompute, Router
 from moe.records.results import write_json
 from parallel.numerics.random import uniform

@@ -172,10 +172,10 @@ def _experts_doubled(real: Any) -> Any:
 def _gate_of_all_rows(real: Any) -> Any:
     """Choices without a row have a gradient too: that of some other choice's row."""
 
-    def wrong(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, Tensor, None]:
-        rows, gate_TK, _ = real(ctx, grad_TD)
+    def wrong(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
+        rows, gate_TK, *rest = real(ctx, grad_TD)
         row_TK = ctx.plan.row_TK
-        return rows, torch.where(row_TK < 0, gate_TK.abs().mean(), gate_TK), None
+        return rows, torch.where(row_TK < 0, gate_TK.abs().mean(), gate_TK), *rest
 
     return wrong
 

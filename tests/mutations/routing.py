@@ -402,7 +402,7 @@ MUTATIONS = (
         "huggingface/transformers#37017",
         "data",
         _ONE,
-        (Edit("moe.experts.dispatch.local:Local.run", _dropped_keep_input),),
+        (Edit("moe.experts.dispatch.dispatcher:Local.run", _dropped_keep_input),),
     ),
     Mutation(
         "dropped_tokens_lose_their_residual",

@@ -272,6 +272,6 @@ MUTATIONS = (
         "THUDM/slime#1871; modelscope/ms-swift#10071",
         "sequence",
         _GROUPS,
-        (Edit("moe.router.slots.slices:SequenceShards.whole_sequences", _by_rank),),
+        (Edit("moe.router.slices:SequenceShards.whole_sequences", _by_rank),),
     ),
 )

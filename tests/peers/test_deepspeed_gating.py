@@ -19,9 +19,10 @@ from torch import Tensor
 
 from moe.nn.context import Context
 from moe.recipe import sections
-from moe.router.losses.balance import balance_loss
+from moe.recipe.router_spec import RouterSpec
+from moe.router.capacity import slots_of
+from moe.router.losses import balance_loss
 from moe.router.router import Router, Routing
-from moe.router.slots.slots import capacity
 
 # T tokens, E experts, C slots
 T, E = 100, 8
@@ -65,7 +66,8 @@ def dispatched(routing: Routing) -> Tensor:
 def test_capacity(gating: ModuleType, factor: float, minimum: int) -> None:
     for k, function in ((1, top1), (2, top2)):
         _, combine_TEC, _ = function(gating, logits_of(seed=0), factor, minimum)
-        assert combine_TEC.shape[2] == capacity(T, num_experts=E, num_choices=k, factor=factor, minimum=minimum)
+        spec = RouterSpec(num_choices=k, capacity_factor=factor, min_capacity=minimum)
+        assert combine_TEC.shape[2] == slots_of(spec, T, num_experts=E, training=True)
 
 
 @pytest.mark.parametrize("skew", [0.0, 0.4])

@@ -17,7 +17,7 @@ from moe.nn.attention import RelativeBias
 from moe.nn.context import Context
 from moe.nn.linear import Norm
 from moe.recipe import sections
-from moe.router.losses.balance import balance_loss, z_loss
+from moe.router.losses import balance_loss, z_loss
 from moe.router.router import Routing
 
 pytest.importorskip("transformers", reason="pip install moe-parallel[hf]")

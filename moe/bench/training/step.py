@@ -28,7 +28,7 @@ from moe.parallelize.build import build
 from moe.parallelize.engines import start_engine
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
-from moe.router.losses.balance import join
+from moe.router.losses import join
 from moe.train.loop.step import accumulate, finish
 from moe.train.parts.executor import Single
 from parallel.errors import BadInput, did_you_mean

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def show(flags: Show, overrides: dict[str, str]) -> int:
     from moe.plan.job.flops import size
-    from moe.recipe.described import keys_of_section
+    from moe.recipe.keys import keys_of_section
     from moe.recipe.load import load, resolved_yaml
     from moe.records.summary import count
 

@@ -1,7 +1,17 @@
-"""Converts config.json to a recipe's values, and a run to a config.json, by one table (families.py). Needs no torch.
+"""Converts config.json to a recipe's values, and a run to a config.json, by the table of keys in families.py. Needs no torch.
 
 recipe_values(config)          {"model": {...}, ...}; BadInput names the key that a recipe cannot express
 config_of(run, kind, ends=)    a config.json for transformers; convert.py reads it back to check that it describes the same model
+
+These keys must be read together:
+
+    use_sliding_window, sliding_window, layer_types        model.sliding_window, sliding_layers
+    rope_parameters, or rope_theta and rope_scaling        model.rope
+    decoder_sparse_step, mlp_only_layers                   model.moe_layers
+    first_k_dense_replace                                  model.moe_layers                                DeepSeek, GLM
+    topk_method, n_group, topk_group                       router.select, expert_groups, top_groups        DeepSeek, GLM
+
+If mscale and mscale_all_dim of YaRN are not both set, transformers multiplies cos and sin by 0.1 ln(factor) + 1.
 """
 
 from __future__ import annotations
@@ -10,24 +20,24 @@ import json
 import math
 from typing import Any
 
-from moe.convert.huggingface import deepseek, encoder_decoder
+from moe.convert.huggingface import encoder_decoder
 from moe.convert.huggingface.families import FAMILIES, HARMLESS, REQUIRED, Family, Key, Windows
 from moe.recipe.keys import flat
 from moe.recipe.sections import Model, Rope, Run
 from moe.recipe.shapes import NORM_EPS
 from parallel.errors import BadInput, some
 
-LONGEST = 4096  # limit of model.max_length in the recipe: a cache of keys is allocated for this number of tokens
+LONGEST = 4096  # limit of model.max_length in the recipe, because a cache of keys is allocated for that number of tokens
+_RIGHT_FILE = "take the config.json that belongs to the files"
 _LOWS = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
-# keys of rope_parameters without a recipe key, with the values that have no effect
+# keys of rope_parameters for which recipes have no key, with the values that have no effect
 _SILENT = {"partial_rotary_factor": (1.0,), "mscale": (0,), "mscale_all_dim": (0,), "finetuned": (True, False)}
-# (dense layers before the first with experts, groups of experts, groups that a token may use) of a config without first_k_dense_replace,
-# n_group and topk_group
-_LEADING = {"deepseek_v2": (0, 1, None), "deepseek_v3": (3, 8, 4), "glm4_moe": (1, 1, 1)}
+# (first_k_dense_replace, n_group, topk_group) of a config without these keys
+_LEADING: dict[str, tuple[int, int, int | None]] = {"deepseek_v2": (0, 1, None), "deepseek_v3": (3, 8, 4), "glm4_moe": (1, 1, 1)}
 
 
 def family_of(config: dict[str, Any]) -> Family:
-    """The family of the config's model_type. Raises BadInput for an unsupported one."""
+    """Return the family of the config's model_type. Raises BadInput for an unsupported one."""
     kind = config.get("model_type")
     if kind not in FAMILIES:
         named = ", ".join(config.get("architectures") or ()) or "no architecture"
@@ -38,15 +48,14 @@ def family_of(config: dict[str, Any]) -> Family:
 
 
 def recipe_values(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The recipe, by sections, of the model that a config.json describes. Raises BadInput for unsupported or broken values."""
+    """Return the recipe of the model that a config.json describes, section -> key -> value. Raises BadInput for unsupported values."""
     try:
         return _recipe_values(config)
     except BadInput:
         raise
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         got = f"{type(error).__name__}: {error}"
-        fix = "take the config.json that belongs to the files"
-        raise BadInput("config.json", got=got, needed="values as transformers writes them", fix=fix) from None
+        raise BadInput("config.json", got=got, needed="values as transformers writes them", fix=_RIGHT_FILE) from None
 
 
 def _recipe_values(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -55,13 +64,9 @@ def _recipe_values(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
         if config.get(key, allowed[-1]) not in allowed:
             _refuse(key, config[key], " or ".join("null" if one is None else str(one).lower() for one in dict.fromkeys(allowed)))
     values: dict[str, Any] = dict(family.always) | {key.ours: _given(key, config) for key in family.keys}
-    known = (
-        HARMLESS
-        | set(family.must)
-        | ({"partial_rotary_factor"} if family.turning is not None else set())
-        | {name for key in family.keys for name in key.theirs}
-        | set(deepseek.UNREAD if family.latent else ())
-    )
+    known = {*HARMLESS, *family.must, *(name for key in family.keys for name in key.theirs)}
+    known |= {"partial_rotary_factor"} if family.turning is not None else set()
+    known |= {"head_dim", "num_key_value_heads"} if family.latent else set()  # transformers writes both and uses neither
     for key, value in config.items():
         if key not in known and value not in (None, False, 0, [], {}, ""):
             fix = "take it out of config.json if it does not change what the model computes"
@@ -73,28 +78,27 @@ def _recipe_values(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
     longer = values["model.rope.factor"] if values["model.rope.scaling"] == "dynamic" else 1
     values["model.max_length"] = min(int(values["model.max_length"] * longer), LONGEST)
     if family.leading:
-        values |= deepseek.recipe_values(config, *_LEADING[str(config["model_type"])])
+        values |= _leading_and_groups(config)
     elif family.experts is not None:
         values |= _layers(config) if family.picks_layers else {"model.moe_every": 1}
     return nested(values)
 
 
 def config_of(run: Run, model_type: str, *, ends: int | None = None) -> dict[str, Any]:
-    """A config.json of this family with the run's values, as far as the family supports them. `ends`: id of the token that ends a text."""
+    """Return a config.json of this family with the run's values. Values that the family cannot have are left out.
+
+    `ends`: id of the token that ends a text.
+    """
     family, values = FAMILIES[model_type], flat(run) | {f"router.{key}": value for key, value in run.router}
     m = run.model
     if family.experts is not None and not any(key.ours == "experts.d_ff" for key in family.keys):
         values["model.d_ff"] = run.experts.d_ff or m.d_ff
     d_ff, counts = run.experts.d_ff or m.d_ff, sorted(set(run.experts.counts))
-    values["experts.d_ff"] = d_ff
-    values["experts.shared_d_ff"] = (run.experts.shared_d_ff or d_ff) * max(run.experts.shared, 1)
-    values["experts.num_experts"] = counts[0] if len(counts) == 1 else counts
-    values |= {
-        "model.vocab_size": run.vocab_size,
-        "model.norm_eps": m.norm_eps or NORM_EPS[m.norm],
-        "model.num_kv_heads": m.num_kv_heads or m.num_heads,
-    }
-    values |= {"model.head_size": m.head_size or m.d_model // m.num_heads, "model.scales.attention": m.logit_scale}
+    kv_heads, head_size = m.num_kv_heads or m.num_heads, m.head_size or m.d_model // m.num_heads
+    values |= {"experts.d_ff": d_ff, "experts.shared_d_ff": (run.experts.shared_d_ff or d_ff) * max(run.experts.shared, 1)}
+    values |= {"experts.num_experts": counts[0] if len(counts) == 1 else counts, "model.vocab_size": run.vocab_size}
+    values |= {"model.norm_eps": m.norm_eps or NORM_EPS[m.norm], "model.num_kv_heads": kv_heads}
+    values |= {"model.head_size": head_size, "model.scales.attention": m.logit_scale}
     if m.latent.key_rank is not None:
         size = m.latent_sizes
         values |= {"model.latent.rotary_size": size.rotary, "model.latent.value_size": size.value}
@@ -104,9 +108,9 @@ def config_of(run: Run, model_type: str, *, ends: int | None = None) -> dict[str
         config[key.theirs[0]] = back.get(values[key.ours], values[key.ours]) if back else values[key.ours]
     if family.halves:
         return config | encoder_decoder.config_of(family, run) | {"eos_token_id": ends}
-    turning = m.rope.turning(m.head_size or m.d_model // m.num_heads) if m.latent.key_rank is None else m.latent_sizes.rotary
+    turning = m.rope.turning(head_size) if m.latent.key_rank is None else m.latent_sizes.rotary
     config = {"attention_bias": False} | config | {"hidden_act": "silu", "rope_parameters": _rope_parameters(m.rope, turning)}
-    if m.rope.scaling == "dynamic":  # dynamic scaling begins at this length
+    if m.rope.scaling == "dynamic":  # transformers scales beyond this length
         config["max_position_embeddings"] = m.rope.length
     if family.turning is not None:
         config["rope_parameters"]["partial_rotary_factor"] = m.rope.fraction
@@ -116,7 +120,10 @@ def config_of(run: Run, model_type: str, *, ends: int | None = None) -> dict[str
     parameters = config["rope_parameters"]
     config |= {"rope_theta": parameters["rope_theta"]} | ({"rope_scaling": parameters} if parameters["rope_type"] != "default" else {})
     if family.leading:
-        return config | deepseek.config_of(run, model_type)
+        sparse, method = m.layers_with_experts(), "group_limited_greedy" if run.router.select == "group_limited" else "greedy"
+        config |= {"first_k_dense_replace": sparse[0] if sparse else m.num_layers, "num_key_value_heads": kv_heads}
+        config |= {"n_group": run.router.expert_groups, "topk_group": run.router.top_groups}
+        config |= {"topk_method": method} if model_type == "deepseek_v2" else {}
     if family.picks_layers:
         sparse = m.layers_with_experts()
         config |= {"decoder_sparse_step": 1, "mlp_only_layers": [i for i in range(m.num_layers) if i not in sparse]}
@@ -124,7 +131,7 @@ def config_of(run: Run, model_type: str, *, ends: int | None = None) -> dict[str
 
 
 def nested(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """{"model.rope.base": 1e4} as {"model": {"rope": {"base": 1e4}}}."""
+    """Convert dotted keys to nested ones: {"model.rope.base": 1e4} to {"model": {"rope": {"base": 1e4}}}."""
     found: dict[str, dict[str, Any]] = {}
     for key, value in values.items():
         *path, last = key.split(".")
@@ -139,9 +146,7 @@ def _given(key: Key, config: dict[str, Any]) -> Any:
     name = next((name for name in key.theirs if name in config), None)
     value = key.absent if name is None else config[name]
     if value is REQUIRED:
-        raise BadInput(
-            f"config.json: {key.theirs[0]}", got="nothing", needed="its value", fix="take the config.json that belongs to the files"
-        )
+        raise BadInput(f"config.json: {key.theirs[0]}", got="nothing", needed="its value", fix=_RIGHT_FILE)
     if isinstance(value, list | dict) or (key.values is not None and value not in key.values):
         one_of = " or ".join(json.dumps(each) for each in key.values or ())
         _refuse(key.theirs[0] if name is None else name, value, one_of or "one value for all layers")
@@ -152,7 +157,7 @@ _SLIDES = {True: "sliding_attention", False: "full_attention"}
 
 
 def _windows(family: Family, config: dict[str, Any]) -> dict[str, Any]:
-    """The recipe keys of sliding windows: no layers, all layers, or the layers that layer_types or the family's rule names."""
+    """Return the recipe's keys of sliding windows, which no layers have, all layers, or those that layer_types or the family names."""
     rule, kinds = family.windows, config.get("layer_types") or []
     count = int(config["num_hidden_layers"])
     if (rule is None or rule.layers == "every") and set(kinds) - {_SLIDES[False]}:
@@ -178,7 +183,7 @@ def _slides(rule: Windows, layer: int, border: int) -> bool:
 
 
 def _windows_of(family: Family, model: Model) -> dict[str, Any]:
-    """The keys of config.json for a model's sliding windows."""
+    """Return the keys of config.json for a model's sliding windows."""
     if family.windows is None:
         return {}
     slides = [model.window_of(layer) is not None for layer in range(model.num_layers)]
@@ -188,7 +193,7 @@ def _windows_of(family: Family, model: Model) -> dict[str, Any]:
 
 
 def _rope(config: dict[str, Any], family: Family) -> dict[str, Any]:
-    """The section model.rope, from rope_parameters (transformers 5) or rope_theta and rope_scaling (earlier versions)."""
+    """Return the section model.rope, from rope_parameters (transformers 5) or rope_theta and rope_scaling (earlier versions)."""
     given = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     kind = given.pop("rope_type", None) or given.pop("type", None) or "default"
     given.pop("type", None)
@@ -202,7 +207,7 @@ def _rope(config: dict[str, Any], family: Family) -> dict[str, Any]:
     found["scaling"] = kind
     if kind != "none":
         found["factor"] = float(given.pop("factor"))
-    if kind == "dynamic":  # dynamic scaling depends on the model's length only
+    if kind == "dynamic":  # for llama3 and yarn, rope_parameters has the length
         found["trained_length"] = int(config["max_position_embeddings"])
     if kind in _LOWS:
         found["trained_length"] = given.pop("original_max_position_embeddings", None) or config["max_position_embeddings"]
@@ -212,9 +217,8 @@ def _rope(config: dict[str, Any], family: Family) -> dict[str, Any]:
     if kind == "yarn" and not given.pop("truncate", True):
         found["whole_pairs"] = False
     if kind == "yarn" and family.latent:
-        found |= deepseek.mscales(given)
-    if kind == "yarn" and "mscale_all" not in found:
-        # factor of cos and sin: moe/nn/rotary.py
+        found |= _mscales(given)
+    if kind == "yarn" and "mscale_all" not in found:  # then moe/nn/rotary.py multiplies cos and sin by this size
         size, given_size = 0.1 * math.log(found["factor"]) + 1, given.pop("attention_factor", None)
         if given_size is not None and not math.isclose(given_size, size, rel_tol=1e-5):
             _refuse("rope_parameters.attention_factor", given_size, f"null, or {size:.7g}, which is 0.1 ln(factor) + 1")
@@ -225,7 +229,7 @@ def _rope(config: dict[str, Any], family: Family) -> dict[str, Any]:
 
 
 def _rope_parameters(rope: Rope, channels: int) -> dict[str, Any]:
-    """rope_parameters for heads with this number of rotary channels. A fixed NTK scaling is written as a larger base."""
+    """Return rope_parameters for heads with this number of rotary channels. A fixed NTK scaling is written as a larger base."""
     kind = {"none": "default", "ntk": "default"}.get(rope.scaling, rope.scaling)
     found: dict[str, Any] = {"rope_theta": rope.base_of(channels), "rope_type": kind}
     if kind != "default":
@@ -234,7 +238,29 @@ def _rope_parameters(rope: Rope, channels: int) -> dict[str, Any]:
         found["original_max_position_embeddings"] = rope.trained_length
         found |= dict(zip(_LOWS[rope.scaling], (rope.low, rope.most_turns), strict=True))
     found |= {"truncate": False} if not rope.whole_pairs else {}
-    return found | deepseek.mscales_of(rope)
+    return found | ({"mscale": rope.mscale, "mscale_all_dim": rope.mscale_all} if rope.mscale_all else {})
+
+
+def _mscales(given: dict[str, Any]) -> dict[str, float]:
+    """Take mscale and mscale_all_dim out of YaRN's parameters, and return the recipe's keys. Raises BadInput for the second alone."""
+    mscale, every = float(given.pop("mscale", None) or 0), float(given.pop("mscale_all_dim", None) or 0)
+    if every and not mscale:
+        _refuse("rope_parameters.mscale", "null", "mscale together with mscale_all_dim")
+    return {"mscale": mscale, "mscale_all": every} if mscale and every else {}
+
+
+def _leading_and_groups(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the recipe's keys for DeepSeek's dense first layers and groups of experts. Raises BadInput for groups without topk_group."""
+    kind, first = config["model_type"], config.get("first_k_dense_replace")
+    dense, groups, top = _LEADING[kind]
+    dense, groups, top = dense if first is None else int(first), config.get("n_group") or groups, config.get("topk_group") or top
+    values: dict[str, Any] = {"model.moe_layers": list(range(dense, config["num_hidden_layers"]))} if dense else {"model.moe_every": 1}
+    if groups == 1 or config.get("topk_method", "greedy" if kind == "deepseek_v2" else "noaux_tc") == "greedy":
+        return values | {"router.select": "top_k", "router.expert_groups": 1, "router.top_groups": 1}
+    if top is None:
+        needed = f"the number of the {groups} groups that a token may use"
+        raise BadInput("config.json: topk_group", got="nothing", needed=needed, fix=_RIGHT_FILE)
+    return values | {"router.select": "group_limited", "router.expert_groups": groups, "router.top_groups": top}
 
 
 def _layers(config: dict[str, Any]) -> dict[str, Any]:

@@ -25,15 +25,13 @@ import yaml
 from torch import Tensor
 
 from moe.checks.together import check_together
-from moe.convert.convert import find
+from moe.convert.convert import by_global_name, find
 from moe.convert.huggingface.config import config_of, family_of, recipe_values
-from moe.convert.huggingface.encoder_decoder import of_kind
 from moe.convert.huggingface.families import FAMILIES
 from moe.convert.huggingface.tensors import Source, by_key, write, written
 from moe.convert.huggingface.tokenizer import loaded, read_tokenizer, write_tokenizer
 from moe.data.tokenizer import Bytes
 from moe.launch import exit_codes
-from moe.model.names import global_name
 from moe.model.transformer import Transformer
 from moe.parallelize.plan import lay_out
 from moe.recipe.changes import Change, function_changes
@@ -52,7 +50,7 @@ from parallel.store.checkpoint import Piece
 from parallel.store.files import read_text, user_path
 
 PREFIX = "hf:"
-ORIGINAL_DTYPES = "dtypes.json"  # one of the kept files: the dtypes of the tensors
+ORIGINAL_DTYPES = "dtypes.json"  # name of the kept file with the dtypes that the tensors had in transformers' files
 _COME_ALONG = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "*.model",
                "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json", "chat_template.json", "*.jinja",
                "additional_chat_templates/*.jinja", "LICENSE*", "NOTICE*")  # fmt: skip
@@ -60,27 +58,21 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def shapes_of(run: Run) -> Shapes:
-    """Shapes of all parameters in a checkpoint of the run, by their names there."""
+    """Return the shapes of all parameters in a checkpoint of the run, by their names there."""
     with torch.device("meta"):
-        layouts = lay_out(Transformer(run.model, run.experts, run.router, vocab_size=run.vocab_size))
-    found: Shapes = {}
-    for name, layout in layouts.items():
-        if layout.unstack is None:
-            found[global_name(name)] = layout.shape
-        else:
-            found |= {layout.unstack.format(i): layout.shape[1:] for i in range(layout.shape[0])}
-    return found
+        model = Transformer(run.model, run.experts, run.router, vocab_size=run.vocab_size)
+    return {name: tuple(tensor.shape) for name, tensor in by_global_name(model, lay_out(model)).items()}
 
 
 def biases_of(run: Run) -> Shapes:
-    """Shapes of the routers' selection biases, which are not parameters."""
+    """Return the shapes of the routers' selection biases, which are not parameters, by their names in a checkpoint."""
     sparse = run.model.layers_with_experts() if run.router.bias_rate is not None else ()
     return {f"layers.{layer}.router.bias": (run.experts.of_layer(nth),) for nth, layer in enumerate(sparse)}
 
 
 @contextmanager
 def _whole(out: Path, what: str) -> Iterator[Path]:
-    """A temporary folder to write into. It is renamed to `out` at the end, or removed after an error."""
+    """Yield a temporary folder, which is renamed to `out` at the end, or removed after an error. `what`: the argument that names `out`."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise BadInput(what, got=f"{out}, which is not empty", needed="a new folder", fix="choose another, or remove it")
     part, made = out.with_name(f".{out.name}.partial-{os.getpid()}"), False
@@ -106,12 +98,10 @@ def to_run(source: Path, out: Path, *, overrides: Mapping[str, str]) -> list[str
     """Convert the folder `source` to the run `out`. Returns the lines to print. Raises BadInput before the run's folder exists."""
     config = _config(source)
     values = recipe_values(config)
-    length = overrides.get("model.max_length", values["model"]["max_length"])  # a longer sequence has more sentinels
+    length = overrides.get("model.max_length", values["model"]["max_length"])  # it decides the number of sentinels
     tokenizer, said = read_tokenizer(source, config, build_run(values | {"model": values["model"] | {"max_length": length}}))
-    bytes_alone = tokenizer["kind"] == Bytes.name
-    values["data"] = values.get("data", {}) | (
-        {"tokenizer": "bytes"} if bytes_alone else {"tokenizer": "bpe", "vocab_size": max(257, tokenizer["vocab_size"])}
-    )
+    read_as = {"tokenizer": "bpe", "vocab_size": max(257, tokenizer["vocab_size"])}
+    values["data"] = values.get("data", {}) | ({"tokenizer": "bytes"} if tokenizer["kind"] == Bytes.name else read_as)
     family, files = family_of(config), Source(source)
     with _whole(out, "TO_RUN") as part:
         run, origins = _recipe(part / "config.yaml", values, overrides)
@@ -141,7 +131,7 @@ def to_run(source: Path, out: Path, *, overrides: Mapping[str, str]) -> list[str
 
 
 def begin_from(source: Path, base: Path, *, recipe: str, overrides: Mapping[str, Any]) -> list[str]:
-    """Convert the folder of `--init_from hf:PATH` to the run `base`, with which another run begins. Returns the lines to print.
+    """Convert the folder of `--init_from hf:PATH` to the run `base`, whose weights the run of `recipe` then loads. Returns lines to print.
 
     An earlier conversion in `base` is replaced. Raises BadInput, before a tensor is read, if the recipe describes another model.
     """
@@ -170,11 +160,9 @@ def _config(source: Path) -> dict[str, Any]:
 
 
 def _recipe(path: Path, values: dict[str, dict[str, Any]], overrides: Mapping[str, str]) -> tuple[Run, dict[str, str]]:
-    """Return (the recipe of `values` and the command line's training keys, key -> its origin). Raises BadInput for other keys on the
-    command line.
+    """Return (the recipe of `values` with `overrides`, key -> its origin). Raises BadInput for overrides that config.json decides.
 
-    path: a temporary file through which the values are read; its name is their origin. values: section -> key -> value, from config.json.
-    overrides: the command line's keys.
+    `values`: section -> key -> value. `path`: a temporary file through which the values are read, and which names their origin.
     """
     fixed = [key for key in overrides if key in (*keys_of("shape"), *keys_of("function"), *keys_of("name"))]
     if fixed:
@@ -191,7 +179,7 @@ def _recipe(path: Path, values: dict[str, dict[str, Any]], overrides: Mapping[st
 
 
 def _take_along(source: Path, into: Path) -> None:
-    """Copy the files of the model that are not tensors."""
+    """Copy the files of a model's folder that are not tensors, such as its tokenizer and its license."""
     into.mkdir(exist_ok=True)
     for path in sorted({path for pattern in _COME_ALONG for path in source.glob(pattern) if path.is_file()}):
         target = into / path.relative_to(source)
@@ -239,12 +227,18 @@ def from_run(source: Path, out: Path, *, dtype: str | None = None) -> list[str]:
 
 
 def _dtypes(own: dict[str, torch.dtype], kinds: dict[str, str], came: Path, *, asked: str | None, trained: bool) -> dict[str, torch.dtype]:
-    """The dtype to write each tensor in: `asked` for weights, else its original dtype, else its `own` in the checkpoint."""
+    """Return the dtype in which each tensor is written: `asked` for weights, else its original dtype, else its dtype in the checkpoint.
+
+    `own`: dtypes in the checkpoint, and `kinds`: weight or EXTRA, by name. `came`: the folder of files kept from transformers, if any.
+    `trained`: the run has trained the model. All dicts are by the parameters' names.
+    """
     if asked is not None:
         return {name: DTYPES[asked] if kinds[name] == "weight" else dtype for name, dtype in own.items()}
     named = {_name(dtype): dtype for dtype in DTYPES.values()}
     config, said = loaded(came / "config.json"), loaded(came / ORIGINAL_DTYPES)
-    most = said.get("most") or ((config.get("dtype") or config.get("torch_dtype")) if trained else None)  # old runs have no list
+    most = said.get("most") or (
+        (config.get("dtype") or config.get("torch_dtype")) if trained else None
+    )  # runs of earlier versions have no dtypes.json
     default = {name: most if kinds[name] == "weight" else None for name in own}
     by_name = default | (said.get("others") or {})
     return {name: named.get(str(by_name[name]), dtype) for name, dtype in own.items()}
@@ -255,13 +249,17 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _same_config(run: Run, shapes: Shapes, kept: dict[str, Any], *, ends: int | None) -> dict[str, Any]:
-    """A config.json that describes this model: its original one, or the first that fits a family. Raises BadInput if none fits."""
+    """Return a config.json that describes this model: the original one (`kept`), or that of the first family that can. Raises BadInput.
+
+    `ends`: id of the token that ends a text.
+    """
     nearest: list[Change | str] | None = None
     ids = {key: kept[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in kept}
-    for config in ([kept] if kept else []) + [config_of(run, kind, ends=ends) | ids for kind in of_kind(run)]:
+    fitting = [kind for kind, family in FAMILIES.items() if family.halves == (run.model.kind == "encoder_decoder")]
+    for config in ([kept] if kept else []) + [config_of(run, kind, ends=ends) | ids for kind in fitting]:
         try:
             differs = _differences(run, shapes, config)
-        except BadInput:  # this family cannot have such a model, so another one is nearer
+        except BadInput:  # the family cannot have such values
             continue
         if not differs:
             return _as_long(run, shapes, config, kept)
@@ -273,7 +271,7 @@ def _same_config(run: Run, shapes: Shapes, kept: dict[str, Any], *, ends: int | 
 
 
 def _as_long(run: Run, shapes: Shapes, config: dict[str, Any], kept: dict[str, Any]) -> dict[str, Any]:
-    """The config with the longest of the original and the trained length, if the model's positions do not depend on it."""
+    """Return the config with the largest of its, the original and the trained length, if the model computes the same with it."""
     key = "max_position_embeddings"
     lengths = [config.get(key), kept.get(key), run.model.max_length]
     longest = config | {key: max(length for length in lengths if isinstance(length, int))}
@@ -281,18 +279,16 @@ def _as_long(run: Run, shapes: Shapes, config: dict[str, Any], kept: dict[str, A
 
 
 def _differences(run: Run, shapes: Shapes, config: dict[str, Any]) -> list[Change | str]:
-    """Differences between the run's model and the model of a config.json. Raises BadInput for a config that describes no supported
-    model.
-    """
+    """Return the differences between the run's model and that of a config.json. Raises BadInput if no supported model has this config."""
     other = build_run(recipe_values(config))
     theirs = shapes_of(other) | biases_of(other)
-    training = ("data.", "router.bias_rate")  # its shape shows whether there is a bias
+    training = ("data.", "router.bias_rate")  # not compared: config.json has no data, and whether there is a bias is in the shapes
     found: list[Change | str] = [change for change in function_changes(run, other) if not change.key.startswith(training)]
     return found + [f"parameter {name}" for name in sorted(shapes.keys() | theirs.keys()) if shapes.get(name) != theirs.get(name)]
 
 
 def main(source: str, to: str, *, overrides: dict[str, str], dtype: str | None = None, json: str | None = None) -> int:
-    """Convert from or to hf:PATH, depending on which of the two words begins with hf:."""
+    """Convert the folder hf:PATH to a run if `source` is one, else the run `source` to the folder `to`; print the lines of the report."""
     if source.startswith(PREFIX):
         said = to_run(user_path(source.removeprefix(PREFIX), what="hf:PATH"), Path(to), overrides=overrides)
     else:

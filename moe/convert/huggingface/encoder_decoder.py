@@ -14,16 +14,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from moe.convert.huggingface.families import FAMILIES, Family, Row
+from moe.convert.huggingface.families import Family, Row
 from moe.recipe.sections import Run
 from moe.recipe.shapes import NORM_EPS
 
-LENGTH = 512  # tokens that the encoder reads if the config has no n_positions; T5 itself has no longest length
-NO_MORE = 1e-9  # a capacity factor below one slot
+LENGTH = 512  # tokens that the encoder reads if the config has no n_positions: T5's positions have no limit, but recipes need one
+NO_MORE = 1e-9  # a capacity factor that gives less than one slot, so that router.min_capacity decides
 
 
 def for_layers(family: Family, config: dict[str, Any]) -> Family:
-    """The family with the tensor names of a model with this config's number of layers."""
+    """Return the family with the tensor names of a model with this config's numbers of layers."""
     encoder = int(config["num_layers"])
     gated = str(config.get("feed_forward_proj", "relu")).startswith("gated")
     rows = tuple(_rows(encoder, _decoder_layers(config), switch=family.experts is not None, gated=gated))
@@ -38,7 +38,7 @@ def _decoder_layers(config: dict[str, Any]) -> int:
 def _rows(encoder: int, decoder: int, *, switch: bool, gated: bool) -> Iterator[Row]:
     yield Row("shared.weight", "embedding")
     yield Row("lm_head.weight", "head.weight")
-    yield Row("shared.weight", "head.weight")  # a tied head without scaling, as transformers 5 writes T5 v1.1
+    yield Row("shared.weight", "head.weight")  # of a tied head without scaling, which transformers 5 writes for T5 v1.1
     yield Row("encoder.final_layer_norm.weight", "encoder_norm.weight")
     yield Row("decoder.final_layer_norm.weight", "norm.weight")
     for number in range(encoder + decoder):
@@ -62,15 +62,11 @@ def _rows(encoder: int, decoder: int, *, switch: bool, gated: bool) -> Iterator[
 
 
 def recipe_values(family: Family, config: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Recipe values that the table of keys cannot express. `given`: the values that it can."""
+    """Return the recipe's values that the table of keys cannot express. `given`: the values by the table, key -> value."""
     encoder, decoder = int(config["num_layers"]), _decoder_layers(config)
     length = int(config.get("n_positions") or LENGTH)
-    values: dict[str, Any] = {
-        "model.num_layers": encoder + decoder,
-        "model.encoder_layers": encoder,
-        "model.max_length": length,
-        "data.objective": "span_corruption",
-    }
+    values: dict[str, Any] = {"model.num_layers": encoder + decoder, "model.encoder_layers": encoder, "model.max_length": length}
+    values["data.objective"] = "span_corruption"
     if family.experts is None:
         return values
     sparse = _sparse(encoder, config.get("num_sparse_encoder_layers", 3))
@@ -82,18 +78,12 @@ def recipe_values(family: Family, config: dict[str, Any], given: dict[str, Any])
 
 
 def config_of(family: Family, run: Run) -> dict[str, Any]:
-    """Keys of config.json that the table of keys cannot express."""
+    """Return the keys of config.json that the table of keys cannot express."""
     m, spec = run.model, run.router
     encoder, decoder = m.decoder_begins, m.num_layers - m.decoder_begins
-    values: dict[str, Any] = {
-        "num_layers": encoder,
-        "num_decoder_layers": decoder,
-        "n_positions": m.max_length,
-        "layer_norm_epsilon": m.norm_eps or NORM_EPS[m.norm],
-        "decoder_start_token_id": 0,
-        "is_encoder_decoder": True,
-        "pad_token_id": 0,
-    }
+    values: dict[str, Any] = {"num_layers": encoder, "num_decoder_layers": decoder, "n_positions": m.max_length}
+    values |= {"layer_norm_epsilon": m.norm_eps or NORM_EPS[m.norm], "is_encoder_decoder": True}
+    values |= {"decoder_start_token_id": 0, "pad_token_id": 0}
     if family.experts is None:
         return values
     for half, layers in (("encoder", range(encoder)), ("decoder", range(encoder, m.num_layers))):
@@ -105,11 +95,6 @@ def config_of(family: Family, run: Run) -> dict[str, Any]:
 
 
 def _sparse(layers: int, count: int) -> list[int]:
-    """Indices of a half's layers with experts, by transformers' rule. It treats a count of 0 as 1."""
+    """Return the indices of a half's `count` layers with experts, by transformers' rule, which treats a count of 0 as 1."""
     step = layers // count if count > 0 else layers
     return [i for i in range(layers) if step > 0 and (i % step == 1 or step == 1)]
-
-
-def of_kind(run: Run) -> list[str]:
-    """The families that can describe the run: families with an encoder, or families without."""
-    return [kind for kind, family in FAMILIES.items() if family.halves == (run.model.kind == "encoder_decoder")]

@@ -6,9 +6,8 @@
               model.layers.{l}.mlp.experts.gate_up_proj               layers.{l}.experts.{e}.w1             half 0 of a stack [E, 2 F, D]
     FAMILIES  a key of config.json                                    a key of a recipe
 
-A family has tensor names for its experts, keys that are translated, fixed recipe values, and keys of config.json that must have one of some
-values, because no other value is supported. `theirs` is a name of transformers, `ours` a name of this project. In gated networks w1 is
-the gate projection, w3 the up projection and w2 the down projection.
+`theirs` is a name of transformers, `ours` a name of this project. In gated networks w1 is the gate projection, w3 the up projection and w2
+the down projection.
 """
 
 from __future__ import annotations
@@ -20,8 +19,10 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Row:
-    """The two names of a tensor, with `{l}` for a layer and `{e}` for an expert. `turned`: transposed in the file. `half`: 0 or 1 if the
-    file stacks gate and up projection along dim 1, or with `mixed` interleaved in the last dim.
+    """The two names of a tensor, with `{l}` for a layer and `{e}` for an expert. `turned`: transposed in the file.
+
+    `half`: 0 for the gate projection and 1 for the up projection if one tensor of the file holds both, one after the other along the first
+    dim of an expert, or with `mixed` interleaved in the last dim.
     """
 
     theirs: str
@@ -37,6 +38,10 @@ class Row:
 
 
 _LAYER, _OURS = "model.layers.{l}.", "layers.{l}."
+_ATTENTION = (
+    ("q_proj", "q"), ("k_proj", "k"), ("v_proj", "v"), ("o_proj", "out"), ("q_a_proj", "q_down"), ("q_a_layernorm", "q_down_norm"),
+    ("q_b_proj", "q_up"), ("kv_a_proj_with_mqa", "kv_down"), ("kv_a_layernorm", "kv_down_norm"), ("kv_b_proj", "kv_up"),
+)  # fmt: skip
 _NETWORK = (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2"))
 ROWS = (
     Row("model.embed_tokens.weight", "embedding"),
@@ -44,29 +49,15 @@ ROWS = (
     Row("model.norm.weight", "norm.weight"),
     Row(f"{_LAYER}input_layernorm.weight", f"{_OURS}attention_norm.weight"),
     Row(f"{_LAYER}post_attention_layernorm.weight", f"{_OURS}ffn_norm.weight"),
-    *(
-        Row(f"{_LAYER}self_attn.{a}_proj.weight", f"{_OURS}attention.{b}.weight")
-        for a, b in zip("qkvo", ("q", "k", "v", "out"), strict=True)
-    ),
+    *(Row(f"{_LAYER}self_attn.{a}.weight", f"{_OURS}attention.{b}.weight") for a, b in _ATTENTION),
     *(Row(f"{_LAYER}self_attn.{a}_proj.bias", f"{_OURS}attention.{a}_bias.weight") for a in "qkv"),
-    *(
-        Row(f"{_LAYER}self_attn.{a}.weight", f"{_OURS}attention.{b}.weight")
-        for a, b in (
-            ("q_a_proj", "q_down"),
-            ("q_a_layernorm", "q_down_norm"),
-            ("q_b_proj", "q_up"),
-            ("kv_a_proj_with_mqa", "kv_down"),
-            ("kv_a_layernorm", "kv_down_norm"),
-            ("kv_b_proj", "kv_up"),
-        )
-    ),
     Row(f"{_LAYER}self_attn.sinks", f"{_OURS}attention.sinks.weight"),
     Row(f"{_LAYER}self_attn.o_proj.bias", f"{_OURS}attention.out_bias.weight"),
     *(Row(f"{_LAYER}self_attn.{a}_norm.weight", f"{_OURS}attention.{a}_norm.weight") for a in "qk"),
     *(Row(f"{_LAYER}mlp.{a}.weight", f"{_OURS}ffn.{b}.weight") for a, b in _NETWORK),
 )
 _GRANITE = (("input_linear.weight", "experts.gate_up_proj"), ("output_linear.weight", "experts.down_proj"))
-# rows of experts, by their names in files; `stacked` is the form in memory of transformers, and of some files
+# rows of routers and experts, by the form of their names; `stacked` is the form that transformers has in memory, and some files have
 EXPERTS: dict[str, tuple[Row, ...]] = {
     "block_sparse_moe": (
         Row(f"{_LAYER}block_sparse_moe.gate.weight", f"{_OURS}router.weight"),
@@ -87,8 +78,8 @@ EXPERTS: dict[str, tuple[Row, ...]] = {
         Row(f"{_LAYER}mlp.router.bias", f"{_OURS}router.logit_bias"),
         *(Row(f"{_LAYER}mlp.experts.gate_up_proj", f"{_OURS}experts.{{e}}.{w}", half=i, mixed=True) for i, w in enumerate(("w1", "w3"))),
         *(
-            Row(f"{_LAYER}mlp.experts.gate_up_proj_bias", f"{_OURS}experts.{{e}}.{b}", half=i, mixed=True)
-            for i, b in enumerate(("b1", "b3"))
+            Row(f"{_LAYER}mlp.experts.gate_up_proj_bias", f"{_OURS}experts.{{e}}.{w}", half=i, mixed=True)
+            for i, w in enumerate(("b1", "b3"))
         ),
         Row(f"{_LAYER}mlp.experts.down_proj", f"{_OURS}experts.{{e}}.w2"),
         Row(f"{_LAYER}mlp.experts.down_proj_bias", f"{_OURS}output_bias"),
@@ -117,8 +108,9 @@ NOT_READ = ("rotary_emb.inv_freq", "coder.embed_tokens.weight", "EncDecAttention
 
 @dataclass(frozen=True)
 class Key:
-    """A key of config.json. `theirs`: its names, of which the first is written; `values`: their values to ours if they differ; `absent`:
-    the value of a config without this key, or REQUIRED.
+    """A key of config.json (`theirs`: its names, of which the first is written) and the key of a recipe with the same meaning (`ours`).
+
+    `absent`: the value if config.json has none of the names, or REQUIRED. `values`: from their values to ours; None: the same values.
     """
 
     theirs: tuple[str, ...]
@@ -134,54 +126,56 @@ def _key(theirs: str, ours: str, absent: Any = REQUIRED, values: Mapping[Any, An
     return Key(tuple(theirs.split("|")), ours, absent, values)
 
 
-_DENSE = (
-    _key("vocab_size", "model.vocab_size"),
-    _key("num_hidden_layers", "model.num_layers"),
-    _key("hidden_size", "model.d_model"),
-    _key("num_attention_heads", "model.num_heads"),
-    _key("num_key_value_heads", "model.num_kv_heads", None),
-    _key("intermediate_size", "model.d_ff"),
-    _key("max_position_embeddings", "model.max_length"),
-    _key("rms_norm_eps", "model.norm_eps"),
-    _key("tie_word_embeddings", "model.tied_embeddings", False),
-)
 _SWITCH = {None: False, False: False, True: True}
-_BIASES = tuple(_key("attention_bias", f"model.{ours}", False, _SWITCH) for ours in ("qkv_bias", "out_bias"))
-_LATENT = (
-    *(key for key in _DENSE if key.ours != "model.num_kv_heads"),
-    _key("qk_nope_head_dim", "model.head_size", 128),
-    _key("kv_lora_rank", "model.latent.key_rank", 512),
-    _key("q_lora_rank", "model.latent.query_rank", 1536),
-    _key("qk_rope_head_dim", "model.latent.rotary_size", 64),
-    _key("v_head_dim", "model.latent.value_size", 128),
-    _key("num_experts_per_tok", "router.num_choices"),
-    _key("moe_intermediate_size", "experts.d_ff"),
-)
+_GATES = {True: "before_drop", False: "as_is"}
+_DENSE = (
+    _key("vocab_size", "model.vocab_size"), _key("num_hidden_layers", "model.num_layers"), _key("hidden_size", "model.d_model"),
+    _key("num_attention_heads", "model.num_heads"), _key("num_key_value_heads", "model.num_kv_heads", None),
+    _key("intermediate_size", "model.d_ff"), _key("max_position_embeddings", "model.max_length"),
+    _key("rms_norm_eps", "model.norm_eps"), _key("tie_word_embeddings", "model.tied_embeddings", False),
+)  # fmt: skip
 _HEAD = _key("head_dim", "model.head_size", None)
-_CHOICES = (
-    _key("num_experts_per_tok", "router.num_choices"),
-    _key("router_aux_loss_coef", "router.balance_weight", 0.001),
-)
-_RENORMALISED = _key("norm_topk_prob", "router.gates", False, {True: "before_drop", False: "as_is"})
+_BIASES = tuple(_key("attention_bias", f"model.{ours}", False, _SWITCH) for ours in ("qkv_bias", "out_bias"))
+_TOP_K, _D_FF = _key("num_experts_per_tok", "router.num_choices"), _key("moe_intermediate_size", "experts.d_ff")
+_EXPERTS = _key("num_experts|num_local_experts", "experts.num_experts")
+_CHOICES = (_TOP_K, _key("router_aux_loss_coef", "router.balance_weight", 0.001))
+_RENORMALISED = _key("norm_topk_prob", "router.gates", False, _GATES)
+_LATENT = (
+    *(key for key in _DENSE if key.ours != "model.num_kv_heads"), _TOP_K, _D_FF,
+    _key("qk_nope_head_dim", "model.head_size", 128), _key("kv_lora_rank", "model.latent.key_rank", 512),
+    _key("q_lora_rank", "model.latent.query_rank", 1536), _key("qk_rope_head_dim", "model.latent.rotary_size", 64),
+    _key("v_head_dim", "model.latent.value_size", 128),
+)  # fmt: skip
+_T5 = (
+    _key("vocab_size", "model.vocab_size"), _key("d_model|hidden_size", "model.d_model"), _key("d_kv", "model.head_size"),
+    _key("d_ff", "model.d_ff"), _key("num_heads|num_attention_heads", "model.num_heads"), _key("dropout_rate", "model.dropout", 0.1),
+    _key("layer_norm_epsilon", "model.norm_eps", 1e-6), _key("tie_word_embeddings", "model.tied_embeddings", True),
+)  # fmt: skip
 _ALWAYS = {"model.ffn": "swiglu", "model.norm": "rmsnorm", "model.positions": "rotary"}
-_MUST = {
-    "hidden_act": ("silu",),
-    "mlp_bias": (False, None),
-    "clip_qkv": (None,),
-    "partial_rotary_factor": (None, 1.0),
-    "quantization_config": (None,),
-    "pretraining_tp": (1, None),
-}
-_MUST_OF_DEEPSEEK = _MUST | {"attention_bias": (False, None), "moe_layer_freq": (1, None)}
+_ALWAYS_OF_T5 = {"model.kind": "encoder_decoder", "model.norm": "rmsnorm", "model.positions": "t5"}
+_Must = Mapping[str, tuple[Any, ...]]
+_MUST: _Must = {
+    "hidden_act": ("silu",), "mlp_bias": (False, None), "clip_qkv": (None,), "partial_rotary_factor": (None, 1.0),
+    "quantization_config": (None,), "pretraining_tp": (1, None),
+}  # fmt: skip
+_MUST_OF_DEEPSEEK = {**_MUST, "attention_bias": (False, None), "moe_layer_freq": (1, None)}
+_MUST_OF_T5: _Must = {
+    "relative_attention_num_buckets": (32,), "relative_attention_max_distance": (128,), "decoder_start_token_id": (0, None),
+    "is_encoder_decoder": (True,), "quantization_config": (None,),
+}  # fmt: skip
+
+
+def _without(key: str) -> _Must:
+    return {name: values for name, values in _MUST.items() if name != key}
 
 
 @dataclass(frozen=True)
 class Windows:
-    """Which layers of a family have a sliding window if config.json has no layer_types. `layers`: `every` layer, layers `from`
-    max_window_layers on, or every `other` layer beginning with the first (below max_window_layers if that is used).
+    """The sliding windows of a family. `asked`: layers have windows only if use_sliding_window is true.
 
-    `absent`: sliding_window of a config without it. `asked`: windows are used only with use_sliding_window. layer_types is not read for
-    families with windows in every layer.
+    `layers` with a window, if config.json has no layer_types: `every` layer; layers `from` max_window_layers on; or every `other` layer
+    from the first on, with `asked` only those below max_window_layers. A family of `every` layer ignores layer_types.
+    `absent`: the window if config.json has no sliding_window.
     """
 
     layers: Literal["every", "from", "other"]
@@ -191,12 +185,12 @@ class Windows:
 
 @dataclass(frozen=True)
 class Family:
-    """One family. `experts`: a key of EXPERTS, None: dense. `always`: fixed recipe values. `must`: supported values of config.json; the
-    first is written. `picks_layers`: decoder_sparse_step and mlp_only_layers choose the layers with experts; otherwise all layers have
-    them.
+    """One family of models. `always`: recipe values that all of them have. `experts`: a key of EXPERTS; None: dense.
 
-    `base`: rope_theta of a config without it. `windows`: rule for sliding windows, None: the family has none. `turning`:
-    partial_rotary_factor of a config without it, None: all channels rotate.
+    `must`: the values that keys of config.json may have, because no others are supported; the first is written.
+    `picks_layers`: decoder_sparse_step and mlp_only_layers choose the layers with experts; otherwise all layers have them.
+    `leading`: dense layers come first, and experts may be in groups. `latent`: multi-head latent attention. `halves`: encoder and decoder.
+    `base`, `turning`: rope_theta and partial_rotary_factor if config.json has none; without `turning` all channels rotate.
     """
 
     architecture: str
@@ -204,35 +198,19 @@ class Family:
     always: Mapping[str, Any]
     experts: str | None = None
     picks_layers: bool = False
-    leading: bool = False  # dense layers come first, experts may be in groups (moe/convert/huggingface/deepseek.py)
+    leading: bool = False
     latent: bool = False
-    must: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: _MUST)
+    must: _Must = field(default_factory=lambda: _MUST)
     base: float = 10_000.0
     windows: Windows | None = None
     turning: float | None = None
-    halves: bool = False  # encoder and decoder (moe/convert/huggingface/encoder_decoder.py)
+    halves: bool = False
     rows: tuple[Row, ...] = ROWS
-    embedding: str = "model.embed_tokens.weight"
 
+    @property
+    def embedding(self) -> str:
+        return "shared.weight" if self.halves else "model.embed_tokens.weight"
 
-_T5 = (
-    _key("vocab_size", "model.vocab_size"),
-    _key("d_model|hidden_size", "model.d_model"),
-    _key("d_kv", "model.head_size"),
-    _key("d_ff", "model.d_ff"),
-    _key("num_heads|num_attention_heads", "model.num_heads"),
-    _key("dropout_rate", "model.dropout", 0.1),
-    _key("layer_norm_epsilon", "model.norm_eps", 1e-6),
-    _key("tie_word_embeddings", "model.tied_embeddings", True),
-)
-_OF_T5 = {"model.kind": "encoder_decoder", "model.norm": "rmsnorm", "model.positions": "t5"}
-_MUST_OF_T5: dict[str, tuple[Any, ...]] = {
-    "relative_attention_num_buckets": (32,),
-    "relative_attention_max_distance": (128,),
-    "decoder_start_token_id": (0, None),
-    "is_encoder_decoder": (True,),
-    "quantization_config": (None,),
-}
 
 # by model_type; a run that several families can describe is written as the first of them
 FAMILIES: dict[str, Family] = {
@@ -241,171 +219,91 @@ FAMILIES: dict[str, Family] = {
     "qwen3": Family("Qwen3ForCausalLM", (*_DENSE, _HEAD, *_BIASES), _ALWAYS | {"model.qk_norm": "heads"}, windows=Windows("from")),
     "mixtral": Family(
         "MixtralForCausalLM",
-        (
-            *_DENSE,
-            _HEAD,
-            *_CHOICES,
-            _key("num_local_experts|num_experts", "experts.num_experts"),
-            _key("router_jitter_noise", "router.jitter", 0.0),
-        ),
+        (*_DENSE, _HEAD, *_CHOICES, _key("num_local_experts|num_experts", "experts.num_experts"),
+         _key("router_jitter_noise", "router.jitter", 0.0)),
         _ALWAYS | {"router.preset": "mixtral"},
-        experts="block_sparse_moe",
-        base=1e6,
-        windows=Windows("every", absent=None, asked=False),
+        experts="block_sparse_moe", base=1e6, windows=Windows("every", absent=None, asked=False),
     ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
-        (
-            *_DENSE,
-            _HEAD,
-            *_BIASES,
-            *_CHOICES,
-            _RENORMALISED,
-            _key("num_experts|num_local_experts", "experts.num_experts"),
-            _key("moe_intermediate_size", "experts.d_ff"),
-        ),
+        (*_DENSE, _HEAD, *_BIASES, *_CHOICES, _RENORMALISED, _EXPERTS, _D_FF),
         _ALWAYS | {"model.qk_norm": "heads", "router.preset": "qwen3_moe"},
-        experts="mlp",
-        picks_layers=True,
-        windows=Windows("every"),
+        experts="mlp", picks_layers=True, windows=Windows("every"),
     ),
     "qwen2": Family("Qwen2ForCausalLM", (*_DENSE, _HEAD), _ALWAYS | {"model.qkv_bias": True}, windows=Windows("from")),
     "qwen2_moe": Family(
         "Qwen2MoeForCausalLM",
-        (
-            *_DENSE,
-            *_CHOICES,
-            _RENORMALISED,
-            _key("num_experts|num_local_experts", "experts.num_experts"),
-            _key("moe_intermediate_size", "experts.d_ff"),
-            _key("shared_expert_intermediate_size", "experts.shared_d_ff"),
-            _key("qkv_bias", "model.qkv_bias", True),
-        ),
+        (*_DENSE, *_CHOICES, _RENORMALISED, _EXPERTS, _D_FF, _key("shared_expert_intermediate_size", "experts.shared_d_ff"),
+         _key("qkv_bias", "model.qkv_bias", True)),
         _ALWAYS | {"experts.shared": 1, "experts.shared_gate": True, "router.preset": "qwen3_moe"},
-        experts="mlp",
-        picks_layers=True,
-        windows=Windows("other"),
+        experts="mlp", picks_layers=True, windows=Windows("other"),
     ),
     "olmoe": Family(
         "OlmoeForCausalLM",
-        (
-            *_DENSE,
-            *_BIASES,
-            *_CHOICES,
-            _RENORMALISED,
-            _key("num_experts|num_local_experts", "experts.num_experts"),
-            _key("clip_qkv", "model.clip_qkv", None),
-        ),
+        (*_DENSE, *_BIASES, *_CHOICES, _RENORMALISED, _EXPERTS, _key("clip_qkv", "model.clip_qkv", None)),
         _ALWAYS | {"model.qk_norm": "whole", "router.preset": "qwen3_moe"},
-        experts="mlp",
-        must={key: values for key, values in _MUST.items() if key != "clip_qkv"},
+        experts="mlp", must=_without("clip_qkv"),
     ),
     "deepseek_v3": Family(
         "DeepseekV3ForCausalLM",
-        (
-            *_LATENT,
-            _key("n_routed_experts|num_local_experts|num_experts", "experts.num_experts", 256),
-            _key("n_shared_experts", "experts.shared", 1),
-            _key("routed_scaling_factor", "router.gate_scale", 2.5),
-            _key("norm_topk_prob", "router.gates", True, {True: "before_drop", False: "as_is"}),
-            _key("rope_interleave", "model.rope.pairs", True, {None: "halves", False: "halves", True: "neighbours"}),
-        ),
+        (*_LATENT, _key("n_routed_experts|num_local_experts|num_experts", "experts.num_experts", 256),
+         _key("n_shared_experts", "experts.shared", 1), _key("routed_scaling_factor", "router.gate_scale", 2.5),
+         _key("norm_topk_prob", "router.gates", True, _GATES),
+         _key("rope_interleave", "model.rope.pairs", True, {None: "halves", False: "halves", True: "neighbours"})),
         _ALWAYS | {"router.preset": "deepseek_v3"},
-        experts="deepseek",
-        leading=True,
-        latent=True,
-        must=_MUST_OF_DEEPSEEK | {"topk_method": ("noaux_tc", None), "scoring_func": ("sigmoid", None)},
+        experts="deepseek", leading=True, latent=True,
+        must={**_MUST_OF_DEEPSEEK, "topk_method": ("noaux_tc", None), "scoring_func": ("sigmoid", None)},
     ),
     "glm4_moe": Family(
         "Glm4MoeForCausalLM",
-        (
-            *_DENSE,
-            _HEAD,
-            _key("attention_bias", "model.qkv_bias", False, _SWITCH),
-            _key("use_qk_norm", "model.qk_norm", False, {False: "none", True: "heads"}),
-            _key("num_experts_per_tok", "router.num_choices"),
-            _key("moe_intermediate_size", "experts.d_ff"),
-            _key("n_routed_experts|num_local_experts|num_experts", "experts.num_experts", 128),
-            _key("n_shared_experts", "experts.shared", 1),
-            _key("routed_scaling_factor", "router.gate_scale", 1.0),
-            _key("norm_topk_prob", "router.gates", True, {True: "before_drop", False: "as_is"}),
-        ),
+        (*_DENSE, _HEAD, _key("attention_bias", "model.qkv_bias", False, _SWITCH), _TOP_K, _D_FF,
+         _key("use_qk_norm", "model.qk_norm", False, {False: "none", True: "heads"}),
+         _key("n_routed_experts|num_local_experts|num_experts", "experts.num_experts", 128),
+         _key("n_shared_experts", "experts.shared", 1), _key("routed_scaling_factor", "router.gate_scale", 1.0),
+         _key("norm_topk_prob", "router.gates", True, _GATES)),
         _ALWAYS | {"router.preset": "deepseek_v3"},
-        experts="deepseek",
-        leading=True,
-        must={key: values for key, values in _MUST.items() if key != "partial_rotary_factor"},
-        turning=0.5,
+        experts="deepseek", leading=True, must=_without("partial_rotary_factor"), turning=0.5,
     ),
     "deepseek_v2": Family(
         "DeepseekV2ForCausalLM",
-        (
-            *_LATENT,
-            _key("n_routed_experts|num_experts", "experts.num_experts", 64),
-            _key("n_shared_experts", "experts.shared", 2),
-            _key("routed_scaling_factor", "router.gate_scale", 1.0),
-        ),
+        (*_LATENT, _key("n_routed_experts|num_experts", "experts.num_experts", 64), _key("n_shared_experts", "experts.shared", 2),
+         _key("routed_scaling_factor", "router.gate_scale", 1.0)),
         _ALWAYS | {"router.preset": "deepseek_v2", "model.rope.pairs": "neighbours"},
-        experts="deepseek",
-        leading=True,
-        latent=True,
-        must=_MUST_OF_DEEPSEEK
-        | {"topk_method": ("group_limited_greedy", "greedy"), "scoring_func": ("softmax", None), "norm_topk_prob": (False, None)},
+        experts="deepseek", leading=True, latent=True,
+        must={**_MUST_OF_DEEPSEEK, "topk_method": ("group_limited_greedy", "greedy"), "scoring_func": ("softmax", None),
+              "norm_topk_prob": (False, None)},
     ),
     "gpt_oss": Family(
         "GptOssForCausalLM",
-        (
-            *_DENSE,
-            _key("head_dim", "model.head_size", 64),
-            *(_key("attention_bias", f"model.{ours}", True, {False: False, True: True}) for ours in ("qkv_bias", "out_bias")),
-            *_CHOICES,
-            _key("num_local_experts|num_experts", "experts.num_experts"),
-            _key("swiglu_alpha", "model.swiglu.alpha", 1.702),
-            _key("swiglu_limit", "model.swiglu.limit", 7.0),
-        ),
+        (*_DENSE, _key("head_dim", "model.head_size", 64), *_CHOICES, _key("num_local_experts|num_experts", "experts.num_experts"),
+         *(_key("attention_bias", f"model.{ours}", True, {False: False, True: True}) for ours in ("qkv_bias", "out_bias")),
+         _key("swiglu_alpha", "model.swiglu.alpha", 1.702), _key("swiglu_limit", "model.swiglu.limit", 7.0)),
         _ALWAYS | {"model.attention_sinks": True, "model.swiglu.offset": 1.0, "experts.biases": True, "router.preset": "gpt_oss"},
-        experts="gpt_oss",
-        base=150_000.0,
-        windows=Windows("other", absent=128, asked=False),
+        experts="gpt_oss", base=150_000.0, windows=Windows("other", absent=128, asked=False),
     ),
     "granitemoe": Family(
         "GraniteMoeForCausalLM",
-        (
-            *_DENSE,
-            *_BIASES,
-            *_CHOICES,
-            _key("num_local_experts|num_experts", "experts.num_experts", 8),
-            _key("embedding_multiplier", "model.scales.embedding", 1.0),
-            _key("residual_multiplier", "model.scales.residual", 1.0),
-            _key("attention_multiplier", "model.scales.attention", 1.0),
-            _key("logits_scaling", "model.scales.head", 1.0),
-        ),
+        (*_DENSE, *_BIASES, *_CHOICES, _key("num_local_experts|num_experts", "experts.num_experts", 8),
+         _key("embedding_multiplier", "model.scales.embedding", 1.0), _key("residual_multiplier", "model.scales.residual", 1.0),
+         _key("attention_multiplier", "model.scales.attention", 1.0), _key("logits_scaling", "model.scales.head", 1.0)),
         _ALWAYS | {"router.preset": "mixtral"},
         experts="granite",
     ),
     "t5": Family(
         "T5ForConditionalGeneration",
         (*_T5, _key("feed_forward_proj", "model.ffn", "relu", {"relu": "relu", "gated-gelu": "geglu"})),
-        _OF_T5,
-        must=_MUST_OF_T5,
-        halves=True,
-        embedding="shared.weight",
+        _ALWAYS_OF_T5,
+        must=_MUST_OF_T5, halves=True,
     ),
     "switch_transformers": Family(
         "SwitchTransformersForConditionalGeneration",
-        (
-            *_T5,
-            _key("num_experts", "experts.num_experts", 8),
-            _key("router_jitter_noise", "router.jitter", 0.01),
-            _key("router_aux_loss_coef", "router.balance_weight", 0.001),
-            _key("router_z_loss_coef", "router.z_weight", 0.001),
-        ),
-        _OF_T5 | {"model.ffn": "relu", "router.preset": "switch"},
-        experts="switch",
-        must=_MUST_OF_T5 | {"dense_act_fn": ("relu",), "router_bias": (False,), "router_dtype": ("float32",)},
+        (*_T5, _key("num_experts", "experts.num_experts", 8), _key("router_jitter_noise", "router.jitter", 0.01),
+         _key("router_aux_loss_coef", "router.balance_weight", 0.001), _key("router_z_loss_coef", "router.z_weight", 0.001)),
+        _ALWAYS_OF_T5 | {"model.ffn": "relu", "router.preset": "switch"},
+        experts="switch", must={**_MUST_OF_T5, "dense_act_fn": ("relu",), "router_bias": (False,), "router_dtype": ("float32",)},
         halves=True,
-        embedding="shared.weight",
     ),
-}
+}  # fmt: skip
 # keys without an effect on the computation
 _HARMLESS = """
     architectures model_type dtype torch_dtype transformers_version _name_or_path bos_token_id eos_token_id pad_token_id initializer_range

@@ -28,28 +28,31 @@ from parallel.mesh.layout import Box
 from parallel.store.files import read_text, usual_mode
 from parallel.store.stored import TensorFile, finite
 
-FILE_BYTES = 2**29  # bytes of tensors in a file before another file begins; tensors of the file being written are in memory twice
+FILE_BYTES = 2**29  # largest size of a file with several tensors; the tensors of the file being written are in memory twice
 Shape = tuple[int, ...]
 _OTHERS = ("*.bin", "*.pt", "*.pth", "*.gguf")
 
 
 @dataclass(frozen=True)
 class Location:
-    """The location of a parameter in the files: key of the tensor, expert in it, and whether it is transposed."""
+    """A parameter in the files: `key` of the tensor that holds it, and `expert`, its index in a stack of experts, if it is in one.
+
+    `row` says how the tensor holds it: whether it is transposed, and one half of the tensor.
+    """
 
     row: Row
     key: str
     expert: int | None = None
 
     def whole(self, shape: Shape, experts: int) -> Shape:
-        """Shape of the file's tensor for a parameter of this shape."""
+        """Return the shape of the file's tensor that holds a parameter of this shape."""
         there = list(shape[::-1] if self.row.turned else shape)
         if self.row.half is not None:
             there[-1 if self.row.mixed else 0] *= 2
         return (experts, *there) if self.row.stacked else tuple(there)
 
     def box(self, shape: Shape) -> Box:
-        """The parameter's region of the file's tensor."""
+        """Return the region of the file's tensor that holds a parameter of this shape; of an interleaved tensor, both halves."""
         there = shape[::-1] if self.row.turned else shape
         if not self.row.stacked:
             return tuple(slice(0, n) for n in there)
@@ -61,15 +64,18 @@ class Location:
         return (mine, slice(first, first + there[0]), *(slice(0, n) for n in there[1:]))
 
     def of_box(self, read: Tensor) -> Tensor:
-        """The parameter as a view of that region."""
+        """Return the parameter as a view of the region `box`, which was read."""
         read = read[0] if self.row.stacked else read
         read = read[..., self.row.half :: 2] if self.row.mixed else read
         return read.t() if self.row.turned else read
 
 
 def locations(name: str, family: Family, *, stacked: bool = True) -> Iterator[Location]:
-    """The possible locations of a parameter, by its name in checkpoints. The first is the one that is written."""
-    kinds = [] if family.experts is None else [family.experts, "shared", "stacked"] if stacked else [family.experts, "shared"]
+    """Yield the possible locations of a parameter, given its name in checkpoints. The first is the one that is written.
+
+    `stacked`: also in a stack of experts, for families that write each expert by itself.
+    """
+    kinds = [] if family.experts is None else [family.experts, "shared", *["stacked"] * stacked]
     for row in (*family.rows, *(row for kind in kinds for row in EXPERTS[kind])):
         found = _pattern(row.ours).fullmatch(name)
         if found is not None:
@@ -84,11 +90,14 @@ def _pattern(ours: str) -> re.Pattern[str]:
 
 @dataclass
 class Source:
-    """The tensors of the files in a folder, by key. Raises BadInput if there are no such files, or a damaged one."""
+    """The safetensors files of a folder. Raises BadInput if there are none, or a damaged one.
+
+    `files`: the file of each tensor, by key. `found` and `shapes`: location and shape of each parameter, by name, once `check` was called.
+    """
 
     folder: Path
     files: dict[str, TensorFile] = field(default_factory=dict)
-    found: dict[str, Location] = field(default_factory=dict)  # location of each parameter
+    found: dict[str, Location] = field(default_factory=dict)
     shapes: Mapping[str, Shape] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -131,26 +140,21 @@ class Source:
         left = [key for key in self.files if key not in used and not key.endswith(NOT_READ)]
         if left:
             more = f" and {len(left) - 1} more" if len(left) > 1 else ""
-            raise BadInput(
-                f"tensor {left[0]}{more}",
-                got="it in the files",
-                needed="only tensors with a parameter in the recipe's model",
-                fix="this model is not covered: see docs/use/huggingface.md",
-            )
+            needed, fix = "only tensors with a parameter in the recipe's model", "this model is not covered: see docs/use/huggingface.md"
+            raise BadInput(f"tensor {left[0]}{more}", got="it in the files", needed=needed, fix=fix)
         if tied and "lm_head.weight" in self.files and not self._read("lm_head.weight").equal(self._read(family.embedding)):
             got = f"another matrix than {family.embedding} with tie_word_embeddings"
             raise BadInput("tensor lm_head.weight", got=got, needed="the same", fix="set tie_word_embeddings to false in config.json")
 
     def dtypes(self) -> dict[str, Any]:
-        """The dtype of most parameters, and of the others by name. Call `check` first."""
-        found = {
-            name: str(self.files[location.key].places[location.key].dtype).removeprefix("torch.") for name, location in self.found.items()
-        }
+        """Return {"most": the dtype of most parameters, "others": dtypes of the others by name}. Call `check` first."""
+        places = {name: self.files[location.key].places[location.key] for name, location in self.found.items()}
+        found = {name: str(place.dtype).removeprefix("torch.") for name, place in places.items()}
         most = Counter(found.values()).most_common(1)[0][0]
         return {"most": most, "others": {name: dtype for name, dtype in found.items() if dtype != most}}
 
     def tensor(self, name: str) -> Tensor:
-        """One parameter in the dtype of its file. Raises BadInput for numbers that are not finite."""
+        """Return a parameter in the dtype of its file. Raises BadInput for numbers that are not finite. Call `check` first."""
         location, shape = self.found[name], self.shapes[name]
         read = self.files[location.key].read(location.key, location.box(shape))
         if not read.is_floating_point() or not finite(read):
@@ -164,20 +168,22 @@ class Source:
 
 
 def _of_the_model(folder: Path) -> list[Path]:
-    """The files that the index names, or all if it cannot be read. Leaves out Mistral's second copy (consolidated*.safetensors)."""
+    """Return the files that the index names, or all if it cannot be read, but not Mistral's second copy (consolidated*.safetensors)."""
     paths = sorted(folder.glob("*.safetensors"))
     try:
         named = set(json.loads(read_text(folder / "model.safetensors.index.json"))["weight_map"].values())
     except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
         named = set()
-    if "model.safetensors" not in named and (folder / "model.safetensors").is_file():  # both forms exist, so the index is ignored
+    if (
+        "model.safetensors" not in named and (folder / "model.safetensors").is_file()
+    ):  # one file has all tensors, so the index is of another copy
         named = set()
     chosen = [path for path in paths if path.name in named]
     return chosen or [path for path in paths if not path.name.startswith("consolidated")] or paths
 
 
 def _experts(shapes: Mapping[str, Shape]) -> dict[str, int]:
-    """The number of experts of each layer, by the layer's name."""
+    """Return the number of experts of each layer with experts, by the layer's name."""
     found: dict[str, int] = {}
     for name in shapes:
         layer, inside, rest = name.partition(".experts.")
@@ -187,7 +193,7 @@ def _experts(shapes: Mapping[str, Shape]) -> dict[str, int]:
 
 
 def by_key(names: Iterable[str], family: Family) -> dict[str, list[str]]:
-    """The parameters that each tensor of the files holds, by the tensor's key."""
+    """Return the names of the parameters that each tensor of the files holds, by the tensor's key."""
     found: dict[str, list[str]] = {}
     for name in names:
         found.setdefault(_written(name, family).key, []).append(name)
@@ -195,7 +201,7 @@ def by_key(names: Iterable[str], family: Family) -> dict[str, list[str]]:
 
 
 def written(names: Sequence[str], family: Family, shapes: Mapping[str, Shape], read: Callable[[str], Tensor]) -> Tensor:
-    """One tensor of the files, assembled from its parameters, which `read` returns one at a time."""
+    """Return a tensor for the files, assembled from the parameters `names`; `read` returns a parameter by name."""
     experts, out = _experts(shapes), None
     for name in names:
         tensor, location = read(name), _written(name, family)
@@ -223,14 +229,14 @@ def write(folder: Path, tensors: Iterable[tuple[str, Tensor]], sizes: Sequence[i
         with usual_mode(folder / name):
             save_file(held, folder / name, metadata={"format": "pt"})
         index |= dict.fromkeys(held, name)
-        held.clear()  # freed before the next file's tensors are read
+        held.clear()  # so that tensors of two files are never in memory together
     if len(counts) > 1:
         about = {"metadata": {"total_size": sum(sizes)}, "weight_map": index}
         (folder / "model.safetensors.index.json").write_text(json.dumps(about, indent=2) + "\n")
 
 
 def _tensors_of_files(sizes: Sequence[int]) -> list[int]:
-    """The number of tensors in each file."""
+    """Return the number of tensors for each file, given the bytes of each tensor."""
     counts, held = [0], 0
     for size in sizes:
         if counts[-1] and held + size > FILE_BYTES:

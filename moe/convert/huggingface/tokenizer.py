@@ -1,6 +1,6 @@
 """Converts tokenizer.json to the tokenizer of a run, and back, with an encoder's sentinel tokens.
 
-read_tokenizer(folder, config, run)    the description of the tokenizer, or of plain bytes with a line that gives the reason
+read_tokenizer(folder, config, run)    the tokenizer's description, or that of plain bytes with a line that gives the reason
 write_tokenizer(folder, described)     writes tokenizer.json and tokenizer_config.json if the model came without them
 """
 
@@ -18,7 +18,7 @@ from parallel.store.files import read_text
 
 
 def read_tokenizer(source: Path, config: dict[str, Any], run: Run) -> tuple[dict[str, Any], list[str]]:
-    """The description of the model's tokenizer, or of plain bytes if it cannot be used; and the lines to print."""
+    """Return (the description of the model's tokenizer, or of plain bytes if it cannot be used; the lines to print)."""
     room = run.vocab_size - run.num_sentinels
     held = f"a vocabulary of {run.vocab_size}{f' with {run.num_sentinels} sentinels' if run.num_sentinels else ''}"
     try:
@@ -26,12 +26,12 @@ def read_tokenizer(source: Path, config: dict[str, Any], run: Run) -> tuple[dict
             raise BadInput("tokenizer.json", got="no such file", needed="", fix="")
         content = json_text.loads(read_text(source / "tokenizer.json"))
         known = (content.get("model") or {}).get("vocab") or () if isinstance(content, dict) else ()
-        if len(known) > room:  # checked before the library sorts millions of ids
+        if len(known) > room:  # checked here, because the library is slow with millions of ids
             raise BadInput("tokenizer.json", got=f"{len(known)} ids for {held}", needed="", fix="")
         content = _without_sentinels(content, run)
         if _is_bytes(content, _ends(source, config)):
             return Bytes().describe(), []
-        made = Given.read(content, _ends(source, config))
+        made = Given(content, _ends(source, config))
         if made.vocab_size > room:
             raise BadInput("tokenizer.json", got=f"{made.vocab_size} ids for {held}", needed="", fix="")
         return made.describe(), _other_sentinels(content, run)
@@ -42,18 +42,18 @@ def read_tokenizer(source: Path, config: dict[str, Any], run: Run) -> tuple[dict
 
 
 def _is_bytes(tokenizer: dict[str, Any], ends: int | None) -> bool:
-    """Whether this is the tokenizer.json that a run of plain bytes is written with."""
+    """Return whether this is the tokenizer.json of plain bytes that `write_tokenizer` writes."""
     plain = Bytes.for_others()
     return ends == Bytes.separator and all(tokenizer.get(part) == plain[part] for part in ("model", "normalizer", "pre_tokenizer"))
 
 
 def _sentinels(run: Run) -> dict[int, str]:
-    """Ids of the sentinels, ascending, and their names in transformers."""
+    """Return the text of each sentinel in transformers, by its id, ascending."""
     return {run.vocab_size - 1 - n: f"<extra_id_{n}>" for n in reversed(range(run.num_sentinels))}
 
 
 def _with_sentinels(tokenizer: dict[str, Any], run: Run, separator: int, ends: str) -> dict[str, Any]:
-    """The run's tokenizer.json for an encoder-decoder: with sentinels, and with texts ended as in training."""
+    """Return a tokenizer.json with the run's sentinels, which ends each text with the token `ends`, of the id `separator`."""
     form = {"special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     added = [{"id": i, "content": spelled} | form for i, spelled in _sentinels(run).items()]
     text, end = {"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": ends, "type_id": 0}}
@@ -65,25 +65,24 @@ def _with_sentinels(tokenizer: dict[str, Any], run: Run, separator: int, ends: s
 
 
 def _without_sentinels(tokenizer: dict[str, Any], run: Run) -> dict[str, Any]:
-    """The tokenizer without sentinels whose ids are those of this run, because texts do not contain them."""
+    """Return the tokenizer without the sentinels that the run adds itself: those with the same ids as the run's."""
     added, ours = tokenizer.get("added_tokens") or (), _sentinels(run)
     return tokenizer | {"added_tokens": [token for token in added if ours.get(token.get("id")) != token.get("content")]}
 
 
 def _other_sentinels(tokenizer: dict[str, Any], run: Run) -> list[str]:
-    """A line if the tokenizer's sentinels have other ids than the run's, as with a padded vocabulary."""
+    """Return a line if the tokenizer's sentinels have other ids than the run's, such as in front of the padding of a vocabulary."""
     added = tokenizer.get("added_tokens") or ()
     theirs = next((token.get("id") for token in added if token.get("content") == "<extra_id_0>"), None)
     last = run.vocab_size - 1
     if not run.num_sentinels or theirs in (None, last):
         return []
-    return [
-        f"<extra_id_0> is {theirs} in the tokenizer and {last}, the vocabulary's last id, in the run: other ids than before replace spans"
-    ]
+    ids = f"<extra_id_0> is {theirs} in the tokenizer and {last}, the vocabulary's last id, in the run"
+    return [f"{ids}: other ids than before replace spans"]
 
 
 def _ends(source: Path, config: dict[str, Any]) -> int | None:
-    """The id that ends a text, from config.json or generation_config.json; None if neither has one."""
+    """Return the id that ends a text, from config.json or generation_config.json; None if neither has one."""
     for found in (config, loaded(source / "generation_config.json")):
         ends = found.get("eos_token_id")
         ends = ends[0] if isinstance(ends, list) and ends else ends
@@ -93,9 +92,10 @@ def _ends(source: Path, config: dict[str, Any]) -> int | None:
 
 
 def write_tokenizer(part: Path, described: dict[str, Any], *, came: bool, run: Run) -> list[str]:
-    """Write the tokenizer files that are missing. Returns the lines to print.
+    """Write tokenizer.json and tokenizer_config.json into the folder `part` if it has none. Returns the lines to print.
 
-    `came`: the model came from files of transformers. If the run then reads bytes, its tokenizer could not be used, and none is written.
+    `described`: the run's tokenizer. `came`: the model came from transformers; if such a run reads bytes, the model's tokenizer could
+    not be used, and none is written.
     """
     tokenizer = load_tokenizer(described)
     if isinstance(tokenizer, Ids) or (came and isinstance(tokenizer, Bytes)):
@@ -105,7 +105,9 @@ def write_tokenizer(part: Path, described: dict[str, Any], *, came: bool, run: R
     ends = tokenizer.token_bytes[tokenizer.separator].decode()
     if not (part / "tokenizer.json").is_file():
         model = tokenizer.for_others() if isinstance(tokenizer, Bytes) else described["model"]
-        if run.num_sentinels and tokenizer.vocab_size + run.num_sentinels == run.vocab_size:  # the library gives added tokens the next ids
+        if (
+            run.num_sentinels and tokenizer.vocab_size + run.num_sentinels == run.vocab_size
+        ):  # ids follow, as the library needs for added tokens
             model = _with_sentinels(model, run, tokenizer.separator, ends)
         (part / "tokenizer.json").write_text(json_text.dumps(model, ensure_ascii=False) + "\n")
     if not (part / "tokenizer_config.json").is_file():
@@ -115,7 +117,7 @@ def write_tokenizer(part: Path, described: dict[str, Any], *, came: bool, run: R
 
 
 def loaded(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; {} if the file cannot be read or holds no object."""
+    """Return the object in a JSON file; {} if the file cannot be read or holds no object."""
     try:
         found = json_text.loads(read_text(path))
     except (OSError, ValueError, RecursionError):

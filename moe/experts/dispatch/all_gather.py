@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from moe.experts.dispatch.network import Dropout
     from moe.experts.experts import Experts
-    from moe.kernels import Plan
+    from moe.kernels.rows import Plan
     from moe.router.router import Routing
 
 # T tokens here, A tokens of all ranks (each padded to the longest), D model, K choices, E experts, R rows
@@ -37,8 +37,8 @@ class AllGather(Dispatcher):
             return Message("ep", "reduce_scatter", load.ranks * load.tokens * 4 * numbers, load.ranks, calls=calls)
 
         longest = Message("ep", "all_reduce", 16, load.ranks)
-        decisions = gather((4 + 8) * load.choices, calls=2)  # gates fp32, places int64
-        back = (gather(4 * load.width), sums(load.width + load.choices, calls=2))  # of tokens and of gates
+        decisions = gather((4 + 8) * load.choices, calls=2)  # bytes of a choice: its gate in fp32, its expert's place in int64
+        back = (gather(4 * load.width), sums(load.width + load.choices, calls=2))  # sums: gradients of tokens and of gates
         return Traffic((longest, decisions), (gather(load.row_bytes), sums(load.width)), back)
 
     def open(self, mesh: Mesh, sizes: Sizes) -> Exchange:
@@ -52,7 +52,7 @@ class Gathered(Exchange):
         from moe.experts.dispatch.network import compute
         from parallel.mesh.collectives import max_over, reduce_scatter
 
-        tokens, choices = routing.expert_TK.shape  # with expert choice, K can differ between ranks
+        tokens, choices = routing.expert_TK.shape  # if experts choose, K differs between ranks, so all pad to the largest K
         longest, most = max_over(torch.tensor([tokens, choices], device=x_TD.device), self.axis).tolist()
         x_AD = self.gathered(x_TD, longest)
         gate_AK = self.gathered(routing.gate_TK, longest, wider=most - choices)
@@ -65,7 +65,7 @@ class Gathered(Exchange):
         return reduce_scatter(partial_AD, self.axis)[:tokens].to(x_TD.dtype)
 
     def gathered(self, values_T: Tensor, longest: int, *, wider: int = 0) -> Tensor:
-        """Gather the ranks' values [T, ...], each padded to `longest` tokens and by `wider` numbers a token."""
+        """Gather the ranks' values [T, ...], each padded to `longest` tokens, and each token's numbers by `wider` zeros: [A, ...]."""
         import torch.nn.functional as F
 
         from parallel.mesh.collectives import all_gather
@@ -75,7 +75,7 @@ class Gathered(Exchange):
         return all_gather(F.pad(values_T, missing) if any(missing) else values_T, self.axis)
 
     def _places(self, routing: Routing) -> Tensor:
-        """Return each choice's place + 1. 0 means dropped, or padding of ranks with fewer tokens."""
+        """Return 1 + the place of each choice's expert (placement.py), and 0 for a dropped choice, as for the padding of shorter ranks."""
         from moe.experts.dispatch.placement import place_of
 
         place_TK = place_of(routing.expert_TK, num_experts=routing.probs_TE.shape[1], placement=self.placement)

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from moe.experts.dispatch.all_gather import AllGather
 from moe.experts.dispatch.all_to_all import AllToAll
-from moe.experts.dispatch.dispatcher import Dispatcher, Exchange, Sizes
+from moe.experts.dispatch.dispatcher import Dispatcher, Exchange, Local, Sizes
 from moe.experts.dispatch.hierarchical import Hierarchical
-from moe.experts.dispatch.local import Local
 from moe.experts.dispatch.padded import Padded
 from moe.recipe.plugin import is_plugin, load_plugin
 from parallel.errors import BadInput
@@ -23,7 +22,7 @@ PLAIN = AllToAll.name
 
 
 class Own(AllToAll):
-    """A user's own, named in the recipe as `module:name`. Recipes are checked and planned without its code, as an all_to_all."""
+    """A user's own dispatcher, named in the recipe as `module:name`. Checks and the planner treat it as all_to_all, without its code."""
 
     name = "module:name"
     reads = {}
@@ -37,7 +36,7 @@ class Own(AllToAll):
 
 
 def dispatcher_of(settings: sections.Dispatch) -> Dispatcher:
-    """Return the dispatcher of a recipe's section."""
+    """Return the dispatcher that a recipe's section names."""
     return Own(settings) if is_plugin(settings.kind) else DISPATCHERS.get(settings.kind, AllToAll)(settings)
 
 
@@ -47,12 +46,8 @@ def check_dispatch(settings: sections.Dispatch, *, ranks: int, held: int) -> Non
     for key, reason, name in [(key, reason, other.name) for other in DISPATCHERS.values() for key, reason in other.reads.items()]:
         value, default = getattr(settings, key), type(settings).model_fields[key].default
         if value != default and key not in dispatcher.reads:
-            raise BadInput(
-                f"dispatch.{key}",
-                got=f"{value} with dispatch.kind={settings.kind}",
-                needed=f"{written(default)}: {reason}",
-                fix=Set("dispatch.kind", name) | Set(f"dispatch.{key}", default),
-            )
+            got, needed = f"{value} with dispatch.kind={settings.kind}", f"{written(default)}: {reason}"
+            raise BadInput(f"dispatch.{key}", got=got, needed=needed, fix=Set("dispatch.kind", name) | Set(f"dispatch.{key}", default))
     dispatcher.check(ranks=ranks, held=held)
 
 
@@ -64,11 +59,11 @@ def open_exchange(settings: sections.Dispatch, mesh: Mesh, sizes: Sizes) -> Exch
 
 
 def examples() -> dict[str, dict[str, Any]]:
-    """Return the rows of `moe verify`: name -> the section `dispatch`."""
+    """Return the dispatchers that `moe verify` compares: name of the row -> keys of the section `dispatch`."""
     found = {row: {"kind": d.name, **keys} for d in DISPATCHERS.values() for row, keys in (d.examples or {d.name: {}}).items()}
     return {row: found[row] for row in sorted(found, key=lambda row: row not in DISPATCHERS)}
 
 
 def rows_for(ep: int) -> list[str]:
-    """Return the rows that `ep` ranks can tell from others: one if a rank holds all experts."""
+    """Return the names of `examples` that differ from each other on `ep` ranks: one if a rank holds all experts."""
     return [row for row, section in examples().items() if ep >= DISPATCHERS[section["kind"]].least_ranks] or [PLAIN]

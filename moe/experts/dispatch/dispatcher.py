@@ -6,10 +6,9 @@
 
 All give the same results. Memory is proportional to routed rows (tokens * choices * width). Source: GShard (arXiv 2006.16668).
 
-Everything that other code must know of a dispatcher is asked of its object: checks, planner, `moe verify` and benches have no list of
-names. A new dispatcher is a file here, a line in catalog.py, and its name and keys in moe/recipe/sections.py. Collectives of other
-libraries are counted and announced by `count` of parallel/mesh/collectives.py. Recipes are checked before torch is loaded, so these files
-import it inside functions.
+Checks, planner, `moe verify` and benches ask the object, and have no list of names. A new dispatcher is a file here, a line in catalog.py,
+and its name and keys in moe/recipe/sections. It counts the collectives of other libraries by `count` of parallel/mesh/collectives.py.
+Recipes are checked before torch is loaded, so these files import it inside functions.
 """
 
 from __future__ import annotations
@@ -17,14 +16,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 from parallel.mesh.mesh import Axis, Mesh
 from parallel.mesh.traffic import Load, Traffic
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
     from torch import Tensor
 
     from moe.experts.dispatch.network import Dropout
@@ -38,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class Sizes(NamedTuple):
-    """Sizes of a model's MoE layers: `width` of a row, the largest number of `experts`, `choices` of a token. `kernels`: their module."""
+    """Sizes of a model's MoE layers: `width` of a row, the largest number of `experts`, `choices` of a token. `kernels`: of moe.kernels."""
 
     width: int
     experts: int
@@ -50,8 +48,9 @@ class Sizes(NamedTuple):
 class Dispatcher(ABC):
     """One way to send rows, with the recipe's section `dispatch`. The attributes are facts that other code asks for.
 
-    `about`: when to use it, for tables. `reads`: keys of `dispatch` that no other dispatcher reads, each with the reason. `examples`: rows
-    of `moe verify`, name -> keys of `dispatch` (none: one row of its own name). `least_ranks`: of ep, below which it is another dispatcher.
+    `about`: when to use it, shown in tables. `reads`: keys of `dispatch` that no other dispatcher reads -> the reason. `examples`: name of
+    each row that `moe verify` has for it -> keys of `dispatch`; empty: one row, by the dispatcher's name. `least_ranks`: smallest ep for
+    which it differs from the other dispatchers.
     """
 
     settings: sections.Dispatch
@@ -64,17 +63,15 @@ class Dispatcher(ABC):
 
     @property
     def chunks(self) -> int:
-        """Number of chunks in which a rank computes its experts, one call each."""
+        """Return the number of chunks into which a rank's experts are cut, each computed by a call of its own."""
         return 1
 
     def check(self, *, ranks: int, held: int) -> None:  # noqa: B027  most refuse nothing
-        """Refuse settings with which it cannot work on `ranks` ranks of ep with `held` experts each. Raises BadInput."""
+        """Refuse settings with which this dispatcher cannot work on `ranks` ranks of ep with `held` experts each. Raises BadInput."""
 
     @abstractmethod
     def traffic(self, load: Load) -> Traffic:
-        """Return the messages that this dispatcher sends in one layer for `load`, one rank's tokens and rows. Messages that only dropout
-        inside the experts needs are left out.
-        """
+        """Return the messages that one layer sends for `load`, one rank's tokens and rows, if there is no dropout inside the experts."""
 
     @abstractmethod
     def open(self, mesh: Mesh, sizes: Sizes) -> Exchange:
@@ -83,10 +80,10 @@ class Dispatcher(ABC):
 
 @dataclass(frozen=True)
 class Exchange(ABC):
-    """An opened dispatcher, for all layers of a model or, from `layer`, for one of them.
+    """An opened dispatcher, for all layers of a model or, from `layer`, for one of them. It keeps nothing between calls but buffers.
 
-    `axes`: over which rows are sent. `etp`: the axis that shares each expert's matrices. `placement`: the expert at each place (None:
-    expert p at place p); rank i of ep holds the i-th chunk of places. It keeps nothing between calls but buffers.
+    `axes`: those over which rows are sent. `etp`: the axis over which each expert's matrices are sharded. `placement`: the expert at each
+    place (None: expert p at place p), where rank i of ep holds the i-th chunk of places (placement.py).
     """
 
     axes: tuple[Axis, ...] = ()
@@ -110,3 +107,15 @@ class Exchange(ABC):
     @abstractmethod
     def run(self, x_TD: Tensor, routing: Routing, experts: Experts, *, dropout: Dropout | None = None) -> Tensor:
         """Sum gate * expert(x) over each token's kept choices: [T, D] in x's dtype. A token without kept choices gets zeros."""
+
+
+class Local(Exchange):
+    """The exchange of a rank that holds all experts, whatever the recipe's dispatcher: one fused kernel call, and nothing is sent."""
+
+    def run(self, x_TD: Tensor, routing: Routing, experts: Experts, *, dropout: Dropout | None = None) -> Tensor:
+        from moe.experts.experts import Routed
+
+        plan = experts.kernels.plan(routing.expert_TK, routing.kept_TK, num_experts=routing.probs_TE.shape[1])
+        dropped_RF = None if dropout is None else dropout.scale(dropout.position_T[plan.token_R])
+        out: Tensor = experts(x_TD, counts=Routed(routing.gate_TK, plan), dropped_RF=dropped_RF)
+        return out

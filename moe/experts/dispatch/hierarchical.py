@@ -30,12 +30,9 @@ class Hierarchical(Dispatcher):
     def check(self, *, ranks: int, held: int) -> None:
         size = self.settings.node_size
         if size is None:
-            raise BadInput(
-                "dispatch.node_size",
-                got="null with dispatch.kind=hierarchical",
-                needed="how many ranks of the ep axis share a node",
-                fix=Set("it", *divisors(ranks)) | Set("dispatch.kind", "all_to_all"),
-            )
+            got, needed = "null with dispatch.kind=hierarchical", "how many ranks of the ep axis share a node"
+            fix = Set("it", *divisors(ranks)) | Set("dispatch.kind", "all_to_all")
+            raise BadInput("dispatch.node_size", got=got, needed=needed, fix=fix)
         if ranks > 1 and ranks % size:
             needed = f"a divisor of degrees.ep={ranks}"
             raise BadInput("dispatch.node_size", got=size, needed=needed, fix=Set("it", *divisors(ranks)))

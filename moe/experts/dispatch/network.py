@@ -1,4 +1,4 @@
-"""The networks of held experts on rows that arrived: with whole matrices, or with matrices that are split over etp.
+"""Applies the held experts to the rows that arrived: with whole matrices, or with matrices that are split over the axis etp.
 
     rows_RD of each etp rank --all-gather--> rows of all, by expert --1/etp of the hidden units--> partial sums
     rows_RD back             <--reduce-scatter, fp32--------------------------------------------------'
@@ -47,9 +47,8 @@ def compute(
 ) -> Tensor:
     """Apply the experts to rows_RD, which are sorted by expert with counts[e] rows for expert e. Return [R, D] in the same order and dtype.
 
-    weights: the chunk of experts to apply; None: all experts of this rank. etp: the axis over which each expert's matrices are sharded.
-
-    `position_R`: index in the step of each row's token, needed only for dropout.
+    `weights`: the chunk of experts to apply; None: all experts of this rank. `etp`: the axis over which each expert's matrices are
+    sharded. `position_R`: index in the step of each row's token, needed only for dropout.
     """
     if etp.size == 1:
         dropped_RF = None if dropout is None or position_R is None else dropout.scale(position_R)

@@ -39,15 +39,14 @@ class Padded(Dispatcher):
 
 
 def blocks(exchange: Exchange, routing: Routing) -> Route:
-    """Plan the exchange of equal blocks."""
+    """Plan one step over ep that exchanges equal blocks of slots."""
     from moe.experts.dispatch.placement import plan_rows
     from moe.experts.dispatch.steps import Route, Step
     from parallel.mesh.collectives import max_over
     from parallel.mesh.exchange import consecutive_indices, exchange_counts
 
     plan, axis = plan_rows(exchange.kernels, routing, placement=exchange.placement), exchange.axis
-    slots = None if routing.capacity is None else routing.capacity * routing.num_groups
-    slots = int(max_over(plan.counts_E.max(), axis)) if slots is None else slots
+    slots = int(max_over(plan.counts_E.max(), axis)) if routing.capacity is None else routing.capacity * routing.num_groups
     receive_PE = exchange_counts(plan.counts_E.view(axis.size, -1), axis)
     ranks, held = receive_PE.shape
     start_E = plan.counts_E.new_tensor(range(ranks * held)) * slots

@@ -16,7 +16,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from moe.kernels import Plan
+from moe.kernels.rows import Plan
 from moe.router.router import Routing
 from parallel.errors import BadInput
 from parallel.mesh.mesh import divisors
@@ -51,7 +51,7 @@ def rank_loads(load_E: Sequence[float], placement: Sequence[int], ranks: int) ->
 
 
 def plan_rows(kernels: ModuleType, routing: Routing, *, placement: Placement | None = None, order: tuple[int, ...] | None = None) -> Plan:
-    """Return the plan of the kept choices. Rows and counts are sorted by `place_of` their experts."""
+    """Return the plan of the kept choices, with rows and counts sorted by the places of their experts, as `place_of` returns them."""
     num_experts = routing.probs_TE.shape[1]
     place_TK = place_of(routing.expert_TK, num_experts=num_experts, placement=placement, order=order)
     plan: Plan = kernels.plan(place_TK, routing.kept_TK, num_experts=num_experts)
@@ -61,7 +61,7 @@ def plan_rows(kernels: ModuleType, routing: Routing, *, placement: Placement | N
 def place_of(expert_TK: Tensor, *, num_experts: int, placement: Placement | None = None, order: tuple[int, ...] | None = None) -> Tensor:
     """Return the place of each choice's expert, [T, K]. Place p holds expert `placement[p]` (None: expert p).
 
-    `order`: a renumbering of places: its first place becomes 0, its second 1, ... (None: no renumbering).
+    `order`: all places in a new order, in which they are numbered instead: place order[0] becomes 0, place order[1] becomes 1, ...
     """
     if placement is None and order is None:
         return expert_TK

@@ -13,16 +13,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from moe.experts.dispatch.dispatcher import Exchange
 from moe.experts.dispatch.network import Dropout, compute
 from moe.experts.dispatch.placement import plan_rows
 from moe.experts.experts import Experts
-from moe.kernels import Plan
+from moe.kernels.rows import Plan, inverse
 from moe.router.router import Routing
-from parallel.mesh.collectives import all_to_all
+from parallel.mesh.collectives import Flight, all_to_all, start_all_to_all
 from parallel.mesh.exchange import by_bin, collect, exchange_counts, spread
 from parallel.mesh.mesh import Axis
 
@@ -31,9 +30,10 @@ from parallel.mesh.mesh import Axis
 
 @dataclass(frozen=True)
 class Step:
-    """A planned exchange over `axis`. `send`, `receive`: rows to and from each rank. `order_R`: received rows in their new order.
+    """A planned exchange over `axis`. `send`, `receive`: rows to and from each rank. `order_R`: received rows' indices in their new order.
 
-    With `slot_R`, slots are sent, some of them empty: `slot_R` has the slot of each row sent, and `order_R` filled slots received.
+    With `slot_R`, slots are exchanged instead of rows, and some are empty: `send` and `receive` count slots, `slot_R` has the slot of each
+    row sent, and `order_R` the slots received that have a row.
     """
 
     axis: Axis
@@ -46,8 +46,12 @@ class Step:
     def of(cls, axis: Axis, send_PB: Tensor, receive_PB: Tensor) -> Step:
         return cls(axis, send_PB.sum(1).tolist(), receive_PB.sum(1).tolist(), by_bin(receive_PB))
 
+    def start(self, rows: Tensor) -> Flight:
+        """Start sending rows without waiting for them. They arrive in the order of their source ranks."""
+        return start_all_to_all(rows, self.axis, send=self.send, receive=self.receive)
+
     def there(self, rows: Tensor, kernels: Any = None) -> Tensor:
-        """Send rows. Without kernels: other values of the rows, without gradient."""
+        """Send rows, and return the received ones in their new order. Without kernels, `rows` are values that need no gradient."""
         rows = rows if self.slot_R is None else spread(rows, self.slot_R, slots=sum(self.send))
         rows = all_to_all(rows, self.axis, send=self.send, receive=self.receive)
         if self.slot_R is not None:
@@ -55,7 +59,7 @@ class Step:
         return rows[self.order_R] if kernels is None else kernels.reorder(rows, self.order_R)
 
     def back(self, rows: Tensor, kernels: Any) -> Tensor:
-        """Send results of rows back."""
+        """Send the received rows' results back, and return those of the rows sent."""
         if self.slot_R is None:
             return all_to_all(kernels.reorder(rows, inverse(self.order_R)), self.axis, send=self.receive, receive=self.send)
         slots = spread(rows, self.order_R, slots=sum(self.receive))
@@ -72,9 +76,9 @@ class Route:
 
 
 def uneven(exchange: Exchange, routing: Routing) -> Route:
-    """Plan a step for each axis, with rows sorted by their destination's (index on the first axis, index on the second, ..., expert)."""
+    """Plan a step for each axis. Rows are sorted by their destination: its index on the first axis, then on the second, then the expert."""
     axes, num_experts, order = exchange.axes, routing.probs_TE.shape[1], None
-    if len(axes) > 1:  # the first axis has the neighbours among the ranks of ep
+    if len(axes) > 1:  # the first axis connects consecutive ranks of ep (hierarchical.py)
         ranks = math.prod(axis.size for axis in axes)
         held = num_experts // ranks
         order = tuple(rank * held + e for rank in sorted(range(ranks), key=lambda rank: rank % axes[0].size) for e in range(held))
@@ -106,10 +110,3 @@ class Steps(Exchange):
             rows_RD = step.back(rows_RD, self.kernels)
         y_TD: Tensor = self.kernels.combine(rows_RD, routing.gate_TK, sent.plan)
         return y_TD
-
-
-def inverse(order_R: Tensor) -> Tensor:
-    """Return the inverse permutation, int64 [R]."""
-    inverse_R = torch.empty_like(order_R)
-    inverse_R[order_R] = torch.arange(len(inverse_R), device=inverse_R.device)
-    return inverse_R

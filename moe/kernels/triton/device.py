@@ -34,9 +34,8 @@ def on(tensor: Tensor) -> AbstractContextManager[object]:
 def check_dtype(tensor: Tensor) -> None:
     """Raise BadInput unless the kernels support the tensor's dtype."""
     if tensor.dtype not in DTYPES:
-        raise BadInput(
-            "experts.kernels", got=f"triton for {tensor.dtype}", needed="float32, bfloat16 or float16", fix=Set("it", "auto", "reference")
-        )
+        fix = Set("it", "auto", "reference")
+        raise BadInput("experts.kernels", got=f"triton for {tensor.dtype}", needed="float32, bfloat16 or float16", fix=fix)
 
 
 @dataclass(frozen=True)
@@ -70,13 +69,13 @@ def rows_each(rows: int, num_experts: int, dtype: torch.dtype) -> int:
 
 
 def tile(m: int, dtype: torch.dtype, device: torch.device, *, products: int, epilogue: bool) -> Tile:
-    """Return the tile for `m` rows. `products`: weights that share one load of the rows. `epilogue`: the kernel uses the sums further."""
+    """Return the tile for `m` rows. `products`: weights multiplied by one load of rows. `epilogue`: sums are changed before the store."""
     if INTERPRETED:
         return Tile(m, 32, 32, warps=4, stages=1)
     if dtype == torch.float32:  # no tensor cores: sums are exact fp32, as everywhere in this project
         n, k, warps = 64, 32, 4
     else:
-        # since Hopper, products read both operands from the larger shared memory, which frees registers for twice the sums
+        # since Hopper, products read both operands from the larger shared memory, so registers have room for twice the sums
         room = 2 if _shared_bytes(device) > 200 * 1024 else 1
         n = min(128 if epilogue else 256, 128 * room // products)
         k, warps = 64, 8 if m * n * products > 64 * 128 else 4

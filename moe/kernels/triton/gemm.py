@@ -27,7 +27,7 @@ def _dot(a_MK, b_KN, sum_MN):
 
 @triton.jit
 def _tile(tiles, num_tiles, num_columns, GROUP: tl.constexpr):
-    """Return this program's column tile, and its row tile's expert, first row and end. GROUP row tiles take all columns together."""
+    """Return this program's column tile, and its row tile's expert, first row and end. GROUP row tiles share columns in the L2 cache."""
     program = tl.program_id(0)
     group = program // (GROUP * num_columns)
     size = tl.minimum(num_tiles - group * GROUP, GROUP)
@@ -38,7 +38,7 @@ def _tile(tiles, num_tiles, num_columns, GROUP: tl.constexpr):
 
 @triton.jit
 def _source(choice, row_M, end, choices):
-    """Return the source row of each row: its token, or the row itself. Rows beyond the end get a valid row; results are not stored."""
+    """Return the source of each row: its token, or (choice None) the row itself. Rows beyond the end, never stored, get a valid source."""
     if choice is not None:
         return tl.load(choice + row_M, mask=row_M < end, other=0) // choices
     else:
@@ -68,7 +68,7 @@ def _matrix(at, expert, k_K, n_N, inner, columns, TURNED: tl.constexpr, EVEN: tl
 
 @triton.jit
 def _activation(h, FFN: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
-    """Return the activation and its derivative at h, in fp32. gelu's tanh form equals h * sigmoid(2u). NaN stays NaN."""
+    """Return the activation and its derivative at h, in fp32. gelu's tanh form is computed as h * sigmoid(2u). NaN stays NaN."""
     if FFN == "relu":
         return tl.where(h <= 0, 0.0, h), tl.where(h > 0, 1.0, 0.0)
     elif FFN == "swiglu":
@@ -87,7 +87,7 @@ def _activation(h, FFN: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
 
 @triton.jit
 def _gate(g, LIMIT: tl.constexpr, OFFSET: tl.constexpr):
-    """Return the factor of the activation: clamp(g, -LIMIT, LIMIT) + OFFSET."""
+    """Return the factor by which the activation of h is multiplied: clamp(g, -LIMIT, LIMIT) + OFFSET."""
     if LIMIT is not None:
         g = tl.where(g > LIMIT, LIMIT, tl.where(g < -LIMIT, -LIMIT, g))
     return g + OFFSET
@@ -113,35 +113,14 @@ def _place(begin, end, row_M, n_N, width, EVEN: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def up(
-    x,
-    w1,
-    w3,
-    b1,
-    b3,
-    scale,
-    h,
-    g,
-    a,
-    choice,
-    tiles,
-    num_tiles,
-    choices,
-    D,
-    F,
-    FFN: tl.constexpr,
-    ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr,
-    OFFSET: tl.constexpr,
-    EVEN: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """Compute H, G and A.
+    x, w1, w3, b1, b3, scale, h, g, a, choice, tiles, num_tiles, choices, D, F,
+    FFN: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr, EVEN: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+):  # fmt: skip
+    """Compute H, G and A, all [R, F], of the rows x[token].
 
     `w3`, `g`: None without a gated activation. `h`, `g`: also None if no backward pass follows. `scale`: dropout's factors [R, F],
-    or None. `b1`, `b3` [E, F]: None without biases.
+    or None. `b1`, `b3` [E, F]: None without biases. `choice`: the flat choice of each row, `choices` a token; None: rows are x's.
     """
     column, expert, begin, end = _tile(tiles, num_tiles, tl.cdiv(F, BLOCK_N), GROUP)
     if expert < 0:
@@ -179,22 +158,10 @@ def up(
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def product(
-    a,
-    w,
-    a_too,
-    w_too,
-    out,
-    tiles,
-    num_tiles,
-    inner,
-    columns,
-    TURNED: tl.constexpr,
-    EVEN: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    a, w, a_too, w_too, out, tiles, num_tiles, inner, columns,
+    TURNED: tl.constexpr, EVEN: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr
+):  # fmt: skip
     """Multiply each row by its expert's matrix: out[r] = a[r] w[e] [+ a_too[r] w_too[e]], out [R, columns], where e is the expert of row r.
 
     a is [R, inner], its rows sorted by expert. w is [E, inner, columns], or [E, columns, inner] if TURNED. tiles: (expert, first row, end)
@@ -220,35 +187,13 @@ def product(
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def back(
-    grad,
-    w2,
-    gate,
-    scale,
-    h,
-    g,
-    grad_h,
-    grad_g,
-    a_gated,
-    parts,
-    choice,
-    tiles,
-    num_tiles,
-    choices,
-    D,
-    F,
-    FFN: tl.constexpr,
-    ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr,
-    OFFSET: tl.constexpr,
-    EVEN: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """Compute dH, dG, gate * A and `parts` [R, column tiles] fp32, whose sum over tiles is <dA, A>, the gate's gradient.
+    grad, w2, gate, scale, h, g, grad_h, grad_g, a_gated, parts, choice, tiles, num_tiles, choices, D, F,
+    FFN: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr, EVEN: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+):  # fmt: skip
+    """Compute dH, dG and gate * A, all [R, F], and for each row and column tile its summand of the gate's gradient <dA, A>.
 
-    `gate`, `parts`: None if rows are not combined.
+    `parts` [R, column tiles] fp32: those summands. `gate`, `parts`: None if rows are not combined. `scale`, `choice`: as in `up`.
     """
     columns = tl.cdiv(F, BLOCK_N)
     column, expert, begin, end = _tile(tiles, num_tiles, columns, GROUP)
@@ -276,26 +221,10 @@ def back(
 
 @triton.jit
 def _back_half(
-    grad_MN,
-    gate_M,
-    scale,
-    h,
-    g,
-    grad_h,
-    grad_g,
-    a_gated,
-    begin,
-    row_M,
-    end,
-    n_N,
-    F,
-    FFN: tl.constexpr,
-    ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr,
-    OFFSET: tl.constexpr,
-    EVEN: tl.constexpr,
-):
-    """Store dH, dG and gate * A of these columns, and return their summand of <dA, A>."""
+    grad_MN, gate_M, scale, h, g, grad_h, grad_g, a_gated, begin, row_M, end, n_N, F,
+    FFN: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr, EVEN: tl.constexpr
+):  # fmt: skip
+    """Store dH, dG and gate * A of columns n_N, and return each row's summand of <dA, A>."""
     corner, at_MN, mask_MN = _place(begin, end, row_M, n_N, F, EVEN)
     act_MN, slope_MN = _activation(tl.load(h + corner + at_MN, mask=mask_MN, other=0.0).to(tl.float32), FFN, ALPHA, LIMIT)
     if g is not None:
@@ -325,23 +254,14 @@ def _back_half(
 
 @triton.jit
 def weights(
-    left,
-    right,
-    right_too,
-    out,
-    out_too,
-    left_choice,
-    right_choice,
-    ends,
-    choices,
-    height,
-    width,
-    EVEN: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """Compute out[e] = left^T right over expert e's rows; zero if it has none. `right_too`, `out_too`: a second product with `left`."""
+    left, right, right_too, out, out_too, left_choice, right_choice, ends, choices, height, width,
+    EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+):  # fmt: skip
+    """Compute out[e] = left^T right over expert e's rows, zero if it has none, and out_too[e] = left^T right_too if that is given.
+
+    `left_choice`, `right_choice`: the flat choice of each row, if the operand has tokens; None: it has rows. `ends` [E]: end of each
+    expert's rows.
+    """
     rows, columns = tl.cdiv(height, BLOCK_M), tl.cdiv(width, BLOCK_N)
     program = tl.program_id(0)
     expert = program // (rows * columns)

@@ -1,4 +1,4 @@
-"""Kernels that count, sort and move rows (permutation). Each element has one writer: no atomics, no additions at an index.
+"""Kernels that count choices, sort them by expert and move rows. Each element has one writer: no atomics, no additions at an index.
 
 Counting sort, stable:   count   number of choices of each expert in each block of choices
                          (host)  cumulative sums over blocks: the first position of each expert's choices in each block
@@ -41,7 +41,7 @@ def put(at, value, mask):
 
 @triton.jit(do_not_specialize=["T"])
 def top_k(scores, out, T, E, choices, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Find one maximum after the other; ties go to the lowest expert. NaN counts as the highest score, so indices are always valid."""
+    """Write each token's `choices` best experts to out, one maximum after another; ties go to the lowest expert. NaN counts as infinity."""
     token_T = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     expert_E = tl.arange(0, BLOCK_E)
     real_TE = (token_T < T)[:, None] & (expert_E < E)[None, :]
@@ -59,7 +59,7 @@ def top_k(scores, out, T, E, choices, BLOCK_T: tl.constexpr, BLOCK_E: tl.constex
 
 @triton.jit
 def _choice(block, group, tokens, choices, QUEUE: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the flat choices t * K + k of a block. QUEUE: all first choices, then all second ones; else in token order."""
+    """Return the flat choices t * K + k of a block, and which exist. QUEUE: all first choices, then all second ones; else token order."""
     place_N = block * BLOCK + tl.arange(0, BLOCK)
     real_N = place_N < tokens * choices
     if QUEUE:
@@ -84,9 +84,10 @@ def count(expert, active, out, tokens, choices, E, QUEUE: tl.constexpr, BLOCK: t
 
 @triton.jit(do_not_specialize=["tokens"])
 def rank(expert, active, before, out, choice_of, tokens, choices, E, QUEUE: tl.constexpr, BLOCK: tl.constexpr):
-    """Write each choice's position into out [T, K]: `before` of its group, block and expert, plus earlier equal choices in the block.
+    """Write each choice's position in its expert's queue into out [T, K], -1 for inactive choices.
 
-    Inactive choices get -1. `choice_of`: the choice of each position, also written if given.
+    The position is `before` [groups, blocks, E], the expert's choices in earlier blocks, plus its earlier choices in this block.
+    `choice_of`: the inverse, the flat choice at each position, is written there if it is given.
     """
     block, group = tl.program_id(0), tl.program_id(1)
     choice_N, real_N = _choice(block, group, tokens, choices, QUEUE, BLOCK)
@@ -104,7 +105,7 @@ def rank(expert, active, before, out, choice_of, tokens, choices, E, QUEUE: tl.c
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def tile_map(ends, out, num_tiles, E, TILE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Write expert (-1: none), first row and end of each tile of TILE rows into out [tiles, 3]. ends [E]: end of each expert's rows."""
+    """Write expert (-1: none), first row and end of each tile of TILE rows into out [tiles, 3]. `ends` [E]: end of each expert's rows."""
     tile_T = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     expert_E = tl.arange(0, BLOCK_E)
     end_E = tl.load(ends + expert_E, mask=expert_E < E, other=0)

@@ -13,6 +13,7 @@ permuted copy, forward or backward. Weights are cast to the rows' dtype at each 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,11 +23,11 @@ from torch.autograd.function import once_differentiable
 
 from moe.kernels.activation import Activation
 from moe.kernels.network import Matrices, Network
-from moe.kernels.plan import Plan
+from moe.kernels.rows import Plan
 from moe.kernels.triton import gemm, moves
 from moe.kernels.triton.device import Tile, check_dtype, hopper, most_rows, on, rows_each, tile
 from moe.kernels.triton.rows import total
-from parallel.numerics.weight_gradient import PendingGradients, if_deferrable, pending_for
+from parallel.numerics.weight_gradient import if_deferrable, pending_for
 
 # T tokens, K choices, R rows, E experts, D model, F hidden, I and O a matrix's in and out
 
@@ -36,7 +37,7 @@ class Rows:
     """Rows sorted by expert.
 
     `ends_E` int32: the end of each expert's rows. `tiles` int32 [tiles, 3]: expert, first row and end of each tile of `tile_rows`
-    rows. `plan`: rows are read from tokens and summed into tokens. None: input and output are rows.
+    rows. `plan`: the input has tokens, which products gather, and results are summed over a token's rows. None: both have rows.
     """
 
     number: int
@@ -73,8 +74,9 @@ def _grid(rows: Rows, t: Tile, columns: int) -> tuple[int]:
     return (len(rows.tiles) * triton.cdiv(columns, t.n),)
 
 
-def _even(t: Tile, inner: int, columns: int) -> bool:
-    return inner % t.k == 0 and columns % t.n == 0
+def _launch(t: Tile, inner: int, columns: int) -> dict[str, Any]:
+    """Return the kernels' compile-time sizes, for products [M, inner] times [inner, columns]."""
+    return {"EVEN": inner % t.k == 0 and columns % t.n == 0, "GROUP": t.group, **t.launch}
 
 
 def _constants(activation: Activation) -> dict[str, Any]:
@@ -86,7 +88,7 @@ def _constants(activation: Activation) -> dict[str, Any]:
 
 
 def up(x: Tensor, network: Network, scale_RF: Tensor | None, rows: Rows, *, keep: bool) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """Return H, G and A [R, F]. H and G are None unless `keep`; G is also None without a gated activation."""
+    """Return H, G and A, all [R, F]. H and G are None unless `keep` them for a backward pass; G also without a gated activation."""
     w1, _, w3, b1, b3 = network.tensors
     width, hidden = w1.shape[1:]
     t = tile(rows.tile_rows, x.dtype, x.device, products=1 if w3 is None else 2, epilogue=keep)
@@ -96,9 +98,7 @@ def up(x: Tensor, network: Network, scale_RF: Tensor | None, rows: Rows, *, keep
         gemm.up[_grid(rows, t, hidden)](
             *(x, w1, w3, b1, b3, scale_RF, h, g, a, rows.choice_R, rows.tiles, len(rows.tiles), rows.choices, width, hidden),
             **_constants(network.activation),
-            EVEN=_even(t, width, hidden),
-            GROUP=t.group,
-            **t.launch,
+            **_launch(t, width, hidden),
         )
     return h, g, a
 
@@ -118,11 +118,7 @@ def product(a: Tensor, w: Tensor, rows: Rows, *, turned: bool, a_too: Tensor | N
     out = a.new_empty(rows.number, columns)
     with on(a):
         gemm.product[_grid(rows, t, columns)](
-            *(a, w, a_too, w_too, out, rows.tiles, len(rows.tiles), inner, columns),
-            TURNED=turned,
-            EVEN=_even(t, inner, columns),
-            GROUP=t.group,
-            **t.launch,
+            *(a, w, a_too, w_too, out, rows.tiles, len(rows.tiles), inner, columns), TURNED=turned, **_launch(t, inner, columns)
         )
     return out
 
@@ -130,7 +126,7 @@ def product(a: Tensor, w: Tensor, rows: Rows, *, turned: bool, a_too: Tensor | N
 def back(
     grad: Tensor, w2: Tensor, gate_TK: Tensor | None, scale_RF: Tensor | None, h: Tensor, g: Tensor | None, rows: Rows, *, form: Activation
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-    """Return dH, dG, gate * A (all [R, F]) and the gates' gradient [T, K]."""
+    """Return dH, dG, gate * A (all [R, F]) and the gates' gradient [T, K], given the output's gradient. `form`: the activation."""
     hidden, width = w2.shape[1:]
     t = tile(rows.tile_rows, h.dtype, h.device, products=1, epilogue=True)
     grad_h, grad_g, a_gated = torch.empty_like(h), None if g is None else torch.empty_like(h), torch.empty_like(h)
@@ -140,9 +136,7 @@ def back(
             *(grad, w2, gate_TK, scale_RF, h, g, grad_h, grad_g, a_gated, parts),
             *(rows.choice_R, rows.tiles, len(rows.tiles), rows.choices, width, hidden),
             **_constants(form),
-            EVEN=_even(t, width, hidden),
-            GROUP=t.group,
-            **t.launch,
+            **_launch(t, width, hidden),
         )
     if gate_TK is None or parts is None or rows.plan is None:
         return grad_h, grad_g, a_gated, None
@@ -172,10 +166,9 @@ def weight_gradients(
 
 
 def bias_gradients(grad_h: Tensor, grad_g: Tensor | None, like: Tensor | None, rows: Rows) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of the experts' biases [E, F], of H and of G: sums of grad_h and grad_g over each expert's rows, as a product
-    with ones.
+    """Return the gradients of b1 and b3 [E, F]: sums of grad_h and grad_g over each expert's rows, as a product with ones.
 
-    like: the biases of H, whose dtype the result has. Both results are None if it is None; the second is None without grad_g.
+    like: b1, whose dtype the results have. Both results are None if it is None; the second is None without grad_g.
     """
     if like is None:
         return None, None
@@ -187,8 +180,7 @@ def bias_gradients(grad_h: Tensor, grad_g: Tensor | None, like: Tensor | None, r
 class _Network(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, gate_TK: Tensor | None, scale_RF: Tensor | None, rows: Rows, keep: bool, *given: Any) -> Tensor:
-        """`given`: the network's activation, then its tensors."""
-        form, w1, w2, w3, b1, b3 = given
+        form, w1, w2, w3, b1, b3 = given  # the network's activation, then its tensors
         gate = None if w3 is None else _cast(w3, x_TD)
         h, g, a = up(x_TD, Network(_cast(w1, x_TD), w2, gate, b1, b3, form), scale_RF, rows, keep=keep)
         y_RD = product(a, _cast(w2, x_TD), rows, turned=False)
@@ -207,9 +199,10 @@ class _Network(torch.autograd.Function):
         grad_b1, grad_b3 = bias_gradients(grad_h, grad_g, ctx.b1, rows)
         grad_w1 = grad_w2 = grad_w3 = grad_x = None
         weights = ctx.weights or (w1, w2, w3)
-        pending = pending_for(*(w for w in weights if w is not None))
+        deferrable = tuple(w for w in weights if w is not None)
+        pending = pending_for(*deferrable)
         if pending is not None:
-            _defer(pending, weights, x_TD, a_gated, grad_out, grad_h, grad_g, rows)
+            pending.add(deferrable, partial(_deferred_gradients, weights, x_TD, a_gated, grad_out, grad_h, grad_g, rows))
         elif ctx.needs_input_grad[7]:
             grad_w2, _ = weight_gradients(a_gated, grad_out, None, w2, rows, gathered="right")
         del a_gated
@@ -223,25 +216,13 @@ class _Network(torch.autograd.Function):
         return grad_x, grad_gate, None, None, None, None, grad_w1, grad_w2, grad_w3, grad_b1, grad_b3
 
 
-def _defer(
-    pending: PendingGradients,
-    weights: Matrices,
-    x_TD: Tensor,
-    a_gated: Tensor,
-    grad_out: Tensor,
-    grad_h: Tensor,
-    grad_g: Tensor | None,
-    rows: Rows,
-) -> None:
-    """Add the computation of all weight gradients to `pending` (zero-bubble schedules)."""
-    w1, w2, w3 = weights
-
-    def compute() -> tuple[Tensor | None, ...]:
-        grad_w2, _ = weight_gradients(a_gated, grad_out, None, w2, rows, gathered="right")
-        grad_w1, grad_w3 = weight_gradients(x_TD, grad_h, grad_g, w1, rows, gathered="left")
-        return (grad_w1, grad_w2) if w3 is None else (grad_w1, grad_w2, grad_w3)
-
-    pending.add((w1, w2) if w3 is None else (w1, w2, w3), compute)
+def _deferred_gradients(
+    weights: Matrices, x_TD: Tensor, a_gated: Tensor, grad_out: Tensor, grad_h: Tensor, grad_g: Tensor | None, rows: Rows
+) -> tuple[Tensor | None, ...]:
+    """Compute the weights' gradients after the backward pass (zero-bubble schedules)."""
+    grad_w2, _ = weight_gradients(a_gated, grad_out, None, weights[1], rows, gathered="right")
+    grad_w1, grad_w3 = weight_gradients(x_TD, grad_h, grad_g, weights[0], rows, gathered="left")
+    return (grad_w1, grad_w2) if weights[2] is None else (grad_w1, grad_w2, grad_w3)
 
 
 def _cast(weight: Tensor, like: Tensor) -> Tensor:
@@ -258,10 +239,7 @@ def _apply(x_TD: Tensor, gate_TK: Tensor | None, scale_RF: Tensor | None, rows: 
 
 
 def grouped_ffn(rows_RD: Tensor, network: Network, *, counts: list[int], dropped_RF: Tensor | None = None) -> Tensor:
-    """Compute `activation(rows w1 [+ b1]) [* (rows w3 [+ b3])] w2` with the network of each row's expert: [R, D] to [R, D].
-
-    Arguments as in moe.kernels.reference.grouped_ffn.
-    """
+    """Apply the network of each row's expert, as moe.kernels.reference.grouped_ffn: [R, D] to [R, D]."""
     counts_E = torch.tensor(counts, dtype=torch.int64).to(rows_RD.device, non_blocking=True)
     rows = arrange(counts_E, rows=len(rows_RD), dtype=rows_RD.dtype, plan=None)
     return _apply(rows_RD, None, dropped_RF, rows, network)

@@ -1,7 +1,6 @@
-"""From choices to rows, in integers. Each element has one writer, so results are exact and equal in every run.
+"""From choices to rows by the counting sort of moves.py, in integers, so results are exact.
 
-A choice's queue position is the number of earlier choices of the same expert. `count` counts them in each block of choices,
-torch.cumsum sums over the blocks, and `rank` adds the earlier choices inside the block. A plan is made the same way, with choices
+A choice's queue position is the number of earlier choices of the same expert. A plan's rows are counted in the same way, with choices
 in token order, expert after expert.
 """
 
@@ -11,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from moe.kernels.plan import Plan
+from moe.kernels.rows import Plan
 from moe.kernels.triton import moves
 from moe.kernels.triton.device import on
 from parallel.mesh.regions import in_region
@@ -22,7 +21,7 @@ _BLOCK = 128
 
 
 def top_k(scores_TE: Tensor, k: int) -> Tensor:
-    """Experts [T, k] int64 of the k highest scores, highest first. Ties go to the lowest expert, which torch.topk does not promise."""
+    """Return the experts [T, k] int64 of the k highest scores, highest first. Ties go to the lowest expert, unlike in torch.topk."""
     scores_TE = scores_TE.contiguous()
     (tokens, num_experts), out_TK = scores_TE.shape, scores_TE.new_empty(len(scores_TE), k, dtype=torch.int64)
     block_e = max(2, triton.next_power_of_2(num_experts))
@@ -33,7 +32,7 @@ def top_k(scores_TE: Tensor, k: int) -> Tensor:
 
 
 def _counts(expert_TK: Tensor, active_TK: Tensor, *, num_groups: int, num_experts: int, queue: bool) -> Tensor:
-    """Count the active choices of each expert in each block of a group: int32 [G, B, E]."""
+    """Count the active choices of each expert in each block of _BLOCK choices of a group: int32 [G, B, E]."""
     tokens, choices = expert_TK.shape[0] // num_groups, expert_TK.shape[1]
     blocks = triton.cdiv(tokens * choices, _BLOCK)
     out_GBE = expert_TK.new_empty(num_groups, blocks, num_experts, dtype=torch.int32)
@@ -46,7 +45,7 @@ def _counts(expert_TK: Tensor, active_TK: Tensor, *, num_groups: int, num_expert
 
 
 def _rank(expert_TK: Tensor, active_TK: Tensor, before_GBE: Tensor, out_TK: Tensor, choice_N: Tensor | None) -> None:
-    """Write each choice's position into out_TK. For a plan (choices in token order), also write the inverse into choice_N."""
+    """Write each choice's position into out_TK and, for a plan (choices in token order), the choice at each position into choice_N."""
     groups, blocks, num_experts = before_GBE.shape
     tokens, choices = expert_TK.shape[0] // groups, expert_TK.shape[1]
     with on(expert_TK):
@@ -56,7 +55,7 @@ def _rank(expert_TK: Tensor, active_TK: Tensor, before_GBE: Tensor, out_TK: Tens
 
 
 def slots(expert_TK: Tensor, active_TK: Tensor, *, num_groups: int, num_experts: int) -> Tensor:
-    """Position [T, K] of each active choice in the queue of its expert and group, from 0; -1 for inactive choices."""
+    """Return each active choice's position, from 0, in the queue of its expert and group: [T, K]; -1 for inactive choices."""
     expert_TK, active_TK = expert_TK.contiguous(), active_TK.contiguous()
     counts_GBE = _counts(expert_TK, active_TK, num_groups=num_groups, num_experts=num_experts, queue=True)
     before_GBE = counts_GBE.cumsum(1, dtype=torch.int32) - counts_GBE

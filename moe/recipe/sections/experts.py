@@ -13,24 +13,22 @@ from moe.recipe.section import Section, key
 
 
 class Experts(Section, alters="shape", off_without="model.moe_every or model.moe_layers"):
-    """The feed-forward networks of one MoE layer."""
+    """The feed-forward networks of the MoE layers."""
 
     num_experts: int | tuple[int, ...] = key(8, "a list (pyramid): one number for each layer with experts, in order")
     d_ff: int | None = key(None, "null: model.d_ff", gt=0)
     ffn: Literal["relu", "gelu", "geglu", "swiglu"] | None = key(None, "null: model.ffn", alters="function")
-    skip: int = key(
-        0, "choices in addition to the experts that return the token unchanged (LongCat-Flash)", ge=0, le=100_000, alters="function"
-    )
-    zero: int = key(0, "choices in addition to the experts that add nothing (MoE++)", ge=0, le=100_000, alters="function")
+    skip: int = key(0, "additional choices that return the token unchanged (LongCat-Flash)", ge=0, le=100_000, alters="function")
+    zero: int = key(0, "additional choices that add nothing (MoE++)", ge=0, le=100_000, alters="function")
     biases: bool = key(False, "biases after the products of each expert (GPT-OSS)")
     shared: int = key(0, "experts that every token passes, as one wider network", ge=0)
     shared_d_ff: int | None = key(None, "hidden width of one shared expert; null: of an expert", gt=0, of="experts.shared")
     shared_gate: bool = key(False, "the shared network times sigmoid(w x), as in Qwen2-MoE", of="experts.shared")
     residual: bool = key(False, "a dense network in each MoE layer, mixed with its experts by a learned softmax (PR-MoE)")
-    dropout: float = key(0.0, "inside the experts; Switch fine-tunes with 0.4", ge=0, lt=1, alters="training")
+    dropout: float = key(0.0, "of hidden units in the experts; Switch fine-tunes with 0.4", ge=0, lt=1, alters="training")
     rebalance_every: int = key(0, "steps between moves of experts that even out the ranks' load; 0: never", ge=0, alters="cost")
     kernels: Literal["auto", "reference", "cpu", "triton"] = key("auto", alters="cost")
-    products: ClassVar[str] = "plain"  # a policy of moe/kernels/products.py; a key when there are two
+    products: ClassVar[str] = "plain"  # the only policy of moe/kernels/products.py, so it is no key
 
     @field_validator("num_experts")
     @classmethod
@@ -40,17 +38,17 @@ class Experts(Section, alters="shape", off_without="model.moe_every or model.moe
         return value
 
     def of_layer(self, nth: int) -> int:
-        """Number of experts in the nth layer with experts, counted from 0."""
+        """Number of experts in layer number `nth`, from 0, of the layers with experts."""
         return self.num_experts if isinstance(self.num_experts, int) else self.num_experts[nth]
 
     @property
     def free(self) -> int:
-        """Number of choices without an expert's work."""
+        """Number of choices that are no experts: `skip` and `zero`."""
         return self.skip + self.zero
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Numbers of experts of the layers; a single one if all layers have the same."""
+        """Number of experts in each layer with experts; a single number if all of them have the same."""
         return (self.num_experts,) if isinstance(self.num_experts, int) else self.num_experts
 
 
@@ -64,9 +62,9 @@ class _Published(Section, alters="function", off_without="model.moe_every or mod
 
 
 class Router(RouterSpec, _Published):
-    """The router: a published one by name, and this recipe's changes to it.
+    """A published router by name, with this recipe's changes: Router(preset="glam", jitter=0.1) has GLaM's values except for jitter.
 
-    Router(preset="glam", jitter=0.1) has GLaM's values but for jitter. The value "preset" of a key is the preset's.
+    A key with the value "preset" has the published router's value.
     """
 
     allow_noncausal: bool = key(False, "train a router that looks at later tokens when it chooses", alters="training")
@@ -83,12 +81,12 @@ class Router(RouterSpec, _Published):
 
     @model_serializer(mode="wrap")
     def _as_written(self, inner: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Write "preset" for the preset's values, so that a recipe that is read back follows another preset."""
+        """Write "preset" for the preset's values: if another preset is chosen for the written recipe, it decides them."""
         return {key: "preset" if key in RouterSpec.model_fields and key not in self.own else value for key, value in inner(self).items()}
 
     @property
     def own(self) -> dict[str, Any]:
-        """This recipe's values that differ from the preset's."""
+        """Keys and values that differ from the preset's."""
         return {key: getattr(self, key) for key, value in PRESETS[self.preset] if getattr(self, key) != value}
 
 
@@ -98,5 +96,5 @@ class Dispatch(Section, alters="cost", off_without="model.moe_every or model.moe
     kind: Literal["auto", "all_to_all", "padded", "all_gather", "hierarchical"] | Plugin = key(
         "auto", "auto: all_to_all; if one rank holds every expert, no rows are sent whatever is set"
     )
-    overlap_chunks: int = key(1, "of all_to_all: chunks of the held experts; one is computed while the next is exchanged", gt=0)
+    overlap_chunks: int = key(1, "of all_to_all: chunks of a rank's experts; one is computed while the next is exchanged", gt=0)
     node_size: int | None = key(None, "of hierarchical: ranks of the ep axis that share a node", gt=0)

@@ -13,7 +13,7 @@ from parallel.sequence.order import Places
 
 
 class Parallel(Section, alters="cost"):
-    """Ways to split the work; `auto` dp fills the processes, `auto` ep is the largest divisor of dp * sp * tp / etp and experts."""
+    """Ways to split the work. `auto` dp uses all processes; `auto` ep is the largest divisor of dp * sp * tp / etp and of the experts."""
 
     dp: int | Literal["auto"] = "auto"
     ep: int | Literal["auto"] = "auto"
@@ -24,30 +24,22 @@ class Parallel(Section, alters="cost"):
 
 
 class Offload(Section, alters="cost"):
-    """The place of states that do not stay on the device."""
+    """Where states are stored that do not stay on the device."""
 
-    optimizer: Literal["none", "cpu", "nvme"] = key(
-        "none", "of zero: optimizer states, which are master weights and moments; nvme: stage 3"
-    )
+    optimizer: Literal["none", "cpu", "nvme"] = key("none", "of zero: optimizer states (master weights, moments); nvme: stage 3")
     parameters: Literal["none", "cpu", "nvme"] = key("none", "of zero stage 3: a rank's shard of the working weights")
     path: str | None = key(None, "a folder on the disk", of="sharding.offload.optimizer=nvme or sharding.offload.parameters=nvme")
 
 
 class Sharding(Section, alters="cost"):
     kind: Named = "ddp"
-    replicas: int = key(
-        2, "copies of the model in the one process, each on a GPU of its own if there are enough", gt=1, of="sharding.kind=dp"
-    )
+    replicas: int = key(2, "copies of the model in the process, each on a GPU of its own if there are enough", gt=1, of="sharding.kind=dp")
     stage: Literal[0, 1, 2, 3] = key(1, "0 shards nothing, 1 optimizer states, 2 gradients too, 3 weights too", of="sharding.kind=zero")
     engine: Literal["auto", "deepspeed", "fsdp"] = key("auto", "engine that carries the stage out", of="sharding.kind=zero")
     offload: Offload = Offload()
-    reshard: bool = key(
-        True,
-        "free gathered weights after the forward pass and gather them again for the backward pass",
-        of="sharding.kind=fsdp or sharding.engine=fsdp",
-    )
+    reshard: bool = key(True, "free weights after the forward pass, and gather them again", of="sharding.kind=fsdp or sharding.engine=fsdp")
     prefetch: int = key(1, "number of blocks gathered ahead of the running one", ge=0, of="sharding.kind=fsdp or sharding.engine=fsdp")
-    allow_slow: bool = key(False, "of fsdp and zero 2, 3 with degrees.pp above 1: run it, by FSDP without reshard")
+    allow_slow: bool = key(False, "of fsdp and zero 2, 3 with degrees.pp above 1: run it, as FSDP without reshard")
 
     @property
     def named(self) -> EngineKind:
@@ -55,7 +47,7 @@ class Sharding(Section, alters="cost"):
         return engine_named(self.kind, self.stage)
 
     def carrier(self, *, pp: int = 1) -> EngineKind:
-        """Return the engine that runs: `engine` may name another one, and on pipeline stages another one may take its place."""
+        """Return the engine that runs: the one that `engine` names, else `named`, or the one that replaces it on pipeline stages."""
         chosen = ENGINES.get(self.engine, self.named)
         return ENGINES[chosen.with_stages] if pp > 1 and chosen.with_stages else chosen
 
@@ -69,21 +61,21 @@ class Tensor(Section, alters="cost"):
     )
     depth: int | None = key(None, "number of grids of q x q ranks; null: the smallest above 1", gt=0, of="tensor.kind=2.5d")
     sequence_parallel: bool = key(
-        False, "of 1d and dtensor: between layers, in norms and dropout too, each rank of tp has a shard of every sequence"
+        False, "of 1d and dtensor: in norms, dropout and between layers, a rank of tp has a shard of every sequence"
     )
     overlap_chunks: int = key(1, "of 1d: chunks of tokens in a layer's products; one is computed while another is summed or gathered", gt=0)
 
 
 class Sequence(Section, alters="cost"):
-    """Sequence parallelism over degrees.sp ranks: the positions that each rank holds, and the method of attention."""
+    """Sequence parallelism over degrees.sp ranks: the positions that each rank holds, and how attention is computed."""
 
     kind: sequences.Named = key("ring", sequences.described())
     order: Places | None = key(None, "positions that a rank holds; null: zigzag for ring, which gives ranks equal work, else contiguous")
-    heads: int = key(1, "number of neighbours on sp that trade heads for tokens inside the ring; ulysses: all", gt=0)
+    heads: int = key(1, "ranks of sp in a group that exchanges tokens for heads (Ulysses) inside the ring; ulysses: all", gt=0)
     keep_attention: bool = key(False, "of recompute.kind full: keep attention's output, so that keys are not sent a second time")
 
     def heads_of(self, sp: int) -> int:
-        """Number of neighbours on the sp axis that trade heads for tokens."""
+        """Return the number of ranks in a group that exchanges tokens for heads, if `sp` ranks share a sequence."""
         return sp if self.named.trades_heads else self.heads if sp > 1 else 1
 
     @property
@@ -93,7 +85,7 @@ class Sequence(Section, alters="cost"):
 
     @property
     def position_order(self) -> Places:
-        """The order of positions; chosen by the kind if the recipe gives none."""
+        """The recipe's order of positions, or the first one that the kind can have."""
         return self.order or self.named.orders[0]
 
 
@@ -104,14 +96,14 @@ class Pipeline(Section, alters="cost"):
     microbatches: int = key(1, "micro-batches in each rank's share of the batch; gradients accumulate", gt=0, le=100_000)
     chunks: int | None = key(None, "stages of a rank; null: the schedule's own number, 2 if it can vary", gt=0, le=10_000)
     layers: tuple[int, ...] | None = key(None, "number of layers of each stage; null: cut by FLOPs")
-    drain_every: int = key(16, "of pipedream and two_bw: steps between two drains", gt=0, le=1000, alters="training")
-    vertical_sync: bool = key(False, "of pipedream: every stage reads the version that the first one reads", alters="training")
+    drain_every: int = key(16, "of pipedream and two_bw: steps after which the pipeline is emptied", gt=0, le=1000, alters="training")
+    vertical_sync: bool = key(False, "of pipedream: every stage reads the weights of the step that the first one reads", alters="training")
     pipelines: int | None = key(None, "of chimera: pipelines through the same ranks, half of them in each direction; null: 2", gt=1)
     energy_plan: str | None = key(None, "a file by moe energy --out: its order, and its clocks if NVML may set them")
 
 
 class Tiling(Section, alters="cost"):
-    """Large matrices cut into tiles, each a separate parameter that an engine gathers, steps and frees on its own."""
+    """Large matrices cut into tiles, each a separate parameter that an engine gathers, updates and frees on its own."""
 
     ffn: int = key(1, "tiles of feed-forward networks and experts, by hidden units", gt=0)
     head: int = key(1, "tiles of the embedding table and the vocabulary projection, by tokens of the vocabulary", gt=0)
@@ -129,7 +121,7 @@ class Recompute(Section, alters="cost"):
 
 
 class Precision(Section, alters="training"):
-    """One policy for dense and sparse: parameters are stored in `master`, matrix products run in `compute`, all sums are fp32."""
+    """Dtypes: parameters are stored in `master`, matrix products run in `compute`, all sums are fp32."""
 
     compute: Literal["auto", "fp32", "bf16", "fp16"] = key("fp32", "auto: bf16 if every processor has it, else fp32")
     master: Literal["fp32", "bf16"] = "fp32"

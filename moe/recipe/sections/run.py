@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from operator import attrgetter
 
-from moe.recipe.plugin import is_plugin
+from moe.recipe.plugin import GROUPS, is_plugin
 from moe.recipe.section import Section
 from moe.recipe.sections.experts import Dispatch, Experts, Router
 from moe.recipe.sections.layout import Parallel, Pipeline, Precision, Recompute, Sequence, Sharding, Tensor, Tiling
@@ -41,24 +42,18 @@ class Run(Section):
 
     @property
     def least_vocab_size(self) -> int:
-        """Number of the tokenizer's ids and of the objective's sentinels after them."""
+        """Number of the tokenizer's ids and of span corruption's sentinels."""
         return (256 if self.data.tokenizer == "bytes" else self.data.vocab_size) + self.num_sentinels
 
     @property
     def num_sentinels(self) -> int:
-        """Number of ids at the end of the vocabulary that mark hidden spans."""
+        """Number of ids at the end of the vocabulary that stand for hidden spans."""
         return self.model.spans.num_spans if self.data.objective == "span_corruption" else 0
 
     def plugins(self) -> dict[str, str]:
-        """Return the user's own parts that the recipe names, by key."""
-        values = {
-            "optimizer.kind": self.optimizer.kind,
-            "optimizer.schedule": self.optimizer.schedule,
-            "data.source": self.data.source,
-            "dispatch.kind": self.dispatch.kind,
-        }
-        if self.model.layers_with_experts():
-            values |= {"router.score": self.router.score, "router.select": self.router.select}
+        """Return the recipe's plugins, module:name, by key."""
+        keys = [key for key in GROUPS if not key.startswith("router.") or self.model.layers_with_experts()]
+        values = {key: attrgetter(key)(self) for key in keys}
         return {key: value for key, value in values.items() if is_plugin(value)}
 
     def resolve(self, world_size: int) -> Run:
@@ -71,13 +66,13 @@ class Run(Section):
         return self.model_copy(update={"degrees": self.degrees.model_copy(update={"dp": dp, "ep": ep})})
 
     def tp_grid(self) -> Grid:
-        """Return the grid of tp's ranks. Raises BadInput if they make no grid of tensor.kind."""
+        """Return the grid that the ranks of tp form. Raises BadInput if tensor.kind has no such grid."""
         heads = self.model.num_kv_heads or self.model.num_heads
         sides = [side for side in divisors(self.model.num_heads)[1:] if heads % side == 0 or side % heads == 0]
         return grid_of(self.tensor.kind, self.degrees.tp, self.tensor.depth, sides=sides)
 
     def head_copies(self) -> int:
-        """Number of ranks that hold the same key-value head, among the ranks that share heads: 1 unless heads are fewer than ranks."""
+        """Return the number of ranks of tp that hold the same key-value head: 1 unless there are more ranks than heads."""
         heads, ways = self.model.num_kv_heads or self.model.num_heads, self.tp_grid().units
         return ways // heads if self.tensor.kind != "dtensor" and ways > heads and ways % heads == 0 else 1
 

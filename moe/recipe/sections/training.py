@@ -27,24 +27,24 @@ class Data(Section, alters="training"):
     text_key: str = key("text", "the field of a JSONL line, or the column of a table, that holds the text")
     tokenizer: Literal["bytes", "bpe", "ids"] = key("bytes", "ids: the data are token ids, not text", alters="function")
     vocab_size: int = key(4096, "above 256 with bpe", gt=0, alters="function", off_without="data.tokenizer=bpe|ids")
-    validation_share: float = key(0.05, "of the files", gt=0, lt=1)
+    validation_share: float = key(0.05, "share of the files that is held out", gt=0, lt=1)
     objective: Literal["next_token", "span_corruption"] = key(
         "next_token", "span_corruption: an encoder reads a text with hidden spans, a decoder writes the hidden tokens (T5)"
     )
 
     @property
     def is_own(self) -> bool:
-        """True if a user's program gives the samples."""
+        """Whether a user's program or plugin gives the samples."""
         return self.source == "given" or is_plugin(self.source)
 
     @property
     def name(self) -> str:
-        """Name of the text, for reports: its path, its sources' paths, or its source."""
+        """Name of the text in reports: its path, its sources' paths, or data.source."""
         return self.path or ", ".join(source.path for source in self.sources) or self.source
 
 
 class Kfac(Section, alters="training", of="optimizer.kind=kfac"):
-    """Settings of K-FAC: how its factors are estimated and damped."""
+    """Settings of K-FAC: how its factors (covariances of inputs and of gradients) are estimated and damped."""
 
     damping: float = key(0.3, "its square root is added to each factor, scaled to mean eigenvalue 1", gt=0, le=1e6)
     ema: float = key(0.5, "share of the old factors that is kept at a refresh", ge=0, lt=1)
@@ -61,12 +61,10 @@ class Muon(Section, alters="training", of="optimizer.kind=muon", gone={"nesterov
     lr_factor: float = key(1.0, "factor on optimizer.lr for matrices", gt=0, le=1e6)
 
 
-class Adafactor(
-    Section,
-    alters="training",
-    of="optimizer.kind=adafactor",
-    gone={"decay_rate": 0.8, "clip": 1.0, "floor": 1e-3, "eps": 1e-30},
-):
+_GONE_OF_ADAFACTOR = {"decay_rate": 0.8, "clip": 1.0, "floor": 1e-3, "eps": 1e-30}
+
+
+class Adafactor(Section, alters="training", of="optimizer.kind=adafactor", gone=_GONE_OF_ADAFACTOR):
     """Settings of Adafactor."""
 
     step: Literal["relative", "absolute"] = key("relative", "relative: times the root mean square of the weights")
@@ -101,7 +99,7 @@ class Optimizer(Section, alters="training"):
 
     @property
     def is_own(self) -> bool:
-        """True if a user's program gives the optimizer."""
+        """Whether a user's program or plugin gives the optimizer."""
         return self.kind == "given" or is_plugin(self.kind)
 
 
@@ -128,13 +126,9 @@ class Train(Section, alters="cost"):
     keep: int = key(2, "newest checkpoints kept", gt=0)
     save_mode: Literal["sync", "async"] = key("sync", "async: steps continue while a copy in host memory is written")
     grace_s: float = key(600.0, "seconds that ranks have after a signal to end their step and save", ge=1, le=86_400)
-    timeout_s: float | None = key(
-        None, "seconds that a rank waits for others before the run ends on all ranks; null: gloo 120, NCCL 600", ge=1, le=86_400
-    )
+    timeout_s: float | None = key(None, "seconds of waiting for other ranks before the run ends; null: gloo 120, NCCL 600", ge=1, le=86_400)
     seed: int = key(0, ge=0, alters="training")
-    audit_every: int = key(
-        0, "steps between audits, which compute a step twice and compare copies, to find silent corruption; 0: never", ge=0
-    )
+    audit_every: int = key(0, "steps between audits for silent corruption: a step is computed twice, copies are compared; 0: never", ge=0)
     compile: bool = key(False, "torch's compiler makes kernels for norms, activations and the loss in the first step")
     deterministic: bool = key(False, "the same run twice gives the same bits, or says what cannot")
     on_nan: Literal["skip", "stop"] = key("skip", "reaction to a gradient that is not finite", alters="training")

@@ -2,8 +2,8 @@
 
     group of 4 tokens, C = 2      e0 takes t0, t3      e1 takes t0, t1       t0 has two experts, t2 has none
 
-A token has between 0 and E experts. Rows stay [T, K] with K the largest number of any token, so that later code works unchanged;
-`counted_TK` is False where an entry only fills the row. A causal model cannot generate so: an expert compares a token with later ones.
+A token has between 0 and E experts. The result is still [T, K], with K the largest number of any token, so later code works unchanged;
+`counted_TK` is False for entries beyond a token's number. A causal model cannot generate so: an expert compares a token with later ones.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class ExpertChoice(Method):
-    """The C best tokens of each expert and group."""
+    """Selection by experts: each takes its C best tokens of every group."""
 
     name = "expert_choice"
     example = {"preset": "expert_choice", "allow_noncausal": True}
@@ -36,20 +36,12 @@ class ExpertChoice(Method):
 
     def check(self, spec: RouterSpec, num_experts: int) -> None:
         if spec.second == "random" or spec.gates == "after_drop" or spec.softmax_over == "chosen":
-            raise BadInput(
-                "router.select",
-                got="expert_choice",
-                needed="second always, gates as_is or before_drop, softmax_over all: no token chooses, and nothing is dropped",
-                fix=Set("router.preset", "expert_choice"),
-            )
+            needed = "second always, gates as_is or before_drop, softmax_over all: no token chooses, and nothing is dropped"
+            raise BadInput("router.select", got="expert_choice", needed=needed, fix=Set("router.preset", "expert_choice"))
         for key, factor in (("capacity_factor", spec.capacity_factor), ("eval_capacity_factor", spec.eval_capacity_factor)):
             if factor is None:
-                raise BadInput(
-                    f"router.{key}",
-                    got="null with select expert_choice",
-                    needed="a number: it says how many tokens an expert takes",
-                    fix=Set(f"router.{key}", 1.0),
-                )
+                needed = "a number: it says how many tokens an expert takes"
+                raise BadInput(f"router.{key}", got="null with select expert_choice", needed=needed, fix=Set(f"router.{key}", 1.0))
 
     def unread(self, spec: RouterSpec) -> Mapping[str, tuple[str, str, Fix]]:
         why = ("select expert_choice", "experts take their best tokens, and no choice queues or is dropped", Set("router.select", "top_k"))

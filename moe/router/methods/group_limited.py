@@ -10,53 +10,39 @@ Sources: DeepSeek-V3 (arXiv 2412.19437, section 2.1.2), DeepSeek-V2 (arXiv 2405.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from moe.router.methods.method import Method, RoutingRequest
 from parallel.errors import BadInput
 from parallel.fixes import Fix, Set
+from parallel.mesh.mesh import divisors
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
     from torch import Tensor
 
     from moe.recipe.router_spec import RouterSpec
 
 # T tokens, E experts, K choices, N groups of experts
 
-_WHY = "only group_limited knows groups of experts"
-
 
 class GroupLimited(Method):
-    """The K highest scores within the `top_groups` best of `expert_groups` groups."""
+    """Selection of the K highest scores within the `top_groups` best of `expert_groups` groups."""
 
     name = "group_limited"
-    reads = dict.fromkeys(("expert_groups", "top_groups", "group_score"), _WHY)
+    reads = dict.fromkeys(("expert_groups", "top_groups", "group_score"), "only group_limited knows groups of experts")
 
     def check(self, spec: RouterSpec, num_experts: int) -> None:
         if num_experts % spec.expert_groups:
-            raise BadInput(
-                "router.expert_groups",
-                got=spec.expert_groups,
-                needed=f"a divisor of experts.num_experts={num_experts}",
-                fix=Set("it", *[n for n in range(1, num_experts + 1) if num_experts % n == 0]),
-            )
+            needed, fix = f"a divisor of experts.num_experts={num_experts}", Set("it", *divisors(num_experts))
+            raise BadInput("router.expert_groups", got=spec.expert_groups, needed=needed, fix=fix)
         if spec.top_groups > spec.expert_groups:
-            raise BadInput(
-                "router.top_groups",
-                got=spec.top_groups,
-                needed=f"at most expert_groups={spec.expert_groups}",
-                fix=Set("it", spec.expert_groups),
-            )
+            needed, fix = f"at most expert_groups={spec.expert_groups}", Set("it", spec.expert_groups)
+            raise BadInput("router.top_groups", got=spec.top_groups, needed=needed, fix=fix)
         each = num_experts // spec.expert_groups
         if spec.num_choices > spec.top_groups * each:
-            raise BadInput(
-                "router.top_groups",
-                got=f"{spec.top_groups} groups of {each} experts",
-                needed=f"at least the {spec.num_choices} choices of a token",
-                fix=Set("it", -(-spec.num_choices // each)),
-            )
+            got, needed = f"{spec.top_groups} groups of {each} experts", f"at least the {spec.num_choices} choices of a token"
+            raise BadInput("router.top_groups", got=got, needed=needed, fix=Set("it", -(-spec.num_choices // each)))
 
     def unread(self, spec: RouterSpec) -> Mapping[str, tuple[str, str, Fix]]:
         if spec.expert_groups > 1:

@@ -5,21 +5,20 @@ The map is a random hash, another one in each layer, or a table that the recipe 
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from moe.router.methods.method import Method, RoutingRequest
 from parallel.errors import BadInput
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
     from torch import Tensor
 
 # T tokens, K choices
 
 
 class Hash(Method):
-    """Experts by the token's id."""
+    """Selection by the token's id alone."""
 
     name = "hash"
     example = {"preset": "switch", "select": "hash", "balance_weight": 0.0}

@@ -18,7 +18,7 @@ ITERATIONS = 20  # a fixed number, so that neither time nor result depends on a 
 
 
 class Sinkhorn(Method):
-    """The K highest entries of a balanced plan in training, of the scores in evaluation."""
+    """Selection of the K highest entries: of a balanced plan in training, of the scores in evaluation."""
 
     name = "sinkhorn"
     example = {"preset": "switch", "select": "sinkhorn", "balance_weight": 0.0, "allow_noncausal": True}

@@ -27,19 +27,19 @@ if TYPE_CHECKING:
 
 # T tokens, E experts, K choices
 
-HALFWAY, LEAST = 0.25, 1 / 3  # probability that a choice other than the best counts whole, and its factor otherwise
+HALFWAY, LEAST = 0.25, 1 / 3  # of a choice that is not the best: probability that s_k is 1, and s_k otherwise
 
 
 @dataclass(frozen=True)
 class Mixed(Chosen):
-    """`open_TKE` bool: the experts among which choice k was drawn. `share_TK` fp32: s of each choice; None in evaluation (all are 1)."""
+    """The drawn experts. `open_TKE` bool: experts among which choice k was drawn. `share_TK` fp32: s_k; None in evaluation (all are 1)."""
 
     open_TKE: Tensor | None = None
     share_TK: Tensor | None = None
 
 
 class SparseMixer(Method):
-    """Experts drawn one by one among those near the best."""
+    """Selection of experts one after another, each drawn among the experts near the best."""
 
     name = "sparsemixer"
     reads = {"mixer_margin": "only sparsemixer draws experts near the best"}
@@ -86,8 +86,8 @@ def one_by_one(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return experts [T, K] int64, whether each is the best of those left [T, K] bool, and the experts open to each choice [T, K, E] bool.
 
-    `uniform(k)`: numbers [T, E] by which choice k is drawn; None: the best one is taken, of equal ones the first.
-    `given_TK`: experts that are taken instead, and are open with any logit; -1: none.
+    `uniform(k)`: random numbers [T, E] by which choice k is drawn; None: the best expert is taken, of equal ones the first.
+    `given_TK`: experts that are taken instead of drawn ones, and are open with any logit; -1: draw one.
     """
     import torch
 
@@ -112,14 +112,14 @@ def one_by_one(
 
 
 def shares(best_TK: Tensor, uniform_TK: Tensor) -> Tensor:
-    """Return s of each choice in training, fp32 [T, K]."""
+    """Return s_k of each choice in training, fp32 [T, K], by random numbers."""
     import torch
 
     return torch.where(best_TK | (uniform_TK > 1 - HALFWAY), 1.0, LEAST)
 
 
 def mixed_gates(logits_TE: Tensor, expert_TK: Tensor, open_TKE: Tensor, share_TK: Tensor | None) -> Tensor:
-    """Return the gates [T, K]; the shares change their values and not their gradient. `share_TK` None: all are 1."""
+    """Return the gates [T, K]: p_k(e_k) times `share_TK`, which has no effect on the gradient. `share_TK` None: all are 1."""
     import torch
 
     near_TKE = logits_TE.unsqueeze(1).masked_fill(~open_TKE, -torch.inf)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class TopK(Method):
-    """The K highest scores of a token."""
+    """Selection of the experts with a token's K highest scores."""
 
     name = "top_k"
     is_top_k = True

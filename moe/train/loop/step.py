@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from moe.data.token_shard import TokenShard
 from moe.model.transformer import Output, moe_layers
 from moe.parallelize.plan import FAMILIES
-from moe.router.losses.bias import updated_bias
+from moe.router.losses import updated_bias
 from moe.train.parts.batch_counts import whole_step
 from moe.train.parts.executor import Executor
 from moe.train.parts.numbers import Numbers, Sums

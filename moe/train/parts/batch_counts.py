@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moe.data.token_shard import TokenShard
 from moe.model.transformer import Transformer
-from moe.router.losses.balance import size_of_sums
+from moe.router.losses import size_of_sums
 from moe.train.parts.executor import Executor
 from moe.train.parts.passes import Pass
 from parallel.mesh.collectives import sum_over_all

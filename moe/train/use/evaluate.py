@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe.data import CorruptedTrain, CorruptedValidation, Dataset, MixedTrain, MixedValidation, ValidationSet, open_data
-from moe.data.given import GivenValidation, Stream
+from moe.data import CorruptedTrain, CorruptedValidation, Dataset, MixedTrain, MixedValidation, Stream, ValidationSet, open_data
 from moe.data.order import Windows
 from moe.data.remarks import remark_lines
 from moe.data.token_shard import TokenShard
@@ -167,7 +166,6 @@ def _held_out(data: Dataset) -> list[Text]:
 
 def _parts(data: Dataset) -> list[ValidationSet]:
     held = data.validation.inner if isinstance(data.validation, CorruptedValidation) else data.validation
-    assert not isinstance(held, GivenValidation), "samples are given to train() alone"
     return list(held.parts) if isinstance(held, MixedValidation) else [held]
 
 

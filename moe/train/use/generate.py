@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from moe.data import Tokenizer
-from moe.data.sentinels import WithSentinels, strange
+from moe.data.span_corruption import WithSentinels, strange
 from moe.model.transformer import Output, Transformer
 from moe.recipe.shapes import START
 from moe.records.results import write_json

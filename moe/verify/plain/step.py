@@ -3,7 +3,7 @@
     p <- p - lr wd p - lr m' / (sqrt(v') + eps)        m', v': moments, each divided by 1 - beta^t          arXiv 1711.05101
     b_e <- b_e + rate * sign(mean load - load_e)                                                            arXiv 2408.15664
 
-Takes nothing from torch.optim, parallel/numerics/clip.py or moe/router/losses/bias.py.
+Takes nothing from torch.optim, parallel/numerics/clip.py or moe/router/losses.py.
 """
 
 from __future__ import annotations

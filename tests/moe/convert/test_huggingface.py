@@ -191,18 +191,18 @@ def test_a_prompt_begins_as_its_tokenizer_begins_texts_and_no_text_is_cut_or_fil
     library.post_processor = processors.TemplateProcessing(single="<|1|> $A <|7|>", special_tokens=[("<|1|>", 1), ("<|7|>", 7)])
     library.enable_truncation(2)
     library.enable_padding()
-    mine = Given.read(json.loads(library.to_str()), 7)
+    mine = Given(json.loads(library.to_str()), 7)
     assert [ids.tolist() for ids in mine.encode_pieces(texts)] == plain and len(plain[0]) > 2
     assert [mine.beginning(text) for text in texts] == [[1, *ids] for ids in plain]
     assert mine.beginning("<|1|>deaf") == [1, *plain[1]]
     library.post_processor = processors.TemplateProcessing(single="$A <|7|>", special_tokens=[("<|7|>", 7)])
-    ended = Given.read(json.loads(library.to_str()), 7)
+    ended = Given(json.loads(library.to_str()), 7)
     assert [ended.beginning(text) for text in texts] == [plain[0], plain[1], [7]]
 
 
 @pytest.mark.parametrize("separator", [None, 6])
 def test_documents_are_told_apart_by_the_tokenizers_own_id(separator: int | None, tmp_path: Path) -> None:
-    ours = Given.read(json.loads(tokenizer(tmp_path).to_str()), 7)
+    ours = Given(json.loads(tokenizer(tmp_path).to_str()), 7)
     with pytest.raises(BadInput, match=r"document_separator: got .*, needed 7, .* set it to 7"):
         check_separator(ours, separator)
     check_separator(ours, 7)
@@ -242,7 +242,7 @@ def test_plain_bytes_are_a_tokenizer_of_transformers(tmp_path: Path) -> None:
     assert len(from_run(tmp_path / "run", tmp_path / "b")) == 1
     library, text = transformers.AutoTokenizer.from_pretrained(tmp_path / "b"), "abc  de'f\théé 雪\r\n\u0100"
     assert library(text)["input_ids"] == Bytes().encode(text).tolist() and library.decode(library(text)["input_ids"]) == text
-    assert library.eos_token_id == 0 and Given.read(Bytes.for_others(), 0).encode(text).tolist() == Bytes().encode(text).tolist()
+    assert library.eos_token_id == 0 and Given(Bytes.for_others(), 0).encode(text).tolist() == Bytes().encode(text).tolist()
 
 
 def changed(folder: Path, **config: Any) -> None:

@@ -20,7 +20,6 @@ from moe.convert import upcycle
 from moe.convert.checks import Settings, check_convertible, gate_sum, settings_of
 from moe.convert.convert import convert, find, loads, main
 from moe.convert.report import compared
-from moe.convert.upcycle import Network
 from moe.data.token_shard import TokenShard
 from moe.model.transformer import Transformer, moe_layers
 from moe.nn.context import Context
@@ -178,25 +177,25 @@ def test_switchs_gates_are_refused_unless_approximate_and_then_scaled_for_an_eve
 
 
 def test_noise_is_on_its_share_of_the_weights_and_of_its_size() -> None:
-    network = Network(random(40, 50, seed=1) * 3, random(50, 40, seed=2))
+    network = {"w1": random(40, 50, seed=1) * 3, "w2": random(50, 40, seed=2)}
     first, second = upcycle.noisy(network, 2, share=0.25, scale=0.1, key="layers.1.experts", seed=7)
-    change = first.w1 - network.w1
+    change = first["w1"] - network["w1"]
     assert (change != 0).float().mean() == pytest.approx(0.25, abs=0.03)
-    assert change[change != 0].std() == pytest.approx(0.1 * network.w1.std().item(), rel=0.1)
-    assert not torch.equal(first.w1, second.w1)
+    assert change[change != 0].std() == pytest.approx(0.1 * network["w1"].std().item(), rel=0.1)
+    assert not torch.equal(first["w1"], second["w1"])
     again = upcycle.noisy(network, 2, share=0.25, scale=0.1, key="layers.1.experts", seed=7)[1]
-    assert torch.equal(second.w1, again.w1) and torch.equal(second.w2, again.w2)
+    assert torch.equal(second["w1"], again["w1"]) and torch.equal(second["w2"], again["w2"])
 
 
 def test_drop_draws_whole_units_anew_in_the_statistics_of_the_old() -> None:
-    network = Network(random(60, 80, seed=1) * 3 + 1, random(80, 60, seed=2) / 5, random(60, 80, seed=3))
+    network = {"w1": random(60, 80, seed=1) * 3 + 1, "w2": random(80, 60, seed=2) / 5, "w3": random(60, 80, seed=3)}
     first, second = upcycle.redrawn(network, 2, share=0.3, key="layers.1.experts", seed=7)
-    assert network.w3 is not None and first.w3 is not None
-    new = [(first.w1 != network.w1).any(0), (first.w2 != network.w2).any(1), (first.w3 != network.w3).any(0)]
+    assert network["w3"] is not None and first["w3"] is not None
+    new = [(first["w1"] != network["w1"]).any(0), (first["w2"] != network["w2"]).any(1), (first["w3"] != network["w3"]).any(0)]
     assert new[0].sum() == 24 and torch.equal(new[0], new[1]) and torch.equal(new[0], new[2])  # one unit in all three matrices
-    assert first.w1[:, new[0]].mean() == pytest.approx(1, abs=0.3) and first.w1[:, new[0]].std() == pytest.approx(3, rel=0.1)
-    assert first.w2[new[0]].std() == pytest.approx(0.2, rel=0.1)
-    assert not torch.equal((second.w1 != network.w1).any(0), new[0])
+    assert first["w1"][:, new[0]].mean() == pytest.approx(1, abs=0.3) and first["w1"][:, new[0]].std() == pytest.approx(3, rel=0.1)
+    assert first["w2"][new[0]].std() == pytest.approx(0.2, rel=0.1)
+    assert not torch.equal((second["w1"] != network["w1"]).any(0), new[0])
 
 
 # --- and back ---------------------------------------------------------------------------------------------------------------

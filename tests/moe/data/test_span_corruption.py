@@ -14,12 +14,11 @@ import pytest
 from moe.data import open_data
 from moe.data.mixture import MixedTrain
 from moe.data.order import TrainSet, ValidationSet, Windows
-from moe.data.sentinels import WithSentinels, strange
-from moe.data.span_corruption import CorruptedTrain, CorruptedValidation, SpanCorruption
+from moe.data.span_corruption import CorruptedTrain, CorruptedValidation, SpanCorruption, WithSentinels, strange
 from moe.data.token_shard import TokenShard
 from moe.data.tokenizer import Bytes
 from moe.recipe.sections import Data
-from moe.recipe.spans import inputs_within, spans_of
+from moe.recipe.shapes import inputs_within, spans_of
 from parallel.errors import BadInput
 from parallel.mesh.mesh import Degrees, Mesh
 

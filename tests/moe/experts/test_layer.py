@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moe.experts.dispatch.local import Local
+from moe.experts.dispatch.dispatcher import Local
 from moe.experts.dispatch.steps import Steps
 from moe.experts.experts import Experts
 from moe.experts.layer import MoELayer

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe.kernels import cpu, grouped, reference
 from moe.kernels.activation import GATED, activate, activate_backward
-from moe.kernels.plan import Plan
+from moe.kernels.rows import Plan
 from moe.recipe.sections import Swiglu
 from tests.support.networks import network_of
 

@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe.experts.layer import MoELayer
-from moe.kernels import Plan, choose, cpu, reference
+from moe.kernels import choose, cpu, reference
 from moe.kernels.activation import activate
+from moe.kernels.rows import Plan
 from moe.nn.context import Context
 from moe.recipe import sections
 from parallel.errors import BadInput

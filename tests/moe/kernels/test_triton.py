@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moe.experts.layer import MoELayer
-from moe.kernels import Plan, auto, choose, cpu, reference
+from moe.kernels import auto, choose, cpu, reference
 from moe.kernels.network import Network
+from moe.kernels.rows import Plan
 from moe.nn.context import Context
 from moe.recipe import sections
 from parallel.errors import BadInput

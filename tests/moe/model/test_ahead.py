@@ -15,7 +15,7 @@ import torch
 from moe.checks.together import check_run
 from moe.model.transformer import Transformer
 from moe.nn.context import Context
-from moe.parallelize.memory import save_memory
+from moe.parallelize.build import save_memory
 from moe.recipe.load import build_run
 from moe.recipe.sections import Experts, Model, Recompute, Router, Run, Tiling
 from moe.verify.cases import Case

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten
 from moe.checks.together import check_run
 from moe.model.transformer import Transformer
 from moe.nn.vocabulary import PADDING, Rows, look_up, project, summed_loss
-from moe.parallelize.memory import save_memory
+from moe.parallelize.build import save_memory
 from moe.recipe import sections
 from moe.recipe.load import build_run
 from moe.verify.cases import Case

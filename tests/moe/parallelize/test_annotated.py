@@ -116,5 +116,5 @@ def test_a_recipe_that_is_cut_freely_trains_as_its_model() -> None:
 
 @pytest.mark.parametrize("changes", [{"moe_every": 2}, {"positions": "t5"}, {"dropout": 0.1}, {"document_mask": True}])
 def test_what_a_graph_does_not_tell_is_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(BadInput, match="a model that its graph tells whole"):
+    with pytest.raises(BadInput, match="a model that its graph describes fully"):
         compute_of(run_of(**changes))

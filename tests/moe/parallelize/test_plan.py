@@ -10,8 +10,7 @@ import torch
 
 from moe.experts.dispatch.steps import Steps
 from moe.model.transformer import Transformer, embedding_as_module
-from moe.parallelize.build import build
-from moe.parallelize.memory import save_memory
+from moe.parallelize.build import build, save_memory
 from moe.parallelize.plan import FAMILIES, lay_out, plan_of
 from moe.parallelize.units import read_in_fp32, units_of
 from moe.recipe import sections

@@ -16,9 +16,8 @@ from moe.recipe import sections
 from moe.recipe.load import load, resolved_yaml
 from moe.recipe.presets import PRESETS
 from moe.recipe.router_spec import RouterSpec
-from moe.router.checks import check_spec
-from moe.router.slots.causal import looks_ahead, only_second_choices_look_ahead
-from moe.router.slots.slots import slots_of
+from moe.router.capacity import slots_of
+from moe.router.checks import check_spec, looks_ahead, only_second_choices_look_ahead
 from tests.support.routed import from_logits, random, route
 
 PAGE = Path(__file__).resolve().parents[3] / "docs/moe/routing.md"

@@ -25,7 +25,7 @@ from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from moe.rehearse.rehearse import carried
 from moe.rehearse.walk import Walked, open_job, take_step, walk
-from moe.router.rehearsed import balanced_logits
+from moe.router.router import balanced_logits
 from moe.verify.cases import FORMS, SLICED, Case, attentions
 from moe.verify.rows.pipeline import LAYERS
 from parallel.errors import BadInput

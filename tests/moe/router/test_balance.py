@@ -13,7 +13,7 @@ from torch import Tensor
 from moe.experts.layer import MoELayer
 from moe.nn.context import Context
 from moe.recipe import sections
-from moe.router.losses.balance import balance_loss, count_choices, importance_loss, join, spread_gates, step_means, z_loss
+from moe.router.losses import balance_loss, count_choices, importance_loss, join, spread_gates, step_means, z_loss
 from moe.router.router import Router
 from tests.support.routed import D, L, random, route, router_of
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from moe.checks.together import check_run
 from moe.model.transformer import extra_state
 from moe.parallelize.build import build
-from moe.router.losses.bias import updated_bias
+from moe.router.losses import updated_bias
 from moe.train.loop.step import update_biases, validation_loss
 from moe.train.start import state
 from moe.train.start.state import Counters

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moe.kernels import cpu, reference
-from moe.router.slots.capacity import kept_choices
-from moe.router.slots.slots import capacity
+from moe.recipe.router_spec import RouterSpec
+from moe.router.capacity import kept_choices, slots_of
 from parallel.errors import BadInput
 
 KERNELS = pytest.mark.parametrize("kernels", [cpu, reference], ids=["cpu", "reference"])
@@ -25,6 +26,11 @@ def choices(tokens: int, k: int, num_experts: int, *, seed: int, skew: float = 1
     generator = torch.Generator().manual_seed(seed)
     scores = torch.rand(tokens, num_experts, generator=generator) - skew * torch.arange(num_experts) / num_experts
     return scores.topk(k).indices
+
+
+def capacity(tokens: int, *, num_experts: int, num_choices: int, factor: float | None, minimum: int, **rounding: Any) -> int | None:
+    spec = RouterSpec(num_choices=num_choices, capacity_factor=factor, min_capacity=minimum, **rounding)
+    return slots_of(spec, tokens, num_experts=num_experts, training=True)
 
 
 # --- how many -----------------------------------------------------------------------------------------------------------
@@ -197,7 +203,6 @@ def test_roundings_are_those_of_the_exact_number(tokens: int, num_experts: int, 
     wanted = {"ceil": math.ceil(exact), "floor": math.floor(exact), "round": round(exact)}
     for rounding, slots in wanted.items():
         for multiple in (1, 4):
-            got = capacity(
-                tokens, num_experts=num_experts, num_choices=1, factor=hundredths / 100, minimum=0, rounding=rounding, multiple=multiple
-            )
+            about = {"capacity_rounding": rounding, "capacity_multiple": multiple}
+            got = capacity(tokens, num_experts=num_experts, num_choices=1, factor=hundredths / 100, minimum=0, **about)
             assert got == min(tokens, math.ceil(slots / multiple) * multiple)

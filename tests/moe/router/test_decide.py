@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from moe.kernels import reference
 from moe.nn.context import Context
 from moe.recipe import sections
-from moe.router.losses.balance import balance_loss, z_loss
+from moe.router.losses import balance_loss, z_loss
 from moe.router.router import Decision, Router
 from parallel.numerics.recompute import Replay
 from tests.support.routed import B, D, L, by_hand, context, ids, layer_of, random, route, router_of

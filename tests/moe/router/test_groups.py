@@ -7,9 +7,9 @@ import torch
 
 from moe.nn.context import Context
 from moe.recipe.router_spec import RouterSpec
+from moe.router.checks import check_groups, needs_group
 from moe.router.router import Router, Routing
-from moe.router.slots.groups import check_groups, needs_group
-from moe.router.slots.slices import SequenceShards
+from moe.router.slices import SequenceShards
 from parallel.errors import BadInput
 from parallel.mesh.mesh import Degrees
 from parallel.process import process

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe.recipe.router_spec import RouterSpec
-from moe.router.losses.balance import balance_loss
+from moe.router.losses import balance_loss
 from moe.router.noise import gumbel, normal
 from moe.router.scores import chosen_gates, probabilities, scores_of
 from parallel.numerics.random import key_of, uniform

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moe.kernels import cpu, reference
 from moe.nn.context import Context
-from moe.router.losses.bias import updated_bias
+from moe.router.losses import updated_bias
 from moe.router.methods.expert_choice import expert_choice
 from moe.router.methods.group_limited import group_limited
 from moe.router.methods.hashed import hashed

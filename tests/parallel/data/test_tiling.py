@@ -22,7 +22,7 @@ from moe.model.transformer import Transformer
 from moe.nn.context import Context
 from moe.nn.linear import FeedForward
 from moe.parallelize.build import build as build_model
-from moe.parallelize.memory import save_memory
+from moe.parallelize.build import save_memory
 from moe.parallelize.plan import lay_out
 from moe.recipe import sections
 from moe.recipe.load import build_run

@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moe.experts.dispatch.chunked import Chunked
+from moe.experts.dispatch.all_to_all import Chunked
 from moe.experts.experts import Experts, Routed
 from moe.experts.layer import MoELayer
 from moe.model.transformer import Transformer
 from moe.nn.context import Context
 from moe.nn.linear import FeedForward, Linear, Norm
 from moe.nn.vocabulary import summed_loss
-from moe.parallelize.memory import save_memory
+from moe.parallelize.build import save_memory
 from moe.recipe import sections
 from parallel.mesh.mesh import Axis
 from parallel.numerics.weight_gradient import PendingGradients, defer_gradients, gradient_or_later, linear, pending_for, splittable

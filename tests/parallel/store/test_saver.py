@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import shutil
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -128,3 +129,23 @@ def test_no_rank_waits_for_parts_in_a_folder_that_is_gone(tmp_path: Path) -> Non
     shutil.rmtree(folder)
     writer.join(20)
     assert not writer.is_alive() and isinstance(writer.problem, FileNotFoundError)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_run_that_fails_does_not_wait_for_a_part_that_failed(tmp_path: Path, failing: int) -> None:
+    """The older checkpoint stays, and the next save has no trace of this one."""
+
+    def work(rank: int) -> float:
+        saver = Saver(tmp_path, connected(rank, 2), keep=1)
+        saver.save(1, held(rank, 2), state={})
+        if rank == failing:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))
+        saver.begin(2, held(rank, 2), state={})
+        began = time.monotonic()
+        saver.leave()
+        return time.monotonic() - began
+
+    assert max(run_on_ranks(work, 2)) < 10
+    assert [step for step, _ in numbered(tmp_path)] == [1]
+    run_on_ranks(lambda rank: Saver(tmp_path, connected(rank, 2), keep=1).save(2, held(rank, 2), state={}), 2)
+    assert [step for step, _ in numbered(tmp_path)] == [2] and not list(tmp_path.glob("*.tmp"))

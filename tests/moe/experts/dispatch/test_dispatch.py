@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from moe.experts.dispatch.all_gather import Gathered
+from moe.experts.dispatch.all_to_all import Chunked
 from moe.experts.dispatch.catalog import open_exchange
-from moe.experts.dispatch.chunked import Chunked
-from moe.experts.dispatch.dispatcher import Exchange, Sizes
-from moe.experts.dispatch.local import Local
+from moe.experts.dispatch.dispatcher import Exchange, Local, Sizes
 from moe.experts.dispatch.network import Dropout
 from moe.experts.dispatch.padded import blocks
 from moe.experts.dispatch.steps import Steps, uneven

@@ -9,7 +9,7 @@ from torch import Tensor
 from moe.model.transformer import Transformer
 from moe.nn.context import Context
 from moe.nn.vocabulary import summed_loss
-from moe.parallelize.memory import save_memory
+from moe.parallelize.build import save_memory
 from moe.plan.job.network import Network, Plan
 from moe.plan.job.of_recipe import compute_bytes, network_of, plan_of
 from moe.plan.memory.kept import cast_weights, casts_kept, ends_kept, layer_kept, recompute_of, router_kept

@@ -14,7 +14,7 @@ from torch import Tensor
 from moe.checks.together import check_run
 from moe.model.transformer import Transformer
 from moe.nn.context import Context
-from moe.parallelize.memory import save_memory
+from moe.parallelize.build import save_memory
 from moe.parallelize.stages import parts_of
 from moe.plan.choose.legal import refusal
 from moe.plan.job.counts import held, parameters

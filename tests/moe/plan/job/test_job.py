@@ -10,8 +10,7 @@ import torch
 
 from moe.model.transformer import Transformer
 from moe.nn.context import Context
-from moe.parallelize.build import build
-from moe.parallelize.memory import save_memory
+from moe.parallelize.build import build, save_memory
 from moe.parallelize.shown import plan_rows
 from moe.plan.job.counts import held
 from moe.plan.job.of_recipe import network_of, plan_of

@@ -97,7 +97,7 @@ def test_layers_that_differ_have_letters_of_their_own() -> None:
 
 @pytest.mark.parametrize(("factor", "filled"), [(1.5, 1.0), (0.75, 0.75)])
 def test_slots_are_those_that_are_filled_and_shared_with_choices_that_cost_nothing(factor: float, filled: float) -> None:
-    """As the router has them (moe/router/slots/capacity.py)."""
+    """As the router has them (moe/router/capacity.py)."""
     router = {"preset": "mixtral", "capacity_factor": factor}
     made = graph({"model": {"moe_every": 2}, "experts": {"num_experts": 3, "skip": 2, "zero": 1}, "router": router})
     assert {dim.size for dim in made.dims.values() if dim.name == "slots"} == {math.ceil(filled * 2 * L / 6)}

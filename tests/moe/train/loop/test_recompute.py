@@ -24,7 +24,7 @@ from moe.experts.dispatch.steps import Steps
 from moe.experts.experts import Experts
 from moe.model.transformer import Output, Transformer, moe_layers
 from moe.nn.context import Context
-from moe.parallelize.memory import save_memory
+from moe.parallelize.build import save_memory
 from moe.recipe import sections
 from moe.recipe.load import build_run
 from moe.router.router import Routing

@@ -25,7 +25,7 @@ from moe.nn.linear import linear_fp32
 from moe.nn.lora import adapt, freeze, is_adapter, merged
 from moe.nn.lora import trained as trained_of
 from moe.nn.vocabulary import summed_loss
-from moe.parallelize.memory import save_memory
+from moe.parallelize.build import save_memory
 from moe.recipe.changes import function_changes
 from moe.recipe.load import build_run
 from moe.recipe.sections import Experts, Latent, Lora, Model, Recompute, Router, Run

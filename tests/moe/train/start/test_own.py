@@ -326,8 +326,8 @@ def test_other_samples_on_one_rank_than_on_another_are_refused_on_all(form: str,
 @pytest.mark.parametrize(("count", "share"), [(2, 0.9), (9, 0.99), (9, 0.01)])
 def test_of_any_share_something_is_held_out_and_something_trained_on(count: int, share: float) -> None:
     found = open_given([[1, 2, 3]] * count, max_length=4, vocab_size=5, validation_share=share, seed=0, say=print)
-    assert found.train.num_windows >= 1 and found.validation.windows.count >= 1  # type: ignore[union-attr]
-    assert found.train.num_windows + found.validation.windows.count == count  # type: ignore[union-attr]
+    assert found.train.num_windows >= 1 and found.validation.windows.num_windows >= 1  # type: ignore[union-attr]
+    assert found.train.num_windows + found.validation.windows.num_windows == count  # type: ignore[union-attr]
 
 
 # --- the optimizer --------------------------------------------------------------------------------------------------------

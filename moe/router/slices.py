@@ -25,7 +25,7 @@ from parallel.mesh.mesh import Axis
 
 # T tokens held here, B sequences, L tokens of each held here, N ranks, G = N T tokens of all ranks
 
-Made = TypeVar("Made", bound=Any)  # a dataclass of tensors with one row a token, and of values that all tokens share
+Made = TypeVar("Made", bound=Any)  # a dataclass; its tensors have one row a token, its other values are the same for all tokens
 
 
 @dataclass(frozen=True)
@@ -36,18 +36,16 @@ class SequenceShards:
     positions: Sequence[Sequence[int]]
 
     def whole(self, x_T: Tensor) -> Tensor:
-        """Gather this rank's tokens [T, ...] into all ranks' tokens [G, ...], sequence after sequence. Backward: sum over ranks, own
-        tokens only.
-        """
+        """Gather all ranks' tokens [G, ...], sequence after sequence. Backward: sum the gradients of this rank's tokens over the ranks."""
         x_BL = rearrange(x_T, "(b l) ... -> b l ...", l=len(self.positions[self.axis.index]))
         return rearrange(self.whole_sequences(x_BL), "b s ... -> (b s) ...")
 
     def whole_sequences(self, x_BL: Tensor) -> Tensor:
-        """Gather this rank's shards [B, L, ...] into whole sequences [B, N L, ...]."""
+        """Gather all ranks' shards [B, L, ...] into whole sequences [B, N L, ...]."""
         return all_gather(x_BL, self.axis, dim=1)[:, self._sorted.to(x_BL.device)]
 
     def mine(self, x_G: Tensor) -> Tensor:
-        """Return this rank's tokens [T, ...] of all tokens [G, ...]: the inverse of `whole`, without a collective."""
+        """Cut all ranks' tokens [G, ...] to this rank's [T, ...]: the inverse of `whole`, without a collective."""
         x_BS = rearrange(x_G, "(b s) ... -> b s ...", s=len(self._sorted))
         return rearrange(x_BS[:, self._held.to(x_G.device)], "b l ... -> (b l) ...")
 
@@ -57,11 +55,11 @@ class SequenceShards:
         return replace(context, position_T=self.whole(context.position_T), valid_T=valid_T, tokens_T=tokens_T)
 
     def each_mine(self, made: Made) -> Made:
-        """Return a dataclass with every tensor [G, ...] cut to this rank's tokens [T, ...]."""
+        """Return the dataclass with every tensor [G, ...] cut to this rank's tokens [T, ...]."""
         return self._mapped(made, self.mine)
 
     def each_whole(self, made: Made) -> Made:
-        """Return a dataclass with every tensor [T, ...] gathered to all ranks' tokens [G, ...]. Collective."""
+        """Return the dataclass with every tensor [T, ...] replaced by all ranks' tokens [G, ...]. Collective."""
         return self._mapped(made, self.whole)
 
     def _mapped(self, made: Made, change: Any) -> Made:
@@ -76,10 +74,10 @@ class SequenceShards:
 
     @cached_property
     def _held(self) -> Tensor:
-        """Positions of this rank's tokens in a sequence."""
+        """Return the positions of this rank's tokens in a sequence."""
         return torch.tensor(self.positions[self.axis.index])
 
     @cached_property
     def _sorted(self) -> Tensor:
-        """Indices that sort the gathered tokens by position."""
+        """Return the indices that sort gathered tokens by position."""
         return torch.tensor([position for held in self.positions for position in held]).argsort()

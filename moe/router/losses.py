@@ -11,6 +11,8 @@ each capacity group (a mean over groups, weighted by their tokens), one rank's m
 do not add up over the micro-batches and ranks of a step, so each of them must know the sums of the whole step. Given these sums, its
 loss has its share of the gradient of the step's loss, and the mean over all is the step's value. Losses are summed over layers.
 `join` adds a loss to the backward pass in the layer that computes it: no global list is needed, and it works across pipeline stages.
+
+The selection bias balances without a loss (arXiv 2408.15664, DeepSeek-V3): `updated_bias` moves it against the load, once a step.
 """
 
 from __future__ import annotations
@@ -25,14 +27,16 @@ from torch import Tensor
 
 # T tokens, K choices, E experts, G groups, S tokens of a group
 
+Mask = Tensor | None  # bool, True for the tokens or choices that count; None: all do
+
 
 def balance_loss(
     probs_TE: Tensor,
     expert_TK: Tensor,
     *,
     num_groups: int = 1,
-    valid_T: Tensor | None = None,
-    counted_TK: Tensor | None = None,
+    valid_T: Mask = None,
+    counted_TK: Mask = None,
     step: StepMeans | None = None,
 ) -> Tensor:
     """Return the balance loss, scalar fp32. The gradient flows through `probs_TE` only.
@@ -48,7 +52,7 @@ def balance_loss(
     return num_experts * _weighted((f_GE * p_GE).sum(1), valid_T)
 
 
-def importance_loss(gate_TE: Tensor, *, num_groups: int = 1, valid_T: Tensor | None = None, step: StepMeans | None = None) -> Tensor:
+def importance_loss(gate_TE: Tensor, *, num_groups: int = 1, valid_T: Mask = None, step: StepMeans | None = None) -> Tensor:
     """Return the importance loss, scalar fp32, of the gates [T, E], which are 0 at experts that a token did not choose (`spread_gates`).
 
     With `step`, the value is the whole step's, and the gradient is this rank's and micro-batch's share of it.
@@ -59,19 +63,16 @@ def importance_loss(gate_TE: Tensor, *, num_groups: int = 1, valid_T: Tensor | N
     return cv_squared(step.gate_E + (mean_E - mean_E.detach()))
 
 
-def load_loss(chance_TE: Tensor, *, num_groups: int = 1, valid_T: Tensor | None = None, step: StepMeans | None = None) -> Tensor:
+def load_loss(chance_TE: Tensor, *, num_groups: int = 1, valid_T: Mask = None, step: StepMeans | None = None) -> Tensor:
     """Return the load loss, scalar fp32, of each expert's probability of being chosen [T, E]. `step` works as in `importance_loss`."""
     if step is None or step.chance_E is None:
         return importance_loss(chance_TE, num_groups=num_groups, valid_T=valid_T)
     return importance_loss(chance_TE, valid_T=valid_T, step=replace(step, gate_E=step.chance_E))
 
 
-def z_loss(logits_TE: Tensor, *, valid_T: Tensor | None = None) -> Tensor:
+def z_loss(logits_TE: Tensor, *, valid_T: Mask = None) -> Tensor:
     """Return the router z-loss, scalar fp32, of the logits [T, E]."""
     return mean_over_tokens(torch.logsumexp(logits_TE.float(), dim=-1).square(), valid_T=valid_T)
-
-
-# --- the statistics that the losses are made of -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -92,15 +93,14 @@ def step_means(
     gate_TE: Tensor | None,
     *,
     num_experts: int,
-    valid_T: Tensor | None = None,
-    counted_TK: Tensor | None = None,
+    valid_T: Mask = None,
+    counted_TK: Mask = None,
     chance_TE: Tensor | None = None,
     whole: Callable[[Tensor], Tensor],
 ) -> StepMeans:
-    """Return the step's means. `whole` sums a float64 tensor [2 E + 1], or [3 E + 1] with chances, over all ranks and micro-batches of
-    the step.
+    """Return the step's means, given this rank's and micro-batch's choices, gates (None: gate_E is 0) and chances.
 
-    Without gates, `gate_E` is 0.
+    `whole` sums a float64 tensor [2 E + 1], or [3 E + 1] with chances, over all ranks and micro-batches of the step.
     """
     count_GE = count_choices(expert_TK, num_groups=1, num_experts=num_experts, valid_T=valid_T, counted_TK=counted_TK)
     count_E = count_GE[0].double()
@@ -115,16 +115,12 @@ def step_means(
 
 
 def size_of_sums(num_experts: int, *, chances: bool = False) -> int:
-    """Number of elements that `whole` sums for one layer: choices and gates of each expert, the number of tokens, and chances."""
+    """Return the number of elements that `whole` sums for one layer: for each expert choices, gates and chances, and the tokens."""
     return (3 if chances else 2) * num_experts + 1
 
 
-def count_choices(
-    expert_TK: Tensor, *, num_groups: int, num_experts: int, valid_T: Tensor | None = None, counted_TK: Tensor | None = None
-) -> Tensor:
-    """Count the choices of each expert in each group, before dropping: int64 [G, E]. Skips padding tokens and choices that are not
-    counted.
-    """
+def count_choices(expert_TK: Tensor, *, num_groups: int, num_experts: int, valid_T: Mask = None, counted_TK: Mask = None) -> Tensor:
+    """Count the choices of each expert in each group, before dropping: int64 [G, E], only those with valid_T and counted_TK True."""
     group_T = torch.arange(expert_TK.shape[0], device=expert_TK.device) // (expert_TK.shape[0] // num_groups)
     key_TK = group_T.unsqueeze(1) * num_experts + expert_TK
     bins = num_groups * num_experts
@@ -139,37 +135,34 @@ def spread_gates(gate_TK: Tensor, expert_TK: Tensor, *, num_experts: int) -> Ten
     return gate_TK.new_zeros((len(gate_TK), num_experts), dtype=torch.float32).scatter(1, expert_TK, gate_TK.float())
 
 
-def group_means(x_TE: Tensor, *, num_groups: int, valid_T: Tensor | None = None) -> Tensor:
-    """Means over the valid tokens of each group: fp32 [G, E]. A group without valid tokens has mean 0."""
+def group_means(x_TE: Tensor, *, num_groups: int, valid_T: Mask = None) -> Tensor:
+    """Return the means over the valid tokens of each group: fp32 [G, E]. A group without valid tokens has mean 0."""
     x_GSE = rearrange(_masked(x_TE.float(), valid_T), "(g s) e -> g s e", g=num_groups)
     if valid_T is None:
         return x_GSE.mean(1)
     return x_GSE.sum(1) / valid_T.view(num_groups, -1, 1).sum(1).clamp(min=1)
 
 
-def mean_over_tokens(x_T: Tensor, *, valid_T: Tensor | None = None) -> Tensor:
-    """Mean over valid tokens, a scalar; 0 without valid tokens."""
+def mean_over_tokens(x_T: Tensor, *, valid_T: Mask = None) -> Tensor:
+    """Return the mean over valid tokens, a scalar; 0 without valid tokens."""
     return group_means(x_T.unsqueeze(1), num_groups=1, valid_T=valid_T)[0, 0]
 
 
 def cv_squared(x: Tensor) -> Tensor:
-    """Squared coefficient of variation along the last dim: population variance / mean^2. Rows of zeros give 0."""
+    """Return the squared coefficient of variation along the last dim: population variance / mean^2. Rows of zeros give 0."""
     return x.var(-1, correction=0) / x.mean(-1).square().clamp(min=1e-20)
 
 
-def _weighted(x_G: Tensor, valid_T: Tensor | None) -> Tensor:
-    """Mean over groups, each weighted by its share of the valid tokens."""
+def _weighted(x_G: Tensor, valid_T: Mask) -> Tensor:
+    """Return the mean over groups, each weighted by its share of the valid tokens."""
     if valid_T is None:
         return x_G.mean()
     tokens_G = valid_T.view(len(x_G), -1).sum(1)
     return (x_G * tokens_G).sum() / tokens_G.sum().clamp(min=1)
 
 
-def _masked(x_TE: Tensor, valid_T: Tensor | None) -> Tensor:
+def _masked(x_TE: Tensor, valid_T: Mask) -> Tensor:
     return x_TE if valid_T is None else x_TE.masked_fill(~valid_T.unsqueeze(1), 0.0)
-
-
-# --- adding a loss to the backward pass ---------------------------------------------------------------------------------
 
 
 class _Join(torch.autograd.Function):
@@ -187,3 +180,8 @@ def join(x: Tensor, loss: Tensor, *, scale: float) -> Tensor:
     """Return x unchanged; backward adds the gradient of scale * loss, as if this term were part of the final loss."""
     out: Tensor = _Join.apply(x, loss, scale)
     return out
+
+
+def updated_bias(bias_E: Tensor, load_E: Tensor, rate: float) -> Tensor:
+    """Return bias + rate * sign(mean load - load), [E], for experts chosen load_E times (integers) in the global batch, before dropping."""
+    return bias_E + rate * (load_E.sum() - load_E * len(load_E)).sign().to(bias_E.dtype)

@@ -1,0 +1,96 @@
+"""Capacity: the number C of slots, which are tokens that an expert takes from one group, and the choices that get a slot.
+
+    C = max(min_capacity, rounded(factor * group_tokens * k / num_experts))     (top-2 with factor 1 equals top-1 with factor 2)
+
+Capacity is counted per group of tokens (GShard, arXiv 2006.16668). The recipe defines the group, not the layout, so the same tokens are
+dropped on any number of ranks. Systems round differently: docs/moe/moe.md has the table. A choice is kept if its position in the
+expert's queue, a cumulative count, is below C:
+
+    queue    choices_first    all first choices of the group, then all second ones          GShard
+             tokens_first     token after token                                             Megatron-LM, MegaBlocks
+    drop     position         first come, first served
+             lowest_gate      highest gate first                                            V-MoE (arXiv 2106.05974, section 4)
+             random           in random order                                               DeepSpeed's random token selection
+
+Recipes are checked by the numbers before torch is loaded, so functions import it.
+"""
+
+from __future__ import annotations
+
+import math
+from types import ModuleType
+from typing import TYPE_CHECKING, Literal
+
+from parallel.errors import BadInput, counted
+from parallel.fixes import Set
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from moe.recipe.router_spec import RouterSpec
+
+# T tokens, K choices, G groups, S tokens of a group, N = T * K
+
+
+def slots_of(spec: RouterSpec, group_tokens: int, *, num_experts: int, training: bool) -> int | None:
+    """Return the slots per expert and group that `spec` sets for training or evaluation; None if dropless.
+
+    There are never more slots than tokens in the group, because a token chooses an expert only once.
+    """
+    factor, choices = spec.capacity_factor if training else spec.eval_capacity_factor, spec.num_choices
+    if factor is None:
+        return None
+    # round in decimal first: 200 * 1.1 / 4 is 55, and binary error must not make it 56
+    exact = round(group_tokens * (choices if spec.capacity_counts == "choices" else 1) * factor / num_experts, 9)
+    rounding = spec.capacity_rounding
+    slots = math.ceil(exact) if rounding == "ceil" else math.floor(exact) if rounding == "floor" else round(exact)
+    return min(group_tokens, max(spec.min_capacity, -(-slots // spec.capacity_multiple) * spec.capacity_multiple))
+
+
+def kept_choices(
+    expert_TK: Tensor,
+    active_TK: Tensor,
+    *,
+    num_groups: int,
+    num_experts: int,
+    slots_each: int | None,
+    kernels: ModuleType,
+    queue: Literal["choices_first", "tokens_first"] = "choices_first",
+    priority_TK: Tensor | None = None,
+) -> Tensor:
+    """Return the choices that get a slot: bool [T, K]. Choices with `active_TK` False ask for none.
+
+    `priority_TK` fp32: higher values are served first, equal ones in queue order. None: queue order alone. Raises BadInput if the tokens
+    do not divide into groups.
+    """
+    import torch
+
+    if expert_TK.shape[0] % num_groups:
+        needed, fix = f"a divisor of {expert_TK.shape[0]} tokens", Set("router.group", "sequence")
+        raise BadInput("router.group", got=counted(num_groups, "group"), needed=needed, fix=fix)
+    if slots_each is None:
+        return active_TK
+    if priority_TK is None and (queue == "choices_first" or expert_TK.shape[1] == 1):  # kernels.slots counts in this order
+        slot_TK: Tensor = kernels.slots(expert_TK, active_TK, num_groups=num_groups, num_experts=num_experts)
+        return active_TK & (slot_TK < slots_each)
+    order_N = _service_order(expert_TK, num_groups, queue, priority_TK)
+    queued_N1, active_N1 = (x.reshape(-1)[order_N].unsqueeze(1) for x in (expert_TK, active_TK))
+    slot_N1 = kernels.slots(queued_N1, active_N1, num_groups=num_groups, num_experts=num_experts)
+    kept_N = torch.empty_like(active_TK.reshape(-1))
+    kept_N[order_N] = (active_N1 & (slot_N1 < slots_each))[:, 0]
+    return kept_N.view_as(active_TK)
+
+
+def _service_order(expert_TK: Tensor, num_groups: int, queue: str, priority_TK: Tensor | None) -> Tensor:
+    """Return the flat choices t*K + k, group after group, in the order in which they get slots: int64 [T * K]."""
+    import torch
+    from einops import rearrange
+
+    tokens, choices = expert_TK.shape
+    order_TK = torch.arange(tokens * choices, device=expert_TK.device).view(tokens, choices)
+    pattern = "(g s) k -> g k s" if queue == "choices_first" else "(g s) k -> g 1 (s k)"
+    order = rearrange(order_TK, pattern, g=num_groups)
+    if priority_TK is not None:
+        ranked = rearrange(priority_TK, pattern, g=num_groups).argsort(dim=2, descending=True, stable=True)
+        order = order.gather(2, ranked)
+    return order.flatten()

@@ -1,1 +1,0 @@
-"""Balance losses and the selection bias."""

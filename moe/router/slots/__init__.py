@@ -1,1 +1,0 @@
-"""Capacity: which choices are kept, and in which groups."""
