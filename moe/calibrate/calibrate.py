@@ -27,7 +27,8 @@ from moe.plan.job.of_recipe import network_of, plan_of
 from moe.plan.machine.cluster import Between, Cluster, Inside, mapping_of, measured_file
 from moe.plan.machine.device import Device
 from moe.plan.machine.program import OWN_ON_CPU
-from moe.plan.time.cost import own_program, step_time
+from moe.plan.time.cost import step_time
+from moe.plan.time.stage_time import own_program
 from moe.recipe.load import build_run
 from parallel.data.kinds.catalog import CUT, ENGINES, PLAIN
 from parallel.errors import counted

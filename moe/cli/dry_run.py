@@ -56,7 +56,7 @@ def _here(run: Run, world: int) -> tuple[Run, Place]:
 
 
 def _lines(run: Run, world: int, found: Prediction) -> Iterator[str]:
-    place, sizes = found.place, flops_of(run.model, run.experts, run.router, vocab_size=run.vocab_size)
+    place, sizes = found.place, flops_of(run)
     tokens = run.train.global_batch * run.model.read_length
     where = f" ({place.cluster.name}, {place.cluster.device.name})" if place.cluster else " of this machine"
     yield f"{world} rank{'s' if world > 1 else ''}{where}: {described(found.plan)}; {run.precision.compute} compute"

@@ -29,7 +29,7 @@ from moe.plan.job.of_recipe import network_of, plan_of
 from moe.plan.machine.cluster import Cluster, load_cluster
 from moe.plan.memory.memory import memory
 from moe.plan.time.cost import step_time
-from moe.plan.time.timeline import pictured, timeline
+from moe.plan.time.stage_time import pictured, timeline
 from moe.recipe.keys import flat
 from moe.recipe.load import RECIPES, load
 from moe.recipe.sections import Run

@@ -29,8 +29,8 @@ from moe.plan.search.layouts import gspmd, mesh_tf
 from moe.plan.search.search import alpa, flexflow
 from moe.plan.search.strategies import Settings
 from moe.plan.time.cost import step_time
-from moe.plan.time.layer_time import KIND
-from moe.plan.time.timeline import priced
+from moe.plan.time.layer_messages import KIND
+from moe.plan.time.stage_time import priced
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
 from parallel.fixes import Set

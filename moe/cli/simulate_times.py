@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from math import isqrt
 from typing import Any
 
-from moe.plan.pipeline import layers_of
-from moe.plan.stages import STATE_BYTES, WEIGHT_BYTES, Device, Stage, micro_batch, stages_of
+from moe.plan.pipeline import STATE_BYTES, WEIGHT_BYTES, Device, Stage, layers_of, micro_batch, stages_of
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
 from parallel.pipeline.schedule import Schedule

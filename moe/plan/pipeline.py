@@ -1,31 +1,57 @@
-"""A recipe's pipeline, planned without tensors: its schedule, the layers of each stage, and combinations that it refuses.
+"""A recipe's pipeline, planned without tensors: its schedule, the layers of each stage, and their costs for the simulator.
 
-schedule_of(run)      the actions of one step, or of several steps between two drains
-layers_of(run, ...)   the layers of each stage: cut by FLOPs, or as pipeline.layers says
+    schedule_of(run)          actions of one step, or of several steps between which the pipeline is not drained
+    layers_of(run, schedule)  layers of each stage: cut by FLOPs, or as pipeline.layers says
+    stages_of(run, layers)    FLOPs and bytes of one micro-batch on each stage with these layers
+    Device.cost(stages)       seconds: FLOPs over a speed, bytes over a link's bandwidth
+
+For each forward product, the backward pass has two: the gradient of the weights (action W) and the gradient of the input. Attention
+between q, k and v has no weights, so both of its products belong to the input's gradient. Recomputed parts run forward again with the
+input's gradient. An embedding lookup is no product: it adds parameters to the first stage but no FLOPs. Not counted as time: norms, the
+optimizer's step, memory bandwidth.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from moe.plan.choose.legal import KEYS
 from moe.plan.job.cut import cut, empty_rank
-from moe.plan.job.flops import layer_flops, stage_flops
+from moe.plan.job.flops import (
+    attention_products,
+    block_size,
+    core_forward,
+    end_flops,
+    expert_size,
+    head_forward,
+    layer_flops,
+    multi_token_size,
+    stage_flops,
+)
+from moe.plan.job.network import Network, Plan
+from moe.plan.job.of_recipe import compute_bytes, network_of, storage_of
+from moe.plan.memory.kept import stage_kept
+from moe.plan.memory.stack import OURS
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
 from parallel.fixes import Fix, Set, fix_of
 from parallel.pipeline.check import check
 from parallel.pipeline.energy.plan_file import ClockedSchedule, read_plan
 from parallel.pipeline.order_file import read_order
-from parallel.pipeline.schedule import Op, Schedule
+from parallel.pipeline.schedule import Action, Op, Schedule
 from parallel.pipeline.schedules.catalog import ADVISED, SCHEDULES, fewer_ranks, make_schedule
-from parallel.pipeline.simulator.simulate import costs, simulate
+from parallel.pipeline.simulator.simulate import Cost, costs, simulate
 from parallel.store.files import user_path
+
+STATE_BYTES = 16  # of a parameter, on every rank that holds it: fp32 weight and gradient, and AdamW's two moments
+WEIGHT_BYTES = 4  # of a parameter, for each older version of the weights that is kept
 
 
 def continuous(run: Run) -> bool:
-    """Return whether updates follow each other without draining the pipeline in between."""
+    """Return whether the schedule updates weights without draining the pipeline in between, as PipeDream does."""
     kind = SCHEDULES.get(run.pipeline.schedule)
     return run.degrees.pp > 1 and kind is not None and kind.continuous
 
@@ -36,7 +62,8 @@ def schedule_of(run: Run, *, batches: int = 1) -> Schedule:
 
 
 def energy_plan(run: Run) -> ClockedSchedule:
-    """Return the recipe's energy plan. Raises BadInput for a plan of another schedule, and for a schedule without drains between steps."""
+    """Read the recipe's energy plan (clock rates of each action, by `moe energy`). Raises BadInput for a plan of another schedule, and for
+    a schedule without drains between steps."""
     p, what = run.pipeline, "pipeline.energy_plan"
     if run.degrees.pp == 1 or continuous(run):
         alone = run.degrees.pp == 1
@@ -49,7 +76,7 @@ def energy_plan(run: Run) -> ClockedSchedule:
     size = "" if p.schedule.endswith(".csv") else f" --stages {run.degrees.pp} --microbatches {p.microbatches}"
     chunks = "" if p.chunks is None else f" --chunks {p.chunks}"
     fix = f"moe energy {p.schedule}{size}{chunks} --out plan.json" | Set("it", None)
-    if p.pipelines not in (None, 2):  # moe energy does not plan such schedules
+    if p.pipelines not in (None, 2):  # `moe energy` does not plan such schedules, so another plan cannot be made
         fix = Set("it", None) | Set("pipeline.pipelines", None)
     return read_plan(user_path(p.energy_plan, what=what), schedule, what=what, fix=fix)
 
@@ -96,7 +123,7 @@ def _from_file(run: Run) -> Schedule:
 def layers_of(run: Run, schedule: Schedule, *, smaller: Fix | str | None = None) -> tuple[range, ...]:
     """Return the layers of each stage.
 
-    `smaller`: the advice for fewer stages; None: advice to lower degrees.pp. Raises BadInput for more stages than layers without
+    smaller: the fix to propose for fewer stages; None: lower degrees.pp. Raises BadInput for more stages than layers without
     pipeline.layers, and for a pipeline.layers that does not fit.
     """
     layers, stages, given = run.model.num_layers, schedule.num_stages, run.pipeline.layers
@@ -116,7 +143,7 @@ def layers_of(run: Run, schedule: Schedule, *, smaller: Fix | str | None = None)
 def _check_list(run: Run, schedule: Schedule, given: tuple[int, ...], *, otherwise: Fix) -> None:
     """Refuse a pipeline.layers that does not fit the schedule's stages, or leaves a rank without weights.
 
-    `otherwise`: the advice if no list fits these stages.
+    otherwise: the fix to propose if no list fits these stages.
     """
     layers, stages = run.model.num_layers, schedule.num_stages
     if len(given) != stages or sum(given) != layers or min(given) < 0:
@@ -139,7 +166,7 @@ def _check_list(run: Run, schedule: Schedule, given: tuple[int, ...], *, otherwi
 
 
 def _some_list(run: Run, stages: int) -> list[int] | None:
-    """Return layers cut by FLOPs. With one stage more than layers the head is alone, with two more the embedding, too."""
+    """Return a cut by FLOPs. With one stage more than layers, the head has a stage of its own; with two more, so has the embedding."""
     layers = run.model.num_layers
     if stages <= layers:
         return list(cut(layer_flops(run), stages))
@@ -147,7 +174,7 @@ def _some_list(run: Run, stages: int) -> list[int] | None:
 
 
 def described(run: Run) -> str:
-    """Describe the stages, and the schedule's idle share: simulated by FLOPs, backward as twice forward, without transfers."""
+    """Describe the stages in a line, with the simulated fraction of time in which ranks are idle: times by FLOPs, without transfers."""
     batches = run.pipeline.drain_every if continuous(run) else 1
     schedule = schedule_of(run, batches=batches)
     layers = layers_of(run, schedule)
@@ -161,3 +188,120 @@ def described(run: Run) -> str:
 def splits_backward(schedule: Schedule) -> bool:
     """Return whether the schedule has actions that compute only the input's gradient, or only the weights'."""
     return any(action.op is Op.I for order in schedule.orders for action in order)
+
+
+# --- costs of stages ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Cost of one micro-batch on one stage.
+
+    parameters: of the stage. forward, backward: FLOPs of the passes, recomputation in the latter. weights: part of `backward` for the
+    weights' gradients (action W). held: bytes kept from the forward to the backward pass. crossing: bytes of the output, which is sent to
+    the next stage, and so of the gradient that comes back.
+    """
+
+    layers: range
+    parameters: int
+    forward: float
+    backward: float
+    weights: float
+    held: float
+    crossing: float
+
+
+@dataclass(frozen=True)
+class Device:
+    """Speed that a rank reaches: TFLOP/s, and GB/s to another rank in each direction."""
+
+    tflops: float
+    link_gb_s: float
+
+    def cost(self, stages: Sequence[Stage], replicas: int) -> Cost:
+        """Function from (rank, action) to seconds. Action S sums a stage's fp32 gradients over n replicas: 2 (n - 1) / n of their bytes."""
+
+        def cost(rank: int, action: Action) -> float:
+            stage = stages[action.stage]
+            if action.op is Op.U:
+                return 0.0
+            if action.op is Op.S:
+                return 2 * (replicas - 1) / replicas * 4 * stage.parameters / (self.link_gb_s * 1e9)
+            flops = {Op.F: stage.forward, Op.B: stage.backward, Op.I: stage.backward - stage.weights, Op.W: stage.weights}
+            return flops[action.op] / (self.tflops * 1e12)
+
+        return cost
+
+
+def micro_batch(run: Run, microbatches: int) -> int:
+    """Number of sequences in one micro-batch of one replica. Raises BadInput if the batch cannot be cut into `microbatches`."""
+    replicas = run.degrees.dp if isinstance(run.degrees.dp, int) else 1
+    share = run.train.global_batch // replicas
+    if run.train.global_batch % replicas or share % microbatches:
+        near = min((n for n in range(1, share + 1) if share % n == 0), key=lambda n: abs(n - microbatches), default=1)
+        raise BadInput(
+            "--microbatches",
+            got=f"{microbatches} of a batch of {run.train.global_batch} sequences on {replicas} data-parallel ranks",
+            needed="equal numbers of sequences in all micro-batches",
+            fix=f"--microbatches {near}, or --train.global_batch {max(1, share // microbatches) * microbatches * replicas}",
+        )
+    return share // microbatches
+
+
+def stages_of(run: Run, layers: Sequence[range], *, sequences: int) -> tuple[Stage, ...]:
+    """Return the stages with these layers (moe/plan/pipeline.py), with the costs of micro-batches of `sequences` sequences."""
+    network, last = network_of(run), len(layers) - 1
+    plan = Plan(  # one device holds each stage
+        pp=len(layers),
+        ep=run.degrees.ep if isinstance(run.degrees.ep, int) else 1,
+        microbatch=sequences,
+        recompute=run.recompute.kind,
+        recompute_every=run.recompute.every,
+        loss_chunks=run.recompute.loss_chunks,
+        compute_bytes=compute_bytes(run),
+        storage=storage_of(run),
+    )
+    return tuple(_stage(run, held, network, plan, first=stage == 0, last=stage == last) for stage, held in enumerate(layers))
+
+
+def _stage(run: Run, layers: range, network: Network, plan: Plan, *, first: bool, last: bool) -> Stage:
+    model, tokens = run.model, plan.microbatch * run.model.max_length
+    flops = end_flops(run) if last else 0.0
+    heads = head_forward(run) * (1 + model.ahead) if last else 0.0
+    again = heads if run.recompute.loss_chunks > 1 else 0.0
+    core = sum(core_forward(model, layer=layer) for layer in layers)
+    forward = flops + sum(block_size(run, layer=layer).forward for layer in layers)
+    again += sum(_recomputed(run, layer) for layer in layers)
+    return Stage(
+        layers=layers,
+        parameters=_ends(run, first=first, last=last) + sum(_parameters(run, layer) for layer in layers),
+        forward=tokens * forward,
+        backward=tokens * (2 * forward + again),
+        weights=tokens * (forward - core),
+        held=stage_kept(network, plan, OURS, layers, first=first, last=last),
+        crossing=tokens * model.d_model * plan.compute_bytes,
+    )
+
+
+def _ends(run: Run, *, first: bool, last: bool) -> int:
+    """Number of parameters outside the layers: tables, the last norm, and multi-token prediction."""
+    m = run.model
+    tables = first + (last and not (first and m.tied_embeddings)) + (last and not first and m.ahead > 0 and not m.tied_embeddings)
+    ahead, _ = multi_token_size(run)
+    return tables * run.vocab_size * m.d_model + (m.d_model + ahead if last else 0)
+
+
+def _recomputed(run: Run, layer: int) -> float:
+    whole = block_size(run, layer=layer).forward
+    attention = 2.0 * attention_products(run.model) + core_forward(run.model, layer=layer)
+    return {"none": 0.0, "full": whole, "selective": whole - attention}[run.recompute.of_layer(layer)]
+
+
+def _parameters(run: Run, layer: int) -> int:
+    """Number of parameters of a block on one rank, which holds 1 / ep of the experts."""
+    total = block_size(run, layer=layer).total
+    sparse, ep = run.model.layers_with_experts(), run.degrees.ep
+    if layer not in sparse or not isinstance(ep, int):
+        return total
+    experts = expert_size(run.model, run.experts) * run.experts.of_layer(sparse.index(layer))
+    return total - experts + experts // ep

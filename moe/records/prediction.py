@@ -1,6 +1,6 @@
 """A run's predicted memory and time: the lines printed before it starts, and the comparison with measurements in its summary.
 
-moe/plan/choose/predicted.py makes the prediction; moe/plan/choose/fitting.py finds a change with which a run fits.
+moe/plan/choose/predicted.py makes the prediction, and finds a change with which a run fits.
 """
 
 from __future__ import annotations
@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from moe.plan.choose.fitting import Change, change_that_fits
-from moe.plan.choose.predicted import Bound, Prediction, predict
+from moe.plan.choose.predicted import Bound, Change, Prediction, change_that_fits, predict
 from moe.recipe.sections import Run
 from moe.records.summary import size
 from parallel.errors import BadInput

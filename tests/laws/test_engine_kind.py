@@ -17,8 +17,8 @@ from moe.checks.together import check_run
 from moe.checks.verdict import verdict
 from moe.cli import combinations
 from moe.plan.choose.candidates import Space, candidates
-from moe.plan.choose.fitting import change_that_fits
 from moe.plan.choose.legal import refusal
+from moe.plan.choose.predicted import change_that_fits
 from moe.plan.choose.recipe_of import recipe_of
 from moe.plan.job.network import Plan
 from moe.plan.job.of_recipe import network_of, plan_of
@@ -135,8 +135,6 @@ MAY_NAME = {
     "moe/plan/choose/planned.py": "presets of what a planner tries",
     "moe/plan/choose/candidates.py": "presets of what a planner tries",
     "moe/plan/search/runnable.py": "presets of what a planner tries",
-    "moe/plan/memory/stack.py": "other software by its name",
-    "moe/plan/machine/program.py": "other software by its name",
     "moe/verify/cases.py": "rows",
     **{f"moe/verify/rows/{name}.py": "rows" for name in ("data", "expert", "pipeline", "sequence", "tensor")},
     "moe/verify/kinds.py": "rows",

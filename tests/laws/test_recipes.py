@@ -15,7 +15,7 @@ from parallel.errors import BadInput
 
 
 def size_of(run: Run) -> Size:
-    return size(run.model, run.experts, run.router, vocab_size=run.vocab_size)
+    return size(run)
 
 
 def test_a_run_has_its_recipes_name_and_goes_on_under_its_own() -> None:

@@ -2,7 +2,7 @@
 
 `python -m tests.planner published --json FILE`. Each run is one Published: its recipe, the cluster file of its machine, the printed
 figures, and how seconds follow from them. The recipe's own plan is predicted twice: with the run's own software
-(moe/plan/machine/program.py, stack.py; chosen by its source and year, never by its result), and with this project's trainer. No constant of
+(tests/planner/software.py; chosen by its source and year, never by its result), and with this project's trainer. No constant of
 the planner was fitted to these runs, except where `seen` says so.
 """
 
@@ -18,12 +18,13 @@ from moe.plan.job.network import Recomputed
 from moe.plan.job.of_recipe import network_of, plan_of
 from moe.plan.job.states import FP32, MIXED, MIXED_BOTH_GRADIENTS, MIXED_FP32_GRADIENTS, Storage
 from moe.plan.machine.cluster import load_cluster
-from moe.plan.machine.program import PROGRAMS, Program
+from moe.plan.machine.program import Program
 from moe.plan.memory.memory import peak
-from moe.plan.memory.stack import DEEPSEEK, MEGATRON, MEGATRON_2022, MEGATRON_DEEPSPEED, OURS, TORCHTITAN, Stack
+from moe.plan.memory.stack import OURS, Stack
 from moe.plan.time.cost import step_time
 from moe.recipe.load import load
 from moe.recipe.sections import Run
+from tests.planner.software import DEEPSEEK, MEGATRON, MEGATRON_2022, MEGATRON_DEEPSPEED, PROGRAMS, TORCHTITAN
 
 GIB = 2**30
 SAME = 0.035  # tolerance of the printed number of parameters: GLaM's 1.2T is rounded by this much
@@ -144,7 +145,7 @@ def row_of(of: Published) -> dict[str, Any]:
     ours, theirs = step_time(network, plan, cluster), step_time(network, as_run, cluster, of.program)
     here, there = peak(network, plan), peak(network, as_run, of.stack)
     seconds = published_seconds(of, run, cluster.world)
-    sizes = size(run.model, run.experts, run.router, vocab_size=run.vocab_size)
+    sizes = size(run)
     counted = counted_training(run) * run.train.global_batch * run.model.max_length / cluster.world / 1e12
     return {
         "run": of.recipe,

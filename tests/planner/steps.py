@@ -30,7 +30,7 @@ from moe.checks.together import check_run
 from moe.launch import exit_codes
 from moe.plan.choose.predicted import Place, Prediction, predict
 from moe.plan.machine.cluster import Cluster
-from moe.plan.time.cost import rank_layers, stage_times
+from moe.plan.time.stage_time import rank_layers, stage_times
 from moe.recipe.load import build_run
 from moe.records.results import write_json
 from parallel.process.fork import run_on_ranks

@@ -17,8 +17,8 @@ from typing import Any
 
 from moe.plan.job.network import Experts, Latent, Network, Plan
 from moe.plan.job.states import FP32, MIXED, MIXED_BOTH_GRADIENTS, MIXED_FP32_GRADIENTS, Storage
-from moe.plan.memory import stack as stacks
 from moe.plan.memory.stack import Stack
+from tests.planner import software as stacks
 
 GATED_NAMES = ("llama", "mixtral", "mistral", "qwen", "deepseek", "gemma", "yi-", "glm", "kimi", "nemotron-h")
 GPT2_VOCAB = 51200  # 50,257 padded to a multiple of 1,024, as Megatron-LM's scripts do

@@ -18,9 +18,10 @@ from typing import Any
 
 from moe.plan.job.network import Plan
 from moe.plan.machine.cluster import Cluster, load_cluster
-from moe.plan.machine.program import PROGRAMS, Program
+from moe.plan.machine.program import Program
 from moe.plan.time.cost import Time, step_time
 from tests.planner.read_tables import Row
+from tests.planner.software import PROGRAMS
 
 # Words of a GPU's description -> cluster file; the first that is found counts.
 CLUSTER_OF = (

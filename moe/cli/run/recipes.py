@@ -32,7 +32,7 @@ def show(flags: Show, overrides: dict[str, str]) -> int:
     for flag, value in (("--nproc", flags.nproc), ("--rank", flags.rank)):
         if value is not None:
             raise BadInput(flag, got=f"{value} without --plan", needed="--plan: the values are the same on all ranks", fix="add --plan")
-    counted = size(run.model, run.experts, run.router, vocab_size=run.vocab_size)
+    counted = size(run)
     print(f"# {count(counted.total)} parameters, {count(counted.active)} active for a token")
     print(resolved_yaml(run, origins), end="")
     rows = [{"key": key, "value": value, "origin": origins[key]} for key, value in flat(run).items()]
@@ -63,7 +63,7 @@ def recipes(_: Recipes, __: dict[str, str]) -> int:
     print(f"{'recipe':<{width}} {'parameters':>10} {'a token':>8}")
     for name in names:
         run, first = load(name)[0], recipe_path(name).read_text(encoding="utf-8").partition("\n")[0]
-        counted = size(run.model, run.experts, run.router, vocab_size=run.vocab_size)
+        counted = size(run)
         about = first.removeprefix("#").strip() if first.startswith("#") else ""
         print(f"{name:<{width}} {count(counted.total):>10} {count(counted.active):>8}  {about}".rstrip())
     return exit_codes.DONE

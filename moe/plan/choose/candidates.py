@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
 
-from moe.plan.choose.stage_layers import layer_lists
+from moe.plan.job.cut import layer_lists
 from moe.plan.job.network import Network, Plan
 from parallel.data.kinds.catalog import ENGINES, PLAIN
 from parallel.mesh.grids import grid
@@ -25,9 +25,9 @@ from parallel.sequence.kinds.catalog import DEFAULT, SEQUENCES
 class Space:
     """Choices that are tried.
 
-    schedules: (name, chunks). lists: most lists of layers a stage that are tried for each schedule. largest_tp, ...: largest degrees.
-    largest_microbatch: None: all sizes that divide a replica's batch are tried; otherwise the sizes up to it (with experts, multiples of
-    tp, so that each rank of tp has a sequence).
+    schedules: (name, chunks). lists: largest number of cuts into stages for each schedule (cut.py). largest_tp, ...: largest degrees.
+    largest_microbatch: None: all sizes that divide a replica's batch are tried; otherwise only sizes up to it (with experts, multiples of
+    tp, so that each rank of tp routes whole sequences).
     """
 
     engines: tuple[str, ...] = ("ddp", "zero1", "zero2", "fsdp")
@@ -43,7 +43,7 @@ class Space:
 
 
 def degrees(network: Network, *, world: int, space: Space) -> Iterator[tuple[int, int, int, int]]:
-    """(pp, tp, sp, dp) with product `world`."""
+    """Yield degrees (pp, tp, sp, dp) with the product `world`."""
     for pp in (n for n in divisors(world) if n <= min(space.largest_pp, network.layers)):
         for tp in (n for n in divisors(world // pp) if n <= space.largest_tp):
             for sp in (n for n in divisors(world // pp // tp) if n <= space.largest_sp):
@@ -65,7 +65,7 @@ def degrees_of(plan: Plan) -> Degrees:
 
 
 def degree_choices(network: Network, *, world: int, global_batch: int, space: Space) -> Iterator[Degrees]:
-    """All degrees of parallelism that divide the batch equally."""
+    """Yield degrees of parallelism whose dp divides the batch."""
     for pp, tp, sp, dp in degrees(network, world=world, space=space):
         if global_batch % dp == 0:
             yield from dict.fromkeys(Degrees(pp, tp, sp, dp, ep) for ep, _ in _experts(network, dp * sp * tp, space))
@@ -80,7 +80,7 @@ def candidates(
     space: Space | None = None,
     only: Collection[Degrees] | None = None,
 ) -> Iterator[Plan]:
-    """Plans for `world` ranks, legal or not. Settings that the space does not vary (precision, storage, tiles) come from `base`.
+    """Yield plans for `world` ranks, legal or not. Settings that the space does not vary (precision, storage, tiles) come from `base`.
 
     only: if given, only plans with these degrees of parallelism.
     """
@@ -111,7 +111,7 @@ def candidates(
 
 
 def _tensors(tp: int, space: Space) -> list[tuple[str, int]]:
-    """(kind of tensor parallelism, depth of its grid) for a degree of tp."""
+    """Kinds of tensor parallelism that tp ranks can have, each as (kind, depth of its grid)."""
     if tp == 1:
         return [("1d", 1)]
     found = ((kind, depth) for kind in space.tensors for depth in (divisors(tp)[1:] if kind == "2.5d" else [1]))
@@ -119,7 +119,7 @@ def _tensors(tp: int, space: Space) -> list[tuple[str, int]]:
 
 
 def _experts(network: Network, stage: int, space: Space) -> Iterator[tuple[int, int]]:
-    """(ep, etp) that divide the ranks of a stage."""
+    """Yield (ep, etp) that divide the experts, and the `stage` ranks of a stage."""
     if network.experts is None:
         yield 1, 1
         return

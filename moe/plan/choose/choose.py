@@ -1,13 +1,13 @@
-"""Ranks plans by predicted seconds, and refuses plans that cannot run or do not fit into memory, each with its first reason.
+"""Ranks plans by predicted seconds, and refuses plans that cannot run or do not fit into memory, each with the first reason found.
 
     candidates -> legal? -> fits? (recompute: none, then selective, then full) -> bounds of the seconds -> seconds where needed -> ranked
 
 Memory is computed before time because it is cheaper. A plan that fits without recompute is not tried with it, because that is slower. The
 last kind of recompute needs the least memory, so a plan that does not fit with it is refused without trying the others. Then larger
 micro-batches of the same plan are refused too, because they need more memory (except if it is the step's only micro-batch).
-The ranking uses branch and bound, best first: for the plan with the smallest lower bound, compute its next bound (`least`), and at last
-its seconds. If the smallest value is a plan's own seconds, that plan is ranked next. So seconds are computed for few plans. Of plans that
-are equally fast, the one with less memory comes first, then the one with fewer kinds of parallelism.
+The ranking uses branch and bound, best first: the plan with the smallest lower bound gets its next, tighter bound, and finally its
+seconds. If the smallest number is a plan's own seconds, that plan is ranked next. So seconds are computed for few plans. Of plans that are
+equally fast, the one with less memory comes first, then the one with fewer kinds of parallelism.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ROUNDED = 1 + 1e-9  # tolerance for sums of bytes that differ only in their orde
 
 @dataclass(frozen=True)
 class Ranked:
-    """A plan that can run and fits. seconds: predicted, of a step. held_bytes: of its fullest rank. advice: why it is not recommended."""
+    """A plan that can run and fits. seconds: of a step, predicted. held_bytes: memory of its fullest rank. advice: reason against it."""
 
     plan: Plan
     seconds: float
@@ -36,7 +36,7 @@ class Ranked:
 
 @dataclass(frozen=True)
 class Refused:
-    """Plans with the same first reason for refusal. count: their number. over_bytes: bytes that `example`, the closest, needs too many."""
+    """Plans with the same reason for refusal. count: their number. example: exceeds the memory limit by least, by over_bytes."""
 
     reason: str
     count: int
@@ -46,8 +46,8 @@ class Refused:
 
 @dataclass(frozen=True)
 class Ranking:
-    """Result. tried, fitting: numbers of plans. ranked: best first. nearest: the plan that misses the memory limit by least, and the
-    bytes by which it does."""
+    """Result of `choose`. tried, fitting: numbers of plans. ranked: best first. nearest: if plans did not fit, (the plan that exceeds the
+    memory limit by least, bytes by which it does)."""
 
     tried: int
     fitting: int
@@ -87,16 +87,16 @@ def choose(
     enough: Callable[[Ranked], bool] = lambda ranked: False,
     given: Plan | None = None,
 ) -> Ranking:
-    """Rank the best `top` plans that need at most `limit_bytes` a rank. Plans that are not recommended come after all others.
+    """Rank the best `top` plans that need at most `limit_bytes` on each rank. Plans that are not recommended come after all others.
 
-    least: lower bounds of `seconds`, from the cheapest to the tightest; most plans are ruled out by the first. recompute: kinds in order of
-    preference; the last needs the least memory. enough: stop after the first ranked plan for which it is True. given: a plan that is
-    ranked with its own recompute.
+    held_bytes: plan -> memory of its fullest rank. seconds: plan -> seconds of a step. least: lower bounds of `seconds`, from the cheapest
+    to the tightest. recompute: kinds in order of preference; the last needs the least memory. enough: ranking ends with the first plan for
+    which it is True. given: one further plan, which keeps its own recompute.
     """
     kept: dict[bool, list[_Fitting]] = {False: [], True: []}  # recommended plans, and plans with advice against them
     reasons, tried = _Reasons(), 0
     nearest: tuple[Plan, float] | None = None
-    nothing_fitted, too_large = False, dict[Plan, tuple[int, float]]()  # plan without micro-batch -> (micro-batch, bytes too many)
+    nothing_fitted, too_large = False, dict[Plan, tuple[int, float]]()  # plan with micro-batch 1 -> (micro-batch, bytes)
     as_it_is = () if given is None else (given,)
     for plan in chain(as_it_is, plans):
         tried += 1
@@ -137,7 +137,7 @@ def _first_that_fits(
 ) -> tuple[Plan | None, float]:
     """(plan with the first kind of recompute that fits, its bytes), or (None, bytes with the last kind) if none fits.
 
-    doubtful: try the last kind, which needs the least memory, first.
+    doubtful: first try the last kind, which needs the least memory.
     """
     asked: dict[Recomputed, tuple[Plan, float]] = {}
 
@@ -159,7 +159,7 @@ def _first_that_fits(
 
 
 def _in_order(kept: Sequence[_Fitting], asked: Sequence[Callable[[Plan], float]]) -> Iterator[Ranked]:
-    """Plans in order of seconds. asked: the bounds, then the seconds. A bound comes before equal seconds, as its seconds may be equal."""
+    """Yield plans in order of seconds. asked: functions for the bounds, then for the seconds. Bounds come before equal seconds."""
     last = len(asked) - 1
     waiting = [(asked[0](one.plan), last == 0, one.held_bytes, _kinds(one.plan), number, 0) for number, one in enumerate(kept)]
     heapify(waiting)

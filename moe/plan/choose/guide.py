@@ -39,14 +39,14 @@ def _data_alone(plan: Plan) -> bool:
 
 
 class Best(Protocol):
-    """(family, number of devices) -> fastest plan of the family that fits; None if none does."""
+    """Function (name in FAMILIES, number of devices) -> fastest plan of this family that fits; None if none does."""
 
     def __call__(self, family: str, devices: int) -> Ranked | None: ...
 
 
 @dataclass(frozen=True)
 class GuideRule:
-    """One rule with its numbers. holds: True if the predictions agree with it, False if not, None if they do not decide it."""
+    """One rule. numbers: the predictions, as text. holds: True if they agree with the rule, False if not, None if they do not decide."""
 
     rule: str
     numbers: str
@@ -60,8 +60,8 @@ class GuideRule:
 def guide_rules(best: Best, cluster: Cluster, *, one_device: Ranked, offloaded: Ranked | None, compute: str) -> Iterator[GuideRule]:
     """Yield all rules that apply.
 
-    one_device: the smallest plan on one device, even if it does not fit. offloaded: the same plan with states offloaded to the host.
-    compute: the recipe's precision.
+    best: finds the fastest plan of a family. one_device: the smallest plan on one device, even if it does not fit. offloaded: the same
+    plan with states offloaded to the host. compute: dtype in which the recipe computes.
     """
     limit = cluster.memory_bytes()
     fits = one_device.held_bytes <= limit
@@ -118,7 +118,7 @@ def _node(best: Best, devices: int, *, fits: bool, link_gb_s: float) -> Iterator
 def _nodes(best: Best, cluster: Cluster) -> Iterator[GuideRule]:
     found = {name: best(name, cluster.world) for name in ("ZeRO", "pipeline + tensor + data", "pipeline + ZeRO-1")}
     rate = cluster.between.node_gb_s / cluster.devices_per_node
-    fast = rate >= 12.5  # a device has 100 Gbit/s of its node's network
+    fast = rate >= 12.5  # 100 Gbit/s of the node's network for each device
     rule = (
         "Many nodes, a fast network: ZeRO, or pipeline + tensor + data parallelism."
         if fast

@@ -3,7 +3,7 @@
     refusal(network, plan)    first rule that the plan breaks, or None
     advice(network, plan)     why a plan that can run is not recommended, or None
 
-These are the recipe's checks (moe/checks/) for the settings that the planner varies; tests/moe/plan/choose/test_legal.py compares the two.
+The rules repeat the recipe's checks (moe/checks/) for the settings that the planner varies; test_legal.py compares both on many plans.
 They take a microsecond, so that the planner can check a hundred thousand plans.
 """
 
@@ -159,7 +159,7 @@ def _stages(network: Network, plan: Plan) -> Iterator[str]:
     pp, name = plan.pp, plan.schedule
     if pp == 1:
         return
-    kind = SCHEDULES.get(name)  # None: a file of actions, which gives the ranks of stages itself
+    kind = SCHEDULES.get(name)  # None: a file of actions, which says which ranks hold the stages
     stages = pp * plan.chunks
     given = plan.stage_layers
     if given is None and stages > network.layers:
@@ -196,7 +196,7 @@ def _engine(network: Network, plan: Plan) -> Iterator[str]:
 
 
 def _offloaded(plan: Plan) -> list[tuple[str, str]]:
-    """Return (states, place) of the states that are not on the device."""
+    """Return (`optimizer` or `parameters`, `cpu` or `nvme`) for the states that are offloaded from the device."""
     placed = ("optimizer", plan.offload_optimizer), ("parameters", plan.offload_parameters)
     return [(what, place) for what, place in placed if place != "none"]
 

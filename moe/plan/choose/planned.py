@@ -1,10 +1,11 @@
 """The best plans of a recipe on a cluster: candidates, refused or ranked (moe/plan/choose/choose.py), and the recipe of each ranked plan.
 
-    round 1    every way to cut the ranks (pp, tp, sp, dp, ep), each with a few choices within          -> the fastest ways
-    round 2    those ways, with every engine, schedule, tensor kind, micro-batch and form of experts    -> ranked
+    round 1    all degrees of parallelism (pp, tp, sp, dp, ep), each with a few other choices           -> the fastest degrees
+    round 2    these degrees with every engine, schedule, tensor kind, micro-batch and etp              -> ranked
 
-The cost of round 2 grows with the number of ways, not with the cluster. `ways=None` takes all ways without a first round, and so does a
-cluster with few ways. The recipe's own plan is ranked among the others. Ranked plans have passed the recipe's own checks.
+The cost of round 2 grows with the number of combinations of degrees (`ways`), not with the cluster. `ways=None` tries all combinations
+without a first round, and so does a cluster with few of them. The recipe's own plan is ranked among the others. Ranked plans have passed
+the recipe's own checks.
 """
 
 from __future__ import annotations
@@ -17,10 +18,9 @@ from typing import NamedTuple
 
 from moe.plan.choose.candidates import Degrees, Space, candidates, degree_choices, degrees_of
 from moe.plan.choose.choose import Ranked, Ranking, Refused, choose, described
-from moe.plan.choose.fitting import Values, with_values
 from moe.plan.choose.guide import FAMILIES, GuideRule, guide_rules
 from moe.plan.choose.legal import refusal
-from moe.plan.choose.predicted import held_bytes, stack_on
+from moe.plan.choose.predicted import Values, held_bytes, stack_on, with_values
 from moe.plan.choose.recipe_of import as_stored, recipe_of
 from moe.plan.job.flops import counted_training
 from moe.plan.job.network import Network, Plan
@@ -35,9 +35,9 @@ from parallel.errors import BadInput, counted
 from parallel.fixes import Fix, Words, any_of, typed
 from parallel.pipeline.schedules.catalog import closed_form
 
-WAYS = 24
-TIGHT = 0.9  # of the memory
-SMALL = 32  # most devices for which the first round also tries larger micro-batches
+WAYS = 24  # number of combinations of degrees that the second round tries
+TIGHT = 0.9  # fraction of the memory from which a plan counts as tight
+SMALL = 32  # up to this number of devices, the first round also tries larger micro-batches
 _GIB = 2**30
 FIRST = Space(
     engines=("zero1", "fsdp"),
@@ -51,7 +51,7 @@ FIRST = Space(
 
 
 class Speed(NamedTuple):
-    """Speed of a plan. `tflops`: TFLOP/s of one device; `mfu`: its share of the peak in the compute dtype, None if unknown."""
+    """Speed of a plan. tflops: TFLOP/s of one device. mfu: this divided by the device's peak in the compute dtype; None if unknown."""
 
     tokens_per_s: float
     tflops: float
@@ -60,9 +60,8 @@ class Speed(NamedTuple):
 
 @dataclass(frozen=True)
 class Planned:
-    """Result of planning. `found`: ranked and refused plans; `runs`: the recipes of the ranked plans, in the same order; `own`: the
-    recipe's plan, if its checks accept it on the cluster.
-    """
+    """Result of planning. found: ranked and refused plans. runs: the recipes of the ranked plans, in the same order. own: the plan of the
+    given recipe; None if its checks refuse it on the cluster."""
 
     network: Network
     cluster: Cluster
@@ -98,8 +97,9 @@ def planned(
     space: Space | None = None,
     ways: int | None = WAYS,
 ) -> Planned:
-    """Return the best plans for all devices of the cluster. `checked`: the recipe's own checks (moe/checks/together.py).
+    """Return the best plans for all devices of the cluster.
 
+    checked: the recipe's own checks (moe/checks/together.py). ways: number of combinations of degrees for the second round.
     Raises BadInput if no plan fits, with a change that makes one fit.
     """
     space = _offloading(space or Space(), run)
@@ -143,7 +143,7 @@ def planned(
         if cluster.world <= SMALL:
             small = replace(small, largest_microbatch=8 * cluster.devices_per_node)
         first = chosen(_plans(run, cluster, small), small, top=100 * ways, enough=cut_so)
-    # if no plan of the first round fits, a plan of any way may
+    # if no plan of the first round fits, plans with all degrees are tried
     found = chosen(_plans(run, cluster, space, only or None), space, top=100 * top, enough=accepted, given=own)
     if not found.ranked:
         raise _nothing_fits(found, run, cluster, checked)
@@ -153,14 +153,14 @@ def planned(
 
 
 def _plans(run: Run, cluster: Cluster, space: Space, only: Collection[Degrees] | None = None) -> Iterator[Plan]:
-    """Yield plans of a resolved run, legal or not, each with the element sizes of its engine."""
+    """Yield plans of a resolved run, legal or not. only: if given, only plans with these degrees."""
     base, stored = plan_of(run), _storages(run, plan_of(run), space.engines)
     for plan in candidates(network_of(run), world=cluster.world, global_batch=run.train.global_batch, base=base, space=space, only=only):
         yield plan.but(storage=stored[plan.engine].storage, compute_bytes=stored[plan.engine].compute_bytes)
 
 
 def _offloading(space: Space, run: Run) -> Space:
-    """Return the space; if the recipe offloads states to the host, with the engines that can."""
+    """Return the space. If the recipe offloads states, it has only the engines that can offload."""
     offload = run.sharding.offload
     on_host = (offload.optimizer, offload.parameters) != ("none", "none")
     return replace(space, engines=tuple(name for name, kind in ENGINES.items() if kind.offloads)) if on_host else space
@@ -170,7 +170,7 @@ class _Accepted:
     """Collects the `top` best ranked plans that the recipe's checks accept. Other plans are refused with the checks' error."""
 
     def __init__(self, run: Run, world: int, top: int, checked: Callable[[Run, int], Run], own: Plan | None, own_run: Run | None) -> None:
-        """`own`: the recipe's plan; `own_run`: its checked recipe."""
+        """own: the recipe's own plan, if it passed the checks. own_run: the recipe after these checks."""
         self.run, self.world, self.top, self.checked, self.own, self.own_run = run, world, top, checked, own, own_run
         self.kept: list[Ranked] = []
         self.runs: list[Run] = []
@@ -205,7 +205,7 @@ class _Accepted:
 
 
 def _storages(run: Run, base: Plan, engines: Iterable[str]) -> dict[str, Plan]:
-    """Return, for each engine, a plan with its element sizes."""
+    """Return engine -> a plan with the bytes of states and activations that this engine has."""
     return {engine: as_stored(replace(base, engine=engine), run) for engine in {*engines, *FIRST.engines, PLAIN}}
 
 
@@ -218,7 +218,7 @@ def _joined(found: Ranking, first: Ranking) -> tuple[Refused, ...]:
 
 
 def _nothing_fits(found: Ranking, run: Run, cluster: Cluster, checked: Callable[[Run, int], Run]) -> BadInput:
-    """Return the refusal of a recipe that no plan trains on the cluster. Its fix has been tried."""
+    """Return the error for a recipe that no plan can train on the cluster. Its fix has been tried out."""
     if found.nearest is None:
         reason = (
             found.refused[0].reason if found.refused else f"its ways to cut ranks do not divide train.global_batch={run.train.global_batch}"
@@ -239,11 +239,11 @@ def _nothing_fits(found: Ranking, run: Run, cluster: Cluster, checked: Callable[
 
 
 def _mends(run: Run, cluster: Cluster, checked: Callable[[Run, int], Run], *, least: float) -> Iterator[Fix]:
-    """Yield a change of the recipe with which a plan fits, and a number of nodes. `least`: least multiple of the devices to try."""
+    """Yield two fixes, if they work: a change of the recipe, and more nodes. least: factor by which the devices must at least grow."""
     chunks: Values = {"recompute.loss_chunks": 8}
     optimizer: Values = {"sharding.kind": "zero", "sharding.offload.optimizer": "cpu"}
     changes = [chunks]
-    if not cluster.cores:  # on a CPU, states on the host stay in the same memory
+    if not cluster.cores:  # on a CPU, offloading to the host would change nothing
         changes += [optimizer, optimizer | {"sharding.stage": 3, "sharding.offload.parameters": "cpu"}]
         changes.append(changes[-1] | chunks)
     for values in changes:
@@ -267,7 +267,7 @@ def _that_fits(run: Run, cluster: Cluster, checked: Callable[[Run, int], Run]) -
     network, limit = network_of(run), cluster.memory_bytes()
     again = (plan.but(recompute="full") for plan in _plans(run, cluster, _offloading(FIRST, run)))
     fitting = (plan for plan in again if refusal(network, plan) is None and held_bytes(network, plan, cluster) <= limit)
-    for plan in islice(fitting, 100):  # checks that refuse 100 plans refuse the recipe
+    for plan in islice(fitting, 100):  # if the checks refuse 100 plans, they probably refuse all
         with suppress(BadInput):
             checked(recipe_of(plan, run), cluster.world)
             return plan
@@ -281,7 +281,7 @@ def gib(size_bytes: float) -> str:
 
 
 def guided(run: Run, cluster: Cluster) -> Iterator[GuideRule]:
-    """Yield the steps of the guide that chooses a strategy, with this recipe's numbers on this cluster."""
+    """Yield the rules of the guide (guide.py) with this recipe's numbers on this cluster."""
     network, batch = network_of(run.resolve(cluster.world)), run.train.global_batch
     base = plan_of(run.resolve(cluster.world))
     stored = _storages(run, base, GUIDED.engines)

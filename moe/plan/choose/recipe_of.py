@@ -1,5 +1,4 @@
-"""A plan as changes of a recipe: recipe_of(plan, run) is trained by the plan, and plan_of returns the plan from it
-(moe/plan/job/of_recipe.py)."""
+"""Changes a recipe so that it is trained as a plan says. plan_of (moe/plan/job/of_recipe.py) is the inverse."""
 
 from __future__ import annotations
 
@@ -67,13 +66,13 @@ def _changed(plan: Plan, run: Run) -> Run:
     offload = run.sharding.offload.model_copy(update={"optimizer": plan.offload_optimizer, "parameters": plan.offload_parameters})
     made["sharding"] = made["sharding"].model_copy(update={"offload": offload})
     made_run = run.model_copy(update=made)
-    if plan.stage_layers is not None and plan.stage_layers == stage_layers(made_run):  # the trainer's own cut needs no list
+    if plan.stage_layers is not None and plan.stage_layers == stage_layers(made_run):  # the trainer cuts so by itself
         made_run = made_run.model_copy(update={"pipeline": made_run.pipeline.model_copy(update={"layers": None})})
     return made_run
 
 
 def _evaluated(plan: Plan, run: Run) -> int:
-    """Round train.eval_sequences up to a number that the ranks' checks accept; otherwise 64 sequences would rule out dp 6."""
+    """Round train.eval_sequences up to a multiple that the ranks can share; otherwise 64 sequences, the default, would rule out dp=6."""
     unit, spec = plan.dp, run.router
     if run.model.layers_with_experts():
         grouped = isinstance(spec.group, int) and (plan.tp > 1 or spec.eval_capacity_factor is not None)

@@ -1,4 +1,4 @@
-"""Counts the parameters that a rank holds of a Network under a Plan, by layer, stage and end, before sharding over data parallelism.
+"""Counts the parameters of a Network that a rank holds under a Plan, before data parallelism shards them.
 
     attention, dense network, shared experts, vocabulary    1 / t of their elements; grids 1 / q^2 (2d, 2.5d) or 1 / q^3 (3d)
     norms, router, down-projections of latent attention     whole on every rank of tp
@@ -20,8 +20,8 @@ from moe.plan.job.network import Network, Plan
 
 @dataclass(frozen=True)
 class Elements:
-    """Numbers of parameters. dense: with copies over dp and sp. expert: with copies over edp. frozen_dense, frozen_expert: parameters among
-    these that are not trained, and have neither gradients nor optimizer states."""
+    """Numbers of parameters. dense: outside of experts, with copies on all ranks of dp and sp. expert: of experts, with copies on the edp
+    ranks (Plan.edp). frozen_dense, frozen_expert: those among them that are not trained: without gradients and optimizer states."""
 
     dense: float = 0.0
     expert: float = 0.0
@@ -41,7 +41,7 @@ class Elements:
         return Elements(self.dense - self.frozen_dense, self.expert - self.frozen_expert)
 
     def as_frozen(self) -> Elements:
-        """Equal numbers, all frozen."""
+        """Elements with these numbers, all frozen."""
         return Elements(self.dense, self.expert, self.dense, self.expert)
 
     def __add__(self, other: Elements) -> Elements:
@@ -57,13 +57,13 @@ class Elements:
 
 
 def layer(network: Network, plan: Plan, index: int) -> Elements:
-    """Parameters of layer number `index` of a network's run, with adapters if there are any."""
+    """Parameters of layer number `index` of this stack, and of its adapters."""
     whole = _matrices(network, plan, index)
     return whole if network.adapters is None else whole.as_frozen() + _adapters(network, plan, index)
 
 
 def _adapters(network: Network, plan: Plan, index: int) -> Elements:
-    """Parameters of a layer's adapters: the LoRA rank times both sides of each matrix. Only experts' adapters are cut over ranks."""
+    """Parameters of a layer's adapters: LoRA rank times (rows + columns) of each matrix. Only adapters of experts are cut over ranks."""
     n, a, latent = network, network.adapters, network.latent
     assert a is not None
     sides, of_experts = 0.0, 0.0
@@ -86,7 +86,7 @@ def _adapters(network: Network, plan: Plan, index: int) -> Elements:
 
 def _matrices(network: Network, plan: Plan, index: int) -> Elements:
     n, t = network, plan.grid.matrix
-    attentions = 2 if n.source else 1  # each with a norm
+    attentions = 2 if n.source else 1  # self-attention and cross-attention, each with a norm
     dense = attentions * attention(n, t, over=plan.grid.units) + (attentions + 1) * norm(n)
     if n.experts is None or index not in n.sparse_layers:
         return Elements(dense + network_elements(n, n.hidden, gated=n.gated) / t + (n.width + n.hidden / t if n.biases else 0))
@@ -111,18 +111,20 @@ def network_elements(network: Network, hidden: int, *, gated: bool) -> float:
 
 
 def attention(network: Network, t: int, *, over: int) -> float:
-    """Attention parameters of one of `t` ranks. over: number of ranks over which heads are cut; if there are fewer key-value heads, several
-    ranks hold the same head."""
+    """Parameters of one layer's attention on a rank, if `t` ranks share its matrices.
+
+    over: number of ranks over which heads are cut (fewer than t on grids). If there are fewer key-value heads, several ranks hold each.
+    """
     n, inner = network, network.heads * network.channels
     keys = max(n.groups, over) / t * n.channels
     biases = (inner / t + 2 * keys + n.width) if n.biases else (inner / t + 2 * keys) if n.qkv_biases else 0
-    latents = n.latent.query_rank + n.latent.key_rank if n.latent else 0  # their norms' gains
+    latents = n.latent.query_rank + n.latent.key_rank if n.latent else 0  # gains of their norms
     others = (n.width if n.out_bias else 0) + n.heads / t * (n.sinks + (0 if n.shared_buckets else n.buckets))
     return attention_matrices(n, t, over=over) + biases + gains(n) + latents + others
 
 
 def attention_matrices(network: Network, t: int, *, over: int) -> float:
-    """Attention parameters of the matrices only."""
+    """As `attention`, but only the matrices."""
     n, inner = network, network.heads * network.channels
     if n.latent is None:
         return n.width * (2 * inner / t + 2 * max(n.groups, over) / t * n.channels)
@@ -132,21 +134,21 @@ def attention_matrices(network: Network, t: int, *, over: int) -> float:
 
 
 def gains(network: Network) -> int:
-    """Parameters of the norms of queries and keys, whole on every rank of tp."""
+    """Parameters of the norms of queries and keys, which every rank of tp holds."""
     n = network
     return {"none": 0, "heads": 2, "whole": n.heads + n.groups}[n.qk_norm] * n.channels
 
 
 def embedding(network: Network, plan: Plan) -> float:
-    """Parameters of the embedding table, as many as the head's."""
+    """Parameters of the embedding table on a rank. The head has as many."""
     return network.vocab * network.width / plan.grid.matrix
 
 
 def ends(network: Network, plan: Plan, *, first: bool, last: bool) -> Elements:
-    """Parameters of a rank outside of layers, if it has the first stage, the last, or both: vocabulary, positions, final norms."""
+    """Parameters of a rank outside of layers: vocabulary, positions, final norms. first, last: it holds the model's first, last stage."""
     table = embedding(network, plan)
     tables = (1 if first else 0) + (1 if last else 0) - (1 if first and last and network.tied else 0)
-    tables += last and not first and network.ahead > 0 and not network.tied  # multi-token prediction needs the embedding on the last stage
+    tables += last and not first and network.ahead > 0 and not network.tied  # the last stage embeds next tokens
     positions = network.length * network.width if network.learned_positions and first else 0
     runs = (run for run in network.halves if (last if run is network else first))
     found = Elements(tables * table + positions + sum(norm(run) + _shared_bias(run, plan) for run in runs))
@@ -159,12 +161,12 @@ def _shared_bias(run: Network, plan: Plan) -> float:
 
 
 def ahead(network: Network, plan: Plan) -> Elements:
-    """Parameters that predict one further token, without the vocabulary: a dense layer, the product that joins its inputs, three norms."""
+    """Parameters of multi-token prediction for one further token: a dense layer, the product that joins its inputs, three norms."""
     return Elements(2 * network.width**2 + 3 * norm(network)) + layer(replace(network, experts=None), plan, 0)
 
 
 def held(network: Network, plan: Plan, stages: Sequence[range], mine: Sequence[int]) -> Elements:
-    """Parameters of a rank that holds the stages `mine`. stages: layers of each stage."""
+    """Parameters of a rank. stages: layers of each stage. mine: numbers of the stages that the rank holds."""
     found = ends(network, plan, first=0 in mine, last=len(stages) - 1 in mine)
     for stage in mine:
         for index in stages[stage]:
@@ -185,14 +187,14 @@ def stages_of(network: Network, plan: Plan, count: int) -> tuple[range, ...]:
 
 
 def sizes_of(layers: int, stages: int, given: tuple[int, ...] | None) -> tuple[int, ...]:
-    """Number of layers of each stage: `given`, if it fits these numbers of stages and layers, otherwise an even cut."""
+    """Number of layers of each stage: `given` if it has this many stages and layers, otherwise an even cut."""
     fits = given is not None and len(given) == stages and sum(given) == layers
     return given if fits and given is not None else even(layers, stages)
 
 
 def even(layers: int, stages: int) -> tuple[int, ...]:
-    """Number of layers of each stage, as even as possible. Stages with one layer less are, in this order: the last, the first, then others
-    from the end."""
+    """Number of layers of each stage, as even as possible. If they cannot be equal, the last stage has one layer less, then the first stage
+    too, then further stages from the end."""
     size = -(-layers // stages)
     sizes = [size] * stages
     order = [stages - 1, 0, *range(stages - 2, 0, -1)]

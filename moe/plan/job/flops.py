@@ -3,9 +3,9 @@
     forward per token = 2 * (active matrix parameters) + 4 * (mean attended length) * heads * channels * layers
     training          = 3 * forward                                                    (backward has two products for each)
 
-A causal token attends to (L + 1) / 2 positions on average, with a sliding window to fewer. In an encoder-decoder, figures
-are means over the tokens that either half reads: each passes the layers of its half, and keys and values of cross attention come from
-the encoder's. Capacity is ignored: dropped choices would only lower the count.
+A causal token attends to (L + 1) / 2 positions on average, with a sliding window to fewer. Numbers of an encoder-decoder are means over all
+tokens, the encoder's and the decoder's: a token passes only the layers of its half, and keys and values of cross-attention come from the
+encoder's tokens. Capacity is ignored: dropped choices would only lower the count.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from moe.router.methods.catalog import method_of
 
 @dataclass(frozen=True)
 class Size:
-    """Size of a model or a block: `total` and `active` parameters; `forward` and `training` FLOPs per token."""
+    """Size of a model or a block. total, active: parameters, of which `active` are used by a token. forward, training: FLOPs per token."""
 
     total: int
     active: int
@@ -29,33 +29,35 @@ class Size:
     training: float
 
 
-def size(model: sections.Model, experts: sections.Experts, router: sections.Router, *, vocab_size: int) -> Size:
+def size(run: sections.Run) -> Size:
     """Return the size of the whole model: its blocks, the embedding table, the last norm and the projection to the vocabulary."""
-    blocks = [block_size(model, experts, router, layer=layer) for layer in range(model.num_layers)]
-    halves = 1 if model.kind == "decoder" else 2  # each with a norm at its end
-    ends = vocab_size * model.d_model * (1 if model.tied_embeddings else 2) + halves * model.d_model
-    forward = sum(block.forward for block in blocks) + head_forward(model, vocab_size=vocab_size)
-    held, trained = multi_token_size(model, experts, router, vocab_size=vocab_size)
+    model = run.model
+    blocks = [block_size(run, layer=layer) for layer in range(model.num_layers)]
+    halves = 1 if model.kind == "decoder" else 2  # encoder and decoder each end with a norm
+    ends = run.vocab_size * model.d_model * (1 if model.tied_embeddings else 2) + halves * model.d_model
+    forward = sum(block.forward for block in blocks) + head_forward(run)
+    held, trained = multi_token_size(run)
     total, active = (sum(sizes) + ends + held for sizes in zip(*((b.total, b.active) for b in blocks), strict=True))
     return Size(total, active, forward, 3.0 * (forward + trained))
 
 
-def multi_token_size(model: sections.Model, experts: sections.Experts, router: sections.Router, *, vocab_size: int) -> tuple[int, float]:
-    """Parameters and forward FLOPs per token of multi-token prediction: for each depth a dense block, a product, norms and the head."""
-    block = block_size(model, experts, router, layer=model.num_layers)
+def multi_token_size(run: sections.Run) -> tuple[int, float]:
+    """(parameters, forward FLOPs per token) of multi-token prediction: a block, a product, norms and a head for each further token."""
+    model, block = run.model, block_size(run, layer=run.model.num_layers)
     join = 2 * model.d_model**2
-    each = block.forward + 2.0 * join + head_forward(model, vocab_size=vocab_size)
+    each = block.forward + 2.0 * join + head_forward(run)
     return model.ahead * (block.total + join + 3 * model.d_model), model.ahead * each
 
 
-def block_size(model: sections.Model, experts: sections.Experts, router: sections.Router, *, layer: int) -> Size:
+def block_size(run: sections.Run, *, layer: int) -> Size:
     """Return the size of one block: attention, and a network or experts. `active` counts only the experts that a token chooses."""
+    model, experts, router = run.model, run.experts, run.router
     products = attention_products(model)
     idle = vectors = 0
     if layer in model.layers_with_experts():
         ffn, one_expert = experts.ffn or model.ffn, expert_size(model, experts)
         num_experts = experts.of_layer(model.layers_with_experts().index(layer))
-        chosen = min(router.num_choices, num_experts)  # the others cost nothing
+        chosen = min(router.num_choices, num_experts)  # further choices compute nothing
         products += _ffn(model.d_model, (experts.shared_d_ff or experts.d_ff or model.d_ff) * experts.shared, ffn) + (
             model.d_model if experts.shared_gate else 0
         )
@@ -69,7 +71,7 @@ def block_size(model: sections.Model, experts: sections.Experts, router: section
         idle = (num_experts - chosen) * (one_expert + expert_vectors(model, experts))
     else:
         products += _ffn(model.d_model, model.d_ff, model.ffn)
-    first = model.kind == "decoder" or layer in (0, model.decoder_begins)  # of its half: the others share its bias
+    first = model.kind == "decoder" or layer in (0, model.decoder_begins)  # a half's first layer has the bias that all its layers share
     bias = T5_BUCKETS * model.num_heads if model.positions == "t5" and first else 0
     active = products + vectors + 2 * model.d_model + bias + attention_vectors(model)
     forward = 2.0 * products + core_forward(model, layer=layer)
@@ -81,28 +83,31 @@ def block_size(model: sections.Model, experts: sections.Experts, router: section
 
 
 def _half_forward(model: sections.Model, own: float, *, layer: int) -> float:
-    """Forward FLOPs of one block of an encoder-decoder per token that either half reads; `own`: FLOPs of a token that passes it."""
+    """Forward FLOPs of one block of an encoder-decoder, as a mean over all tokens of both halves. own: FLOPs of a token that passes it,
+    without attention between q, k and v."""
     read, written, groups = model.max_length, model.target_length, model.num_kv_heads or model.num_heads
     head = model.head_size or model.d_model // model.num_heads
     width = 4.0 * model.num_heads * head
     if layer < model.decoder_begins:
         return (own + width * read) * read / model.read_length
-    queries, keys = (4.0 * model.d_model * head * heads for heads in (model.num_heads, groups))  # and outputs; and values
+    queries, keys = (
+        4.0 * model.d_model * head * heads for heads in (model.num_heads, groups)
+    )  # products for q and output, and for keys and values
     of_token = own + width * (written + 1) / 2 + queries + width * read
     return (of_token * written + keys * read) / model.read_length
 
 
 def rows_of_token(router: sections.Router, num_experts: int) -> float:
-    """Mean number of rows that experts compute for a token: its choices, but at most one for each expert, and at most its slots.
+    """Mean number of rows that experts compute for a token: its choices, but at most one for each expert, and at most the capacity.
 
-    Experts that choose tokens fill their slots. Minimum and rounding of a small group's capacity are left out.
+    Experts that choose tokens fill their capacity. Minimum and rounding of a small group's capacity are left out.
     """
     spec, slots = router, slots_of_token(router)
     return min(min(spec.num_choices, slots) if method_of(spec).tokens_choose else slots, num_experts)
 
 
 def slots_of_token(router: sections.Router) -> float:
-    """Slots of all experts together, filled or not, per token; infinite if dropless."""
+    """Capacity of all experts together in rows, filled or not, divided by the number of tokens; infinite without a capacity."""
     spec = router
     return inf if spec.capacity_factor is None else spec.capacity_factor * (spec.num_choices if spec.capacity_counts == "choices" else 1)
 
@@ -119,7 +124,7 @@ def attention_products(model: sections.Model) -> int:
 
 
 def attention_vectors(model: sections.Model) -> int:
-    """Number of gains of the norms of queries, keys and latents, of biases, and of sinks."""
+    """Number of parameters in one block's attention outside of its matrices: gains of norms, biases, sinks."""
     groups = model.num_kv_heads or model.num_heads
     heads = {"none": 0, "heads": 2, "whole": model.num_heads + groups}[model.qk_norm]
     heads += model.num_heads + 2 * groups if model.qkv_bias else 0
@@ -129,12 +134,12 @@ def attention_vectors(model: sections.Model) -> int:
 
 
 def core_forward(model: sections.Model, *, layer: int) -> float:
-    """Forward FLOPs per token of a layer's attention between q, k and v, which has no weights."""
+    """Forward FLOPs per token of a layer's attention between q, k and v."""
     return 4.0 * attended(model, layer=layer) * core_width(model)
 
 
 def core_width(model: sections.Model) -> float:
-    """Channels of all heads: the mean of keys and values."""
+    """Number of channels of all heads: the mean of the channels of keys and of values."""
     if model.latent.key_rank is not None:
         return model.num_heads * (model.latent_sizes.key + model.latent_sizes.value) / 2
     return model.num_heads * (model.head_size or model.d_model // model.num_heads)
@@ -148,7 +153,7 @@ def attended(model: sections.Model, *, layer: int) -> float:
 
 
 def core_work(model: sections.Model, *, layer: int) -> float:
-    """Pairs of query and key that a layer's attention computes (moe/nn/core.py), relative to the half of all pairs of causal attention."""
+    """Number of (query, key) pairs that a layer's attention computes (moe/nn/core.py), divided by the number in causal attention."""
     length, window = model.max_length, model.window_of(layer)
     if window is None or window >= length:
         return 1.0
@@ -165,11 +170,11 @@ def counted_training(run: sections.Run) -> float:
     """Training FLOPs per token as speeds are published: 6 for each active matrix weight, and 12 w L for each layer's attention.
 
     All pairs of positions count, also pairs hidden by the causal mask (PaLM, arXiv 2204.02311, appendix B), but with a sliding window no
-    more keys than it holds. Recomputation does not count. For an encoder-decoder: per token that either half reads.
+    more keys than it holds. Recomputation does not count. Of an encoder-decoder, it is the mean over all tokens of both halves.
     """
     m = run.model
-    counted = size(m, run.experts, run.router, vocab_size=run.vocab_size).training
-    if m.kind == "encoder_decoder":  # only the decoder's self-attention was counted by its causal half
+    counted = size(run).training
+    if m.kind == "encoder_decoder":  # `size` counts half of the pairs only in the decoder's self-attention
         written = m.target_length
         unseen = 4.0 * (written - 1) / 2 * core_width(m) * written / m.read_length
         return counted + 3 * (m.num_layers - m.decoder_begins) * unseen
@@ -186,34 +191,33 @@ def expert_size(model: sections.Model, experts: sections.Experts) -> int:
 
 
 def expert_vectors(model: sections.Model, experts: sections.Experts) -> int:
-    """Number of biases after one expert's first products."""
+    """Number of biases that one expert adds to its hidden units."""
     return (experts.d_ff or model.d_ff) * (2 if (experts.ffn or model.ffn) in GATED else 1) * experts.biases
 
 
-def head_forward(model: sections.Model, *, vocab_size: int) -> float:
-    """Forward FLOPs per token of the projection to the vocabulary; an encoder's tokens have none. The embedding lookup needs no product."""
-    decoded = 1.0 if model.kind == "decoder" else model.target_length / model.read_length
-    return 2.0 * vocab_size * model.d_model * decoded
+def head_forward(run: sections.Run) -> float:
+    """Forward FLOPs per token of the projection to the vocabulary, which only a decoder's tokens pass."""
+    decoded = 1.0 if run.model.kind == "decoder" else run.model.target_length / run.model.read_length
+    return 2.0 * run.vocab_size * run.model.d_model * decoded
 
 
 def layer_flops(run: sections.Run) -> tuple[float, ...]:
-    """Forward FLOPs per token of each layer, with the head and multi-token prediction in the last. Experts count by a token's choices."""
-    flops = [block_size(run.model, run.experts, run.router, layer=layer).forward for layer in range(run.model.num_layers)]
+    """Forward FLOPs per token of each layer. The last includes the head and multi-token prediction."""
+    flops = [block_size(run, layer=layer).forward for layer in range(run.model.num_layers)]
     flops[-1] += end_flops(run)
     return tuple(flops)
 
 
 def stage_flops(run: sections.Run, layers: Sequence[range]) -> tuple[float, ...]:
-    """Forward FLOPs per token of each stage with these layers, with the head and multi-token prediction in the last."""
+    """Forward FLOPs per token of each stage. layers: of each stage. The last includes the head and multi-token prediction."""
     end, of_layer = end_flops(run), layer_flops(run)
     of_stage = [sum(of_layer[layer] - (end if layer == run.model.num_layers - 1 else 0.0) for layer in held) for held in layers]
     return (*of_stage[:-1], of_stage[-1] + end)
 
 
 def end_flops(run: sections.Run) -> float:
-    """Forward FLOPs per token of the vocabulary's projection and of multi-token prediction, which training runs."""
-    head = head_forward(run.model, vocab_size=run.vocab_size)
-    return head + multi_token_size(run.model, run.experts, run.router, vocab_size=run.vocab_size)[1]
+    """Forward FLOPs per token of the projection to the vocabulary and of multi-token prediction."""
+    return head_forward(run) + multi_token_size(run)[1]
 
 
 def _ffn(d_model: int, d_ff: int, ffn: str) -> int:

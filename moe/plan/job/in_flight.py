@@ -1,11 +1,11 @@
-"""Number of micro-batches that each rank keeps of each of its stages, for a schedule's name and sizes.
+"""Number of micro-batches in flight: forward passes of which a rank keeps activations, for each of its stages, by schedule and sizes.
 
     1f1b, 4 ranks     4 3 2 1 on ranks 0 to 3
     gpipe             all micro-batches on every rank
 
-The numbers come from the schedule's closed form, or are counted in its order of actions (parallel/pipeline/simulator/held.py). In a steady
-state they no longer grow, so a few micro-batches a rank give the numbers for any more. Results are cached, because the planner needs the
-same few sizes thousands of times. `made` builds the schedule, for pipeline_time.py too.
+The numbers come from the schedule's closed form, or are counted in its order of actions (parallel/pipeline/simulator/held.py). With more
+micro-batches than a few for each rank, the numbers stay the same. So they are counted in a short step. Results are cached, because the
+planner needs the same few sizes thousands of times.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from parallel.pipeline.schedules.catalog import kind_of, make_schedule
 from parallel.pipeline.schedules.kind import Size
 from parallel.pipeline.simulator.held import RankPeaks, held
 
-STEADY = 3  # number of rounds (one micro-batch a rank) after which further rounds are equal
+STEADY = 3  # number of rounds (one micro-batch for each rank) after which all further rounds are equal
 
 
 def in_flight(schedule: str, *, ranks: int, microbatches: int, chunks: int = 1) -> tuple[RankPeaks, ...]:
-    """Peak micro-batches of each pipeline rank. Raises BadInput for sizes that the schedule cannot have."""
+    """Peak numbers of micro-batches in flight on each pipeline rank. Raises BadInput for sizes that the schedule cannot have."""
     kind = kind_of(schedule)
     if kind.held is not None:
         return kind.held(Size(ranks, microbatches, kind.chunks or chunks))
@@ -32,7 +32,7 @@ def in_flight(schedule: str, *, ranks: int, microbatches: int, chunks: int = 1) 
 
 
 def steady(schedule: str, ranks: int, microbatches: int) -> int:
-    """Number of micro-batches of a short step that has the same warm-up and end as the whole step."""
+    """Number of micro-batches of the shortest step that begins and ends like the step with `microbatches`."""
     fewer = range(STEADY * ranks + microbatches % ranks, microbatches, ranks)
     return next((n for n in fewer if possible(schedule, ranks, n)), microbatches)
 
@@ -44,7 +44,7 @@ def possible(schedule: str, ranks: int, microbatches: int) -> bool:
 
 @lru_cache(maxsize=4)
 def made(schedule: str, ranks: int, microbatches: int, chunks: int) -> Schedule:
-    """The schedule, cached with its order (pipeline/check.py)."""
+    """Build a schedule. It is cached, because it keeps its order (parallel/pipeline/check.py)."""
     own = chunks if kind_of(schedule).chunks is None else None
     return make_schedule(schedule, ranks=ranks, microbatches=microbatches, chunks=own)
 

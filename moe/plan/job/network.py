@@ -11,6 +11,8 @@ use the dp sp tp ranks of a stage as edp x ep x etp (parallel/mesh/mesh.py).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+from operator import attrgetter
 from typing import Any, Literal
 
 from moe.experts.dispatch.dispatcher import Dispatcher
@@ -27,7 +29,7 @@ Recomputed = Literal["none", "selective", "full"]
 
 
 def repeats(index: int, every: int) -> bool:
-    """True if layer `index` is recomputed: every n-th layer is. Numbers continue over multi-token prediction's layers."""
+    """True if layer `index` is recomputed: every `every`-th is. Layers of multi-token prediction have the last numbers."""
     return index % every == 0
 
 
@@ -35,7 +37,7 @@ def repeats(index: int, every: int) -> bool:
 class Router:
     """Parts of a router in addition to its matrix.
 
-    vectors: further learned numbers of each expert. noise: a second matrix, for the size of the noise. norm: a norm of its input. jitter:
+    vectors: further learned numbers of each expert. noise: a second matrix, for the size of the noise. norm: its input is normed. jitter:
     its input is multiplied by noise. capped: its logits are bounded. kept: further bytes that it keeps for each token.
     """
 
@@ -52,10 +54,11 @@ class Experts:
     """Experts of one MoE layer: `count` experts of `hidden` units, of which each token chooses `choices`.
 
     shared_hidden: hidden units of shared experts, which all tokens pass. rows: rows computed for each choice (below 1 if choices are
-    dropped); None: one, but experts may get unequal numbers. places: capacity slots for each choice, empty slots included; None: no limit.
-    exchange: the dispatcher; None: kept rows are sent by an all-to-all. gates: number of gates that weigh shared experts. free: choices
-    that cost nothing, in addition to experts. products: dtype of the experts' products (device.py); None: the compute dtype. fused: one
-    kernel computes the whole network, so that only its input and pre-activations are kept.
+    dropped); None: one, but experts may get unequal numbers. slots: capacity for each choice, empty slots included; None: no limit.
+    exchange: the dispatcher; None: rows are sent by an all-to-all. gates: number of gates that weigh shared experts. dropout: in the
+    experts, so that another tensor of the hidden size is kept. free: number of experts without parameters, which compute nothing.
+    products: dtype of the experts' products (device.py); None: the compute dtype. fused: one kernel computes the whole network, so that
+    only its input and pre-activations are kept.
     """
 
     count: int
@@ -69,15 +72,15 @@ class Experts:
     biases: bool = False
     router: Router = Router()
     gates: int = 0
-    dropout: bool = False  # in the experts: another tensor of the hidden size is kept
-    free: int = 0  # choices beside them that cost nothing
+    dropout: bool = False
+    free: int = 0
     products: str | None = None
     fused: bool = True
 
 
 @dataclass(frozen=True)
 class Latent:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): ranks of its low-rank queries (0: full rank) and of keys and values."""
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434). query_rank: 0 if full. key_rank: of keys and values."""
 
     query_rank: int
     key_rank: int
@@ -98,16 +101,16 @@ class Adapters:
 class Network:
     """A stack of Transformer layers, with embedding and head: a decoder, or the decoder of an encoder-decoder.
 
-    encoder: the encoder's stack; the decoder's layers then have cross-attention to its output. `halves` are both stacks.
-    length: tokens of a sequence. head_size: None: width / heads. activation: used if the networks are not `gated`.
+    encoder: the encoder's stack, to whose output the decoder's layers have cross-attention; None: decoder only.
+    length: tokens of a sequence. head_size: None: width / heads. activation: of dense networks without a gate.
     sees: attention to past tokens only, or to all. sparse_layers: numbers of the layers with experts instead of a dense network.
     biases: all products and norms have biases. qk_norm: norm of queries and keys, for each head or over all heads.
     buckets: number of distances with a learned bias for each head (T5), in each layer, or once a stack (`shared_buckets`).
-    sinks: each head has a learned logit. clipped: queries, keys and values are clipped, and also kept unclipped.
+    sinks: each head has a learned logit in its softmax. clipped: queries, keys and values are clipped, and also kept unclipped.
     logit_cap: the head's logits are bounded by tanh, and its result is kept.
     ahead: number of further tokens of multi-token prediction; each adds a dense layer, a product that joins its two inputs, and a head.
-    core_work: mean number of token pairs that attention computes, divided by a causal layer's.
-    windows_in_runs: fraction of layers with sliding windows that are computed in chunks of tokens, which keep keys and values twice.
+    core_work: number of (query, key) pairs that attention computes, divided by the number in causal attention: mean over layers.
+    windows_in_runs: fraction of layers whose sliding windows are computed in chunks of tokens, which keep keys and values twice.
     """
 
     layers: int
@@ -145,7 +148,7 @@ class Network:
 
     @property
     def halves(self) -> tuple[Network, ...]:
-        """The stacks of layers: encoder (if any) and decoder. Layers are numbered through both."""
+        """Stacks of layers: the encoder (if any), then the decoder. Layers are numbered through both."""
         return (self,) if self.encoder is None else (self.encoder, self)
 
     @property
@@ -171,16 +174,16 @@ class Network:
         return (*self.encoder.sparse_layers, *(self.before + layer for layer in self.sparse_layers))
 
     def at(self, index: int) -> tuple[Network, int]:
-        """(stack, number within it) of a layer, given its number among all layers."""
+        """Return (stack of layer `index`, number of the layer in this stack)."""
         return (self, index - self.before) if self.encoder is None or index >= self.before else (self.encoder, index)
 
     def trains(self, target: Literal["attention", "dense", "experts"]) -> bool:
-        """True if these matrices, or adapters of them, are trained."""
+        """True if matrices of this kind, or their adapters, are trained."""
         return self.adapters is None or target in self.adapters.targets
 
     @property
     def channels(self) -> int:
-        """Size of one head."""
+        """Number of channels of one head."""
         return self.head_size or self.width // self.heads
 
     @property
@@ -197,14 +200,14 @@ class Plan:
     dp, tp, sp, pp, ep, etp: degrees of parallelism. engine: the data-parallel engine.
     tensor: kind of tensor parallelism: `1d` is Megatron-LM's, `sliced` adds Megatron's sequence parallelism between layers.
     depth: number of grids in the 2.5d kind, each with its own tokens.
-    sequence: method of attention over the sp ranks. order: which positions of a sequence each of them holds. Under a causal mask, ranks
-    with early contiguous positions have less work than the others, so they wait.
+    sequence: method of attention over the sp ranks. order: positions of a sequence that each of them holds. Under a causal mask, a rank
+    that holds only early positions has less work than the others, and waits for them.
     schedule: the pipeline schedule. chunks: stages on each rank. stage_layers: number of layers of each stage (None: an even cut).
     microbatch: number of sequences in a replica's micro-batch. microbatches: number of a replica's micro-batches in a step.
     recompute_every: every n-th layer is recomputed. loss_chunks: number of parts in which the loss is computed, one after another.
     storage: bytes of a parameter and its states. compute_bytes: bytes of an element of activations.
-    offload_activations: fraction of layers' activations on the host; found in tables of other software, not in recipes.
-    tiles: number of parts into which each large matrix is cut. reshard: FSDP frees gathered weights after the forward pass.
+    offload_activations: fraction of the layers' activations on the host; used for tables of other software, not for recipes.
+    tiles: number of tiles into which each matrix of a dense network is cut. reshard: FSDP frees gathered weights after the forward pass.
     """
 
     dp: int = 1
@@ -235,12 +238,16 @@ class Plan:
     reshard: bool = True
 
     def but(self, **changes: Any) -> Plan:
-        """Copy with changes. Takes a tenth of dataclasses.replace's time, because the planner makes hundreds of thousands of plans."""
+        """Copy with changes: ten times as fast as dataclasses.replace. The planner makes hundreds of thousands of plans."""
         assert changes.keys() <= self.__dict__.keys(), changes
         made = object.__new__(Plan)
         made.__dict__.update(self.__dict__, **changes)
         made.__dict__.pop(KEPT, None)
         return made
+
+    def only(self, names: tuple[str, ...], **changes: Any) -> Plan:
+        """Plan with these settings and changes; all others have their defaults. Equal results are one object, which caches find quickly."""
+        return _plan_with(names, _getter(names)(self), tuple(changes.items()))
 
     @property
     def world(self) -> int:
@@ -253,23 +260,23 @@ class Plan:
 
     @property
     def kind(self) -> EngineKind:
-        """Facts about the engine: its row of the catalog."""
+        """Row of the engine in the catalog of data-parallel engines."""
         return ENGINES[self.engine]
 
     @property
     def carrier(self) -> EngineKind:
-        """Facts about the engine that runs. With pipeline stages, another engine may replace the plan's."""
+        """Row of the engine that really runs. With pipeline stages, another engine may replace the plan's."""
         kind = ENGINES[self.engine]
         return ENGINES[kind.with_stages] if self.pp > 1 and kind.with_stages else kind
 
     @property
     def method(self) -> SequenceKind:
-        """Facts about the method of sequence parallelism."""
+        """Row of the sequence-parallel method in its catalog."""
         return sequences.SEQUENCES[self.sequence]
 
     @property
     def grid(self) -> Grid:
-        """The ranks of tp of a legal plan."""
+        """Grid of the tp ranks. The plan must be legal."""
         made = grid(self.tensor, self.tp, self.depth)
         assert made is not None
         return made
@@ -288,3 +295,13 @@ class Plan:
     def global_batch(self) -> int:
         """Number of sequences in a step."""
         return self.dp * self.microbatch * self.microbatches
+
+
+@lru_cache(maxsize=20)
+def _getter(names: tuple[str, ...]) -> attrgetter[tuple[Any, ...]]:
+    return attrgetter(*names)
+
+
+@lru_cache(maxsize=40_000)
+def _plan_with(names: tuple[str, ...], values: tuple[Any, ...], changes: tuple[tuple[str, Any], ...]) -> Plan:
+    return Plan(**dict(zip(names, values, strict=True)) | dict(changes))

@@ -1,16 +1,25 @@
-"""A recipe as the planner's input: network_of(run) is the model, plan_of(run) the way to train it. Neither builds the model."""
+"""Converts a recipe to the planner's input: network_of(run) is the model, plan_of(run) the way to train it. Neither builds the model.
+
+Bytes of optimizer states for each parameter, in fp32, are means over dense parameters and over experts (`optimizer_bytes`):
+
+    adamw, kfac   8     two moments; a user's own optimizer counts the same. K-FAC's factors are extra (docs/parallel/kfac.md)
+    sgd           4     a momentum
+    muon          4     of matrices, 8 of embedding, head, gates and norms
+    adafactor     4 (n + m) / (n m)     of an n x m matrix; 4 of a vector
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
+from typing import Literal, NamedTuple
 
 from moe.experts.dispatch.catalog import dispatcher_of
 from moe.kernels.products import PRODUCTS
 from moe.plan.job.cut import cut
-from moe.plan.job.flops import core_work, in_chunks, layer_flops, rows_of_token, slots_of_token
+from moe.plan.job.flops import core_work, expert_size, in_chunks, layer_flops, rows_of_token, size, slots_of_token
 from moe.plan.job.network import Adapters, Experts, Latent, Network, Plan, Router
-from moe.plan.job.optimizer import optimizer_bytes
 from moe.plan.job.states import BF16, FP32, FP32_AND_COPY, MIXED, MIXED_FP32_GRADIENTS, Storage
 from moe.recipe.sections import Model, Run
 from moe.recipe.shapes import GATED, T5_BUCKETS
@@ -25,7 +34,7 @@ def compute_bytes(run: Run) -> int:
 
 
 def network_of(run: Run) -> Network:
-    """Return the recipe's model. Layers with different numbers of experts count by their mean."""
+    """Return the recipe's model. If layers have different numbers of experts, each gets their mean."""
     m = run.model
     decoder = _decoder(run)
     if m.kind == "decoder":
@@ -49,7 +58,7 @@ def network_of(run: Run) -> Network:
 
 
 def _decoder(run: Run) -> Network:
-    """Return the network as if all its layers were a decoder's."""
+    """Return the model as a decoder with all layers, also of an encoder-decoder."""
     m = run.model
     return Network(
         layers=m.num_layers,
@@ -170,7 +179,7 @@ def _cut(costs: tuple[float, ...], stages: int) -> tuple[int, ...]:
 
 
 def _chunks(run: Run) -> int:
-    """Number of stages of a rank: the recipe's, else the schedule's own. For an order in a file, pipeline.layers decides."""
+    """Number of stages on each rank: the schedule's own number, or the recipe's. With a schedule from a file, pipeline.layers decides."""
     p, pp = run.pipeline, run.degrees.pp
     if pp == 1:
         return p.chunks or 1
@@ -189,10 +198,82 @@ def storage_of(run: Run) -> Storage:
 
 
 def _with_adam(run: Run) -> Storage:
-    """Return the storage with AdamW. Parameters are stored in `master`; an engine with a master copy has others to compute with."""
+    """Return the storage with AdamW. Parameters are in precision.master; engines with a master copy compute with a second copy."""
     copied = run.sharding.carrier().master_copy
     if run.precision.master == "bf16":
         return MIXED if copied else BF16
     if copied and compute_bytes(run) == 2:
         return MIXED_FP32_GRADIENTS
     return FP32_AND_COPY if copied else FP32
+
+
+# --- bytes of optimizer states ------------------------------------------------------------------------------------------
+
+
+class Matrices(NamedTuple):
+    """`num` matrices of `rows` times `columns`. kind: `expert`; `inner`, others that Muon updates; `outer`, vocabulary and gates."""
+
+    kind: Literal["inner", "outer", "expert"]
+    num: int
+    rows: int
+    columns: int
+
+    @property
+    def elements(self) -> int:
+        return self.num * self.rows * self.columns
+
+
+def optimizer_bytes(run: Run) -> tuple[float, float]:
+    """Return the mean bytes of optimizer states for (a dense parameter, a parameter of an expert)."""
+    kind, found = run.optimizer.kind, list(_matrices(run))
+    if kind in ("adamw", "kfac") or run.optimizer.is_own:
+        return 8.0, 8.0
+    if kind == "sgd":
+        return 4.0, 4.0
+    total = size(run).total
+    experts = sum(m.elements for m in found if m.kind == "expert")
+    dense = total - experts
+    if kind == "muon":
+        return 8.0 - 4.0 * sum(m.elements for m in found if m.kind == "inner") / dense, 4.0
+    factored = {kind: sum(4.0 * m.num * (m.rows + m.columns) for m in found if (m.kind == "expert") == kind) for kind in (False, True)}
+    vectors = dense - sum(m.elements for m in found if m.kind != "expert")
+    return (factored[False] + 4.0 * vectors) / dense, factored[True] / experts if experts else 0.0
+
+
+def _matrices(run: Run) -> Iterator[Matrices]:
+    m, x, width = run.model, run.experts, run.model.d_model
+    head = m.head_size or width // m.num_heads
+    yield Matrices("outer", 1 if m.tied_embeddings else 2, run.vocab_size, width)
+    if m.latent.key_rank is not None:
+        yield from _latents(m)
+    else:
+        attentions = m.num_layers + (0 if m.kind == "decoder" else m.num_layers - m.decoder_begins)  # cross attention, too
+        yield Matrices("inner", 2 * attentions, m.num_heads * head, width)
+        yield Matrices("inner", 2 * attentions, (m.num_kv_heads or m.num_heads) * head, width)
+    if m.positions == "t5":
+        yield Matrices("outer", m.num_layers if m.kind == "decoder" else 2, T5_BUCKETS, m.num_heads)
+    sparse = m.layers_with_experts()
+    yield _network("inner", m.num_layers - len(sparse), width, m.d_ff, m.ffn)
+    ffn, hidden = x.ffn or m.ffn, x.d_ff or m.d_ff
+    for nth in range(len(sparse)):
+        yield _network("expert", x.of_layer(nth), width, hidden, ffn)
+        yield Matrices("outer", 2 if run.router.noise == "noisy_top_k" else 1, x.of_layer(nth) + x.free, width)
+        yield _network("inner", 1 if x.shared else 0, width, (x.shared_d_ff or hidden) * x.shared, ffn)
+        yield Matrices("outer", int(x.shared_gate), 1, width)
+        yield _network("inner", int(x.residual), width, expert_size(m, x) // (width * (3 if ffn in GATED else 2)), ffn)
+        yield Matrices("outer", int(x.residual), 2, width)
+
+
+def _latents(m: Model) -> Iterator[Matrices]:
+    """Yield the matrices of latent attention (moe/nn/latent.py)."""
+    size, rank = m.latent_sizes, m.latent.query_rank
+    if rank is not None:
+        yield Matrices("inner", m.num_layers, rank, m.d_model)
+    yield Matrices("inner", m.num_layers, m.num_heads * size.key, m.d_model if rank is None else rank)
+    yield Matrices("inner", m.num_layers, size.rank + size.rotary, m.d_model)
+    yield Matrices("inner", m.num_layers, m.num_heads * (size.content + size.value), size.rank)
+    yield Matrices("inner", m.num_layers, m.d_model, m.num_heads * size.value)
+
+
+def _network(kind: Literal["inner", "expert"], count: int, width: int, hidden: int, ffn: str) -> Matrices:
+    return Matrices(kind, count * (3 if ffn in GATED else 2), hidden, width)

@@ -20,7 +20,7 @@ STAGES = (0, 1, 2, 3)
 
 @dataclass(frozen=True)
 class Storage:
-    """Bytes of one parameter's states before any sharding. of_experts: optimizer bytes of an expert's parameter, if different."""
+    """Bytes of one parameter, its gradient and its optimizer states, unsharded. of_experts: optimizer bytes in experts, if different."""
 
     parameters: int
     gradients: int
@@ -33,7 +33,7 @@ class Storage:
 
     @property
     def expert(self) -> Storage:
-        """Storage of an expert's parameter."""
+        """Bytes of an expert's parameter."""
         return self if self.of_experts is None else replace(self, optimizer=self.of_experts)
 
 
@@ -99,10 +99,10 @@ def sent_bytes(
 ) -> float:
     """Bytes that a rank sends in one step, by ring collectives: (N - 1)/N of the buffer, twice that for an all-reduce. (This is optimal.)
 
-    parameters, gradients: their total bytes as sent. Stage 0: an all-reduce of the gradients. Stages 1 and 2: a reduce-scatter of the
-    gradients, and an all-gather of the new parameters. Stage 3: `gathers` all-gathers of the parameters in each micro-batch (2: forward
-    and backward; 1: they stay gathered in between), and the reduce-scatter. reduces: gradients are sent once a step, or once a micro-batch
-    if unsharded gradients are not kept. Source: ZeRO section 7: 2, 2, 2 and 3 P for one micro-batch.
+    parameters, gradients: bytes of all parameters, of all gradients, in the dtype that is sent. copies: N. Stage 0: an all-reduce of the
+    gradients. Stages 1 and 2: a reduce-scatter of the gradients, and an all-gather of the new parameters. Stage 3: `gathers` all-gathers
+    of the parameters in each micro-batch (2: forward and backward; 1: they stay gathered in between), and the reduce-scatter. reduces:
+    gradients are sent once a step, or once a micro-batch (if no unsharded gradients are kept). Source: ZeRO section 7.
     """
     _check(stage, copies)
     reduced = gradients * (microbatches if reduces == "microbatch" else 1)

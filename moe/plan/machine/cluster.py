@@ -24,8 +24,8 @@ from parallel.process.extensions import cache_dir
 from parallel.store.files import read_text, user_path
 
 FOLDER = Path(__file__).parent / "clusters"
-_MOST = 1_000_000  # largest number of nodes, and of devices in a node
-_SMALLEST = 1e-15  # smaller numbers, or numbers above its inverse, would overflow in the formulas
+_MOST = 1_000_000  # limit for the number of nodes, and for the devices in a node
+_SMALLEST = 1e-15  # formulas would overflow with smaller numbers, and with numbers above its inverse
 _DEEP = {"peak_tflops": 1, "bus_gb_s": 1, "sum_bus_gb_s": 1, "rates": 2, "attention_times": 1, "times": 3, "threads": 1, "program": 1}
 _LISTS = {"attention": 2, "attention_times": 4}
 _NO_NUMBERS = ("name", "sources", "device", "inside", "between")
@@ -41,9 +41,9 @@ _DIVIDES = (
 class Inside:
     """Links within a node.
 
-    bus_gb_s: number of ranks -> GB/s that each rank sends (and receives) in a ring. sum_bus_gb_s: as bus_gb_s, for all-reduces, if
-    switches add up the values, so that ranks send less. hop_us: latency from one device to the next. pair_gb_s: GB/s between two devices.
-    times: collective -> ranks -> bytes -> measured microseconds.
+    bus_gb_s: number of ranks -> GB/s that each rank sends (and receives) in a ring collective. sum_bus_gb_s: the same for all-reduces, if
+    switches compute the sums, so that ranks send less. latency_us: of any collective. hop_us: latency from one device to the next.
+    pair_gb_s: GB/s between two devices. times: collective -> number of ranks -> bytes -> measured microseconds.
     """
 
     bus_gb_s: dict[int, float] = field(hash=False)
@@ -54,7 +54,7 @@ class Inside:
     times: dict[str, dict[int, dict[int, float]]] = field(default_factory=dict, hash=False)
 
     def bus(self, ranks: int, *, sums: bool = False) -> float:
-        """Bytes per second that each of `ranks` ranks sends in a ring. sums: in an all-reduce."""
+        """Bytes per second that each of `ranks` ranks sends in a ring collective. sums: True for an all-reduce."""
         table = self.sum_bus_gb_s if sums and self.sum_bus_gb_s else self.bus_gb_s
         known = min((n for n in table if n >= ranks), default=max(table))
         return table[known] * 1e9
@@ -64,8 +64,8 @@ class Inside:
 class Between:
     """Network of a node.
 
-    node_gb_s: GB/s of the node in each direction. device_gb_s: most GB/s of one device. share: fraction of these that collectives reach.
-    exchange_share: fraction of that for an all-to-all. latency_us, tree_us: latency of a step of a ring, and of a tree.
+    node_gb_s: GB/s of the node in each direction. device_gb_s: largest GB/s of one device. share: fraction of both that collectives reach.
+    exchange_share: fraction of this rate that an all-to-all reaches. latency_us, tree_us: latency of a step of a ring, and of a tree.
     """
 
     node_gb_s: float
@@ -81,9 +81,10 @@ class Between:
 class Cluster:
     """A cluster in which every rank has one device, and nodes are filled with ranks in order.
 
+    host_gb_s: from a device to its host's memory. host_adam_per_s: parameters that a host updates by AdamW. disk_gb_s: of a node's disk.
     cores: 0 for accelerators. Otherwise the devices are processes of a host, which share this number of cores and the device's memory.
-    threads: number of cores a process -> its speed compared with one core. program: measured properties of the training program on this
-    cluster, as fields of moe/plan/machine/program.py. sources: where the numbers come from.
+    threads: number of cores of a process -> its speed compared with one core. program: measured properties of the training program on
+    this cluster: field of Program (program.py) -> value. sources: where the numbers come from.
     """
 
     name: str
@@ -101,7 +102,7 @@ class Cluster:
     sources: tuple[str, ...] = ()
 
     def crowd(self, world: int) -> float:
-        """Factor of a rank's compute time if `world` ranks share the cores. Below 1 if each has several cores."""
+        """Compute time of a rank if `world` ranks share the cores, divided by its time on one core. 1 for accelerators."""
         here = min(self.devices_per_node, world)
         if not self.cores:
             return 1.0
@@ -111,7 +112,7 @@ class Cluster:
         return 1 / max((speed for count, speed in self.threads.items() if count <= have), default=1.0)
 
     def memory_bytes(self, ranks: int | None = None) -> float:
-        """Memory of one rank in bytes, if `ranks` ranks share a host (default: all devices)."""
+        """Memory of one rank in bytes. ranks: number of ranks that share a CPU host's memory (default: one for each device)."""
         whole = self.device.memory_gib * 2**30
         return whole / (ranks or self.devices_per_node) if self.cores else whole
 
@@ -124,7 +125,7 @@ class Cluster:
         return replace(self, nodes=nodes)
 
     def holding(self, ranks: int) -> Cluster:
-        """This cluster with the number of nodes that `ranks` ranks need. Processes of a host are all on one node."""
+        """This cluster with as many nodes as `ranks` ranks need. A CPU host instead gets as many processes."""
         if self.cores:
             return replace(self, devices_per_node=max(self.devices_per_node, ranks), nodes=1)
         return self.of(-(-ranks // self.devices_per_node))
@@ -161,7 +162,7 @@ def load_cluster(name: str) -> Cluster:
 
 
 def _nearest(name: str, known: list[str]) -> str:
-    """Fix for an unknown cluster's name: for names such as h100x8 or 8xh100, the shipped node with 8 of these devices."""
+    """Fix for an unknown cluster's name. For names such as h100x8 or 8xh100, it is the shipped node with 8 of these devices."""
     counted = re.fullmatch(r"(?:(?P<before>\d+)[x*-])?(?P<device>.+?)(?:[x*:_-](?P<after>\d+))?", name.lower())
     assert counted is not None
     device, count = counted["device"], int(counted["after"] or counted["before"] or 8)
@@ -241,7 +242,8 @@ def _check_texts(value: Any) -> None:
 
 
 def _section(mapping: dict[str, Any], section: str, of: type) -> dict[str, Any]:
-    """Values of a section (""  for the top level), with the field names of `of`. Raises ValueError for unknown names and bad numbers."""
+    """Values of a section ("" for the top level) of a cluster file. of: dataclass with its fields. Raises ValueError for other names, and
+    for bad numbers."""
     values = mapping[section] if section else mapping
     if not isinstance(values, dict):
         raise ValueError(f"{section}: {values!r}, which is no mapping")
@@ -255,7 +257,10 @@ def _section(mapping: dict[str, Any], section: str, of: type) -> dict[str, Any]:
 
 
 def _number(key: str, value: Any, deep: int, where: Any) -> Any:
-    """Check a number, or a list or nested mapping of numbers. Text such as 4e9 counts, because YAML reads it as text."""
+    """Return a number, or a list or nested mapping of numbers, after checks. Text such as 4e9 counts, because YAML reads it as text.
+
+    key: its name in _DEEP, _LISTS and _DIVIDES. deep: number of nested mappings. where: path in the file, for errors.
+    """
     if key in _MAY_LACK and not value and where == key:
         return value
     if deep:
@@ -297,7 +302,7 @@ def measured_file() -> Path:
 
 
 def measured_cluster(device: str) -> Cluster | None:
-    """Return the cluster file measured on this machine. None without one, and for a file of another device, because several machines may
+    """Return the cluster that was measured on this machine. None if there is no file, or if it is another device's: several machines may
     share a home folder."""
     path = measured_file()
     try:

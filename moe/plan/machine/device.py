@@ -22,11 +22,11 @@ from moe.plan.job.hashed import hashed_once
 
 Kind = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
 
-# (rows, columns, fraction of a processor's rate) of output tiles. Small tiles load more for each operation, so they wait for memory. The
-# first is the kernels' standard size; NVIDIA's guide measures 128x128 at about nine tenths of its rate.
+# Tiles of the output: (rows, columns, fraction of a processor's rate that they reach). Small tiles load more for each operation, so they
+# wait for memory. The first is the kernels' standard size; NVIDIA's guide measures 128x128 at about nine tenths of its rate.
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (128, 64, 0.78), (64, 128, 0.78), (64, 64, 0.6))
 RATED = ("bf16", "fp16", "tf32", "fp32")  # kinds of products for which a device may have a rate, narrow ones first
-RAMP = 96  # time to start a tile and write it out, in elements of k
+RAMP = 96  # starting a tile and writing it out takes as long as this many further elements of k
 SPLITS = (1, 2, 4, 8)  # numbers of parts into which k may be cut if tiles leave processors idle; the parts are summed in fp32
 
 
@@ -35,12 +35,12 @@ SPLITS = (1, 2, 4, 8)  # numbers of parts into which k may be cut if tiles leave
 class Device:
     """One accelerator. Rates in TFLOP/s and GB/s (10^9), power in watts.
 
-    units: number of processors. sustained: fraction of the peak that large products reach in a long run. attention: this fraction for
-    fused attention, forward and backward. memory_share: fraction of the memory bandwidth that streaming kernels reach. launch_us: shortest
-    time from one kernel to the next.
-    rates: kind -> operations of a product -> measured TFLOP/s; if given, no tiles are assumed.
-    attention_times: kind -> measured picoseconds of fused attention: an operation and a pair of positions forward, then backward. (On a
-    CPU core, a pair's softmax takes time in addition to its products.)
+    units: number of processors. peak_tflops: dtype of products -> TFLOP/s. sustained: fraction of the peak that large products reach in a
+    long run. attention: the same for fused attention, (forward, backward). memory_share: fraction of the memory bandwidth that pointwise
+    kernels reach. launch_us: shortest time from one kernel to the next.
+    rates: dtype -> FLOPs of a product -> measured TFLOP/s; if given, they replace the model of tiles.
+    attention_times: dtype -> measured picoseconds of fused attention: (for each FLOP, for each pair of positions) forward, then the same
+    two backward. (On a CPU core, a pair's softmax takes time in addition to its products.)
     """
 
     name: str
@@ -66,7 +66,7 @@ class Device:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes per second of streaming kernels."""
+        """Bytes per second that pointwise kernels read and write."""
         return self.memory_gb_s * 1e9 * self.memory_share
 
     def product(self, m: float, n: float, k: float, *, count: float = 1, kind: str = "bf16") -> float:
@@ -76,7 +76,7 @@ class Device:
         return _product(self, round(m), round(n), round(k), max(1, round(count)), kind)
 
     def stream(self, num_bytes: float, *, kernels: float = 1) -> float:
-        """Seconds of `kernels` kernels that together read and write `num_bytes`."""
+        """Seconds of `kernels` pointwise kernels that together read and write `num_bytes`."""
         return max(num_bytes / self.bandwidth, kernels * self.launch_us * 1e-6)
 
     def fused_attention(self, flops: float, pairs: float, *, backward: bool = False, kind: str = "bf16") -> float:
@@ -109,7 +109,7 @@ def _product(device: Device, m: int, n: int, k: int, count: int, kind: str) -> f
 
 
 def _measured(rates: dict[float, float], flops: float) -> float:
-    """Seconds of a product with `flops` operations, by the measured rates, interpolated linearly over the logarithm of the operations."""
+    """Seconds of a product of `flops` FLOPs. rates: FLOPs -> measured TFLOP/s, interpolated linearly over the logarithm of the FLOPs."""
     sizes = sorted(rates)
     at = bisect_left(sizes, flops)
     if at in (0, len(sizes)):

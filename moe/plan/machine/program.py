@@ -1,38 +1,38 @@
 """Properties of training programs on which the time of a step depends: kernels, launch times, and overlap of communication.
 
-Two programs run the same plan at different speeds. Each field of a Program can be looked up or measured. PROGRAMS has the programs of
-published measurements, and this project's own. The memory that programs need is described in stack.py.
+Two programs run the same plan at different speeds. Each field of a Program can be looked up or measured. This file has the project's own
+trainer; tests/planner/software.py has the programs of published measurements. memory/stack.py describes the memory that a program needs.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from moe.plan.job.hashed import hashed_once
 
-ALONE = 0.3  # fraction of the faster of host and device that does not overlap: fitted to vTrain's steps of small layers
+ALONE = 0.3  # see Program.alone; fitted to vTrain's measured steps of small layers
 
 
 @hashed_once
 @dataclass(frozen=True)
 class Program:
-    """One training program. `overlapped` means: at the same time as other work, so that it is hidden.
+    """One training program. `overlapped` work runs at the same time as other work, so it takes no additional time.
 
     attention      `fused`: one kernel, scores stay on the chip; `scores`: they are written, read and masked in memory
     launch_us      host's time to launch a kernel of the forward pass; the backward pass, driven by C++, takes `backward_launch` times that
     checkpoint_us  host's time to enter a recomputed layer: states of random numbers, a nested backward pass
     step_ms        host's time once a step: data, gradient norm, loss scale, logging
-    pointwise      bytes that norms, activations and residual sums move, divided by fully fused kernels' bytes
-    streams        time of pointwise kernels depends on `bytes`, or on `elements` (4 bytes each, if a core computes in fp32 anyway)
+    pointwise      bytes that norms, activations and residual sums move, divided by the bytes of fully fused kernels
+    streams        time of pointwise kernels depends on `bytes`, or on the number of `elements` (on a CPU, which computes in fp32)
     gradients      gradient sums run `after` the backward pass, or `overlapped` with its last micro-batch
-    staged         gradient sums with pipeline stages: as above, or `by stage`: each when its stage is done, during other actions
+    staged         gradient sums with pipeline stages: `as gradients` says, or `by stage`: each as soon as its stage has all gradients
     gathers        gathers of sharded parameters run `overlapped` with the previous layer, only `partly` so, or are `waited` for
-    alone          fraction of the faster of host and device that does not overlap (1: one core does both, one after the other)
+    alone          host and device work at the same time, but not always: fraction of the faster one's time that is added to the
+                   slower one's (1: one core does both, one after the other)
     shards         FSDP with pipeline stages gathers parameters and sums gradients in each `micro-batch`, or once a `step`
     gather_gb_s    largest rate at which a rank receives gathered parameters (None: the rate of its links)
-    gather_us      host's time around one gather or sum of a layer's sharded parameters, if it hides nothing: copies in and out of
-                   buffers, and ranks that wait for each other
+    gather_us      host's time around one gather or sum of a layer's sharded parameters: copies in and out of buffers, waiting for ranks
     experts_overlap  fraction of the exchanges with experts that the other direction's computation hides
     tensor_overlap   fraction of tensor parallelism's collectives that products hide
     transfers      between stages: each rank of tp sends its part (`parts`), or all send the same (`whole`)
@@ -78,67 +78,9 @@ class Program:
     products: str = "compute"
 
 
-PROGRAMS = {
-    program.name: program
-    for program in (
-        # this project: torch's eager mode and fused attention; selective recompute repeats the second half of a layer
-        Program(
-            "moe-parallel", launch_us=20, pointwise=2.0, transfers="whole", selective="second", staged="by stage", shards="micro-batch"
-        ),
-        # this project on processes of a host without accelerators: a core computes and sends, one after the other
-        Program(
-            "moe-parallel-cpu",
-            launch_us=20,
-            pointwise=2.0,
-            streams="elements",
-            transfers="whole",
-            gradients="after",
-            gathers="waited",
-            alone=1.0,
-            selective="second",
-            shards="micro-batch",
-        ),
-        # Megatron-LM of 2021: fused softmax and bias kernels, gradient sums after the backward pass, partial messages between stages
-        Program("megatron-2021", attention="scores", launch_us=28, checkpoint_us=50, gradients="after"),
-        # Megatron-LM of 2022: products add to the gradient sums themselves
-        Program("megatron-2022", attention="scores", launch_us=28, checkpoint_us=50, gradients="after", accumulates="within"),
-        # Megatron-DeepSpeed: the same layers under DeepSpeed's engine; pointwise kernels less fused
-        Program("megatron-deepspeed", attention="scores", launch_us=28, checkpoint_us=50, gradients="after", pointwise=1.25),
-        # Megatron-DeepSpeed's pipeline engine with bf16. MT-NLG on Selene and BLOOM on Jean Zay both take a sixth longer than Megatron-LM's
-        # engine with the same layers, devices and layout. This factor is measured; its causes are not known in detail.
-        Program(
-            "megatron-deepspeed-bf16",
-            attention="scores",
-            launch_us=28,
-            checkpoint_us=50,
-            gradients="after",
-            pointwise=1.25,
-            engine=0.12,
-        ),
-        # Megatron-Core since 2023: fused attention; gradient sums overlap with the backward pass, half of tp's collectives with products
-        Program(
-            "megatron-core",
-            launch_us=20,
-            tensor_overlap=0.5,
-            interleaved_transfers="overlapped",
-            experts="each",
-            accumulates="within",
-            parameters="overlapped",
-        ),
-        # Megatron-Core's own FSDP, which sums gradients in 16 bits
-        Program("megatron-fsdp", launch_us=20, tensor_overlap=0.5, experts="each", accumulates="within", sent_gradients="computed"),
-        # DeepSpeed's ZeRO-3 of 2021, which gathers parameters one by one (Megatron SC21, Table 2: 17 GB/s a rank)
-        Program("deepspeed-zero3-2021", attention="scores", launch_us=30, gathers="partly", gather_gb_s=17, checkpoint_us=300),
-        # DeepSpeed's ZeRO since 2022, and users' eager models on it
-        Program("deepspeed", attention="scores", launch_us=25, pointwise=2.0),
-        # nanotron: eager, with fused attention, norms and rotations
-        Program("nanotron", launch_us=15, pointwise=1.5, checkpoint_us=0),
-        # torch's FSDP, eager and compiled; torchtitan's selective recomputation repeats every second product
-        Program("fsdp", launch_us=20, pointwise=2.0, selective="half"),
-        Program("fsdp-compiled", launch_us=10, selective="half"),
-        # XLA's programs: fused pointwise work, scores written, one launch a program
-        Program("xla", attention="scores", launch_us=2, gradients="after", transfers="whole"),
-    )
-}
-OWN = PROGRAMS["moe-parallel"]
-OWN_ON_CPU = PROGRAMS["moe-parallel-cpu"]
+# torch's eager mode and fused attention; selective recompute repeats the second half of a layer
+OWN = Program("moe-parallel", launch_us=20, pointwise=2.0, transfers="whole", selective="second", staged="by stage", shards="micro-batch")
+# on processes of a host without accelerators: a core computes and sends, one after the other
+OWN_ON_CPU = replace(
+    OWN, name="moe-parallel-cpu", streams="elements", staged="as gradients", gradients="after", gathers="waited", alone=1.0
+)

@@ -27,8 +27,8 @@ FP32_BYTES = 4
 
 @dataclass(frozen=True)
 class Tokens:
-    """Numbers of tokens of one micro-batch on one rank: inside attention and networks, between them (norms, masks), and in the inputs of
-    products (`read`)."""
+    """Number of tokens of one micro-batch on one rank. inside: in attention and networks. between: in norms and masks between these. read:
+    in the inputs of products."""
 
     inside: float
     between: float
@@ -54,7 +54,7 @@ def layer_parts(network: Network, plan: Plan, stack: Stack, index: int) -> dict[
     parts["attention"] += _latents(n, plan, stack, at)
     if plan.sp > 1:
         parts["attention"] += at.inside * c * stack.over_ranks * n.heads * n.channels
-    if n.buckets and plan.sp == 1:  # with sequence parallelism, the backward pass computes the bias again
+    if n.buckets and plan.sp == 1:  # with sp, the backward pass computes the bias again instead of keeping it
         if stack.biased == "scores":
             parts["attention"] = at.inside * ((12 + c) * n.heads * n.channels + 4 * n.heads * n.length + _head_norms(n, stack, c))
         else:
@@ -70,7 +70,7 @@ def layer_parts(network: Network, plan: Plan, stack: Stack, index: int) -> dict[
         parts["masks"] = 2 * _mask(stack, c) * n.width * at.between
     if n.experts is None or index not in n.sparse_layers:
         count = stack.gated if n.gated else 1 if n.activation == "relu" else stack.plain
-        count -= not n.trains("dense") and count > 1  # a frozen product does not keep its input, which only the weight's gradient needs
+        count -= not n.trains("dense") and count > 1  # a frozen product does not keep its input
         came_out = min(count, stack.activation_of)
         parts["activation"] = c * came_out * n.hidden * at.inside
         parts["network"] = c * (count - came_out) * n.hidden * at.inside
@@ -80,14 +80,15 @@ def layer_parts(network: Network, plan: Plan, stack: Stack, index: int) -> dict[
 
 
 def _norm_outputs(n: Network, index: int) -> tuple[bool, bool]:
-    """Return (whether attention's normed input is kept for the backward pass, whether the normed input of the feed-forward network or
-    experts is). An input is not kept if all weights that multiply it are frozen. A router always keeps its input.
+    """Return (True if attention's normed input is kept for the backward pass, True if that of the network or experts is kept).
+
+    An input is not kept if all weights that multiply it are frozen. A router always keeps its input.
     """
     return n.trains("attention"), n.trains("dense") or (n.experts is not None and index in n.sparse_layers)
 
 
 def _cross(n: Network, encoder: Network, plan: Plan, stack: Stack) -> float:
-    """Bytes of cross-attention, with keys and values of the encoder's tokens. The encoder's output itself counts once (`ends_kept`)."""
+    """Bytes of cross-attention. The encoder's output, which all layers read, is counted only once (`ends_kept`)."""
     c, at, read = plan.compute_bytes, tokens_of(n, plan, stack), tokens_of(encoder, plan, stack)
     inner, keys = n.heads * n.channels, (n.heads if stack.keys == "repeated" else n.groups) * n.channels
     of_norm = (_norm(n, stack, c) * n.width + 2 * stack.statistics) * at.between + c * n.width * at.read
@@ -98,31 +99,30 @@ def _cross(n: Network, encoder: Network, plan: Plan, stack: Stack) -> float:
 
 
 def bias_elements(n: Network, plan: Plan, stack: Stack) -> float:
-    """Elements of T5's bias of the attention logits, which all sequences of a micro-batch share."""
+    """Number of elements of T5's bias of the attention logits, which is one tensor for all sequences of a micro-batch."""
     heads = n.heads * tokens_of(n, plan, stack).inside / (plan.microbatch * n.length)
     return heads * n.length**2
 
 
 def norm_kept(n: Network, plan: Plan, stack: Stack) -> int:
-    """Bytes an element that a norm between layers keeps of its input. On grids it is the input itself, because norms recompute their steps
-    there."""
+    """Bytes that a norm between layers keeps for each element of its input. On tensor grids it keeps only the input itself."""
     return plan.compute_bytes if plan.tensor in GRIDS else _norm(n, stack, plan.compute_bytes)
 
 
 def _norm(n: Network, stack: Stack, itemsize: int) -> int:
-    """Bytes an element that a norm keeps of its input. RMSNorm's separate steps (`rms`) keep more, for the gradient of its gain."""
+    """Bytes that a norm keeps for each element of its input. Separate steps of RMSNorm (`Stack.rms`) keep more, for its gain's gradient."""
     return max(stack.norm, itemsize) + (stack.rms if n.norm == "rmsnorm" and n.adapters is None else 0)
 
 
 def _head_norms(n: Network, stack: Stack, itemsize: int) -> float:
-    """Bytes a token that norms of queries and keys keep: their inputs, and a statistic for each head or one for all heads."""
+    """Bytes that norms of queries and keys keep for each token: their inputs, and a statistic for each head or one for all heads."""
     if n.qk_norm == "none":
         return 0.0
     return sum(_head_norm(n, stack, itemsize, heads) for heads in (n.heads, n.groups))
 
 
 def _head_norm(n: Network, stack: Stack, itemsize: int, heads: int) -> float:
-    """Bytes a token that the norm of queries, or of keys, with `heads` heads keeps."""
+    """As `_head_norms`, for queries or keys alone, which have `heads` heads."""
     if n.qk_norm == "none":
         return 0.0
     of_input = _norm(replace(n, norm="rmsnorm"), stack, itemsize) * heads * n.channels
@@ -144,7 +144,7 @@ def _attention(n: Network, stack: Stack) -> float:
             + ((1 - n.windows_in_runs) * inner + 4 * n.heads if n.sinks else 0)
             + (inner + 2 * n.groups * n.channels if n.clipped else 0)
         )
-    late, key = n.latent, n.heads * (n.channels + n.latent.rotary_size)  # keys have the rotary channels repeated
+    late, key = n.latent, n.heads * (n.channels + n.latent.rotary_size)  # each head's key has its own copy of the rotary channels
     value = n.heads * late.value_size
     if stack.keys == "repeated":  # for the core, values are padded to the size of keys, and its output is cut again
         return 4 * key + 3 * n.windows_in_runs * key + value
@@ -152,13 +152,15 @@ def _attention(n: Network, stack: Stack) -> float:
 
 
 def _latents(n: Network, plan: Plan, stack: Stack, at: Tokens) -> float:
-    """Bytes of the latents: before their norms for this rank's own tokens, after them for all tokens. If tp cuts the heads, their input is
-    one tensor, which also has the rotary key, and x if queries have no latent."""
+    """Bytes of latent attention's latents: before their norms for this rank's own tokens, after the norms for all tokens.
+
+    If tp cuts the heads, the tensor after the norms also holds the rotary key, and x if queries have no latent.
+    """
     late, c = n.latent, plan.compute_bytes
     if late is None:
         return 0.0
     low = late.query_rank + late.key_rank
-    if stack.keys == "repeated":  # in fp32 a norm's input is the whole product that made it
+    if stack.keys == "repeated":  # in fp32, norms keep the whole product, rotary key included
         before = _norm(replace(n, norm="rmsnorm"), stack, c) * low + 2 * stack.statistics + (c * late.rotary_size if c == 4 else 0)
     else:
         before = c * (low + late.rotary_size)
@@ -167,7 +169,7 @@ def _latents(n: Network, plan: Plan, stack: Stack, at: Tokens) -> float:
 
 
 def rows_of(network: Network, plan: Plan) -> float:
-    """Number of rows that a rank's experts compute for one micro-batch with a balanced router. Ranks of etp compute the same rows."""
+    """Number of rows that a rank's experts compute for one micro-batch if the router is balanced. The ranks of etp share their rows."""
     e = network.experts
     if e is None:
         return 0.0
@@ -176,7 +178,7 @@ def rows_of(network: Network, plan: Plan) -> float:
 
 
 def traffic_of(network: Network, plan: Plan, tokens: float, rows: float, number_bytes: int) -> Traffic:
-    """Messages of one layer's exchange over ep, for `tokens` tokens of which `rows` rows are kept."""
+    """Messages of one layer's exchange over ep, for `rows` rows of `tokens` tokens. number_bytes: bytes of an element."""
     e = network.experts
     assert e is not None
     slots = None if e.slots is None else tokens * e.choices * e.slots
@@ -187,7 +189,7 @@ def traffic_of(network: Network, plan: Plan, tokens: float, rows: float, number_
 
 
 def buffers_of(network: Network, plan: Plan) -> float:
-    """Bytes of the largest message of one layer's exchange, sent and received; 0 if one rank holds all experts."""
+    """Bytes of the buffers of the largest message in one layer's exchange; 0 if one rank holds all experts."""
     if network.experts is None or plan.ep == 1:
         return 0.0
     tokens = plan.microbatch * network.length / plan.sp / plan.tp * plan.etp
@@ -215,8 +217,8 @@ def expert_elements(n: Network, plan: Plan) -> float:
 
 
 def router_kept(n: Network, stack: Stack, itemsize: int) -> float:
-    """Return the bytes per token of the router and its losses, in fp32: jitter and its product, inputs of a norm and a second product,
-    shares of experts."""
+    """Bytes that the router and its losses keep for each token, in fp32: jitter and its product, inputs of a norm and a second product,
+    probabilities of experts. itemsize: bytes of an element of activations."""
     e = n.experts
     assert e is not None
     r, held = e.router, 0.0
@@ -238,13 +240,13 @@ def layer_kept(network: Network, plan: Plan, stack: Stack, index: int, recompute
     if recompute == "selective":
         shares = dict(stack.selective)
         kept = sum(size * shares.get(part, 1.0) for part, size in parts.items())
-        whole = shares.get("network") == 0.0  # the whole second half is recomputed from its input
+        whole = shares.get("network") == 0.0  # the layer's second half is recomputed from its input, which is kept
         return kept + (plan.compute_bytes * network.width * at.between if whole else 0.0)
     return sum(parts.values())
 
 
 def stage_kept(network: Network, plan: Plan, stack: Stack, layers: range, *, first: bool, last: bool) -> float:
-    """Return the bytes of a decoder's stage with these layers. `first`, `last`: the model begins or ends in it."""
+    """Bytes that a micro-batch keeps on a decoder's stage with these layers. first, last: the model begins, ends on this stage."""
     casts, input_bytes = casts_kept(plan, stack), plan.compute_bytes * network.width * tokens_of(network, plan, stack).between
     kept = ends_kept(network, plan, stack, first=first, last=last)
     kept += inputs_kept(plan, stack, layers, first=first, last=last) * input_bytes
@@ -256,16 +258,16 @@ def stage_kept(network: Network, plan: Plan, stack: Stack, layers: range, *, fir
 
 
 def inputs_kept(plan: Plan, stack: Stack, layers: range, *, first: bool, last: bool) -> int:
-    """Return the number of tensors of a stage's input size that a micro-batch keeps in addition to those of layers and the last norm."""
+    """Number of received or sent tensors that a micro-batch keeps on a stage, in addition to the tensors of layers and of the last norm."""
     sent = int(stack.outputs == "kept" and plan.pp > 1)
-    wider = stack.norm > plan.compute_bytes and plan.tensor not in GRIDS  # a copy is kept, not what arrived
+    wider = stack.norm > plan.compute_bytes and plan.tensor not in GRIDS  # the norm keeps a wider copy, and the received tensor is kept too
     if layers or last:
         return sent + (wider and not (layers and recompute_of(plan, layers.start) == "full"))
-    return sent + (not first)  # the embedding alone reads tokens; a stage without anything keeps what goes through
+    return sent + (not first)  # a stage without layers and ends keeps the tensor that it passes on
 
 
 def keeps_scores(plan: Plan) -> bool:
-    """True if the sequence-parallel attention keeps the softmax of all pairs, in any software."""
+    """True if the sequence-parallel method keeps the softmax of all pairs."""
     return plan.sp > 1 and plan.method.keeps_scores
 
 
@@ -275,17 +277,20 @@ def recompute_of(plan: Plan, index: int) -> Recomputed:
 
 
 def casts_kept(plan: Plan, stack: Stack) -> bool:
-    """True if autograd keeps weights cast to the compute dtype, for each micro-batch. With pipeline stages, they are cast again in the
-    backward pass, because every micro-batch in flight would keep its own."""
+    """True if each micro-batch keeps weights cast to the compute dtype. With pipeline stages, the backward pass casts them again instead,
+    because every micro-batch in flight would keep its own casts."""
     return stack.casts and plan.storage.parameters > plan.compute_bytes and plan.stage < 3 and plan.pp == 1
 
 
 def cast_weights(network: Network, plan: Plan, index: int) -> float:
-    """Bytes of one layer's kept weights in the compute dtype: of dense products that are not recomputed. index: among all layers."""
+    """Bytes of one layer's weights in the compute dtype that are kept: of dense products that are not recomputed.
+
+    index: number among the layers of all stacks.
+    """
     (n, number), e, recompute = network.at(index), network.experts, recompute_of(plan, index)
     if recompute == "full":
         return 0.0
-    made_again = n.adapters is not None  # the backward pass computes W + s B A again
+    made_again = n.adapters is not None  # the backward pass merges W + s B A again, so nothing is kept
     elements = 0.0
     if not (made_again and n.trains("attention")):
         elements = (2 if n.source else 1) * attention_matrices(n, plan.grid.matrix, over=plan.grid.units)
@@ -297,7 +302,7 @@ def cast_weights(network: Network, plan: Plan, index: int) -> float:
 
 
 def cast_ahead(network: Network, plan: Plan) -> float:
-    """Bytes of kept weights in the compute dtype for one layer of multi-token prediction, and the product that joins its inputs."""
+    """As `cast_weights`, for one layer of multi-token prediction and the product that joins its inputs."""
     return cast_weights(replace(network, experts=None), plan, network.layers) + plan.compute_bytes * 2 * network.width**2
 
 
@@ -317,17 +322,17 @@ def ends_kept(network: Network, plan: Plan, stack: Stack, *, first: bool, last: 
 
 
 def _last_norm(run: Network, plan: Plan, stack: Stack) -> float:
-    """Bytes a token of the last norm: its input, its output, which the head reads, and a dropout mask in encoder-decoder models."""
+    """Bytes that the last norm keeps for each token: input, output, which the head reads, and in encoder-decoders a dropout mask."""
     c = plan.compute_bytes
     masked = run.dropout and (run.encoder is not None or run.sees == "all")
-    read = c if run.adapters is None else 0  # by the head, for its gradient
+    read = c if run.adapters is None else 0  # the head needs its input for the gradient of its weights
     return (norm_kept(run, plan, stack) + read) * run.width + 2 * stack.statistics + (_mask(stack, c) * run.width if masked else 0)
 
 
 def _ahead(network: Network, plan: Plan, stack: Stack, index: int) -> float:
-    """Bytes of one further token of multi-token prediction: inputs of two norms and of the product, its layer, the norm, the logits."""
+    """Bytes that multi-token prediction keeps for one further token: inputs of two norms and of the product, a layer, a norm, logits."""
     at, c = tokens_of(network, plan, stack), plan.compute_bytes
-    same = c if stack.norm <= c else 0  # in fp32 a norm keeps its input itself; the norm before the head keeps the same tensor
+    same = c if stack.norm <= c else 0  # in fp32 two norms keep the same tensor
     joined = (2 * _norm(network, stack, c) - same + 2 * c) * network.width + 4 * stack.statistics
     read = (_norm(network, stack, c) + c) * network.width + 2 * stack.statistics
     of_layer = layer_kept(replace(network, experts=None), plan, stack, index, recompute_of(plan, index))
@@ -335,7 +340,7 @@ def _ahead(network: Network, plan: Plan, stack: Stack, index: int) -> float:
 
 
 def logit_kept(network: Network, stack: Stack) -> float:
-    """Bytes a logit that wait for the backward pass; with `logit_cap` also the result of tanh, in fp32."""
+    """Bytes kept for each logit until the backward pass; with `logit_cap` also the result of tanh, in fp32."""
     return stack.logits_kept + (4 if network.logit_cap else 0)
 
 

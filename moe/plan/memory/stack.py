@@ -1,6 +1,6 @@
-"""Activation memory of training software, as coefficients: a Plan says how ranks train, a Stack which tensors the software keeps.
+"""Coefficients of activation memory for a training software: a Plan says how ranks train, a Stack which tensors the software keeps.
 
-Bytes a token of a layer with width D, w = heads * channels, k = kv_heads * channels and F hidden units; c bytes of an element:
+Bytes for each token in a layer of width D, w = heads * channels, k = kv_heads * channels, F hidden units; c: bytes of an element:
 
     norm_inputs     2 norm D + 2 statistics      inputs of the two norms; RMSNorm keeps `rms` D more if its steps are separate kernels
     norm_outputs    2 c D                        inputs of the products after the norms
@@ -38,14 +38,14 @@ PARTS: tuple[Part, ...] = ("norm_inputs", "norm_outputs", "attention", "core", "
 class Stack:
     """Coefficients of one training software. The first fields are explained at the top of this file.
 
-    mask: size of a mask's element: a byte, or an element of the tensor.
-    logits: bytes a logit at the peak of the loss. logits_kept: of these, bytes that wait for the backward pass. logits_shared: additional
-    bytes if ranks of tp share the vocabulary.
-    gathers: sharded parameters that are whole at the same time: `layers` (their number is `gathered`), `elements` (the same), or `moments`
-    (gathered.py).
-    reads_again: with sequence parallelism, products gather their input again in the backward pass instead of keeping it.
+    mask: an element of a mask takes a byte, or as much as an element of the tensor.
+    logits: bytes for each logit at the peak of the loss. logits_kept: those of them that are kept until the backward pass. logits_shared:
+    additional bytes if ranks of tp share the vocabulary.
+    gathers: sharded parameters that are whole at the same time: a number of `layers` or `elements`, which is `gathered`; or as the engine
+    says for each of the step's `moments` (temporary.py).
+    reads_again: with `sliced` activations, products gather their input again in the backward pass instead of keeping it.
     outputs: a stage's outputs are freed or kept after they are sent.
-    casts: weights wider than the compute dtype are cast, and autograd keeps the cast.
+    casts: weights wider than the compute dtype are cast, and the cast is kept.
     bucket_elements, bucket_bytes: size of a bucket of gradients, and bytes of its elements.
     reduce_bytes: bytes of an element of an unsharded gradient.
     gradients: between steps, kept in the software's own buffers, or freed (unless an engine's buckets keep them).
@@ -110,36 +110,3 @@ OURS = Stack(
 )
 # On a CPU, torch computes RMSNorm in several steps and also keeps x / rms(x) in fp32. Its fused attention has no gradient for a bias.
 OURS_ON_CPU = replace(OURS, name="moe on a cpu", rms=4, biased="scores")
-# Megatron-LM: fused activations keep gate and up and their product; its fused bias-dropout-add writes masks for any probability.
-# Logits: 2 in 16 bits, 4 in fp32 and 4 for their exponentials.
-MEGATRON = Stack("megatron", masks="always", logits=10)
-MEGATRON_2022 = Stack("megatron-2022", masks="always", core="scores", lse=0, logits=10)
-# Its pipeline keeps the sent outputs of stages. DeepSpeed's buckets have 5e8 elements.
-MEGATRON_DEEPSPEED = Stack(
-    "megatron-deepspeed", masks="always", core="scores", lse=0, logits=10, outputs="kept", bucket_elements=5e8, reduce_bytes=2
-)
-# torchtitan: FSDP2 of fp32 shards; selective keeps every second product's output (q, v, w1, w2) and attention's output, nothing else.
-# Logits: the result of log-softmax, its gradient and its input's gradient, 4 bytes each (fp32); the logits themselves are freed by then.
-TORCHTITAN = Stack(
-    "torchtitan",
-    gated=4,
-    activation_of=2,
-    selective=(("norm_outputs", 0.0), ("attention", 0.9), ("network", 0.5), ("activation", 0.0)),
-    logits=12,
-)
-FSDP = Stack("fsdp", gated=4, activation_of=2, logits=12)
-# DeepSpeed's defaults: stage 3 keeps up to 1e9 parameters whole; buckets have 5e8 elements.
-DEEPSPEED = Stack(
-    "deepspeed", gated=4, activation_of=2, core="scores", logits=12, gathers="elements", gathered=1e9, bucket_elements=5e8, reduce_bytes=2
-)
-# DeepSeek-V3's software (arXiv 2412.19437, sections 3.2.3 and 3.3.3): norms, up-projections and SwiGLU's output are recomputed, and inputs
-# of products are kept in 8 bits. Attention keeps its output, the latents before their norms and the log-sum-exp, in 16 bits: 18,752 of
-# 86,336 elements a token with its sizes. Experts keep a row and the outputs of gate and up, (D + 2 F) / 2 (D + 3 F); dense networks keep
-# the outputs of gate and up.
-DEEPSEEK = replace(
-    MEGATRON,
-    name="deepseek",
-    masks="dropout",
-    selective=(("norm_outputs", 0.0), ("attention", 0.217), ("experts", 0.423), ("network", 0.5), ("activation", 0.0)),
-)
-NANOTRON = Stack("nanotron", gated=4, activation_of=2, logits=12)

@@ -1,8 +1,8 @@
-"""GSPMD: the user annotates the shardings of a few tensors, and they are propagated over the operators to all others.
+"""GSPMD: the user annotates the shardings of a few tensors, and operators propagate them to all other tensors.
 
     annotations   {"w1": "_, columns", "w2": "columns, _"}   for two weights of a feed-forward network: gives Megatron-LM's f and g
-    propagate     an operator's factors carry mesh axes from tensor to tensor, forward and backward
-    program       each operator gets cuts; data that its tensors lack is communicated (partition.py)
+    propagate     an operator's factors (the letters of its einsum rule) carry mesh axes from tensor to tensor, forward and backward
+    program       each operator's work is cut; data that a rank's part of the work lacks is communicated (partition.py)
 
 An annotation has one word for each dim: `_` any sharding, `.` whole, `rows` or `rows+columns` exactly these axes, `rows?` these axes and
 perhaps more. `| columns` at the end excludes axes; `1:` at the start is a priority (0 goes first). Propagation never changes the
@@ -30,7 +30,7 @@ from parallel.errors import BadInput, did_you_mean
 
 
 class Annotation(NamedTuple):
-    """A parsed annotation. dims: axes of each dim. open: for each dim, True if more axes may follow. never: axes that are excluded."""
+    """A parsed annotation. dims: axes of each dim. open: for each dim, True if propagation may add axes. never: axes that are excluded."""
 
     dims: tuple[Axes, ...]
     open: tuple[bool, ...]
@@ -93,7 +93,7 @@ def _check(found: Annotation, tensor: str, shape: tuple[int, ...], mesh: Sizes) 
 
 
 def propagate(graph: Graph, mesh: Sizes, annotations: Mapping[str, str]) -> Propagated:
-    """Propagate annotations to all tensors. annotations: tensor -> text. Raises BadInput for unknown tensors, and as `annotation` does."""
+    """Propagate annotations to all tensors. annotations: tensor -> text. Raises BadInput for unknown tensors and wrong annotations."""
     there = tensors(graph)
     for name in annotations:
         if name not in there:
@@ -110,7 +110,7 @@ def propagate(graph: Graph, mesh: Sizes, annotations: Mapping[str, str]) -> Prop
     for priority in sorted({a.priority for a in said.values()} | {0}):
         for chosen, strength in levels:
             changed = set(there)
-            while changed:  # an operator without a changed tensor would repeat its proposals
+            while changed:  # operators without a changed tensor are left out: they would repeat their proposals
                 changed = state.round([op for op in chosen if changed.intersection((*op.inputs, op.name))], strength, priority)
     return Propagated(mesh, {name: Sharding(dims) for name, dims in state.dims.items()}, tuple(state.conflicts))
 
@@ -125,7 +125,7 @@ class Proposal(NamedTuple):
 
 @dataclass
 class _State:
-    """State of the propagation. dims: current axes of each tensor. said: annotation of each tensor (an open one if it has none)."""
+    """State of the propagation. dims: tensor -> current axes of each dim. said: tensor -> its annotation (if it has none, an open one)."""
 
     graph: Graph
     mesh: Sizes
@@ -163,7 +163,7 @@ class _State:
                     yield name, Proposal(op.name, dim, more)
 
     def _allowed(self, tensor: str, dim: int, wanted: Axes) -> Axes | None:
-        """Longest prefix of the wanted axes to which the dim may be extended; None if it cannot be extended."""
+        """Longest prefix of the wanted axes with which this dim may be sharded; None if it adds no axis to the current ones."""
         held, said = self.dims[tensor], self.said[tensor]
         taken = {axis for d, axes in enumerate(held) if d != dim for axis in axes} | said.never
         axes = next((wanted[:n] for n, axis in enumerate(wanted) if axis in taken), wanted)
@@ -171,7 +171,7 @@ class _State:
         return axes if fits else None
 
     def _kept(self, tensor: str, proposals: Collection[Proposal]) -> tuple[Axes, ...]:
-        """Dims after a largest set of compatible proposals. Of several such sets, the one that moves the fewest bytes is taken."""
+        """Axes of the dims after a largest set of compatible proposals. If there are several, the one that moves the fewest bytes."""
         held = self.dims[tensor]
         options = [sorted({held[d], *(p.axes for p in proposals if p.dim == d)}) for d in range(len(held))]
         together = [dims for dims in product(*options) if _each_once(dims)]
@@ -190,7 +190,7 @@ class _State:
             asked = [*self.dims[tensor]]
             for p in sorted(p for p in proposals if p.operator == operator):
                 asked[p.dim] = p.axes
-            if _each_once(asked):  # proposals of one operator that contradict each other are not counted
+            if _each_once(asked):  # an operator whose proposals contradict each other is left out
                 moved += self._between(tensor, held, Sharding(tuple(asked))) + self._between(tensor, Sharding(tuple(asked)), held)
         return moved
 
@@ -199,7 +199,7 @@ class _State:
 
 
 def agreement(found: Sequence[Axes]) -> Axes:
-    """Longest prefix that agrees with all of these lists of axes: each begins with it, or is a prefix of it."""
+    """Longest list of axes that agrees with all of these: each begins with it, or is the beginning of it."""
     longest = max(found, key=len, default=())
     return next((longest[:n] for n in range(len(longest), 0, -1) if all(_same_start(longest[:n], axes) for axes in found)), ())
 
@@ -210,18 +210,17 @@ def _same_start(a: Axes, b: Axes) -> bool:
 
 
 def _uncontended(agreed: Mapping[str, Axes], heard: Sequence[Mapping[str, Axes]]) -> dict[str, Axes]:
-    """Return the mesh axes that each factor of an operator may take without dispute. A factor is a letter of its einsum rule: one
-    dimension.
+    """Factor of an operator -> mesh axes that no other factor wants.
 
-    agreed: factor -> axes on which the operator's tensors agree; cut before the first axis that shards another factor in some tensor.
-    heard: factor -> axes, for each tensor.
+    agreed: factor -> axes on which the operator's tensors agree. The result ends before the first axis that shards another factor in some
+    tensor. heard: for each tensor, factor -> axes.
     """
     asked = _askers(heard)
     return {f: next((axes[:n] for n, axis in enumerate(axes) if asked.get(axis, set()) - {f}), axes) for f, axes in agreed.items()}
 
 
 def _askers(heard: Iterable[Mapping[str, Axes]]) -> dict[str, set[str]]:
-    """Return axis -> factors (dimensions of the operator) that it shards in some tensor."""
+    """Axis -> factors that it shards in some tensor of an operator. heard: for each tensor, factor -> axes."""
     found: dict[str, set[str]] = {}
     for of in heard:
         for factor, axes in of.items():
@@ -239,14 +238,14 @@ def _extends(more: tuple[Axes, ...], dims: tuple[Axes, ...]) -> bool:
     return more != dims and all(a[: len(b)] == b for a, b in zip(more, dims, strict=True))
 
 
-# --- cuts of operators --------------------------------------------------------------------------------------------------------
+# --- how each operator's work is cut over axes ----------------------------------------------------------------------
 
 
 def program(graph: Graph, mesh: Sizes, annotations: Mapping[str, str]) -> Program:
-    """Propagate annotations, then choose the cuts of each operator. Raises BadInput as `propagate` does.
+    """Propagate annotations, then choose how each operator's work is cut. Raises BadInput as `propagate` does.
 
-    Every axis that cuts one of the operator's tensors cuts one of its factors, if possible. Of several choices, the one that moves the
-    fewest bytes is taken, and the next best is recorded as a conflict.
+    Every axis that cuts one of the operator's tensors also cuts the work along one of its factors, if possible. Of several choices, the one
+    that moves the fewest bytes is taken, and the next best is recorded as a conflict.
     """
     found = propagate(graph, mesh, annotations)
     conflicts, work, constant = [*found.conflicts], [], indices(graph)
@@ -283,7 +282,7 @@ def _possible(graph: Graph, op: Operator, found: Propagated) -> Iterator[Cuts]:
 
 
 def _unused(op: Operator, cuts: Cuts, found: Propagated) -> set[str]:
-    """Axes that cut tensors of the operator but not its work, so that ranks along them repeat it."""
+    """Axes that cut tensors of the operator but not its work. Ranks along these axes do the same work."""
     return set(_askers(_heard(op, found))) - {axis for axes in cuts.values() for axis in axes}
 
 

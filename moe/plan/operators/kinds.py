@@ -22,7 +22,7 @@ from parallel.annotations.resharding import Axes, Sharding, Sizes, num_parts
 from parallel.data.kinds.catalog import CUT, PLAIN
 from parallel.errors import BadInput
 
-BY_TENSOR = ("heads", "hidden", "vocab")  # dims that 1D tensor parallelism cuts; networks next to experts stay whole
+BY_TENSOR = ("heads", "hidden", "vocab")  # dims that 1D tensor parallelism cuts
 
 
 def plan_of_layout(graph: Graph, mesh: Sizes, layout: str) -> Plan:
@@ -63,7 +63,7 @@ def plan_of(program: Program) -> Plan:
 
 @dataclass(frozen=True)
 class _Kind:
-    """Mesh axes of each kind of parallelism in a plan."""
+    """Mesh axes that a plan uses for the batch, dense matrices, the number of experts, and experts' hidden units."""
 
     data: Axes
     tensor: Axes
@@ -72,7 +72,7 @@ class _Kind:
 
     @staticmethod
     def nearest(program: Program) -> _Kind:
-        """Most similar plan: from the axes that cut tokens between layers, and the axes that cut weights."""
+        """Find the most similar plan: by the axes that cut tokens between layers, and the axes that cut weights."""
         data = _cutting(program, _stream(program), ("batch",))
         dense = {name: letters for name, letters in program.graph.parameters.items() if not _of_experts(program.graph, letters)}
         experts = {name: letters for name, letters in program.graph.parameters.items() if _of_experts(program.graph, letters)}
@@ -80,7 +80,7 @@ class _Kind:
         return _Kind(data, tensor, _cutting(program, experts, ("experts",)), _cutting(program, experts, ("expert_hidden",)))
 
     def axes(self, name: str, *, of_experts: bool) -> Axes:
-        """Axes that cut a weight's dim with this name."""
+        """Axes that cut the dim `name` of a weight in this plan."""
         if of_experts:
             return {"experts": self.experts, "expert_hidden": self.expert_hidden}.get(name, ())
         return self.tensor if name in BY_TENSOR else ()
@@ -103,7 +103,7 @@ def _stream(program: Program) -> dict[str, str]:
 
 
 def _cutting(program: Program, tensors: Mapping[str, str], names: tuple[str, ...]) -> Axes:
-    """Axes that cut dims of these names in any of these tensors, in the mesh's order."""
+    """Axes that cut a dim with one of these names in any of these tensors, in the mesh's order. tensors: name -> letters of its dims."""
     found = {
         axis
         for tensor, letters in tensors.items()

@@ -1,44 +1,24 @@
-"""Times of work and collectives on a logical mesh, for searches over operators: the interface Mesh, and its alpha-beta model.
+"""Times of work and collectives on a logical mesh of devices, by the alpha-beta model, for searches over operators.
 
     n ranks, S bytes of the whole buffer      all-reduce        alpha + 2 (n-1)/n S beta
                                               all-gather        alpha +   (n-1)/n S beta
                                               reduce-scatter    alpha +   (n-1)/n S beta
     n ranks, S bytes of one rank's buffer     all-to-all        alpha +   (n-1)/n S beta
 
-These are the formulas of Alpa (arXiv 2201.12023, section 4.2), except that Alpa's all-to-all takes n / 2 times as long. Searches use only
-`Mesh`, so another model of a cluster can replace `AlphaBeta`.
+These are the formulas of Alpa (arXiv 2201.12023, section 4.2), except that Alpa's all-to-all takes n / 2 times as long.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf
-from typing import Protocol
 
 from moe.plan.machine.cluster import Cluster
 
 
-class Mesh(Protocol):
-    """Equal devices in a grid. sizes: of its axes; neighbours along the last axis are closest. memory_bytes: of one device."""
-
-    @property
-    def sizes(self) -> tuple[int, ...]: ...
-    @property
-    def memory_bytes(self) -> float: ...
-    def work(self, flops: float, moved_bytes: float) -> float:
-        """Seconds of one device for `flops` operations, and for `moved_bytes` read and written."""
-        ...
-
-    def all_reduce(self, size_bytes: float, axis: int) -> float: ...
-    def all_gather(self, size_bytes: float, axis: int) -> float: ...
-    def reduce_scatter(self, size_bytes: float, axis: int) -> float: ...
-    def all_to_all(self, size_bytes: float, axis: int) -> float: ...
-    def __hash__(self) -> int: ...
-
-
 @dataclass(frozen=True)
 class Link:
-    """A link: one message takes `alpha_s` + bytes * `beta_s` seconds. exchange_s: seconds a byte in an all-to-all (None: beta_s)."""
+    """A link: a message takes `alpha_s` + bytes * `beta_s` seconds. exchange_s: seconds for each byte of an all-to-all (None: beta_s)."""
 
     alpha_s: float
     beta_s: float
@@ -46,8 +26,11 @@ class Link:
 
 
 @dataclass(frozen=True)
-class AlphaBeta:
-    """Alpha-beta model of a mesh. links: one for each axis. flops: operations a second of a device. moved: bytes a second of its memory."""
+class Mesh:
+    """Equal devices in a grid. sizes, links: of each axis; neighbours along the last axis are closest.
+
+    flops: operations a second of a device. moved: bytes a second of its memory. memory_bytes: size of its memory.
+    """
 
     sizes: tuple[int, ...]
     links: tuple[Link, ...]
@@ -56,6 +39,7 @@ class AlphaBeta:
     memory_bytes: float = inf
 
     def work(self, flops: float, moved_bytes: float) -> float:
+        """Seconds of one device for `flops` operations, and for `moved_bytes` read and written."""
         return flops / self.flops + moved_bytes / self.moved
 
     def _ring(self, size_bytes: float, axis: int, turns: int) -> float:
@@ -68,8 +52,7 @@ class AlphaBeta:
     def all_gather(self, size_bytes: float, axis: int) -> float:
         return self._ring(size_bytes, axis, 1)
 
-    def reduce_scatter(self, size_bytes: float, axis: int) -> float:
-        return self._ring(size_bytes, axis, 1)
+    reduce_scatter = all_gather
 
     def all_to_all(self, size_bytes: float, axis: int) -> float:
         n, link = self.sizes[axis], self.links[axis]
@@ -79,7 +62,8 @@ class AlphaBeta:
 
 @dataclass(frozen=True)
 class Machine:
-    """Machine of `nodes` nodes with `node_size` devices. inside: link within a node. between: one device's share of the links of a node."""
+    """A machine with `nodes` nodes of `node_size` devices. inside: link within a node. between: one device's share of its node's network.
+    flops, moved, memory_bytes: as of Mesh."""
 
     nodes: int
     node_size: int
@@ -94,7 +78,7 @@ class Machine:
         return self.nodes * self.node_size
 
     def link(self, count: int, stride: int) -> Link:
-        """Link of an axis of `count` ranks with distance `stride`.
+        """Link of an axis with `count` ranks, each `stride` devices from the next.
 
         An axis over several nodes uses hierarchical rings: first within each node, then between nodes. With n ranks, w in each of m
         nodes: (n-1)/n beta = (w-1)/w beta_inside + (m-1)/m beta_between / w. In an all-to-all, bytes for other nodes cross the network.
@@ -108,13 +92,13 @@ class Machine:
         scale = count / (count - 1)
         return Link((inside.alpha_s if near > 1 else 0.0) + between.alpha_s, beta * scale, exchange * scale)
 
-    def mesh(self, *sizes: int) -> AlphaBeta:
-        """Grid of neighbouring devices; those along the last axis are adjacent."""
+    def mesh(self, *sizes: int) -> Mesh:
+        """Mesh of these sizes, of neighbouring devices; devices along the last axis are adjacent."""
         links, stride = [], 1
         for size in reversed(sizes):
             links.append(self.link(size, stride))
             stride *= size
-        return AlphaBeta(sizes, tuple(reversed(links)), self.flops, self.moved, self.memory_bytes)
+        return Mesh(sizes, tuple(reversed(links)), self.flops, self.moved, self.memory_bytes)
 
     def submeshes(self) -> tuple[int, ...]:
         """Numbers of devices that a stage may have, as in Alpa: 1, 2, 4, ... devices of a node, or whole nodes."""

@@ -28,7 +28,10 @@ _LETTERS = {
 
 
 def graph_of(run: Run, *, sequences: int) -> Graph:
-    """Return the operators of all replicas' forward pass. Raises BadInput for latents, multi-token prediction, an encoder."""
+    """Return the operators of a forward pass of `sequences` sequences, all replicas together.
+
+    Raises BadInput for latent attention, multi-token prediction and an encoder.
+    """
     if run.model.latent.key_rank is not None:
         needed, fix = (
             "null: an operator of latent attention has no rule here",
@@ -74,7 +77,7 @@ def graph_of(run: Run, *, sequences: int) -> Graph:
 
 @dataclass
 class _Trace:
-    """Records operators as modules run. `stream`: the residual stream between layers; `x`: the next module's input."""
+    """Records operators while modules run. stream: operator that gives the residual stream. x: operator that gives the next input."""
 
     run: Run
     sequences: int
@@ -91,7 +94,7 @@ class _Trace:
             self.letter(role, size)
 
     def letter(self, role: str, size: int) -> str:
-        """Return a role's letter; another letter if the role already has another size."""
+        """Return the letter of a dim with this role and size. Dims of the same role but different sizes have different letters."""
         wanted = next((a for a, dim in self.dims.items() if dim == Dim(role, size)), _LETTERS[role])
         if self.dims.get(wanted, Dim(role, size)) != Dim(role, size):
             wanted = next(chr(c) for c in range(ord("A"), ord("Z") + 1) if chr(c) not in self.dims)
@@ -175,7 +178,7 @@ class _Trace:
 
     def experts(self, name: str, module: Any) -> None:
         count, hidden, length = module.experts.num_experts, module.experts.d_ff, self.run.model.max_length
-        among = module.router.num_experts  # with the choices that cost nothing
+        among = module.router.num_experts  # with the experts without parameters
         slots = max(1, math.ceil(rows_of_token(self.run.router, among) * length / among))
         e, u, m = self.letter("experts", count), self.letter("slots", slots), self.letter("expert_hidden", hidden)
         r = self.letter("experts", among)
@@ -215,7 +218,7 @@ class _Trace:
         self._join(f"{name}.add", self._beside(name, module, y))
 
     def _beside(self, name: str, module: Any, y: str) -> str:
-        """Add the networks that every token passes: residual and shared."""
+        """Add the networks that every token passes, residual and shared, to the experts' output y."""
         if module.residual is not None:
             n, parts = self.letter("shared_hidden", module.residual.w1.weight.shape[0]), self.letter("parts", 2)
             other = self._network(f"{name}.residual", n, self.x, gated=module.residual.w3 is not None)

@@ -1,11 +1,11 @@
-"""FlexFlow's execution simulator (arXiv 1807.05358, section 5): the tasks of one pass over placed operators, and their times.
+"""FlexFlow's execution simulator (arXiv 1807.05358, section 5): the tasks of one forward and backward pass, and their times.
 
     each operator cut into parts on devices  ->  tasks: compute forward, backward; fetch data from other devices; sum gradients
 
-A part needs the region of each input that its rule names. Its data on other devices is one fetch, on its device's port. Of partial sums,
-2/t of each of t parts is fetched, as in a ring. A region that several devices have comes from the part's own device if possible,
-otherwise equally from all. A device computes one task at a time, and its port handles one at a time, in the order in which tasks become
-ready (ties: by their keys).
+A part of an operator reads a region of each input. If other devices have it, one fetch brings it through the port of the part's device. If
+the input is a partial sum of t parts, 2/t of each of them is fetched, as in a ring. If several devices have copies of a region, it comes
+from the part's own device if possible, otherwise equally from all. A device and its port each handle one task at a time, in the order in
+which the tasks become ready (which on ties is the order of their keys).
 
 Delta simulation: tasks that became ready before the first change keep their times; only the others are simulated again. The paper
 instead recomputes the times that depend on a change. Both give the result of a full simulation.
@@ -28,13 +28,13 @@ from moe.plan.search.strategies import Settings
 from parallel.annotations.graph import Graph, Operator
 
 Key = tuple[int, int, int]
-FORWARD, BACKWARD, FETCH, RETURN, SUM, MET = range(6)  # kinds of tasks; MET: several parts have ended; takes no time
+FORWARD, BACKWARD, FETCH, RETURN, SUM, MET = range(6)  # kinds of tasks. MET takes no time: it waits for several parts
 FINE_S_PER_BYTE = 1e-9  # penalty for a byte above a device's memory: 1 ms a MB, as in FlexFlow
 
 
 @dataclass(frozen=True)
 class Placed:
-    """Cuts of an operator, outermost first, as (factor, number of parts); factor "" means copies that do the same work.
+    """Placement of an operator. degrees: cuts as (factor, number of parts), outermost first; factor "": copies that do the same work.
 
     Part i runs on device first + i * stride.
     """
@@ -48,7 +48,7 @@ class Placed:
         return prod(n for _, n in self.degrees)
 
     def ways(self, letters: str) -> int:
-        """Number of different pieces into which a tensor with these letters is cut."""
+        """Number of different pieces into which a tensor is cut. letters: of its dims."""
         return prod(n for letter, n in self.degrees if letter and letter in letters)
 
 
@@ -56,7 +56,7 @@ Placement = Mapping[str, Placed]
 
 
 class Task(NamedTuple):
-    """A task on resource `where` (a device, or its port; -1: none) that takes `seconds` and starts after other tasks."""
+    """A task. where: number of the device or port that it occupies (-1: none). after: tasks that must end before it starts."""
 
     where: int
     seconds: float
@@ -65,7 +65,7 @@ class Task(NamedTuple):
 
 @dataclass
 class Ran:
-    """Result of a simulation. order: (time at which it became ready, key) of all tasks, in the order of execution. ends: key -> end."""
+    """Result of a simulation. order: (time at which it became ready, key) of each task, in the order of execution. ready, ends: seconds."""
 
     tasks: dict[Key, Task]
     order: list[tuple[float, Key]] = field(default_factory=list)
@@ -78,7 +78,7 @@ class Ran:
 
 
 def run(tasks: dict[Key, Task], before: Ran | None = None) -> Ran:
-    """Compute the times of all tasks. before: result for similar tasks; only times that can differ are then simulated."""
+    """Simulate all tasks. before: result for similar tasks; only times that can differ from it are then simulated."""
     ran = Ran(tasks)
     since = 0.0 if before is None else _first_change(tasks, before)
     free: dict[int, float] = {}
@@ -137,7 +137,7 @@ def _first_change(tasks: dict[Key, Task], before: Ran) -> float:
 
 @dataclass(frozen=True)
 class _Pieces:
-    """One term of a placed operator: for each part its region, as fractions of each dim, and its device."""
+    """Regions of one tensor that the parts of a placed operator read or write, as fractions of each dim, and the parts' devices."""
 
     low: Any  # [parts, dims] start of the region
     high: Any  # [parts, dims] end of the region
@@ -148,7 +148,8 @@ class _Pieces:
 
 
 class Simulator:
-    """Simulates placements of one graph on one machine. Caches the tasks of placements of single operators and edges."""
+    """Simulates placements of one graph on one machine. Caches the tasks of each placed operator and edge. weight: layer -> number of times
+    that it counts."""
 
     def __init__(self, graph: Graph, machine: Machine, settings: Settings, weight: Mapping[int, float] | None = None):
         self.graph, self.machine, self.settings = graph, machine, settings
@@ -167,7 +168,7 @@ class Simulator:
         return made
 
     def seconds(self, placement: Placement, ran: Ran) -> float:
-        """Seconds of a run, plus the penalty for bytes above a device's memory."""
+        """Seconds of a simulated placement, plus the penalty for bytes above a device's memory."""
         return ran.seconds + FINE_S_PER_BYTE * self.excess(placement)
 
     def excess(self, placement: Placement) -> float:
@@ -221,7 +222,7 @@ class Simulator:
         return self._all_reduce(size, placed.parts, ways) if ways > 1 else 0.0
 
     def _all_reduce(self, size_bytes: float, span: int, count: int) -> float:
-        """Seconds of an all-reduce over `count` devices among `span` neighbours, first within nodes, then between them."""
+        """Seconds of an all-reduce over `count` of `span` neighbouring devices, first within nodes, then between them."""
         within = min(count, max(1, self.machine.node_size * count // max(span, self.machine.node_size)))
         inside, between, nodes = self.machine.inside, self.machine.between, max(1, count // within)
         seconds = inside.alpha_s + 2 * (within - 1) / within * size_bytes * inside.beta_s if within > 1 else 0.0
@@ -245,7 +246,7 @@ class Simulator:
         return made
 
     def _pieces(self, factors: str, term: str, placed: Placed) -> _Pieces:
-        """Regions of a tensor with the letters of `term`. Cuts of other factors give partial sums of it."""
+        """Regions of a tensor with the letters `term`. If its operator is also cut along other factors, parts have partial sums of it."""
         key = (factors, term, placed)
         if key in self._seen:
             return self._seen[key]
@@ -268,7 +269,7 @@ class Simulator:
         return made
 
     def _between(self, i: int, placement: Placement) -> dict[Key, Task]:
-        """Tasks of an edge: its reader's parts fetch the input, and its writer's parts fetch the gradient."""
+        """Tasks of an edge from a writing to a reading operator: parts of the reader fetch the input, parts of the writer the gradient."""
         edge = self.graph.edges[i]
         writer, reader = self.graph.named[edge.writer], self.graph.named[edge.reader]
         size = self.graph.size(writer.output) * self.graph.itemsize
@@ -282,13 +283,13 @@ class Simulator:
     def _fetches(
         self, have: _Pieces, need: _Pieces, size: float, source: tuple[int, int], what: tuple[int, int], weight: float
     ) -> dict[Key, Task]:
-        # shapes: [needing parts, having parts]; a reader that gives a partial sum still needs its whole region
+        # shapes: [parts that need data, parts that have data]
         sides = np.minimum(need.high[:, None], have.high[None]) - np.maximum(need.low[:, None], have.low[None])
         overlap = np.clip(sides, 0.0, 1.0).prod(axis=2)
         overlap[overlap < 1e-12] = 0.0
         own = need.device[:, None] == have.device[None]
         groups = np.eye(int(have.group.max()) + 1)[have.group]
-        mine = (own @ groups)[:, have.group] > 0  # True if the needing part's device has this region itself
+        mine = (own @ groups)[:, have.group] > 0  # True if the device of the part that needs the region has it itself
         from_there = overlap * size / have.copies * (2.0 / have.partial if have.partial > 1 else 1.0) * ~mine
         near = need.device[:, None] // self.machine.node_size == have.device[None] // self.machine.node_size
         inside, between = (from_there * near).sum(1), (from_there * ~near).sum(1)

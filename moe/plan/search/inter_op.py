@@ -24,7 +24,7 @@ Time = Callable[[int, int, int, int], float]
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage: layers first to end - 1 on `devices` devices. seconds: of one micro-batch, forward and backward."""
+    """A stage: layers `first` to `end` - 1 on `devices` devices. seconds: of one micro-batch, forward and backward."""
 
     first: int
     end: int
@@ -49,7 +49,7 @@ def inter_op(
     """Find the stages with the least time that use all devices. Raises BadInput if nothing fits into memory.
 
     time: (first, end, devices, number of later stages) -> seconds of one micro-batch on the stage, or inf. submeshes: possible numbers of
-    devices of a stage. gap: values of t_max that differ by less than this fraction are tried once.
+    devices of a stage. gap: of values of t_max that differ by less than this fraction, only one is tried.
     """
     import numpy as np
 
@@ -84,7 +84,7 @@ def inter_op(
 
 
 def _sums(t, layers: int, devices: int, submeshes: Sequence[int]):  # type: ignore[no-untyped-def]
-    """(F[s, l, d], choice): `choice` has the submesh and the end of the first stage for each entry of F."""
+    """(F[s, l, d], choice[s, l, d] = (index of the first stage's submesh, end of this stage))."""
     import numpy as np
 
     most = len(t)

@@ -23,12 +23,12 @@ from moe.plan.search.strategies import AGAIN, Cost, Settings, State, Strategy, c
 from parallel.annotations.graph import Graph
 from parallel.errors import BadInput
 
-LARGE = 60_000  # number of variables above which the relaxation is rounded
+LARGE = 60_000
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """Result. chosen: strategy of each operator. graph: the given graph with additional operators `NAME.read` (strategies.py)."""
+    """Result of the search. chosen: operator -> strategy. graph: the given graph with additional operators `NAME.read` (strategies.py)."""
 
     graph: Graph
     chosen: Mapping[str, Strategy]
@@ -52,9 +52,10 @@ def intra_op(
 ) -> Assignment:
     """Find the cheapest strategies on `mesh`. Raises BadInput if nothing fits into memory.
 
-    memory_bytes: memory of a device for states and for the outputs of `in_flight` micro-batches. fixed: operator -> state of its output.
-    same: pairs of operators with equal states of their outputs. weight: layer -> number of times that it counts. again: recomputed layer
-    -> operator whose output it keeps. gap: fraction by which the integer program may miss the optimum.
+    memory_bytes: memory of a device for states and for the outputs of `in_flight` micro-batches. fixed: operator -> required state of its
+    output. same: pairs of operators whose outputs must have equal states. weight: layer -> number of layers that it represents. again:
+    recomputed layer -> operator whose output it keeps. large: number of variables above which the relaxation is rounded. gap: fraction by
+    which the integer program may miss the optimum.
     """
     settings, joined = settings or Settings(), read_together(graph)
     options = candidates(joined, mesh, settings)
@@ -83,7 +84,7 @@ def intra_op(
 
 
 class _Program:
-    """The linear program. Its columns are the strategies of each operator, then pairs of states of each edge."""
+    """The linear program. A column is a strategy of an operator, or a pair of states (given, read) on an edge."""
 
     def __init__(
         self,
@@ -100,7 +101,7 @@ class _Program:
         self.kept = {op.name for op in graph.operators if again.get(op.layer, op.name) == op.name}
         self.first: dict[str, int] = {}
         self.costs: list[float] = []
-        self.rows: list[tuple[dict[int, float], float, float]] = []  # columns and their factors, least, most
+        self.rows: list[tuple[dict[int, float], float, float]] = []  # (column -> coefficient, lower bound, upper bound)
         for name, one in options.items():
             if not one:
                 raise BadInput("operators", got=name, needed="a strategy on this mesh", fix="choose axes that divide its sizes")
@@ -116,7 +117,7 @@ class _Program:
         return len(self.costs)
 
     def _states(self, name: str, place: int | None) -> dict[State, list[int]]:
-        """State -> columns of the strategies that give it, or that read their input number `place` in it."""
+        """State -> columns of the operator's strategies that give their output in it, or that read input number `place` in it."""
         found: dict[State, list[int]] = {}
         for i, s in enumerate(self.options[name]):
             found.setdefault(s.gives if place is None else s.reads[place], []).append(self.first[name] + i)
@@ -155,7 +156,7 @@ class _Program:
             self.rows.append((row, 0.0, 1.0))
 
     def held(self, chosen: Mapping[str, Strategy], in_flight: int) -> float:
-        """Most bytes at any time."""
+        """Largest number of bytes at any time with the chosen strategies."""
         states = sum(s.state_bytes * self.weight[name] for name, s in chosen.items())
         kept = live(self.graph, backward=self.settings.backward)
         return states + max(sum(chosen[name].output_bytes * self.weight[name] for name in alive & self.kept) for alive in kept) * in_flight
@@ -204,9 +205,9 @@ class _Program:
 
 
 def live(graph: Graph, *, backward: bool) -> list[frozenset[str]]:
-    """Sets of operators with outputs that live at the same time. Only sets that no other set contains.
+    """Sets of operators whose outputs are in memory at the same time, without sets that another set contains.
 
-    With a backward pass, all outputs live when it begins. Without one, each output lives until its last reader has run.
+    With a backward pass, all outputs are in memory when it begins. Without one, each output is freed after its last reader has run.
     """
     if backward:
         return [frozenset(graph.named)]

@@ -1,7 +1,7 @@
 """Searches over Mesh-TensorFlow layouts and over GSPMD annotations. Each returns a Plan that the trainer can run.
 
     meshes       rows x columns of all devices; columns within a node
-    mesh_tf      for each mesh: the best legal layout (best_layout.py), and the best layout that the trainer can run
+    mesh_tf      for each mesh: the best legal layout (mesh_tensorflow.py), and the best layout that the trainer can run
     gspmd        for each mesh: the sets of annotations in SETS, propagated to all tensors (gspmd.py)
                  \\__ then the fastest that fits and can run, by the program's own costs (partition.py)
 
@@ -20,9 +20,9 @@ from math import inf
 from moe.plan.job.network import Plan
 from moe.plan.operators import gspmd as spread
 from moe.plan.operators import mesh_tensorflow
-from moe.plan.operators.best_layout import best_layout
 from moe.plan.operators.kinds import BY_TENSOR, plan_of
 from moe.plan.operators.links import Machine
+from moe.plan.operators.mesh_tensorflow import best_layout
 from moe.plan.search.search import Allowed, SearchResult
 from parallel.annotations.graph import Graph
 from parallel.annotations.partition import Machine as Rates
@@ -36,7 +36,7 @@ SETS = ("batch", "batch and slices", "weights over the batch")  # each with tens
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A program on a mesh. rules: its layout or annotations, for messages."""
+    """A program of shardings on a mesh. rules: the layout or annotations from which it was made, for messages."""
 
     mesh: Sizes
     program: Program
@@ -73,7 +73,7 @@ def meshes(machine: Machine) -> Iterator[dict[str, int]]:
 
 
 def _rates(machine: Machine, mesh: Sizes) -> Rates:
-    """Rates of the mesh's links. Its latency is the slower link's."""
+    """Speeds of a mesh. All its axes get the latency of the slowest link."""
     links = dict(zip(mesh, machine.mesh(*mesh.values()).links, strict=True))
     return Rates(
         machine.flops, {axis: 1 / link.beta_s for axis, link in links.items()}, max((x.alpha_s for x in links.values()), default=0.0)
@@ -119,12 +119,12 @@ def annotated(graph: Graph, mesh: Sizes, kind: str, experts: Mapping[str, str]) 
 
     All annotate the embedded tokens, a matrix of each attention and network, the vocabulary and the experts. `batch and slices` also cuts
     tokens along the sequence between layers; `weights over the batch` also cuts every dense weight. experts: `experts` and `expert_hidden`
-    -> axis, if they are cut.
+    -> axis, if the experts are cut.
     """
     rows, columns = "rows" if "rows" in mesh else ".", "columns" if "columns" in mesh else "."
     stream = [op for op in graph.operators if {graph.dims[x].name for x in op.output} == {"batch", "length", "width"}]
     between = [op for op in stream if op.kind in ("lookup", "pointwise", "norm")]
-    sliced = kind == "batch and slices"  # then all tensors between layers are annotated
+    sliced = kind == "batch and slices"  # this set annotates all tensors between layers
     notes = {op.name: _note(graph, op.output, batch=rows) for op in between[:1]}
     if sliced:
         notes = {op.name: _note(graph, op.output, batch=rows, length=columns) for op in between}
@@ -146,7 +146,7 @@ def annotated(graph: Graph, mesh: Sizes, kind: str, experts: Mapping[str, str]) 
 
 
 def _note(graph: Graph, letters: str, **axes: str) -> str:
-    """Annotation with a word for each dim: the axis of its name, or `.` (whole)."""
+    """Text of an annotation, with a word for each dim. axes: name of a dim -> its word; other dims get `.` (whole)."""
     return ", ".join(axes.get(graph.dims[letter].name, ".") for letter in letters)
 
 

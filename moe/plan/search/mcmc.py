@@ -27,7 +27,7 @@ NEIGHBOURS, ONWARDS = 0.25, 0.75
 
 @dataclass(frozen=True)
 class Walk:
-    """Best placement and its seconds. Numbers of proposals, of slower proposals, and of slower proposals that were accepted."""
+    """Result of a walk: best placement, its seconds, and numbers of proposals, of slower ones, and of slower ones that were accepted."""
 
     placement: Mapping[str, Placed]
     seconds: float
@@ -46,8 +46,8 @@ def data_parallel(graph: Graph, devices: int) -> dict[str, Placed]:
 
 
 def legal(op: Operator, graph: Graph, devices: int, *, axes: int = 2, spread: Literal["any", "all"] = "any") -> tuple[Placed, ...]:
-    """All placements of an operator: cut into a divisor of `devices` parts, along up to `axes` factors (or copies), on neighbouring devices
-    or evenly spread. spread: "all": only placements that use every device, with copies if there are fewer parts.
+    """All placements of an operator. Its number of parts divides `devices`; it is cut along at most `axes` factors, or copied; the parts
+    are on neighbouring devices or evenly spread. spread: "all": only placements that use every device.
     """
     found: dict[tuple[tuple[str, int], ...], None] = {}
     free = ["", *(letter for letter in op.factors if letter not in op.whole)]
@@ -124,7 +124,10 @@ def _proposal(
     options: Mapping[str, tuple[Placed, ...]],
     sets: Mapping[str, frozenset[Placed]],
 ) -> dict[str, Placed]:
-    """Placement with a new cut of one operator, and perhaps the same cut of neighbouring operators for which it is legal."""
+    """Placement `now` with a new cut of one operator, and perhaps the same cut of neighbouring operators for which it is legal.
+
+    names: of all operators. options, sets: operator -> its possible placements.
+    """
     there, name = dict(now), draw.choice(names)
     there[name] = draw.choice(options[name])
     go = draw.random() < NEIGHBOURS

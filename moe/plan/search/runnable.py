@@ -29,12 +29,12 @@ from parallel.annotations.graph import Graph, Operator
 from parallel.mesh.mesh import divisors
 
 _CUT_1D = ("vocab", "heads", "hidden")
-_STAGES: tuple[Sharded, ...] = (0, 1, 1, 3)  # the strategy of each ZeRO stage: none shards gradients alone
+_STAGES: tuple[Sharded, ...] = (0, 1, 1, 3)  # ZeRO stage of a plan -> ZeRO stage of its strategies, of which none shards only gradients
 
 
 @dataclass(frozen=True)
 class Folded:
-    """A folded graph. weight: layer in it -> number of layers that it represents. of: original layer -> layer that represents it."""
+    """A graph that has only one of several equal layers. weight: its layer -> number of layers that it represents. of: the reverse."""
 
     graph: Graph
     weight: Mapping[int, float]
@@ -42,7 +42,7 @@ class Folded:
 
     @property
     def blocks(self) -> tuple[int, ...]:
-        """Layers without the two ends."""
+        """Numbers of the layers, without embedding and head."""
         return self.graph.layers[1:-1]
 
     @cached_property
@@ -52,7 +52,7 @@ class Folded:
 
 
 def fold(graph: Graph) -> Folded:
-    """Fold a graph: keep the first of all layers with equal operators. A layer may read only the last output of the previous layer."""
+    """Fold a graph: of all layers with equal operators, keep the first. A layer may read only the last output of the layer before it."""
     ends = (graph.layers[0], graph.layers[-1])
     signs: dict[tuple[tuple[str, ...], ...], int] = {}
     of: dict[int, int] = {}
@@ -89,7 +89,7 @@ class LayerCost:
 
 
 def layer_costs(graph: Graph, mesh: Mesh, settings: Settings, chosen: Mapping[str, Strategy]) -> dict[int, LayerCost]:
-    """Cost of each layer of the folded graph. The cost of an edge belongs to the layer that reads."""
+    """Cost of each layer of a folded graph. Changing the state of a tensor is counted in the layer that reads it."""
     found = {}
     for layer in graph.layers:
         mine = [op for op in graph.operators if op.layer == layer]
@@ -110,9 +110,9 @@ def with_recompute(cost: LayerCost, stream_bytes: float) -> LayerCost:
 
 
 class Runnable:
-    """Costs of plans on a machine, by strategies of one graph, which is a micro-batch of all replicas.
+    """Costs of plans on a machine, by strategies of one graph's operators. The graph is a micro-batch of all replicas together.
 
-    allowed: plan -> True if the recipe can be trained with it (checks that sizes alone do not decide).
+    allowed: plan -> True if the recipe can be trained with it.
     """
 
     def __init__(self, graph: Graph, machine: Machine, settings: Settings, allowed: Callable[[Plan], bool] = lambda plan: True) -> None:
@@ -124,7 +124,7 @@ class Runnable:
         self._costs: dict[tuple[object, ...], dict[int, LayerCost] | None] = {}
 
     def sizes(self, plan: Plan) -> tuple[int, ...] | None:
-        """Mesh of a stage, (edp, rest of dp, sp, tp); None if ep does not consist of whole axes."""
+        """Sizes of a stage's mesh, (edp, rest of dp, sp, tp); None if ep is no product of the last axes."""
         inner = plan.sp * plan.tp
         if plan.ep == 1 and plan.etp == 1:
             return (plan.dp, 1, plan.sp, plan.tp)
@@ -151,7 +151,7 @@ class Runnable:
         return (batch, batch, over_sp, over_tp), ("", "", "", to)
 
     def chosen(self, plan: Plan) -> dict[str, Strategy] | None:
-        """Strategies of all operators for a plan; None if a size does not divide."""
+        """Operator -> strategy for a plan; None if a size does not divide."""
         sizes = self.sizes(plan)
         if sizes is None or prod(sizes) > self.machine.devices:
             return None
@@ -230,7 +230,7 @@ class Runnable:
                 yield replace(plan, compute_bytes=self.whole.itemsize, storage=self.settings.storage)
 
     def _degrees(self, ranks: int) -> Iterator[tuple[int, int, int]]:
-        """(tp, sp, ep) that divide `ranks`, with a dp that divides the number of sequences."""
+        """Yield (tp, sp, ep) that divide `ranks`, if dp then divides the number of sequences."""
         for tp, sp in product(divisors(ranks), repeat=2):
             if ranks % (tp * sp) == 0 and self.whole.dims["b"].size % (ranks // (tp * sp)) == 0 and (sp == 1 or self.experts == 1):
                 yield from ((tp, sp, ep) for ep in divisors(math.gcd(ranks, self.experts)))

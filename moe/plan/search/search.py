@@ -33,7 +33,7 @@ class SearchResult:
     """Result of a search.
 
     assignment: operator -> cut factors with their numbers of parts, from the most distant to the nearest ranks, such as `b8 f4`. nearest:
-    True if the optimum cannot be run and `plan` replaces it. said: this as text, with the loss of time.
+    True if the trainer cannot run the optimum, and `plan` is the nearest plan that it can run. said: a line about this, for the user.
     """
 
     search: Literal["alpa", "flexflow", "mesh-tf", "gspmd"]
@@ -48,13 +48,13 @@ class SearchResult:
 
 @dataclass(frozen=True)
 class _Solution:
-    """Solution for one submesh: cumulative costs of the layers, and the assignment of operators."""
+    """Strategies of all layers on one submesh. sums: cumulative costs of the layers. assignment: as in SearchResult."""
 
-    sums: tuple[tuple[float, ...], ...]  # seconds, state_bytes, kept_bytes; each [blocks + 1]
+    sums: tuple[tuple[float, ...], ...]  # (seconds, state_bytes, kept_bytes), each for the first 0, 1, ... layers
     assignment: Mapping[str, str]
 
 
-_Layers = tuple[Mapping[int, LayerCost], Mapping[str, Strategy], tuple[int, ...]]  # for a submesh: costs, strategies, sizes of its axes
+_Layers = tuple[Mapping[int, LayerCost], Mapping[str, Strategy], tuple[int, ...]]  # costs, strategies, sizes of axes
 Allowed = Callable[[Plan], bool]
 RECOMPUTED: tuple[Recomputed, ...] = ("none", "full")
 GAP = 1e-3  # times count as equal if they differ by less than this fraction
@@ -74,7 +74,7 @@ def alpa(graph: Graph, machine: Machine, settings: Settings | None = None, *, al
     whole = tuple(2**i * machine.node_size for i in range(machine.nodes.bit_length()))
     submeshes = tuple(n for n in machine.submeshes() if n <= machine.node_size or n in (*whole, machine.devices))
     solutions = {n: some for n in submeshes if (some := _solutions(runnable, n))}
-    tables: dict[tuple[int, int], tuple[Any, Any]] = {}  # by (number of devices, micro-batches in flight)
+    tables: dict[tuple[int, int], tuple[Any, Any]] = {}  # (number of devices, micro-batches in flight) -> result of _fastest
 
     def table(devices: int, later: int) -> tuple[Any, Any]:
         key = (devices, min(later + 1, settings.microbatches))
@@ -97,7 +97,7 @@ def alpa(graph: Graph, machine: Machine, settings: Settings | None = None, *, al
 
 
 def _fastest(solutions: list[_Solution], in_flight: int, memory_bytes: float) -> tuple[Any, Any]:
-    """(least seconds [first, end] of all solutions that fit, number of that solution [first, end])."""
+    """(least seconds of layers first to end, index of the solution that has them): arrays [first, end], of the solutions that fit."""
     import numpy as np
 
     sums = np.array([one.sums for one in solutions]).transpose(1, 0, 2)
@@ -119,10 +119,10 @@ def _solutions(runnable: Runnable, devices: int) -> list[_Solution]:
     found: list[_Layers] = []
 
     def solved(shape: tuple[int, int], limit: float, same: tuple[tuple[str, str], ...], again: Mapping[int, str]) -> list[bool]:
-        """[fits without recompute, fits with recompute]; empty if there is no solution."""
+        """Search one shape. Returns [True if it fits without recompute, True if with]; an empty list if nothing is found."""
         mesh = machine.mesh(*shape)
         how: dict[str, Any] = {"memory_bytes": limit, "in_flight": flight, "same": same, "weight": weight, "again": again}
-        how |= {"large": 0} if again else {}  # round the relaxation: integer programs are slow if memory is tight
+        how |= {"large": 0} if again else {}  # with tight memory, integer programs are slow
         try:
             got = intra_op(folded.graph, mesh, runnable.settings, gap=GAP, **how)
         except BadInput:
@@ -145,7 +145,7 @@ def _solutions(runnable: Runnable, devices: int) -> list[_Solution]:
 
 
 def _unbeaten(found: list[_Layers]) -> list[_Layers]:
-    """Drop solutions if another needs no more seconds and bytes in every layer."""
+    """Solutions, except those that need at least the seconds and bytes of another one in every layer."""
     kept: dict[tuple[float, ...], _Layers] = {}
     numbers = ((tuple(x for c in one[0].values() for x in astuple(c)), one) for one in found)
     for mine, one in sorted(numbers, key=lambda some: some[0]):
@@ -159,13 +159,13 @@ def _texts(chosen: Mapping[str, Strategy], sizes: tuple[int, ...]) -> dict[str, 
 
 
 def _shapes(devices: int, node_size: int) -> list[tuple[int, int]]:
-    """Logical grids (far, near) of a submesh: near ranks are within a node; or all ranks are along one axis."""
+    """Logical grids (far, near) of a submesh. Ranks along `near` are in the same node. The last resort is a grid with one axis."""
     near = [n for n in range(1, devices + 1) if devices % n == 0 and n <= node_size and n & (n - 1) == 0]
     return [(devices // n, n) for n in near if n > 1 or devices == 1] or [(1, devices)]
 
 
 def _sums(runnable: Runnable, costs: Mapping[int, LayerCost]) -> tuple[tuple[float, ...], ...]:
-    """Cumulative costs of the layers. The two ends are added to the first and the last layer."""
+    """Cumulative costs of the layers, as in _Solution. Embedding and head are counted in the first and the last layer."""
     blocks, (first, *_, last) = runnable.blocks, runnable.whole.layers
     rows = []
     for part in ("seconds", "state_bytes", "kept_bytes"):
@@ -177,7 +177,7 @@ def _sums(runnable: Runnable, costs: Mapping[int, LayerCost]) -> tuple[tuple[flo
 
 
 def _nearest(runnable: Runnable, layers: tuple[int, ...] | None) -> Plan:
-    """Fastest plan that is allowed. layers: also try these numbers of layers, if not None."""
+    """Fastest plan that is allowed. layers: numbers of layers of the stages, also tried if not None."""
     numbers = [n for n in range(1, len(runnable.blocks) + 1) if runnable.machine.devices % n == 0]
     given = list(runnable.plans(len(layers), layers)) if layers is not None and len(layers) in numbers else []
     plans = [(runnable.seconds(plan), plan) for plan in (*given, *(plan for n in numbers for plan in runnable.plans(n)))]
@@ -234,7 +234,7 @@ def flexflow(
     if plans:
         plan = min(plans, key=lambda plan: (simulated(plan), runnable.seconds(plan)))
         near = simulated(plan)
-    else:  # no plan without stages fits, and the walk has no stages
+    else:  # no plan without stages fits, and the random walk tries no others
         plan = _nearest(runnable, None)
         near = inf
     free = walk.seconds * settings.microbatches

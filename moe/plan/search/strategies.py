@@ -1,6 +1,7 @@
 """Strategies to cut one operator over a mesh of devices, with their costs, from which the searches choose.
 
-    a strategy     for each axis of the mesh the factor that it cuts; without a factor, every rank of the axis does the same work
+    a strategy     for each axis of the mesh the factor (letter of the operator's einsum rule) that it cuts; without a factor, all ranks
+                   along the axis do the same work
     a state        sharding of a tensor: for each axis the number of the cut dim, WHOLE, or LATER (whole, but its gradient is a partial sum)
 
     w2 "blf,fd->bld" cut by (b, f): reads x in state (0, 2) and its matrix in (WHOLE, 0), and gives partial sums over the second axis:
@@ -25,9 +26,9 @@ from moe.plan.operators.links import Mesh
 from parallel.annotations.graph import Graph, Operator
 
 WHOLE, LATER = -1, -2
-AGAIN = 4 / 3  # factor of a recomputed layer's seconds: the forward pass is a third of them
+AGAIN = 4 / 3  # seconds of a layer with recompute / without: its forward pass is a third of them
 State = tuple[int, ...]
-Sharded = Literal[0, 1, 3]  # the ZeRO stage of the states
+Sharded = Literal[0, 1, 3]  # ZeRO stage
 
 
 @dataclass(frozen=True)
@@ -50,9 +51,9 @@ class Strategy:
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a search. microbatches: number in a step; the cost of a gradient's sum is divided by it. backward: False for inference.
+    """Settings of a search. microbatches: number in a step, which share the cost of a gradient's sum. backward: False for inference.
 
-    sharded: ZeRO stages of states that may be chosen. gradient_bytes: bytes of an element of a sent gradient.
+    sharded: ZeRO stages that may be chosen. gradient_bytes: bytes of an element of a sent gradient.
     """
 
     microbatches: int = 1
@@ -63,7 +64,7 @@ class Settings:
 
 
 def strategies(op: Operator, graph: Graph, mesh: Mesh, settings: Settings) -> tuple[Strategy, ...]:
-    """All strategies of an operator, except if another one with equal states is better in both time and bytes."""
+    """All strategies of an operator, except those that take more time and bytes than another one with equal states."""
     found: dict[tuple[tuple[State, ...], State], list[Strategy]] = {}
     free = ["", *(letter for letter in op.factors if letter not in op.whole)]
     for cut in product(free, repeat=len(mesh.sizes)):
@@ -105,7 +106,7 @@ def strategy(
     scatter: tuple[str, ...] | None = None,
     sharded: Sharded = 0,
 ) -> Strategy | None:
-    """Strategy with this cut, and its costs; None if a size does not divide."""
+    """Strategy with this cut, and its costs; None if a size does not divide. scatter, sharded: as in Strategy."""
     scatter = scatter or ("",) * len(cut)
     gives = tuple(_place(op.output, letter if letter in op.output else to) for letter, to in zip(cut, scatter, strict=True))
     reads = tuple(
@@ -133,7 +134,7 @@ def _ways(term: str, cut: Sequence[str], mesh: Mesh) -> int:
 
 
 def _work(op: Operator, graph: Graph, mesh: Mesh, settings: Settings, cut: Sequence[str]) -> float:
-    """Seconds of an operator's part. The backward pass takes twice as long as forward. Each tensor is read or written once."""
+    """Seconds of a rank's part of the work. The backward pass takes twice as long as forward. Each tensor is read or written once."""
     moved = sum(graph.size(term) / _ways(term, cut, mesh) for term in (*op.terms, op.output)) * graph.itemsize
     return mesh.work(op.flops / _ways(op.factors, cut, mesh), moved) * (3 if settings.backward else 1)
 
@@ -157,10 +158,10 @@ def _sums(op: Operator, graph: Graph, mesh: Mesh, settings: Settings, cut: Seque
 
 
 def _parameter(size: float, term: str, mesh: Mesh, settings: Settings, cut: Sequence[str], sharded: Sharded) -> tuple[float, float]:
-    """(seconds of a parameter's gradient sum, divided by micro-batches, and of gathering the parameter; bytes of its states)."""
+    """(seconds for one micro-batch to sum a parameter's gradient and to gather the parameter, bytes of its states on a rank)."""
     mine = size / _ways(term, cut, mesh)
     copies = [axis for axis, letter in enumerate(cut) if mesh.sizes[axis] > 1 and (not letter or letter not in term)]
-    summed = [axis for axis in copies if cut[axis]]  # along other axes, ranks did the same work and have the whole gradient
+    summed = [axis for axis in copies if cut[axis]]  # ranks along other axes already have the whole gradient
     held = model_states(mine, stage=sharded, copies=prod(mesh.sizes[a] for a in copies), storage=settings.storage).total
     seconds, sent = 0.0, mine * settings.gradient_bytes
     for axis in reversed(copies) if settings.backward else ():  # nearest ranks first, so that distant ranks exchange less
@@ -221,7 +222,7 @@ def read_together(graph: Graph) -> Graph:
 
 
 def reading(op: Operator, graph: Graph, mesh: Mesh, settings: Settings) -> tuple[Strategy, ...]:
-    """Strategies of an operator made by `read_together`: every state, LATER included, at no cost."""
+    """Strategies of an operator made by `read_together`: one for each state, at no cost."""
     found = []
     ways = [WHOLE, LATER] if settings.backward else [WHOLE]
     for state in product([*ways, *range(len(op.output))], repeat=len(mesh.sizes)):
@@ -238,7 +239,7 @@ def candidates(graph: Graph, mesh: Mesh, settings: Settings) -> dict[str, tuple[
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of one micro-batch; bytes of states, and of outputs kept for the backward pass."""
+    """Cost of a choice of strategies: seconds of one micro-batch; bytes of states, and of outputs kept for the backward pass."""
 
     seconds: float
     state_bytes: float

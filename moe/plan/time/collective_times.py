@@ -21,7 +21,7 @@ from moe.plan.machine.cluster import Cluster
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks of a collective: `inside` ranks on each of `nodes` nodes. sharing: number of such groups that use a node at the same time."""
+    """Ranks of a collective: `inside` ranks on each of `nodes` nodes. sharing: number of such groups on each node."""
 
     inside: int
     nodes: int
@@ -37,14 +37,14 @@ ALONE = Group(1, 1)
 
 @lru_cache(maxsize=100_000)
 def group_of(size: int, stride: int, devices_per_node: int, world: int) -> Group:
-    """Group of `size` ranks with distance `stride`, in a world in which all ranks run the same collective at the same time."""
+    """Group of `size` ranks, each `stride` ranks from the next. All `world` ranks run the same collective together, in such groups."""
     inside = max(1, min(size, devices_per_node // stride)) if stride < devices_per_node else 1
     nodes = -(-size // inside)
     return Group(inside, nodes, max(1, min(devices_per_node, world) // inside))
 
 
 def network(cluster: Cluster, group: Group) -> float:
-    """Bytes per second of its nodes' networks that one group can use."""
+    """Bytes per second that one group can send over the network."""
     b = cluster.between
     return min(b.node_gb_s / group.sharing, group.inside * b.device_gb_s) * 1e9 * b.share
 
@@ -69,7 +69,7 @@ def _measured(table: dict[int, dict[int, float]], ranks: int, num_bytes: float) 
 
 
 def _ring(cluster: Cluster, group: Group, *, sums: bool = False) -> tuple[float, float]:
-    """Return (bytes per second of a ring, latency in seconds of one round). sums: the collective also adds numbers."""
+    """Return (bytes per second of a ring, seconds of latency of one turn around it). sums: True for an all-reduce."""
     bus = cluster.inside.bus(group.inside, sums=sums and group.nodes == 1) if group.inside > 1 else math.inf
     if group.nodes == 1:
         return bus, (group.inside - 1) * cluster.inside.hop_us * 1e-6
@@ -78,9 +78,7 @@ def _ring(cluster: Cluster, group: Group, *, sums: bool = False) -> tuple[float,
 
 
 def _turns(cluster: Cluster, group: Group) -> float:
-    """Return the number by which a collective's time is multiplied if ranks are processes of a host: other groups use the same cores. Else
-    1.
-    """
+    """Factor of a collective's time if ranks are processes of a host, because other groups use the same cores; 1 for accelerators."""
     if not cluster.cores:
         return 1.0
     return max(1.0, group.sharing * min(group.inside, cluster.cores) / cluster.cores)
@@ -139,20 +137,20 @@ def all_to_all(cluster: Cluster, group: Group, num_bytes: float, *, copies: floa
     leaving = num_bytes * copies * (n - group.inside) / n
     rate = (
         min(b.node_gb_s / (group.sharing * group.inside), b.device_gb_s) * 1e9 * b.share * (b.exchange_share if copies >= 1.0 else 1.0)
-    )  # with copies < 1 there are few long messages, which reach the full rate
+    )  # with copies < 1, messages are long and reach the full rate
     spread = max(0.0, 1 - copies) * (n - group.inside) / n * num_bytes / cluster.inside.bus(cluster.devices_per_node)
     return base + group.nodes * b.latency_us * 1e-6 / 2 + max(within + spread, leaving / rate)
 
 
 def collective(cluster: Cluster, group: Group, name: str, handed: float, *, copies: float = 1.0) -> float:
-    """Seconds of a collective by its name in the communicator's counts. `handed`: bytes that each rank gives to it."""
+    """Seconds of a collective. name: all_gather, reduce_scatter, all_reduce or all_to_all. handed: bytes of each rank's input."""
     if name in ("all_gather", "reduce_scatter"):
         return gather(cluster, group, handed * (group.size if name == "all_gather" else 1))
     return all_reduce(cluster, group, handed) if name == "all_reduce" else all_to_all(cluster, group, handed, copies=copies)
 
 
 def send(cluster: Cluster, num_bytes: float, *, stride: int, sharing: int = 1) -> float:
-    """Seconds of a message to the rank with distance `stride`, while `sharing` ranks of the node send at the same time."""
+    """Seconds of a message to the rank that is `stride` ranks away, while `sharing` ranks of the node send at the same time."""
     if num_bytes <= 0:
         return 0.0
     known = _measured(cluster.inside.times.get("send", {}), 2, num_bytes)

@@ -4,208 +4,161 @@
 
     products forward    n x D x (A + 2K)/t    n x A/t x D    n x D x F/t (twice with a gate)    n x F/t x D
     backward            two products for each of these: gradient of the input, gradient of the weights
-    streamed            norms 4 D, residual sums 6 D (dropout's mask 1 more), activation 4 F/t (6 with a gate): bytes, in 16 bits
+    pointwise kernels   norms 4 D, residual sums 6 D (dropout's mask 1 more), activation 4 F/t (6 with a gate): bytes, in 16 bits
     cross-attention     keys and values from the encoder's tokens, one norm and one residual sum
     scores              if attention writes them: 6 bytes a score forward, 5 more with dropout; about twice as much backward
-    1d                  2 all-reduces of n D forward, 2 backward; sliced: 2 gathers and 2 reduce-scatters each way
 
-Bytes of tensor grids and of attention over sp come from tensor.py and attention.py, times of a device from device.py.
+Seconds of a kernel come from device.py, seconds of a layer's collectives from layer_messages.py.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from operator import attrgetter
-from typing import Any
 
 from moe.plan.job.network import Network, Plan
 from moe.plan.machine.cluster import Cluster
 from moe.plan.machine.program import Program
-from moe.plan.memory.kept import traffic_of
-from moe.plan.time import tensor as tensor_parallel
-from moe.plan.time.collective_times import Group, all_reduce, all_to_all, collective, gather, group_of
-from parallel.mesh.grids import GRIDS, LINES
-from parallel.mesh.traffic import Message
-from parallel.sequence.kinds.kind import Attention
+from moe.plan.time.collective_times import all_reduce, group_of
+from moe.plan.time.layer_messages import KIND, Pass, Passes, cross_sums, exchange, over_sequence, over_tensor, tokens_of
+from parallel.mesh.grids import GRIDS
 
-KIND = {1: "fp8", 2: "bf16", 4: "fp32"}
-BACKWARD_STREAM = 1.5  # bytes streamed backward, divided by those streamed forward: a norm reads its input and a gradient, and writes one
-LOGITS_AGAIN_BYTES = 20.0  # a logit that is recomputed: cast to fp32, difference, exponential
-LOGIT_BYTES = (30.0, 16.0)  # a logit, forward and backward: cast to fp32, maximum, difference, exponential, sum, quotient; gradient
-
+BACKWARD_STREAM = 1.5  # bytes of a backward pointwise kernel / bytes of the forward one: a norm reads input and gradient, and writes one
+LOGITS_AGAIN_BYTES = 20.0  # bytes that recomputing a logit moves: cast to fp32, difference, exponential
+LOGIT_BYTES = (30.0, 16.0)  # bytes that a logit moves forward (cast to fp32, maximum, difference, exponential, sum, quotient), backward
 DISPATCH_KERNELS = 45  # number of kernels of router and dispatch in each direction, fitted to Qwen3-235B under Megatron-Core
 
-
-@dataclass(frozen=True)
-class Pass:
-    """Seconds of one pass: compute on the device, and exposed collectives of tp, sp and ep. kernels: number that the host launches."""
-
-    compute: float = 0.0
-    tensor: float = 0.0
-    sequence: float = 0.0
-    experts: float = 0.0
-    kernels: float = 0.0
-
-    def __add__(self, other: Pass) -> Pass:
-        return Pass(
-            self.compute + other.compute,
-            self.tensor + other.tensor,
-            self.sequence + other.sequence,
-            self.experts + other.experts,
-            self.kernels + other.kernels,
-        )
-
-    def times(self, count: float) -> Pass:
-        return Pass(*(count * part for part in (self.compute, self.tensor, self.sequence, self.experts, self.kernels)))
-
-    @property
-    def device(self) -> float:
-        return self.compute + self.tensor + self.sequence + self.experts
+Product = tuple[float, float, float]  # (m, n, k): a product of m x k by k x n
 
 
 @dataclass(frozen=True)
 class Layer:
-    """Times of one layer.
+    """Times of one layer. core, second: two parts of its forward pass, with their collectives: attention between q, k and v; and the second
+    half, which is norm, network or experts, and residual sum."""
 
-    core: part of `forward` for attention between q, k and v. second: part of `forward` for norm, network or experts, residual sum and
-    their collectives. weights: part of `backward` for the weights' gradients.
-    """
-
-    forward: Pass
-    backward: Pass
+    passes: Passes
     core: Pass
     second: Pass
-    weights: float
 
 
 def layer_time(network: Network, plan: Plan, cluster: Cluster, program: Program, *, sparse: bool, imbalance: float = 1.0) -> Layer:
-    """Times of one layer. sparse: with experts. imbalance: rows of the busiest rank's experts, divided by the mean."""
+    """Predict the times of one layer, with experts if it is `sparse`. imbalance: rows of the busiest rank's experts / mean over ranks."""
     return _layer(_only(network, sparse), of_layer(plan), cluster, program, sparse, imbalance)
 
 
 @lru_cache(maxsize=100)
 def _only(network: Network, sparse: bool) -> Network:
-    """Network reduced to the fields on which a layer depends, so that networks of different depths share cached times."""
+    """Network with only the fields on which a layer depends, so that networks of different depths share cached times."""
     encoder = None if network.encoder is None else _only(network.encoder, sparse=False)
     return replace(network, layers=1, vocab=1, sparse_layers=(), experts=network.experts if sparse else None, encoder=encoder)
 
 
-_OF_LAYER = ("tp", "sp", "ep", "etp", "tensor", "depth", "sequence", "order", "microbatch", "compute_bytes", "loss_chunks")
-_of_plan = attrgetter(*_OF_LAYER)
-
-
 def of_layer(plan: Plan) -> Plan:
-    """Plan reduced to the settings on which a layer or the head depends, as the same object, so that plans share cached times. pp and dp
-    count only through the number of ranks."""
-    return _of_layer(plan.world, _of_plan(plan))
+    """Plan with only the settings on which a layer or the head depends, so that plans share cached times. pp counts as more dp."""
+    return plan.only(_OF_LAYER, dp=plan.world // (plan.tp * plan.sp))
 
 
-@lru_cache(maxsize=20_000)
-def _of_layer(world: int, values: tuple[Any, ...]) -> Plan:
-    some = dict(zip(_OF_LAYER, values, strict=True))
-    return Plan(dp=world // (some["tp"] * some["sp"]), **some)
+_OF_LAYER = ("tp", "sp", "ep", "etp", "tensor", "depth", "sequence", "order", "microbatch", "compute_bytes", "loss_chunks")
 
 
 @lru_cache(maxsize=100_000)
 def _layer(network: Network, plan: Plan, cluster: Cluster, program: Program, sparse: bool, imbalance: float) -> Layer:
-    core_forward, core_backward = _core(network, plan, cluster, program)
-    forward, backward, weights = _projections(network, plan, cluster, program)
+    core = _core(network, plan, cluster, program)
+    passes = _projections(network, plan, cluster, program)
     if sparse:
-        ffn = _experts(network, plan, cluster, program, imbalance)
+        second = _experts(network, plan, cluster, program, imbalance)
     else:
-        ffn = _ffn(network, plan, cluster, network.hidden, network.gated, program)
-    tensor_forward, tensor_backward = _tensor(network, plan, cluster, program, sparse=sparse)
+        second = _ffn(network, plan, cluster, program, network.hidden, network.gated)
+    tensor = over_tensor(network, plan, cluster, program, sparse=sparse)
     if network.encoder is not None:
-        cross = _cross(network, network.encoder, plan, cluster, program)
-        forward, backward, weights = forward + cross[0], backward + cross[1], weights + cross[2]
-    return Layer(
-        forward + core_forward + ffn[0] + tensor_forward,
-        backward + core_backward + ffn[1] + tensor_backward,
-        core_forward,
-        ffn[0]
-        + tensor_forward.times(_of_second(plan, sparse=sparse))
-        + Pass(compute=cluster.device.stream(program.pointwise * _between(network, plan, program) / 2, kernels=3), kernels=6),
-        weights + ffn[2],
-    )
-
-
-def tokens_of(network: Network, plan: Plan) -> float:
-    """Number of tokens of one micro-batch on one rank."""
-    return plan.microbatch * network.length / plan.sp
+        passes += _cross(network, network.encoder, plan, cluster, program)
+    around = cluster.device.stream(program.pointwise * _around(network, plan, program) / 2, kernels=3)
+    half = second.forward + tensor.forward.times(_of_second(plan, sparse=sparse)) + Pass(compute=around, kernels=6)
+    return Layer(passes + core + second + tensor, core.forward, half)
 
 
 def _kind(plan: Plan, program: Program) -> str:
     return KIND[plan.compute_bytes] if program.products == "compute" else program.products
 
 
-def _casts(program: Program, products: list[tuple[float, float, float]]) -> tuple[float, float]:
-    """(forward, backward) bytes of casts to 8 bits. Each operand is read twice (once for its largest value) and written twice (once
-    transposed). Forward casts input and weights, backward the gradient."""
-    if program.products == "compute":
-        return 0.0, 0.0
-    return sum(6 * (m * k + k * n) for m, n, k in products), sum(6 * m * n for m, n, k in products)
+def _products(
+    products: list[Product],
+    moved: float,
+    plan: Plan,
+    cluster: Cluster,
+    program: Program,
+    *,
+    streams: tuple[int, int],
+    kernels: tuple[int, int],
+    count: float = 1,
+    cast: bool = True,
+    by_product: bool = True,
+) -> Passes:
+    """Passes of products, and of pointwise kernels that move `moved` bytes forward.
 
-
-def _three(cluster: Cluster, kind: str, m: float, n: float, k: float, count: float = 1) -> tuple[float, float, float]:
-    """Seconds of a product: forward, gradient of its input, gradient of its weights."""
-    device = cluster.device
-    return (
-        device.product(m, n, k, count=count, kind=kind),
-        device.product(m, k, n, count=count, kind=kind),
-        device.product(k, n, m, count=count, kind=kind),
+    streams, kernels: number of pointwise kernels (forward, backward) that take time, and that the host launches. count: each product is
+    computed `count` times, by different experts. cast: products in 8 bits cast their operands first. by_product: sum the backward pass
+    product by product; published figures depend on this order in their last digit.
+    """
+    device, kind = cluster.device, _kind(plan, program)
+    together, times = (count, 1) if program.experts == "grouped" else (1, count)
+    forward = inputs = weights = casts_forward = casts_backward = 0.0
+    for m, n, k in products:
+        forward += device.product(m, n, k, count=together, kind=kind)
+        gradient = device.product(k, n, m, count=together, kind=kind)
+        of_input = device.product(m, k, n, count=together, kind=kind)
+        inputs = inputs + (of_input + gradient) if by_product else inputs + of_input + gradient
+        weights += gradient
+        if cast and program.products != "compute":  # each operand is read twice (once for its maximum) and written twice (once transposed)
+            casts_forward, casts_backward = casts_forward + 6 * (m * k + k * n), casts_backward + 6 * m * n
+    casts = [device.stream(count * of) if cast else 0.0 for of in (casts_forward, casts_backward)]
+    launched = len(products) * times
+    return Passes(
+        Pass(forward * times + device.stream(moved, kernels=streams[0]) + casts[0], kernels=kernels[0] + launched),
+        Pass(inputs * times + device.stream(BACKWARD_STREAM * moved, kernels=streams[1]) + casts[1], kernels=kernels[1] + 2 * launched),
+        weights * times,
     )
 
 
-def _projections(network: Network, plan: Plan, cluster: Cluster, program: Program) -> tuple[Pass, Pass, float]:
-    """(forward, backward, seconds of weight gradients) of attention's projections, and of the layer's norms and residual sums."""
-    kind = _kind(plan, program)
-    rows, parts = plan.grid.sequences, plan.grid.units
-    n = tokens_of(network, plan) / rows
+def _projections(network: Network, plan: Plan, cluster: Cluster, program: Program) -> Passes:
+    """Passes of attention's projections, and of the layer's norms and residual sums."""
+    parts, n = plan.grid.units, tokens_of(network, plan) / plan.grid.sequences
     d, a, k = network.width, network.heads * network.channels, network.groups * network.channels
     if network.latent is None:
         products = [(n, (a + 2 * max(k / parts, network.channels) * parts) / parts, d), (n, d, a / parts)]
     else:
         late, h = network.latent, network.heads
         head = network.channels + late.rotary_size
-        made = n / plan.tp if plan.tensor == "sliced" else n  # each rank computes the latents of its own tokens
-        query = [(made, late.query_rank, d), (n, h * head / parts, late.query_rank)] if late.query_rank else [(n, h * head / parts, d)]
+        own = n / plan.tp if plan.tensor == "sliced" else n  # with `sliced`, a rank computes only its own tokens' latents
+        query = [(own, late.query_rank, d), (n, h * head / parts, late.query_rank)] if late.query_rank else [(n, h * head / parts, d)]
         products = [
             *query,
-            (made, late.key_rank + late.rotary_size, d),
+            (own, late.key_rank + late.rotary_size, d),
             (n, h * (network.channels + late.value_size) / parts, late.key_rank),
             (n, d, h * late.value_size / parts),
         ]
-    times = [_three(cluster, kind, *product) for product in products]
-    inside = 2 * _streamed_bytes(plan, program) * (a + 2 * k) / parts * n  # biases, or rotations of queries and keys
-    stream = (_between(network, plan, program) + inside) * program.pointwise
-    device = cluster.device
-    casts = [device.stream(of) for of in _casts(program, products)]
-    return (
-        Pass(compute=sum(f for f, _, _ in times) + device.stream(stream, kernels=6) + casts[0], kernels=12 + len(times)),
-        Pass(
-            compute=sum(x + w for _, x, w in times) + device.stream(BACKWARD_STREAM * stream, kernels=8) + casts[1],
-            kernels=16 + 2 * len(times),
-        ),
-        sum(w for _, _, w in times),
-    )
+    inside = 2 * _pointwise_bytes(plan, program) * (a + 2 * k) / parts * n  # biases, or rotations of queries and keys
+    moved = (_around(network, plan, program) + inside) * program.pointwise
+    return _products(products, moved, plan, cluster, program, streams=(6, 8), kernels=(12, 16))
 
 
-def _streamed_bytes(plan: Plan, program: Program) -> int:
-    """Bytes of an element that decide the time of pointwise kernels."""
+def _pointwise_bytes(plan: Plan, program: Program) -> int:
+    """Bytes for each element that pointwise kernels move."""
     return 4 if program.streams == "elements" else max(2, plan.compute_bytes)
 
 
-def _between(network: Network, plan: Plan, program: Program) -> float:
-    """Bytes that a layer's two norms and two residual sums stream."""
+def _around(network: Network, plan: Plan, program: Program) -> float:
+    """Bytes that a layer's two norms and two residual sums move forward."""
     n = tokens_of(network, plan) / plan.grid.sequences
-    whole = n / plan.tp if plan.tensor == "sliced" else n
-    return (2 * 4 + 2 * (6 + (1 if network.dropout else 0))) / 2 * _streamed_bytes(plan, program) * network.width * whole
+    own = n / plan.tp if plan.tensor == "sliced" else n
+    return (2 * 4 + 2 * (6 + (1 if network.dropout else 0))) / 2 * _pointwise_bytes(plan, program) * network.width * own
 
 
 def _of_second(plan: Plan, *, sparse: bool) -> float:
-    """Fraction of a layer's tp collectives that belongs to its second half. Experts have their own exchange; only a gather of copied tokens
-    is left, half as much as an all-reduce."""
+    """Fraction of a layer's tp collectives in its second half, which is the network or the experts.
+
+    The exchange with experts is counted elsewhere. Experts then need only a gather of the tokens, half as much as an all-reduce.
+    """
     if not sparse or plan.tensor in GRIDS:
         return 0.5
     return 0.0 if plan.tensor == "sliced" else 1 / 3
@@ -215,254 +168,112 @@ def _ffn(
     network: Network,
     plan: Plan,
     cluster: Cluster,
+    program: Program,
     hidden: float,
     gated: bool,
-    program: Program,
     *,
     rows: float | None = None,
     count: float = 1,
-) -> tuple[Pass, Pass, float]:
-    """(forward, backward, seconds of weight gradients) of a feed-forward network, or of `count` networks with `rows` tokens each."""
-    divided, parts = plan.grid.sequences, plan.grid.units
-    n = tokens_of(network, plan) / divided if rows is None else rows
-    f = hidden / (parts if rows is None else plan.etp)
-    kind, d, device = _kind(plan, program), network.width, cluster.device
-    one = count if program.experts == "grouped" else 1
-    again = 1 if program.experts == "grouped" else count
-    up = _three(cluster, kind, n, f * (2 if gated else 1), d, one)
-    down = _three(cluster, kind, n, d, f, one)
-    item = _streamed_bytes(plan, program)
-    stream = (3 if gated else 2) * item * f * n * count * program.pointwise
-    casts = [device.stream(count * of) for of in _casts(program, [(n, f * (2 if gated else 1), d), (n, d, f)])]
-    return (
-        Pass(compute=(up[0] + down[0]) * again + device.stream(stream, kernels=1) + casts[0], kernels=2 * again + 2),
-        Pass(
-            compute=(up[1] + up[2] + down[1] + down[2]) * again + device.stream(BACKWARD_STREAM * stream, kernels=2) + casts[1],
-            kernels=4 * again + 3,
-        ),
-        (up[2] + down[2]) * again,
-    )
+) -> Passes:
+    """Passes of a feed-forward network with the rank's tokens. rows: if given, of `count` experts with `rows` tokens each instead."""
+    n = tokens_of(network, plan) / plan.grid.sequences if rows is None else rows
+    f, d = hidden / (plan.grid.units if rows is None else plan.etp), network.width
+    moved = (3 if gated else 2) * _pointwise_bytes(plan, program) * f * n * count * program.pointwise
+    products = [(n, f * (2 if gated else 1), d), (n, d, f)]
+    return _products(products, moved, plan, cluster, program, streams=(1, 2), kernels=(2, 3), count=count, by_product=False)
 
 
-def _core(network: Network, plan: Plan, cluster: Cluster, program: Program) -> tuple[Pass, Pass]:
-    """(forward, backward) of attention between q, k and v, with its collectives over sp."""
-    rows, parts = plan.grid.sequences, plan.grid.units
-    heads = network.heads / parts
-    batch = plan.microbatch / rows
+def _core(network: Network, plan: Plan, cluster: Cluster, program: Program) -> Passes:
+    """Passes of attention between q, k and v, with its collectives over sp."""
+    heads, batch = network.heads / plan.grid.units, plan.microbatch / plan.grid.sequences
     value = network.latent.value_size if network.latent else network.channels
     key = network.channels + (network.latent.rotary_size if network.latent else 0)
-    scores = batch * heads * network.length**2 / plan.sp
     if program.attention == "fused":
-        whole = 2 if network.sees == "all" else 1  # causal: half of the scores
-        pairs = scores / 2 * network.core_work * plan.method.uneven(plan.order, plan.sp) * whole
+        whole = 2 if network.sees == "all" else 1  # causal attention computes half of the pairs
+        pairs = batch * heads * network.length**2 / plan.sp / 2 * network.core_work * plan.method.uneven(plan.order, plan.sp) * whole
         passes = _fused(pairs, key + value, plan, cluster)
     else:
         passes = _scores(network, plan, cluster, count=batch * heads, keys=network.length)
-    return _over_sequence(network, plan, cluster, program, *passes)
+    return over_sequence(passes, network, plan, cluster, program)
 
 
-def _fused(pairs: float, channels: float, plan: Plan, cluster: Cluster) -> tuple[Pass, Pass]:
-    """(forward, backward) of attention in one kernel each. channels: size of a key plus size of a value."""
+def _fused(pairs: float, channels: float, plan: Plan, cluster: Cluster) -> Passes:
+    """Passes of attention with one kernel each. channels: size of a key plus size of a value."""
     device, kind, flops = cluster.device, KIND[plan.compute_bytes], 2 * channels * pairs
     forward = device.fused_attention(flops, pairs, kind=kind)
     backward = device.fused_attention(2.5 * flops, pairs, backward=True, kind=kind)
-    return Pass(compute=forward, kernels=3), Pass(compute=backward, kernels=4)
+    return Passes(Pass(forward, kernels=3), Pass(backward, kernels=4))
 
 
-def _scores(network: Network, plan: Plan, cluster: Cluster, *, count: float, keys: int) -> tuple[Pass, Pass]:
-    """(forward, backward) of attention that writes its scores, for `count` heads."""
+def _scores(network: Network, plan: Plan, cluster: Cluster, *, count: float, keys: int) -> Passes:
+    """Passes of attention that writes its scores. count: heads of all sequences together. keys: length of the sequence with the keys."""
     device, kind, length = cluster.device, KIND[plan.compute_bytes], network.length / plan.sp
     product = device.product(length, keys, network.channels, count=count, kind=kind)
     value_time = device.product(length, network.channels, keys, count=count, kind=kind)
     drop, scores = 5 if network.dropout else 0, count * (network.length * keys) / plan.sp
     forward = product + value_time + device.stream((4 + drop) * scores, kernels=2)
     backward = 2 * (product + value_time) + device.stream((6 + drop) * scores, kernels=2)
-    return Pass(compute=forward, kernels=8), Pass(compute=backward, kernels=10)
+    return Passes(Pass(forward, kernels=8), Pass(backward, kernels=10))
 
 
-def _cross(network: Network, encoder: Network, plan: Plan, cluster: Cluster, program: Program) -> tuple[Pass, Pass, float]:
-    """(forward, backward, seconds of weight gradients) of cross-attention, with its norm and residual sum."""
-    kind, device = _kind(plan, program), cluster.device
-    n, read, d = tokens_of(network, plan), tokens_of(encoder, plan), network.width
-    t = plan.grid.units
+def _cross(network: Network, encoder: Network, plan: Plan, cluster: Cluster, program: Program) -> Passes:
+    """Passes of cross-attention, with its norm, residual sum and all-reduces."""
+    n, read, d, t = tokens_of(network, plan), tokens_of(encoder, plan), network.width, plan.grid.units
     a, k = network.heads * network.channels / t, max(network.groups / t, 1) * network.channels
-    products = [(n, a, d), (read, 2 * k, d), (n, d, a)]
-    times = [_three(cluster, kind, *product) for product in products]
-    inside = 2 * _streamed_bytes(plan, program) * (a * n + 2 * k * read)
-    stream = (_between(network, plan, program) / 2 + inside) * program.pointwise
-    casts = [device.stream(of) for of in _casts(program, products)]
+    inside = 2 * _pointwise_bytes(plan, program) * (a * n + 2 * k * read)
+    moved = (_around(network, plan, program) / 2 + inside) * program.pointwise
+    passes = _products([(n, a, d), (read, 2 * k, d), (n, d, a)], moved, plan, cluster, program, streams=(5, 7), kernels=(9, 12))
     count = plan.microbatch * network.heads / t
     if program.attention == "fused":
         core = _fused(count * network.length * encoder.length, 2 * network.channels, plan, cluster)
     else:
         core = _scores(network, plan, cluster, count=count, keys=encoder.length)
-    forward = sum(f for f, _, _ in times) + device.stream(stream, kernels=5) + casts[0]
-    backward = sum(x + w for _, x, w in times) + device.stream(BACKWARD_STREAM * stream, kernels=7) + casts[1]
-    sums = _cross_sums(n, read, d, plan, cluster, program) if t > 1 else (Pass(), Pass())
-    return (
-        Pass(compute=forward, kernels=9 + len(times)) + core[0] + sums[0],
-        Pass(compute=backward, kernels=12 + 2 * len(times)) + core[1] + sums[1],
-        sum(w for _, _, w in times),
-    )
+    return passes + core + cross_sums(network, encoder, plan, cluster, program)
 
 
-def _cross_sums(n: float, read: float, width: int, plan: Plan, cluster: Cluster, program: Program) -> tuple[Pass, Pass]:
-    """(forward, backward) all-reduces of cross-attention with 1D: its output forward; gradients of decoder and encoder input backward."""
-    group = group_of(plan.tp, 1, cluster.devices_per_node, plan.world)
-    own, other = (all_reduce(cluster, group, tokens * width * plan.compute_bytes) for tokens in (n, read))
-    left = 1 - program.tensor_overlap
-    return Pass(tensor=left * own, kernels=0.5), Pass(tensor=left * (own + other), kernels=1)
-
-
-def _over_sequence(network: Network, plan: Plan, cluster: Cluster, program: Program, forward: Pass, backward: Pass) -> tuple[Pass, Pass]:
-    """Add the communication over sp. Keys are sent while blocks are computed, so only the first message is exposed if links are fast
-    enough. Ulysses' all-to-alls are fully exposed."""
-    if plan.sp == 1:
-        return forward, backward
-    heads, groups = max(1, network.heads // plan.tp), max(1, network.groups // plan.tp)
-    of = Attention(plan.microbatch, network.length, heads, groups, network.channels, plan.compute_bytes)
-    cost = plan.method.cost(plan.sp, of)
-    group = group_of(plan.sp, plan.tp, cluster.devices_per_node, plan.world)
-    out = []
-    for one, sent in ((forward, cost.forward / plan.sp), (backward, cost.backward / plan.sp)):
-        if plan.method.trades_heads:
-            exposed = 4 * all_to_all(cluster, group, sent / 4 * plan.sp / (plan.sp - 1))
-        else:
-            ring = gather(cluster, group, sent * plan.sp / (plan.sp - 1))
-            waits = program.gathers == "waited" or not plan.method.overlaps
-            exposed = max(0.0, ring - (0.0 if waits else one.compute)) + ring / plan.sp
-        out.append(one + Pass(sequence=exposed, kernels=2 * plan.sp))
-    return out[0], out[1]
-
-
-def _tensor(network: Network, plan: Plan, cluster: Cluster, program: Program, *, sparse: bool) -> tuple[Pass, Pass]:
-    if plan.tp == 1 or plan.tensor == "copied":
-        return Pass(), Pass()
-    n = tokens_of(network, plan)
-    group = group_of(plan.tp, 1, cluster.devices_per_node, plan.world)
-    left = 1 - program.tensor_overlap
-    if plan.tensor in (*LINES, "sliced"):
-        size = n * network.width * plan.compute_bytes
-        entering = n * _entering(network) * plan.compute_bytes
-        others = 0.0 if sparse else 1.0  # a layer with experts needs no second collective: its tokens are cut already
-        if plan.tensor == "sliced":
-            forward = backward = gather(cluster, group, entering) + (1 + 2 * others) * gather(cluster, group, size)
-            kernels = 1 + others
-        else:
-            again = gather(cluster, group, size) if sparse else 0.0
-            forward = (1 + others) * all_reduce(cluster, group, size) + again
-            backward = all_reduce(cluster, group, entering) + others * all_reduce(cluster, group, size) + again
-            kernels = (1 + others) / 2
-        return Pass(tensor=left * forward, kernels=kernels), Pass(tensor=left * backward, kernels=kernels)
-    return _on_grid(network, plan, cluster, group, left)
-
-
-def _entering(network: Network) -> float:
-    """Number of elements a token that all heads of an attention layer read."""
-    late = network.latent
-    return network.width if late is None else (late.query_rank or network.width) + late.key_rank + late.rotary_size
-
-
-def _on_grid(network: Network, plan: Plan, cluster: Cluster, group: Group, left: float) -> tuple[Pass, Pass]:
-    """(forward, backward) collectives of 2D, 2.5D and 3D: bytes of tensor.py over the slowest link, one message a step of a product."""
-    of = tensor_parallel.DenseLayer(
-        round(tokens_of(network, plan)),
-        network.width,
-        network.heads,
-        network.channels,
-        max(network.groups, plan.grid.units),
-        network.hidden,
-        network.gated,
-        plan.compute_bytes,
-    )
-    cost = tensor_parallel.cost(plan.grid, of)
-    messages = len(of.products) * plan.grid.columns
-    out = []
-    for sent, times in ((cost.forward, 2), (cost.backward, 4)):
-        alone = gather(cluster, group, 0.0) + messages * times * cluster.inside.latency_us * 1e-6
-        moved = gather(cluster, group, sent * group.size / (group.size - 1))
-        out.append(Pass(tensor=left * (alone + moved), kernels=times * messages))
-    return out[0], out[1]
-
-
-def _experts(network: Network, plan: Plan, cluster: Cluster, program: Program, imbalance: float) -> tuple[Pass, Pass, float]:
-    """(forward, backward, seconds of weight gradients) of router, exchange and experts. Copies of tokens on tp ranks are cut first."""
+def _experts(network: Network, plan: Plan, cluster: Cluster, program: Program, imbalance: float) -> Passes:
+    """Passes of router, exchange and experts. Each rank of tp routes its own part of the tokens."""
     e, device, item = network.experts, cluster.device, max(2, plan.compute_bytes)
     assert e is not None
     n, d = tokens_of(network, plan) / plan.tp, network.width
     factor = imbalance if e.rows is None else e.rows
     choices = n * e.choices
-    rows = choices * factor * plan.etp / max(1, plan.etp)
     per_expert = choices * plan.ep * plan.etp / e.count * factor
-    local = max(1.0, e.count / plan.ep)
     own = program if e.products is None else replace(program, products=e.products)
-    forward, backward, weights = _ffn(network, plan, cluster, e.hidden, e.gated, own, rows=per_expert, count=local)
+    passes = _ffn(network, plan, cluster, own, e.hidden, e.gated, rows=per_expert, count=max(1.0, e.count / plan.ep))
     router = 3 * device.product(n, e.count, d, kind="tf32")
-    moved = 4 * 2 * item * rows * d  # rows are gathered, sorted, put back in order, and summed
-    forward += Pass(compute=router / 3 + device.stream(moved, kernels=8), kernels=DISPATCH_KERNELS)
-    backward += Pass(compute=2 * router / 3 + device.stream(moved, kernels=10), kernels=DISPATCH_KERNELS)
-    if e.shared_hidden:
-        shared = _ffn(network, plan, cluster, e.shared_hidden, e.gated, program)
-        forward, backward, weights = forward + shared[0], backward + shared[1], weights + shared[2]
-    there, back = _exchanged(network, plan, cluster, program, tokens=n, rows=choices * factor)
-    return forward + there, backward + back, weights
-
-
-def _exchanged(network: Network, plan: Plan, cluster: Cluster, program: Program, *, tokens: float, rows: float) -> tuple[Pass, Pass]:
-    """(forward, backward) exchange of rows with experts and back: the dispatcher's messages over ep, and gathers over etp."""
-    e, item, each = network.experts, max(2, plan.compute_bytes), cluster.devices_per_node
-    assert e is not None
-
-    def seconds(messages: tuple[Message, ...]) -> float:
-        found = 0.0
-        for m in messages:
-            group = group_of(m.ranks, m.stride * plan.etp, each, plan.world)
-            ranks, nodes = (_copies(e.choices, plan.ep), _copies(e.choices, group.nodes)) if program.dispatch == "by_node" else (1.0, 1.0)
-            found += collective(cluster, group, m.name, m.handed * ranks, copies=nodes / ranks)
-        return found
-
-    traffic = traffic_of(network, plan, tokens, rows, item)
-    inner = 2 * gather(cluster, group_of(plan.etp, 1, each, plan.world), rows * network.width * item * plan.etp) if plan.etp > 1 else 0.0
-    kernels = 4 if plan.ep * plan.etp > 1 else 0
-    forward, backward = (Pass(experts=(seconds(of) + inner) * (1 - program.experts_overlap), kernels=kernels) for of in traffic[1:])
-    return forward, backward
-
-
-def _copies(choices: int, places: int) -> float:
-    """Rows sent for each choice if a token is sent once to each place that it needs: expected number of places, divided by choices."""
-    return places * (1 - (1 - 1 / places) ** choices) / choices
-
-
-@lru_cache(maxsize=20_000)
-def head_time(network: Network, plan: Plan, cluster: Cluster, program: Program) -> tuple[Pass, Pass, float]:
-    """(forward, backward, seconds of weight gradients) of the last norm, the projection to the vocabulary and the loss. With `loss_chunks`
-    the backward pass computes each chunk's logits and their exponentials again."""
-    rows = plan.grid.sequences
-    parts = plan.tp / rows
-    n, v, device = tokens_of(network, plan) / rows, network.vocab / max(1, parts), cluster.device
-    kind = KIND[max(2, plan.compute_bytes)]
-    step = 64 if plan.tp > 1 or network.vocab > 1000 else 1
-    v = -(-v // step) * step  # as programs pad it
-    runs = plan.loss_chunks
-    f, x, w = (runs * of for of in _three(cluster, kind, n / runs, v, network.width))
-    again = f + device.stream(LOGITS_AGAIN_BYTES * n * v, kernels=4 * runs) if runs > 1 else 0.0
-    group = group_of(plan.tp, 1, cluster.devices_per_node, plan.world)
-    sums = all_reduce(cluster, group, n * network.width * plan.compute_bytes) if plan.tp > 1 else 0.0
-    forward = Pass(compute=f + device.stream(LOGIT_BYTES[0] * n * v, kernels=8 * runs), tensor=sums, kernels=6 + 8 * runs)
-    backward = Pass(
-        compute=x + w + device.stream(LOGIT_BYTES[1] * n * v, kernels=4 * runs) + again,
-        tensor=sums,
-        kernels=4 + (8 if runs == 1 else 12) * runs,
+    moved = 4 * 2 * item * choices * factor * d  # rows are gathered, sorted, put back in order, and summed
+    passes += Passes(
+        Pass(router / 3 + device.stream(moved, kernels=8), kernels=DISPATCH_KERNELS),
+        Pass(2 * router / 3 + device.stream(moved, kernels=10), kernels=DISPATCH_KERNELS),
     )
-    return forward, backward, w
+    if e.shared_hidden:
+        passes += _ffn(network, plan, cluster, program, e.shared_hidden, e.gated)
+    return passes + exchange(network, plan, cluster, program, tokens=n, rows=choices * factor)
 
 
 @lru_cache(maxsize=20_000)
-def join_time(network: Network, plan: Plan, cluster: Cluster, program: Program) -> tuple[Pass, Pass, float]:
-    """(forward, backward, seconds of weight gradients) that join a layer's output with the next token's embedding in multi-token
-    prediction: two norms and a product."""
-    n, d, device = tokens_of(network, plan), network.width, cluster.device
-    f, x, w = _three(cluster, _kind(plan, program), n, d, 2 * d)
-    stream = 3 * 4 * _streamed_bytes(plan, program) / 2 * d * n * program.pointwise  # two norms, and the norm before the head
-    forward = Pass(compute=f + device.stream(stream, kernels=4), kernels=10)
-    return forward, Pass(compute=x + w + device.stream(BACKWARD_STREAM * stream, kernels=4), kernels=12), w
+def head_time(network: Network, plan: Plan, cluster: Cluster, program: Program) -> Passes:
+    """Predict the last norm, the projection to the vocabulary and the loss. With `loss_chunks`, the backward pass computes each chunk's
+    logits and their exponentials again."""
+    rows, chunks, device = plan.grid.sequences, plan.loss_chunks, cluster.device
+    n, step = tokens_of(network, plan) / rows, 64 if plan.tp > 1 or network.vocab > 1000 else 1
+    v = -(-network.vocab / max(1, plan.tp / rows) // step) * step  # programs pad it to a multiple of 64
+    kind, d = KIND[max(2, plan.compute_bytes)], network.width
+    f, x, w = (chunks * device.product(*of, kind=kind) for of in ((n / chunks, v, d), (n / chunks, d, v), (d, v, n / chunks)))
+    again = f + device.stream(LOGITS_AGAIN_BYTES * n * v, kernels=4 * chunks) if chunks > 1 else 0.0
+    group = group_of(plan.tp, 1, cluster.devices_per_node, plan.world)
+    sums = all_reduce(cluster, group, n * d * plan.compute_bytes) if plan.tp > 1 else 0.0
+    forward = f + device.stream(LOGIT_BYTES[0] * n * v, kernels=8 * chunks)
+    backward = x + w + device.stream(LOGIT_BYTES[1] * n * v, kernels=4 * chunks) + again
+    launched = 4 + (8 if chunks == 1 else 12) * chunks
+    return Passes(Pass(forward, tensor=sums, kernels=6 + 8 * chunks), Pass(backward, tensor=sums, kernels=launched), w)
+
+
+@lru_cache(maxsize=20_000)
+def join_time(network: Network, plan: Plan, cluster: Cluster, program: Program) -> Passes:
+    """Predict the two norms and the product that join a layer's output with the next token's embedding (multi-token prediction), and the
+    norm before the head."""
+    n, d = tokens_of(network, plan), network.width
+    moved = 3 * 4 * _pointwise_bytes(plan, program) / 2 * d * n * program.pointwise
+    return _products([(n, d, 2 * d)], moved, plan, cluster, program, streams=(4, 4), kernels=(9, 10), cast=False)

@@ -3,9 +3,9 @@
     closed form   if the schedule has one (`seconds` in the catalog), such as sum t + (m - 1) max t for 1F1B
     otherwise     the project's simulator; for long steps, three rounds and one more, which repeats
 
-    least         lower bound: for each rank the time before its first forward pass, all of its work, and the time after its last input
-                  gradient; and the time of one micro-batch through all stages. It takes microseconds, so that the planner need not
-                  simulate plans that it rules out
+    least         lower bound, the largest of: for each rank, the time before its first forward pass, all of its work, and the time after
+                  its last input gradient; the time of one micro-batch through all stages. It is computed in microseconds, so that the
+                  planner need not simulate plans that it rules out
 
 The bound holds for every order of actions, because it uses only what actions wait for.
 """
@@ -25,12 +25,12 @@ from parallel.pipeline.schedules.catalog import closed_form, kind_of, placed
 from parallel.pipeline.schedules.kind import PassTimes, Placed
 from parallel.pipeline.simulator.simulate import costs, makespan
 
-MOST_WEIGHTS = 0.99  # largest fraction of a backward pass that weight gradients take
-How = Literal["simulated", "least", "alone"]  # `least`: lower bound if there is no closed form; `alone`: also without sums (step_time)
+MOST_WEIGHTS = 0.99  # largest fraction of a backward pass that may compute weight gradients
+How = Literal["simulated", "least", "alone"]  # `least`, `alone`: lower bounds (see step_time)
 
 
 def crossings(plan: Plan) -> int:
-    """Number of messages in one direction that a rank waits for, for each micro-batch."""
+    """Number of messages that a rank waits for in each direction for each micro-batch."""
     return 0 if plan.pp == 1 else plan.chunks
 
 
@@ -40,13 +40,13 @@ def head_rank(plan: Plan) -> int:
 
 
 def homes_of(plan: Plan) -> tuple[tuple[int, ...], ...]:
-    """Ranks that hold each stage."""
+    """For each stage, the ranks that hold it."""
     return homes_at(placed(plan.schedule), plan.pp, plan.chunks)
 
 
 @lru_cache(maxsize=1_000)
 def homes_at(where: Placed, p: int, chunks: int) -> tuple[tuple[int, ...], ...]:
-    """Ranks that hold each stage, for p ranks and this placement."""
+    """For each stage, the ranks that hold it. where: placement of stages on the p ranks."""
     if where == "both_ways":
         return tuple(tuple(sorted({stage, p - 1 - stage})) for stage in range(p))
     return tuple(folded(p)) if where == "v" else tuple((stage % p,) for stage in range(p * chunks))
@@ -64,10 +64,10 @@ def pipeline_time(
 ) -> float:
     """Seconds from the first forward to the last backward pass.
 
-    forward, backward: seconds of one micro-batch on each rank. weights: seconds of weight gradients in `backward` (simulations use one
-    fraction for all ranks). sent: seconds of a message, which a rank waits for once in each direction. stages: forward and backward times
-    of each stage, used in simulations if ranks have several stages (None: a rank's stages are equal). how: `least` and `alone` never
-    exceed `simulated`.
+    forward, backward: seconds of one micro-batch on each rank. weights: seconds of weight gradients in `backward` (simulations use their
+    fraction over all ranks). sent: seconds of a message, which a rank waits for once in each direction. stages: (forward, backward)
+    seconds of each stage, used in simulations if ranks have several stages (None: a rank's stages are equal). how: `least` and `alone`
+    give the lower bound if there is no closed form.
     """
     passes = PassTimes(forward, backward, 2 * sent * crossings(plan), plan.microbatches, plan.chunks)
     if plan.pp == 1:
@@ -84,7 +84,7 @@ def pipeline_time(
 
 
 def _of_stages(plan: Plan, times: Sequence[float]) -> Sequence[float]:
-    """Times of stages from times of ranks; a rank's stages are equal."""
+    """Seconds of each stage, from the seconds of each rank: all stages of a rank are equal."""
     if placed(plan.schedule) == "both_ways":
         return times
     homes = homes_of(plan)
@@ -104,7 +104,7 @@ def _least(plan: Plan, forward: tuple[int, ...], backward: tuple[float, ...], sh
     of_ranks: list[list[int]] = [[] for _ in range(p)]
     for stage, home in enumerate(homes):
         of_ranks[home].append(stage)
-    for rank, mine in enumerate(of_ranks):  # its first stage is `rank`
+    for rank, mine in enumerate(of_ranks):  # the first of a rank's stages has the rank's number
         work = m * sum([whole[stage] for stage in mine])
         put_off = m * share * sum([backward[stage] for stage in mine])
         found.append(before[rank] + max(work, work - put_off + after[rank]))
@@ -140,8 +140,8 @@ def _makespan(
 
 
 class Tail(NamedTuple):
-    """Actions at the end of a rank's step, as (operation, number). after: for each of its stages, actions after its gradients are complete.
-    late: actions after the rank's last input gradient."""
+    """Actions at the end of a rank's step, counted as (operation, number). after: for each of the rank's stages, actions after the stage's
+    gradients are complete. late: actions after the rank's last input gradient."""
 
     after: tuple[tuple[tuple[str, int], ...], ...]
     late: tuple[tuple[str, int], ...]
@@ -149,7 +149,9 @@ class Tail(NamedTuple):
 
 def tails(schedule: str, ranks: int, microbatches: int, chunks: int) -> tuple[Tail, ...]:
     """Tail of each rank. It does not depend on the number of micro-batches, so a short step is built."""
-    if chunks == 1 and placed(schedule) == "line" and not kind_of(schedule).splits_backward:  # a rank's one stage ends with its actions
+    if (
+        chunks == 1 and placed(schedule) == "line" and not kind_of(schedule).splits_backward
+    ):  # the last action completes the only stage's gradients
         return (Tail(((),), ()),) * ranks
     return _tails(schedule, ranks, steady(schedule, ranks, microbatches), chunks)
 

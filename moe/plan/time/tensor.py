@@ -1,7 +1,7 @@
-"""Bytes of a dense Transformer layer under each kind of tensor parallelism: weights, activations kept, and bytes sent by a rank.
+"""Bytes of a dense Transformer layer on a rank under each kind of tensor parallelism: weights, kept activations, sent bytes.
 
-    N tokens, D model, A = heads * channels of q, K of keys and of values, F hidden; t ranks, q a side, d depth; products (inputs I ->
-    outputs O): D -> A, K, K (queries, keys, values), A -> D, D -> F (twice with a gate), F -> D; P elements of all
+    N tokens, D width, A = heads * channels of q, K the same of keys and of values, F hidden units; t ranks, a grid of side q and depth d;
+    products (inputs I -> outputs O): D -> A, K, K (queries, keys, values), A -> D, D -> F (twice with a gate), F -> D; P: all elements
 
              weights   sent forward                              sent backward
     1d       P / t     2 sums: 4 (t-1)/t N D                     the same
@@ -33,8 +33,8 @@ from parallel.mesh.grids import Grid
 
 @dataclass(frozen=True)
 class DenseLayer:
-    """Sizes of a dense layer: attention with rotary positions, a network (`gated` or not), LayerNorms. heads: of q. itemsize: bytes of an
-    element."""
+    """Sizes of a dense layer: attention with rotary positions, a network (`gated` or not), LayerNorms. heads: of queries. itemsize: bytes
+    of an element."""
 
     tokens: int
     width: int
@@ -47,7 +47,7 @@ class DenseLayer:
 
     @property
     def inner(self) -> int:
-        """A (see the top of this file)."""
+        """Channels of all heads of queries, A at the top of this file."""
         return self.heads * self.head_size
 
     @property
@@ -72,7 +72,7 @@ class DenseLayer:
 
     @property
     def elements(self) -> int:
-        """P (see the top of this file)."""
+        """Elements of all products, P at the top of this file."""
         return sum(inputs * outputs for inputs, outputs in self.products)
 
 
@@ -111,7 +111,7 @@ def _on_a_line(kind: str, ranks: int, of: DenseLayer) -> tuple[Fraction, Fractio
 def _on_a_grid(kind: str, depth: int, side: int, of: DenseLayer) -> tuple[Fraction, Fraction]:
     held = of.tokens if kind == "3d" else Fraction(of.tokens, depth)
     part, wide = Fraction(side - 1, side**3 if kind == "3d" else side**2), max(WIDE, of.itemsize)
-    row = Fraction(2 * of.tokens, depth * side)  # tokens of a row, for two norms
+    row = Fraction(2 * of.tokens, depth * side)  # tokens of a row of the grid, for both norms
     forward, backward = row * 2 * (side - 1) * wide, row * 2 * Fraction(2 * (side - 1), side) * wide
     for inputs, outputs in of.fused_products:
         x, w, y = held * inputs, inputs * outputs, held * outputs if kind == "3d" else 0

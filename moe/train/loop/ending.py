@@ -43,7 +43,7 @@ def finish(job: Job) -> dict[str, Any]:
         output.progress.note(f"writing a sample of {counted(run.train.sample_tokens, 'token')} (train.sample_tokens)")
         much, tokenizer = run.train.sample_tokens, job.batches.data.tokenizer
         text = sample(model, tokenizer, prompt=tokenizer.example, num_tokens=much, max_length=length, device=job.world.device)
-    costs = size(run.model, run.experts, run.router, vocab_size=run.vocab_size)
+    costs = size(run)
     speed = None
     if run.train.measure_speed:
         flops = matmul_flops(DTYPES[run.precision.compute], job.world.device)

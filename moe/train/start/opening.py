@@ -268,7 +268,7 @@ def start_model(run: Run, mesh: Mesh, world: World, *, rule: Rule | None = None,
 def title(run: Run, world: World) -> list[str]:
     """Return lines that describe a run: its devices, layout, precision, parameters, pipeline and router."""
     d, p, tokens = run.degrees, run.precision, run.train.global_batch * run.model.read_length
-    counted = size(run.model, run.experts, run.router, vocab_size=run.vocab_size)
+    counted = size(run)
     etp = f" etp {d.etp}" if d.etp > 1 else ""
     attention = f"{run.sequence.kind}, {run.sequence.position_order}" + (f", heads {run.sequence.heads}" if run.sequence.heads > 1 else "")
     layout = (

@@ -47,7 +47,7 @@ def did_not_fit(error: BaseException, run: Run, *, world: int, cpu: bool) -> str
     where = notes[0] if notes else "training"
     asked = re.search(r"allocate (\d+) bytes", said)
     more = f" ({size(int(asked[1]))} more asked for)" if asked else ""
-    total = flops.size(run.model, run.experts, run.router, vocab_size=run.vocab_size).total
+    total = flops.size(run).total
     needed = f"less at once: weights, gradients and moments of {total / 1e6:,.0f}M parameters are {size(16 * total)} in all"
     return str(BadInput("memory", got=f"none left for {where}{more}", needed=needed, fix=next_step(run, where, world=world, cpu=cpu)))
 
@@ -76,5 +76,5 @@ def next_step(run: Run, where: str, *, world: int, cpu: bool) -> Fix:
 
 def _is_long(run: Run) -> bool:
     """Return whether the inputs of all layers for one sequence take more bytes than weights, gradients and moments of the model."""
-    m, total = run.model, flops.size(run.model, run.experts, run.router, vocab_size=run.vocab_size).total
+    m, total = run.model, flops.size(run).total
     return 4 * m.max_length * m.d_model * m.num_layers > 16 * total * max(1, run.degrees.sp)

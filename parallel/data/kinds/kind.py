@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from parallel.mesh.mesh import Mesh
     from parallel.numerics.first_values import Fill
 
-At = Literal["forward", "loss", "head", "work", "sums", "bucket", "embedding"]  # a moment of a step (moe/plan/memory/gathered.py)
+At = Literal["forward", "loss", "head", "work", "sums", "bucket", "embedding"]  # moments of a step: moe/plan/memory/temporary.py
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ from moe.plan.job.network import Network, Plan
 from moe.plan.job.of_recipe import network_of, plan_of
 from moe.plan.machine.cluster import Cluster, cluster_of, load_cluster
 from moe.plan.time.collective_times import Group, all_reduce, all_to_all, gather, send
-from moe.plan.time.cost import own_program, step_time
+from moe.plan.time.cost import step_time
+from moe.plan.time.stage_time import own_program
 from moe.recipe.load import build_run
 
 NETWORK = Network(layers=4, width=96, heads=3, hidden=384, vocab=512, length=64)

@@ -54,7 +54,7 @@ def test_it_says_what_the_planner_gives_and_leaves_no_trace(nothing_starts: Path
     code, said, _ = dry(["dense_8b", "--cluster", "h100-8x128", *(f"--{key}={value}" for key, value in words.items())], capsys)
     run = check_run(load("dense_8b", words)[0], 1024)
     fullest = peak(network_of(run), plan_of(run))
-    sizes = size(run.model, run.experts, run.router, vocab_size=run.vocab_size)
+    sizes = size(run)
     assert code == 0 and not list(nothing_starts.iterdir())
     assert said.startswith("1024 ranks (h100-8, H100-SXM5-80GB): dp 1024, fsdp")
     for value in (count(sizes.total), count(sizes.training * 2048 * run.model.max_length), bytes_of(fullest.allocated)):

@@ -19,7 +19,7 @@ from moe.plan.choose.choose import described
 from moe.plan.choose.predicted import Place, predict, settled
 from moe.plan.job.of_recipe import network_of, plan_of
 from moe.plan.machine.cluster import load_cluster, mapping_of
-from moe.plan.time.timeline import priced
+from moe.plan.time.stage_time import priced
 from moe.recipe.load import load
 from parallel.pipeline.order_file import read_order
 from parallel.pipeline.schedule import Action, Op, Schedule

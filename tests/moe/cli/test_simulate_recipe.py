@@ -59,7 +59,7 @@ def test_a_recipes_model_decides_times_and_memory(tmp_path: Path, capsys: pytest
     assert "layers 0-2" in capsys.readouterr().out
     row = rows_of(tmp_path / "a.json")[0]
     run = load("dense_tiny", {"model.num_layers": "6", "model.vocab_size": "1", "precision.compute": "fp32"})[0]
-    counted = size(run.model, run.experts, run.router, vocab_size=1)
+    counted = size(run.model_copy(update={"model": run.model.model_copy(update={"vocab_size": 1})}))
     tokens = run.train.global_batch // 4 * run.model.max_length
     assert row["makespan"] == pytest.approx((4 + 1) * 3 * tokens * counted.forward / 2 / 2e12, rel=1e-3)
     assert row["tokens_per_second"] == pytest.approx(4 * tokens / row["makespan"], rel=1e-9)

@@ -221,7 +221,7 @@ def test_each_layer_has_its_own_number_of_experts() -> None:
 
 def test_a_list_of_equal_numbers_is_the_number() -> None:
     model = sections.Model(num_layers=6, moe_every=2)
-    one, listed = (size(model, sections.Experts(num_experts=n), sections.Router(), vocab_size=99) for n in (6, (6, 6, 6)))
+    one, listed = (size(sections.Run(model=model, experts=sections.Experts(num_experts=n))) for n in (6, (6, 6, 6)))
     assert one == listed
 
 

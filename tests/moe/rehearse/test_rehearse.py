@@ -106,7 +106,7 @@ def test_states_at_the_peak_are_those_of_the_closed_form() -> None:
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(("reshard", "recompute"), [(True, "none"), (True, "full"), (False, "full")])
 def test_predicted_bytes_of_fsdp_are_those_of_a_rehearsed_gpu(tied: bool, reshard: bool, recompute: str) -> None:
-    """Weights outweigh activations, so what is gathered decides: moe/plan/memory/gathered.py."""
+    """Weights outweigh activations, so what is gathered decides: moe/plan/memory/temporary.py."""
     model = {"num_layers": 6, "d_model": 512, "d_ff": 1536, "num_heads": 8, "vocab_size": 1000, "max_length": 96, "positions": "rotary"}
     run = build_run(
         {

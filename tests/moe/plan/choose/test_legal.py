@@ -22,8 +22,9 @@ from moe.plan.job.of_recipe import network_of, plan_of
 from moe.plan.machine.cluster import load_cluster
 from moe.plan.memory.memory import peak
 from moe.plan.pipeline import layers_of, schedule_of
-from moe.plan.time.cost import own_program, step_time
+from moe.plan.time.cost import step_time
 from moe.plan.time.layer_time import layer_time
+from moe.plan.time.stage_time import own_program
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
@@ -221,7 +222,7 @@ def test_ranks_that_hold_copies_compute_everything() -> None:
     network, cluster = replace(network_of(run_of(sparse=False)), width=2048, hidden=8192, length=1024), load_cluster("h100-8")
     program = own_program(cluster)
     alone, copied, cut = (
-        layer_time(network, Plan(tp=tp, tensor=kind), cluster, program, sparse=False).forward.compute
+        layer_time(network, Plan(tp=tp, tensor=kind), cluster, program, sparse=False).passes.forward.compute
         for tp, kind in ((1, "1d"), (2, "copied"), (2, "1d"))
     )
     assert copied == alone > cut

@@ -48,7 +48,7 @@ def test_every_recipe_has_a_run() -> None:
 @by_name
 def test_parameters_and_layout_are_the_papers(of: Published) -> None:
     run = resolved(of)
-    found = size(run.model, run.experts, run.router, vocab_size=run.vocab_size)
+    found = size(run)
     printed, share = PRINTED[of.recipe]
     assert found.total == pytest.approx(printed, rel=share) and of.parameters == printed / 1e9
     if of.recipe in ACTIVE:

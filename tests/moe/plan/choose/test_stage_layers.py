@@ -7,8 +7,8 @@ from dataclasses import replace
 from itertools import combinations
 
 from moe.plan.choose.candidates import Space, candidates
-from moe.plan.choose.stage_layers import layer_lists, operations
 from moe.plan.job import counts
+from moe.plan.job.cut import layer_lists, operations
 from moe.plan.job.network import Experts, Network, Plan
 
 

@@ -24,8 +24,7 @@ from moe.plan.machine.cluster import load_cluster
 from moe.plan.memory.kept import cast_ahead, casts_kept, ends_kept
 from moe.plan.memory.memory import peak
 from moe.plan.memory.stack import OURS_ON_CPU
-from moe.plan.pipeline import layers_of, schedule_of
-from moe.plan.stages import stages_of
+from moe.plan.pipeline import layers_of, schedule_of, stages_of
 from moe.plan.time.cost import step_time
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
@@ -83,7 +82,7 @@ def test_seconds_grow_as_operations_do() -> None:
     model = {"num_layers": 6, "d_model": 4096, "num_heads": 32, "d_ff": 16384, "max_length": 2048, "vocab_size": 50304}
     cluster = load_cluster("h100-8").holding(1)
     runs = [run_of(ahead, model=model, precision={"compute": "bf16"}) for ahead in (0, 2)]
-    counted = [size(run.model, run.experts, run.router, vocab_size=run.vocab_size).training for run in runs]
+    counted = [size(run).training for run in runs]
     times = [step_time(network_of(run), plan_of(run).but(microbatch=4), cluster) for run in runs]
     passes = [time.forward + time.backward for time in times]
     assert passes[1] / passes[0] == pytest.approx(counted[1] / counted[0], rel=0.05)

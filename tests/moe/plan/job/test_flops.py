@@ -79,10 +79,14 @@ def sections_of(values: dict[str, Any]) -> tuple[sections.Model, sections.Expert
     return sections.Model(**model), sections.Experts(**experts), sections.Router(**router)
 
 
+def sized(model: sections.Model, experts: sections.Experts, router: sections.Router, *, vocab_size: int = 53) -> Size:
+    return size(sections.Run(model=model.model_copy(update={"vocab_size": vocab_size}), experts=experts, router=router))
+
+
 @EVERY
 def test_total_is_what_the_model_holds(values: dict[str, Any]) -> None:
     model = Transformer(*sections_of(values), vocab_size=V)
-    assert size(*sections_of(values), vocab_size=V).total == sum(p.numel() for p in model.parameters())
+    assert sized(*sections_of(values)).total == sum(p.numel() for p in model.parameters())
 
 
 @pytest.mark.parametrize("biases", [False, True])
@@ -103,7 +107,7 @@ def test_the_planners_count_is_what_the_model_holds(values: dict[str, Any], bias
 @EVERY
 def test_active_is_total_without_the_experts_that_a_token_does_not_choose(values: dict[str, Any]) -> None:
     model, experts, router = sections_of(values)
-    found = size(model, experts, router, vocab_size=V)
+    found = sized(model, experts, router)
     held = Transformer(model, experts, router, vocab_size=V)
     idle = 0
     for layer in moe_layers(held):
@@ -140,7 +144,7 @@ def test_flops_are_the_products_that_run(values: dict[str, Any]) -> None:
     model = model.model_copy(update={"positions": "rotary"})  # with a bias, torch's attention is plain products and would be counted
     if router.random_second:
         router = router.model_copy(update={"second": "always"})  # a declined choice costs nothing
-    found = size(model, experts, router, vocab_size=V)
+    found = sized(model, experts, router)
     made = Transformer(model, experts, router, vocab_size=V)
     tokens = torch.randint(V, (2, L), generator=torch.Generator().manual_seed(0))
     width: float = model.num_heads * (model.head_size or model.d_model // model.num_heads)
@@ -170,7 +174,7 @@ def test_flops_of_both_halves_are_the_products_that_run(tied: bool, moe: tuple[i
     assert counter.get_total_flops() == pytest.approx(batch * read * counted_training(run), rel=1e-9)
     written = sizes.target_length
     unseen = 3 * 4 * 40 * batch * sum(written - 1 - place for place in range(written))
-    assert forward - unseen == pytest.approx(batch * read * size(*parts, vocab_size=V).forward, rel=1e-9)
+    assert forward - unseen == pytest.approx(batch * read * sized(*parts).forward, rel=1e-9)
     if not moe:  # rows of each expert are whole numbers there
         rates = {"fp32": {1.0: 1.0}}
         device = replace(
@@ -195,7 +199,7 @@ def test_a_depth_ahead_is_counted_as_a_layer_the_head_and_a_product() -> None:
 def test_top_2_of_half_as_wide_experts_costs_what_dense_costs_but_for_the_router() -> None:
     dense, _ = recipe.load("dense_tiny")
     runs = {name: recipe.load(name)[0] for name in ("dense_tiny", "switch_tiny", "glam_tiny")}
-    found = {name: size(r.model, r.experts, r.router, vocab_size=r.vocab_size) for name, r in runs.items()}
+    found = {name: size(r) for name, r in runs.items()}
     for name in ("switch_tiny", "glam_tiny"):
         routers = len(runs[name].model.layers_with_experts()) * runs[name].experts.num_experts * dense.model.d_model
         assert found[name].forward == found["dense_tiny"].forward + 2 * routers
@@ -243,7 +247,7 @@ def glam(row: Row) -> Size:
         moe_every=2 if row.num_experts else 0,
     )  # fmt: skip
     experts = sections.Experts(num_experts=row.num_experts or 1, ffn="gelu")
-    return size(model, experts, sections.Router(preset="glam"), vocab_size=row.vocab_size)
+    return sized(model, experts, sections.Router(preset="glam"), vocab_size=row.vocab_size)
 
 
 @pytest.mark.parametrize("row", GLAM, ids=lambda row: row.name)

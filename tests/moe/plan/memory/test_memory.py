@@ -13,10 +13,11 @@ from moe.plan.job.network import Experts, Latent, Network, Plan
 from moe.plan.job.states import FP32, MIXED, MIXED_FP32_GRADIENTS
 from moe.plan.memory.kept import layer_kept, layer_parts
 from moe.plan.memory.memory import CONTEXT_BYTES, fits, memory, peak
-from moe.plan.memory.stack import MEGATRON, MEGATRON_2022, OURS
+from moe.plan.memory.stack import OURS
 from parallel.pipeline.schedule import Action, Op
 from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
 from parallel.pipeline.simulator.held import peak_held, weight_versions
+from tests.planner.software import MEGATRON, MEGATRON_2022
 
 GPT = Network(layers=12, width=96, heads=6, hidden=384, vocab=640, length=32, dropout=True)
 LLAMA = {"norm": "rmsnorm", "gated": True, "tied": False}

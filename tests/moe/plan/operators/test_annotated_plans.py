@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 
 from moe.plan.job.network import Plan
-from moe.plan.operators.best_layout import best_layout
 from moe.plan.operators.kinds import plan_of_annotations, plan_of_layout
 from moe.plan.operators.links import Link, Machine
+from moe.plan.operators.mesh_tensorflow import best_layout
 from moe.plan.operators.of_recipe import graph_of
 from moe.plan.search.layouts import annotated, gspmd, mesh_tf, meshes
 from moe.verify.cases import Case

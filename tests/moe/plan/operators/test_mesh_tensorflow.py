@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from moe.plan.operators import mesh_tensorflow
-from moe.plan.operators.best_layout import best_layout
+from moe.plan.operators.mesh_tensorflow import best_layout
 from parallel.annotations.graph import Dim, Graph, Operator
 from parallel.annotations.partition import Machine, Program, peak, shape
 from parallel.errors import BadInput

@@ -8,7 +8,7 @@ from math import inf, prod
 
 import pytest
 
-from moe.plan.operators.links import AlphaBeta, Link
+from moe.plan.operators.links import Link, Mesh
 from moe.plan.search.intra_op import intra_op, live
 from moe.plan.search.strategies import LATER, WHOLE, Settings, candidates, change, cost_of, read_together
 from parallel.annotations.graph import Dim, Graph, Operator
@@ -19,9 +19,9 @@ LINKS = {"1x4": (1, 4), "2x2": (2, 2), "2x4": (2, 4)}
 ITEM, GRAD = 2, 2
 
 
-def mesh(name: str, *, memory_bytes: float = inf) -> AlphaBeta:
+def mesh(name: str, *, memory_bytes: float = inf) -> Mesh:
     """The nearer axis four times as fast; products so slow that nobody repeats one."""
-    return AlphaBeta(LINKS[name], (Link(3e-6, 4e-9), Link(2e-6, 1e-9)), flops=1e9, memory_bytes=memory_bytes)
+    return Mesh(LINKS[name], (Link(3e-6, 4e-9), Link(2e-6, 1e-9)), flops=1e9, memory_bytes=memory_bytes)
 
 
 def attention(blocks: int, *, b: int, length: int, heads: int, d: int) -> Graph:
@@ -145,7 +145,7 @@ def test_experts(name: str, kind: str) -> None:
 # --- against every choice ---------------------------------------------------------------------------------------------------------
 
 
-def best_of_all(graph: Graph, on: AlphaBeta, settings: Settings, memory_bytes: float = inf) -> float:
+def best_of_all(graph: Graph, on: Mesh, settings: Settings, memory_bytes: float = inf) -> float:
     joined = read_together(graph)
     options, best = candidates(joined, on, settings), inf
     for some in product(*options.values()):

@@ -10,12 +10,14 @@ import pytest
 
 from moe.plan.job.network import Experts, Network, Plan
 from moe.plan.machine.cluster import load_cluster
-from moe.plan.machine.program import OWN, PROGRAMS
+from moe.plan.machine.program import OWN
 from moe.plan.time.collective_times import all_reduce, gather, group_of
-from moe.plan.time.cost import PARTS, rank_layers, stage_times, step_time, transfer_time
+from moe.plan.time.cost import PARTS, step_time
 from moe.plan.time.pipeline_time import pipeline_time
+from moe.plan.time.stage_time import rank_layers, stage_times, transfer_time
 from parallel.pipeline.schedules.catalog import make_schedule
 from parallel.pipeline.simulator.simulate import costs, simulate
+from tests.planner.software import PROGRAMS
 
 A100 = load_cluster("a100-80-8")
 DENSE = Network(layers=24, width=2048, heads=16, hidden=8192, vocab=50304, length=1024)

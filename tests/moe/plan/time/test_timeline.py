@@ -12,7 +12,7 @@ import pytest
 from moe.plan.job.network import Network, Plan
 from moe.plan.machine.cluster import load_cluster
 from moe.plan.time.cost import step_time
-from moe.plan.time.timeline import MOST_ACTIONS, pictured, timeline
+from moe.plan.time.stage_time import MOST_ACTIONS, pictured, timeline
 from parallel.pipeline.schedule import Op
 from tests.support.plain_simulation import exposed
 

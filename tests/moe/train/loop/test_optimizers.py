@@ -14,7 +14,7 @@ from moe.checks.together import check_run
 from moe.parallelize.build import build, whole_layouts
 from moe.parallelize.engines import optimizer_of
 from moe.parallelize.sequence import shard_of
-from moe.plan.job.optimizer import optimizer_bytes
+from moe.plan.job.of_recipe import optimizer_bytes
 from moe.recipe.changes import check_moments
 from moe.recipe.sections import Run
 from moe.train.loop.step import accumulate, finish

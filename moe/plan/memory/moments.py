@@ -1,0 +1,367 @@
+"""Lists the moments of a step at which a pipeline rank's tensors may need most bytes, apart from the states of its parameters.
+
+    loss        logits in two dtypes and their gradients
+    work        backward pass of a layer: recomputed activations, gradients inside the layer, gradient of its largest matrix, exchanged rows
+    embedding   its gradient, after its micro-batch's activations are freed
+    sums, head, bucket, forward     with ZeRO stage 3, where gathered weights and unreduced gradients differ (temporary.py)
+
+At each moment the micro-batches in flight keep their activations (in_flight.py, kept.py). Gradients without a buffer between steps exist
+only after the step's first backward pass has made them. Everything here is independent of the data-parallel engine, so that plans which
+differ only in the engine share the cached moments (with ZeRO stage 3, only plans with the same engine do).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate
+from operator import ge, mul
+from typing import Any, Literal, NamedTuple
+
+from moe.plan.job import counts
+from moe.plan.job.counts import Elements
+from moe.plan.job.in_flight import in_flight
+from moe.plan.job.network import Network, Plan, repeats
+from moe.plan.memory.kept import (
+    FP32_BYTES,
+    buffers_of,
+    cast_ahead,
+    cast_weights,
+    casts_kept,
+    ends_kept,
+    inputs_kept,
+    keeps_scores,
+    layer_kept,
+    recompute_of,
+    tokens_of,
+)
+from moe.plan.memory.stack import Stack
+from moe.plan.memory.temporary import NOTHING, Unit, at_layer, at_loss, gathered, head_input, widest
+from parallel.data.kinds.kind import At
+from parallel.mesh.grids import GRIDS
+from parallel.pipeline.simulator.held import RankPeaks
+
+NO_EXPERTS = -1  # layer number for a layer without experts
+_DEFAULT = Plan()
+_OF_LAYER = ("tp", "sp", "ep", "etp", "tensor", "depth", "tiles", "microbatch", "compute_bytes", "offload_activations")
+
+
+@dataclass(frozen=True, eq=False)
+class LayerBytes:
+    """One kind of layer.
+
+    elements: parameters held. gathered: parameters that are whole at the same time in ZeRO stage 3. matrix: elements of its widest matrix.
+    kept: bytes that a micro-batch keeps. work: temporary bytes of its backward pass. dispatch: bytes of rows sent to and from experts.
+    """
+
+    elements: Elements
+    gathered: Elements
+    matrix: float
+    kept: float
+    work: float
+    dispatch: float
+
+
+class Moment(NamedTuple):
+    """Bytes at one moment of a step. total: their sum, without `gathered`.
+
+    work: temporary bytes of the layer in its backward pass. at: kind of moment. to_come: parameters without a gradient yet, in a step's
+    first backward pass. waiting: parameters of a tied head; autograd keeps their gradient apart until the embedding's gradient is added to
+    it. gathered: bytes of ZeRO stage 3.
+    """
+
+    activations: float
+    loss: float
+    embedding: float
+    work: float
+    dispatch: float
+    total: float
+    to_come: Elements
+    waiting: float
+    gathered: float
+    at: At
+
+
+@dataclass(frozen=True, eq=False)
+class RankMoments:
+    """A pipeline rank, independent of the sharding of its states.
+
+    number: of the rank. versions: number of versions of its weights. held: its parameters. gathered: for each kind of its layers, the
+    parameters that are whole at the same time. table: parameters of its embedding or head, or 0. moments: those that may be the peak.
+    """
+
+    number: int
+    versions: int
+    held: Elements
+    gathered: tuple[Elements, ...]
+    table: float
+    moments: tuple[Moment, ...]
+
+
+def ranks_of(network: Network, plan: Plan, stack: Stack, which: Literal["all", "fullest"]) -> tuple[RankMoments, ...]:
+    """Ranks of a pipeline: all, or only the ranks that may need most memory."""
+    engine: dict[str, Any] = {} if differs_by_moment(plan, stack) else {"dp": 1, "engine": _DEFAULT.engine, "reshard": _DEFAULT.reshard}
+    sequence = plan.sequence if keeps_scores(plan) else _DEFAULT.sequence
+    offload: dict[str, Any] = {"offload_optimizer": "none", "offload_parameters": "none"}
+    without_states = plan.but(sequence=sequence, order=_DEFAULT.order, storage=_DEFAULT.storage, **engine, **offload)
+    return _ranks(network, without_states, stack, casts_kept(plan, stack), which)
+
+
+def differs_by_moment(plan: Plan, stack: Stack) -> bool:
+    """True if gathered bytes of ZeRO stage 3 differ between moments. With pipeline stages, weights stay whole at all moments."""
+    return plan.stage == 3 and plan.pp == 1 and plan.copies > 1 and stack.gathers == "moments"
+
+
+@lru_cache(maxsize=256)
+def _ranks(network: Network, plan: Plan, stack: Stack, casts: bool, which: Literal["all", "fullest"]) -> tuple[RankMoments, ...]:
+    """As ranks_of. casts: True if a micro-batch keeps weights in the compute dtype."""
+    ranks = in_flight(plan.schedule, ranks=plan.pp, microbatches=plan.microbatches, chunks=plan.chunks)
+    stages = counts.stages_of(network, plan, 1 + max(stage for rank in ranks for stage in rank.stages))
+    step = _Step(network, plan, stack, stages, casts)
+    numbers: Iterable[int] = range(len(ranks))
+    if which == "fullest":
+        sparse = network.with_experts if network.experts else ()
+        sizes = tuple(map(len, stages))
+        numbers = _fullest(plan.schedule, plan.pp, plan.microbatches, plan.chunks, sizes, sparse, plan.recompute_every)
+    return tuple(step.of_rank(number, ranks[number]) for number in numbers)
+
+
+@lru_cache(maxsize=5_000)
+def _fullest(
+    schedule: str, pp: int, microbatches: int, chunks: int, sizes: tuple[int, ...], sparse: tuple[int, ...], every: int
+) -> tuple[int, ...]:
+    """Numbers of the ranks that may need most memory. A rank is left out if an earlier one has equal kinds of layers, the same ends and no
+    fewer micro-batches in flight. sizes: number of layers of each stage. sparse: layers with experts. every: as Plan.recompute_every."""
+    ranks = in_flight(schedule, ranks=pp, microbatches=microbatches, chunks=chunks)
+    bounds, last = [0, *accumulate(sizes)], len(sizes) - 1
+    kinds = [[sorted((i in sparse, repeats(i, every)) for i in range(bounds[s], bounds[s + 1])) for s in rank.stages] for rank in ranks]
+    ends = [[(s == 0, s == last) for s in rank.stages] for rank in ranks]
+
+    def covers(a: int, b: int) -> bool:
+        if kinds[a] != kinds[b] or not all(all(map(ge, *pair)) for pair in zip(ends[a], ends[b], strict=True)):
+            return False
+        return ranks[a].versions >= ranks[b].versions and all(any(all(map(ge, x, y)) for x in ranks[a].most) for y in ranks[b].most)
+
+    found: list[int] = []
+    for number in range(len(ranks)):
+        if not any(covers(before, number) for before in found):
+            found.append(number)
+    return tuple(found)
+
+
+@lru_cache(maxsize=20_000)
+def _layer(network: Network, plan: Plan, stack: Stack, sparse: bool) -> LayerBytes:
+    """Layer with or without experts. plan.recompute is the layer's own recompute."""
+    index = network.sparse_layers[0] if sparse else NO_EXPERTS
+    of = (network, plan, stack, index)
+    elements, matrix = counts.layer(network, plan, index), widest(network, plan, sparse=sparse)
+    at_once = elements
+    if plan.tiles > 1 and not sparse:  # tiles are gathered one after another
+        of_network = counts.network_elements(network, network.hidden, gated=network.gated) / plan.grid.matrix
+        at_once = replace(elements, dense=elements.dense - of_network * (1 - 1 / plan.tiles))
+    if stack.gathers == "elements":  # each product gathers its own matrix
+        at_once = Elements(min(at_once.total, matrix))
+    kept = layer_kept(*of, plan.recompute) * (1 - plan.offload_activations)
+    return LayerBytes(elements, at_once, matrix, kept, at_layer(*of), buffers_of(network, plan) if sparse else 0.0)
+
+
+@dataclass(frozen=True, eq=False)
+class _Outside:
+    """The model outside of its layers.
+
+    elements, keeps: (has the first stage, has the last stage) -> parameters, and bytes that a micro-batch keeps there. crossing: bytes of
+    a tensor sent between stages. loss, head_input: temporary bytes at the loss. table: parameters of the embedding. ahead: parameters of
+    one layer of multi-token prediction. casts: bytes of that layer's weights in the compute dtype.
+    """
+
+    elements: dict[tuple[bool, bool], Elements]
+    keeps: dict[tuple[bool, bool], float]
+    crossing: float
+    loss: float
+    head_input: float
+    table: float
+    ahead: float
+    casts: float
+
+
+@lru_cache(maxsize=20_000)
+def _outside(network: Network, plan: Plan, stack: Stack) -> _Outside:
+    ends = [(first, last) for first in (False, True) for last in (False, True)]
+    return _Outside(
+        {(first, last): counts.ends(network, plan, first=first, last=last) for first, last in ends},
+        {(first, last): ends_kept(network, plan, stack, first=first, last=last) for first, last in ends},
+        plan.compute_bytes * network.width * sum(tokens_of(run, plan, stack).between for run in network.halves),
+        at_loss(network, plan, stack),
+        head_input(network, plan, stack),
+        counts.embedding(network, plan),
+        counts.ahead(network, plan).total if network.ahead else 0.0,
+        cast_ahead(network, plan) if network.ahead else 0.0,
+    )
+
+
+class _Step:
+    """A network, a plan and a training software. Each kind of layer is computed once, because the planner asks for thousands of plans."""
+
+    def __init__(self, network: Network, plan: Plan, stack: Stack, stages: Sequence[range], casts: bool) -> None:
+        self.network, self.plan, self.stack, self.stages, self.casts = network, plan, stack, stages, casts
+        self.gathers, self.last = differs_by_moment(plan, stack), len(stages) - 1
+        self.sparse = frozenset(network.with_experts) if network.experts else frozenset()
+        self.kinds: dict[tuple[bool, bool, bool], LayerBytes] = {}
+        of_microbatch = plan.but(pp=1, schedule=_DEFAULT.schedule, chunks=1, stage_layers=None, microbatches=1)
+        self.outside = _outside(network, of_microbatch, stack)
+
+    def layer(self, index: int) -> LayerBytes:
+        kind = (index < self.network.before, index in self.sparse, repeats(index, self.plan.recompute_every))
+        if kind not in self.kinds:
+            run, _ = self.network.at(index)
+            sequence = self.plan.sequence if keeps_scores(self.plan) else _DEFAULT.sequence
+            own = self.plan.only(_OF_LAYER, recompute=recompute_of(self.plan, index), sequence=sequence)
+            made = _layer(run, own, self.stack, kind[1])
+            casts = cast_weights(self.network, self.plan, index) if self.casts else 0.0
+            self.kinds[kind] = replace(made, kept=made.kept + casts) if casts else made
+        return self.kinds[kind]
+
+    def kinds_of(self, stage: range) -> list[tuple[LayerBytes, int]]:
+        """Kinds of layers of a stage, each with the number of these layers."""
+        if not self.sparse and self.plan.recompute_every == 1 and self.network.encoder is None:
+            return [(self.layer(stage.start), len(stage))] if stage else []
+        return list(Counter(map(self.layer, stage)).items())
+
+    def of_rank(self, number: int, rank: RankPeaks) -> RankMoments:
+        outside = self.outside
+        layers = {stage: self.kinds_of(self.stages[stage]) for stage in rank.stages}
+        first, last = 0 in layers, self.last in layers
+        held = sum((of.elements.times(n) for mine in layers.values() for of, n in mine), outside.elements[first, last])
+        whole = [of.gathered for mine in layers.values() for of, _ in mine]
+        whole += [Elements(outside.ahead)] if last and self.network.ahead else []
+        table = outside.table if first or last else 0.0
+        return RankMoments(number, rank.versions, held, tuple(whole), table, self._largest(self._moments(rank, layers, held, table)))
+
+    def _largest(self, moments: Iterable[Moment]) -> tuple[Moment, ...]:
+        """Moments that no other moment exceeds in all respects (Pareto front)."""
+        bucket = self.stack.bucket_elements * self.stack.bucket_bytes  # at the loss, it may not exist yet
+        found: list[Moment] = []
+        for one in sorted(moments, key=lambda moment: moment.total + moment.gathered, reverse=True):
+            if not any(
+                (more.at != "loss" or one.at == "loss" or more.total + more.gathered >= one.total + one.gathered + bucket)
+                and more.waiting >= one.waiting
+                and more.to_come.dense <= one.to_come.dense
+                and more.to_come.expert <= one.to_come.expert
+                for more in found
+            ):
+                found.append(one)
+        return tuple(found)
+
+    def _moments(self, rank: RankPeaks, layers: dict[int, list[tuple[LayerBytes, int]]], held: Elements, table: float) -> Iterator[Moment]:
+        """All moments of a step that may be the peak. layers: kinds of layers of each of the rank's stages, with their numbers."""
+        outside, last, network, plan = self.outside, self.last, self.network, self.plan
+        bodies = [sum([n * of.kept for of, n in mine]) for mine in layers.values()]
+        ends = [outside.keeps[stage == 0, stage == last] for stage in layers]
+        if self.casts and last in layers:
+            ends[-1] += network.ahead * outside.casts
+        of_loss = ends[-1] - outside.keeps[last == 0, False] if last in layers else 0.0
+        inputs = [inputs_kept(plan, self.stack, self.stages[stage], first=stage == 0, last=stage == last) for stage in layers]
+        ends = [end + number * outside.crossing for number, end in zip(inputs, ends, strict=True)]
+        tied = outside.table if network.tied and 0 in layers and last == 0 and network.adapters is None else 0.0
+        work = max([of.work for mine in layers.values() for of, _ in mine], default=0.0)
+        whole = self._gathered(held, table)
+        # the embedding's rows are read in fp32, then cast (but not in FSDP); a tied embedding's gradient also has a sum with the head's
+        wide = FP32_BYTES if self.stack.casts and not self.gathers else plan.compute_bytes
+        of_embedding = wide * (2 if tied else 1) * table if network.adapters is None else 0.0
+
+        def moment(
+            at: At,
+            activations: float,
+            loss: float,
+            *,
+            to_come: Elements,
+            embedding: float = 0.0,
+            work: float = 0.0,
+            dispatch: float = 0.0,
+            waiting: float = 0.0,
+            gathered: float | None = None,
+        ) -> Moment:
+            parts = (activations, loss, embedding, work, dispatch)
+            return Moment(*parts, sum(parts), to_come, waiting, whole.get(at, 0.0) if gathered is None else gathered, at)
+
+        counts = self._counts(rank)
+        at_work = {(stage, once): self._at_work(stage, held, table, once) for once in {once for _, once in counts} for stage in layers}
+        for count, once in counts:
+            kept, of_ends, none_yet = sum(map(mul, count, bodies)), sum(map(mul, count, ends)), held if once else NOTHING
+            if last in layers:
+                of_head = self.casts and plan.loss_chunks == 1 and plan.tensor not in GRIDS
+                cast = plan.compute_bytes * table if of_head else 0.0
+                yield moment("loss", kept, of_ends + outside.loss + cast, work=outside.head_input, to_come=none_yet)
+            if last in layers and network.ahead:  # a layer of multi-token prediction
+                yield moment("loss", kept, of_ends, work=work, to_come=none_yet)
+            if not any(layers.values()):
+                yield moment("loss", kept, of_ends, to_come=none_yet)
+            before = outside.elements[0 in layers, False] if once else NOTHING
+            for stage, body, number in zip(layers, bodies, count, strict=True):
+                left = of_ends - (of_loss if stage == last and number else 0.0)
+                for of, gone, later, bytes_at_work, bytes_of_sums in at_work[stage, once]:
+                    to_come = before + later if once else NOTHING
+                    more: dict[str, Any] = {"to_come": to_come, "waiting": tied}
+                    yield moment("work", kept - gone, left, work=of.work, dispatch=of.dispatch, gathered=bytes_at_work, **more)
+                    if bytes_of_sums:
+                        yield moment("sums", kept - (gone + of.kept), left, gathered=bytes_of_sums, **more)
+                if "head" in whole and stage == last:
+                    yield moment("head", kept, left, to_come=none_yet)
+                if "bucket" in whole:
+                    full = min(1.0, self.stack.bucket_elements / max(1.0, held.total))  # fraction of the backward pass that fills a bucket
+                    yield moment("forward", kept, left, to_come=none_yet)
+                    yield moment("bucket", kept - full * body, left, to_come=before)
+                if stage == 0:
+                    table_to_come = Elements(tied) if once else NOTHING
+                    yield moment("embedding", kept - body, left, embedding=of_embedding, to_come=table_to_come, waiting=tied)
+                before = sum((of.elements.times(n) for of, n in layers[stage]), before) if once else NOTHING
+
+    def _counts(self, rank: RankPeaks) -> list[tuple[Sequence[int], bool]]:
+        """Numbers of micro-batches in flight that may be the peak: (number for each stage, True if no backward pass of the step has ended).
+        The moment after the first backward pass counts too, because gradients exist from then on."""
+        microbatches = self.plan.microbatches
+        found: list[tuple[Sequence[int], bool]] = [(count, microbatches == 1 or min(count) == microbatches) for count in rank.most]
+        after = [([n - 1 for n in count], False) for count, first in found if first and microbatches > 1]
+        return [*found, *after]
+
+    def _gathered(self, held: Elements, table: float) -> dict[At, float]:
+        """Bytes of ZeRO stage 3 at the moments outside of layers."""
+        if not self.gathers:
+            return {}
+        moments: tuple[At, ...] = ("loss", "embedding", *self.plan.kind.moments)
+        unit = Unit(next=self.layer(self.network.depth - 1).gathered)
+        return {at: gathered(self.plan, self.stack, at, unit, held=held, table=table) for at in moments}
+
+    def _at_work(self, stage: int, held: Elements, table: float, once: bool) -> list[tuple[LayerBytes, float, Elements, float, float]]:
+        """Layers of a stage that may be the peak during their backward pass: the last and the first layer of each kind.
+
+        Each is (layer, bytes that later layers kept and have freed, parameters without a gradient yet in the first backward pass, bytes of
+        ZeRO stage 3 while it works, and while its gradients are summed). once: compute the parameters without a gradient.
+        """
+        kinds = self.kinds_of(self.stages[stage])
+        if len(kinds) == 1 and not self.gathers:
+            ((of, n),) = kinds
+            last = of, 0.0, of.elements.times(n) if once else NOTHING, 0.0, 0.0
+            return [last, (of, (n - 1) * of.kept, of.elements, 0.0, 0.0)] if once else [last]
+        lasts: dict[tuple[LayerBytes, Elements], tuple[LayerBytes, float, Elements]] = {}
+        first: dict[LayerBytes, tuple[LayerBytes, float, Elements, Elements]] = {}
+        gone, to_come = 0.0, sum((of.elements.times(n) for of, n in kinds), NOTHING) if once else NOTHING
+        before = Elements(table, frozen_dense=table if held.frozen_dense else 0.0)
+        before = before if self.gathers and stage == self.last else NOTHING
+        for of in map(self.layer, reversed(self.stages[stage])):
+            lasts.setdefault((of, before), (of, gone, to_come))
+            if once:
+                first[of] = of, gone, to_come, before
+                to_come += of.elements.times(-1)
+            gone += of.kept
+            before = of.gathered if self.gathers else NOTHING
+        found = [*((*one, before) for (_, before), one in lasts.items()), *first.values()]
+        if not self.gathers:
+            return [(of, gone, to_come, 0.0, 0.0) for of, gone, to_come, _ in found]
+
+        def bytes_at(at: At, of: LayerBytes, before: Elements) -> float:
+            return gathered(self.plan, self.stack, at, Unit(of.gathered, of.matrix, before), held=held, table=table)
+
+        return [(of, gone, to_come, bytes_at("work", of, before), bytes_at("sums", of, before)) for of, gone, to_come, before in found]

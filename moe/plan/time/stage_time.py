@@ -1,0 +1,252 @@
+"""Predicts the seconds of a pipeline stage for one micro-batch, and the timeline of all stages.
+
+    layers of a stage   layer_time.py x their number, and the head on the last stage
+    host and device     a pass takes as long as the slower of the two; a part of the faster one's time is added (Program.alone)
+    timeline            the schedule's order of actions with these seconds, simulated
+
+A timeline contains only forward and backward passes, without work that is done once a step: gradient sums, the optimizer. A plan without
+pipeline stages gives the passes of one rank, one after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import product
+
+from moe.plan.job import counts
+from moe.plan.job.network import Network, Plan, Recomputed, repeats
+from moe.plan.machine.cluster import Cluster
+from moe.plan.machine.program import OWN, OWN_ON_CPU, Program
+from moe.plan.time.collective_times import gather, group_of, send
+from moe.plan.time.layer_messages import Pass, Passes, tokens_of
+from moe.plan.time.layer_time import Layer, head_time, join_time, layer_time, of_layer
+from moe.plan.time.pipeline_time import homes_at
+from parallel.pipeline.schedule import Schedule
+from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule, placed
+from parallel.pipeline.schedules.kind import Placed
+from parallel.pipeline.simulator.simulate import Cost, Timeline, costs, simulate
+
+ACCUMULATE_BYTES = 2  # for each gradient and micro-batch, in addition to its running sum: the new gradient is read in 16 bits
+MOST_ACTIONS = 4000  # in a picture; more bars cannot be distinguished
+
+Counts = tuple[int, ...]  # number of (dense layers, layers with experts); of an encoder-decoder (the encoder's two, the decoder's two)
+Kind = tuple[Counts, Counts, bool, bool]  # (layers, layers that are recomputed, has the first stage, has the last stage)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Seconds of one micro-batch on one stage.
+
+    recompute: part of the backward pass that repeats forward work. weights: part of `backward` that computes gradients of weights.
+    launch_forward, launch_backward: time of the host and the engine beyond the device's. dense, expert: parameters that the rank holds.
+    """
+
+    forward: Pass
+    backward: Pass
+    recompute: Pass
+    weights: float
+    launch_forward: float
+    launch_backward: float
+    dense: float = 0.0
+    expert: float = 0.0
+
+    @cached_property
+    def forward_seconds(self) -> float:
+        return self.forward.device + self.launch_forward
+
+    @cached_property
+    def backward_seconds(self) -> float:
+        return self.backward.device + self.recompute.device + self.launch_backward
+
+    @cached_property
+    def total(self) -> float:
+        return self.forward_seconds + self.backward_seconds
+
+    @cached_property
+    def work(self) -> float:
+        """Part of `total` that is no communication."""
+        computed = sum(one.compute for one in (self.forward, self.backward, self.recompute))
+        return computed + self.launch_forward + self.launch_backward
+
+
+@lru_cache(maxsize=100)
+def own_program(cluster: Cluster) -> Program:
+    """Properties of this project's trainer on such devices, with the properties that were measured on this cluster."""
+    return replace(OWN_ON_CPU if cluster.cores else OWN, **cluster.program)  # type: ignore[arg-type]
+
+
+def stage_times(
+    network: Network, plan: Plan, cluster: Cluster, sizes: tuple[int, ...], program: Program | None = None, *, imbalance: float = 1.0
+) -> list[Stage]:
+    """Times of one micro-batch on each stage. sizes: number of layers of each stage; the last stage has the head."""
+    layers = network.depth, network.with_experts, network.before
+    whole, again = (_of_ranks(*layers, sizes, "line", len(sizes), 1, every) for every in (1, plan.recompute_every))
+    kinds = [(*both, i == 0, i == len(sizes) - 1) for i, both in enumerate(zip(whole, again, strict=True))]
+    return times_of(network, plan, cluster, program or own_program(cluster), kinds, imbalance=imbalance)
+
+
+def times_of(network: Network, plan: Plan, cluster: Cluster, program: Program, kinds: Sequence[Kind], *, imbalance: float) -> list[Stage]:
+    """Times of each of these kinds of stages or ranks; few are different, and each of these is computed once."""
+    made = {kind: _stage(network, plan, cluster, program, imbalance, *kind) for kind in dict.fromkeys(kinds)}
+    return [made[kind] for kind in kinds]
+
+
+def rank_layers(network: Network, plan: Plan, *, every: int = 1) -> tuple[Counts, ...]:
+    """Number of layers of each kind on each pipeline rank, all of its stages together. If two ranks hold each stage: on each stage.
+
+    every: count only layers 0, `every`, 2 `every`, ...
+    """
+    where, chunks = placed(plan.schedule), plan.chunks
+    if where == "both_ways":
+        where, chunks = "line", 1
+    return _of_ranks(network.depth, network.with_experts, network.before, plan.stage_layers, where, plan.pp, chunks, every)
+
+
+@lru_cache(maxsize=5_000)
+def _of_ranks(
+    layers: int, sparse: tuple[int, ...], before: int, given: tuple[int, ...] | None, where: Placed, pp: int, chunks: int, every: int
+) -> tuple[Counts, ...]:
+    """As rank_layers. sparse: layers with experts. before: encoder layers. given: layers of each stage. where: their placement."""
+    homes = homes_at(where, pp, chunks)
+    found, at = [[0] * (4 if before else 2) for _ in range(1 + max(max(ranks) for ranks in homes))], 0
+    with_experts = set(sparse)
+    for size, (rank,) in zip(counts.sizes_of(layers, len(homes), given), homes, strict=True):
+        for layer in range(at, at + size):
+            found[rank][(layer in with_experts) + (2 if 0 < before <= layer else 0)] += repeats(layer, every)
+        at += size
+    return tuple(map(tuple, found))
+
+
+def _stage(
+    network: Network,
+    plan: Plan,
+    cluster: Cluster,
+    program: Program,
+    imbalance: float,
+    layers: Counts,
+    repeated: Counts,
+    first: bool,
+    last: bool,
+) -> Stage:
+    small, g = of_layer(plan), plan.storage.gradients
+    held = _held(network, small, layers, first, last)
+    ahead = sum(repeats(network.layers + depth, plan.recompute_every) for depth in range(network.ahead)) if last else 0
+    made = _passes(network, small, cluster, program, imbalance, plan.recompute, layers, repeated, last, ahead)
+    backward = made.backward
+    if plan.microbatches > 1:  # each micro-batch's gradients are added to the running sums
+        summed = _held(_untied(network), small, layers, first, last) if first and last and plan.pp > 1 else held
+        each = g if program.accumulates == "within" else 2 * g + ACCUMULATE_BYTES
+        backward += Pass(compute=each * (summed.dense + summed.expert) / cluster.device.bandwidth)
+    return replace(made, backward=backward, dense=held.dense, expert=held.expert)
+
+
+@lru_cache(maxsize=100)
+def _untied(network: Network) -> Network:
+    return replace(network, tied=False)
+
+
+@lru_cache(maxsize=50_000)
+def _passes(
+    network: Network,
+    plan: Plan,
+    cluster: Cluster,
+    program: Program,
+    imbalance: float,
+    recompute: Recomputed,
+    layers: Counts,
+    repeated: Counts,
+    head: bool,
+    ahead: int,
+) -> Stage:
+    """Times of a stage with these layers, without sums of gradients. repeated: number of layers of each kind that are recomputed. ahead:
+    number of layers of multi-token prediction that are recomputed."""
+    passes, again = Passes(), Pass()
+    for count, times, (run, sparse) in zip(layers, repeated, product(network.halves, (False, True)), strict=True):
+        if count:
+            layer = layer_time(run, plan, cluster, program, sparse=sparse, imbalance=imbalance)
+            passes += layer.passes.times(count)
+            again += _repeated(layer, program, recompute).times(times)
+    if head:
+        passes += (last := head_time(network, plan, cluster, program))
+    if head and network.ahead:  # multi-token prediction: for each further token a product that joins its inputs, a head, and a layer
+        layer = layer_time(network, plan, cluster, program, sparse=False)
+        for part in (join_time(network, plan, cluster, program), last, layer.passes):
+            passes += part.times(network.ahead)
+        again += _repeated(layer, program, recompute).times(ahead)
+    forward, backward, launch = passes.forward, passes.backward, program.launch_us * 1e-6
+    parts = recompute == "full" or (recompute == "selective" and program.selective == "second")
+    nested = (sum(repeated) + ahead) * program.checkpoint_us * 1e-6 if parts else 0.0
+    host_forward = launch * forward.kernels + nested
+    host_backward = launch * (program.backward_launch * backward.kernels + again.kernels) + nested
+
+    def beyond(host: float, device: float) -> float:
+        return (1 + program.engine) * (max(host, device) + program.alone * min(host, device))
+
+    launch_forward = beyond(host_forward, forward.device) - forward.device
+    launch_backward = beyond(host_backward, backward.device + again.device) - backward.device - again.device
+    return Stage(forward, backward, again, passes.weights, launch_forward, launch_backward)
+
+
+def _repeated(layer: Layer, program: Program, recompute: Recomputed) -> Pass:
+    """Part of a layer's forward pass that is recomputed. (Fused attention's own recompute is counted in its backward pass.)"""
+    if recompute != "selective":
+        return layer.passes.forward if recompute == "full" else Pass()
+    if program.selective == "second":
+        return layer.second
+    if program.selective == "half":
+        return layer.passes.forward.times(0.5)
+    return layer.core if program.attention == "scores" else Pass()
+
+
+@lru_cache(maxsize=20_000)
+def _held(network: Network, plan: Plan, layers: Counts, first: bool, last: bool) -> counts.Elements:
+    """Parameters of a rank with these layers, and with the model's first or last stage."""
+    found = counts.ends(network, plan, first=first, last=last)
+    for number, (run, sparse) in zip(layers, product(network.halves, (False, True)), strict=True):
+        found += counts.layer(run, plan, run.sparse_layers[0] if number and sparse else -1).times(number)  # equal in all layers of a kind
+    return found
+
+
+def transfer_time(network: Network, plan: Plan, cluster: Cluster, program: Program) -> float:
+    """Seconds that a rank waits for one message between stages."""
+    if plan.pp == 1 or (plan.chunks > 1 and program.interleaved_transfers == "overlapped"):
+        return 0.0
+    size = tokens_of(network, plan) * network.width * plan.compute_bytes
+    parted = plan.tp > 1 and (program.transfers == "parts" or plan.tensor == "sliced")
+    stride = plan.tp * plan.sp * plan.dp
+    one = send(cluster, size / (plan.tp if parted else 1), stride=stride, sharing=cluster.devices_per_node)
+    if parted and plan.tensor != "sliced":
+        one += gather(cluster, group_of(plan.tp, 1, cluster.devices_per_node, plan.world), size)
+    return one
+
+
+# --- timeline -----------------------------------------------------------------------------------------------------------
+
+
+def timeline(network: Network, plan: Plan, cluster: Cluster, *, microbatches: int | None = None) -> Timeline:
+    """Timeline in seconds of a step, or of its first `microbatches` micro-batches. Raises BadInput for impossible schedule sizes."""
+    made, times, transfer = priced(network, plan, cluster, microbatches=microbatches)
+    return simulate(made, times, transfer_time=transfer)
+
+
+def priced(network: Network, plan: Plan, cluster: Cluster, *, microbatches: int | None = None) -> tuple[Schedule, Cost, float]:
+    """(the plan's schedule, cost of its actions in seconds, seconds of a message between stages)."""
+    chunks = plan.chunks if plan.chunks > 1 else None
+    made = make_schedule(plan.schedule, ranks=plan.pp, microbatches=microbatches or plan.microbatches, chunks=chunks)
+    sizes = counts.sizes_of(network.depth, made.num_stages, plan.stage_layers)
+    stages = stage_times(network, plan, cluster, sizes)
+    forward, backward = [stage.forward_seconds for stage in stages], [stage.backward_seconds for stage in stages]
+    share = sum(stage.weights for stage in stages) / sum(backward)
+    return made, costs(forward, backward, weight_share=min(0.99, share)), transfer_time(network, plan, cluster, own_program(cluster))
+
+
+def pictured(plan: Plan) -> int:
+    """Number of micro-batches for a readable picture: four, three or two a rank, so that it has at most MOST_ACTIONS actions."""
+    kind = SCHEDULES.get(plan.schedule)
+    splits = 3 if kind is not None and kind.splits_backward else 2
+    for each in (4, 3, 2):
+        if plan.pp * plan.pp * each * plan.chunks * splits <= MOST_ACTIONS:
+            break
+    return min(plan.microbatches, each * plan.pp)
