@@ -26,6 +26,7 @@ from moe.verify.plain.batches import batch
 from parallel.data.ddp import DDP
 from parallel.data.deepspeed import load_deepspeed
 from parallel.data.engine import AdamW, Engine
+from parallel.data.offload import Offload
 from parallel.data.zero import Zero
 from parallel.errors import BadInput
 from parallel.mesh.layout import Layout
@@ -140,7 +141,9 @@ def engine_for(kind: str, model: nn.Module, **adam: Any) -> Engine:
     """One rank's engine around any module."""
     settings = AdamW(adam.get("betas", (0.9, 0.95)), adam.get("eps", 1e-8), 0.0, lambda name, p: False)
     layouts = {name: Layout(tuple(p.shape)) for name, p in model.named_parameters()}
-    kinds: dict[str, Callable[..., Engine]] = {"ddp": DDP, "zero1": Zero, "zero2": partial(Zero, stage=2)}
+    kinds: dict[str, Callable[..., Engine]] = {"ddp": DDP} | {
+        f"zero{stage}": partial(Zero, stage=stage, offload=Offload(), working=None) for stage in (1, 2)
+    }
     return kinds[kind](model, layouts=layouts, mesh=Mesh.of(Degrees()), optimizer=settings)
 
 
