@@ -23,11 +23,11 @@ from parallel.sequence.kinds.catalog import DEFAULT, SEQUENCES
 
 @dataclass(frozen=True)
 class Space:
-    """Choices that are tried.
+    """Values of each plan setting that are tried. tensors, sequences: kinds of tensor and sequence parallelism.
 
-    schedules: (name, chunks). lists: largest number of cuts into stages for each schedule (cut.py). largest_tp, ...: largest degrees.
-    largest_microbatch: None: all sizes that divide a replica's batch are tried; otherwise only sizes up to it (with experts, multiples of
-    tp, so that each rank of tp routes whole sequences).
+    schedules: (name, stages on each rank). lists: largest number of cuts of the layers into stages for each schedule (cut.py). largest_tp,
+    largest_sp, largest_pp: largest degrees. largest_microbatch: largest size (with experts, only multiples of tp, so that each tp rank
+    routes whole sequences); None: all sizes that divide a replica's batch.
     """
 
     engines: tuple[str, ...] = ("ddp", "zero1", "zero2", "fsdp")
@@ -65,7 +65,7 @@ def degrees_of(plan: Plan) -> Degrees:
 
 
 def degree_choices(network: Network, *, world: int, global_batch: int, space: Space) -> Iterator[Degrees]:
-    """Yield degrees of parallelism whose dp divides the batch."""
+    """Yield all degrees of parallelism of `world` ranks with a dp that divides the global batch and an ep that divides the experts."""
     for pp, tp, sp, dp in degrees(network, world=world, space=space):
         if global_batch % dp == 0:
             yield from dict.fromkeys(Degrees(pp, tp, sp, dp, ep) for ep, _ in _experts(network, dp * sp * tp, space))
@@ -119,7 +119,7 @@ def _tensors(tp: int, space: Space) -> list[tuple[str, int]]:
 
 
 def _experts(network: Network, stage: int, space: Space) -> Iterator[tuple[int, int]]:
-    """Yield (ep, etp) that divide the experts, and the `stage` ranks of a stage."""
+    """Yield (ep, etp): ep divides the number of experts, and ep x etp divides `stage`, the number of ranks of a pipeline stage."""
     if network.experts is None:
         yield 1, 1
         return

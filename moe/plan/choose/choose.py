@@ -26,7 +26,7 @@ ROUNDED = 1 + 1e-9  # tolerance for sums of bytes that differ only in their orde
 
 @dataclass(frozen=True)
 class Ranked:
-    """A plan that can run and fits. seconds: of a step, predicted. held_bytes: memory of its fullest rank. advice: reason against it."""
+    """A plan that can run and fits. seconds: predicted, of a step. held_bytes: of its fullest rank. advice: why it is not recommended."""
 
     plan: Plan
     seconds: float
@@ -36,7 +36,7 @@ class Ranked:
 
 @dataclass(frozen=True)
 class Refused:
-    """Plans with the same reason for refusal. count: their number. example: exceeds the memory limit by least, by over_bytes."""
+    """Plans refused for one reason. count: number of plans. example: if they do not fit, the plan with the smallest excess (over_bytes)."""
 
     reason: str
     count: int
@@ -46,8 +46,8 @@ class Refused:
 
 @dataclass(frozen=True)
 class Ranking:
-    """Result of `choose`. tried, fitting: numbers of plans. ranked: best first. nearest: if plans did not fit, (the plan that exceeds the
-    memory limit by least, bytes by which it does)."""
+    """Result of `choose`. tried: number of plans. fitting: number that can run and fit. ranked: best first. nearest: (the refused plan that
+    exceeds the memory limit by least, its excess in bytes); None if no plan was refused for memory."""
 
     tried: int
     fitting: int
@@ -93,10 +93,10 @@ def choose(
     to the tightest. recompute: kinds in order of preference; the last needs the least memory. enough: ranking ends with the first plan for
     which it is True. given: one further plan, which keeps its own recompute.
     """
-    kept: dict[bool, list[_Fitting]] = {False: [], True: []}  # recommended plans, and plans with advice against them
+    kept: dict[bool, list[_Fitting]] = {False: [], True: []}  # False: recommended plans; True: plans with advice against them
     reasons, tried = _Reasons(), 0
     nearest: tuple[Plan, float] | None = None
-    nothing_fitted, too_large = False, dict[Plan, tuple[int, float]]()  # plan with micro-batch 1 -> (micro-batch, bytes)
+    nothing_fitted, too_large = False, dict[Plan, tuple[int, float]]()  # plan at micro-batch 1 -> (size that did not fit, excess bytes)
     as_it_is = () if given is None else (given,)
     for plan in chain(as_it_is, plans):
         tried += 1
@@ -159,7 +159,7 @@ def _first_that_fits(
 
 
 def _in_order(kept: Sequence[_Fitting], asked: Sequence[Callable[[Plan], float]]) -> Iterator[Ranked]:
-    """Yield plans in order of seconds. asked: functions for the bounds, then for the seconds. Bounds come before equal seconds."""
+    """Yield plans by ascending seconds. asked: functions of a plan: lower bounds of the seconds, the cheapest first, then the seconds."""
     last = len(asked) - 1
     waiting = [(asked[0](one.plan), last == 0, one.held_bytes, _kinds(one.plan), number, 0) for number, one in enumerate(kept)]
     heapify(waiting)

@@ -159,7 +159,7 @@ def _stages(network: Network, plan: Plan) -> Iterator[str]:
     pp, name = plan.pp, plan.schedule
     if pp == 1:
         return
-    kind = SCHEDULES.get(name)  # None: a file of actions, which says which ranks hold the stages
+    kind = SCHEDULES.get(name)  # None: a file of actions, which itself places stages on ranks
     stages = pp * plan.chunks
     given = plan.stage_layers
     if given is None and stages > network.layers:

@@ -99,8 +99,8 @@ def planned(
 ) -> Planned:
     """Return the best plans for all devices of the cluster.
 
-    checked: the recipe's own checks (moe/checks/together.py). ways: number of combinations of degrees for the second round.
-    Raises BadInput if no plan fits, with a change that makes one fit.
+    checked: the recipe's own checks (moe/checks/together.py). ways: number of combinations of degrees that the second round tries; None:
+    all. Raises BadInput if no plan fits, with a change that makes one fit.
     """
     space = _offloading(space or Space(), run)
     own_run = None
@@ -160,7 +160,7 @@ def _plans(run: Run, cluster: Cluster, space: Space, only: Collection[Degrees] |
 
 
 def _offloading(space: Space, run: Run) -> Space:
-    """Return the space. If the recipe offloads states, it has only the engines that can offload."""
+    """Return the space, restricted to the engines that can offload if the recipe offloads model states."""
     offload = run.sharding.offload
     on_host = (offload.optimizer, offload.parameters) != ("none", "none")
     return replace(space, engines=tuple(name for name, kind in ENGINES.items() if kind.offloads)) if on_host else space
@@ -205,7 +205,7 @@ class _Accepted:
 
 
 def _storages(run: Run, base: Plan, engines: Iterable[str]) -> dict[str, Plan]:
-    """Return engine -> a plan with the bytes of states and activations that this engine has."""
+    """Return engine -> a plan with this engine, its bytes of model states (`storage`) and of an activation's element (`compute_bytes`)."""
     return {engine: as_stored(replace(base, engine=engine), run) for engine in {*engines, *FIRST.engines, PLAIN}}
 
 
@@ -218,7 +218,7 @@ def _joined(found: Ranking, first: Ranking) -> tuple[Refused, ...]:
 
 
 def _nothing_fits(found: Ranking, run: Run, cluster: Cluster, checked: Callable[[Run, int], Run]) -> BadInput:
-    """Return the error for a recipe that no plan can train on the cluster. Its fix has been tried out."""
+    """Return the error for a recipe that no plan can train on the cluster. The fixes that it proposes have been tested."""
     if found.nearest is None:
         reason = (
             found.refused[0].reason if found.refused else f"its ways to cut ranks do not divide train.global_batch={run.train.global_batch}"
@@ -239,7 +239,7 @@ def _nothing_fits(found: Ranking, run: Run, cluster: Cluster, checked: Callable[
 
 
 def _mends(run: Run, cluster: Cluster, checked: Callable[[Run, int], Run], *, least: float) -> Iterator[Fix]:
-    """Yield two fixes, if they work: a change of the recipe, and more nodes. least: factor by which the devices must at least grow."""
+    """Yield up to two fixes that work: a change of the recipe, more nodes. least: memory of the smallest plan / memory of a device."""
     chunks: Values = {"recompute.loss_chunks": 8}
     optimizer: Values = {"sharding.kind": "zero", "sharding.offload.optimizer": "cpu"}
     changes = [chunks]

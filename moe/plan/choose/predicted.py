@@ -59,7 +59,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Memory and time of a run. ranks: memory of one rank for each pp rank; ranks that differ only in other axes need the same."""
+    """Memory and time of a run. ranks: memory of each pipeline rank; ranks that differ only in other axes need the same."""
 
     place: Place
     network: Network
@@ -88,7 +88,7 @@ class Prediction:
 
     @property
     def tightest(self) -> Bound | None:
-        """Known bound that the run exceeds by most, or under which it has the least room left; None if none is known."""
+        """The memory limit that the run exceeds by most or, if it exceeds none, comes nearest to; None if no limit is known."""
         known = []
         if self.place.limit_bytes is not None:
             of = "on the fullest rank" if self.place.kind == "cuda" else "a rank, all of which share this host's memory"
@@ -99,7 +99,7 @@ class Prediction:
 
     @property
     def over_bytes(self) -> float:
-        """Bytes above the tightest bound; negative if the run fits or no bound is known."""
+        """Bytes by which the run exceeds the tightest limit; negative if it does not, or if no limit is known."""
         return -1.0 if self.tightest is None else self.tightest.over
 
     @property
@@ -110,7 +110,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Bound:
-    """A limit of memory. least: bytes that any allocator needs. limit: bytes that are available. of: the ranks concerned, as text."""
+    """A memory limit. least: bytes that a run needs with any allocator. limit: available bytes. of: the ranks concerned, as text."""
 
     least: float
     limit: float

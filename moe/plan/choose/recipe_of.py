@@ -66,7 +66,7 @@ def _changed(plan: Plan, run: Run) -> Run:
     offload = run.sharding.offload.model_copy(update={"optimizer": plan.offload_optimizer, "parameters": plan.offload_parameters})
     made["sharding"] = made["sharding"].model_copy(update={"offload": offload})
     made_run = run.model_copy(update=made)
-    if plan.stage_layers is not None and plan.stage_layers == stage_layers(made_run):  # the trainer cuts so by itself
+    if plan.stage_layers is not None and plan.stage_layers == stage_layers(made_run):  # the trainer's default cut
         made_run = made_run.model_copy(update={"pipeline": made_run.pipeline.model_copy(update={"layers": None})})
     return made_run
 

@@ -20,8 +20,8 @@ from moe.plan.job.network import Network, Plan
 
 @dataclass(frozen=True)
 class Elements:
-    """Numbers of parameters. dense: outside of experts, with copies on all ranks of dp and sp. expert: of experts, with copies on the edp
-    ranks (Plan.edp). frozen_dense, frozen_expert: those among them that are not trained: without gradients and optimizer states."""
+    """Numbers of parameters. dense: outside of experts, copied on all ranks of dp and sp. expert: in experts, copied on the edp ranks
+    (Plan.edp). frozen_dense, frozen_expert: how many of them are not trained and so have no gradients and optimizer states."""
 
     dense: float = 0.0
     expert: float = 0.0
@@ -41,7 +41,7 @@ class Elements:
         return Elements(self.dense - self.frozen_dense, self.expert - self.frozen_expert)
 
     def as_frozen(self) -> Elements:
-        """Elements with these numbers, all frozen."""
+        """Return these parameters, all counted as frozen."""
         return Elements(self.dense, self.expert, self.dense, self.expert)
 
     def __add__(self, other: Elements) -> Elements:
@@ -57,7 +57,7 @@ class Elements:
 
 
 def layer(network: Network, plan: Plan, index: int) -> Elements:
-    """Parameters of layer number `index` of this stack, and of its adapters."""
+    """Numbers of parameters that a rank holds of layer `index` of this stack, adapters included."""
     whole = _matrices(network, plan, index)
     return whole if network.adapters is None else whole.as_frozen() + _adapters(network, plan, index)
 
@@ -113,7 +113,7 @@ def network_elements(network: Network, hidden: int, *, gated: bool) -> float:
 def attention(network: Network, t: int, *, over: int) -> float:
     """Parameters of one layer's attention on a rank, if `t` ranks share its matrices.
 
-    over: number of ranks over which heads are cut (fewer than t on grids). If there are fewer key-value heads, several ranks hold each.
+    over: number of ranks over which heads are cut (fewer than t on grids). With fewer key-value heads than that, several ranks hold each.
     """
     n, inner = network, network.heads * network.channels
     keys = max(n.groups, over) / t * n.channels
@@ -124,7 +124,7 @@ def attention(network: Network, t: int, *, over: int) -> float:
 
 
 def attention_matrices(network: Network, t: int, *, over: int) -> float:
-    """As `attention`, but only the matrices."""
+    """Parameters of the matrices of one layer's attention on a rank. t, over: as in `attention`."""
     n, inner = network, network.heads * network.channels
     if n.latent is None:
         return n.width * (2 * inner / t + 2 * max(n.groups, over) / t * n.channels)
@@ -134,7 +134,7 @@ def attention_matrices(network: Network, t: int, *, over: int) -> float:
 
 
 def gains(network: Network) -> int:
-    """Parameters of the norms of queries and keys, which every rank of tp holds."""
+    """Number of gains in a layer's norms of queries and keys. Every rank of tp holds all of them."""
     n = network
     return {"none": 0, "heads": 2, "whole": n.heads + n.groups}[n.qk_norm] * n.channels
 
@@ -145,10 +145,10 @@ def embedding(network: Network, plan: Plan) -> float:
 
 
 def ends(network: Network, plan: Plan, *, first: bool, last: bool) -> Elements:
-    """Parameters of a rank outside of layers: vocabulary, positions, final norms. first, last: it holds the model's first, last stage."""
+    """Parameters of a rank outside of layers: vocabulary, positions, final norms. first, last: it has the model's first, last stage."""
     table = embedding(network, plan)
     tables = (1 if first else 0) + (1 if last else 0) - (1 if first and last and network.tied else 0)
-    tables += last and not first and network.ahead > 0 and not network.tied  # the last stage embeds next tokens
+    tables += last and not first and network.ahead > 0 and not network.tied  # on the last stage, multi-token prediction embeds next tokens
     positions = network.length * network.width if network.learned_positions and first else 0
     runs = (run for run in network.halves if (last if run is network else first))
     found = Elements(tables * table + positions + sum(norm(run) + _shared_bias(run, plan) for run in runs))
@@ -161,12 +161,12 @@ def _shared_bias(run: Network, plan: Plan) -> float:
 
 
 def ahead(network: Network, plan: Plan) -> Elements:
-    """Parameters of multi-token prediction for one further token: a dense layer, the product that joins its inputs, three norms."""
+    """Parameters of multi-token prediction for one further token: a dense layer, the matrix that merges its two inputs, three norms."""
     return Elements(2 * network.width**2 + 3 * norm(network)) + layer(replace(network, experts=None), plan, 0)
 
 
 def held(network: Network, plan: Plan, stages: Sequence[range], mine: Sequence[int]) -> Elements:
-    """Parameters of a rank. stages: layers of each stage. mine: numbers of the stages that the rank holds."""
+    """Parameters that a rank holds. stages: layers of each stage. mine: numbers of the rank's stages."""
     found = ends(network, plan, first=0 in mine, last=len(stages) - 1 in mine)
     for stage in mine:
         for index in stages[stage]:

@@ -40,9 +40,9 @@ def cut(costs: Sequence[float], stages: int) -> tuple[int, ...]:
 
 
 def empty_rank(sizes: Sequence[int], homes: Sequence[Sequence[int]]) -> int | None:
-    """First rank without weights, which has no layer and neither the first nor the last stage; None if all have weights.
+    """First rank without weights, which means without layers, embedding and head; None if every rank has weights.
 
-    sizes: number of layers of each stage. homes: ranks of each stage.
+    sizes: number of layers of each stage. homes: for each stage, the ranks that hold it.
     """
     held = {rank for stage, ranks in enumerate(homes) if sizes[stage] or stage in (0, len(sizes) - 1) for rank in ranks}
     return next((rank for rank in sorted({rank for ranks in homes for rank in ranks}) if rank not in held), None)
@@ -70,9 +70,9 @@ def _needed(ends: Sequence[float], most: float) -> int:
 
 
 def _least_squares(ends: Sequence[float], stages: int, *, limit: float) -> tuple[int, ...]:
-    """Cut into stages that cost at most `limit`, with the least sum of squares."""
+    """Number of layers of each stage: of all cuts with stage costs up to `limit`, the cut with the least sum of squared costs."""
     count = len(ends) - 1
-    # best[n]: the best cut of layers n and later into the last stages, as many as are handled so far: (sum of squares, size of its first)
+    # best[n]: layers n and later cut into the stages handled so far, the last ones: (least sum of squared costs, layers of the first one)
     best: list[tuple[float, int]] = [(inf, 0)] * count + [(0.0, 0)]
     sizes: list[list[tuple[float, int]]] = []
     for left in range(stages):
@@ -108,7 +108,7 @@ def layer_lists(network: Network, plan: Plan, stages: int, most: int = 2) -> tup
 def _lists(network: Network, stages: int, tp: int, tensor: str, depth: int, ep: int, etp: int) -> tuple[tuple[int, ...], ...]:
     by_work, plan = _by_work(network, stages), Plan(tp=tp, tensor=tensor, depth=depth, ep=ep, etp=etp)  # type: ignore[arg-type]
     first, last = (counts.ends(network, plan, first=begins, last=not begins).total for begins in (True, False))
-    of_kind = {index in network.sparse_layers: index for index in range(network.layers)}  # all layers of a kind are equal
+    of_kind = {index in network.sparse_layers: index for index in range(network.layers)}  # kind (True: with experts) -> a layer
     total = {kind: counts.layer(network, plan, index).total for kind, index in of_kind.items()}
     held = [total[index in network.sparse_layers] for index in range(network.layers)]
     sizes = cut([first, *held, last], stages)
@@ -127,14 +127,14 @@ def _by_work(network: Network, stages: int) -> tuple[int, ...]:
 
 
 def operations(network: Network, index: int) -> float:
-    """Multiplications of one token in a layer's forward pass: the matrices that it uses, and half of all pairs of attention."""
+    """Multiplications for one token in a layer's forward pass: by the active matrices, and for half of attention's (query, key) pairs."""
     n, e = network, network.experts
     active = n if e is None else replace(n, experts=replace(e, count=e.choices))
     return counts.layer(active, Plan(), index).total + n.heads * n.channels * n.length
 
 
 def _fullest(held: list[float], first: float, last: float, sizes: tuple[int, ...]) -> float:
-    """Parameters of the largest stage. held: of each layer. first, last: of embedding and head. sizes: number of layers of each stage."""
+    """Parameters of the largest stage. held: parameters of each layer. first, last: of embedding, head. sizes: layers in each stage."""
     of_stage = [sum(held[a:b]) for a, b in pairwise((0, *accumulate(sizes)))]
     of_stage[0] += first
     of_stage[-1] += last

@@ -100,14 +100,14 @@ def _half_forward(model: sections.Model, own: float, *, layer: int) -> float:
 def rows_of_token(router: sections.Router, num_experts: int) -> float:
     """Mean number of rows that experts compute for a token: its choices, but at most one for each expert, and at most the capacity.
 
-    Experts that choose tokens fill their capacity. Minimum and rounding of a small group's capacity are left out.
+    Experts that choose tokens fill their capacity. The capacity's minimum and rounding, which matter in small groups, do not count.
     """
     spec, slots = router, slots_of_token(router)
     return min(min(spec.num_choices, slots) if method_of(spec).tokens_choose else slots, num_experts)
 
 
 def slots_of_token(router: sections.Router) -> float:
-    """Capacity of all experts together in rows, filled or not, divided by the number of tokens; infinite without a capacity."""
+    """Number of rows for which all experts together have capacity, divided by the number of tokens; infinite without a capacity."""
     spec = router
     return inf if spec.capacity_factor is None else spec.capacity_factor * (spec.num_choices if spec.capacity_counts == "choices" else 1)
 
@@ -139,7 +139,7 @@ def core_forward(model: sections.Model, *, layer: int) -> float:
 
 
 def core_width(model: sections.Model) -> float:
-    """Number of channels of all heads: the mean of the channels of keys and of values."""
+    """Number of channels of all heads together. If keys and values have different sizes, it is the mean of both."""
     if model.latent.key_rank is not None:
         return model.num_heads * (model.latent_sizes.key + model.latent_sizes.value) / 2
     return model.num_heads * (model.head_size or model.d_model // model.num_heads)
@@ -169,12 +169,12 @@ def in_chunks(model: sections.Model, *, layer: int) -> bool:
 def counted_training(run: sections.Run) -> float:
     """Training FLOPs per token as speeds are published: 6 for each active matrix weight, and 12 w L for each layer's attention.
 
-    All pairs of positions count, also pairs hidden by the causal mask (PaLM, arXiv 2204.02311, appendix B), but with a sliding window no
-    more keys than it holds. Recomputation does not count. Of an encoder-decoder, it is the mean over all tokens of both halves.
+    w: channels of all heads. L: sequence length. Masked (query, key) pairs count (PaLM, arXiv 2204.02311, appendix B), but no keys outside
+    of a sliding window. Recomputation does not count. For an encoder-decoder, the result is the mean over all tokens of both halves.
     """
     m = run.model
     counted = size(run).training
-    if m.kind == "encoder_decoder":  # `size` counts half of the pairs only in the decoder's self-attention
+    if m.kind == "encoder_decoder":  # only in the decoder's self-attention does `size` leave out half of the pairs
         written = m.target_length
         unseen = 4.0 * (written - 1) / 2 * core_width(m) * written / m.read_length
         return counted + 3 * (m.num_layers - m.decoder_begins) * unseen
@@ -209,7 +209,7 @@ def layer_flops(run: sections.Run) -> tuple[float, ...]:
 
 
 def stage_flops(run: sections.Run, layers: Sequence[range]) -> tuple[float, ...]:
-    """Forward FLOPs per token of each stage. layers: of each stage. The last includes the head and multi-token prediction."""
+    """Forward FLOPs per token of each stage, with head and multi-token prediction in the last. layers: the layers of each stage."""
     end, of_layer = end_flops(run), layer_flops(run)
     of_stage = [sum(of_layer[layer] - (end if layer == run.model.num_layers - 1 else 0.0) for layer in held) for held in layers]
     return (*of_stage[:-1], of_stage[-1] + end)

@@ -29,7 +29,7 @@ Recomputed = Literal["none", "selective", "full"]
 
 
 def repeats(index: int, every: int) -> bool:
-    """True if layer `index` is recomputed: every `every`-th is. Layers of multi-token prediction have the last numbers."""
+    """True if layer `index` is recomputed, as every `every`-th layer is. Multi-token prediction's layers are numbered after all others."""
     return index % every == 0
 
 
@@ -38,7 +38,7 @@ class Router:
     """Parts of a router in addition to its matrix.
 
     vectors: further learned numbers of each expert. noise: a second matrix, for the size of the noise. norm: its input is normed. jitter:
-    its input is multiplied by noise. capped: its logits are bounded. kept: further bytes that it keeps for each token.
+    its input is multiplied by noise. capped: its logits are bounded. kept: further bytes for each token that the backward pass needs.
     """
 
     vectors: int = 0
@@ -80,7 +80,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class Latent:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434). query_rank: 0 if full. key_rank: of keys and values."""
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434). Ranks are sizes of latents: of queries (0: none), of keys and values."""
 
     query_rank: int
     key_rank: int
@@ -106,8 +106,8 @@ class Network:
     sees: attention to past tokens only, or to all. sparse_layers: numbers of the layers with experts instead of a dense network.
     biases: all products and norms have biases. qk_norm: norm of queries and keys, for each head or over all heads.
     buckets: number of distances with a learned bias for each head (T5), in each layer, or once a stack (`shared_buckets`).
-    sinks: each head has a learned logit in its softmax. clipped: queries, keys and values are clipped, and also kept unclipped.
-    logit_cap: the head's logits are bounded by tanh, and its result is kept.
+    sinks: each head has a learned logit in its softmax. clipped: queries, keys and values are clipped, and kept in both forms.
+    logit_cap: tanh bounds the head's logits, and tanh's result is kept for the backward pass.
     ahead: number of further tokens of multi-token prediction; each adds a dense layer, a product that joins its two inputs, and a head.
     core_work: number of (query, key) pairs that attention computes, divided by the number in causal attention: mean over layers.
     windows_in_runs: fraction of layers whose sliding windows are computed in chunks of tokens, which keep keys and values twice.
@@ -200,7 +200,7 @@ class Plan:
     dp, tp, sp, pp, ep, etp: degrees of parallelism. engine: the data-parallel engine.
     tensor: kind of tensor parallelism: `1d` is Megatron-LM's, `sliced` adds Megatron's sequence parallelism between layers.
     depth: number of grids in the 2.5d kind, each with its own tokens.
-    sequence: method of attention over the sp ranks. order: positions of a sequence that each of them holds. Under a causal mask, a rank
+    sequence: method of attention over the sp ranks. order: positions of a sequence that each sp rank holds. Under a causal mask, a rank
     that holds only early positions has less work than the others, and waits for them.
     schedule: the pipeline schedule. chunks: stages on each rank. stage_layers: number of layers of each stage (None: an even cut).
     microbatch: number of sequences in a replica's micro-batch. microbatches: number of a replica's micro-batches in a step.
@@ -238,7 +238,7 @@ class Plan:
     reshard: bool = True
 
     def but(self, **changes: Any) -> Plan:
-        """Copy with changes: ten times as fast as dataclasses.replace. The planner makes hundreds of thousands of plans."""
+        """Return a changed copy, ten times as fast as dataclasses.replace: the planner makes hundreds of thousands of plans."""
         assert changes.keys() <= self.__dict__.keys(), changes
         made = object.__new__(Plan)
         made.__dict__.update(self.__dict__, **changes)
@@ -246,7 +246,7 @@ class Plan:
         return made
 
     def only(self, names: tuple[str, ...], **changes: Any) -> Plan:
-        """Plan with these settings and changes; all others have their defaults. Equal results are one object, which caches find quickly."""
+        """Plan with these settings and changes, and defaults otherwise. Equal results are one object, which caches find quickly."""
         return _plan_with(names, _getter(names)(self), tuple(changes.items()))
 
     @property

@@ -211,7 +211,7 @@ def _with_adam(run: Run) -> Storage:
 
 
 class Matrices(NamedTuple):
-    """`num` matrices of `rows` times `columns`. kind: `expert`; `inner`, others that Muon updates; `outer`, vocabulary and gates."""
+    """`num` matrices of `rows` x `columns`. kind: `expert`; `inner`: others that Muon updates; `outer`: embedding, head and gates."""
 
     kind: Literal["inner", "outer", "expert"]
     num: int

@@ -33,7 +33,7 @@ class Storage:
 
     @property
     def expert(self) -> Storage:
-        """Bytes of an expert's parameter."""
+        """Storage of the parameters of experts."""
         return self if self.of_experts is None else replace(self, optimizer=self.of_experts)
 
 

@@ -162,7 +162,7 @@ def load_cluster(name: str) -> Cluster:
 
 
 def _nearest(name: str, known: list[str]) -> str:
-    """Fix for an unknown cluster's name. For names such as h100x8 or 8xh100, it is the shipped node with 8 of these devices."""
+    """Return the fix for an unknown cluster name. For h100x8 or 8xh100, it proposes the shipped node with 8 of these devices."""
     counted = re.fullmatch(r"(?:(?P<before>\d+)[x*-])?(?P<device>.+?)(?:[x*:_-](?P<after>\d+))?", name.lower())
     assert counted is not None
     device, count = counted["device"], int(counted["after"] or counted["before"] or 8)
@@ -242,8 +242,8 @@ def _check_texts(value: Any) -> None:
 
 
 def _section(mapping: dict[str, Any], section: str, of: type) -> dict[str, Any]:
-    """Values of a section ("" for the top level) of a cluster file. of: dataclass with its fields. Raises ValueError for other names, and
-    for bad numbers."""
+    """Values of a section ("": top level) of a cluster file. of: dataclass with fields that are the allowed names. Raises ValueError for
+    other names, and for bad numbers."""
     values = mapping[section] if section else mapping
     if not isinstance(values, dict):
         raise ValueError(f"{section}: {values!r}, which is no mapping")
@@ -259,7 +259,7 @@ def _section(mapping: dict[str, Any], section: str, of: type) -> dict[str, Any]:
 def _number(key: str, value: Any, deep: int, where: Any) -> Any:
     """Return a number, or a list or nested mapping of numbers, after checks. Text such as 4e9 counts, because YAML reads it as text.
 
-    key: its name in _DEEP, _LISTS and _DIVIDES. deep: number of nested mappings. where: path in the file, for errors.
+    key: field name, for which _DEEP, _LISTS and _DIVIDES have rules. deep: levels of nested mappings. where: path in the file, for errors.
     """
     if key in _MAY_LACK and not value and where == key:
         return value

@@ -120,7 +120,7 @@ def _measured(rates: dict[float, float], flops: float) -> float:
 
 
 def alignment(num_bytes: int) -> float:
-    """Fraction of the rate for rows of `num_bytes`: 1 for multiples of 128 bytes, 0.3 for odd numbers.
+    """Fraction of the full rate that products with rows of `num_bytes` bytes reach: 1 for multiples of 128 bytes, 0.3 for odd numbers.
 
     NVIDIA's guide: A100 is most efficient at multiples of 128 bytes, and below 16 bytes loads go element by element.
     """

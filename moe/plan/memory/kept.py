@@ -27,8 +27,8 @@ FP32_BYTES = 4
 
 @dataclass(frozen=True)
 class Tokens:
-    """Number of tokens of one micro-batch on one rank. inside: in attention and networks. between: in norms and masks between these. read:
-    in the inputs of products."""
+    """Numbers of tokens in a micro-batch's tensors on a rank. inside: in attention and networks. between: in norms and masks around these.
+    read: in the kept inputs of the products after norms."""
 
     inside: float
     between: float
@@ -80,7 +80,7 @@ def layer_parts(network: Network, plan: Plan, stack: Stack, index: int) -> dict[
 
 
 def _norm_outputs(n: Network, index: int) -> tuple[bool, bool]:
-    """Return (True if attention's normed input is kept for the backward pass, True if that of the network or experts is kept).
+    """Return whether the backward pass needs (attention's normed input, the normed input of the network or experts).
 
     An input is not kept if all weights that multiply it are frozen. A router always keeps its input.
     """
@@ -88,7 +88,7 @@ def _norm_outputs(n: Network, index: int) -> tuple[bool, bool]:
 
 
 def _cross(n: Network, encoder: Network, plan: Plan, stack: Stack) -> float:
-    """Bytes of cross-attention. The encoder's output, which all layers read, is counted only once (`ends_kept`)."""
+    """Bytes that a layer's cross-attention keeps. The encoder's output, which all layers read, is counted once, in `ends_kept`."""
     c, at, read = plan.compute_bytes, tokens_of(n, plan, stack), tokens_of(encoder, plan, stack)
     inner, keys = n.heads * n.channels, (n.heads if stack.keys == "repeated" else n.groups) * n.channels
     of_norm = (_norm(n, stack, c) * n.width + 2 * stack.statistics) * at.between + c * n.width * at.read
@@ -110,7 +110,7 @@ def norm_kept(n: Network, plan: Plan, stack: Stack) -> int:
 
 
 def _norm(n: Network, stack: Stack, itemsize: int) -> int:
-    """Bytes that a norm keeps for each element of its input. Separate steps of RMSNorm (`Stack.rms`) keep more, for its gain's gradient."""
+    """Bytes that a norm keeps for each element of its input; RMSNorm in separate kernels (`Stack.rms`) more, for its gain's gradient."""
     return max(stack.norm, itemsize) + (stack.rms if n.norm == "rmsnorm" and n.adapters is None else 0)
 
 
@@ -122,7 +122,7 @@ def _head_norms(n: Network, stack: Stack, itemsize: int) -> float:
 
 
 def _head_norm(n: Network, stack: Stack, itemsize: int, heads: int) -> float:
-    """As `_head_norms`, for queries or keys alone, which have `heads` heads."""
+    """Bytes that the norm of queries, or of keys, keeps for each token. heads: number of heads of the queries, or of the keys."""
     if n.qk_norm == "none":
         return 0.0
     of_input = _norm(replace(n, norm="rmsnorm"), stack, itemsize) * heads * n.channels
@@ -152,7 +152,7 @@ def _attention(n: Network, stack: Stack) -> float:
 
 
 def _latents(n: Network, plan: Plan, stack: Stack, at: Tokens) -> float:
-    """Bytes of latent attention's latents: before their norms for this rank's own tokens, after the norms for all tokens.
+    """Bytes that the latents of multi-head latent attention keep: before their norms for a rank's own tokens, after them for all tokens.
 
     If tp cuts the heads, the tensor after the norms also holds the rotary key, and x if queries have no latent.
     """
@@ -169,7 +169,7 @@ def _latents(n: Network, plan: Plan, stack: Stack, at: Tokens) -> float:
 
 
 def rows_of(network: Network, plan: Plan) -> float:
-    """Number of rows that a rank's experts compute for one micro-batch if the router is balanced. The ranks of etp share their rows."""
+    """Number of rows that a rank's experts compute for one micro-batch with a balanced router. All etp ranks compute the same rows."""
     e = network.experts
     if e is None:
         return 0.0
@@ -178,7 +178,7 @@ def rows_of(network: Network, plan: Plan) -> float:
 
 
 def traffic_of(network: Network, plan: Plan, tokens: float, rows: float, number_bytes: int) -> Traffic:
-    """Messages of one layer's exchange over ep, for `rows` rows of `tokens` tokens. number_bytes: bytes of an element."""
+    """Messages over ep of one MoE layer, if the choices of `tokens` tokens make `rows` rows. number_bytes: bytes of an element."""
     e = network.experts
     assert e is not None
     slots = None if e.slots is None else tokens * e.choices * e.slots
@@ -189,7 +189,7 @@ def traffic_of(network: Network, plan: Plan, tokens: float, rows: float, number_
 
 
 def buffers_of(network: Network, plan: Plan) -> float:
-    """Bytes of the buffers of the largest message in one layer's exchange; 0 if one rank holds all experts."""
+    """Bytes of the buffers for the largest message that one MoE layer sends over ep; 0 if one rank holds all experts."""
     if network.experts is None or plan.ep == 1:
         return 0.0
     tokens = plan.microbatch * network.length / plan.sp / plan.tp * plan.etp
@@ -202,7 +202,7 @@ def _experts(n: Network, plan: Plan, stack: Stack) -> float:
     count = stack.gated if e.gated else 1 if n.activation == "relu" else stack.plain
     tensors = (stack.expert_gated if e.gated else stack.expert_plain) + e.dropout if e.fused else count + 2 * e.dropout
     hidden = tensors * e.hidden / plan.etp
-    of_weights = FP32_BYTES * expert_elements(n, plan) if n.adapters is not None and n.trains("experts") else 0.0  # W + s B A
+    of_weights = FP32_BYTES * expert_elements(n, plan) if n.adapters is not None and n.trains("experts") else 0.0  # merged W + s B A
     moved = stack.expert_rows if plan.ep * plan.etp > 1 or stack.expert_rows == 1 or not e.fused else 0
     here = plan.microbatch * n.length / plan.sp
     shared = c * count * e.shared_hidden * here / plan.tp
@@ -217,8 +217,8 @@ def expert_elements(n: Network, plan: Plan) -> float:
 
 
 def router_kept(n: Network, stack: Stack, itemsize: int) -> float:
-    """Bytes that the router and its losses keep for each token, in fp32: jitter and its product, inputs of a norm and a second product,
-    probabilities of experts. itemsize: bytes of an element of activations."""
+    """Bytes that the router and its losses keep for each token, in fp32: jitter and its product, inputs of the norm and of the noise's
+    matrix, probabilities of experts. itemsize: bytes of an element of activations."""
     e = n.experts
     assert e is not None
     r, held = e.router, 0.0
@@ -246,7 +246,7 @@ def layer_kept(network: Network, plan: Plan, stack: Stack, index: int, recompute
 
 
 def stage_kept(network: Network, plan: Plan, stack: Stack, layers: range, *, first: bool, last: bool) -> float:
-    """Bytes that a micro-batch keeps on a decoder's stage with these layers. first, last: the model begins, ends on this stage."""
+    """Bytes that a micro-batch keeps on a decoder's stage with these layers. first, last: True for the model's first, last stage."""
     casts, input_bytes = casts_kept(plan, stack), plan.compute_bytes * network.width * tokens_of(network, plan, stack).between
     kept = ends_kept(network, plan, stack, first=first, last=last)
     kept += inputs_kept(plan, stack, layers, first=first, last=last) * input_bytes
@@ -263,7 +263,7 @@ def inputs_kept(plan: Plan, stack: Stack, layers: range, *, first: bool, last: b
     wider = stack.norm > plan.compute_bytes and plan.tensor not in GRIDS  # the norm keeps a wider copy, and the received tensor is kept too
     if layers or last:
         return sent + (wider and not (layers and recompute_of(plan, layers.start) == "full"))
-    return sent + (not first)  # a stage without layers and ends keeps the tensor that it passes on
+    return sent + (not first)  # a stage without layers, embedding and head keeps the tensor that it passes on
 
 
 def keeps_scores(plan: Plan) -> bool:
@@ -283,7 +283,7 @@ def casts_kept(plan: Plan, stack: Stack) -> bool:
 
 
 def cast_weights(network: Network, plan: Plan, index: int) -> float:
-    """Bytes of one layer's weights in the compute dtype that are kept: of dense products that are not recomputed.
+    """Bytes of one layer's dense weights, cast to the compute dtype, that are kept for the backward pass (not if it recomputes them).
 
     index: number among the layers of all stacks.
     """
@@ -302,7 +302,7 @@ def cast_weights(network: Network, plan: Plan, index: int) -> float:
 
 
 def cast_ahead(network: Network, plan: Plan) -> float:
-    """As `cast_weights`, for one layer of multi-token prediction and the product that joins its inputs."""
+    """Bytes of kept weight casts of one multi-token-prediction layer and of the matrix that merges its two inputs."""
     return cast_weights(replace(network, experts=None), plan, network.layers) + plan.compute_bytes * 2 * network.width**2
 
 
@@ -332,7 +332,7 @@ def _last_norm(run: Network, plan: Plan, stack: Stack) -> float:
 def _ahead(network: Network, plan: Plan, stack: Stack, index: int) -> float:
     """Bytes that multi-token prediction keeps for one further token: inputs of two norms and of the product, a layer, a norm, logits."""
     at, c = tokens_of(network, plan, stack), plan.compute_bytes
-    same = c if stack.norm <= c else 0  # in fp32 two norms keep the same tensor
+    same = c if stack.norm <= c else 0  # in fp32, two norms keep one tensor in common
     joined = (2 * _norm(network, stack, c) - same + 2 * c) * network.width + 4 * stack.statistics
     read = (_norm(network, stack, c) + c) * network.width + 2 * stack.statistics
     of_layer = layer_kept(replace(network, experts=None), plan, stack, index, recompute_of(plan, index))

@@ -73,7 +73,7 @@ def peak(network: Network, plan: Plan, stack: Stack = OURS) -> Memory:
 
 
 def _fullest(plan: Plan, stack: Stack, ranks: Sequence[RankMoments]) -> Sequence[RankMoments]:
-    """Ranks that need most memory: one, or several equal ones. Bytes of states are proportional to the parameters, so they need no sums."""
+    """Ranks that need most memory: one, or several equal ones. Bytes of states are a rank's parameters times the bytes of one parameter."""
     if len(ranks) == 1:
         return ranks
     dense, expert = (_states(plan, one)[0].total for one in (Elements(1.0, 0.0), Elements(0.0, 1.0)))
@@ -105,9 +105,9 @@ def _memory(plan: Plan, stack: Stack, rank: RankMoments) -> Memory:
 
 
 class _Full(NamedTuple):
-    """A moment with the bytes that depend on the plan's engine.
+    """Moment of a step, with the bytes that depend on the plan's engine. bucket: gradient buckets.
 
-    missing: gradients that do not exist yet. waiting: a tied head's separate gradient. gathered: of ZeRO stage 3. bucket: of gradients.
+    missing: gradients that do not exist yet. waiting: a tied head's separate gradient. gathered: ZeRO-3's gathered weights and gradients.
     """
 
     moment: Moment
@@ -122,12 +122,12 @@ class _Full(NamedTuple):
 
 
 def _fullest_moment(plan: Plan, stack: Stack, rank: RankMoments) -> _Full:
-    """Moment of a rank with the most bytes."""
+    """Return the moment of the step at which the rank needs the most bytes."""
     if stack.gradients == "kept":
         one = rank.moments[0]
         return _Full(one, 0.0, 0.0, _gathered(plan, stack, rank, one), _bucket(plan, stack, one.at))
     head = plan.storage.gradients if plan.stage < 3 or differs_by_moment(plan, stack) else 0.0
-    dense = expert = 0.0  # after the first micro-batch all gradients exist
+    dense = expert = 0.0  # bytes of one parameter's gradient, if gradients are missing at some moment
     if any(one.to_come is not NOTHING for one in rank.moments):
         dense, expert = (_states(plan, one)[0].gradients for one in _freed(plan))
     found = [
@@ -146,15 +146,15 @@ def _fullest_moment(plan: Plan, stack: Stack, rank: RankMoments) -> _Full:
 
 
 def _new_buckets(plan: Plan, rank: RankMoments) -> _Full:
-    """Moment at which DDP makes its buckets again, at the start of the second step: their gradients exist twice. With more than two ranks,
-    this happens before the optimizer has states (parallel/data/ddp.py)."""
+    """Return the moment at the start of the second step when DDP rebuilds its buckets: gradients exist twice. With more than two ranks, it
+    rebuilds them before the optimizer has states (parallel/data/ddp.py)."""
     of_experts = _states(plan, Elements(expert=rank.held.trained.expert * _freed(plan)[1].expert))[0].gradients
     empty = Moment(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, NOTHING, 0.0, 0.0, "forward")
     return _Full(empty, of_experts, 0.0, 0.0, _states(plan, rank.held)[0].gradients - of_experts)
 
 
 def _gathered(plan: Plan, stack: Stack, rank: RankMoments, moment: Moment) -> float:
-    """Bytes of ZeRO stage 3 at one of the rank's moments."""
+    """Bytes of weights that ZeRO stage 3 has gathered, and of gradients that it has not reduced yet, at this moment."""
     if plan.stage < 3 or plan.copies == 1:
         return 0.0
     if differs_by_moment(plan, stack):
@@ -166,7 +166,7 @@ def _gathered(plan: Plan, stack: Stack, rank: RankMoments, moment: Moment) -> fl
 
 
 def _freed(plan: Plan) -> tuple[Elements, Elements]:
-    """(1 dense parameter, 1 expert parameter), each 0 if its gradient stays in memory between steps.
+    """Return (one dense parameter, one expert parameter) as Elements, each with 0 instead if its gradient stays in memory between steps.
 
     DDP's buckets keep the gradients that all its ranks sum, and DeepSpeed's stage 3 has one buffer for all shards of a rank.
     """
@@ -177,10 +177,10 @@ def _freed(plan: Plan) -> tuple[Elements, Elements]:
 
 
 def _states(plan: Plan, held: Elements) -> tuple[States, dict[str, float]]:
-    """(states on the device, bytes on the host by name in PARTS) of these parameters.
+    """Return (states on the device, name in PARTS -> bytes on the host) for these parameters.
 
-    With an offloaded optimizer, the gradients are on the host too. With pipeline stages, gradients are first summed on the device, and the
-    host has the sums of its shard.
+    With an offloaded optimizer, the gradients are on the host too. With pipeline stages, whole gradients are first summed on the device,
+    and the host holds this rank's shard of the sums.
     """
 
     def of(elements: Elements, stage: int) -> States:
@@ -209,8 +209,8 @@ def _states(plan: Plan, held: Elements) -> tuple[States, dict[str, float]]:
 
 
 def _bucket(plan: Plan, stack: Stack, at: At) -> float:
-    """Bytes of DeepSpeed's bucket of gradients, which has its full size even for a small model. In this project, stages 1 and 2 make it
-    with the first gradient, after the loss."""
+    """Bytes of DeepSpeed's bucket of gradients, which has its full size even for a small model. In this project, stages 1 and 2 allocate it
+    at the first gradient, after the loss."""
     if not stack.bucket_elements or plan.kind.bucket == "none" or plan.copies == 1:
         return 0.0
     if stack.gathers == "moments" and plan.kind.bucket == "passes" and plan.pp == 1 and at == "loss":

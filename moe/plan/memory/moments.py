@@ -50,7 +50,7 @@ _OF_LAYER = ("tp", "sp", "ep", "etp", "tensor", "depth", "tiles", "microbatch", 
 
 @dataclass(frozen=True, eq=False)
 class LayerBytes:
-    """One kind of layer.
+    """Sizes of one kind of layer on a rank.
 
     elements: parameters held. gathered: parameters that are whole at the same time in ZeRO stage 3. matrix: elements of its widest matrix.
     kept: bytes that a micro-batch keeps. work: temporary bytes of its backward pass. dispatch: bytes of rows sent to and from experts.
@@ -69,7 +69,7 @@ class Moment(NamedTuple):
 
     work: temporary bytes of the layer in its backward pass. at: kind of moment. to_come: parameters without a gradient yet, in a step's
     first backward pass. waiting: parameters of a tied head; autograd keeps their gradient apart until the embedding's gradient is added to
-    it. gathered: bytes of ZeRO stage 3.
+    it. gathered: bytes of ZeRO-3's gathered weights and unreduced gradients.
     """
 
     activations: float
@@ -86,10 +86,10 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class RankMoments:
-    """A pipeline rank, independent of the sharding of its states.
+    """Sizes of a pipeline rank that do not depend on the sharding of its states. number: the rank.
 
-    number: of the rank. versions: number of versions of its weights. held: its parameters. gathered: for each kind of its layers, the
-    parameters that are whole at the same time. table: parameters of its embedding or head, or 0. moments: those that may be the peak.
+    versions: number of weight versions that it keeps. held: its parameters. gathered: for each kind of its layers, the parameters that are
+    whole at the same time. table: parameters of its embedding or head, or 0. moments: all that may be its memory peak.
     """
 
     number: int
@@ -116,7 +116,7 @@ def differs_by_moment(plan: Plan, stack: Stack) -> bool:
 
 @lru_cache(maxsize=256)
 def _ranks(network: Network, plan: Plan, stack: Stack, casts: bool, which: Literal["all", "fullest"]) -> tuple[RankMoments, ...]:
-    """As ranks_of. casts: True if a micro-batch keeps weights in the compute dtype."""
+    """Compute the result of `ranks_of`, cached. casts: True if a micro-batch keeps weights in the compute dtype."""
     ranks = in_flight(plan.schedule, ranks=plan.pp, microbatches=plan.microbatches, chunks=plan.chunks)
     stages = counts.stages_of(network, plan, 1 + max(stage for rank in ranks for stage in rank.stages))
     step = _Step(network, plan, stack, stages, casts)
@@ -132,8 +132,8 @@ def _ranks(network: Network, plan: Plan, stack: Stack, casts: bool, which: Liter
 def _fullest(
     schedule: str, pp: int, microbatches: int, chunks: int, sizes: tuple[int, ...], sparse: tuple[int, ...], every: int
 ) -> tuple[int, ...]:
-    """Numbers of the ranks that may need most memory. A rank is left out if an earlier one has equal kinds of layers, the same ends and no
-    fewer micro-batches in flight. sizes: number of layers of each stage. sparse: layers with experts. every: as Plan.recompute_every."""
+    """Numbers of the ranks that may need most memory: without ranks for which an earlier rank has the same layers, the same ends and as
+    many micro-batches in flight, or more. sizes: layers of each stage. sparse: layers with experts. every: Plan.recompute_every."""
     ranks = in_flight(schedule, ranks=pp, microbatches=microbatches, chunks=chunks)
     bounds, last = [0, *accumulate(sizes)], len(sizes) - 1
     kinds = [[sorted((i in sparse, repeats(i, every)) for i in range(bounds[s], bounds[s + 1])) for s in rank.stages] for rank in ranks]
@@ -153,7 +153,7 @@ def _fullest(
 
 @lru_cache(maxsize=20_000)
 def _layer(network: Network, plan: Plan, stack: Stack, sparse: bool) -> LayerBytes:
-    """Layer with or without experts. plan.recompute is the layer's own recompute."""
+    """Sizes of a layer with experts (`sparse`) or without. plan.recompute is the kind of recompute of this one layer."""
     index = network.sparse_layers[0] if sparse else NO_EXPERTS
     of = (network, plan, stack, index)
     elements, matrix = counts.layer(network, plan, index), widest(network, plan, sparse=sparse)
@@ -169,11 +169,11 @@ def _layer(network: Network, plan: Plan, stack: Stack, sparse: bool) -> LayerByt
 
 @dataclass(frozen=True, eq=False)
 class _Outside:
-    """The model outside of its layers.
+    """Sizes of the model outside of its layers: embedding, head, final norms, loss.
 
-    elements, keeps: (has the first stage, has the last stage) -> parameters, and bytes that a micro-batch keeps there. crossing: bytes of
-    a tensor sent between stages. loss, head_input: temporary bytes at the loss. table: parameters of the embedding. ahead: parameters of
-    one layer of multi-token prediction. casts: bytes of that layer's weights in the compute dtype.
+    elements, keeps: (has the first stage, has the last stage) -> parameters, and bytes that a micro-batch keeps there. crossing: bytes of a
+    tensor sent between stages. loss, head_input: temporary bytes at the loss. table: parameters of the embedding. ahead: parameters of one
+    layer of multi-token prediction. casts: bytes of that layer's weights in the compute dtype.
     """
 
     elements: dict[tuple[bool, bool], Elements]
@@ -202,7 +202,7 @@ def _outside(network: Network, plan: Plan, stack: Stack) -> _Outside:
 
 
 class _Step:
-    """A network, a plan and a training software. Each kind of layer is computed once, because the planner asks for thousands of plans."""
+    """Computes the moments of a step. Each kind of layer is computed once, because the planner asks for thousands of plans."""
 
     def __init__(self, network: Network, plan: Plan, stack: Stack, stages: Sequence[range], casts: bool) -> None:
         self.network, self.plan, self.stack, self.stages, self.casts = network, plan, stack, stages, casts
@@ -224,7 +224,7 @@ class _Step:
         return self.kinds[kind]
 
     def kinds_of(self, stage: range) -> list[tuple[LayerBytes, int]]:
-        """Kinds of layers of a stage, each with the number of these layers."""
+        """Return (sizes of the layer, number of such layers) for each kind of layer in a stage."""
         if not self.sparse and self.plan.recompute_every == 1 and self.network.encoder is None:
             return [(self.layer(stage.start), len(stage))] if stage else []
         return list(Counter(map(self.layer, stage)).items())
@@ -241,7 +241,7 @@ class _Step:
 
     def _largest(self, moments: Iterable[Moment]) -> tuple[Moment, ...]:
         """Moments that no other moment exceeds in all respects (Pareto front)."""
-        bucket = self.stack.bucket_elements * self.stack.bucket_bytes  # at the loss, it may not exist yet
+        bucket = self.stack.bucket_elements * self.stack.bucket_bytes  # bytes of a bucket, which may not exist yet at the loss
         found: list[Moment] = []
         for one in sorted(moments, key=lambda moment: moment.total + moment.gathered, reverse=True):
             if not any(
@@ -255,7 +255,7 @@ class _Step:
         return tuple(found)
 
     def _moments(self, rank: RankPeaks, layers: dict[int, list[tuple[LayerBytes, int]]], held: Elements, table: float) -> Iterator[Moment]:
-        """All moments of a step that may be the peak. layers: kinds of layers of each of the rank's stages, with their numbers."""
+        """Yield all moments of a step that may be the peak. layers: stage of the rank -> [(kind of layer, number of these layers)]."""
         outside, last, network, plan = self.outside, self.last, self.network, self.plan
         bodies = [sum([n * of.kept for of, n in mine]) for mine in layers.values()]
         ends = [outside.keeps[stage == 0, stage == last] for stage in layers]
@@ -267,7 +267,7 @@ class _Step:
         tied = outside.table if network.tied and 0 in layers and last == 0 and network.adapters is None else 0.0
         work = max([of.work for mine in layers.values() for of, _ in mine], default=0.0)
         whole = self._gathered(held, table)
-        # the embedding's rows are read in fp32, then cast (but not in FSDP); a tied embedding's gradient also has a sum with the head's
+        # embedding rows are read in fp32, then cast (not in FSDP); a tied table's gradient is added to the head's in a second tensor
         wide = FP32_BYTES if self.stack.casts and not self.gathers else plan.compute_bytes
         of_embedding = wide * (2 if tied else 1) * table if network.adapters is None else 0.0
 
@@ -319,15 +319,15 @@ class _Step:
                 before = sum((of.elements.times(n) for of, n in layers[stage]), before) if once else NOTHING
 
     def _counts(self, rank: RankPeaks) -> list[tuple[Sequence[int], bool]]:
-        """Numbers of micro-batches in flight that may be the peak: (number for each stage, True if no backward pass of the step has ended).
-        The moment after the first backward pass counts too, because gradients exist from then on."""
+        """Return candidates for the peak: (micro-batches in flight for each stage of the rank, True if no backward pass of the step has
+        ended). The moment after the first backward pass counts too, because gradients exist from then on."""
         microbatches = self.plan.microbatches
         found: list[tuple[Sequence[int], bool]] = [(count, microbatches == 1 or min(count) == microbatches) for count in rank.most]
         after = [([n - 1 for n in count], False) for count, first in found if first and microbatches > 1]
         return [*found, *after]
 
     def _gathered(self, held: Elements, table: float) -> dict[At, float]:
-        """Bytes of ZeRO stage 3 at the moments outside of layers."""
+        """Return kind of moment -> bytes of ZeRO-3's gathered weights and unreduced gradients, for the moments outside of layers."""
         if not self.gathers:
             return {}
         moments: tuple[At, ...] = ("loss", "embedding", *self.plan.kind.moments)
@@ -338,7 +338,7 @@ class _Step:
         """Layers of a stage that may be the peak during their backward pass: the last and the first layer of each kind.
 
         Each is (layer, bytes that later layers kept and have freed, parameters without a gradient yet in the first backward pass, bytes of
-        ZeRO stage 3 while it works, and while its gradients are summed). once: compute the parameters without a gradient.
+        ZeRO-3 during its backward pass, bytes of ZeRO-3 while its gradients are reduced). once: compute the parameters without a gradient.
         """
         kinds = self.kinds_of(self.stages[stage])
         if len(kinds) == 1 and not self.gathers:

@@ -84,8 +84,8 @@ class Stack:
     over_ranks: int = 0
 
 
-# This project: norms and losses in fp32, each product of a network is kept; experts' kernels recompute the activation. Logits if tp ranks
-# share the vocabulary: the log-sum-exp's gradient in three steps, the target's gradient separately, and the logits themselves.
+# This project: norms and losses in fp32, each product of a network is kept; experts' kernels recompute the activation. If tp ranks share
+# the vocabulary, logits_shared adds the log-sum-exp's gradient in three steps, the target's separate gradient, and the logits themselves.
 OURS = Stack(
     "moe",
     norm=4,

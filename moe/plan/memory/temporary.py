@@ -23,8 +23,8 @@ NOTHING = Elements()
 
 
 def at_loss(network: Network, plan: Plan, stack: Stack) -> float:
-    """Bytes at the loss: copies of the logits in other dtypes, and their gradients. With `loss_chunks`, these are one chunk's, and the
-    head's gradient is added, which is a sum over all chunks."""
+    """Bytes at the loss: copies of the logits in other dtypes, and their gradients. With `loss_chunks`: the bytes of one chunk, and the
+    head's gradient, which is summed over the chunks."""
     shared = plan.tp > 1 and plan.tensor != "copied"
     if plan.loss_chunks > 1:
         narrow = plan.compute_bytes if plan.compute_bytes < FP32_BYTES else 0
@@ -52,8 +52,8 @@ def at_layer(network: Network, plan: Plan, stack: Stack, index: int) -> float:
 
 
 def _of_bias(network: Network, plan: Plan, stack: Stack, index: int) -> float:
-    """Bytes of the gradient of T5's bias, less the bytes that the layer's second half has freed: the gradients of all sequences and their
-    sum, or the sum in fp32 before and after masking, whichever is more."""
+    """Bytes of the gradient of T5's bias, less the bytes that the layer's second half has freed. The gradient needs the larger of: one
+    tensor for each sequence and their sum; the sum in fp32 before and after masking."""
     parts = layer_parts(network, plan, stack, index)
     gone = parts["network"] + parts["activation"] + parts["experts"]
     return bias_elements(network, plan, stack) * max((plan.microbatch + 1) * plan.compute_bytes, 2 * FP32_BYTES) - gone
@@ -62,8 +62,8 @@ def _of_bias(network: Network, plan: Plan, stack: Stack, index: int) -> float:
 def _of_network(network: Network, plan: Plan, stack: Stack, hidden: float) -> float:
     """Bytes of a dense network's backward pass. hidden: bytes of one tensor of the hidden size.
 
-    In this project the gradients of the activation (two with a gate) come after the last product, whose input is freed by then, except
-    for relu, which reads its own output.
+    In this project the gradients of the activation (two with a gate) come after the last product's backward pass, which frees that
+    product's input, except for relu, which needs this input: its own output.
     """
     gradient = _gradient(network, plan, stack, sparse=False)
     if not stack.casts:
@@ -102,7 +102,7 @@ def _gathered_input(network: Network, plan: Plan, stack: Stack) -> float:
 
 
 def head_input(network: Network, plan: Plan, stack: Stack) -> float:
-    """Bytes of the head's gathered input at the loss, in addition to the kept norm's output, which it replaces if it is kept."""
+    """Bytes that the head's gathered input adds at the loss with `sliced` activations, less the slice that it replaces if it is kept."""
     if plan.tensor != "sliced" or stack.reads_again:
         return _gathered_input(network, plan, stack)
     return _whole_input(network, plan) * (1 - 1 / plan.tp)
@@ -125,7 +125,7 @@ class Unit(NamedTuple):
 
 
 def gathered(plan: Plan, stack: Stack, at: At, unit: Unit, *, held: Elements, table: float) -> float:
-    """Bytes at one moment of a step, for this project's engines. held: parameters of the rank. table: parameters of the embedding."""
+    """Bytes of gathered weights and unreduced gradients at a moment, in this project. held: rank's parameters. table: the embedding's."""
     form = plan.carrier.gathered
     if form is None:
         return 0.0
@@ -154,7 +154,7 @@ def gathered(plan: Plan, stack: Stack, at: At, unit: Unit, *, held: Elements, ta
 
 
 def at_any_moment(plan: Plan, stack: Stack, *, held: float, table: float, units: Sequence[float]) -> float:
-    """Bytes for other software: whole weights of a few layers, and the whole gradient of one layer before it is reduced.
+    """Bytes of ZeRO stage 3 in other software: whole weights of a few layers, and one layer's whole gradient before it is reduced.
 
     held: parameters of the rank. table: of the embedding. units: of each kind of its layers.
     """
@@ -172,5 +172,5 @@ def at_any_moment(plan: Plan, stack: Stack, *, held: float, table: float, units:
 
 
 def _shared(plan: Plan, elements: Elements) -> float:
-    """Number of these parameters that have copies on several ranks. Only they are sharded."""
+    """Number of these parameters that several ranks would hold without ZeRO, and that it shards."""
     return (elements.dense if plan.copies > 1 else 0.0) + (elements.expert if plan.edp > 1 else 0.0)

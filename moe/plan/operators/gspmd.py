@@ -171,7 +171,7 @@ class _State:
         return axes if fits else None
 
     def _kept(self, tensor: str, proposals: Collection[Proposal]) -> tuple[Axes, ...]:
-        """Axes of the dims after a largest set of compatible proposals. If there are several, the one that moves the fewest bytes."""
+        """Axes of each dim after a maximal set of compatible proposals; of several such sets, the one that moves the fewest bytes."""
         held = self.dims[tensor]
         options = [sorted({held[d], *(p.axes for p in proposals if p.dim == d)}) for d in range(len(held))]
         together = [dims for dims in product(*options) if _each_once(dims)]
@@ -184,7 +184,7 @@ class _State:
         return dims
 
     def _moved(self, tensor: str, dims: tuple[Axes, ...], proposals: Collection[Proposal]) -> float:
-        """Bytes that a rank sends if the tensor has these dims and each proposing operator reshards it as it proposed, and back."""
+        """Bytes that a rank sends if `dims` shard the tensor and each proposing operator reshards it to its own proposal and back."""
         held, moved = Sharding(dims), 0.0
         for operator in sorted({p.operator for p in proposals}):
             asked = [*self.dims[tensor]]
@@ -199,7 +199,7 @@ class _State:
 
 
 def agreement(found: Sequence[Axes]) -> Axes:
-    """Longest list of axes that agrees with all of these: each begins with it, or is the beginning of it."""
+    """Longest list of axes that is compatible with all lists in `found`: each of them begins with it, or is a prefix of it."""
     longest = max(found, key=len, default=())
     return next((longest[:n] for n in range(len(longest), 0, -1) if all(_same_start(longest[:n], axes) for axes in found)), ())
 
@@ -210,17 +210,16 @@ def _same_start(a: Axes, b: Axes) -> bool:
 
 
 def _uncontended(agreed: Mapping[str, Axes], heard: Sequence[Mapping[str, Axes]]) -> dict[str, Axes]:
-    """Factor of an operator -> mesh axes that no other factor wants.
+    """Return letter of a dim -> its mesh axes in `agreed`, cut before the first axis that shards a dim with another letter in some tensor.
 
-    agreed: factor -> axes on which the operator's tensors agree. The result ends before the first axis that shards another factor in some
-    tensor. heard: for each tensor, factor -> axes.
+    agreed: letter -> axes on which the operator's tensors agree. heard: for each tensor of the operator, letter -> its axes.
     """
     asked = _askers(heard)
     return {f: next((axes[:n] for n, axis in enumerate(axes) if asked.get(axis, set()) - {f}), axes) for f, axes in agreed.items()}
 
 
 def _askers(heard: Iterable[Mapping[str, Axes]]) -> dict[str, set[str]]:
-    """Axis -> factors that it shards in some tensor of an operator. heard: for each tensor, factor -> axes."""
+    """Return axis -> letters of the dims that it shards in some tensor of an operator. heard: for each tensor, letter -> axes."""
     found: dict[str, set[str]] = {}
     for of in heard:
         for factor, axes in of.items():
@@ -267,7 +266,7 @@ def _heard(op: Operator, found: Propagated) -> list[dict[str, Axes]]:
 
 
 def _possible(graph: Graph, op: Operator, found: Propagated) -> Iterator[Cuts]:
-    """All cuts of an operator: each axis cuts one of the factors that want it, or none; axes of one factor in every order."""
+    """Yield all cuts of an operator's work. Each mesh axis cuts one of the dims that it shards, or none; axes of one dim in every order."""
     asked = {axis: sorted(factors - set(op.whole)) for axis, factors in sorted(_askers(_heard(op, found)).items())}
     seen: set[str] = set()
     for chosen in product(*[(*factors, "") for factors in asked.values()]):

@@ -63,7 +63,7 @@ def plan_of(program: Program) -> Plan:
 
 @dataclass(frozen=True)
 class _Kind:
-    """Mesh axes that a plan uses for the batch, dense matrices, the number of experts, and experts' hidden units."""
+    """Mesh axes of a plan for the batch (data), dense matrices (tensor), the number of experts, and experts' hidden units."""
 
     data: Axes
     tensor: Axes
@@ -72,7 +72,7 @@ class _Kind:
 
     @staticmethod
     def nearest(program: Program) -> _Kind:
-        """Find the most similar plan: by the axes that cut tokens between layers, and the axes that cut weights."""
+        """Return the most similar plan's axes: axes that cut tokens between layers become data, axes that cut dense weights tensor."""
         data = _cutting(program, _stream(program), ("batch",))
         dense = {name: letters for name, letters in program.graph.parameters.items() if not _of_experts(program.graph, letters)}
         experts = {name: letters for name, letters in program.graph.parameters.items() if _of_experts(program.graph, letters)}

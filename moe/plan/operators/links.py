@@ -27,9 +27,9 @@ class Link:
 
 @dataclass(frozen=True)
 class Mesh:
-    """Equal devices in a grid. sizes, links: of each axis; neighbours along the last axis are closest.
+    """Equal devices in a grid. sizes, links: number of ranks and link of each axis; neighbours along the last axis are closest.
 
-    flops: operations a second of a device. moved: bytes a second of its memory. memory_bytes: size of its memory.
+    flops: operations a second of a device. moved: bandwidth of its memory, in bytes a second. memory_bytes: size of its memory.
     """
 
     sizes: tuple[int, ...]

@@ -88,12 +88,12 @@ def check(graph: Graph, layout: Layout, mesh: Sizes) -> None:
 
 
 def together(graph: Graph) -> dict[str, str]:
-    """Name of a tensor or operator -> letters of its dims."""
+    """Name of a tensor or operator -> letters of its dims. A layout must not put two of these dims on one mesh axis."""
     return {name: graph.letters(name) for name in (*graph.inputs, *graph.parameters)} | {op.name: op.factors for op in graph.operators}
 
 
 def renamed(graph: Graph) -> Graph:
-    """Graph with other names for the batch inside of MoE dispatch and for the experts outside of it. Unchanged without experts."""
+    """Graph with other names for the batch between MoE dispatch and combine, and for the experts outside. Unchanged without experts."""
     inside = {op.name for op in graph.operators if op.kind in ("product", "pointwise") and _has(graph, op.factors, "experts", "slots")}
     if not inside:
         return graph
@@ -136,7 +136,7 @@ def by_letter(graph: Graph, layout: Layout) -> Cuts:
 
 
 def cuts(of: Cuts, op: Operator) -> Cuts:
-    """Cuts of one operator's work. of: letter -> axes, for all letters. Factors that it needs whole are gathered for it, not cut."""
+    """Return letter -> axes that cut one operator's work. of: the same for all letters. Dims that the operator needs whole are left out."""
     return {letter: of[letter] for letter in op.factors if letter in of and letter not in op.whole}
 
 
@@ -144,7 +144,7 @@ def cuts(of: Cuts, op: Operator) -> Cuts:
 
 
 class Best(NamedTuple):
-    """A layout, with the seconds of a step and the bytes of a rank. tried: number of layouts examined, also with undecided names."""
+    """A layout, with the seconds of a step and the bytes of a rank. tried: number of layouts examined, partial ones included."""
 
     layout: dict[str, str]
     seconds: float
@@ -181,9 +181,9 @@ def best_layout(
 
 @dataclass(frozen=True)
 class _Table:
-    """Costs of one term of the sum, for each legal choice of the names that it depends on. times: number of equal terms.
+    """Costs of one term of a step's cost, for each legal choice of the names that it depends on. times: number of equal terms.
 
-    found: choice of each name (None: undecided) -> result of `least`.
+    found: cached results of `least`, by the choice of each name (None: undecided).
     """
 
     names: tuple[str, ...]
@@ -207,7 +207,7 @@ class _Table:
 
 
 class _Search:
-    """Branch and bound, depth first."""
+    """Branch and bound, depth first: `go` gives axes to one dim name after another and stores the cheapest layout in `best`."""
 
     def __init__(self, graph: Graph, mesh: Sizes, machine: Machine, objective: Objective, of_weight: float, most_bytes: float) -> None:
         self.graph, self.objective, self.of_weight, self.most_bytes = graph, objective, of_weight, most_bytes
@@ -228,7 +228,7 @@ class _Search:
         cost = (
             *(float(f"{n:.12e}") for n in pair),
             sum(map(bool, decided.values())),
-        )  # rounded: the order of sums changes digits
+        )  # rounded, so that layouts with equal costs compare as equal whatever the order of the sums
         if held > self.most_bytes or cost >= self.cost:
             return
         if not left:
@@ -238,7 +238,7 @@ class _Search:
             self.go(decided | {left[0]: axis}, left[1:])
 
     def _bytes(self, decided: Choice) -> float:
-        """Lower bound of the bytes with these decisions."""
+        """Lower bound of a rank's bytes over all layouts with these decisions."""
         least = {id(table): table.least(decided) for table in self.sizes.values()}
         held = {name: least[id(table)] for name, table in self.sizes.items()}
         weights = sum(held.pop(name) for name in self.graph.parameters)
@@ -254,7 +254,7 @@ def _axes(graph: Graph, mesh: Sizes) -> dict[str, list[str]]:
 
 
 def _choices(graph: Graph, mesh: Sizes, together: Iterable[str]) -> Iterator[Choice]:
-    """All choices for the names of these dims. together: strings of letters, one a dim; names in the same string need different axes."""
+    """Yield all legal choices for the names of these dims. together: strings of dim letters; names in one string need different axes."""
     groups = [{graph.dims[letter].name for letter in letters} for letters in together]
     names, axes = sorted(set().union(*groups)), _axes(graph, mesh)
     apart = {frozenset(pair) for group in groups for pair in combinations(sorted(group), 2)}
@@ -276,7 +276,7 @@ def _table(graph: Graph, mesh: Sizes, together: Iterable[str], cost: Callable[[C
 
 
 def _times(graph: Graph, mesh: Sizes, machine: Machine) -> list[_Table]:
-    """Tables of a step's seconds: one for each kind of operator, and one for each kind of tensor with its readers."""
+    """Return cost tables of a step's seconds: for the work of each distinct operator, for the exchanges of each distinct tensor."""
     readers = {name: tuple(op for op in graph.operators if name in op.inputs) for name in tensors(graph)}
     alike: dict[object, tuple[str, tuple[Operator, ...], int]] = {}
     for name, read in (*((op.name, (op,)) for op in graph.operators), *((name, read) for name, read in readers.items() if read)):
@@ -293,7 +293,7 @@ def _times(graph: Graph, mesh: Sizes, machine: Machine) -> list[_Table]:
 
 
 def _seconds(graph: Graph, mesh: Sizes, machine: Machine, tensor: str, read: tuple[Operator, ...]) -> Callable[[Choice], float]:
-    """Function from a layout to the seconds of an operator's work, or of the exchanges between a tensor and its readers."""
+    """Return layout -> seconds of the operator `tensor` (if `read` holds only it), or of the tensor's exchanges with its readers."""
     constant = indices(graph)
 
     def seconds(layout: Choice) -> float:

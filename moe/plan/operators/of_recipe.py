@@ -77,7 +77,7 @@ def graph_of(run: Run, *, sequences: int) -> Graph:
 
 @dataclass
 class _Trace:
-    """Records operators while modules run. stream: operator that gives the residual stream. x: operator that gives the next input."""
+    """Records operators while modules run. stream: operator that gives the residual stream. x: operator that the next module reads."""
 
     run: Run
     sequences: int
@@ -120,7 +120,7 @@ class _Trace:
         self.stream = self.x = self.add("embedding.rows", "lookup", f"bl,{v}d->bld", "tokens", "embedding")
 
     def norm(self, name: str, module: Any) -> None:
-        """Add a norm. A block's first norm begins its layer; the model's last norm ends them. Attention adds norms of q and k."""
+        """Add a norm, which begins its layer (the model's last norm follows all layers). Norms of q and k are left to `attention`."""
         parts = name.split(".")
         if parts[-1] in ("q_norm", "k_norm"):
             return
@@ -178,7 +178,7 @@ class _Trace:
 
     def experts(self, name: str, module: Any) -> None:
         count, hidden, length = module.experts.num_experts, module.experts.d_ff, self.run.model.max_length
-        among = module.router.num_experts  # with the experts without parameters
+        among = module.router.num_experts  # including experts without parameters
         slots = max(1, math.ceil(rows_of_token(self.run.router, among) * length / among))
         e, u, m = self.letter("experts", count), self.letter("slots", slots), self.letter("expert_hidden", hidden)
         r = self.letter("experts", among)

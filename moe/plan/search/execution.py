@@ -28,7 +28,7 @@ from moe.plan.search.strategies import Settings
 from parallel.annotations.graph import Graph, Operator
 
 Key = tuple[int, int, int]
-FORWARD, BACKWARD, FETCH, RETURN, SUM, MET = range(6)  # kinds of tasks. MET takes no time: it waits for several parts
+FORWARD, BACKWARD, FETCH, RETURN, SUM, MET = range(6)  # kinds of tasks. RETURN fetches a gradient; MET only waits for several parts
 FINE_S_PER_BYTE = 1e-9  # penalty for a byte above a device's memory: 1 ms a MB, as in FlexFlow
 
 
@@ -48,7 +48,7 @@ class Placed:
         return prod(n for _, n in self.degrees)
 
     def ways(self, letters: str) -> int:
-        """Number of different pieces into which a tensor is cut. letters: of its dims."""
+        """Number of different pieces into which this placement cuts a tensor with the dims `letters`."""
         return prod(n for letter, n in self.degrees if letter and letter in letters)
 
 
@@ -148,8 +148,8 @@ class _Pieces:
 
 
 class Simulator:
-    """Simulates placements of one graph on one machine. Caches the tasks of each placed operator and edge. weight: layer -> number of times
-    that it counts."""
+    """Simulates placements of one graph on one machine. Caches the tasks of each placed operator and edge. weight: layer -> number of equal
+    layers that it represents."""
 
     def __init__(self, graph: Graph, machine: Machine, settings: Settings, weight: Mapping[int, float] | None = None):
         self.graph, self.machine, self.settings = graph, machine, settings
@@ -159,7 +159,7 @@ class Simulator:
         self._seen: dict[Any, _Pieces] = {}
 
     def tasks(self, placement: Placement) -> dict[Key, Task]:
-        """Tasks of one forward and backward pass."""
+        """Return key -> task, for all tasks of one forward and backward pass."""
         made: dict[Key, Task] = {}
         for op in self.graph.operators:
             made |= self._block((op.name, placement[op.name]), self._own, op, placement)
@@ -197,7 +197,7 @@ class Simulator:
         return placed.first + placed.stride * np.arange(placed.parts)
 
     def _own(self, op: Operator, placement: Placement) -> dict[Key, Task]:
-        """Tasks of an operator: forward and backward of each part, and the sums of its parameters' gradients."""
+        """Return key -> task of an operator: forward and backward of each part, and the sums of its parameters' gradients."""
         placed, n, made = placement[op.name], self.number[op.name], {}
         devices, weight = self._devices(placed), self.weight[op.name]
         moved = sum(self.graph.size(term) / placed.ways(term) for term in (*op.terms, op.output)) * self.graph.itemsize
@@ -222,15 +222,15 @@ class Simulator:
         return self._all_reduce(size, placed.parts, ways) if ways > 1 else 0.0
 
     def _all_reduce(self, size_bytes: float, span: int, count: int) -> float:
-        """Seconds of an all-reduce over `count` of `span` neighbouring devices, first within nodes, then between them."""
+        """Seconds of an all-reduce over `count` devices spread over `span` neighbouring ones, first within nodes, then between them."""
         within = min(count, max(1, self.machine.node_size * count // max(span, self.machine.node_size)))
         inside, between, nodes = self.machine.inside, self.machine.between, max(1, count // within)
         seconds = inside.alpha_s + 2 * (within - 1) / within * size_bytes * inside.beta_s if within > 1 else 0.0
         return seconds + (between.alpha_s + 2 * (nodes - 1) / nodes * size_bytes / within * between.beta_s if nodes > 1 else 0.0)
 
     def _sum(self, op: Operator, place: int, name: str, term: str, placed: Placed) -> dict[Key, Task]:
-        """Tasks that sum one parameter's gradient over the parts that hold the same piece of it. Their time is divided by the number of
-        micro-batches, because the sum runs once a step."""
+        """Return key -> task for the sums of one parameter's gradient over the parts that hold the same piece of it. Their time is divided
+        by the number of micro-batches, because the sum runs once a step."""
         count = prod(n for letter, n in placed.degrees if letter and letter not in term)
         if count == 1:
             return {}
@@ -246,7 +246,7 @@ class Simulator:
         return made
 
     def _pieces(self, factors: str, term: str, placed: Placed) -> _Pieces:
-        """Regions of a tensor with the letters `term`. If its operator is also cut along other factors, parts have partial sums of it."""
+        """Regions of a tensor with dims `term` that an operator's parts hold; partial sums if other dims of it are cut, too."""
         key = (factors, term, placed)
         if key in self._seen:
             return self._seen[key]
@@ -269,7 +269,7 @@ class Simulator:
         return made
 
     def _between(self, i: int, placement: Placement) -> dict[Key, Task]:
-        """Tasks of an edge from a writing to a reading operator: parts of the reader fetch the input, parts of the writer the gradient."""
+        """Return key -> task of an edge: the reader's parts fetch their input from the writer's parts, which fetch its gradient."""
         edge = self.graph.edges[i]
         writer, reader = self.graph.named[edge.writer], self.graph.named[edge.reader]
         size = self.graph.size(writer.output) * self.graph.itemsize

@@ -74,7 +74,7 @@ def inter_op(
         stages = int(values.argmin())
         if values[stages] < best:
             made = _walk(choice, t, stages, devices, submeshes)
-            seconds = total([stage.seconds for stage in made], microbatches)  # the slowest stage may be faster than t_max
+            seconds = total([stage.seconds for stage in made], microbatches)  # again, because the slowest stage may be faster than t_max
             if seconds < best:
                 best, found = seconds, Stages(made, seconds)
     if found is None:
@@ -84,7 +84,7 @@ def inter_op(
 
 
 def _sums(t, layers: int, devices: int, submeshes: Sequence[int]):  # type: ignore[no-untyped-def]
-    """(F[s, l, d], choice[s, l, d] = (index of the first stage's submesh, end of this stage))."""
+    """Return (F[s, l, d], choice[s, l, d]) for the F of this file's top; a choice is (submesh's index, end layer) of the first stage."""
     import numpy as np
 
     most = len(t)

@@ -84,7 +84,7 @@ def intra_op(
 
 
 class _Program:
-    """The linear program. A column is a strategy of an operator, or a pair of states (given, read) on an edge."""
+    """The linear program. A column (variable) is a strategy of an operator, or a pair of states (given, read) on an edge."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class _Program:
         return len(self.costs)
 
     def _states(self, name: str, place: int | None) -> dict[State, list[int]]:
-        """State -> columns of the operator's strategies that give their output in it, or that read input number `place` in it."""
+        """State -> columns of the operator's strategies that have this state for the output (place: None) or for input number `place`."""
         found: dict[State, list[int]] = {}
         for i, s in enumerate(self.options[name]):
             found.setdefault(s.gives if place is None else s.reads[place], []).append(self.first[name] + i)
@@ -156,7 +156,7 @@ class _Program:
             self.rows.append((row, 0.0, 1.0))
 
     def held(self, chosen: Mapping[str, Strategy], in_flight: int) -> float:
-        """Largest number of bytes at any time with the chosen strategies."""
+        """Bytes that a device needs with the chosen strategies, at the time at which it needs most."""
         states = sum(s.state_bytes * self.weight[name] for name, s in chosen.items())
         kept = live(self.graph, backward=self.settings.backward)
         return states + max(sum(chosen[name].output_bytes * self.weight[name] for name in alive & self.kept) for alive in kept) * in_flight
@@ -178,7 +178,7 @@ class _Program:
         return found.x
 
     def is_whole(self, values: Any) -> bool:
-        """True if the relaxation has one strategy for each operator; then no integer solution is better."""
+        """True if the relaxation's solution takes exactly one strategy for each operator; then no integer solution is better."""
         return all(min(abs(v), abs(1 - v)) < 1e-6 for v in values[: self.integers])
 
     def read(self, values: Any) -> dict[str, Strategy]:

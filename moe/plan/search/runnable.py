@@ -29,12 +29,12 @@ from parallel.annotations.graph import Graph, Operator
 from parallel.mesh.mesh import divisors
 
 _CUT_1D = ("vocab", "heads", "hidden")
-_STAGES: tuple[Sharded, ...] = (0, 1, 1, 3)  # ZeRO stage of a plan -> ZeRO stage of its strategies, of which none shards only gradients
+_STAGES: tuple[Sharded, ...] = (0, 1, 1, 3)  # index: ZeRO stage of a plan; value: stage of its strategies, which have no stage 2
 
 
 @dataclass(frozen=True)
 class Folded:
-    """A graph that has only one of several equal layers. weight: its layer -> number of layers that it represents. of: the reverse."""
+    """A graph with only one of several equal layers. weight: its layer -> number of equal layers. of: each original layer -> its layer."""
 
     graph: Graph
     weight: Mapping[int, float]
@@ -89,7 +89,7 @@ class LayerCost:
 
 
 def layer_costs(graph: Graph, mesh: Mesh, settings: Settings, chosen: Mapping[str, Strategy]) -> dict[int, LayerCost]:
-    """Cost of each layer of a folded graph. Changing the state of a tensor is counted in the layer that reads it."""
+    """Return layer of a folded graph -> its cost. Resharding a tensor is counted in the layer that reads it."""
     found = {}
     for layer in graph.layers:
         mine = [op for op in graph.operators if op.layer == layer]
@@ -110,7 +110,7 @@ def with_recompute(cost: LayerCost, stream_bytes: float) -> LayerCost:
 
 
 class Runnable:
-    """Costs of plans on a machine, by strategies of one graph's operators. The graph is a micro-batch of all replicas together.
+    """Computes costs of plans on a machine from strategies of a graph's operators. The graph is a micro-batch of all replicas together.
 
     allowed: plan -> True if the recipe can be trained with it.
     """
@@ -124,7 +124,7 @@ class Runnable:
         self._costs: dict[tuple[object, ...], dict[int, LayerCost] | None] = {}
 
     def sizes(self, plan: Plan) -> tuple[int, ...] | None:
-        """Sizes of a stage's mesh, (edp, rest of dp, sp, tp); None if ep is no product of the last axes."""
+        """Axis sizes (edp, rest of dp, sp, tp) of a stage's mesh; None if experts are cut, but not over sp x tp x a divisor of dp."""
         inner = plan.sp * plan.tp
         if plan.ep == 1 and plan.etp == 1:
             return (plan.dp, 1, plan.sp, plan.tp)
@@ -133,7 +133,7 @@ class Runnable:
         return (plan.dp * inner // plan.ep, plan.ep // inner, plan.sp, plan.tp)
 
     def cuts(self, plan: Plan) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
-        """Operator of the folded graph -> (factor that each axis of the mesh cuts, factor over which its partial sums are scattered)."""
+        """Operator of the folded graph -> (letter that each mesh axis cuts, letter over which each axis reduce-scatters partial sums)."""
         return {op.name: self._cut(op, plan) for op in self.joined.operators if op.whole != "read"}
 
     def _cut(self, op: Operator, plan: Plan) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -174,7 +174,7 @@ class Runnable:
         return found
 
     def costs(self, plan: Plan) -> dict[int, LayerCost] | None:
-        """Cost of each different layer; None if the plan cannot be expressed on this graph."""
+        """Return layer of the folded graph -> its cost; None if the plan cannot be expressed on this graph."""
         key = (plan.dp, plan.sp, plan.tp, plan.ep, plan.etp, plan.tensor, plan.engine, plan.recompute)
         if key not in self._costs:
             chosen, sizes = self.chosen(plan), self.sizes(plan)
@@ -185,13 +185,13 @@ class Runnable:
         return self._costs[key]
 
     def costs_of(self, graph: Graph, mesh: Mesh, chosen: Mapping[str, Strategy], *, recompute: Recomputed) -> dict[int, LayerCost]:
-        """Cost of each different layer with these strategies. graph: the folded graph after `read_together`."""
+        """Return layer -> its cost with these strategies. graph: the folded graph after `read_together`."""
         found = layer_costs(graph, mesh, self.settings, chosen)
         stream = max(chosen[name].output_bytes for name in self.folded.streams)
         return {i: with_recompute(c, stream) if recompute == "full" and i in self.blocks else c for i, c in found.items()}
 
     def stages(self, plan: Plan, costs: Mapping[int, LayerCost]) -> tuple[int, ...]:
-        """Number of layers of each stage: the plan's, or cut by seconds."""
+        """Number of layers of each stage: plan.stage_layers if given, otherwise a cut with equal seconds."""
         if plan.stage_layers is not None:
             return plan.stage_layers
         each = [costs[self.folded.of[layer]].seconds for layer in self.blocks]
@@ -230,7 +230,7 @@ class Runnable:
                 yield replace(plan, compute_bytes=self.whole.itemsize, storage=self.settings.storage)
 
     def _degrees(self, ranks: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (tp, sp, ep) that divide `ranks`, if dp then divides the number of sequences."""
+        """Yield (tp, sp, ep) for a stage of `ranks` ranks. dp = ranks / (tp sp) divides the sequences; ep divides ranks and experts."""
         for tp, sp in product(divisors(ranks), repeat=2):
             if ranks % (tp * sp) == 0 and self.whole.dims["b"].size % (ranks // (tp * sp)) == 0 and (sp == 1 or self.experts == 1):
                 yield from ((tp, sp, ep) for ep in divisors(math.gcd(ranks, self.experts)))

@@ -30,7 +30,7 @@ from parallel.errors import BadInput
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Result of a search.
+    """Result of a search. seconds: of a step with `plan`. free_seconds: of the unrestricted optimum.
 
     assignment: operator -> cut factors with their numbers of parts, from the most distant to the nearest ranks, such as `b8 f4`. nearest:
     True if the trainer cannot run the optimum, and `plan` is the nearest plan that it can run. said: a line about this, for the user.
@@ -54,7 +54,7 @@ class _Solution:
     assignment: Mapping[str, str]
 
 
-_Layers = tuple[Mapping[int, LayerCost], Mapping[str, Strategy], tuple[int, ...]]  # costs, strategies, sizes of axes
+_Layers = tuple[Mapping[int, LayerCost], Mapping[str, Strategy], tuple[int, ...]]  # costs of layers, strategies of operators, sizes of axes
 Allowed = Callable[[Plan], bool]
 RECOMPUTED: tuple[Recomputed, ...] = ("none", "full")
 GAP = 1e-3  # times count as equal if they differ by less than this fraction
@@ -97,7 +97,7 @@ def alpa(graph: Graph, machine: Machine, settings: Settings | None = None, *, al
 
 
 def _fastest(solutions: list[_Solution], in_flight: int, memory_bytes: float) -> tuple[Any, Any]:
-    """(least seconds of layers first to end, index of the solution that has them): arrays [first, end], of the solutions that fit."""
+    """Return arrays [first, end]: least seconds of layers first to end - 1 among the solutions that fit, and that solution's index."""
     import numpy as np
 
     sums = np.array([one.sums for one in solutions]).transpose(1, 0, 2)
@@ -107,10 +107,10 @@ def _fastest(solutions: list[_Solution], in_flight: int, memory_bytes: float) ->
 
 
 def _solutions(runnable: Runnable, devices: int) -> list[_Solution]:
-    """Solutions for a submesh with `devices` devices.
+    """Solutions for a submesh with `devices` devices, of which each has costs without and with recompute.
 
-    They are: the best strategies without a memory limit, and with the limit for equal stages, each without and with recompute (if nothing
-    fits without, the search itself counts recompute); and the strategies of all plans, so that the result is never slower than a plan.
+    They are: the best strategies without a memory limit; if they do not fit, with the limit for equal stages; if nothing fits, with
+    recompute counted in the search. The strategies of all plans are added, so that the result is never slower than a plan.
     """
     machine, folded = runnable.machine, runnable.folded
     share, flight = devices / machine.devices, min(runnable.settings.microbatches, max(1, machine.devices // devices))
@@ -119,10 +119,10 @@ def _solutions(runnable: Runnable, devices: int) -> list[_Solution]:
     found: list[_Layers] = []
 
     def solved(shape: tuple[int, int], limit: float, same: tuple[tuple[str, str], ...], again: Mapping[int, str]) -> list[bool]:
-        """Search one shape. Returns [True if it fits without recompute, True if with]; an empty list if nothing is found."""
+        """Search one mesh shape; add results to `found`. Returns [fits without recompute, fits with recompute], [] if nothing is found."""
         mesh = machine.mesh(*shape)
         how: dict[str, Any] = {"memory_bytes": limit, "in_flight": flight, "same": same, "weight": weight, "again": again}
-        how |= {"large": 0} if again else {}  # with tight memory, integer programs are slow
+        how |= {"large": 0} if again else {}  # round the relaxation: with tight memory, integer programs are slow
         try:
             got = intra_op(folded.graph, mesh, runnable.settings, gap=GAP, **how)
         except BadInput:
@@ -145,7 +145,7 @@ def _solutions(runnable: Runnable, devices: int) -> list[_Solution]:
 
 
 def _unbeaten(found: list[_Layers]) -> list[_Layers]:
-    """Solutions, except those that need at least the seconds and bytes of another one in every layer."""
+    """Return the solutions that no other solution dominates (by at most their seconds and bytes in every layer)."""
     kept: dict[tuple[float, ...], _Layers] = {}
     numbers = ((tuple(x for c in one[0].values() for x in astuple(c)), one) for one in found)
     for mine, one in sorted(numbers, key=lambda some: some[0]):
@@ -165,7 +165,7 @@ def _shapes(devices: int, node_size: int) -> list[tuple[int, int]]:
 
 
 def _sums(runnable: Runnable, costs: Mapping[int, LayerCost]) -> tuple[tuple[float, ...], ...]:
-    """Cumulative costs of the layers, as in _Solution. Embedding and head are counted in the first and the last layer."""
+    """Cumulative costs of the layers, as in _Solution. The embedding is counted in the first layer, the head in the last."""
     blocks, (first, *_, last) = runnable.blocks, runnable.whole.layers
     rows = []
     for part in ("seconds", "state_bytes", "kept_bytes"):
@@ -177,7 +177,7 @@ def _sums(runnable: Runnable, costs: Mapping[int, LayerCost]) -> tuple[tuple[flo
 
 
 def _nearest(runnable: Runnable, layers: tuple[int, ...] | None) -> Plan:
-    """Fastest plan that is allowed. layers: numbers of layers of the stages, also tried if not None."""
+    """Fastest plan that can run and is allowed. layers: number of layers of each stage, tried in addition to cuts by seconds."""
     numbers = [n for n in range(1, len(runnable.blocks) + 1) if runnable.machine.devices % n == 0]
     given = list(runnable.plans(len(layers), layers)) if layers is not None and len(layers) in numbers else []
     plans = [(runnable.seconds(plan), plan) for plan in (*given, *(plan for n in numbers for plan in runnable.plans(n)))]
@@ -234,7 +234,7 @@ def flexflow(
     if plans:
         plan = min(plans, key=lambda plan: (simulated(plan), runnable.seconds(plan)))
         near = simulated(plan)
-    else:  # no plan without stages fits, and the random walk tries no others
+    else:  # no plan without stages fits: take the fastest with stages, which the random walk does not try
         plan = _nearest(runnable, None)
         near = inf
     free = walk.seconds * settings.microbatches

@@ -140,7 +140,7 @@ def _work(op: Operator, graph: Graph, mesh: Mesh, settings: Settings, cut: Seque
 
 
 def _sums(op: Operator, graph: Graph, mesh: Mesh, settings: Settings, cut: Sequence[str], scatter: Sequence[str]) -> float:
-    """Seconds to sum partial results, axis by axis. The gradient of a scattered result is gathered."""
+    """Seconds of collectives that sum an operator's partial results, axis by axis, and that gather the gradient of a scattered result."""
     held, seconds = graph.size(op.output) * graph.itemsize / _ways(op.output, cut, mesh), 0.0
     for axis, (letter, to) in enumerate(zip(cut, scatter, strict=True)):
         if not letter:

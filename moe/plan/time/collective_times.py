@@ -78,7 +78,7 @@ def _ring(cluster: Cluster, group: Group, *, sums: bool = False) -> tuple[float,
 
 
 def _turns(cluster: Cluster, group: Group) -> float:
-    """Factor of a collective's time if ranks are processes of a host, because other groups use the same cores; 1 for accelerators."""
+    """Factor by which a collective on a CPU host takes longer because other groups use the same cores; 1 for accelerators."""
     if not cluster.cores:
         return 1.0
     return max(1.0, group.sharing * min(group.inside, cluster.cores) / cluster.cores)

@@ -121,8 +121,8 @@ def step_time(
 
 
 def _for_cores(crowd: float, microbatches: int, stages: list[Stage], pipeline: float) -> float:
-    """Additional seconds of a pipeline because its ranks share cores: while one rank waits, another can compute, but all work must be
-    done. Negative if a rank has several cores. crowd: as Cluster.crowd. pipeline: seconds if every rank had a core of its own."""
+    """Additional seconds of a pipeline because its ranks share cores. A waiting rank leaves its core to others, but the cores must do all
+    work. Negative if a rank has several cores. crowd: as Cluster.crowd. pipeline: seconds if every rank had a core of its own."""
     work = microbatches * sum(stage.work for stage in stages) / len(stages)
     sent = microbatches * sum(stage.total - stage.work for stage in stages) / len(stages)
     return (crowd - 1) * work if crowd < 1 else max(0.0, crowd * work + sent - pipeline)
@@ -150,7 +150,7 @@ def _sharing(network: Network, plan: Plan, cluster: Cluster, program: Program, s
         return sum(max(gather(cluster, g, n * item), (g.size - 1) / g.size * n * item / rate) for g, n in parts)
 
     reduced, gathered = gathers(wide), gathers(narrow)
-    if plan.stage == 1:  # with stages, DeepSpeed's ZeRO-1 sums after the rank's last action
+    if plan.stage == 1:  # with stages, DeepSpeed's ZeRO-1 sums after the rank's last action, while other ranks compute
         exposed = max(0.0, reduced - spare.others) if by_stage else _after_backward(reduced, stage, program, plan)
         waited, hidden = _overlapped(gathered, stage.forward_seconds, program) if program.parameters == "overlapped" else (gathered, 0.0)
         return exposed, waited, max(0.0, reduced - exposed) + hidden
@@ -173,14 +173,14 @@ def _sharing(network: Network, plan: Plan, cluster: Cluster, program: Program, s
 
 @dataclass(frozen=True)
 class Spare:
-    """Seconds in which a rank's gradient sums can overlap. after: for each of its stages in order, from the end of the stage's gradients to
-    the end of the rank's actions. others: from the end of the rank's actions to the end of all ranks' actions."""
+    """Seconds that can hide a rank's gradient sums. after: for each of its stages in order, from the end of the stage's gradients to the
+    end of the rank's actions. others: from the end of the rank's actions to the end of all ranks' actions."""
 
     after: tuple[float, ...]
     others: float
 
     def exposed(self, seconds: float) -> float:
-        """Part of `seconds` of sums that does not overlap. Each stage needs an equal part of them; they run one after another."""
+        """Seconds that gradient sums of `seconds` add to the step. Each stage has an equal part of the sums; they run one after another."""
         each, queued = seconds / max(1, len(self.after)), -inf
         for window in self.after:
             queued = max(queued, -window) + each
@@ -188,8 +188,8 @@ class Spare:
 
 
 def _spare(plan: Plan, stages: list[Stage], rank: int) -> Spare:
-    """Spare time of a rank, from the order of actions without their waits. After a rank's last input gradient, each earlier rank still has
-    one, and then its remaining weight gradients. `others` is 0 if ranks hold stages twice."""
+    """Return the spare time of a rank, from its last actions without waits. After its last input gradient, each earlier rank computes one
+    more, then its remaining weight gradients. `others` is 0 if two ranks hold each stage."""
     if plan.pp == 1:
         return Spare((0.0,), 0.0)
     of_ranks = tails(plan.schedule, plan.pp, plan.microbatches, plan.chunks)

@@ -28,7 +28,7 @@ KIND = {1: "fp8", 2: "bf16", 4: "fp32"}  # bytes of an element -> kind of produc
 
 @dataclass(frozen=True)
 class Pass:
-    """Seconds of a forward or backward pass: computation, and collectives of tp, sp and ep that it does not hide. kernels: their number."""
+    """Seconds of a forward or backward pass: computation, and exposed collectives of tp, sp and ep. kernels: number of kernels."""
 
     compute: float = 0.0
     tensor: float = 0.0
@@ -78,7 +78,7 @@ def _tp_group(plan: Plan, cluster: Cluster) -> Group:
 
 
 def over_tensor(network: Network, plan: Plan, cluster: Cluster, program: Program, *, sparse: bool) -> Passes:
-    """Collectives over tp of a layer, with experts if it is `sparse`."""
+    """Forward and backward time of a layer's collectives over tp. sparse: the layer has experts."""
     if plan.tp == 1 or plan.tensor == "copied":
         return Passes()
     group, left = _tp_group(plan, cluster), 1 - program.tensor_overlap
@@ -117,7 +117,7 @@ def _on_grid(network: Network, plan: Plan, cluster: Cluster, group: Group, left:
 
 
 def cross_sums(network: Network, encoder: Network, plan: Plan, cluster: Cluster, program: Program) -> Passes:
-    """All-reduces of cross-attention with 1D: of its output forward, of the gradients of decoder's and encoder's tokens backward."""
+    """Passes of cross-attention's all-reduces in 1D: of its output forward, of the gradients of both stacks' tokens backward."""
     if plan.grid.units == 1:
         return Passes()
     sizes = (tokens_of(half, plan) * network.width * plan.compute_bytes for half in (network, encoder))
@@ -151,7 +151,7 @@ def over_sequence(core: Passes, network: Network, plan: Plan, cluster: Cluster, 
 
 
 def exchange(network: Network, plan: Plan, cluster: Cluster, program: Program, *, tokens: float, rows: float) -> Passes:
-    """Exchange of `rows` rows of `tokens` tokens with experts and back: the dispatcher's messages over ep, and gathers over etp."""
+    """Passes of sending `rows` rows of `tokens` tokens to experts and back: the dispatcher's messages over ep, and gathers over etp."""
     e, item, per_node = network.experts, max(2, plan.compute_bytes), cluster.devices_per_node
     assert e is not None
 

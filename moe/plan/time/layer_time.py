@@ -33,8 +33,8 @@ Product = tuple[float, float, float]  # (m, n, k): a product of m x k by k x n
 
 @dataclass(frozen=True)
 class Layer:
-    """Times of one layer. core, second: two parts of its forward pass, with their collectives: attention between q, k and v; and the second
-    half, which is norm, network or experts, and residual sum."""
+    """Times of one layer. core: forward pass of attention between q, k and v. second: forward pass of the second half: norm, network or
+    experts, residual sum. Both include their collectives."""
 
     passes: Passes
     core: Pass
@@ -54,7 +54,7 @@ def _only(network: Network, sparse: bool) -> Network:
 
 
 def of_layer(plan: Plan) -> Plan:
-    """Plan with only the settings on which a layer or the head depends, so that plans share cached times. pp counts as more dp."""
+    """Plan with only the settings on which a layer or the head depends, so that plans share cached times. pp is merged into dp."""
     return plan.only(_OF_LAYER, dp=plan.world // (plan.tp * plan.sp))
 
 
@@ -96,9 +96,9 @@ def _products(
 ) -> Passes:
     """Passes of products, and of pointwise kernels that move `moved` bytes forward.
 
-    streams, kernels: number of pointwise kernels (forward, backward) that take time, and that the host launches. count: each product is
-    computed `count` times, by different experts. cast: products in 8 bits cast their operands first. by_product: sum the backward pass
-    product by product; published figures depend on this order in their last digit.
+    streams: numbers of pointwise kernels (forward, backward) that take device time. kernels: numbers that the host launches. count: each
+    product is computed `count` times, by different experts. cast: products in 8 bits cast their operands first. by_product: sum the
+    backward pass product by product; published figures depend on this order in their last digit.
     """
     device, kind = cluster.device, _kind(plan, program)
     together, times = (count, 1) if program.experts == "grouped" else (1, count)
@@ -143,7 +143,7 @@ def _projections(network: Network, plan: Plan, cluster: Cluster, program: Progra
 
 
 def _pointwise_bytes(plan: Plan, program: Program) -> int:
-    """Bytes for each element that pointwise kernels move."""
+    """Bytes that a pointwise kernel moves for each element that it reads or writes."""
     return 4 if program.streams == "elements" else max(2, plan.compute_bytes)
 
 
@@ -175,7 +175,7 @@ def _ffn(
     rows: float | None = None,
     count: float = 1,
 ) -> Passes:
-    """Passes of a feed-forward network with the rank's tokens. rows: if given, of `count` experts with `rows` tokens each instead."""
+    """Passes of a feed-forward network on the rank's tokens or, if `rows` is given, of `count` experts on `rows` tokens each."""
     n = tokens_of(network, plan) / plan.grid.sequences if rows is None else rows
     f, d = hidden / (plan.grid.units if rows is None else plan.etp), network.width
     moved = (3 if gated else 2) * _pointwise_bytes(plan, program) * f * n * count * program.pointwise
@@ -198,7 +198,7 @@ def _core(network: Network, plan: Plan, cluster: Cluster, program: Program) -> P
 
 
 def _fused(pairs: float, channels: float, plan: Plan, cluster: Cluster) -> Passes:
-    """Passes of attention with one kernel each. channels: size of a key plus size of a value."""
+    """Passes of fused attention: one kernel forward, one backward. channels: size of a key plus size of a value."""
     device, kind, flops = cluster.device, KIND[plan.compute_bytes], 2 * channels * pairs
     forward = device.fused_attention(flops, pairs, kind=kind)
     backward = device.fused_attention(2.5 * flops, pairs, backward=True, kind=kind)
@@ -258,7 +258,7 @@ def head_time(network: Network, plan: Plan, cluster: Cluster, program: Program) 
     logits and their exponentials again."""
     rows, chunks, device = plan.grid.sequences, plan.loss_chunks, cluster.device
     n, step = tokens_of(network, plan) / rows, 64 if plan.tp > 1 or network.vocab > 1000 else 1
-    v = -(-network.vocab / max(1, plan.tp / rows) // step) * step  # programs pad it to a multiple of 64
+    v = -(-network.vocab / max(1, plan.tp / rows) // step) * step  # programs pad the vocabulary to a multiple of 64
     kind, d = KIND[max(2, plan.compute_bytes)], network.width
     f, x, w = (chunks * device.product(*of, kind=kind) for of in ((n / chunks, v, d), (n / chunks, d, v), (d, v, n / chunks)))
     again = f + device.stream(LOGITS_AGAIN_BYTES * n * v, kernels=4 * chunks) if chunks > 1 else 0.0

@@ -84,7 +84,7 @@ def pipeline_time(
 
 
 def _of_stages(plan: Plan, times: Sequence[float]) -> Sequence[float]:
-    """Seconds of each stage, from the seconds of each rank: all stages of a rank are equal."""
+    """Seconds of each stage. times: seconds of each rank, which are divided equally among its stages."""
     if placed(plan.schedule) == "both_ways":
         return times
     homes = homes_of(plan)
@@ -104,7 +104,7 @@ def _least(plan: Plan, forward: tuple[int, ...], backward: tuple[float, ...], sh
     of_ranks: list[list[int]] = [[] for _ in range(p)]
     for stage, home in enumerate(homes):
         of_ranks[home].append(stage)
-    for rank, mine in enumerate(of_ranks):  # the first of a rank's stages has the rank's number
+    for rank, mine in enumerate(of_ranks):  # rank r's first stage is r, so before[r] is the time until its first forward pass
         work = m * sum([whole[stage] for stage in mine])
         put_off = m * share * sum([backward[stage] for stage in mine])
         found.append(before[rank] + max(work, work - put_off + after[rank]))
@@ -140,7 +140,7 @@ def _makespan(
 
 
 class Tail(NamedTuple):
-    """Actions at the end of a rank's step, counted as (operation, number). after: for each of the rank's stages, actions after the stage's
+    """Actions at the end of a rank's step, as (operation, number of actions). after: for each stage of the rank, the actions after its
     gradients are complete. late: actions after the rank's last input gradient."""
 
     after: tuple[tuple[tuple[str, int], ...], ...]
@@ -148,7 +148,7 @@ class Tail(NamedTuple):
 
 
 def tails(schedule: str, ranks: int, microbatches: int, chunks: int) -> tuple[Tail, ...]:
-    """Tail of each rank. It does not depend on the number of micro-batches, so a short step is built."""
+    """Tail of each rank. A short step is built for it, because the tail does not depend on the number of micro-batches."""
     if (
         chunks == 1 and placed(schedule) == "line" and not kind_of(schedule).splits_backward
     ):  # the last action completes the only stage's gradients

@@ -88,13 +88,13 @@ def stage_times(
 
 
 def times_of(network: Network, plan: Plan, cluster: Cluster, program: Program, kinds: Sequence[Kind], *, imbalance: float) -> list[Stage]:
-    """Times of each of these kinds of stages or ranks; few are different, and each of these is computed once."""
+    """Times of each of these stages or ranks. Only a few kinds differ, and each different kind is computed once."""
     made = {kind: _stage(network, plan, cluster, program, imbalance, *kind) for kind in dict.fromkeys(kinds)}
     return [made[kind] for kind in kinds]
 
 
 def rank_layers(network: Network, plan: Plan, *, every: int = 1) -> tuple[Counts, ...]:
-    """Number of layers of each kind on each pipeline rank, all of its stages together. If two ranks hold each stage: on each stage.
+    """Number of layers of each kind (Counts) on each pipeline rank, over all of its stages. If two ranks hold each stage: on each stage.
 
     every: count only layers 0, `every`, 2 `every`, ...
     """
@@ -108,7 +108,7 @@ def rank_layers(network: Network, plan: Plan, *, every: int = 1) -> tuple[Counts
 def _of_ranks(
     layers: int, sparse: tuple[int, ...], before: int, given: tuple[int, ...] | None, where: Placed, pp: int, chunks: int, every: int
 ) -> tuple[Counts, ...]:
-    """As rank_layers. sparse: layers with experts. before: encoder layers. given: layers of each stage. where: their placement."""
+    """Compute `rank_layers`. sparse: layers with experts. before: encoder layers. given: layers of each stage. where: their placement."""
     homes = homes_at(where, pp, chunks)
     found, at = [[0] * (4 if before else 2) for _ in range(1 + max(max(ranks) for ranks in homes))], 0
     with_experts = set(sparse)
@@ -232,7 +232,7 @@ def timeline(network: Network, plan: Plan, cluster: Cluster, *, microbatches: in
 
 
 def priced(network: Network, plan: Plan, cluster: Cluster, *, microbatches: int | None = None) -> tuple[Schedule, Cost, float]:
-    """(the plan's schedule, cost of its actions in seconds, seconds of a message between stages)."""
+    """Return (the plan's schedule, function that gives an action's seconds, seconds of a message between stages)."""
     chunks = plan.chunks if plan.chunks > 1 else None
     made = make_schedule(plan.schedule, ranks=plan.pp, microbatches=microbatches or plan.microbatches, chunks=chunks)
     sizes = counts.sizes_of(network.depth, made.num_stages, plan.stage_layers)

@@ -94,7 +94,7 @@ WIDE = 4
 
 
 def cost(grid: Grid, of: DenseLayer, *, chunks: int = 1) -> Cost:
-    """Return the bytes of a layer on a grid of kind 1d, sliced, 2d, 2.5d or 3d. `chunks`: n (see the top of this file)."""
+    """Return the bytes of a layer on a grid of kind 1d, sliced, 2d, 2.5d or 3d. chunks: value of tensor.overlap_chunks."""
     kind = grid.kind
     forward, backward = _on_a_line(kind, grid.ranks, of) if kind in ("1d", "sliced") else _on_a_grid(kind, grid.depth, grid.columns, of)
     calls = {"1d": 4 * chunks, "sliced": 8 * chunks}.get(kind)
