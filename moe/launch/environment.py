@@ -34,7 +34,7 @@ BEFORE_TORCH = {
     "KINETO_LOG_LEVEL": "9",
 }
 
-# Limit of open files: for a rank's libraries, and for each other rank its connections. Measured in use: 33 files of 2 ranks, 63 of 4.
+# Open files that one rank may need: for libraries, plus connections for each rank of the run. Measured: 33 with 2 ranks, 63 with 4.
 _OPEN_FILES, _OPEN_FILES_EACH = 128, 3
 
 
@@ -80,10 +80,10 @@ def allow_open_files(world: int) -> None:
 
 
 def import_path(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return variables for ranks' module search, without the working folder: a `parallel.py` or `moe.py` there would hide this project's.
+    """Return {variable: value} so that ranks import this project, not a `parallel.py` or `moe.py` in the working folder.
 
-    They add the folder of a checkout that is not installed. The folder of an installed package is not added, because PYTHONPATH comes
-    before the standard library, and the other packages there could hide its modules.
+    PYTHONPATH gets the folder of a checkout that is not installed. The folder of an installed package is not added: PYTHONPATH comes
+    before the standard library, so other packages in that folder could hide modules of the library.
     """
     safe = {"PYTHONSAFEPATH": "1"}
     here = Path(__file__).resolve().parents[2]

@@ -43,7 +43,7 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(label, value) for label, value in rows if value != MISSING]
 
 
-LAST = 0.1  # share of the steps at the end, whose drops are also given alone: routing is learned by then
+LAST = 0.1  # share of the steps: dropped pairs of the last tenth are also reported alone, because routing is learned by then
 
 
 def dropped_shares(lines: Iterable[Mapping[str, Any]]) -> dict[str, float]:
@@ -65,7 +65,7 @@ def _dropped(summary: Mapping[str, Any]) -> str:
 
 
 def why_skipped(loss_scale: Any) -> str:
-    """Return the reason for a skipped step. With a dynamic loss scale (a number other than 1) overflows are expected: it is then halved."""
+    """Return the reason for a skipped step: an overflow if the loss scale is dynamic (a number other than 1), else gradients not finite."""
     scaled = known(loss_scale) and loss_scale != 1
     return "gradients overflowed at a higher loss scale" if scaled else "gradients that were not finite"
 
