@@ -41,7 +41,7 @@ _OPEN_FILES, _OPEN_FILES_EACH = 128, 3
 def child_environment(environment: Mapping[str, str], nproc: int | None) -> dict[str, str]:
     """Return the launcher's environment: cores divided among `nproc` ranks, DeepSpeed's device, and the folder of compiled extensions.
 
-    nproc None: ranks start on other machines, whose cores and devices are unknown here. They are assumed to have the same build of torch.
+    nproc None: ranks start on other machines. Their cores and devices are unknown here; they are assumed to have the same build of torch.
     """
     outer = [name for name in environment if name in _OF_A_LAUNCHER or name.startswith(("TORCHELASTIC_", "GROUP_"))]
     env = {name: value for name, value in environment.items() if name not in outer}

@@ -103,7 +103,7 @@ class Ready:
         return None
 
     def end(self, leader: Forked, token: str) -> list[int]:
-        """Kill all processes of an attempt, except the warm process. Returns the ids of those that are still alive."""
+        """Kill all processes of an attempt, except the warm process. Returns the ids of processes that are still alive."""
         assert self._process is not None
         return kill_all(leader.pid, token, self._token, spared=self._process.pid)
 

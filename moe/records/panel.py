@@ -162,7 +162,7 @@ def sparkline(values: Sequence[float], *, cells: int, ramp: str = heat.BLOCKS) -
 
 
 def worst(layers: Sequence[Mapping[str, Any]], room: int) -> list[Mapping[str, Any]]:
-    """Return at most `room` of the step's MoE layers, in order: if not all fit, those with the least balanced load."""
+    """Return at most `room` of the step's MoE layers, in order of layers: if not all fit, the layers with the least balanced load."""
     if len(layers) <= room:
         return list(layers)
     by_imbalance = sorted(layers, key=lambda layer: -_imbalance(layer))[: max(1, room)]

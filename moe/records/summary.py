@@ -187,7 +187,7 @@ _FIX = "lower optimizer.lr, or lengthen optimizer.warmup_steps"
 def loss_warning(lines: Iterable[Mapping[str, Any]]) -> str | None:
     """Return a one-line warning if the training loss, in lines of metrics.jsonl, did not fall as it should; else None. It warns about a
     loss that ended above its first value, was above it for long, or fell and then rose again by the end, by more than noise explains. Steps
-    whose loss is not a finite number are left out here (they are reported as skipped)."""
+    without a finite loss are left out here (they are reported as skipped)."""
     train = [line for line in lines if line.get("kind", "train") == "train" and known(line.get("loss"))]
     if len(train) < LEAST_STEPS:
         return None

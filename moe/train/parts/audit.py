@@ -54,7 +54,7 @@ class Auditor:
     ) -> None:
         self.engine, self.mesh, self.every, self.world = engine, mesh, every, mesh.axis("world", label="the audit")
         self.record, self.note, self.checkpoints = record, note, checkpoints
-        self.step = 0  # the last step whose copies were compared
+        self.step = 0  # last step after which copies were compared
 
     def due(self, step: int) -> bool:
         """Return whether step number `step`, counted from 1, is audited."""
@@ -136,7 +136,7 @@ class Auditor:
 
     def _unlike(self, grads: list[Held], mine: Tensor, heard: dict[str, int], seen: Sequence[tuple[Tensor, dict[str, int]]]) -> list[str]:
         """Return the layers or gradients in which this pass differs from the last, for all ranks; [] if it agrees with any before and
-        all copies of gradients are equal. Collective. grads: the engine's gradients. mine: their hashes, then that of the step's numbers.
+        all copies of gradients are equal. Collective. grads: the engine's gradients. mine: their hashes, then one of the step's numbers.
         heard: hashes by layer, from `listening`. seen: (mine, heard) of the earlier passes."""
         differs = [largest(float(not torch.equal(mine, earlier)), self.world) for earlier, _ in seen]
         copies = self._on_all(by_majority(grads, mine[:-1], self.mesh))

@@ -4,7 +4,7 @@
     several                    forward passes over all micro-batches without gradient, then
                                one all-reduce; the passes with gradient are given the sums         about one forward pass more
 
-The passes without gradient route tokens like those with gradient: noise is a function of (seed, step, layer, token), and weights and biases
+Passes with and without gradient route tokens alike: noise is a function of (seed, step, layer, token), and weights and biases
 do not change within a step.
 """
 

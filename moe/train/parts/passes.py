@@ -29,7 +29,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Pass:
-    """One micro-batch of this rank. targets_BL: tokens to predict, or marks for those that are only read (moe/nn/vocabulary.py); None: the
+    """One micro-batch of this rank. targets_BL: tokens to predict, or marks for tokens that are only read (moe/nn/vocabulary.py); None: the
     model returns logits instead of the loss. share: its tokens / tokens of the global batch."""
 
     inputs_BL: Tensor

@@ -38,7 +38,7 @@ _TRAINS = "moe train also takes --init_from WHERE_IT_IS"
 
 
 def choose(run_dir: Path, *, step: int | None = None) -> Path:
-    """Return the folder of a run's newest valid checkpoint, or of that of `step`. Raises BadInput."""
+    """Return the folder of a run's newest valid checkpoint, or of its checkpoint at `step`. Raises BadInput."""
     world, log = Mesh.of(Degrees()).axis("world"), lambda text: print(text, file=sys.stderr)
     path = checkpoint.newest(run_dir / "checkpoints", world=world, log=log, step=step, flag="--step")
     if path is None:

@@ -121,7 +121,7 @@ def _kept(engine: Engine, layouts: dict[str, Layout]) -> dict[str, dict[str, Lay
 
 
 def find(folder: Path, mesh: Mesh, *, log: Callable[[str], None], step: int | None = None) -> Reader | None:
-    """Return the newest valid checkpoint in a run's folder of checkpoints, or that of `step`; None if there is none. Collective."""
+    """Return the newest valid checkpoint in a run's folder of checkpoints, or the one of `step`; None if there is none. Collective."""
     world = mesh.axis("world")
     path = checkpoint.newest(folder, world=world, log=log, step=step)
     return None if path is None else of_all(lambda: opened(path), world, what=f"checkpoint {path.name}")
