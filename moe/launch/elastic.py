@@ -20,13 +20,13 @@ from parallel.errors import BadInput, counted
 from parallel.mesh.mesh import divisors
 
 ORIGIN = "--elastic"  # the origin, in recipe.yaml, of the values changed here
-_TRIES = 8  # how many values of pipeline.microbatches are tried for each number of processes, beginning with the smallest
+_TRIES = 8  # for each number of processes, the 8 smallest possible values of pipeline.microbatches are tried
 
 
 def whole(run: Run, processes: int | None) -> Run:
-    """Return the planned run: the recipe with degrees.dp as a number. If it is auto, it becomes that of `processes` processes.
+    """Return the planned run: `run` with degrees.dp as a number; "auto" becomes the data-parallel degree on `processes` processes.
 
-    Raises BadInput if both are unknown.
+    Raises BadInput if degrees.dp is "auto" and `processes` is None.
     """
     if run.degrees.dp != "auto":
         return run
@@ -43,7 +43,7 @@ def size(run: Run) -> int:
 
 
 def for_world(run: Run, world: int, *, least: int) -> Run:
-    """Return the planned `run` changed for `world` processes. Raises BadInput if they are fewer than `least` or cannot train it."""
+    """Return the planned `run` with dp, ep and micro-batches for `world` processes. Raises BadInput below `least`, or if none fit."""
     found = None if world < least else run if world == size(run) else _fitted(run, world)
     if found is not None:
         return found
@@ -78,7 +78,7 @@ def check_smaller(run: Run, *, below: int, least: int) -> list[int]:
 
 
 def layout(run: Run) -> str:
-    """Return "dp 2 ep 2, 2 micro-batches of 2 sequences": what changes with the number of processes, for a resolved run."""
+    """Return a text such as "dp 2 ep 2, 2 micro-batches of 2 sequences": the values that --elastic changes, from a resolved run."""
     d, m = run.degrees, run.pipeline.microbatches
     ep = f" ep {d.ep}" if run.model.layers_with_experts() else ""
     held = run.train.global_batch // (int(d.dp) * m)
@@ -86,7 +86,7 @@ def layout(run: Run) -> str:
 
 
 def _fitted(run: Run, world: int) -> Run | None:
-    """Return the planned `run` on `world` processes, with the fewest legal micro-batches that are no larger than planned; or None."""
+    """Return `run` on `world` processes with as few micro-batches as possible, none larger than planned; None if it cannot run there."""
     each = _ranks_each(run)
     if world < each or world % each or run.train.global_batch % (world // each):
         return None
@@ -109,7 +109,7 @@ def _candidates(run: Run, dp: int) -> Iterator[Run]:
 
 
 def _expert_degrees(run: Run, dp: int) -> list[int | str]:
-    """Return possible values of degrees.ep, best first: the divisors of the recipe's ep that divide the ranks which share experts."""
+    """Return possible values of degrees.ep at this dp, largest first: common divisors of the recipe's ep and dp * sp * tp / etp."""
     ep, d = run.degrees.ep, run.degrees
     if ep == "auto":
         return ["auto"]
@@ -126,13 +126,13 @@ def _same_size(run: Run) -> bool:
 
 
 def _held(run: Run) -> int:
-    """Return the number of sequences in a rank's micro-batch in the planned run."""
+    """Return the number of sequences in one micro-batch of a rank, for a planned `run`."""
     assert isinstance(run.degrees.dp, int)
     return max(1, run.train.global_batch // (run.degrees.dp * run.pipeline.microbatches))
 
 
 def _ranks_each(run: Run) -> int:
-    """Return the number of ranks that one unit of degrees.dp needs."""
+    """Return the number of ranks of one data-parallel replica: pp * tp * sp."""
     d = run.degrees
     return max(1, d.pp * d.tp * d.sp)
 

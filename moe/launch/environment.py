@@ -34,14 +34,14 @@ BEFORE_TORCH = {
     "KINETO_LOG_LEVEL": "9",
 }
 
-# Limit of open files: for a rank's libraries, and for each other rank its connections. Measured in use: 33 files of 2 ranks, 63 of 4.
+# Open files that one rank may need: for libraries, plus connections for each rank of the run. Measured: 33 with 2 ranks, 63 with 4.
 _OPEN_FILES, _OPEN_FILES_EACH = 128, 3
 
 
 def child_environment(environment: Mapping[str, str], nproc: int | None) -> dict[str, str]:
     """Return the launcher's environment: cores divided among `nproc` ranks, DeepSpeed's device, and the folder of compiled extensions.
 
-    nproc None: ranks start on other machines, whose cores and devices are unknown here. They are assumed to have the same build of torch.
+    nproc None: ranks start on other machines. Their cores and devices are unknown here; they are assumed to have the same build of torch.
     """
     outer = [name for name in environment if name in _OF_A_LAUNCHER or name.startswith(("TORCHELASTIC_", "GROUP_"))]
     env = {name: value for name, value in environment.items() if name not in outer}
@@ -80,10 +80,10 @@ def allow_open_files(world: int) -> None:
 
 
 def import_path(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return variables for ranks' module search, without the working folder: a `parallel.py` or `moe.py` there would hide this project's.
+    """Return {variable: value} so that ranks import this project, not a `parallel.py` or `moe.py` in the working folder.
 
-    They add the folder of a checkout that is not installed. The folder of an installed package is not added, because PYTHONPATH comes
-    before the standard library, and the other packages there could hide its modules.
+    PYTHONPATH gets the folder of a checkout that is not installed. The folder of an installed package is not added: PYTHONPATH comes
+    before the standard library, so other packages in that folder could hide modules of the library.
     """
     safe = {"PYTHONSAFEPATH": "1"}
     here = Path(__file__).resolve().parents[2]

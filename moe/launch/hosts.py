@@ -78,9 +78,9 @@ class Hosts:
         return range(before, before + self.slots[number])
 
     def check(self, folder: Path, *, no_more: Callable[[], bool]) -> bool:
-        """Refuse machines that ssh does not reach, without moe-parallel, or that do not see this run's `folder`. Raises BadInput.
+        """Raise BadInput unless ssh reaches every machine, moe-parallel runs there, and it sees this run's status `folder`.
 
-        Returns False if the check was aborted, because no_more() became True.
+        Returns True; False if the check was aborted because no_more() became True.
         """
         for program in ("pdsh", "ssh"):
             if shutil.which(program) is None:
@@ -158,7 +158,7 @@ def answered(names: Sequence[str], text: str) -> dict[str, str]:
 
 
 def _error(name: str, text: str) -> str:
-    """Return pdsh's last error message about a machine."""
+    """Return pdsh's last error message about a machine, from `text`, its stderr; "no answer" if there is none."""
     host = name.rpartition("@")[2]
     lines = [line.partition(": ") for line in text.splitlines()]
     said = [rest.strip() for label, _, rest in lines if rest and (host == label or host.startswith(f"{label}."))]
@@ -166,7 +166,7 @@ def _error(name: str, text: str) -> str:
 
 
 def main(words: Sequence[str]) -> int:
-    """Carry out a command on this machine, and print the machine's number and the answer. words: the number, the command, its arguments."""
+    """Do "check", "send" or "end" on this machine, and print its number and the answer. words: the number, the command, its arguments."""
     match words[1:]:
         case ["check", folder, word]:
             try:

@@ -42,14 +42,14 @@ from parallel.store.lock import is_held
 
 _LAUNCHERS = ("TORCHELASTIC_RUN_ID", "CROSS_RANK", "OMPI_COMM_WORLD_RANK")  # set by torchrun, DeepSpeed's launcher and Open MPI's
 _SAID = ".moe-said-"  # prefix of files in the system's temporary folder, one for each error message that a rank of a launch has printed
-_KEPT_S = 600.0  # after which these files are removed
+_KEPT_S = 600.0  # seconds after which these files are removed
 
 
 @dataclass
 class RankRun:
-    """Recipe and folder of a rank's run, for error messages. place: [its folder] if a parent reads status files there.
+    """Recipe and folder of a rank's run, for error messages. place: [the run's folder] if `moe train` reads status files there, else [].
 
-    Both are empty until the recipe has been read.
+    run is None, and place [], until the recipe has been read.
     """
 
     place: list[Path] = field(default_factory=list)
@@ -100,7 +100,7 @@ def _from_words(argv: Sequence[str] | None, rank_run: RankRun) -> int:
 
 
 def _ended(work: Callable[[RankRun], int], rank_run: RankRun, rank: int) -> int:
-    """Return the exit code of `work`. Prints its error, and writes both to the rank's status file."""
+    """Run `work` and return its exit code. Print an exception as an error; write code and error to the rank's status file."""
     error: str | None = None
     code, of_all, repeats = FAILED, False, False
     try:
@@ -129,7 +129,7 @@ def _ended(work: Callable[[RankRun], int], rank_run: RankRun, rank: int) -> int:
 
 
 def _prints(bad: BadInput, rank: int) -> bool:
-    """Return whether this rank prints a BadInput. Each message is printed once, whether one rank or all ranks raise it."""
+    """Return whether this rank prints the BadInput that it raised: of ranks that raise the same one, only one prints it."""
     if TOKEN in os.environ:  # the parent prints messages of the other ranks that rank 0 does not have
         return rank == 0
     if bad.prints is not None:
@@ -161,8 +161,8 @@ def _first_here(line: str) -> bool:
 class _TooEarly:
     """Signal handler until training begins: ends rank `rank` in process `process`, with a message that nothing is lost.
 
-    In a forked child, which inherits it, the signal has its default effect. `place`: see RankRun. `before_training`: the trainer does not
-    restore this handler afterwards (moe/train/start/place.py).
+    In a forked child, which inherits it, the signal has its default effect. place: [the run's folder] or [], as in RankRun.
+    before_training: a mark by which the trainer knows not to restore this handler after training (moe/train/start/place.py).
     """
 
     place: list[Path]
@@ -183,13 +183,13 @@ class _TooEarly:
 
 @contextlib.contextmanager
 def _early_signals(place: list[Path], rank: int) -> Iterator[None]:
-    """Let `_TooEarly` handle SIGTERM, SIGUSR1, SIGHUP and Ctrl-C until training catches them. `place`: see RankRun.
+    """Let `_TooEarly` handle SIGTERM, SIGUSR1, SIGHUP and Ctrl-C until training catches them. place: as in RankRun.
 
     The process ends without an exception, which could interrupt an import and leave a library that does not work.
     """
     stop = _TooEarly(place, rank, os.getpid())
     heard = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
-    with contextlib.suppress(ValueError):  # raised outside of the main thread: then a program that calls this keeps its own handlers
+    with contextlib.suppress(ValueError):  # raised outside of the main thread: handlers then stay as they are
         for number in heard:
             if signal.getsignal(number) is signal.SIG_DFL:
                 signal.signal(number, stop)
@@ -318,7 +318,7 @@ def _ignore_signals() -> None:
 
 
 def _before_watchdog_ends(place: list[Path], rank: int) -> Callable[[str, bool], None]:
-    """Return the function that the watchdog calls, with its message and whether this rank prints it, before it ends the stuck process."""
+    """Return a function that the watchdog calls as f(message, whether this rank prints it) before it kills this stuck process."""
 
     def end(line: str, prints: bool) -> None:
         for out in place:

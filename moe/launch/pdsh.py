@@ -52,7 +52,7 @@ def of_file(path: Path) -> dict[str, str]:
 
 
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
-_OBEYED = re.compile(r"""\\[$`"\\]|["`\\]|\$(?=\()""")  # within double quotes: an escaped character, or one that must be escaped
+_OBEYED = re.compile(r"""\\[$`"\\]|["`\\]|\$(?=\()""")  # in a shell's double quotes: a character already escaped, or one to escape
 
 
 def _worded(value: str) -> str:
@@ -67,13 +67,13 @@ def _worded(value: str) -> str:
 
 
 def main() -> int:
-    """Run DeepSpeed's runner, with its pdsh command line replaced by this module's."""
+    """Run DeepSpeed's runner, with the pdsh command line corrected. Return the exit code."""
     from deepspeed.launcher import runner
 
     folder, given = Path(sys.argv[1]), sys.argv[2:]
     own = passed(os.environ)
     files = [Path(place) / runner.DEEPSPEED_ENVIRONMENT_NAME for place in runner.DEEPSPEED_ENVIRONMENT_PATHS]
-    runner.DEEPSPEED_ENVIRONMENT_PATHS = []  # the runner must not read them again
+    runner.DEEPSPEED_ENVIRONMENT_PATHS = []  # so that the runner does not read these files too
     try:
         of_files = {name: value for file in files if file.is_file() for name, value in of_file(file).items()}
     except BadInput as bad:
@@ -102,7 +102,7 @@ def main() -> int:
             return command, kill, environment
 
     runner.PDSHRunner = Hosts
-    if STDIN in os.environ:  # `moe train` holds the other end of the input. If it dies, pdsh would not notice and must be killed
+    if STDIN in os.environ:  # stdin ends when `moe train` dies. pdsh would not notice, so it is killed then
         die_with_input(lambda: os.killpg(os.getpgrp(), signal.SIGKILL))
     runner.main(given)
     return DONE

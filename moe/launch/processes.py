@@ -69,7 +69,7 @@ def _die_with(pid: int) -> None:
 
 
 def die_with_input(end: Callable[[], None]) -> None:
-    """Call `end` when this process's input ends: then `moe train` has died, or the connection to it. Nothing is ever written to it."""
+    """Call `end` when stdin reaches its end: `moe train`, which keeps it open without writing, has died or is disconnected."""
 
     def wait() -> None:
         with contextlib.suppress(OSError):
@@ -145,7 +145,7 @@ def _named(process: psutil.Process) -> dict[str, str]:
 
 
 def _ranks(family: Mapping[int, Mapping[str, str]]) -> list[Rank]:
-    """Return the ranks among processes, {pid: environment}: those with a RANK whose parent has none."""
+    """Return the ranks in `family`, {pid: environment}, by number: processes that have the variable RANK although their parent has not."""
     found = []
     for pid, environment in family.items():
         rank = environment.get("RANK", "")
@@ -206,9 +206,9 @@ def _environment(process: psutil.Process) -> dict[str, str]:
 
 
 def _state(pid: int) -> tuple[str, int | None]:
-    """Return (state, exit code) of a process. "Z": it has ended and its parent has not collected the code yet. "X": there is none any more.
+    """Return (state, exit code) of a process. "Z": it has ended, but its parent has not collected the code yet. "X": it is gone.
 
-    Any other state is that of a living process, and the code is None, as for "X".
+    Any other state means that the process is alive. The code is None unless the state is "Z".
     """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

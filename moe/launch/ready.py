@@ -40,7 +40,7 @@ _LATER = ("torch._dynamo", "torch.utils.tensorboard")
 class Forked:
     """The leader of an attempt, used like a `subprocess.Popen` (pid, returncode, poll, wait), and its ranks.
 
-    pids: of the leader, then of the ranks. hear: see `Ready._hear`.
+    pids: of the leader, then of the ranks. hear(seconds): returns the next message of the warm process, as `Ready._hear`.
     """
 
     def __init__(self, pids: Sequence[int], hear: Callable[[float], dict[str, Any] | None]) -> None:
@@ -51,7 +51,7 @@ class Forked:
     def poll(self, wait_s: float = 0.0) -> int | None:
         while self.returncode is None and (word := self._hear(wait_s)) is not None:
             for rank, code in zip(self.ranks, word.get("codes", ()), strict=False):
-                rank.code = code  # the leader knows the codes that `Rank.look` came too late to read
+                rank.code = code  # from the leader, which collects every exit code; `Rank.look` may have missed it
             if "codes" not in word:
                 self.returncode = int(word.get("ended", FAILED))
         return self.returncode
@@ -74,7 +74,7 @@ class Ready:
         self._token, self._loaded, self._unread = secrets.token_hex(8), False, b""
 
     def look(self) -> None:
-        """Start the warm process if it is wanted and does not run yet. To be called repeatedly during an attempt."""
+        """Start the warm process, once, as soon as `wanted()` is True. The caller repeats this call during an attempt."""
         if self._process is not None or not self._wanted():
             return
         self._channel, theirs = socket.socketpair()
@@ -103,7 +103,7 @@ class Ready:
         return None
 
     def end(self, leader: Forked, token: str) -> list[int]:
-        """Kill all processes of an attempt, except the warm process. Returns the ids of those that are still alive."""
+        """Kill all processes of an attempt, except the warm process. Returns the ids of processes that are still alive."""
         assert self._process is not None
         return kill_all(leader.pid, token, self._token, spared=self._process.pid)
 
@@ -132,7 +132,7 @@ class Ready:
 
 
 def main() -> int:
-    """Run the warm process: import modules, then fork an attempt for each line received. Also returns in each forked process."""
+    """Run the warm process: import modules, then fork an attempt for each line received. Return the exit code, also in forked processes."""
     die_with(int(os.environ[PARENT]))
     channel = socket.socket(fileno=int(sys.argv[1]))
     with _silent():

@@ -38,8 +38,8 @@ _POLL_S = 0.1
 class End:
     """How one attempt of a run ended.
 
-    code: exit code. lines: what was printed about it. left: each rank's status (moe/launch/status.py). began: a rank had started. stuck: a
-    process could not be killed. first: the rank that died first, or for which the others waited; None if unknown.
+    code: exit code. lines: lines printed about the end. left: rank -> its status (moe/launch/status.py). began: a rank had started.
+    stuck: a process could not be killed. first: the rank that died first, or for which the others waited; None if unknown.
     """
 
     code: int
@@ -54,8 +54,8 @@ class Restarts:
     """Decides after each attempt of the run in folder `out` whether, from where and on how many processes it starts again.
 
     limit: N of --restarts; 0: never. fresh, from_step: flags of the run. smaller: numbers of processes for --elastic, largest first.
-    processes: number of processes of the next attempt, None for all. gone: if that number has just changed, the rank that is left out, by
-    its number in the attempt before.
+    processes: number of processes of the next attempt, None for all. gone: the rank, numbered as in the last attempt, that is left out
+    with its GPU; None unless `processes` has just changed and a rank is known to have died first.
     """
 
     def __init__(self, out: Path, *, limit: int, fresh: bool, from_step: int | None = None, smaller: Sequence[int] = ()) -> None:
@@ -69,7 +69,7 @@ class Restarts:
         self._wait_s = 0.0
         self._why = ""
         self._smaller = list(smaller)
-        self._left_for: tuple[str, ...] = ()  # errors for which a rank was left out; if they recur, no other rank is left out for them
+        self._left_for: tuple[str, ...] = ()  # recurring errors after which the run shrank; it does not shrink again for them
         self._first: Counter[int] = Counter()  # how often each rank died first since the last checkpoint
         self.processes: int | None = None
         self.gone: int | None = None
@@ -83,7 +83,7 @@ class Restarts:
         return self._from_step if self._count == 0 or _newest(self._checkpoints) == self._first_newest else None
 
     def variables(self) -> dict[str, str]:
-        """Return environment variables with which the ranks of the next attempt record the restart."""
+        """Return {variable: value} from which the next attempt's ranks read number, reason and start time of the restart; {} at first."""
         return Restart(self._count, self._why, self._since).variables() if self._count else {}
 
     def saved(self) -> bool:
@@ -142,7 +142,7 @@ class Restarts:
         _say(f"{who} leaves for good: {reason}")
 
     def wait(self, caught: Sequence[object]) -> bool:
-        """Wait before the next attempt. Prints a line and returns False if a signal comes, which is then in `caught`."""
+        """Wait before the next attempt and return True. If a signal comes, which is then in `caught`, print a line and return False."""
         until = time.monotonic() + self._wait_s
         while not caught and time.monotonic() < until:
             time.sleep(_POLL_S)

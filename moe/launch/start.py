@@ -105,7 +105,7 @@ def start(
             if again.processes not in (None, nproc):
                 environment |= devices_without(again.gone, environment, world)
                 world = nproc = again.processes or world
-                if ready is not None:  # it has the cores and devices of the old number of ranks, so it cannot be used any more
+                if ready is not None:  # the warm process has cores and devices of the old number of ranks
                     ready.close()
             if not again.wait(caught):
                 return INTERRUPTED if caught[0][0] == signal.SIGINT else STOPPED
@@ -122,7 +122,7 @@ def _run(launch: Launch) -> End:
 
 
 def _lived(launch: Launch, token: str, folder: Path) -> End:
-    """Start the launcher, wait for its end, kill the rest of its processes, and print how the ranks ended. folder: of status files."""
+    """Start the launcher, wait for its end, kill processes that remain, and print how ranks ended. folder: the status folder."""
     world, nproc, caught, here = launch.world, launch.nproc, launch.caught, launch.hostfile is None
     env = child_environment(launch.environment, (nproc or 1) if here else None) | {TOKEN: token, HELD: str(launch.out.resolve())}
     hosts = None
@@ -133,7 +133,7 @@ def _lived(launch: Launch, token: str, folder: Path) -> End:
             return _end(launch, [], DONE, how="early")
         env[STDIN] = "1"
     process, ranks = _started(launch, env, folder)
-    left: set[int] = set()  # ranks that run when this process kills all
+    left: set[int] = set()  # ranks that still run at the end, and are then killed by this process
     also: list[str] = []
     try:
         how = _watch(launch, process, ranks, folder, hosts=hosts)
@@ -190,7 +190,7 @@ def _end(
     also: Sequence[str] = (),
     uncertain: Sequence[str] = (),
 ) -> End:
-    """Judge how the attempt ended, and print it. ended_here, how: see `verdict`.
+    """Judge how the attempt ended, and print it. ended_here: ranks that this process killed. how: from `_watch`.
 
     also: lines to print if the run failed. uncertain: lines about processes that may still run.
     """
@@ -229,7 +229,7 @@ def world_size(nproc: int | None, *, launcher: Launcher = "deepspeed", hostfile:
 def _command(
     launcher: Launcher, nproc: int | None, hostfile: Path | None, visible: str | None, *, port: int, module: str, words_of_ranks: Path
 ) -> list[str]:
-    """Return the launcher's command line, up to the arguments for the ranks. visible: GPUs to use. words_of_ranks: the status folder."""
+    """Return the launcher's command line, without the ranks' own arguments. visible: GPUs to use. words_of_ranks: the status folder."""
     if launcher == "torchrun":
         codes = str(words_of_ranks / "launcher.json")
         where = ["--nproc_per_node", str(nproc or 1), "--master_addr", "127.0.0.1", "--master_port", str(port)]
@@ -260,7 +260,7 @@ def _watch(
     seen: dict[object, float] = {}
     while process.poll() is None:
         now = time.monotonic()
-        asked = tuple(caught)  # a copy: a signal that comes during this round is treated in the next one
+        asked = tuple(caught)  # a copy, so that a signal during this pass of the loop is handled in the next pass
         asked_first = bool(asked) and passed_at < 0
         if hosts is None and len(ranks) < world and (asked_first or now - looked > _FIND_S):
             _add(ranks, find_ranks(process.pid))
@@ -300,9 +300,9 @@ def _failed_before(ranks: list[Rank], folder: Path, now: float) -> bool:
 
 
 def _failed_elsewhere(folder: Path, token: str, seen: dict[object, float], now: float) -> bool:
-    """Return the same as `_failed_before` for ranks on other machines, from status files of ranks and launchers.
+    """Return whether a rank or launcher on another machine failed so long ago (`_leave_s`) that the others need not be waited for.
 
-    seen: the time at which each of these files was first seen here; it is filled.
+    seen: rank or "machine N" -> time (time.monotonic) at which its status file was first seen here; this call adds to it.
     """
     codes: dict[object, tuple[int, float]] = {
         rank: (word.get("exit", FAILED), _leave_s(word)) for rank, word in status.read(folder).items()
@@ -313,15 +313,15 @@ def _failed_elsewhere(folder: Path, token: str, seen: dict[object, float], now: 
 
 
 def _leave_s(word: Mapping[str, Any], code: int | None = None) -> float:
-    """Return the seconds for other ranks to report after a rank failed with this status and exit code.
+    """Return the seconds that other ranks have to report after a rank failed with this status (word) and exit code.
 
-    They are few if the others can only report the same error, or that a rank was killed.
+    The time is short if the others can add nothing: they have the same error, or this rank was killed.
     """
     return _LEAVE_S / 10 if word.get("of_all") or (not word and code in _KILLED) else _LEAVE_S
 
 
 def _asked_again(caught: Sequence[tuple[int, float]]) -> bool:
-    """Return whether a second signal has come, after which all ranks are killed."""
+    """Return whether a second signal has come, more than _SAME_SIGNAL_S after the first; all ranks are then killed."""
     return any(at - caught[0][1] > _SAME_SIGNAL_S for _, at in caught)
 
 
@@ -341,7 +341,7 @@ def _pass_on(launch: Launch, ranks: list[Rank], folder: Path, hosts: Hosts | Non
     name, silent = signal.Signals(number).name, list[str]()
     if hosts is not None:
         found, silent = hosts.send(_sent(number), no_more=lambda: _asked_again(launch.caught))
-        ranks.extend(Rank(rank, 0) for rank in sorted(found | status.read(folder).keys()))  # with ranks that have ended already
+        ranks.extend(Rank(rank, 0) for rank in sorted(found | status.read(folder).keys()))  # ranks that have already ended count as started
         for host in silent:
             print(f"stopping: {name} did not reach {host}, which does not answer", file=sys.stderr, flush=True)
     if len(ranks) < launch.world and not silent:

@@ -63,7 +63,7 @@ def delete(folder: Path, token: str) -> None:
 
 
 def _is_of(folder: Path, token: str) -> bool:
-    """Return whether the status folder belongs to the launch `token`. True also for a folder that names no launch."""
+    """Return whether the status folder belongs to the launch `token`. True also if no launch is named in it."""
     try:
         return (folder / STARTED).read_text().strip() in ("", token)
     except (OSError, ValueError):
@@ -71,7 +71,7 @@ def _is_of(folder: Path, token: str) -> bool:
 
 
 def read(folder: Path) -> dict[int, dict[str, Any]]:
-    """Return {rank: status}. For a rank that has written none, {"exit": code} from torchrun, if torchrun was the launcher."""
+    """Return {rank: content of its status file}. A rank without a file has {"exit": code} if torchrun reported its exit code."""
     status: dict[int, dict[str, Any]] = {}
     with contextlib.suppress(OSError, ValueError):
         status = {int(rank): {"exit": code} for rank, code in json.loads((folder / "launcher.json").read_text()).items()}
@@ -83,7 +83,7 @@ def read(folder: Path) -> dict[int, dict[str, Any]]:
 
 
 def machine(token: str, number: object) -> str:
-    """Return the name of the n-th machine's file. It has the launch's token, because launchers of an earlier launch may still write."""
+    """Return the name of machine n's file. The launch's token is in it, because launchers of an earlier launch may still write theirs."""
     return f"machine-{token}-{number}.json"
 
 

@@ -19,7 +19,7 @@ _LIKELY: dict[int, str] = {
     signal.SIGBUS: " (a mapped file was cut, such as train.bin of the data or of the token cache, or its disk failed, or /dev/shm is full)",
 }
 Watched = Literal["ended", "killed", "early"]
-Statuses = Mapping[int, Mapping[str, Any]]  # by rank, as moe/launch/status.py writes and reads them
+Statuses = Mapping[int, Mapping[str, Any]]  # rank -> content of its status file (moe/launch/status.py)
 
 
 def verdict(
@@ -51,18 +51,18 @@ def verdict(
         code = INTERRUPTED if asked == signal.SIGINT else STOPPED
         name = "a signal" if asked is None else signal.Signals(asked).name
         return code, [f"exit code {code}: {name} came before training began, and {status.NOTHING_LOST}"]
-    # killed without a signal: a rank on another machine had started, and ended without a status file
+    # not if ranks were killed without a signal: a rank on another machine had then started, and ended without a status file
     if not left and not ranks and (asked is not None or not killed):
         alone = f"no rank started: the launcher ended with {in_words(launcher_code)}; its own message is above"
         return FAILED, ["no rank had started" if killed else alone]
     failed = [rank for rank in range(world) if exits[rank] not in (DONE, STOPPED)]
     seen = {rank.rank: rank for rank in ranks}
     bad = [rank for rank in failed if _was_bad_input(left.get(rank), seen.get(rank), launcher_code)]
-    if bad:  # printed here unless it is rank 0, which has printed it
+    if bad:  # rank 0 prints its own message, so only the message of another rank is returned
         silent = f"rank {bad[0]} ended with {in_words(BAD_INPUT)}, and could not note why: is the disk full?"
         error = left.get(bad[0], {}).get("error") or silent
         return BAD_INPUT, [] if bad[0] == 0 else [f"error: {error}"]
-    # for ranks whose process was never found: those not killed here died too soon to be found
+    # time of death of a rank without a process in `ranks`: last if it was killed here, else first, because it died before it was found
     late = {rank: float("inf" if rank in ended_here else 0) for rank in failed}
     ended_at = {rank: seen[rank].ended_at or float("inf") if rank in seen else late[rank] for rank in failed}
     groups: list[tuple[str, list[int]]] = []
@@ -89,16 +89,16 @@ def verdict(
 
 
 def _was_bad_input(left: Mapping[str, Any] | None, seen: Rank | None, launcher_code: int) -> bool:
-    """Return whether a rank ended with BAD_INPUT: by its status file, its exit code, or the launcher's, which is that of a failed rank."""
+    """Return whether a rank ended with BAD_INPUT, by its status file; without one by its exit code, or else by the launcher's."""
     if left is not None:
         return left.get("exit") == BAD_INPUT
     return seen is not None and (launcher_code if seen.code is None else seen.code) == BAD_INPUT
 
 
 def first_to_fail(left: Statuses, ranks: list[Rank], *, ended_here: Collection[int]) -> int | None:
-    """Return the rank that failed first by itself. If none did, return the killed rank that reported nothing, for which the others waited.
+    """Return the rank that failed first by itself. If none did, return the rank that was killed here and had reported nothing.
 
-    None if both are unknown.
+    The other ranks had waited for the latter. Return None if there is neither.
     """
     own = [rank for rank in ranks if not left.get(rank.rank, {}).get("of_all") and rank.ended_at is not None]
     failed = [rank for rank in own if rank.rank not in ended_here and left.get(rank.rank, {}).get("exit") not in (DONE, STOPPED)]
@@ -108,7 +108,7 @@ def first_to_fail(left: Statuses, ranks: list[Rank], *, ended_here: Collection[i
 
 
 def _too_early(left: Statuses, ranks: list[Rank], world: int, launcher_code: int, asked: int | None, how: Watched) -> bool:
-    """Return whether a signal ended the run before its first step: some ranks by the signal, the others only because these were missing."""
+    """Return whether a signal ended the run before training: it ended some ranks, and the others failed only because these were missing."""
     seen = {rank.rank: rank for rank in ranks}
 
     def by_signal(rank: int) -> bool:
@@ -116,9 +116,7 @@ def _too_early(left: Statuses, ranks: list[Rank], world: int, launcher_code: int
             return left[rank].get("error") == status.TOO_EARLY or (asked is not None and left[rank].get("exit") == -asked)
         if asked is None or how == "early" or rank not in seen:
             return asked is not None and how == "early"
-        if not seen[
-            rank
-        ].pid:  # on another machine, whose launcher returns the code of its first rank; pdsh returns the largest code of all
+        if not seen[rank].pid:  # on another machine: pdsh returns the largest of the launchers' codes, each of which is its first rank's
             return how == "ended" and launcher_code == 256 - asked
         return seen[rank].code in (-asked, STOPPED)
 

@@ -31,7 +31,7 @@ def imbalance(load: Sequence[float | None]) -> float:
 
 
 def binned(values: Sequence[float], cells: int) -> list[float]:
-    """Return at most `cells` values: neighbours are averaged in bins of equal size (the last bin may be smaller)."""
+    """Return at most `cells` means, each over a bin of neighbouring values. Bins are of equal size; the last may be smaller."""
     per_bin = max(1, math.ceil(len(values) / max(1, cells)))
     return [sum(part) / len(part) for part in (values[i : i + per_bin] for i in range(0, len(values), per_bin))]
 
@@ -55,5 +55,5 @@ def colour(value: float) -> str:
 
 
 def row(load: Sequence[float | None], *, cells: int = 64, ramp: str = BLOCKS) -> str:
-    """Return one character an expert, or a mean of neighbouring experts if there are more than `cells`, as plain text."""
+    """Return plain text with one character an expert; with more experts than `cells`, one for the mean of neighbouring experts."""
     return "".join(cell(value, ramp) for value in binned(relative(load), cells))

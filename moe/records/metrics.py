@@ -59,7 +59,7 @@ class Records:
             else:
                 if self._path.exists() and self._path.stat().st_size:
                     os.replace(self._path, out / PREVIOUS)
-                if (out / SUMMARY).exists():  # it would be read as the new run's summary
+                if (out / SUMMARY).exists():  # otherwise this older summary would be read as the new run's
                     os.replace(out / SUMMARY, out / PREVIOUS_SUMMARY)
             if self._path.exists():
                 _regular(self._path)
@@ -95,7 +95,7 @@ class Records:
                 self._failed(f"{name} stops here", error, "goes on")
 
     def _is_there(self) -> bool:
-        """Return whether the open file is still the one at the run's path."""
+        """Return whether the open file is still at its path: False if it, or its folder, was removed or renamed."""
         assert self._file is not None
         try:
             return os.path.samestat(os.fstat(self._file.fileno()), os.stat(self._path))
@@ -161,7 +161,7 @@ def latest_lines(path: Path, step: int, *, key: str) -> list[dict[str, Any]]:
 
 
 def first_time(path: Path) -> float | None:
-    """Return the time, in Unix seconds, of the first line that has one; None if none has."""
+    """Return the `time`, in Unix seconds, of the first line with that key; None if no line has it."""
     return next((line["time"] for _, line in _whole(_content(path)) if line.get("time")), None)
 
 

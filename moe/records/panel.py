@@ -35,8 +35,8 @@ MAX_POINTS = 1024  # points kept of the loss curve, which is one row of characte
 @dataclass
 class State:
     """What the display shows of a run: its latest step and evaluation (lines of metrics.jsonl), its losses, seconds of the last 20 steps.
-    steps: all steps of the run. world: number of processes. lines: printed under the title. ramp: characters of growing height. losses:
-    means of `losses_per_point` steps each; recent: losses of steps that do not fill a point yet."""
+    steps: number of steps of the whole run. world: number of processes. lines: printed under the title. ramp: characters of growing
+    height. losses: means of `losses_per_point` steps each; recent: losses of steps that do not fill a point yet."""
 
     steps: int
     recipe: str
@@ -65,7 +65,7 @@ class State:
 
     @property
     def seconds_left(self) -> float | None:
-        """Time to the last step: steps left times the median of the last 20 steps' seconds, which a single slow step does not change."""
+        """Seconds to the end of training: steps left times the median of the last 20 steps' seconds. None before the first step."""
         return statistics.median(self.seconds) * (self.steps - self.step.get("step", 0)) if self.seconds else None
 
 
@@ -142,7 +142,7 @@ def _evaluation(line: Mapping[str, Any]) -> str:
 
 
 def _skips(s: Mapping[str, Any]) -> tuple[str, str]:
-    """Return (label, text): the loss scale and the number of skipped steps; without a scale, that number and the reason; else ("", "")."""
+    """Return (label, text): loss scale and number of skipped steps; without a scale, that number and the reason, or ("", "") if it is 0."""
     scale, skips = s.get("loss_scale"), s.get("skipped_total") or 0
     steps, too = f"{skips:,} step{'s' if skips > 1 else ''}", ", this one too" if s.get("skipped") else ""
     if known(scale) and scale != 1:
@@ -162,7 +162,7 @@ def sparkline(values: Sequence[float], *, cells: int, ramp: str = heat.BLOCKS) -
 
 
 def worst(layers: Sequence[Mapping[str, Any]], room: int) -> list[Mapping[str, Any]]:
-    """Return at most `room` of the step's MoE layers, in order: if not all fit, those with the least balanced load."""
+    """Return at most `room` of the step's MoE layers, in order of layers: if not all fit, the layers with the least balanced load."""
     if len(layers) <= room:
         return list(layers)
     by_imbalance = sorted(layers, key=lambda layer: -_imbalance(layer))[: max(1, room)]
@@ -180,7 +180,7 @@ def _dropped(layer: Mapping[str, Any]) -> float | None:
 
 
 def _heat_rows(layers: Sequence[Mapping[str, Any]], width: int, room: int, ramp: str) -> list[RenderableType]:
-    """Return a heading and, for each layer, a row: a cell an expert, the largest load over the mean, and the dropped share if it fits."""
+    """Return a heading and at most `room` layers, one a row: a cell an expert, largest load / mean, and the dropped share if it fits."""
     shown = worst(layers, room)
     experts = max(len(layer.get("load") or ()) for layer in layers)
     name = max(len(_name(layer)) for layer in layers) + 1

@@ -67,7 +67,7 @@ def _guarded(draw: Callable[Concatenate[Progress, P], None]) -> Callable[Concate
 
 
 class Progress:
-    """Display of a run, whose lines of metrics.jsonl it gets as they are written. No method raises. out: the run's folder, whose files are
+    """Display of a run, which receives each line of metrics.jsonl as it is written. No method raises. out: the run's folder; its files are
     listed at the end. kind: "auto" is live on a terminal, else plain; "none" shows nothing."""
 
     def __init__(self, state: State, *, out: Path | None = None, kind: Kind = "auto", console: Console | None = None) -> None:

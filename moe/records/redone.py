@@ -34,7 +34,7 @@ class Restart:
     since: float = 0.0
 
     def variables(self) -> dict[str, str]:
-        """Return the environment variables from which the ranks read this restart."""
+        """Return {variable: value} from which the ranks read this restart."""
         return {_RESTART: f"{self.number} {self.since:.2f} {self.why}"}
 
     @staticmethod
@@ -47,7 +47,7 @@ class Restart:
         return Restart(int(number), since=_parent_began()) if number.isdecimal() and int(number) > 0 else None
 
     def has_records(self, out: Path) -> bool:
-        """Return whether the run in `out` is this one: its records do not exist yet, or began after the launcher did."""
+        """Return whether records in `out` belong to the restarted run: there are none yet, or they began after the launcher."""
         first = first_time(out / METRICS)
         return first is None or first >= self.since
 
@@ -60,7 +60,7 @@ def _parent_began() -> float:
 
 
 def going_on(out: Path, step: int, restart: Restart | None) -> dict[str, Any]:
-    """Return the fields of the line `resumed`, for a run resumed at `step`. Call it before the lines of later steps are removed."""
+    """Return fields of the line `resumed`: what a resume at `step` makes again, and totals. Call it before lines are removed."""
     lines = latest_lines(out / METRICS, step, key="so_far")
     gone = [line.get("step_seconds") or 0.0 for line in lines if line.get("kind") == "train" and line["step"] > step]
     before = sums(lines)

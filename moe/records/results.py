@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def write_json(path: str | Path, *, verb: str, rows: Sequence[dict[str, Any]], **more: Any) -> None:
     """Write {"verb", "commit", "hardware", "rows", "passed", "failed", **more} as JSON, with NaN and infinity as null. rows: one dict a
-    result; the counts are of rows whose "passed" is not False, or is. Raises BadInput if the file cannot be written."""
+    result. failed: number of rows with "passed": False; passed: number of the other rows. Raises BadInput if the file cannot be written."""
     import torch
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -48,7 +48,7 @@ def matmul_flops(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def hardware(device: torch.device) -> str:
-    """Return the GPU's name, or the processor's and the number of threads."""
+    """Return the GPU's name; for a CPU, the processor's name and torch's number of threads a rank."""
     import torch
 
     if device.type == "cuda":

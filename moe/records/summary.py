@@ -43,7 +43,7 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(label, value) for label, value in rows if value != MISSING]
 
 
-LAST = 0.1  # share of the steps at the end, whose drops are also given alone: routing is learned by then
+LAST = 0.1  # share of the steps: dropped pairs of the last tenth are also reported alone, because routing is learned by then
 
 
 def dropped_shares(lines: Iterable[Mapping[str, Any]]) -> dict[str, float]:
@@ -65,7 +65,7 @@ def _dropped(summary: Mapping[str, Any]) -> str:
 
 
 def why_skipped(loss_scale: Any) -> str:
-    """Return the reason for a skipped step. With a dynamic loss scale (a number other than 1) overflows are expected: it is then halved."""
+    """Return the reason for a skipped step: an overflow if the loss scale is dynamic (a number other than 1), else gradients not finite."""
     scaled = known(loss_scale) and loss_scale != 1
     return "gradients overflowed at a higher loss scale" if scaled else "gradients that were not finite"
 
@@ -187,7 +187,7 @@ _FIX = "lower optimizer.lr, or lengthen optimizer.warmup_steps"
 def loss_warning(lines: Iterable[Mapping[str, Any]]) -> str | None:
     """Return a one-line warning if the training loss, in lines of metrics.jsonl, did not fall as it should; else None. It warns about a
     loss that ended above its first value, was above it for long, or fell and then rose again by the end, by more than noise explains. Steps
-    whose loss is not a finite number are left out here (they are reported as skipped)."""
+    without a finite loss are left out here (they are reported as skipped)."""
     train = [line for line in lines if line.get("kind", "train") == "train" and known(line.get("loss"))]
     if len(train) < LEAST_STEPS:
         return None

@@ -34,7 +34,7 @@ class Board(NamedTuple):
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Refuse a tracker that is not installed or is named twice. Imports none. Raises BadInput."""
+    """Raise BadInput for a tracker that is not installed or is named twice. Does not import the trackers."""
     for name in names:
         if find_spec(name) is None:
             fix = f"pip install {name}" | Set("it", [each for each in names if each != name])
@@ -44,7 +44,7 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 def open_tracker(name: str, out: Path, *, recipe: str, config: Mapping[str, Any], goes_on: bool) -> Board:
-    """Open this run in the tracker: the tracker's run of an earlier start if `goes_on`, else a new one. config: values of the recipe."""
+    """Open a run in the tracker `name`: if `goes_on`, the one that an earlier start of this run opened. config: recipe key -> value."""
     module, project = importlib.import_module(name), os.environ.get(_PROJECT[name], "moe-parallel")
     before, opened = _ids(out).get(name) if goes_on else None, _mlflow if name == "mlflow" else _wandb
     id, board = opened(module, project=project, name=recipe, id=before, config=config, folder=out)
@@ -105,7 +105,7 @@ def _ids(out: Path) -> dict[str, str]:
 
 
 def scalars(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield (tag, value) of each number in a line of metrics.jsonl. Load of experts is relative to uniform: 1 is a fair share."""
+    """Yield (tag, value) of each number in a line of metrics.jsonl. Loads are divided by the mean load."""
     if line.get("kind") == "event":
         return
     found: list[tuple[str, Any]] = []

@@ -69,9 +69,9 @@ class Walked:
     built_bytes: int  # after the build
     peak_bytes: int  # at the peak of a step
     held: dict[str, int]  # bytes at that peak: of parameters, gradients, optimizer states, activations
-    counts: dict[tuple[str, str], Count]  # of the last step's collectives, by (axis, name of the collective)
-    saved_bytes: int  # of this rank's tensors in a checkpoint
-    parameters: dict[str, tuple[int, ...]]  # shapes on this rank
+    counts: dict[tuple[str, str], Count]  # (axis, name of the collective) -> its calls and bytes in the last step
+    saved_bytes: int  # bytes of the tensors that this rank writes to a checkpoint
+    parameters: dict[str, tuple[int, ...]]  # name -> shape on this rank
 
 
 def main(run: Run, *, recipe: str, world: int, rank: int = 0, device: str = "cpu", json: str | None = None) -> int:
@@ -99,7 +99,7 @@ def main(run: Run, *, recipe: str, world: int, rank: int = 0, device: str = "cpu
 
 
 def row_of(walked: Walked) -> dict[str, Any]:
-    """Return the result as JSON values."""
+    """Return the result as a JSON row: seconds, bytes, collectives and parameters' shapes."""
     row = {"passed": True, "build_seconds": walked.build_s, "step_seconds": walked.step_s, "save_seconds": walked.save_s}
     row |= {"built_bytes": walked.built_bytes, "peak_bytes": walked.peak_bytes, "saved_bytes": walked.saved_bytes}
     row |= {f"peak_{kind}": size for kind, size in walked.held.items()}
@@ -152,7 +152,7 @@ def carried(run: Run) -> tuple[Run, str]:
 
 
 def walk(run: Run, world: World, *, steps: int = 2) -> Walked:
-    """Rehearse build, `steps` steps and a save of a checked run. Without a drain between batches, each step is a few batches. Raises
+    """Rehearse build, `steps` steps and a save of a checked run. A pipeline that does not drain runs a few batches a step. Raises
     BadInput as the run itself would, and RehearsalError if the run would fail: ranks would contradict one another."""
     # nothing is computed, so compiling would only cost time
     run = run.model_copy(update={"train": run.train.model_copy(update={"compile": False})})
@@ -205,7 +205,7 @@ def open_job(run: Run, world: World) -> Job:
 
 
 def take_step(job: Job) -> None:
-    """Make the next step, or the next few if the pipeline is not drained between them, and count their collectives alone. Collective."""
+    """Make the next step, or the next few if the pipeline is not drained between them, and count only their collectives. Collective."""
     job.mesh.communicator.reset_counts()
     made = advance(job, lambda: False)
     job.counters.step += len(made)
@@ -213,13 +213,13 @@ def take_step(job: Job) -> None:
 
 
 def _naming(engine: Engine, ledger: Ledger, built: int) -> Callable[[float], None]:
-    """Return the engine's step, which also tells the ledger which tensors are gradients and which are optimizer states. built: the ledger's
-    mark after the build."""
+    """Return a function that calls the engine's step, and labels gradients and optimizer states in the ledger. built: number of
+    storages that the ledger had counted at the end of the build."""
     step = engine.step
 
     def named(lr: float) -> None:
         ledger.name("gradients", _gradients(engine))
-        ledger.name_alive("optimizer", before=built)  # other tensors of the build that still exist, such as master weights
+        ledger.name_alive("optimizer", before=built)  # all tensors of the build without a label, such as master weights
         now = ledger.mark()
         step(lr)
         ledger.name_alive("optimizer", since=now)

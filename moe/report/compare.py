@@ -107,7 +107,7 @@ def _band(ax: Any, steps: Array, values: Array, *, tone: Any, mark: str, label: 
 
 
 def _range(curves: Sequence[tuple[Array, Array]]) -> tuple[float, float]:
-    """Return the limits of the y axis: all values after the first tenth of the steps fit. With the start, the end would look flat."""
+    """Return (bottom, top) of the y axis. The top ignores the first tenth of the steps, because with it the end would look flat."""
     low = min(float(values.min()) for _, values in curves)
     last = max(float(steps[-1]) for steps, _ in curves)
     high = max(float(values[:, steps >= min(0.1 * last, steps[-1])].max()) for steps, values in curves)
@@ -140,7 +140,7 @@ def recipe_rows(first: Path, second: Path) -> list[Row]:
 
 
 def result_rows(first: Path, second: Path) -> list[Row]:
-    """Return the rows of both summaries. Without a summary, a run's steps and last evaluation stand for it."""
+    """Return the rows of both summaries. For a run without one, return its steps and last evaluation."""
     a, b = (dict(summary_rows(read_summary(folder) or _so_far(folder))) for folder in (first, second))
     return [(label, a.get(label, MISSING), b.get(label, MISSING)) for label in {**a, **b}]
 

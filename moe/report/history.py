@@ -38,7 +38,7 @@ class History:
         return np.array([line["step"] for line in self.train], dtype=float)
 
     def series_S(self, key: str) -> Array:
-        """Return the number under `key` of every training line. A dot selects from a nested object: `grad_norm_parts.expert`."""
+        """Return the number under `key` in each training line, or NaN. A dot selects in a nested object: `grad_norm_parts.expert`."""
         outer, _, inner = key.partition(".")
         if not inner:
             return _numbers([line.get(outer) for line in self.train])
@@ -60,7 +60,7 @@ class History:
         return tuple(dict.fromkeys(name for line in self.train for name in line.get("grad_norm_parts") or {}))
 
     def load_SE(self, layer: int) -> Array:
-        """Return each expert's load over the mean load, before dropping: 1 is uniform. A step without this layer is NaN."""
+        """Return each expert's load / mean load (before dropping) at each training step; NaN for a step without this layer."""
         rows = [found.get("load") or [] for found in self._layer(layer)]
         experts = max((len(row) for row in rows), default=0)
         load_SE = np.array([_numbers(row) if len(row) == experts else np.full(experts, np.nan) for row in rows]).reshape(len(rows), experts)
@@ -70,7 +70,7 @@ class History:
         return relative_SE
 
     def dropped_S(self, layer: int) -> Array:
-        """Return the share of (token, choice) pairs that found no slot."""
+        """Return the share of (token, choice) pairs that the layer dropped, for each training step."""
         kept_S, dropped_S = (_numbers([found.get(key) for found in self._layer(layer)]) for key in ("kept", "dropped"))
         total_S = kept_S + dropped_S
         return np.divide(dropped_S, total_S, out=np.full_like(total_S, np.nan), where=total_S > 0)
@@ -84,7 +84,7 @@ def _numbers(values: Sequence[Any]) -> Array:
 
 
 def smoothed(values_S: Array) -> Array:
-    """Return moving averages that ignore NaN, over a centred window of a thirtieth of the steps (3 to 501), cut off at both ends."""
+    """Return centred moving averages [S] that ignore NaN. The window is a thirtieth of the steps (3 to 501), shorter at both ends."""
     width = int(min(501, max(3, len(values_S) // 30))) | 1
     known = np.isfinite(values_S)
     kernel = np.ones(width)

@@ -91,7 +91,7 @@ def _of_this_run(summary: Mapping[str, Any] | None, lines: Sequence[Mapping[str,
 
 
 def _weights(recipe: Path) -> dict[str, float]:
-    """Return the weights of balance loss and z loss in training; none if the recipe cannot be read."""
+    """Return {"balance_loss", "z_loss": weight in the training loss}; {} if the recipe cannot be read."""
     if not recipe.is_file():
         return {}
     try:
@@ -176,7 +176,7 @@ def _latest(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _events(lines: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """Return (step, event, details) of event lines, of skipped steps, and of steps with numbers that were not finite."""
+    """Return (step, event, details) for each event line, skipped step, and step with a number that was not finite."""
     found: list[tuple[str, ...]] = []
     explained = {line["step"] for line in lines if line.get("event") == "skipped"}
     for line in lines:

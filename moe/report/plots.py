@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 MOST_WINDOWS = 300  # columns of a panel of expert load: more would be narrower than one or two pixels
 REACH = 2  # the colour scale ends at this many doublings and halvings of a fair share, as in the terminal's row
-HEAT_AT = (0.0, 0.22, 0.4, 0.5, 0.6, 0.78, 1.0)  # places of the theme's heat colours on that scale: dense around the fair share, at 0.5
+HEAT_AT = (0.0, 0.22, 0.4, 0.5, 0.6, 0.78, 1.0)  # positions (0 to 1) of the theme's 7 heat colours on that scale; a fair share is at 0.5
 
 
 @dataclass(frozen=True)

@@ -69,13 +69,13 @@ def _step(job: Job, asked: Callable[[], bool]) -> Made:
 
 
 def _flag(job: Job, asked: Callable[[], bool]) -> int:
-    """Return how many ranks of tp are asked to stop. It is sent with the step's numbers, which are summed over all axes but tp."""
+    """Return the number of tp ranks that are asked to stop. The step's numbers, which carry it, are summed over all axes but tp."""
     tp = job.mesh.axis("tp", label="who is asked to stop")
     return int(sum_over(torch.tensor(int(asked()), device=job.world.device), tp)) if tp.size > 1 else int(asked())
 
 
 def _stream(job: Job, asked: Callable[[], bool]) -> list[Made]:
-    """Make the steps up to the pipeline's next drain: at the next evaluation, save, multiple of `drain_every`, or end of training."""
+    """Make the steps until the pipeline next drains: for an evaluation, a save, a multiple of `drain_every`, or the end of training."""
     run, counters, schedules = job.run, job.counters, job.training.schedules
     steps = (run.train.steps, run.pipeline.drain_every, run.train.eval_every, run.train.save_every)
     count = min(every - counters.step % every for every in steps if every)

@@ -27,7 +27,7 @@ def finish(job: Job) -> dict[str, Any]:
     run, world, figures, output = job.run, job.mesh.axis("world"), job.figures, job.output
     before = None if figures.seconds else read_summary(job.out)
     if before is not None and before.get("steps") == job.counters.step:
-        if job.counters.step == run.train.steps:  # not if a callback stopped the run before its first step
+        if job.counters.step == run.train.steps:  # False if a callback stopped the run before its first step
             output.progress.note(
                 f"train.steps {job.counters.step} was reached before: raise train.steps to continue, or start over with --fresh"
             )
@@ -90,8 +90,8 @@ def finish(job: Job) -> dict[str, Any]:
 
 
 def _totals(job: Job) -> list[float]:
-    """Return numbers of the whole run, from metrics.jsonl, on all ranks: tokens, seconds, dropped share of all steps and of the last ones,
-    then the values of `sums` in moe/records/redone.py."""
+    """Return numbers of the whole run, read from metrics.jsonl by rank 0: tokens, seconds, dropped share in all steps and the last tenth,
+    resumes, restarts, and number and seconds of the steps made again. Collective."""
     totals = [0.0] * (4 + len(NOTHING))
     if job.world.rank == 0:
         found = read(job.out)

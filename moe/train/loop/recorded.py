@@ -47,7 +47,7 @@ def record(job: Job, made: Made, seconds: float) -> dict[str, Any]:
         figures.measured.after_step(seconds, job.engine)
     layers = [vars(layer) | {"load": [round(share, 5) for share in layer.load]} for layer in numbers.layers]
     for layer in layers:
-        del layer["choices"]  # the load says the same with fewer digits
+        del layer["choices"]  # `load` has the same counts as shares, with fewer digits
     line = {
         "kind": "train",
         "step": c.step,
@@ -74,7 +74,7 @@ def record(job: Job, made: Made, seconds: float) -> dict[str, Any]:
 
 
 def refuse_endless_skips(job: Job, norm: GradientNorm) -> None:
-    """Raise BadInput on all ranks if further steps would be skipped too. Collective after a skipped step."""
+    """After a skipped step, raise BadInput on all ranks if further steps would be skipped too. norm: the step's. Collective if skipped."""
     run, c = job.run, job.counters
     if norm.finite:
         return
@@ -123,7 +123,7 @@ def evaluate(job: Job, *, record: bool = True) -> dict[str, Any]:
     watchdog.enter("evaluation after the step")
     shard = shard_of(run, job.mesh, run.train.eval_sequences)
     at_once = max(1, len(batches.shard.sequences) // run.pipeline.microbatches)
-    with during(EVALUATION):  # a micro-batch fits in memory as in a step, but all sequences together may not
+    with during(EVALUATION):  # names the evaluation if memory runs out: its sequences are all loaded together
         held = batches.read(partial(batches.data.validation.held, shard))
         loss = validation_loss(job.training.executor, torch.from_numpy(held.sequences).to(job.world.device), shard=shard, at_once=at_once)
     step, found = job.counters.step, {"validation_loss": loss, "bits_per_byte": loss / 0.6931471805599453 / held.bytes_per_token}

@@ -45,7 +45,7 @@ def accumulate(
 ) -> Numbers:
     """Run forward and backward of one step; the engine then holds summed gradients. Return the step's numbers over all ranks. Collective.
     sequences_NL: token ids of this rank, int64, of the shard's shape; the stages of one pipeline get the same. PADDING may only be at the
-    end of a sequence. flag: a number whose sum over ranks is in the result."""
+    end of a sequence. flag: a number; the result has its sum over ranks."""
     tokens = count_tokens(sequences_NL, shard)
     passes = passes_of(sequences_NL.chunk(microbatches), tokens, shard, seed=seed, step=step, loss_scale=loss_scale)
     passes = with_whole_step(executor, passes, shard)

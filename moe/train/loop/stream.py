@@ -42,7 +42,7 @@ def stream(
 ) -> list[tuple[Numbers, GradientNorm]]:
     """Make one step for each batch, then drain the pipeline. Return each step's numbers and gradient norm. Collective. batches: this rank's
     token ids, int64, each of the shard's shape. schedule: of all batches. step: number of the first one, from 0. rate(n): learning rate of
-    update n of these, from 0. flag: a number whose sum over ranks is in each step's numbers."""
+    update n of these, from 0. flag: a number; each step's numbers have its sum over ranks."""
     assert isinstance(executor, Pipelined)
     engine, model, device = executor.engine, executor.model, batches[0].device
     passes: list[Pass] = []

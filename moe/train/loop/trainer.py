@@ -124,7 +124,7 @@ def _train(run: Run, arguments: RunArguments, predicted: Prediction | None, prof
 def _loop(job: Job, asked: Callable[[], bool]) -> None:
     run, counters, began, recording = job.run, job.counters, job.counters.step, job.figures.recording
     due: Callable[[int], bool] = lambda every: every > 0 and counters.step % every == 0  # noqa: E731
-    unsaved = False  # a save is due, but was put off
+    unsaved = False  # True if a save is due but was put off because steps are skipped
     job.tell("on_train_begin", {})
     if 0 < counters.step < run.train.steps and due(run.train.eval_every) and not was_evaluated(job):
         job.tell("on_evaluate", evaluate(job))
@@ -189,7 +189,7 @@ def _save(job: Job, *, wait: bool) -> None:
 
 
 def _announce_saves(job: Job) -> None:
-    """Write a line about a checkpoint once rank 0 knows that it is complete, and call on_save once all ranks know it."""
+    """Write the line "saved" of a checkpoint once rank 0 finds it complete; call on_save once all ranks know that. Collective."""
     saves = job.saves
 
     def line(step: int) -> dict[str, Any]:

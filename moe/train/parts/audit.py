@@ -34,8 +34,8 @@ from parallel.store.checkpoint import numbered
 from parallel.watch import watchdog
 from parallel.watch.audit import Finding, Held, by_change, by_majority, copies_of, fingerprint, fingerprints, lines_of_all, mend
 
-ATTEMPTS = 6  # most passes of one step
-MOST_NAMED = 3  # most places named in a line
+ATTEMPTS = 6  # a step's forward and backward are computed at most this number of times
+MOST_NAMED = 3  # at most this number of differing tensors or layers are named in a line
 
 
 class Auditor:
@@ -54,7 +54,7 @@ class Auditor:
     ) -> None:
         self.engine, self.mesh, self.every, self.world = engine, mesh, every, mesh.axis("world", label="the audit")
         self.record, self.note, self.checkpoints = record, note, checkpoints
-        self.step = 0  # the last step whose copies were compared
+        self.step = 0  # last step after which copies were compared
 
     def due(self, step: int) -> bool:
         """Return whether step number `step`, counted from 1, is audited."""
@@ -75,7 +75,7 @@ class Auditor:
             if attempt:
                 changed = by_change(held, before, fingerprints(held), self.mesh)
                 if self._settle(changed, step, "during the step"):
-                    seen.clear()  # the passes so far read corrupt tensors, so they are not compared with
+                    seen.clear()  # these passes read corrupt tensors, so later ones are not compared with them
                 elif reasons := self._unlike(grads, mine, heard, seen):
                     self._tell(step, "computed otherwise the second time", reasons, "the passes are made again")
                 else:
@@ -93,7 +93,7 @@ class Auditor:
         if self._settle(by_majority(held, prints, self.mesh), step, when, looks_again=True):
             held = self._held()
             prints = fingerprints(held)
-            if left := self._on_all(by_majority(held, prints, self.mesh)):  # copies on other stages, or a fault that recurs
+            if left := self._on_all(by_majority(held, prints, self.mesh)):  # copies on several stages, or a recurring fault
                 self._end(step, when, left)
         self.step = step
         return held, prints
@@ -104,7 +104,7 @@ class Auditor:
             self.compare_copies(step, "before saving")
 
     def _on_all(self, found: Sequence[object]) -> list[str]:
-        """Return the texts of all ranks' findings, the same on every rank. Collective."""
+        """Return the texts of `found` on all ranks, as one list that is the same on every rank. Collective."""
         return lines_of_all([str(one) for one in found], self.world)
 
     def _held(self) -> list[Held]:
@@ -117,12 +117,12 @@ class Auditor:
         ]
 
     def _settle(self, found: Sequence[Finding], step: int, when: str, *, looks_again: bool = False) -> bool:
-        """Replace every corrupt tensor in `found` by an intact copy; return whether any rank had one. Collective. looks_again: the caller
-        compares once more, so a tensor without an intact copy on this stage may get one from another stage. Else raises Ended for it."""
+        """Replace every corrupt tensor in `found` by an intact copy; return whether any rank had found one. Raises Ended on all ranks for a
+        tensor without an intact copy. looks_again: not yet, if another stage mends it, because the caller compares again. Collective."""
         said = self._on_all(found)
         if not said:
             return False
-        again = self.engine.copy_again()  # True if the optimizer has weights of its own: the intact copy of the model's weights
+        again = self.engine.copy_again()  # True if there are master weights, from which the model's weights were copied anew
         mended = self._on_all([one.held for one in found if one.source is not None]) if looks_again else []
         lost = [one for one in found if one.source is None and not (again and one.held.kind == "weight" and one.held.axes)]
         if beyond := self._on_all([one for one in lost if str(one.held) not in mended]):
@@ -135,8 +135,8 @@ class Auditor:
         return True
 
     def _unlike(self, grads: list[Held], mine: Tensor, heard: dict[str, int], seen: Sequence[tuple[Tensor, dict[str, int]]]) -> list[str]:
-        """Return the places where this pass differs from every earlier one, the same list on every rank; empty if it agrees with one and
-        all copies of gradients are equal. Collective. grads: the engine's gradients. mine: their hashes, then that of the step's numbers.
+        """Return the layers or gradients in which this pass differs from the last, for all ranks; [] if it agrees with any before and
+        all copies of gradients are equal. Collective. grads: the engine's gradients. mine: their hashes, then one of the step's numbers.
         heard: hashes by layer, from `listening`. seen: (mine, heard) of the earlier passes."""
         differs = [largest(float(not torch.equal(mine, earlier)), self.world) for earlier, _ in seen]
         copies = self._on_all(by_majority(grads, mine[:-1], self.mesh))
@@ -173,8 +173,8 @@ def _few(found: Sequence[str]) -> str:
 
 @contextmanager
 def listening(model: torch.nn.Module) -> Iterator[dict[str, int]]:
-    """Fill the dict, when the context exits: "the forward pass of layers.3" -> a hash of that layer's outputs; "the backward pass behind
-    layers.3" -> of the gradients of these outputs; summed over micro-batches, in the order in which they are computed."""
+    """Yield a dict, filled when the context exits: "the forward pass of layers.3" -> hash of its outputs; "the backward pass behind
+    layers.3" -> hash of their gradients. Hashes are summed over micro-batches; keys are in order of computation."""
     noted: defaultdict[str, list[Tensor]] = defaultdict(list)
 
     def after(layer: int, module: Any, args: Any, output: Any) -> None:

@@ -4,7 +4,7 @@
     several                    forward passes over all micro-batches without gradient, then
                                one all-reduce; the passes with gradient are given the sums         about one forward pass more
 
-The passes without gradient route tokens like those with gradient: noise is a function of (seed, step, layer, token), and weights and biases
+Passes with and without gradient route tokens alike: noise is a function of (seed, step, layer, token), and weights and biases
 do not change within a step.
 """
 
@@ -27,8 +27,8 @@ Sums = Callable[[int, Tensor], Tensor]  # (layer, sums of one forward pass) -> t
 
 
 def with_whole_step(executor: Executor, passes: Sequence[Pass], shard: TokenShard) -> list[Pass]:
-    """Return the passes, with the sums of the whole step in their contexts if the balance loss needs them. Collective. A balance loss of
-    weight 0 is only reported; the mean over micro-batches is enough for that."""
+    """Return the passes; if the balance loss is over the global batch, their contexts give each layer's sums over the whole step. Not for a
+    balance loss of weight 0, which is only reported, as a mean over micro-batches. Collective."""
     spec = executor.model.router_spec
     if not (executor.model.expert_counts and spec.balance_scope == "global_batch" and spec.asks_balance):
         return list(passes)
@@ -40,7 +40,7 @@ def _summed_when_asked(axes: Sequence[Axis]) -> Sums:
     known: dict[int, Tensor] = {}
 
     def sums(layer: int, mine: Tensor) -> Tensor:
-        if layer not in known:  # a recomputed forward pass asks again: no all-reduce then, since ranks may be at different layers
+        if layer not in known:  # recomputation gets the stored sums: ranks may be at different layers then, and an all-reduce would hang
             known[layer] = sum_over_all(mine.clone(), [replace(axis, label=f"layers.{layer}.balance") for axis in axes])
         return known[layer]
 

@@ -43,7 +43,7 @@ class Now:
     | on_save | the line of metrics.jsonl with the step and path of the new checkpoint |
     | on_train_end | the summary, as in summary.json |
 
-    model: this rank's shard or copy. Do not change its parameters: a change on one rank alone makes copies differ. asked: for `stop`.
+    model: this rank's shard or copy. Do not change its parameters: a change on one rank alone makes copies differ. asked: stop reasons.
     """
 
     run: Run
@@ -104,7 +104,7 @@ class Callbacks:
             watchdog.enter(name, patience=watchdog.FIRST)
             training = now.model.training
             outcome = agree(lambda c=callback: getattr(c, event)(now), self.world, said=where)  # type: ignore[misc]
-            if now.model.training != training:  # as it was before the call, which may have generated or evaluated
+            if now.model.training != training:  # restores the mode, which a callback that generates or evaluates may have changed
                 now.model.train(training)
             if (failure := outcome.failure) is not None:
                 raised = f"{name} raised {failure.line}" + (f" on rank {failure.rank}" if self.world.size > 1 else "")
@@ -122,7 +122,7 @@ def _overridden(callback: Callback) -> list[str]:
 
 
 def check(each: object) -> None:
-    """Raise BadInput unless `each` is a list of callbacks: no class, no function, no method on_... that is no event's."""
+    """Raise BadInput unless `each` is a list of Callback objects, and each of their methods on_... is the name of an event."""
     if not isinstance(each, list | tuple):
         got = f"a {type(each).__name__}"
         raise BadInput("callbacks", got=got, needed="a list of them", fix="write callbacks=[...]")

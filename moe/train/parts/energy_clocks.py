@@ -51,7 +51,7 @@ def planned_clocks(run: Run, executor: Executor, mesh: Mesh, world: World, *, no
             else:
                 note(said)
 
-        def settle() -> None:  # waits for this rank's kernels, not for the device: posted receives there may need later actions
+        def settle() -> None:  # waits for the kernels alone: posted receives may need later actions, so waiting for the device could hang
             if world.device.type == "cuda":
                 torch.cuda.current_stream(world.device).synchronize()
 

@@ -50,14 +50,14 @@ def start_executor(run: Run, model: Transformer, layouts: dict[str, Layout], mes
 
 
 def pipelined(run: Run, engine: Engine, mesh: Mesh, *, watchers: Sequence[Watcher] = ()) -> Pipelined:
-    """Return an executor of this rank's stages. watchers: see `Pipelined`. Collective."""
+    """Return an executor of this rank's stages. watchers: told of every action of the pipeline in training. Collective."""
     runtime = stages.start_runtime(run, engine.module, engine.layouts, mesh)
     sums = stages.overlapped_sums(run, engine, runtime)
     return Pipelined(engine, runtime, crossing=lambda tokens: stages.crossing_shape(run, tokens), watchers=watchers, sums=sums)
 
 
 def fillers(run: Run, engine: Engine, mesh: Mesh) -> list[BubbleFiller]:
-    """Return the watcher that does K-FAC's work while the pipeline is idle; none for another optimizer."""
+    """Return [the watcher that does K-FAC's work while the pipeline is idle]; [] for another optimizer."""
     if not isinstance(engine, KfacEngine):
         return []
     assert isinstance(engine.module, Transformer)
@@ -66,7 +66,7 @@ def fillers(run: Run, engine: Engine, mesh: Mesh) -> list[BubbleFiller]:
 
 
 class Single:
-    """Executor of the whole model on every rank. pp_axis: of one rank."""
+    """Executor of a model without pipeline stages. pp_axis: an axis with one rank."""
 
     def __init__(self, engine: Engine) -> None:
         assert isinstance(engine.module, Transformer)
@@ -102,7 +102,7 @@ class Pipelined:
         self.runtime, self.crossing, self.watchers = runtime, crossing, tuple(watchers)
 
     def run(self, passes: Sequence[Pass], each: Each) -> None:
-        """Do the same as `Single.run`."""
+        """Run forward and backward of one batch through the pipeline; the engine then holds summed gradients. Collective."""
         self.runtime.run(_Stages(self, passes, each, self._train), watchers=(*self.sums, *self.watchers))
         self.engine.reduce()
 
@@ -115,12 +115,12 @@ class Pipelined:
         versions: Mapping[int, Versions],
         update: Callable[[int, int], None],
     ) -> None:
-        """Run several batches without draining the pipeline between them. versions: of each stage's weights. update(stage, version): makes
-        the stage's update to that version, when the schedule says so."""
+        """Run several batches without draining the pipeline between them. versions: stage -> versions of its weights. update(stage,
+        version): called when the schedule updates a stage; changes its weights to that version."""
         self.runtime.run(_Stages(self, passes, each, self._train, versions, update), schedule, watchers=self.watchers)
 
     def forward(self, passes: Sequence[Pass], each: Each) -> None:
-        """Do the same as `Single.forward`."""
+        """Run forward through the pipeline without gradient. Collective."""
         self.runtime.forward(_Stages(self, passes, each, self.model), len(passes))
 
     @contextmanager
@@ -138,8 +138,8 @@ class Pipelined:
 
 
 class _Stages:
-    """Actions of this rank's stages, for parallel/pipeline/runtime.py. compute: the model's or the engine's forward pass. Without versions
-    and update, the optimizer's step comes after all backward passes, once all gradients are known to be finite."""
+    """Actions of this rank's stages, for parallel/pipeline/runtime.py. compute: the forward pass to call. versions, update: as in
+    `Pipelined.stream`; without them, the caller makes the optimizer's step after all backward passes."""
 
     def __init__(
         self,
@@ -191,6 +191,6 @@ def logits_of(executor: Executor, shard: TokenShard) -> Callable[[Tensor], Outpu
 
         mine_BL = tokens_BL[:, places]
         executor.forward([Pass(mine_BL, None, Context.of(mine_BL, positions=places, length=shard.length), 1.0)], each)
-        return Output(sum_over_all(found, (sp, executor.pp_axis)), torch.empty(0), ())  # other sequence shards and stages have zeros here
+        return Output(sum_over_all(found, (sp, executor.pp_axis)), torch.empty(0), ())  # zeros on other sequence shards and stages
 
     return run

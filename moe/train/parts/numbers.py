@@ -17,8 +17,8 @@ _MEANS = 7  # numbers in a layer's row before its choices: kept, dropped, then f
 
 @dataclass(frozen=True)
 class LayerNumbers:
-    """One MoE layer's step over all ranks. choices: tokens that chose each expert, before dropping. kept, dropped: (token, choice) pairs.
-    Losses and entropy are means over tokens without padding."""
+    """Results of one MoE layer in a step, over all ranks. choices: tokens that chose each expert, before dropping. kept, dropped:
+    numbers of (token, choice) pairs. Losses and entropy are means over tokens without padding."""
 
     layer: int
     choices: list[int]
@@ -68,7 +68,7 @@ class Sums:
         self.rows: dict[tuple[int, ...], Tensor] = {}  # layers of a forward pass -> their rows, one after the other
 
     def add(self, loss: Tensor | None, layers: Sequence[LayerReport], share: float) -> None:
-        """Add a forward pass. loss: its summand of the global mean, or None. share: its tokens over all tokens of the global batch."""
+        """Add a forward pass. loss: its part of the global mean; None before the last stage. share: its part of all tokens."""
         if loss is not None:
             self.loss += loss.detach()
         if layers:
@@ -104,7 +104,7 @@ def _row(r: LayerReport, share: float) -> Tensor:
 
 
 def numbers_of(packed: Tensor, expert_counts: dict[int, int]) -> Numbers:
-    """Return the numbers in a tensor from `Sums.packed`, summed over ranks."""
+    """Return the numbers in `packed`, a tensor from `Sums.packed` that was summed over ranks. expert_counts: layer -> number of experts."""
     row = packed.tolist()
     layers, at = [], 2
     for layer, count in expert_counts.items():

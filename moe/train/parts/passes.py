@@ -20,7 +20,7 @@ from parallel.mesh.collectives import sum_over_all
 
 @dataclass(frozen=True)
 class Tokens:
-    """Token counts of the global batch: tokens read, tokens predicted (at least 1 each), and whether it has padding."""
+    """Counts of the global batch. inputs: tokens read. targets: tokens predicted. padded: the batch has padding. Counts are at least 1."""
 
     inputs: int
     targets: int
@@ -29,8 +29,8 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Pass:
-    """One micro-batch of this rank. targets_BL: tokens to predict, or marks for those that are only read (moe/nn/vocabulary.py); None: the
-    model returns logits instead of the loss. share: its tokens over all tokens of the global batch."""
+    """One micro-batch of this rank. targets_BL: tokens to predict, or marks for tokens that are only read (moe/nn/vocabulary.py); None: the
+    model returns logits instead of the loss. share: its tokens / tokens of the global batch."""
 
     inputs_BL: Tensor
     targets_BL: Tensor | None

@@ -42,7 +42,7 @@ class Spent(NamedTuple):
 
 class Recording:
     """Recorder of a few steps, each of which is run by `recording.of(work)`. It writes its files after RECORDED steps, then is idle. name:
-    of the files, such as rank-0. note: prints a line for the user."""
+    stem of the files, such as rank-0. note: prints a line for the user."""
 
     def __init__(self, folder: Path, name: str, *, note: Callable[[str], None]) -> None:
         self.folder, self.name, self.note = folder, name, note
@@ -97,9 +97,9 @@ def first_of_its_stage(mesh: Mesh) -> bool:
 
 def spent(events: Iterable[Any], *, steps: Sequence[int]) -> list[Spent]:
     """Return the milliseconds a training step that each region of the code took, longest first. events: FunctionEvents of a torch profiler.
-    Some of them are regions named `step`; number i of these covers steps[i] training steps. Only the one with the least time a step counts,
-    because other work on the machine disturbed it least."""
-    number, end = -1, 0.0  # number of the region `step` that is open, and the time at which it ends
+    Some of them are regions named `step`; number i of these covers steps[i] training steps. The result is for the region with the least
+    time a step, which other work on the machine disturbed least."""
+    number, end = -1, 0.0  # of the current region `step`: its number, and the time at which it ends
     host: dict[int, dict[tuple[str, Phase], float]] = defaultdict(lambda: defaultdict(float))  # that number -> (region, phase) -> ms
     device: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))  # that number -> region -> ms
     place: dict[int, tuple[str, Phase]] = {}  # id of an event within a step -> its region and phase
@@ -115,7 +115,7 @@ def spent(events: Iterable[Any], *, steps: Sequence[int]) -> list[Spent]:
         elif event.name.startswith(PREFIX):
             where = event.name.removeprefix(PREFIX)
         elif event.sequence_nr >= 0:
-            region_of_node[event.sequence_nr] = where  # replaces earlier ones: the last operation with this number is differentiated
+            region_of_node[event.sequence_nr] = where  # of several operations with this number, autograd differentiates the last
         place[id(event)] = (where, phase)
         host[number][where, phase] += event.self_cpu_time_total / 1e3 / steps[number]
         device[number][where] += event.self_device_time_total / 1e3 / steps[number]

@@ -32,7 +32,7 @@ from parallel.mesh.mesh import Axis, Mesh
 
 
 def nothing_to_move(run: Run) -> str | None:
-    """Return why `experts.rebalance_every` has no effect on a run (with degrees set, not "auto"); None if it has one, or is not set."""
+    """Return the reason if `experts.rebalance_every` is set but has no effect on `run` (its degrees must be numbers); else None."""
     if not run.experts.rebalance_every:
         return None
     if not run.model.layers_with_experts():
@@ -46,7 +46,7 @@ def nothing_to_move(run: Run) -> str | None:
 
 class Rebalancer:
     """Counts each layer's load, and moves experts every `experts.rebalance_every` steps. All ranks must call its methods alike. load: layer
-    -> choices of each expert since the last move. placements: layer -> its experts in the order of their places on ranks."""
+    -> choices of each expert since the last move. placements: layer -> ids of its experts in the order in which ep's ranks hold them."""
 
     def __init__(self, run: Run, engine: Engine, mesh: Mesh) -> None:
         self.run, self.engine, self.mesh = run, engine, mesh
@@ -55,7 +55,7 @@ class Rebalancer:
         self.placements: dict[int, Placement] = {}
 
     def state(self) -> dict[str, Any] | None:
-        """Return what a checkpoint has to store, for `resume`; None if no expert can move."""
+        """Return {"ranks": size of ep, "placements", "load"} for a checkpoint; None if no expert can move."""
         if not self.every:
             return None
         return {"ranks": self.mesh.axis("ep").size, "placements": _named(self.placements), "load": _named(self.load)}
@@ -88,7 +88,7 @@ class Rebalancer:
             return
         held = {
             layer.layer: layer for layer in moe_layers(self.engine.module)
-        }  # layers of this rank's stages; the decision is made for all layers
+        }  # only layers of this rank's stages are moved here, but every rank decides for all layers
         moved = [said for number in self.load if (said := self._rebalance(number, held.get(number), updates=updates))]
         self.load.clear()
         if moved:
@@ -108,7 +108,7 @@ class Rebalancer:
         return f"layer {number}: {before / total:.3f} to {after / total:.3f} of the load"
 
     def move(self, layer: MoELayer, now: Placement, then: Placement, *, updates: int) -> None:
-        """Move weights and optimizer states of a layer's experts from the places `now` to the places `then`. Collective."""
+        """Move weights and optimizer states of a layer's experts between ranks, from the placement `now` to `then`. Collective."""
         ep = self.mesh.axis("ep", label=f"layers.{layer.layer} rebalancing")
         states = {
             name: {kind: exchange_experts(t, now, then, ep) for kind, t in self.engine.state(name).items()} for name in self._names(layer)
@@ -121,7 +121,7 @@ class Rebalancer:
         return [name for name, parameter in self.engine.module.named_parameters() if id(parameter) in own]
 
     def _place(self, layer: MoELayer, then: Placement) -> None:
-        """Tell the layouts, the layer and its dispatcher the new places of the layer's experts."""
+        """Set the placement `then` of the layer's experts in the engine's layouts, the layer and its dispatcher."""
         ep = self.mesh.axis("ep")
         for name in self._names(layer):
             self.engine.layouts[name] = replace(self.engine.layouts[name], placement=then)
@@ -152,7 +152,7 @@ def _checked(state: Any, experts: Mapping[int, int], *, where: str) -> tuple[dic
 
 @torch.no_grad()
 def exchange_experts(stack: Tensor, now: Placement, then: Placement, ep: Axis) -> Tensor:
-    """Exchange tensors of experts over ep. stack: [E / P, ...], this rank's experts by `now`. Return its experts by `then`. Collective."""
+    """Send experts' tensors to their new ranks. stack: [E / P, ...], for this rank's experts by `now`. Return it for `then`. Collective."""
     places = len(now) // ep.size
     mine = range(ep.index * places, (ep.index + 1) * places)
     goal = {expert: place for place, expert in enumerate(then)}

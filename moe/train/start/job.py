@@ -53,7 +53,7 @@ class Batches:
     agree: Axis | None = None
 
     def read(self, samples: Callable[[], T]) -> T:
-        """Return samples(). With `agree` it is collective, and raises BadInput on all ranks if it fails on one."""
+        """Return samples(). If `agree` is set, the call is collective: if samples() fails on one rank, all ranks raise BadInput."""
         return samples() if self.agree is None else of_all(samples, self.agree, what="data")
 
 
@@ -72,7 +72,7 @@ class Output:
 
 @dataclass
 class Saves:
-    """A run's checkpoints. described: arguments of `state.parts` that do not change during a run."""
+    """A run's checkpoints. described: what each stores unchanged (recipe, tokenizer, ...), as keyword arguments of `state.parts`."""
 
     saver: Saver
     described: dict[str, Any] = field(default_factory=dict)
@@ -82,19 +82,19 @@ class Saves:
 
 @dataclass
 class Figures:
-    """Figures of a run."""
+    """Measured and predicted figures of a run."""
 
     seconds: float = 0.0  # training time of this process
-    evaluated: dict[str, float] = field(default_factory=dict)  # results of the last evaluation
-    evaluated_at: int | None = None  # its step
+    evaluated: dict[str, float] = field(default_factory=dict)  # "validation_loss", "bits_per_byte" of the last evaluation
+    evaluated_at: int | None = None  # step of the last evaluation
     predicted: Prediction | None = None  # memory and time, predicted before the start
-    measured: Measured | None = None  # what the prediction is compared with; None in a rehearsal
+    measured: Measured | None = None  # memory and time, measured in this run; None in a rehearsal
     recording: Recording | None = None  # profiler, if a profile was asked for
 
 
 @dataclass(frozen=True)
 class Job:
-    """One rank's share of a run."""
+    """All objects with which one rank trains a run. name: the recipe's. out: the run's folder."""
 
     run: Run
     name: str
@@ -121,7 +121,7 @@ class Job:
         return None if self.output.callbacks is None else self.output.callbacks.stopped
 
     def tell(self, event: str, record: Mapping[str, Any]) -> None:
-        """Call the method `event` of all callbacks. Collective if there are callbacks."""
+        """Call the method `event` of all callbacks, with `record` in its argument. Collective if there are callbacks."""
         if self.output.callbacks is not None:
             w = self.world
             self.output.callbacks.call(event, Now(self.run, self.counters.step, record, w.rank, w.size, self.out, self.engine.module))

@@ -58,7 +58,7 @@ from parallel.watch.outcome import of_all
 
 @dataclass(frozen=True)
 class RunArguments:
-    """Arguments of `train` (moe/train/loop/trainer.py) other than the recipe. code: key of the recipe -> hash of that plug-in's file."""
+    """Arguments of `train` (moe/train/loop/trainer.py) other than the recipe. code: recipe key that names a plug-in -> hash of its file."""
 
     name: str
     out: Path
@@ -81,9 +81,9 @@ class RunArguments:
 
 @dataclass(frozen=True)
 class Start:
-    """What a run starts from."""
+    """Checkpoints that a run starts from. resumed: what is taken over other than tensors."""
 
-    found: Reader | None  # its own checkpoint
+    found: Reader | None  # the run's own checkpoint, to resume from
     source: Reader | None  # the checkpoint of --init_from, if the run begins with it
     base: Reader | None  # the whole model to which this run adds adapters
     resumed: Resumed
@@ -115,7 +115,7 @@ def open_job(run: Run, arguments: RunArguments) -> Job:
         output.progress.note(line)
     shard = shard_of(run, mesh, run.train.global_batch)
     saver = Saver(out / "checkpoints", mesh.axis("world"), keep=run.train.keep)
-    if start.found is not None and start.writes and not training.counters.in_a_row:  # after skipped steps older ones may be needed
+    if start.found is not None and start.writes and not training.counters.in_a_row:  # after skipped steps, older ones are kept
         keep_newest(saver.folder, training.counters.step, run.train.keep)
     record, note = output.records.write, output.progress.note
     auditor = Auditor(executor.engine, mesh, every=run.train.audit_every, record=record, note=note, checkpoints=saver.folder)
@@ -146,8 +146,8 @@ def _find_start(run: Run, arguments: RunArguments, mesh: Mesh) -> Start:
 def read_data(
     run: Run, source: Data, *, tokenizer: Any, log: Callable[[str], None], listing: Path | None = None, given: Any = None
 ) -> Dataset:
-    """Open `source` for a run's model, and log remarks on its files. tokenizer: its description, or None: made from the text. listing: a
-    file for all remarks. given: samples of a user's program."""
+    """Open `source` for a run's model, and log remarks on its files. tokenizer: its stored description; None: made from the text.
+    listing: file that holds all remarks. given: samples of a user's program."""
     opened = partial(open_data, source, max_length=run.model.max_length, vocab_size=run.vocab_size, seed=run.train.seed)
     data = opened(tokenizer=tokenizer, log=log, given=given)
     for line in remark_lines(data.index, listing):
@@ -164,7 +164,7 @@ def _restore(run: Run, arguments: RunArguments, mesh: Mesh, training: Training, 
     if found is not None:
         training.rebalancer.resume(found.state.get(state.PLACED), where=f"checkpoint {found.path.name}")
     with during(RESUMING):
-        if start.base is not None:  # before `resume`, which also sets counters
+        if start.base is not None:  # before `resume`, which loads the adapters and the counters
             state.begin(start.base, engine, mesh, log=arguments.say, whole=whole)
         state.resume(
             found,
@@ -190,7 +190,7 @@ def _write_folder(run: Run, arguments: RunArguments, data: Dataset, start: Start
 
 
 def _open_output(run: Run, arguments: RunArguments, start: Start, step: int, callbacks: Callbacks) -> Output:
-    """Open metrics.jsonl, trackers and display, and write a line about the start at this step."""
+    """Open metrics.jsonl, trackers and display; if the run resumes at `step` or begins from another run, write a line about it."""
     out, world, first, resumed = arguments.out, arguments.world, arguments.world.rank == 0, start.resumed
     goes_on = start.found is not None or (arguments.restart is not None and not arguments.fresh and arguments.restart.has_records(out))
     again = going_on(out, step, arguments.restart) if goes_on and first else {}
@@ -238,7 +238,7 @@ def _start_lines(run: Run, arguments: RunArguments, start: Start, step: int, asi
 
 
 def _is_done(run: Run, found: Reader | None, out: Path, mesh: Mesh) -> bool:
-    """Return whether all steps and the summary, on rank 0's disk, are made, so that nothing is trained or written. Collective."""
+    """Return whether `found` has all steps, and summary.json is of this step: then nothing is trained or written. Collective."""
     world = mesh.axis("world")
 
     def look() -> bool:
@@ -251,7 +251,7 @@ def _is_done(run: Run, found: Reader | None, out: Path, mesh: Mesh) -> bool:
 
 
 def _moved(arguments: RunArguments) -> Path | None:
-    """Return --init_from if it is a checkpoint's folder: for a resumed run of adapters, the place that its base was moved to."""
+    """Return the folder to which the base of a resumed run of adapters was moved: --init_from if it is a checkpoint's folder, else None."""
     given = arguments.init_from
     return given if given is not None and (given / "manifest.json").is_file() else None
 

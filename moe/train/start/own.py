@@ -34,14 +34,14 @@ ARGUMENTS: dict[str, int | None] = {
 
 @dataclass(frozen=True)
 class Own:
-    """A user's parts. data: moe/data/given.py; optimizer: parallel/optim/given.py."""
+    """Objects that a user's program gives. data: samples (moe/data/given.py). optimizer: its factory (parallel/optim/given.py)."""
 
     callbacks: Sequence[Callback] = ()
     data: Any = None
     optimizer: Factory | None = None
 
     def named_in(self, run: Run) -> Run:
-        """Return the run with the value `given` for each part. Raises BadInput if the recipe has it without a part, or another value."""
+        """Return the run with the recipe's value "given" for each object here. Raises BadInput if recipe and objects contradict."""
         check(self.callbacks)
         rows = (("data.source", "data", self.data, run.data.source), ("optimizer.kind", "optimizer", self.optimizer, run.optimizer.kind))
         for key, argument, value, said in rows:
@@ -60,8 +60,8 @@ class Own:
 
     @staticmethod
     def code(run: Run) -> dict[str, str]:
-        """Import the plug-ins that the recipe names, and call a schedule of a user's own for a few updates. Return key -> SHA-256 of the
-        plug-in's file. Raises BadInput."""
+        """Import the plug-ins that the recipe names; call one that is a learning-rate schedule for three updates. Return recipe key ->
+        SHA-256 of the plug-in's file. Raises BadInput."""
         for key, value in run.plugins().items():
             load_plugin(key, value, arguments=ARGUMENTS[key])
         decayed = run.train.steps - run.optimizer.warmup_steps
@@ -70,8 +70,8 @@ class Own:
         return {key: source_of(value) for key, value in run.plugins().items()}
 
     def rule(self, run: Run, mesh: Mesh) -> Given | None:
-        """Return the user's optimizer, after a try on small parameters with the model's names; None if there is none. Raises BadInput, on
-        all ranks alike."""
+        """Return the user's optimizer, tested on small parameters with the model's names; None if there is none. Raises BadInput on all
+        ranks."""
         if not run.optimizer.is_own:
             return None
         rule = optimizer_of(run.optimizer) if self.optimizer is None else given_of(run.optimizer, self.optimizer)
@@ -85,7 +85,7 @@ def the_same(read: Callable[[], Dataset], world: Axis) -> Dataset:
 
     def opened() -> tuple[Dataset, bytes]:
         data = read()
-        # the key is a hash of samples in memory, but not of a stream's: of these the first sample is compared
+        # data.key is a hash of samples in memory. It does not depend on a stream's samples, so a stream's first sample is compared too
         first = data.train.first().tobytes() if isinstance(data.train, Stream) else b""
         return data, data.key.encode() + first
 

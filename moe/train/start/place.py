@@ -138,6 +138,6 @@ def asked_to_stop() -> Iterator[Callable[[], bool]]:
         yield lambda: bool(seen)
     finally:
         for number, old in before.items():
-            if getattr(old, "before_training", False):  # of moe/launch/launch.py: it would say that nothing had begun
+            if getattr(old, "before_training", False):  # the handler of moe/launch/launch.py, which would print that training had not begun
                 old = signal.SIG_IGN
-            signal.signal(number, signal.SIG_DFL if old is None else old)  # None: it was set by code other than Python, and is lost
+            signal.signal(number, signal.SIG_DFL if old is None else old)  # None: a handler set from C, which cannot be restored

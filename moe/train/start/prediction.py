@@ -49,7 +49,7 @@ def here(world: World) -> Place:
 
 def foretell(run: Run, asked: Run, world: World, *, cluster: str | None, force: bool, say: Callable[[str], None]) -> Prediction | None:
     """Predict memory and time, print them, and return them; None without a prediction. Collective: all ranks decide alike. run: checked.
-    asked: the user's own, which the fix of an error changes. cluster: a cluster file, or None for this machine. Raises BadInput if the run
+    asked: as the user gave it, for the error's fix. cluster: a cluster file, or None for this machine. Raises BadInput if the run
     is predicted not to fit, unless `force`."""
     found: Prediction | None = None
     limits = [float("inf")] * 2
@@ -71,7 +71,7 @@ def foretell(run: Run, asked: Run, world: World, *, cluster: str | None, force: 
         say(f"starting nevertheless (--force): {large.what}: got {large.got}")
     if found is None:
         return None
-    found = replace(found, place=replace(found.place, limit_bytes=whole, own_bytes=own))  # minima over ranks
+    found = replace(found, place=replace(found.place, limit_bytes=whole, own_bytes=own))  # the least memory of any rank
     say(prediction.line(found))
     if found.over_bytes > 0:
         refused = prediction.refusal(found, asked.model_copy(update={"precision": run.precision}), world.size, checked=check_run)
@@ -99,11 +99,11 @@ class Measured:
     states, also of memory: the peak, and bytes of model states (later, saves and evaluations would count too)."""
 
     def __init__(self, world: World) -> None:
-        # bytes of a CPU process other than tensors; on a GPU torch counts tensors alone
+        # bytes of a CPU process other than tensors; 0 on a GPU, where torch counts tensors alone
         self.beside = 0.0 if world.device.type == "cuda" else resident_bytes() - _tensor_bytes()
         self.peak_bytes = 0.0
-        self.state_bytes = dict.fromkeys(PARTS, 0)  # the most of each kind in a step
-        self.seconds: list[float] = []  # of each step
+        self.state_bytes = dict.fromkeys(PARTS, 0)  # kind of state -> most bytes after a step
+        self.seconds: list[float] = []  # seconds of each step
 
     @property
     def _counts_memory(self) -> bool:
@@ -121,7 +121,7 @@ class Measured:
             self.peak_bytes = own_peak_bytes()
             held = list(engine.tensors())
             read = storages([*engine.module.parameters(), *(each.tensor for each in held if each.kind == "working weight")])
-            if not read:  # the model's own weights exist only while they are gathered
+            if not read:  # the engine gathers weights only in passes, so its own shards count as parameters
                 read = storages(each.tensor for each in held if each.kind == "weight")
             self._add("parameters", read)
             self._add("optimizer", {at: size for at, size in storages(each.tensor for each in held).items() if at not in read})
@@ -131,7 +131,7 @@ class Measured:
         self.state_bytes[part] = max(self.state_bytes[part], sum(found.values()))
 
     def largest_states(self, mesh: Mesh) -> dict[str, int] | None:
-        """Return the maximum over ranks of each kind's bytes; None if no step was made. Collective."""
+        """Return {kind of model state: most bytes on any rank}; None if no step was made. Collective."""
         most = maxima(list(self.state_bytes.values()), mesh)
         return {part: int(size) for part, size in zip(PARTS, most, strict=True)} if any(most) else None
 

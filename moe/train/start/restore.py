@@ -33,12 +33,12 @@ from parallel.mesh.mesh import Degrees, Mesh
 from parallel.store import checkpoint
 from parallel.store.stored import Reader, check_same_parameters
 
-WHERE = "base"  # key, in a checkpoint's state, of what `described` returns
+WHERE = "base"  # key in the state of a checkpoint of adapters: its value, from `described`, says which base they need
 _TRAINS = "moe train also takes --init_from WHERE_IT_IS"
 
 
 def choose(run_dir: Path, *, step: int | None = None) -> Path:
-    """Return the folder of a run's newest valid checkpoint, or of that of `step`. Raises BadInput."""
+    """Return the folder of a run's newest valid checkpoint, or of its checkpoint at `step`. Raises BadInput."""
     world, log = Mesh.of(Degrees()).axis("world"), lambda text: print(text, file=sys.stderr)
     path = checkpoint.newest(run_dir / "checkpoints", world=world, log=log, step=step, flag="--step")
     if path is None:
@@ -69,7 +69,7 @@ def restore(path: Path) -> Transformer:
 
 
 def described(base: Reader) -> dict[str, str]:
-    """Return what a checkpoint of adapters stores about its base: its folder, and the hash of its manifest."""
+    """Return {"path": folder of the base's checkpoint, "manifest": hash of its manifest}, which a checkpoint of adapters stores."""
     return {"path": str(base.path.resolve()), "manifest": _hash(base.path)}
 
 
@@ -125,8 +125,8 @@ class Merged(Reader):
 
 
 def check_base(rank: int, *, source: Reader | None, found: Reader | None) -> None:
-    """Raise BadInput for adapters without a base, and if either checkpoint or recipe has adapters and the other has not. rank: lora.rank.
-    source: of --init_from. found: the run's own checkpoint."""
+    """Raise BadInput for adapters without a base, or if only one of recipe and own checkpoint has adapters. rank: lora.rank. source: the
+    checkpoint of --init_from. found: the run's own checkpoint."""
     if rank and source is None and found is None:
         raise no_base(rank)
     if found is not None and bool(rank) != (WHERE in found.state):

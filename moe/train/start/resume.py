@@ -31,20 +31,20 @@ class Resumed:
     """What a run takes over, and how its recipe differs from the checkpoint's."""
 
     tokenizer: dict[str, Any] | None = None  # its description; None: made from the text
-    changed: tuple[Change, ...] = ()  # every key with another value
-    function: tuple[Change, ...] = ()  # those that change what the model computes
+    changed: tuple[Change, ...] = ()  # every recipe key with another value than in the checkpoint
+    function: tuple[Change, ...] = ()  # only the changes by which the model computes something else
     world: int | None = None  # number of ranks of the earlier steps; None if nothing was trained
-    table: Table | None = None  # of hash routers
+    table: Table | None = None  # token id -> experts, for hash routers
 
     @staticmethod
     def of(found: Reader | None, run: Run, allowed: Sequence[str]) -> Resumed:
-        """Check the recipe against the run's own checkpoint, if there is one. Raises BadInput if the weights would compute something else,
-        by a key that is not in `allowed`."""
+        """Check the recipe against the run's own checkpoint, if there is one. Raises BadInput if a changed key, not in
+        `allowed`, makes the model compute something else."""
         if found is None:
             return Resumed(table=hash_table.read(run))
         before = build_run(found.state["recipe"])
         check_function(before, run, allowed=allowed, where=found.path.name)
-        if trained := found.state["counters"]["step"] > 0:  # not if moe convert made the checkpoint
+        if trained := found.state["counters"]["step"] > 0:  # False if moe convert made the checkpoint
             check_moments(before, run, where=found.path.name)
         table, other = _table(found, run, allowed, where=found.path.name)
         function = (*function_changes(before, run), *other)
@@ -62,7 +62,7 @@ class Resumed:
         return Resumed(source.state["tokenizer"], (), (*function_changes(before, run), *other), table=table)
 
     def recorded(self) -> dict[str, Any]:
-        """Return fields for the line of metrics.jsonl about this start: the changes, and the keys that needed permission."""
+        """Return fields of this start's line in metrics.jsonl: "changed", the changes, and "allowed", the keys that needed permission."""
         about = {"changed": ", ".join(map(str, self.changed)), "allowed": ", ".join(change.key for change in self.function)}
         return {key: text for key, text in about.items() if text}
 
@@ -73,8 +73,8 @@ class Resumed:
 
 
 def _table(found: Reader, run: Run, allowed: Sequence[str], *, where: str) -> tuple[Table | None, list[Change]]:
-    """Return (table, changes): the checkpoint's table, or the recipe's file if the checkpoint has none or a change is `allowed`. The change
-    is returned because no key of the recipe shows it."""
+    """Return (token id -> experts for hash routers, or None; [the change if the table differs from the checkpoint's]). The table is the
+    checkpoint's; it is the one in the recipe's file if the checkpoint has none, or the change is in `allowed`."""
     if (name := hash_table.wanted(run)) is None:
         return None, []
     stored = found.state.get(hash_table.STATE)
@@ -96,7 +96,7 @@ def kept(checkpoint: Path) -> Path:
 
 
 def pass_on(checkpoint: Path, out: Path) -> None:
-    """Copy these files, if there are any, from a checkpoint's run to a run in `out` that begins with the checkpoint."""
+    """Copy the files of an imported transformers model, if there are any, from a checkpoint's run to the new run in `out`."""
     source, target = kept(checkpoint), out / KEPT
     if not source.is_dir() or (target.exists() and target.samefile(source)):
         return

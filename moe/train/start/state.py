@@ -33,20 +33,20 @@ from parallel.store.stored import Reader, Unreadable, check_same_parameters, fin
 from parallel.watch.outcome import of_all
 
 # A checkpoint names a tensor by kind and parameter. Kinds: "weight", the optimizer's states by their names, and these:
-FACTOR = "kfac.{}"  # K-FAC's tensors, which have a layout of their own
+FACTOR = "kfac.{}"  # kind of K-FAC's tensors; their layouts are not the parameters' layouts
 EXTRA = "buffer"  # routers' biases, which are no parameters: without layout and optimizer states
-SQUARES = "exp_avg_sq"  # the names of optimizer states that are means of squares begin so
-PLACED = "rebalancing"  # key, in the checkpoint's state, of moe/train/parts/rebalance.py
+SQUARES = "exp_avg_sq"  # prefix of the kinds that are means of squares, and so never negative
+PLACED = "rebalancing"  # key, in a checkpoint's state, of the placement of experts (moe/train/parts/rebalance.py)
 
 
 @dataclass
 class Counters:
     """Numbers of steps made in a run."""
 
-    step: int = 0  # all: with and without an update of the weights
+    step: int = 0  # all steps, with or without an update of the weights
     updates: int = 0
     skipped: int = 0
-    in_a_row: int = 0  # skipped since the last update
+    in_a_row: int = 0  # steps skipped since the last update
 
 
 def save(folder: Path, engine: Engine, mesh: Mesh, *, keep: int, **described: Any) -> Path:
@@ -99,14 +99,14 @@ def held(engine: Engine, mesh: Mesh) -> Iterator[tuple[str, Piece]]:
 
 
 def extra_owned(model: nn.Module, layouts: dict[str, Layout], mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of routers' biases, each on one rank of the world. The layout of the layer's norm says which stages have it."""
+    """Yield (name, tensor) of routers' biases, each on one rank of the world. The stages that hold the layer's norm hold its bias too."""
     for layer in moe_layers(model):
         if Layout((), holders=layouts[f"layers.{layer.layer}.ffn_norm.weight"].holders).is_owner(mesh):
             yield from extra_state(layer).items()
 
 
 def _of_kind(engine: Engine, name: str, kind: str, layout: Layout) -> Layout:
-    """Return the layout of a parameter's weight or optimizer state, given the weight's; a state may be a mean over a dim."""
+    """Return the layout of a parameter's weight or optimizer state, given the weight's; a state that is a mean over a dim lacks it."""
     dim = None if kind == "weight" else engine.rule.kept(name, len(layout.shape))[kind]
     return layout if dim is None else layout.without(dim)
 
@@ -121,7 +121,7 @@ def _kept(engine: Engine, layouts: dict[str, Layout]) -> dict[str, dict[str, Lay
 
 
 def find(folder: Path, mesh: Mesh, *, log: Callable[[str], None], step: int | None = None) -> Reader | None:
-    """Return the newest valid checkpoint in a run's folder of checkpoints, or that of `step`; None if there is none. Collective."""
+    """Return the newest valid checkpoint in a run's folder of checkpoints, or the one of `step`; None if there is none. Collective."""
     world = mesh.axis("world")
     path = checkpoint.newest(folder, world=world, log=log, step=step)
     return None if path is None else of_all(lambda: opened(path), world, what=f"checkpoint {path.name}")
@@ -141,17 +141,17 @@ def resume(
 ) -> bool:
     """Load a checkpoint into the engine, `counters` and `scale`; return False if it is None. Collective.
 
-    data: key of the tokenized text. whole: the layouts of the whole model, if this rank has only some stages. Raises BadInput, naming the
+    data: key of the tokenized text. whole: layouts of all parameters, if this rank has only some stages. Raises BadInput, naming the
     parameter, for a checkpoint of another model; logs other changes. Whether the recipe still computes the same function with these
     parameters is checked by moe/train/start/resume.py.
     """
     if found is None:
         return False
-    begun = found.state["counters"]["step"] > 0  # not if moe convert made the checkpoint
+    begun = found.state["counters"]["step"] > 0  # False if moe convert made the checkpoint
     mine, _ = adapters_of(engine.layouts)
     everywhere, _ = adapters_of(whole or engine.layouts)
     kept = _kept(engine, everywhere)
-    fresh = not begun and not all(found.names(kind) for kind in kept)  # optimizer states start at zero
+    fresh = not begun and not all(found.names(kind) for kind in kept)  # True if the checkpoint has no optimizer states: they start at zero
     check_same_parameters(found, global_layouts(everywhere))
     for kind, layouts in kept.items() if not fresh else ():
         check_same_parameters(found, global_layouts(layouts), (kind,))
@@ -206,7 +206,7 @@ def _verify(given: Path, log: Callable[[str], None]) -> None:
 
 
 def begin(found: Reader, engine: Engine, mesh: Mesh, *, log: Callable[[str], None], whole: dict[str, Layout] | None = None) -> None:
-    """Load another run's weights and routers' biases, for a run that begins: optimizer states are zero. With adapters, only frozen weights.
+    """Load another run's weights and routers' biases, with optimizer states of zero; if this run has adapters, only the frozen weights.
     whole: the layouts of the whole model, if this rank has only some stages. Collective. Raises BadInput, naming the parameter, for another
     model."""
     fix = "give this recipe the other's sizes (its recipe.yaml has them), or convert it: moe convert"
@@ -286,7 +286,7 @@ def load_extra(reader: Reader, model: nn.Module, *, log: Callable[[str], None], 
     the model has only some stages of the pipeline, so other biases are on other ranks."""
     stored, held = reader.names(EXTRA), extra_state(model)
     before = build_run(reader.state["recipe"])
-    saved = reader.state["counters"]["step"] > 0 and before.router.bias_rate is not None  # moe convert may write none
+    saved = reader.state["counters"]["step"] > 0 and before.router.bias_rate is not None  # moe convert may write none: zeros then
     for name, tensor in held.items():
         lost = name not in stored and saved and _layer(name) in before.model.layers_with_experts()
         if lost or stored.get(name, tuple(tensor.shape)) != tuple(tensor.shape):

@@ -44,7 +44,7 @@ def start_of(length: int, max_length: int) -> int:
 
 
 class Recomputed:
-    """Reader (see `Reads`) that computes every context whole, padded to `max_length`, so that compiled code sees one length alone."""
+    """Reader (see `Reads`) that computes the whole context for each token. Padding to `max_length` gives compiled code a single length."""
 
     def __init__(self, model: Callable[[Tensor], Output], max_length: int) -> None:
         self.model, self.max_length = model, max_length
@@ -89,7 +89,7 @@ class Cached:
             self.cache, self.start = KeyValueCache(len(context_BS), self.max_length), start
             self.source_BSD = self.model.encoded(read_BS) if self.source else None
         rope = self.model.config.rope
-        if rope.scaling == "dynamic" and context_BS.shape[1] > rope.length:  # one token more turns all keys in the cache otherwise
+        if rope.scaling == "dynamic" and context_BS.shape[1] > rope.length:  # each further token changes the rotation of all cached keys
             self.cache = KeyValueCache(len(context_BS), self.max_length)
         with self._reading():
             for new_BN in context_BS[:, self.cache.seen :].split(self.at_once, dim=1):
@@ -132,7 +132,7 @@ class Written:
 
 
 def can_cache(model: Transformer) -> bool:
-    """Return whether every token depends on earlier tokens alone: not if experts choose their tokens, since then later tokens count."""
+    """Return whether a token's output depends on earlier tokens alone. If experts choose their tokens, it depends on later ones too."""
     return all(method_of(layer.router.spec).tokens_choose for layer in moe_layers(model))
 
 
@@ -157,7 +157,7 @@ def continued(
     device: torch.device | None = None,
 ) -> Iterator[list[int]]:
     """Yield the next token of every text, `num_tokens` times. prompts: token ids, all of one length; their last `max_length` are read.
-    seeds: one a text, so that a text does not depend on the others of its batch. Tokens from `vocab_size` on are never chosen."""
+    seeds: one for each text, so that it does not depend on the other texts. Tokens from `vocab_size` on are never chosen."""
     texts = [list(prompt[-max_length:]) for prompt in prompts]
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     for _ in range(num_tokens):

@@ -51,7 +51,7 @@ class Evaluated:
 
 @torch.no_grad()
 def evaluate(model: Transformer, texts: Sequence[Text], *, sequences: int) -> Evaluated:
-    """Evaluate on `sequences` sequences (0: all) of these texts, from each in proportion to its length, with evaluation capacity."""
+    """Evaluate on `sequences` sequences (0: all), taken from each text in proportion to its length, with the capacity of evaluation."""
     device, m = next(model.parameters()).device, model.config
     there = [text.windows.num_windows for text in texts]
     asked = sum(there) if sequences == 0 else min(sequences, sum(there))
@@ -74,7 +74,7 @@ def evaluate(model: Transformer, texts: Sequence[Text], *, sequences: int) -> Ev
 
 
 def whole_groups(model: Transformer) -> int:
-    """Return the number of sequences over which capacity is counted: micro-batches must be multiples of it."""
+    """Return the number of sequences that share an expert's capacity: a micro-batch must hold a multiple of this number."""
     group = model.router_spec.group
     return group if isinstance(group, int) else 1
 

@@ -119,7 +119,7 @@ def _reads(model: Transformer, length: int, num_tokens: int) -> Reads:
 
 
 def _groups(lengths: Sequence[int], most: int) -> Iterator[list[int]]:
-    """Yield the indices of at most `most` texts of one length, until each text is in a group."""
+    """Yield groups of indices of texts: at most `most` texts, all of one length, in each group; every text is in one group."""
     by_length: dict[int, list[int]] = {}
     for i, length in enumerate(lengths):
         by_length.setdefault(length, []).append(i)
@@ -130,7 +130,7 @@ def _groups(lengths: Sequence[int], most: int) -> Iterator[list[int]]:
 def _until_separators(
     steps: Iterator[list[int]], count: int, tokenizer: Tokenizer, heard: Callable[[str], None] | None
 ) -> list[tuple[list[int], bool]]:
-    """Return (tokens before the first separator, whether one came) of each of `count` texts. Stops when all texts have ended."""
+    """Return (tokens before the first separator, whether one came) of each of `count` texts. steps: yield each text's next token."""
     texts: list[list[int]] = [[] for _ in range(count)]
     ended = [False] * count
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
