@@ -49,7 +49,7 @@ HEADS = {
 def main(
     *, nproc: int | None = None, only: str = ",".join(HEADS), kinds: str | None = None, rounds: int = 15, json: str | None = None
 ) -> int:
-    """`moe bench pipeline`: returns 1 if a step's time is not the simulated one, or torch is faster or has another result."""
+    """`moe bench pipeline`: returns 1 if a step's time is over 10 % off the simulated one, or torch is faster or differs."""
     parts = only.split(",")
     for part in parts:
         if part not in HEADS:

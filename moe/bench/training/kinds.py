@@ -49,7 +49,7 @@ def recipe(kind: ShardedKind, ranks: int) -> dict[str, Any]:
 
 
 def measure(rank: int, ranks: int, kind: ShardedKind, rounds: int, folder: str) -> dict[str, Any]:
-    """Return on this rank `seconds` and `losses`: dicts from torch, ours or deepspeed to a list by round or by step."""
+    """Return this rank's `seconds` by round and `losses` by step, each a dict with the keys "torch", "ours" and maybe "deepspeed"."""
     started = start(kind, recipe(kind.with_path(folder), ranks), rank, ranks)
     steps: dict[str, Step] = {"torch": _torch(started, rank), "ours": lambda number: started.step(_tokens(rank, number), step=number).loss}
     if kind.by_deepspeed:
