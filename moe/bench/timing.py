@@ -47,18 +47,18 @@ def wait(device: torch.device) -> None:
 
 
 def ratio(a: Sequence[float], b: Sequence[float]) -> float:
-    """Return the median over rounds of a / b."""
+    """Return the median of a[i] / b[i] over rounds i."""
     return statistics.median(x / y for x, y in zip(a, b, strict=True))
 
 
 def slowest(seconds: Sequence[dict[str, list[float]]]) -> dict[str, list[float]]:
-    """Return the slowest rank's seconds of each function and round, from the ranks' results of `in_turn`: ranks share cores."""
+    """Return function -> maximum over ranks of the seconds of each round. seconds: for each rank the result of `in_turn`."""
     return {name: [max(times) for times in zip(*(rank[name] for rank in seconds), strict=True)] for name in seconds[0]}
 
 
 @dataclass(frozen=True)
 class Race:
-    """Two functions with the same result, by their names in `in_turn`. most: the largest allowed ratio of their seconds; None: any."""
+    """A comparison of two functions by their names in `in_turn`. most: largest allowed ratio of seconds, ours / theirs; None: any."""
 
     name: str
     ours: str
@@ -67,7 +67,7 @@ class Race:
 
 
 def race_row(race: Race, seconds: dict[str, list[float]], *, ranks: int) -> dict[str, Any]:
-    """Print and return the row of a race: the median over rounds of ours / theirs, and its quartiles, of which the lower one is judged."""
+    """Print and return the row of a race: median and quartiles over rounds of seconds, ours / theirs. It passes by the lower quartile."""
     ratios = [a / b for a, b in zip(seconds[race.ours], seconds[race.theirs], strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4)
     took, processes = statistics.median(seconds[race.ours]), f"{ranks} rank{'s' * (ranks > 1)}"
@@ -77,7 +77,7 @@ def race_row(race: Race, seconds: dict[str, list[float]], *, ranks: int) -> dict
 
 
 def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
-    """Return the peak of the bytes that torch holds during the run, minus those before. On a CPU, without the matrix library's own."""
+    """Return the peak of torch's allocated bytes during the run, minus those before it; on a CPU without the matrix library's scratch."""
     if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)

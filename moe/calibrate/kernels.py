@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-# (m, n, k): numbers of rows as in micro-batches, widths as in small and larger models
+# (m, n, k) of products: m rows, as in micro-batches; widths n and k of small and larger models
 PRODUCTS = ((256, 64, 64), (512, 128, 128), (1024, 192, 192), (1024, 512, 256), (1024, 768, 768), (2048, 2048, 1024))
 LARGE_PRODUCTS = ((2048, 4096, 4096), (8192, 8192, 8192))  # for accelerators
 ATTENTION = (4, 4, 256)  # sequences, heads, positions
 HEADS = (32, 128)  # channels of a head
 STREAM_BYTES = 64 * 2**20
-SECONDS = 0.15  # duration of each measurement
+SECONDS = 0.15  # wall-clock seconds for which a call is repeated
 
 
 def timed(call: Callable[[], Any], device: torch.device, *, seconds: float = SECONDS) -> float:
-    """Return the median seconds of a call, after two warm-up calls."""
+    """Return the median seconds of a call, after two warm-up calls. seconds: how long it is repeated."""
     clock = time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
 
     def once() -> float:
@@ -44,7 +44,7 @@ def timed(call: Callable[[], Any], device: torch.device, *, seconds: float = SEC
 
 
 def products(device: torch.device, dtype: torch.dtype) -> dict[float, float]:
-    """Return the TFLOP/s of matrix products by their number of floating-point operations."""
+    """Return number of floating-point operations of a matrix product -> TFLOP/s."""
     rates = {}
     for m, n, k in PRODUCTS + (LARGE_PRODUCTS if device.type == "cuda" else ()):
         a, b = torch.randn(m, k, device=device).to(dtype), torch.randn(k, n, device=device).to(dtype)
@@ -55,8 +55,8 @@ def products(device: torch.device, dtype: torch.dtype) -> dict[float, float]:
 
 
 def attention(device: torch.device, dtype: torch.dtype) -> list[float]:
-    """Fit a and b of the time of causal attention, a * floating-point operations + b * (query, key) pairs, in picoseconds. Return [a, b] of
-    the forward pass, then [a, b] of the backward pass, which has 2.5 times the operations.
+    """Fit causal attention's time = a * floating-point operations + b * (query, key) pairs. Return [a, b of the forward pass, a, b of the
+    backward pass] in picoseconds; the backward pass has 2.5 times the operations.
 
     Two head sizes separate a from b: operations grow with the head size, pairs do not. The mask leaves half of all pairs.
     """
@@ -64,7 +64,7 @@ def attention(device: torch.device, dtype: torch.dtype) -> list[float]:
     pairs = sequences * heads * length**2 / 2
     small, large = (_attention_seconds((*ATTENTION, channels), device, dtype) for channels in HEADS)
     found = []
-    for way, operations in enumerate((4.0, 10.0)):  # operations for each pair and channel
+    for way, operations in enumerate((4.0, 10.0)):  # floating-point operations for each pair and channel: forward, backward
         of_pair = [1e12 * seconds[way] / pairs for seconds in (small, large)]
         slope = max(0.0, of_pair[1] - of_pair[0]) / (HEADS[1] - HEADS[0])
         slope = min(slope, of_pair[0] / HEADS[0])  # so that neither a nor b is negative
@@ -86,13 +86,13 @@ def _attention_seconds(shape: tuple[int, ...], device: torch.device, dtype: torc
 
 
 def bandwidth(device: torch.device) -> float:
-    """Return the GB/s that a sum of two tensors too large for caches reads and writes."""
+    """Return the memory bandwidth in GB/s (reads plus writes) of a += b with tensors larger than caches."""
     a, b = (torch.randn(STREAM_BYTES // 4, device=device) for _ in range(2))
     return 3 * STREAM_BYTES / timed(lambda: a.add_(b), device) / 1e9
 
 
 def launch_us(device: torch.device) -> float:
-    """Return the microseconds of a tiny kernel among a hundred in a row."""
+    """Return the microseconds of a tiny kernel, the mean over 100 launched in a row."""
     a = torch.zeros(16, device=device)
 
     def hundred() -> None:
@@ -103,7 +103,7 @@ def launch_us(device: torch.device) -> float:
 
 
 def measure(device: torch.device, dtypes: dict[str, torch.dtype]) -> dict[str, Any]:
-    """Return all measurements: by the names in `dtypes` `rates` (see `products`) and `attention`; `memory_gb_s`; `launch_us`."""
+    """Return `rates` and `attention` (name in `dtypes` -> result of `products`, of `attention`), `memory_gb_s` and `launch_us`."""
     return {
         "rates": {kind: products(device, dtype) for kind, dtype in dtypes.items()},
         "attention": {kind: attention(device, dtype) for kind, dtype in dtypes.items()},

@@ -21,11 +21,11 @@ import torch.distributed as dist
 SIZES = (4096, 65536, 524288, 4 * 2**20)
 KINDS = ("all_reduce", "all_gather", "all_to_all", "send")
 CALLS = 25
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch is withdrawing the older name
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # newer torch deprecates the second name
 
 
 def measure(rank: int, ranks: int, place: str) -> dict[str, dict[int, float]]:
-    """Return the microseconds of a call by kind and bytes, on running ranks. place: cpu or cuda. Collective."""
+    """Return kind of collective -> bytes -> median microseconds of a call on running ranks. place: cpu or cuda. Collective."""
     device = torch.device(place, rank) if place == "cuda" else torch.device(place)
     group = dist.new_group(backend="nccl") if place == "cuda" else dist.group.WORLD
     found: dict[str, dict[int, float]] = {}
@@ -35,13 +35,13 @@ def measure(rank: int, ranks: int, place: str) -> dict[str, dict[int, float]]:
             seconds = torch.tensor(_calls(kind, size, rank, ranks, device, group), dtype=torch.float64, device=device)
             dist.all_reduce(seconds, dist.ReduceOp.MAX, group=group)
             found[kind][size] = round(1e6 * median(seconds.tolist()), 1)
-        for smaller, larger in reversed(list(pairwise(SIZES))):  # fewer bytes take no longer, except if other work disturbed them
+        for smaller, larger in reversed(list(pairwise(SIZES))):  # fewer bytes cannot take longer, so a longer time is other work's
             found[kind][smaller] = min(found[kind][smaller], found[kind][larger])
     return found
 
 
 def _calls(kind: str, size: int, rank: int, ranks: int, device: torch.device, group: Any) -> list[float]:
-    """The seconds of each call on this rank, after two warm-up calls."""
+    """Seconds of each of CALLS calls on this rank, after two warm-up calls. size: bytes of the whole tensor."""
     whole = torch.zeros(max(ranks, size // 4 // ranks * ranks), device=device)
     part = whole[: whole.numel() // ranks].clone()
     other = torch.empty_like(whole)

@@ -29,12 +29,12 @@ from parallel.process.process import World
 
 CPU = torch.device("cpu")
 STEPS = 9
-WARM_UP = 4  # steps, after which the process has all its memory, whose first use takes longer
+WARM_UP = 4  # steps not timed: the first use of memory takes longer
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A recipe's model in its engine, on running ranks."""
+    """One rank's part of a training run: a recipe's model in its engine, and this rank's share of the tokens."""
 
     run: Run
     mesh: Mesh
@@ -60,8 +60,8 @@ class Trained:
 
 
 def in_turn(rank: int, ranks: int, recipes: list[dict[str, Any]], alone: bool = False) -> list[float]:
-    """Return for each recipe (its values) the median seconds of STEPS steps of the slowest rank. Recipes take turns, so that a change of
-    the machine's speed affects all alike. alone: each rank trains a model of its own, and its seconds are CPU time.
+    """Return for each recipe (a dict of values) the slowest rank's median seconds of a step. Recipes take turns step by step, so that a
+    change of the machine's speed affects all alike. alone: each rank trains a model of its own, and seconds are CPU time.
     """
     clock = time.process_time if alone else time.perf_counter
     trained = [Trained.start(values, World() if alone else World(rank, ranks, rank, ranks)) for values in recipes]

@@ -49,8 +49,8 @@ before it runs (`moe/checks/`). In each pair, all other values are the simplest,
 
 @dataclass(frozen=True)
 class Judged:
-    """The status of a value or of a pair (a key of `MARKS`), and the reasons for it. A reason against one value alone is not repeated for
-    its pairs.
+    """The judgement of a value or of a pair. status: a key of `MARKS`. reasons: why it does not simply run; a reason that holds for one
+    value alone is not repeated for its pairs.
     """
 
     status: str
@@ -59,9 +59,9 @@ class Judged:
 
 @dataclass(frozen=True)
 class Rule:
-    """DeepSpeed, Megatron-Core or torchtitan accepts or refuses pairs of values, according to its source code (the file `source`).
+    """A row on another system: DeepSpeed, Megatron-Core or torchtitan runs or refuses pairs of values, by its source code (file `source`).
 
-    one, other: two factors of moe/verify/hybrid.py, each with the values for which the rule holds. Conditions on sizes are left out.
+    one, other: (factor of moe/verify/hybrid.py, its values for which the rule holds). Conditions on sizes are left out.
     """
 
     system: str
@@ -100,7 +100,7 @@ def main(flags: Combinations, _: dict[str, str]) -> int:
 
 
 def judge_pairs() -> dict[Pair, Judged]:
-    """Return status and reasons of every pair of values from two factors (FACTORS: kinds of parallelism, model, precision)."""
+    """Return the judgement of every pair of values of two different factors (FACTORS: kinds of parallelism, model, precision)."""
     alone = {value: judge(value) for factor, values in FACTORS.items() for value in ((factor, v) for v in values)}
     found = {}
     for pair in every_pair(FACTORS):
@@ -112,7 +112,7 @@ def judge_pairs() -> dict[Pair, Judged]:
 
 
 def judge(*values: tuple[str, str]) -> Judged:
-    """Judge some (factor, value) together, on as many processes as they need. All other factors have their simplest value."""
+    """Return the judgement of (factor, value) arguments together, on the number of processes they need. Other values are the simplest."""
     try:
         case = case_of(completed(dict(values)), world=None)
     except Idle as idle:
@@ -122,7 +122,7 @@ def judge(*values: tuple[str, str]) -> Judged:
 
 
 def _without_got(refused: BadInput) -> str:
-    """Return a refusal without its "got", so that pairs refused for the same reason have equal texts."""
+    """Return a refusal's text without the refused value, so that pairs refused for one reason have equal texts."""
     return f"`{refused.what}`: needed {refused.needed}; fix: {refused.fix}"
 
 
@@ -149,7 +149,7 @@ def _alone() -> str:
 
 
 def _matrix(one: str, other: str, cells: dict[tuple[str, str], Judged]) -> str:
-    """Return a table of two factors: a row for each value of the factor with more values. Values with equal cells share a row."""
+    """Return a Markdown table of two factors. Its rows are values of the factor with more values; values with equal cells share a row."""
     down, across = (one, other) if len(FACTORS[one]) >= len(FACTORS[other]) else (other, one)
     numbers: dict[str, int] = {}
 
@@ -168,7 +168,7 @@ def _matrix(one: str, other: str, cells: dict[tuple[str, str], Judged]) -> str:
 
 
 def _systems(table: dict[Pair, Judged]) -> str:
-    """Return a table of the pairs in `RULES`: whether they run in the other system, and whether they run here."""
+    """Return a Markdown table of the pairs in `RULES`: whether they run in the other system, and whether in this project."""
     rows = [
         f"| {together(_pairs(rule))[0]} | {rule.system} | {rule.status}: {rule.reason} | `{rule.source}` | {_here(rule, table)} |"
         for rule in RULES

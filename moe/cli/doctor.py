@@ -209,7 +209,7 @@ def _disk() -> list[Row]:
 
 
 def _extensions() -> list[Row]:
-    """Check the folder for DeepSpeed's compiled ops. Only a note if it cannot be written, because training on a CPU compiles none."""
+    """Check the folder for DeepSpeed's compiled ops. If it cannot be written, the row is only a note: training on a CPU compiles none."""
     folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or extensions_dir())
     nearest = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
     fix = "set XDG_CACHE_HOME to a folder that can be written"
@@ -217,7 +217,7 @@ def _extensions() -> list[Row]:
 
 
 def _nvme() -> list[Row]:
-    """Check what compiling DeepSpeed's async_io needs, for offload to a disk. Offload to host memory needs nothing."""
+    """Check for the libraries with which DeepSpeed compiles async_io, needed for offload to disk but not to host memory."""
     missing = missing_for_nvme()
     if missing:
         fix = f"only for sharding.offload to nvme: apt-get install {' '.join(missing)}"
@@ -228,7 +228,7 @@ def _nvme() -> list[Row]:
 
 
 def _trace(folder: Path, json: Path | None) -> int:
-    """Print a line with the ranks that a hung run waited for, then a row for each waiting rank. json: also write the rows to a file."""
+    """Print the ranks that a hung run waited for, then a row for each waiting rank. folder: traces of torch's flight recorder."""
     from parallel.watch.flight_recorder import diagnose, read_folder
 
     traces = read_folder(user_path(folder, what="--trace"))
@@ -247,7 +247,7 @@ def _trace(folder: Path, json: Path | None) -> int:
 
 
 def _waiting(found: Diagnosis) -> list[dict[str, Any]]:
-    """Return a row for each waiting rank: the first collective in which it waits for a culprit, or its first if it waits for none."""
+    """Return a row for each waiting rank: its first collective that waits for a culprit, or its first wait if none does."""
     rows = []
     for rank in sorted({wait.rank for wait in found.waits if wait.behind}):
         waits = [wait for wait in found.waits if wait.rank == rank and wait.behind]

@@ -47,7 +47,7 @@ def main(run: Run, *, world: int | None, cluster: str | None, force: bool = Fals
 
 
 def _here(run: Run, world: int) -> tuple[Run, Place]:
-    """Return (the run with its precision settled, the Place: what the prediction needs to know of `world` processes on this machine)."""
+    """Return (the run with precision chosen for this machine, Place: the devices and memory of `world` processes, for the prediction)."""
     from moe.train.start.place import settle_precision
     from moe.train.start.prediction import here
     from parallel.process.process import World

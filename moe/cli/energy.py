@@ -30,7 +30,7 @@ from parallel.pipeline.simulator.held import peak_activations
 KINDS = {".json": "the plan", ".png": "a picture"}
 FORWARD_S, BACKWARD_S, STAGES, MICROBATCHES = "0.01", "0.02", 4, 8
 TIMES = ("forward_time", "backward_time", "transfer_time", "tflops", "link_gb_s")
-MOST_ACTIONS = 2**11  # forward passes of a step; the planner compares each action with all others, so larger plans take minutes
+MOST_ACTIONS = 2**11  # limit on forward passes of a step: time grows with its square, as each action is compared with all others
 
 
 def main(flags: Energy, overrides: dict[str, str]) -> int:
@@ -95,9 +95,9 @@ def _schedule(name: str, size: dict[str, Any], measured: Measured | None) -> Sch
 
 
 def _profile(schedule: Schedule, measured: Measured | None, costs: Costs | None) -> tuple[Profile, float, float]:
-    """Return (seconds and joules of each action at each clock, watts of a waiting rank, seconds of a message).
+    """Return (function: rank, action -> clocks with seconds and joules; watts of a waiting rank; seconds of a message).
 
-    They come from the user's profile (`measured`), or else from `costs`, the seconds at full clock, and the power model.
+    They come from the user's profile `measured`, or else from the power model and `costs`, the times at full clock.
     """
     if measured is not None:
         return measured, measured.idle_w, 0.0
@@ -118,7 +118,7 @@ def _profile(schedule: Schedule, measured: Measured | None, costs: Costs | None)
 def _plan(
     name: str, schedule: Schedule, profile: Profile, idle_w: float, transfer: float, slowdown: float, ahead: int | None
 ) -> tuple[EnergyPlan, EnergyPlan]:
-    """Return (the plan, a plan for comparison in which every action runs at the clock at which it needs the fewest joules)."""
+    """Return (the plan, a baseline plan in which every action runs at its clock of fewest joules)."""
     uniform = plan_clocks(schedule, profile, idle_power=idle_w, transfer_time=transfer, rule="uniform")
     if name == "1f1b":
         ranks, microbatches = schedule.num_ranks, schedule.microbatches
@@ -191,7 +191,7 @@ def _apply(plan: EnergyPlan, steps: int) -> None:
     """Run `steps` steps with the plan's clocks on this machine's GPUs. If that is impossible, print the reason in one line."""
     from parallel.pipeline.energy.nvml import NoControl, connect, rehearse
 
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(exit_codes.TERMINATED))  # exit normally, so that the clocks are restored
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(exit_codes.TERMINATED))  # SIGTERM exits normally, which restores the clocks
     try:
         with connect(plan.schedule.num_ranks) as gpus:
             done = rehearse(plan, gpus, steps=steps)

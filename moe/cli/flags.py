@@ -24,12 +24,12 @@ from parallel.fixes import Fix
 
 _NEEDED = {int: "a whole number", float: "a number", Path: "a path", str: "text"}
 _GRAVE = ("--fresh", "--force")  # never proposed as a fix: --fresh sets checkpoints aside, --force overrules a refusal
-_MOVED = {("verify", "--mutations"): "in a checkout of moe-parallel: python -m tests.mutations"}  # former flags
+_MOVED = {("verify", "--mutations"): "in a checkout of moe-parallel: python -m tests.mutations"}  # (verb, former flag) -> what replaces it
 _EXAMPLE = {int: "2", float: "0.8", Path: "PATH", str: "TEXT"}
 
 
 def check_words(verb: str, kind: type, words: Sequence[str]) -> list[str]:
-    """Return the words of `verb` in one spelling (each value as --flag=value), checked against the verb's dataclass `kind`.
+    """Check the words after `verb` against its dataclass `kind`. Return them normalised: positional words, then flags as --flag=value.
 
     Raises BadInput for a flag that is unknown, repeated, without a value or of the wrong type, and for too few or too many words.
     """
@@ -83,7 +83,7 @@ def check_words(verb: str, kind: type, words: Sequence[str]) -> list[str]:
 
 
 def _plain(hint: Any) -> Any:
-    """Return the type of a flag's value: int for the type hints `int`, `int | None` and `tuple[int, ...]`."""
+    """Return the type of one value for a type hint: int for `int`, `int | None` and `tuple[int, ...]`."""
     if get_origin(hint) is tuple:
         return get_args(hint)[0]
     if get_origin(hint) in (Union, types.UnionType):
@@ -92,7 +92,7 @@ def _plain(hint: Any) -> Any:
 
 
 def _refuse_flag(verb: str, name: str, value: str | None, flags: dict[str, Any]) -> None:
-    """Raise BadInput for an unknown flag. value: the text after it, if there is one. flags: the verb's flags, with their types."""
+    """Raise BadInput for the unknown flag `name`. value: the word after it or None; flags: name of each flag of the verb -> its type."""
     if (verb, name) in _MOVED:
         fix: Fix | str = _MOVED[verb, name]
     elif "." in name:
@@ -109,7 +109,7 @@ def _refuse_flag(verb: str, name: str, value: str | None, flags: dict[str, Any])
 
 
 def _by_name(verb: str, name: str, value: str | None, flags: dict[str, Any]) -> Fix | str | None:
-    """Return the fix for a flag of another tool, or for a recipe's key without its section (`--lr`); None for any other name."""
+    """Return the proposed fix for a flag of another tool, or for a recipe's key without its section (`--lr`); None for other names."""
     from moe.recipe.keys import choices, known_keys
     from moe.recipe.other_tools import Meant, in_our_words, meant_by
     from moe.recipe.sections import Run
@@ -131,7 +131,7 @@ def _by_name(verb: str, name: str, value: str | None, flags: dict[str, Any]) -> 
 
 
 def _checked(name: str, kind: Any, value: str) -> str:
-    """Return the value, a whole number in plain digits (2e3 becomes 2000). Raises BadInput if it is not of type `kind`."""
+    """Return a flag's value; if `kind` is int, in plain digits (2e3 becomes 2000). Raises BadInput if it is not of type `kind`."""
     right, fix = True, f"{name} {_example(kind)}"
     if get_origin(kind) is Literal:
         right, near = value in get_args(kind), did_you_mean(value, get_args(kind))

@@ -24,7 +24,7 @@ from parallel.fixes import Set
 from parallel.store.files import user_path, write_text
 
 _BATCH_TOKENS = 2**24  # tokens counted at a time
-_MIXTURE_TOKENS = 2**40  # total count of all ids in a mixture of sources, in place of the real one
+_MIXTURE_TOKENS = 2**40  # sum to which the counts of a mixture of sources are scaled
 
 
 def main(flags: HashTable, overrides: dict[str, str]) -> int:
@@ -34,7 +34,7 @@ def main(flags: HashTable, overrides: dict[str, str]) -> int:
     if path.suffix != ".json" or path.exists():
         got = f"{path}, which already exists" if path.exists() else str(path)
         raise BadInput("OUT", got=got, needed="a new file, *.json", fix=f"name another: {path.with_name(path.stem + '-new.json')}")
-    # without its table, which may be the file that is made here and would be refused as missing
+    # checked without its hash_table, which may name the file that is written here and does not exist yet
     run = run.model_copy(update={"router": run.router.model_copy(update={"hash_table": None})})
     check_together(run.resolve(1))
     layers, choices = run.model.layers_with_experts(), run.router.num_choices
@@ -58,9 +58,9 @@ def main(flags: HashTable, overrides: dict[str, str]) -> int:
 
 
 def counts(train: Any, vocab_size: int) -> npt.NDArray[np.int64]:
-    """Return how often each token id occurs in the training text, int64 [vocabulary]. Raises BadInput for samples of a user's program.
+    """Return the count of each token id in the training text, int64 [vocabulary]. Raises BadInput for samples that a user's program makes.
 
-    In a mixture of sources, each source's share of the total is its weight's share.
+    In a mixture, sources' counts are scaled, so that each source's share of the total is its weight's share.
     """
     if isinstance(train, CorruptedTrain):
         return counts(train.inner, vocab_size)

@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return exit_codes.BAD_INPUT
     except KeyboardInterrupt:
         return exit_codes.INTERRUPTED
-    except BrokenPipeError:  # the reader has all it wants: `moe show switch_tiny | head`
+    except BrokenPipeError:  # the reader of a pipe closed it, as in `moe show switch_tiny | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return exit_codes.DONE
 
@@ -86,7 +86,7 @@ def _run(words: list[str]) -> int:
     overrides: dict[str, str] = {}
     if verb in verbs.RECIPE_VERBS:
         rest, overrides = take_overrides(rest)
-    set_before_torch(os.environ)  # verify forks its ranks from this process; generate and bench compute in it
+    set_before_torch(os.environ)  # verify forks ranks from this process, and generate and bench compute in it
     rest = check_words(verb, verbs.VERBS[verb], rest)
     flags = parse.parse(verb, rest, benches=bench_names())
     if (results := getattr(flags, "json", None)) is not None:

@@ -25,7 +25,7 @@ _FISH = (
     ("\\", "\\\\"),
     ('"', '\\"'),
     ("$", "\\$"),
-)  # characters of the table in fish's script, where it is in double quotes: (plain, escaped)
+)  # (character, its escape) in fish's script, where the table is in double quotes
 _ABOUT = "Dense and Mixture-of-Experts Transformers, trained in parallel from one recipe. More on a verb: moe VERB --help"
 _OVERRIDES = (
     "Any value of the recipe can be set by --section.key VALUE, anywhere after the recipe's name: --degrees.ep 2 --model.d_ff=512 "
@@ -34,7 +34,7 @@ _OVERRIDES = (
 
 
 def parse(verb: str, words: list[str], *, benches: list[str]) -> Any:
-    """Return the verb's dataclass for words that `moe.cli.flags.check_words` accepted. Raises BadInput, one line, if tyro refuses them."""
+    """Return an instance of the verb's dataclass for words that `check_words` accepted. Raises BadInput if tyro refuses them."""
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
@@ -66,7 +66,7 @@ def print_bench(name: str, about: str, takes: dict[str, str]) -> None:
 
 
 def print_list(entries: dict[str, str]) -> None:
-    """Print names with the text of each, in two columns."""
+    """Print name and text of each entry in two columns."""
     width, indent = min(100, shutil.get_terminal_size().columns), max((len(name) for name in entries), default=0) + 4
     for name, text in entries.items():
         print(textwrap.fill(text, width, initial_indent=f"  {name:<{indent - 2}}", subsequent_indent=indent * " "))
@@ -95,7 +95,7 @@ def print_completion(words: list[str], *, benches: list[str]) -> None:
 
 
 def _corrected(script: str, shell: str, words: dict[str, list[str]]) -> str:
-    """Return tyro's script with the corrected table. words: for each verb, the words other than flags that may follow it."""
+    """Return tyro's completion script with its table corrected. words: verb -> words other than flags that may follow it."""
     escapes = _FISH if shell == "fish" else ()
     lines = script.split("\n")
     for at, line in enumerate(lines):
@@ -118,7 +118,7 @@ def _corrected(script: str, shell: str, words: dict[str, list[str]]) -> str:
 
 
 def _option(option: dict[str, Any]) -> dict[str, Any]:
-    """Return a flag's entry of the table with the values that the command line accepts."""
+    """Return a flag's entry in the completion table, with the choices that the command line accepts in place of tyro's."""
     from moe.recipe.keys import known_keys, names_beside_plugins
     from moe.recipe.load import recipe_names
 
@@ -137,7 +137,7 @@ def _option(option: dict[str, Any]) -> dict[str, Any]:
 
 
 def about(kind: type, benches: list[str]) -> str:
-    """Return what a verb does; for bench with the names of the measurements."""
+    """Return the description of a verb from its dataclass `kind`; for bench with the names of the measurements."""
     there = f" Measurements: {', '.join(benches) or 'none in this version'}. More on one: moe bench NAME --help"
     return " ".join((kind.__doc__ or "").split()) + (there if kind is Bench else "")
 
@@ -155,9 +155,9 @@ def _tyro(words: list[str], *, benches: list[str], complete: bool = False) -> An
 
 
 def _for_tyro(verb: str, kind: type, complete: bool) -> type:
-    """Return the verb's dataclass for tyro, which reads help, names of words and defaults from annotations.
+    """Return a dataclass for tyro with the verb's fields, with help texts and names of words as annotations, where tyro reads them.
 
-    complete: for the completion script, a verb that takes recipe values also has every section of a recipe as a field.
+    complete: for the completion script. A verb that takes recipe values then also has each section of a recipe as a field.
     """
     from tyro.conf import Positional, arg
 

@@ -39,7 +39,7 @@ from parallel.store.files import check_writable, write_text
 
 
 def main(flags: verbs.Plan, overrides: dict[str, str]) -> int:
-    """Print the ranking, the parts of the best plan and why it is first; write its recipe. Raises BadInput if no plan fits."""
+    """Print the ranking, the best plan's time and memory by part, and why it is first; write its recipe. Raises BadInput if none fits."""
     _check(flags)
     assert flags.recipe is not None and flags.cluster is not None
     asked, _ = load(flags.recipe, overrides)
@@ -98,7 +98,7 @@ def _check(flags: verbs.Plan) -> None:
 
 
 def _as_is(run: Run, cluster: Cluster) -> Planned:
-    """Return the recipe's own plan, on all devices of the cluster. Raises BadInput if the recipe's checks refuse it there."""
+    """Return the prediction of the recipe's own plan on all devices of the cluster. Raises BadInput if the recipe cannot run there."""
     made = check_run(run, cluster.world)
     network, plan = network_of(made), plan_of(made)
     held, not_recommended = held_bytes(network, plan, cluster), advice(network, plan, devices_per_node=cluster.devices_per_node)
@@ -184,7 +184,7 @@ def _bytes(parts: dict[str, float]) -> str:
 
 
 def _why(made: Planned, best: Ranked) -> list[str]:
-    """Return a line that compares the best plan with the fastest plan of other degrees; plans that are not recommended do not count."""
+    """Return at most one line: how much slower the next plan of other degrees is, and by which part. Only plans with equal advice count."""
     other = next((r for r in made.found.ranked[1:] if _way(r.plan) != _way(best.plan) and r.advice == best.advice), None)
     if other is None:
         return ["why: all plans listed have the same degrees (--top lists more)"] if len(made.found.ranked) < made.found.fitting else []
@@ -202,7 +202,7 @@ def _way(plan: Plan) -> tuple[Any, ...]:
 
 
 def _own_plan(run: Run, cluster: Cluster) -> str:
-    """Return a line on the recipe's own plan: its time and memory, or why it does not run on this number of devices."""
+    """Return a line on the recipe's own plan on this cluster: seconds of a step and memory, or why it does not run."""
     try:
         resolved = check_run(run, cluster.world)
     except BadInput as bad:
@@ -214,10 +214,10 @@ def _own_plan(run: Run, cluster: Cluster) -> str:
 
 
 def _recipe(name: str, run: Run, made: Planned, cluster: str) -> str:
-    """Return the text of a recipe for the best plan. It extends the shipped recipe `name`; for a user's file it has all keys instead."""
+    """Return the best plan as a recipe (YAML text). It extends `name` if that is a shipped recipe, and otherwise has all keys."""
     best, chosen = made.found.ranked[0], made.runs[0].model_copy(update={"precision": run.precision})
     shipped = (RECIPES / f"{name}.yaml").is_file()
-    before, after = flat(load(name)[0]) if shipped else {}, flat(chosen)  # the file alone: the new recipe must also have the overrides
+    before, after = flat(load(name)[0]) if shipped else {}, flat(chosen)  # without overrides, which the new recipe must have
     tree: dict[str, Any] = {"extends": name} if shipped else {}
     for key, value in after.items():
         if not shipped or value != before[key]:

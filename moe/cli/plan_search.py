@@ -48,7 +48,7 @@ LEAST_SAVED = 1e-4  # smallest share of a step's seconds by which an order must 
 
 
 def searched(run: Run, cluster: Cluster, search: str) -> tuple[Ranked, Run, str]:
-    """Return (the plan with its predicted seconds and bytes, its recipe, a line about the search). Raises BadInput if no plan fits."""
+    """Search a plan by the method `search`. Return (plan with predicted seconds and bytes, its recipe, a line of text on the search)."""
     batch, m = run.train.global_batch, run.pipeline.microbatches
     if batch % m:
         fix = Set("it", *divisors(batch))
@@ -80,7 +80,7 @@ def searched(run: Run, cluster: Cluster, search: str) -> tuple[Ranked, Run, str]
 
 
 def with_order(made: Planned, path: Path) -> tuple[Planned, str]:
-    """Return (the plans, the best one with the found order in its recipe, a line about the search). Writes a faster order to `path`."""
+    """Search an order of actions for the best plan. Write a faster one to `path` and into its recipe. Return (plans, line of text)."""
     plan = made.found.ranked[0].plan
     if why := _nothing_to_search(plan):
         return made, f"order: {why}; {path} is not written"

@@ -42,10 +42,10 @@ from parallel.pipeline.simulator.simulate import Timeline, period
 from parallel.store.files import write_text
 
 KINDS = {".png": "a picture", ".csv": "the actions", ".txt": "the rows as text", ".json": "a trace"}
-OPTIONS = ("vertical_sync", "pipelines")  # flags of one schedule each
+OPTIONS = ("vertical_sync", "pipelines")  # flags that one schedule each has
 RANKS, MICROBATCHES = 4, 8
-SEARCH = "search"  # the name that stands for a searched order
-SEARCHED = 16  # a search takes as long as about 16 simulations, so its pipeline may have that much fewer passes
+SEARCH = "search"  # NAME that asks for a search instead of a schedule
+SEARCHED = 16  # a search takes the time of about 16 simulations, so the limit on its passes is divided by this
 UNIT = "1 = forward pass of one micro-batch through a rank's layers, unless times were given"
 TIMES = ("forward_time", "backward_time", "weight_share", "transfer_time", "overlap", "tflops", "link_gb_s")
 
@@ -93,14 +93,14 @@ def main(flags: Simulate, overrides: dict[str, str]) -> int:
 
 
 def simulated(name: str, *, stages: int, microbatches: int, **times: Any) -> tuple[dict[str, Any], Timeline]:
-    """Return (the row of numbers that `moe simulate` prints and --json writes for this schedule of the catalog, its timeline)."""
+    """Return (row of numbers as in `moe simulate --json`, timeline) of the schedule `name` of the catalog. times: fields of `Times`."""
     size = {"stages": stages, "microbatches": microbatches, "chunks": None} | dict.fromkeys(OPTIONS)
     kind = kind_of(name)
     return _row(_from_catalog(name, size), kind.batches, times_of(times), drains=not kind.continuous)
 
 
 def _searched(size: dict[str, Any], costs: Costs, flags: Simulate) -> Schedule:
-    """Return the order found. Raises BadInput for flags of other schedules, and if --memory is too small for any order."""
+    """Search an order and return it as a schedule. Raises BadInput for flags of other schedules and for too small --memory."""
     placement, memory = flags.placement or "line", flags.memory
     for flag in OPTIONS:
         if size[flag] is not None:
@@ -110,7 +110,7 @@ def _searched(size: dict[str, Any], costs: Costs, flags: Simulate) -> Schedule:
     if size["chunks"] is not None and placement != "loop":
         raise BadInput("--chunks", got=f"it with --placement {placement}", needed="--placement loop, which has a choice", fix="remove it")
     ranks, microbatches, chunks = size["stages"], size["microbatches"], size["chunks"] or 2
-    # costs are asked of a schedule: this one has the stages, and no actions yet
+    # costs are computed for a schedule, so this one has the stages but no actions
     empty = flushed(SEARCH, homes_of(placement, ranks, chunks), microbatches, [()] * ranks)
     limits: dict[str, Any] = {
         "chunks": chunks,
@@ -129,7 +129,7 @@ def _from_catalog(name: str, size: dict[str, Any]) -> Callable[[int], Schedule]:
 
 
 def _row(of_batches: Callable[[int], Schedule], batches: int, costs: Costs, *, drains: bool) -> tuple[dict[str, Any], Timeline]:
-    """Return (the row of numbers, the timeline). of_batches(n): the schedule of n batches. drains: the pipeline empties after a batch."""
+    """Return (row of numbers, timeline) of `batches` batches. of_batches(n): schedule of n batches. drains: each empties the pipeline."""
     schedule = of_batches(batches)
     microbatches = schedule.microbatches // batches
     fill = max(2, ceil(2 * schedule.num_ranks / microbatches))  # number of batches after which a continuous pipeline is in its steady state
@@ -172,7 +172,7 @@ def _all(size: dict[str, Any], costs: Costs, json: Path | None) -> int:
         except BadInput as bad:
             refused.append({"schedule": name, "reason": str(bad)})
             of_flags += [bad] * bad.what.startswith("--")
-    if of_flags and not rows:  # no schedule accepts a flag, so the command is refused
+    if of_flags and not rows:  # all schedules were refused, at least one because of a flag
         raise of_flags[0]
     print_all(rows, refused)
     write_rows(json, "simulate", rows, refused=refused)

@@ -57,9 +57,9 @@ def _gb(size: float) -> str:
 
 
 def summary_line(row: dict[str, Any]) -> str:
-    """Return one line: a schedule's sizes, time and bubble (idle time over ideal time).
+    """Return one line of text: a schedule's sizes, time and bubble (idle time / ideal time).
 
-    The bubble is that of one further batch. If the bubble of all batches, with filling and draining the pipeline, differs, it follows.
+    The first bubble is of one further batch in steady state. A second one follows if filling and draining the pipeline changes it.
     """
     size = f"{counted(row['stages'], 'rank')}, {counted(row['microbatches'], 'micro-batch')}"
     size += f", {row['batches']} batches" if row["batches"] > 1 else ""

@@ -19,17 +19,17 @@ from parallel.pipeline.simulator.simulate import Cost, Timeline, costs, drained_
 WITHOUT_RECIPE = ("forward_time", "backward_time", "weight_share", "transfer_time")
 # speeds if no flag gives them: Megatron-LM's on an A100 in 16 bits (SC21, table 1), and a network card of 200 Gbit/s for each rank
 WITH_RECIPE = {"tflops": 140.0, "link_gb_s": 25.0}
-MOST_ACTIONS = 2**20  # actions of a pipeline step; this many take about a minute
+MOST_ACTIONS = 2**20  # limit on forward passes to simulate, which take about a minute
 
 
 class Costs(ABC):
-    """Times of a schedule's actions and messages, in one unit."""
+    """Times of a schedule's actions and messages, all in one unit."""
 
-    overlap: str  # "on": ranks compute while they send
+    overlap: str  # "on" or "off": whether ranks compute while they send
 
     @abstractmethod
     def cost(self, schedule: Schedule) -> Cost:
-        """Return the function that gives the time of each action."""
+        """Return a function: (rank, action) -> time."""
 
     @abstractmethod
     def transfer_of(self, schedule: Schedule) -> float:
@@ -40,7 +40,7 @@ class Costs(ABC):
         return 0
 
     def run(self, schedule: Schedule) -> Timeline:
-        """Return when each action runs."""
+        """Return the simulated timeline: start and end of each action."""
         return simulate(schedule, self.cost(schedule), message_bytes=self.message_bytes(schedule), **self._messages(schedule))
 
     def makespan(self, schedule: Schedule) -> float:
@@ -48,7 +48,7 @@ class Costs(ABC):
         return makespan(schedule, self.cost(schedule), **self._messages(schedule))
 
     def period(self, schedule: Schedule, batches: int) -> float:
-        """Return the time that one more batch adds after `batches`. `schedule` must be of one batch, after which the pipeline is empty."""
+        """Return the time that a further batch adds after `batches` batches. schedule: of one batch, which empties the pipeline."""
         return drained_period(schedule, self.cost(schedule), batches=batches, **self._messages(schedule))
 
     def _messages(self, schedule: Schedule) -> dict[str, Any]:
@@ -57,7 +57,7 @@ class Costs(ABC):
 
 @dataclass(frozen=True)
 class Times(Costs):
-    """Times from flags, in any unit. Each is one number for all layers of a rank, divided among its stages, or a number for each stage."""
+    """Times from flags, in any unit. forward_time, backward_time: one number for a rank, divided among its stages, or one a stage."""
 
     forward_time: str = "1"
     backward_time: str = "2"
@@ -75,9 +75,9 @@ class Times(Costs):
 
 
 def check_size(*, stages: int, microbatches: int, chunks: int | None = None, batches: int | None = None, most_actions: int) -> None:
-    """Raise BadInput if a pipeline has too many forward passes to simulate in reasonable time. Its fix has sizes for every schedule.
+    """Raise BadInput if a pipeline has over `most_actions` forward passes. Its fix has sizes that every schedule allows.
 
-    microbatches: in a batch. chunks: stages on each rank. batches: number of batches. most_actions: most forward passes in all.
+    stages: number of ranks. microbatches: number in a batch. chunks: stages on each rank. batches: number of batches.
     """
     most = most_actions // ((chunks or 1) * (batches or 1))
     if stages * microbatches <= most:
@@ -94,7 +94,7 @@ def check_size(*, stages: int, microbatches: int, chunks: int | None = None, bat
 
 
 def check_filled(*, stages: int, microbatches: int, batches: int, filled: int) -> None:
-    """Raise BadInput if a continuous pipeline is too long to simulate. filled: number of batches until each takes the same time."""
+    """Raise BadInput if a continuous pipeline is too long to simulate. filled: number of batches after which each takes equal time."""
     if stages * microbatches * filled <= MOST_ACTIONS:
         return
     # in the fix, a batch has as many micro-batches as stages: two batches fill the pipeline, and a third one is timed
@@ -113,14 +113,14 @@ def needs_recipe(overrides: Mapping[str, str], recipe: str | None) -> None:
 
 
 def refuse_with_file(path: str, sizes: Mapping[str, object]) -> None:
-    """Raise BadInput for a size, by the name of its flag, that was given although the file of a schedule sets it."""
+    """Raise BadInput for a flag of `sizes` (name -> value or None) given together with a schedule's file `path`, which sets it."""
     for flag, given in sizes.items():
         if given is not None:
             raise BadInput(f"--{flag}", got=f"it with {path}", needed="the file alone, which sets it", fix=f"remove --{flag}")
 
 
 def times_of(given: dict[str, Any]) -> Times:
-    """Return the times from flags. Raises BadInput for flags that need a recipe, and for impossible numbers."""
+    """Return Times from flags (name -> value). Raises BadInput for flags that need a recipe, and for impossible numbers."""
     for flag in WITH_RECIPE:
         if flag in given:
             raise BadInput(f"--{flag}", got="it without a recipe", needed="--recipe RECIPE, which gives the FLOPs and bytes", fix="add it")
@@ -147,7 +147,7 @@ def _numbers(flag: str, value: str, schedule: Schedule) -> float | list[float]:
 
 @dataclass(frozen=True)
 class OfRecipe(Costs):
-    """Seconds of a recipe's model, cut into a schedule's stages, for micro-batches of `sequences` sequences.
+    """Seconds computed from a recipe's model, split into a schedule's stages. sequences: number of sequences in a micro-batch.
 
     device: the speed of every rank. of_file: the schedule is a user's file, so that no fix proposes fewer ranks.
     """
@@ -205,16 +205,16 @@ class OfRecipe(Costs):
 
 
 def not_counted(run: Run) -> list[str]:
-    """Return the settings of a recipe that its times leave out, because each rank is counted as a single device that holds its stages."""
+    """Return texts such as "degrees.tp 2": settings that the times ignore, because each rank is counted as one device with whole stages."""
     found = [f"degrees.{axis} {getattr(run.degrees, axis)}" for axis in ("tp", "sp", "etp") if getattr(run.degrees, axis) != 1]
     return found + ([f"sharding.kind {run.sharding.kind}"] if run.sharding.named.stage else [])
 
 
 def of_recipe(recipe: str, overrides: dict[str, str], given: dict[str, Any], size: dict[str, Any], file: Schedule | None) -> OfRecipe:
-    """Return the times of a recipe. Raises BadInput for flags that contradict it.
+    """Return the costs of a recipe's model. Raises BadInput for flags that contradict it.
 
-    given: the flags of times, by name. size: stages and micro-batches from flags; the recipe's are added if they are None. file: the
-    schedule of a user's file, which has its own sizes.
+    given: flags of times, name -> value. size: flags of sizes, name -> value; `stages` and `microbatches` are set from the recipe if None.
+    file: the schedule of a user's file, which has its own sizes.
     """
     from moe.recipe.load import load
 

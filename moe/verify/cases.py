@@ -6,7 +6,7 @@
     --kinds sequence every method of sequence parallelism  x  models and routers  x  engines  x  precision, recompute
     --kinds pipeline every schedule  x  (pp, dp, ep)  x  dense and sparse models  x  engines  x  precision, recompute
 
-moe/verify/kinds.py lists the cases, and those of `--kinds hybrid` (moe/verify/hybrid.py), which combine all of these.
+moe/verify/kinds.py lists the cases, also `--kinds hybrid` (moe/verify/hybrid.py), which combines all of these kinds.
 
 Sizes differ from each other, so that swapped dims fail. If a preset counts over the tokens of a rank (capacity group `rank`, balance over a
 micro-batch), which depends on the layout by definition, the model here counts over a sequence.
@@ -61,11 +61,11 @@ ROUTERS: dict[str, dict[str, Any]] = {
     "noisy_top_k": {"router": {"preset": "glam", "noise": "noisy_top_k", "importance_weight": 0.01, "capacity_factor": None}},
     "gumbel": {"router": {"preset": "switch", "noise": "gumbel", "drop": "random", "min_capacity": 1, "allow_noncausal": True}},
 }
-PACKED: dict[str, dict[str, Any]] = {  # attention within documents, which begin at id 0 (one in 16 tokens) or 1 (one in 39)
+PACKED: dict[str, dict[str, Any]] = {  # attention within documents; the token that begins one is id 0 (1 in 16 tokens) or id 1 (1 in 39)
     "packed": {"model": {"document_mask": True}, "router": {"preset": "glam", "min_capacity": 1}},
     "packed_t5": {"model": {"document_mask": True, "document_separator": 1, "positions": "t5", "moe_every": 0}},
 }
-# encoder-decoders; with four layers, each half has one with experts and one without
+# encoder-decoders; in t5, with four layers, encoder and decoder have one layer with experts and one without each
 HALVES: dict[str, dict[str, Any]] = {
     "t5": {
         "model": {"kind": "encoder_decoder", "num_layers": 4, "positions": "t5", "tied_embeddings": True, "dropout": 0.1, "ffn": "geglu"},
@@ -127,12 +127,12 @@ FEW: dict[str, dict[str, Any]] = {"one_head": {"model": {"num_kv_heads": 1}, "ro
 
 
 def attentions() -> dict[str, dict[str, Any]]:
-    """Return the values of the recipe's section `sequence` by the name that a case has for the method."""
+    """Return name of a method (a value of Case.attention) -> keys and values of the recipe's section `sequence`."""
     found = {form: {"kind": name, **keys} for name, kind in SEQUENCES.items() for form, keys in (kind.tried or {name: {}}).items()}
     return found | {"heads2": {"kind": "ring", "heads": 2}}
 
 
-FORMS: dict[str, dict[str, Any]] = {  # values of Case.tensor in addition to those of tensor.kind -> the recipe's section `tensor`
+FORMS: dict[str, dict[str, Any]] = {  # further values of Case.tensor (besides the kinds of tensor.kind) -> the recipe's section `tensor`
     "sliced": {"kind": "1d", "sequence_parallel": True},
     "overlapped": {"kind": "1d", "overlap_chunks": 3},
     "overlapped_sliced": {"kind": "1d", "sequence_parallel": True, "overlap_chunks": 3},
@@ -143,8 +143,8 @@ LINES = ("1d", "dtensor", *FORMS)
 
 @dataclass(frozen=True)
 class Case:
-    """One layout of one model. kind: data parallelism, see `sharding_of`; rows: the dispatcher, a key of `examples`. Fields from `parts` on
-    that say "on one process" give the order of sums of a run with which other cases are compared.
+    """One model in one layout. kind: data-parallel engine and its offload (see `sharding_of`). rows: the dispatcher, a key of `examples`.
+    Fields described as "on one process" belong to reference runs: they make one process take sums in the order of a layout's ranks.
     """
 
     model: str
@@ -157,24 +157,24 @@ class Case:
     etp: int = 1
     rows: str = PLAIN
     experts: int = 4
-    tiles: int = 1  # tiles of feed-forward networks and experts
-    head_tiles: int = 1  # tiles of the vocabulary
-    chunks: int = 1  # chunks of the loss
-    replicas: int = 2  # replicas of kind dp
+    tiles: int = 1  # number of tiles of each feed-forward network and expert (tiling.ffn)
+    head_tiles: int = 1  # number of tiles of the head's vocabulary (tiling.head)
+    chunks: int = 1  # number of chunks of tokens in the loss (recompute.loss_chunks)
+    replicas: int = 2  # threads that are replicas in one process, for kind dp
     pp: int = 1
     schedule: str = "1f1b"
     layers: int = 2
     stages: tuple[int, ...] | None = None  # number of layers of each stage; None: cut by FLOPs
     padded: bool = False  # some sequences end early (moe/verify/plain/batches.py)
     overflow: bool = False  # one rank's gradient is infinite in step OVERFLOWS
-    tp: int = 1  # tensor-parallel ranks, which have the same tokens
-    tensor: str = "copied"  # how these ranks share weights: a value of tensor.kind or key of FORMS
-    parts: int = 1  # on one process: number of tp ranks in whose order layers take sums (moe/verify/in_parts.py)
-    first_part: int = 0  # number of the part that comes first in these sums; an all-reduce begins each piece of a tensor with another
-    blocks: int = 1  # on one process: products in blocks x blocks blocks, as a grid of tp ranks takes them (moe/verify/in_parts.py)
-    sp: int = 1  # sequence-parallel ranks, which hold slices of the same sequences
+    tp: int = 1  # number of tensor-parallel ranks, which have the same tokens
+    tensor: str = "copied"  # how tensor-parallel ranks split weights: a value of tensor.kind or a key of FORMS
+    parts: int = 1  # on one process: layers sum partial results as this number of tp ranks does (moe/verify/in_parts.py)
+    first_part: int = 0  # index of the part with which these sums begin; an all-reduce begins each chunk of a tensor at another rank
+    blocks: int = 1  # on one process: products are computed in blocks x blocks blocks, as on a grid of tp ranks (moe/verify/in_parts.py)
+    sp: int = 1  # number of sequence-parallel ranks, which hold slices of the same sequences
     attention: str = "zigzag"  # method of sequence parallelism, a key of `attentions`
-    slices: int = 0  # on one process: number of slices of which attention is merged (moe/verify/in_slices.py); 0: torch's own attention
+    slices: int = 0  # on one process: attention is merged from this number of slices (moe/verify/in_slices.py); 0: torch's attention
     length: int = LENGTH  # tokens of a sequence
     batch: int = BATCH  # sequences of a step
     recipe: str | None = None  # path of a user's recipe, which is used at a small size (moe/verify/small.py)
@@ -195,7 +195,7 @@ class Case:
 
     @property
     def in_full(self) -> str:
-        """Every field that differs from its default, as text that is unique for each case; `layout` leaves fields out."""
+        """Text "name=value ..." of all fields that differ from their defaults. It is unique for each case, unlike `layout`."""
         values = ((field.name, getattr(self, field.name), field.default) for field in fields(self))
         return " ".join(f"{name}={value}" for name, value, default in values if value != default)
 
@@ -212,7 +212,7 @@ class Case:
         return self.world // (self.pp * self.tp * self.sp)
 
     def run(self) -> Run:
-        """Return the case's recipe. Without other settings of the model, it has one layer with experts and one without."""
+        """Return the case's recipe. By default the model has two layers, one with experts and one with a dense network."""
         keep = self.attention == "lightseq" and self.recompute == "full"
         values: dict[str, dict[str, Any]] = {
             "model": {
@@ -243,12 +243,12 @@ class Case:
 
     @property
     def delayed(self) -> bool:
-        """Whether gradients are taken at older weights than they update (PipeDream, 2BW). Options of whole batches are left out."""
+        """Whether gradients are taken at older weights than they update (PipeDream, 2BW), without clipping and global balance."""
         return SCHEDULES[self.schedule].continuous
 
 
 def sharding_of(kind: str) -> dict[str, Any]:
-    """Return the recipe's section `sharding` for Case.kind: an engine; +cpu: optimizer states on the host; +cpu-all: parameters too."""
+    """Return the recipe's section `sharding` for a Case.kind such as zero1+cpu. +cpu: host optimizer states; +cpu-all: and parameters."""
     name, _, place = kind.partition("+")
     where, _, everything = place.partition("-")
     offload = {"optimizer": where, "parameters": where if everything else "none"}

@@ -12,7 +12,7 @@ NUMBERS = ("loss", "gradient", "norm", "update", "ten_step")
 
 
 def deviation(a: Tensor, b: Tensor, floor: float = 0.0) -> float:
-    """Return the largest difference divided by b's largest value (at least `floor`); 0 for equal tensors, inf for other shapes or NaN."""
+    """Return max |a - b| / max(max |b|, floor): 0 for equal tensors, inf if the shapes differ or a is not finite."""
     if a.shape != b.shape or not bool(a.isfinite().all()):
         return float("inf")
     difference = (a.double() - b.double()).abs().max().item()
@@ -20,20 +20,20 @@ def deviation(a: Tensor, b: Tensor, floor: float = 0.0) -> float:
 
 
 def _relative(a: float, b: float) -> float:
-    """The difference divided by b; inf if a is not finite, because max() would lose a NaN."""
+    """|a - b| / |b|; inf if a is not finite, because max() may drop a NaN."""
     if not math.isfinite(a):
         return math.inf
     return abs(a - b) / abs(b) if a != b else 0.0
 
 
 def gradient_deviations(got: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, float]:
-    """Return the deviation of each parameter's gradient, divided by its largest value, or a thousandth of all gradients' largest."""
+    """Return parameter -> max |got - want| / max |want| of its gradient; the divisor is at least 1/1000 of all gradients' maximum."""
     largest = max(g.abs().max().item() for g in want.values())
     return {name: deviation(got[name], gradient, 1e-3 * largest) for name, gradient in want.items()}
 
 
 def compare(got: Result, want: Result) -> dict[str, float]:
-    """Return the largest relative deviation of each of NUMBERS; `loss` includes the balance loss, `update` is of the weights."""
+    """Return for each name in NUMBERS the largest relative deviation: `loss` with the balance loss, `update`: of weights after step 0."""
     if got.gradients.keys() != want.gradients.keys():
         return dict.fromkeys(NUMBERS, math.inf)
     return {

@@ -35,15 +35,15 @@ from parallel.numerics.precision import DTYPES
 from parallel.process.fork import each_on_ranks
 
 FP32_TOLERANCE = 1e-5
-CUTS = (2, 3, 4, 6, 12)  # numbers of micro-batches with which other orders of sums are measured
-SLICES = (2, 3, 4)  # numbers of slices of a sequence, likewise
-LIMIT_S = 1800.0  # seconds for one twin in every order; 16 bits take half a minute, and a busy machine many times that
-DRAWS, MOST_DRAWS = 5, 32  # runs with random rounding: at first, and before a row fails
+CUTS = (2, 3, 4, 6, 12)  # numbers of micro-batches of the runs that measure other orders of sums
+SLICES = (2, 3, 4)  # numbers of slices of a sequence in the runs that measure other orders of sums
+LIMIT_S = 1800.0  # time limit for one reference in all orders of sums: in 16 bits it takes 30 s, on a busy machine far more
+DRAWS, MOST_DRAWS = 5, 32  # number of runs with random rounding: for every bound, and at most, before a row fails
 
 
 def twin_of(case: Case) -> Case:
-    """Return the case that `case` is compared with: the same model and precision on one process. In 16 bits it also has the case's cuts of
-    the head, the loss, sums within layers and sequences, which change only the tolerance.
+    """Return the reference of `case`: the same model and precision on one process. In 16 bits it also keeps how `case` splits the head, the
+    loss, layers and sequences. These splits do not change its result, only the tolerance (see `reorderings`).
     """
     twin = Case(case.model, PLAIN, 1, 1, 1, case.precision, experts=case.experts, layers=case.layers)
     twin = replace(twin, padded=case.padded, overflow=case.overflow, length=case.length, batch=case.batch, recipe=case.recipe)
@@ -58,17 +58,17 @@ def twin_of(case: Case) -> Case:
 
 
 def rounds(case: Case) -> bool:
-    """Whether a case rounds more than fp32 does: by its precision, or in its experts' products."""
+    """Whether a case computes with less precision than fp32: everywhere, or only in the experts' matrix products."""
     return case.precision != "fp32" or PRODUCTS[case.run().experts.products].rounds
 
 
 def alone(twin: Case) -> Case:
-    """Return `twin` without cuts, as the trainer's own code computes it on one process."""
+    """Return `twin` as one process computes it: one micro-batch, no pipeline, nothing split into tiles, chunks, parts, blocks or slices."""
     return replace(twin, pp=1, stages=None, microbatches=1, head_tiles=1, chunks=1, parts=1, blocks=1, slices=0)
 
 
 def reorderings(twin: Case) -> Iterator[tuple[Case, str]]:
-    """Yield (case, kernels) pairs that compute `alone(twin)` on one process with its sums in the other orders that rows have.
+    """Yield (case, kernels): runs on one process that compute the same as `alone(twin)`, with sums in the other orders that layouts have.
 
     Other micro-batches also stand for data-parallel replicas, which sum the same partial results over ranks. The reference kernels multiply
     by the gate at another point. Both are combined, because a nearly tied token may be routed differently only if both change. Cuts of the
@@ -76,20 +76,20 @@ def reorderings(twin: Case) -> Iterator[tuple[Case, str]]:
     tiled head alone moves the gradient norm more than any cut of the batch, so each cut is measured only for rows that have it.
     """
     one = alone(twin)
-    own = () if twin.delayed or twin.microbatches == 1 else (twin.microbatches,)  # numbers that CUTS lacks
+    own = () if twin.delayed or twin.microbatches == 1 else (twin.microbatches,)  # the row's own number of micro-batches, if CUTS lacks it
     yield one, "reference"
     yield from ((replace(one, microbatches=m), kernels) for m in (*CUTS, *own) for kernels in ("cpu", "reference"))
     cut = replace(one, head_tiles=twin.head_tiles, chunks=twin.chunks, parts=twin.parts, blocks=twin.blocks)
     if cut != one:
         yield from ((replace(cut, microbatches=m), "cpu") for m in (1, *CUTS, *own))
-        yield from ((replace(cut, first_part=part), "cpu") for part in range(1, cut.parts if cut.parts > 2 else 1))  # of two, a + b = b + a
+        yield from ((replace(cut, first_part=part), "cpu") for part in range(1, cut.parts if cut.parts > 2 else 1))  # as a + b = b + a
     if twin.slices:
-        yield replace(one, slices=1, attention="colossal"), "cpu"  # attention by whole scores
+        yield replace(one, slices=1, attention="colossal"), "cpu"  # attention with whole rows of scores, as in Colossal-AI
         yield from ((replace(one, slices=slices, attention="contiguous"), "cpu") for slices in SLICES)
 
 
 def own_order(case: Case) -> Case:
-    """Return a case of one process that takes all sums in the order of the row `case`: as many parts of the batch, and the same cuts."""
+    """Return a case on one process that takes its sums in the order of `case`: with its number of batch parts, tiles, chunks and slices."""
     one = alone(twin_of(case))
     replicas = case.replicas if case.engine.threads else 1
     batches = case.dp * case.microbatches * replicas * case.grid.sequences
@@ -102,7 +102,9 @@ def own_order(case: Case) -> Case:
 
 @dataclass
 class Expected:
-    """What a case must give: `result` of the reference `twin` within `tolerance`; in 16 bits also within `bound` of the plain twin."""
+    """The expected numbers of a case: `result` of the reference `twin`, up to `tolerance` (relative, by name of NUMBERS). In 16 bits the
+    deviation from the float64 reference is also limited, by `bound`.
+    """
 
     twin: Case
     result: Result
@@ -119,12 +121,12 @@ class Expected:
         return Expected(twin, result, tolerance, Bound(twin, reference(replace(twin, precision="fp32"))) if plain else None)
 
     def in_the_order_of(self, case: Case) -> Expected:
-        """Return these tolerances, but around the result of one process that sums in the same order as the ranks of `case`."""
+        """Return a copy with the `result` of one process that sums in the order of `case`'s ranks. Tolerances stay as they are."""
         return replace(self, result=compute(own_order(case), delayed_as=self.twin))
 
 
 def computed_in_background(twins: list[Case]) -> Iterator[Expected]:
-    """Yield the expected result of each case of `twins`, in order. A process computes them ahead of the rows that need them."""
+    """Yield Expected for each reference case of `twins`, in order. A background process computes them before they are needed."""
     for (found,) in each_on_ranks(_each_as_dict, 1, twins, timeout_s=LIMIT_S):
         twin, bound = Case(**found["twin"]), found["bound"]
         if bound is not None:
@@ -133,7 +135,7 @@ def computed_in_background(twins: list[Case]) -> Iterator[Expected]:
 
 
 def _each_as_dict(rank: int, twins: list[Case]) -> Iterator[dict[str, Any]]:
-    """Each expected result as dicts, which processes can exchange, with the draws that every bound needs."""
+    """Yield Expected for each of `twins` as nested dicts, which processes can exchange; each bound already has DRAWS runs."""
     for twin in twins:
         found = Expected.of(twin)
         while found.bound is not None and found.bound.drawn < DRAWS:
@@ -142,15 +144,15 @@ def _each_as_dict(rank: int, twins: list[Case]) -> Iterator[dict[str, Any]]:
 
 
 def _spread(twin: Case, baseline: Result) -> dict[str, float]:
-    """The effect of rounding alone in this precision: for each number the largest deviation from `baseline` in other orders of the sums."""
+    """For each name of NUMBERS, the largest relative deviation from `baseline` among runs with other orders of the sums (`reorderings`)."""
     found = [compare(compute(case, kernels=kernels, delayed_as=twin), baseline) for case, kernels in reorderings(twin)]
     return {number: max(f[number] for f in found) for number in NUMBERS}
 
 
 @dataclass
 class Bound:
-    """How far the numbers of a run that rounds more than fp32 may be from `exact`, the result of the plain twin in float64. drawn: number
-    of runs with random rounding so far; largest: the bound from these of each number, and of each parameter's gradient.
+    """Limits on the deviation of a run below fp32 precision from `exact`, the float64 reference. drawn: number of runs with random rounding
+    so far. largest: the limit that follows from them, by name of NUMBERS and by parameter (for its gradient).
     """
 
     twin: Case
@@ -163,14 +165,14 @@ class Bound:
         return torch.finfo(DTYPES[self.twin.precision]).eps / 2
 
     def draw(self) -> None:
-        """Extend the bound by one more run with random rounding."""
+        """Run the reference with random rounding once more, and raise each limit to twice the deviation seen, if that is larger."""
         rounding = Rounding(unit=self.unit, seed=self.drawn)
         found = _deviations(reference(replace(self.twin, precision="fp32"), rounding=rounding), self.exact)
         self.largest = {name: max(self.unit, 2 * value, self.largest.get(name, 0.0)) for name, value in found.items()}
         self.drawn += 1
 
     def share(self, got: Result) -> tuple[float, str]:
-        """Return (the largest deviation as a share of its bound, the name of that number or parameter)."""
+        """Return (largest deviation / limit, name of its number or parameter). Draws up to MOST_DRAWS runs while that ratio exceeds 1."""
         if got.gradients.keys() != self.exact.gradients.keys():
             return float("inf"), "gradient"
         found = _deviations(got, self.exact)

@@ -32,7 +32,7 @@ from parallel.mesh.grids import SMALLEST
 from parallel.pipeline.schedules.catalog import SCHEDULES
 
 WORLD, BATCH = 8, 24  # the batch divides evenly over 8 ranks and over each axis
-TENSOR = {"none": 1, "1d": 2, "sliced": 2, "dtensor": 2} | SMALLEST  # value of the factor -> the fewest tp ranks
+TENSOR = {"none": 1, "1d": 2, "sliced": 2, "dtensor": 2} | SMALLEST  # value of the factor `tensor` -> smallest number of tp ranks
 PLACES = {"whole": (1, 1), "ep2": (2, 1), "ep4": (4, 1), "etp2": (1, 2), "ep2 etp2": (2, 2)}  # value of `experts` -> (ep, etp)
 FACTORS: dict[str, tuple[str, ...]] = {  # factor -> its values, the simplest first
     "schedule": ("none", *SCHEDULES),
@@ -48,7 +48,7 @@ FACTORS: dict[str, tuple[str, ...]] = {  # factor -> its values, the simplest fi
 
 
 class Idle(BadInput):
-    """A row is refused because one of its values would have no effect."""
+    """Raised for a row of which one value would have no effect, such as a dispatcher without expert parallelism."""
 
 
 def hybrid_cases() -> list[Case]:
@@ -57,8 +57,8 @@ def hybrid_cases() -> list[Case]:
 
 
 def covering() -> Covering:
-    """Return rows of eight processes that contain every pair of values that is not refused. If several precisions would bring equally many
-    new pairs, fp32 is taken, because its reference run is the fastest.
+    """Return rows of eight processes in which every allowed pair of values occurs. If several precisions bring the same number of new
+    pairs, a row gets fp32, which has the fastest reference run.
     """
 
     def refuse(choice: Choice) -> BadInput | None:
@@ -84,14 +84,14 @@ def described(found: Covering) -> list[str]:
 
 
 def as_json(found: Covering) -> dict[str, dict[str, Any]]:
-    """Return `pairs`: by name the number of rows that contain each pair, and `refused_pairs`: the reasons of the others."""
+    """Return {"pairs": pair -> number of rows with it, "refused_pairs": pair -> reason}; a pair is "FACTOR VALUE x FACTOR VALUE"."""
     named = {pair: " x ".join(" ".join(value) for value in pair) for pair in (*found.met, *found.refused)}
     pairs: dict[str, Any] = {named[pair]: times for pair, times in found.met.items()}
     return {"pairs": pairs, "refused_pairs": {named[pair]: str(refused) for pair, refused in found.refused.items()}}
 
 
 def completed(chosen: Choice) -> Choice:
-    """Return the simplest row with the chosen values. With a dispatcher, the model has experts, which are split over several ranks."""
+    """Return a row with the chosen values and the simplest other ones; a chosen dispatcher or expert split sets the values it needs."""
     row = {factor: values[0] for factor, values in FACTORS.items()} | chosen
     if "experts" not in chosen and row["dispatch"] != "none":
         row["experts"] = next(place for place, (ep, _) in PLACES.items() if row["dispatch"] in rows_for(ep) and ep > 1)
@@ -103,15 +103,15 @@ def completed(chosen: Choice) -> Choice:
 
 
 def case_of(choice: Choice, *, world: int | None) -> Case:
-    """Return a row as a case of `world` processes; None: as many as it needs, with two data-parallel ranks. Raises BadInput for a row that
-    needs more than `world` processes, and Idle for one with a value that has no effect.
+    """Return the case of a row on `world` processes; None: on the number that the row needs, with dp of at least 2. Raises BadInput if
+    `world` is too small, and Idle if a value of the row would have no effect.
     """
     (ep, etp), rows, schedule = PLACES[choice["experts"]], choice["dispatch"], choice["schedule"]
     _check_idle(choice, ep)
     pp, tp = (1 if schedule == "none" else 2), TENSOR[choice["tensor"]]
     sp = {"none": 1, "heads2": 4}.get(choice["sequence"], 2)
     dp = _rest(choice, world, pp * tp * sp, ep * etp, sharers=sp)
-    # several micro-batches, except for more than four replicas without a pipeline, so that the batch of 24 can be cut
+    # several micro-batches; only one if there are more than four replicas and no pipeline, because 24 sequences do not divide evenly then
     kind = None if pp == 1 else SCHEDULES[schedule]
     microbatches = (3 if dp <= 4 else 1) if kind is None else kind.update_every or (3 if kind.continuous else 6)
     batch = BATCH if world is not None else dp * microbatches * tp
@@ -135,8 +135,8 @@ def _check_idle(choice: Choice, ep: int) -> None:
 
 
 def _rest(choice: Choice, world: int | None, ranks: int, experts: int, *, sharers: int) -> int:
-    """The number of data-parallel ranks in a row of `world` processes. ranks: the product of the other axes; experts: ep times etp. An
-    engine that shards states needs two ranks over which they are split: of dp, or among the `sharers`, ranks of other axes.
+    """dp of a row. ranks: product of the other axes' degrees; experts: ep * etp; sharers: number of sp ranks. Raises BadInput if `world` is
+    too small. An engine that shards states needs at least two ranks of dp or sp to split them over.
     """
     least = 1 if ENGINES[choice["data"]].stage == 0 or sharers > 1 or ranks == WORLD and choice["tensor"] in ("2.5d", "3d") else 2
     if world is None:

@@ -32,8 +32,8 @@ from parallel.tensor.style import fits
 
 
 def in_parts(model: Transformer, run: Run, *, first: int) -> None:
-    """Make self- and cross-attention and dense networks of a whole model sum in parts, as degrees.tp and tensor.kind would cut them.
-    Partial results are summed in the order of the ranks, starting with rank `first`.
+    """Make attention, cross-attention and dense networks of a whole model sum the partial results that tp ranks would have. `run` gives
+    degrees.tp and tensor.kind. Partial results are added in the order of the ranks, starting with rank `first`.
     """
     degrees = run.mesh_degrees()
     layouts = lay_out(model, plan_for(run))
@@ -48,15 +48,15 @@ def in_parts(model: Transformer, run: Run, *, first: int) -> None:
 
 
 def _without_hooks(layer: nn.Module) -> nn.Module:
-    """A copy of the module with the same parameters, but without its hooks, which are to see only the sum."""
+    """A shallow copy without hooks, which runs once for each part; the original's hooks then see only the sum."""
     other = copy(layer)
     other._forward_hooks, other._forward_pre_hooks = type(layer._forward_hooks)(), type(layer._forward_pre_hooks)()
     return other
 
 
 def _summed(layer: nn.Module, regions: list[dict[str, Box]], x: Tensor, *rest: Any, **named: Any) -> Tensor:
-    """The layer's output as the sum of partial results, one for each region of its parameters (by name). Each has its own view of x and of
-    the encoder's output, so that their gradients are summed in the same order.
+    """The layer's output, summed over `regions`: for each rank, parameter name -> the slice that the rank has. Each partial result uses its
+    own view of x and of the encoder's output, so that autograd sums their gradients in the same order.
     """
     held = dict(layer.named_parameters())
     shares = []
@@ -69,7 +69,7 @@ def _summed(layer: nn.Module, regions: list[dict[str, Box]], x: Tensor, *rest: A
 
 
 def _share_of(given: Any, layer: nn.Module, region: dict[str, Box]) -> Any:
-    """An argument other than x as one partial result gets it: of a position bias, the columns of the region's heads."""
+    """A keyword argument for one partial result: a position bias cut to the heads of `region`, and a new view of any tensor."""
     if isinstance(given, Bias):
         rows = region["q.weight"][0]
         return given._replace(table_UH=given.table_UH[:, rows.start // layer.head_size : rows.stop // layer.head_size])
@@ -86,7 +86,7 @@ def in_blocks(model: Transformer, side: int) -> None:
 
 
 def _product(x: Tensor, weight_OI: Tensor, *, side: int) -> Tensor:
-    """x W^T in blocks. Each block of outputs has its own view of x, so that gradients of x are rounded before they are summed."""
+    """x W^T in side x side blocks. Each block of outputs has its own view of x, so that its gradient of x is rounded before the sum."""
     outputs = []
     for rows in weight_OI.to(x.dtype).tensor_split(side, 0):
         pairs = zip(x.view_as(x).tensor_split(side, -1), rows.tensor_split(side, 1), strict=True)
@@ -96,7 +96,7 @@ def _product(x: Tensor, weight_OI: Tensor, *, side: int) -> Tensor:
 
 
 class _Alone:
-    """The other ranks that share a vocabulary (`Others` of moe/nn/vocabulary.py), on one process: only the product is in blocks."""
+    """Replaces the ranks that share a vocabulary (`Others` of moe/nn/vocabulary.py): nothing is sent, and products run in blocks."""
 
     def __init__(self, side: int) -> None:
         self.product: Product | None = partial(_product, side=side)

@@ -25,10 +25,10 @@ from parallel.sequence.softmax import Gradients, Partial, Tokens, attend, attend
 
 
 def in_slices(model: Transformer, case: Case) -> None:
-    """Make every attention round as `case.slices` sequence-parallel ranks with the method `case.attention` do."""
+    """Replace every attention by one that rounds as on `case.slices` sequence-parallel ranks with the method `case.attention`."""
     form = sections.Sequence(**attentions()[case.attention])
     kind = _ColossalInSlices if form.named.keeps_scores else _InSlices
-    slices = case.slices // form.heads_of(case.slices)  # ranks that exchange heads attend to the tokens of all of them at once
+    slices = case.slices // form.heads_of(case.slices)  # ranks that exchange heads attend to joint slices
     order = Order(form.position_order, slices, case.length)
     for block in model.layers:
         assert isinstance(block, Block)
@@ -36,7 +36,7 @@ def in_slices(model: Transformer, case: Case) -> None:
 
 
 class _InSlices(Method):
-    """Ring attention on one process, which computes the parts of all ranks in turn. order: the positions in each rank's slice."""
+    """Ring attention of all ranks, computed on one process rank by rank. Its `order` says which positions each rank's slice has."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, known: Known) -> tuple[Tensor, ...]:
         out, lse = torch.empty_like(q), nothing(q).lse_BHL
@@ -62,7 +62,7 @@ class _InSlices(Method):
         return total
 
     def _ranks(self, like: Tensor, known: Known) -> Iterator[tuple[Tensor, list[tuple[slice, Tensor, dict[str, Any]]]]]:
-        """For each rank, its queries' positions and its blocks: (rows of the queries, positions of the keys, arguments of `attend`)."""
+        """Yield for each rank (its queries' positions, blocks). A block: (slice of queries, positions of keys, arguments of `attend`)."""
         tokens = [Tokens(self.order.ranges(rank), like.device, known.document_BS, known.window) for rank in range(self.order.size)]
         for rank, mine in enumerate(tokens):
             work = []
@@ -74,7 +74,7 @@ class _InSlices(Method):
 
 
 class _ColossalInSlices(Method):
-    """Colossal-AI's ring attention on one process, which runs all ranks' code in turn and sums their gradients."""
+    """Colossal-AI's ring attention of all ranks on one process: runs each rank's code in turn and sums gradients of keys and values."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, known: Known) -> tuple[Tensor, ...]:
         found = [rank.forward(self._mine(q, rank), self._mine(k, rank), self._mine(v, rank), known) for rank in self._ranks(k, v)]
@@ -103,7 +103,7 @@ class _ColossalInSlices(Method):
 
 @dataclass(frozen=True)
 class _Rank(ColossalRing):
-    """One rank of the ring. rounds: the tensors of all ranks (keys and values) that it sends around, first to last."""
+    """One rank of a simulated ring. rounds: for each trip around the ring, in order, the tensor of all ranks (keys or values) sent."""
 
     rounds: list[Tensor] = field(default_factory=list)
 

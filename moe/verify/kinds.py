@@ -30,7 +30,7 @@ KINDS: dict[str, Callable[[], list[Case]]] = {
 
 
 def cases(nproc: int, *, kinds: tuple[str, ...] = tuple(KINDS)) -> list[Case]:
-    """Return every case of up to `nproc` processes, of the given kinds. Raises BadInput for an unknown kind or one without cases."""
+    """Return the cases of these kinds on at most `nproc` processes. Raises BadInput for an unknown kind, and for hybrid if nproc < 8."""
     for kind in kinds:
         if kind not in KINDS:
             near = did_you_mean(kind, KINDS) or next(iter(KINDS))
@@ -44,9 +44,9 @@ def cases(nproc: int, *, kinds: tuple[str, ...] = tuple(KINDS)) -> list[Case]:
 
 
 def recipe_cases(path: str, nproc: int) -> tuple[list[Case], list[str]]:
-    """Return (cases of the user's recipe at a small size, lines on what is refused or not compared). Raises BadInput for none."""
+    """Return (cases of the user's recipe at a small size, lines on refused layouts and settings left out). Raises BadInput for no case."""
     first = Case(path, "ddp", 1, 1, 1, "fp32", recipe=path)
-    Own.code(first.run())  # imported once, before ranks are forked
+    Own.code(first.run())  # import the recipe's plug-ins once, before ranks are forked
     sparse = bool(first.run().model.layers_with_experts())
     asked = [first, replace(first, microbatches=3), replace(first, recompute="full"), replace(first, padded=True, microbatches=3)]
     for world in (world for world in divisors(first.batch)[1:] if world <= nproc):

@@ -23,7 +23,7 @@ Pair = tuple[tuple[str, str], tuple[str, str]]  # two factors, each with a value
 
 @dataclass(frozen=True)
 class Covering:
-    """The chosen rows, each with a value of every factor; how many rows have each pair; and the refused pairs with their reasons."""
+    """A choice of rows. rows: each has a value of every factor; met: pair -> number of rows with it; refused: pair -> reason."""
 
     rows: tuple[Choice, ...]
     met: dict[Pair, int]
@@ -31,7 +31,7 @@ class Covering:
 
 
 def every_pair(factors: Mapping[str, Sequence[str]]) -> Iterator[Pair]:
-    """Yield all pairs of values of two different factors, in the order of the factors."""
+    """Yield every pair ((factor, value), (other factor, value)), in the order of the factors."""
     for one, other in combinations(factors, 2):
         yield from (((one, a), (other, b)) for a in factors[one] for b in factors[other])
 
@@ -42,7 +42,7 @@ def pairs_of(row: Choice, factors: Mapping[str, Sequence[str]]) -> list[Pair]:
 
 
 def together(pairs: Sequence[Pair]) -> list[str]:
-    """Return lines of text in which pairs are joined: `schedule zb_h1, zb_h2 x data fsdp, zero2` if all four pairs are given."""
+    """Return lines of text, each for all pairs of two lists of values: `schedule zb_h1, zb_h2 x data fsdp, zero2` for four given pairs."""
     lines = []
     for factors in dict.fromkeys((one[0], other[0]) for one, other in pairs):
         partners: dict[str, list[str]] = {}
@@ -86,7 +86,7 @@ def cover(
         return [pair for pair in pairs_of(row | dict([option]), factors) if option in pair]
 
     def extended(row: Choice) -> Choice:
-        """The row with one more value: of those not refused, one that brings the most new pairs. The simplest value is always possible."""
+        """The row with one more value: the allowed one that adds the most new pairs. A factor's simplest value is always allowed."""
         options = [(factor, value) for factor in factors if factor not in row for value in factors[factor]]
         gains = {option: sum(pair in left for pair in brought(row, option)) for option in options}
         options.sort(key=lambda option: (-gains[option], 0 if option[0] in first_of else used[option]))

@@ -18,21 +18,21 @@ from moe.recipe.sections import Run
 from moe.router.methods.catalog import method_of
 from parallel.errors import BadInput
 
-# keys of sizes, which moe/verify/cases.py sets; all other keys are the recipe's choices
+# keys that are sizes, which cases set; the user's recipe gives all other keys
 _SIZES_OF_MODEL = {"vocab_size", "d_model", "num_heads", "num_kv_heads", "head_size", "d_ff", "max_length", "moe_every", "moe_layers"}
 _SIZES_OF_MODEL |= {"num_layers", "encoder_layers", "sliding_window", "sliding_layers"}
 _SIZES_OF_EXPERTS = {"num_experts", "d_ff", "shared_d_ff", "rebalance_every", "kernels"}
 _WINDOW = 4  # sliding window, if layers have one; shorter than any case's sequence
-# for parameters that begin at 0 and so equal their first update, which is as exact as the gradients only with an eps above most of these
+# parameters that begin at 0 equal their first update: lr g / (|g| + eps), which is as exact as g only if eps is larger than most |g|
 LINEAR = {"eps": 0.1}
 _OF_OPTIMIZER = ("kind", "beta1", "beta2", "weight_decay", "kfac", "muon", "adafactor", "sgd")
 
 
 def small(path: str, *, ep: int = 1) -> dict[str, dict[str, Any]]:
-    """Return the choices of the recipe at `path` (section -> key -> value) without its sizes, which a case of `moe verify` has.
+    """Return settings of the recipe at `path` (section -> key -> value) without sizes and degrees, which come from a case of `moe verify`.
 
-    ep: number of expert-parallel ranks; the dispatcher is included above 1. Raises BadInput for a recipe whose optimizer only the user's
-    program can give.
+    ep: number of expert-parallel ranks; above 1 the dispatcher is included. Raises BadInput for an optimizer object of the user's program,
+    which ranks cannot import.
     """
     run, _ = load(path)
     if run.optimizer.kind == "given":
@@ -70,14 +70,14 @@ def small(path: str, *, ep: int = 1) -> dict[str, dict[str, Any]]:
 
 
 def _latent(run: Run) -> dict[str, Any]:
-    """Sizes of latent attention that differ from each other and from a head's 6 channels; None if the recipe does not set them."""
+    """Small sizes of latent attention (key -> size), all different and unlike a head's 6 channels; None if the recipe sets none."""
     given = run.model.latent
     query, value = given.query_rank is not None, given.value_size not in (None, run.model.latent_sizes.content)
     return {"key_rank": 10, "query_rank": 14 if query else None, "rotary_size": 4, "value_size": 5 if value else None}
 
 
 def _router(run: Run) -> dict[str, Any]:
-    """The recipe's router. Capacity and balance are counted over a sequence, because counts over a rank's tokens depend on the layout."""
+    """Settings of the recipe's router, but capacity and balance count over a sequence: counts over a rank's tokens depend on the layout."""
     spec = run.router
     changed = {"preset": spec.preset, "allow_noncausal": spec.allow_noncausal} | spec.own
     changed |= {"group": 1} if spec.group != "sequence" else {}
@@ -94,7 +94,7 @@ def _num_experts(run: Run) -> int:
 
 
 def not_compared(run: Run) -> list[str]:
-    """Return lines of text about settings of the recipe that the small recipe does not have."""
+    """Return lines of text, each about a setting of the recipe that the small recipe leaves out or replaces."""
     lines, by_definition = [], "which depends on the layout by definition; capacity is counted over a sequence instead"
     if run.router.group == "rank" and run.model.layers_with_experts():
         lines.append(f"not compared: router.group rank, {by_definition}")
@@ -107,6 +107,6 @@ def not_compared(run: Run) -> list[str]:
 
 
 def known(run: Run) -> bool:
-    """Whether the plain twin implements everything that decides the small recipe's numbers."""
+    """Whether the plain twin (moe/verify/twin.py) can compute the small recipe's numbers: AdamW, and no plug-ins that change them."""
     named = run.plugins().keys() - {"data.source", "optimizer.schedule", "dispatch.kind"}
     return run.optimizer.kind == "adamw" and not named

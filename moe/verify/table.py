@@ -21,20 +21,20 @@ EVERY_S = 10.0  # seconds between two writes of the whole table
 
 
 class Table:
-    """The rows of the cases `chosen`. file: where they are written; go_on: begin with its passed rows. Raises BadInput for another file."""
+    """The rows of the cases `chosen`. file: JSON, written here. go_on: keep its passed rows; raises BadInput if it is no such table."""
 
     def __init__(self, chosen: Sequence[Case], file: str | None, *, go_on: bool) -> None:
         self.chosen, self.file, self.kept = list(chosen), file, 0
         self.tolerances: dict[str, Any] = {}
         self.commits: set[str] = set()
-        self._rows: dict[int, dict[str, Any]] = {}  # by index in `chosen`
+        self._rows: dict[int, dict[str, Any]] = {}  # index of the case in `chosen` -> row
         self._written = time.monotonic()
         self.begun = go_on and (file is None or Path(file).exists())
         if self.begun:
             self._keep(_read(file))
 
     def _keep(self, before: dict[str, Any]) -> None:
-        """Keep the rows of the file's table `before` that passed. The same case may be listed twice."""
+        """Take over passed rows of `before`, the file's table (a case listed twice takes two). Raises BadInput for rows of other cases."""
         there: dict[str, list[dict[str, Any]]] = defaultdict(list)
         for row in before["rows"]:
             if row["passed"]:
@@ -50,7 +50,7 @@ class Table:
         self.commits = {str(row["commit"]) for row in self._rows.values()}
 
     def begins(self, now: str | None) -> str:
-        """Return a line of text about the rows that were kept. now: the current commit."""
+        """Return a line of text: numbers of rows kept and left, and commits of kept rows other than `now`, the current one."""
         if not self.begun:
             return f"{self.file} is not there yet: all {len(self.chosen)} rows are to be made"
         others = sorted(self.commits - {str(now)})
@@ -62,7 +62,7 @@ class Table:
         return [case for place, case in enumerate(self.chosen) if case.world == world and place not in self._rows]
 
     def add(self, case: Case, row: dict[str, Any]) -> None:
-        """Add the row of a case. Write the file if that was last done EVERY_S seconds ago."""
+        """Add the row of a case. Write the file if the last write was over EVERY_S seconds ago."""
         self._rows[next(place for place, one in enumerate(self.chosen) if one == case and place not in self._rows)] = row
         if time.monotonic() - self._written > EVERY_S:
             self.write()
@@ -73,7 +73,7 @@ class Table:
         return [self._rows[place] for place in sorted(self._rows)]
 
     def write(self, **more: Any) -> None:
-        """Write all rows so far and the number of missing ones, with the further entries `more`."""
+        """Write all rows so far, `left`: the number of missing ones, and the entries `more` to the file, if there is one."""
         self._written, left = time.monotonic(), len(self.chosen) - len(self._rows)
         if self.file is not None:
             write_json(self.file, verb="verify", rows=self.rows, tolerances=self.tolerances, left=left, **more)

@@ -23,13 +23,15 @@ from torch import Tensor, nn
 from moe.model.transformer import Block, Transformer
 from moe.verify.cases import BATCH, LENGTH, Case
 
-TAPED = 3  # number of recorded steps: the second is the first with moments, the third the first after a skipped step
+TAPED = 3  # number of recorded steps: step 1 is the first that starts with moments, step 2 the first after a skipped step
 AGAIN = " again"
 
 
 @dataclass
 class Step:
-    """The record of one step: loss; reports by MoE layer; by parameter gradients, moments and weights; gradient norms by family."""
+    """Record of one step. reports: router's name -> losses and counts (`_report` of twin.py); gradients, moments (exp_avg), weights: by
+    parameter; norms: family of parameters, or "total" -> gradient norm.
+    """
 
     loss: float = 0.0
     reports: dict[str, Tensor] = field(default_factory=dict)
@@ -41,11 +43,11 @@ class Step:
 
 @dataclass
 class Tape:
-    """The record of a run. forward: (step, name of a part) -> list of (indices of tokens, values, first channel of the values)."""
+    """Record of a run's first steps. forward: (step, name of a module) -> list of (token indices, outputs, their first channel)."""
 
     forward: dict[tuple[int, str], list[tuple[Tensor, Tensor, int]]] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
-    length: int = LENGTH  # tokens of a sequence; of an encoder-decoder, in both halves
+    length: int = LENGTH  # tokens of a sequence; for an encoder-decoder, of source and target together
     batch: int = BATCH  # sequences of a step
 
     @staticmethod
@@ -54,7 +56,8 @@ class Tape:
         return Tape(length=case.run().model.read_length, batch=case.batch)
 
     def note(self, step: int, name: str, places_T: Tensor, values: Tensor, *, first: int = 0) -> None:
-        """Record `values` [..., width], channels from `first` on, of tokens `places_T` (indices); of the same ones again: recomputed."""
+        """Record outputs `values` [..., width] of the tokens with indices `places_T`. first: index of the first of these channels. A second
+        record for the same tokens is stored as recomputed."""
         if step >= TAPED:
             return
         held = self.forward.setdefault((step, name), [])
@@ -65,7 +68,7 @@ class Tape:
         held.append((places_T, values.detach().reshape(len(places_T), -1).float().clone(), first))
 
     def whole(self, step: int, name: str) -> Tensor | None:
-        """Return the recorded values [tokens of the batch, width], NaN for tokens without any; None if there are none at all."""
+        """Return the module's outputs [tokens of the batch, width], NaN for tokens without a record; None without any record."""
         parts = self.forward.get((step, name))
         if not parts:
             return None
@@ -82,7 +85,7 @@ def plain(tape: Tape) -> dict[str, Any]:
 
 
 def of_ranks(parts: list[dict[str, Any]]) -> Tape:
-    """Return one tape from the tapes of all ranks (see `plain`): with the tokens of all, and the sums of each rank's parts of tensors."""
+    """Return one tape from all ranks' tapes (as `plain` returns them): joins their tokens, and sums their parts of parameters' tensors."""
     tape = Tape(steps=[Step(**step) for step in parts[0]["steps"]], length=parts[0]["length"], batch=parts[0]["batch"])
     for number, part in enumerate(parts):
         for step, name, places, values, first in part["forward"]:
@@ -96,15 +99,15 @@ def of_ranks(parts: list[dict[str, Any]]) -> Tape:
 
 
 def listen(model: nn.Module, tape: Tape) -> None:
-    """Add hooks to the model that record the outputs of its parts on the tape while gradients are recorded."""
+    """Add hooks to the model that record its modules' outputs on the tape, except under torch.no_grad."""
     assert isinstance(model, Transformer)
     now = threading.local()  # replicas of DP run in threads
     held = next((block for block in model.layers if isinstance(block, Block)), None)
-    columns, first = (None, 0) if held is None else (held.columns, held.first_channel)  # how layers' inputs are sliced
+    columns, first = (None, 0) if held is None else (held.columns, held.first_channel)  # how tensor parallelism slices layers' inputs
     axis = columns.keywords["axis"] if isinstance(columns, partial) else None
 
     def between(context: Any) -> Any:
-        """The context of this rank's slice of the tokens between layers, not by the model's own code, which may have the fault."""
+        """The context of this rank's slice of the tokens between layers. Computed here, because the model's own slicing may be at fault."""
         if axis is None:
             return context
         each = len(context.position_T) // len(context.sequence_B) // axis.size
@@ -151,7 +154,7 @@ def listen(model: nn.Module, tape: Tape) -> None:
 
 
 def _gates(routing: Any) -> Tensor:
-    """The gates [T, E] of the choices that have a slot, 0 elsewhere."""
+    """Gates [T, E] from a Routing: 0 for experts not chosen or without a slot for the token."""
     return torch.zeros_like(routing.probs_TE).scatter(1, routing.expert_TK, routing.gate_TK.detach() * routing.kept_TK)
 
 
@@ -160,6 +163,6 @@ def _context(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _seen(tape: Tape, name: str, now: threading.local) -> bool:
-    """Whether the part `name` has already run for the tokens of the current context, so that this is recompute."""
+    """Whether the module `name` already has a record for the current context's tokens, so that this pass is recompute."""
     held = tape.forward.get((now.context.step, name), ())
     return any(torch.equal(now.context.position_T, places) for places, *_ in held)

@@ -37,12 +37,12 @@ from parallel.pipeline.schedules.kind import Size
 from parallel.store.checkpoint import pieces
 
 STEPS = 10
-_EXPERT = ("w1", "w2", "w3")  # of experts
+_EXPERT = ("w1", "w2", "w3")  # names of an expert's matrices
 
 
 @dataclass(frozen=True)
 class Result:
-    """The losses of a run; of its first step balance loss, gradient norm, gradients and new weights, by names of checkpoints."""
+    """Result of a run. losses: of all steps; all other fields: of step 0, with gradients and updated weights by name in checkpoints."""
 
     losses: list[float]
     balance: float
@@ -52,7 +52,7 @@ class Result:
 
 
 def reference(case: Case, *, rounding: Rounding | None = None, tape: Tape | None = None, steps: int = STEPS) -> Result:
-    """Run the plain twin of a case's model; in float64 unless `rounding` is given. tape: records the first steps."""
+    """Run `steps` steps of a case's model in plain code, in float64 unless `rounding` is given. tape: records the first steps."""
     run, cast = case.run(), rounding or Rounding(torch.float64)
     parameters, biases = ({n: t.to(cast.dtype) for n, t in tensors.items()} for tensors in first_values(run))
     optimizer, old = PlainAdamW(run.optimizer), ages(case, [*parameters, *biases])
@@ -82,7 +82,7 @@ def reference(case: Case, *, rounding: Rounding | None = None, tape: Tape | None
 
 
 def first_values(run: Run) -> tuple[Weights, Weights]:
-    """Return (parameters, routers' biases) of a new model by their names in checkpoints, where each expert has its own."""
+    """Return (parameters, routers' selection biases) of a new model: name in checkpoints -> tensor, with separate names for each expert."""
     with torch.device("meta"):
         model = Transformer(run.model, run.experts, run.router, vocab_size=run.vocab_size)
         adapt(model, run.lora)
@@ -124,7 +124,7 @@ def _adapters(names: list[str]) -> list[str]:
 
 
 def _with_adapters(weights: Weights, lora: Lora) -> Weights:
-    """The weights W + alpha / r B A with their LoRA adapters (arXiv 2106.09685) added, by the names of W.
+    """Weights with LoRA adapters (arXiv 2106.09685) merged in: name of W -> W + alpha / r B A. Weights without adapters are unchanged.
 
     Dense matrices are [out, in], so B is [out, r] and A is [r, in]. Experts' matrices are [in, out], so theirs are w1_a [in, r] and
     w1_b [r, out].
@@ -143,20 +143,20 @@ def _with_adapters(weights: Weights, lora: Lora) -> Weights:
 
 
 def _report(layer: Layer) -> Tensor:
-    """Balance, importance, load and z loss, number of kept choices, number of choices of each expert; float64."""
+    """float64 [5 + E]: balance, importance, load and z loss, number of choices with a slot, number of choices of each expert."""
     means = [loss.item() for loss in (layer.balance, layer.importance, layer.load, layer.z)]
     return torch.tensor([*means, layer.kept, *layer.counts], dtype=torch.float64)
 
 
 def version_read(step: int, age: int) -> int:
-    """Return how many updates the weights have had at which a step's gradient is taken. age: updates by which a stage's weights are older.
-    The pipeline drains after the first step, so the second step's gradient is taken at the weights after one update.
+    """Return the number of updates after which the weights for this step's gradient are read. age: updates that a stage lags behind.
+    The pipeline drains after step 0, so step 1 reads the weights after one update.
     """
     return max(min(step, 1), step - age)
 
 
 def ages(case: Case, names: list[str]) -> dict[str, int]:
-    """Return by parameter name how many updates older its weights are when its gradient is taken; {} if all are current."""
+    """Return parameter -> number of updates that its weight lags behind when its gradient is taken; {} if the schedule has no lag."""
     age = SCHEDULES[case.schedule].age
     if age is None:
         return {}

@@ -52,7 +52,7 @@ def main(
     small size instead of the project's models. timeout_s: seconds after which a layout of up to four ranks fails (None: 120); for eight
     ranks, twice that. json: file that is written every few seconds. go_on: keep its rows that passed and run the others. say: prints.
     """
-    torch.set_num_threads(1)  # set before ranks are forked: a forked process must not inherit a thread pool
+    torch.set_num_threads(1)  # before ranks are forked: a forked process must not inherit a thread pool
     started = time.perf_counter()
     if recipe is None:
         found, notes = cases(nproc, kinds=tuple(kinds.split(","))), [_BY_DEFINITION]
@@ -95,7 +95,7 @@ def main(
 
 
 def judged(case: Case, ran: Ran, expected: Expected) -> dict[str, Any]:
-    """Return a case's row of the table: the deviation of each number, and `of_bound`, in 16 bits: the largest deviation over its bound.
+    """Return a case's row of the table: the deviation of each of NUMBERS, `passed`, and in 16 bits `of_bound`: largest deviation / limit.
 
     A row in 16 bits that fails is compared once more, with one process that takes all sums in the row's own order, because a nearly tied
     token may be routed differently in that order only. The tolerance stays the same.
@@ -119,7 +119,7 @@ def _row(case: Case, ran: Ran, expected: Expected) -> dict[str, Any]:
 
 
 def _say_where(failed: list[tuple[Case, dict[str, Any]]], expected: dict[Case, Expected], say: Say) -> None:
-    """Run failed cases again, record their first steps, and print where each first deviates; or its ranks' errors."""
+    """For each (case, row) that failed, print its ranks' errors, or run it again with a tape and print where it first deviates."""
     standards: dict[Case, Standard] = {}
     for case, row in failed:
         twin, where = twin_of(case), "its ranks failed"
@@ -146,7 +146,7 @@ def _where(case: Case, ran: Ran, standard: Standard, row: dict[str, Any]) -> str
 
 
 def _sums(rows: list[dict[str, Any]], expected: dict[Case, Expected], nproc: int, seconds: float) -> Iterator[str]:
-    """Lines of text below the table: how many rows passed, and the tolerances."""
+    """Yield lines of text below the table: how many rows passed in `seconds`, and the tolerances in lower precision."""
     passed = sum(row["passed"] for row in rows)
     chosen = f"{counted(len(rows), 'layout')} of up to {counted(nproc, 'process')}"
     yield f"{passed} passed, {len(rows) - passed} failed: {chosen} in {seconds:.0f} s"
@@ -157,7 +157,7 @@ def _sums(rows: list[dict[str, Any]], expected: dict[Case, Expected], nproc: int
 
 
 def name_of(twin: Case) -> str:
-    """Return the name of a reference case in tables: model, precision and what differs from the default."""
+    """Return the name of a reference case in tables: its model, its precision and each field that is not the default."""
     words = (
         (f"of {twin.layers} layers", twin.layers != Case.layers),
         (f"of {twin.experts} experts", twin.experts != Case.experts),

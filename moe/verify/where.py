@@ -34,13 +34,13 @@ from moe.verify.twin import Result, reference
 
 ROUNDOFF = torch.finfo(torch.float32).eps / 2
 
-# names of a layer's parts in order of depth; the last is the layer itself
+# names of a layer's modules in order of depth; the last, empty one is the layer itself
 _INSIDE = "attention_norm attention cross_norm cross ffn_norm router experts output_bias residual shared coefficient shared_gate moe ffn "
 _DEPTHS = {name: number for number, name in enumerate(_INSIDE.split(" "))}
 
 
 class Line(NamedTuple):
-    """A value to compare. name: of a part of a layer or a parameter. Deviations are divided by its largest value, `floor` at least."""
+    """A recorded tensor to compare. name: of a module or a parameter. Its deviation is max |a - b| / max(max |value|, floor)."""
 
     step: int
     phase: str
@@ -55,7 +55,9 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True)
 class Deviation:
-    """A line that deviates by `found`, more than `allowed`. then: for a norm, the first parameter whose update is wrong."""
+    """A line that deviates by `found`, more than `allowed`. place: micro-batch, rank and number of tokens. then: for a gradient norm, the
+    first parameter that was updated wrongly.
+    """
 
     name: str
     phase: str
@@ -71,7 +73,7 @@ class Deviation:
 
 
 def depth(name: str) -> tuple[float, ...]:
-    """Return a sort key: how far from the tokens a layer's part or a parameter is on the way to the loss."""
+    """Return a sort key for modules and parameters: larger for one that the forward pass reaches later."""
     found = re.match(r"layers\.(\d+)(?:\.(\w+))?", name)
     if found is None:
         return (-1,) if name.startswith("embedding") else (float("inf"), name.startswith("head"))
@@ -80,7 +82,7 @@ def depth(name: str) -> tuple[float, ...]:
 
 
 def lines(tape: Tape) -> Iterator[Line]:
-    """Yield all lines of a tape, in the order in which deviations are looked for."""
+    """Yield all lines of a tape in the order in which a first deviation is searched."""
     for number, step in enumerate(tape.steps):
         names = sorted((name for at, name in tape.forward if at == number), key=depth)
         for name in names:
@@ -101,7 +103,7 @@ def _forward(tape: Tape, step: int, name: str, phase: str) -> Iterator[Line]:
 
 
 def _update(number: int, step: Step) -> Iterator[Line]:
-    """Yield the lines of gradients, from the head down, and of moments and weights, from the embedding up."""
+    """Yield lines of step `number`: gradients from the head down, gradient norms, then moments and weights from the embedding up."""
     floor = 1e-3 * max((g.abs().max().item() for g in step.gradients.values()), default=0.0)
     for name in sorted(step.gradients, key=depth, reverse=True):
         yield Line(number, "gradient", name, step.gradients[name], floor)
@@ -115,7 +117,7 @@ def _update(number: int, step: Step) -> Iterator[Line]:
 
 
 def _known_values(got: Line, want: Line) -> tuple[Tensor, Tensor]:
-    """The values of both lines, with 0 for tokens that are in neither, such as an encoder's for a line of the decoder."""
+    """The values of both lines, with 0 at tokens that are NaN in both, such as the encoder's tokens in a line of the decoder."""
     if got.value.shape != want.value.shape:
         return got.value, want.value
     neither = got.value.isnan() & want.value.isnan()
@@ -123,7 +125,7 @@ def _known_values(got: Line, want: Line) -> tuple[Tensor, Tensor]:
 
 
 def _deviation(got: Line, want: Line) -> float:
-    if want.phase == "losses and load":  # each number on its own, because counts are larger than losses
+    if want.phase == "losses and load":  # compared number by number, because counts are larger than losses
         if got.value.shape != want.value.shape or not bool(got.value.isfinite().all()):
             return float("inf")
         return ((got.value - want.value).abs() / want.value.abs().clamp(min=1e-3)).max().item()
@@ -131,7 +133,7 @@ def _deviation(got: Line, want: Line) -> float:
 
 
 class Standard:
-    """What failed cases are compared with: the tape of their reference, and how far its lines may deviate; computed when first used."""
+    """The reference of failed cases: its tape, and the allowed deviation of each line. Both are computed when first used."""
 
     def __init__(self, expected: Expected) -> None:
         self.twin, self.expected = expected.twin, expected
@@ -147,7 +149,7 @@ class Standard:
 
     @cached_property
     def allowed(self) -> dict[tuple[int, str], float]:
-        """The largest allowed deviation by (step, phase)."""
+        """(step, phase) -> largest allowed relative deviation of its lines: twice the effect of rounding, up to this phase."""
         first, *others = [{line.key: line for line in lines(tape)} for tape in self._rounded()]
         found: dict[tuple[int, str], float] = {}
         most = 0.0
@@ -157,7 +159,7 @@ class Standard:
         return found if rounds(self.twin) else {key: min(FP32_TOLERANCE, away) for key, away in found.items()}
 
     def _rounded(self) -> Iterator[Tape]:
-        """Yield tapes of the same steps, the first as it is and the others rounded in other ways."""
+        """Yield tapes of the reference: first the reference itself, then runs with random rounding or with other orders of sums."""
         if rounds(self.twin):
             one = alone(self.twin)
             yield from (self._taped(case, kernels) for case, kernels in ((one, "cpu"), *reorderings(self.twin)))
@@ -174,7 +176,7 @@ class Standard:
         return tape
 
     def first_deviation(self, got: Tape, result: Result, case: Case) -> Deviation | None:
-        """Return the first deviation of a case's tape `got` and its result; None if no line and no loss deviates."""
+        """Return the first line of a case's tape `got`, or else loss of its `result`, that deviates too far; None if none does."""
         held = {line.key: line for line in lines(got)}
         recomputed = [line for line in held.values() if line.phase == "recomputed forward"]
         for want in lines(self.tape):
@@ -210,11 +212,11 @@ class Standard:
 
 
 def _place(line: Line, want: Line, allowed: float, case: Case) -> str:
-    """Name the first micro-batch in which a layer's output deviates, its rank, and the number of tokens; "" for other lines."""
+    """Text about a layer's output: first micro-batch that deviates, its data rank, number of deviating tokens; "" for other lines."""
     if line.phase not in ("forward", "recomputed forward") or line.value.shape != want.value.shape:
         return ""
     got, right = _known_values(line, want)
-    off_T = ~((got - right).abs() <= allowed * right.abs().max().item()).all(1)  # NaN counts as a deviation
+    off_T = ~((got - right).abs() <= allowed * right.abs().max().item()).all(1)  # [T], True where a token deviates; NaN does
     length = case.run().model.read_length
     sequences = sorted({int(t) // length for t in off_T.nonzero()[:, 0]})
     each, size = case.batch // case.dp, max(1, case.batch // case.dp // case.microbatches)

@@ -34,7 +34,7 @@ from parallel.pipeline.schedules.catalog import SCHEDULES, kind_of
 from parallel.pipeline.simulator.simulate import Timeline, simulate
 from parallel.process.fork import run_on_ranks
 
-SECONDS = Seconds(forward=0.02, inputs=0.02, weights=0.02, update=0.005)  # of all stages of a rank together
+SECONDS = Seconds(forward=0.02, inputs=0.02, weights=0.02, update=0.005)  # sleeping time of all stages of a rank together
 ROWS, WIDTH = 32, 256  # size of the tensors sent between sleeping stages
 WITHIN = 0.10  # largest relative difference of simulated and measured seconds
 PEERS = ("gpipe", "1f1b", "interleaved")
@@ -49,7 +49,7 @@ HEADS = {
 def main(
     *, nproc: int | None = None, only: str = ",".join(HEADS), kinds: str | None = None, rounds: int = 15, json: str | None = None
 ) -> int:
-    """`moe bench pipeline`: returns 1 if a time differs from the simulated one, or torch is faster or gives another result."""
+    """`moe bench pipeline`: returns 1 if a step's time is over 10 % off the simulated one, or torch is faster or differs."""
     parts = only.split(",")
     for part in parts:
         if part not in HEADS:
@@ -89,7 +89,7 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def times_rows(ranks: int, names: list[str], *, microbatches: int, steps: int = 5, scale: float = 1.0) -> list[dict[str, Any]]:
-    """Return a row for each schedule: median seconds of a step, measured and simulated from its own actions. scale: factor of SECONDS."""
+    """Return a row for each schedule: median seconds of a step, measured, and simulated from its actions. scale: multiplies SECONDS."""
     by_rank = run_on_ranks(_timed, ranks, ranks, names, microbatches, steps, scale, timeout_s=300)
     rows = []
     for name, *found in zip(names, *by_rank, strict=True):
@@ -111,7 +111,7 @@ def times_rows(ranks: int, names: list[str], *, microbatches: int, steps: int = 
 
 
 def _timed(rank: int, ranks: int, names: list[str], microbatches: int, steps: int, scale: float) -> list[dict[str, Any]]:
-    """Run each schedule on this rank. Return dicts: `steps` (see `_time`), and the seconds of a message (`transfer`) and of a `sum`."""
+    """Run each schedule on this rank. Return for each `steps` (see `_time`), seconds of a message `transfer`, of an all-reduce `sum`."""
     mesh = connect(rank, ranks)
     found = []
     for name in names:
@@ -121,7 +121,7 @@ def _timed(rank: int, ranks: int, names: list[str], microbatches: int, steps: in
 
 
 def _time(mesh: Mesh, schedule: Schedule, steps: int, scale: float) -> list[dict[str, Any]]:
-    """Run the steps after a warm-up. Return for each its `start` and `end` in seconds, and the mean seconds of `actions` such as "F0"."""
+    """Run steps after a warm-up. Return for each: `start` and `end` in seconds, `actions`: operation and stage ("F0") -> mean seconds."""
     axis = mesh.axis("pp")
     copied = len(schedule.homes[0]) > 1  # a stage with copies on several ranks takes as long as all stages of a rank
     share = scale if copied else scale * schedule.num_ranks / schedule.num_stages
@@ -141,7 +141,7 @@ def _time(mesh: Mesh, schedule: Schedule, steps: int, scale: float) -> list[dict
         work = Stages(mine, schedule, axis.index, inputs=inputs, crossing=(ROWS, WIDTH), **how)
         recorder = Recorder()
         dist.barrier()
-        started = time.perf_counter()  # of a clock that all processes of the machine share
+        started = time.perf_counter()  # this clock is shared by all processes of the machine
         runtime.run(work, watchers=[recorder])
         found.append({"start": started, "end": time.perf_counter(), "actions": _means(recorder.record)})
     return found[1:]
@@ -168,7 +168,7 @@ def _transfer_seconds(axis: Axis, *, times: int = 20) -> float:
 
 
 def _sum_seconds(axis: Axis, *, times: int = 10) -> float:
-    """Seconds of a sum of a stage's gradient over the ranks."""
+    """Median seconds of an all-reduce of a stage's gradient."""
     tensor, seconds = torch.zeros(WIDTH, WIDTH), []
     for _ in range(times):
         dist.barrier()
@@ -179,7 +179,7 @@ def _sum_seconds(axis: Axis, *, times: int = 10) -> float:
 
 
 def _simulated(schedule: Schedule, actions: list[dict[str, float]], *, transfer: float, summation: float) -> Timeline:
-    """The timeline simulated from the seconds of each rank's actions, by their keys, of a message and of a sum of gradients."""
+    """The timeline simulated from measured seconds: actions[rank]["F0"], `transfer` of a message, `summation` of a gradient all-reduce."""
 
     def cost(rank: int, action: Action) -> float:
         return summation if action.op is Op.S else actions[rank][f"{action.op}{action.stage}"]
@@ -191,7 +191,7 @@ def _simulated(schedule: Schedule, actions: list[dict[str, float]], *, transfer:
 
 
 def peers_row(name: str, *, microbatches: int = 8, width: int = 256, size: int = 2, rounds: int = 15) -> dict[str, Any]:
-    """Return the row of a schedule: our seconds over torch's, and the largest relative differences of losses and gradients."""
+    """Return the row of a schedule: our seconds / torch's (median), and the largest relative differences of losses and gradients."""
     ranks = 2
     config = {"num_layers": 4, "d_model": width, "num_heads": 4, "d_ff": 4 * width, "max_length": 128, "tied_embeddings": False}
     found = run_on_ranks(_compared, ranks, ranks, name, microbatches, config, size, rounds, timeout_s=300)
@@ -207,7 +207,7 @@ def peers_row(name: str, *, microbatches: int = 8, width: int = 256, size: int =
 
 
 def _compared(rank: int, ranks: int, name: str, microbatches: int, config: dict[str, int], size: int, rounds: int) -> dict[str, Any]:
-    """Return on this rank `seconds` of each round and `losses` by way (ours, torch), and the largest relative difference of `gradients`."""
+    """Return `seconds` by round and `losses` by micro-batch of "ours" and "torch", and the largest relative difference of `gradients`."""
     mesh, model_config = connect(rank, ranks), Model(**config)
     schedule = schedule_for(name, ranks, microbatches)
     inputs, targets = batch(microbatches, size, model_config.max_length)

@@ -38,7 +38,7 @@ from parallel.sequence.ulysses import Ulysses
 
 BATCH, LENGTH, HEADS, KV_HEADS, HEAD_SIZE = 1, 2048, 8, 4, 64
 CPU = torch.device("cpu")
-LINK_S = 0.02  # seconds of a message on the slowed link, fewer than the attention of a block of keys takes
+LINK_S = 0.02  # seconds of a message on the slowed link; less than attention to one block of keys takes
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 RACES = (
@@ -51,7 +51,7 @@ RACES = (
 
 
 def main(*, nproc: int = 2, rounds: int = 15, peers: str = "all", json: str | None = None) -> int:
-    """`moe bench sequence`: returns 1 if a method is slower than its peer: if the lower quartile of the ratio is above 1."""
+    """`moe bench sequence`: returns 1 if the lower quartile of a method's seconds / its peer's is above 1."""
     torch.set_num_threads(1)
     with_peer = peers != "none" and _peer() is not None
     seconds = run_on_ranks(_times, nproc, nproc, rounds, with_peer, timeout_s=600)
@@ -62,7 +62,7 @@ def main(*, nproc: int = 2, rounds: int = 15, peers: str = "all", json: str | No
 
 
 def _hidden_row(seconds: dict[str, list[float]], ranks: int) -> dict[str, Any]:
-    """Print and return the row `hidden` from the seconds of zigzag with and without the slowed link."""
+    """Print and return the row on messages not hidden, from the seconds of "zigzag" and "zigzag slowed" (names in `seconds`)."""
     hops = 3 * ranks - 2  # forward N - 1 messages with keys; backward N - 1 with keys and N with gradients, of which the last is not hidden
     seen = statistics.median(slow - fast for slow, fast in zip(seconds["zigzag slowed"], seconds["zigzag"], strict=True)) / LINK_S
     row = {"race": "hops not hidden", "ranks": ranks, "hops": hops, "expected": 1, "measured": seen, "link_seconds": LINK_S}

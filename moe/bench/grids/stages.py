@@ -34,8 +34,8 @@ CPU = torch.device("cpu")
 
 
 class Stages:
-    """One rank's passes, as the runtime calls them (`Work` of parallel/pipeline/runtime.py). crossing: shape of the tensors between stages;
-    loss: of (output of the last stage, number of the micro-batch); change: updates a stage, None: no updates.
+    """The computation of one rank's stages, called by the runtime (`Work` of parallel/pipeline/runtime.py). crossing: shape of tensors sent
+    between stages; loss(last stage's output, index of the micro-batch); change(stage): updates its weights, None: no updates.
     """
 
     dtype, device = torch.float32, CPU
@@ -80,7 +80,7 @@ class Stages:
 
 
 def descend(module: nn.Module) -> None:
-    """Take a step of gradient descent, too small to change what is compared."""
+    """Take one step of gradient descent, too small to change the compared losses, and set gradients to zero."""
     with torch.no_grad():
         for parameter in module.parameters():
             if parameter.grad is not None:
@@ -102,7 +102,7 @@ class Seconds:
 
 
 class Asleep(nn.Module):
-    """x W, with sleeps for the time in which a device would compute, so that few cores suffice for many ranks."""
+    """Linear layer x W that sleeps for the time in which a device would compute, so that few cores suffice for many ranks."""
 
     def __init__(self, width: int, seconds: Seconds) -> None:
         super().__init__()
@@ -135,12 +135,12 @@ class _Asleep(torch.autograd.Function):
 
 
 class Layers(nn.Module):
-    """A stage of a Transformer as a module of its own. The first one gets tokens, the last returns logits, else hidden states."""
+    """One stage of a Transformer as a module: tokens (first stage) or hidden states -> hidden states or (last stage) logits."""
 
     def __init__(self, model: Transformer, part: StageLayers, tokens_BL: Tensor) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(model.layers[layer] for layer in part.layers)
-        # a list, so that torch does not register the whole model as a submodule
+        # the model is in a list, so that torch does not register it as a submodule
         self.model, self.part, self.context = [model], part, Context.of(tokens_BL)
         ends = [module for module in (model.norm, model.head) if part.ends and module is not None]
         self.ends = nn.ParameterList([*([model.embedding] if part.begins else []), *(p for m in ends for p in m.parameters())])
@@ -151,7 +151,7 @@ class Layers(nn.Module):
 
 
 def layers(config: Model, schedule: Schedule, tokens_BL: Tensor) -> tuple[Transformer, dict[int, nn.Module]]:
-    """Return (a model with the same weights on every rank, its stages by number); all stages have the same number of layers."""
+    """Return (a whole model, equal on every rank; stage -> module). All stages have the same number of layers."""
     model, stages = Transformer(config), schedule.num_stages
     each = config.num_layers // stages
     parts = [StageLayers(range(s * each, (s + 1) * each), begins=s == 0, ends=s == stages - 1) for s in range(stages)]
@@ -168,7 +168,7 @@ def batch(microbatches: int, size: int, length: int) -> tuple[list[Tensor], list
 
 
 def schedule_for(name: str, ranks: int, microbatches: int, *, batches: int = 2) -> Schedule:
-    """Return the schedule `name` for one step, or for `batches` steps if its pipeline does not drain between steps."""
+    """Return the schedule `name` for one step, or for `batches` steps if it is continuous (the pipeline never drains)."""
     kind = SCHEDULES[name]
     if not kind.continuous:
         return make_schedule(name, ranks=ranks, microbatches=microbatches)
@@ -177,7 +177,7 @@ def schedule_for(name: str, ranks: int, microbatches: int, *, batches: int = 2) 
 
 
 def connect(rank: int, ranks: int) -> Mesh:
-    """Return the mesh of a pipeline over all ranks (pp = `ranks`). Collective."""
+    """Connect the ranks (collective), and return a mesh with pp = `ranks`."""
     return process.connect(Degrees(pp=ranks), World(rank, ranks))
 
 

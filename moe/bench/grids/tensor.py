@@ -51,7 +51,7 @@ RACES = (
 
 
 def main(*, nproc: int = 2, rounds: int = 15, json: str | None = None) -> int:
-    """`moe bench tensor`: returns 1 if ours gives another result than torch's, or is slower: the lower quartile of the ratio is above 1."""
+    """`moe bench tensor`: returns 1 if our results differ from torch's, or if the lower quartile of our seconds / torch's is above 1."""
     torch.set_num_threads(1)
     rows = []
     for width in WIDTHS:
@@ -65,7 +65,7 @@ def main(*, nproc: int = 2, rounds: int = 15, json: str | None = None) -> int:
 
 
 def _measured(rank: int, ranks: int, width: int, rounds: int) -> tuple[dict[str, list[float]], float]:
-    """Return (seconds of each way to compute the blocks in each round, by name; the largest relative difference of their results)."""
+    """Return (name of a way to compute the blocks -> seconds by round, largest relative difference between results of different ways)."""
     mesh = process.connect(Degrees(tp=ranks), World(rank, ranks))
     heads = {"num_heads": WIDTHS[width], "num_kv_heads": WIDTHS[width] // 2}
     model = sections.Model(d_model=width, d_ff=4 * width, ffn="swiglu", moe_every=0, num_layers=LAYERS, **heads)
@@ -83,7 +83,7 @@ def _measured(rank: int, ranks: int, width: int, rounds: int) -> tuple[dict[str,
 
 
 def _both_ways(blocks: nn.ModuleList, mesh: Mesh, width: int, sliced: bool) -> tuple[Tensor, Tensor]:
-    """Run forward and backward. Return (output, gradient of the input), of this rank's slice of the sequences or of the whole ones."""
+    """Run forward and backward. Return (output, gradient of the input): of this rank's slice of the sequences if `sliced`, else whole."""
     dist.barrier()
     x = torch.randn(BATCH, LENGTH, width, generator=torch.Generator().manual_seed(1))
     x = (x.chunk(mesh.axis("tp").size, 1)[mesh.axis("tp").index] if sliced else x).clone().requires_grad_()
@@ -115,7 +115,7 @@ def _values(name: str, shape: tuple[int, ...]) -> Tensor:
 
 
 def _ours(model: sections.Model, mesh: Mesh, kind: str, *, chunks: int = 1) -> nn.ModuleList:
-    """Return the blocks sharded as this project does for tensor.kind `kind`, or "1d sliced"; with collectives in `chunks` parts."""
+    """Return blocks sharded by this project. kind: a value of tensor.kind, or "1d sliced". chunks: number of parts of each collective."""
     whole = _blocks(model)
     plan = plan_of(sections.Dispatch(), tensor=kind, chunks=chunks)
     layouts = lay_out(whole, plan)

@@ -32,8 +32,8 @@ from parallel.process import process
 from parallel.process.process import World
 from parallel.tensor import overlapped
 
-LINK = 0.75  # counted: time of the link for all chunks of a collective, in units of a product's time
-LINK_S = 0.04  # timed: seconds of the link for all chunks, fewer than any product below takes
+LINK = 0.75  # for counting: link time of a whole collective, in units of one product's time
+LINK_S = 0.04  # for timing: link seconds of a whole collective, less than any product below takes
 TOKENS, HIDDEN, WIDTH = 1024, 8192, 1024  # sizes of the products; hidden units of all ranks together
 CHUNKS = (1, 2, 4)
 Start = Callable[[Tensor, Axis], Started]
@@ -41,7 +41,9 @@ Start = Callable[[Tensor, Axis], Started]
 
 @dataclass(frozen=True)
 class Pass:
-    """A pass of a layer. collective: its function in parallel/tensor/overlapped.py; expected(chunks): share of it that is not hidden."""
+    """A layer's forward or backward pass with one collective. collective: name of its function in parallel/tensor/overlapped.py. run(axis,
+    chunks): runs the pass. expected(chunks): share of the collective's time that no product hides.
+    """
 
     name: str
     collective: str
@@ -50,7 +52,7 @@ class Pass:
 
 
 def seconds_of(rank: int, ranks: int, rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of each pass by name: "NAME CHUNKS"; with " alone" without its collective; with " slowed" on the slow link."""
+    """Return key -> seconds by round. Keys: "PASS CHUNKS"; " alone" after it: without the collective; " slowed": on the slowed link."""
     axis = process.connect(Degrees(tp=ranks), World(rank, ranks)).axis("tp")
     work: dict[str, Callable[[], None]] = {}
     for one in PASSES:
@@ -84,7 +86,7 @@ def rows_of(seconds: dict[str, list[float]], *, ranks: int) -> list[dict[str, An
 
 
 def _counted(one: Pass, chunks: int, *, ranks: int) -> float:
-    """The share of the collective's time for which the pass waits, by the order of its products and chunks alone. In one process."""
+    """Simulated share of the collective's time for which the pass waits, from the order of its products and chunks; runs in one process."""
     axis, times = Axis("tp", tuple(range(ranks))), []
     links: dict[str, Any] = dict.fromkeys((other.collective for other in PASSES), _nothing)
     for seconds in (LINK, 0.0):
@@ -103,7 +105,7 @@ class _WallClock:
 
 
 class _ProductClock(TorchDispatchMode):
-    """A clock that advances only with products; the unit is one product of `whole` multiplications."""
+    """A simulated clock that only matrix products advance; `whole` multiplications take one unit."""
 
     def __init__(self, whole: int) -> None:
         super().__init__()
@@ -149,7 +151,7 @@ def _is_slice(tensor: Tensor) -> bool:
 
 
 def _nothing(tensor: Tensor, axis: Axis) -> Started:
-    """A result of the right shape without communication: a gather repeats its own slice, a reduce-scatter takes its first part."""
+    """A collective without communication: a gather repeats this rank's slice, a reduce-scatter takes part 0, a sum returns its input."""
     if _is_slice(tensor):
         return Started(tensor.expand(axis.size, *tensor.shape[1:]), None)
     return Started(tensor[:1] if tensor.ndim == 4 else tensor, None)

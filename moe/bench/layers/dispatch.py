@@ -68,13 +68,13 @@ PEERS: dict[str, dict[str, Make]] = {
         **{name: partial(make, ffn="swiglu") for name, make in gpu_layers.LAYERS.items()},
     },
 }
-TABLES = ("growth", "moves")  # further tables, which --only can name
-MOVED_BYTES = {"cpu": 2**25, "cuda": 2**33}  # moved in one timing: many, so that launches and clock reads hardly count
-MOST_MOVES = 64  # repetitions of a move in one timing
+TABLES = ("growth", "moves")  # further tables; values of --only
+MOVED_BYTES = {"cpu": 2**25, "cuda": 2**33}  # bytes moved in one timing, large enough for launches and clock reads to be negligible
+MOST_MOVES = 64  # largest number of repetitions in one timing
 
 
 def main(*, peers: str = "all", only: str | None = None, rounds: int = 7, json: str | None = None) -> int:
-    """`moe bench dispatch`: returns 1 if a layer's results differ from its peers'. Speed is reported, not judged."""
+    """`moe bench dispatch`: returns 1 if a peer's outputs differ in direction from ours. Speed is reported, not judged."""
     chosen = _chosen(peers)
     keep_freed_memory()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -89,7 +89,7 @@ def main(*, peers: str = "all", only: str | None = None, rounds: int = 7, json: 
         for ffn in ("relu", "swiglu"):
             rows += _measure(case, ffn, [name for name in PEERS[ffn] if name in chosen], rounds=rounds)
             gc.collect()
-            gc.freeze()  # loaded libraries, with which the collection before each measured peak would take 0.3 s longer
+            gc.freeze()  # excludes loaded libraries from the garbage collection before each measured peak, which saves 0.3 s each
     if only in (None, "growth"):
         rows += _growth(device, rounds=rounds)
     if only in (None, "moves"):
@@ -114,7 +114,7 @@ def _label(case: LayerCase) -> str:
 
 
 def _measure(case: LayerCase, ffn: str, peers: list[str], *, rounds: int) -> list[dict[str, Any]]:
-    """Print a table and return its rows: the limit, our layers and the named peers, with the network `ffn`. Then peers that cannot run."""
+    """Time the limit, our layers and the named peers with the network `ffn`. Print and return a row for each, last for peers not run."""
     if ffn == "swiglu" and not peers:
         return []
     mine = {name: make for name, make in OURS[ffn].items() if case.dtype != torch.float32 or "fp32 weights" not in name}
@@ -147,7 +147,7 @@ def _measure(case: LayerCase, ffn: str, peers: list[str], *, rounds: int) -> lis
 
 
 def _made(case: LayerCase, name: str, make: Make) -> Pass | str:
-    """The pass of the layer that `make` makes, or the reason why it cannot run."""
+    """Make the layer `name` and return its Pass, or a text: the reason why it cannot run."""
     if reason := gpu_layers.why_not(name, case.device):
         return reason
     if name == "transformers-switch" and case.shape.k > 1:
@@ -178,13 +178,13 @@ def _peak(run: Pass, device: torch.device) -> int:
 
 
 def _same(ours: Pass, peer: Pass) -> bool:
-    """Whether each token's outputs have the same direction; their lengths may differ, because some layers normalise a top-1 gate."""
+    """Whether both outputs of each token have the same direction. Their lengths may differ, as some layers normalise a top-1 gate to 1."""
     a_TD, b_TD = (run().detach().float().reshape(-1, run.x.shape[-1]) for run in (ours, peer))
     return bool(torch.nn.functional.cosine_similarity(a_TD, b_TD).min() > 0.99)
 
 
 def _growth(device: torch.device, *, rounds: int) -> list[dict[str, Any]]:
-    """Print and return by what time and memory grow with 4 times the tokens (at most 4.3 expected) and 32 times the experts (at most 2)."""
+    """Print and return the factors by which time and memory grow with 4 times the tokens (expected <= 4.3), 32 times the experts (<= 2)."""
     rows = []
     print(f"\ngrowth, fp32 balanced\n  {'what':<20} {'time':>6} {'memory':>7}")
     for what, shapes in GROWTH.items():
@@ -199,8 +199,8 @@ def _growth(device: torch.device, *, rounds: int) -> list[dict[str, Any]]:
 def measure_moves(cases: list[LayerCase], *, rounds: int) -> list[dict[str, Any]]:
     """Print and return a row for each case and direction: permute (tokens [T, D] to rows [R, D], sorted by expert), and unpermute.
 
-    `share` is the time of a copy of as many bytes divided by the move's: 1 is the full memory bandwidth. Fused kernels gather rows inside
-    their products and do neither (docs/moe/kernels.md).
+    `share`: seconds of a plain copy of equal bytes / seconds of the permutation; 1 is the full memory bandwidth. Fused kernels gather rows
+    inside their products and need no permutation (docs/moe/kernels.md).
     """
     print(f"\nrows moved\n  {'shape and dtype':<34} {'what':<10} {'MiB':>7} {'GB/s':>8} {'copy GB/s':>9} {'share':>6}")
     return [row for case in cases for row in _moves(case, rounds=rounds)]

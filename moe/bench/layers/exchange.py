@@ -40,12 +40,12 @@ from parallel.process.process import World
 
 CPU = torch.device("cpu")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-SPARE = 1.25  # slots of an expert in a padded block, relative to its rows
+SPARE = 1.25  # padded dispatch: slots of an expert / its rows
 SHAPE = Shape(tokens=2048, width=256, hidden=512, experts=16, k=2)
 
 
 def load_of(shape: Shape, ranks: int, number_bytes: int) -> Load:
-    """Return a rank's tokens, rows and slots under balanced routing, for numbers of `number_bytes` bytes."""
+    """Return a rank's Load (tokens, rows, slots) under balanced routing. number_bytes: bytes of one element of a row."""
     slots = shape.experts * _slots(shape)
     return Load(shape.tokens, shape.k, shape.rows, slots, shape.width, shape.width * number_bytes, shape.experts, ranks)
 
@@ -55,7 +55,7 @@ def _slots(shape: Shape) -> int:
 
 
 def _routing(shape: Shape, *, skew: bool = False, rank: int = 0) -> Routing:
-    """A routing that chooses every expert equally often; with `skew`, expert e about 1 / (e + 1) times as often as the first."""
+    """A Routing in which all experts are chosen equally often; with `skew`, expert e is drawn with a weight of 1 / (e + 1)."""
     if skew:
         weight_E = 1 / torch.arange(1, shape.experts + 1)
         weight_TE = weight_E.expand(shape.tokens, -1)
@@ -68,7 +68,7 @@ def _routing(shape: Shape, *, skew: bool = False, rank: int = 0) -> Routing:
 
 
 class _Identity:
-    """Experts that return their rows. If each expert is split over `ranks`, each rank returns its share of the sum."""
+    """Experts that return their rows unchanged, or rows / ranks if hidden units are split over `ranks` ranks: outputs are summed."""
 
     hidden = slice(0, 1)
 
@@ -106,20 +106,20 @@ def _plain(axis: Axis, sent: int) -> Callable[[], None]:
 
 
 def _ways(mesh: Mesh, by_hidden: Mesh, shape: Shape, number_bytes: int) -> dict[str, tuple[Exchange, _Identity, int]]:
-    """By name of the dispatcher (exchange, experts, bytes that it states to send). mesh splits experts, by_hidden their hidden units."""
+    """Dispatcher -> (exchange, experts, bytes that a rank sends by theory). mesh: splits experts (ep); by_hidden: hidden units (etp)."""
     ranks, node = mesh.axis("ep").size, mesh.axis("ep_inner").size
     sizes, load = Sizes(shape.width, shape.experts, shape.k, choose("auto")), load_of(shape, ranks, number_bytes)
     found: dict[str, tuple[Exchange, _Identity, int]] = {}
     for name, section in examples().items():
         dispatcher = dispatcher_of(sections.Dispatch(**section | ({"node_size": node} if "node_size" in section else {})))
         found[name] = dispatcher.open(mesh, sizes), _Identity(), sum(message.sent for message in dispatcher.traffic(load).every)
-    # sent to each other rank: rows and, in fp32, their sums, and the gradients of both; and 8 bytes for each expert's count
+    # for etp, to each other rank: rows; in fp32 partial sums and the gradients of both; and 8 bytes for each expert's count
     split = (ranks - 1) * (shape.rows * (load.row_bytes + 3 * 4 * shape.width) + 8 * shape.experts)
     return found | {"etp": (open_exchange(sections.Dispatch(), by_hidden, sizes), _Identity(ranks), split)}
 
 
 def measure(rank: int, ranks: int, rounds: int, shape: Shape) -> list[dict[str, Any]]:
-    """Return a row for each dispatcher and dtype. Bytes are equal on all ranks; times are this rank's."""
+    """Return a row for each dispatcher and dtype: bytes sent, measured and by theory; seconds; and seconds / a plain all-to-all's."""
     found, divide = [], divisors(ranks)
     degrees = (Degrees(dp=ranks, ep=ranks, ep_inner=divide[len(divide) // 2]), Degrees(dp=ranks, etp=ranks))
     mesh, by_hidden = (process.connect(d, World(rank, ranks)) for d in degrees)
@@ -140,7 +140,7 @@ def measure(rank: int, ranks: int, rounds: int, shape: Shape) -> list[dict[str, 
 
 
 def skewed(rank: int, ranks: int, rounds: int, s: Shape) -> dict[str, Any]:
-    """Return the fullest rank's rows over an even share, before and after moving experts; and the layer's time after over before."""
+    """Return largest_rank_before and _after moving experts: fullest rank's rows / an even share; over_before: seconds, after / before."""
     mesh = process.connect(Degrees(dp=ranks, ep=ranks), World(rank, ranks))
     ep, routing = mesh.axis("ep"), _routing(s, skew=True, rank=rank)
     load_E = torch.bincount(routing.expert_TK.flatten(), minlength=s.experts)

@@ -47,7 +47,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class LayerCase:
-    """A layer's shape and dtype, and how its input is routed: balanced, or skewed: one expert gets half of the rows, at most all tokens."""
+    """Sizes and dtype of a layer, and its routing. balanced: equal loads; skewed: one expert gets half of the rows, or every token."""
 
     shape: Shape
     dtype: torch.dtype
@@ -79,7 +79,7 @@ class LayerCase:
         return expert_TK[order_T].to(self.device)
 
     def inputs(self) -> Tensor:
-        """Return the input [T, D]: the sum of the chosen experts' rows of the router with decreasing factors, plus small noise."""
+        """Return the input [T, D]: for each token the sum of its experts' router rows, in decreasing proportion, plus small noise."""
         s = self.shape
         strength = torch.linspace(6.0, 5.0, s.k, device=self.device)
         x_TD = (self.router()[self.experts_of_tokens()] * strength[:, None]).sum(1)
@@ -90,7 +90,7 @@ class LayerCase:
 
 
 class Pass:
-    """A forward and backward pass of a layer: of its input x and its output's gradient. `leaves`: all tensors that get a gradient."""
+    """A layer's forward and backward pass as a callable. x: input; grad: gradient of the output; leaves: tensors that get a gradient."""
 
     def __init__(self, parameters: list[Tensor], forward: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor) -> None:
         self.x, self.grad, self.forward = x.detach().requires_grad_(), grad, forward
@@ -130,7 +130,7 @@ def router_settings(k: int) -> dict[str, Any]:
 def ours(case: LayerCase, ffn: str, *, master: torch.dtype | None = None, kernels: str = "auto") -> Pass:
     """Our dropless layer as a model trains it, with its statistics and balance loss. master: dtype of the weights, None: the case's."""
     s = case.shape
-    # the settings that the layer reads, without the packages that read recipes
+    # replaces RouterSpec, as a GPU machine may lack the packages that it needs
     spec = SimpleNamespace(**router_settings(s.k), vectors=0, random_second=False, asks_balance=True)
     sizes: dict[str, Any] = {"of_layer": lambda nth: s.experts, "d_ff": None, "ffn": None, "skip": 0, "free": 0}
     options: dict[str, Any] = {"kernels": kernels, "dropout": 0.0, "shared_gate": False, "residual": False, "biases": False}
@@ -147,7 +147,7 @@ def ours(case: LayerCase, ffn: str, *, master: torch.dtype | None = None, kernel
 
 
 def limit(case: LayerCase, ffn: str) -> Pass:
-    """The limit of speed: batched matrix products of the same number of rows in equal parts, without routing."""
+    """The speed limit: batched matrix products in which every expert has the same number of rows, without routing."""
     s = case.shape
     each = -(-s.rows // s.experts)
     x_ERD = case.weights(s.experts, each, s.width, seed=5)
@@ -170,7 +170,7 @@ def dense(case: LayerCase) -> Pass:
 
 
 def stack(case: LayerCase, ffn: str) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return w1 [E, D, F], w2 [E, F, D] and, for swiglu, w3 [E, D, F] of all experts, which require gradients."""
+    """Return (w1 [E, D, F], w2 [E, F, D], w3 [E, D, F] or None without swiglu): all experts' weights, which require gradients."""
     s = case.shape
     w1 = case.weights(s.experts, s.width, s.hidden, seed=10).requires_grad_()
     w2 = case.weights(s.experts, s.hidden, s.width, seed=11).requires_grad_()

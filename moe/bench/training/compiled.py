@@ -31,7 +31,7 @@ Step = Callable[[], float]  # runs forward and backward, and returns the loss
 
 
 def main(*, rounds: int = 15, peers: str = "all", json: str | None = None) -> int:
-    """`moe bench compiled`: returns 1 if a compiled step gives another loss or is slower: the lower quartile of the ratio is above 1."""
+    """`moe bench compiled`: returns 1 if a compiled step's loss differs, or the lower quartile of seconds, compiled / plain, is above 1."""
     torch.set_num_threads(1)
     rows = [row for width in WIDTHS for precision in ("fp32", "bf16") for row in _rows(width, precision, rounds, with_peer=peers != "none")]
     sizes = {"layers": LAYERS, "sequences": BATCH, "length": LENGTH, "vocabulary": VOCABULARY}
@@ -72,7 +72,7 @@ def _ours(width: int, precision: str, tokens_BL: Tensor, *, compiled: bool) -> S
 
 
 def _llama(width: int, precision: str, tokens_BL: Tensor) -> Step | None:
-    """A step of transformers' Llama, None without transformers. In bf16 with autocast, which keeps fp32 weights as our model does."""
+    """Return a step of transformers' Llama, None if it is not installed. bf16 uses autocast: weights stay fp32, as in our model."""
     try:
         from transformers import LlamaConfig, LlamaForCausalLM
     except ImportError:

@@ -24,12 +24,12 @@ Kind = Literal["decoder", "encoder_decoder"]
 # kind, width, number of texts in a batch
 SIZES: tuple[tuple[Kind, int, int], ...] = (("decoder", 128, 1), ("decoder", 128, 8), ("decoder", 512, 1), ("encoder_decoder", 512, 1))
 LAYERS, HEADS, EXPERTS, CHOICES, VOCABULARY, LENGTH = 4, 4, 8, 2, 256, 256
-PROMPT, TOKENS = 32, 32  # numbers of given and of generated tokens
+PROMPT, TOKENS = 32, 32  # numbers of prompt tokens and of generated tokens
 CPU = torch.device("cpu")
 
 
 def main(*, rounds: int = 9, peers: str = "all", json: str | None = None) -> int:
-    """`moe bench generate`: returns 1 if cached generation is slower than another: the lower quartile of the ratio is above 1."""
+    """`moe bench generate`: returns 1 if the lower quartile of cached generation's seconds / another way's is above 1."""
     torch.set_num_threads(1)
     rows = [row for size in SIZES for row in _rows(*size, rounds, with_peer=peers != "none")]
     sizes = {"layers": LAYERS, "experts": EXPERTS, "choices": CHOICES, "max_length": LENGTH}

@@ -31,7 +31,7 @@ def resident_bytes() -> int:
 
 
 def living() -> list[Tensor]:
-    """Return every tensor that Python's garbage collector knows, when gloo's threads have dropped those of the last message."""
+    """Return every tensor known to Python's garbage collector, after a wait in which gloo's threads drop the last message's tensors."""
     time.sleep(0.1)
     gc.collect()
     return [t for t in gc.get_objects() if issubclass(type(t), Tensor)]
@@ -43,7 +43,7 @@ def shards_of(model: nn.Module) -> Iterator[Tensor]:
 
 
 def _of_optimizers() -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Yield the tensors of all optimizers, parameters and states, each with its gradient or None."""
+    """Yield (tensor, its gradient or None) for every parameter and state of all optimizers of this process."""
     for optimizer in [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]:
         for stepped in (*(p for group in optimizer.param_groups for p in group["params"]), *optimizer.state):
             yield stepped, stepped.grad
@@ -59,7 +59,7 @@ def _buckets(engine: Engine) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes held, by purpose. shards: the part of `states.parameters` that is shards of parameters."""
+    """Bytes held, by purpose. shards: bytes of `states.parameters` that are DeepSpeed's parameter shards (ZeRO stage 3)."""
 
     states: States
     shards: int
@@ -86,7 +86,7 @@ def _there(tensors: Iterable[Tensor | None]) -> Iterator[Tensor]:
 
 @dataclass
 class Arriving:
-    """Watches a backward pass: the peak bytes of the gradients that parameters have, and the process's resident bytes at that moment."""
+    """Watches a backward pass by hooks. gradients: peak bytes of all p.grad; resident: resident bytes of the process at that peak."""
 
     model: nn.Module
     gradients: int = 0

@@ -32,9 +32,9 @@ from moe.recipe.sections import Sharding
 from parallel.process.fork import run_on_ranks
 
 BATCH, LENGTH = 8, 128
-ALLOWED = 1.03  # largest ratio of our time to DeepSpeed's alone
-AGREE = 1e-3  # largest relative difference of losses after all rounds, over which rounding errors grow
-Step = Callable[[int], float]  # trains one step of this number, and returns the loss on this rank
+ALLOWED = 1.03  # largest allowed ratio of our time to the time of DeepSpeed's engine alone
+AGREE = 1e-3  # largest allowed relative difference of the last losses; rounding errors grow over all rounds
+Step = Callable[[int], float]  # trains the step with this number, and returns this rank's loss
 
 
 def recipe(kind: ShardedKind, ranks: int) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def recipe(kind: ShardedKind, ranks: int) -> dict[str, Any]:
 
 
 def measure(rank: int, ranks: int, kind: ShardedKind, rounds: int, folder: str) -> dict[str, Any]:
-    """Return on this rank `seconds` of each round and `losses` of each step, by name: torch, ours, deepspeed."""
+    """Return this rank's `seconds` by round and `losses` by step, each a dict with the keys "torch", "ours" and maybe "deepspeed"."""
     started = start(kind, recipe(kind.with_path(folder), ranks), rank, ranks)
     steps: dict[str, Step] = {"torch": _torch(started, rank), "ours": lambda number: started.step(_tokens(rank, number), step=number).loss}
     if kind.by_deepspeed:
@@ -59,7 +59,7 @@ def measure(rank: int, ranks: int, kind: ShardedKind, rounds: int, folder: str) 
 
 
 def timed_steps(steps: dict[str, Step], rounds: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Train with each of `steps` in turn, all ranks together. Return (seconds of each round, losses of each step) by name."""
+    """Train with each of `steps` in turn, all ranks together. Return (name -> seconds by round, name -> losses by step)."""
     losses: dict[str, list[float]] = {name: [] for name in steps}
 
     def run(name: str) -> None:
@@ -142,7 +142,7 @@ def row_of(kind: ShardedKind, found: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main(*, kinds: str | None = None, rounds: int = 15, json: str | None = None) -> int:
-    """`moe bench kinds`: returns 1 if losses differ, or if a kind of DeepSpeed's takes more than 3 % longer than its engine alone."""
+    """`moe bench kinds`: returns 1 if losses differ, or if a step by DeepSpeed takes over 3 % longer here than with its engine alone."""
     chosen = kinds_of(kinds)
     torch.set_num_threads(1)
     load_engines(chosen)

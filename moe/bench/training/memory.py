@@ -82,14 +82,14 @@ def warm_up(shape: Shape, precision: str) -> None:
 
 
 def measure(rank: int, ranks: int, kind: ShardedKind, shape: Shape, precision: str, ep: int, folder: str) -> dict[str, Any]:
-    """Return this rank's row of a case; `folder` is for states offloaded to disk."""
+    """Train on this rank and return its row (see `_row`). folder: for states offloaded to disk."""
     give_freed_memory_back()
     warm_up(shape, precision)
     before, known = resident_bytes(), set(storages(living()))
     started = start(kind, shape.recipe(kind.with_path(folder), ranks, ep=ep, precision=precision), rank, ranks)
     engine, model = started.engine, started.model
     batch = tokens_of(rank, sequences=1, length=LENGTH)
-    started.step(batch, step=0)  # makes the moments
+    started.step(batch, step=0)  # allocates Adam's moments
     arriving = Arriving(model).watch()
     started.accumulate(batch, step=1)
     found, resident = held(model, engine, before=known), resident_bytes()
@@ -101,7 +101,7 @@ def measure(rank: int, ranks: int, kind: ShardedKind, shape: Shape, precision: s
 
 
 def _row(kind: ShardedKind, shape: Shape, started: Started, found: Held, *, resident: int, disk: int) -> dict[str, Any]:
-    """Return a row of the bytes held and the formula's bytes. resident: growth of the process's memory; disk: bytes in files."""
+    """Return a row: measured and expected bytes, and relative errors. resident: growth of the process's memory; disk: bytes in files."""
     mesh, precision, states = started.mesh, started.run.precision.compute, found.states
     dp, ep, etp = (mesh.axis(name).size for name in ("dp", "ep", "etp"))
     sizes = {True: 0, False: 0}  # number of parameters of the whole model: of experts (True), others (False)
@@ -127,7 +127,7 @@ def _row(kind: ShardedKind, shape: Shape, started: Started, found: Held, *, resi
 
 
 def papers_gb(parameters: float, ranks: int) -> list[float]:
-    """Return the GB of model states on each rank, for each ZeRO stage."""
+    """Return for ZeRO stages 0 to 3 the GB of model states on each of `ranks` ranks, for a number of `parameters`."""
     return [model_states(parameters, stage=stage, copies=ranks, storage=MIXED).total / 1e9 for stage in STAGES]
 
 
@@ -141,7 +141,7 @@ def print_papers_table(say: Callable[[str], None] = print) -> None:
 
 
 def cases(names: str | None, nproc: int) -> list[tuple[Shape, ShardedKind, int]]:
-    """Return (shape, kind, number of ranks) of the cases: the named kinds, None: all, on each number of ranks that divides nproc.
+    """Return cases (shape, kind, number of ranks): kinds `names` (None: all) on each number of ranks that divides nproc.
 
     Peers need two ranks; offload runs on two only, because more ranks offload the same. Sparse models run on two ranks or more, without
     peers and without offload to disk. Raises BadInput.

@@ -46,14 +46,14 @@ PLAIN = planned()
 
 @dataclass(frozen=True)
 class ShardedKind:
-    """A kind. stage: ZeRO stage by which states are sharded (moe/plan/job/states.py). sharding: the recipe's section; empty for peers."""
+    """A kind of data parallelism. stage: ZeRO stage, 0 to 3 (moe/plan/job/states.py). sharding: the recipe's section; empty for peers."""
 
     name: str
     stage: int
     sharding: dict[str, Any]
 
     def storage(self, precision: str) -> Storage:
-        """Return the bytes of one parameter's states before sharding, for a model in fp32 or bf16."""
+        """Return the bytes of a parameter's weight, gradient and optimizer states before sharding. precision: fp32 or bf16."""
         if self.is_peer:
             return MIXED
         if self.sharding["kind"] != "zero":
@@ -79,7 +79,7 @@ class ShardedKind:
         return bool(self.sharding.get("offload", {}).get("parameters", "none") != "none")
 
     def with_path(self, folder: str) -> ShardedKind:
-        """Return the kind with a folder for states offloaded to disk."""
+        """Return the kind; if it offloads to disk, with this folder."""
         if self.place != "nvme":
             return self
         return replace(self, sharding=self.sharding | {"offload": self.sharding["offload"] | {"path": folder}})
@@ -98,7 +98,7 @@ def kind_of(name: str) -> ShardedKind:
 
 
 def kinds_of(names: str | None) -> list[ShardedKind]:
-    """Return the kinds of comma-separated names, None: all without offload. Raises BadInput for one unknown or refused by recipes."""
+    """Return the kinds with these comma-separated names; None: all without offload. Raises BadInput for an unknown or refused kind."""
     kinds = [kind_of(name) for name in (names.split(",") if names is not None else PLAIN)]
     for kind in kinds:
         try:
@@ -117,7 +117,7 @@ def load_engines(kinds: list[ShardedKind]) -> None:
         use_extensions_dir()
         load_deepspeed()
     if any(kind.sharding.get("kind") == "fsdp" for kind in kinds):
-        importlib.import_module("parallel.data.fsdp")  # here, so that its 40 MB of modules do not count as the model's memory
+        importlib.import_module("parallel.data.fsdp")  # imported now, so that its 40 MB of modules do not count as the model's memory
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ def main(*, steps: int = 1500, seeds: int = 3, json: str | None = None, out: str
     jobs = [(recipe, seed) for seed in range(seeds) for recipe in RECIPES]
     _train_all([(recipe, seed, steps, str(_folder(out, recipe, seed, steps))) for recipe, seed in jobs])
 
-    # modules of torch, imported when no process is to be started any more
+    # imported after all processes have been started, because these modules load torch
     from moe.records.metrics import read, read_summary
     from moe.records.results import write_json
     from moe.report import compare
@@ -67,7 +67,7 @@ def _folder(out: str, recipe: str, seed: int, steps: int) -> Path:
 
 
 def _train_all(jobs: list[tuple[str, int, int, str]]) -> None:
-    """Run each job (recipe, seed, steps, folder) in its own process, as many at a time as there are cores."""
+    """Run each job (recipe, seed, steps, folder) in a process of its own; one process for each core runs at a time."""
     context = multiprocessing.get_context("spawn")
 
     def run(job: tuple[str, int, int, str]) -> None:
@@ -101,7 +101,7 @@ def _train_one(recipe: str, seed: int, steps: int, folder: str) -> None:
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> bool:
-    """Print each recipe's losses and, by seed, their differences from the dense model's. Return whether all are better on average."""
+    """Print each recipe's losses, and their differences from the dense model's for each seed. Return whether every sparse mean is lower."""
     by: dict[str, list[dict[str, Any]]] = {recipe: [r for r in rows if r["recipe"] == recipe] for recipe in RECIPES}
     base = {r["seed"]: r["validation_loss"] for r in by[BASELINE]}
     print(f"{'recipe':<12} {'FLOPs/token':>12} {'parameters':>11} {'validation loss (least to most)':>32} {'minus dense, by seed':>28}")

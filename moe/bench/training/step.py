@@ -95,7 +95,7 @@ def _on_rank(rank: int, precision: str, names: list[str], rounds: int) -> tuple[
 
 
 class _Other(nn.Module):
-    """Another system's layer in place of ours. Its balance loss, if it returns one, is added to the loss as ours is."""
+    """Adapts another system's MoE layer to our Transformer. returns_loss: the layer returns a balance loss, which the model adds."""
 
     def __init__(self, layer: nn.Module, *, returns_loss: bool) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ def _loss(model: nn.Module, rank: int, number: int) -> Tensor:
 
 
 def _deepspeed(rank: int, precision: str) -> Step:
-    """A step of DeepSpeed's engine, ZeRO off, around its MoE layer; in bf16 the experts have fp32 master weights."""
+    """Return a step of our Transformer with DeepSpeed's MoE layers in DeepSpeed's engine (ZeRO off; in bf16 with fp32 master weights)."""
     from parallel.data.deepspeed import start_deepspeed
 
     package = start_deepspeed()
@@ -154,7 +154,7 @@ def _deepspeed(rank: int, precision: str) -> Step:
 
 
 def _transformers(rank: int, precision: str) -> Step:
-    """A step of torch DDP around transformers' Switch block, whose slots are counted for each sequence."""
+    """Return a step of our Transformer with transformers' Switch blocks under torch DDP. Their capacity is counted for each sequence."""
     from transformers.models.switch_transformers import SwitchTransformersConfig
     from transformers.models.switch_transformers.modeling_switch_transformers import SwitchTransformersSparseMLP
 

@@ -1,6 +1,6 @@
 """The function of each verb. Each imports what it needs, so that wrong input is refused before anything heavy is imported.
 
-Here: what several of these functions call.
+This file has the helpers that several of these functions call.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def call(module: str, *words: Any, **flags: Any) -> int:
 
 
 def write_rows(path: Path | None, verb: str, rows: Sequence[dict[str, Any]], **more: Any) -> None:
-    """Write the rows, and `more` values by name, as JSON to the file of --json, if this flag was given. Raises BadInput if it cannot."""
+    """Write the rows and the entries `more` as JSON to `path` (of --json), unless it is None. Raises BadInput if it cannot be written."""
     if path is not None:
         from moe.records.results import write_json
 
@@ -30,7 +30,7 @@ def write_rows(path: Path | None, verb: str, rows: Sequence[dict[str, Any]], **m
 
 
 def refuse_others(flags: Any, allowed: Collection[str], *, got: str, needed: str) -> None:
-    """Raise BadInput for the first field of a verb's dataclass that was given (is not its default), except the `allowed` ones."""
+    """Raise BadInput for the first flag or word that was given (differs from its default) and is not `allowed`."""
     for field in dataclasses.fields(flags):
         if field.name not in allowed and getattr(flags, field.name) != field.default:
             shown = "RECIPE" if field.name == "recipe" else f"--{field.name}"
@@ -38,7 +38,7 @@ def refuse_others(flags: Any, allowed: Collection[str], *, got: str, needed: str
 
 
 def run_dir(name: str, holds: str, *, also: str | None = None, what: str = "RUN_DIR") -> str:
-    """Return `name` if it is a run's folder, which contains `holds` (or `also`). Raises BadInput, about `what`, with a likely folder."""
+    """Return `name` if it is a folder that contains `holds` or `also`. Otherwise raise BadInput for `what` and propose another folder."""
     from moe.recipe.load import ON_HUB, download_of, of_transformers
 
     user_path(Path(name) / holds, what=what)

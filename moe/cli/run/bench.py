@@ -14,7 +14,7 @@ from moe.cli.verbs import Bench
 from parallel.errors import BadInput, did_you_mean, some
 
 BENCHES = Path(__file__).resolve().parents[2] / "bench"
-# former measurements, by the module of a checkout that now has them
+# module of a checkout -> former measurements that it now has
 MOVED = {
     "tests.campaigns": "faults corruption damage disks elastic hangs hostile kills machines preemption recipes restarts",
     "tests.counted": "comm initial resume tiling",
@@ -29,7 +29,7 @@ def bench(flags: Bench, _: dict[str, str]) -> int:
         raise BadInput("NAME", got=flags.name, needed=f"a measurement: {names}", fix=_instead(flags.name))
     module = bench_file(flags.name)
     asked = {f.name: getattr(flags, f.name) for f in dataclasses.fields(flags) if f.name != "name"}
-    given = {name: value for name, value in asked.items() if value is not None and value is not False}  # keeps 0, to refuse it below
+    given = {name: value for name, value in asked.items() if value is not None and value is not False}  # keeps 0, which is refused below
     takes = arguments_of_main(module)
     for name, value in given.items():
         if name not in takes:
@@ -51,12 +51,12 @@ def _instead(name: str) -> str:
 
 
 def bench_names() -> list[str]:
-    """Return the names of the measurements. Searches for the text of a main function, which is faster than parsing."""
+    """Return the names of all measurements: modules with the text of a main function, which is faster to find than to parse."""
     return sorted(path.stem.replace("_", "-") for path in BENCHES.glob("*/*.py") if "\ndef main(" in path.read_text(encoding="utf-8"))
 
 
 def arguments_of_main(module: Path) -> dict[str, str]:
-    """Return the arguments of a measurement's main function, each with its default as text: "" for None, False and computed defaults."""
+    """Return argument of a measurement's main function -> its default as text, "" for None, False and computed defaults."""
     for node in ast.parse(module.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.FunctionDef) and node.name == "main":
             pairs = zip((*node.args.args, *node.args.kwonlyargs), (*node.args.defaults, *node.args.kw_defaults), strict=True)

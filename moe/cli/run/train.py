@@ -62,9 +62,9 @@ def train(flags: Train, overrides: dict[str, str]) -> int:
 
 
 def _begins_with(flags: Train, overrides: dict[str, str]) -> Path | None:
-    """Return the folder with the weights of --init_from, or None without this flag.
+    """Return the folder from which weights are loaded (--init_from); None without this flag.
 
-    For hf:PATH it is RUN/base, into which PATH is converted here, unless the run already has a checkpoint.
+    For hf:PATH this is RUN/base, and PATH is converted into it now, unless the run already has a checkpoint.
     """
     from moe.checks.begins import has_checkpoint
     from moe.recipe.load import ON_HUB, download_of, of_transformers
@@ -122,7 +122,7 @@ def _check_restarts(flags: Train) -> None:
 
 
 def _elastic(flags: Train, run: Run, world: int, origins: dict[str, str]) -> tuple[Run, list[int], object]:
-    """Return (the recipe for `world` processes, the smaller numbers with which it can continue, degrees.dp of the planned run).
+    """Return (the recipe for `world` processes, smaller numbers of processes with which it can continue, degrees.dp at full size).
 
     Raises BadInput if --elastic is below 1 or comes without --restarts, or if no smaller number is possible.
     """

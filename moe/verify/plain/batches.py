@@ -7,16 +7,16 @@ from torch import Tensor
 
 from moe.verify.cases import BATCH, LENGTH
 
-PADDING = -100  # takes the place of a missing token
+PADDING = -100  # stored in place of a token at positions after the end of a sequence
 
 
 def batch(step: int, *, padded: bool = False, length: int = LENGTH, size: int = BATCH) -> Tensor:
-    """The sequences of one step, int64 [size, length + 1]. Tokens are unevenly distributed, so that experts are unevenly loaded.
+    """Return the sequences of one step, int64 [size, length + 1]. Token ids are unevenly distributed, so that experts get unequal loads.
 
-    The first two tokens differ. Attention over equal tokens gives equal states, and a router that ranks tokens would then order them by
-    rounding errors.
-    `padded`: two of three sequences end early, later ones earlier, and the last has no token at all, so that ranks and micro-batches have
-    different numbers of tokens. Every fourth token is then an input but not a target; it is stored as -101 - id.
+    The first two tokens of a sequence differ. Equal ones would give equal states, which a router that ranks tokens would order by rounding
+    errors.
+    `padded`: two of three sequences end early, later ones earlier, and the last one has no token, so that ranks and micro-batches have
+    unequal numbers of tokens. Every fourth token is then an input but not a target; it is stored as -101 - id.
     """
     generator = torch.Generator().manual_seed(step)
     tokens = (torch.rand(size, length + 1, generator=generator) ** 2 * 256).long()
@@ -32,10 +32,10 @@ def batch(step: int, *, padded: bool = False, length: int = LENGTH, size: int = 
 
 
 def ids(tokens: Tensor) -> Tensor:
-    """The ids of tokens, also of tokens that are not targets; 0 for PADDING."""
+    """Token ids to read, from what `batch` stores: also of tokens that are not targets; 0 for PADDING."""
     return tokens.clone().apply_(lambda token: 0 if token == PADDING else token if token >= 0 else -101 - token)
 
 
 def predicted(tokens: Tensor) -> Tensor:
-    """The ids of tokens that are targets, and PADDING for all others."""
+    """Token ids to predict, from what `batch` stores: PADDING for tokens that are not targets."""
     return tokens.clone().apply_(lambda token: token if token >= 0 else PADDING)

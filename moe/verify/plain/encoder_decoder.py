@@ -26,14 +26,14 @@ from moe.verify.plain.router import Tokens, wide
 
 
 def forward(run: Run, weights: Weights, batch: Tensor, *, step: int, cast: Rounding, note: Note) -> Passed:
-    """Run all sequences of a step (int64 [B, read + 1]) through the model, in training. The encoder reads the first columns."""
+    """Run a step's sequences, int64 [B, source + target + 1], through the model in training. The encoder reads the source columns."""
     model = run.model
     read, total = model.max_length, model.read_length
     layers: dict[str, Layer] = {}
     places = torch.arange(len(batch) * total).view(-1, total)
 
     def half(columns: slice, numbers: range, source: Tensor | None) -> tuple[Tensor, Tokens]:
-        """Run these columns of the batch through these layers. Return (the output, the tokens of the columns)."""
+        """Run `columns` of the batch through the layers `numbers`. source: the encoder's output. Return (output [T, D], tokens)."""
         ids, at = batch[:, :-1][:, columns].flatten(), places[:, columns].flatten()
         tokens = Tokens(ids.tolist(), at, [True] * len(ids), len(ids) // len(batch), run.train.seed, step)
 
@@ -81,7 +81,7 @@ def forward(run: Run, weights: Weights, batch: Tensor, *, step: int, cast: Round
 def attention(
     x: Tensor, source: Tensor, weights: Weights, name: str, run: Run, sequences: int, bias: Tensor | None, causal: bool, cast: Rounding
 ) -> Tensor:
-    """Attention [T, D] from x [T, D] to the source [T', D] of the same sequence. bias [32, H]: of each bucket (see `buckets`)."""
+    """Attention [T, D] of queries from x [T, D] to keys from source [T', D], within each sequence. bias [32, H]: by bucket (`buckets`)."""
     model = run.model
     heads, groups = model.num_heads, model.num_kv_heads or model.num_heads
     size = model.head_size or model.d_model // model.num_heads

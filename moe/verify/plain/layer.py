@@ -32,7 +32,9 @@ Weights = dict[str, Tensor]  # name in checkpoints -> tensor
 
 @dataclass(frozen=True)
 class Layer:
-    """Results of a layer: output; gates [T, E], 0 without a slot; each expert's choices; number that kept a slot; unweighted losses."""
+    """Results of an MoE layer: output y; gates [T, E], 0 for choices without a slot; counts: number of choices of each expert; kept: number
+    of choices with a slot; auxiliary losses without their weights.
+    """
 
     y: Tensor
     gates: Tensor
@@ -49,7 +51,7 @@ class Layer:
 
 
 def moe_layer(x: Tensor, weights: Weights, name: str, tokens: Tokens, run: Run, num_experts: int, cast: Cast) -> Layer:
-    """Run x [T, D] through the layer called `name` (such as layers.3), in training. num_experts: with those that compute nothing."""
+    """Run x [T, D] through the MoE layer `name` (such as layers.3) in training. num_experts counts skip and zero experts too."""
     spec, seen = run.router, wide(x)
     if spec.jitter:
         seen = seen * (1 - spec.jitter + 2 * spec.jitter * tokens.draw(f"{name}.router.jitter", x.shape[1]))
@@ -96,16 +98,16 @@ def moe_layer(x: Tensor, weights: Weights, name: str, tokens: Tokens, run: Run, 
 
 
 def _experts(x: Tensor, gates: Tensor, kept: list[list[int]], weights: Weights, name: str, tokens: Tokens, run: Run, cast: Cast) -> Tensor:
-    """The sum of gate times expert output, in fp32 at least, expert after expert; or the experts' outputs for gate times input."""
+    """y [T, D]: the sum of gate * expert(x), or of expert(gate * x) for gate_on input; added expert by expert, in fp32 at least."""
     y, experts, scale = gates.new_zeros(x.shape), run.experts, None
-    skips, zeros = gates.shape[1] - experts.skip - experts.zero, gates.shape[1] - experts.zero  # numbers of the first such experts
+    skips, zeros = gates.shape[1] - experts.skip - experts.zero, gates.shape[1] - experts.zero  # index of the first skip, zero expert
     if experts.dropout:
         width = weights[f"{name}.experts.0.w1"].shape[1]
         scale = (tokens.draw(f"{name}.experts.dropout", width) >= experts.dropout).float() / (1 - experts.dropout)
     for expert in range(zeros):
         rows = torch.tensor([t for t in range(len(x)) if expert in kept[t]], dtype=torch.int64)
         gate, seen = gates[rows, expert].unsqueeze(1), x[rows]
-        if expert >= skips:  # returns its input
+        if expert >= skips:  # a skip expert returns its input
             y = y.index_add(0, rows, wide(seen) * gate)
             continue
         if run.router.gate_on == "input":
@@ -160,7 +162,7 @@ def network(
 
 
 def _counted(chosen: list[list[int]], scores: Tensor, tokens: Tokens, spec: RouterSpec) -> list[list[int]]:
-    """The choices of each token that the balance loss counts (spec.balance_counts); none of padding."""
+    """For each token the list of experts that the balance loss counts (spec.balance_counts); empty for padding."""
     if spec.balance_counts == "unbiased":
         chosen = [best(row, spec.num_choices) for row in scores.tolist()]
     most = 1 if spec.balance_counts == "first" else None
@@ -168,7 +170,7 @@ def _counted(chosen: list[list[int]], scores: Tensor, tokens: Tokens, spec: Rout
 
 
 def _balance(probs: Tensor, counted: list[list[int]], rows: list[int], num_experts: int) -> Tensor:
-    """The balance loss over the tokens `rows`: E * sum over experts of (share of the choices) * (mean probability); 1 when even."""
+    """The balance loss over the tokens with indices `rows`: E * sum over experts of (share of choices) * (mean probability); 1 if even."""
     total = sum(len(counted[t]) for t in rows)
     mean = probs[rows].mean(0)
     terms = [sum(expert in counted[t] for t in rows) / max(1, total) * mean[expert] for expert in range(num_experts)]
@@ -182,7 +184,7 @@ def _uneven(loads: Tensor) -> Tensor:
 
 
 def _chances(logits: Tensor, noisy: Tensor, sizes: Tensor, choices: int) -> Tensor:
-    """The probabilities [E] that each expert is chosen for a token, if only that expert's noise, of deviation `sizes`, is drawn again."""
+    """One token's probability [E] of choosing each expert if only that expert's noise (standard deviation `sizes`) is redrawn."""
     found = []
     for expert in range(len(logits)):
         others = [noisy[e] for e in range(len(logits)) if e != expert]
@@ -192,7 +194,7 @@ def _chances(logits: Tensor, noisy: Tensor, sizes: Tensor, choices: int) -> Tens
 
 
 def _mean_over(groups: list[range], valid: list[bool], loss: Callable[[list[int]], Tensor]) -> Tensor:
-    """The mean over groups of tokens of a loss, which gets a group's tokens without padding; weighted by their number."""
+    """The mean of loss(token indices without padding) over groups of tokens, weighted by the number of these tokens."""
     there = [[t for t in group if valid[t]] for group in groups]
     parts = [len(rows) * loss(rows) for rows in there if rows]
     return torch.stack(parts).sum() / sum(map(len, there)) if parts else torch.zeros(())

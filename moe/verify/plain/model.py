@@ -29,14 +29,14 @@ from moe.verify.plain.router import Tokens, capped, wide
 
 # B batch, L length, D model, H heads, C channels of a head, T = B*L tokens
 
-Note = Callable[[str, Tensor], None]  # is called with the name and the output [T, ...] of each part, in order of depth
-Begins = list[list[bool]] | None  # for each sequence and position, whether a document begins; None: attention ignores documents
+Note = Callable[[str, Tensor], None]  # called with (name, output [T, ...]) of each part of the model, in order of depth
+Begins = list[list[bool]] | None  # [sequence][position]: whether a document begins there; None: attention ignores documents
 
 
 @dataclass
 class Rounding:
-    """Casts numbers to `dtype`, in which products are computed. `unit`, with fp32: instead changes each at random by up to this share of
-    its value, forward and backward, as a format with this unit roundoff would; 0: not.
+    """Casts tensors to `dtype`. With `unit` above 0 (and dtype fp32) it instead multiplies each number by a random factor in 1 +- unit,
+    forward and backward, as rounding in a format with this unit roundoff might.
     """
 
     dtype: torch.dtype = torch.float32
@@ -70,7 +70,9 @@ class _Disturb(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Passed:
-    """Results of a forward pass: cross-entropy summed over tokens; MoE layers by name; sum of multi-token losses, mean over depths."""
+    """Results of a forward pass. loss: cross-entropy summed over tokens; layers: MoE layers by name; ahead: multi-token prediction's
+    cross-entropy summed over tokens, mean over depths.
+    """
 
     loss: Tensor
     layers: dict[str, Layer]
@@ -78,7 +80,7 @@ class Passed:
 
 
 def forward(run: Run, weights: Weights, batch: Tensor, *, step: int, cast: Rounding, note: Note) -> Passed:
-    """Run all sequences of a step (int64 [B, L + 1]) through the model, in training."""
+    """Run a step's sequences, int64 [B, L + 1], through the model in training. note: is called with the output of each part."""
     model = run.model
     inputs, targets = batch[:, :-1], batch[:, 1:]
     length, ids = inputs.shape[1], ids_of(inputs).flatten()
@@ -107,7 +109,7 @@ def forward(run: Run, weights: Weights, batch: Tensor, *, step: int, cast: Round
 
 
 def dropped(run: Run, x: Tensor, name: str, tokens: Tokens, cast: Rounding) -> Tensor:
-    """x with the model's dropout. The random numbers depend on the token's index and on `name`."""
+    """x [T, D] after the model's dropout. Random numbers depend on the step, on `name` and on the token's index in the step."""
     p = run.model.dropout
     return cast(x * cast((tokens.draw(f"{name}.dropout", x.shape[1]) >= p).float() / (1 - p))) if p else x
 
@@ -115,7 +117,7 @@ def dropped(run: Run, x: Tensor, name: str, tokens: Tokens, cast: Rounding) -> T
 def _ahead_loss(
     x: Tensor, weights: Weights, run: Run, targets: Tensor, begins: Begins, tokens: Tokens, cast: Rounding, table: Tensor
 ) -> Tensor:
-    """The loss of multi-token prediction. At depth k, token i gets the embedding of token i+1+k, and predicts the token after it."""
+    """Loss of multi-token prediction (Passed.ahead). At depth k, position i reads the embedding of token i+1+k and predicts token i+2+k."""
     model, length = run.model, targets.shape[1]
     total = wide(x).new_zeros(())
     for k in range(model.ahead):
@@ -144,7 +146,7 @@ def times(x: Tensor, factor: float, cast: Rounding) -> Tensor:
 def dense_or_experts(
     seen: Tensor, weights: Weights, number: int, run: Run, tokens: Tokens, cast: Rounding, note: Note, layers: dict[str, Layer]
 ) -> Tensor:
-    """The output of block `number`: its dense network, or its experts and shared experts. Adds an MoE layer's results to `layers`."""
+    """The output [T, D] of block `number`'s dense network or MoE layer with shared experts. Adds the MoE layer's results to `layers`."""
     model, experts, name = run.model, run.experts, f"layers.{number}"
     if number not in model.layers_with_experts():
         out = dense(seen, weights, f"{name}.ffn", model.ffn, model.swiglu, cast)
@@ -159,14 +161,14 @@ def dense_or_experts(
 
 
 def norm(x: Tensor, gain: Tensor, model: Model, *, kind: str | None = None) -> Tensor:
-    """RMSNorm or LayerNorm of the last dim, in fp32 at least. kind: None: the model's."""
+    """RMSNorm or LayerNorm over the last dim, in fp32 at least. kind: rmsnorm or layernorm, None: the model's."""
     x, centred = wide(x), (kind or model.norm) == "layernorm"
     x = x - x.mean(-1, keepdim=True) if centred else x
     return x / (x.square().mean(-1, keepdim=True) + (model.norm_eps or (1e-5 if centred else 1e-6))).sqrt() * wide(gain)
 
 
 def attention(x: Tensor, weights: Weights, name: str, run: Run, length: int, begins: Begins, cast: Rounding) -> Tensor:
-    """The output [T, D] of the attention of block `name` over x [T, D], whole sequences of `length` tokens."""
+    """The output [T, D] of block `name`'s self-attention. x [T, D]: whole sequences of `length` tokens each."""
     model = run.model
     heads, groups = model.num_heads, model.num_kv_heads or model.num_heads
     size = model.head_size or model.d_model // heads
@@ -224,7 +226,7 @@ def _latent_heads(x: Tensor, weights: Weights, name: str, model: Model, length: 
 
 
 def _mixed(q: Tensor, k: Tensor, v: Tensor, weights: Weights, name: str, model: Model, begins: Begins, cast: Rounding) -> Tensor:
-    """The output [T, D] of attention, from queries, keys and values [heads, B, L, C], head after head; groups of heads share keys."""
+    """Attention's output [T, D] (after the output projection) from q [H, B, L, C] and k, v [key-value heads, B, L, C], head by head."""
     heads, groups, length, size = len(q), len(k), q.shape[2], q.shape[3]
     place = torch.arange(length)
     past = (place.unsqueeze(1) >= place).repeat(q.shape[1], 1, 1)
@@ -251,7 +253,7 @@ def _mixed(q: Tensor, k: Tensor, v: Tensor, weights: Weights, name: str, model: 
 
 
 def _some_turned(x: Tensor, rope: Rope, cast: Rounding) -> Tensor:
-    """x [..., L, C] with rotary positions in the first channels of a head, as if they were a head of their own."""
+    """x [..., L, C] with rotary positions applied to the first rope.fraction of the channels, as to a smaller head."""
     first = math.floor(x.shape[-1] * rope.fraction)
     return torch.cat((_turned(x[..., :first], rope, cast), x[..., first:]), -1)
 
@@ -273,9 +275,9 @@ def _turned(x: Tensor, rope: Rope, cast: Rounding) -> Tensor:
 
 
 def _rate(rope: Rope, pair: int, half: int, length: int) -> float:
-    """The radians by which pair p of `half` turns at each position: base^(-p / half), scaled as in Llama 3.1 or YaRN (arXiv 2309.00071)."""
+    """Radians per position of channel pair `pair` of `half` pairs: base^(-pair / half), scaled by rope.scaling (YaRN: 2309.00071)."""
     rate = math.pow(rope.base, -pair / half)
-    if rope.scaling in ("ntk", "dynamic"):  # the slowest pair is slowed by the factor, faster ones by its powers below 1
+    if rope.scaling in ("ntk", "dynamic"):  # the slowest pair's rate is divided by factor, others by factor^(index / last index)
         factor = rope.factor
         if rope.scaling == "dynamic":
             assert rope.trained_length is not None
@@ -287,7 +289,7 @@ def _rate(rope: Rope, pair: int, half: int, length: int) -> float:
     most = rope.high or (4 if rope.scaling == "llama3" else 32)
     if rope.scaling == "llama3":
         share = (rope.trained_length * rate / (2 * math.pi) - rope.low) / (most - rope.low)
-    else:  # yarn: the share falls linearly over the pairs' indices, from 1 at the fast end to 0 at the slow end
+    else:  # yarn: the unscaled rate's share falls linearly with the pair's index, from 1 for fast pairs to 0 for slow ones
         fast, slow = (half * math.log(rope.trained_length / (2 * math.pi * turns), rope.base) for turns in (most, rope.low))
         if rope.whole_pairs:
             fast, slow = math.floor(fast), math.ceil(slow)
@@ -298,8 +300,8 @@ def _rate(rope: Rope, pair: int, half: int, length: int) -> float:
 
 
 def buckets(queries: int, keys: int, *, both_ways: bool) -> Tensor:
-    """T5's bucket, of 32, of each (query, key), int64 [queries, keys]: half of the buckets for one distance each, the others up to 128.
-    both_ways: in an encoder, 16 buckets are for later keys, and 16 for the others.
+    """T5's relative-position bucket (0 to 31) of each query and key, int64 [queries, keys]: half of the buckets have one distance each, the
+    others logarithmic ranges up to 128. both_ways: in an encoder, 16 buckets are for later keys and 16 for all others.
     """
 
     def bucket(ahead: int) -> int:
@@ -313,13 +315,13 @@ def buckets(queries: int, keys: int, *, both_ways: bool) -> Tensor:
 
 
 def dense(x: Tensor, weights: Weights, name: str, ffn: str, swiglu: Swiglu, cast: Rounding) -> Tensor:
-    """The output of a dense network, whose matrices are stored as [out, in]."""
+    """The output [T, D] of a dense network; its stored matrices are [out, in]."""
     w1, w2, w3 = (None if w is None else w.t() for w in (weights.get(f"{name}.{matrix}.weight") for matrix in ("w1", "w2", "w3")))
     return network(x, w1, w2, w3, ffn=ffn, cast=cast, swiglu=swiglu)
 
 
 def _with_shared(x: Tensor, y: Tensor, weights: Weights, name: str, run: Run, cast: Rounding) -> Tensor:
-    """The experts' output y plus the networks that every token passes: shared experts, or a residual network (PR-MoE)."""
+    """The experts' output y plus the output of shared experts or of the residual network (PR-MoE), which see every token."""
     ffn, swiglu = run.experts.ffn or run.model.ffn, run.model.swiglu
     if f"{name}.coefficient.weight" in weights:
         share = cast((wide(x) @ wide(weights[f"{name}.coefficient.weight"]).t()).softmax(1))

@@ -21,7 +21,7 @@ from parallel.numerics.random import key_of, uniform
 
 @dataclass(frozen=True)
 class Tokens:
-    """Whole sequences of one step. places: the tokens' indices in the step; valid: False for padding. seed and step are keys of `draw`."""
+    """The T tokens of whole sequences: their ids; places: indices in the step; valid: False for padding. seed and step seed `draw`."""
 
     ids: list[int]
     places: Tensor
@@ -31,7 +31,7 @@ class Tokens:
     step: int
 
     def draw(self, name: str, width: int) -> Tensor:
-        """Uniform numbers [T, width], which depend only on a token's index in the step, not on the rank."""
+        """Uniform numbers [T, width] in [0, 1), which depend on seed, step, name and a token's index in the step, but not on the rank."""
         return uniform(key_of(self.seed, self.step, name), self.places, width)
 
 
@@ -41,7 +41,7 @@ def wide(x: Tensor) -> Tensor:
 
 
 def capped(x: Tensor, cap: float | None) -> Tensor:
-    """cap * tanh(x / cap), written with exponentials; x without a cap."""
+    """cap * tanh(x / cap), computed by exponentials; x if cap is None."""
     return x if cap is None else cap * (1 - 2 / (torch.exp(2 * x / cap) + 1))
 
 
@@ -58,7 +58,7 @@ def score(logits: Tensor, spec: RouterSpec) -> Tensor:
 def route(
     scores: Tensor, logits: Tensor, bias: Tensor | None, name: str, tokens: Tokens, spec: RouterSpec
 ) -> tuple[list[list[int]], list[list[int]], Tensor]:
-    """Choose experts. Return (the chosen experts of each token, those that have a slot for it, gates [T, E])."""
+    """Choose experts. Return (each token's chosen experts, each token's chosen experts that have a slot for it, gates [T, E])."""
     fixed, fixed_logits = scores.detach(), logits.detach()
     mixed = _sparsemixer(logits, name, tokens, spec) if spec.select == "sparsemixer" else None
     chosen = _choose(fixed, fixed_logits, bias, name, tokens, spec) if mixed is None else mixed[0]
@@ -67,7 +67,7 @@ def route(
 
 
 def _gates(scores: Tensor, logits: Tensor, chosen: list[list[int]], kept: list[list[int]], spec: RouterSpec) -> Tensor:
-    """Gates [T, E] of the chosen experts, 0 elsewhere, normalised as `spec` says: not, or over all choices, or over those with a slot."""
+    """Gates [T, E], 0 for experts not chosen. spec.gates: not normalised, or to a sum of 1 over all choices or over choices with a slot."""
     experts = scores.shape[1]
     gates = _raw_gates(scores, logits, chosen, spec)
     if spec.gates == "after_drop":
@@ -85,12 +85,12 @@ def _raw_gates(scores: Tensor, logits: Tensor, chosen: list[list[int]], spec: Ro
 
 
 def inside(numbers: Tensor) -> Tensor:
-    """Uniform numbers without 0 and 1, at which inverse distribution functions are infinite."""
+    """Numbers clamped to [2^-24, 1 - 2^-24], because inverse distribution functions are infinite at 0 and 1."""
     return numbers.clamp(2.0**-24, 1 - 2.0**-24)
 
 
 def _choose(scores: Tensor, logits: Tensor, bias: Tensor | None, name: str, tokens: Tokens, spec: RouterSpec) -> list[list[int]]:
-    """The experts of each token, best first; for expert choice, in order of their numbers."""
+    """For each token the list of its experts: best first, or for expert choice in ascending order."""
     liked = logits if spec.softmax_over == "chosen" else scores
     if spec.noise == "gumbel":
         drawn = logits + _gumbel(tokens.draw(f"{name}.router.gumbel", scores.shape[1]))
@@ -139,11 +139,11 @@ CHOOSE: dict[str, Callable[[Tensor, Tensor, str, Tokens, RouterSpec], list[list[
     "expert_choice": _experts_choose,
     "hash": _hash,
     "sinkhorn": _sinkhorn,
-}  # router.select -> function (scores with noise and bias, logits, layer, tokens, spec) -> experts of each token; or see _sparsemixer
+}  # router.select -> function of (scores with noise and bias, logits, layer name, tokens, spec) that returns each token's experts
 
 
 def _sparsemixer(logits: Tensor, name: str, tokens: Tokens, spec: RouterSpec) -> tuple[list[list[int]], Tensor]:
-    """SparseMixer. Return (experts, drawn one after another among those near the best; gates [T, E], with the probabilities' gradient)."""
+    """SparseMixer: draw each token's experts one by one among logits near the best. Return (experts of each token, gates [T, E])."""
     rows: list[list[float]] = logits.tolist()
     experts, count = len(rows[0]), spec.num_choices
     noise = [_gumbel(tokens.draw(f"{name}.router.mixer.{k}", experts)).tolist() for k in range(count)]
@@ -177,7 +177,7 @@ def best(row: list[float], count: int) -> list[int]:
 
 
 def _limited(row: list[float], spec: RouterSpec) -> list[float]:
-    """A token's scores of the experts in the best groups, -inf for all others. A group's score is that of its best or two best experts."""
+    """A token's scores of experts in the best groups, -inf for all others. A group is ranked by its best expert or two best ones."""
     size = len(row) // spec.expert_groups
     runs = [row[i * size : (i + 1) * size] for i in range(spec.expert_groups)]
     counted = 2 if spec.group_score == "two_best" else 1
@@ -187,7 +187,7 @@ def _limited(row: list[float], spec: RouterSpec) -> list[float]:
 
 
 def _even_plan(logits: Tensor, valid: list[bool]) -> Tensor:
-    """Sinkhorn: a group's logits [T, E], corrected for equal shares of the experts: rows and columns are scaled in turn, 20 times."""
+    """Sinkhorn: a group's logits [T, E] plus one correction for each expert, from 20 rounds of row and column scaling to equal loads."""
     powers = logits.double().exp() * torch.tensor(valid).unsqueeze(1)
     column = torch.ones(1, logits.shape[1], dtype=torch.float64)
     for _ in range(20):
@@ -197,7 +197,7 @@ def _even_plan(logits: Tensor, valid: list[bool]) -> Tensor:
 
 
 def _ask(chosen: list[list[int]], scores: Tensor, name: str, tokens: Tokens, spec: RouterSpec) -> list[list[bool]]:
-    """For each choice, whether it needs a slot: not for padding. GShard keeps a second choice with probability 2 g_2 (spec.second)."""
+    """[token][choice]: whether the choice asks for a slot. Padding does not; GShard's second choice does with probability 2 g_2."""
     asks = [[tokens.valid[t]] * len(experts) for t, experts in enumerate(chosen)]
     if spec.second == "random":
         lots = tokens.draw(f"{name}.router.second", 1)[:, 0].tolist()
@@ -208,7 +208,7 @@ def _ask(chosen: list[list[int]], scores: Tensor, name: str, tokens: Tokens, spe
 
 
 def slots_of(spec: RouterSpec, group_tokens: int, num_experts: int) -> int | None:
-    """The number of slots of one expert in one group of tokens; None: no limit."""
+    """Capacity: the number of slots of one expert for a group of `group_tokens` tokens; None: no limit."""
     if spec.capacity_factor is None:
         return None
     choices = spec.num_choices if spec.capacity_counts == "choices" else 1
@@ -222,7 +222,7 @@ def slots_of(spec: RouterSpec, group_tokens: int, num_experts: int) -> int | Non
 def _admit(
     chosen: list[list[int]], asks: list[list[bool]], scores: Tensor, logits: Tensor, name: str, tokens: Tokens, spec: RouterSpec
 ) -> list[list[int]]:
-    """The experts of each token that have a slot for it. asks: which choices need one. Choices get slots one after another."""
+    """Each token's chosen experts that have a slot for it. asks[token][choice]: whether it needs a slot. Served in `_queue`'s order."""
     kept: list[list[int]] = [[] for _ in chosen]
     num_experts = scores.shape[1]
     for group in groups_of(tokens, spec):
@@ -239,11 +239,11 @@ def _admit(
 def _queue(
     group: list[int], chosen: list[list[int]], scores: Tensor, logits: Tensor, name: str, tokens: Tokens, spec: RouterSpec
 ) -> list[tuple[int, int]]:
-    """The choices of a group's tokens, each (token, number of its choice), in the order in which they get slots."""
+    """Choices of a group's tokens as (token, index of the choice), in the order in which they get slots."""
     most = max(map(len, chosen))
     order = [(t, k) for t in group for k in range(len(chosen[t]))]
     if spec.queue == "choices_first":
-        order.sort(key=lambda choice: choice[1])  # sorting is stable: tokens stay in their order
+        order.sort(key=lambda choice: choice[1])  # a stable sort: among equal choices, tokens keep their order
     if spec.drop == "position" or spec.capacity_factor is None:
         return order
     if spec.drop == "random":
@@ -251,17 +251,17 @@ def _queue(
     else:
         gates = _raw_gates(scores, logits, chosen, spec)
         first = [[gates[t, e].item() for e in experts] for t, experts in enumerate(chosen)]
-        if spec.queue == "choices_first":  # a token is ranked by its highest gate, for all its choices
+        if spec.queue == "choices_first":  # each choice of a token gets the priority of its highest gate
             first = [[max(row)] * len(row) for row in first]
     return sorted(order, key=lambda choice: (choice[1] if spec.queue == "choices_first" else 0, -first[choice[0]][choice[1]]))
 
 
 def groups_of(tokens: Tokens, spec: RouterSpec) -> list[range]:
-    """The groups of consecutive tokens, by index, that share a capacity."""
+    """Ranges of token indices: each is a group of consecutive tokens for which an expert's capacity is counted."""
     each = len(tokens.ids) if spec.group == "rank" else tokens.sequence_tokens * (1 if spec.group == "sequence" else spec.group)
     return [range(start, start + each) for start in range(0, len(tokens.ids), each)]
 
 
 def mask_of(lists: list[list[int]], num_experts: int) -> Tensor:
-    """Bool [T, E]: whether each token's list has each expert."""
+    """Bool [T, E]: True if token t's list in `lists` contains expert e."""
     return torch.tensor([[expert in experts for expert in range(num_experts)] for experts in lists])

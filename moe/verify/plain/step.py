@@ -34,7 +34,7 @@ def family(name: str) -> str:
 
 
 def norms(gradients: Weights) -> dict[str, float]:
-    """The 2-norms of the gradients by family of parameters, and of all as "total"."""
+    """2-norms of gradients: "dense", "router", "expert" (family of parameters) and "total" -> norm."""
     squares = dict.fromkeys(FAMILIES, 0.0)
     for name, gradient in gradients.items():
         squares[family(name)] += gradient.double().square().sum().item()
@@ -42,7 +42,7 @@ def norms(gradients: Weights) -> dict[str, float]:
 
 
 class PlainAdamW:
-    """AdamW, with the moments of each parameter by its name."""
+    """AdamW; exp_avg and exp_avg_sq: parameter name -> first and second moment."""
 
     def __init__(self, settings: sections.Optimizer) -> None:
         self.settings, self.steps = settings, 0
@@ -68,6 +68,6 @@ class PlainAdamW:
 
 
 def moved_bias(bias: Tensor, load: list[int], rate: float) -> Tensor:
-    """A router's selection bias after a step. `load`: the number of choices of each expert in that step."""
+    """A router's selection bias [E] after a step. load: number of choices of each expert in that step; rate: size of the change."""
     mean = sum(load) / len(load)
     return bias + rate * torch.tensor([float((mean > n) - (mean < n)) for n in load])

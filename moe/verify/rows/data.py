@@ -9,7 +9,7 @@ from moe.verify.rows.pipeline import LAYERS
 from parallel.data.kinds.catalog import ENGINES, PLAIN, planned
 from parallel.mesh.mesh import divisors
 
-WORLDS = divisors(BATCH)  # numbers of ranks that divide the batch
+WORLDS = divisors(BATCH)  # the divisors of the batch size: numbers of ranks
 THREE = ("dense", "gshard", "deepseek")
 
 
@@ -25,7 +25,7 @@ def engine_cases() -> list[Case]:
 
 
 def _sharded_cases() -> list[Case]:
-    """Engines that shard gradients or offload to the host, on two ranks or more. Those that gather weights do so again for recompute."""
+    """Cases of engines that shard gradients or offload to the host, on at least two ranks. ZeRO-3 engines are also run with recompute."""
     sharding = [name for name in planned() if ENGINES[name].stage >= 2]
     host = [name + ("+cpu-all" if ("parameters", "cpu") in kind.offloads else "+cpu") for name, kind in ENGINES.items() if kind.offloads]
     recomputed = [name for name in sharding if ENGINES[name].stage == 3]
@@ -33,7 +33,7 @@ def _sharded_cases() -> list[Case]:
 
 
 def _with_engines(kinds: Iterable[str], worlds: Sequence[int], *, models: Iterable[str], recomputed: Collection[str]) -> list[Case]:
-    """Return cases of the engines `kinds` in every precision, with experts whole and split. recomputed: engines tested with recompute."""
+    """Return cases of the engines `kinds` in every precision, with and without ep. recomputed: engines also run with recompute."""
     return [
         Case(model, kind, world, ep, microbatches, precision, recompute)
         for world in worlds
@@ -50,10 +50,10 @@ def _with_engines(kinds: Iterable[str], worlds: Sequence[int], *, models: Iterab
 
 
 def tiled_cases() -> list[Case]:
-    """Return cases with tiles and chunks that divide nothing evenly, with each engine and with split experts.
+    """Return cases of tiled networks, heads and losses with uneven tiles and chunks, on several engines, with ep and etp.
 
-    In 16 bits only the head and the loss are tiled. Tiles of a network round its partial results, and no reordering that `moe verify`
-    measures does that (tests/parallel/data/test_tiling.py compares them with the exact result).
+    In 16 bits only the head and the loss are tiled. A tiled network rounds its partial results, an effect that the measured tolerance does
+    not include (tests/parallel/data/test_tiling.py compares it with the exact result).
     """
     return [
         Case(model, kind, world, ep, m, precision, recompute, etp, tiles=5 if precision == "fp32" else 1, head_tiles=3, chunks=chunks)
@@ -71,7 +71,7 @@ def tiled_cases() -> list[Case]:
 
 
 def _replica_cases() -> list[Case]:
-    """Threaded data parallelism (kind dp): replicas in one process."""
+    """Cases of threaded data parallelism (kind dp): two replicas in one process."""
     return [
         Case(model, "dp", 1, 1, microbatches, precision, "full" if model == "deepseek" else "none", replicas=2)
         for model in THREE
@@ -81,7 +81,7 @@ def _replica_cases() -> list[Case]:
 
 
 def _batch_cases() -> list[Case]:
-    """Ranks with different numbers of tokens, and a step that one rank's overflow skips. In fp32, on which neither depends."""
+    """Cases in which ranks have unequal numbers of tokens, or one rank's overflow skips a step. fp32 suffices for both."""
     return [
         Case(model, kind, world, ep, microbatches, "fp32", padded=padded, overflow=not padded)
         for world in WORLDS
@@ -96,7 +96,7 @@ def _batch_cases() -> list[Case]:
 
 
 def _copied_cases() -> list[Case]:
-    """Weights that tp ranks hold as copies (tensor.kind copied): gradients must be summed and counted over the right ranks."""
+    """Cases in which tp ranks hold copies of the weights (tensor.kind copied): tests over which ranks gradients are summed and counted."""
     found = []
     for world, tp in ((2, 2), (4, 2), (4, 4)):
         for kind in planned():
@@ -113,7 +113,7 @@ def _copied_cases() -> list[Case]:
 
 
 def _halves_cases() -> list[Case]:
-    """Encoder-decoders with every engine, split experts, micro-batches and recompute. bf16 tests the tensors between the two halves."""
+    """Cases of encoder-decoders: every engine, ep, micro-batches, recompute. bf16 tests tensors that go from encoder to decoder."""
     found = [
         Case(model, kind, world, ep, microbatches, "fp32", recompute)
         for world in (1, 2, 4)
@@ -129,7 +129,7 @@ def _halves_cases() -> list[Case]:
 
 
 def _options_cases() -> list[Case]:
-    """Options of published models, each model with two engines; experts drawn at random (mixer) also in bf16."""
+    """Cases of options of published models, each with two engines; `mixer`, which draws experts at random, also in bf16."""
     engines = {"gpt_oss": ("ddp", "zero3"), "latent": ("ddp", "fsdp"), "free": ("fsdp", "zero1"), "mixer": ("ddp", "fsdp")}
     found = [
         Case(model, kind, 2, 1 + number, 3 - 2 * number, "fp32", "full" if number else "none")

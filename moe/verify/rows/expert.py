@@ -13,8 +13,8 @@ from parallel.mesh.mesh import divisors
 def expert_cases() -> list[Case]:
     """Return cases of every router with every dispatcher that ep allows, then options of published models with one dispatcher each.
 
-    Each kind of recompute is combined with one number of micro-batches, and for every second router with the other number, so that each
-    dispatcher meets all four pairs with half the cases.
+    Half of the routers combine full recompute with 1 micro-batch and selective with 3, the other half the reverse. So each dispatcher
+    meets all four combinations with half the cases.
     """
     found = [
         Case(model, "ddp", world, ep, microbatches, "fp32", recompute, etp, rows, EXPERTS)

@@ -9,13 +9,13 @@ from parallel.mesh.mesh import divisors
 from parallel.pipeline.schedules.catalog import SCHEDULES
 from parallel.pipeline.schedules.kind import DEFAULT_CHUNKS, Size
 
-LAYERS = {2: (3, 5), 4: (5, 9)}  # pp -> layers of a model with one stage on each rank, and with two; stages are then unequal
+LAYERS = {2: (3, 5), 4: (5, 9)}  # pp -> number of layers (with 1 stage on each rank, with 2); stages are unequal
 THREE = ("dense", "gshard", "deepseek")
 
 
 def pipeline_cases() -> list[Case]:
-    """Return cases of every schedule: with recompute, in each precision, and with engines that shard over replicas of the pipeline. Tied
-    embeddings are on two stages, or twice on one rank. Some stages have layers with experts, others have none.
+    """Return cases of every schedule: with recompute, in each precision, and with engines that shard states over replicas of the pipeline.
+    Tied embeddings are on two ranks or on two stages of one rank. Some stages have layers with experts, others have none.
     """
     found = []
     for world, pp in ((2, 2), (4, 4), (4, 2)):
@@ -26,7 +26,7 @@ def pipeline_cases() -> list[Case]:
                 for model in THREE:
                     found += [staged(model, engine, world, pp, name, precision) for engine in ("ddp", *shards)]
                     found += [staged(model, "ddp", world, pp, name, precision, "full")] if model != "deepseek" else []
-    for world, pp, microbatches in ((2, 2, 3), (4, 4, 6), (4, 2, 3)):  # micro-batches that pp does not divide
+    for world, pp, microbatches in ((2, 2, 3), (4, 4, 6), (4, 2, 3)):  # numbers of micro-batches that pp does not divide
         found += [replace(staged(model, "ddp", world, pp, "interleaved", "fp32"), microbatches=microbatches) for model in THREE]
     for model in THREE:  # optimizer states on the host
         found += [staged(model, "zero1+cpu", 2, 2, "1f1b", "fp32")]
@@ -40,7 +40,7 @@ def pipeline_cases() -> list[Case]:
 
 
 def _empty_stage_cases() -> list[Case]:
-    """Stages without layers: the head or the embedding alone in a stage, and a stage in the middle that only passes activations on."""
+    """Cases of stages without layers: one with only the head or the embedding, and a middle stage that only passes activations on."""
     ends = ((3, 0), (0, 3))
     rows: list[tuple[str, str, int, str, tuple[int, ...], str, str]] = [
         *((model, "ddp", 2, "1f1b", stages, "fp32", "none") for model in THREE for stages in ends),
@@ -63,7 +63,7 @@ def _empty_stage_cases() -> list[Case]:
 
 
 def staged(model: str, engine: str, world: int, pp: int, schedule: str, precision: str, recompute: str = "none") -> Case:
-    """Return a pipeline's case with the fewest micro-batches that its schedule allows, four at least; experts are split over dp."""
+    """Return a pipeline's case with ep = dp and the smallest number of micro-batches, at least 4, that its schedule allows."""
     dp, kind = world // pp, SCHEDULES[schedule]
     least = 2 * pp - 1 if schedule == "zb_h2" else 4  # with fewer, zb_h2 puts no weight gradient into a bubble
     fit = (m for m in divisors(BATCH // dp) if m >= least and m % pp == 0 and kind.refusal(Size(pp, m)) is None)

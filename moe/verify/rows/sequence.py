@@ -13,11 +13,11 @@ from parallel.sequence.kinds.catalog import SEQUENCES
 
 
 def sequence_cases() -> list[Case]:
-    """Return cases of every method with rotary and T5 positions, of every router, whose groups are then cut, and of some methods with
-    engines, data, expert, tensor and pipeline parallelism, recompute and 16 bits.
+    """Return cases of every method with rotary and T5 positions; of every router, with groups of tokens that span ranks; and of some
+    methods with engines, data, expert, tensor and pipeline parallelism, recompute and 16 bits.
 
-    Pipelines have another length: with gshard, five layers and 24 tokens, one token is nearly tied in the ninth step, and sliced
-    attention on one process also routes it differently (docs/inside/log.md).
+    Pipelines use 16 tokens. With gshard, five layers and 24 tokens, one token is nearly tied between experts in the ninth step, and
+    rounding routes it differently, also on one process with attention in slices (docs/inside/log.md).
     """
     found = []
     for sp in divisors(BATCH)[1:]:
