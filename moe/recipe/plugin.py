@@ -111,7 +111,7 @@ def load_plugin(key: str, value: str, *, arguments: int | None) -> Any:
 def _check_arguments(key: str, value: str, part: Callable[..., Any], arguments: int) -> None:
     try:
         signature = inspect.signature(part)
-    except ValueError:  # a function in C without a signature: it is called with them nevertheless
+    except ValueError:  # a C function without a signature, which cannot be checked, is accepted
         return
     try:
         signature.bind(*range(arguments))
