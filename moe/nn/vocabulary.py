@@ -57,7 +57,7 @@ class Others(Protocol):
         """Return the rows `weight` of a tile with all columns that the look-up needs."""
 
     def rows(self, found: Tensor) -> Tensor:
-        """Sum the rows found by all ranks and return those of this rank's tokens. `found` is zero for rows of other ranks."""
+        """Sum the rows found by all ranks and return the rows of this rank's tokens. `found` is zero for rows of other ranks."""
 
     def enter(self, x: Tensor) -> Tensor:
         """Return the input x of the product with this rank's rows, given the layer's input."""

@@ -245,7 +245,7 @@ class Meant:
 
 
 def meant_by(name: str, value: Any = None, *, flags: Sequence[str] = ()) -> Meant | None:
-    """Return the meaning of another tool's name with this value; None if no other tool has it. `flags`: those of the verb, as --out."""
+    """Return the meaning of another tool's name with this value; None if no other tool has it. `flags`: the verb's, such as --out."""
     rows = _table().get(name.lower().replace("-", "_"), [])
     if (flag := next((here for kind, here in rows if kind == "flag" and here in flags), None)) is not None:
         return Meant(flag=flag)

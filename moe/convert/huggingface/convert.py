@@ -249,7 +249,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _same_config(run: Run, shapes: Shapes, kept: dict[str, Any], *, ends: int | None) -> dict[str, Any]:
-    """Return a config.json that describes this model: the original one (`kept`), or that of the first family that can. Raises BadInput.
+    """Return a config.json that describes this model: `kept`, the original one, or one of the first family that can. Raises BadInput.
 
     `ends`: id of the token that ends a text.
     """

@@ -65,7 +65,7 @@ def _with_sentinels(tokenizer: dict[str, Any], run: Run, separator: int, ends: s
 
 
 def _without_sentinels(tokenizer: dict[str, Any], run: Run) -> dict[str, Any]:
-    """Return the tokenizer without the sentinels that the run adds itself: those with the same ids as the run's."""
+    """Return the tokenizer without the sentinels that the run adds itself, which have the ids of the run's sentinels."""
     added, ours = tokenizer.get("added_tokens") or (), _sentinels(run)
     return tokenizer | {"added_tokens": [token for token in added if ours.get(token.get("id")) != token.get("content")]}
 
