@@ -43,9 +43,9 @@ ROUTER: tuple[str, ...] = ("logits", "input_norm", "expert_scale")
 class Settings:
     """Settings of a conversion, as the flags of `moe convert`. `method` auto: copy for layers that grow, merge for layers that shrink.
 
-    `share`: of weights that get noise, or of hidden units that drop draws anew. `scale`: of noise, in standard deviations of a matrix.
-    `weights`: weights of merged experts in their mean. `moments` of the optimizer: the source's, or new ones. `approximate`: allows routers
-    whose gates do not sum to a constant.
+    `share`: the share of weights that get noise (method noise) or of hidden units that are drawn anew (drop). `scale`: standard deviation
+    of the noise, as a multiple of the matrix's own. `weights` of experts in their mean (merge): equal, or by load. `moments`: new ones, or
+    copies of the source's. `approximate`: allow routers whose gates do not sum to a constant.
     """
 
     method: Method = "auto"
@@ -83,13 +83,13 @@ def experts_of(run: Run, layer: int) -> int:
 
 
 def change(before: Run, run: Run, layer: int) -> Literal["grow", "shrink"] | None:
-    """Return how the conversion changes a layer; None if the layer is kept."""
+    """Return "grow" (dense to experts) or "shrink" (experts to fewer, or to dense) for a layer; None if the layer is copied unchanged."""
     old, new = experts_of(before, layer), experts_of(run, layer)
     return None if old == new else "grow" if old == 0 else "shrink"
 
 
 def layers_that(what: str | None, before: Run, run: Run) -> list[int]:
-    """Return the layers for which `change` returns `what`: grow, shrink, or None for kept layers."""
+    """Return the indices of the layers that the conversion changes as `what` says: grow, shrink, or None for unchanged layers."""
     return [layer for layer in range(run.model.num_layers) if change(before, run, layer) == what]
 
 

@@ -49,7 +49,7 @@ RECENT = 100  # number of a run's last training lines over which its load is ave
 
 
 def find(source: Path) -> Path:
-    """Return the checkpoint at `source`, or the newest good one in a run's folder. Raises BadInput."""
+    """Return the folder of a checkpoint: `source` itself, or if it is a run's folder, its newest undamaged checkpoint. Raises BadInput."""
     if (source / "manifest.json").is_file():
         verify(source)
         return source
@@ -60,10 +60,10 @@ def find(source: Path) -> Path:
 
 
 def loads(source: Path, before: Run, *, step: int) -> dict[int, list[float]]:
-    """Return the load of each layer's experts, by layer: their shares of choices in a run up to `step`, or the numbers in a JSON file.
+    """Return layer -> load of each of its experts, from the metrics of the run `source` up to `step`, or from the JSON file `source`.
 
-    Of a run it is the mean over the last RECENT training lines. The file is an object of lists by layer number: {"1": [900, 20, 4, 76]}.
-    Raises BadInput if a layer is missing.
+    A run's load is the mean over its last RECENT training lines. A file maps layer numbers to any numbers: {"1": [900, 20, 4, 76]}.
+    Raises BadInput if a layer with experts is missing.
     """
     if source.suffix == ".json":
         try:
@@ -88,8 +88,8 @@ def loads(source: Path, before: Run, *, step: int) -> dict[int, list[float]]:
 def convert(run: Run, source: Path, settings: Settings, *, load_from: Path | None = None) -> tuple[Engine, Conversion, Counters]:
     """Convert the checkpoint `source` to a model of the recipe `run`, in one process. Raises BadInput if it cannot be converted.
 
-    `load_from`: see `loads`; None: the source's run. Returns (the engine with the new model and its optimizer, the conversion, the counters
-    of samples and steps with which training continues).
+    `load_from`: a run or JSON file with the experts' loads; None: the source's run. Returns (the engine with the new model and its
+    optimizer, the conversion, the counters of samples and steps with which training continues).
     """
     reader = whole(source)
     before = build_run(reader.state["recipe"])
@@ -130,13 +130,13 @@ def _load_moments(engine: Engine, conversion: Conversion, layouts: dict[str, Lay
 
 
 def by_global_name(model: Transformer, layouts: dict[str, Layout]) -> Values:
-    """Return the model's parameters under their names in checkpoints: stacks of experts element by element."""
+    """Return the model's parameters by their names in checkpoints, where each expert of a stacked tensor has an entry of its own."""
     parameters = dict(model.named_parameters())
     return {part: view for name, layout in layouts.items() for part, view in _parts(name, layout, parameters[name].detach())}
 
 
 def _parts(name: str, layout: Layout, whole: Tensor) -> list[tuple[str, Tensor]]:
-    """Return (name in checkpoints, tensor) for a parameter: of itself, or of each element of a stack."""
+    """Return (name in checkpoints, tensor) of a parameter, or if it is stacked over experts, one such pair for each expert."""
     if layout.unstack is None:
         return [(global_name(name), whole)]
     return [(layout.unstack.format(i), part) for i, part in enumerate(whole)]

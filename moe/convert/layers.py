@@ -72,7 +72,7 @@ class Conversion:
     # --- one layer
 
     def grown(self, layer: int) -> Values:
-        """Convert a dense layer's network to experts. A new shared or residual network does not change the output at first."""
+        """Return the tensors of a dense layer converted to experts. A new shared or residual network first leaves the output unchanged."""
         s, x, network = self.settings, self.run.experts, self.dense(f"layers.{layer}.ffn")
         count, g = experts_of(self.run, layer), parts(self.before, self.run)
         key, seed = f"layers.{layer}.experts", self.run.train.seed
@@ -110,13 +110,13 @@ class Conversion:
         return _experts(layer, [expert] * count) | rest
 
     def shrunk(self, layer: int) -> Values:
-        """Convert a sparse layer to fewer experts, or to one dense network."""
+        """Return the tensors of a sparse layer converted to fewer experts, or to one dense network."""
         sparse = experts_of(self.run, layer)
         groups, weights = self._groups(layer)
         factor = (gate_sum(self.before.router) or 1.0) / ((gate_sum(self.run.router) or 1.0) if sparse else 1.0)
         merged = (upcycle.merged([self.expert(layer, e) for e in group], [weights[e] for e in group]) for group in groups)
         made = [upcycle.scaled(network, factor) for network in merged]
-        left = ("experts",) if sparse else ("experts", "router")  # their tensors count as used, although pruned ones have no place
+        left = ("experts",) if sparse else ("experts", "router")  # counted as used, so that pruned tensors are not refused
         self.used |= {n for n in self.source if n.startswith(tuple(f"layers.{layer}.{part}." for part in left))}
         if sparse:
             values = _experts(layer, made)

@@ -100,7 +100,7 @@ class Difference:
 
 @torch.no_grad()
 def compared(source: Path, model: torch.nn.Module) -> Difference:
-    """Compare both models on the same random tokens, in evaluation mode and fp32."""
+    """Compare the logits of the checkpoint `source` and of `model` on the same random tokens, in evaluation mode and fp32."""
     assert isinstance(model, Transformer)
     old = restore(source)
     tokens_BL = torch.randint(old.vocab_size, (4, min(128, old.config.max_length)), generator=torch.Generator().manual_seed(0))

@@ -43,7 +43,7 @@ def joined(networks: Sequence[Network]) -> Network:
 def shards(network: Network, count: int, *, parts: int) -> list[Network]:
     """Return `count` experts: expert e has the hidden units of shard e % parts, and `parts` times its output.
 
-    A token chooses all shards of a copy, each with the same gate, so each gate is 1 / parts of the copy's.
+    A token chooses all shards together, with equal gates: each gate is 1 / parts of the gate of an uncut network.
     """
     size = network["w1"].shape[1] // parts
 
@@ -57,7 +57,7 @@ def shards(network: Network, count: int, *, parts: int) -> list[Network]:
 def noisy(network: Network, count: int, *, share: float, scale: float, key: str, seed: int) -> list[Network]:
     """Return copies, each with its own noise on about `share` of its weights: `scale` times the standard deviation of the matrix.
 
-    `key`: name of the layer's experts, from which with `seed` the noise is drawn.
+    `key`: name of the layer's experts, which together with `seed` determines the noise.
     """
 
     def change(expert: int, name: str, w: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ def noisy(network: Network, count: int, *, share: float, scale: float, key: str,
 def redrawn(network: Network, count: int, *, share: float, key: str, seed: int) -> list[Network]:
     """Return copies, each with round(share * F) random hidden units drawn anew, with mean and deviation of the weights they replace.
 
-    `key`: name of the layer's experts, from which with `seed` the units and weights are drawn.
+    `key`: name of the layer's experts, which together with `seed` determines the units and their weights.
     """
 
     def change(expert: int) -> Network:

@@ -70,8 +70,9 @@ def open_data(
 
     `max_length` is in tokens; for span corruption, of the encoder. `vocab_size` is the model's; `seed` decides the order. `tokenizer`: the
     description of a trained model's tokenizer, used for any text; None uses the recipe's, and trains it if needed. `verify` also hashes
-    large token files with unchanged times. `log` prints a line. `as_key`: as in Windows. `given`: samples from a user's program
-    (moe/data/given.py), for data.source given. `text_key_set_by`: the setting to name in errors about a text_key.
+    large token files with unchanged times. `log` prints a line. `as_key`: returns the model.max_length for a length in tokens, for
+    errors. `given`: samples from a user's program (moe/data/given.py), for data.source given. `text_key_set_by`: the setting to name in
+    errors about a text_key.
 
     Raises BadInput for an unusable path or text, text shorter than one sequence, a vocabulary smaller than the tokenizer's, and a cache
     folder that cannot be read or written.

@@ -64,7 +64,7 @@ class Corpus:
 
 
 class Document(NamedTuple):
-    """One document. Its `key` decides its side. `text` is None if a file is not text or a line is empty; `why` is the reason."""
+    """One document. Its `key` decides train or validation. `text` is None if a file is not text or a line is empty; `why` is the reason."""
 
     key: str
     text: str | None
@@ -74,7 +74,7 @@ class Document(NamedTuple):
 class Survey(NamedTuple):
     """Counts over a whole corpus: documents with and without text (`skipped`), kinds of files, and remarks on files.
 
-    `split`: what is on one side as a whole: a file, a line, or a document (a file, line or row); position: each document has both sides.
+    `split`: the unit that is train or validation as a whole: file, line or document (file, line or row); position: each document is cut.
     """
 
     split: Literal["file", "line", "document", "position"]
@@ -278,7 +278,7 @@ def _stat(path: Path) -> os.stat_result:
 
 
 def split_documents(corpus: Corpus, validation_share: float, *, split: str) -> Iterator[tuple[Side, str]]:
-    """Yield (side, text) of every document in the corpus's order; if `split` is position, of both pieces of each document."""
+    """Yield (train or validation, text) of every document in the corpus's order; for `split` position, of both pieces of each document."""
     for key, text, _ in read_documents(corpus):
         if text is None:
             continue
@@ -291,7 +291,7 @@ def split_documents(corpus: Corpus, validation_share: float, *, split: str) -> I
 
 
 def cut(text: str, validation_share: float) -> int:
-    """Return the index at which the last share of a text begins: the start of the nearest line, or within a line if lines are long."""
+    """Return the index of the first held-out character of a text: the start of the nearest line, or within a line if lines are long."""
     at = int(len(text) * (1 - validation_share))
     reach = int(len(text) * min(validation_share, 1 - validation_share) / 2)
     ends = (text.rfind("\n", max(at - reach, 0), at), text.find("\n", at, at + reach))

@@ -26,8 +26,8 @@ from parallel.store.files import read_text
 PACKED = (".gz", ".zst")
 TABLES = (".parquet", ".arrow", ".feather")
 LONGEST_BYTES = 256 << 20  # limit of one unpacked document, line or cell
-_ZST_READ_BYTES = 1024  # read together: 4 bytes can unpack to 128 KiB, so more might not fit in memory
-_ZST_WINDOW_BYTES = 1 << 31  # the longest that the format's own program writes (--long=31)
+_ZST_READ_BYTES = 1024  # unpacked at a time: 4 bytes can become 128 KiB, so more might not fit in memory
+_ZST_WINDOW_BYTES = 1 << 31  # the longest window that the zstd program writes (--long=31)
 _ROWS = 16  # rows of a Parquet file that are read together; not more, because a row can have any size
 _PARQUET_READ_BYTES = 1 << 16
 _ARROW_FILE = b"ARROW1"
@@ -35,7 +35,7 @@ SAVED_TO_DISK, SAVED_STATE = "dataset_info.json", "state.json"
 
 
 class TextKey(NamedTuple):
-    """Name of the field or column with the text. `set_by`: the setting that gives it. `alone`: it applies to one file only."""
+    """Name of the field or column with the text. `set_by`: the setting that gives it. `alone`: only one file of the data uses it."""
 
     name: str
     set_by: str = "data.text_key"
@@ -61,7 +61,7 @@ def is_table(name: str) -> bool:
 
 
 def saved_files(path: Path, names: Sequence[str]) -> list[str]:
-    """Return the files of a folder that are read: all, or in a dataset saved by `datasets` the files of its rows, which its state names.
+    """Return which of a folder's files `names` to read: all, or for a dataset saved by `datasets` the data files that its state.json lists.
 
     Raises BadInput for several saved datasets, and for one with missing files.
     """
@@ -221,7 +221,7 @@ def _strings(batch: Any, path: Path, column: TextKey, arrow: Any) -> Iterator[st
     held = batch.column(batch.schema.names.index(column.name))
     if not any(check(held.type) for check in (arrow.types.is_string, arrow.types.is_large_string, arrow.types.is_null)):
         raise BadInput(f"data file {path}, column {column.name}", got=str(held.type), needed="strings", fix=column.fix(None))
-    for cell in held:  # `datasets` may save one batch of any size
+    for cell in held:  # one by one, because `datasets` may save all rows as one batch of any size
         if cell.is_valid and cell.as_buffer().size > LONGEST_BYTES:
             raise _too_long(path, "a cell", "write its documents a row each")
         yield cell.as_py()

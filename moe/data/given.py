@@ -49,7 +49,7 @@ class Samples:
     num_windows: int
 
     def read(self, windows: Ints, columns: Ints | None = None) -> Ints:
-        """Return samples by number [n] as ids [n, max_length + 1] int64, or only these columns of them. Raises BadInput."""
+        """Return the samples with these numbers [n] as ids [n, max_length + 1] int64, or only the given columns. Raises BadInput."""
         rows = [self._row(self.first + int(number)) for number in windows]
         found = np.array(rows, dtype=np.int64).reshape(len(rows), self.max_length + 1)
         return found if columns is None else found[:, columns]
@@ -81,7 +81,7 @@ class Stream:
         if self._at != first:
             if first:
                 self.say(f"data: reads {counted(first, 'sample')} again, up to where the run stopped")
-            if self._at:  # at 0 it has begun already, and no sample was read
+            if self._at:  # not at 0: `first` has opened the source, and no sample was consumed
                 self._begin()
             for _ in range(first):
                 self._next()
@@ -188,7 +188,7 @@ def _length(name: str, side: Any) -> int | None:
 
 
 def row(sample: Any, *, what: str, max_length: int, vocab_size: int) -> Ints:
-    """Return a sample as ids [max_length + 1] int64, padded by PADDING, with marks for ids that are not predicted (moe/recipe/shapes.py).
+    """Return a sample as ids [max_length + 1] int64, padded by PADDING. An id that is not predicted becomes its mark, -101 - id.
 
     `what`: name of the sample in error messages. Raises BadInput if it is no sequence of 2 to max_length + 1 ids of the vocabulary.
     """
@@ -244,7 +244,7 @@ def _numbers(column: Any, what: str) -> Ints:
 
 
 def _unmasked(columns: dict[str, Ints], what: str) -> int:
-    """Return the number of ids before the padding. Raises BadInput for zeros elsewhere than at the end, and for a label in the padding."""
+    """Return the number of ids before the padding. Raises BadInput for a mask with zeros before ones, and for a label in the padding."""
     mask = columns[_MASK]
     count = int(np.count_nonzero(mask))
     if not np.array_equal(mask, np.arange(len(mask)) < count):
@@ -259,7 +259,7 @@ def _unmasked(columns: dict[str, Ints], what: str) -> int:
 
 
 def _labelled(ids: Ints, labels: Ints, what: str) -> Ints:
-    """Return ids, with marks in place of those that are not predicted. Raises BadInput if a label is another id, or if all are left out."""
+    """Return ids, as marks -101 - id if the label is PADDING. Raises BadInput if another label is not its id, or if all are PADDING."""
     left_out = labels == PADDING
     wrong = np.flatnonzero(~left_out & (labels != ids))
     if len(wrong):

@@ -143,7 +143,7 @@ def _range(streams: list[Stream]) -> tuple[int, int]:
 
 
 def _cut(found: _Found, validation_share: float) -> tuple[Stream, Stream]:
-    """Return (train, validation): the last share, from the end of the nearest document on if one is near, as `cut` in corpus.py."""
+    """Return (train, validation). Validation is the last share of the ids; it begins at the nearest end of a document, if one is near."""
     at = round(len(found.train) * (1 - validation_share))
     reach = int(len(found.train) * min(validation_share, 1 - validation_share) / 2)
     near = np.zeros(0, np.int64) if found.ends is None else found.ends[np.abs(found.ends - at) <= reach]

@@ -42,18 +42,18 @@ class MixedTrain:
     seed: int
 
     def located(self, global_indices: npt.ArrayLike) -> tuple[Ints, Ints]:
-        """Return (index of the source [n], place in that source's order [n]) of each of these places of the order [n]."""
+        """Return, for global indices [n], (index of each sequence's source [n], its index in that source's own order [n])."""
         counts = shares(self.weights, BLOCK, least=1)
         starts = np.concatenate([[0], np.cumsum(counts)])
         blocks, at = np.divmod(np.array(global_indices, dtype=np.int64).reshape(-1), BLOCK)
-        for block in np.unique(blocks):  # numbered from -1 downwards, so that no epoch of a source has the same shuffle
+        for block in np.unique(blocks):  # shuffled as epochs -1, -2 and so on, so that no epoch of a source has the same shuffle
             here = blocks == block
             at[here] = permutation(at[here], size=BLOCK, seed=self.seed, epoch=-1 - int(block))
         source = np.searchsorted(starts, at, side="right") - 1
         return source, blocks * np.array(counts)[source] + at - starts[source]
 
     def sequences(self, global_indices: npt.ArrayLike, columns: Ints | None = None) -> Ints:
-        """Return the sequences at these places: [n] -> [n, max_length + 1] int64, or only these columns of them."""
+        """Return the sequences with these global indices: [n] -> [n, max_length + 1] int64, or only the given columns."""
         source, places = self.located(global_indices)
         return gathered([part.sequences(places[source == i], columns) for i, part in enumerate(self.parts)], source)
 

@@ -106,7 +106,7 @@ class Windows:
         return (len(self.tokens) - 1) // self.max_length
 
     def read(self, windows: Ints, columns: Ints | None = None) -> Ints:
-        """Return windows by number [n] as tokens [n, max_length + 1] int64: inputs are [:, :-1], targets [:, 1:]. Raises BadInput.
+        """Return the windows of these indices as tokens [n, max_length + 1] int64: inputs are [:, :-1], targets [:, 1:]. Raises BadInput.
 
         `columns`: the columns to return, ascending; None: all.
         """
@@ -155,7 +155,7 @@ class TrainSet:
         return self.windows.num_windows
 
     def order(self, global_indices: npt.ArrayLike) -> Ints:
-        """Return the windows at these places of the endless order: [n] -> [n]."""
+        """Return the index of the window at each of these global indices of the endless order: [n] -> [n]."""
         epochs, places = np.divmod(np.array(global_indices, dtype=np.int64).reshape(-1), self.num_windows)
         found = np.empty_like(places)
         for epoch in np.unique(epochs):  # one, or two if an epoch ends inside the batch
@@ -164,7 +164,7 @@ class TrainSet:
         return found
 
     def sequences(self, global_indices: npt.ArrayLike, columns: Ints | None = None) -> Ints:
-        """Return the sequences at these places of the endless order: [n] -> [n, max_length + 1] int64, or only these columns of them."""
+        """Return the sequences with these global indices: [n] -> [n, max_length + 1] int64, or only the given columns."""
         return self.windows.read(self.order(global_indices), columns)
 
     def batch(self, step: int, shard: TokenShard) -> Ints:

@@ -28,14 +28,14 @@ LINKED = "a link to a folder, which is not followed"
 LINK = "/"  # suffix of the name of a linked folder, which is not followed
 _LINES = 10
 _SHOWN = 4  # kinds of files that a line lists
-# what becomes text in files of another format that are read as plain text, by kind
+# kind of file -> the markup that becomes text if such a file is read as plain text
 _RAW = {
     **dict.fromkeys((".csv", ".tsv"), "its separators become text, too; JSONL or Parquet has a column for the text"),
     **dict.fromkeys((".html", ".htm", ".xhtml", ".xml", ".svg"), "its tags become text, too"),
     **dict.fromkeys((".json", ".ipynb"), "JSON's syntax becomes text, too; *.jsonl has a document on each line"),
     ".rtf": "its commands become text, too",
 }
-# advice on kinds of files with texts that are not read here
+# kind of file with texts that are not read here -> advice
 _ADVICE = {
     **dict.fromkeys(
         (".parquet", ".arrow", ".feather"),
@@ -83,9 +83,9 @@ def _of_windows(content: bytes) -> bool:
 
 
 def with_left_out(index: dict[str, Any], *, label: str, left_out: Sequence[Remark]) -> dict[str, Any]:
-    """Return the index of token files with this label and these files in front of its remarks.
+    """Return the index of token files with the user's present folder as `label`, and with the remarks `left_out` before its own.
 
-    The same text may have been in another folder, next to other files, when the index was written.
+    When the index was written, the same text may have been in another folder, next to other files.
     """
     return index | {"corpus": index["corpus"] | {"label": label}, "remarks": [*left_out, *index.get("remarks", ())]}
 
@@ -132,7 +132,7 @@ def _one_of_each_first(found: Iterable[Remark]) -> list[Remark]:
 
 @dataclass
 class Kinds:
-    """Sizes in bytes of the files that were read, and of the files that were skipped, by kind (`.txt`)."""
+    """`read`, `skipped`: kind of file (`.txt`) -> the size in bytes of each file of that kind that was read, or skipped."""
 
     read: dict[str, list[int]] = field(default_factory=dict)
     skipped: dict[str, list[int]] = field(default_factory=dict)

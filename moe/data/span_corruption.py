@@ -42,7 +42,7 @@ class SpanCorruption:
     seed: int
 
     def rows(self, texts: Ints, places: npt.ArrayLike, *, side: int = _TRAIN) -> Ints:
-        """Convert texts [n, text] to rows [n, inputs + 1 + targets] int64. Their `places` in the order, and the side, decide the draw."""
+        """Convert texts [n, text] to rows [n, inputs + 1 + targets] int64. `places`, indices in the order, and `side` key the draw."""
         hidden = [self._row(text, int(place), side) for text, place in zip(texts, np.array(places).reshape(-1), strict=True)]
         return np.array(hidden, dtype=np.int64).reshape(len(texts), self.spans.inputs + 1 + self.spans.targets)
 
@@ -60,7 +60,7 @@ class SpanCorruption:
         return np.concatenate([*inputs, end, np.array([START]), *targets, end])
 
     def _cut(self, tokens: int, draw: int) -> list[int]:
-        """Cut `tokens` into as many parts as there are spans, and return their lengths, each at least 1. `draw`: number of the draw."""
+        """Cut `tokens` into as many parts as there are spans, and return their lengths, each at least 1. `draw` keys the random cuts."""
         count = self.spans.num_spans
         if count == 1:
             return [tokens]
@@ -127,7 +127,7 @@ class WithSentinels(Tokenizer):
         return [np.concatenate([np.zeros(0, np.int64), *map(self._encode, self._cut(part))]) for part in parts]
 
     def _cut(self, part: str) -> list[str | int]:
-        """Split a piece into texts and the numbers of sentinels between them."""
+        """Split a piece at its sentinels: return its texts (str) and the sentinels' numbers (int), in order."""
         found: list[str | int] = []
         at = 0
         for spelled in _SPELLED.finditer(part):

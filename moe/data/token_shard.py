@@ -31,7 +31,7 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class TokenShard:
-    """One rank's part of a batch of `num_sequences` sequences of `length` tokens: the `sequences`, and their `positions`, that it reads.
+    """One rank's part of a batch of `num_sequences` sequences of `length` tokens: the indices of `sequences` and the `positions` in them.
 
     A part is stored as [sequences, columns]: `columns`, ascending, are the rank's positions and the positions after them. In an
     encoder-decoder the first `source` positions are the encoder's input, and no targets. `axes`: the ranks along these axes read every
@@ -65,7 +65,7 @@ class TokenShard:
 
     @staticmethod
     def holding(mesh: Mesh, shape: Sequence[int]) -> TokenShard:
-        """Return this rank's shard if every rank has contiguous tokens of this shape, [sequences, tokens + 1]."""
+        """Return this rank's shard of the batch of which every rank has contiguous tokens of this `shape`, [sequences, tokens + 1]."""
         sequences, tokens = shape
         return TokenShard.of(mesh, num_sequences=sequences * mesh.axis("dp").size, length=(tokens - 1) * mesh.axis("sp").size)
 
@@ -75,11 +75,11 @@ class TokenShard:
         return self.num_sequences * self.length
 
     def places(self, step: int) -> Ints:
-        """Return the places in the data's order [sequences] of the rank's sequences in step `step`; the first step is 0."""
+        """Return the global indices, in the data's order, of this rank's sequences in step `step`: [sequences]. The first step is 0."""
         return step * self.num_sequences + np.arange(self.sequences.start, self.sequences.stop, dtype=np.int64)
 
     def spread(self, count: int) -> Ints:
-        """Return `num_sequences` indices of `count` objects, spread evenly: the same for every rank, and repeated if there are fewer."""
+        """Return `num_sequences` evenly spaced indices below `count`, equal on every rank. Indices repeat if `count` is smaller."""
         return np.arange(self.num_sequences, dtype=np.int64) * count // self.num_sequences
 
     @cached_property
@@ -103,11 +103,11 @@ class TokenShard:
         return rows[:, slice(columns[0], columns[-1] + 1) if self._is_contiguous else columns]  # type: ignore[no-any-return]
 
     def inputs(self, part: Batch) -> Batch:
-        """Return the tokens read, [sequences, places]. `part`: this rank's part, or some of its sequences."""
+        """Return the tokens that the model reads, [sequences, positions]. `part`: this rank's part, or some of its sequences."""
         return self._at(part, 0)
 
     def targets(self, part: Batch) -> Batch:
-        """Return the token after each token read, [sequences, places]; in an encoder-decoder, only for tokens that the decoder reads."""
+        """Return each read token's next token, [sequences, positions]; in an encoder-decoder, only for tokens that the decoder reads."""
         return self._at(part, 1)[:, self.source :]  # type: ignore[no-any-return]
 
     def _at(self, part: Batch, further: int) -> Batch:
@@ -121,12 +121,12 @@ class TokenShard:
 
     @cached_property
     def _indices(self) -> list[Ints]:
-        """Indices among the columns: of the rank's positions, and of the positions after them."""
+        """Two arrays of indices into `columns`: the rank's positions, and the positions one further."""
         return [np.searchsorted(self.columns, self.position_array + further) for further in (0, 1)]
 
 
 def order_of(mesh: Mesh, kind: str, length: int) -> Order:
-    """Return the assignment of places in sequences of `length` tokens to ranks of sp. Raises BadInput if the length does not divide."""
+    """Return each sp rank's positions in sequences of `length` tokens, by the order `kind`. Raises BadInput if it does not divide."""
     return Order(kind, mesh.axis("sp_ring").size, length, inner=mesh.axis("sp_heads").size)
 
 

@@ -114,7 +114,7 @@ class Bytes(Tokenizer):
 
 
 class _OfLibrary(Tokenizer):
-    """A tokenizer of the `tokenizers` library, from its JSON. `spelled`: returns the bytes of a token, raising KeyError for no bytes."""
+    """A tokenizer of the `tokenizers` library, from its JSON. `spelled`: returns a token's bytes; KeyError if it has none."""
 
     def __init__(self, model: dict[str, Any], spelled: Callable[[str], bytes]) -> None:
         self._library, self._model = _library(model), model
@@ -122,7 +122,7 @@ class _OfLibrary(Tokenizer):
         largest = max(vocabulary.values(), default=-1)
         if largest > _MOST_IDS:
             raise _bad_description(f"the id {largest}")
-        held = [b""] * (largest + 1)  # unused ids never occur
+        held = [b""] * (largest + 1)  # b"" for ids without a token, which no text gives
         try:
             for token, i in vocabulary.items():
                 held[i] = spelled(token)
@@ -133,7 +133,7 @@ class _OfLibrary(Tokenizer):
     def encode_pieces(self, parts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
         try:
             found = self._library.encode_batch_fast(list(parts), add_special_tokens=False)
-        except BaseException as error:  # such as for a pattern with an endless search
+        except BaseException as error:  # Rust panics, too, such as for a pattern with an endless search
             if not _from_library(error):
                 raise
             raise _bad_description(f"one that cannot encode this text ({error})") from None
@@ -291,7 +291,7 @@ def train_bpe(texts: Iterable[str], *, vocab_size: int) -> Bpe:
 
 
 def load(description: Any) -> Tokenizer:
-    """Return the tokenizer of a `describe` result. Raises BadInput for anything else."""
+    """Return the tokenizer with this `description`, a result of `Tokenizer.describe`. Raises BadInput for anything else."""
     held = description if isinstance(description, dict) else {"kind": description}
     kind, size, separator, model = (held.get(name) for name in ("kind", "vocab_size", "separator", "model"))
     if kind == Bytes.name:

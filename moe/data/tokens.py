@@ -193,7 +193,7 @@ def _open_side(path: Path, dtype: str, entry: dict[str, Any]) -> npt.NDArray[np.
 
 
 def _check_contents(folder: Path, index: dict[str, Any], *, always: bool) -> None:
-    """Raise Damaged if the contents of a file do not match the index. `always`: large files with unchanged times, too."""
+    """Raise Damaged if the contents of a file do not match the index. `always`: hash large files even if their times are unchanged."""
     recorded = {f"{side}.bin": index[side]["sha256"] for side in SIDES}
     whole = hashlib.sha256(json.dumps(recorded).encode()).hexdigest()
 

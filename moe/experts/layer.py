@@ -138,7 +138,7 @@ class MoELayer(nn.Module):
         return self._add_unrouted(x_BLD, y_BLD), _report(self.layer, routing, losses)
 
     def _of_groups(self, routing: Routing) -> Routing:
-        """Return the routing for the balance loss: of whole groups, gathered over ranks, if ranks hold shards of groups that it counts."""
+        """Return the routing that the balance loss counts: gathered from all ranks if they hold shards of its groups of tokens."""
         slices = self.router.slices
         if slices is None or self.router.spec.balance_scope == "global_batch":
             return routing

@@ -46,7 +46,7 @@ def top_k(scores_TE: Tensor, k: int) -> Tensor:
 
 
 def _top_k_above_2(scores_TE: Tensor, k: int) -> Tensor:
-    """Call torch.topk for k + 1 scores, which shows every tie that matters, and sort only rows with ties.
+    """Call torch.topk for k + 1 scores, in which every tie that can change the result is visible, and sort only rows with ties.
 
     A stable sort of all rows would take ten times as long.
     """
@@ -63,7 +63,7 @@ def slots(expert_TK: Tensor, active_TK: Tensor, *, num_groups: int, num_experts:
     tokens, choices = expert_TK.shape
     group_T = torch.arange(tokens, device=expert_TK.device) // (tokens // num_groups)
     key_TK = torch.where(active_TK, group_T.unsqueeze(1) * num_experts + expert_TK, num_groups * num_experts)
-    slot_KT = _earlier_equal(key_TK.t().reshape(-1), num_groups * num_experts + 1)  # transposed, because all first choices queue first
+    slot_KT = _earlier_equal(key_TK.t().reshape(-1), num_groups * num_experts + 1)  # transposed: all first choices queue before second
     return torch.where(active_TK, slot_KT.view(choices, tokens).t(), -1)
 
 

@@ -37,14 +37,14 @@ _HALF = (torch.bfloat16, torch.float16)
 _FEW_ROWS = 32
 _BLOCK_BYTES = 3 * 2**20  # fp32 scratch per thread: fits into a core's cache, and is small compared with the gradients
 
-Factors = tuple["Block", Tensor, Tensor, Tensor | None]  # of a block's weight gradients: A, and the gradients of h and g
+Factors = tuple["Block", Tensor, Tensor, Tensor | None]  # (block, activation A, gradient of h, gradient of g), for weight gradients
 
 
 @dataclass(frozen=True)
 class Block:
     """Experts [first, last), which one batched product computes.
 
-    Their rows are [begin, end) of the R routed rows. In the padded buffer of Q rows, each of them has `each` rows, from row `start` on.
+    Their rows are [begin, end) of the R routed rows. In the padded buffer of Q rows they begin at row `start`, with `each` rows an expert.
     """
 
     first: int
@@ -103,10 +103,10 @@ def blocks(counts: list[int], *, row_bytes: int, dtype: torch.dtype, device: tor
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of all blocks.
+    """Routed rows arranged in blocks.
 
-    `source_Q`: the source row of which each padded row is a copy; padding rows copy any. `place_R`: padded position of each routed row.
-    `real_Q`: fp32, 1 for routed rows and 0 for padding. Both are None without padding.
+    `source_Q`: index of the source row that each padded row copies; padding copies any row. `place_R`: padded position of each routed row.
+    `real_Q`: fp32, 1 for routed rows and 0 for padding. `place_R` and `real_Q` are None without padding.
     """
 
     blocks: list[Block]
@@ -137,7 +137,7 @@ def arrange(source_R: Tensor, counts: list[int], network: Network, dtype: torch.
     cut = cut or blocks(counts, row_bytes=row_bytes, dtype=dtype, device=source_R.device)
     if not any(b.padding for b in cut):
         return Rows(cut, source_R, None, None)
-    starts = [b.start + expert * b.each for b in cut for expert in range(b.last - b.first)]  # of experts in blocks: all others have no row
+    starts = [b.start + expert * b.each for b in cut for expert in range(b.last - b.first)]  # by expert in blocks; others have no rows
     held = [count for b in cut for count in counts[b.first : b.last]]
     ends, device = list(accumulate(held)), source_R.device
     shifts = [start - (end - count) for start, end, count in zip(starts, ends, held, strict=True)]
@@ -151,7 +151,7 @@ def arrange(source_R: Tensor, counts: list[int], network: Network, dtype: torch.
 
 
 class _Kept(NamedTuple):
-    """Tensors of padded rows that the backward pass needs in addition to the inputs. `h_QF`: pre-activations, but for relu its output."""
+    """Tensors of padded rows that the backward pass needs in addition to the inputs. `h_QF`: pre-activations; for relu, its output."""
 
     gate_Q: Tensor | None
     mask_QF: Tensor | None
@@ -162,7 +162,7 @@ class _Kept(NamedTuple):
 def _network(
     x_ND: Tensor, gate_R: Tensor | None, mask_RF: Tensor | None, rows: Rows, network: Network, *, keep: bool
 ) -> tuple[Tensor, _Kept]:
-    """Apply each row's expert. With `gate_R`, results times gates are added to their source rows; else each row has its own result."""
+    """Apply each row's expert. Return (results [N, D], tensors for backward). With `gate_R`, gated results are summed by source row."""
     w1, w2, w3, b1, b3 = network.tensors
     size, hidden = len(rows.source_Q), w1.shape[2]
     gate_Q, mask_QF = _pad(gate_R, rows), _pad(mask_RF, rows)
@@ -250,7 +250,7 @@ class _Network(torch.autograd.Function):
 def _deferred_gradients(
     weights: Matrices, x_ND: Tensor, grad_out: Tensor, gate_Q: Tensor | None, rows: Rows, deferred: list[Factors]
 ) -> list[Tensor | None]:
-    """Compute the weights' gradients after the backward pass (zero-bubble schedules). Rows are gathered again."""
+    """Return the gradients of w1, w2 and w3 (if any), computed after the backward pass (zero-bubble schedules) from rows gathered again."""
     grads = _gradients(weights, rows)
     for b, a, grad_h, grad_g in deferred:
         gate = None if gate_Q is None else gate_Q[b.padded]
@@ -259,7 +259,7 @@ def _deferred_gradients(
 
 
 def _gradients(weights: Sequence[Tensor | None], rows: Rows) -> list[Tensor | None]:
-    """Allocate the weights' gradients, zero for experts without rows. A gradient None would not run the weight's gradient hooks."""
+    """Allocate the weights' gradients, with zeros for experts without rows: None instead would not run a weight's gradient hooks."""
     grads = [None if w is None else torch.empty_like(w, dtype=gradient_dtype(w), requires_grad=False) for w in weights]
     for grad in grads:
         if grad is not None:
@@ -287,7 +287,7 @@ def _times_gate(rows_QD: Tensor, gate_Q: Tensor) -> Tensor:
 
 
 def _dot(a_QW: Tensor, b_QW: Tensor) -> Tensor:
-    """Return the dot product of each pair of rows: [Q], fp32 or wider. 16-bit products are first summed by 16 in 16 bits, to save time."""
+    """Return the dot product of each pair of rows: [Q], fp32 or wider. 16-bit products are first summed in 16 bits, by groups of 16."""
     products_QW = a_QW * b_QW
     if products_QW.dtype in _HALF and products_QW.shape[1] % 16 == 0:
         products_QW = products_QW.view(len(products_QW), 16, -1).sum(1)

@@ -51,7 +51,7 @@ class Network:
         return self.w1, self.w2, self.w3, self.b1, self.b3
 
     def recorded(self, *inputs: Tensor | None) -> bool:
-        """Return whether autograd records a pass of these inputs. If not, no hidden rows are kept for a backward pass."""
+        """Return whether autograd records operations on these inputs and the weights. If not, no hidden rows are kept for backward."""
         return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*self.tensors, *inputs))
 
     def compute(

@@ -84,7 +84,7 @@ def _gather_or_zero(rows: Tensor, row_T: Tensor) -> Tensor:
 
 
 def combine_backward(grad_TD: Tensor, rows_RD: Tensor, gate_TK: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the rows and of the gates, given the gradient of their sums."""
+    """Return (gradient of the rows [R, D], gradient of the gates [T, K]), given the gradient of the tokens' sums [T, D]."""
     wide = sum_dtype(rows_RD.dtype)
     grad_RD = grad_TD.index_select(0, plan.token_R).to(wide)
     grad_gate = torch.zeros_like(gate_TK).view(-1)
@@ -94,7 +94,7 @@ def combine_backward(grad_TD: Tensor, rows_RD: Tensor, gate_TK: Tensor, plan: Pl
 
 
 class Moves(NamedTuple):
-    """One implementation of the functions above, which compute no gradients."""
+    """One implementation of gather, scatter, total and combine_backward. None of them records a gradient."""
 
     gather: Callable[..., Tensor]
     scatter: Callable[[Tensor, Tensor], Tensor]

@@ -47,8 +47,8 @@ class Output(NamedTuple):
     """Result of a forward pass.
 
     Without targets, `logits_BLV` fp32, and `loss` has no elements. With targets, `loss`, the cross-entropy summed over tokens, fp32 [], and
-    `logits_BLV` has no elements. `layers`: reports of the MoE layers. A part that does not end the model returns only
-    `hidden_BLD`, in the compute dtype, and reports. It is a tuple, because engines that hook the backward pass find tensors in tuples.
+    `logits_BLV` has no elements. `layers`: reports of the MoE layers. A pipeline stage before the last returns
+    only `hidden_BLD`, in the compute dtype, and reports. Output is a tuple, because engines that hook the backward pass search tuples.
     """
 
     logits_BLV: Tensor
@@ -76,7 +76,7 @@ class Block(nn.Module):
         super().__init__()
         self.layer, self.dropout, self.scale = layer, model.dropout, model.scales.residual
         self.recompute: Literal["none", "full", "selective"] = "none"
-        self.columns: Callable[[int], slice] | None = None  # number of columns -> those that this rank holds between layers; None: all
+        self.columns: Callable[[int], slice] | None = None  # length of sequences -> the positions that this rank holds between layers
         self.first_channel = 0  # index of the first channel that this rank holds between layers
         self.attention_norm = Norm(model.d_model, model.norm, eps=model.norm_eps)
         halves, begins = model.kind == "encoder_decoder", model.decoder_begins
@@ -145,8 +145,8 @@ class Transformer(nn.Module):
     Targets that are PADDING or marks (moe/recipe/shapes.py) do not count. In an encoder-decoder, logits and targets belong to the
     decoder's tokens, and the context says which these are: `model(tokens_BL, Context.of(tokens_BL, source=...))`.
 
-    A model made under `torch.device("meta")` has no weights yet. `model(x, context, targets, part)` runs one part: x is tokens if the
-    part begins the model, else the previous part's output.
+    A model made under `torch.device("meta")` has no weights yet. `model(x, context, targets, part)` runs only the layers `part`:
+    x is tokens if they begin the model, else the output of the layers before them.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class Transformer(nn.Module):
             initialise(self, FirstValues(self.config, *alone(self), seed=seed))
 
     def hold(self, parts: Mapping[int, StageLayers]) -> None:
-        """Keep only the layers of these parts, which are given by stage index. Call it before first values are set."""
+        """Keep only the layers of `parts`, stage index -> layers of that stage. Call it before first values are set."""
         self.parts = dict(parts)
         held = {layer for part in parts.values() for layer in part.layers}
         for layer in range(self.config.num_layers):

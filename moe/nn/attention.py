@@ -107,7 +107,7 @@ class Attention(nn.Module):
         self.window = window
         self.scale = (
             1.0 if model.scales.attention is None else model.scales.attention * self.head_size**0.5
-        )  # of queries; the core divides logits by the root
+        )  # factor of queries, which cancels the core's 1 / sqrt(C)
         self.core_scale = 1.0 if model.kind == "encoder_decoder" else None  # by which the core multiplies logits; None: 1 / sqrt(C)
         self.core: Core = partial(softmax_core, window=window)
         if model.kind == "encoder_decoder":
@@ -122,7 +122,7 @@ class Attention(nn.Module):
 
     @in_region("attention")
     def forward(self, x_BLD: Tensor, context: Context, *, shared: Bias | None = None, source_BSD: Tensor | None = None) -> Tensor:
-        """Return [B, L, D] in x's dtype. `shared`: another layer's bias. `source_BSD`: input of keys and values in cross attention."""
+        """Return [B, L, D] in x's dtype. `shared`: another layer's T5 bias. `source_BSD`: input of keys and values in cross attention."""
         if source_BSD is None:
             products = self.products(self.enter(x_BLD), [self.q, self.k, self.v])
         else:

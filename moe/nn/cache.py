@@ -40,7 +40,7 @@ class KeyValueCache:
         self._begins_BS: Tensor | None = None  # bool, True where a document begins
 
     def context(self, new_BN: Tensor, *, length: int, record: RoutingRecord | None = None) -> Context:
-        """Return the context of new tokens, which follow the cached ones. `length`: tokens of the text so far. `record`: of routing."""
+        """Return the context of new tokens, which follow the cached ones. `length`: tokens so far. `record`: receives their routing."""
         places = range(self.seen, self.seen + new_BN.shape[1])
         found = Context.of(new_BN, positions=places, length=self.length if record is None else record.length, record_routing=record)
         return replace(found, length=length)
@@ -82,7 +82,7 @@ class KeyValueCache:
         return self._of_source[layer]
 
     def _mask(self, q_BHNC: Tensor, places: slice, context: Context, bias: Bias | None, window: int | None) -> Tensor:
-        """Return the mask for queries of the new tokens and keys at `places`, as `masked` does."""
+        """Return the mask of new tokens' queries and keys at `places`, [..., N, keys]: values to add to logits, or bool without a bias."""
         document_BS = context.document_BS
         place_S = torch.arange(places.start, places.stop, device=q_BHNC.device)
         place_N = torch.arange(self.seen, places.stop, device=q_BHNC.device)
@@ -90,6 +90,6 @@ class KeyValueCache:
         return masked(place_N, place_S, documents, bias=bias, window=window, dtype=q_BHNC.dtype)
 
     def all_places(self, begins_BN: Tensor) -> Tensor:
-        """Keep whether documents begin at the new tokens, and return it for all tokens so far: [B, S]."""
+        """Cache the flags `begins_BN` (True where a document begins), and return the flags of all tokens so far: [B, S]."""
         self._begins_BS = begins_BN if self._begins_BS is None or self.seen == 0 else torch.cat([self._begins_BS, begins_BN], dim=1)
         return self._begins_BS

@@ -147,7 +147,7 @@ class Context:
         return replace(self, **self._changed(lambda x: x.to(device), *_OF_TOKENS, "sequence_B", "place_L", "document_BS"))
 
     def _changed(self, change: Callable[[Tensor], Tensor], *names: str) -> dict[str, Any]:
-        """Return these fields, by default those of tokens [T], with `change` applied to each that is not None."""
+        """Return field name -> its value with `change` applied, for these `names` (default: the fields [T]) that are not None."""
         return {name: change(value) for name in names or _OF_TOKENS if (value := getattr(self, name)) is not None}
 
     def with_documents(self, separator: int, whole: Callable[[Tensor], Tensor]) -> Context:

@@ -38,7 +38,7 @@ class Bias(NamedTuple):
 
 
 class Core(Protocol):
-    """Attention's output before its last projection, in q's shape and dtype."""
+    """A function that computes attention's output before the last projection, in q's shape and dtype."""
 
     def __call__(
         self, q_BHLC: Tensor, k_BKLC: Tensor, v_BKLC: Tensor, *, context: Context, bias: Bias | None, sink_H: Tensor | None = None
@@ -59,7 +59,7 @@ def softmax_core(
     """Compute causal attention over whole sequences on one device; `bias` (T5) is added to the logits.
 
     `scale`: factor of the logits (None: 1 / sqrt(C)). `window`: number of tokens that a query sees, itself included (None: all
-    earlier ones). `sink_H`: see `attend`.
+    earlier ones). `sink_H` fp32 [H]: one more logit for each head, which adds nothing to the output.
     """
     k_BHLC, v_BHLC = repeated(k_BKLC, q_BHLC.shape[1]), repeated(v_BKLC, q_BHLC.shape[1])
     if bias is None and context.document_BS is None:
@@ -118,7 +118,7 @@ def masked(
 
 
 def _in_chunks(q_BHLC: Tensor, k_BHLC: Tensor, v_BHLC: Tensor, *, window: int, scale: float | None, sink_H: Tensor | None) -> Tensor:
-    """Compute a sliding window in chunks of its length. No token sees the padding of the last chunk."""
+    """Compute sliding-window attention in chunks of `window` queries. No token sees the padding of the last chunk."""
     length, heads = q_BHLC.shape[2], q_BHLC.shape[1]
     first = (x[:, :, :window].contiguous() for x in (q_BHLC, k_BHLC, v_BHLC))  # copies, because views would keep all of q, k and v
     first_BHWC = attend(*first, scale=scale, sink_H=sink_H)

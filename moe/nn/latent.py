@@ -113,6 +113,6 @@ class LatentAttention(nn.Module):
         return out
 
     def _scaled(self, queries: Tensor) -> Tensor:
-        """Return queries times a factor by which logits are divided by sqrt(C), and not by the root of the core's channels (and YaRN's)."""
+        """Return scaled queries: the core, which divides logits by its channels' root, then gives logits / sqrt(C), times YaRN's factor."""
         factor = (queries.shape[3] / self.size.key) ** 0.5 * logit_factor(self.rope)
         return queries if factor == 1 else queries * factor

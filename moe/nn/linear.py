@@ -30,7 +30,7 @@ class Linear(nn.Module):
     """A linear layer x W^T without bias, in x's dtype; `weight` [out, in].
 
     `recast`: the backward pass casts the weight again, instead of keeping the cast one, and can defer the weight's gradient
-    (parallel/numerics/weight_gradient.py). `product(x, weight)`, if not None, computes x W^T of ranks that hold blocks of x and the weight.
+    (parallel/numerics/weight_gradient.py). `product(x, weight)`, if not None, computes x W^T if ranks hold blocks of x and W.
     """
 
     def __init__(self, in_size: int, out_size: int, *, recast: bool = False) -> None:

@@ -61,7 +61,7 @@ def trained(names: Iterable[str]) -> set[str]:
 
 
 def parts(layouts: Mapping[str, Value]) -> tuple[dict[str, Value], dict[str, Value]]:
-    """Split a mapping by parameter name into the entries of trained and of frozen parameters."""
+    """Split a mapping with parameter names as keys: return (entries of trained parameters, entries of frozen parameters)."""
     trainable = trained(layouts)
     return {n: v for n, v in layouts.items() if n in trainable}, {n: v for n, v in layouts.items() if n not in trainable}
 
@@ -104,7 +104,7 @@ def merged(weight: Tensor, left: Tensor, right: Tensor, *, scale: float) -> Tens
 
 
 def pair_of(name: str) -> tuple[str, str]:
-    """Return the names in checkpoints of a weight's B and A. The weight's: layers.0.attention.q.weight or layers.1.experts.3.w1."""
+    """Return the names in checkpoints of the B and A of a weight, such as layers.0.attention.q.weight or layers.1.experts.3.w1."""
     if name.endswith(".weight"):
         stem = name.removesuffix(".weight")
         return f"{stem}.lora_b", f"{stem}.lora_a"

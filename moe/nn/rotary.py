@@ -31,7 +31,7 @@ DEFAULT = sections.Rope()
 
 
 def _pairs(x_BHLC: Tensor, pairs: str, count: int) -> tuple[Tensor, ...]:
-    """Return views of the first and of the second channels of `count` pairs."""
+    """Return views of x: (the first channels of its first `count` pairs, the second channels of these pairs)."""
     turning_BHLC = x_BHLC if 2 * count == x_BHLC.shape[-1] else x_BHLC[..., : 2 * count]
     return turning_BHLC.chunk(2, dim=-1) if pairs == "halves" else turning_BHLC.unflatten(-1, (-1, 2)).unbind(-1)
 

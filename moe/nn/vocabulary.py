@@ -57,7 +57,7 @@ class Others(Protocol):
         """Return the rows `weight` of a tile with all columns that the look-up needs."""
 
     def rows(self, found: Tensor) -> Tensor:
-        """Sum the rows found by all ranks and return those of this rank's tokens. `found` is zero for rows of other ranks."""
+        """Sum the rows found by all ranks and return the rows of this rank's tokens. `found` is zero for rows of other ranks."""
 
     def enter(self, x: Tensor) -> Tensor:
         """Return the input x of the product with this rank's rows, given the layer's input."""
@@ -240,7 +240,7 @@ def summed_loss(
 def _recomputed_scores(
     x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, first: int, chunks: int, product: Product, cap: float | None
 ) -> Tensor:
-    """Return scores [2, N] as `_kept_scores`, but compute logits again in the backward pass, chunk by chunk: for a collective product."""
+    """Return each token's log-sum-exp and target logit [2, N]; backward computes logits again by chunks. For a collective `product`."""
 
     def scores(x_ND: Tensor, targets_N: Tensor) -> Tensor:
         return _kept_scores(product(x_ND, weight_VD), *_local(targets_N, first, weight_VD), cap)
@@ -258,7 +258,7 @@ def _kept_scores(logits_NV: Tensor, row_N: Tensor, here_N: Tensor, cap: float | 
 
 
 def _local(tokens: Tensor, first: int, weight_VD: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the index of each token's row in the tile whose first row is `first` (0 if it has no such row), and whether it has it."""
+    """Return (index of each token's row in the tile that begins at row `first`, or 0 if the tile lacks it; bool: the tile has it)."""
     row = tokens - first
     here = (row >= 0) & (row < len(weight_VD))
     return row.masked_fill(~here, 0), here

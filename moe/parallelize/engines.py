@@ -73,7 +73,7 @@ def setup_of(run: Run, model: Transformer, layouts: dict[str, Layout], mesh: Mes
 
 
 def scatter(args: tuple[Any, ...], devices: Sequence[torch.device], together: Sequence[Together]) -> list[tuple[Any, ...]]:
-    """Return each replica's arguments on its device. `args`: input ids [B, L], their context, and target ids [B, L]."""
+    """Return each replica's arguments, for its part of the sequences, on its device. `args`: input ids [B, L], context, target ids."""
     inputs_BL, context, targets_BL = args
     shares = _shares(args, len(devices))
     parts: list[tuple[Any, ...]] = []
@@ -126,7 +126,7 @@ def start_engine(run: Run, model: Transformer, layouts: dict[str, Layout], mesh:
 
 
 def optimizer_of(settings: sections.Optimizer) -> Rule:
-    """Return the optimizer that a recipe names, as data; for K-FAC its AdamW part."""
+    """Return the rule (kind and settings) of the optimizer that a recipe names; for K-FAC, the rule of its AdamW part."""
     s, betas = settings, (settings.beta1, settings.beta2)
     if is_plugin(s.kind):
         return given_of(s, load_plugin("optimizer.kind", s.kind, arguments=1))

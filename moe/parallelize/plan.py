@@ -41,7 +41,7 @@ def _name_of(path: str) -> str:
     return name
 
 
-# how the ranks of tp hold a MoE layer's tokens -> the axis over which they are shared, and what makes the exchange to whole sequences
+# how ranks of tp hold a MoE layer's tokens -> (axis that shares them, constructor of the exchange to whole sequences, None for copies)
 SHARED: dict[str, tuple[str, Callable[[Axis], Exchange] | None]] = {
     "copies": ("tp", None),
     "slices": ("tp", partial(Exchanged, dim=1)),
@@ -85,7 +85,7 @@ OF_HEADS = Copied(alike=())  # norms of queries and keys: ranks have different h
 def _line(
     columns: type[Column | DTensorColumn], rows: type[Row | DTensorRow], *, sliced: bool, key_heads: str = "tp"
 ) -> tuple[tuple[str, Style], ...]:
-    """Styles of one axis of ranks, whose products are split by `columns` or `rows`. `sliced`: with sequence parallelism.
+    """Return (pattern of parameters, style) for 1D: weights are split by `columns` or `rows`. `sliced`: with tensor.sequence_parallel.
 
     `key_heads`: the axis over which keys and values are sharded; tp_row_heads is tp unless there are fewer key-value heads than ranks.
     Parameters applied after the sum over tp, to latents, or to the joined input of multi-token prediction are copied. Each rank applies
@@ -128,7 +128,7 @@ def _line(
 
 
 def _grid(first: Style, keys: Style, second: Style, vocabulary: Style, *, heads: str) -> tuple[tuple[str, Style], ...]:
-    """Styles of a grid: `first` of projections in, `second` of projections out. `keys`: of keys and values. `heads`: axis of the heads."""
+    """Return (pattern of parameters, style) for a grid: `keys` for k and v, `second` for out and w2, else `first`. `heads`: heads' axis."""
     return (
         ("layers.*.attention.*_norm.weight", OF_HEADS),
         ("layers.*.attention.k.weight", keys),

@@ -18,7 +18,7 @@ from parallel.numerics.precision import DTYPES
 
 
 def plan_rows(run: Run, *, rank: int) -> list[dict[str, Any]]:
-    """Return a row for each parameter that a rank holds, for a checked recipe. `bytes`: of its weight, before ZeRO or FSDP shards it."""
+    """Return a dict for each parameter on a rank: name, style, cut dims -> axes, shapes, copies, and its bytes before ZeRO or FSDP."""
     mesh = Mesh.of(run.mesh_degrees(), rank)
     model, plan, layouts = laid_out(run, mesh)
     size = DTYPES[run.precision.master].itemsize

@@ -55,13 +55,13 @@ def stages_with(model: Transformer, name: str, parts: Iterable[StageLayers]) -> 
 
 
 def stage_of_each(run: Run, model: Transformer, names: Iterable[str]) -> dict[str, int]:
-    """Return the index of the one stage that reads each of these parameters, by name."""
+    """Return parameter name -> index of the first stage that reads it."""
     parts = parts_of(run, schedule_of(run))
     return {name: stages_with(model, name, parts)[0] for name in names}
 
 
 def _names_of(model: Transformer, parts: tuple[StageLayers, ...]) -> dict[int, list[str]]:
-    """Return the names of parameters held here that one stage alone reads, by its index, in the model's order."""
+    """Return stage index -> names of the parameters held here that this stage alone reads, in the model's order."""
     found: dict[int, list[str]] = {}
     for name, _ in model.named_parameters():
         stages = stages_with(model, name, parts)

@@ -66,7 +66,7 @@ def _with_reader() -> tuple[tuple[str, Any], ...]:
 def _check_switched_off(run: Run, nearness: Callable[[str], int], said: _Said) -> None:
     """Raise BadInput for a value that nothing reads because its part of the recipe is switched off (`Key.off_without`).
 
-    `nearness`: returns the level of a key's value. `said`: whether a key's (value, default) count as written by the user.
+    `nearness`: returns the level of a key's value. `said(key, value, default)`: returns whether the user wrote it.
     """
     values, defaults = flat(run), flat(Run())
     conditions = ((key, not_met(run, facts(key).off_without)) for key in known_keys() if said(key, values[key], defaults[key]))

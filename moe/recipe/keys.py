@@ -77,7 +77,7 @@ def field_at(path: Sequence[Any]) -> Any:
 
 @cache
 def facts(key: str) -> Key:
-    """Return what holds for a key: `alters` of the innermost section that states it, and the conditions of the key and all its sections."""
+    """Return a key's properties: `alters` of the innermost section that states it, and the conditions of the key and all its sections."""
     path = key.split(".")
     sections = [section for n in range(1, len(path)) if (section := section_of(field_at(path[:n]))) is not None]
     held = [*(section.all_keys for section in sections), facts_of(field_of(key))]

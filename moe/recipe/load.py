@@ -229,7 +229,7 @@ def build_run(values: dict[str, Any]) -> Run:
 
 
 def _place(loc: Sequence[Any]) -> list[Any]:
-    """Return the names at the start of pydantic's location of an error that lead to a key; the rest points inside its value."""
+    """Return the first names of `loc`, pydantic's location of an error: the path of a key. The other names point inside the key's value."""
     return [name for at, name in enumerate(loc) if field_at(loc[: at + 1]) is not None]
 
 

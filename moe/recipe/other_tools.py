@@ -17,7 +17,7 @@ from typing import Any
 from parallel import yaml_text
 from parallel.fixes import Fix, Remove, Rename, Words, all_of, written
 
-# keys whose value is the same in the other tool, or one that WORDS translates
+# key -> its names in other tools, if their values are equal or WORDS translates them
 KEYS: dict[str, str] = {
     "model.d_model": "hidden_size=4096 n_embd=768 dim=4096 hidden_dim=512 embed_dim=768 embedding_dim=768",
     "model.num_layers": "num_hidden_layers=32 n_layer=12 n_layers=32",
@@ -103,7 +103,7 @@ KEYS: dict[str, str] = {
     "train.timeout_s": "ddp_timeout=1800 train_timeout_seconds=100",
     "train.trackers": "report_to=wandb tracker=wandb",
 }
-# settings that a name stands for if its value is anything but false
+# KEY=VALUE -> names in other tools that mean this setting unless their value is false
 SWITCHES: dict[str, str] = {
     "precision.compute=bf16": "bf16 bf16.enabled use_bf16 bfloat16",
     "precision.compute=fp16": "fp16 fp16.enabled use_fp16 use_amp",
@@ -125,7 +125,7 @@ SWITCHES: dict[str, str] = {
     "train.save_mode=async": "async_save use_async_checkpoint",
     "train.trackers=wandb": "enable_wandb wandb_log use_wandb with_tracking",
 }
-# settings that a name stands for; {} is its value
+# settings -> names in other tools that mean all of them; {} is the name's value
 WITH_OTHERS: dict[str, str] = {
     "sharding.kind=zero sharding.stage={}": "zero_stage=3 zero_optimization.stage=2 ds_zero_stage=1",
     "sharding.kind=fsdp degrees.dp={}": "data_parallel_shard_degree=8 dp_shard=8",
@@ -141,7 +141,7 @@ WITH_OTHERS: dict[str, str] = {
     "model.rope.scaling=linear model.rope.factor={}": "rope_scaling_factor=8",
     "optimizer.schedule=wsd optimizer.decay_share={}": "decay_ratio=0.2",
 }
-# keys with the same meaning in another unit, for which the value must be converted
+# key and its unit -> names in other tools for values in another unit, which must be converted
 OTHER_UNITS: dict[str, str] = {
     "train.global_batch, of all ranks and micro-batches together": "per_device_train_batch_size micro_batch_size local_batch_size "
     "train_micro_batch_size_per_gpu per_gpu_train_batch_size device_batch_size micro_batch",
@@ -158,7 +158,7 @@ OTHER_UNITS: dict[str, str] = {
     "data.validation_share, as a share": "validation_split_percentage split val_size",
     "lora.targets, of attention, experts, dense": "lora_target_modules target_modules",
 }
-# flags of `moe` verbs
+# flag of a `moe` verb -> its names in other tools
 FLAGS: dict[str, str] = {
     "--out": "output_dir=runs/a out_dir=runs/a save=runs/a save_dir=runs/a run_dir=runs/a dump_folder=runs/a checkpoint.folder=runs/a "
     "checkpoint_dir=runs/a",
@@ -172,7 +172,7 @@ FLAGS: dict[str, str] = {
     "--samples": "num_return_sequences=2 num_samples=2 n_samples=2",
     "--prompt": "start=text text=text input=text",
 }
-# names that need no key here, each with the reason
+# reason why no key is needed -> names in other tools
 NEEDLESS: dict[str, str] = {
     "moe train continues from the newest checkpoint of its run folder; --out names another folder": "resume resume_from_checkpoint "
     "auto_resume resume_from load load_checkpoint checkpoint.enable enable_checkpoint continue_from",
@@ -184,7 +184,7 @@ NEEDLESS: dict[str, str] = {
     "several machines are named in a file, --hostfile FILE, with one line `host slots=N` each": "nnodes num_nodes nodes num_machines",
     "the fastest kernels of the device are taken": "use_flash_attn attn_implementation use_flash_attention moe_grouped_gemm",
 }
-# values by their names in other tools, for each key
+# key -> {value in other tools: value here}
 WORDS: dict[str, dict[str, str]] = {
     "precision.compute": dict.fromkeys(("bfloat16", "bf16-mixed", "torch.bfloat16", "mixed_bf16"), "bf16")
     | dict.fromkeys(("float16", "half", "16-mixed", "torch.float16", "16"), "fp16")
@@ -245,7 +245,7 @@ class Meant:
 
 
 def meant_by(name: str, value: Any = None, *, flags: Sequence[str] = ()) -> Meant | None:
-    """Return the meaning of another tool's name with this value; None if no other tool has it. `flags`: those of the verb, as --out."""
+    """Return the meaning of another tool's name with this value; None if no other tool has it. `flags`: the verb's, such as --out."""
     rows = _table().get(name.lower().replace("-", "_"), [])
     if (flag := next((here for kind, here in rows if kind == "flag" and here in flags), None)) is not None:
         return Meant(flag=flag)
@@ -278,7 +278,7 @@ def first_leaf(value: Any) -> tuple[str, Any]:
 
 @cache
 def _table() -> dict[str, list[tuple[str, str]]]:
-    """Return for each name in other tools the rows that have it: (kind of table, the row's key)."""
+    """Return name in other tools -> its entries in the tables above, each as (kind of table, the key, settings or flag here)."""
     table: dict[str, list[tuple[str, str]]] = {}
     tables = {"key": KEYS, "switch": SWITCHES, "others": WITH_OTHERS, "unit": OTHER_UNITS, "needless": NEEDLESS, "flag": FLAGS}
     for kind, rows in tables.items():

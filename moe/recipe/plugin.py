@@ -80,7 +80,7 @@ def by_name(key: str, name: str) -> str:
 
 
 def check_there(key: str, value: str) -> None:
-    """Raise BadInput for a plugin whose module cannot be found. Nothing is imported."""
+    """Raise BadInput if a plugin's module cannot be found. Nothing is imported."""
     top = value.partition(":")[0].partition(".")[0]
     with suppress(ImportError, ValueError):
         if top in sys.modules or _in_folder(top) or find_spec(top) is not None:
@@ -111,7 +111,7 @@ def load_plugin(key: str, value: str, *, arguments: int | None) -> Any:
 def _check_arguments(key: str, value: str, part: Callable[..., Any], arguments: int) -> None:
     try:
         signature = inspect.signature(part)
-    except ValueError:  # a function in C without a signature: it is called with them nevertheless
+    except ValueError:  # a C function without a signature, which cannot be checked, is accepted
         return
     try:
         signature.bind(*range(arguments))

@@ -40,9 +40,9 @@ class Key:
 
     `alters`: what a change alters if a run is resumed; None: as its section says. "Function" is the model's output for a text in
     evaluation, so a training capacity is training, and an evaluation capacity function.
-    `of`: conditions, without each of which nothing reads the key: `key=value|value`, or `key` for any value but null, 0, false and none;
-    several of them with `or`. Without them, any value but the default is refused.
-    `off_without`: conditions for a whole part of a recipe. Without them, values of a parent may stay (moe/recipe/idle.py).
+    `of`: conditions that must all hold, or nothing reads the key, and any value but the default is refused. A condition is
+    `key=value|value`, or `key` for any value but null, 0, false and none, or several of these joined by `or`.
+    `off_without`: such conditions for a whole part of a recipe. If one does not hold, a parent's values may stay (moe/recipe/idle.py).
     """
 
     alters: Alters | None = None
@@ -121,7 +121,7 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _plain(cls, value: Any, info: ValidationInfo) -> Any:
-        """Raise ValueError for values that pydantic would accept: such as true for a number (`steps: yes` would be 1), and numbers so large
+        """Raise ValueError for some values that pydantic would accept: true for a number (`steps: yes` would be 1), or numbers so large
         that checks would not end.
         """
         kind = cls.model_fields[str(info.field_name)].annotation

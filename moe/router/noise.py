@@ -18,7 +18,7 @@ from torch import Tensor
 
 # T tokens, D model, E experts
 
-_LEAST = 1e-6  # lower bound of the noise's size, by which is divided
+_LEAST = 1e-6  # lower bound of the noise's size, which is a divisor
 _EDGE = 2.0**-24  # keeps u off 0 and 1, where the logarithms are infinite
 
 

@@ -213,7 +213,7 @@ class Router(nn.Module):
         return preferred_TE if self.bias_E is None else preferred_TE + self.bias_E
 
     def _given(self, context: Context) -> Tensor | None:
-        """Return the experts [T, K] of the context's record, -1 for tokens whose experts the router chooses; None without a record."""
+        """Return the experts [T, K] of the context's record, -1 if the router chooses a token's experts; None without a record."""
         if not self.method.tokens_choose and (context.record_routing or context.replay_routing):
             needed, fix = "a router whose tokens choose: here experts choose tokens", "give no record" | Set("router.select", "top_k")
             raise BadInput("record_routing or replay_routing", got=f"one with router.select {self.spec.select}", needed=needed, fix=fix)
@@ -223,7 +223,7 @@ class Router(nn.Module):
         return context.replay_routing.take(self.name, context.position_T, **sizes)
 
     def _active(self, scores_TE: Tensor, expert_TK: Tensor, context: Context) -> Tensor:
-        """Return the choices that ask for a slot, bool [T, K]: all but those of padding tokens and random second ones not taken."""
+        """Return bool [T, K], True for choices that ask for a slot: False for padding tokens and for random second choices not taken."""
         active_TK = torch.ones_like(expert_TK, dtype=torch.bool)
         if self.training and self.spec.random_second:
             gate_TK = scores_TE.gather(1, expert_TK)

@@ -157,7 +157,7 @@ _SLIDES = {True: "sliding_attention", False: "full_attention"}
 
 
 def _windows(family: Family, config: dict[str, Any]) -> dict[str, Any]:
-    """Return the recipe's keys of sliding windows, which no layers have, all layers, or those that layer_types or the family names."""
+    """Return recipe key -> value for the window and the layers that have it: none, all, or as layer_types or the family says."""
     rule, kinds = family.windows, config.get("layer_types") or []
     count = int(config["num_hidden_layers"])
     if (rule is None or rule.layers == "every") and set(kinds) - {_SLIDES[False]}:
@@ -229,7 +229,7 @@ def _rope(config: dict[str, Any], family: Family) -> dict[str, Any]:
 
 
 def _rope_parameters(rope: Rope, channels: int) -> dict[str, Any]:
-    """Return rope_parameters for heads with this number of rotary channels. A fixed NTK scaling is written as a larger base."""
+    """Return rope_parameters of config.json for heads with `channels` rotary channels. NTK scaling is written as a larger base."""
     kind = {"none": "default", "ntk": "default"}.get(rope.scaling, rope.scaling)
     found: dict[str, Any] = {"rope_theta": rope.base_of(channels), "rope_type": kind}
     if kind != "default":

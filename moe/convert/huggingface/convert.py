@@ -229,8 +229,8 @@ def from_run(source: Path, out: Path, *, dtype: str | None = None) -> list[str]:
 def _dtypes(own: dict[str, torch.dtype], kinds: dict[str, str], came: Path, *, asked: str | None, trained: bool) -> dict[str, torch.dtype]:
     """Return the dtype in which each tensor is written: `asked` for weights, else its original dtype, else its dtype in the checkpoint.
 
-    `own`: dtypes in the checkpoint, and `kinds`: weight or EXTRA, by name. `came`: the folder of files kept from transformers, if any.
-    `trained`: the run has trained the model. All dicts are by the parameters' names.
+    All dicts have the parameters' names as keys. `own`: dtypes in the checkpoint. `kinds`: weight, or EXTRA for other tensors. `came`:
+    the folder of files kept from transformers, if any. `trained`: the run has trained the model.
     """
     if asked is not None:
         return {name: DTYPES[asked] if kinds[name] == "weight" else dtype for name, dtype in own.items()}
@@ -249,7 +249,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _same_config(run: Run, shapes: Shapes, kept: dict[str, Any], *, ends: int | None) -> dict[str, Any]:
-    """Return a config.json that describes this model: the original one (`kept`), or that of the first family that can. Raises BadInput.
+    """Return a config.json that describes this model: `kept`, the original one, or one of the first family that can. Raises BadInput.
 
     `ends`: id of the token that ends a text.
     """
@@ -271,7 +271,7 @@ def _same_config(run: Run, shapes: Shapes, kept: dict[str, Any], *, ends: int | 
 
 
 def _as_long(run: Run, shapes: Shapes, config: dict[str, Any], kept: dict[str, Any]) -> dict[str, Any]:
-    """Return the config with the largest of its, the original and the trained length, if the model computes the same with it."""
+    """Return `config` with the longest of three lengths (its own, `kept`'s, the run's), or unchanged if that changes the model."""
     key = "max_position_embeddings"
     lengths = [config.get(key), kept.get(key), run.model.max_length]
     longest = config | {key: max(length for length in lengths if isinstance(length, int))}
@@ -279,7 +279,7 @@ def _as_long(run: Run, shapes: Shapes, config: dict[str, Any], kept: dict[str, A
 
 
 def _differences(run: Run, shapes: Shapes, config: dict[str, Any]) -> list[Change | str]:
-    """Return the differences between the run's model and that of a config.json. Raises BadInput if no supported model has this config."""
+    """Return how a config.json's model differs from the run's: changed keys, and `parameter NAME` texts. Raises BadInput if unsupported."""
     other = build_run(recipe_values(config))
     theirs = shapes_of(other) | biases_of(other)
     training = ("data.", "router.bias_rate")  # not compared: config.json has no data, and whether there is a bias is in the shapes

@@ -38,7 +38,7 @@ def _decoder_layers(config: dict[str, Any]) -> int:
 def _rows(encoder: int, decoder: int, *, switch: bool, gated: bool) -> Iterator[Row]:
     yield Row("shared.weight", "embedding")
     yield Row("lm_head.weight", "head.weight")
-    yield Row("shared.weight", "head.weight")  # of a tied head without scaling, which transformers 5 writes for T5 v1.1
+    yield Row("shared.weight", "head.weight")  # a tied head without scaling, as transformers 5 writes T5 v1.1
     yield Row("encoder.final_layer_norm.weight", "encoder_norm.weight")
     yield Row("decoder.final_layer_norm.weight", "norm.weight")
     for number in range(encoder + decoder):

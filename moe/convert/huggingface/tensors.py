@@ -64,7 +64,7 @@ class Location:
         return (mine, slice(first, first + there[0]), *(slice(0, n) for n in there[1:]))
 
     def of_box(self, read: Tensor) -> Tensor:
-        """Return the parameter as a view of the region `box`, which was read."""
+        """Return the parameter as a view of `read`, the tensor's region `box`."""
         read = read[0] if self.row.stacked else read
         read = read[..., self.row.half :: 2] if self.row.mixed else read
         return read.t() if self.row.turned else read
@@ -73,7 +73,7 @@ class Location:
 def locations(name: str, family: Family, *, stacked: bool = True) -> Iterator[Location]:
     """Yield the possible locations of a parameter, given its name in checkpoints. The first is the one that is written.
 
-    `stacked`: also in a stack of experts, for families that write each expert by itself.
+    `stacked`: also yield the location in a stack of experts, if the family has experts.
     """
     kinds = [] if family.experts is None else [family.experts, "shared", *["stacked"] * stacked]
     for row in (*family.rows, *(row for kind in kinds for row in EXPERTS[kind])):
@@ -168,7 +168,7 @@ class Source:
 
 
 def _of_the_model(folder: Path) -> list[Path]:
-    """Return the files that the index names, or all if it cannot be read, but not Mistral's second copy (consolidated*.safetensors)."""
+    """Return the files that the index names, or if it names none, all files but Mistral's second copy (consolidated*.safetensors)."""
     paths = sorted(folder.glob("*.safetensors"))
     try:
         named = set(json.loads(read_text(folder / "model.safetensors.index.json"))["weight_map"].values())
@@ -176,7 +176,7 @@ def _of_the_model(folder: Path) -> list[Path]:
         named = set()
     if (
         "model.safetensors" not in named and (folder / "model.safetensors").is_file()
-    ):  # one file has all tensors, so the index is of another copy
+    ):  # this file alone has all tensors, so the index belongs to another copy of the model and is ignored
         named = set()
     chosen = [path for path in paths if path.name in named]
     return chosen or [path for path in paths if not path.name.startswith("consolidated")] or paths
@@ -193,7 +193,7 @@ def _experts(shapes: Mapping[str, Shape]) -> dict[str, int]:
 
 
 def by_key(names: Iterable[str], family: Family) -> dict[str, list[str]]:
-    """Return the names of the parameters that each tensor of the files holds, by the tensor's key."""
+    """Return key of a tensor in the files -> names of the parameters that the tensor holds."""
     found: dict[str, list[str]] = {}
     for name in names:
         found.setdefault(_written(name, family).key, []).append(name)

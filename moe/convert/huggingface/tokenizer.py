@@ -53,7 +53,7 @@ def _sentinels(run: Run) -> dict[int, str]:
 
 
 def _with_sentinels(tokenizer: dict[str, Any], run: Run, separator: int, ends: str) -> dict[str, Any]:
-    """Return a tokenizer.json with the run's sentinels, which ends each text with the token `ends`, of the id `separator`."""
+    """Return `tokenizer` with the run's sentinels added; it ends each text with the token `ends`, which has the id `separator`."""
     form = {"special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     added = [{"id": i, "content": spelled} | form for i, spelled in _sentinels(run).items()]
     text, end = {"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": ends, "type_id": 0}}
@@ -65,13 +65,13 @@ def _with_sentinels(tokenizer: dict[str, Any], run: Run, separator: int, ends: s
 
 
 def _without_sentinels(tokenizer: dict[str, Any], run: Run) -> dict[str, Any]:
-    """Return the tokenizer without the sentinels that the run adds itself: those with the same ids as the run's."""
+    """Return the tokenizer without the sentinels that the run adds itself, which have the ids of the run's sentinels."""
     added, ours = tokenizer.get("added_tokens") or (), _sentinels(run)
     return tokenizer | {"added_tokens": [token for token in added if ours.get(token.get("id")) != token.get("content")]}
 
 
 def _other_sentinels(tokenizer: dict[str, Any], run: Run) -> list[str]:
-    """Return a line if the tokenizer's sentinels have other ids than the run's, such as in front of the padding of a vocabulary."""
+    """Return a line to print if the tokenizer's sentinels have other ids than the run's, for example because of a padded vocabulary."""
     added = tokenizer.get("added_tokens") or ()
     theirs = next((token.get("id") for token in added if token.get("content") == "<extra_id_0>"), None)
     last = run.vocab_size - 1
@@ -107,7 +107,7 @@ def write_tokenizer(part: Path, described: dict[str, Any], *, came: bool, run: R
         model = tokenizer.for_others() if isinstance(tokenizer, Bytes) else described["model"]
         if (
             run.num_sentinels and tokenizer.vocab_size + run.num_sentinels == run.vocab_size
-        ):  # ids follow, as the library needs for added tokens
+        ):  # the library needs added tokens with ids that follow the tokenizer's without a gap
             model = _with_sentinels(model, run, tokenizer.separator, ends)
         (part / "tokenizer.json").write_text(json_text.dumps(model, ensure_ascii=False) + "\n")
     if not (part / "tokenizer_config.json").is_file():

@@ -65,7 +65,7 @@ class Gathered(Exchange):
         return reduce_scatter(partial_AD, self.axis)[:tokens].to(x_TD.dtype)
 
     def gathered(self, values_T: Tensor, longest: int, *, wider: int = 0) -> Tensor:
-        """Gather the ranks' values [T, ...], each padded to `longest` tokens, and each token's numbers by `wider` zeros: [A, ...]."""
+        """All-gather values [T, ...] of all ranks to [A, ...], each padded to `longest` tokens, and its last dim by `wider` zeros."""
         import torch.nn.functional as F
 
         from parallel.mesh.collectives import all_gather
@@ -75,7 +75,7 @@ class Gathered(Exchange):
         return all_gather(F.pad(values_T, missing) if any(missing) else values_T, self.axis)
 
     def _places(self, routing: Routing) -> Tensor:
-        """Return 1 + the place of each choice's expert (placement.py), and 0 for a dropped choice, as for the padding of shorter ranks."""
+        """Return [T, K]: 1 + the place of each choice's expert (placement.py), or 0 for a dropped choice. Padding added later is 0, too."""
         from moe.experts.dispatch.placement import place_of
 
         place_TK = place_of(routing.expert_TK, num_experts=routing.probs_TE.shape[1], placement=self.placement)

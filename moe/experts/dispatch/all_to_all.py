@@ -93,7 +93,7 @@ class Chunked(Exchange):
         return y_TD
 
     def _plan(self, routing: Routing) -> tuple[Plan, list[Step], list[list[int]]]:
-        """Return the plan of rows sorted by (chunk, rank, expert), each chunk's exchange, and for each chunk its experts' rows."""
+        """Return (plan of rows, sorted by chunk, rank, expert; each chunk's exchange; each chunk's number of received rows per expert)."""
         from moe.experts.dispatch.placement import plan_rows
         from moe.experts.dispatch.steps import Step
         from parallel.mesh.exchange import exchange_counts

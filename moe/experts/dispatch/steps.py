@@ -25,7 +25,7 @@ from parallel.mesh.collectives import StartedRows, all_to_all, start_all_to_all
 from parallel.mesh.exchange import by_bin, collect, exchange_counts, spread
 from parallel.mesh.mesh import Axis
 
-# T tokens, D model, R rows, P ranks of a step, B bins: places of experts behind one of them
+# T tokens, D model, R rows, P ranks of a step, B bins: the experts (places) that rows sent to one of these ranks can reach
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Step:
         return rows[self.order_R] if kernels is None else kernels.reorder(rows, self.order_R)
 
     def back(self, rows: Tensor, kernels: Any) -> Tensor:
-        """Send the received rows' results back, and return those of the rows sent."""
+        """Send the results of received rows back to their sources, and return the results of the rows that this rank sent."""
         if self.slot_R is None:
             return all_to_all(kernels.reorder(rows, inverse(self.order_R)), self.axis, send=self.receive, receive=self.send)
         slots = spread(rows, self.order_R, slots=sum(self.receive))
@@ -68,7 +68,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Route:
-    """The plan of one layer's rows. `counts`: rows of each expert held here."""
+    """One layer's plan of rows, and the `steps` that send them. `counts`: number of rows received for each expert held here."""
 
     plan: Plan
     counts: list[int]

@@ -59,7 +59,7 @@ class Tile:
 
 
 def most_rows(dtype: torch.dtype) -> int:
-    """Return the rows of the largest tile."""
+    """Return the number of rows of the largest tile for this dtype."""
     return 32 if INTERPRETED else 64 if dtype == torch.float32 else 128
 
 

@@ -193,7 +193,8 @@ def back(
 ):  # fmt: skip
     """Compute dH, dG and gate * A, all [R, F], and for each row and column tile its summand of the gate's gradient <dA, A>.
 
-    `parts` [R, column tiles] fp32: those summands. `gate`, `parts`: None if rows are not combined. `scale`, `choice`: as in `up`.
+    `parts` [R, column tiles] fp32: those summands. `gate`, `parts`: None if rows are not combined. `scale`: dropout's factors.
+    `choice`: the flat choice of each row; None: `grad` has rows.
     """
     columns = tl.cdiv(F, BLOCK_N)
     column, expert, begin, end = _tile(tiles, num_tiles, columns, GROUP)

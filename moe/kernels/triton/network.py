@@ -37,7 +37,7 @@ class Rows:
     """Rows sorted by expert.
 
     `ends_E` int32: the end of each expert's rows. `tiles` int32 [tiles, 3]: expert, first row and end of each tile of `tile_rows`
-    rows. `plan`: the input has tokens, which products gather, and results are summed over a token's rows. None: both have rows.
+    rows. `plan`: given if input and output are tokens: products gather and sum a token's rows. None: input and output are rows.
     """
 
     number: int

@@ -18,7 +18,7 @@ _ELEMENTS = 4096  # moved by one program, 32 by a thread: enough loads at the sa
 
 
 def _blocks(width: int) -> tuple[int, int]:
-    """Return rows and columns per program."""
+    """Return the numbers of (rows, columns) that one program handles, for rows of this width."""
     columns = min(1024, max(16, triton.next_power_of_2(width)))
     return _ELEMENTS // columns, columns
 
@@ -50,7 +50,7 @@ def total(rows_RD: Tensor, row_TK: Tensor, gate_TK: Tensor | None) -> Tensor:
 
 
 def combine_backward(grad_TD: Tensor, rows_RD: Tensor, gate_TK: Tensor, plan: rows.Plan) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the rows and of the gates, given the gradient of their sums, in one kernel."""
+    """Return (gradient of the rows [R, D], gradient of the gates [T, K]), given the gradient of the tokens' sums, in one kernel."""
     grad_TD, rows_RD, gate_TK = grad_TD.contiguous(), rows_RD.contiguous(), gate_TK.contiguous()
     grads = torch.empty_like(rows_RD), torch.zeros_like(gate_TK)
     (count, width), choices = rows_RD.shape, gate_TK.shape[1]

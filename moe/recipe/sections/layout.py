@@ -47,7 +47,7 @@ class Sharding(Section, alters="cost"):
         return engine_named(self.kind, self.stage)
 
     def carrier(self, *, pp: int = 1) -> EngineKind:
-        """Return the engine that runs: the one that `engine` names, else `named`, or the one that replaces it on pipeline stages."""
+        """Return the engine that runs: sharding.engine, else `named`; with pipeline stages (pp > 1), the one that replaces it, if any."""
         chosen = ENGINES.get(self.engine, self.named)
         return ENGINES[chosen.with_stages] if pp > 1 and chosen.with_stages else chosen
 

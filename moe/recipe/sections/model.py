@@ -154,7 +154,7 @@ class Model(Section, alters="shape"):
         return tuple(layer for half in halves for layer in half[self.moe_every - 1 :: self.moe_every]) if self.moe_every else ()
 
     def window_of(self, layer: int) -> int | None:
-        """Return the number of tokens that a token of this layer sees, itself the last; None: all before it."""
+        """Return the number of tokens that a token of this layer sees, itself included; None: all earlier ones."""
         return self.sliding_window if self.sliding_layers is None or layer in self.sliding_layers else None
 
     @property

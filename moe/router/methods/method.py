@@ -97,7 +97,7 @@ class Method:
         return spec.num_choices
 
     def kept_bytes(self, *, num_choices: int, num_experts: int) -> int:
-        """Return the bytes a token that the method keeps for the backward pass, in addition to the scores."""
+        """Return the bytes per token that the method keeps for the backward pass, in addition to the scores."""
         return 0
 
     def select(self, request: RoutingRequest) -> Tensor:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 # T tokens, E experts, K choices
 
-HALFWAY, LEAST = 0.25, 1 / 3  # of a choice that is not the best: probability that s_k is 1, and s_k otherwise
+HALFWAY, LEAST = 0.25, 1 / 3  # for a choice that is not the best expert: probability that s_k is 1, and the value of s_k otherwise
 
 
 @dataclass(frozen=True)
