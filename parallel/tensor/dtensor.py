@@ -91,7 +91,7 @@ class Ranks:
 
 
 def enter(x_BLD: Tensor, *, ranks: Ranks, sliced: bool) -> Tensor:
-    """Return x, whole on all ranks, as a DTensor. Backward: sum the partial gradients, and with `sliced` keep this rank's shard."""
+    """Return the layer's input x as a DTensor that is whole on all ranks. Backward: sum partial gradients; if `sliced`, keep a shard."""
     from torch.distributed.tensor import Replicate, Shard
 
     if not sliced:
@@ -116,7 +116,7 @@ def row_product(h: Tensor, weight_OI: Tensor, *, ranks: Ranks) -> Tensor:
 
 
 def leave(y_BLD: Tensor, *, sliced: bool) -> Tensor:
-    """Sum partial sums over ranks, and with `sliced` keep this rank's shard: a plain tensor. Backward: all ranks get the whole gradient."""
+    """Return the sum over ranks of the layer's output, as a plain tensor; if `sliced`, this rank's shard. Backward: gather the gradient."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     assert isinstance(y_BLD, DTensor)
