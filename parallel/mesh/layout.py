@@ -63,7 +63,7 @@ class Layout:
     Example: `Layout((4, 6), {1: "tp"}, alike=()).region(mesh)` is (slice(0, 4), slice(3, 6)) on rank 1 of `Mesh.of(Degrees(tp=2), 1)`.
 
     shape: of the whole tensor. split: tensor dim -> the axis that cuts it, or several axes, coarsest first.
-    view: the axes of the mesh to which those of `split` and `copies` belong (mesh.py). uneven: dims with shards that may differ by one.
+    view: the view of the mesh that has the axes of `split` and `copies` (mesh.py). uneven: dims with shards that may differ by one.
     family: a label by which gradient norms are grouped. tile: the parameter is this tile of the tensor (parallel/data/tiling.py).
     unstack: if the parameter is a stack, along dim 0, of tensors that checkpoints store separately: their names, with `{}` for the global
     index (`layers.3.experts.{}.w1`). placement: the global index of each entry of the stack, if they are not in order.

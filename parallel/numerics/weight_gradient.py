@@ -153,7 +153,7 @@ class _Product(torch.autograd.Function):
 
 
 def splittable(model: nn.Module) -> None:
-    """Make every module that has the attribute `recast` multiply by `linear` or `product`, whose gradients can be deferred.
+    """Make every module that has the attribute `recast` multiply by `linear` or `product`, which can defer weight gradients.
 
     torch's products compute both gradients together. Only for schedules with I and W, because small products are slower this way.
     """

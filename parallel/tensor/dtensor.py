@@ -79,7 +79,7 @@ class Ranks:
         self._meshes: dict[str, DeviceMesh] = {}  # by device type
 
     def placed(self, local: Tensor, placement: Placement) -> DTensor:
-        """Return the DTensor whose shards or copies are the ranks' local tensors. torch chooses the placement of its gradient."""
+        """Return the DTensor of the ranks' local tensors, as shards or copies. torch chooses the placement of its gradient."""
         from torch.distributed.tensor import DTensor  # here, because it takes a second to import
 
         return DTensor.from_local(local, self._device_mesh(local.device.type), [placement], run_check=False)
